@@ -1,0 +1,36 @@
+# make demo: install into .venv, write a tiny DeepSeek-V3.2 checkpoint and generate text from it.
+# make test: install into .venv and run every test that needs no GPU.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint format clean
+.DELETE_ON_ERROR:
+
+# torch first and pinned: a plain requirement takes a CPU wheel that lies on disk; a range would take the newest CUDA build.
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	touch $@
+
+.tiny/config.json: .venv/installed
+	$(BIN)/dsa tiny .tiny
+
+demo: .tiny/config.json
+	$(BIN)/dsa generate .tiny --prompt "The lightning indexer scores" --max-new-tokens 32
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .tiny build dist *.egg-info
