@@ -1,0 +1,1 @@
+"""What several kernels share. Importing this package imports CUTLASS's CuTe DSL; `import dsa` alone does not."""

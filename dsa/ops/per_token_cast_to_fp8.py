@@ -1,0 +1,93 @@
+"""FP8 cast with one scale per token and 128 channels, optionally behind the Hadamard transform."""
+
+import torch
+
+from dsa import backend, checks
+from reference import fp8_cast as reference
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GROUP = 128
+
+
+def per_token_cast_to_fp8(
+    x: torch.Tensor, use_ue8m0: bool = True, gran_k: int = 128, *, hadamard: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q = round_to_e4m3(x / scale), scale = max(amax(|x|), 1e-4) / 448 over each token's groups of 128 channels.
+
+    x          [..., K] bf16, fp16 or fp32, K a multiple of 128, last dimension contiguous
+    use_ue8m0  True: scale is the next power of two at or above that figure; False: the figure itself
+    gran_k     channels per scale: 128
+    hadamard   True: x is first replaced, in each group of 128 channels, by H x / sqrt(128), rounded to x's dtype
+               (H the Sylvester matrix), as the lightning indexer does before it quantises its queries and keys
+
+    Returns q [..., K] float8_e4m3fn and scale [..., K / 128] float32, both contiguous; x ~ q * scale (the scale
+    multiplies). NaN in a group makes its scale and values NaN; infinity makes the scale infinite. Not differentiable.
+    Empty x gives empty results. Raises ValueError or TypeError for any other dtype, K, stride or gran_k.
+    On Hopper: one kernel, any number of tokens, rows with any stride that is a multiple of 16 bytes; exactly the
+    reference's bits. CUDA-graph safe, no host synchronisation.
+    Source: DeepGEMM's function of this name and `act_quant` / `rotate_activation` of DeepSeek-V3.2's inference code.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.dsa.per_token_cast_to_fp8(x, use_ue8m0, gran_k, hadamard)
+    return _cast(x, use_ue8m0, gran_k, hadamard)
+
+
+def _check(x: torch.Tensor, gran_k: int) -> None:
+    checks.tensor("x", x, _DTYPES)
+    if gran_k != GROUP:
+        raise ValueError(f"gran_k: must be {GROUP}, got {gran_k}")
+    if x.dim() == 0 or x.shape[-1] % GROUP:
+        raise ValueError(f"x: the last dimension must be a multiple of {GROUP}, got shape {list(x.shape)}")
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"x: the last dimension must be contiguous, got strides {list(x.stride())}")
+
+
+def _cast(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(x, gran_k)
+    if not backend.runs_kernel("per_token_cast_to_fp8", x):
+        return reference.per_token_cast_to_fp8(x, use_ue8m0, gran_k, hadamard=hadamard)
+    q, scale = _allocate(x)
+    if x.numel() == 0:
+        return q, scale
+    rows = _as_rows(x)
+    from dsa.kernels import per_token_cast_to_fp8_sm90 as kernels
+
+    dtype = str(x.dtype).removeprefix("torch.")
+    config = kernels.choose_config(dtype, bool(hadamard))
+    launch = kernels.compile_per_token_cast_to_fp8(dtype, bool(use_ue8m0), bool(hadamard), config)
+    with torch.cuda.device(x.device):
+        launch(rows, q.view(rows.shape), scale.view(rows.shape[0], -1))
+    return q, scale
+
+
+def _allocate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    return q, torch.empty((*x.shape[:-1], x.shape[-1] // GROUP), dtype=torch.float32, device=x.device)
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as [T, K] with one row stride, without a copy, or a ValueError."""
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:
+        raise ValueError(
+            f"x: all dimensions before the last must be mergeable into one with a single stride, got shape "
+            f"{list(x.shape)} with strides {list(x.stride())}; pass x.contiguous()"
+        ) from None
+    if rows.shape[0] == 1:  # a single row's stride means nothing, and may be any number
+        rows = rows.as_strided(rows.shape, (rows.shape[1], 1))
+    if rows.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        raise ValueError(
+            f"x: rows must start at multiples of 16 bytes, got a row stride of {rows.stride(0) * x.element_size()} "
+            f"bytes and an address {x.data_ptr() % 16} bytes past a multiple"
+        )
+    return rows
+
+
+torch.library.custom_op("dsa::per_token_cast_to_fp8", mutates_args=())(_cast)
+
+
+@torch.library.register_fake("dsa::per_token_cast_to_fp8")
+def _(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(x, gran_k)
+    return _allocate(x)

@@ -1,0 +1,130 @@
+"""Numeric comparison, poisoned tensors and GPU timing, for this project's tests and for those of its users."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+
+def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
+    """1 - 2 <x, y> / (<x, x> + <y, y>) in fp64 over all finite entries: 0 for equal tensors, 1 for orthogonal ones.
+
+    Non-finite entries (the -inf of masked scores) must agree exactly, else the result is infinity. Two tensors of
+    zeros differ by 0. Source: the measure of DeepGEMM's tests.
+    """
+    if x.shape != y.shape:
+        raise ValueError(f"y: must have x's shape {list(x.shape)}, got {list(y.shape)}")
+    x, y = x.double(), y.double()
+    finite = x.isfinite()
+    if not torch.equal(finite, y.isfinite()) or not torch.equal(x[~finite].nan_to_num(0.5), y[~finite].nan_to_num(0.5)):
+        return math.inf
+    x, y = x[finite], y[finite]
+    norm = (x * x + y * y).sum().item()
+    return 1 - 2 * (x * y).sum().item() / norm if norm else 0.0
+
+
+def assert_close(
+    name: str, got: torch.Tensor, expected: torch.Tensor, *, abs_tol: float, rel_tol: float, cos_tol: float = 1e-6
+) -> float:
+    """Fail unless every entry is within abs_tol or within rel_tol of the expected one, and the cosine is near 1.
+
+    Non-finite entries must be equal. cos_tol bounds `calc_diff` over the finite ones. Returns the largest absolute
+    error, for the record. Source: the rule of FlashMLA's tests.
+    """
+    if got.shape != expected.shape:
+        raise AssertionError(f"{name}: expected shape {list(expected.shape)}, got {list(got.shape)}")
+    g, e = got.double(), expected.double().to(got.device)
+    special = ~(g.isfinite() & e.isfinite())
+    same = (g == e) | (g.isnan() & e.isnan())
+    if (wrong := special & ~same).any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{name}: {int(wrong.sum())} non-finite entries differ, first at {at}: {g[at]} for {e[at]}"
+        )
+    error = torch.where(special, 0.0, (g - e).abs())
+    bad = (error > abs_tol) & (error > rel_tol * e.abs())
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{name}: {int(bad.sum())} of {bad.numel()} entries differ by more than {abs_tol} and {rel_tol} relative; "
+            f"first at {at}: {g[at]:.8g} for {e[at]:.8g}; largest error {error.max():.3g}"
+        )
+    if (diff := calc_diff(g, e)) > cos_tol:
+        raise AssertionError(f"{name}: calc_diff {diff:.3g} is above {cos_tol}")
+    return error.max().item() if error.numel() else 0.0
+
+
+def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
+    """A tensor that no result may depend on: NaN where the dtype has one, 0xFF bytes (NaN as e4m3, bf16 and fp32) for
+    uint8, the lowest number for other integers."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if dtype in (torch.uint8, torch.float8_e4m3fn):
+        out.view(torch.uint8).fill_(0xFF)
+    elif dtype.is_floating_point:
+        out.fill_(math.nan)
+    else:
+        out.fill_(torch.iinfo(dtype).min)
+    return out
+
+
+def poison_free_memory(device: str | torch.device = "cuda", mebibytes: int = 512) -> None:
+    """Leave NaN in the caching allocator's free blocks, so that an output which a kernel does not write shows."""
+    blocks = [poisoned((size << 18,), torch.float32, device) for size in (1, 4, 16, 64) for _ in range(4)]
+    blocks.append(poisoned((mebibytes << 18,), torch.float32, device))
+    del blocks
+
+
+_L2_FLUSH_BYTES = 256 << 20
+
+
+_Call = Callable[[], object]
+
+
+def bench(calls: Mapping[str, _Call | Sequence[_Call]], *, repeats: int = 20, graph: bool = False) -> dict[str, float]:
+    """Median milliseconds a call, for several implementations side by side on the current CUDA device.
+
+    calls    name -> a function without arguments, or a list of them over different inputs, which are then rotated
+    repeats  how often each is timed; the implementations take turns, so that clocks and heat fall on all alike
+    graph    capture each implementation's list as one CUDA graph and time replays: for kernels below 100 us, whose
+             launch from the host would be timed otherwise. Give enough inputs to exceed the L2 cache.
+
+    Without `graph` the L2 cache is emptied before every call, which also keeps the GPU busy while the host enqueues.
+    """
+    lists = {name: list(c) if isinstance(c, Sequence) else [c] for name, c in calls.items()}
+    flush = torch.empty(_L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for functions in lists.values():
+        for function in functions:
+            function()
+    torch.cuda.synchronize()
+    graphs = {name: _capture(functions) for name, functions in lists.items()} if graph else {}
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in lists}
+    for i in range(repeats + 2):
+        for name, functions in lists.items():
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush.zero_()
+            start.record()
+            graphs[name].replay() if graph else functions[i % len(functions)]()
+            stop.record()
+            events[name].append((start, stop))
+    torch.cuda.synchronize()
+    per_replay = {name: len(functions) if graph else 1 for name, functions in lists.items()}
+    return {
+        name: statistics.median(a.elapsed_time(b) for a, b in pairs[2:]) / per_replay[name]
+        for name, pairs in events.items()
+    }
+
+
+def _capture(functions: Sequence[_Call]) -> torch.cuda.CUDAGraph:
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for function in functions:
+            function()
+    return captured
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a large device-to-device copy: the ceiling of memory-bound kernels."""
+    source = torch.randint(256, (2 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (bench({"copy": lambda: target.copy_(source)}, repeats=10)["copy"] * 1e-3)

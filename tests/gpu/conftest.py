@@ -1,0 +1,26 @@
+"""GPU tests: skipped without a Hopper GPU; each records its worst error for the receipt."""
+
+import pytest
+import torch
+
+from dsa import backend
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = backend.why_no_kernels()
+    for item in items:
+        if item.path.parent.name == "gpu":
+            item.add_marker(pytest.mark.gpu)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def record_error(record_property):
+    """Call with an error: the largest of an op's tests goes into the receipt."""
+    return lambda error: record_property("error", float(error))

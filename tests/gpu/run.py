@@ -1,0 +1,77 @@
+"""Run the GPU tests and benchmarks of some ops, or of all, and write the receipt.
+
+usage: python -m tests.gpu.run [OP...]
+"""
+
+import datetime
+import importlib
+import json
+import sys
+
+import pytest
+
+from tests.gpu import receipt
+
+
+class _Outcome:
+    """A pytest plugin that counts the tests and keeps the worst recorded error."""
+
+    def __init__(self) -> None:
+        self.tests = self.failed = 0
+        self.worst = 0.0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed += report.failed
+        if report.when == "call":
+            self.tests += 1
+            self.worst = max([self.worst, *(value for key, value in report.user_properties if key == "error")])
+
+
+def run_op(name: str) -> dict:
+    outcome = _Outcome()
+    code = pytest.main(["-q", "-x", "--tb=short", str(receipt.HERE / f"test_{name}.py")], plugins=[outcome])
+    if code != 0 and not outcome.failed:
+        raise RuntimeError(f"{name}: pytest stopped with {code!r}")
+    rows = [] if outcome.failed else importlib.import_module(f"benchmarks.{name}").run()
+    return {
+        "digest": receipt.digest(name),
+        "tests": outcome.tests,
+        "failed": outcome.failed,
+        "worst_error": outcome.worst,
+        "unverified": None,
+        "bench": rows,
+    }
+
+
+def main(names: list[str]) -> int:
+    import cutlass
+    import torch
+
+    from benchmarks.table import print_table
+    from dsa import backend
+
+    if reason := backend.why_no_kernels():
+        print(f"the GPU tests need a Hopper GPU: {reason}", file=sys.stderr)
+        return 2
+    if unknown := set(names) - set(receipt.tested_ops()):
+        print(f"no GPU tests for {', '.join(sorted(unknown))}; there are {receipt.tested_ops()}", file=sys.stderr)
+        return 2
+    data = receipt.load()
+    data |= {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "dsl": cutlass.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    for name in names or receipt.tested_ops():
+        data["ops"][name] = run_op(name)
+        print_table(name, data["ops"][name]["bench"])
+    data["ops"] = dict(sorted(data["ops"].items()))
+    receipt.PATH.write_text(json.dumps(data, indent=1) + "\n")
+    failed = [name for name, op in data["ops"].items() if op["failed"]]
+    print(f"failed: {', '.join(failed)}" if failed else "all passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,31 @@
+"""Every shipped variant of the FP8 cast compiles to sm_90a without spills, with wide loads and hardware conversion."""
+
+import numpy as np
+import pytest
+
+from dsa.cute.compile_cache import cubin
+from dsa.kernels import per_token_cast_to_fp8_sm90 as kernels
+from tests.kernels.sass import disassemble
+
+
+@pytest.mark.parametrize("arguments", kernels.shipped_variants(), ids=str)
+def test_sass(arguments):
+    sass = disassemble(cubin(kernels.compile_per_token_cast_to_fp8, *arguments))
+    config = arguments[3]
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    # 1024 threads a multiprocessor at the least: the loads of fewer do not fill the memory's latency.
+    assert sass.registers <= 64
+    bytes_per_thread = config.channels * config.groups * (4 if arguments[0] == "float32" else 2)
+    assert sass.instructions["LDG"] == bytes_per_thread // 16
+    assert sass.instructions["F2FP"] >= config.channels * config.groups // 2
+
+
+def test_division_by_448_is_correctly_rounded():
+    """The kernel divides by 448 with one multiplication and two fused multiply-adds: for every mantissa."""
+    amax = (np.arange(1 << 23, dtype=np.uint32) | np.uint32(127 << 23)).view(np.float32)
+    reciprocal = np.float32(1 / 448)
+    quotient = amax * reciprocal
+    remainder = (amax.astype(np.float64) - quotient.astype(np.float64) * 448.0).astype(np.float32)
+    exact = np.longdouble(1) * remainder * np.longdouble(reciprocal) + quotient
+    assert np.array_equal(exact.astype(np.float32), amax / np.float32(448))
+    assert not np.array_equal(quotient, amax / np.float32(448))  # so the correction is needed
