@@ -3,7 +3,7 @@
 Importing this package imports torch only: no CuTe DSL, no CUDA initialisation.
 """
 
-from dsa.backend import backend, use_backend
+from dsa.backends import backend, use_backend
 from dsa.ops.per_token_cast_to_fp8 import per_token_cast_to_fp8
 
 __version__ = "0.1.0"

@@ -116,7 +116,7 @@ class PerTokenCastToFp8Sm90:
 
     @cute.kernel
     def kernel(
-        self, x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, divisor: cute.FastDivmodDivisorV2, total: Int32
+        self, x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, row_groups: cute.FastDivmodDivisorV2, total: Int32
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -129,7 +129,7 @@ class PerTokenCastToFp8Sm90:
         for u in cutlass.range_constexpr(self.unroll):
             # Past the end: read the last group again, and store nothing.
             group = cutlass.min(first + u * self.groups_per_pass, total - 1)
-            rows[u], cols[u] = divmod(group, groups_per_row)
+            rows[u], cols[u] = divmod(group, row_groups)
             source = cute.local_tile(x, (1, self.channels), (rows[u], cols[u] * self.lanes + lane))
             cute.autovec_copy(source[0, None], raw[None, u])
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa import backend, checks
+from dsa import backends, checks
 from reference import fp8_cast as reference
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,7 +44,7 @@ def _check(x: torch.Tensor, gran_k: int) -> None:
 
 def _cast(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> tuple[torch.Tensor, torch.Tensor]:
     _check(x, gran_k)
-    if not backend.runs_kernel("per_token_cast_to_fp8", x):
+    if not backends.runs_kernel("per_token_cast_to_fp8", x):
         return reference.per_token_cast_to_fp8(x, use_ue8m0, gran_k, hadamard=hadamard)
     q, scale = _allocate(x)
     if x.numel() == 0:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dsa import backend
+from dsa import backends
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = backend.why_no_kernels()
+    reason = backends.why_no_kernels()
     for item in items:
         if item.path.parent.name == "gpu":
             item.add_marker(pytest.mark.gpu)

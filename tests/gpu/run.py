@@ -48,9 +48,9 @@ def main(names: list[str]) -> int:
     import torch
 
     from benchmarks.table import print_table
-    from dsa import backend
+    from dsa import backends
 
-    if reason := backend.why_no_kernels():
+    if reason := backends.why_no_kernels():
         print(f"the GPU tests need a Hopper GPU: {reason}", file=sys.stderr)
         return 2
     if unknown := set(names) - set(receipt.tested_ops()):
