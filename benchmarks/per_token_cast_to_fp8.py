@@ -1,5 +1,6 @@
-"""The FP8 cast: bytes a second against the copy bandwidth of the same run, beside vLLM's kernel for the same job."""
+"""The FP8 cast: bytes a second against the copy bandwidth of the same run, beside vLLM's and SGLang's."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,17 +22,28 @@ SHAPES = [
 ]
 
 
-def _peer(x: torch.Tensor, use_ue8m0: bool) -> Any:
-    """vLLM's per_token_group_fp8_quant where its operators are loaded, else None."""
+def _peers(x: torch.Tensor, use_ue8m0: bool) -> dict[str, Callable[[], None]]:
+    """The kernels of vLLM and SGLang for the same job, where their operators can be loaded."""
     try:
-        import peer_topk  # noqa: F401  (loads vLLM's operator library)
-
-        op = torch.ops._C.per_token_group_fp8_quant
-    except (ImportError, OSError, AttributeError):
-        return None
+        import peer_topk  # noqa: F401  (loads both operator libraries)
+    except (ImportError, OSError):
+        return {}
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cuda")
     scale = torch.empty((x.shape[0], x.shape[1] // 128), dtype=torch.float32, device="cuda")
-    return lambda: op(x, q, scale, 128, 1e-4, -448.0, 448.0, use_ue8m0, False, False)
+    common = (x, q, scale, 128, 1e-4, -448.0, 448.0, use_ue8m0)
+    calls = {
+        "vllm": partial(torch.ops._C.per_token_group_fp8_quant, *common, False, False),
+        "sglang": partial(torch.ops.sgl_kernel.sgl_per_token_group_quant_8bit, *common),
+    }
+    return {name: call for name, call in calls.items() if _runs(call)}
+
+
+def _runs(call: Callable[[], None]) -> bool:
+    try:
+        call()
+        return True
+    except RuntimeError:  # a peer that takes no fp32 buffer for ue8m0 scales, say
+        return False
 
 
 def run() -> list[dict[str, Any]]:
@@ -44,8 +56,9 @@ def run() -> list[dict[str, Any]]:
         xs = [torch.randn(tokens, channels, device="cuda").bfloat16() for _ in range(min(inputs, 64))]
         for use_ue8m0 in (True, False):
             calls = {"dsa": [partial(dsa.per_token_cast_to_fp8, x, use_ue8m0, hadamard=hadamard) for x in xs]}
-            if not hadamard and (peer := _peer(xs[0], use_ue8m0)):
-                calls["vllm"] = [peer, *(_peer(x, use_ue8m0) for x in xs[1:])]
+            if not hadamard:
+                peers = [_peers(x, use_ue8m0) for x in xs]
+                calls |= {name: [p[name] for p in peers] for name in peers[0]}
             times = bench(calls, graph=len(xs) > 1)
             rate = size / (times["dsa"] * 1e-3)
             scales = "ue8m0" if use_ue8m0 else "fp32"

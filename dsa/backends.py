@@ -69,6 +69,16 @@ def runs_kernel(op: str, tensor: torch.Tensor) -> bool:
     return chosen is None and tensor.device.type == "cuda" and why_no_kernels() is None
 
 
+_NO_SWITCH = contextlib.nullcontext()
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Make the tensor's GPU the current one around a launch. Free where it is already."""
+    if tensor.device.index == torch.cuda.current_device():
+        return _NO_SWITCH
+    return torch.cuda.device(tensor.device)
+
+
 _warned: set[str] = set()
 
 

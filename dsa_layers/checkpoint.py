@@ -159,7 +159,7 @@ def _read_header(directory: Path, file: str) -> list[tuple[str, TensorInfo]]:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not a safetensors file: {type(error).__name__}: {error}") from error
-    entries.sort(key=lambda entry: entry[1].offset)
+    entries.sort(key=lambda entry: (entry[1].offset, entry[1].size))
 
     end = 0
     for name, info in entries:
@@ -209,10 +209,11 @@ def load_weights(
       `<name>_scale_inv` (F32, one scale per 128 x 128 block), which is then no model tensor;
     - any other takes its own dtype only.
     Checkpoint tensors for which `skip` is true are treated as absent. Non-persistent buffers are left alone.
-    Parameters come without requires_grad. progress: one bar over the bytes of the whole checkpoint.
+    Parameters come without requires_grad. progress: one bar over all bytes that are read.
 
-    Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint` and for tensors that are missing,
-    unexpected, or of the wrong shape or dtype: all are looked for before anything is read, and reported together.
+    Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint` and for tensors that are
+    missing, unexpected, or of the wrong shape or dtype: these are looked for before anything is read, and reported
+    together. Also if a file then cannot be read.
     """
     checkpoint = Checkpoint(directory)
     stored = {name: info for name, info in checkpoint.tensors.items() if not skip(name)}
@@ -270,8 +271,8 @@ def _mismatch(name: str, info: TensorInfo, target: torch.Tensor) -> str | None:
         return None
     if target.dtype == torch.float8_e4m3fn and info.dtype in _FLOATS.values():
         return (
-            f"{name} is {info.dtype}; the model expects F8_E4M3. For a checkpoint that is not quantised, build the model "
-            "in the dequantised mode"
+            f"{name} is {info.dtype}; the model expects F8_E4M3. For a checkpoint that is not quantised, "
+            "build the model in the dequantised mode"
         )
     return f"{name} is {info.dtype}; the model's {target.dtype} accepts {', '.join(sorted(map(str, accepted)))}"
 

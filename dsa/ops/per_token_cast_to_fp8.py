@@ -1,5 +1,8 @@
 """FP8 cast with one scale per token and 128 channels, optionally behind the Hadamard transform."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from dsa import backends, checks
@@ -47,17 +50,23 @@ def _cast(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> tupl
     if not backends.runs_kernel("per_token_cast_to_fp8", x):
         return reference.per_token_cast_to_fp8(x, use_ue8m0, gran_k, hadamard=hadamard)
     q, scale = _allocate(x)
-    if x.numel() == 0:
-        return q, scale
-    rows = _as_rows(x)
+    if x.numel():
+        rows = _as_rows(x)
+        launch = _kernel(x.dtype, bool(use_ue8m0), bool(hadamard))
+        with backends.on_device(x):
+            if x.dim() == 2:
+                launch(rows, q, scale)
+            else:
+                launch(rows, q.view(rows.shape), scale.view(rows.shape[0], -1))
+    return q, scale
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, use_ue8m0: bool, hadamard: bool) -> Callable[..., None]:
     from dsa.kernels import per_token_cast_to_fp8_sm90 as kernels
 
-    dtype = str(x.dtype).removeprefix("torch.")
-    config = kernels.choose_config(dtype, bool(hadamard))
-    launch = kernels.compile_per_token_cast_to_fp8(dtype, bool(use_ue8m0), bool(hadamard), config)
-    with torch.cuda.device(x.device):
-        launch(rows, q.view(rows.shape), scale.view(rows.shape[0], -1))
-    return q, scale
+    name = str(dtype).removeprefix("torch.")
+    return kernels.compile_per_token_cast_to_fp8(name, use_ue8m0, hadamard, kernels.choose_config(name))
 
 
 def _allocate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +77,7 @@ def _allocate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
     """x as [T, K] with one row stride, without a copy, or a ValueError."""
     try:
-        rows = x.view(-1, x.shape[-1])
+        rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     except RuntimeError:
         raise ValueError(
             f"x: all dimensions before the last must be mergeable into one with a single stride, got shape "

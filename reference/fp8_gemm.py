@@ -1,0 +1,55 @@
+"""GEMM of FP8 activations with one scale per token and 128 channels and FP8 weights with one per 128 x 128 block."""
+
+import torch
+
+from .checks import FLOATS, check_tensor
+
+BLOCK = 128
+_E4M3 = (torch.float8_e4m3fn,)
+_F32 = (torch.float32,)
+
+
+def fp8_gemm_nt(
+    a: tuple[torch.Tensor, torch.Tensor],
+    b: tuple[torch.Tensor, torch.Tensor],
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """y[m, n] = sum_g (sum_{k in block g} q[m, k] w[n, k]) * s[m, g] * ws[n // 128, g], g over blocks of 128 channels.
+
+    a          (q [..., M, K] e4m3, s [..., M, ceil(K / 128)] fp32): the activations and their scales
+    b          (w [N, K] e4m3, ws [ceil(N / 128), ceil(K / 128)] fp32): the weight, row-major, and its scales
+    out_dtype  float32, bfloat16 or float16
+
+    Returns [..., M, N]. N and K may be any number: the last block of rows or channels is then ragged (the 576 rows of
+    `kv_a_proj_with_mqa` have 5 scale rows, the last for 64 rows). Scales are any fp32 numbers and multiply. Each
+    block's products are summed in fp32, scaled, and the blocks are added in order of g in fp32; the sum is rounded to
+    out_dtype once. No rows or no channels: an empty or a zero result. NaN follows IEEE rules.
+    Raises TypeError or ValueError for other types, dtypes and shapes.
+    Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
+    """
+    (q, s), (w, ws) = _pair("a", a), _pair("b", b)
+    check_tensor("b[0]", w, _E4M3, ("N", "K"))
+    rows, k = w.shape
+    groups = -(-k // BLOCK)
+    check_tensor("b[1]", ws, _F32, (-(-rows // BLOCK), groups))
+    leading = tuple(q.shape[:-1]) if isinstance(q, torch.Tensor) and q.dim() else ("M",)
+    check_tensor("a[0]", q, _E4M3, (*leading, k))
+    check_tensor("a[1]", s, _F32, (*leading, groups))
+    if out_dtype not in FLOATS:
+        raise ValueError(f"out_dtype: must be float32, bfloat16 or float16, got {out_dtype}")
+
+    q, s = q.reshape(-1, k), s.reshape(-1, groups)
+    # One scale per weight row, by repeating rather than by dividing: the last block may be ragged.
+    row_scale = ws.repeat_interleave(BLOCK, 0)[:rows]
+    y = torch.zeros(q.shape[0], rows, dtype=torch.float32, device=q.device)
+    for g in range(groups):
+        block = slice(g * BLOCK, (g + 1) * BLOCK)
+        partial = q[:, block].float() @ w[:, block].float().T
+        y += partial.mul_(s[:, g, None]).mul_(row_scale[:, g])
+    return y.to(out_dtype).reshape(*leading, rows)
+
+
+def _pair(name: str, value: object) -> tuple:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"{name}: must be a pair (e4m3 values, fp32 scales), got {type(value).__name__}")
+    return tuple(value)

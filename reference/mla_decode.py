@@ -1,0 +1,201 @@
+"""MLA decoding over a paged latent cache: dense, or over the keys that an indexer selected."""
+
+import torch
+
+from .checks import FLOATS, INT32, check_positive, check_tensor
+from .kv_cache import BYTE_DTYPES, cache_dim, read_kv_cache
+from .mla_metadata import FlashMLASchedMeta, check_plan
+from .softmax_attention import apply_sink, attend
+
+# Numbers in the largest gathered [queries, K, d] tensor: 256 MiB of fp32.
+_CHUNK = 2**26
+_F32 = (torch.float32,)
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
+
+    q              [B, s_q, h_q, d] fp32, bf16 or fp16
+    k_cache        [pages, P, h_k, d] fp32, bf16 or fp16, or with is_fp8_kvcache [pages, P, 1, 656 | 584] bytes as
+                   `kv_cache` lays them out (d = 576 or 512). h_k divides h_q; query head h reads key head
+                   h // (h_q / h_k). A value is the first head_dim_v numbers of its key
+    head_dim_v     at most d
+    tile_scheduler_metadata, num_splits  from `get_mla_metadata` in either style, or None. The result does not depend on
+                   the plan; a FlashMLASchedMeta may be used again with the same shapes only
+    softmax_scale  multiplies the logits, d^-0.5 if None
+
+    Dense, if indices is None:
+    block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past the
+                   sequence are never looked at; a page outside the cache holds no keys
+    cache_seqlens  [B] int32, keys per sequence
+    causal         True: query i sees the first cache_seqlens - s_q + i + 1 keys. False: it sees all of them
+
+    Sparse (h_k = 1, causal False; block_table and cache_seqlens are not used):
+    indices        [B, s_q, K] int32, page * P + offset; negative or outside the cache is no key. A key named twice
+                   counts twice
+    topk_length    [B] int32 or None: only the first topk_length[b] indices count
+    attn_sink      [h_q] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
+    extra_k_cache, extra_indices_in_kvcache [B, s_q, K2], extra_topk_length [B]  a second cache, of its own layout and
+                   page size, whose selected keys join the same softmax
+
+    Returns out [B, s_q, h_q, head_dim_v] in q's dtype and lse [B, h_q, s_q] fp32 (natural log, without the sink). A
+    query without keys has out 0 and lse +inf. NaN in a cached row reaches only the queries that select it. Everything
+    is fp32 in between, with the FP8 scales in full precision.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and combinations.
+    Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
+    """
+    check_tensor("q", q, FLOATS, ("B", "s_q", "h_q", "d"))
+    batch, s_q, h_q, d = q.shape
+    _check_cache("k_cache", k_cache, d, is_fp8_kvcache)
+    check_positive("head_dim_v", head_dim_v)
+    if head_dim_v > d:
+        raise ValueError(f"head_dim_v: must be at most d = {d}, got {head_dim_v}")
+    config = dict(
+        q=tuple(q.shape),
+        page_size=k_cache.shape[1],
+        h_k=k_cache.shape[2],
+        causal=causal,
+        is_fp8_kvcache=is_fp8_kvcache,
+        topk=None if indices is None else indices.shape[-1],
+        extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
+    )
+    scale = d**-0.5 if softmax_scale is None else softmax_scale
+
+    if indices is None:
+        sparse_only = dict(
+            attn_sink=attn_sink,
+            extra_k_cache=extra_k_cache,
+            extra_indices_in_kvcache=extra_indices_in_kvcache,
+            topk_length=topk_length,
+            extra_topk_length=extra_topk_length,
+        )
+        for name, value in sparse_only.items():
+            if value is not None:
+                raise ValueError(f"{name}: must be None without indices, got {type(value).__name__}")
+        check_tensor("block_table", block_table, INT32, (batch, "max_pages"))
+        check_tensor("cache_seqlens", cache_seqlens, INT32, (batch,))
+        if k_cache.shape[2] == 0 or h_q % k_cache.shape[2]:
+            raise ValueError(f"k_cache: its h_k heads must divide h_q = {h_q}, got h_k = {k_cache.shape[2]}")
+        check_plan(tile_scheduler_metadata, num_splits, batch, config)
+        out, lse = _dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
+        return out.to(q.dtype), lse
+
+    if causal:
+        raise ValueError("causal: must be False with indices, got True")
+    if k_cache.shape[2] != 1:
+        raise ValueError(f"k_cache: must have h_k = 1 with indices, got shape {list(k_cache.shape)}")
+    selections = [_selection("", k_cache, indices, topk_length, batch, s_q)]
+    if attn_sink is not None:
+        check_tensor("attn_sink", attn_sink, _F32, (h_q,))
+    if extra_k_cache is not None:
+        _check_cache("extra_k_cache", extra_k_cache, d, is_fp8_kvcache)
+        selections.append(
+            _selection("extra_", extra_k_cache, extra_indices_in_kvcache, extra_topk_length, batch, s_q)
+        )
+    else:
+        for name, value in (
+            ("extra_indices_in_kvcache", extra_indices_in_kvcache),
+            ("extra_topk_length", extra_topk_length),
+        ):
+            if value is not None:
+                raise ValueError(f"{name}: must be None without extra_k_cache, got {type(value).__name__}")
+    check_plan(tile_scheduler_metadata, num_splits, batch, config)
+    out, lse = _sparse(q.flatten(0, 1), selections, head_dim_v, scale)
+    if attn_sink is not None:
+        out = apply_sink(out, lse, attn_sink)
+    out, lse = out.unflatten(0, (batch, s_q)), lse.unflatten(0, (batch, s_q))
+    return out.to(q.dtype), lse.transpose(1, 2).contiguous()
+
+
+def _dense(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    d_v: int,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, s_q, h_q, _ = q.shape
+    pages, page_size, h_k, _ = k_cache.shape
+    group = h_q // h_k
+    out = torch.zeros(batch, s_q, h_q, d_v, device=q.device)
+    lse = torch.full((batch, h_q, s_q), torch.inf, device=q.device)
+    for b in range(batch):
+        length = min(max(int(cache_seqlens[b]), 0), block_table.shape[1] * page_size)
+        position = torch.arange(length, device=q.device)
+        page = block_table[b, position // page_size].long()
+        slots = torch.where((page >= 0) & (page < pages), page * page_size + position % page_size, -1)
+        for head in range(h_k):
+            heads = slice(head * group, (head + 1) * group)
+            kv = read_kv_cache(k_cache[:, :, head : head + 1], slots)
+            for i in range(s_q):
+                # A slice rather than a mask: a key that a query does not see must not touch it, even if it is NaN.
+                seen = max(0, int(cache_seqlens[b]) - s_q + i + 1) if causal else length
+                row, row_lse, _ = attend(q[b, None, i, heads], kv[None, :seen], slots[None, :seen] >= 0, scale, d_v)
+                out[b, i, heads], lse[b, heads, i] = row[0], row_lse[0]
+    return out, lse
+
+
+def _sparse(
+    q: torch.Tensor, selections: list[tuple[torch.Tensor, torch.Tensor]], d_v: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [R, h_q, d] over (cache, slots [R, K]) pairs, -1 for no key: out [R, h_q, d_v] and lse [R, h_q]."""
+    rows, h_q, d = q.shape
+    out = torch.empty(rows, h_q, d_v, device=q.device)
+    lse = torch.empty(rows, h_q, device=q.device)
+    chunk = max(1, _CHUNK // max(1, d * sum(slots.shape[1] for _, slots in selections)))
+    for first in range(0, rows, chunk):
+        part = slice(first, first + chunk)
+        kv = torch.cat([read_kv_cache(cache, slots[part]) for cache, slots in selections], dim=1)
+        valid = torch.cat([slots[part] >= 0 for _, slots in selections], dim=1)
+        out[part], lse[part], _ = attend(q[part], kv, valid, scale, d_v)
+    return out, lse
+
+
+def _selection(
+    prefix: str,
+    cache: torch.Tensor,
+    indices: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    batch: int,
+    s_q: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cache, slots [B * s_q, K]) with -1 for every index that is no key."""
+    check_tensor(f"{prefix}indices_in_kvcache" if prefix else "indices", indices, INT32, (batch, s_q, "K"))
+    valid = (indices >= 0) & (indices < cache.shape[0] * cache.shape[1])
+    if topk_length is not None:
+        check_tensor(f"{prefix}topk_length", topk_length, INT32, (batch,))
+        valid &= torch.arange(indices.shape[2], device=indices.device) < topk_length[:, None, None]
+    return cache, torch.where(valid, indices, -1).flatten(0, 1)
+
+
+def _check_cache(name: str, cache: torch.Tensor, d: int, is_fp8_kvcache: bool) -> None:
+    check_tensor(name, cache, (*FLOATS, *BYTE_DTYPES), ("pages", "P", "h_k", "d"))
+    if is_fp8_kvcache != (cache.dtype in BYTE_DTYPES):
+        accepted = "uint8, int8 or float8_e4m3fn" if is_fp8_kvcache else "float32, bfloat16 or float16"
+        raise ValueError(f"{name}: dtype must be {accepted} with is_fp8_kvcache={is_fp8_kvcache}, got {cache.dtype}")
+    if is_fp8_kvcache and cache.shape[2] != 1:
+        raise ValueError(f"{name}: a byte cache must have h_k = 1, got shape {list(cache.shape)}")
+    if cache_dim(cache[:, :, :1], name) != d:
+        raise ValueError(
+            f"{name}: a last dimension of {cache.shape[-1]} means d = {cache_dim(cache[:, :, :1], name)}, but q has d = {d}"
+        )
