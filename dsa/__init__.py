@@ -3,9 +3,41 @@
 Importing this package imports torch only: no CuTe DSL, no CUDA initialisation.
 """
 
-from dsa.backends import backend, use_backend
+from dsa.backends import backend, num_sms, use_backend
+from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
+from dsa.ops.flash_mla_with_kvcache import flash_mla_with_kvcache, get_mla_metadata
+from dsa.ops.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, per_block_cast_to_fp8
+from dsa.ops.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
+from dsa.ops.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
+from dsa.ops.indexer_cache import read_indexer_cache, write_indexer_cache
+from dsa.ops.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.ops.per_token_cast_to_fp8 import per_token_cast_to_fp8
+from dsa.ops.sliding_window_attention import merge_attention, sliding_window_attention
+from dsa.ops.topk_indices import topk_indices
 
 __version__ = "0.1.0"
 
-__all__ = ["backend", "per_token_cast_to_fp8", "use_backend"]
+__all__ = [
+    "backend",
+    "dequantize_per_block",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "fp8_gemm_nt",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_mla_metadata",
+    "get_paged_mqa_logits_metadata",
+    "make_v4_cache",
+    "merge_attention",
+    "mqa_logits",
+    "num_sms",
+    "per_block_cast_to_fp8",
+    "per_token_cast_to_fp8",
+    "read_indexer_cache",
+    "read_kv_cache",
+    "sliding_window_attention",
+    "topk_indices",
+    "use_backend",
+    "write_indexer_cache",
+    "write_kv_cache",
+]

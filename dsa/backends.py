@@ -79,6 +79,13 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(tensor.device)
 
 
+def num_sms(device: torch.device | str) -> int:
+    """Multiprocessors of a GPU; for the CPU, an H200's 132, so that plans look the same there."""
+    if torch.device(device).type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 _warned: set[str] = set()
 
 

@@ -83,22 +83,24 @@ class Checkpoint:
         files = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
         self.tensors: dict[str, TensorInfo] = {}
         self._open: tuple[str, Any] | None = None
-        readable = set()
+        held: set[tuple[str, str]] = set()
+        unreadable: set[str] = set()
         for file in files:
             try:
                 entries = _read_header(self.directory, file)
             except CheckpointError as error:
                 problems.append(str(error))
+                unreadable.add(file)
                 continue
-            readable.add(file)
             for name, info in entries:
-                other = self.tensors.setdefault(name, info)
-                if other is not info:
-                    problems.append(f"{name}: in two files, {other.file} and {file}")
+                held.add((name, file))
+                if name in self.tensors:
+                    problems.append(f"{name}: in two files, {self.tensors[name].file} and {file}")
                 elif weight_map is not None and name not in weight_map:
                     problems.append(f"{file}: holds {name}, which {INDEX_NAME} does not list")
+                self.tensors[name] = info
         for name, file in (weight_map or {}).items():
-            if file in readable and (name not in self.tensors or self.tensors[name].file != file):
+            if file not in unreadable and (name, file) not in held:
                 found = f"found in {self.tensors[name].file}" if name in self.tensors else "found in no file"
                 problems.append(f"{file}: lacks {name}, which {INDEX_NAME} puts there; {found}")
         if problems:

@@ -1,0 +1,48 @@
+"""PyTorch references of every operation: plain fp32, no dispatch, to be read beside the papers."""
+
+from .fp8_cast import (
+    ceil_to_ue8m0,
+    dequantize_per_block,
+    dequantize_per_token,
+    per_block_cast_to_fp8,
+    per_row_cast_to_fp8,
+    per_token_cast_to_fp8,
+)
+from .fp8_gemm import fp8_gemm_nt
+from .hadamard import hadamard_transform
+from .indexer_cache import read_indexer_cache, write_indexer_cache
+from .indexer_logits import fp8_mqa_logits, mqa_logits
+from .kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
+from .mla_decode import flash_mla_with_kvcache
+from .mla_metadata import FlashMLASchedMeta, get_mla_metadata
+from .mla_prefill import flash_mla_sparse_fwd
+from .paged_indexer_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
+from .sliding_window import merge_attention, sliding_window_attention
+from .topk import topk_indices
+
+__all__ = [
+    "FlashMLASchedMeta",
+    "ceil_to_ue8m0",
+    "dequantize_per_block",
+    "dequantize_per_token",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "fp8_gemm_nt",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_mla_metadata",
+    "get_paged_mqa_logits_metadata",
+    "hadamard_transform",
+    "make_v4_cache",
+    "merge_attention",
+    "mqa_logits",
+    "per_block_cast_to_fp8",
+    "per_row_cast_to_fp8",
+    "per_token_cast_to_fp8",
+    "read_indexer_cache",
+    "read_kv_cache",
+    "sliding_window_attention",
+    "topk_indices",
+    "write_indexer_cache",
+    "write_kv_cache",
+]

@@ -38,10 +38,11 @@ def fp8_gemm_nt(
     if out_dtype not in FLOATS:
         raise ValueError(f"out_dtype: must be float32, bfloat16 or float16, got {out_dtype}")
 
-    q, s = q.reshape(-1, k), s.reshape(-1, groups)
+    tokens = q.shape[:-1].numel()
+    q, s = q.reshape(tokens, k), s.reshape(tokens, groups)
     # One scale per weight row, by repeating rather than by dividing: the last block may be ragged.
     row_scale = ws.repeat_interleave(BLOCK, 0)[:rows]
-    y = torch.zeros(q.shape[0], rows, dtype=torch.float32, device=q.device)
+    y = torch.zeros(tokens, rows, dtype=torch.float32, device=q.device)
     for g in range(groups):
         block = slice(g * BLOCK, (g + 1) * BLOCK)
         partial = q[:, block].float() @ w[:, block].float().T

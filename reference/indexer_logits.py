@@ -128,7 +128,9 @@ def _fill(
             continue
         # Score only the keys that some query of the chunk sees.
         low, high = int(ks[filled].min()), int(ke[filled].max())
-        scores = head_weighted_logits(q[rows], k[low:high], None if k_scale is None else k_scale[low:high], weights[rows])
+        scores = head_weighted_logits(
+            q[rows], k[low:high], None if k_scale is None else k_scale[low:high], weights[rows]
+        )
         if compressed:
             key = ks + torch.arange(logits.shape[1], device=k.device)
             scores = scores.gather(1, (key - low).clamp(0, high - low - 1))

@@ -9,7 +9,6 @@ from .softmax_attention import apply_sink, attend
 
 # Numbers in the largest gathered [queries, K, d] tensor: 256 MiB of fp32.
 _CHUNK = 2**26
-_F32 = (torch.float32,)
 
 
 def flash_mla_with_kvcache(
@@ -67,57 +66,33 @@ def flash_mla_with_kvcache(
     check_positive("head_dim_v", head_dim_v)
     if head_dim_v > d:
         raise ValueError(f"head_dim_v: must be at most d = {d}, got {head_dim_v}")
-    config = dict(
-        q=tuple(q.shape),
-        page_size=k_cache.shape[1],
-        h_k=k_cache.shape[2],
-        causal=causal,
-        is_fp8_kvcache=is_fp8_kvcache,
-        topk=None if indices is None else indices.shape[-1],
-        extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
-        extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
-    )
     scale = d**-0.5 if softmax_scale is None else softmax_scale
+    extra = {"extra_indices_in_kvcache": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length}
+    shapes = {"q": tuple(q.shape), "k_cache": tuple(k_cache.shape[1:]), "causal": causal}
 
     if indices is None:
-        sparse_only = dict(
-            attn_sink=attn_sink,
-            extra_k_cache=extra_k_cache,
-            extra_indices_in_kvcache=extra_indices_in_kvcache,
-            topk_length=topk_length,
-            extra_topk_length=extra_topk_length,
-        )
-        for name, value in sparse_only.items():
-            if value is not None:
-                raise ValueError(f"{name}: must be None without indices, got {type(value).__name__}")
+        unused = {"attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache, **extra}
+        _check_unused(unused, "indices")
         check_tensor("block_table", block_table, INT32, (batch, "max_pages"))
         check_tensor("cache_seqlens", cache_seqlens, INT32, (batch,))
         if k_cache.shape[2] == 0 or h_q % k_cache.shape[2]:
             raise ValueError(f"k_cache: its h_k heads must divide h_q = {h_q}, got h_k = {k_cache.shape[2]}")
-        check_plan(tile_scheduler_metadata, num_splits, batch, config)
+        check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
         out, lse = _dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
         return out.to(q.dtype), lse
 
     if causal:
         raise ValueError("causal: must be False with indices, got True")
-    if k_cache.shape[2] != 1:
-        raise ValueError(f"k_cache: must have h_k = 1 with indices, got shape {list(k_cache.shape)}")
-    selections = [_selection("", k_cache, indices, topk_length, batch, s_q)]
     if attn_sink is not None:
-        check_tensor("attn_sink", attn_sink, _F32, (h_q,))
-    if extra_k_cache is not None:
-        _check_cache("extra_k_cache", extra_k_cache, d, is_fp8_kvcache)
-        selections.append(
-            _selection("extra_", extra_k_cache, extra_indices_in_kvcache, extra_topk_length, batch, s_q)
-        )
+        check_tensor("attn_sink", attn_sink, (torch.float32,), (h_q,))
+    selections = [_selection("", k_cache, indices, topk_length, batch, s_q)]
+    if extra_k_cache is None:
+        _check_unused(extra, "extra_k_cache")
     else:
-        for name, value in (
-            ("extra_indices_in_kvcache", extra_indices_in_kvcache),
-            ("extra_topk_length", extra_topk_length),
-        ):
-            if value is not None:
-                raise ValueError(f"{name}: must be None without extra_k_cache, got {type(value).__name__}")
-    check_plan(tile_scheduler_metadata, num_splits, batch, config)
+        _check_cache("extra_k_cache", extra_k_cache, d, is_fp8_kvcache)
+        selections.append(_selection("extra_", extra_k_cache, extra_indices_in_kvcache, extra_topk_length, batch, s_q))
+    shapes["selections"] = [(cache.shape[1], slots.shape[1]) for cache, slots in selections]
+    check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
     out, lse = _sparse(q.flatten(0, 1), selections, head_dim_v, scale)
     if attn_sink is not None:
         out = apply_sink(out, lse, attn_sink)
@@ -180,6 +155,8 @@ def _selection(
     s_q: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cache, slots [B * s_q, K]) with -1 for every index that is no key."""
+    if cache.shape[2] != 1:
+        raise ValueError(f"{prefix}k_cache: must have h_k = 1 with indices, got shape {list(cache.shape)}")
     check_tensor(f"{prefix}indices_in_kvcache" if prefix else "indices", indices, INT32, (batch, s_q, "K"))
     valid = (indices >= 0) & (indices < cache.shape[0] * cache.shape[1])
     if topk_length is not None:
@@ -195,7 +172,12 @@ def _check_cache(name: str, cache: torch.Tensor, d: int, is_fp8_kvcache: bool) -
         raise ValueError(f"{name}: dtype must be {accepted} with is_fp8_kvcache={is_fp8_kvcache}, got {cache.dtype}")
     if is_fp8_kvcache and cache.shape[2] != 1:
         raise ValueError(f"{name}: a byte cache must have h_k = 1, got shape {list(cache.shape)}")
-    if cache_dim(cache[:, :, :1], name) != d:
-        raise ValueError(
-            f"{name}: a last dimension of {cache.shape[-1]} means d = {cache_dim(cache[:, :, :1], name)}, but q has d = {d}"
-        )
+    cached = cache_dim(cache[:, :, :1], name)
+    if cached != d:
+        raise ValueError(f"{name}: a last dimension of {cache.shape[-1]} means d = {cached}, but q has d = {d}")
+
+
+def _check_unused(values: dict[str, torch.Tensor | None], needed: str) -> None:
+    for name, value in values.items():
+        if value is not None:
+            raise ValueError(f"{name}: must be None without {needed}, got {type(value).__name__}")

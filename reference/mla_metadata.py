@@ -15,7 +15,7 @@ class FlashMLASchedMeta:
     """What `flash_mla_with_kvcache` remembers of its first call. Later calls must have the same `config`."""
 
     have_initialized: bool = False
-    config: tuple | None = None
+    config: dict | None = None
     tile_scheduler_metadata: torch.Tensor | None = None
     num_splits: torch.Tensor | None = None
 
@@ -68,7 +68,7 @@ def check_plan(
     tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None,
     num_splits: torch.Tensor | None,
     batch: int,
-    config: tuple,
+    config: dict,
 ) -> None:
     """The plan is one that `get_mla_metadata` gives, and a plan that saw a call before saw the same shapes."""
     if tile_scheduler_metadata is None:

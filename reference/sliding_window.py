@@ -32,9 +32,9 @@ def sliding_window_attention(
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
 
-    Returns out [total_q, H, d_v] in q's dtype and lse [total_q, H] fp32 (natural log, without the sink). A query without
-    keys, also one that belongs to no sequence, has out 0 and lse +inf. NaN in kv reaches only the queries whose window
-    holds it. Everything is fp32 in between.
+    Returns out [total_q, H, d_v] in q's dtype and lse [total_q, H] fp32 (natural log, without the sink). A query
+    without keys, also one that belongs to no sequence, has out 0 and lse +inf. NaN in kv reaches only the queries whose
+    window holds it. Everything is fp32 in between.
     Raises TypeError or ValueError for other types, dtypes and shapes, and for decreasing or too large cu_seqlens.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
@@ -75,7 +75,8 @@ def merge_attention(
     """out = sum_i e^(lse_i - lse) out_i with lse = log sum_i e^lse_i: attention over the union of disjoint key sets.
 
     outs       branches [..., H, d_v] fp32, bf16 or fp16, computed without a sink
-    lses       their [..., H] fp32 (natural log); +inf marks an empty branch, whose out is not looked at
+    lses       their [..., H] fp32 (natural log); an infinity of either sign marks an empty branch, whose out is not
+               looked at
     attn_sink  [H] fp32 or None: the merged out is scaled by e^lse / (e^lse + e^sink), once for all branches
 
     Returns out [..., H, d_v] in the first branch's dtype and lse [..., H] fp32, without the sink. Where every branch is
@@ -91,7 +92,7 @@ def merge_attention(
     if attn_sink is not None:
         check_tensor("attn_sink", attn_sink, (torch.float32,), (outs[0].shape[-2],))
     branches = torch.stack(list(lses))
-    empty = branches == torch.inf
+    empty = branches.isinf()
     branches = branches.masked_fill(empty, -torch.inf)
     lse = branches.logsumexp(0)
     nothing = empty.all(0)

@@ -1,0 +1,102 @@
+"""The paged caches of a model: latents and index keys, and who owns which page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+LATENT_FP8_BYTES = 656
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's pages.
+
+    latent  [pages, P, 1, 576]: latent | rope in a float dtype; or uint8 [pages, P, 1, 656]: e4m3 with fp32 scales
+    index   uint8 [pages, P, 1, 132]: e4m3 index keys, then fp32 scales; or [pages, P, 1, 128] in a float dtype
+    """
+
+    latent: torch.Tensor
+    index: torch.Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.latent.shape[1]
+
+    @property
+    def latent_is_fp8(self) -> bool:
+        return self.latent.dtype == torch.uint8
+
+    @property
+    def index_is_fp8(self) -> bool:
+        return self.index.dtype == torch.uint8
+
+
+class OutOfPages(RuntimeError):
+    """The cache has fewer free pages than a sequence needs."""
+
+
+class PageAllocator:
+    """Hands out the numbers of free pages."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages, lowest numbers first; OutOfPages if there are fewer, and then none is taken."""
+        if count > len(self._free):
+            raise OutOfPages(f"{count} pages are needed and {len(self._free)} of {self.num_pages} are free")
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give pages back; ValueError for a page that is not in use."""
+        if wrong := sorted({p for p in pages if not 0 <= p < self.num_pages} | (set(pages) & set(self._free))):
+            raise ValueError(f"pages: {wrong} are not in use")
+        self._free.extend(reversed(pages))
+
+
+class PagedKVCache:
+    """Latent and index pages of all layers, and their allocator. Page p of every layer holds the same tokens.
+
+    latent, index: "fp8" for the byte layouts of LayerCache, or the float dtype to store.
+    Memory is not cleared: what an unused slot holds never reaches a result.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int = 64,
+        *,
+        latent_dim: int = 576,
+        index_dim: int = 128,
+        latent: torch.dtype | Literal["fp8"] = torch.bfloat16,
+        index: torch.dtype | Literal["fp8"] = "fp8",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if latent == "fp8" and latent_dim != 576:
+            raise ValueError(
+                f"latent: the FP8 layout is for 512 latent and 64 rope dimensions, got {latent_dim} in all"
+            )
+        shape = (num_layers, num_pages, page_size, 1)
+        self._latent = _pages(shape, LATENT_FP8_BYTES if latent == "fp8" else latent_dim, latent, device)
+        self._index = _pages(shape, index_dim + 4 if index == "fp8" else index_dim, index, device)
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+
+    def layer(self, i: int) -> LayerCache:
+        return LayerCache(self._latent[i], self._index[i])
+
+    @property
+    def nbytes(self) -> int:
+        return self._latent.nbytes + self._index.nbytes
+
+
+def _pages(shape: tuple[int, ...], width: int, kind: torch.dtype | str, device: torch.device | str) -> torch.Tensor:
+    return torch.empty(*shape, width, dtype=torch.uint8 if kind == "fp8" else kind, device=device)

@@ -1,0 +1,157 @@
+"""Multi-head latent attention with DeepSeek Sparse Attention's token selection."""
+
+import torch
+from torch import nn
+
+import dsa
+from dsa_layers.kv_cache import LayerCache
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.linear import make_linear
+from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.rope import apply_rotary
+from dsa_layers.sequence_batch import SequenceBatch
+
+
+class DSAAttention(nn.Module):
+    """MLA over all keys while every sequence has at most the indexer's top_k, over the selected ones beyond.
+
+    Latent c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim] a token; per head
+    k_h = [W_UK_h c | k_pe], v_h = W_UV_h c, o_h = sum_s softmax_s(softmax_scale * q_h . k_h,s) v_h,s.
+    Dense passes over several new tokens compute k_h and v_h (multi-head form); sparse and decoding passes absorb W_UK
+    into the query and W_UV into the output and attend to the latents themselves (multi-query form, one kv head).
+
+    forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None) -> [T, hidden]
+    With a cache the new tokens' latents and index keys are written to its pages first, and all keys are read from
+    there, so FP8 pages round what is attended to. Without one, `batch` must hold whole sequences.
+    Parameters by the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
+    kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
+    Source: `MLA` of DeepSeek-V3.2's inference code; the report, section 2.1.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        n_heads: int,
+        indexer: LightningIndexer,
+        *,
+        q_lora_rank: int = 1536,
+        kv_lora_rank: int = 512,
+        nope_dim: int = 128,
+        rope_dim: int = 64,
+        v_dim: int = 128,
+        softmax_scale: float | None = None,
+        eps: float = 1e-6,
+        fp8: bool = False,
+        dtype: torch.dtype | None = None,
+        use_ue8m0: bool = True,
+    ) -> None:
+        super().__init__()
+        self.n_heads, self.kv_lora_rank = n_heads, kv_lora_rank
+        self.nope_dim, self.rope_dim, self.v_dim = nope_dim, rope_dim, v_dim
+        self.softmax_scale = (nope_dim + rope_dim) ** -0.5 if softmax_scale is None else softmax_scale
+        options = {"fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
+        self.q_a_proj = make_linear(hidden, q_lora_rank, **options)
+        self.q_a_layernorm = RMSNorm(q_lora_rank, eps, dtype=dtype)
+        self.q_b_proj = make_linear(q_lora_rank, n_heads * (nope_dim + rope_dim), **options)
+        self.kv_a_proj_with_mqa = make_linear(hidden, kv_lora_rank + rope_dim, **options)
+        self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps, dtype=dtype)
+        self.kv_b_proj = make_linear(kv_lora_rank, n_heads * (nope_dim + v_dim), **options)
+        self.o_proj = make_linear(n_heads * v_dim, hidden, **options)
+        self.indexer = indexer
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: SequenceBatch,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        if cache is None and batch.query_lens != batch.key_lens:
+            raise ValueError("cache: is needed when a sequence has more keys than new tokens")
+        qr = self.q_a_layernorm(self.q_a_proj(x))
+        q = self.q_b_proj(qr).unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
+        q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
+        q_pe = apply_rotary(q_pe, cos, sin, interleaved=True)
+        latent, k_pe = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.rope_dim), -1)
+        kv = torch.cat((self.kv_a_layernorm(latent), apply_rotary(k_pe, cos, sin, interleaved=True)), -1)
+        if cache is not None:
+            dsa.write_kv_cache(kv, cache.latent, batch.slots)
+
+        sparse = batch.max_key_len > self.indexer.top_k
+        decode = cache is not None and batch.is_decode
+        if decode and cache.latent_is_fp8:
+            sparse = True  # FP8 pages are attended to by index only
+        picks = None
+        if sparse:
+            picks = self.indexer(x, qr, cos, sin, batch, cache, paged_slots=decode)
+        elif cache is not None:
+            self.indexer.store_keys(x, cos, sin, batch, cache)
+
+        if decode:
+            return self._project(self._decode(self._absorb(q_nope, q_pe), picks, batch, cache))
+        if cache is not None:
+            kv = dsa.read_kv_cache(cache.latent, batch.key_slots).to(x.dtype)
+        if sparse:
+            return self._project(self._sparse_prefill(self._absorb(q_nope, q_pe), kv, picks, batch))
+        return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
+
+    def _up_projections(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(W_UK [heads, nope_dim, latent], W_UV [heads, v_dim, latent]) in `dtype`."""
+        weight = self.kv_b_proj.float_weight(dtype).unflatten(0, (self.n_heads, self.nope_dim + self.v_dim))
+        return weight.split((self.nope_dim, self.v_dim), 1)
+
+    def _absorb(self, q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+        """-> [T, heads, kv_lora_rank + rope_dim]: queries that meet latents directly."""
+        w_uk, _ = self._up_projections(q_nope.dtype)
+        return torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
+
+    def _project(self, attended: torch.Tensor) -> torch.Tensor:
+        """attended [T, heads, kv_lora_rank] -> [T, hidden]: W_UV of each head, then the output projection."""
+        _, w_uv = self._up_projections(attended.dtype)
+        return self.o_proj(torch.einsum("thc,hvc->thv", attended, w_uv).flatten(-2))
+
+    def _decode(
+        self, q: torch.Tensor, picks: torch.Tensor | None, batch: SequenceBatch, cache: LayerCache
+    ) -> torch.Tensor:
+        schedule, _ = dsa.get_mla_metadata()
+        out, _ = dsa.flash_mla_with_kvcache(
+            q[:, None],
+            cache.latent,
+            None if picks is not None else batch.block_table,
+            None if picks is not None else batch.key_lens_tensor,
+            self.kv_lora_rank,
+            schedule,
+            softmax_scale=self.softmax_scale,
+            is_fp8_kvcache=cache.latent_is_fp8,
+            indices=None if picks is None else picks[:, None],
+        )
+        return out[:, 0]
+
+    def _sparse_prefill(
+        self, q: torch.Tensor, kv: torch.Tensor, picks: torch.Tensor, batch: SequenceBatch
+    ) -> torch.Tensor:
+        rows = torch.where(picks < 0, picks, picks + batch.key_starts[:, None])
+        return dsa.flash_mla_sparse_fwd(q, kv[:, None], rows[:, None], self.softmax_scale, self.kv_lora_rank)[0]
+
+    def _dense_prefill(self, q: torch.Tensor, kv: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
+        """q [T, heads, nope + rope], kv [sum(key_lens), latent + rope] -> [T, heads, v_dim], causal per sequence."""
+        latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
+        expanded = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, self.nope_dim + self.v_dim))
+        k_nope, v = expanded.split((self.nope_dim, self.v_dim), -1)
+        k = torch.cat((k_nope, k_pe[:, None].expand(-1, self.n_heads, -1)), -1)
+        out = []
+        parts = zip(q.split(batch.query_lens), k.split(batch.key_lens), v.split(batch.key_lens))
+        for q_i, k_i, v_i in parts:
+            new, total = len(q_i), len(k_i)
+            visible = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+            out.append(
+                nn.functional.scaled_dot_product_attention(
+                    q_i.transpose(0, 1)[None],
+                    k_i.transpose(0, 1)[None],
+                    v_i.transpose(0, 1)[None],
+                    attn_mask=visible,
+                    scale=self.softmax_scale,
+                )[0].transpose(0, 1)
+            )
+        return torch.cat(out)

@@ -1,0 +1,43 @@
+"""A pre-norm decoder block."""
+
+import torch
+from torch import nn
+
+from dsa_layers.kv_cache import LayerCache
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.moe import MoE, SwiGLU
+from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.sequence_batch import SequenceBatch
+
+
+class DecoderBlock(nn.Module):
+    """x <- x + attention(norm(x)); x <- x + mlp(norm(x)). x [T, hidden] -> [T, hidden].
+
+    Submodules by the checkpoint's names: input_layernorm, self_attn, post_attention_layernorm, mlp.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        self_attn: DSAAttention,
+        mlp: MoE | SwiGLU,
+        *,
+        eps: float = 1e-6,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype)
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: SequenceBatch,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,139 @@
+"""The lightning indexer: which earlier tokens a query token attends to."""
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+import dsa
+from dsa_layers.kv_cache import LayerCache
+from dsa_layers.layers.linear import Linear, make_linear
+from dsa_layers.layers.norm import LayerNorm
+from dsa_layers.layers.rope import apply_rotary
+from dsa_layers.sequence_batch import SequenceBatch
+
+
+class LightningIndexer(nn.Module):
+    """I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]); each token attends to the `top_k` largest I of s <= t.
+
+    q = wq_b(qr) per head and k = LayerNorm(wk(x)), one key for all heads, both with rope on the first or last dims;
+    w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
+    go to e4m3 with a power-of-two scale per head and token, as DeepSeek-V3.2 does; the queries' scales fold into w.
+
+    forward(x [T, hidden], qr [T, q_lora_rank], cos, sin fp32 [T, rope_dim / 2], batch, cache=None)
+      -> int32 [T, top_k] token positions in the sequence, ascending, -1 where there are fewer; or, if paged_slots,
+         page * page_size + offset of each in the cache.
+    Parameters: wq_b [n_heads * head_dim, q_lora_rank], wk [head_dim, hidden], k_norm.{weight,bias} [head_dim],
+    weights_proj [n_heads, hidden]. Positions of equal score: the lowest win. Selection takes no gradient.
+    Source: `Indexer` of DeepSeek-V3.2's inference code; the report, section 2.1.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        q_lora_rank: int,
+        *,
+        n_heads: int = 64,
+        head_dim: int = 128,
+        top_k: int = 2048,
+        rope_interleaved: bool = False,
+        rope_dims: Literal["first", "last"] = "first",
+        quantize: bool = True,
+        fp8: bool = False,
+        dtype: torch.dtype | None = None,
+        use_ue8m0: bool = True,
+    ) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim, self.top_k = n_heads, head_dim, top_k
+        self.rope = {"interleaved": rope_interleaved, "dims": rope_dims}
+        self.quantize = quantize
+        self.wq_b = make_linear(q_lora_rank, n_heads * head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
+        self.wk = make_linear(hidden, head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
+        self.k_norm = LayerNorm(head_dim)
+        self.weights_proj = Linear(hidden, n_heads, dtype=dtype)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: SequenceBatch,
+        cache: LayerCache | None = None,
+        *,
+        paged_slots: bool = False,
+    ) -> torch.Tensor:
+        q = apply_rotary(self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), cos, sin, **self.rope)
+        weights = nn.functional.linear(x.float(), self.weights_proj.weight.float())
+        weights = weights * (self.n_heads**-0.5 * self.head_dim**-0.5)
+        k = self.keys(x, cos, sin)
+        if cache is not None:
+            self._store(k, batch, cache)
+        if self.quantize:
+            q, scale = dsa.per_token_cast_to_fp8(q, True, hadamard=True)
+            weights = weights * scale.squeeze(-1)
+        if self.quantize and batch.is_decode and cache is not None:
+            return self._select_paged(q, weights, batch, cache, paged_slots)
+        return self._select(q, weights, k, batch, cache, paged_slots)
+
+    def keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> k [T, head_dim], before quantisation."""
+        return apply_rotary(self.k_norm(self.wk(x)), cos, sin, **self.rope)
+
+    @torch.no_grad()
+    def store_keys(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: SequenceBatch, cache: LayerCache
+    ) -> None:
+        """Only write the new tokens' keys to the cache: for passes that attend densely."""
+        self._store(self.keys(x, cos, sin), batch, cache)
+
+    def _store(self, k: torch.Tensor, batch: SequenceBatch, cache: LayerCache) -> None:
+        if self.quantize != cache.index_is_fp8:
+            raise ValueError(
+                f"cache: an indexer with quantize={self.quantize} needs "
+                f"{'FP8' if self.quantize else 'float'} index pages, got {cache.index.dtype}"
+            )
+        if self.quantize:
+            dsa.write_indexer_cache(*_quantize_keys(k), cache.index, batch.slots)
+        else:
+            dsa.write_kv_cache(k, cache.index, batch.slots)
+
+    def _select(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        k: torch.Tensor,
+        batch: SequenceBatch,
+        cache: LayerCache | None,
+        paged_slots: bool,
+    ) -> torch.Tensor:
+        """Score against all keys packed in a row: those of this pass, or gathered from the cache."""
+        starts, lengths = batch.key_starts, batch.visible_keys
+        if self.quantize:
+            keys = _quantize_keys(k) if cache is None else dsa.read_indexer_cache(cache.index, batch.key_slots)
+            scores = dsa.fp8_mqa_logits(q, keys, weights, starts, starts + lengths, clean_logits=False)
+        else:
+            keys = k if cache is None else dsa.read_kv_cache(cache.index, batch.key_slots)
+            scores = dsa.mqa_logits(q.float(), keys.float(), weights, starts, starts + lengths)
+        paging = {}
+        if paged_slots:
+            sequences = torch.repeat_interleave(torch.tensor(batch.query_lens)).to(q.device, torch.int32)
+            paging = {"block_table": batch.block_table, "page_size": batch.page_size, "row_to_seq": sequences}
+        return dsa.topk_indices(scores, self.top_k, starts=starts, lengths=lengths, **paging)
+
+    def _select_paged(
+        self, q: torch.Tensor, weights: torch.Tensor, batch: SequenceBatch, cache: LayerCache, paged_slots: bool
+    ) -> torch.Tensor:
+        lengths = batch.key_lens_tensor
+        schedule = dsa.get_paged_mqa_logits_metadata(lengths, batch.page_size, dsa.num_sms(q.device))
+        scores = dsa.fp8_paged_mqa_logits(
+            q[:, None], cache.index, weights, lengths, batch.block_table, schedule, batch.max_key_len
+        )
+        paging = {"block_table": batch.block_table, "page_size": batch.page_size} if paged_slots else {}
+        return dsa.topk_indices(scores, self.top_k, lengths=lengths, **paging)
+
+
+def _quantize_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    k, scale = dsa.per_token_cast_to_fp8(k, True, hadamard=True)
+    return k, scale.squeeze(-1)

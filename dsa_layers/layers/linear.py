@@ -1,0 +1,66 @@
+"""Linear layers of FP8 checkpoints: block-scaled FP8 weights, or weights in a float dtype."""
+
+import torch
+from torch import nn
+
+import dsa
+
+BLOCK = 128
+
+
+class Linear(nn.Module):
+    """y = x W^T. x [..., I] of W's dtype -> y [..., O]. Parameter: weight [O, I] in a float dtype; there is no bias."""
+
+    def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
+        if self.weight.device.type != "meta":
+            nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+    def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """W [O, I] in `dtype`."""
+        return self.weight.to(dtype)
+
+
+class BlockFP8Linear(nn.Module):
+    """y = x W^T with W = weight * weight_scale_inv per 128 x 128 block, and activations quantised on the fly.
+
+    x [..., I] bf16, fp16 or fp32, I a multiple of 128: each token's 128 channels get one scale (a power of two if
+    `use_ue8m0`), products accumulate in fp32 within 128 channels and are then scaled; y [..., O] in x's dtype.
+    Parameters: weight [O, I] float8_e4m3fn, weight_scale_inv [ceil(O / 128), ceil(I / 128)] fp32 (it multiplies).
+    Inference only: FP8 weights take no gradient. Source: `fp8_gemm` and `act_quant` of DeepSeek-V3.2's inference code.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, use_ue8m0: bool = True) -> None:
+        super().__init__()
+        if in_features % BLOCK:
+            raise ValueError(f"in_features: must be a multiple of {BLOCK}, got {in_features}")
+        self.use_ue8m0 = use_ue8m0
+        weight = torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn)
+        scale = torch.ones(-(-out_features // BLOCK), in_features // BLOCK)
+        if weight.device.type != "meta":
+            weight, scale = dsa.per_block_cast_to_fp8(
+                torch.randn(out_features, in_features) * in_features**-0.5, use_ue8m0
+            )
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        activations = dsa.per_token_cast_to_fp8(x, self.use_ue8m0)
+        return dsa.fp8_gemm_nt(activations, (self.weight, self.weight_scale_inv), x.dtype)
+
+    def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """W [O, I] dequantised to `dtype`."""
+        return dsa.dequantize_per_block(self.weight, self.weight_scale_inv, dtype)
+
+
+def make_linear(
+    in_features: int, out_features: int, *, fp8: bool, dtype: torch.dtype | None = None, use_ue8m0: bool = True
+) -> Linear | BlockFP8Linear:
+    """A projection that an FP8 checkpoint stores quantised: kept so if `fp8`, else in `dtype`."""
+    if fp8:
+        return BlockFP8Linear(in_features, out_features, use_ue8m0=use_ue8m0)
+    return Linear(in_features, out_features, dtype=dtype)

@@ -1,0 +1,108 @@
+"""SwiGLU MLP and the mixture of experts with grouped sigmoid routing."""
+
+import torch
+from torch import nn
+
+from dsa_layers.layers.linear import Linear, make_linear
+
+
+class SwiGLU(nn.Module):
+    """y = down(silu(gate(x)) * up(x)), the product in fp32. x [..., hidden] -> [..., hidden].
+
+    Parameters: {gate,up}_proj [inner, hidden], down_proj [hidden, inner], FP8 with scales if `fp8`.
+    """
+
+    def __init__(
+        self, hidden: int, inner: int, *, fp8: bool = False, dtype: torch.dtype | None = None, use_ue8m0: bool = True
+    ) -> None:
+        super().__init__()
+        self.gate_proj = make_linear(hidden, inner, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
+        self.up_proj = make_linear(hidden, inner, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
+        self.down_proj = make_linear(inner, hidden, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.silu(self.gate_proj(x).float()) * self.up_proj(x).float()
+        return self.down_proj(inner.to(x.dtype))
+
+
+class GroupedSigmoidRouter(nn.Module):
+    """Which experts a token goes to, and with what weights.
+
+    s = sigmoid(x W^T) in fp32. Experts are chosen by s + bias: a group's score is the sum of its two best, the best
+    `topk_group` of `n_group` groups stay, and the `top_k` best experts in them win. Their weights are s without the
+    bias, divided by their sum if `normalise`, times `scale`.
+
+    x [T, hidden] -> (experts int64 [T, top_k], weights fp32 [T, top_k]).
+    Parameters: weight [n_experts, hidden], e_score_correction_bias fp32 [n_experts].
+    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc").
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        n_experts: int,
+        top_k: int,
+        *,
+        n_group: int = 1,
+        topk_group: int = 1,
+        normalise: bool = True,
+        scale: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if n_experts % n_group:
+            raise ValueError(f"n_group: must divide n_experts={n_experts}, got {n_group}")
+        self.top_k, self.n_group, self.topk_group = top_k, n_group, topk_group
+        self.normalise, self.scale = normalise, scale
+        self.weight = Linear(hidden, n_experts, dtype=dtype).weight
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(n_experts, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.sigmoid(x.float() @ self.weight.float().T)
+        choice = scores + self.e_score_correction_bias
+        if self.n_group > 1:
+            groups = choice.unflatten(-1, (self.n_group, -1))
+            group_scores = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+            kept = torch.zeros_like(group_scores, dtype=torch.bool)
+            kept.scatter_(-1, group_scores.topk(self.topk_group, dim=-1).indices, True)
+            choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+        experts = choice.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return experts, weights * self.scale
+
+
+class MoE(nn.Module):
+    """y = sum of the routed experts' outputs by their weights + the shared expert's output, summed in fp32.
+
+    x [T, hidden] -> [T, hidden]. Submodules by the checkpoint's names: gate, experts.E, shared_experts (one SwiGLU of
+    n_shared * inner, absent if n_shared is 0).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        router: GroupedSigmoidRouter,
+        *,
+        n_shared: int = 1,
+        fp8: bool = False,
+        dtype: torch.dtype | None = None,
+        use_ue8m0: bool = True,
+    ) -> None:
+        super().__init__()
+        options = {"fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
+        self.gate = router
+        self.experts = nn.ModuleList(SwiGLU(hidden, inner, **options) for _ in range(router.weight.shape[0]))
+        self.shared_experts = SwiGLU(hidden, n_shared * inner, **options) if n_shared else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        experts, weights = self.gate(x)
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for e in experts.unique().tolist():
+            token, rank = (experts == e).nonzero(as_tuple=True)
+            y.index_add_(0, token, self.experts[e](x[token]).float() * weights[token, rank, None])
+        if self.shared_experts is not None:
+            y += self.shared_experts(x).float()
+        return y.to(x.dtype)

@@ -1,0 +1,39 @@
+"""RMSNorm and LayerNorm, computed in fp32."""
+
+import torch
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    x [..., dim] of any float dtype; fp32 inside, y in x's dtype. Parameter: weight [dim].
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight.float()).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension.
+
+    x [..., dim] of any float dtype; fp32 inside, y in x's dtype. Parameters: weight, bias [dim], fp32 by default, as
+    the lightning indexer's key norm keeps them.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(dim, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return nn.functional.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)

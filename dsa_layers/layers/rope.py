@@ -1,0 +1,81 @@
+"""Rotary position embedding: plain and YaRN frequencies, both pairings, on the first or the last dimensions."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+def rope_frequencies(dim: int, theta: float) -> torch.Tensor:
+    """f_i = theta^(-2i / dim), i < dim / 2. Returns fp32 [dim / 2], in radians per position."""
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
+def yarn_frequencies(
+    dim: int, theta: float, *, factor: float, original_length: int, beta_fast: float = 32.0, beta_slow: float = 1.0
+) -> torch.Tensor:
+    """YaRN: frequencies that turn often within `original_length` stay, slow ones are divided by `factor`.
+
+    With c(r) = dim ln(original_length / (2 pi r)) / (2 ln theta), low = floor(c(beta_fast)), high = ceil(c(beta_slow)):
+    f_i * (1 - ramp_i) + f_i / factor * ramp_i, ramp_i = clamp((i - low) / (high - low), 0, 1).
+    Returns fp32 [dim / 2]. Source: YaRN (arXiv 2309.00071) as in DeepSeek-V3's inference code.
+    """
+
+    def channel_of(rotations: float) -> float:
+        return dim * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(channel_of(beta_fast)), 0)
+    high = min(math.ceil(channel_of(beta_slow)), dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    frequencies = rope_frequencies(dim, theta)
+    return frequencies / factor * ramp + frequencies * (1 - ramp)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """0.1 mscale ln(factor) + 1, or 1 for a factor of at most 1. The softmax scale takes its square."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of position * frequency, times `scale`: positions [T] -> (cos, sin), each fp32 [T, dim / 2].
+
+    `frequencies`: fp32 [dim / 2] from `rope_frequencies` or `yarn_frequencies`; a non-persistent buffer.
+    """
+
+    def __init__(self, frequencies: torch.Tensor, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions.float()[:, None] * self.frequencies
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def apply_rotary(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool,
+    dims: Literal["first", "last"] = "first",
+) -> torch.Tensor:
+    """Rotate the first or last R = 2 * cos.shape[-1] dimensions of x; the others pass.
+
+    (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) if `interleaved`, else (i, i + R / 2).
+    x [T, ..., D] float, cos and sin fp32 [T, R / 2]. fp32 inside; returns x's shape and dtype.
+    DeepSeek-V3.2 pairs interleaved in MLA and half-split in the indexer: the wrong one still runs, and answers wrongly.
+    """
+    rotated = 2 * cos.shape[-1]
+    if rotated > x.shape[-1]:
+        raise ValueError(f"x: the last dimension must be at least {rotated} for these cos and sin, got {x.shape[-1]}")
+    part, rest = (x[..., :rotated], x[..., rotated:]) if dims == "first" else (x[..., -rotated:], x[..., :-rotated])
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[-1],)
+    cos, sin = cos.view(shape), sin.view(shape)
+    a, b = part.float().unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.float().chunk(2, -1)
+    pair = (a * cos - b * sin, a * sin + b * cos)
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest) if dims == "first" else (rest, turned), -1)

@@ -1,0 +1,45 @@
+"""From a checkpoint directory to a model that is ready to run."""
+
+import sys
+from dataclasses import replace
+from os import PathLike
+from typing import Literal
+
+import torch
+
+from dsa_layers.checkpoint import load_weights
+from dsa_layers.config import read_config
+from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.models.precision import Precision
+
+
+def load_model(
+    directory: str | PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    dequantize: bool = False,
+    kv_cache: Literal["fp8", "model"] | None = None,
+    progress: bool = True,
+) -> DeepseekV32ForCausalLM:
+    """The model of a checkpoint directory (config.json, safetensors), in evaluation mode.
+
+    dtype       of activations and unquantised weights; the checkpoint's own if None
+    dequantize  FP8 weights become `dtype` weights, and neither activations nor index keys are quantised
+    kv_cache    how latents are cached (see Precision); "fp8" for FP8 checkpoints, "model" for others if None
+
+    Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor; nothing is half-loaded.
+    """
+    config = read_config(directory)
+    precision = Precision.of(config, dtype)
+    if dequantize:
+        precision = replace(precision, fp8_linear=False, fp8_indexer=False, kv_cache="model")
+    if kv_cache is not None:
+        precision = replace(precision, kv_cache=kv_cache)
+    with torch.device("meta"):
+        model = DeepseekV32ForCausalLM(config, precision)
+    if config.num_nextn_predict_layers and progress:
+        print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
+    load_weights(model, directory, device=device, skip=model.skips, progress=progress)
+    model.init_buffers(device)
+    return model.eval()

@@ -1,0 +1,454 @@
+import json
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from dsa_layers import checkpoint as checkpoint_module
+from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, CheckpointError, load_weights
+from dsa_layers.config import read_config
+from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
+from reference.fp8_cast import per_block_cast_to_fp8
+from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
+
+FP8 = torch.float8_e4m3fn
+
+
+def stand_in(tensors, buffers=()):
+    """A module tree on the meta device with a tensor of the given (shape, dtype) under each name."""
+    root = torch.nn.Module()
+    modules = {"": root}
+    for name, (shape, dtype) in tensors.items():
+        *path, leaf = name.split(".")
+        for depth in range(len(path)):
+            here = ".".join(path[: depth + 1])
+            if here not in modules:
+                modules[here] = torch.nn.Module()
+                modules[".".join(path[:depth])].add_module(path[depth], modules[here])
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        owner = modules[".".join(path)]
+        if name in buffers:
+            owner.register_buffer(leaf, tensor)
+        else:
+            owner.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
+    return root
+
+
+def like(tensors):
+    """The (shape, dtype) of each tensor, for `stand_in`."""
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def write(directory, *shards, index=None):
+    """Writes the shards as 1.safetensors, 2.safetensors, ... and their index, or the given one."""
+    weight_map = {}
+    for number, tensors in enumerate(shards, start=1):
+        save_file(tensors, directory / f"{number}.safetensors")
+        weight_map.update(dict.fromkeys(tensors, f"{number}.safetensors"))
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map} if index is None else index
+    (directory / INDEX_NAME).write_text(index if isinstance(index, str) else json.dumps(index))
+
+
+def all_meta(model):
+    return all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+def failure(model, directory, **options):
+    """The message with which a load fails, having left the model as it was."""
+    with pytest.raises(CheckpointError) as error:
+        load_weights(model, directory, progress=False, **options)
+    assert all_meta(model)
+    return str(error.value)
+
+
+@pytest.fixture
+def shards():
+    generator = torch.Generator().manual_seed(0)
+    q, scale = per_block_cast_to_fp8(torch.randn(576, 256, generator=generator))
+    first = {"embed.weight": torch.randn(6, 4, generator=generator).bfloat16(), "layer.proj.weight": q}
+    second = {"layer.proj.weight_scale_inv": scale, "layer.ids": torch.arange(5), "norm.weight": torch.ones(4)}
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny_checkpoint(directory)
+    return directory
+
+
+def test_loads_tensors_as_they_are(tmp_path, shards):
+    write(tmp_path, *shards)
+    stored = {**shards[0], **shards[1]}
+    model = stand_in(like(stored), buffers={"layer.ids"})
+    load_weights(model, tmp_path, progress=False)
+    state = model.state_dict()
+    assert state.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert state[name].dtype == tensor.dtype and state[name].device.type == "cpu"
+        assert torch.equal(state[name].float(), tensor.float()), name
+    assert isinstance(model.embed.weight, torch.nn.Parameter) and not model.embed.weight.requires_grad
+    assert "ids" in dict(model.layer.named_buffers()) and "ids" not in dict(model.layer.named_parameters())
+
+
+def test_single_file(tmp_path, shards):
+    save_file(shards[0], tmp_path / SINGLE_NAME)
+    model = stand_in(like(shards[0]))
+    load_weights(model, tmp_path, progress=False)
+    assert torch.equal(model.embed.weight, shards[0]["embed.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_casts_floats(tmp_path, dtype):
+    values = torch.tensor([1.0, 2.5, -3.25])
+    save_file({"a": values, "b": values.half(), "c": values.bfloat16()}, tmp_path / SINGLE_NAME)
+    model = stand_in(dict.fromkeys("abc", ((3,), dtype)))
+    load_weights(model, tmp_path, progress=False)
+    for name in "abc":
+        assert torch.equal(model.state_dict()[name], values.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dequantises_ragged_blocks(tmp_path, dtype):
+    """576 rows have 5 rows of scales: the last block has 64 rows. Scales far apart, so that a shifted one shows."""
+    q = torch.full((576, 200), 2.0).to(FP8)
+    scale = torch.tensor([[2.0**i, -(2.0**i)] for i in range(5)])
+    write(tmp_path, {"w": q}, {"w_scale_inv": scale})
+    model = stand_in({"w": ((576, 200), dtype)})
+    load_weights(model, tmp_path, progress=False)
+    for row in (0, 127, 128, 511, 512, 575):
+        assert model.w[row, :128].eq(2 * 2.0 ** (row // 128)).all()
+        assert model.w[row, 128:].eq(-2 * 2.0 ** (row // 128)).all()
+    assert model.w.dtype == dtype
+
+
+def test_copy_outlives_the_file(tmp_path):
+    path = tmp_path / SINGLE_NAME
+    save_file({"a": torch.ones(1000)}, path)
+    model = stand_in({"a": ((1000,), torch.float32)})
+    load_weights(model, tmp_path, progress=False)
+    size = path.stat().st_size
+    with path.open("r+b") as stream:  # in place: the same inode
+        stream.write(bytes(size))
+    assert model.a.eq(1).all()
+
+
+def test_skip_ignores_and_reads_nothing(tmp_path, shards, monkeypatch):
+    write(tmp_path, *shards)
+    read = []
+    original = Checkpoint.read
+    monkeypatch.setattr(
+        Checkpoint, "read", lambda self, name, device: read.append(name) or original(self, name, device)
+    )
+    model = stand_in({"norm.weight": ((4,), torch.float32)})
+    load_weights(model, tmp_path, skip=lambda name: name.startswith(("embed.", "layer.")), progress=False)
+    assert read == ["norm.weight"]
+    message = failure(stand_in(like(shards[1])), tmp_path, skip=lambda name: "norm" in name or "embed" in name)
+    assert "norm.weight: missing; the model expects F32 [4]" in message
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
+def test_progress_counts_every_byte_once(tmp_path, shards, monkeypatch, dtype):
+    write(tmp_path, *shards, {"mtp": torch.ones(100)})
+    stored = {**shards[0], **shards[1]}
+    bars = []
+
+    class Bar:
+        def __init__(self, **options):
+            self.options, self.count = options, 0
+            bars.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            return None
+
+        def update(self, count):
+            self.count += count
+
+    monkeypatch.setattr(checkpoint_module, "tqdm", Bar)
+    tensors = {**like(stored), "layer.proj.weight": ((576, 256), dtype)}
+    if dtype != FP8:
+        del tensors["layer.proj.weight_scale_inv"]
+    load_weights(stand_in(tensors), tmp_path, skip=lambda name: name == "mtp")
+    (bar,) = bars
+    assert bar.count == bar.options["total"] == sum(tensor.nbytes for tensor in stored.values())
+    assert (bar.options["unit"], bar.options["unit_scale"], bar.options["disable"]) == ("B", True, False)
+
+
+def test_reads_file_by_file(tmp_path, monkeypatch):
+    names = [f"{layer}.{leaf}" for layer in range(3) for leaf in "zya"]
+    write(tmp_path, *({name: torch.ones(2) for name in names if name.startswith(str(layer))} for layer in range(3)))
+    opened = []
+    original = checkpoint_module.safe_open
+    monkeypatch.setattr(
+        checkpoint_module, "safe_open", lambda path, **options: opened.append(path.name) or original(path, **options)
+    )
+    load_weights(stand_in(dict.fromkeys(reversed(names), ((2,), torch.float32))), tmp_path, progress=False)
+    assert opened == ["1.safetensors", "2.safetensors", "3.safetensors"]
+
+
+def test_failing_read_leaves_the_model_on_meta(tmp_path, shards, monkeypatch):
+    write(tmp_path, *shards)
+
+    class Failing:
+        def __init__(self, path, framework):
+            self.path = path
+
+        def get_tensor(self, name):
+            if name == "layer.ids":
+                raise SafetensorError("input/output error")
+            return load_file(self.path)[name]
+
+    monkeypatch.setattr(checkpoint_module, "safe_open", Failing)
+    message = failure(stand_in(like({**shards[0], **shards[1]})), tmp_path)
+    assert f"{tmp_path / '2.safetensors'}: cannot read layer.ids (I64 [5]): input/output error" in message
+
+
+def test_checkpoint_reads_by_name(tmp_path, shards):
+    write(tmp_path, *shards)
+    checkpoint = Checkpoint(tmp_path)
+    info = checkpoint.tensors["layer.proj.weight"]
+    assert (info.file, info.dtype, info.shape, info.size) == ("1.safetensors", "F8_E4M3", (576, 256), 576 * 256)
+    assert torch.equal(checkpoint.read("layer.ids"), torch.arange(5))
+    with pytest.raises(CheckpointError, match="holds no tensor nope"):
+        checkpoint.read("nope")
+
+
+# What a header can say that does not fit the model.
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "expected"),
+    [
+        ({}, {"a": ((2, 3), torch.bfloat16)}, "a: missing; the model expects BF16 [2, 3]"),
+        ({"a": torch.ones(2, 3)}, {}, "model.safetensors: unexpected a (F32 [2, 3])"),
+        (
+            {"a": torch.ones(2, 3)},
+            {"a": ((3, 2), torch.float32)},
+            "model.safetensors: a has shape [2, 3]; the model expects [3, 2]",
+        ),
+        ({"a": torch.arange(3)}, {"a": ((3,), torch.float32)}, "a is I64; the model's torch.float32 accepts BF16"),
+        ({"a": torch.arange(3)}, {"a": ((3,), torch.int32)}, "a is I64; the model's torch.int32 accepts I32"),
+        ({"a": torch.ones(3)}, {"a": ((3,), torch.int64)}, "a is F32; the model's torch.int64 accepts I64"),
+        (
+            {"a": torch.ones(128, 128).bfloat16()},
+            {"a": ((128, 128), FP8)},
+            "a is BF16; the model expects F8_E4M3. For a checkpoint that is not quantised, build the model in the "
+            "dequantised mode",
+        ),
+        (
+            {"a": torch.ones(576, 256).to(FP8)},
+            {"a": ((576, 256), torch.bfloat16)},
+            "a is F8_E4M3 and its scale a_scale_inv is missing; expected F32 [5, 2]",
+        ),
+        (
+            {"a": torch.ones(576, 256).to(FP8), "a_scale_inv": torch.ones(4, 2)},
+            {"a": ((576, 256), torch.bfloat16)},
+            "a_scale_inv is F32 [4, 2]; expected F32 [5, 2] for the [576, 256] weight",
+        ),
+        (
+            {"a": torch.ones(576, 256).to(FP8), "a_scale_inv": torch.ones(5, 2).bfloat16()},
+            {"a": ((576, 256), torch.bfloat16)},
+            "a_scale_inv is BF16 [5, 2]; expected F32 [5, 2] for the [576, 256] weight",
+        ),
+        (
+            {"a": torch.ones(128).to(FP8), "a_scale_inv": torch.ones(1)},
+            {"a": ((128,), torch.bfloat16)},
+            "a is F8_E4M3 [128]; only a matrix can be dequantised",
+        ),
+        (
+            {"a": torch.ones(576, 256).to(FP8)},
+            {"a": ((576, 256), FP8), "a_scale_inv": ((5, 2), torch.float32)},
+            "a_scale_inv: missing; the model expects F32 [5, 2]",
+        ),
+        (
+            {"a": torch.ones(576, 256).to(FP8), "a_scale_inv": torch.ones(5, 2).bfloat16()},
+            {"a": ((576, 256), FP8), "a_scale_inv": ((5, 2), torch.float32)},
+            "a_scale_inv is BF16; the model's torch.float32 accepts F32",
+        ),
+    ],
+)
+def test_mismatch(tmp_path, stored, wanted, expected):
+    save_file(stored, tmp_path / SINGLE_NAME)
+    message = failure(stand_in(wanted), tmp_path)
+    assert message.startswith(f"{tmp_path}: 1 problem, nothing was loaded:\n")
+    assert expected in message
+
+
+def test_all_problems_come_at_once_and_before_reading(tmp_path, monkeypatch):
+    save_file({f"extra{i}": torch.ones(1) for i in range(8)} | {"good": torch.ones(1)}, tmp_path / SINGLE_NAME)
+    monkeypatch.setattr(Checkpoint, "read", lambda *arguments: pytest.fail("read before validation was done"))
+    wanted = {"good": ((2,), torch.float32)} | {f"lost{i}": ((1,), torch.float32) for i in range(4)}
+    message = failure(stand_in(wanted), tmp_path)
+    lines = message.splitlines()
+    assert lines[0] == f"{tmp_path}: 13 problems, nothing was loaded:"
+    assert len(lines) == 12 and lines[-1].strip() == "and 3 more"
+    assert "good has shape" in message and "lost3: missing" in message and "unexpected extra0" in message
+
+
+# What is wrong with the files themselves. None of it needs a model.
+
+
+def rewrite_header(path, change):
+    """Replaces the header by `change` of it, keeping the data."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header = json.dumps(change(header) or header).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+
+def truncate(path, size):
+    os.truncate(path, path.stat().st_size + size if size < 0 else size)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda d: (d / "2.safetensors").unlink(), f"2.safetensors: missing, though {INDEX_NAME} lists it"),
+        (lambda d: truncate(d / "2.safetensors", -1), "2.safetensors: truncated: "),
+        (lambda d: truncate(d / "2.safetensors", 20), "2.safetensors: truncated: 20 bytes, its header alone needs"),
+        (lambda d: truncate(d / "2.safetensors", 3), "2.safetensors: truncated: 3 bytes"),
+        (lambda d: (d / "2.safetensors").open("ab").write(b"x"), "2.safetensors: too long: "),
+        (
+            lambda d: (d / "2.safetensors").write_bytes((5).to_bytes(8, "little") + b"hello"),
+            "2.safetensors: not a safetensors file: JSONDecodeError",
+        ),
+        (
+            lambda d: rewrite_header(d / "2.safetensors", lambda h: h["norm.weight"].pop("dtype") and None),
+            "2.safetensors: not a safetensors file: KeyError: 'dtype'",
+        ),
+        (
+            lambda d: rewrite_header(d / "2.safetensors", lambda h: h["norm.weight"].update(shape=[5])),
+            "2.safetensors: norm.weight is F32 [5] but has 16 bytes",
+        ),
+        (
+            lambda d: rewrite_header(d / "2.safetensors", lambda h: h.pop("layer.ids") and None),
+            "of the data, expected ",
+        ),
+    ],
+)
+def test_damaged_file(tmp_path, shards, damage, expected, monkeypatch):
+    write(tmp_path, *shards)
+    Checkpoint(tmp_path)
+    damage(tmp_path)
+    monkeypatch.setattr(checkpoint_module, "safe_open", lambda *arguments, **options: pytest.fail("opened for reading"))
+    message = failure(stand_in(like({**shards[0], **shards[1]})), tmp_path)
+    assert message.startswith(f"{tmp_path}: 1 problem, nothing was loaded:")
+    assert expected in message
+
+
+def test_every_damaged_file_is_named(tmp_path, shards):
+    write(tmp_path, *shards, {"z": torch.ones(3)})
+    truncate(tmp_path / "1.safetensors", -1)
+    (tmp_path / "3.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)2 problems.*1\.safetensors: truncated.*3\.safetensors: missing"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        ({"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}}, "1.safetensors: lacks c"),
+        (
+            {"weight_map": {"a": "2.safetensors", "b": "2.safetensors"}},
+            f"2.safetensors: lacks a, which {INDEX_NAME} puts there; found in no file",
+        ),
+        (
+            {"weight_map": {"a": "1.safetensors", "b": "1.safetensors", "x": "2.safetensors"}},
+            "1.safetensors: lacks b, which model.safetensors.index.json puts there; found in 2.safetensors",
+        ),
+        ({"weight_map": {"b": "2.safetensors", "c": "1.safetensors"}}, "1.safetensors: holds a, which"),
+        (
+            '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "b": "1.safetensors"}}',
+            f"b: listed twice in {INDEX_NAME}",
+        ),
+        ({"weight_map": {"a": "../1.safetensors"}}, "'../1.safetensors' is not the name of a file in this directory"),
+        ({"weight_map": ["a"]}, 'expected {"weight_map": {tensor: file, ...}}'),
+        ({"weight_map": {"a": 1}}, "a file name that is not a string"),
+        ({}, "KeyError: 'weight_map'"),
+        ("{", "JSONDecodeError"),
+    ],
+)
+def test_index_that_disagrees(tmp_path, index, expected):
+    write(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)}, index=index)
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        Checkpoint(tmp_path)
+
+
+def test_tensor_in_two_files(tmp_path):
+    write(tmp_path, {"a": torch.ones(1), "b": torch.ones(1)}, {"a": torch.zeros(1), "c": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"1 problem,.*\n  a: in two files, 1\.safetensors and 2\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_no_checkpoint_and_two(tmp_path):
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path}: holds no {INDEX_NAME} and no {SINGLE_NAME}")):
+        Checkpoint(tmp_path)
+    write(tmp_path, {"a": torch.ones(1)})
+    save_file({"a": torch.ones(1)}, tmp_path / SINGLE_NAME)
+    with pytest.raises(CheckpointError, match=f"holds both {INDEX_NAME} and {SINGLE_NAME}"):
+        Checkpoint(tmp_path)
+
+
+# Whole checkpoints.
+
+
+TORCH_DTYPES = {"F8_E4M3": FP8, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+def is_mtp(name):
+    return name.startswith("model.layers.4.")
+
+
+def tiny_tensors(directory):
+    manifest = deepseek_v32_tensor_manifest(read_config(directory))
+    return {name: (shape, TORCH_DTYPES[dtype]) for name, (shape, dtype) in manifest.items() if not is_mtp(name)}
+
+
+def test_tiny_checkpoint_round_trip(tiny):
+    model = stand_in(tiny_tensors(tiny))
+    load_weights(model, tiny, skip=is_mtp, progress=False)
+    state = model.state_dict()
+    by_file = defaultdict(list)
+    for name, info in Checkpoint(tiny).tensors.items():
+        by_file[info.file].append(name)
+    assert len(by_file) > 1
+    for file, names in by_file.items():
+        stored = load_file(tiny / file)
+        for name in names:
+            if not is_mtp(name):
+                assert torch.equal(state[name].view(torch.uint8), stored[name].view(torch.uint8)), name
+
+
+def test_tiny_checkpoint_dequantised(tiny):
+    wanted = {
+        name: (shape, torch.bfloat16) for name, (shape, _) in tiny_tensors(tiny).items() if not name.endswith("_inv")
+    }
+    model = stand_in(wanted)
+    load_weights(model, tiny, skip=is_mtp, progress=False)
+    checkpoint = Checkpoint(tiny)
+    name = "model.layers.2.self_attn.kv_a_proj_with_mqa.weight"
+    q, scale = checkpoint.read(name), checkpoint.read(f"{name}_scale_inv")
+    assert scale.shape == (5, 4)
+    rows, columns = torch.meshgrid(torch.arange(576) // 128, torch.arange(512) // 128, indexing="ij")
+    assert torch.equal(model.state_dict()[name], (q.float() * scale[rows, columns]).bfloat16())
+    assert torch.equal(model.state_dict()["model.norm.weight"], checkpoint.read("model.norm.weight").bfloat16())
+
+
+def test_many_tensors(tmp_path):
+    """A quarter of the published number of tensors; anything quadratic in it would take minutes."""
+    names = [f"layers.{layer}.experts.{expert}.w{i}" for layer in range(30) for expert in range(256) for i in range(3)]
+    data = torch.arange(len(names), dtype=torch.float32).view(-1, 1)
+    quarter = len(names) // 4
+    write(tmp_path, *({n: data[i] for i, n in enumerate(names) if i // quarter == shard} for shard in range(4)))
+    model = stand_in(dict.fromkeys(names, ((1,), torch.float32)))
+    load_weights(model, Path(tmp_path), progress=False)
+    assert model.state_dict()["layers.29.experts.255.w2"].item() == len(names) - 1

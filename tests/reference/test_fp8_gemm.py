@@ -1,0 +1,83 @@
+import pytest
+import torch
+
+from reference import fp8_gemm_nt
+
+
+def operands(m, n, k, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    q = (torch.randn(m, k, generator=g) * 50).to(torch.float8_e4m3fn)
+    w = (torch.randn(n, k, generator=g) * 50).to(torch.float8_e4m3fn)
+    s = torch.rand(m, -(-k // 128), generator=g) + 0.1
+    ws = torch.rand(-(-n // 128), -(-k // 128), generator=g) + 0.1
+    return q, s, w, ws
+
+
+def oracle(q, s, w, ws):
+    qd, wd = q.double(), w.double()
+    for i in range(wd.shape[0]):
+        for g in range(ws.shape[1]):
+            wd[i, g * 128 : (g + 1) * 128] *= ws[i // 128, g].double()
+    for g in range(s.shape[1]):
+        qd[:, g * 128 : (g + 1) * 128] *= s[:, g, None].double()
+    return qd @ wd.T
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (5, 576, 384), (3, 130, 256), (2, 7, 200), (4, 64, 100)])
+def test_against_float64(m, n, k):
+    q, s, w, ws = operands(m, n, k)
+    expected = oracle(q, s, w, ws)
+    got = fp8_gemm_nt((q, s), (w, ws), torch.float32)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    assert torch.equal(fp8_gemm_nt((q, s), (w, ws)), got.bfloat16())
+
+
+def test_the_last_block_of_576_rows_has_its_own_scale():
+    q = torch.ones(1, 128).to(torch.float8_e4m3fn)
+    w = torch.ones(576, 128).to(torch.float8_e4m3fn)
+    ws = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])
+    y = fp8_gemm_nt((q, torch.ones(1, 1)), (w, ws), torch.float32)[0]
+    assert y.tolist() == [128.0] * 128 + [256.0] * 128 + [384.0] * 128 + [512.0] * 128 + [640.0] * 64
+
+
+def test_scales_by_hand():
+    q = torch.zeros(1, 256).to(torch.float8_e4m3fn)
+    w = torch.zeros(1, 256).to(torch.float8_e4m3fn)
+    q[0, 0], q[0, 255], w[0, 0], w[0, 255] = 2.0, 3.0, 5.0, 7.0
+    y = fp8_gemm_nt((q, torch.tensor([[10.0, 100.0]])), (w, torch.tensor([[0.5, 0.25]])), torch.float32)
+    assert y.item() == 2 * 5 * 10 * 0.5 + 3 * 7 * 100 * 0.25
+
+
+def test_blocks_are_added_in_order():
+    # 2^24 + 1 + 1 in fp32 is 2^24 added one by one, 2^24 + 2 if the ones are added first.
+    q = torch.zeros(1, 384).to(torch.float8_e4m3fn)
+    q[0, 0], q[0, 128], q[0, 256] = 1.0, 1.0, 1.0
+    scale = torch.tensor([[2.0**24, 1.0, 1.0]])
+    assert fp8_gemm_nt((q, scale), (q, torch.ones(1, 3)), torch.float32).item() == 2.0**24
+    scale = torch.tensor([[1.0, 1.0, 2.0**24]])
+    assert fp8_gemm_nt((q, scale), (q, torch.ones(1, 3)), torch.float32).item() == 2.0**24 + 2
+
+
+def test_leading_dimensions_and_empty_inputs():
+    q, s, w, ws = operands(6, 130, 256)
+    flat = fp8_gemm_nt((q, s), (w, ws))
+    assert torch.equal(fp8_gemm_nt((q.view(2, 3, 256), s.view(2, 3, 2)), (w, ws)), flat.view(2, 3, 130))
+    assert torch.equal(fp8_gemm_nt((q[4], s[4]), (w, ws)), flat[4])
+    assert fp8_gemm_nt((q[:0], s[:0]), (w, ws)).shape == (0, 130)
+    assert fp8_gemm_nt((q[:, :0], s[:, :0]), (w[:, :0], ws[:, :0])).eq(0).all()
+
+
+def test_refuses_bad_arguments():
+    q, s, w, ws = operands(2, 576, 256)
+    with pytest.raises(ValueError, match=r"b\[1\]: shape must be \[5, 2\], got \[4, 2\]"):
+        fp8_gemm_nt((q, s), (w, ws[:4]))
+    with pytest.raises(ValueError, match=r"a\[1\]: shape must be \[2, 2\], got \[2, 1\]"):
+        fp8_gemm_nt((q, s[:, :1]), (w, ws))
+    with pytest.raises(ValueError, match=r"a\[0\]: dtype must be float8_e4m3fn, got float32"):
+        fp8_gemm_nt((q.float(), s), (w, ws))
+    with pytest.raises(ValueError, match=r"a\[0\]: shape must be \[2, 256\], got \[2, 128\]"):
+        fp8_gemm_nt((q[:, :128], s), (w, ws))
+    with pytest.raises(ValueError, match="out_dtype: must be float32, bfloat16 or float16"):
+        fp8_gemm_nt((q, s), (w, ws), torch.int32)
+    with pytest.raises(TypeError, match="a: must be a pair"):
+        fp8_gemm_nt(q, (w, ws))
