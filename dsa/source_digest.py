@@ -79,3 +79,8 @@ def source_digest(module: str) -> str:
     for name in modules_used_by(module):
         h.update(f"{name}\n{ast.dump(_tree(_path_of(name)))}\n".encode())
     return h.hexdigest()[:16]
+
+
+def has_kernel(op: str) -> bool:
+    """Whether `dsa.ops.<op>` reaches a CuTe DSL kernel."""
+    return any(name.startswith("dsa.kernels.") for name in modules_used_by(f"dsa.ops.{op}"))

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from reference.fp8_cast import dequantize_per_block
+from dsa import dequantize_per_block
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

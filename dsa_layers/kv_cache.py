@@ -81,9 +81,7 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         if latent == "fp8" and latent_dim != 576:
-            raise ValueError(
-                f"latent: the FP8 layout is for 512 latent and 64 rope dimensions, got {latent_dim} in all"
-            )
+            raise ValueError(f"latent_dim: must be 576 (512 and 64 rope) for the FP8 layout, got {latent_dim}")
         shape = (num_layers, num_pages, page_size, 1)
         self._latent = _pages(shape, LATENT_FP8_BYTES if latent == "fp8" else latent_dim, latent, device)
         self._index = _pages(shape, index_dim + 4 if index == "fp8" else index_dim, index, device)

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from dsa import per_block_cast_to_fp8
 from dsa_layers.checkpoint import INDEX_NAME, SCALE_SUFFIX
 from dsa_layers.config import read_config
-from reference.fp8_cast import per_block_cast_to_fp8
 from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 
 _BOS, _EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import torch
 
-from dsa import backends, checks
+from dsa import backends
 from reference import fp8_cast as reference
+from reference.checks import check_tensor
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUP = 128
@@ -36,7 +37,7 @@ def per_token_cast_to_fp8(
 
 
 def _check(x: torch.Tensor, gran_k: int) -> None:
-    checks.tensor("x", x, _DTYPES)
+    check_tensor("x", x, _DTYPES, x.shape if isinstance(x, torch.Tensor) else ())
     if gran_k != GROUP:
         raise ValueError(f"gran_k: must be {GROUP}, got {gran_k}")
     if x.dim() == 0 or x.shape[-1] % GROUP:

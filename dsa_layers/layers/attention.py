@@ -51,10 +51,10 @@ class DSAAttention(nn.Module):
         self.softmax_scale = (nope_dim + rope_dim) ** -0.5 if softmax_scale is None else softmax_scale
         options = {"fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
         self.q_a_proj = make_linear(hidden, q_lora_rank, **options)
-        self.q_a_layernorm = RMSNorm(q_lora_rank, eps, dtype=dtype)
+        self.q_a_layernorm = RMSNorm(q_lora_rank, eps)
         self.q_b_proj = make_linear(q_lora_rank, n_heads * (nope_dim + rope_dim), **options)
         self.kv_a_proj_with_mqa = make_linear(hidden, kv_lora_rank + rope_dim, **options)
-        self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps)
         self.kv_b_proj = make_linear(kv_lora_rank, n_heads * (nope_dim + v_dim), **options)
         self.o_proj = make_linear(n_heads * v_dim, hidden, **options)
         self.indexer = indexer

@@ -16,19 +16,11 @@ class DecoderBlock(nn.Module):
     Submodules by the checkpoint's names: input_layernorm, self_attn, post_attention_layernorm, mlp.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        self_attn: DSAAttention,
-        mlp: MoE | SwiGLU,
-        *,
-        eps: float = 1e-6,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, hidden: int, self_attn: DSAAttention, mlp: MoE | SwiGLU, *, eps: float = 1e-6) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype)
+        self.input_layernorm = RMSNorm(hidden, eps)
         self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = mlp
 
     def forward(

@@ -7,13 +7,14 @@ from torch import nn
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x [..., dim] of any float dtype; fp32 inside, y in x's dtype. Parameter: weight [dim].
+    x [..., dim] of any float dtype; fp32 inside, y in x's dtype. Parameter: weight [dim], fp32 as in the
+    published checkpoint.
     """
 
-    def __init__(self, dim: int, eps: float = 1e-6, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim, dtype=dtype))
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.float()
@@ -24,15 +25,14 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension.
 
-    x [..., dim] of any float dtype; fp32 inside, y in x's dtype. Parameters: weight, bias [dim], fp32 by default, as
-    the lightning indexer's key norm keeps them.
+    x [..., dim] of any float dtype; fp32 inside, y in x's dtype. Parameters: weight, bias [dim], fp32.
     """
 
-    def __init__(self, dim: int, eps: float = 1e-6, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(dim, dtype=dtype))
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(dim, dtype=torch.float32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight.float(), self.bias.float()

@@ -69,9 +69,7 @@ def _block(config: DeepseekV32Config, precision: Precision, layer: int) -> Decod
         **projections,
     )
     if layer < config.first_k_dense_replace:
-        return DecoderBlock(
-            hidden, attention, SwiGLU(hidden, config.intermediate_size, **projections), eps=eps, dtype=dtype
-        )
+        return DecoderBlock(hidden, attention, SwiGLU(hidden, config.intermediate_size, **projections), eps=eps)
     router = GroupedSigmoidRouter(
         hidden,
         config.n_routed_experts,
@@ -83,7 +81,7 @@ def _block(config: DeepseekV32Config, precision: Precision, layer: int) -> Decod
         dtype=dtype,
     )
     moe = MoE(hidden, config.moe_intermediate_size, router, n_shared=config.n_shared_experts, **projections)
-    return DecoderBlock(hidden, attention, moe, eps=eps, dtype=dtype)
+    return DecoderBlock(hidden, attention, moe, eps=eps)
 
 
 class DeepseekV32Model(nn.Module):
@@ -93,7 +91,7 @@ class DeepseekV32Model(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
         self.layers = nn.ModuleList(_block(config, precision, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=precision.dtype)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = _rotary(config)
 
     def forward(self, tokens: torch.Tensor, batch: SequenceBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
@@ -117,8 +115,6 @@ class DeepseekV32ForCausalLM(nn.Module):
         self.precision = precision or Precision.of(config)
         self.model = DeepseekV32Model(config, self.precision)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=self.precision.dtype)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
         self,

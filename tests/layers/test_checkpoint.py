@@ -1,19 +1,18 @@
 import json
 import os
 import re
-from collections import defaultdict
-from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from dsa import per_block_cast_to_fp8
 from dsa_layers import checkpoint as checkpoint_module
 from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, CheckpointError, load_weights
 from dsa_layers.config import read_config
 from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
-from reference.fp8_cast import per_block_cast_to_fp8
 from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 
 FP8 = torch.float8_e4m3fn
@@ -45,11 +44,11 @@ def like(tensors):
 
 
 def write(directory, *shards, index=None):
-    """Writes the shards as 1.safetensors, 2.safetensors, ... and their index, or the given one."""
+    """Writes the shards as 1.st, 2.st, ... and their index, or the given one."""
     weight_map = {}
     for number, tensors in enumerate(shards, start=1):
-        save_file(tensors, directory / f"{number}.safetensors")
-        weight_map.update(dict.fromkeys(tensors, f"{number}.safetensors"))
+        save_file(tensors, directory / f"{number}.st")
+        weight_map.update(dict.fromkeys(tensors, f"{number}.st"))
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map} if index is None else index
     (directory / INDEX_NAME).write_text(index if isinstance(index, str) else json.dumps(index))
 
@@ -156,30 +155,16 @@ def test_skip_ignores_and_reads_nothing(tmp_path, shards, monkeypatch):
 def test_progress_counts_every_byte_once(tmp_path, shards, monkeypatch, dtype):
     write(tmp_path, *shards, {"mtp": torch.ones(100)})
     stored = {**shards[0], **shards[1]}
-    bars = []
-
-    class Bar:
-        def __init__(self, **options):
-            self.options, self.count = options, 0
-            bars.append(self)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception):
-            return None
-
-        def update(self, count):
-            self.count += count
-
-    monkeypatch.setattr(checkpoint_module, "tqdm", Bar)
+    tqdm = MagicMock()
+    monkeypatch.setattr(checkpoint_module, "tqdm", tqdm)
     tensors = {**like(stored), "layer.proj.weight": ((576, 256), dtype)}
     if dtype != FP8:
         del tensors["layer.proj.weight_scale_inv"]
     load_weights(stand_in(tensors), tmp_path, skip=lambda name: name == "mtp")
-    (bar,) = bars
-    assert bar.count == bar.options["total"] == sum(tensor.nbytes for tensor in stored.values())
-    assert (bar.options["unit"], bar.options["unit_scale"], bar.options["disable"]) == ("B", True, False)
+    options = tqdm.call_args.kwargs
+    updates = tqdm.return_value.__enter__.return_value.update.call_args_list
+    assert sum(call.args[0] for call in updates) == options["total"] == sum(tensor.nbytes for tensor in stored.values())
+    assert (options["unit"], options["unit_scale"], options["disable"]) == ("B", True, False)
 
 
 def test_reads_file_by_file(tmp_path, monkeypatch):
@@ -191,7 +176,7 @@ def test_reads_file_by_file(tmp_path, monkeypatch):
         checkpoint_module, "safe_open", lambda path, **options: opened.append(path.name) or original(path, **options)
     )
     load_weights(stand_in(dict.fromkeys(reversed(names), ((2,), torch.float32))), tmp_path, progress=False)
-    assert opened == ["1.safetensors", "2.safetensors", "3.safetensors"]
+    assert opened == ["1.st", "2.st", "3.st"]
 
 
 def test_failing_read_leaves_the_model_on_meta(tmp_path, shards, monkeypatch):
@@ -208,14 +193,14 @@ def test_failing_read_leaves_the_model_on_meta(tmp_path, shards, monkeypatch):
 
     monkeypatch.setattr(checkpoint_module, "safe_open", Failing)
     message = failure(stand_in(like({**shards[0], **shards[1]})), tmp_path)
-    assert f"{tmp_path / '2.safetensors'}: cannot read layer.ids (I64 [5]): input/output error" in message
+    assert f"{tmp_path / '2.st'}: cannot read layer.ids (I64 [5]): input/output error" in message
 
 
 def test_checkpoint_reads_by_name(tmp_path, shards):
     write(tmp_path, *shards)
     checkpoint = Checkpoint(tmp_path)
     info = checkpoint.tensors["layer.proj.weight"]
-    assert (info.file, info.dtype, info.shape, info.size) == ("1.safetensors", "F8_E4M3", (576, 256), 576 * 256)
+    assert (info.file, info.dtype, info.shape, info.size) == ("1.st", "F8_E4M3", (576, 256), 576 * 256)
     assert torch.equal(checkpoint.read("layer.ids"), torch.arange(5))
     with pytest.raises(CheckpointError, match="holds no tensor nope"):
         checkpoint.read("nope")
@@ -224,55 +209,32 @@ def test_checkpoint_reads_by_name(tmp_path, shards):
 # What a header can say that does not fit the model.
 
 
+BF16, F32 = torch.bfloat16, torch.float32
+MATRIX, MATRIX_BF16 = torch.ones(576, 256).to(FP8), {"a": ((576, 256), BF16)}
+MATRIX_FP8 = {"a": ((576, 256), FP8), "a_scale_inv": ((5, 2), F32)}
+BF16_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(5, 2).bfloat16()}
+
+
 @pytest.mark.parametrize(
     ("stored", "wanted", "expected"),
     [
-        ({}, {"a": ((2, 3), torch.bfloat16)}, "a: missing; the model expects BF16 [2, 3]"),
+        ({}, {"a": ((2, 3), BF16)}, "a: missing; the model expects BF16 [2, 3]"),
         ({"a": torch.ones(2, 3)}, {}, "model.safetensors: unexpected a (F32 [2, 3])"),
-        (
-            {"a": torch.ones(2, 3)},
-            {"a": ((3, 2), torch.float32)},
-            "model.safetensors: a has shape [2, 3]; the model expects [3, 2]",
-        ),
-        ({"a": torch.arange(3)}, {"a": ((3,), torch.float32)}, "a is I64; the model's torch.float32 accepts BF16"),
+        ({"a": torch.ones(2, 3)}, {"a": ((3, 2), F32)}, "safetensors: a has shape [2, 3]; the model expects [3, 2]"),
+        ({"a": torch.arange(3)}, {"a": ((3,), F32)}, "a is I64; the model's torch.float32 accepts BF16, F16, F32"),
         ({"a": torch.arange(3)}, {"a": ((3,), torch.int32)}, "a is I64; the model's torch.int32 accepts I32"),
         ({"a": torch.ones(3)}, {"a": ((3,), torch.int64)}, "a is F32; the model's torch.int64 accepts I64"),
-        (
-            {"a": torch.ones(128, 128).bfloat16()},
-            {"a": ((128, 128), FP8)},
-            "a is BF16; the model expects F8_E4M3. For a checkpoint that is not quantised, build the model in the "
-            "dequantised mode",
-        ),
-        (
-            {"a": torch.ones(576, 256).to(FP8)},
-            {"a": ((576, 256), torch.bfloat16)},
-            "a is F8_E4M3 and its scale a_scale_inv is missing; expected F32 [5, 2]",
-        ),
-        (
-            {"a": torch.ones(576, 256).to(FP8), "a_scale_inv": torch.ones(4, 2)},
-            {"a": ((576, 256), torch.bfloat16)},
-            "a_scale_inv is F32 [4, 2]; expected F32 [5, 2] for the [576, 256] weight",
-        ),
-        (
-            {"a": torch.ones(576, 256).to(FP8), "a_scale_inv": torch.ones(5, 2).bfloat16()},
-            {"a": ((576, 256), torch.bfloat16)},
-            "a_scale_inv is BF16 [5, 2]; expected F32 [5, 2] for the [576, 256] weight",
-        ),
-        (
-            {"a": torch.ones(128).to(FP8), "a_scale_inv": torch.ones(1)},
-            {"a": ((128,), torch.bfloat16)},
-            "a is F8_E4M3 [128]; only a matrix can be dequantised",
-        ),
-        (
-            {"a": torch.ones(576, 256).to(FP8)},
-            {"a": ((576, 256), FP8), "a_scale_inv": ((5, 2), torch.float32)},
-            "a_scale_inv: missing; the model expects F32 [5, 2]",
-        ),
-        (
-            {"a": torch.ones(576, 256).to(FP8), "a_scale_inv": torch.ones(5, 2).bfloat16()},
-            {"a": ((576, 256), FP8), "a_scale_inv": ((5, 2), torch.float32)},
-            "a_scale_inv is BF16; the model's torch.float32 accepts F32",
-        ),
+        ({"a": torch.ones(3)}, {"a": ((3,), FP8)}, "a is F32; the model expects F8_E4M3. For a checkpoint that is not"),
+        ({"a": torch.ones(3)}, {"a": ((3,), FP8)}, "quantised, build the model in the dequantised mode"),
+        # dequantised: the scale is part of the weight
+        ({"a": MATRIX}, MATRIX_BF16, "a is F8_E4M3 and its scale a_scale_inv is missing; expected F32 [5, 2]"),
+        ({"a": MATRIX, "a_scale_inv": torch.ones(4, 2)}, MATRIX_BF16, "a_scale_inv is F32 [4, 2]; expected F32 [5, 2]"),
+        (BF16_SCALE, MATRIX_BF16, "a_scale_inv is BF16 [5, 2]; expected F32 [5, 2] for the [576, 256] weight"),
+        ({"a": torch.ones(3).to(FP8)}, {"a": ((3,), BF16)}, "a is F8_E4M3 [3]; only a matrix can be dequantised"),
+        # kept in FP8: the scale is a tensor of the model
+        ({"a": MATRIX}, MATRIX_FP8, "a_scale_inv: missing; the model expects F32 [5, 2]"),
+        ({"a": MATRIX, "a_scale_inv": torch.ones(4, 2)}, MATRIX_FP8, "has shape [4, 2]; the model expects [5, 2]"),
+        (BF16_SCALE, MATRIX_FP8, "a_scale_inv is BF16; the model's torch.float32 accepts F32"),
     ],
 )
 def test_mismatch(tmp_path, stored, wanted, expected):
@@ -296,12 +258,13 @@ def test_all_problems_come_at_once_and_before_reading(tmp_path, monkeypatch):
 # What is wrong with the files themselves. None of it needs a model.
 
 
-def rewrite_header(path, change):
-    """Replaces the header by `change` of it, keeping the data."""
+def edit_header(path, change):
+    """Lets `change` alter the header, keeping the data."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    header = json.dumps(change(header) or header).encode()
+    change(header)
+    header = json.dumps(header).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
 
 
@@ -312,65 +275,45 @@ def truncate(path, size):
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (lambda d: (d / "2.safetensors").unlink(), f"2.safetensors: missing, though {INDEX_NAME} lists it"),
-        (lambda d: truncate(d / "2.safetensors", -1), "2.safetensors: truncated: "),
-        (lambda d: truncate(d / "2.safetensors", 20), "2.safetensors: truncated: 20 bytes, its header alone needs"),
-        (lambda d: truncate(d / "2.safetensors", 3), "2.safetensors: truncated: 3 bytes"),
-        (lambda d: (d / "2.safetensors").open("ab").write(b"x"), "2.safetensors: too long: "),
-        (
-            lambda d: (d / "2.safetensors").write_bytes((5).to_bytes(8, "little") + b"hello"),
-            "2.safetensors: not a safetensors file: JSONDecodeError",
-        ),
-        (
-            lambda d: rewrite_header(d / "2.safetensors", lambda h: h["norm.weight"].pop("dtype") and None),
-            "2.safetensors: not a safetensors file: KeyError: 'dtype'",
-        ),
-        (
-            lambda d: rewrite_header(d / "2.safetensors", lambda h: h["norm.weight"].update(shape=[5])),
-            "2.safetensors: norm.weight is F32 [5] but has 16 bytes",
-        ),
-        (
-            lambda d: rewrite_header(d / "2.safetensors", lambda h: h.pop("layer.ids") and None),
-            "of the data, expected ",
-        ),
+        (lambda p: p.unlink(), f"missing, though {INDEX_NAME} lists it"),
+        (lambda p: truncate(p, -1), "truncated: "),
+        (lambda p: truncate(p, 20), "truncated: 20 bytes, its header alone needs"),
+        (lambda p: truncate(p, 3), "truncated: 3 bytes"),
+        (lambda p: p.write_bytes(p.read_bytes() + b"x"), "too long: "),
+        (lambda p: p.write_bytes((5).to_bytes(8, "little") + b"hello"), "not a safetensors file: JSONDecodeError"),
+        (lambda p: edit_header(p, lambda h: h["norm.weight"].pop("dtype")), "not a safetensors file: KeyError"),
+        (lambda p: edit_header(p, lambda h: h["norm.weight"].update(shape=[5])), "norm.weight is F32 [5] but has 16"),
+        (lambda p: edit_header(p, lambda h: h.pop("layer.ids")), "starts at byte 40 of the data, expected 0"),
     ],
 )
 def test_damaged_file(tmp_path, shards, damage, expected, monkeypatch):
     write(tmp_path, *shards)
     Checkpoint(tmp_path)
-    damage(tmp_path)
+    damage(tmp_path / "2.st")
     monkeypatch.setattr(checkpoint_module, "safe_open", lambda *arguments, **options: pytest.fail("opened for reading"))
     message = failure(stand_in(like({**shards[0], **shards[1]})), tmp_path)
-    assert message.startswith(f"{tmp_path}: 1 problem, nothing was loaded:")
+    assert message.startswith(f"{tmp_path}: 1 problem, nothing was loaded:\n  2.st: ")
     assert expected in message
 
 
 def test_every_damaged_file_is_named(tmp_path, shards):
     write(tmp_path, *shards, {"z": torch.ones(3)})
-    truncate(tmp_path / "1.safetensors", -1)
-    (tmp_path / "3.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"(?s)2 problems.*1\.safetensors: truncated.*3\.safetensors: missing"):
+    truncate(tmp_path / "1.st", -1)
+    (tmp_path / "3.st").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)2 problems.*1\.st: truncated.*3\.st: missing"):
         Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("index", "expected"),
     [
-        ({"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}}, "1.safetensors: lacks c"),
-        (
-            {"weight_map": {"a": "2.safetensors", "b": "2.safetensors"}},
-            f"2.safetensors: lacks a, which {INDEX_NAME} puts there; found in no file",
-        ),
-        (
-            {"weight_map": {"a": "1.safetensors", "b": "1.safetensors", "x": "2.safetensors"}},
-            "1.safetensors: lacks b, which model.safetensors.index.json puts there; found in 2.safetensors",
-        ),
-        ({"weight_map": {"b": "2.safetensors", "c": "1.safetensors"}}, "1.safetensors: holds a, which"),
-        (
-            '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "b": "1.safetensors"}}',
-            f"b: listed twice in {INDEX_NAME}",
-        ),
-        ({"weight_map": {"a": "../1.safetensors"}}, "'../1.safetensors' is not the name of a file in this directory"),
+        ({"weight_map": {"a": "1.st", "b": "2.st", "c": "1.st"}}, f"1.st: lacks c, which {INDEX_NAME} puts there"),
+        ({"weight_map": {"a": "2.st", "b": "2.st"}}, f"2.st: lacks a, which {INDEX_NAME} puts there; found in no file"),
+        ({"weight_map": {"a": "1.st", "b": "1.st", "x": "2.st"}}, "1.st: lacks b"),
+        ({"weight_map": {"a": "1.st", "b": "1.st", "x": "2.st"}}, "found in 2.st"),
+        ({"weight_map": {"b": "2.st", "c": "1.st"}}, f"1.st: holds a, which {INDEX_NAME} does not list"),
+        ('{"weight_map": {"a": "1.st", "b": "2.st", "b": "1.st"}}', f"b: listed twice in {INDEX_NAME}"),
+        ({"weight_map": {"a": "../1.st"}}, "'../1.st' is not the name of a file in this directory"),
         ({"weight_map": ["a"]}, 'expected {"weight_map": {tensor: file, ...}}'),
         ({"weight_map": {"a": 1}}, "a file name that is not a string"),
         ({}, "KeyError: 'weight_map'"),
@@ -385,7 +328,7 @@ def test_index_that_disagrees(tmp_path, index, expected):
 
 def test_tensor_in_two_files(tmp_path):
     write(tmp_path, {"a": torch.ones(1), "b": torch.ones(1)}, {"a": torch.zeros(1), "c": torch.ones(1)})
-    with pytest.raises(CheckpointError, match=r"1 problem,.*\n  a: in two files, 1\.safetensors and 2\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"1 problem,.*\n  a: in two files, 1\.st and 2\.st"):
         Checkpoint(tmp_path)
 
 
@@ -417,22 +360,14 @@ def test_tiny_checkpoint_round_trip(tiny):
     model = stand_in(tiny_tensors(tiny))
     load_weights(model, tiny, skip=is_mtp, progress=False)
     state = model.state_dict()
-    by_file = defaultdict(list)
-    for name, info in Checkpoint(tiny).tensors.items():
-        by_file[info.file].append(name)
-    assert len(by_file) > 1
-    for file, names in by_file.items():
-        stored = load_file(tiny / file)
-        for name in names:
-            if not is_mtp(name):
-                assert torch.equal(state[name].view(torch.uint8), stored[name].view(torch.uint8)), name
+    for path in tiny.glob("*.safetensors"):
+        for name, stored in load_file(path).items():
+            assert is_mtp(name) or torch.equal(state.pop(name).view(torch.uint8), stored.view(torch.uint8)), name
+    assert not state
 
 
 def test_tiny_checkpoint_dequantised(tiny):
-    wanted = {
-        name: (shape, torch.bfloat16) for name, (shape, _) in tiny_tensors(tiny).items() if not name.endswith("_inv")
-    }
-    model = stand_in(wanted)
+    model = stand_in({n: (shape, BF16) for n, (shape, _) in tiny_tensors(tiny).items() if not n.endswith("_inv")})
     load_weights(model, tiny, skip=is_mtp, progress=False)
     checkpoint = Checkpoint(tiny)
     name = "model.layers.2.self_attn.kv_a_proj_with_mqa.weight"
@@ -450,5 +385,5 @@ def test_many_tensors(tmp_path):
     quarter = len(names) // 4
     write(tmp_path, *({n: data[i] for i, n in enumerate(names) if i // quarter == shard} for shard in range(4)))
     model = stand_in(dict.fromkeys(names, ((1,), torch.float32)))
-    load_weights(model, Path(tmp_path), progress=False)
+    load_weights(model, tmp_path, progress=False)
     assert model.state_dict()["layers.29.experts.255.w2"].item() == len(names) - 1

@@ -71,6 +71,11 @@ def test_transformers_spelling_without_yarn_and_quantisation(tmp_path):
     assert (config.quantization, config.dtype, config.num_nextn_predict_layers) == (None, "float32", 0)
 
 
+def test_one_rope_theta(tmp_path):
+    with pytest.raises(ConfigError, match=r"field 'rope_theta' is 10000; accepted: 500000\.0"):
+        read(tmp_path, rope_scaling=None, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+
+
 def test_null_scaling_is_plain_rope(tmp_path):
     assert read(tmp_path, rope_scaling=None, quantization_config=None).rope == RopeConfig(10000.0, None)
 
@@ -246,6 +251,12 @@ def test_parameter_count(tmp_path):
             counts["mtp" if name.startswith("model.layers.61.") else "main"] += math.prod(shape)
     assert counts == {"main": main, "mtp": mtp} == {"main": 671_877_944_064, "mtp": 13_477_385_728}
     assert main - 61 * indexer == 671_026_419_200
+
+
+def test_shared_experts_are_one_wide_mlp(tmp_path):
+    manifest = deepseek_v32_tensor_manifest(read(tmp_path, n_shared_experts=2))
+    assert manifest["model.layers.3.mlp.shared_experts.down_proj.weight"] == ((7168, 4096), "F8_E4M3")
+    assert manifest["model.layers.3.mlp.shared_experts.down_proj.weight_scale_inv"] == ((56, 32), "F32")
 
 
 def test_manifest_without_quantisation(tmp_path):

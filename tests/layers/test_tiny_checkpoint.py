@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dsa import dequantize_per_block
 from dsa_layers import tiny_checkpoint
 from dsa_layers.checkpoint import INDEX_NAME, Checkpoint
 from dsa_layers.config import QuantizationConfig, YarnConfig, read_config
 from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
 from dsa_layers.tokenizer import Tokenizer
-from reference.fp8_cast import dequantize_per_block
 from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 
 

@@ -1,3 +1,4 @@
+import itertools
 import math
 import struct
 
@@ -143,15 +144,15 @@ def test_empty_batch_and_empty_cache():
 
 def test_refuses_bad_arguments():
     case = Case([20], 2, 8)
-    good = dict(
-        q=case.q,
-        kv_cache=case.cache,
-        weights=case.weights,
-        context_lens=i32([20]),
-        block_table=case.table,
-        schedule_meta=None,
-        max_context_len=20,
-    )
+    good = {
+        "q": case.q,
+        "kv_cache": case.cache,
+        "weights": case.weights,
+        "context_lens": i32([20]),
+        "block_table": case.table,
+        "schedule_meta": None,
+        "max_context_len": 20,
+    }
     fp8_paged_mqa_logits(**good)
     bad = [
         ("context_lens", i32([[20, 20, 20]]), r"context_lens: shape must be \[1\] or \[1, 2\], got \[1, 3\]"),
@@ -192,8 +193,8 @@ def test_plan_covers_all_work_once_and_evenly(num_sms):
         work = [(b, s) for b, n in enumerate(lengths.tolist()) for s in range(math.ceil(n / 256))]
         plan = [tuple(x) for x in get_paged_mqa_logits_metadata(lengths, 64, num_sms).tolist()]
         assert plan == sorted(plan) and plan[-1] == (batch, 0) and len(plan) == num_sms + 1
-        shares = [[item for item in work if first <= item < end] for first, end in zip(plan, plan[1:])]
-        assert sum(shares, []) == work
+        shares = [[item for item in work if first <= item < end] for first, end in itertools.pairwise(plan)]
+        assert list(itertools.chain(*shares)) == work
         sizes = [len(share) for share in shares]
         assert sizes == sorted(sizes) and sizes[-1] - sizes[0] <= 1
         assert all(first in work for first, share in zip(plan, shares) if share)

@@ -48,6 +48,13 @@ def test_minus_zero_equals_zero():
     assert topk_indices(scores.bfloat16(), 3).tolist() == [[0, 1, 2]]
 
 
+def test_neighbouring_floats_are_told_apart():
+    for x in (1.0, -1.0, 3e38, -3e38, 1e-44, -1e-44):
+        above = torch.tensor(x).nextafter(torch.tensor(INF)).item()
+        below = torch.tensor(x).nextafter(torch.tensor(-INF)).item()
+        assert topk_indices(torch.tensor([[below, x, above, x]]), 4, sorted=True).tolist() == [[2, 1, 3, 0]]
+
+
 def test_nan_is_never_picked_and_minus_infinity_comes_last():
     scores = torch.tensor([[NAN, -INF, 2.0, -NAN, -INF, INF]])
     assert topk_indices(scores, 3).tolist() == [[1, 2, 5]]

@@ -1,0 +1,125 @@
+"""A quick test of every public op on one device, against short float64 formulas. `dsa check` runs it."""
+
+from collections.abc import Callable
+
+import torch
+
+import dsa
+from dsa.testing import assert_close, calc_diff
+
+D, D_V, H = 576, 512, 16
+
+
+def _attention(q: torch.Tensor, kv: torch.Tensor, scale: float) -> torch.Tensor:
+    """q [H, D], kv [N, D] -> [H, D_V] in float64."""
+    q, kv = q.double(), kv.double()
+    return (q @ kv.T * scale).softmax(-1) @ kv[:, :D_V]
+
+
+def _per_token_cast_to_fp8(device: str) -> None:
+    x = torch.randn(33, 256, device=device).bfloat16()
+    q, scale = dsa.per_token_cast_to_fp8(x)
+    back = q.double() * scale.double().repeat_interleave(128, -1)
+    assert_close("x", back, x.double(), abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
+    signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)], dtype=torch.double)
+    q, scale = dsa.per_token_cast_to_fp8(x, hadamard=True)
+    back = q.double().cpu() * scale.double().cpu().repeat_interleave(128, -1)
+    expected = (x.double().cpu().view(33, 2, 128) @ signs / 128**0.5).view(33, 256)
+    assert_close("Hadamard x", back, expected, abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
+
+
+def _index_case(device: str) -> tuple[torch.Tensor, ...]:
+    q = torch.randn(3, 64, 128, device=device).to(torch.float8_e4m3fn)
+    k = torch.randn(100, 128, device=device).to(torch.float8_e4m3fn)
+    scale, weights = torch.rand(100, device=device) + 0.1, torch.randn(3, 64, device=device)
+    dots = torch.einsum("thd,sd->ths", q.double(), k.double()).relu()
+    return q, k, scale, weights, torch.einsum("th,ths->ts", weights.double(), dots) * scale.double()
+
+
+def _fp8_mqa_logits(device: str) -> None:
+    q, k, scale, weights, expected = _index_case(device)
+    starts, ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 10, 5], [100, 50, 5]))
+    got = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends)
+    column = torch.arange(100, device=device)
+    expected = expected.masked_fill((column < starts[:, None]) | (column >= ends[:, None]), -torch.inf)
+    if (diff := calc_diff(got, expected)) > 5e-6:
+        raise AssertionError(f"calc_diff {diff:.3g} is above 5e-6")
+
+
+def _fp8_paged_mqa_logits(device: str) -> None:
+    q, k, scale, weights, expected = _index_case(device)
+    cache = torch.full((4, 64, 1, 132), 0xFF, dtype=torch.uint8, device=device)
+    slots = torch.arange(100, device=device) + 64
+    dsa.write_indexer_cache(k, scale, cache, slots)
+    lengths = torch.tensor([100, 70, 0], dtype=torch.int32, device=device)
+    table = torch.tensor([[1, 2]] * 3, dtype=torch.int32, device=device)
+    plan = dsa.get_paged_mqa_logits_metadata(lengths, 64, dsa.num_sms(device))
+    got = dsa.fp8_paged_mqa_logits(q[:, None], cache, weights, lengths, table, plan, 128, clean_logits=True)
+    expected = torch.nn.functional.pad(expected, (0, 28))
+    expected = expected.masked_fill(torch.arange(128, device=device) >= lengths[:, None], -torch.inf)
+    if (diff := calc_diff(got, expected)) > 5e-6:
+        raise AssertionError(f"calc_diff {diff:.3g} is above 5e-6")
+
+
+def _topk_indices(device: str) -> None:
+    scores = torch.randn(5, 300, device=device).round(decimals=1)
+    got = dsa.topk_indices(scores, 64).cpu()
+    for row, picked in zip(scores.tolist(), got.tolist()):
+        if picked != sorted(sorted(range(300), key=lambda i: (-row[i], i))[:64]):
+            raise AssertionError("not the 64 largest with ties to the lowest index")
+
+
+def _flash_mla_with_kvcache(device: str) -> None:
+    q = torch.randn(1, 1, H, D, device=device).bfloat16()
+    cache = torch.randn(3, 64, 1, D, device=device).bfloat16()
+    table = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
+    length = torch.tensor([100], dtype=torch.int32, device=device)
+    keys = torch.cat((cache[2, :, 0], cache[0, :36, 0]))
+    expected = _attention(q[0, 0], keys, D**-0.5)
+    out, _ = dsa.flash_mla_with_kvcache(q, cache, table, length, D_V, dsa.get_mla_metadata()[0])
+    assert_close("dense", out[0, 0], expected, abs_tol=8e-4, rel_tol=2.01 / 128, cos_tol=5e-6)
+    pages = torch.full((3, 64, 1, 656), 0xFF, dtype=torch.uint8, device=device)
+    slots = torch.arange(100, device=device) + 64
+    dsa.write_kv_cache(keys, pages, slots)
+    out, _ = dsa.flash_mla_with_kvcache(
+        q, pages, None, None, D_V, dsa.get_mla_metadata()[0], is_fp8_kvcache=True, indices=slots.int().view(1, 1, -1)
+    )
+    expected = _attention(q[0, 0], dsa.read_kv_cache(pages, slots), D**-0.5)
+    assert_close("sparse", out[0, 0], expected, abs_tol=1e-3, rel_tol=2.01 / 128, cos_tol=5e-6)
+
+
+def _flash_mla_sparse_fwd(device: str) -> None:
+    q, kv = torch.randn(2, H, D, device=device).bfloat16(), torch.randn(200, 1, D, device=device).bfloat16()
+    indices = torch.full((2, 1, 64), -1, dtype=torch.int32, device=device)
+    indices[0, 0, :50] = torch.randperm(200, device=device)[:50]
+    out, _, _ = dsa.flash_mla_sparse_fwd(q, kv, indices, D**-0.5)
+    expected = torch.zeros(2, H, D_V, dtype=torch.double, device=device)
+    expected[0] = _attention(q[0], kv[indices[0, 0, :50].long(), 0], D**-0.5)
+    assert_close("out", out, expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
+
+
+def _sliding_window_attention(device: str) -> None:
+    q, kv = torch.randn(40, H, D_V, device=device).bfloat16(), torch.randn(40, 1, D_V, device=device).bfloat16()
+    ends = torch.tensor([0, 40], dtype=torch.int32, device=device)
+    out, _ = dsa.sliding_window_attention(q, kv, ends, ends, 8, D_V**-0.5)
+    expected = torch.stack([_attention(q[t], kv[max(0, t - 7) : t + 1, 0], D_V**-0.5) for t in range(40)])
+    assert_close("out", out, expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
+
+
+def _fp8_gemm_nt(device: str) -> None:
+    x, w = torch.randn(5, 384, device=device), torch.randn(200, 384, device=device)
+    a, b = dsa.per_token_cast_to_fp8(x, False), dsa.per_block_cast_to_fp8(w, False)
+    expected = (a[0].double() * a[1].double().repeat_interleave(128, 1)) @ dsa.dequantize_per_block(*b).double().T
+    assert_close("y", dsa.fp8_gemm_nt(a, b, torch.float32), expected, abs_tol=1e-4, rel_tol=1e-4)
+
+
+SELF_TESTS: dict[str, Callable[[str], None]] = {
+    "per_token_cast_to_fp8": _per_token_cast_to_fp8,
+    "fp8_gemm_nt": _fp8_gemm_nt,
+    "fp8_mqa_logits": _fp8_mqa_logits,
+    "fp8_paged_mqa_logits": _fp8_paged_mqa_logits,
+    "topk_indices": _topk_indices,
+    "flash_mla_with_kvcache": _flash_mla_with_kvcache,
+    "flash_mla_sparse_fwd": _flash_mla_sparse_fwd,
+    "sliding_window_attention": _sliding_window_attention,
+}

@@ -1,0 +1,137 @@
+"""The `dsa` command: generate, check, bench, tiny."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 for something that failed, 2 for a wrong call or input."""
+    args = _parser().parse_args(argv)
+    warnings.showwarning = lambda message, *_: print(f"Warning: {message}", file=sys.stderr)
+    try:
+        return args.run(args)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"dsa {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dsa", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    generate = commands.add_parser("generate", help="continue prompts with a checkpoint")
+    generate.set_defaults(run=_generate)
+    generate.add_argument("checkpoint", type=Path, help="directory with config.json and safetensors")
+    generate.add_argument("--prompt", action="append", required=True, help="repeat for a batch")
+    generate.add_argument("--raw", action="store_true", help="no chat template, even if the tokenizer has one")
+    generate.add_argument("--max-new-tokens", type=int, default=256)
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--seed", type=int)
+    generate.add_argument("--stop", action="append", default=[], help="end at this string; may be repeated")
+    generate.add_argument("--device", help="cuda or cpu; default: cuda where there is a GPU")
+    generate.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
+    generate.add_argument("--dequantize", action="store_true", help="quantise nothing: FP8 weights become --dtype")
+    generate.add_argument("--kv-cache", choices=("fp8", "model"), help="default: fp8 for FP8 checkpoints")
+    generate.add_argument("--cache-tokens", type=int, default=65536, help="size of the paged cache")
+    generate.add_argument("--prefill-chunk", type=int, default=2048, help="prompt tokens a pass")
+
+    check = commands.add_parser("check", help="print versions, GPU and backend, and test every op")
+    check.set_defaults(run=_check)
+
+    bench = commands.add_parser("bench", help="time an op beside its peers (needs a Hopper GPU)")
+    bench.set_defaults(run=_bench)
+    bench.add_argument("op")
+    bench.add_argument("--csv", type=Path, help="also write the rows here")
+
+    tiny = commands.add_parser("tiny", help="write a small random DeepSeek-V3.2 checkpoint in the published format")
+    tiny.set_defaults(run=_tiny)
+    tiny.add_argument("directory", type=Path)
+    tiny.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _generate(args: argparse.Namespace) -> int:
+    import torch
+
+    import dsa
+    from dsa_layers.generation import Generator, TokenEvent
+    from dsa_layers.models.loading import load_model
+    from dsa_layers.sampling import SamplingParams
+    from dsa_layers.tokenizer import Tokenizer
+
+    params = SamplingParams(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed, tuple(args.stop))
+    if any(not prompt for prompt in args.prompt):
+        raise ValueError("--prompt: must not be empty")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = Tokenizer(args.checkpoint)
+    prompts = args.prompt
+    if tokenizer.has_chat_template and not args.raw:
+        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in prompts]
+    model = load_model(
+        args.checkpoint,
+        device=device,
+        dtype=args.dtype and getattr(torch, args.dtype),
+        dequantize=args.dequantize,
+        kv_cache=args.kv_cache,
+    )
+    generator = Generator(model, tokenizer, cache_tokens=args.cache_tokens, prefill_chunk=args.prefill_chunk)
+
+    def show(event: TokenEvent) -> None:
+        print(event.text, end="", flush=True)
+
+    single = len(prompts) == 1
+    completions = generator.generate(prompts, params, on_event=show if single else None)
+    if single:
+        print()
+    else:
+        for prompt, completion in zip(args.prompt, completions):
+            print(f"[{prompt}]\n{completion.text}\n")
+    backend = dsa.backend() if device.startswith("cuda") else "reference"
+    print(f"{generator.throughput} ({device}, backend {backend})", file=sys.stderr)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from dsa_layers.health import check
+
+    return 0 if check() else 1
+
+
+def _bench(args: argparse.Namespace) -> int:
+    import importlib
+    import pkgutil
+
+    import benchmarks
+    from benchmarks.table import print_table, write_csv
+    from dsa import backends
+
+    ops = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name != "table")
+    if args.op not in ops:
+        raise ValueError(f"no benchmark for {args.op!r}; there are: {', '.join(ops)}")
+    if reason := backends.why_no_kernels():
+        raise RuntimeError(f"a benchmark needs a Hopper GPU: {reason}")
+    rows = importlib.import_module(f"benchmarks.{args.op}").run()
+    print_table(args.op, rows)
+    if args.csv:
+        write_csv(rows, args.csv)
+    return 0
+
+
+def _tiny(args: argparse.Namespace) -> int:
+    from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
+
+    write_tiny_checkpoint(args.directory, seed=args.seed)
+    print(f"wrote {args.directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

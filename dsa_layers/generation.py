@@ -1,0 +1,254 @@
+"""Text generation: prompts of different lengths, packed without padding, over a paged cache."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from dsa_layers.kv_cache import OutOfPages
+from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.sampling import SamplingParams, random_stream, sample
+from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.stop_strings import StopStrings
+from dsa_layers.tokenizer import Tokenizer
+
+GREEDY = SamplingParams()
+FinishReason = Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One new token of one sequence. text: what can be shown by now; it may lag behind tokens, and joins up to the
+    sequence's text. finish_reason: set with the last token."""
+
+    sequence: int
+    token: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass
+class Completion:
+    """A finished sequence. tokens: the new ones, with the end-of-sequence token if that ended it."""
+
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Throughput:
+    """Tokens and seconds of the passes over prompts and of those that extend sequences by one token each."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        prefill = self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+        decode = self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        return (
+            f"prefill: {self.prefill_tokens} tokens, {prefill:.1f} tokens/s; "
+            f"decode: {self.decode_tokens} tokens, {decode:.1f} tokens/s"
+        )
+
+
+class _Sequence:
+    """A sequence on its way: its tokens, its pages, and how many of its tokens are in the cache."""
+
+    def __init__(self, index: int, prompt: Sequence[int], params: SamplingParams, limit: int, text: "StopStrings"):
+        self.index = index
+        self.tokens = list(prompt)
+        self.prompt_len = len(prompt)
+        self.params = params
+        self.limit = limit
+        self.text = text
+        self.random = random_stream(params)
+        self.pages: list[int] = []
+        self.cached = 0
+
+    @property
+    def prefilling(self) -> bool:
+        return self.cached < self.prompt_len
+
+
+class Generator:
+    """Continues prompts with a model.
+
+    model          on the device to run on
+    tokenizer      for text prompts, streamed text and stop strings; None works on token ids alone
+    cache_tokens   size of the paged cache; sequences wait for room, and one that can never fit is an error
+    page_size      tokens a page
+    prefill_chunk  prompt tokens computed in one pass, over all sequences
+
+    A sequence reserves pages for its prompt and all its new tokens when it starts, so none is ever evicted.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV32ForCausalLM,
+        tokenizer: Tokenizer | None = None,
+        *,
+        cache_tokens: int = 65536,
+        page_size: int = 64,
+        prefill_chunk: int = 2048,
+    ) -> None:
+        for name, value in (("cache_tokens", cache_tokens), ("page_size", page_size), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise ValueError(f"{name}: must be at least 1, got {value}")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.prefill_chunk = prefill_chunk
+        self.device = next(model.parameters()).device
+        self.cache = model.make_cache(-(-cache_tokens // page_size), page_size, self.device)
+        self.throughput = Throughput()
+        self._eos = set(model.config.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            self._eos.add(tokenizer.eos_token_id)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        on_event: Callable[[TokenEvent], None] | None = None,
+    ) -> list[Completion]:
+        """Completions of all prompts, in their order. prompts, params: as for `stream`."""
+        completions = [Completion(len(ids)) for ids in map(self._encode, prompts)]
+        for event in self.stream(prompts, params):
+            done = completions[event.sequence]
+            done.tokens.append(event.token)
+            done.text += event.text
+            done.finish_reason = event.finish_reason
+            if on_event is not None:
+                on_event(event)
+        return completions
+
+    @torch.inference_mode()
+    def stream(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    ) -> Iterator[TokenEvent]:
+        """Events as tokens come. prompts: texts, or lists of token ids; params: for all, or one a prompt.
+
+        Raises ValueError for an empty prompt, a token outside the vocabulary, or a prompt that leaves no room for a
+        token in the model's context; OutOfPages for a sequence that the whole cache cannot hold. All before any work.
+        """
+        waiting = deque(self._sequences(prompts, params))
+        running: list[_Sequence] = []
+        self.throughput = Throughput()
+        try:
+            while waiting or running:
+                self._admit(waiting, running)
+                yield from self._step(running)
+        finally:
+            for sequence in running:
+                self.cache.allocator.release(sequence.pages)
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("prompts: must be lists of token ids for a generator without a tokenizer, got a string")
+        return self.tokenizer.encode(prompt)
+
+    def _sequences(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[_Sequence]:
+        if isinstance(prompts, str):
+            raise TypeError("prompts: must be a list of prompts, got one string")
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"params: must be one or one a prompt ({len(prompts)}), got {len(params)}")
+        context, vocab = self.model.config.max_position_embeddings, self.model.config.vocab_size
+        sequences = []
+        for i, (prompt, one) in enumerate(zip(prompts, params)):
+            ids = self._encode(prompt)
+            if not ids or prompt == "":
+                raise ValueError(f"prompts[{i}]: is empty; a prompt needs at least one token")
+            if outside := [t for t in ids if not 0 <= t < vocab]:
+                raise ValueError(f"prompts[{i}]: token {outside[0]} is outside the model's vocabulary of {vocab}")
+            if len(ids) >= context:
+                raise ValueError(f"prompts[{i}]: has {len(ids)} tokens; the model's context holds {context}")
+            if one.stop and self.tokenizer is None:
+                raise ValueError("params: stop strings need a tokenizer")
+            limit = min(len(ids) + one.max_new_tokens, context)
+            if self._pages(limit) > self.cache.allocator.num_pages:
+                raise OutOfPages(
+                    f"prompts[{i}]: {len(ids)} prompt tokens and {limit - len(ids)} new ones need "
+                    f"{self._pages(limit)} pages of {self.cache.page_size} tokens; the cache has "
+                    f"{self.cache.allocator.num_pages} (cache_tokens)"
+                )
+            text = StopStrings(self.tokenizer.stream() if self.tokenizer else None, one.stop)
+            sequences.append(_Sequence(i, ids, one, limit, text))
+        return sequences
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.cache.page_size)
+
+    def _admit(self, waiting: deque[_Sequence], running: list[_Sequence]) -> None:
+        """Start waiting sequences, first come first served, while their pages are free."""
+        while waiting and self._pages(waiting[0].limit) <= self.cache.allocator.free:
+            sequence = waiting.popleft()
+            sequence.pages = self.cache.allocator.allocate(self._pages(sequence.limit))
+            running.append(sequence)
+
+    def _step(self, running: list[_Sequence]) -> list[TokenEvent]:
+        """One pass: a chunk of the prompts that are not in the cache yet, else one token for every sequence."""
+        started = time.perf_counter()
+        prefill = any(s.prefilling for s in running)
+        work = self._prefill_work(running) if prefill else [(s, 1) for s in running]
+        tokens = [t for s, n in work for t in s.tokens[s.cached : s.cached + n]]
+        batch = SequenceBatch.paged(
+            [n for _, n in work],
+            [s.cached + n for s, n in work],
+            [s.pages for s, _ in work],
+            self.cache.page_size,
+            self.device,
+        )
+        logits = self.model(torch.tensor(tokens, device=self.device), batch, self.cache)
+        events = []
+        for row, (s, n) in enumerate(work):
+            s.cached += n
+            if not s.prefilling:
+                events.append(self._extend(s, logits[row]))
+        for event in events:
+            if event.finish_reason:
+                done = next(s for s in running if s.index == event.sequence)
+                running.remove(done)
+                self.cache.allocator.release(done.pages)
+        seconds = time.perf_counter() - started
+        if prefill:
+            self.throughput.prefill_tokens += len(tokens)
+            self.throughput.prefill_seconds += seconds
+        else:
+            self.throughput.decode_tokens += len(tokens)
+            self.throughput.decode_seconds += seconds
+        return events
+
+    def _prefill_work(self, running: list[_Sequence]) -> list[tuple[_Sequence, int]]:
+        work, room = [], self.prefill_chunk
+        for s in running:
+            n = min(s.prompt_len - s.cached, room)
+            if n > 0:
+                work.append((s, n))
+                room -= n
+        return work
+
+    def _extend(self, s: _Sequence, logits: torch.Tensor) -> TokenEvent:
+        token = sample(logits, s.params, s.random)
+        s.tokens.append(token)
+        reason: FinishReason | None = None
+        if token in self._eos:
+            reason = "eos"
+        elif len(s.tokens) >= s.limit:
+            reason = "length"
+        text, stopped = s.text.push(token, last=reason is not None)
+        return TokenEvent(s.index, token, text, "stop" if stopped else reason)

@@ -1,0 +1,65 @@
+"""`dsa check`: what is installed, what the ops will run on, and whether they compute the right thing here."""
+
+import importlib.metadata
+import os
+import platform
+import time
+import warnings
+
+import torch
+
+import dsa
+from dsa import backends
+from dsa.self_test import SELF_TESTS
+from dsa.source_digest import has_kernel
+
+_PACKAGES = ("dsa", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "safetensors", "tokenizers")
+
+
+def check() -> bool:
+    """Print the report; True if every op passed."""
+    print(f"python {platform.python_version()}")
+    for package in _PACKAGES:
+        try:
+            print(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{package} not installed")
+    on_gpu = torch.cuda.is_available()
+    print(f"GPU: {torch.cuda.get_device_name() if on_gpu else 'none'}")
+    reason = backends.why_no_kernels()
+    print(f"backend: {dsa.backend()}" + (f" ({reason})" if reason else ""))
+    print(f"compile cache: {_cache_state()}")
+    device = "cuda" if on_gpu else "cpu"
+    torch.manual_seed(0)
+    passed = [_run(name, device) for name in SELF_TESTS]
+    print(f"{sum(passed)} of {len(passed)} ops passed")
+    return all(passed)
+
+
+def _cache_state() -> str:
+    try:
+        from dsa.cute.compile_cache import cache_dir
+    except ImportError as error:
+        return f"unavailable ({error})"
+    directory = cache_dir()
+    if directory is None:
+        return "off (DSA_CACHE_DIR is empty)"
+    kernels = list(directory.glob("*.o"))
+    size = sum(path.stat().st_size for path in kernels)
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    state = "" if os.access(existing, os.W_OK) else ", not writable: every process compiles again"
+    return f"{directory}, {len(kernels)} kernels, {size / 1e6:.1f} MB{state}"
+
+
+def _run(name: str, device: str) -> bool:
+    started = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about ops without a kernel: the column below says it
+            SELF_TESTS[name](device)
+        outcome = "ok"
+    except Exception as error:
+        outcome = f"FAILED: {type(error).__name__}: {error}"
+    how = "kernel" if device == "cuda" and dsa.backend() == "cute" and has_kernel(name) else "reference"
+    print(f"  {name:<28} {how:<9} {time.perf_counter() - started:6.2f} s  {outcome}")
+    return outcome == "ok"

@@ -1,0 +1,40 @@
+"""Tiny random models by transformers, the independent truth of the parity tests."""
+
+from pathlib import Path
+
+import torch
+
+
+def deepseek_v32(directory: Path, **changes):
+    """A random DeepseekV32ForCausalLM, saved to `directory`, in fp32.
+
+    32 index heads: with few, whole stretches of keys score exactly 0 and top-k is decided by tie order.
+    """
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    fields = {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8,
+        "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+        "index_n_heads": 32, "index_head_dim": 32, "index_topk": 8, "max_position_embeddings": 512,
+        "eos_token_id": None, "bos_token_id": 0, "attn_implementation": "eager",
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = DeepseekV32ForCausalLM(DeepseekV32Config(**(fields | changes))).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:  # the default 0.02 gives nearly uniform logits
+            torch.nn.init.normal_(parameter, std=0.08)
+        elif name.endswith(("norm.weight", "layernorm.weight")):
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+        elif name.endswith("norm.bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
+    model.save_pretrained(directory)
+    return model

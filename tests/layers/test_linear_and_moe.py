@@ -1,0 +1,101 @@
+"""Linear layers and the mixture of experts against formulas written out in the tests."""
+
+import pytest
+import torch
+
+from dsa.testing import calc_diff
+from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
+
+
+def test_fp8_linear_quantises_weights_by_block_and_activations_by_token():
+    layer = BlockFP8Linear(256, 200)
+    x = torch.randn(7, 256) * torch.logspace(-2, 2, 7)[:, None]
+    assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight_scale_inv.shape == (2, 2)
+    scales = layer.weight_scale_inv.double()
+    w = torch.stack([layer.weight[o].double() * scales[o // 128].repeat_interleave(128) for o in range(200)])
+    xq = torch.empty(7, 256, dtype=torch.double)
+    for t in range(7):
+        for g in range(2):
+            part = x[t, g * 128 : (g + 1) * 128].double()
+            scale = 2.0 ** torch.ceil(torch.log2(part.abs().max().clamp_min(1e-4) / 448))
+            xq[t, g * 128 : (g + 1) * 128] = (part / scale).float().to(torch.float8_e4m3fn).double() * scale
+    torch.testing.assert_close(layer(x).double(), xq @ w.T, rtol=1e-5, atol=1e-4)
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(layer.float_weight(torch.float32).double(), w)
+    # And the quantised product is near the exact one.
+    assert calc_diff(layer(x), x.double() @ w.T) < 2e-3
+
+
+def test_plain_linear():
+    layer = make_linear(8, 3, fp8=False, dtype=torch.float32)
+    assert isinstance(layer, Linear)
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(layer(x), x @ layer.weight.T)
+
+
+def test_fp8_linear_needs_whole_groups_of_channels():
+    with pytest.raises(ValueError, match="in_features: must be a multiple of 128, got 100"):
+        BlockFP8Linear(100, 8)
+
+
+def route(s, bias, top_k, n_group, topk_group, scale):
+    """Token by token, with Python lists."""
+    experts, weights = [], []
+    per = len(bias) // n_group
+    for row in s.tolist():
+        biased = [v + b for v, b in zip(row, bias.tolist())]
+        groups = [sum(sorted(biased[g * per : (g + 1) * per])[-2:]) for g in range(n_group)]
+        kept = sorted(range(n_group), key=lambda g: -groups[g])[:topk_group]
+        allowed = [e for e in range(len(row)) if e // per in kept]
+        best = sorted(allowed, key=lambda e: -biased[e])[:top_k]
+        total = sum(row[e] for e in best)
+        experts.append(best)
+        weights.append([row[e] / total * scale for e in best])
+    return experts, weights
+
+
+def test_grouped_routing():
+    router = GroupedSigmoidRouter(16, 24, 4, n_group=6, topk_group=2, scale=2.5)
+    router.e_score_correction_bias.data = torch.randn(24) * 0.3
+    x = torch.randn(50, 16) * 2
+    experts, weights = router(x)
+    s = torch.sigmoid(x.double() @ router.weight.double().T)
+    expected, expected_weights = route(s, router.e_score_correction_bias, 4, 6, 2, 2.5)
+    assert experts.tolist() == expected
+    torch.testing.assert_close(weights.double(), torch.tensor(expected_weights).double(), rtol=1e-5, atol=1e-6)
+    # The bias chooses and does not weigh; the groups restrict.
+    ungrouped = GroupedSigmoidRouter(16, 24, 4)
+    ungrouped.weight, ungrouped.e_score_correction_bias = router.weight, router.e_score_correction_bias
+    assert ungrouped(x)[0].tolist() != expected
+
+
+def test_groups_must_divide_the_experts():
+    with pytest.raises(ValueError, match="n_group: must divide n_experts=10, got 4"):
+        GroupedSigmoidRouter(16, 10, 2, n_group=4)
+
+
+@pytest.mark.parametrize("n_shared", [0, 2])
+def test_moe_is_the_weighted_sum_of_its_experts(n_shared):
+    torch.manual_seed(1)
+    moe = MoE(16, 8, GroupedSigmoidRouter(16, 6, 2, scale=1.5), n_shared=n_shared)
+    x = torch.randn(9, 16)
+
+    def swiglu(layer: SwiGLU, x):
+        w1, w3, w2 = (p.weight.double() for p in (layer.gate_proj, layer.up_proj, layer.down_proj))
+        gate = x.double() @ w1.T
+        return (gate * torch.sigmoid(gate) * (x.double() @ w3.T)) @ w2.T
+
+    experts, weights = moe.gate(x)
+    expected = torch.stack(
+        [
+            sum(w.double() * swiglu(moe.experts[e], x[t]) for e, w in zip(experts[t].tolist(), weights[t]))
+            for t in range(9)
+        ]
+    )
+    if n_shared:
+        assert moe.shared_experts.up_proj.weight.shape == (16, 16)
+        expected = expected + swiglu(moe.shared_experts, x)
+    torch.testing.assert_close(moe(x).double(), expected, rtol=1e-4, atol=1e-5)
+    names = set(dict(moe.named_parameters()))
+    assert {"gate.weight", "gate.e_score_correction_bias", "experts.5.down_proj.weight"} <= names

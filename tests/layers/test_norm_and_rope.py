@@ -1,0 +1,86 @@
+"""Norms and rotary embeddings against float64 formulas and transformers' YaRN."""
+
+import math
+
+import pytest
+import torch
+
+from dsa_layers.layers.norm import LayerNorm, RMSNorm
+from dsa_layers.layers.rope import RotaryEmbedding, apply_rotary, rope_frequencies, yarn_frequencies, yarn_mscale
+
+
+def test_rms_norm():
+    norm, x = RMSNorm(32, eps=1e-3), torch.randn(5, 32)
+    norm.weight.data = torch.randn(32)
+    d = x.double()
+    expected = d / (d.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight.double()
+    torch.testing.assert_close(norm(x), expected.float(), rtol=1e-6, atol=1e-6)
+    assert norm(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_layer_norm_keeps_its_parameters_in_fp32_and_applies_the_bias():
+    norm, x = LayerNorm(32, eps=1e-3), torch.randn(5, 32) * 3 + 1
+    assert norm.weight.dtype == torch.float32
+    norm.weight.data, norm.bias.data = torch.randn(32), torch.randn(32)
+    d = x.double()
+    d = (d - d.mean(-1, keepdim=True)) / (d.var(-1, unbiased=False, keepdim=True) + 1e-3).sqrt()
+    expected = d * norm.weight.double() + norm.bias.double()
+    torch.testing.assert_close(norm(x), expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_yarn_frequencies_of_deepseek_v32():
+    from transformers import DeepseekV32Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = DeepseekV32Config(
+        max_position_embeddings=163840,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    )  # fmt: skip
+    expected, attention_scaling = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    got = yarn_frequencies(64, 1e4, factor=40.0, original_length=4096)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    assert attention_scaling == 1.0
+    # MODELS: channels below 10 keep their frequency, from 23 on they are divided by 40.
+    plain = rope_frequencies(64, 1e4)
+    assert torch.equal(got[:11], plain[:11]) and torch.allclose(got[23:], plain[23:] / 40)
+    assert yarn_mscale(40.0, 1.0) ** 2 == pytest.approx(1.87385, abs=1e-5)
+    assert yarn_mscale(1.0, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("dims", ["first", "last"])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotation_by_hand(interleaved, dims):
+    x = torch.arange(1.0, 7.0)[None, None]  # one token, one head, six dimensions of which four turn
+    angles = torch.tensor([[0.3, 1.1]])
+    got = apply_rotary(x, angles.cos(), angles.sin(), interleaved=interleaved, dims=dims)[0, 0].tolist()
+    first = 0 if dims == "first" else 2
+    expected = list(map(float, range(1, 7)))
+    for i, angle in enumerate((0.3, 1.1)):
+        a, b = (first + 2 * i, first + 2 * i + 1) if interleaved else (first + i, first + 2 + i)
+        c, s = math.cos(angle), math.sin(angle)
+        expected[a], expected[b] = (a + 1) * c - (b + 1) * s, (a + 1) * s + (b + 1) * c
+    assert got == pytest.approx(expected, rel=1e-6)
+
+
+def test_scores_depend_on_the_distance_only():
+    rotary = RotaryEmbedding(rope_frequencies(16, 1e4))
+    q, k = torch.randn(16, dtype=torch.float64).float(), torch.randn(16)
+
+    def score(m, n):
+        turned = [
+            apply_rotary(x[None], *rotary(torch.tensor([p])), interleaved=False)[0].double()
+            for x, p in ((q, m), (k, n))
+        ]
+        return (turned[0] @ turned[1]).item()
+
+    assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
+    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-2)
+
+
+def test_too_few_dimensions_is_an_error():
+    cos = torch.ones(1, 4)
+    with pytest.raises(ValueError, match="x: the last dimension must be at least 8 for these cos and sin, got 6"):
+        apply_rotary(torch.zeros(1, 6), cos, cos, interleaved=True)

@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from reference import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_new_style():
+    meta, splits = get_mla_metadata()
+    assert isinstance(meta, FlashMLASchedMeta) and splits is None
+    assert not meta.have_initialized
+    assert get_mla_metadata()[0] is not meta
+
+
+def test_old_style_by_position_and_by_name():
+    # one part: sequences 0 to 2 inclusive, up to block ceil(130 / 64) = 3 of the last
+    metadata, splits = get_mla_metadata(i32([5, 0, 130]), 128, 1)
+    assert metadata.tolist() == [[0, 0, 2, 3, 0, 0, 0, 0]] and metadata.dtype == torch.int32
+    assert splits.tolist() == [0, 1, 2, 3] and splits.dtype == torch.int32
+    by_name = get_mla_metadata(
+        cache_seqlens=i32([5, 0, 130]),
+        num_q_tokens_per_head_k=128,
+        num_heads_k=1,
+        num_heads_q=128,
+        is_fp8_kvcache=True,
+        topk=2048,
+    )
+    assert by_name[0].tolist() == [[0, 0, 2, 32, 0, 0, 0, 0]]
+    assert get_mla_metadata(i32([]), 1, 1)[1].tolist() == [0]
+
+
+def test_old_style_refuses_bad_arguments():
+    with pytest.raises(ValueError, match="cache_seqlens: dtype must be int32, got int64"):
+        get_mla_metadata(torch.tensor([1]), 1, 1)
+    with pytest.raises(ValueError, match="num_heads_k: must be at least 1, got 0"):
+        get_mla_metadata(i32([1]), 1, 0)
+
+
+def decode(meta, splits=None, batch=2, s_q=1, topk=3):
+    q, cache = torch.randn(batch, s_q, 2, 8), torch.randn(4, 2, 1, 8)
+    indices = torch.zeros(batch, s_q, topk, dtype=torch.int32)
+    return flash_mla_with_kvcache(q, cache, None, None, 4, meta, splits, indices=indices)
+
+
+def test_a_plan_is_bound_to_the_shapes_of_its_first_call():
+    meta, splits = get_mla_metadata()
+    decode(meta, splits)
+    assert meta.have_initialized
+    decode(meta, splits)
+    for other in ({"batch": 1}, {"s_q": 2}, {"topk": 4}):
+        with pytest.raises(ValueError, match=r"tile_scheduler_metadata: was first used with .* get a new one"):
+            decode(meta, splits, **other)
+
+
+def test_plans_of_either_style_are_accepted_and_checked():
+    decode(*get_mla_metadata(i32([3, 3]), 2, 1))
+    decode(None)
+    metadata, splits = get_mla_metadata(i32([3, 3]), 2, 1)
+    with pytest.raises(ValueError, match=r"num_splits: shape must be \[3\], got \[2\]"):
+        decode(metadata, splits[:2])
+    with pytest.raises(TypeError, match=r"num_splits: must be a torch.Tensor, got NoneType"):
+        decode(metadata, None)
+    with pytest.raises(ValueError, match=r"tile_scheduler_metadata: shape must be \[num_sm_parts, 8\], got \[1, 7\]"):
+        decode(metadata[:, :7], splits)
+    with pytest.raises(ValueError, match="num_splits: must be None with a FlashMLASchedMeta, got Tensor"):
+        decode(FlashMLASchedMeta(), splits)
+    with pytest.raises(TypeError, match=r"tile_scheduler_metadata: must be a FlashMLASchedMeta, .* got str"):
+        decode("plan")

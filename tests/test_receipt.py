@@ -1,0 +1,34 @@
+"""Nobody is told that a kernel works on a GPU when that code never ran there."""
+
+import pytest
+
+from tests.gpu import receipt, status_table
+
+
+@pytest.mark.parametrize("name", receipt.ops_with_kernels())
+def test_every_kernel_has_gpu_tests_and_a_receipt(name):
+    names = [n for n in receipt.tested_ops() if receipt.op_module(n) == f"dsa.ops.{name}"]
+    assert names, f"dsa.ops.{name} has a kernel and no tests/gpu/test_{name}.py"
+    for n in names:
+        assert n in receipt.load()["ops"], f"{n}: run `python -m tests.gpu.run {n}` on a Hopper GPU"
+
+
+@pytest.mark.parametrize("name", receipt.load()["ops"])
+def test_receipt_is_of_this_code(name):
+    entry = receipt.load()["ops"][name]
+    if entry["unverified"]:
+        return
+    assert entry["digest"] == receipt.digest(name), f"{name}: run `python -m tests.gpu.run {name}` on a Hopper GPU"
+    assert entry["tests"] > 0 and entry["failed"] == 0
+
+
+def test_status_table_of_the_readme_is_generated():
+    text = status_table.README.read_text()
+    assert status_table.inserted(text) == text, "run `python -m tests.gpu.status_table`"
+
+
+def test_a_changed_digest_is_noticed(monkeypatch):
+    (name, *_) = receipt.load()["ops"]
+    monkeypatch.setattr(receipt, "digest", lambda name: "0" * 16)
+    with pytest.raises(AssertionError, match=r"tests\.gpu\.run"):
+        test_receipt_is_of_this_code(name)
