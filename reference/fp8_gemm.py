@@ -39,13 +39,13 @@ def fp8_gemm_nt(
         raise ValueError(f"out_dtype: must be float32, bfloat16 or float16, got {out_dtype}")
 
     tokens = q.shape[:-1].numel()
-    q, s = q.reshape(tokens, k), s.reshape(tokens, groups)
+    q, s, w = q.reshape(tokens, k).float(), s.reshape(tokens, groups), w.float()
     # One scale per weight row, by repeating rather than by dividing: the last block may be ragged.
     row_scale = ws.repeat_interleave(BLOCK, 0)[:rows]
     y = torch.zeros(tokens, rows, dtype=torch.float32, device=q.device)
     for g in range(groups):
         block = slice(g * BLOCK, (g + 1) * BLOCK)
-        partial = q[:, block].float() @ w[:, block].float().T
+        partial = q[:, block] @ w[:, block].T
         y += partial.mul_(s[:, g, None]).mul_(row_scale[:, g])
     return y.to(out_dtype).reshape(*leading, rows)
 

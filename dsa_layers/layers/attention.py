@@ -88,28 +88,22 @@ class DSAAttention(nn.Module):
         elif cache is not None:
             self.indexer.store_keys(x, cos, sin, batch, cache)
 
-        if decode:
-            return self._project(self._decode(self._absorb(q_nope, q_pe), picks, batch, cache))
-        if cache is not None:
+        if cache is not None and not decode:
             kv = dsa.read_kv_cache(cache.latent, batch.key_slots).to(x.dtype)
-        if sparse:
-            return self._project(self._sparse_prefill(self._absorb(q_nope, q_pe), kv, picks, batch))
-        return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
+        if not (decode or sparse):
+            return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
+        w_uk, w_uv = self._up_projections(x.dtype)
+        q = torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
+        if decode:
+            attended = self._decode(q, picks, batch, cache)
+        else:
+            attended = self._sparse_prefill(q, kv, picks, batch)
+        return self.o_proj(torch.einsum("thc,hvc->thv", attended, w_uv).flatten(-2))
 
     def _up_projections(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(W_UK [heads, nope_dim, latent], W_UV [heads, v_dim, latent]) in `dtype`."""
         weight = self.kv_b_proj.float_weight(dtype).unflatten(0, (self.n_heads, self.nope_dim + self.v_dim))
         return weight.split((self.nope_dim, self.v_dim), 1)
-
-    def _absorb(self, q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
-        """-> [T, heads, kv_lora_rank + rope_dim]: queries that meet latents directly."""
-        w_uk, _ = self._up_projections(q_nope.dtype)
-        return torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
-
-    def _project(self, attended: torch.Tensor) -> torch.Tensor:
-        """attended [T, heads, kv_lora_rank] -> [T, hidden]: W_UV of each head, then the output projection."""
-        _, w_uv = self._up_projections(attended.dtype)
-        return self.o_proj(torch.einsum("thc,hvc->thv", attended, w_uv).flatten(-2))
 
     def _decode(
         self, q: torch.Tensor, picks: torch.Tensor | None, batch: SequenceBatch, cache: LayerCache

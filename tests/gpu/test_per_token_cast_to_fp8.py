@@ -107,6 +107,15 @@ def test_side_stream():
     assert torch.equal(q.cpu().float(), reference.per_token_cast_to_fp8(x.cpu())[0].float())
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_tensor_on_another_gpu_than_the_current_one():
+    x = torch.randn(4096, 7168, device="cuda:1").bfloat16()
+    with torch.cuda.device(0):
+        q, scale = dsa.per_token_cast_to_fp8(x)
+        assert torch.cuda.current_device() == 0 and q.device == scale.device == x.device
+    assert torch.equal(q.cpu().float(), reference.per_token_cast_to_fp8(x.cpu())[0].float())
+
+
 def test_torch_compile():
     x = torch.randn(16, 256, device="cuda").bfloat16()
     compiled = torch.compile(lambda t: dsa.per_token_cast_to_fp8(t, hadamard=True), fullgraph=True, backend="aot_eager")

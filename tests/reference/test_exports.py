@@ -1,0 +1,16 @@
+"""What `reference` exports."""
+
+from pathlib import Path
+
+import reference
+
+
+def test_every_exported_name_exists_and_is_documented():
+    for name in reference.__all__:
+        assert getattr(reference, name).__doc__, name
+
+
+def test_no_exported_name_hides_a_module():
+    # `from reference import topk` must stay the module whatever functions it holds.
+    modules = {path.stem for path in Path(reference.__file__).parent.glob("*.py")}
+    assert modules.isdisjoint(reference.__all__)
