@@ -39,6 +39,14 @@ def _tree(path: Path) -> ast.Module:
     return tree
 
 
+def _dump(node: object) -> str:
+    """ast.dump without empty fields, which a later Python may have added: every version gives the same digest."""
+    if isinstance(node, ast.AST):
+        fields = [f"{name}={_dump(value)}" for name, value in ast.iter_fields(node) if value not in (None, [])]
+        return f"{type(node).__name__}({', '.join(fields)})"
+    return f"[{', '.join(map(_dump, node))}]" if isinstance(node, list) else repr(node)
+
+
 def _imports(module: str, path: Path) -> set[str]:
     """Every module of this project that `module` imports, at its top or inside a function."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -77,7 +85,7 @@ def source_digest(module: str) -> str:
     """SHA-256, 16 hex digits, over the syntax trees of `modules_used_by(module)`."""
     h = hashlib.sha256()
     for name in modules_used_by(module):
-        h.update(f"{name}\n{ast.dump(_tree(_path_of(name)))}\n".encode())
+        h.update(f"{name}\n{_dump(_tree(_path_of(name)))}\n".encode())
     return h.hexdigest()[:16]
 
 

@@ -70,7 +70,14 @@ def _generate(args: argparse.Namespace) -> int:
     params = SamplingParams(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed, tuple(args.stop))
     if any(not prompt for prompt in args.prompt):
         raise ValueError("--prompt: must not be empty")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not args.checkpoint.is_dir():
+        raise ValueError(f"{args.checkpoint}: no such directory; a checkpoint holds config.json and safetensors")
+    on_gpu = torch.cuda.is_available()
+    device = args.device or ("cuda" if on_gpu else "cpu")
+    if device.partition(":")[0] not in ("cuda", "cpu"):
+        raise ValueError(f"--device: must be cuda or cpu, got {device!r}")
+    if device.startswith("cuda") and not on_gpu:
+        raise ValueError(f"--device: got {device!r}, but torch sees no CUDA GPU")
     tokenizer = Tokenizer(args.checkpoint)
     prompts = args.prompt
     if tokenizer.has_chat_template and not args.raw:

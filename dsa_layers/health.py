@@ -47,7 +47,7 @@ def _cache_state() -> str:
     kernels = list(directory.glob("*.o"))
     size = sum(path.stat().st_size for path in kernels)
     existing = next(path for path in (directory, *directory.parents) if path.exists())
-    state = "" if os.access(existing, os.W_OK) else ", not writable: every process compiles again"
+    state = "" if existing.is_dir() and os.access(existing, os.W_OK) else ", not writable: every process compiles again"
     return f"{directory}, {len(kernels)} kernels, {size / 1e6:.1f} MB{state}"
 
 

@@ -3,7 +3,7 @@
 A kernel module decorates each of its `compile_*` functions, whose arguments are only dtypes, ints, bools and frozen
 dataclasses of these, with `@cached`. The first call in a process loads an object file (about a millisecond) if one was
 written under the same key, else it compiles (seconds) and writes one. The key covers the kernel's source and that of
-the helpers it imports, the arguments, and the versions of the DSL, of TVM-FFI and of Python.
+the helpers it imports, the arguments, the versions of the DSL, of TVM-FFI and of Python, and the host's CPU.
 
 Why not quack-kernels' cache, which is close to this one: it requires einops and a torch extension, and its key covers
 that package's sources rather than one kernel's, so that any change there would recompile everything here.
@@ -16,6 +16,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -66,17 +67,30 @@ def cubin(compile_function: Callable, *args: Any) -> bytes:
             _dump_dir = None
 
 
+@functools.cache
+def _host() -> str:
+    """The CPU's architecture and instruction sets: the host code in an object file uses those of its builder."""
+    flags = ""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {flags}"
+
+
 def _key(function: Callable, args: tuple) -> str:
-    versions = (cutlass.__version__, tvm_ffi.__version__, sys.version_info[:2], ARCH)
+    versions = (cutlass.__version__, tvm_ffi.__version__, sys.version_info[:2], ARCH, _host())
     text = repr((function.__module__, function.__qualname__, args, source_digest(function.__module__), versions))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Hold an advisory lock, so that processes which start together compile a kernel once. It dies with its holder."""
-    with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    """Hold an advisory lock, so that processes which start together compile a kernel once. It dies with its holder.
+
+    Where it cannot be had (a full disk, a file system without locks), all of them compile, which is harmless.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stack.enter_context(open(path, "w")), fcntl.LOCK_EX)
         yield
 
 
@@ -102,8 +116,13 @@ def _compile_to_disk(compile_function: Callable, args: tuple, directory: Path) -
         kernel = compile_function(*args)
         # A reader must never see half a file: write beside it and rename.
         partial = path.with_suffix(f".{os.getpid()}.part")
-        kernel.export_to_c(object_file_path=str(partial), function_name=_ENTRY)
-        os.replace(partial, path)
+        try:
+            kernel.export_to_c(object_file_path=str(partial), function_name=_ENTRY)
+            os.replace(partial, path)
+        except OSError as error:
+            warnings.warn(f"dsa: {path} cannot be written ({error})", RuntimeWarning, stacklevel=2)
+        finally:
+            partial.unlink(missing_ok=True)
         return kernel
 
 

@@ -53,7 +53,7 @@ def _cast(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> tupl
     q, scale = _allocate(x)
     if x.numel():
         rows = _as_rows(x)
-        launch = _kernel(x.dtype, bool(use_ue8m0), bool(hadamard))
+        launch = _kernel(x.dtype, bool(use_ue8m0), bool(hadamard), x.numel().bit_length())
         with backends.on_device(x):
             if x.dim() == 2:
                 launch(rows, q, scale)
@@ -63,11 +63,12 @@ def _cast(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> tupl
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, use_ue8m0: bool, hadamard: bool) -> Callable[..., None]:
+def _kernel(dtype: torch.dtype, use_ue8m0: bool, hadamard: bool, size_bits: int) -> Callable[..., None]:
     from dsa.kernels import per_token_cast_to_fp8_sm90 as kernels
 
     name = str(dtype).removeprefix("torch.")
-    return kernels.compile_per_token_cast_to_fp8(name, use_ue8m0, hadamard, kernels.choose_config(name))
+    config = kernels.choose_config(name, 1 << (size_bits - 1))
+    return kernels.compile_per_token_cast_to_fp8(name, use_ue8m0, hadamard, config)
 
 
 def _allocate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

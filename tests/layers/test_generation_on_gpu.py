@@ -45,5 +45,6 @@ def test_fp8_logits_agree_with_the_references(checkpoint):
         with torch.inference_mode():
             out = model(tokens, SequenceBatch.without_cache([80], device), all_tokens=True)
         logits.append(out.cpu())
-    # An e4m3 rounding that fp32 noise tips over moves everything after it by up to 2^-4 of one value.
-    assert calc_diff(*logits) < 1e-3
+    # An e4m3 rounding that fp32 noise tips over moves a value by 2^-4, and with it a random router's choice.
+    # Quantisation itself is worth about 0.05.
+    assert calc_diff(*logits) < 2e-2
