@@ -10,10 +10,19 @@ from dsa.testing import assert_close, calc_diff
 D, D_V, H = 576, 512, 16
 
 
-def _attention(q: torch.Tensor, kv: torch.Tensor, scale: float) -> torch.Tensor:
-    """q [H, D], kv [N, D] -> [H, D_V] in float64."""
-    q, kv = q.double(), kv.double()
-    return (q @ kv.T * scale).softmax(-1) @ kv[:, :D_V]
+def _attention(q: torch.Tensor, kv: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [H, D], kv [N, D] -> out [H, D_V] and lse [H] in float64."""
+    logits, kv = q.double() @ kv.double().T * scale, kv.double()
+    return logits.softmax(-1) @ kv[:, :D_V], logits.logsumexp(-1)
+
+
+def _check_lse(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert_close(name, got, expected, abs_tol=1e-6, rel_tol=8.01 / 65536)
+
+
+def _check_logits(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    if (diff := calc_diff(got, expected)) > 5e-6:
+        raise AssertionError(f"{name}: calc_diff {diff:.3g} is above 5e-6")
 
 
 def _per_token_cast_to_fp8(device: str) -> None:
@@ -42,8 +51,9 @@ def _fp8_mqa_logits(device: str) -> None:
     got = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends)
     column = torch.arange(100, device=device)
     expected = expected.masked_fill((column < starts[:, None]) | (column >= ends[:, None]), -torch.inf)
-    if (diff := calc_diff(got, expected)) > 5e-6:
-        raise AssertionError(f"calc_diff {diff:.3g} is above 5e-6")
+    _check_logits("logits", got, expected)
+    got = dsa.mqa_logits(q.bfloat16(), k.bfloat16(), weights, starts, ends)
+    _check_logits("mqa_logits", got, expected / scale)
 
 
 def _fp8_paged_mqa_logits(device: str) -> None:
@@ -57,8 +67,7 @@ def _fp8_paged_mqa_logits(device: str) -> None:
     got = dsa.fp8_paged_mqa_logits(q[:, None], cache, weights, lengths, table, plan, 128, clean_logits=True)
     expected = torch.nn.functional.pad(expected, (0, 28))
     expected = expected.masked_fill(torch.arange(128, device=device) >= lengths[:, None], -torch.inf)
-    if (diff := calc_diff(got, expected)) > 5e-6:
-        raise AssertionError(f"calc_diff {diff:.3g} is above 5e-6")
+    _check_logits("logits", got, expected)
 
 
 def _topk_indices(device: str) -> None:
@@ -75,35 +84,48 @@ def _flash_mla_with_kvcache(device: str) -> None:
     table = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
     length = torch.tensor([100], dtype=torch.int32, device=device)
     keys = torch.cat((cache[2, :, 0], cache[0, :36, 0]))
-    expected = _attention(q[0, 0], keys, D**-0.5)
-    out, _ = dsa.flash_mla_with_kvcache(q, cache, table, length, D_V, dsa.get_mla_metadata()[0])
+    expected, expected_lse = _attention(q[0, 0], keys, D**-0.5)
+    out, lse = dsa.flash_mla_with_kvcache(q, cache, table, length, D_V, dsa.get_mla_metadata()[0])
     assert_close("dense", out[0, 0], expected, abs_tol=8e-4, rel_tol=2.01 / 128, cos_tol=5e-6)
+    _check_lse("dense lse", lse[0, :, 0], expected_lse)
     pages = torch.full((3, 64, 1, 656), 0xFF, dtype=torch.uint8, device=device)
     slots = torch.arange(100, device=device) + 64
     dsa.write_kv_cache(keys, pages, slots)
-    out, _ = dsa.flash_mla_with_kvcache(
+    out, lse = dsa.flash_mla_with_kvcache(
         q, pages, None, None, D_V, dsa.get_mla_metadata()[0], is_fp8_kvcache=True, indices=slots.int().view(1, 1, -1)
     )
-    expected = _attention(q[0, 0], dsa.read_kv_cache(pages, slots), D**-0.5)
+    expected, expected_lse = _attention(q[0, 0], dsa.read_kv_cache(pages, slots), D**-0.5)
     assert_close("sparse", out[0, 0], expected, abs_tol=1e-3, rel_tol=2.01 / 128, cos_tol=5e-6)
+    _check_lse("sparse lse", lse[0, :, 0], expected_lse)
 
 
 def _flash_mla_sparse_fwd(device: str) -> None:
     q, kv = torch.randn(2, H, D, device=device).bfloat16(), torch.randn(200, 1, D, device=device).bfloat16()
     indices = torch.full((2, 1, 64), -1, dtype=torch.int32, device=device)
     indices[0, 0, :50] = torch.randperm(200, device=device)[:50]
-    out, _, _ = dsa.flash_mla_sparse_fwd(q, kv, indices, D**-0.5)
-    expected = torch.zeros(2, H, D_V, dtype=torch.double, device=device)
-    expected[0] = _attention(q[0], kv[indices[0, 0, :50].long(), 0], D**-0.5)
-    assert_close("out", out, expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
+    out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, D**-0.5)
+    keys = kv[indices[0, 0, :50].long(), 0]
+    expected, expected_lse = _attention(q[0], keys, D**-0.5)
+    empty, infinite = torch.zeros_like(expected), torch.full_like(expected_lse, torch.inf)
+    assert_close("out", out, torch.stack((expected, empty)), abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
+    _check_lse("lse", lse, torch.stack((expected_lse, infinite)))
+    largest = (q[0].double() @ keys.double().T * D**-0.5).amax(-1)
+    _check_lse("max_logits", max_logits, torch.stack((largest, -infinite)))
 
 
 def _sliding_window_attention(device: str) -> None:
     q, kv = torch.randn(40, H, D_V, device=device).bfloat16(), torch.randn(40, 1, D_V, device=device).bfloat16()
     ends = torch.tensor([0, 40], dtype=torch.int32, device=device)
-    out, _ = dsa.sliding_window_attention(q, kv, ends, ends, 8, D_V**-0.5)
-    expected = torch.stack([_attention(q[t], kv[max(0, t - 7) : t + 1, 0], D_V**-0.5) for t in range(40)])
+    out, lse = dsa.sliding_window_attention(q, kv, ends, ends, 8, D_V**-0.5)
+    rows = [_attention(q[t], kv[max(0, t - 7) : t + 1, 0], D_V**-0.5) for t in range(40)]
+    expected, expected_lse = map(torch.stack, zip(*rows))
     assert_close("out", out, expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
+    _check_lse("lse", lse, expected_lse)
+    parts = [_attention(q[39], keys, D_V**-0.5) for keys in kv[:, 0].split((32, 8))]
+    merged, lse = dsa.merge_attention(*([x.float() for x in column] for column in zip(*parts)))
+    expected, expected_lse = _attention(q[39], kv[:, 0], D_V**-0.5)
+    assert_close("merged out", merged, expected, abs_tol=1e-5, rel_tol=1e-4)
+    _check_lse("merged lse", lse, expected_lse)
 
 
 def _fp8_gemm_nt(device: str) -> None:

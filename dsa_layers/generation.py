@@ -119,8 +119,9 @@ class Generator:
         on_event: Callable[[TokenEvent], None] | None = None,
     ) -> list[Completion]:
         """Completions of all prompts, in their order. prompts, params: as for `stream`."""
-        completions = [Completion(len(ids)) for ids in map(self._encode, prompts)]
-        for event in self.stream(prompts, params):
+        encoded = self._encode(prompts)
+        completions = [Completion(len(ids)) for ids in encoded]
+        for event in self.stream(encoded, params):
             done = completions[event.sequence]
             done.tokens.append(event.token)
             done.text += event.text
@@ -151,28 +152,31 @@ class Generator:
             for sequence in running:
                 self.cache.allocator.release(sequence.pages)
 
-    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ValueError("prompts: must be lists of token ids for a generator without a tokenizer, got a string")
-        return self.tokenizer.encode(prompt)
+    def _encode(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        if isinstance(prompts, str):
+            raise TypeError("prompts: must be a list of prompts, got one string")
+        encoded = []
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, str) and self.tokenizer is None:
+                raise ValueError(f"prompts[{i}]: must be token ids for a generator without a tokenizer, got a string")
+            if len(prompt) == 0:
+                raise ValueError(f"prompts[{i}]: is empty; a prompt needs at least one token")
+            encoded.append(self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt))
+        return encoded
 
     def _sequences(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[_Sequence]:
-        if isinstance(prompts, str):
-            raise TypeError("prompts: must be a list of prompts, got one string")
+        encoded = self._encode(prompts)
         if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(f"params: must be one or one a prompt ({len(prompts)}), got {len(params)}")
+            params = [params] * len(encoded)
+        if len(params) != len(encoded):
+            raise ValueError(
+                f"params: must be one for all prompts or one for each of {len(encoded)}, got {len(params)}"
+            )
         context, vocab = self.model.config.max_position_embeddings, self.model.config.vocab_size
         sequences = []
-        for i, (prompt, one) in enumerate(zip(prompts, params)):
-            ids = self._encode(prompt)
-            if not ids or prompt == "":
-                raise ValueError(f"prompts[{i}]: is empty; a prompt needs at least one token")
+        for i, (ids, one) in enumerate(zip(encoded, params)):
             if outside := [t for t in ids if not 0 <= t < vocab]:
                 raise ValueError(f"prompts[{i}]: token {outside[0]} is outside the model's vocabulary of {vocab}")
             if len(ids) >= context:

@@ -1,0 +1,1 @@
+"""The ops, one module each: check the arguments, choose the backend, allocate, launch."""

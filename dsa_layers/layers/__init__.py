@@ -1,0 +1,1 @@
+"""Drop-in `nn.Module`s, one idea a file."""

@@ -1,0 +1,1 @@
+"""Whole models, and how they are loaded."""

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from dsa.testing import calc_diff
 from dsa_layers.generation import Generator
 from dsa_layers.kv_cache import OutOfPages
 from dsa_layers.models.loading import load_model
 from dsa_layers.sampling import SamplingParams, random_stream, sample
+from dsa_layers.sequence_batch import SequenceBatch
 from dsa_layers.stop_strings import StopStrings
 from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
 from dsa_layers.tokenizer import Tokenizer
@@ -22,8 +24,15 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint):
+def fp8_model(checkpoint):
+    """As published: FP8 weights, activations, index keys and latents, bf16 between them."""
     return load_model(checkpoint, progress=False)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    """Nothing quantised, in fp32: rounding cannot decide which token is the best one."""
+    return load_model(checkpoint, dtype=torch.float32, dequantize=True, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +47,19 @@ def greedy(model, tokenizer):
     return [generator.generate([p], SamplingParams(max_new_tokens=10))[0] for p in PROMPTS]
 
 
-def test_fp8_checkpoints_run_in_fp8(model):
-    layer = model.model.layers[1].self_attn
+def test_fp8_checkpoints_run_in_fp8(fp8_model, tokenizer):
+    layer = fp8_model.model.layers[1].self_attn
     assert layer.q_b_proj.weight.dtype == torch.float8_e4m3fn and layer.indexer.quantize
-    assert model.make_cache(1).layer(0).latent_is_fp8
+    assert fp8_model.make_cache(1).layer(0).latent_is_fp8 and fp8_model.lm_head.weight.dtype == torch.bfloat16
+    params = SamplingParams(max_new_tokens=4)
+    first, again = (Generator(fp8_model, tokenizer, cache_tokens=512).generate(PROMPTS, params) for _ in range(2))
+    assert [c.tokens for c in first] == [c.tokens for c in again] and all(len(c.tokens) == 4 for c in first)
 
 
-def test_fp8_logits_are_near_the_dequantised_ones(checkpoint, model):
-    from dsa.testing import calc_diff
-    from dsa_layers.sequence_batch import SequenceBatch
-
-    exact = load_model(checkpoint, dtype=torch.float32, dequantize=True, progress=False)
-    assert exact.model.layers[1].self_attn.q_b_proj.weight.dtype == torch.float32
+def test_fp8_logits_are_near_the_unquantised_ones(model, fp8_model):
     tokens = torch.arange(100, 140)
     with torch.inference_mode():
-        pair = [m(tokens, SequenceBatch.without_cache([len(tokens)]), all_tokens=True) for m in (model, exact)]
+        pair = [m(tokens, SequenceBatch.without_cache([len(tokens)]), all_tokens=True) for m in (model, fp8_model)]
     assert 1e-6 < calc_diff(*pair) < 0.1  # rounding also moves a random router's choice here and there
 
 
@@ -146,10 +153,14 @@ def test_bad_prompts_stop_before_any_work(model, tokenizer, prompts, error, mess
 
 def test_text_needs_a_tokenizer(model):
     generator = Generator(model, cache_tokens=64)
-    with pytest.raises(ValueError, match="prompts: must be lists of token ids for a generator without a tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"prompts\[0\]: must be token ids for a generator without a tokenizer, got a string"
+    ):
         generator.generate(["text"])
     with pytest.raises(ValueError, match="stop strings need a tokenizer"):
         generator.generate([[1]], SamplingParams(max_new_tokens=1, stop=("x",)))
+    with pytest.raises(ValueError, match="params: must be one for all prompts or one for each of 1, got 2"):
+        generator.generate([[1]], [SamplingParams()] * 2)
     with pytest.raises(ValueError, match="page_size: must be at least 1, got 0"):
         Generator(model, page_size=0)
 

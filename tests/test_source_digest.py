@@ -1,0 +1,190 @@
+"""What changes a module's digest, and what does not: on small package trees, and on this project."""
+
+import ast
+
+import pytest
+
+from dsa import source_digest as digests
+
+ENTRY = "dsa.ops.entry"
+
+
+def clear():
+    for function in (digests._tree, digests.modules_used_by, digests.source_digest):
+        function.cache_clear()
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """Call it with {path: source}: it writes the files and returns the digest of `dsa.ops.entry`."""
+    monkeypatch.setattr(digests, "_ROOT", tmp_path)
+
+    def write(files):
+        for name, source in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(source)
+        clear()
+        return digests.source_digest(ENTRY)
+
+    yield write
+    clear()
+
+
+CODE = '''"""A module."""
+
+LIMIT = 3
+
+
+class Thing:
+    """A class."""
+
+    def scale(self, x):
+        """A method."""
+        return x * LIMIT
+
+
+async def wait():
+    """Only documented."""
+'''
+
+SAME = {
+    "comment": CODE.replace("LIMIT = 3", "LIMIT = 3  # three"),
+    "format": CODE.replace("x * LIMIT", "(\n            x *\n            LIMIT\n        )"),
+    "module docstring": CODE.replace("A module.", "Another text."),
+    "class docstring": CODE.replace('    """A class."""\n\n', ""),
+    "method docstring": CODE.replace("A method.", "Other\n        lines."),
+    "only a docstring": CODE.replace('"""Only documented."""', "pass"),
+}
+
+OTHER = {
+    "number": CODE.replace("= 3", "= 4"),
+    "type of a number": CODE.replace("= 3", "= 3.0"),
+    "operator": CODE.replace("x * LIMIT", "x + LIMIT"),
+    "name": CODE.replace("def scale", "def scaled"),
+    "default": CODE.replace("(self, x)", "(self, x=None)"),
+    "decorator": CODE.replace("    def scale(self, x)", "    @staticmethod\n    def scale(self, x)"),
+    "string that is no docstring": CODE + 'TEXT = "A module."\n',
+    "order": CODE.replace("LIMIT = 3\n", "") + "LIMIT = 3\n",
+    "None returned": CODE + "def f():\n    return None\n",
+}
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_what_does_not_count(tree, change):
+    assert SAME[change] != CODE
+    assert tree({"dsa/ops/entry.py": SAME[change]}) == tree({"dsa/ops/entry.py": CODE})
+
+
+def test_all_code_counts(tree):
+    digests = [tree({"dsa/ops/entry.py": source}) for source in (CODE, *OTHER.values())]
+    assert len(set(digests)) == len(digests)
+
+
+def test_empty_values_differ(tree):
+    returns = ("None", "[]", "()", "''", "0", "False")
+    assert len({tree({"dsa/ops/entry.py": f"def f():\n    return {value}\n"}) for value in returns}) == len(returns)
+
+
+# Each reaches dsa/ops/other.py or reference/maths.py, in which one number is then changed.
+IMPORTS = {
+    "import a.b": ("import dsa.ops.other\n", "dsa/ops/other.py"),
+    "import a.b as c": ("import os, reference.maths as m\n", "reference/maths.py"),
+    "from a import submodule": ("from reference import maths as reference\n", "reference/maths.py"),
+    "from a.b import name": ("from dsa.ops.other import VALUE\n", "dsa/ops/other.py"),
+    "from . import x": ("from . import other\n", "dsa/ops/other.py"),
+    "from .x import name": ("from .other import VALUE\n", "dsa/ops/other.py"),
+    "from .. import x": ("from .. import ops\n", "dsa/ops/__init__.py"),
+    "from ..x import y": ("from ..ops import other\n", "dsa/ops/other.py"),
+    "second name": ("from dsa.ops import unrelated, other\n", "dsa/ops/other.py"),
+    "in a function": ("def f():\n    from dsa.ops.other import VALUE\n\n    return VALUE\n", "dsa/ops/other.py"),
+    "in a branch": ("try:\n    import dsa.ops.other\nexcept ImportError:\n    pass\n", "dsa/ops/other.py"),
+    "name of a package": ("from reference import exported\n", "reference/__init__.py"),
+    "through a package": ("from reference import exported\n", "reference/maths.py"),
+    "through a module": ("import dsa.ops.middle\n", "reference/maths.py"),
+    "all names": ("from reference import *\n", "reference/maths.py"),
+}
+
+FILES = {
+    "dsa/__init__.py": "",
+    "dsa/ops/__init__.py": "VALUE = 1\n",
+    "dsa/ops/other.py": "VALUE = 1\n",
+    "dsa/ops/unrelated.py": "VALUE = 1\n",
+    "dsa/ops/middle.py": "def f():\n    from reference import maths\n",
+    "reference/__init__.py": "from .maths import VALUE as exported\n\nVALUE = 1\n",
+    "reference/maths.py": "VALUE = 1\n",
+}
+
+
+@pytest.mark.parametrize(("entry", "path"), IMPORTS.values(), ids=IMPORTS)
+def test_imported_code_counts(tree, entry, path):
+    before = tree({**FILES, "dsa/ops/entry.py": entry})
+    assert tree({path: FILES[path] + "# a comment\n"}) == before
+    assert (
+        tree({path: FILES[path].replace("VALUE = 1", "VALUE = 2").replace("import VALUE", "import  VALUE")}) != before
+    )
+
+
+def test_modules_that_are_not_imported_do_not_count(tree):
+    before = tree({**FILES, "dsa/ops/entry.py": "import torch\nfrom dsa.ops import other\n"})
+    assert digests.modules_used_by(ENTRY) == (ENTRY, "dsa.ops.other")
+    assert tree({"dsa/ops/unrelated.py": "VALUE = 2\n", "torch.py": "VALUE = 2\n", "reference/maths.py": ""}) == before
+
+
+def test_modules_that_import_each_other(tree):
+    tree({"dsa/ops/entry.py": "from dsa.ops import other\n", "dsa/ops/other.py": "from dsa.ops import entry\n"})
+    assert digests.modules_used_by(ENTRY) == digests.modules_used_by("dsa.ops.other") == (ENTRY, "dsa.ops.other")
+
+
+def test_two_modules_with_the_same_code_differ(tree):
+    tree({"dsa/ops/entry.py": CODE, "dsa/ops/other.py": CODE})
+    assert digests.source_digest(ENTRY) != digests.source_digest("dsa.ops.other")
+
+
+def test_nothing_is_imported(tree):
+    tree({"dsa/ops/entry.py": "raise SystemExit('imported')\n"})
+
+
+def test_every_version_of_python_gives_the_same_digest(tree, monkeypatch):
+    """Later versions add fields to the syntax tree (3.12: the type parameters of functions), empty for our code."""
+    before = tree({"dsa/ops/entry.py": CODE})
+    parse = ast.parse
+
+    def later_parse(source):
+        parsed = parse(source)
+        for node in ast.walk(parsed):
+            node._fields = (*node._fields, "new_list", "new_option")
+            node.new_list, node.new_option = [], None
+        return parsed
+
+    monkeypatch.setattr(ast, "parse", later_parse)
+    assert tree({}) == before
+    assert tree({"dsa/ops/entry.py": OTHER["number"]}) != before
+
+
+@pytest.mark.parametrize("module", ["dsa.ops.nothing", "torch", "dsa_layers.cli", "dsa.ops.topk_indices.topk_indices"])
+def test_unknown_modules_are_errors(module):
+    with pytest.raises(ValueError, match=f"module: '{module}' is not a module of dsa or reference"):
+        digests.source_digest(module)
+
+
+def test_which_ops_have_kernels():
+    assert digests.has_kernel("per_token_cast_to_fp8")
+    assert not digests.has_kernel("fp8_gemm_nt")
+    with pytest.raises(ValueError, match=r"dsa\.ops\.nothing"):
+        digests.has_kernel("nothing")
+
+
+def test_the_digest_of_an_op_covers_its_kernel_and_its_reference_and_no_other_op():
+    used = set(digests.modules_used_by("dsa.ops.per_token_cast_to_fp8"))
+    assert used >= {
+        "dsa.ops.per_token_cast_to_fp8",
+        "dsa.kernels.per_token_cast_to_fp8_sm90",
+        "dsa.cute.compile_cache",
+        "dsa.cute.dtypes",
+        "dsa.backends",
+        "reference.fp8_cast",
+        "reference.hadamard",
+    }
+    assert [name for name in used if name.startswith("dsa.ops.")] == ["dsa.ops.per_token_cast_to_fp8"]
+    assert not used & {"dsa", "reference", "reference.topk"}
