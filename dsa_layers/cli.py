@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("checkpoint", type=Path, help="directory with config.json and safetensors")
     generate.add_argument("--prompt", action="append", required=True, help="repeat for a batch")
     generate.add_argument("--raw", action="store_true", help="no chat template, even if the tokenizer has one")
-    generate.add_argument("--max-new-tokens", type=int, default=256)
+    generate.add_argument("--max-new-tokens", type=_positive, default=256)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--top-k", type=int, default=0)
@@ -40,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
     generate.add_argument("--dequantize", action="store_true", help="quantise nothing: FP8 weights become --dtype")
     generate.add_argument("--kv-cache", choices=("fp8", "model"), help="default: fp8 for FP8 checkpoints")
-    generate.add_argument("--cache-tokens", type=int, default=65536, help="size of the paged cache")
-    generate.add_argument("--prefill-chunk", type=int, default=2048, help="prompt tokens a pass")
+    generate.add_argument("--cache-tokens", type=_positive, default=65536, help="size of the paged cache")
+    generate.add_argument("--prefill-chunk", type=_positive, default=2048, help="prompt tokens a pass")
 
     check = commands.add_parser("check", help="print versions, GPU and backend, and test every op")
     check.set_defaults(run=_check)
@@ -49,13 +49,20 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time an op beside its peers (needs a Hopper GPU)")
     bench.set_defaults(run=_bench)
     bench.add_argument("op")
-    bench.add_argument("--csv", type=Path, help="also write the rows here")
+    bench.add_argument("--csv", type=Path, help="also write the rows to this file")
 
     tiny = commands.add_parser("tiny", help="write a small random DeepSeek-V3.2 checkpoint in the published format")
     tiny.set_defaults(run=_tiny)
     tiny.add_argument("directory", type=Path)
     tiny.add_argument("--seed", type=int, default=0)
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -34,6 +34,8 @@ class SamplingParams:
             raise ValueError(f"top_k: must be at least 0 (0 keeps all tokens), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed: must be at least 0 and below 2^63, got {self.seed}")
         if any(not text for text in self.stop):
             raise ValueError("stop: strings must not be empty")
 

@@ -94,33 +94,51 @@ def _exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-def _load(path: Path) -> Any:
-    """The kernel in an object file, or None when the file is damaged; a damaged file is removed."""
-    try:
-        return cute.runtime.load_module(str(path), enable_tvm_ffi=True)[_ENTRY]
-    except Exception as error:
-        warnings.warn(f"dsa: {path} cannot be loaded ({error}); compiling again", RuntimeWarning, stacklevel=2)
-        path.unlink(missing_ok=True)
-        return None
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _compile_to_disk(compile_function: Callable, args: tuple, directory: Path) -> Any:
+def _load(directory: Path, stem: str) -> Any:
+    """The kernel in the object file `stem`.<digest of its bytes>.o, or None if there is none.
+
+    A file whose bytes are not those of its name would crash the process rather than fail to load: it is removed.
+    """
+    for path in directory.glob(f"{stem}.*.o"):
+        problem = "it is damaged"
+        try:
+            if path.suffixes[-2] == f".{_digest(path)}":
+                return cute.runtime.load_module(str(path), enable_tvm_ffi=True)[_ENTRY]
+        except Exception as error:
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        warnings.warn(f"dsa: {path} cannot be loaded ({problem}); compiling again", RuntimeWarning, stacklevel=2)
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return None
+
+
+def _load_or_compile(compile_function: Callable, args: tuple, directory: Path) -> Any:
     stem = f"{compile_function.__name__.removeprefix('compile_')}-{_key(compile_function, args)}"
-    path = directory / f"{stem}.o"
-    if path.exists() and (kernel := _load(path)) is not None:
+    if (kernel := _load(directory, stem)) is not None:
         return kernel
-    directory.mkdir(parents=True, exist_ok=True)
+    if not _writable(directory):
+        warnings.warn(
+            f"dsa: the compile cache {directory} is not writable; set DSA_CACHE_DIR to keep kernels from one process "
+            "to the next",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return compile_function(*args)
     with _exclusive(directory / f"{stem}.lock"):
-        if path.exists() and (kernel := _load(path)) is not None:
+        if (kernel := _load(directory, stem)) is not None:
             return kernel
         kernel = compile_function(*args)
         # A reader must never see half a file: write beside it and rename.
-        partial = path.with_suffix(f".{os.getpid()}.part")
+        partial = directory / f"{stem}.{os.getpid()}.part"
         try:
             kernel.export_to_c(object_file_path=str(partial), function_name=_ENTRY)
-            os.replace(partial, path)
+            os.replace(partial, directory / f"{stem}.{_digest(partial)}.o")
         except OSError as error:
-            warnings.warn(f"dsa: {path} cannot be written ({error})", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"dsa: {directory} cannot be written to ({error})", RuntimeWarning, stacklevel=2)
         finally:
             partial.unlink(missing_ok=True)
         return kernel
@@ -138,18 +156,10 @@ def cached(compile_function: Callable) -> Callable:
         with _compile_lock:
             if args not in memory:
                 directory = cache_dir()
-                if directory is not None and not _writable(directory):
-                    warnings.warn(
-                        f"dsa: the compile cache {directory} is not writable; set DSA_CACHE_DIR to keep kernels "
-                        "from one process to the next",
-                        RuntimeWarning,
-                        stacklevel=3,
-                    )
-                    directory = None
                 memory[args] = (
                     compile_function(*args)
                     if directory is None
-                    else _compile_to_disk(compile_function, args, directory)
+                    else _load_or_compile(compile_function, args, directory)
                 )
             return memory[args]
 

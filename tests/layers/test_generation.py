@@ -196,6 +196,7 @@ def test_greedy_takes_the_lowest_of_equals_and_refuses_nan():
         ({"temperature": float("nan")}, "temperature: must be a finite"),
         ({"top_k": -1}, "top_k: must be at least 0"),
         ({"top_p": 0.0}, "top_p: must be above 0 and at most 1, got 0.0"),
+        ({"seed": -1}, r"seed: must be at least 0 and below 2\^63, got -1"),
         ({"stop": ("",)}, "stop: strings must not be empty"),
     ],
 )

@@ -1,0 +1,190 @@
+"""`dsa check`: every self test passes, and each fails when its op is wrong."""
+
+import importlib.metadata
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsa
+from dsa import backends
+from dsa.self_test import SELF_TESTS
+from dsa_layers import health
+from dsa_layers.cli import main
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: "no GPU for this test")
+    monkeypatch.delenv("DSA_BACKEND", raising=False)
+
+
+@pytest.mark.parametrize("name", SELF_TESTS)
+def test_self_tests_pass_whatever_the_numbers(name):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        SELF_TESTS[name]("cpu")
+
+
+def test_every_op_has_a_self_test():
+    modules = {path.stem for path in (Path(dsa.__file__).parent / "ops").glob("[!_]*.py")}
+    # The caches' own reads and writes feed the tests of the ops that use them.
+    assert SELF_TESTS.keys() == modules - {"indexer_cache", "kv_cache"}
+
+
+def scaled(position):
+    """The result, or the one at that position of the results, 5 % too large."""
+
+    def wrong(result, arguments):
+        if position is None:
+            return result * 1.05
+        return tuple(x * 1.05 if i == position else x for i, x in enumerate(result))
+
+    return wrong
+
+
+def only_if(option, wrong, value=True):
+    """Wrong in the calls with (or without) that option."""
+    return lambda result, arguments: wrong(result, arguments) if arguments.get(option, False) is value else result
+
+
+def swapped(result, arguments):
+    """The first two picks change places."""
+    return result[:, [1, 0, *range(2, result.shape[1])]]
+
+
+def last_of_equals(result, arguments):
+    """Ties go to the highest index."""
+    scores, k = arguments[0], arguments[1]
+    picked = scores.shape[1] - 1 - scores.flip(1).sort(descending=True, stable=True).indices[:, :k]
+    return picked.sort().values.int()
+
+
+def unmasked(result, arguments):
+    return result.masked_fill(result == -torch.inf, 0.0)
+
+
+def noisy_first_row(result, arguments):
+    return torch.cat((result[:1] + 0.01, result[1:]))
+
+
+def shifted_lse(position):
+    """As with a base-2 logarithm, or a sum that misses keys."""
+    return lambda result, arguments: tuple(x + 0.01 if i == position else x for i, x in enumerate(result))
+
+
+def empty_rows(position, value):
+    """Rows without keys give something else than the contract's value."""
+
+    def wrong(result, arguments):
+        changed = list(result)
+        changed[position] = torch.cat((result[position][:1], torch.full_like(result[position][1:], value)))
+        return tuple(changed)
+
+    return wrong
+
+
+# What fails: the self test, the function that is wrong, and how.
+WRONG = {
+    "cast": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", scaled(1), False)),
+    "Hadamard": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", scaled(1))),
+    "product": ("fp8_gemm_nt", "fp8_gemm_nt", scaled(None)),
+    "product's first row": ("fp8_gemm_nt", "fp8_gemm_nt", noisy_first_row),
+    "weights": ("fp8_gemm_nt", "dequantize_per_block", scaled(None)),
+    "logits": ("fp8_mqa_logits", "fp8_mqa_logits", scaled(None)),
+    "logits' mask": ("fp8_mqa_logits", "fp8_mqa_logits", unmasked),
+    "unquantised logits": ("fp8_mqa_logits", "mqa_logits", scaled(None)),
+    "paged logits": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", scaled(None)),
+    "paged logits' mask": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", unmasked),
+    "top-k order": ("topk_indices", "topk_indices", swapped),
+    "top-k ties": ("topk_indices", "topk_indices", last_of_equals),
+    "dense decode": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", scaled(0), False)),
+    "dense lse": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", shifted_lse(1), False)),
+    "sparse decode": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", scaled(0))),
+    "sparse lse": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", shifted_lse(1))),
+    "prefill": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", scaled(0)),
+    "prefill max_logits": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", shifted_lse(1)),
+    "prefill lse": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", shifted_lse(2)),
+    "prefill, empty rows": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", empty_rows(0, torch.nan)),
+    "prefill, lse of empty rows": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", empty_rows(2, -torch.inf)),
+    "window": ("sliding_window_attention", "sliding_window_attention", scaled(0)),
+    "window lse": ("sliding_window_attention", "sliding_window_attention", shifted_lse(1)),
+    "merge": ("sliding_window_attention", "merge_attention", scaled(0)),
+    "merged lse": ("sliding_window_attention", "merge_attention", shifted_lse(1)),
+}
+
+
+def break_op(monkeypatch, function, wrong):
+    correct = getattr(dsa, function)
+
+    def op(*args, **kwargs):
+        return wrong(correct(*args, **kwargs), {**dict(enumerate(args)), **kwargs})
+
+    monkeypatch.setattr(dsa, function, op)
+
+
+def outcomes(report):
+    """op -> what the report says of it."""
+    return dict(re.findall(r"^  (\w+) +(?:kernel|reference) +[\d.]+ s  (.*)$", report, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("name", "function", "wrong"), WRONG.values(), ids=WRONG)
+def test_a_wrong_op_is_found_and_named(monkeypatch, capsys, name, function, wrong):
+    break_op(monkeypatch, function, wrong)
+    assert health.check() is False
+    report = capsys.readouterr().out
+    assert outcomes(report).keys() == SELF_TESTS.keys()
+    failed = {op: outcome for op, outcome in outcomes(report).items() if outcome != "ok"}
+    assert list(failed) == [name] and failed[name].startswith("FAILED: AssertionError: ")
+    assert report.endswith(f"{len(SELF_TESTS) - 1} of {len(SELF_TESTS)} ops passed\n")
+
+
+def test_every_self_test_is_shown_to_fail():
+    assert {name for name, _, _ in WRONG.values()} == SELF_TESTS.keys()
+
+
+def test_a_failure_is_exit_code_1(monkeypatch, capsys):
+    break_op(monkeypatch, "topk_indices", swapped)
+    assert main(["check"]) == 1
+    assert outcomes(capsys.readouterr().out)["topk_indices"].startswith("FAILED")
+
+
+def test_an_op_that_raises_does_not_hide_the_others(monkeypatch, capsys):
+    def op(*args, **kwargs):
+        raise RuntimeError("no image for this device")
+
+    monkeypatch.setattr(dsa, "fp8_mqa_logits", op)
+    assert not health.check()
+    found = outcomes(capsys.readouterr().out)
+    assert found.pop("fp8_mqa_logits") == "FAILED: RuntimeError: no image for this device"
+    assert set(found.values()) == {"ok"}
+
+
+def test_the_report(monkeypatch, capsys):
+    monkeypatch.setattr(health, "_PACKAGES", ("torch", "no-such-package"))
+    started = time.perf_counter()
+    assert health.check() is True
+    assert time.perf_counter() - started < 10
+    report = capsys.readouterr().out
+    assert f"torch {importlib.metadata.version('torch')}\nno-such-package not installed\n" in report
+    assert "GPU: none\nbackend: reference (no GPU for this test)\ncompile cache: " in report
+    assert set(outcomes(report).values()) == {"ok"}
+
+
+def test_the_state_of_the_compile_cache(monkeypatch, tmp_path):
+    def state(directory):
+        monkeypatch.setenv("DSA_CACHE_DIR", str(directory))
+        return health._cache_state()
+
+    assert state("") == "off (DSA_CACHE_DIR is empty)"
+    assert state(tmp_path / "new" / "cache") == f"{tmp_path / 'new' / 'cache'}, 0 kernels, 0.0 MB"
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "a.o").write_bytes(bytes(1_200_000))
+    (tmp_path / "b.o").write_bytes(bytes(100_000))
+    (tmp_path / "b.lock").write_bytes(b"")
+    assert state(tmp_path) == f"{tmp_path}, 2 kernels, 1.3 MB"
+    below_a_file = tmp_path / "a.o" / "cache"
+    assert state(below_a_file) == f"{below_a_file}, 0 kernels, 0.0 MB, not writable: every process compiles again"

@@ -1,0 +1,146 @@
+"""The comparisons that other tests rely on: hand-computed cases, infinities, NaN, shapes and messages."""
+
+import math
+
+import pytest
+import torch
+
+from dsa.testing import assert_close, calc_diff, poisoned
+
+INF, NAN = math.inf, math.nan
+
+
+def tensor(*values, dtype=torch.float32):
+    return torch.tensor(values, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [
+        ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0), 0.0),
+        ((1.0, 0.0), (0.0, 1.0), 1.0),
+        ((1.0, 2.0), (-1.0, -2.0), 2.0),
+        ((1.0, 1.0), (2.0, 2.0), 1 - 2 * 4 / (2 + 8)),
+        ((3.0, 4.0), (4.0, 3.0), 1 - 2 * 24 / (25 + 25)),
+        ((1.0, 2.0), (0.0, 0.0), 1.0),
+        ((0.0, 0.0), (0.0, 0.0), 0.0),
+        ((), (), 0.0),
+        # The equal infinities and NaN leave the rest to be compared.
+        ((-INF, INF, NAN, 1.0), (-INF, INF, NAN, 1.0), 0.0),
+        ((-INF, 1.0, 1.0), (-INF, 2.0, 2.0), 1 - 2 * 4 / (2 + 8)),
+        ((INF, INF), (INF, INF), 0.0),
+        ((INF, 1.0), (-INF, 1.0), INF),
+        ((INF, 1.0), (NAN, 1.0), INF),
+        ((-INF, 1.0), (NAN, 1.0), INF),
+        ((NAN, 1.0), (1.0, 1.0), INF),
+        ((1.0, 1.0), (1.0, -INF), INF),
+        ((-INF, 1.0), (-3.4e38, 1.0), INF),
+        ((-INF, 1.0), (1.0, -INF), INF),
+    ],
+)
+def test_calc_diff(x, y, expected):
+    assert calc_diff(tensor(*x), tensor(*y)) == calc_diff(tensor(*y), tensor(*x)) == pytest.approx(expected, abs=1e-15)
+
+
+def test_calc_diff_computes_in_fp64():
+    x = torch.full((1000,), 1e30)
+    assert calc_diff(x, x * 2) == pytest.approx(0.2)  # the squares overflow fp32
+    assert calc_diff(x * 0 + 1, x * 0 + 1 + 2**-20) == pytest.approx(2**-41, rel=1e-3)  # below fp32's resolution
+    assert calc_diff(tensor(1.0, 2.0).bfloat16(), tensor(1.0, 2.0).to(torch.float8_e4m3fn)) == 0
+
+
+def test_calc_diff_needs_equal_shapes():
+    with pytest.raises(ValueError, match=r"y: must have x's shape \[2\], got \[2, 1\]"):
+        calc_diff(torch.ones(2), torch.ones(2, 1))
+
+
+def close(got, expected, abs_tol=0.1, rel_tol=0.01, **options):
+    return assert_close("name", got, expected, abs_tol=abs_tol, rel_tol=rel_tol, **{"cos_tol": 1.0, **options})
+
+
+def test_assert_close_returns_the_largest_error():
+    assert close(tensor(1.0, 2.0, -3.0), tensor(1.0, 2.0, -3.0)) == 0
+    assert close(tensor(1.0, 2.0625, -3.03125), tensor(1.0, 2.0, -3.0)) == 0.0625
+    assert close(tensor(-INF, 1.03125), tensor(-INF, 1.0)) == 0.03125
+    assert close(tensor(NAN, INF), tensor(NAN, INF)) == 0
+    assert close(torch.empty(0, 3), torch.empty(0, 3)) == 0
+    assert close(torch.tensor(2.0), torch.tensor(2.0)) == 0
+
+
+def test_assert_close_takes_one_tolerance_or_the_other():
+    close(tensor(0.09), tensor(0.0))  # within 0.1, though nothing is within 1 % of 0
+    close(tensor(100.9), tensor(100.0))  # within 1 %, though not within 0.1
+    for got, expected in ((0.11, 0.0), (101.1, 100.0), (98.9, 100.0), (-100.0, 100.0), (1.11, 1.0)):
+        with pytest.raises(AssertionError, match="differ by more"):
+            close(tensor(got), tensor(expected))
+
+
+def test_the_relative_tolerance_is_of_the_expected_value():
+    close(tensor(110.0), tensor(100.0), abs_tol=0, rel_tol=0.1)
+    with pytest.raises(AssertionError):
+        close(tensor(100.0), tensor(90.0), abs_tol=0, rel_tol=0.1)
+
+
+def test_assert_close_says_where_and_how_far():
+    got, expected = torch.zeros(2, 3), torch.zeros(2, 3)
+    got[0, 2], got[1, 1] = 0.25, -0.5
+    message = (
+        "name: 2 of 6 entries differ by more than 0.1 and 0.01 relative; first at (0, 2): 0.25 for 0; largest error 0.5"
+    )
+    with pytest.raises(AssertionError) as raised:
+        close(got, expected)
+    assert str(raised.value) == message
+    with pytest.raises(AssertionError, match=r"first at \(\): 1 for 2"):
+        close(torch.tensor(1.0), torch.tensor(2.0))
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "shown"),
+    [
+        ((1.0, INF), (1.0, -INF), r"1 non-finite entries differ, first at \(1,\): inf for -inf"),
+        ((NAN, 1.0), (0.0, 1.0), r"1 non-finite entries differ, first at \(0,\): nan for 0.0"),
+        ((0.0, 1.0), (NAN, 1.0), "0.0 for nan"),
+        ((0.0, INF), (NAN, 0.0), "2 non-finite entries differ"),
+        ((NAN, 1.0), (INF, 1.0), "nan for inf"),
+        ((3.4e38, 1.0), (INF, 1.0), "for inf"),
+    ],
+)
+def test_non_finite_entries_must_be_equal(got, expected, shown):
+    with pytest.raises(AssertionError, match=f"name: .*{shown}"):
+        close(tensor(*got), tensor(*expected), abs_tol=INF, rel_tol=INF)
+
+
+def test_assert_close_bounds_the_cosine():
+    got, expected = tensor(0.05, 0.0), tensor(0.0, 0.05)  # within 0.1 everywhere, and orthogonal
+    close(got, expected)
+    with pytest.raises(AssertionError, match=r"name: calc_diff 1 is above 0\.5"):
+        close(got, expected, cos_tol=0.5)
+    with pytest.raises(AssertionError, match="is above 1e-06"):
+        assert_close("name", got, expected, abs_tol=0.1, rel_tol=0.01)
+
+
+def test_assert_close_needs_equal_shapes_and_takes_different_dtypes():
+    with pytest.raises(AssertionError, match=r"name: expected shape \[1, 2\], got \[2\]"):
+        close(torch.ones(2), torch.ones(1, 2))
+    assert close(tensor(1.0).bfloat16(), tensor(1.03125, dtype=torch.float64)) == 0.03125
+    close(tensor(5, dtype=torch.int32), tensor(5.0))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2],
+    ids=str,
+)
+def test_poisoned_floats_are_nan(dtype):
+    out = poisoned((2, 3), dtype)
+    assert out.dtype == dtype and out.shape == (2, 3) and out.float().isnan().all()
+
+
+def test_poisoned_integers():
+    data = poisoned((16,), torch.uint8)
+    assert (data == 0xFF).all()
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
+        assert data.view(dtype).float().isnan().all()
+    # No index: neither a key nor the padding -1.
+    assert (poisoned((2,), torch.int32) == -(2**31)).all() and (poisoned((2,), torch.int64) == -(2**63)).all()
+    assert poisoned([0, 4], torch.int32).shape == (0, 4)
