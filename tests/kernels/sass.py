@@ -1,7 +1,9 @@
 """What a kernel's machine code says: registers, stack, shared memory and the instructions in it."""
 
 import functools
+import importlib.util
 import re
+import shutil
 import subprocess
 import tempfile
 from collections import Counter
@@ -19,11 +21,10 @@ class Sass:
 
 @functools.cache
 def _tool(name: str) -> str:
-    """cuobjdump or nvdisasm: from the path, or from the PyPI package that the test extra installs."""
-    import nvidia
-
-    places = [Path(p) / "cu13" / "bin" for p in nvidia.__path__]
-    found = next((str(p / name) for p in places if (p / name).exists()), None)
+    """cuobjdump or nvdisasm: what the test extra installs, else a CUDA toolkit's."""
+    spec = importlib.util.find_spec("nvidia")
+    places = [Path(p) / "cu13" / "bin" / name for p in spec.submodule_search_locations] if spec else []
+    found = next((str(place) for place in places if place.exists()), shutil.which(name))
     if found is None:
         raise FileNotFoundError(f"{name}: install the test extra (nvidia-cuda-{name})")
     return found
