@@ -128,3 +128,15 @@ def copy_bandwidth() -> float:
     source = torch.randint(256, (2 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / (bench({"copy": lambda: target.copy_(source)}, repeats=10)["copy"] * 1e-3)
+
+
+def fp8_gemm_rate(n: int = 8192) -> float:
+    """FLOP a second of torch's n x n x n FP8 GEMM (fast accumulation, random data): the ceiling of FP8 kernels."""
+    a, b = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device="cuda")
+    call = {
+        "gemm": lambda: torch._scaled_mm(
+            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    }
+    return 2 * n**3 / (bench(call, repeats=10)["gemm"] * 1e-3)

@@ -41,6 +41,23 @@ def fp8_mqa_logits(
     column. Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepGEMM's `fp8_mqa_logits`; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
+    k, k_scale = check_mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k, logits_dtype)
+    columns, needed = logits_columns(k.shape[0], max_seqlen_k)
+    logits = padded_logits(q.shape[0], columns, needed, logits_dtype, q.device)
+    _fill(logits, q, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, compressed=max_seqlen_k > 0)
+    return logits
+
+
+def check_mqa_logits(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    max_seqlen_k: int,
+    logits_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The checks of `fp8_mqa_logits`; returns (k, k_scale)."""
     check_tensor("q", q, _E4M3, ("S", "H", "D"))
     if not isinstance(kv, tuple | list) or len(kv) != 2:
         raise TypeError(f"kv: must be a pair (e4m3 keys, fp32 scales), got {type(kv).__name__}")
@@ -54,12 +71,14 @@ def fp8_mqa_logits(
     if max_seqlen_k < 0:
         raise ValueError(f"max_seqlen_k: must be 0 (not compressed) or positive, got {max_seqlen_k}")
     check_logits_dtype(logits_dtype)
+    return k, k_scale
 
-    columns = max_seqlen_k or k.shape[0]
-    needed = k.shape[0] + _SPLIT_KV if max_seqlen_k == 0 else -(-max_seqlen_k // _SPLIT_KV) * _SPLIT_KV
-    logits = padded_logits(seq, columns, needed, logits_dtype, q.device)
-    _fill(logits, q, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, compressed=max_seqlen_k > 0)
-    return logits
+
+def logits_columns(keys: int, max_seqlen_k: int) -> tuple[int, int]:
+    """Columns of the result, and columns that its buffer has room for."""
+    if max_seqlen_k:
+        return max_seqlen_k, -(-max_seqlen_k // _SPLIT_KV) * _SPLIT_KV
+    return keys, keys + _SPLIT_KV
 
 
 def mqa_logits(
@@ -96,9 +115,14 @@ def head_weighted_logits(
 
 def padded_logits(rows: int, columns: int, needed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[rows, columns] of -inf, a view of a buffer whose row stride is `needed` rounded up to 1024 bytes."""
-    alignment = _ROW_ALIGNMENT // dtype.itemsize
-    buffer = torch.full((rows, -(-needed // alignment) * alignment), -torch.inf, dtype=dtype, device=device)
+    buffer = torch.full((rows, row_stride(needed, dtype)), -torch.inf, dtype=dtype, device=device)
     return buffer[:, :columns]
+
+
+def row_stride(needed: int, dtype: torch.dtype) -> int:
+    """`needed` elements, rounded up to 1024 bytes."""
+    alignment = _ROW_ALIGNMENT // dtype.itemsize
+    return -(-needed // alignment) * alignment
 
 
 def check_logits_dtype(logits_dtype: torch.dtype) -> None:

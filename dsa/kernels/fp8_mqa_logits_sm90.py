@@ -1,0 +1,441 @@
+"""Lightning-indexer scores over contiguous keys: out[t, s] = kscale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]).
+
+Plan
+- One wgmma tile has 64 keys as rows and N = 256 (128 for few heads) columns, the heads of N / H queries: a thread's
+  accumulators of one key row are heads of the same queries, so the sum over heads is fused multiply-adds in registers
+  and a transposing shuffle over the quad that leaves every lane with a query of its own.
+- Two math warpgroups take the key tiles alternately. With `turns`, a named barrier passes the tensor cores from one to
+  the other, so that one's epilogue runs under the other's wgmma. It pays for 32 heads and fewer, whose epilogues are
+  longer; for 64 it does not, because wgmma and the epilogue compete for the register file (docs/kernel-notes.md).
+- Warp 8 loads by TMA: queries double-buffered, keys through a ring of 64-key stages, each read by one warpgroup.
+  Warps 9 to 11 write the -inf of the columns that no query of the block sees (clean_logits), so no pass of its own.
+- Persistent CTAs; a unit of work is a block of queries by a chunk of keys. Tiles outside the union of the block's
+  ranges are skipped; within a tile the ranges of each query decide. All range arithmetic is signed.
+Shared memory: 2 x N x D bytes of queries, STAGES x 64 x D of keys, barriers (at most 197 KiB).
+Registers: N / 2 accumulators and N / 4 weights a thread, 240 a math thread, 24 to 40 for the others.
+Roofline: tensor cores. A tile of 64 x 256 x 128 takes 512 clocks, its epilogue about 300 issue slots a scheduler; keys
+come from L2, 8 KB a tile.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dtypes import cute_dtype
+
+BLOCK_K = 64
+WARPGROUP = 128
+MATH_WARPS = 8
+PRODUCER_WARP = 8
+FILL_THREADS = 96
+THREADS = 3 * WARPGROUP
+TURN = 1  # named barriers 1 and 2: whose turn it is on the tensor cores
+NEVER = 2**30
+
+
+@dataclass(frozen=True)
+class MqaLogitsConfig:
+    """columns: N; stages: key tiles in flight, a power of two; turns: whether the warpgroups take turns."""
+
+    columns: int
+    stages: int
+    turns: bool
+
+
+class Fp8MqaLogitsSm90:
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        out_dtype: type[cutlass.Numeric],
+        clean: bool,
+        compressed: bool,
+        cfg: MqaLogitsConfig,
+    ):
+        self.heads, self.dim, self.out_dtype = heads, dim, out_dtype
+        self.clean, self.compressed = clean, compressed
+        self.n, self.stages, self.turns = cfg.columns, cfg.stages, cfg.turns
+        self.block_q = cfg.columns // heads
+        self.lane_q = self.block_q // 4  # queries that a lane stores
+        self.k_steps = dim // 32
+        self.tile = (BLOCK_K, self.n, dim)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        k_scale: cute.Tensor,
+        weights: cute.Tensor,
+        starts: cute.Tensor,
+        ends: cute.Tensor,
+        out: cute.Tensor,
+        fill_columns: Int32,
+        chunk: Int32,
+        ctas: Int32,
+        stream,
+    ):
+        mma = sm90.make_trivial_tiled_mma(
+            Float8E4M3FN,
+            Float8E4M3FN,
+            cute.nvgpu.OperandMajorMode.K,
+            cute.nvgpu.OperandMajorMode.K,
+            Float32,
+            (1, 1, 1),
+            (BLOCK_K, self.n),
+        )
+        k_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, self.tile, Float8E4M3FN, self.stages)
+        q_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, self.tile, Float8E4M3FN, 2)
+        load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
+        k_atom, k_tma = cute.nvgpu.cpasync.make_tiled_tma_atom(
+            load, k, cute.slice_(k_layout, (None, None, 0)), (BLOCK_K, self.dim)
+        )
+        q_atom, q_tma = cute.nvgpu.cpasync.make_tiled_tma_atom(
+            load, q, cute.slice_(q_layout, (None, None, 0)), (self.n, self.dim)
+        )
+
+        @cute.struct
+        class Storage:
+            k_full: cute.struct.MemRange[cutlass.Int64, self.stages]
+            k_empty: cute.struct.MemRange[cutlass.Int64, self.stages]
+            q_full: cute.struct.MemRange[cutlass.Int64, 2]
+            q_empty: cute.struct.MemRange[cutlass.Int64, 2]
+            q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
+
+        self.storage = Storage
+        self.kernel(
+            q_atom,
+            q_tma,
+            k_atom,
+            k_tma,
+            k_scale,
+            weights,
+            starts,
+            ends,
+            out,
+            fill_columns,
+            chunk,
+            mma,
+            q_layout,
+            k_layout,
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        mq: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        mk: cute.Tensor,
+        k_scale: cute.Tensor,
+        weights: cute.Tensor,
+        starts: cute.Tensor,
+        ends: cute.Tensor,
+        out: cute.Tensor,
+        fill_columns: Int32,
+        chunk: Int32,
+        mma: cute.TiledMma,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        storage = SmemAllocator().allocate(self.storage)
+        k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
+        q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
+        sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
+
+        if warp == PRODUCER_WARP:
+            cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
+            cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
+        if tid == 0:
+            for i in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(k_full + i, 1)
+                cute.arch.mbarrier_init(k_empty + i, 4)
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(q_full + i, 1)
+                cute.arch.mbarrier_init(q_empty + i, MATH_WARPS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp >= MATH_WARPS:
+            cute.arch.setmaxregister_decrease(40)
+            if warp == PRODUCER_WARP:
+                self.produce(
+                    q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_full, k_empty, q_full, q_empty, lane
+                )
+            elif const_expr(self.clean):
+                self.fill(k_scale, starts, ends, out, fill_columns, chunk, tid - (PRODUCER_WARP + 1) * 32, lane)
+        else:
+            cute.arch.setmaxregister_increase(232)
+            self.math(
+                k_scale,
+                weights,
+                starts,
+                ends,
+                out,
+                chunk,
+                mma,
+                sq,
+                sk,
+                k_full,
+                k_empty,
+                q_full,
+                q_empty,
+                tid,
+                warp,
+                lane,
+            )
+
+    @cute.jit
+    def unit(self, index, keys, chunk, out, starts, ends, lane):
+        """Unit `index`: its block of queries, first tile, end tile, and the first tile of its chunk. Later queries come
+        first: in a causal batch they have the longest ranges."""
+        queries = out.shape[0]
+        blocks = cute.ceil_div(queries, self.block_q)
+        chunks = cute.ceil_div(keys, chunk * BLOCK_K)
+        block = blocks - 1 - index // chunks
+        first_tile = (index % chunks) * chunk
+        low, high = Int32(NEVER), Int32(0)
+        t = block * self.block_q + lane
+        if lane < self.block_q and t < queries:
+            start, end = cutlass.max(starts[t], 0), cutlass.min(ends[t], keys)
+            if start < end:
+                low, high = start, end
+        low = cute.arch.warp_redux_sync(low, "min")
+        high = cute.arch.warp_redux_sync(high, "max")
+        first = cutlass.max(low // BLOCK_K, first_tile)
+        last = cutlass.min(cute.ceil_div(high, BLOCK_K), first_tile + chunk)
+        return block, first, cutlass.max(last, first), first_tile
+
+    @cute.jit
+    def units(self, keys, chunk, out):
+        return cute.ceil_div(out.shape[0], self.block_q) * cute.ceil_div(keys, chunk * BLOCK_K)
+
+    @cute.jit
+    def produce(self, q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_full, k_empty, q_full, q_empty, lane):
+        gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
+        gk = cute.local_tile(mk, (BLOCK_K, self.dim), (None, 0))
+        one = cute.make_layout(1)
+        tqs, tqg = cute.nvgpu.cpasync.tma_partition(
+            q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
+        )
+        tks, tkg = cute.nvgpu.cpasync.tma_partition(
+            k_atom, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2)
+        )
+        keys = mk.shape[0]
+        block_index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        sequence, loaded = Int32(0), Int32(0)
+        for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
+            block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
+            if first < last:
+                stage, phase = loaded % 2, (loaded // 2) % 2
+                cute.arch.mbarrier_wait(q_empty + stage, phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + stage, self.n * self.dim)
+                cute.copy(q_atom, tqg[None, block], tqs[None, stage], tma_bar_ptr=q_full + stage)
+                loaded += 1
+                for tile in cutlass.range(first, last, unroll=1):
+                    stage, phase = sequence % self.stages, (sequence // self.stages) % 2
+                    cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, BLOCK_K * self.dim)
+                    cute.copy(k_atom, tkg[None, tile], tks[None, stage], tma_bar_ptr=k_full + stage)
+                    sequence += 1
+
+    @cute.jit
+    def fill(self, k_scale, starts, ends, out, fill_columns, chunk, thread, lane):
+        """-inf in the columns [0, fill_columns) that the math warps do not write."""
+        keys = k_scale.shape[0]
+        block_index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        width = 128 // self.out_dtype.width
+        minus = cute.make_rmem_tensor((width,), self.out_dtype)
+        minus.fill(-float("inf"))
+        for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
+            block, first, last, chunk_tile = self.unit(index, keys, chunk, out, starts, ends, lane)
+            low = chunk_tile * BLOCK_K
+            high = cutlass.min((chunk_tile + chunk) * BLOCK_K, fill_columns)
+            if (chunk_tile + chunk) * BLOCK_K >= keys:
+                high = fill_columns
+            for i in cutlass.range(self.block_q, unroll=1):
+                t = block * self.block_q + i
+                if t < out.shape[0]:
+                    if const_expr(self.compressed):
+                        # Column j of row t is key starts[t] + j: everything from the row's length on is -inf.
+                        start = cutlass.max(starts[t], 0)
+                        length = cutlass.max(cutlass.min(ends[t], keys) - start, 0)
+                        for c in cutlass.range(cutlass.max(low, length) + thread, high, FILL_THREADS, unroll=1):
+                            out[t, c] = minus[0]
+                    else:
+                        row = cute.local_tile(out[t, None], (width,), (None,))
+                        for c in cutlass.range(low // width + thread, high // width, FILL_THREADS, unroll=1):
+                            if c * width < first * BLOCK_K or c * width >= last * BLOCK_K:
+                                cute.autovec_copy(minus, row[None, c])
+
+    @cute.jit
+    def math(
+        self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, k_full, k_empty, q_full, q_empty, tid, warp, lane
+    ):
+        group = warp // 4
+        thr_mma = mma.get_slice(tid % WARPGROUP)
+        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((BLOCK_K, self.n)), Float32)
+        w = cute.make_rmem_tensor((self.n // 4,), Float32)
+        keys = k_scale.shape[0]
+        queries = out.shape[0]
+        quad = lane % 4
+        row_key = (warp % 4) * 16 + lane // 4
+        block_index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        begin, used = Int32(0), Int32(0)
+        if const_expr(self.turns) and group == 1:
+            cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+
+        lows = cute.make_rmem_tensor((self.lane_q,), Int32)
+        spans = cute.make_rmem_tensor((self.lane_q,), Int32)
+        for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
+            block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
+            if first < last:
+                for i in cutlass.range_constexpr(self.lane_q):
+                    t = block * self.block_q + quad + 4 * i
+                    # A span below 0 marks a query past the end, which has no row.
+                    lows[i], spans[i] = Int32(0), Int32(-1)
+                    if t < queries:
+                        lows[i] = cutlass.max(starts[t], 0)
+                        spans[i] = cutlass.max(cutlass.min(ends[t], keys) - lows[i], 0)
+                rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
+                for j in cutlass.range_constexpr(self.n // 8):
+                    t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
+                    for c in cutlass.range_constexpr(2):
+                        w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
+                q_stage = used % 2
+                cute.arch.mbarrier_wait(q_full + q_stage, (used // 2) % 2)
+                # Tiles go to the warpgroups in turns over the whole life of the CTA, so the turns never slip.
+                mine = first + ((begin + group) & 1)
+                for tile in cutlass.range(mine, last, 2, unroll=1):
+                    sequence = begin + tile - first
+                    stage, phase = sequence % self.stages, (sequence // self.stages) % 2
+                    cute.arch.mbarrier_wait(k_full + stage, phase)
+                    if const_expr(self.turns):
+                        cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
+                    cute.nvgpu.warpgroup.fence()
+                    for step in cutlass.range_constexpr(self.k_steps):
+                        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
+                        cute.gemm(mma, acc, ra[None, None, step, stage], rb[None, None, step, q_stage], acc)
+                        cute.nvgpu.warpgroup.commit_group()
+                    key = tile * BLOCK_K + row_key
+                    scale0 = k_scale[cutlass.min(key, keys - 1)]
+                    scale1 = k_scale[cutlass.min(key + 8, keys - 1)]
+                    if const_expr(self.turns):
+                        # One step before its end: the other's first step is then issued when the last one finishes.
+                        cute.nvgpu.warpgroup.wait_group(min(1, self.k_steps - 1))
+                        cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=2 * WARPGROUP)
+                    cute.nvgpu.warpgroup.wait_group(0)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(k_empty + stage)
+                    self.epilogue(acc, w, lows, spans, rows, key, quad, scale0, scale1)
+                begin += last - first
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(q_empty + q_stage)
+                used += 1
+
+    @cute.jit
+    def epilogue(self, acc, w, lows, spans, rows, key, quad, scale0, scale1):
+        """Sum over heads, give each lane of a quad its queries, scale, mask, store keys `key` and `key` + 8."""
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
+        scales = (scale0, scale1)
+        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+        for i in cutlass.range_constexpr(self.lane_q):
+            sums = [[Float32(0.0) for _ in range(2)] for _ in range(4)]
+            for j in cutlass.range_constexpr(self.heads // 8):
+                for s in cutlass.range_constexpr(4):
+                    column = (4 * i + s) * (self.heads // 8) + j
+                    for c in cutlass.range_constexpr(2):
+                        for half in cutlass.range_constexpr(2):
+                            # x + |x| = 2 relu(x), exactly; w is halved. It runs on the FMA pipe, at twice the rate of
+                            # a maximum, and passes NaN on.
+                            x = flat[4 * column + 2 * half + c]
+                            sums[s][half] = cute.math.fma(x + cute.math.absf(x), w[2 * column + c], sums[s][half])
+            for half in cutlass.range_constexpr(2):
+                # Lane 2 b1 + b0 of the quad keeps query 2 b1 + b0, half of the sums at each step.
+                pair = []
+                for s in cutlass.range_constexpr(2):
+                    keep = sums[s + 2][half] if upper else sums[s][half]
+                    send = sums[s][half] if upper else sums[s + 2][half]
+                    pair.append(keep + cute.arch.shuffle_sync_bfly(send, offset=2))
+                keep = pair[1] if odd else pair[0]
+                send = pair[0] if odd else pair[1]
+                value = (keep + cute.arch.shuffle_sync_bfly(send, offset=1)) * scales[half]
+                column = key + 8 * half - lows[i]
+                inside = Uint32(column) < Uint32(cutlass.max(spans[i], 0))
+                if const_expr(self.compressed):
+                    if inside:
+                        rows[i][column] = value.to(self.out_dtype)
+                else:
+                    if not inside:
+                        value = -Float32(float("inf"))
+                    if spans[i] >= 0:
+                        rows[i][key + 8 * half] = value.to(self.out_dtype)
+
+
+@cached
+def compile_fp8_mqa_logits(
+    heads: int, dim: int, out_dtype: str, clean: bool, compressed: bool, config: MqaLogitsConfig
+):
+    """-> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
+    out [S, columns], fill_columns, chunk, ctas); S, Skv > 0. Rows of out start at multiples of 16 bytes and hold
+    64 * ceil(Skv / 64) columns unless compressed."""
+    queries, keys, columns = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    out_type = cute_dtype(out_dtype)
+
+    def fake(dtype, shape, stride, align):
+        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+
+    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1), 16)
+    k = fake(Float8E4M3FN, (keys, dim), (cute.sym_int64(divisibility=16), 1), 16)
+    k_scale = fake(Float32, (keys,), (1,), 4)
+    weights = fake(Float32, (queries, heads), (cute.sym_int64(), 1), 4)
+    starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
+    out = fake(out_type, (queries, columns), (cute.sym_int64(divisibility=128 // out_type.width), 1), 16)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel = Fp8MqaLogitsSm90(heads, dim, out_type, clean, compressed, config)
+    return compile_sm90(kernel, q, k, k_scale, weights, starts, ends, out, Int32(0), Int32(1), Int32(1), stream)
+
+
+def choose_config(heads: int) -> MqaLogitsConfig:
+    """The shipped configuration (measured: docs/kernel-notes.md). Fewer heads need more registers for the ranges of
+    their queries, and get fewer columns."""
+    return MqaLogitsConfig(columns=256 if heads >= 32 else 128, stages=16, turns=heads < 64)
+
+
+def choose_chunk(queries: int, keys: int, heads: int, sms: int) -> tuple[int, int]:
+    """Key tiles in a unit of work, and the number of units: all tiles of a block of queries where these blocks fill
+    the GPU twice, else less."""
+    blocks = -(-queries // (choose_config(heads).columns // heads))
+    tiles = -(-keys // BLOCK_K)
+    chunks = min(max(1, 2 * sms // blocks), max(1, tiles // 8))
+    chunk = -(-tiles // chunks)
+    return chunk, blocks * -(-tiles // chunk)
+
+
+def shipped_variants() -> list[tuple]:
+    """Every argument tuple of `compile_fp8_mqa_logits` that the op can ask for."""
+    return [
+        (heads, dim, dtype, clean, compressed, choose_config(heads))
+        for heads in (8, 16, 32, 64)
+        for dim in (32, 64, 128)
+        for dtype in ("float32", "bfloat16")
+        for clean in (True, False)
+        for compressed in (True, False)
+    ]
