@@ -197,17 +197,18 @@ class Fp8MqaLogitsSm90:
             )
 
     @cute.jit
-    def unit(self, index, keys, chunk, out, starts, ends, lane):
-        """Unit `index`: its block of queries, first tile, end tile, and the first tile of its chunk. Later queries come
-        first: in a causal batch they have the longest ranges."""
-        queries = out.shape[0]
-        blocks = cute.ceil_div(queries, self.block_q)
+    def block(self, index, keys, chunk, out):
+        """The block of queries of unit `index`. Later ones come first: in a causal batch they have the longest ranges."""
         chunks = cute.ceil_div(keys, chunk * BLOCK_K)
-        block = blocks - 1 - index // chunks
-        first_tile = (index % chunks) * chunk
+        return cute.ceil_div(out.shape[0], self.block_q) - 1 - index // chunks
+
+    @cute.jit
+    def unit(self, index, keys, chunk, out, starts, ends, lane):
+        """The first tile and the end tile of unit `index`, and the first tile of its chunk."""
+        first_tile = (index % cute.ceil_div(keys, chunk * BLOCK_K)) * chunk
         low, high = Int32(NEVER), Int32(0)
-        t = block * self.block_q + lane
-        if lane < self.block_q and t < queries:
+        t = self.block(index, keys, chunk, out) * self.block_q + lane
+        if lane < self.block_q and t < out.shape[0]:
             start, end = cutlass.max(starts[t], 0), cutlass.min(ends[t], keys)
             if start < end:
                 low, high = start, end
@@ -215,7 +216,7 @@ class Fp8MqaLogitsSm90:
         high = cute.arch.warp_redux_sync(high, "max")
         first = cutlass.max(low // BLOCK_K, first_tile)
         last = cutlass.min(cute.ceil_div(high, BLOCK_K), first_tile + chunk)
-        return block, first, cutlass.max(last, first), first_tile
+        return first, cutlass.max(last, first), first_tile
 
     @cute.jit
     def units(self, keys, chunk, out):
@@ -237,7 +238,8 @@ class Fp8MqaLogitsSm90:
         ctas, _, _ = cute.arch.grid_dim()
         sequence, loaded = Int32(0), Int32(0)
         for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
-            block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
+            block = self.block(index, keys, chunk, out)
+            first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
             if first < last:
                 stage, phase = loaded % 2, (loaded // 2) % 2
                 cute.arch.mbarrier_wait(q_empty + stage, phase ^ 1)
@@ -263,7 +265,8 @@ class Fp8MqaLogitsSm90:
         minus = cute.make_rmem_tensor((width,), self.out_dtype)
         minus.fill(-float("inf"))
         for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
-            block, first, last, chunk_tile = self.unit(index, keys, chunk, out, starts, ends, lane)
+            block = self.block(index, keys, chunk, out)
+            first, last, chunk_tile = self.unit(index, keys, chunk, out, starts, ends, lane)
             low = chunk_tile * BLOCK_K
             high = cutlass.min((chunk_tile + chunk) * BLOCK_K, fill_columns)
             if (chunk_tile + chunk) * BLOCK_K >= keys:
@@ -305,20 +308,24 @@ class Fp8MqaLogitsSm90:
         lows = cute.make_rmem_tensor((self.lane_q,), Int32)
         spans = cute.make_rmem_tensor((self.lane_q,), Int32)
         for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
-            block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
+            # All loads of the unit are in flight before the first is waited for, those of an empty unit in vain.
+            block = self.block(index, keys, chunk, out)
+            for j in cutlass.range_constexpr(self.n // 8):
+                t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
+                for c in cutlass.range_constexpr(2):
+                    w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c]
+            for i in cutlass.range_constexpr(self.lane_q):
+                t = cutlass.min(block * self.block_q + quad + 4 * i, queries - 1)
+                lows[i] = cutlass.max(starts[t], 0)
+                spans[i] = cutlass.max(cutlass.min(ends[t], keys) - lows[i], 0)
+            first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
             if first < last:
+                for i in cutlass.range_constexpr(self.n // 4):
+                    w[i] = w[i] * 0.5
                 for i in cutlass.range_constexpr(self.lane_q):
-                    t = block * self.block_q + quad + 4 * i
-                    # A span below 0 marks a query past the end, which has no row.
-                    lows[i], spans[i] = Int32(0), Int32(-1)
-                    if t < queries:
-                        lows[i] = cutlass.max(starts[t], 0)
-                        spans[i] = cutlass.max(cutlass.min(ends[t], keys) - lows[i], 0)
+                    if block * self.block_q + quad + 4 * i >= queries:
+                        spans[i] = Int32(-1)  # past the last query: there is no row
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
-                for j in cutlass.range_constexpr(self.n // 8):
-                    t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
-                    for c in cutlass.range_constexpr(2):
-                        w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
                 q_stage = used % 2
                 cute.arch.mbarrier_wait(q_full + q_stage, (used // 2) % 2)
                 # Tiles go to the warpgroups in turns over the whole life of the CTA, so the turns never slip.
