@@ -13,8 +13,8 @@ Plan
   ranges are skipped; within a tile the ranges of each query decide. All range arithmetic is signed.
 Shared memory: 2 x N x D bytes of queries, STAGES x 64 x D of keys, barriers (at most 197 KiB).
 Registers: N / 2 accumulators and N / 4 weights a thread, 240 a math thread, 24 to 40 for the others.
-Roofline: tensor cores. A tile of 64 x 256 x 128 takes 512 clocks, its epilogue about 300 issue slots a scheduler; keys
-come from L2, 8 KB a tile.
+Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instruction of the epilogue (two an
+accumulator: x + |x|, multiply-add) adds its issue clock, so about 870. Keys come from L2, 8 KB a tile.
 """
 
 from dataclasses import dataclass
@@ -197,18 +197,17 @@ class Fp8MqaLogitsSm90:
             )
 
     @cute.jit
-    def block(self, index, keys, chunk, out):
-        """The block of queries of unit `index`. Later ones come first: in a causal batch they have the longest ranges."""
-        chunks = cute.ceil_div(keys, chunk * BLOCK_K)
-        return cute.ceil_div(out.shape[0], self.block_q) - 1 - index // chunks
-
-    @cute.jit
     def unit(self, index, keys, chunk, out, starts, ends, lane):
-        """The first tile and the end tile of unit `index`, and the first tile of its chunk."""
-        first_tile = (index % cute.ceil_div(keys, chunk * BLOCK_K)) * chunk
+        """Unit `index`: its block of queries, first tile, end tile, and the first tile of its chunk. Later queries come
+        first: in a causal batch they have the longest ranges. A chunk's blocks come together: were a block's chunks
+        neighbours, an even number of CTAs would give each CTA the same chunk of every block."""
+        queries = out.shape[0]
+        blocks = cute.ceil_div(queries, self.block_q)
+        block = blocks - 1 - index % blocks
+        first_tile = (index // blocks) * chunk
         low, high = Int32(NEVER), Int32(0)
-        t = self.block(index, keys, chunk, out) * self.block_q + lane
-        if lane < self.block_q and t < out.shape[0]:
+        t = block * self.block_q + lane
+        if lane < self.block_q and t < queries:
             start, end = cutlass.max(starts[t], 0), cutlass.min(ends[t], keys)
             if start < end:
                 low, high = start, end
@@ -216,7 +215,7 @@ class Fp8MqaLogitsSm90:
         high = cute.arch.warp_redux_sync(high, "max")
         first = cutlass.max(low // BLOCK_K, first_tile)
         last = cutlass.min(cute.ceil_div(high, BLOCK_K), first_tile + chunk)
-        return first, cutlass.max(last, first), first_tile
+        return block, first, cutlass.max(last, first), first_tile
 
     @cute.jit
     def units(self, keys, chunk, out):
@@ -238,8 +237,7 @@ class Fp8MqaLogitsSm90:
         ctas, _, _ = cute.arch.grid_dim()
         sequence, loaded = Int32(0), Int32(0)
         for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
-            block = self.block(index, keys, chunk, out)
-            first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
+            block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
             if first < last:
                 stage, phase = loaded % 2, (loaded // 2) % 2
                 cute.arch.mbarrier_wait(q_empty + stage, phase ^ 1)
@@ -265,8 +263,7 @@ class Fp8MqaLogitsSm90:
         minus = cute.make_rmem_tensor((width,), self.out_dtype)
         minus.fill(-float("inf"))
         for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
-            block = self.block(index, keys, chunk, out)
-            first, last, chunk_tile = self.unit(index, keys, chunk, out, starts, ends, lane)
+            block, first, last, chunk_tile = self.unit(index, keys, chunk, out, starts, ends, lane)
             low = chunk_tile * BLOCK_K
             high = cutlass.min((chunk_tile + chunk) * BLOCK_K, fill_columns)
             if (chunk_tile + chunk) * BLOCK_K >= keys:
@@ -308,24 +305,20 @@ class Fp8MqaLogitsSm90:
         lows = cute.make_rmem_tensor((self.lane_q,), Int32)
         spans = cute.make_rmem_tensor((self.lane_q,), Int32)
         for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
-            # All loads of the unit are in flight before the first is waited for, those of an empty unit in vain.
-            block = self.block(index, keys, chunk, out)
-            for j in cutlass.range_constexpr(self.n // 8):
-                t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
-                for c in cutlass.range_constexpr(2):
-                    w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c]
-            for i in cutlass.range_constexpr(self.lane_q):
-                t = cutlass.min(block * self.block_q + quad + 4 * i, queries - 1)
-                lows[i] = cutlass.max(starts[t], 0)
-                spans[i] = cutlass.max(cutlass.min(ends[t], keys) - lows[i], 0)
-            first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
+            block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
             if first < last:
-                for i in cutlass.range_constexpr(self.n // 4):
-                    w[i] = w[i] * 0.5
                 for i in cutlass.range_constexpr(self.lane_q):
-                    if block * self.block_q + quad + 4 * i >= queries:
-                        spans[i] = Int32(-1)  # past the last query: there is no row
+                    t = block * self.block_q + quad + 4 * i
+                    # A span below 0 marks a query past the end, which has no row.
+                    lows[i], spans[i] = Int32(0), Int32(-1)
+                    if t < queries:
+                        lows[i] = cutlass.max(starts[t], 0)
+                        spans[i] = cutlass.max(cutlass.min(ends[t], keys) - lows[i], 0)
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
+                for j in cutlass.range_constexpr(self.n // 8):
+                    t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
+                    for c in cutlass.range_constexpr(2):
+                        w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
                 q_stage = used % 2
                 cute.arch.mbarrier_wait(q_full + q_stage, (used // 2) % 2)
                 # Tiles go to the warpgroups in turns over the whole life of the CTA, so the turns never slip.
