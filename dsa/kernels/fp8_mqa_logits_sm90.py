@@ -1,18 +1,19 @@
 """Lightning-indexer scores over contiguous keys: out[t, s] = kscale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]).
 
 Plan
-- One wgmma tile has 64 keys as rows and N = 256 (128 for few heads) columns, the heads of N / H queries: a thread's
+- One wgmma tile has 64 keys as rows and N columns, the heads of N / H queries: a thread's
   accumulators of one key row are heads of the same queries, so the sum over heads is fused multiply-adds in registers
   and a transposing shuffle over the quad that leaves every lane with a query of its own.
-- Two math warpgroups take the key tiles alternately. With `turns`, a named barrier passes the tensor cores from one to
-  the other, so that one's epilogue runs under the other's wgmma. It pays for 32 heads and fewer, whose epilogues are
-  longer; for 64 it does not, because wgmma and the epilogue compete for the register file (docs/kernel-notes.md).
-- Warp 8 loads by TMA: queries double-buffered, keys through a ring of 64-key stages, each read by one warpgroup.
-  Warps 9 to 11 write the -inf of the columns that no query of the block sees (clean_logits), so no pass of its own.
+- The math warpgroups (two of N = 256 for 64 heads, three of N = 128 for fewer) take the key tiles in turns, each with
+  its own wgmma and epilogue. Passing the tensor cores from one to the other by barriers gained nothing: wgmma and the
+  epilogue compete for the register file (docs/kernel-notes.md).
+- One warp loads by TMA: queries double-buffered, keys through a ring of 64-key stages, each read by one warpgroup.
+  Its three neighbours write the -inf of the columns that no query of the block sees (clean_logits), so they cost
+  no pass of their own.
 - Persistent CTAs; a unit of work is a block of queries by a chunk of keys. Tiles outside the union of the block's
   ranges are skipped; within a tile the ranges of each query decide. All range arithmetic is signed.
 Shared memory: 2 x N x D bytes of queries, STAGES x 64 x D of keys, barriers (at most 197 KiB).
-Registers: N / 2 accumulators and N / 4 weights a thread, 240 a math thread, 24 to 40 for the others.
+Registers: N / 2 accumulators and N / 4 weights a math thread, of 232 (two warpgroups) or 160; 40 or 32 for the others.
 Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instruction of the epilogue (two an
 accumulator: x + |x|, multiply-add) adds its issue clock, so about 870. Keys come from L2, 8 KB a tile.
 """
@@ -31,21 +32,21 @@ from dsa.cute.dtypes import cute_dtype
 
 BLOCK_K = 64
 WARPGROUP = 128
-MATH_WARPS = 8
-PRODUCER_WARP = 8
 FILL_THREADS = 96
-THREADS = 3 * WARPGROUP
-TURN = 1  # named barriers 1 and 2: whose turn it is on the tensor cores
 NEVER = 2**30
 
 
 @dataclass(frozen=True)
 class MqaLogitsConfig:
-    """columns: N; stages: key tiles in flight, a power of two; turns: whether the warpgroups take turns."""
+    """columns: N; stages: key tiles in flight, a power of two; groups: math warpgroups, 2 or 3."""
 
     columns: int
     stages: int
-    turns: bool
+    groups: int
+
+    @property
+    def threads(self) -> int:
+        return (self.groups + 1) * WARPGROUP
 
 
 class Fp8MqaLogitsSm90:
@@ -60,9 +61,12 @@ class Fp8MqaLogitsSm90:
     ):
         self.heads, self.dim, self.out_dtype = heads, dim, out_dtype
         self.clean, self.compressed = clean, compressed
-        self.n, self.stages, self.turns = cfg.columns, cfg.stages, cfg.turns
+        self.n, self.stages, self.groups = cfg.columns, cfg.stages, cfg.groups
+        self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
+        # Registers a thread: what the launch gave all of them, redistributed.
+        self.math_registers, self.other_registers = {2: (232, 40), 3: (160, 32)}[cfg.groups]
         self.block_q = cfg.columns // heads
-        self.lane_q = self.block_q // 4  # queries that a lane stores
+        self.lane_q = self.block_q // 4  # queries that a lane stores: every fourth
         self.k_steps = dim // 32
         self.tile = (BLOCK_K, self.n, dim)
 
@@ -125,7 +129,7 @@ class Fp8MqaLogitsSm90:
             mma,
             q_layout,
             k_layout,
-        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -154,7 +158,7 @@ class Fp8MqaLogitsSm90:
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
 
-        if warp == PRODUCER_WARP:
+        if warp == self.math_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
@@ -163,20 +167,20 @@ class Fp8MqaLogitsSm90:
                 cute.arch.mbarrier_init(k_empty + i, 4)
             for i in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(q_full + i, 1)
-                cute.arch.mbarrier_init(q_empty + i, MATH_WARPS)
+                cute.arch.mbarrier_init(q_empty + i, self.math_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if warp >= MATH_WARPS:
-            cute.arch.setmaxregister_decrease(40)
-            if warp == PRODUCER_WARP:
+        if warp >= self.math_warps:
+            cute.arch.setmaxregister_decrease(self.other_registers)
+            if warp == self.math_warps:
                 self.produce(
                     q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_full, k_empty, q_full, q_empty, lane
                 )
             elif const_expr(self.clean):
-                self.fill(k_scale, starts, ends, out, fill_columns, chunk, tid - (PRODUCER_WARP + 1) * 32, lane)
+                self.fill(k_scale, starts, ends, out, fill_columns, chunk, tid - (self.math_warps + 1) * 32, lane)
         else:
-            cute.arch.setmaxregister_increase(232)
+            cute.arch.setmaxregister_increase(self.math_registers)
             self.math(
                 k_scale,
                 weights,
@@ -299,8 +303,6 @@ class Fp8MqaLogitsSm90:
         block_index, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         begin, used = Int32(0), Int32(0)
-        if const_expr(self.turns) and group == 1:
-            cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
 
         lows = cute.make_rmem_tensor((self.lane_q,), Int32)
         spans = cute.make_rmem_tensor((self.lane_q,), Int32)
@@ -321,26 +323,20 @@ class Fp8MqaLogitsSm90:
                         w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
                 q_stage = used % 2
                 cute.arch.mbarrier_wait(q_full + q_stage, (used // 2) % 2)
-                # Tiles go to the warpgroups in turns over the whole life of the CTA, so the turns never slip.
-                mine = first + ((begin + group) & 1)
-                for tile in cutlass.range(mine, last, 2, unroll=1):
+                # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
+                mine = first + (group + self.groups - begin % self.groups) % self.groups
+                for tile in cutlass.range(mine, last, self.groups, unroll=1):
                     sequence = begin + tile - first
                     stage, phase = sequence % self.stages, (sequence // self.stages) % 2
                     cute.arch.mbarrier_wait(k_full + stage, phase)
-                    if const_expr(self.turns):
-                        cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
                     cute.nvgpu.warpgroup.fence()
                     for step in cutlass.range_constexpr(self.k_steps):
                         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
                         cute.gemm(mma, acc, ra[None, None, step, stage], rb[None, None, step, q_stage], acc)
-                        cute.nvgpu.warpgroup.commit_group()
+                    cute.nvgpu.warpgroup.commit_group()
                     key = tile * BLOCK_K + row_key
                     scale0 = k_scale[cutlass.min(key, keys - 1)]
                     scale1 = k_scale[cutlass.min(key + 8, keys - 1)]
-                    if const_expr(self.turns):
-                        # One step before its end: the other's first step is then issued when the last one finishes.
-                        cute.nvgpu.warpgroup.wait_group(min(1, self.k_steps - 1))
-                        cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=2 * WARPGROUP)
                     cute.nvgpu.warpgroup.wait_group(0)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(k_empty + stage)
@@ -368,25 +364,32 @@ class Fp8MqaLogitsSm90:
                             x = flat[4 * column + 2 * half + c]
                             sums[s][half] = cute.math.fma(x + cute.math.absf(x), w[2 * column + c], sums[s][half])
             for half in cutlass.range_constexpr(2):
-                # Lane 2 b1 + b0 of the quad keeps query 2 b1 + b0, half of the sums at each step.
-                pair = []
-                for s in cutlass.range_constexpr(2):
-                    keep = sums[s + 2][half] if upper else sums[s][half]
-                    send = sums[s][half] if upper else sums[s + 2][half]
-                    pair.append(keep + cute.arch.shuffle_sync_bfly(send, offset=2))
-                keep = pair[1] if odd else pair[0]
-                send = pair[0] if odd else pair[1]
-                value = (keep + cute.arch.shuffle_sync_bfly(send, offset=1)) * scales[half]
-                column = key + 8 * half - lows[i]
-                inside = Uint32(column) < Uint32(cutlass.max(spans[i], 0))
-                if const_expr(self.compressed):
-                    if inside:
-                        rows[i][column] = value.to(self.out_dtype)
-                else:
-                    if not inside:
-                        value = -Float32(float("inf"))
-                    if spans[i] >= 0:
-                        rows[i][key + 8 * half] = value.to(self.out_dtype)
+                value = self.transpose(*(sums[s][half] for s in range(4)), upper, odd)
+                self.store(value * scales[half], lows[i], spans[i], rows[i], key + 8 * half)
+
+    @cute.jit
+    def transpose(self, a, b, c, d, upper, odd):
+        """The sum over a quad of a in its lane 0, of b in lane 1, of c in lane 2, of d in lane 3: three shuffles."""
+        even_pair = (c if upper else a) + cute.arch.shuffle_sync_bfly(a if upper else c, offset=2)
+        odd_pair = (d if upper else b) + cute.arch.shuffle_sync_bfly(b if upper else d, offset=2)
+        keep = odd_pair if odd else even_pair
+        send = even_pair if odd else odd_pair
+        return keep + cute.arch.shuffle_sync_bfly(send, offset=1)
+
+    @cute.jit
+    def store(self, value, low, span, row, key):
+        """Write the score of `key`, -inf outside the query's range; a span below 0 has no row."""
+        column = key - low
+        inside = Uint32(column) < Uint32(cutlass.max(span, 0))
+        if const_expr(self.compressed):
+            if inside:
+                row[column] = value.to(self.out_dtype)
+        else:
+            result = value
+            if not inside:
+                result = -Float32(float("inf"))
+            if span >= 0:
+                row[key] = result.to(self.out_dtype)
 
 
 @cached
@@ -414,9 +417,9 @@ def compile_fp8_mqa_logits(
 
 
 def choose_config(heads: int) -> MqaLogitsConfig:
-    """The shipped configuration (measured: docs/kernel-notes.md). Fewer heads need more registers for the ranges of
-    their queries, and get fewer columns."""
-    return MqaLogitsConfig(columns=256 if heads >= 32 else 128, stages=16, turns=heads < 64)
+    """The shipped configuration (measured: docs/kernel-notes.md). Fewer heads mean more queries a tile, whose ranges
+    and reductions need registers and time: smaller tiles, and a third warpgroup."""
+    return MqaLogitsConfig(256, 16, 2) if heads == 64 else MqaLogitsConfig(128, 16, 3)
 
 
 def choose_chunk(queries: int, keys: int, heads: int, sms: int) -> tuple[int, int]:

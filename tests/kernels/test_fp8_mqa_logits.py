@@ -16,7 +16,7 @@ def test_sass(arguments):
     assert sass.instructions["UTMALDG"] == 2
     # One multiply-add an accumulator: the compiler has neither split them nor left any out.
     assert sass.instructions["FFMA"] == config.columns // 2
-    assert sass.registers * kernels.THREADS <= 65536
+    assert sass.registers * config.threads <= 65536
     assert (2 * config.columns + config.stages * kernels.BLOCK_K) * dim + 1024 * 3 <= 232448
     assert config.columns % heads == 0 and config.columns // heads >= 4 and config.stages & (config.stages - 1) == 0
 
