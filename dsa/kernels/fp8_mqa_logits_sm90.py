@@ -221,6 +221,10 @@ class Fp8MqaLogitsSm90:
         last = cutlass.min(cute.ceil_div(high, BLOCK_K), first_tile + chunk)
         return block, first, cutlass.max(last, first), first_tile
 
+    def ring(self, sequence):
+        """Stage and phase of the key tile with this number. By bits: a signed division would delay every wgmma."""
+        return sequence & (self.stages - 1), (sequence >> self.stages.bit_length() - 1) & 1
+
     @cute.jit
     def units(self, keys, chunk, out):
         return cute.ceil_div(out.shape[0], self.block_q) * cute.ceil_div(keys, chunk * BLOCK_K)
@@ -250,7 +254,7 @@ class Fp8MqaLogitsSm90:
                 cute.copy(q_atom, tqg[None, block], tqs[None, stage], tma_bar_ptr=q_full + stage)
                 loaded += 1
                 for tile in cutlass.range(first, last, unroll=1):
-                    stage, phase = sequence % self.stages, (sequence // self.stages) % 2
+                    stage, phase = self.ring(sequence)
                     cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, BLOCK_K * self.dim)
@@ -326,17 +330,16 @@ class Fp8MqaLogitsSm90:
                 # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
                 mine = first + (group + self.groups - begin % self.groups) % self.groups
                 for tile in cutlass.range(mine, last, self.groups, unroll=1):
-                    sequence = begin + tile - first
-                    stage, phase = sequence % self.stages, (sequence // self.stages) % 2
+                    stage, phase = self.ring(begin + tile - first)
+                    key = tile * BLOCK_K + row_key
+                    scale0 = k_scale[cutlass.min(key, keys - 1)]
+                    scale1 = k_scale[cutlass.min(key + 8, keys - 1)]
                     cute.arch.mbarrier_wait(k_full + stage, phase)
                     cute.nvgpu.warpgroup.fence()
                     for step in cutlass.range_constexpr(self.k_steps):
                         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
                         cute.gemm(mma, acc, ra[None, None, step, stage], rb[None, None, step, q_stage], acc)
                     cute.nvgpu.warpgroup.commit_group()
-                    key = tile * BLOCK_K + row_key
-                    scale0 = k_scale[cutlass.min(key, keys - 1)]
-                    scale1 = k_scale[cutlass.min(key + 8, keys - 1)]
                     cute.nvgpu.warpgroup.wait_group(0)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(k_empty + stage)
