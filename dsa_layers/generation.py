@@ -61,7 +61,7 @@ class Throughput:
 class _Sequence:
     """A sequence on its way: its tokens, its pages, and how many of its tokens are in the cache."""
 
-    def __init__(self, index: int, prompt: Sequence[int], params: SamplingParams, limit: int, text: "StopStrings"):
+    def __init__(self, index: int, prompt: Sequence[int], params: SamplingParams, limit: int, text: StopStrings):
         self.index = index
         self.tokens = list(prompt)
         self.prompt_len = len(prompt)

@@ -17,19 +17,11 @@ from dsa_layers.cli import main
 from dsa_layers.generation import Generator, TokenEvent
 from dsa_layers.models.loading import load_model
 from dsa_layers.sampling import SamplingParams
-from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
 from dsa_layers.tokenizer import Tokenizer
 
 PROMPT = "The lightning indexer"
 TOKENS = 8
 THROUGHPUT = r"prefill: \d+ tokens, [\d.]+ tokens/s; decode: \d+ tokens, [\d.]+ tokens/s \(cpu, backend reference\)"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny")
-    write_tiny_checkpoint(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,9 @@ from dsa_layers.models.loading import load_model
 from dsa_layers.sampling import SamplingParams, random_stream, sample
 from dsa_layers.sequence_batch import SequenceBatch
 from dsa_layers.stop_strings import StopStrings
-from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
 from dsa_layers.tokenizer import Tokenizer
 
 PROMPTS = ["The lightning indexer", "def forward(self, x): return", "a"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny")
-    write_tiny_checkpoint(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -220,13 +212,10 @@ class Letters:
     [
         ("abcabd", ("abd",), ["", "", "abc", "", "", ""], True),
         ("abab", ("abac",), ["", "", "", "abab"], False),
-        ("xaab", ("ab", "aabb"), ["x", "", "", ""], True),
+        ("xaab", ("ab", "aabb"), ["x", "", "", "a"], True),
     ],
 )
 def test_stop_strings_hold_back_what_may_become_one(text, stop, shown, stopped):
     watch = StopStrings(Letters(), stop)
     got = [watch.push(letter, last=i == len(text) - 1) for i, letter in enumerate(text)]
-    if "xaab" == text:
-        assert "".join(t for t, _ in got) == "xa" and got[-1][1]
-    else:
-        assert [t for t, _ in got] == shown and got[-1][1] == stopped
+    assert [t for t, _ in got] == shown and got[-1][1] == stopped

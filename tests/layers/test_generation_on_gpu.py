@@ -9,7 +9,6 @@ from dsa_layers.generation import Generator
 from dsa_layers.models.loading import load_model
 from dsa_layers.sampling import SamplingParams
 from dsa_layers.sequence_batch import SequenceBatch
-from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,13 +16,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet"),
 ]
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny")
-    write_tiny_checkpoint(directory)
-    return directory
 
 
 def test_greedy_tokens_equal_the_references(checkpoint):
