@@ -23,11 +23,7 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepGEMM's function of this name, whose plan for next_n <= 2 this is.
     """
-    _check_context_lens(context_lens)
-    check_positive("block_kv", block_kv)
-    check_positive("num_sms", num_sms)
-    if SPLIT_KV % block_kv:
-        raise ValueError(f"block_kv: must be a divisor of {SPLIT_KV}, got {block_kv}")
+    check_metadata(context_lens, block_kv, num_sms)
     lengths = context_lens.long().clamp_min(0)
     if lengths.dim() == 2:
         lengths = lengths.amax(1)
@@ -73,21 +69,10 @@ def fp8_paged_mqa_logits(
     Raises TypeError or ValueError for other types, dtypes, shapes and strides.
     Source: DeepGEMM's function of this name.
     """
-    check_tensor("q", q, (torch.float8_e4m3fn,), ("B", "next_n", "H", "D"))
-    batch, next_n, heads, dim = q.shape
-    check_tensor("kv_cache", kv_cache, (torch.uint8,), ("pages", "P", 1, dim + 4))
-    check_tensor("weights", weights, (torch.float32,), (batch * next_n, heads))
-    _check_context_lens(context_lens)
-    if tuple(context_lens.shape) not in ((batch,), (batch, next_n)):
-        raise ValueError(
-            f"context_lens: shape must be [{batch}] or [{batch}, {next_n}], got {list(context_lens.shape)}"
-        )
-    check_tensor("block_table", block_table, INT32, (batch, "max_pages"))
-    if schedule_meta is not None:
-        check_tensor("schedule_meta", schedule_meta, INT32, ("SMs + 1", 2))
-    check_positive("max_context_len", max_context_len)
-    check_logits_dtype(logits_dtype)
-
+    check_paged_mqa_logits(
+        q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, logits_dtype
+    )
+    batch, next_n = q.shape[:2]
     lengths = context_lens.long()
     if lengths.dim() == 1:
         lengths = lengths[:, None] - next_n + 1 + torch.arange(next_n, device=q.device)
@@ -106,6 +91,44 @@ def fp8_paged_mqa_logits(
         hidden = (position >= lengths[b, :, None]) | (slots < 0)
         logits[rows, : len(position)] = scores.masked_fill(hidden, -torch.inf).to(logits_dtype)
     return logits
+
+
+def check_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> None:
+    """The checks of `get_paged_mqa_logits_metadata`."""
+    _check_context_lens(context_lens)
+    check_positive("block_kv", block_kv)
+    check_positive("num_sms", num_sms)
+    if SPLIT_KV % block_kv:
+        raise ValueError(f"block_kv: must be a divisor of {SPLIT_KV}, got {block_kv}")
+
+
+def check_paged_mqa_logits(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule_meta: torch.Tensor | None,
+    max_context_len: int,
+    logits_dtype: torch.dtype,
+) -> None:
+    """The checks of `fp8_paged_mqa_logits`."""
+    check_tensor("q", q, (torch.float8_e4m3fn,), ("B", "next_n", "H", "D"))
+    batch, next_n, heads, dim = q.shape
+    check_tensor("kv_cache", kv_cache, (torch.uint8,), ("pages", "P", 1, dim + 4))
+    check_tensor("weights", weights, (torch.float32,), (batch * next_n, heads))
+    _check_context_lens(context_lens)
+    if tuple(context_lens.shape) not in ((batch,), (batch, next_n)):
+        raise ValueError(
+            f"context_lens: shape must be [{batch}] or [{batch}, {next_n}], got {list(context_lens.shape)}"
+        )
+    check_tensor("block_table", block_table, INT32, (batch, "max_pages"))
+    if schedule_meta is not None:
+        check_tensor("schedule_meta", schedule_meta, INT32, ("SMs + 1", 2))
+        if schedule_meta.shape[0] < 2:
+            raise ValueError(f"schedule_meta: must have at least 2 rows, got shape {list(schedule_meta.shape)}")
+    check_positive("max_context_len", max_context_len)
+    check_logits_dtype(logits_dtype)
 
 
 def _check_context_lens(context_lens: torch.Tensor) -> None:
