@@ -54,9 +54,7 @@ def _peer(q, cache, weights, lengths, table, columns) -> Callable[[], object] | 
         return None
     lengths = lengths[:, None].expand(-1, q.shape[1]).contiguous()
     plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE, deep_gemm.get_num_sms())
-    return lambda: deep_gemm.fp8_paged_mqa_logits(
-        q, cache, weights, lengths, table, plan, columns, clean_logits=False
-    )
+    return lambda: deep_gemm.fp8_paged_mqa_logits(q, cache, weights, lengths, table, plan, columns, clean_logits=False)
 
 
 def _metadata_row() -> dict[str, Any]:

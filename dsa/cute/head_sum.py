@@ -25,12 +25,13 @@ def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
 
 
 @cute.jit
-def quad_pair(a, b, odd):
-    """The sum over a quad of a in its even lanes, of b in its odd ones: two shuffles."""
-    keep = b if odd else a
-    send = a if odd else b
-    value = keep + cute.arch.shuffle_sync_bfly(send, offset=1)
-    return value + cute.arch.shuffle_sync_bfly(value, offset=2)
+def quad_pair(a, b, upper):
+    """The sum over a quad of a in its lanes 0 and 1, of b in lanes 2 and 3: two shuffles, added in the same order as
+    below."""
+    keep = b if upper else a
+    send = a if upper else b
+    value = keep + cute.arch.shuffle_sync_bfly(send, offset=2)
+    return value + cute.arch.shuffle_sync_bfly(value, offset=1)
 
 
 @cute.jit

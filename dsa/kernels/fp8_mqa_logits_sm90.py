@@ -7,12 +7,12 @@ Plan
 - The math warpgroups (two of N = 256 for 64 heads, three of N = 128 for fewer) take the key tiles in turns, each with
   its own wgmma and epilogue. Passing the tensor cores from one to the other by barriers gained nothing: wgmma and the
   epilogue compete for the register file (docs/kernel-notes.md).
-- One warp loads by TMA: queries double-buffered, keys through a ring of 64-key stages, each read by one warpgroup.
+- One warp loads by TMA: queries double-buffered, keys through a ring of 64-key stages for each warpgroup.
   Its three neighbours write the -inf of the columns that no query of the block sees (clean_logits), so they cost
   no pass of their own.
 - Persistent CTAs; a unit of work is a block of queries by a chunk of keys. Tiles outside the union of the block's
   ranges are skipped; within a tile the ranges of each query decide. All range arithmetic is signed.
-Shared memory: 2 x N x D bytes of queries, STAGES x 64 x D of keys, barriers (at most 197 KiB).
+Shared memory: 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys, barriers (at most 197 KiB).
 Registers: N / 2 accumulators and N / 4 weights a math thread, of 232 (two warpgroups) or 160; 40 or 32 for the others.
 Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instruction of the epilogue (two an
 accumulator: x + |x|, multiply-add) adds its issue clock, so about 870. Keys come from L2, 8 KB a tile.
@@ -29,6 +29,8 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
+from dsa.cute.head_sum import head_sum, quad_transpose
+from dsa.cute.ring import advance
 
 BLOCK_K = 64
 WARPGROUP = 128
@@ -38,7 +40,7 @@ NEVER = 2**30
 
 @dataclass(frozen=True)
 class MqaLogitsConfig:
-    """columns: N; stages: key tiles in flight, a power of two; groups: math warpgroups, 2 or 3."""
+    """columns: N; stages: key tiles in flight for each warpgroup; groups: math warpgroups, 2 or 3."""
 
     columns: int
     stages: int
@@ -61,7 +63,8 @@ class Fp8MqaLogitsSm90:
     ):
         self.heads, self.dim, self.out_dtype = heads, dim, out_dtype
         self.clean, self.compressed = clean, compressed
-        self.n, self.stages, self.groups = cfg.columns, cfg.stages, cfg.groups
+        self.n, self.group_stages, self.groups = cfg.columns, cfg.stages, cfg.groups
+        self.stages = cfg.groups * cfg.stages
         self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
         # Registers a thread: what the launch gave all of them, redistributed.
         self.math_registers, self.other_registers = {2: (232, 40), 3: (160, 32)}[cfg.groups]
@@ -221,10 +224,6 @@ class Fp8MqaLogitsSm90:
         last = cutlass.min(cute.ceil_div(high, BLOCK_K), first_tile + chunk)
         return block, first, cutlass.max(last, first), first_tile
 
-    def ring(self, sequence):
-        """Stage and phase of the key tile with this number. By bits: a signed division would delay every wgmma."""
-        return sequence & (self.stages - 1), (sequence >> self.stages.bit_length() - 1) & 1
-
     @cute.jit
     def units(self, keys, chunk, out):
         return cute.ceil_div(out.shape[0], self.block_q) * cute.ceil_div(keys, chunk * BLOCK_K)
@@ -243,23 +242,25 @@ class Fp8MqaLogitsSm90:
         keys = mk.shape[0]
         block_index, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        sequence, loaded = Int32(0), Int32(0)
+        slot, slot_phase, group, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
             block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
             if first < last:
-                stage, phase = loaded % 2, (loaded // 2) % 2
-                cute.arch.mbarrier_wait(q_empty + stage, phase ^ 1)
+                cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + stage, self.n * self.dim)
-                cute.copy(q_atom, tqg[None, block], tqs[None, stage], tma_bar_ptr=q_full + stage)
-                loaded += 1
+                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + slot, self.n * self.dim)
+                cute.copy(q_atom, tqg[None, block], tqs[None, slot], tma_bar_ptr=q_full + slot)
+                slot, slot_phase = advance(slot, slot_phase, 2)
                 for tile in cutlass.range(first, last, unroll=1):
-                    stage, phase = self.ring(sequence)
+                    stage = group * self.group_stages + turn
                     cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, BLOCK_K * self.dim)
                     cute.copy(k_atom, tkg[None, tile], tks[None, stage], tma_bar_ptr=k_full + stage)
-                    sequence += 1
+                    group += 1
+                    if group == self.groups:
+                        group = Int32(0)
+                        turn, phase = advance(turn, phase, self.group_stages)
 
     @cute.jit
     def fill(self, k_scale, starts, ends, out, fill_columns, chunk, thread, lane):
@@ -295,7 +296,6 @@ class Fp8MqaLogitsSm90:
     def math(
         self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, k_full, k_empty, q_full, q_empty, tid, warp, lane
     ):
-        group = warp // 4
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((BLOCK_K, self.n)), Float32)
@@ -306,7 +306,10 @@ class Fp8MqaLogitsSm90:
         row_key = (warp % 4) * 16 + lane // 4
         block_index, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        begin, used = Int32(0), Int32(0)
+        own_ring = warp // 4 * self.group_stages
+        slot, slot_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
+        mine = warp // 4
 
         lows = cute.make_rmem_tensor((self.lane_q,), Int32)
         spans = cute.make_rmem_tensor((self.lane_q,), Int32)
@@ -325,29 +328,29 @@ class Fp8MqaLogitsSm90:
                     t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
                     for c in cutlass.range_constexpr(2):
                         w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
-                q_stage = used % 2
-                cute.arch.mbarrier_wait(q_full + q_stage, (used // 2) % 2)
-                # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
-                mine = first + (group + self.groups - begin % self.groups) % self.groups
-                for tile in cutlass.range(mine, last, self.groups, unroll=1):
-                    stage, phase = self.ring(begin + tile - first)
-                    key = tile * BLOCK_K + row_key
+                cute.arch.mbarrier_wait(q_full + slot, slot_phase)
+                mine += first
+                while mine < last:
+                    stage = own_ring + turn
+                    key = mine * BLOCK_K + row_key
                     scale0 = k_scale[cutlass.min(key, keys - 1)]
                     scale1 = k_scale[cutlass.min(key + 8, keys - 1)]
                     cute.arch.mbarrier_wait(k_full + stage, phase)
+                    turn, phase = advance(turn, phase, self.group_stages)
                     cute.nvgpu.warpgroup.fence()
                     for step in cutlass.range_constexpr(self.k_steps):
                         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                        cute.gemm(mma, acc, ra[None, None, step, stage], rb[None, None, step, q_stage], acc)
+                        cute.gemm(mma, acc, ra[None, None, step, stage], rb[None, None, step, slot], acc)
                     cute.nvgpu.warpgroup.commit_group()
                     cute.nvgpu.warpgroup.wait_group(0)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(k_empty + stage)
                     self.epilogue(acc, w, lows, spans, rows, key, quad, scale0, scale1)
-                begin += last - first
+                    mine += self.groups
+                mine -= last
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(q_empty + q_stage)
-                used += 1
+                    cute.arch.mbarrier_arrive(q_empty + slot)
+                slot, slot_phase = advance(slot, slot_phase, 2)
 
     @cute.jit
     def epilogue(self, acc, w, lows, spans, rows, key, quad, scale0, scale1):
@@ -356,28 +359,10 @@ class Fp8MqaLogitsSm90:
         scales = (scale0, scale1)
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_q):
-            sums = [[Float32(0.0) for _ in range(2)] for _ in range(4)]
-            for j in cutlass.range_constexpr(self.heads // 8):
-                for s in cutlass.range_constexpr(4):
-                    column = (4 * i + s) * (self.heads // 8) + j
-                    for c in cutlass.range_constexpr(2):
-                        for half in cutlass.range_constexpr(2):
-                            # x + |x| = 2 relu(x), exactly; w is halved. It runs on the FMA pipe, at twice the rate of
-                            # a maximum, and passes NaN on.
-                            x = flat[4 * column + 2 * half + c]
-                            sums[s][half] = cute.math.fma(x + cute.math.absf(x), w[2 * column + c], sums[s][half])
+            sums = [head_sum(flat, w, 4 * i + j, self.heads) for j in range(4)]
             for half in cutlass.range_constexpr(2):
-                value = self.transpose(*(sums[s][half] for s in range(4)), upper, odd)
+                value = quad_transpose(*(own[half] for own in sums), upper, odd)
                 self.store(value * scales[half], lows[i], spans[i], rows[i], key + 8 * half)
-
-    @cute.jit
-    def transpose(self, a, b, c, d, upper, odd):
-        """The sum over a quad of a in its lane 0, of b in lane 1, of c in lane 2, of d in lane 3: three shuffles."""
-        even_pair = (c if upper else a) + cute.arch.shuffle_sync_bfly(a if upper else c, offset=2)
-        odd_pair = (d if upper else b) + cute.arch.shuffle_sync_bfly(b if upper else d, offset=2)
-        keep = odd_pair if odd else even_pair
-        send = even_pair if odd else odd_pair
-        return keep + cute.arch.shuffle_sync_bfly(send, offset=1)
 
     @cute.jit
     def store(self, value, low, span, row, key):
@@ -422,7 +407,7 @@ def compile_fp8_mqa_logits(
 def choose_config(heads: int) -> MqaLogitsConfig:
     """The shipped configuration (measured: docs/kernel-notes.md). Fewer heads mean more queries a tile, whose ranges
     and reductions need registers and time: smaller tiles, and a third warpgroup."""
-    return MqaLogitsConfig(256, 16, 2) if heads == 64 else MqaLogitsConfig(128, 16, 3)
+    return MqaLogitsConfig(256, 8, 2) if heads == 64 else MqaLogitsConfig(128, 5, 3)
 
 
 def choose_chunk(queries: int, keys: int, heads: int, sms: int) -> tuple[int, int]:

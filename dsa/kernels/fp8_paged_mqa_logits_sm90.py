@@ -5,11 +5,12 @@ Plan
   read once for all its queries, and the sum over heads stays in registers but for a shuffle over the quad.
 - One CTA a row of the schedule: a run of 256-key splits that begins in one sequence and ends in another.
 - One warp loads: a sequence's queries by TMA, weights by bulk copy and limits through a ring of SEQUENCES slots; its
-  pages, 64 keys a stage, through a ring of STAGES. It reads lengths and page numbers 32 at a time, so that their
-  latency shows once. A page outside the cache is not read, and its keys score -inf.
-- The math warpgroups take the tiles in turns; what they need to know of a sequence is in its slot, and an empty slot
-  ends them. The three warps beside the loader write -inf behind the last tile of every row (clean_logits).
-Shared memory: SEQUENCES x N x (D + 4) bytes, STAGES x 64 x (D + 4), barriers.
+  pages, 64 keys a stage, through a ring of STAGES for each math warpgroup, which take the tiles in turns. It reads
+  lengths and page numbers 32 at a time, so that their latency shows once. A page outside the cache is not read, and its
+  keys score -inf.
+- What the math warpgroups need to know of a sequence is in its slot, and an empty slot ends them.
+  The three warps beside the loader write -inf behind the last tile of every row (clean_logits).
+Shared memory: SEQUENCES x N x (D + 4) bytes, GROUPS x STAGES x 64 x (D + 4), barriers.
 Registers: N / 2 accumulators and N / 4 weights a math thread.
 Roofline: memory, 132 bytes a key at D 128: about 450 clocks a tile and multiprocessor. Tensor cores 2 N clocks and
 epilogue about N + 90 (docs/kernel-notes.md): memory up to N = 128, arithmetic beyond.
@@ -27,19 +28,19 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
 from dsa.cute.head_sum import head_sum, quad_pair, quad_transpose
-from dsa.cute.ring import ring
+from dsa.cute.ring import advance
 
 TILE = 64
 SPLIT = 256
 WARPGROUP = 128
 FILL_THREADS = 96
 FILL_BYTES = 8192  # of a row, a piece of work of the filling warps
+EVICT_FIRST = 0x12F0000000000000  # TMA's encoding of the cache policy: keys are read once
 
 
 @dataclass(frozen=True)
 class PagedMqaLogitsConfig:
-    """stages: tiles of keys in flight, a power of two; sequences: slots of queries, a power of two; groups: math
-    warpgroups, 2 to 4."""
+    """stages: tiles of keys in flight for each warpgroup; sequences: slots of queries; groups: math warpgroups, 2 to 4."""
 
     stages: int
     sequences: int
@@ -62,7 +63,8 @@ class Fp8PagedMqaLogitsSm90:
     ):
         self.heads, self.dim, self.next_n, self.page = heads, dim, next_n, page_size
         self.out_dtype = out_dtype
-        self.stages, self.sequences, self.groups = cfg.stages, cfg.sequences, cfg.groups
+        self.group_stages, self.sequences, self.groups = cfg.stages, cfg.sequences, cfg.groups
+        self.stages = cfg.groups * cfg.stages
         self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
         # Registers a thread: what the launch gave all of them, redistributed.
         self.math_registers, self.other_registers = {2: (232, 40), 3: (160, 32), 4: (112, 32)}[cfg.groups]
@@ -133,9 +135,7 @@ class Fp8PagedMqaLogitsSm90:
         self.kernel(
             *(q_atom, q_tma, k_atom, k_tma, cache, weights, lengths, block_table, schedule, out),
             *(capacity, fill_columns, mma, q_layout, k_layout, page_layout),
-        ).launch(
-            grid=(schedule.shape[0] - 1, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
-        )
+        ).launch(grid=(schedule.shape[0] - 1, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -171,7 +171,15 @@ class Fp8PagedMqaLogitsSm90:
         sweights = storage.weights.get_tensor(cute.make_layout((self.heads, self.next_n, self.sequences)))
         scales = storage.scales.get_tensor(cute.make_layout((self.page, self.pages_a_tile * self.stages)))
 
+        first, last = (Int32(0), Int32(0)), (Int32(0), Int32(0))
         if warp == self.math_warps:
+            # The loader's chain of dependent loads (schedule, lengths and page numbers, keys) is what a short call
+            # waits for: its first link overlaps the set-up, and the lengths come to L2 meanwhile.
+            cta, _, _ = cute.arch.block_idx()
+            first, last = (schedule[cta, 0], schedule[cta, 1]), (schedule[cta + 1, 0], schedule[cta + 1, 1])
+            if lane * 32 < lengths.shape[0]:
+                place = (lengths.iterator + lane * 32 * lengths.stride[0]).toint()
+                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[place])
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
@@ -188,7 +196,7 @@ class Fp8PagedMqaLogitsSm90:
             cute.arch.setmaxregister_decrease(self.other_registers)
             if warp == self.math_warps:
                 self.load(
-                    *(q_atom, mq, k_atom, mk, cache, weights, lengths, block_table, schedule, capacity),
+                    *(q_atom, mq, k_atom, mk, cache, weights, lengths, block_table, first, last, capacity),
                     *(sq, spages, present, facts, sweights, scales, k_full, k_empty, q_full, q_empty, lane),
                 )
             else:
@@ -227,7 +235,8 @@ class Fp8PagedMqaLogitsSm90:
         weights,
         lengths,
         block_table,
-        schedule,
+        begins,
+        ends,
         capacity,
         sq,
         spages,
@@ -258,16 +267,15 @@ class Fp8PagedMqaLogitsSm90:
         weights_atom = cute.make_copy_atom(bulk, Float32, num_bits_per_copy=self.heads * 32)
         scales_atom = cute.make_copy_atom(bulk, Float32, num_bits_per_copy=self.page * 32)
         page_bytes = self.page * (self.dim + 4)
-        cta, _, _ = cute.arch.block_idx()
         batch, pages = lengths.shape[0], cache.shape[0]
-        first_seq, first_tile = cutlass.max(schedule[cta, 0], 0), cutlass.max(schedule[cta, 1], 0) * (SPLIT // TILE)
-        last_seq, end_tile = schedule[cta + 1, 0], schedule[cta + 1, 1] * (SPLIT // TILE)
+        first_seq, first_tile = cutlass.max(begins[0], 0), cutlass.max(begins[1], 0) * (SPLIT // TILE)
+        last_seq, end_tile = ends[0], ends[1] * (SPLIT // TILE)
         stop = cutlass.min(last_seq + 1, batch)
         # The first page numbers are asked for together with the first lengths.
         early = Int32(-1)
         if first_seq < batch:
             early = self.page_number(block_table, first_seq, first_tile * self.pages_a_tile + lane)
-        tiles_done, used = Int32(0), Int32(0)
+        slot, slot_phase, group, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for base in cutlass.range(first_seq, stop, 32, unroll=1):
             begin, end = Int32(0), Int32(0)
             limits = [Int32(0) for _ in range(self.next_n)]
@@ -289,8 +297,7 @@ class Fp8PagedMqaLogitsSm90:
                 first = cute.arch.shuffle_sync(begin, source)
                 tiles = cute.arch.shuffle_sync(end, source) - first
 
-                slot, phase = ring(used, self.sequences)
-                cute.arch.mbarrier_wait(q_empty + slot, phase ^ 1)
+                cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
                 values = [sequence, first, tiles]
                 for i in cutlass.range_constexpr(self.next_n):
                     values.append(cute.arch.shuffle_sync(limits[i], source))
@@ -303,7 +310,7 @@ class Fp8PagedMqaLogitsSm90:
                     for i in cutlass.range_constexpr(self.next_n):
                         row = weights[sequence * self.next_n + i, None]
                         cute.copy(weights_atom, row, sweights[None, i, slot], mbar_ptr=q_full + slot)
-                used += 1
+                slot, slot_phase = advance(slot, slot_phase, self.sequences)
 
                 numbers = early
                 if sequence != first_seq:
@@ -317,7 +324,7 @@ class Fp8PagedMqaLogitsSm90:
                     for i in cutlass.range_constexpr(self.pages_a_tile):
                         if own[i] >= 0 and own[i] < pages:
                             bits |= 1 << i
-                    stage, phase = ring(tiles_done, self.stages)
+                    stage = group * self.group_stages + turn
                     full = k_full + stage
                     cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
                     with cute.arch.elect_one():
@@ -326,12 +333,17 @@ class Fp8PagedMqaLogitsSm90:
                     for i in cutlass.range_constexpr(self.pages_a_tile):
                         if bits & (1 << i) != 0:
                             place = stage * self.pages_a_tile + i
-                            cute.copy(k_atom, tkg[None, own[i]], tks[None, place], tma_bar_ptr=full)
+                            policy = cutlass.Int64(EVICT_FIRST)
+                            cute.copy(
+                                k_atom, tkg[None, own[i]], tks[None, place], tma_bar_ptr=full, cache_policy=policy
+                            )
                             with cute.arch.elect_one():
                                 cute.copy(scales_atom, gscales[None, own[i]], scales[None, place], mbar_ptr=full)
-                    tiles_done += 1
-        slot, phase = ring(used, self.sequences)
-        cute.arch.mbarrier_wait(q_empty + slot, phase ^ 1)
+                    group += 1
+                    if group == self.groups:
+                        group = Int32(0)
+                        turn, phase = advance(turn, phase, self.group_stages)
+        cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
         with cute.arch.elect_one():
             facts[2, slot] = 0
             cute.arch.mbarrier_arrive(q_full + slot)
@@ -371,16 +383,17 @@ class Fp8PagedMqaLogitsSm90:
         ss = cute.make_tensor(scales.iterator, cute.make_layout((TILE, self.stages)))
         quad = lane % 4
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
-        # A lane stores one key of each of its rows: after the transposition odd lanes have the upper half of the keys,
-        # and lanes 2 and 3 the second query of a pair. Without a second query they have a copy of the first.
-        key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad & 1)
+        # A lane stores one key of each of its rows: after the transposition lanes 2 and 3 of a quad have the upper half
+        # of the keys, odd lanes the second query of a pair. Without a second query they have a copy of the first.
+        key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad // 2)
         own_page = key_in_tile // self.page
-        begin, mine, used = Int32(0), warp // 4, Int32(0)
-        tiles = Int32(1)
+        own_ring = warp // 4 * self.group_stages
+        slot, slot_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
+        mine, tiles = warp // 4, Int32(1)
         limits = cute.make_rmem_tensor((self.lane_rows,), Int32)
         while tiles > 0:
-            slot, phase = ring(used, self.sequences)
-            cute.arch.mbarrier_wait(q_full + slot, phase)
+            cute.arch.mbarrier_wait(q_full + slot, slot_phase)
             tiles = facts[2, slot]
             if tiles > 0:
                 sequence, first = facts[0, slot], facts[1, slot]
@@ -389,12 +402,13 @@ class Fp8PagedMqaLogitsSm90:
                         w[2 * j + c] = sw[j * 8 + quad * 2 + c, slot] * 0.5
                 rows = []
                 for i in cutlass.range_constexpr(self.lane_rows):
-                    row = cutlass.min(2 * i + quad // 2, self.next_n - 1)
+                    row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
                     limits[i] = facts[3 + row, slot]
                     rows.append(out[sequence * self.next_n + row, None])
                 while mine < tiles:
-                    stage, phase = ring(begin + mine, self.stages)
+                    stage = own_ring + turn
                     cute.arch.mbarrier_wait(k_full + stage, phase)
+                    turn, phase = advance(turn, phase, self.group_stages)
                     cute.nvgpu.warpgroup.fence()
                     for step in cutlass.range_constexpr(self.dim // 32):
                         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
@@ -412,18 +426,17 @@ class Fp8PagedMqaLogitsSm90:
                         a = head_sum(flat, w, 2 * i, self.heads)
                         if const_expr(2 * i + 1 < self.next_n):
                             b = head_sum(flat, w, 2 * i + 1, self.heads)
-                            value = quad_transpose(a[0], a[1], b[0], b[1], upper, odd)
+                            value = quad_transpose(a[0], b[0], a[1], b[1], upper, odd)
                             self.store(value * scale, seen, limits[i], rows[i], key)
                         else:
-                            value = quad_pair(a[0], a[1], odd)
-                            if quad < 2:
+                            value = quad_pair(a[0], a[1], upper)
+                            if not odd:
                                 self.store(value * scale, seen, limits[i], rows[i], key)
                     mine += self.groups
                 mine -= tiles
-                begin += tiles
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(q_empty + slot)
-                used += 1
+                slot, slot_phase = advance(slot, slot_phase, self.sequences)
 
     @cute.jit
     def store(self, value, seen, limit, row, key):
@@ -448,9 +461,7 @@ def compile_fp8_paged_mqa_logits(
 
     batch, rows = cute.sym_int(), cute.sym_int()
     q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1), 16)
-    cache = fake(
-        cutlass.Uint8, (cute.sym_int(), page_size * (dim + 4)), (cute.sym_int64(divisibility=16), 1), 16
-    )
+    cache = fake(cutlass.Uint8, (cute.sym_int(), page_size * (dim + 4)), (cute.sym_int64(divisibility=16), 1), 16)
     weights = fake(Float32, (rows, heads), (cute.sym_int64(divisibility=4), 1), 16)
     lengths = fake(Int32, (batch, cute.sym_int()), (cute.sym_int64(), 1), 4)
     block_table = fake(Int32, (batch, cute.sym_int()), (cute.sym_int64(), 1), 4)
@@ -458,15 +469,12 @@ def compile_fp8_paged_mqa_logits(
     out = fake(out_type, (rows, cute.sym_int()), (cute.sym_int64(divisibility=128 // out_type.width), 1), 16)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = Fp8PagedMqaLogitsSm90(heads, dim, next_n, page_size, out_type, config)
-    return compile_sm90(
-        kernel, q, cache, weights, lengths, block_table, schedule, out, Int32(0), Int32(0), stream
-    )
+    return compile_sm90(kernel, q, cache, weights, lengths, block_table, schedule, out, Int32(0), Int32(0), stream)
 
 
 def choose_config(heads: int, next_n: int) -> PagedMqaLogitsConfig:
     """The shipped configuration (measured: docs/kernel-notes.md)."""
-    columns = heads * next_n
-    return PagedMqaLogitsConfig(16, 2, 3 if columns <= 128 else 2)
+    return PagedMqaLogitsConfig(5, 2, 3) if heads * next_n <= 128 else PagedMqaLogitsConfig(8, 2, 2)
 
 
 def shipped_variants() -> list[tuple]:

@@ -119,7 +119,9 @@ def _logits(
     with backends.on_device(q):
         launch(
             q.view(-1, dim),
-            kv_cache.as_strided((pages, page_size * (dim + 4)), (kv_cache.stride(0) if pages > 1 else page_size * (dim + 4), 1)),
+            kv_cache.as_strided(
+                (pages, page_size * (dim + 4)), (kv_cache.stride(0) if pages > 1 else page_size * (dim + 4), 1)
+            ),
             _matrix("weights", weights),
             _matrix("context_lens", context_lens),
             _matrix("block_table", block_table),

@@ -266,7 +266,9 @@ def test_errors_name_the_argument():
         call(q[:, :, :24].contiguous(), cache, weights[:, :24], lengths, table, plan, columns)
     with pytest.raises(ValueError, match=r"kv_cache: the Hopper kernel takes page sizes \(32, 64\), got 16"):
         call(q, cache.view(-1, 16, 1, 132), weights, lengths, table, plan, columns)
-    with pytest.raises(ValueError, match=r"q: the Hopper kernel takes queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5"):
+    with pytest.raises(
+        ValueError, match=r"q: the Hopper kernel takes queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5"
+    ):
         call(q.new_zeros(2, 5, 64, 128), cache, weights.new_zeros(10, 64), lengths, table, plan, columns)
     with pytest.raises(ValueError, match="q: must be contiguous"):
         call(q[:, :, :32], cache, weights[:, :32], lengths, table, plan, columns)
