@@ -10,14 +10,17 @@ from dsa.ops.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, per_block_cas
 from dsa.ops.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
 from dsa.ops.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 from dsa.ops.indexer_cache import read_indexer_cache, write_indexer_cache
+from dsa.ops.indexer_inputs import quantize_indexer_queries, write_indexer_keys
 from dsa.ops.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.ops.per_token_cast_to_fp8 import per_token_cast_to_fp8
+from dsa.ops.rotary import apply_rotary
 from dsa.ops.sliding_window_attention import merge_attention, sliding_window_attention
 from dsa.ops.topk_indices import topk_indices
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "apply_rotary",
     "backend",
     "dequantize_per_block",
     "flash_mla_sparse_fwd",
@@ -33,11 +36,13 @@ __all__ = [
     "num_sms",
     "per_block_cast_to_fp8",
     "per_token_cast_to_fp8",
+    "quantize_indexer_queries",
     "read_indexer_cache",
     "read_kv_cache",
     "sliding_window_attention",
     "topk_indices",
     "use_backend",
     "write_indexer_cache",
+    "write_indexer_keys",
     "write_kv_cache",
 ]

@@ -70,6 +70,32 @@ def _fp8_paged_mqa_logits(device: str) -> None:
     _check_logits("logits", got, expected)
 
 
+def _indexer_inputs(device: str) -> None:
+    """Norm, rope on the first 64 channels in halves, Hadamard, and the scores that come of it."""
+    signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)], dtype=torch.double)
+    angles = torch.randn(40, 32, device=device)
+    cos, sin = angles.cos(), angles.sin()
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        pair = torch.complex(x[..., :32], x[..., 32:64]) * torch.exp(1j * angles.double().cpu())[:, None]
+        return torch.cat((pair.real, pair.imag, x[..., 64:]), -1) @ signs / 128**0.5
+
+    q, k = (torch.randn(shape, device=device).bfloat16() for shape in ((40, 16, 128), (40, 128)))
+    weights, gain, bias = (torch.randn(n, device=device) for n in ((40, 16), 128, 128))
+    q8, w8 = dsa.quantize_indexer_queries(q, weights, cos, sin)
+    back = q8.double() * (w8 / weights).double()[..., None]
+    assert_close("q", back.cpu(), turned(q.double().cpu()), abs_tol=3e-2, rel_tol=0.075, cos_tol=2e-3)
+    cache = torch.full((3, 64, 1, 132), 0xFF, dtype=torch.uint8, device=device)
+    slots = torch.arange(40, device=device) + 50
+    dsa.write_indexer_keys(k, gain, bias, cos, sin, cache, slots)
+    k8, scale = dsa.read_indexer_cache(cache, slots)
+    x = k.double().cpu()
+    x = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
+    expected = turned((x * gain.double().cpu() + bias.double().cpu())[:, None])[:, 0]
+    back = k8.double().cpu() * scale.double().cpu()[:, None]
+    assert_close("k", back, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
+
+
 def _topk_indices(device: str) -> None:
     scores = torch.randn(5, 300, device=device).round(decimals=1)
     got = dsa.topk_indices(scores, 64).cpu()
@@ -140,6 +166,7 @@ SELF_TESTS: dict[str, Callable[[str], None]] = {
     "fp8_gemm_nt": _fp8_gemm_nt,
     "fp8_mqa_logits": _fp8_mqa_logits,
     "fp8_paged_mqa_logits": _fp8_paged_mqa_logits,
+    "indexer_inputs": _indexer_inputs,
     "topk_indices": _topk_indices,
     "flash_mla_with_kvcache": _flash_mla_with_kvcache,
     "flash_mla_sparse_fwd": _flash_mla_sparse_fwd,

@@ -11,17 +11,20 @@ from .fp8_cast import (
 from .fp8_gemm import fp8_gemm_nt
 from .hadamard import hadamard_transform
 from .indexer_cache import read_indexer_cache, write_indexer_cache
+from .indexer_inputs import quantize_indexer_queries, write_indexer_keys
 from .indexer_logits import fp8_mqa_logits, mqa_logits
 from .kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from .mla_decode import flash_mla_with_kvcache
 from .mla_metadata import FlashMLASchedMeta, get_mla_metadata
 from .mla_prefill import flash_mla_sparse_fwd
 from .paged_indexer_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
+from .rotary import apply_rotary
 from .sliding_window import merge_attention, sliding_window_attention
 from .topk import topk_indices
 
 __all__ = [
     "FlashMLASchedMeta",
+    "apply_rotary",
     "ceil_to_ue8m0",
     "dequantize_per_block",
     "dequantize_per_token",
@@ -39,10 +42,12 @@ __all__ = [
     "per_block_cast_to_fp8",
     "per_row_cast_to_fp8",
     "per_token_cast_to_fp8",
+    "quantize_indexer_queries",
     "read_indexer_cache",
     "read_kv_cache",
     "sliding_window_attention",
     "topk_indices",
     "write_indexer_cache",
+    "write_indexer_keys",
     "write_kv_cache",
 ]

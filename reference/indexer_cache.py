@@ -9,7 +9,7 @@ import torch
 
 from .checks import check_tensor
 
-_SLOTS = (torch.int32, torch.int64)
+SLOTS = (torch.int32, torch.int64)
 
 
 def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -23,12 +23,8 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
     Every other byte of the cache stays as it is. Raises ValueError for a slot below -1 or beyond the cache, and for
     other dtypes, shapes and strides.
     """
-    check_tensor("k", k, (torch.float8_e4m3fn,), ("T", "D"))
-    check_tensor("k_scale", k_scale, (torch.float32,), (k.shape[0],))
-    check_tensor("slots", slots, _SLOTS, (k.shape[0],))
+    check_write(k, k_scale, cache, slots)
     values, scales = _planes(cache)
-    if values.shape[2] != k.shape[1]:
-        raise ValueError(f"cache: the last dimension must be D + 4 = {k.shape[1] + 4}, got {cache.shape[-1]}")
     capacity = cache.shape[0] * cache.shape[1]
     check_writable_slots(slots, capacity)
     keep = slots >= 0
@@ -46,7 +42,7 @@ def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.
 
     Raises ValueError for other dtypes, shapes and strides.
     """
-    check_tensor("slots", slots, _SLOTS, ("T",))
+    check_read(cache, slots)
     values, scales = _planes(cache)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     page, offset = split_slots(slots[valid], cache.shape[1])
@@ -69,16 +65,37 @@ def check_writable_slots(slots: torch.Tensor, capacity: int) -> None:
         raise ValueError(f"slots: must be -1 or in [0, {capacity}), got {slots[bad][0].item()}")
 
 
-def _planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the cache's bytes: values [pages, P, D] and scales [pages, P, 4]."""
+def check_write(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """The checks of `write_indexer_cache`, but for the slots' values."""
+    check_tensor("k", k, (torch.float8_e4m3fn,), ("T", "D"))
+    check_tensor("k_scale", k_scale, (torch.float32,), (k.shape[0],))
+    check_tensor("slots", slots, SLOTS, (k.shape[0],))
+    check_cache(cache, k.shape[1])
+
+
+def check_read(cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """The checks of `read_indexer_cache`."""
+    check_tensor("slots", slots, SLOTS, ("T",))
+    check_cache(cache)
+
+
+def check_cache(cache: torch.Tensor, dim: int | None = None) -> None:
+    """`cache` is laid out as this module says, for keys of `dim` channels."""
     check_tensor("cache", cache, (torch.uint8,), ("pages", "P", 1, "D + 4"))
-    pages, page_size, _, width = cache.shape
+    page_size, width = cache.shape[1], cache.shape[3]
     if width <= 4 or page_size == 0:
         raise ValueError(f"cache: shape must be [pages, P >= 1, 1, D + 4 >= 5], got {list(cache.shape)}")
     if (page_size > 1 and cache.stride(1) != width) or cache.stride(3) != 1:
         raise ValueError(
             f"cache: every page must be contiguous (strides [any, {width}, any, 1]), got strides {list(cache.stride())}"
         )
+    if dim is not None and width != dim + 4:
+        raise ValueError(f"cache: the last dimension must be D + 4 = {dim + 4}, got {width}")
+
+
+def _planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the cache's bytes: values [pages, P, D] and scales [pages, P, 4]."""
+    pages, page_size, _, width = cache.shape
     d = width - 4
     page_stride = cache.stride(0)
     values = cache.as_strided((pages, page_size, d), (page_stride, d, 1), cache.storage_offset())

@@ -1,4 +1,6 @@
-"""Lightning-indexer scores over a paged key cache: out[b n + i, s] = kscale[b, s] * sum_h w[b n + i, h] * relu(q[b, i, h] . k[b, s]).
+"""Lightning-indexer scores over a paged key cache.
+
+out[b n + i, s] = kscale[b, s] * sum_h w[b n + i, h] * relu(q[b, i, h] . k[b, s])
 
 Plan
 - A wgmma tile has 64 keys as rows and the N = next_n * H (query, head) pairs of one sequence as columns: the keys are
@@ -40,7 +42,7 @@ EVICT_FIRST = 0x12F0000000000000  # TMA's encoding of the cache policy: keys are
 
 @dataclass(frozen=True)
 class PagedMqaLogitsConfig:
-    """stages: tiles of keys in flight for each warpgroup; sequences: slots of queries; groups: math warpgroups, 2 to 4."""
+    """stages: key tiles in flight for each warpgroup; sequences: slots of queries; groups: math warpgroups, 2 to 4."""
 
     stages: int
     sequences: int

@@ -8,7 +8,6 @@ from dsa_layers.kv_cache import LayerCache
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.rope import apply_rotary
 from dsa_layers.sequence_batch import SequenceBatch
 
 
@@ -72,9 +71,9 @@ class DSAAttention(nn.Module):
         qr = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(qr).unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
         q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
-        q_pe = apply_rotary(q_pe, cos, sin, interleaved=True)
+        q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
         latent, k_pe = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.rope_dim), -1)
-        kv = torch.cat((self.kv_a_layernorm(latent), apply_rotary(k_pe, cos, sin, interleaved=True)), -1)
+        kv = torch.cat((self.kv_a_layernorm(latent), dsa.apply_rotary(k_pe, cos, sin, interleaved=True)), -1)
         if cache is not None:
             dsa.write_kv_cache(kv, cache.latent, batch.slots)
 

@@ -9,7 +9,6 @@ import dsa
 from dsa_layers.kv_cache import LayerCache
 from dsa_layers.layers.linear import Linear, make_linear
 from dsa_layers.layers.norm import LayerNorm
-from dsa_layers.layers.rope import apply_rotary
 from dsa_layers.sequence_batch import SequenceBatch
 
 
@@ -64,57 +63,71 @@ class LightningIndexer(nn.Module):
         *,
         paged_slots: bool = False,
     ) -> torch.Tensor:
-        q = apply_rotary(self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), cos, sin, **self.rope)
+        q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim))
         weights = nn.functional.linear(x.float(), self.weights_proj.weight.float())
         weights = weights * (self.n_heads**-0.5 * self.head_dim**-0.5)
-        k = self.keys(x, cos, sin)
-        if cache is not None:
-            self._store(k, batch, cache)
         if self.quantize:
-            q, scale = dsa.per_token_cast_to_fp8(q, True, hadamard=True)
-            weights = weights * scale.squeeze(-1)
+            q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, **self.rope)
+        else:
+            q = dsa.apply_rotary(q, cos, sin, **self.rope)
+        if cache is not None:
+            self.store_keys(x, cos, sin, batch, cache)
         if self.quantize and batch.is_decode and cache is not None:
             return self._select_paged(q, weights, batch, cache, paged_slots)
-        return self._select(q, weights, k, batch, cache, paged_slots)
-
-    def keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> k [T, head_dim], before quantisation."""
-        return apply_rotary(self.k_norm(self.wk(x)), cos, sin, **self.rope)
+        return self._select(q, weights, self._all_keys(x, cos, sin, batch, cache), batch, paged_slots)
 
     @torch.no_grad()
     def store_keys(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: SequenceBatch, cache: LayerCache
     ) -> None:
         """Only write the new tokens' keys to the cache: for passes that attend densely."""
-        self._store(self.keys(x, cos, sin), batch, cache)
-
-    def _store(self, k: torch.Tensor, batch: SequenceBatch, cache: LayerCache) -> None:
         if self.quantize != cache.index_is_fp8:
             raise ValueError(
                 f"cache: an indexer with quantize={self.quantize} needs "
                 f"{'FP8' if self.quantize else 'float'} index pages, got {cache.index.dtype}"
             )
         if self.quantize:
-            dsa.write_indexer_cache(*_quantize_keys(k), cache.index, batch.slots)
+            norm = self.k_norm
+            affine = norm.weight.float(), norm.bias.float()
+            dsa.write_indexer_keys(self.wk(x), *affine, cos, sin, cache.index, batch.slots, eps=norm.eps, **self.rope)
         else:
-            dsa.write_kv_cache(k, cache.index, batch.slots)
+            dsa.write_kv_cache(self._keys(x, cos, sin), cache.index, batch.slots)
+
+    def _keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> k [T, head_dim], before quantisation."""
+        return dsa.apply_rotary(self.k_norm(self.wk(x)), cos, sin, **self.rope)
+
+    def _all_keys(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: SequenceBatch,
+        cache: LayerCache | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """All keys of the sequences packed in a row, those of this pass or gathered from the cache; quantised, with
+        their scales, if `quantize`."""
+        if cache is not None:
+            read = dsa.read_indexer_cache if self.quantize else dsa.read_kv_cache
+            return read(cache.index, batch.key_slots)
+        k = self._keys(x, cos, sin)
+        if not self.quantize:
+            return k
+        k, scale = dsa.per_token_cast_to_fp8(k, True, hadamard=True)
+        return k, scale.squeeze(-1)
 
     def _select(
         self,
         q: torch.Tensor,
         weights: torch.Tensor,
-        k: torch.Tensor,
+        keys: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         batch: SequenceBatch,
-        cache: LayerCache | None,
         paged_slots: bool,
     ) -> torch.Tensor:
-        """Score against all keys packed in a row: those of this pass, or gathered from the cache."""
         starts, lengths = batch.key_starts, batch.visible_keys
         if self.quantize:
-            keys = _quantize_keys(k) if cache is None else dsa.read_indexer_cache(cache.index, batch.key_slots)
             scores = dsa.fp8_mqa_logits(q, keys, weights, starts, starts + lengths, clean_logits=False)
         else:
-            keys = k if cache is None else dsa.read_kv_cache(cache.index, batch.key_slots)
             scores = dsa.mqa_logits(q.float(), keys.float(), weights, starts, starts + lengths)
         paging = {}
         if paged_slots:
@@ -132,8 +145,3 @@ class LightningIndexer(nn.Module):
         )
         paging = {"block_table": batch.block_table, "page_size": batch.page_size} if paged_slots else {}
         return dsa.topk_indices(scores, self.top_k, lengths=lengths, **paging)
-
-
-def _quantize_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    k, scale = dsa.per_token_cast_to_fp8(k, True, hadamard=True)
-    return k, scale.squeeze(-1)

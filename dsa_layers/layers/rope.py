@@ -1,7 +1,6 @@
-"""Rotary position embedding: plain and YaRN frequencies, both pairings, on the first or the last dimensions."""
+"""Rotary position embedding: plain and YaRN frequencies, and their angles. `dsa.apply_rotary` turns the vectors."""
 
 import math
-from typing import Literal
 
 import torch
 from torch import nn
@@ -52,30 +51,3 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions.float()[:, None] * self.frequencies
         return angles.cos() * self.scale, angles.sin() * self.scale
-
-
-def apply_rotary(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    interleaved: bool,
-    dims: Literal["first", "last"] = "first",
-) -> torch.Tensor:
-    """Rotate the first or last R = 2 * cos.shape[-1] dimensions of x; the others pass.
-
-    (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) if `interleaved`, else (i, i + R / 2).
-    x [T, ..., D] float, cos and sin fp32 [T, R / 2]. fp32 inside; returns x's shape and dtype.
-    DeepSeek-V3.2 pairs interleaved in MLA and half-split in the indexer: the wrong one still runs, and answers wrongly.
-    """
-    rotated = 2 * cos.shape[-1]
-    if rotated > x.shape[-1]:
-        raise ValueError(f"x: the last dimension must be at least {rotated} for these cos and sin, got {x.shape[-1]}")
-    part, rest = (x[..., :rotated], x[..., rotated:]) if dims == "first" else (x[..., -rotated:], x[..., :-rotated])
-    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[-1],)
-    cos, sin = cos.view(shape), sin.view(shape)
-    a, b = part.float().unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.float().chunk(2, -1)
-    pair = (a * cos - b * sin, a * sin + b * cos)
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest) if dims == "first" else (rest, turned), -1)

@@ -1,4 +1,4 @@
-"""The paged index-score kernel and its plan against the references on the GPU: calc_diff below 5e-6, -inf mask equal."""
+"""The paged index-score kernel and its plan against the references, both on the GPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def int32(values):
 
 
 class Case:
-    """Sequences of random keys in random pages of a cache whose other bytes are NaN; garbage in the rest of the table."""
+    """Sequences of random keys in random pages of a cache whose other bytes are NaN; garbage in the table's rest."""
 
     def __init__(self, lengths, next_n=1, heads=64, dim=128, page_size=64, spare_pages=3):
         used = [-(-n // page_size) for n in lengths]

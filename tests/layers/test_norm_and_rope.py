@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from dsa import apply_rotary
 from dsa_layers.layers.norm import LayerNorm, RMSNorm
-from dsa_layers.layers.rope import RotaryEmbedding, apply_rotary, rope_frequencies, yarn_frequencies, yarn_mscale
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies, yarn_frequencies, yarn_mscale
 
 
 def test_rms_norm():

@@ -1,0 +1,31 @@
+"""A page of the indexer's key cache: P x D values and then P fp32 scales."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+
+@cute.jit
+def find_slot(cache: cute.Tensor, slot, page_size: Int32, divisor: cute.FastDivmodDivisorV2):
+    """(whether the slot is in the cache, its page, its offset in the page). cache [pages, bytes]; a slot outside gives
+    the cache's first."""
+    exists = Int64(slot) >= 0 and Int64(slot) < Int64(cache.shape[0]) * page_size
+    place = Int32(0)
+    if exists:
+        place = Int32(slot)
+    page, offset = divmod(place, divisor)
+    return exists, page, offset
+
+
+@cute.jit
+def page_planes(
+    cache: cute.Tensor, page: Int32, page_size: Int32, dim: cutlass.Constexpr, value_type: cutlass.Constexpr
+):
+    """(values [P, D] of value_type, scales [P] fp32) of a page, in place."""
+    start = (cache.iterator + page * cache.stride[0]).align(16)
+    values = cute.make_tensor(
+        cute.recast_ptr(start, dtype=value_type), cute.make_layout((page_size, dim), stride=(dim, 1))
+    )
+    # D is a multiple of 16 bytes, and so is P * D.
+    behind = (start + page_size * dim).align(16)
+    return values, cute.make_tensor(cute.recast_ptr(behind, dtype=Float32), cute.make_layout(page_size))

@@ -1,0 +1,109 @@
+"""FP8 e4m3 quantisation of a group of 128 channels that a few neighbouring lanes hold in registers.
+
+A lane has `channels` consecutive channels as fp32; GROUP / channels lanes make a group. The order of the operations and
+their fp32 arithmetic are the references', so results agree bit for bit.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
+
+GROUP = 128
+E4M3_MAX = 448.0
+AMAX_MIN = 1e-4
+
+
+@cute.jit
+def hadamard(v: cute.Tensor, lane: Int32, channels: cutlass.Constexpr):
+    """v <- H128 v over the group's lanes, times 128^-0.5. Channel index = lane * channels + position in v."""
+    for log in cutlass.range_constexpr(7):
+        stride = 1 << log
+        if const_expr(stride < channels):
+            for i in cutlass.range_constexpr(channels):
+                if const_expr(i & stride == 0):
+                    a, b = v[i], v[i + stride]
+                    v[i], v[i + stride] = a + b, a - b
+        else:
+            lane_bit = stride // channels
+            # The upper lane's result is partner - own: flip the own value's sign instead of branching.
+            sign = Float32(1.0)
+            if lane & lane_bit != 0:
+                sign = Float32(-1.0)
+            for i in cutlass.range_constexpr(channels):
+                partner = cute.arch.shuffle_sync_bfly(v[i], offset=lane_bit)
+                v[i] = sign * v[i] + partner
+    for i in cutlass.range_constexpr(channels):
+        v[i] = v[i] * Float32(GROUP**-0.5)
+
+
+@cute.jit
+def round_to(v: cute.Tensor, dtype: cutlass.Constexpr):
+    """v <- v rounded to dtype, kept as fp32."""
+    if const_expr(dtype is BFloat16):
+        # Packed by hand: the compiler's own round trip converts one element at a time, at a quarter of the rate.
+        for i in cutlass.range_constexpr(0, cute.size(v), 2):
+            pair = cute.arch.inline_ptx(
+                "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[v[i + 1], v[i]]
+            )
+            v[i], v[i + 1] = (pair << 16).bitcast(Float32), (pair & Uint32(0xFFFF0000)).bitcast(Float32)
+    elif const_expr(dtype is not Float32):
+        v.store(v.load().to(dtype).to(Float32))
+
+
+@cute.jit
+def _divide(v: cute.Tensor, scale: Float32):
+    """v <- v / scale, correctly rounded (Markstein): a third of the instructions of a division an element.
+
+    With the signs as they stand, -0 stays -0. For an infinite scale the residual must not become 0 * infinity.
+    """
+    reciprocal = Float32(1.0) / scale
+    finite = scale
+    if scale == Float32(float("inf")):
+        finite = Float32(0.0)
+    for i in cutlass.range_constexpr(cute.size(v)):
+        quotient = v[i] * reciprocal
+        residual = cute.math.fma(quotient, finite, -v[i])
+        v[i] = cute.math.fma(-residual, reciprocal, quotient)
+
+
+@cute.jit
+def _div_by_448(amax: Float32) -> Float32:
+    """amax / 448, correctly rounded without the division's slow path; infinity and NaN stay."""
+    reciprocal = Float32(1.0 / E4M3_MAX)
+    quotient = amax * reciprocal
+    remainder = cute.math.fma(-quotient, Float32(E4M3_MAX), amax)
+    result = amax
+    if amax < Float32(float("inf")):
+        result = cute.math.fma(remainder, reciprocal, quotient)
+    return result
+
+
+@cute.jit
+def _ceil_to_ue8m0(scale: Float32) -> Float32:
+    """The next power of two at or above a positive normal number; infinity and NaN stay."""
+    bits = scale.bitcast(Uint32)
+    up = ((bits + Uint32(0x007FFFFF)) & Uint32(0xFF800000)).bitcast(Float32)
+    result = scale
+    if scale < Float32(float("inf")):
+        result = up
+    return result
+
+
+@cute.jit
+def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
+    """v <- v / scale, and the group's scale: amax / 448, amax at least 1e-4, or the power of two above. NaN stays."""
+    amax = Float32(AMAX_MIN)
+    for i in cutlass.range_constexpr(channels):
+        amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)
+    lane_bit = 1
+    while const_expr(lane_bit < GROUP // channels):
+        amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=lane_bit), nan=True)
+        lane_bit *= 2
+    scale = _div_by_448(amax)
+    if const_expr(use_ue8m0):
+        scale = _ceil_to_ue8m0(scale)
+        # The approximate reciprocal is exact for powers of two, 0 for infinity and NaN for NaN.
+        v.store(v.load() * cute.arch.rcp_approx(scale))
+    else:
+        _divide(v, scale)
+    return scale

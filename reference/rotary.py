@@ -1,0 +1,46 @@
+"""Rotary position embedding applied to queries or keys."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .checks import FLOATS, check_tensor
+
+DIMS = ("first", "last")
+
+
+def apply_rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, dims: str = "first"
+) -> torch.Tensor:
+    """Rotate the first or last R = 2 * cos.shape[-1] dimensions of x; the others pass.
+
+    (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) if `interleaved`, else (i, i + R / 2).
+    x [T, ..., D] float, cos and sin fp32 [T, R / 2]. fp32 inside; returns x's shape and dtype.
+    DeepSeek-V3.2 pairs interleaved in MLA and half-split in the indexer: the wrong one still runs, and answers wrongly.
+    """
+    check_rotary("x", x, cos, sin, dims)
+    rotated = 2 * cos.shape[-1]
+    part, rest = (x[..., :rotated], x[..., rotated:]) if dims == "first" else (x[..., -rotated:], x[..., :-rotated])
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[-1],)
+    cos, sin = cos.view(shape), sin.view(shape)
+    a, b = part.float().unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.float().chunk(2, -1)
+    pair = (a * cos - b * sin, a * sin + b * cos)
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest) if dims == "first" else (rest, turned), -1)
+
+
+def check_rotary(name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dims: str) -> None:
+    """The checks of `apply_rotary`; `name` is x's."""
+    shape: Sequence[int | str] = tuple(x.shape) if isinstance(x, torch.Tensor) else ()
+    check_tensor(name, x, FLOATS, shape)
+    if x.dim() < 2:
+        raise ValueError(f"{name}: must have at least 2 dimensions, got shape {list(x.shape)}")
+    check_tensor("cos", cos, (torch.float32,), (x.shape[0], "R / 2"))
+    check_tensor("sin", sin, (torch.float32,), tuple(cos.shape))
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
+        )
+    if dims not in DIMS:
+        raise ValueError(f"dims: must be 'first' or 'last', got {dims!r}")
