@@ -1,5 +1,4 @@
-"""One module per op: `run()` times it beside the peers that can be imported and returns rows for the receipt.
+"""One module per op: SHAPES, the most telling first, and `case(*shape)`, which makes the inputs and the calls to time.
 
-A row is {"shape": str, "ms": float, "figure": str, "peer": str | None, "peer_ms": float | None, "ratio": float | None}
-with ratio = peer_ms / ms, so above 1 is faster than the best peer of the same run.
+A module whose kernel has tile configurations also has `tuning()`, and `dsa tune` searches them.
 """

@@ -1,13 +1,16 @@
-"""Index scores over contiguous keys: TFLOP/s on the pairs in range, beside DeepGEMM."""
+"""Index scores over contiguous keys: TFLOP/s on the pairs in range, beside DeepGEMM and cuDNN-frontend."""
 
-from collections.abc import Callable
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import dsa
-from benchmarks.table import row
-from dsa.testing import bench, fp8_gemm_rate
+from benchmarks.harness.case import Call, Case
+from dsa.testing import calc_diff, fp8_gemm_rate
+
+if TYPE_CHECKING:
+    from benchmarks.harness.tune import Tuning
 
 # queries, keys, heads, head dimension; causal
 SHAPES = [
@@ -17,29 +20,88 @@ SHAPES = [
     (8192, 65536, 32, 128),
     (4096, 8192, 32, 64),
 ]
+_ceiling = cache(fp8_gemm_rate)
 
 
-def _peers(*arguments: Any) -> dict[str, Callable[[], object]]:
+def _peers(
+    q: torch.Tensor, kv: Any, weights: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
+) -> dict[str, Call]:
+    peers: dict[str, Call] = {}
     try:
         import deep_gemm
+
+        peers["deepgemm"] = partial(deep_gemm.fp8_mqa_logits, q, kv, weights, starts, ends, clean_logits=True)
     except ImportError:
-        return {}
-    return {"deepgemm": lambda: deep_gemm.fp8_mqa_logits(*arguments, clean_logits=True)}
+        pass
+    try:
+        from cudnn import DSA
+    except ImportError:
+        return peers
+    queries, heads, _ = q.shape
+    offset = torch.full((1,), len(kv[0]) - queries, dtype=torch.int32, device="cuda")
+    # It takes the queries' scales apart; its keys are causal from `offset` on.
+    call = partial(
+        DSA.indexer_forward_wrapper,
+        q[None],
+        kv[0][None, :, None],
+        weights[None],
+        ratio=1,
+        qhead_per_kv_head=heads,
+        precision="fp8",
+        q_scale=torch.ones(1, queries, heads, device="cuda"),
+        k_scale=kv[1][None, :, None],
+        q_causal_offsets=offset,
+    )
+    try:
+        call()
+        peers["cudnn-frontend"] = call
+    except Exception:  # it takes some shapes only, and says so in as many ways
+        pass
+    return peers
 
 
-def run() -> list[dict[str, Any]]:
-    ceiling = fp8_gemm_rate()
-    rows = []
-    for queries, keys, heads, dim in SHAPES:
-        q = torch.randn(queries, heads, dim, device="cuda").to(torch.float8_e4m3fn)
-        kv = torch.randn(keys, dim, device="cuda").to(torch.float8_e4m3fn), torch.rand(keys, device="cuda") + 0.5
-        weights = torch.randn(queries, heads, device="cuda")
-        starts = torch.zeros(queries, dtype=torch.int32, device="cuda")
-        ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
-        arguments = (q, kv, weights, starts, ends)
-        calls = {"dsa": lambda a=arguments: dsa.fp8_mqa_logits(*a), **_peers(*arguments)}
-        times = bench(calls, repeats=15)
-        rate = 2 * int((ends - starts).sum()) * heads * dim / (times["dsa"] * 1e-3)
-        figure = f"{rate / 1e12:.0f} TFLOP/s, {rate / ceiling:.0%} of FP8 GEMM"
-        rows.append(row(f"{queries} x {keys}, H {heads}, D {dim}, causal, cleaned", times, figure))
-    return rows
+def case(queries: int, keys: int, heads: int, dim: int) -> Case:
+    q = torch.randn(queries, heads, dim, device="cuda").to(torch.float8_e4m3fn)
+    kv = torch.randn(keys, dim, device="cuda").to(torch.float8_e4m3fn), torch.rand(keys, device="cuda") + 0.5
+    weights = torch.randn(queries, heads, device="cuda")
+    starts = torch.zeros(queries, dtype=torch.int32, device="cuda")
+    ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
+    arguments = (q, kv, weights, starts, ends)
+    flop = 2 * int((ends - starts).sum()) * heads * dim
+
+    def figure(ms: float) -> str:
+        rate = flop / (ms * 1e-3)
+        return f"{rate / 1e12:.0f} TFLOP/s, {rate / _ceiling():.0%} of FP8 GEMM"
+
+    def check(got: torch.Tensor) -> None:
+        with dsa.use_backend("reference"):
+            expected = dsa.fp8_mqa_logits(*arguments)
+        if not (diff := calc_diff(got, expected)) < 5e-6:
+            raise AssertionError(f"calc_diff {diff:.2g}")
+
+    calls = {"dsa": [partial(dsa.fp8_mqa_logits, *arguments)]}
+    calls |= {name: [call] for name, call in _peers(*arguments).items()}
+    return Case(f"{queries} x {keys}, H {heads}, D {dim}, causal, cleaned", calls, figure, check, repeats=15)
+
+
+def tuning() -> "Tuning":
+    from benchmarks.harness.tune import Tuning, TuningClass
+    from dsa.kernels import fp8_mqa_logits_sm90 as kernels
+
+    shapes = {
+        64: [(2048, 8192), (4096, 32768)],
+        32: [(4096, 8192), (4096, 32768)],
+        16: [(8192, 8192)],
+        8: [(8192, 8192)],
+    }
+    return Tuning(
+        kernels.MqaLogitsConfig,
+        kernels.compile_fp8_mqa_logits,
+        {
+            f"heads {heads}": TuningClass(
+                lambda config, heads=heads: config.fits(heads),
+                {(*size, heads, 128): (heads, 128, "float32", True, False) for size in sizes},
+            )
+            for heads, sizes in shapes.items()
+        },
+    )

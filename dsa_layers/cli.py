@@ -1,4 +1,4 @@
-"""The `dsa` command: generate, check, bench, tiny."""
+"""The `dsa` command: generate, check, bench, tune, tiny."""
 
 import argparse
 import sys
@@ -50,6 +50,16 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
     bench.add_argument("op")
     bench.add_argument("--csv", type=Path, help="also write the rows to this file")
+    bench.add_argument("--png", type=Path, help="also draw the rows into this file (needs matplotlib)")
+    bench.add_argument(
+        "--profile", action="store_true", help="where the first shape's time goes, by the torch profiler and ncu"
+    )
+
+    tune = commands.add_parser("tune", help="search an op's tile configurations (needs a Hopper GPU)")
+    tune.set_defaults(run=_tune)
+    tune.add_argument("op")
+    tune.add_argument("--output", type=Path, help="write the winners here; default: the data that the op loads")
+    tune.add_argument("--jobs", type=_positive, help="compiling processes; default: one a core")
 
     tiny = commands.add_parser("tiny", help="write a small random DeepSeek-V3.2 checkpoint in the published format")
     tiny.set_defaults(run=_tiny)
@@ -120,23 +130,37 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    import importlib
-    import pkgutil
+    from benchmarks.harness import case, plot, profile, table
 
-    import benchmarks
-    from benchmarks.table import print_table, write_csv
+    module = case.load(args.op)
+    _need_a_gpu("a benchmark")
+    if args.profile:
+        first = module.case(*module.SHAPES[0])
+        print(f"{args.op}: {first.name}\n{profile.torch_table(first)}\n{profile.ncu_table(args.op)}")
+        return 0
+    rows = case.run(args.op)
+    table.print_table(args.op, rows)
+    if args.csv:
+        table.write_csv(rows, args.csv)
+    if args.png:
+        plot.write_png(args.op, rows, args.png)
+    return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from benchmarks.harness import case, tune
+
+    case.load(args.op)
+    _need_a_gpu("tuning")
+    tune.tune(args.op, args.output, args.jobs)
+    return 0
+
+
+def _need_a_gpu(what: str) -> None:
     from dsa import backends
 
-    ops = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name != "table")
-    if args.op not in ops:
-        raise ValueError(f"no benchmark for {args.op!r}; there are: {', '.join(ops)}")
     if reason := backends.why_no_kernels():
-        raise RuntimeError(f"a benchmark needs a Hopper GPU: {reason}")
-    rows = importlib.import_module(f"benchmarks.{args.op}").run()
-    print_table(args.op, rows)
-    if args.csv:
-        write_csv(rows, args.csv)
-    return 0
+        raise RuntimeError(f"{what} needs a Hopper GPU: {reason}")
 
 
 def _tiny(args: argparse.Namespace) -> int:

@@ -31,24 +31,34 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
 from dsa.cute.head_sum import head_sum, quad_transpose
 from dsa.cute.ring import advance
+from dsa.cute.tuning import choices, tuned
 
 BLOCK_K = 64
 WARPGROUP = 128
 FILL_THREADS = 96
 NEVER = 2**30
+SHARED_BYTES = 232448
+# By warpgroups, of math threads and others: what the launch gave, redistributed.
+REGISTERS = {2: (232, 40), 3: (160, 32)}
 
 
 @dataclass(frozen=True)
 class MqaLogitsConfig:
-    """columns: N; stages: key tiles in flight for each warpgroup; groups: math warpgroups, 2 or 3."""
+    """columns: N; stages: key tiles in flight for each warpgroup; groups: math warpgroups."""
 
-    columns: int
-    stages: int
-    groups: int
+    columns: int = choices(128, 256)
+    stages: int = choices(3, 4, 5, 6, 8)
+    groups: int = choices(2, 3)
 
     @property
     def threads(self) -> int:
         return (self.groups + 1) * WARPGROUP
+
+    def fits(self, heads: int) -> bool:
+        """Whether the hardware takes it: registers, shared memory for 128 channels, four queries a block at least."""
+        held = self.columns // 2 + self.columns // 4 + 24
+        shared = (2 * self.columns + self.groups * self.stages * BLOCK_K) * 128 + 3 * 1024
+        return held <= REGISTERS[self.groups][0] and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
 
 
 class Fp8MqaLogitsSm90:
@@ -66,8 +76,7 @@ class Fp8MqaLogitsSm90:
         self.n, self.group_stages, self.groups = cfg.columns, cfg.stages, cfg.groups
         self.stages = cfg.groups * cfg.stages
         self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
-        # Registers a thread: what the launch gave all of them, redistributed.
-        self.math_registers, self.other_registers = {2: (232, 40), 3: (160, 32)}[cfg.groups]
+        self.math_registers, self.other_registers = REGISTERS[cfg.groups]
         self.block_q = cfg.columns // heads
         self.lane_q = self.block_q // 4  # queries that a lane stores: every fourth
         self.k_steps = dim // 32
@@ -405,15 +414,15 @@ def compile_fp8_mqa_logits(
 
 
 def choose_config(heads: int) -> MqaLogitsConfig:
-    """The shipped configuration (measured: docs/kernel-notes.md). Fewer heads mean more queries a tile, whose ranges
-    and reductions need registers and time: smaller tiles, and a third warpgroup."""
-    return MqaLogitsConfig(256, 8, 2) if heads == 64 else MqaLogitsConfig(128, 5, 3)
+    """The measured winner. Fewer heads mean more queries a tile, whose ranges and reductions need registers and time:
+    smaller tiles, and a third warpgroup (docs/kernel-notes.md)."""
+    return tuned(MqaLogitsConfig, "fp8_mqa_logits", f"heads {heads}")
 
 
-def choose_chunk(queries: int, keys: int, heads: int, sms: int) -> tuple[int, int]:
+def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, int]:
     """Key tiles in a unit of work, and the number of units: all tiles of a block of queries where these blocks fill
     the GPU twice, else less."""
-    blocks = -(-queries // (choose_config(heads).columns // heads))
+    blocks = -(-queries // block_q)
     tiles = -(-keys // BLOCK_K)
     chunks = min(max(1, 2 * sms // blocks), max(1, tiles // 8))
     chunk = -(-tiles // chunks)

@@ -31,26 +31,36 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
 from dsa.cute.head_sum import head_sum, quad_pair, quad_transpose
 from dsa.cute.ring import advance
+from dsa.cute.tuning import choices, tuned
 
 TILE = 64
 SPLIT = 256
 WARPGROUP = 128
 FILL_THREADS = 96
+SHARED_BYTES = 232448
+# By warpgroups, of math threads and others: what the launch gave, redistributed.
+REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}
 FILL_BYTES = 8192  # of a row, a piece of work of the filling warps
 EVICT_FIRST = 0x12F0000000000000  # TMA's encoding of the cache policy: keys are read once
 
 
 @dataclass(frozen=True)
 class PagedMqaLogitsConfig:
-    """stages: key tiles in flight for each warpgroup; sequences: slots of queries; groups: math warpgroups, 2 to 4."""
+    """stages: key tiles in flight for each warpgroup; sequences: slots of queries; groups: math warpgroups."""
 
-    stages: int
-    sequences: int
-    groups: int
+    stages: int = choices(2, 3, 4, 5, 8)
+    sequences: int = choices(2, 4)
+    groups: int = choices(2, 3, 4)
 
     @property
     def threads(self) -> int:
         return (self.groups + 1) * WARPGROUP
+
+    def fits(self, columns: int) -> bool:
+        """Whether the hardware takes it: registers, and shared memory for 128 channels."""
+        held = columns // 2 + columns // 4 + 24
+        shared = (self.sequences * columns + self.groups * self.stages * TILE) * 132 + 3 * 1024
+        return held <= REGISTERS[self.groups][0] and shared <= SHARED_BYTES
 
 
 class Fp8PagedMqaLogitsSm90:
@@ -68,8 +78,7 @@ class Fp8PagedMqaLogitsSm90:
         self.group_stages, self.sequences, self.groups = cfg.stages, cfg.sequences, cfg.groups
         self.stages = cfg.groups * cfg.stages
         self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
-        # Registers a thread: what the launch gave all of them, redistributed.
-        self.math_registers, self.other_registers = {2: (232, 40), 3: (160, 32), 4: (112, 32)}[cfg.groups]
+        self.math_registers, self.other_registers = REGISTERS[cfg.groups]
         self.n = next_n * heads
         self.pages_a_tile = TILE // page_size
         self.lane_rows = (next_n + 1) // 2  # rows of the result that a lane stores to
@@ -475,8 +484,8 @@ def compile_fp8_paged_mqa_logits(
 
 
 def choose_config(heads: int, next_n: int) -> PagedMqaLogitsConfig:
-    """The shipped configuration (measured: docs/kernel-notes.md)."""
-    return PagedMqaLogitsConfig(5, 2, 3) if heads * next_n <= 128 else PagedMqaLogitsConfig(8, 2, 2)
+    """The measured winner."""
+    return tuned(PagedMqaLogitsConfig, "fp8_paged_mqa_logits", f"columns {heads * next_n}")
 
 
 def shipped_variants() -> list[tuple]:

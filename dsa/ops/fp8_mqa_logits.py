@@ -77,10 +77,10 @@ def _logits(
         return out.fill_(-torch.inf)
     if keys == 1:  # a single row's stride means nothing, and may be any number
         k = k.as_strided(k.shape, (dim, 1))
-    launch, choose_chunk = _kernel(heads, dim, logits_dtype, bool(clean_logits), max_seqlen_k > 0)
+    launch, block_q, choose_chunk = _kernel(heads, dim, logits_dtype, bool(clean_logits), max_seqlen_k > 0)
     with backends.on_device(q):
         sms = backends.num_sms(q.device)
-        chunk, units = choose_chunk(queries, keys, heads, sms)
+        chunk, units = choose_chunk(queries, keys, block_q, sms)
         # Uncompressed, whole tiles of keys are written: into the buffer's padding, past the last key.
         columns = max_seqlen_k or -(-keys // 64) * 64
         whole = out.as_strided((queries, columns), out.stride())
@@ -92,12 +92,14 @@ def _logits(
 @functools.cache
 def _kernel(
     heads: int, dim: int, dtype: torch.dtype, clean: bool, compressed: bool
-) -> tuple[Callable[..., None], Callable[..., tuple[int, int]]]:
+) -> tuple[Callable[..., None], int, Callable[..., tuple[int, int]]]:
+    """The launcher, the queries of a block, and the rule for its units of work."""
     from dsa.kernels import fp8_mqa_logits_sm90 as kernels
 
     name = str(dtype).removeprefix("torch.")
     config = kernels.choose_config(heads)
-    return kernels.compile_fp8_mqa_logits(heads, dim, name, clean, compressed, config), kernels.choose_chunk
+    launch = kernels.compile_fp8_mqa_logits(heads, dim, name, clean, compressed, config)
+    return launch, config.columns // heads, kernels.choose_chunk
 
 
 def _allocate(q: torch.Tensor, keys: int, max_seqlen_k: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,17 +1,20 @@
 """The GPU receipt: which code was tested on a GPU, with what outcome, and how fast it was.
 
 `tests/gpu/test_NAME.py` and `benchmarks/NAME.py` belong to the op NAME, whose code is `dsa/ops/NAME.py` (a suffix
-`_sparse` names a part of an op). The digest covers that module and everything of this project that it imports.
+`_sparse` names a part of an op). The digest covers that module, everything of this project that it imports, and the
+tile configurations that its kernels load.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from dsa.source_digest import has_kernel, source_digest
+from dsa.source_digest import has_kernel, modules_used_by, source_digest
 
 HERE = Path(__file__).parent
 PATH = HERE / "receipt.json"
+TUNED = HERE.parent.parent / "dsa" / "tuned"
 PARTS = ("_sparse",)
 
 
@@ -26,7 +29,12 @@ def op_module(name: str) -> str:
 
 
 def digest(name: str) -> str:
-    return source_digest(op_module(name))
+    h = hashlib.sha256(source_digest(op_module(name)).encode())
+    for module in modules_used_by(op_module(name)):
+        data = TUNED / f"{module.rpartition('.')[2].removesuffix('_sm90')}.json"
+        if module.startswith("dsa.kernels.") and data.exists():
+            h.update(json.dumps(json.loads(data.read_text())["winners"], sort_keys=True).encode())
+    return h.hexdigest()[:16]
 
 
 def tested_ops() -> list[str]:

@@ -4,12 +4,12 @@ usage: python -m tests.gpu.run [OP...]
 """
 
 import datetime
-import importlib
 import json
 import sys
 
 import pytest
 
+from benchmarks.harness import case
 from tests.gpu import receipt
 
 
@@ -32,7 +32,7 @@ def run_op(name: str) -> dict:
     code = pytest.main(["-q", "-x", "--tb=short", str(receipt.HERE / f"test_{name}.py")], plugins=[outcome])
     if code != 0 and not outcome.failed:
         raise RuntimeError(f"{name}: pytest stopped with {code!r}")
-    rows = [] if outcome.failed else importlib.import_module(f"benchmarks.{name}").run()
+    rows = [] if outcome.failed else case.run(name)
     return {
         "digest": receipt.digest(name),
         "tests": outcome.tests,
@@ -47,7 +47,7 @@ def main(names: list[str]) -> int:
     import cutlass
     import torch
 
-    from benchmarks.table import print_table
+    from benchmarks.harness.table import print_table
     from dsa import backends
 
     if reason := backends.why_no_kernels():

@@ -3,6 +3,7 @@
 usage: python -m tests.gpu.status_table
 """
 
+import importlib
 from typing import Any
 
 import dsa
@@ -11,28 +12,38 @@ from tests.gpu import receipt
 README = receipt.HERE.parent.parent / "README.md"
 BEGIN, END = "<!-- status table: python -m tests.gpu.status_table -->", "<!-- end of status table -->"
 # Helpers of the ops rather than ops.
-NOT_OPS = {"backend", "num_sms", "use_backend", "get_mla_metadata", "get_paged_mqa_logits_metadata", "make_v4_cache"}
+NOT_OPS = {"apply_rotary", "backend", "make_v4_cache", "mqa_logits", "num_sms", "use_backend"}
 
 
 def table(data: dict[str, Any]) -> str:
-    ops = sorted((set(dsa.__all__) - NOT_OPS) | set(data["ops"]))
+    """A row for each module of dsa.ops, with the public functions that it has, and for each part of one."""
+    modules = [p.stem for p in (receipt.HERE.parent.parent / "dsa" / "ops").glob("[!_]*.py") if _functions(p.stem)]
     lines = [
         "| op | on Hopper | GPU tests | figure | time of the best peer, all shapes |",
         "|---|---|---|---|---|",
     ]
-    return "\n".join([*lines, *(_row(name, data["ops"].get(name)) for name in ops)])
+    names = sorted({*modules, *data["ops"]})
+    return "\n".join([*lines, *(_row(name, data["ops"].get(name)) for name in names)])
+
+
+def _functions(name: str) -> str:
+    module = importlib.import_module(receipt.op_module(name))
+    public = [f for f in dsa.__all__ if f not in NOT_OPS and getattr(module, f, None) is getattr(dsa, f)]
+    part = name.removeprefix(receipt.op_module(name).rpartition(".")[2]).strip("_")
+    return ", ".join(f"`{f}`" for f in public) + (f" ({part})" if part else "")
 
 
 def _row(name: str, entry: dict[str, Any] | None) -> str:
     if entry is None:
-        return f"| `{name}` | PyTorch reference | | | |"
+        return f"| {_functions(name)} | PyTorch reference | | | |"
     if entry["unverified"]:
-        return f"| `{name}` | kernel, unverified: {entry['unverified']} | | | |"
+        return f"| {_functions(name)} | kernel, unverified: {entry['unverified']} | | | |"
     ratios = [row["ratio"] for row in entry["bench"] if row["ratio"] is not None]
     rows = entry["bench"]  # a benchmark lists its most telling shape first
     figures = f"{rows[0]['figure']} ({rows[0]['shape']})" if rows else ""
     peers = f"{min(ratios):.2f} to {max(ratios):.2f} times ours" if ratios else ""
-    return f"| `{name}` | kernel | {entry['tests'] - entry['failed']} of {entry['tests']} | {figures} | {peers} |"
+    tests = f"{entry['tests'] - entry['failed']} of {entry['tests']}"
+    return f"| {_functions(name)} | kernel | {tests} | {figures} | {peers} |"
 
 
 def inserted(text: str) -> str:

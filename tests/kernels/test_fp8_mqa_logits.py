@@ -3,8 +3,8 @@
 import pytest
 
 from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
 from dsa.kernels import fp8_mqa_logits_sm90 as kernels
-from tests.kernels.sass import disassemble
 
 
 @pytest.mark.parametrize("arguments", kernels.shipped_variants(), ids=str)
@@ -17,16 +17,16 @@ def test_sass(arguments):
     # One multiply-add an accumulator: the compiler has neither split them nor left any out.
     assert sass.instructions["FFMA"] == config.columns // 2
     assert sass.registers * config.threads <= 65536
-    assert (2 * config.columns + config.stages * kernels.BLOCK_K) * dim + 1024 * 3 <= 232448
-    assert config.columns % heads == 0 and config.columns // heads >= 4 and config.stages & (config.stages - 1) == 0
+    assert config.fits(heads)
 
 
 @pytest.mark.parametrize("queries", [1, 4, 100, 2048, 70000])
 @pytest.mark.parametrize("keys", [1, 64, 1000, 8192, 1 << 20])
 def test_chunks_cover_the_keys(queries, keys):
     for heads in (8, 64):
-        chunk, units = kernels.choose_chunk(queries, keys, heads, 132)
-        blocks = -(-queries // (kernels.choose_config(heads).columns // heads))
+        block_q = kernels.choose_config(heads).columns // heads
+        chunk, units = kernels.choose_chunk(queries, keys, block_q, 132)
+        blocks = -(-queries // block_q)
         tiles = -(-keys // kernels.BLOCK_K)
         assert 1 <= chunk <= tiles and units == blocks * -(-tiles // chunk)
         # Few queries over many keys still give every multiprocessor work, in pieces of at least eight tiles.

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
 from dsa.kernels import per_token_cast_to_fp8_sm90 as kernels
-from tests.kernels.sass import disassemble
 
 
 @pytest.mark.parametrize("arguments", kernels.shipped_variants(), ids=str)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import per_token_cast_to_fp8 as benchmark
+from benchmarks.harness import case
 from dsa import backends
 from dsa.self_test import SELF_TESTS
 from dsa_layers import health
@@ -255,31 +256,42 @@ def test_check(monkeypatch, capsys):
     assert lines[-1] == f"{len(SELF_TESTS)} of {len(SELF_TESTS)} ops passed"
 
 
-def test_bench_names_the_ops(capsys):
-    for name in ("nonsense", "table"):
-        assert main(["bench", name]) == 2
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_bench_and_tune_name_the_ops(command, capsys):
+    for name in ("nonsense", "harness"):
+        assert main([command, name]) == 2
         refusal, _, ops = error(capsys).partition("; there are: ")
-        assert refusal == f"dsa bench: no benchmark for '{name}'"
-        assert "per_token_cast_to_fp8" in ops.split(", ") and "table" not in ops.split(", ")
+        assert refusal == f"dsa {command}: no benchmark for '{name}'"
+        assert "per_token_cast_to_fp8" in ops.split(", ") and "harness" not in ops.split(", ")
 
 
-def test_bench_needs_a_gpu(monkeypatch, capsys):
+@pytest.mark.parametrize(("command", "what"), [("bench", "a benchmark"), ("tune", "tuning")])
+def test_bench_and_tune_need_a_gpu(command, what, monkeypatch, capsys):
     monkeypatch.setattr(backends, "why_no_kernels", lambda: "torch sees no CUDA GPU")
-    assert main(["bench", "per_token_cast_to_fp8"]) == 2
-    assert error(capsys) == "dsa bench: a benchmark needs a Hopper GPU: torch sees no CUDA GPU"
+    assert main([command, "per_token_cast_to_fp8"]) == 2
+    assert error(capsys) == f"dsa {command}: {what} needs a Hopper GPU: torch sees no CUDA GPU"
 
 
-def test_bench_prints_a_table_and_writes_it(monkeypatch, tmp_path, capsys):
-    rows = [
-        {"shape": "8 x 128", "ms": 0.5, "figure": "1 GB/s", "peer": "vllm", "peer_ms": 0.75, "ratio": 1.5},
-        {"shape": "9 x 128", "ms": 0.25, "figure": "2 GB/s", "peer": None, "peer_ms": None, "ratio": None},
-    ]
+def test_tune_needs_an_op_with_configurations(monkeypatch, capsys):
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
-    monkeypatch.setattr(benchmark, "run", lambda: rows)
-    assert main(["bench", "per_token_cast_to_fp8", "--csv", str(tmp_path / "rows.csv")]) == 0
+    assert main(["tune", "indexer_cache"]) == 2
+    assert error(capsys) == "dsa tune: indexer_cache: its benchmark has no tuning()"
+
+
+def test_bench_prints_a_table_and_writes_and_draws_it(monkeypatch, tmp_path, capsys):
+    times = iter([{"dsa": 0.5, "vllm": 0.75, "sglang": 1.0}, {"dsa": 0.25}])
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+    monkeypatch.setattr(case, "bench", lambda calls, **options: next(times))
+    monkeypatch.setattr(benchmark, "SHAPES", [(8,), (9,)])
+    monkeypatch.setattr(benchmark, "case", lambda n: case.Case(f"{n} x 128", {}, lambda ms: f"{1 / ms:.0f} GB/s"))
+    files = ["--csv", str(tmp_path / "rows.csv"), "--png", str(tmp_path / "rows.png")]
+    assert main(["bench", "per_token_cast_to_fp8", *files]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"8 x 128 +0\.5000 ms +1 GB/s +vllm 0\.7500 ms, ratio 1\.50", shown)
-    assert re.search(r"9 x 128 +0\.2500 ms +2 GB/s +no peer", shown)
+    assert re.search(
+        r"8 x 128 +0\.5000 ms +2 GB/s +vllm 0\.7500 ms, ratio 1\.50; sglang 1\.0000 ms, ratio 2\.00", shown
+    )
+    assert re.search(r"9 x 128 +0\.2500 ms +4 GB/s +no peer", shown)
     header, *written = (tmp_path / "rows.csv").read_text().splitlines()
-    assert header == "shape,ms,figure,peer,peer_ms,ratio"
-    assert written == ["8 x 128,0.5,1 GB/s,vllm,0.75,1.5", "9 x 128,0.25,2 GB/s,,,"]
+    assert header == "shape,ms,figure,vllm ms,vllm ratio,sglang ms,sglang ratio"
+    assert written == ["8 x 128,0.5,2 GB/s,0.75,1.5,1.0,2.0", "9 x 128,0.25,4 GB/s,,,,"]
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")

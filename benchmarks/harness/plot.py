@@ -1,0 +1,32 @@
+"""Rows of a benchmark as a picture: milliseconds a shape, ours beside the peers."""
+
+from pathlib import Path
+from typing import Any
+
+
+def write_png(name: str, rows: list[dict[str, Any]], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise RuntimeError("--png needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = ["dsa", *dict.fromkeys(peer for r in rows for peer in r["peers"])]
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.5 * len(rows)), layout="constrained")
+    height = 0.8 / len(names)
+    for i, who in enumerate(names):
+        times = [r["ms"] if who == "dsa" else r["peers"].get(who, {}).get("ms", 0) for r in rows]
+        places = [row + height * (i - (len(names) - 1) / 2) for row in range(len(rows))]
+        bars = axes.barh(places, times, height, label=who)
+        if who == "dsa":
+            axes.bar_label(bars, [r["figure"] for r in rows], padding=3, fontsize=7)
+    axes.set_yticks(range(len(rows)), [r["shape"] for r in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.margins(x=0.25)
+    axes.set_xlabel("milliseconds, shorter is faster")
+    axes.set_title(name)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,142 @@
+"""Rows, profiles' reports and the tuner, without a GPU."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.harness import case, profile, tune
+from dsa.cute import tuning
+from dsa.kernels import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90
+
+
+def test_a_row_names_the_best_peer(monkeypatch):
+    monkeypatch.setattr(case, "bench", lambda calls, **options: {"dsa": 2.0, "slow": 4.0, "fast": 1.0})
+    row = case.Case("shape", {}, lambda ms: f"{ms} ms").row()
+    assert (row["peer"], row["peer_ms"], row["ratio"], row["figure"]) == ("fast", 1.0, 0.5, "2.0 ms")
+    assert row["peers"] == {"slow": {"ms": 4.0, "ratio": 2.0}, "fast": {"ms": 1.0, "ratio": 0.5}}
+
+
+def test_ncu_report_shows_each_kernel_once_and_leaves_out_unknown_metrics():
+    pipe, _, issue, *_ = profile.METRICS
+    rows = [
+        {"Kernel Name": "", "gpu__time_duration.sum": "nsecond", pipe: "%"},
+        {"Kernel Name": "a", "gpu__time_duration.sum": "9000", pipe: "1", issue: "n/a"},
+        {"Kernel Name": "a", "gpu__time_duration.sum": "1500", pipe: "61.4", issue: "n/a"},
+        {"Kernel Name": "b", "gpu__time_duration.sum": "2000", pipe: "0", issue: "5"},
+    ]
+    a, b = profile.ncu_report(rows).splitlines()
+    assert a.split() == "1.5 us tensor pipe, instructions 61% a".split()
+    assert b.split() == "2.0 us tensor pipe, instructions 0%, issue slots 5% b".split()
+
+
+def test_without_ncu_the_profile_says_so(monkeypatch):
+    monkeypatch.setattr(profile.shutil, "which", lambda name: None)
+    assert profile.ncu_table("fp8_mqa_logits").startswith("ncu is not on the PATH")
+
+
+@pytest.mark.parametrize(
+    ("op", "config_type", "classes"),
+    [
+        (
+            "fp8_mqa_logits",
+            fp8_mqa_logits_sm90.MqaLogitsConfig,
+            {f"heads {h}": h for h in (8, 16, 32, 64)},
+        ),
+        (
+            "fp8_paged_mqa_logits",
+            fp8_paged_mqa_logits_sm90.PagedMqaLogitsConfig,
+            {f"columns {h * n}": h * n for h in (8, 16, 32, 64) for n in (1, 2, 3, 4)},
+        ),
+    ],
+)
+def test_shipped_winners_are_candidates_that_fit(op, config_type, classes):
+    everything = tuning.candidates(config_type)
+    assert len(everything) == len(set(everything)) > 10
+    for name, size in classes.items():
+        winner = tuning.tuned(config_type, op, name)
+        assert winner in everything and winner.fits(size)
+    assert case.load(op).tuning().classes.keys() == classes.keys()
+
+
+def test_a_trial_stands_in_for_the_winner():
+    config = fp8_mqa_logits_sm90.MqaLogitsConfig(128, 3, 2)
+    shipped = fp8_mqa_logits_sm90.choose_config(64)
+    with tuning.trial("fp8_mqa_logits", "heads 64", config):
+        assert fp8_mqa_logits_sm90.choose_config(64) == config != shipped
+    assert fp8_mqa_logits_sm90.choose_config(64) == shipped
+
+
+class Gpu:
+    """Stands for what the tuner asks of a GPU: a configuration of three stages is the fastest, and wrong."""
+
+    def __init__(self, monkeypatch, op):
+        self.op, self.timed = op, []
+        monkeypatch.setattr(tune, "bench", self.bench)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+        monkeypatch.setattr(case.load(op), "case", self.case)
+        monkeypatch.setattr(tune, "_compile", compile_nothing)
+
+    def config(self):
+        return fp8_mqa_logits_sm90.choose_config(8)
+
+    def case(self, queries, keys, heads, dim):
+        def check(got):
+            if got.stages == 3:
+                raise AssertionError("calc_diff 1")
+
+        return case.Case("shape", {"dsa": [self.config]}, lambda ms: f"{ms:.2f}", check)
+
+    def bench(self, calls, **options):
+        config = calls["dsa"][0]()
+        self.timed.append(config)
+        return {"dsa": config.stages + config.groups / 10}
+
+
+def compile_nothing(compile_function, arguments):
+    config = arguments[-1]
+    return "fails: spilled" if config.columns == 256 else "96"
+
+
+class InThisProcess:
+    """A process pool whose work runs here."""
+
+    def __init__(self, jobs, mp_context):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, function, *arguments):
+        future = tune.concurrent.futures.Future()
+        future.set_result(tune._compile(*arguments))
+        return future
+
+
+def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, capsys):
+    gpu = Gpu(monkeypatch, "fp8_mqa_logits")
+    monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    plan = case.load("fp8_mqa_logits").tuning()
+    only = tune.Tuning(plan.config_type, plan.compile_function, {"heads 8": plan.classes["heads 8"]})
+    monkeypatch.setattr(case.load("fp8_mqa_logits"), "tuning", lambda: only)
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps({"winners": {"heads 8": {"columns": 1}, "another": {"columns": 2}}}))
+    tune.tune("fp8_mqa_logits", path)
+    data = json.loads(path.read_text())
+    assert data["winners"] == {"heads 8": {"columns": 128, "stages": 4, "groups": 2}, "another": {"columns": 2}}
+    assert data["op"] == "fp8_mqa_logits" and data["device"] == "a GPU"
+    shown = capsys.readouterr().out
+    assert "128    4    2    96 registers     4.2000  4.20" in shown
+    assert "wrong: calc_diff 1" in shown and "fails: spilled" in shown
+    assert all(config.stages != 3 and config.columns == 128 for config in gpu.timed)
+
+
+def test_the_tuner_reports_a_class_without_a_correct_configuration(monkeypatch, tmp_path):
+    Gpu(monkeypatch, "fp8_mqa_logits")
+    monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(tune, "_compile", lambda function, arguments: "fails: no memory")
+    with pytest.raises(RuntimeError, match="fp8_mqa_logits: no configuration of class 'heads 64' is correct"):
+        tune.tune("fp8_mqa_logits", tmp_path / "data.json")

@@ -1,0 +1,106 @@
+"""What the bridges ask of tensors before a launch."""
+
+import pytest
+import torch
+
+from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name, pages_as_rows, unit_inner
+
+
+def shifted(x, elements):
+    """A copy of x that starts `elements` past a multiple of 16 bytes."""
+    buffer = torch.zeros(x.numel() + elements, dtype=x.dtype)
+    buffer[elements:] = x.flatten()
+    return buffer[elements:].view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float8_e4m3fn, "float8_e4m3fn"), (torch.bfloat16, "bfloat16"), (torch.int64, "int64")]
+)
+def test_dtype_name(dtype, name):
+    assert dtype_name(dtype) == name
+
+
+def test_same_device():
+    here, there = torch.zeros(1), torch.zeros(1, device="meta")
+    check_same_device(("q", here), k=here, weights=here)
+    check_same_device(("q", there), k=there)
+    with pytest.raises(ValueError, match="weights: must be on q's device cpu, got meta"):
+        check_same_device(("q", here), k=here, weights=there)
+    with pytest.raises(ValueError, match="slots: must be on cache's device meta, got cpu"):
+        check_same_device(("cache", there), slots=here)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(5, 24)[:, :17],
+        torch.zeros(5, 3, 8).transpose(0, 1),
+        torch.zeros(3),
+        torch.zeros(5, 4).as_strided((5, 1), (4, 3)),
+        torch.zeros(2, 7)[:1, :5],  # a single row's stride means nothing
+        torch.zeros(8).expand(5, 8),
+        shifted(torch.zeros(4, 8), 4),
+        torch.zeros(0, 16),
+    ],
+)
+def test_rows_that_kernels_can_read(x):
+    check_rows("x", x)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(4, 8).T, r"x: the last dimension must be contiguous, got strides \[1, 8\]"),
+        (torch.zeros(1).expand(4), r"x: the last dimension must be contiguous, got strides \[0\]"),
+        (shifted(torch.zeros(4, 8), 3), r"x: rows .* got an address 12 bytes past one and strides of \[32\] bytes"),
+        (
+            shifted(torch.zeros(8).bfloat16(), 1),
+            r"x: rows .* got an address 2 bytes past one and strides of \[\] bytes",
+        ),
+        (torch.zeros(4, 6), r"x: rows .* got an address 0 bytes past one and strides of \[24\] bytes"),
+        (torch.zeros(2, 4, 4).bfloat16(), r"strides of \[32, 8\] bytes"),
+        (torch.zeros(3, 1, 10), r"x: rows .* strides of \[40\] bytes"),
+    ],
+)
+def test_rows_that_they_cannot(x, message):
+    with pytest.raises(ValueError, match=message):
+        check_rows("x", x)
+
+
+def test_pages_are_rows_of_the_same_memory():
+    wide = torch.arange(3 * 64, dtype=torch.uint8).view(3, 64)
+    cache = wide[1:, :40].unflatten(1, (4, 1, 10))
+    rows = pages_as_rows("cache", cache)
+    assert rows.stride() == (64, 1) and torch.equal(rows, wide[1:, :40])
+    rows[1, 39] = 200
+    assert cache[1, 3, 0, 9] == 200
+
+
+@pytest.mark.parametrize("stride", [0, 7, 160])
+def test_a_single_page_may_have_any_stride(stride):
+    cache = torch.arange(40, dtype=torch.uint8).as_strided((1, 4, 1, 10), (stride, 10, 10, 1))
+    rows = pages_as_rows("cache", cache)
+    # The stride is one that kernels take, though 40 bytes are not a multiple of 16.
+    assert rows.stride() == (48, 1) and rows.tolist() == [list(range(40))]
+
+
+def test_no_pages():
+    assert pages_as_rows("cache", torch.zeros(0, 4, 1, 12, dtype=torch.uint8)).shape == (0, 48)
+
+
+def test_misaligned_pages():
+    cache = torch.zeros(2, 4, 1, 12, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"kv: pages .* got an address 8 bytes past one and a page stride of 48 bytes"):
+        pages_as_rows("kv", shifted(cache, 8))
+    with pytest.raises(ValueError, match=r"kv: pages .* got an address 0 bytes past one and a page stride of 40 bytes"):
+        pages_as_rows("kv", torch.zeros(2, 4, 1, 10, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"kv: pages .* got an address 1 bytes past one"):
+        pages_as_rows("kv", shifted(cache[:1], 1))
+
+
+def test_unit_inner():
+    matrix = torch.arange(12.0).view(3, 4)
+    assert unit_inner(matrix) is matrix and unit_inner(matrix.T).stride() == (1, 4)
+    column = matrix[:, 2:3].as_strided((3, 1), (4, 9))
+    assert unit_inner(column).stride() == (4, 1) and unit_inner(column).tolist() == column.tolist()
+    assert unit_inner(matrix[0, ::4]).stride() == (1,)
