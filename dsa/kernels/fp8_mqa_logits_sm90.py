@@ -18,7 +18,9 @@ Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instr
 accumulator: x + |x|, multiply-add) adds its issue clock, so about 870. Keys come from L2, 8 KB a tile.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -429,10 +431,10 @@ def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, 
     return chunk, blocks * -(-tiles // chunk)
 
 
-def shipped_variants() -> list[tuple]:
-    """Every argument tuple of `compile_fp8_mqa_logits` that the op can ask for."""
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
     return [
-        (heads, dim, dtype, clean, compressed, choose_config(heads))
+        (compile_fp8_mqa_logits, (heads, dim, dtype, clean, compressed, choose_config(heads)))
         for heads in (8, 16, 32, 64)
         for dim in (32, 64, 128)
         for dtype in ("float32", "bfloat16")

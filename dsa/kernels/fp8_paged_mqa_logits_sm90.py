@@ -18,7 +18,9 @@ Roofline: memory, 132 bytes a key at D 128: about 450 clocks a tile and multipro
 epilogue about N + 90 (docs/kernel-notes.md): memory up to N = 128, arithmetic beyond.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -488,10 +490,10 @@ def choose_config(heads: int, next_n: int) -> PagedMqaLogitsConfig:
     return tuned(PagedMqaLogitsConfig, "fp8_paged_mqa_logits", f"columns {heads * next_n}")
 
 
-def shipped_variants() -> list[tuple]:
-    """Every argument tuple of `compile_fp8_paged_mqa_logits` that the op can ask for."""
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
     return [
-        (heads, dim, next_n, page_size, dtype, choose_config(heads, next_n))
+        (compile_fp8_paged_mqa_logits, (heads, dim, next_n, page_size, dtype, choose_config(heads, next_n)))
         for heads in (8, 16, 32, 64)
         for dim in (32, 64, 128)
         for next_n in (1, 2, 3, 4)

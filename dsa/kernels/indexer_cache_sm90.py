@@ -7,6 +7,9 @@ Shared memory: none. Constraints: D a multiple of 16, rows and pages at multiple
 Roofline: memory, 2 (D + 4) + 8 bytes a token.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, const_expr
 
@@ -87,6 +90,11 @@ def compile_indexer_cache(dim: int, slot_dtype: str, write: bool):
     return compile_sm90(IndexerCacheSm90(dim, write), k, k_scale, cache, slots, Int32(1), stream)
 
 
-def shipped_variants() -> list[tuple]:
-    """Every argument tuple of `compile_indexer_cache` that the ops can ask for."""
-    return [(dim, slots, write) for dim in DIMS for slots in ("int32", "int64") for write in (True, False)]
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the ops can ask for."""
+    return [
+        (compile_indexer_cache, (dim, slots, write))
+        for dim in DIMS
+        for slots in ("int32", "int64")
+        for write in (True, False)
+    ]

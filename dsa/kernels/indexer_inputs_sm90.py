@@ -11,6 +11,9 @@ Shared memory: none. Constraints: 128 channels, R of 32, 64 or 128, rows at mult
 Roofline: memory, 3 bytes a channel (bf16); keys are few, and cost a launch.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
@@ -250,13 +253,18 @@ def compile_write_indexer_keys(
     return compile_sm90(kernel, k, *affine, *angles, cache, slots, Int32(1), Float32(0.0), stream)
 
 
-def shipped_variants() -> list[tuple]:
-    """Every argument tuple of `compile_quantize_indexer_queries` that the op can ask for."""
-    return [
-        (dtype, rotated, interleaved, last, use_ue8m0)
-        for dtype in DTYPES
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the ops can ask for."""
+    options = [
+        (rotated, interleaved, last, use_ue8m0)
         for rotated in ROTATED
         for interleaved in (True, False)
         for last in (True, False)
         for use_ue8m0 in (True, False)
+    ]
+    return [(compile_quantize_indexer_queries, (dtype, *o)) for dtype in DTYPES for o in options] + [
+        (compile_write_indexer_keys, (dtype, slots, *o))
+        for dtype in DTYPES
+        for slots in ("int32", "int64")
+        for o in options
     ]

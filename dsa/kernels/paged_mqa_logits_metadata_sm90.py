@@ -9,6 +9,9 @@ Shared memory: 1024 ends and 32 sums. Constraints: none on the number of sequenc
 Roofline: latency, a few microseconds.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -112,6 +115,6 @@ def compile_paged_mqa_logits_metadata():
     return compile_sm90(PagedMqaLogitsMetadataSm90(), lengths, plan, stream)
 
 
-def shipped_variants() -> list[tuple]:
-    """Every argument tuple of `compile_paged_mqa_logits_metadata` that the op can ask for."""
-    return [()]
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_paged_mqa_logits_metadata, ())]

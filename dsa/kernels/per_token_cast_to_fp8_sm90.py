@@ -12,7 +12,9 @@ Roofline: memory. Per channel 2 bytes in (bf16), 1 + 4 / 128 out; about 6 instru
 which leaves the issue slots half idle at the copy bandwidth.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -111,10 +113,10 @@ def choose_config(dtype: str, elements: int) -> CastConfig:
     return CastConfig(groups=1 if dtype == "float32" or elements < SHORT else 2)
 
 
-def shipped_variants() -> list[tuple]:
-    """Every argument tuple of `compile_per_token_cast_to_fp8` that the op can ask for."""
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
     return [
-        (dtype, use_ue8m0, hadamard, config)
+        (compile_per_token_cast_to_fp8, (dtype, use_ue8m0, hadamard, config))
         for dtype in ("bfloat16", "float16", "float32")
         for config in sorted({choose_config(dtype, n) for n in (1, SHORT)}, key=str)
         for use_ue8m0 in (True, False)

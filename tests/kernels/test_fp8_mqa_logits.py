@@ -7,7 +7,7 @@ from dsa.cute.sass import disassemble
 from dsa.kernels import fp8_mqa_logits_sm90 as kernels
 
 
-@pytest.mark.parametrize("arguments", kernels.shipped_variants(), ids=str)
+@pytest.mark.parametrize("arguments", [arguments for _, arguments in kernels.shipped_variants()], ids=str)
 def test_sass(arguments):
     heads, dim, _, _, _, config = arguments
     sass = disassemble(cubin(kernels.compile_fp8_mqa_logits, *arguments))

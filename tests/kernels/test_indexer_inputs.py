@@ -14,7 +14,11 @@ def angle_loads(rotated, interleaved):
     return 2 * (2 if interleaved else 4)
 
 
-@pytest.mark.parametrize("arguments", kernels.shipped_variants(), ids=str)
+def shipped(compile_function):
+    return [arguments for function, arguments in kernels.shipped_variants() if function is compile_function]
+
+
+@pytest.mark.parametrize("arguments", shipped(kernels.compile_quantize_indexer_queries), ids=str)
 def test_queries(arguments):
     dtype, rotated, interleaved, *_ = arguments
     sass = disassemble(cubin(kernels.compile_quantize_indexer_queries, *arguments))
@@ -24,18 +28,19 @@ def test_queries(arguments):
     assert sass.instructions["STG"] == 2 and sass.instructions["F2FP"] >= 8
 
 
-@pytest.mark.parametrize("slots", ["int32", "int64"])
-@pytest.mark.parametrize("arguments", [v for v in kernels.shipped_variants() if v[1] == 64 and v[4]], ids=str)
-def test_keys(arguments, slots):
-    dtype, rotated, interleaved, *_ = arguments
-    sass = disassemble(cubin(kernels.compile_write_indexer_keys, dtype, slots, *arguments[1:]))
+@pytest.mark.parametrize(
+    "arguments", [v for v in shipped(kernels.compile_write_indexer_keys) if v[2] == 64 and v[5]], ids=str
+)
+def test_keys(arguments):
+    dtype, _, rotated, interleaved, *_ = arguments
+    sass = disassemble(cubin(kernels.compile_write_indexer_keys, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and sass.registers <= 64
     # The norm's weight and bias are 4 each; a slot of 64 bits comes in one load or two.
     assert sass.instructions["LDG"] - WIDE_LOADS[dtype] - angle_loads(rotated, interleaved) - 8 in (1, 2)
     assert sass.instructions["STG"] == 2 and sass.instructions["F2FP"] >= 8
 
 
-@pytest.mark.parametrize("arguments", cache_kernels.shipped_variants(), ids=str)
+@pytest.mark.parametrize("arguments", [v for _, v in cache_kernels.shipped_variants()], ids=str)
 def test_cache(arguments):
     sass = disassemble(cubin(cache_kernels.compile_indexer_cache, *arguments))
     assert sass.stack == 0 and sass.registers <= 32 and sass.instructions["STG"] == 2
