@@ -116,7 +116,7 @@ def tuning() -> "Tuning":
                 lambda config, n=n: config.fits(n),
                 {
                     (batch, next_n, mean, heads): (heads, DIM, next_n, PAGE, "float32")
-                    for batch, mean in ((64, 8192), (64, 32768), (1, 131072))
+                    for batch, mean in ((64, 8192), (128, 32768), (1, 131072))
                 },
             )
             for n, (heads, next_n) in sorted(columns.items())

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.case import Case, load
+from benchmarks.harness.case import Call, Case, load
 from dsa.testing import bench
 
 
@@ -87,11 +87,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     winners = {}
     for name, shapes in plan.classes.items():
         cases = [module.case(*shape) for shape in shapes.shapes]
-        trials = [
-            _try(op, name, config, registers[name, config], cases)
-            for config in everything
-            if (name, config) in registers
-        ]
+        trials = _try_all(op, name, {c: registers[name, c] for c in everything if (name, c) in registers}, cases)
         trials.sort(key=lambda trial: trial.score)
         print_trials(name, [case.name for case in cases], trials)
         if not trials or not trials[0].ms:
@@ -117,22 +113,42 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
         return f"fails: {str(error).strip().splitlines()[-1][:80]}"
 
 
-def _try(op: str, shape_class: str, config: Any, registers: str, cases: Sequence[Case]) -> Trial:
-    from dsa.cute import tuning
-
-    if registers.startswith("fails"):
-        return Trial(config, "-", failure=registers)
-    bridge = importlib.import_module(f"dsa.ops.{op}")
-    bridge._kernel.cache_clear()
-    with tuning.trial(op, shape_class, config):
+def _try_all(op: str, shape_class: str, registers: dict[Any, str], cases: Sequence[Case]) -> list[Trial]:
+    """Check every configuration on every case; then time those that are correct, in turns, so that clocks and heat fall
+    on all alike."""
+    failures = {config: outcome for config, outcome in registers.items() if outcome.startswith("fails")}
+    for config in registers.keys() - failures.keys():
         try:
             for case in cases:
-                case.check(case.calls["dsa"][0]())
+                case.check(_under(op, shape_class, config, case.calls["dsa"][0])())
         except AssertionError as error:
-            return Trial(config, registers, failure=f"wrong: {error}")
-        timed = [bench({"dsa": case.calls["dsa"]}, repeats=case.repeats, graph=case.graph)["dsa"] for case in cases]
-    bridge._kernel.cache_clear()
-    return Trial(config, registers, tuple(timed), cases[0].figure(timed[0]))
+            failures[config] = f"wrong: {error}"
+    correct = [config for config in registers if config not in failures]
+    times: dict[Any, list[float]] = {config: [] for config in correct}
+    for case in cases:
+        calls = {config: [_under(op, shape_class, config, call) for call in case.calls["dsa"]] for config in correct}
+        for config, ms in bench(calls, repeats=case.repeats, graph=case.graph).items():
+            times[config].append(ms)
+    return [Trial(config, registers[config], tuple(ms), cases[0].figure(ms[0])) for config, ms in times.items()] + [
+        Trial(config, "-", failure=failure) for config, failure in failures.items()
+    ]
+
+
+def _under(op: str, shape_class: str, config: Any, call: Call) -> Call:
+    """The call with this configuration on trial. The op's bridge must forget the kernel that it has at hand."""
+    from dsa.cute import tuning
+
+    forget = importlib.import_module(f"dsa.ops.{op}")._kernel.cache_clear
+
+    def run() -> object:
+        with tuning.trial(op, shape_class, config):
+            forget()
+            try:
+                return call()
+            finally:
+                forget()
+
+    return run
 
 
 def print_trials(name: str, shapes: Sequence[str], trials: Sequence[Trial]) -> None:

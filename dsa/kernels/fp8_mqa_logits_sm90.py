@@ -49,7 +49,7 @@ class MqaLogitsConfig:
     """columns: N; stages: key tiles in flight for each warpgroup; groups: math warpgroups."""
 
     columns: int = choices(128, 256)
-    stages: int = choices(3, 4, 5, 6, 8)
+    stages: int = choices(2, 3, 4, 5, 6, 8)
     groups: int = choices(2, 3)
 
     @property
