@@ -70,27 +70,27 @@ def check_write(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slo
     check_tensor("k", k, (torch.float8_e4m3fn,), ("T", "D"))
     check_tensor("k_scale", k_scale, (torch.float32,), (k.shape[0],))
     check_tensor("slots", slots, SLOTS, (k.shape[0],))
-    check_cache(cache, k.shape[1])
+    check_cache("cache", cache, k.shape[1])
 
 
 def check_read(cache: torch.Tensor, slots: torch.Tensor) -> None:
     """The checks of `read_indexer_cache`."""
     check_tensor("slots", slots, SLOTS, ("T",))
-    check_cache(cache)
+    check_cache("cache", cache)
 
 
-def check_cache(cache: torch.Tensor, dim: int | None = None) -> None:
-    """`cache` is laid out as this module says, for keys of `dim` channels."""
-    check_tensor("cache", cache, (torch.uint8,), ("pages", "P", 1, "D + 4"))
+def check_cache(name: str, cache: torch.Tensor, dim: int | None = None) -> None:
+    """`cache`, the argument `name`, is laid out as this module says, for keys of `dim` channels."""
+    check_tensor(name, cache, (torch.uint8,), ("pages", "P", 1, "D + 4"))
     page_size, width = cache.shape[1], cache.shape[3]
     if width <= 4 or page_size == 0:
-        raise ValueError(f"cache: shape must be [pages, P >= 1, 1, D + 4 >= 5], got {list(cache.shape)}")
+        raise ValueError(f"{name}: shape must be [pages, P >= 1, 1, D + 4 >= 5], got {list(cache.shape)}")
     if (page_size > 1 and cache.stride(1) != width) or cache.stride(3) != 1:
         raise ValueError(
-            f"cache: every page must be contiguous (strides [any, {width}, any, 1]), got strides {list(cache.stride())}"
+            f"{name}: every page must be contiguous (strides [any, {width}, any, 1]), got strides {list(cache.stride())}"
         )
     if dim is not None and width != dim + 4:
-        raise ValueError(f"cache: the last dimension must be D + 4 = {dim + 4}, got {width}")
+        raise ValueError(f"{name}: the last dimension must be D + 4 = {dim + 4}, got {width}")
 
 
 def _planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

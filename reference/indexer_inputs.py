@@ -34,7 +34,7 @@ def quantize_indexer_queries(
     q8, scale = per_token_cast_to_fp8(
         apply_rotary(q, cos, sin, interleaved=interleaved, dims=dims), use_ue8m0, hadamard=True
     )
-    return q8, weights * scale.squeeze(-1)
+    return q8, (weights * scale.squeeze(-1)).contiguous()
 
 
 def write_indexer_keys(
@@ -96,5 +96,5 @@ def check_keys(
     check_tensor("norm_weight", norm_weight, (torch.float32,), (DIM,))
     check_tensor("norm_bias", norm_bias, (torch.float32,), (DIM,))
     check_rotary("k", k, cos, sin, dims)
-    check_cache(cache, DIM)
+    check_cache("cache", cache, DIM)
     check_tensor("slots", slots, SLOTS, (k.shape[0],))

@@ -3,7 +3,7 @@
 import torch
 
 from .checks import INT32, check_positive, check_tensor
-from .indexer_cache import read_indexer_cache
+from .indexer_cache import check_cache, read_indexer_cache
 from .indexer_logits import check_logits_dtype, head_weighted_logits, padded_logits
 
 SPLIT_KV = 256
@@ -115,7 +115,7 @@ def check_paged_mqa_logits(
     """The checks of `fp8_paged_mqa_logits`."""
     check_tensor("q", q, (torch.float8_e4m3fn,), ("B", "next_n", "H", "D"))
     batch, next_n, heads, dim = q.shape
-    check_tensor("kv_cache", kv_cache, (torch.uint8,), ("pages", "P", 1, dim + 4))
+    check_cache("kv_cache", kv_cache, dim)
     check_tensor("weights", weights, (torch.float32,), (batch * next_n, heads))
     _check_context_lens(context_lens)
     if tuple(context_lens.shape) not in ((batch,), (batch, next_n)):

@@ -20,7 +20,8 @@ def apply_rotary(
     """
     check_rotary("x", x, cos, sin, dims)
     rotated = 2 * cos.shape[-1]
-    part, rest = (x[..., :rotated], x[..., rotated:]) if dims == "first" else (x[..., -rotated:], x[..., :-rotated])
+    still = x.shape[-1] - rotated
+    part, rest = (x[..., :rotated], x[..., rotated:]) if dims == "first" else (x[..., still:], x[..., :still])
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[-1],)
     cos, sin = cos.view(shape), sin.view(shape)
     a, b = part.float().unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.float().chunk(2, -1)

@@ -15,8 +15,7 @@ from benchmarks.harness.case import Case, load
 CALLS = 3
 # What a kernel may be limited by, as a share of its peak.
 METRICS = {
-    "sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active": "tensor pipe, instructions",
-    "sm__pipe_tensor_op_gmma_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe",
     "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue slots",
     "lts__throughput.avg.pct_of_peak_sustained_elapsed": "L2",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "DRAM",
@@ -57,18 +56,17 @@ def ncu_report(rows: list[dict[str, str]]) -> str:
     last = {row["Kernel Name"]: row for row in rows if row["Kernel Name"]}
     lines = []
     for name, row in last.items():
-        shares = {label: row.get(metric, "") for metric, label in METRICS.items()}
-        known = ", ".join(f"{label} {float(x):.0f}%" for label, x in shares.items() if _is_number(x))
-        lines.append(f"{float(row['gpu__time_duration.sum']) / 1e3:9.1f} us  {known}  {name[:80]}")
+        shares = {label: _number(row.get(metric, "")) for metric, label in METRICS.items()}
+        known = ", ".join(f"{label} {share:.0f}%" for label, share in shares.items() if share is not None)
+        lines.append(f"{_number(row['gpu__time_duration.sum']) / 1e3:9.1f} us  {known}  {name[:80]}")
     return "\n".join(lines)
 
 
-def _is_number(text: str) -> bool:
+def _number(text: str) -> float | None:
     try:
-        float(text)
+        return float(text.replace(",", ""))
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def main(op: str) -> None:

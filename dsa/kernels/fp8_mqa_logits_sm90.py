@@ -310,6 +310,10 @@ class Fp8MqaLogitsSm90:
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((BLOCK_K, self.n)), Float32)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
+        sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
+        sums.fill(0.0)
+        scales.fill(0.0)
         w = cute.make_rmem_tensor((self.n // 4,), Float32)
         keys = k_scale.shape[0]
         queries = out.shape[0]
@@ -341,43 +345,49 @@ class Fp8MqaLogitsSm90:
                         w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
                 cute.arch.mbarrier_wait(q_full + slot, slot_phase)
                 mine += first
+                # No tile is unfinished yet: a key beyond every span.
+                key = Int32(NEVER)
+                if mine < last:
+                    cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
                 while mine < last:
                     stage = own_ring + turn
-                    key = mine * BLOCK_K + row_key
-                    scale0 = k_scale[cutlass.min(key, keys - 1)]
-                    scale1 = k_scale[cutlass.min(key + 8, keys - 1)]
-                    cute.arch.mbarrier_wait(k_full + stage, phase)
-                    turn, phase = advance(turn, phase, self.group_stages)
                     cute.nvgpu.warpgroup.fence()
                     for step in cutlass.range_constexpr(self.k_steps):
                         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
                         cute.gemm(mma, acc, ra[None, None, step, stage], rb[None, None, step, slot], acc)
                     cute.nvgpu.warpgroup.commit_group()
+                    # While it runs: the rest of the last tile, this one's scales, and the next one's keys.
+                    self.finish(sums, scales, lows, spans, rows, key, quad)
+                    key = mine * BLOCK_K + row_key
+                    for half in cutlass.range_constexpr(2):
+                        scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
+                    turn, phase = advance(turn, phase, self.group_stages)
+                    mine += self.groups
+                    if mine < last:
+                        cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
                     cute.nvgpu.warpgroup.wait_group(0)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(k_empty + stage)
-                    self.epilogue(acc, w, lows, spans, rows, key, quad, scale0, scale1)
-                    mine += self.groups
+                    for t in cutlass.range_constexpr(self.block_q):
+                        sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
+                self.finish(sums, scales, lows, spans, rows, key, quad)
                 mine -= last
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(q_empty + slot)
                 slot, slot_phase = advance(slot, slot_phase, 2)
 
     @cute.jit
-    def epilogue(self, acc, w, lows, spans, rows, key, quad, scale0, scale1):
-        """Sum over heads, give each lane of a quad its queries, scale, mask, store keys `key` and `key` + 8."""
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
-        scales = (scale0, scale1)
+    def finish(self, sums, scales, lows, spans, rows, key, quad):
+        """Add up the quads' sums over heads, give each lane its queries, scale, mask, store keys `key` and `key` + 8."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_q):
-            sums = [head_sum(flat, w, 4 * i + j, self.heads) for j in range(4)]
             for half in cutlass.range_constexpr(2):
-                value = quad_transpose(*(own[half] for own in sums), upper, odd)
+                value = quad_transpose(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
                 self.store(value * scales[half], lows[i], spans[i], rows[i], key + 8 * half)
 
     @cute.jit
     def store(self, value, low, span, row, key):
-        """Write the score of `key`, -inf outside the query's range; a span below 0 has no row."""
+        """Write the score of `key`, -inf outside the query's range; a span below 0 has no row, a key NEVER no tile."""
         column = key - low
         inside = Uint32(column) < Uint32(cutlass.max(span, 0))
         if const_expr(self.compressed):
@@ -387,7 +397,7 @@ class Fp8MqaLogitsSm90:
             result = value
             if not inside:
                 result = -Float32(float("inf"))
-            if span >= 0:
+            if span >= 0 and key < NEVER:
                 row[key] = result.to(self.out_dtype)
 
 

@@ -43,6 +43,7 @@ SHARED_BYTES = 232448
 # By warpgroups, of math threads and others: what the launch gave, redistributed.
 REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}
 FILL_BYTES = 8192  # of a row, a piece of work of the filling warps
+NEVER = 2**30
 EVICT_FIRST = 0x12F0000000000000  # TMA's encoding of the cache policy: keys are read once
 
 
@@ -395,7 +396,9 @@ class Fp8PagedMqaLogitsSm90:
         sw = cute.make_tensor(sweights.iterator, cute.make_layout((self.n, self.sequences)))
         ss = cute.make_tensor(scales.iterator, cute.make_layout((TILE, self.stages)))
         quad = lane % 4
-        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+        sums = cute.make_rmem_tensor((2 * self.next_n,), Float32)
+        sums.fill(0.0)
+        scale, seen = Float32(0.0), Int32(NEVER)
         # A lane stores one key of each of its rows: after the transposition lanes 2 and 3 of a quad have the upper half
         # of the keys, odd lanes the second query of a pair. Without a second query they have a copy of the first.
         key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad // 2)
@@ -418,45 +421,55 @@ class Fp8PagedMqaLogitsSm90:
                     row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
                     limits[i] = facts[3 + row, slot]
                     rows.append(out[sequence * self.next_n + row, None])
+                # No tile is unfinished yet: a key that is stored nowhere.
+                key = Int32(NEVER)
+                if mine < tiles:
+                    cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
                 while mine < tiles:
                     stage = own_ring + turn
-                    cute.arch.mbarrier_wait(k_full + stage, phase)
-                    turn, phase = advance(turn, phase, self.group_stages)
                     cute.nvgpu.warpgroup.fence()
                     for step in cutlass.range_constexpr(self.dim // 32):
                         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
                         cute.gemm(mma, acc, ra[None, None, step, stage], rb[None, None, step, slot], acc)
                     cute.nvgpu.warpgroup.commit_group()
+                    # While it runs: the rest of the last tile, and what this one's end needs.
+                    self.finish(sums, scale, seen, limits, rows, key, quad)
                     scale = ss[key_in_tile, stage]
-                    exists = (present[stage] >> own_page) & 1
                     key = (first + mine) * TILE + key_in_tile
                     # What no row sees is as if beyond every limit.
-                    seen = key if exists != 0 else Int32(0x7FFFFFFF)
+                    seen = key if (present[stage] >> own_page) & 1 != 0 else Int32(NEVER)
+                    turn, phase = advance(turn, phase, self.group_stages)
+                    mine += self.groups
                     cute.nvgpu.warpgroup.wait_group(0)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(k_empty + stage)
-                    for i in cutlass.range_constexpr(self.lane_rows):
-                        a = head_sum(flat, w, 2 * i, self.heads)
-                        if const_expr(2 * i + 1 < self.next_n):
-                            b = head_sum(flat, w, 2 * i + 1, self.heads)
-                            value = quad_transpose(a[0], b[0], a[1], b[1], upper, odd)
-                            self.store(value * scale, seen, limits[i], rows[i], key)
-                        else:
-                            value = quad_pair(a[0], a[1], upper)
-                            if not odd:
-                                self.store(value * scale, seen, limits[i], rows[i], key)
-                    mine += self.groups
+                    if mine < tiles:
+                        cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
+                    for i in cutlass.range_constexpr(self.next_n):
+                        sums[2 * i], sums[2 * i + 1] = head_sum(flat, w, i, self.heads)
+                self.finish(sums, scale, seen, limits, rows, key, quad)
                 mine -= tiles
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(q_empty + slot)
                 slot, slot_phase = advance(slot, slot_phase, self.sequences)
 
     @cute.jit
-    def store(self, value, seen, limit, row, key):
-        result = value
-        if seen >= limit:
-            result = -Float32(float("inf"))
-        row[key] = result.to(self.out_dtype)
+    def finish(self, sums, scale, seen, limits, rows, key, quad):
+        """Add up the quads' sums over heads, give each lane a key of its rows, scale, mask, store; NEVER: no tile."""
+        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+        for i in cutlass.range_constexpr(self.lane_rows):
+            at = 4 * i
+            if const_expr(2 * i + 1 < self.next_n):
+                value = quad_transpose(sums[at], sums[at + 2], sums[at + 1], sums[at + 3], upper, odd)
+                stores = key < NEVER
+            else:
+                value = quad_pair(sums[at], sums[at + 1], upper)
+                stores = key < NEVER and not odd
+            result = value * scale
+            if seen >= limits[i]:
+                result = -Float32(float("inf"))
+            if stores:
+                rows[i][key] = result.to(self.out_dtype)
 
 
 @cached

@@ -111,6 +111,7 @@ def _logits(
     out = _allocate(q, max_context_len, logits_dtype)
     if batch == 0 or pages == 0 or block_table.shape[1] == 0:
         return out.fill_(-torch.inf)
+    weights = _matrix("weights", weights)
     if weights.data_ptr() % 16 or weights.stride(0) % 4:
         weights = weights.clone(memory_format=torch.contiguous_format)
     if schedule_meta is None:
@@ -122,7 +123,7 @@ def _logits(
             kv_cache.as_strided(
                 (pages, page_size * (dim + 4)), (kv_cache.stride(0) if pages > 1 else page_size * (dim + 4), 1)
             ),
-            _matrix("weights", weights),
+            weights,
             _matrix("context_lens", context_lens),
             _matrix("block_table", block_table),
             schedule_meta,

@@ -44,9 +44,9 @@ def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.
 
 
 def _write(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    reference.check_write(k, k_scale, cache, slots)
     if not backends.runs_kernel("write_indexer_cache", cache):
         return reference.write_indexer_cache(k, k_scale, cache, slots)
-    reference.check_write(k, k_scale, cache, slots)
     _check_kernel_takes(cache, slots)
     check_same_device(("cache", cache), k=k, k_scale=k_scale)
     check_rows("k", k)
@@ -55,9 +55,9 @@ def _write(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: t
 
 
 def _read(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    reference.check_read(cache, slots)
     if not backends.runs_kernel("read_indexer_cache", cache):
         return reference.read_indexer_cache(cache, slots)
-    reference.check_read(cache, slots)
     _check_kernel_takes(cache, slots)
     k, k_scale = _allocate(cache, slots)
     if cache.shape[0] == 0:

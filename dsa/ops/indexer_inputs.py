@@ -86,11 +86,11 @@ def _quantize(
     dims: str,
     use_ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    reference.check_queries(q, weights, cos, sin, dims)
     if not backends.runs_kernel("quantize_indexer_queries", q):
         return reference.quantize_indexer_queries(
             q, weights, cos, sin, interleaved=interleaved, dims=dims, use_ue8m0=use_ue8m0
         )
-    reference.check_queries(q, weights, cos, sin, dims)
     check_same_device(("q", q), weights=weights, cos=cos, sin=sin)
     check_rows("q", q)
     if weights.shape[1] > 1 and weights.stride(1) != 1:
@@ -117,12 +117,12 @@ def _write(
     dims: str,
     use_ue8m0: bool,
 ) -> None:
+    reference.check_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, dims)
     if not backends.runs_kernel("write_indexer_keys", cache):
         return reference.write_indexer_keys(
             *(k, norm_weight, norm_bias, cos, sin, cache, slots),
             **{"eps": eps, "interleaved": interleaved, "dims": dims, "use_ue8m0": use_ue8m0},
         )
-    reference.check_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, dims)
     tensors = {"norm_weight": norm_weight, "norm_bias": norm_bias, "cos": cos, "sin": sin, "slots": slots}
     check_same_device(("cache", cache), k=k, **tensors)
     for name, x in (("k", k), ("norm_weight", norm_weight), ("norm_bias", norm_bias)):

@@ -117,7 +117,6 @@ def test_forcing_the_kernels_on_the_cpu_is_an_error():
             dsa.read_indexer_cache(cache, slots_of(cache))
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="the choice of the backend looks at .device first")
 @pytest.mark.parametrize("write", [True, False])
 def test_a_cache_that_is_no_tensor_is_named(write):
     with pytest.raises(TypeError, match=r"cache: must be a torch\.Tensor, got list"):

@@ -111,7 +111,6 @@ def test_fake_results_are_laid_out_as_the_real_ones(tokens):
     assert [layout(x) for x in fake] == [layout(x) for x in dsa.quantize_indexer_queries(*arguments)]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the reference's weights * scale keeps weights' strides")
 def test_weights_are_contiguous_whatever_they_were():
     q, weights, cos, sin = query_arguments()
     assert dsa.quantize_indexer_queries(q, weights.T.contiguous().T, cos, sin)[1].is_contiguous()
@@ -135,7 +134,6 @@ def test_forcing_the_kernels_on_the_cpu_is_an_error():
             dsa.write_indexer_keys(*key_arguments())
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="the choice of the backend looks at .device first")
 @pytest.mark.parametrize("name", ["q", "cache"])
 def test_what_is_no_tensor_is_named(name):
     with pytest.raises(TypeError, match=f"{name}: must be a torch.Tensor, got list"):
@@ -214,7 +212,7 @@ def test_angles_in_rows_of_16_bytes():
     aligned, cos = torch.randn(9, 48)[:, :16], torch.randn(9, 16)
     assert [x is y for x, y in zip(op._angles(aligned, cos), (aligned, cos))] == [True, True]
     # rows, address, last dimension
-    for bad in (wide[:, :32], torch.randn(9, 36)[:, 1:33], torch.randn(9, 64)[:, ::2]):
+    for bad in (wide[:, :32], torch.randn(9, 36)[:, 1:33], torch.randn(9, 64)[:, ::2], torch.randn(32, 9).T):
         for got in (op._angles(bad, torch.randn(9, 32))[0], op._angles(torch.randn(9, 32), bad)[1]):
             assert torch.equal(got, bad) and got.is_contiguous() and got.data_ptr() % 16 == 0
 
