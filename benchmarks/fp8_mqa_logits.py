@@ -88,7 +88,7 @@ def tuning() -> "Tuning":
     from benchmarks.harness.tune import Tuning, TuningClass
     from dsa.kernels import fp8_mqa_logits_sm90 as kernels
 
-    shapes = {
+    sizes = {
         64: [(2048, 8192), (4096, 32768)],
         32: [(4096, 8192), (4096, 32768)],
         16: [(8192, 8192)],
@@ -98,10 +98,11 @@ def tuning() -> "Tuning":
         kernels.MqaLogitsConfig,
         kernels.compile_fp8_mqa_logits,
         {
-            f"heads {heads}": TuningClass(
+            f"heads {heads}, dim {dim}": TuningClass(
                 lambda config, heads=heads: config.fits(heads),
-                {(*size, heads, 128): (heads, 128, "float32", True, False) for size in sizes},
+                {(*size, heads, dim): (heads, dim, "float32", True, False) for size in sizes[heads]},
             )
-            for heads, sizes in shapes.items()
+            for heads in sizes
+            for dim in (128, 64, 32)
         },
     )

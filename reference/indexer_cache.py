@@ -81,16 +81,15 @@ def check_read(cache: torch.Tensor, slots: torch.Tensor) -> None:
 
 def check_cache(name: str, cache: torch.Tensor, dim: int | None = None) -> None:
     """`cache`, the argument `name`, is laid out as this module says, for keys of `dim` channels."""
-    check_tensor(name, cache, (torch.uint8,), ("pages", "P", 1, "D + 4"))
+    check_tensor(name, cache, (torch.uint8,), ("pages", "P", 1, "D + 4" if dim is None else dim + 4))
     page_size, width = cache.shape[1], cache.shape[3]
     if width <= 4 or page_size == 0:
         raise ValueError(f"{name}: shape must be [pages, P >= 1, 1, D + 4 >= 5], got {list(cache.shape)}")
     if (page_size > 1 and cache.stride(1) != width) or cache.stride(3) != 1:
         raise ValueError(
-            f"{name}: every page must be contiguous (strides [any, {width}, any, 1]), got strides {list(cache.stride())}"
+            f"{name}: every page must be contiguous (strides [any, {width}, any, 1]), got strides "
+            f"{list(cache.stride())}"
         )
-    if dim is not None and width != dim + 4:
-        raise ValueError(f"{name}: the last dimension must be D + 4 = {dim + 4}, got {width}")
 
 
 def _planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

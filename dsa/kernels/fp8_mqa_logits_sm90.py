@@ -378,7 +378,7 @@ class Fp8MqaLogitsSm90:
 
     @cute.jit
     def finish(self, sums, scales, lows, spans, rows, key, quad):
-        """Add up the quads' sums over heads, give each lane its queries, scale, mask, store keys `key` and `key` + 8."""
+        """Add up the quads' sums over heads, give each lane its queries, scale, mask, store `key` and `key` + 8."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_q):
             for half in cutlass.range_constexpr(2):
@@ -425,10 +425,10 @@ def compile_fp8_mqa_logits(
     return compile_sm90(kernel, q, k, k_scale, weights, starts, ends, out, Int32(0), Int32(1), Int32(1), stream)
 
 
-def choose_config(heads: int) -> MqaLogitsConfig:
+def choose_config(heads: int, dim: int) -> MqaLogitsConfig:
     """The measured winner. Fewer heads mean more queries a tile, whose ranges and reductions need registers and time:
     smaller tiles, and a third warpgroup (docs/kernel-notes.md)."""
-    return tuned(MqaLogitsConfig, "fp8_mqa_logits", f"heads {heads}")
+    return tuned(MqaLogitsConfig, "fp8_mqa_logits", f"heads {heads}, dim {dim}")
 
 
 def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, int]:
@@ -444,7 +444,7 @@ def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_fp8_mqa_logits, (heads, dim, dtype, clean, compressed, choose_config(heads)))
+        (compile_fp8_mqa_logits, (heads, dim, dtype, clean, compressed, choose_config(heads, dim)))
         for heads in (8, 16, 32, 64)
         for dim in (32, 64, 128)
         for dtype in ("float32", "bfloat16")

@@ -97,7 +97,7 @@ def _kernel(
     from dsa.kernels import fp8_mqa_logits_sm90 as kernels
 
     name = str(dtype).removeprefix("torch.")
-    config = kernels.choose_config(heads)
+    config = kernels.choose_config(heads, dim)
     launch = kernels.compile_fp8_mqa_logits(heads, dim, name, clean, compressed, config)
     return launch, config.columns // heads, kernels.choose_chunk
 

@@ -41,7 +41,7 @@ def test_without_ncu_the_profile_says_so(monkeypatch):
         (
             "fp8_mqa_logits",
             fp8_mqa_logits_sm90.MqaLogitsConfig,
-            {f"heads {h}": h for h in (8, 16, 32, 64)},
+            {f"heads {h}, dim {d}": h for h in (8, 16, 32, 64) for d in (32, 64, 128)},
         ),
         (
             "fp8_paged_mqa_logits",
@@ -61,10 +61,10 @@ def test_shipped_winners_are_candidates_that_fit(op, config_type, classes):
 
 def test_a_trial_stands_in_for_the_winner():
     config = fp8_mqa_logits_sm90.MqaLogitsConfig(128, 4, 2)
-    shipped = fp8_mqa_logits_sm90.choose_config(64)
-    with tuning.trial("fp8_mqa_logits", "heads 64", config):
-        assert fp8_mqa_logits_sm90.choose_config(64) == config != shipped
-    assert fp8_mqa_logits_sm90.choose_config(64) == shipped
+    shipped = fp8_mqa_logits_sm90.choose_config(64, 128)
+    with tuning.trial("fp8_mqa_logits", "heads 64, dim 128", config):
+        assert fp8_mqa_logits_sm90.choose_config(64, 128) == config != shipped
+    assert fp8_mqa_logits_sm90.choose_config(64, 128) == shipped
 
 
 class Gpu:
@@ -78,7 +78,7 @@ class Gpu:
         monkeypatch.setattr(tune, "_compile", compile_nothing)
 
     def config(self):
-        return fp8_mqa_logits_sm90.choose_config(8)
+        return fp8_mqa_logits_sm90.choose_config(8, 128)
 
     def case(self, queries, keys, heads, dim):
         def check(got):
@@ -121,13 +121,16 @@ def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, caps
     gpu = Gpu(monkeypatch, "fp8_mqa_logits")
     monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
     plan = case.load("fp8_mqa_logits").tuning()
-    only = tune.Tuning(plan.config_type, plan.compile_function, {"heads 8": plan.classes["heads 8"]})
+    only = tune.Tuning(plan.config_type, plan.compile_function, {"heads 8, dim 128": plan.classes["heads 8, dim 128"]})
     monkeypatch.setattr(case.load("fp8_mqa_logits"), "tuning", lambda: only)
     path = tmp_path / "data.json"
-    path.write_text(json.dumps({"winners": {"heads 8": {"columns": 1}, "another": {"columns": 2}}}))
+    path.write_text(json.dumps({"winners": {"heads 8, dim 128": {"columns": 1}, "another": {"columns": 2}}}))
     tune.tune("fp8_mqa_logits", path)
     data = json.loads(path.read_text())
-    assert data["winners"] == {"heads 8": {"columns": 128, "stages": 3, "groups": 2}, "another": {"columns": 2}}
+    assert data["winners"] == {
+        "heads 8, dim 128": {"columns": 128, "stages": 3, "groups": 2},
+        "another": {"columns": 2},
+    }
     assert data["op"] == "fp8_mqa_logits" and data["device"] == "a GPU"
     shown = capsys.readouterr().out
     assert "128    3    2    96 registers     3.2000  3.20" in shown
@@ -139,5 +142,5 @@ def test_the_tuner_reports_a_class_without_a_correct_configuration(monkeypatch, 
     Gpu(monkeypatch, "fp8_mqa_logits")
     monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
     monkeypatch.setattr(tune, "_compile", lambda function, arguments: "fails: no memory")
-    with pytest.raises(RuntimeError, match="fp8_mqa_logits: no configuration of class 'heads 64' is correct"):
+    with pytest.raises(RuntimeError, match="fp8_mqa_logits: no configuration of class 'heads 64, dim 128' is correct"):
         tune.tune("fp8_mqa_logits", tmp_path / "data.json")

@@ -65,7 +65,7 @@ def test_refuses_bad_arguments():
     for slot in (8, -2):
         with pytest.raises(ValueError, match=rf"slots: must be -1 or in \[0, 8\), got {slot}"):
             write_indexer_cache(k, scale, cache, torch.tensor([slot]))
-    with pytest.raises(ValueError, match=r"cache: the last dimension must be D \+ 4 = 20, got 36"):
+    with pytest.raises(ValueError, match=r"cache: shape must be \[pages, P, 1, 20\], got \[2, 4, 1, 36\]"):
         write_indexer_cache(k, scale, torch.zeros(2, 4, 1, 36, dtype=torch.uint8), torch.tensor([0]))
     with pytest.raises(ValueError, match="cache: every page must be contiguous"):
         read_indexer_cache(torch.zeros(2, 5, 1, 40, dtype=torch.uint8)[..., :20], torch.tensor([0]))

@@ -251,7 +251,7 @@ def test_queries_refuse(name, value, error, message):
         ("norm_bias", torch.ones(1), ValueError, r"norm_bias: shape must be \[128\], got \[1\]"),
         ("cache", [], TypeError, "cache: must be a torch.Tensor, got list"),
         ("cache", poisoned_cache().char(), ValueError, "cache: dtype must be uint8, got int8"),
-        ("cache", poisoned_cache()[..., 68:], ValueError, "cache: every page must be contiguous"),
+        ("cache", poisoned_cache().repeat(1, 1, 1, 2)[..., :132], ValueError, "cache: every page must be contiguous"),
         ("cache", poisoned_cache().view(3, 2 * P, 1, 66), ValueError, r"cache: .* must be D \+ 4 = 132, got 66"),
         ("cache", poisoned_cache().squeeze(2), ValueError, r"cache: shape must be \[pages, P, 1, D \+ 4\]"),
         ("slots", [0, 1], TypeError, "slots: must be a torch.Tensor, got list"),
