@@ -6,6 +6,8 @@ from functools import cached_property
 
 import torch
 
+import dsa
+
 
 @dataclass(frozen=True)
 class SequenceBatch:
@@ -89,6 +91,11 @@ class SequenceBatch:
     def key_lens_tensor(self) -> torch.Tensor:
         """int32 [B]: key_lens on the device."""
         return torch.tensor(self.key_lens, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def index_schedule(self) -> torch.Tensor:
+        """The plan of `dsa.fp8_paged_mqa_logits` for these lengths: one for all layers of the pass."""
+        return dsa.get_paged_mqa_logits_metadata(self.key_lens_tensor, self.page_size, dsa.num_sms(self.device))
 
     @cached_property
     def key_starts(self) -> torch.Tensor:

@@ -4,9 +4,10 @@ Plan
 - One wgmma tile has 64 keys as rows and N columns, the heads of N / H queries: a thread's
   accumulators of one key row are heads of the same queries, so the sum over heads is fused multiply-adds in registers
   and a transposing shuffle over the quad that leaves every lane with a query of its own.
-- The math warpgroups (two of N = 256 for 64 heads, three of N = 128 for fewer) take the key tiles in turns, each with
-  its own wgmma and epilogue. Passing the tensor cores from one to the other by barriers gained nothing: wgmma and the
-  epilogue compete for the register file (docs/kernel-notes.md).
+- The math warpgroups (two of N = 256 for 64 heads, three of N = 128 for fewer) take the key tiles in turns. A tile's
+  last steps (quad reduction, scale, mask, store) and the wait for the next keys run under the next tile's wgmma, so that
+  only the sums over heads stand between two of them. Passing the tensor cores on by barriers gained nothing: wgmma and
+  the sums compete for the register file (docs/kernel-notes.md).
 - One warp loads by TMA: queries double-buffered, keys through a ring of 64-key stages for each warpgroup.
   Its three neighbours write the -inf of the columns that no query of the block sees (clean_logits), so they cost
   no pass of their own.
@@ -14,8 +15,8 @@ Plan
   ranges are skipped; within a tile the ranges of each query decide. All range arithmetic is signed.
 Shared memory: 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys, barriers (at most 197 KiB).
 Registers: N / 2 accumulators and N / 4 weights a math thread, of 232 (two warpgroups) or 160; 40 or 32 for the others.
-Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instruction of the epilogue (two an
-accumulator: x + |x|, multiply-add) adds its issue clock, so about 870. Keys come from L2, 8 KB a tile.
+Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instruction beside it (two an accumulator:
+x + |x|, multiply-add) adds its issue clock, so about 830. Keys come from L2, 8 KB a tile.
 """
 
 from collections.abc import Callable

@@ -139,9 +139,8 @@ class LightningIndexer(nn.Module):
         self, q: torch.Tensor, weights: torch.Tensor, batch: SequenceBatch, cache: LayerCache, paged_slots: bool
     ) -> torch.Tensor:
         lengths = batch.key_lens_tensor
-        schedule = dsa.get_paged_mqa_logits_metadata(lengths, batch.page_size, dsa.num_sms(q.device))
         scores = dsa.fp8_paged_mqa_logits(
-            q[:, None], cache.index, weights, lengths, batch.block_table, schedule, batch.max_key_len
+            q[:, None], cache.index, weights, lengths, batch.block_table, batch.index_schedule, batch.max_key_len
         )
         paging = {"block_table": batch.block_table, "page_size": batch.page_size} if paged_slots else {}
         return dsa.topk_indices(scores, self.top_k, lengths=lengths, **paging)

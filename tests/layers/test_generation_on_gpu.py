@@ -28,6 +28,25 @@ def test_greedy_tokens_equal_the_references(checkpoint):
     assert tokens[0] == tokens[1]
 
 
+def test_the_indexer_runs_its_kernels(checkpoint, monkeypatch):
+    """The published FP8 mode: prefill by chunks and decode, dense and sparse, score through the 132-byte pages."""
+    launched, runs_kernel = set(), backends.runs_kernel
+
+    def spy(op, tensor):
+        if answer := runs_kernel(op, tensor):
+            launched.add(op)
+        return answer
+
+    monkeypatch.setattr(backends, "runs_kernel", spy)
+    model = load_model(checkpoint, device="cuda", progress=False)
+    completions = Generator(model, cache_tokens=512, prefill_chunk=64).generate(PROMPTS, SamplingParams(8))
+    assert all(len(c.tokens) == 8 for c in completions)
+    assert launched >= {
+        *("quantize_indexer_queries", "write_indexer_keys", "read_indexer_cache", "fp8_mqa_logits"),
+        *("get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits"),
+    }
+
+
 def test_fp8_logits_agree_with_the_references(checkpoint):
     """The published FP8 mode, in fp32 outside the quantised products: the cast kernel runs here."""
     logits = []
