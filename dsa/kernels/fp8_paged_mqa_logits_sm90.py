@@ -6,16 +6,17 @@ Plan
 - A wgmma tile has 64 keys as rows and the N = next_n * H (query, head) pairs of one sequence as columns: the keys are
   read once for all its queries, and the sum over heads stays in registers but for a shuffle over the quad.
 - One CTA a row of the schedule: a run of 256-key splits that begins in one sequence and ends in another.
-- One warp loads: a sequence's queries by TMA, weights by bulk copy and limits through a ring of SEQUENCES slots; its
-  pages, 64 keys a stage, through a ring of STAGES for each math warpgroup, which take the tiles in turns. It reads
-  lengths and page numbers 32 at a time, so that their latency shows once. A page outside the cache is not read, and its
-  keys score -inf.
-- What the math warpgroups need to know of a sequence is in its slot, and an empty slot ends them.
-  The three warps beside the loader write -inf behind the last tile of every row (clean_logits).
+- The math warpgroups take the tiles in turns, and each has a loading warp and a ring of STAGES tiles of its own: with
+  one warp for all, a ring that is full holds up the others. The first of them also loads a sequence's queries by TMA,
+  weights by bulk copy and limits through a ring of SEQUENCES slots. Lengths and page numbers are read 32 at a time, so
+  that their latency shows once. A page outside the cache is not read, and its keys score -inf.
+- What the math warpgroups need to know of a sequence is in its slot, and an empty slot ends them. A tile's last steps
+  (quad reduction, scale, mask, store) run under the next tile's wgmma.
+- The loading warpgroup, done, writes -inf behind the last tile of every row (clean_logits).
 Shared memory: SEQUENCES x N x (D + 4) bytes, GROUPS x STAGES x 64 x (D + 4), barriers.
 Registers: N / 2 accumulators and N / 4 weights a math thread.
 Roofline: memory, 132 bytes a key at D 128: about 450 clocks a tile and multiprocessor. Tensor cores 2 N clocks and
-epilogue about N + 90 (docs/kernel-notes.md): memory up to N = 128, arithmetic beyond.
+sums about N + 60 (docs/kernel-notes.md): memory up to N = 128, arithmetic beyond.
 """
 
 from collections.abc import Callable
@@ -38,11 +39,10 @@ from dsa.cute.tuning import choices, tuned
 TILE = 64
 SPLIT = 256
 WARPGROUP = 128
-FILL_THREADS = 96
 SHARED_BYTES = 232448
 # By warpgroups, of math threads and others: what the launch gave, redistributed.
 REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}
-FILL_BYTES = 8192  # of a row, a piece of work of the filling warps
+FILL_BYTES = 8192  # of a row, a piece of work of those that fill
 NEVER = 2**30
 EVICT_FIRST = 0x12F0000000000000  # TMA's encoding of the cache policy: keys are read once
 
@@ -186,14 +186,15 @@ class Fp8PagedMqaLogitsSm90:
         scales = storage.scales.get_tensor(cute.make_layout((self.page, self.pages_a_tile * self.stages)))
 
         first, last = (Int32(0), Int32(0)), (Int32(0), Int32(0))
-        if warp == self.math_warps:
-            # The loader's chain of dependent loads (schedule, lengths and page numbers, keys) is what a short call
+        if warp >= self.math_warps:
+            # The loaders' chain of dependent loads (schedule, lengths and page numbers, keys) is what a short call
             # waits for: its first link overlaps the set-up, and the lengths come to L2 meanwhile.
             cta, _, _ = cute.arch.block_idx()
             first, last = (schedule[cta, 0], schedule[cta, 1]), (schedule[cta + 1, 0], schedule[cta + 1, 1])
-            if lane * 32 < lengths.shape[0]:
+            if warp == self.math_warps and lane * 32 < lengths.shape[0]:
                 place = (lengths.iterator + lane * 32 * lengths.stride[0]).toint()
                 cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[place])
+        if warp == self.math_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
@@ -208,13 +209,13 @@ class Fp8PagedMqaLogitsSm90:
 
         if warp >= self.math_warps:
             cute.arch.setmaxregister_decrease(self.other_registers)
-            if warp == self.math_warps:
+            if warp < self.math_warps + self.groups:
                 self.load(
                     *(q_atom, mq, k_atom, mk, cache, weights, lengths, block_table, first, last, capacity),
-                    *(sq, spages, present, facts, sweights, scales, k_full, k_empty, q_full, q_empty, lane),
+                    *(sq, spages, present, facts, sweights, scales, k_full, k_empty, q_full, q_empty),
+                    *(lane, warp - self.math_warps),
                 )
-            else:
-                self.fill(lengths, out, capacity, fill_columns, tid - (self.math_warps + 1) * 32)
+            self.fill(lengths, out, capacity, fill_columns, tid % WARPGROUP)
         else:
             cute.arch.setmaxregister_increase(self.math_registers)
             self.math(
@@ -263,6 +264,7 @@ class Fp8PagedMqaLogitsSm90:
         q_full,
         q_empty,
         lane,
+        group,
     ):
         gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
         gk = cute.local_tile(mk, (self.page, self.dim), (0, 0, None))
@@ -285,11 +287,14 @@ class Fp8PagedMqaLogitsSm90:
         first_seq, first_tile = cutlass.max(begins[0], 0), cutlass.max(begins[1], 0) * (SPLIT // TILE)
         last_seq, end_tile = ends[0], ends[1] * (SPLIT // TILE)
         stop = cutlass.min(last_seq + 1, batch)
+        slot, slot_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        # A lane's page among those of the next 32 / pages_a_tile tiles of this warpgroup, counted from its first.
+        lane_page = lane // self.pages_a_tile * self.groups * self.pages_a_tile + lane % self.pages_a_tile
+        mine = group
         # The first page numbers are asked for together with the first lengths.
         early = Int32(-1)
         if first_seq < batch:
-            early = self.page_number(block_table, first_seq, first_tile * self.pages_a_tile + lane)
-        slot, slot_phase, group, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+            early = self.page_number(block_table, first_seq, (first_tile + mine) * self.pages_a_tile + lane_page)
         for base in cutlass.range(first_seq, stop, 32, unroll=1):
             begin, end = Int32(0), Int32(0)
             limits = [Int32(0) for _ in range(self.next_n)]
@@ -311,28 +316,31 @@ class Fp8PagedMqaLogitsSm90:
                 first = cute.arch.shuffle_sync(begin, source)
                 tiles = cute.arch.shuffle_sync(end, source) - first
 
-                cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
-                values = [sequence, first, tiles]
-                for i in cutlass.range_constexpr(self.next_n):
-                    values.append(cute.arch.shuffle_sync(limits[i], source))
-                with cute.arch.elect_one():
-                    for i in cutlass.range_constexpr(3 + self.next_n):
-                        facts[i, slot] = values[i]
-                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + slot, self.n * (self.dim + 4))
-                cute.copy(q_atom, tqg[None, sequence], tqs[None, slot], tma_bar_ptr=q_full + slot)
-                with cute.arch.elect_one():  # a bulk copy, unlike TMA, runs once for every lane that reaches it
+                if group == 0:
+                    cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
+                    values = [sequence, first, tiles]
                     for i in cutlass.range_constexpr(self.next_n):
-                        row = weights[sequence * self.next_n + i, None]
-                        cute.copy(weights_atom, row, sweights[None, i, slot], mbar_ptr=q_full + slot)
-                slot, slot_phase = advance(slot, slot_phase, self.sequences)
+                        values.append(cute.arch.shuffle_sync(limits[i], source))
+                    with cute.arch.elect_one():
+                        for i in cutlass.range_constexpr(3 + self.next_n):
+                            facts[i, slot] = values[i]
+                        cute.arch.mbarrier_arrive_and_expect_tx(q_full + slot, self.n * (self.dim + 4))
+                    cute.copy(q_atom, tqg[None, sequence], tqs[None, slot], tma_bar_ptr=q_full + slot)
+                    with cute.arch.elect_one():  # a bulk copy, unlike TMA, runs once for every lane that reaches it
+                        for i in cutlass.range_constexpr(self.next_n):
+                            row = weights[sequence * self.next_n + i, None]
+                            cute.copy(weights_atom, row, sweights[None, i, slot], mbar_ptr=q_full + slot)
+                    slot, slot_phase = advance(slot, slot_phase, self.sequences)
 
-                numbers = early
+                numbers, at = early, Int32(0)
                 if sequence != first_seq:
-                    numbers = self.page_number(block_table, sequence, first * self.pages_a_tile + lane)
-                for tile in cutlass.range(tiles, unroll=1):
-                    at = tile * self.pages_a_tile & 31
-                    if at == 0 and tile > 0:
-                        numbers = self.page_number(block_table, sequence, (first + tile) * self.pages_a_tile + lane)
+                    numbers = self.page_number(block_table, sequence, (first + mine) * self.pages_a_tile + lane_page)
+                while mine < tiles:
+                    if at == 32:
+                        at = Int32(0)
+                        numbers = self.page_number(
+                            block_table, sequence, (first + mine) * self.pages_a_tile + lane_page
+                        )
                     own = [cute.arch.shuffle_sync(numbers, at + i) for i in range(self.pages_a_tile)]
                     bits = Uint32(0)
                     for i in cutlass.range_constexpr(self.pages_a_tile):
@@ -353,14 +361,15 @@ class Fp8PagedMqaLogitsSm90:
                             )
                             with cute.arch.elect_one():
                                 cute.copy(scales_atom, gscales[None, own[i]], scales[None, place], mbar_ptr=full)
-                    group += 1
-                    if group == self.groups:
-                        group = Int32(0)
-                        turn, phase = advance(turn, phase, self.group_stages)
-        cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
-        with cute.arch.elect_one():
-            facts[2, slot] = 0
-            cute.arch.mbarrier_arrive(q_full + slot)
+                    turn, phase = advance(turn, phase, self.group_stages)
+                    mine += self.groups
+                    at += self.pages_a_tile
+                mine -= tiles
+        if group == 0:
+            cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
+            with cute.arch.elect_one():
+                facts[2, slot] = 0
+                cute.arch.mbarrier_arrive(q_full + slot)
 
     @cute.jit
     def fill(self, lengths, out, capacity, fill_columns, thread):
@@ -381,7 +390,7 @@ class Fp8PagedMqaLogitsSm90:
             high = cutlass.min((index % pieces + 1) * piece, fill_columns)
             for i in cutlass.range_constexpr(self.next_n):
                 row = cute.local_tile(out[sequence * self.next_n + i, None], (width,), (None,))
-                for c in cutlass.range(low // width + thread, cute.ceil_div(high, width), FILL_THREADS, unroll=1):
+                for c in cutlass.range(low // width + thread, cute.ceil_div(high, width), WARPGROUP, unroll=1):
                     cute.autovec_copy(minus, row[None, c])
 
     @cute.jit

@@ -252,7 +252,12 @@ def test_queries_refuse(name, value, error, message):
         ("cache", [], TypeError, "cache: must be a torch.Tensor, got list"),
         ("cache", poisoned_cache().char(), ValueError, "cache: dtype must be uint8, got int8"),
         ("cache", poisoned_cache().repeat(1, 1, 1, 2)[..., :132], ValueError, "cache: every page must be contiguous"),
-        ("cache", poisoned_cache().view(3, 2 * P, 1, 66), ValueError, r"cache: shape must be \[pages, P, 1, 132\], got"),
+        (
+            "cache",
+            poisoned_cache().view(3, 2 * P, 1, 66),
+            ValueError,
+            r"cache: shape must be \[pages, P, 1, 132\], got",
+        ),
         ("cache", poisoned_cache().squeeze(2), ValueError, r"cache: shape must be \[pages, P, 1, 132\]"),
         ("slots", [0, 1], TypeError, "slots: must be a torch.Tensor, got list"),
         ("slots", torch.zeros(2), ValueError, "slots: dtype must be int32 or int64, got float32"),
