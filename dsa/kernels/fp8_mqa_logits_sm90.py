@@ -5,9 +5,9 @@ Plan
   accumulators of one key row are heads of the same queries, so the sum over heads is fused multiply-adds in registers
   and a transposing shuffle over the quad that leaves every lane with a query of its own.
 - The math warpgroups (two of N = 256 for 64 heads, three of N = 128 for fewer) take the key tiles in turns. A tile's
-  last steps (quad reduction, scale, mask, store) and the wait for the next keys run under the next tile's wgmma, so that
-  only the sums over heads stand between two of them. Passing the tensor cores on by barriers gained nothing: wgmma and
-  the sums compete for the register file (docs/kernel-notes.md).
+  last steps (quad reduction, scale, mask, store) and the wait for the next keys run under the next tile's wgmma: only
+  the sums over heads stand between two of them. Passing the tensor cores on by barriers gained nothing: wgmma and the
+  sums compete for the register file (docs/kernel-notes.md).
 - One warp loads by TMA: queries double-buffered, keys through a ring of 64-key stages for each warpgroup.
   Its three neighbours write the -inf of the columns that no query of the block sees (clean_logits), so they cost
   no pass of their own.
