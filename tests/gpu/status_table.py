@@ -41,7 +41,8 @@ def _row(name: str, entry: dict[str, Any] | None) -> str:
     ratios = [row["ratio"] for row in entry["bench"] if row["ratio"] is not None]
     rows = entry["bench"]  # a benchmark lists its most telling shape first
     figures = f"{rows[0]['figure']} ({rows[0]['shape']})" if rows else ""
-    peers = f"{min(ratios):.2f} to {max(ratios):.2f} times ours" if ratios else ""
+    names = ", ".join(sorted({row["peer"] for row in rows if row["peer"]}))
+    peers = f"{names}: {min(ratios):.2f} to {max(ratios):.2f} times ours" if ratios else ""
     tests = f"{entry['tests'] - entry['failed']} of {entry['tests']}"
     return f"| {_functions(name)} | kernel | {tests} | {figures} | {peers} |"
 

@@ -24,8 +24,8 @@ from dsa.cute.compile_cache import cached, compile_sm90, cubin
 from dsa.kernels import per_token_cast_to_fp8_sm90 as kernels
 
 ORIGINAL = kernels.compile_per_token_cast_to_fp8.__wrapped__
-ARGS = kernels.shipped_variants()[0]
-OTHER_ARGS = kernels.shipped_variants()[-1]
+ARGS = kernels.shipped_variants()[0][1]
+OTHER_ARGS = kernels.shipped_variants()[-1][1]
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def compile_sm90(*args):
 original, kernels.compile_sm90 = kernels.compile_sm90, compile_sm90
 print("ready", flush=True)
 sys.stdin.read()
-print(callable(kernels.compile_per_token_cast_to_fp8(*kernels.shipped_variants()[0])))
+print(callable(kernels.compile_per_token_cast_to_fp8(*kernels.shipped_variants()[0][1])))
 """
 
 
