@@ -346,7 +346,8 @@ class Fp8MqaLogitsSm90:
                         w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
                 cute.arch.mbarrier_wait(q_full + slot, slot_phase)
                 mine += first
-                unfinished, key = Int32(0), Int32(0)
+                # No tile is unfinished yet: a key beyond every span.
+                key = Int32(NEVER)
                 if mine < last:
                     cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
                 while mine < last:
@@ -356,11 +357,8 @@ class Fp8MqaLogitsSm90:
                         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
                         cute.gemm(mma, acc, ra[None, None, step, stage], rb[None, None, step, slot], acc)
                     cute.nvgpu.warpgroup.commit_group()
-                    # While it runs: the rest of the last tile, this one's scales, and the next one's keys. The branch keeps
-                    # the compiler from putting the reduction between two wgmma instructions.
-                    if unfinished != 0:
-                        self.finish(sums, scales, lows, spans, rows, key, quad)
-                    unfinished = Int32(1)
+                    # While it runs: the rest of the last tile, this one's scales, and the next one's keys.
+                    self.finish(sums, scales, lows, spans, rows, key, quad)
                     key = mine * BLOCK_K + row_key
                     for half in cutlass.range_constexpr(2):
                         scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
@@ -373,8 +371,7 @@ class Fp8MqaLogitsSm90:
                         cute.arch.mbarrier_arrive(k_empty + stage)
                     for t in cutlass.range_constexpr(self.block_q):
                         sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
-                if unfinished != 0:
-                    self.finish(sums, scales, lows, spans, rows, key, quad)
+                self.finish(sums, scales, lows, spans, rows, key, quad)
                 mine -= last
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(q_empty + slot)
@@ -391,7 +388,7 @@ class Fp8MqaLogitsSm90:
 
     @cute.jit
     def store(self, value, low, span, row, key):
-        """Write the score of `key`, -inf outside the query's range; a span below 0 has no row."""
+        """Write the score of `key`, -inf outside the query's range; a span below 0 has no row, a key NEVER no tile."""
         column = key - low
         inside = Uint32(column) < Uint32(cutlass.max(span, 0))
         if const_expr(self.compressed):
@@ -401,7 +398,7 @@ class Fp8MqaLogitsSm90:
             result = value
             if not inside:
                 result = -Float32(float("inf"))
-            if span >= 0:
+            if span >= 0 and key < NEVER:
                 row[key] = result.to(self.out_dtype)
 
 

@@ -430,7 +430,8 @@ class Fp8PagedMqaLogitsSm90:
                     row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
                     limits[i] = facts[3 + row, slot]
                     rows.append(out[sequence * self.next_n + row, None])
-                unfinished, key = Int32(0), Int32(0)
+                # No tile is unfinished yet: a key that is stored nowhere.
+                key = Int32(NEVER)
                 if mine < tiles:
                     cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
                 while mine < tiles:
@@ -440,11 +441,8 @@ class Fp8PagedMqaLogitsSm90:
                         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
                         cute.gemm(mma, acc, ra[None, None, step, stage], rb[None, None, step, slot], acc)
                     cute.nvgpu.warpgroup.commit_group()
-                    # While it runs: the rest of the last tile, and what this one's end needs. The branch keeps the
-                    # compiler from putting the reduction between two wgmma instructions.
-                    if unfinished != 0:
-                        self.finish(sums, scale, seen, limits, rows, key, quad)
-                    unfinished = Int32(1)
+                    # While it runs: the rest of the last tile, and what this one's end needs.
+                    self.finish(sums, scale, seen, limits, rows, key, quad)
                     scale = ss[key_in_tile, stage]
                     key = (first + mine) * TILE + key_in_tile
                     # What no row sees is as if beyond every limit.
@@ -458,8 +456,7 @@ class Fp8PagedMqaLogitsSm90:
                         cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
                     for i in cutlass.range_constexpr(self.next_n):
                         sums[2 * i], sums[2 * i + 1] = head_sum(flat, w, i, self.heads)
-                if unfinished != 0:
-                    self.finish(sums, scale, seen, limits, rows, key, quad)
+                self.finish(sums, scale, seen, limits, rows, key, quad)
                 mine -= tiles
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(q_empty + slot)
@@ -467,16 +464,16 @@ class Fp8PagedMqaLogitsSm90:
 
     @cute.jit
     def finish(self, sums, scale, seen, limits, rows, key, quad):
-        """Add up the quads' sums over heads, give each lane a key of its rows, scale, mask, store."""
+        """Add up the quads' sums over heads, give each lane a key of its rows, scale, mask, store; NEVER: no tile."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_rows):
             at = 4 * i
             if const_expr(2 * i + 1 < self.next_n):
                 value = quad_transpose(sums[at], sums[at + 2], sums[at + 1], sums[at + 3], upper, odd)
-                stores = True
+                stores = key < NEVER
             else:
                 value = quad_pair(sums[at], sums[at + 1], upper)
-                stores = not odd
+                stores = key < NEVER and not odd
             result = value * scale
             if seen >= limits[i]:
                 result = -Float32(float("inf"))
