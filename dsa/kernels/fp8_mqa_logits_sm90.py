@@ -27,22 +27,28 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
 from dsa.cute.head_sum import head_sum, quad_transpose
 from dsa.cute.ring import advance
+from dsa.cute.score_tile import (
+    REGISTERS,
+    SHARED_BYTES,
+    TILE,
+    WARPGROUP,
+    init_ring,
+    key_layout,
+    multiply,
+    query_layout,
+    registers_fit,
+    score_mma,
+    tile_load,
+)
 from dsa.cute.tuning import choices, tuned
 
-BLOCK_K = 64
-WARPGROUP = 128
 FILL_THREADS = 96
 NEVER = 2**30
-SHARED_BYTES = 232448
-# By warpgroups, of math threads and others: what the launch gave, redistributed.
-REGISTERS = {2: (232, 40), 3: (160, 32)}
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,8 @@ class MqaLogitsConfig:
 
     def fits(self, heads: int) -> bool:
         """Whether the hardware takes it: registers, shared memory for 128 channels, four queries a block at least."""
-        held = self.columns // 2 + self.columns // 4 + 24
-        shared = (2 * self.columns + self.groups * self.stages * BLOCK_K) * 128 + 3 * 1024
-        return held <= REGISTERS[self.groups][0] and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
+        shared = (2 * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
+        return registers_fit(self.columns, self.groups) and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
 
 
 class Fp8MqaLogitsSm90:
@@ -82,8 +87,6 @@ class Fp8MqaLogitsSm90:
         self.math_registers, self.other_registers = REGISTERS[cfg.groups]
         self.block_q = cfg.columns // heads
         self.lane_q = self.block_q // 4  # queries that a lane stores: every fourth
-        self.k_steps = dim // 32
-        self.tile = (BLOCK_K, self.n, dim)
 
     @cute.jit
     def __call__(
@@ -100,24 +103,10 @@ class Fp8MqaLogitsSm90:
         ctas: Int32,
         stream,
     ):
-        mma = sm90.make_trivial_tiled_mma(
-            Float8E4M3FN,
-            Float8E4M3FN,
-            cute.nvgpu.OperandMajorMode.K,
-            cute.nvgpu.OperandMajorMode.K,
-            Float32,
-            (1, 1, 1),
-            (BLOCK_K, self.n),
-        )
-        k_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, self.tile, Float8E4M3FN, self.stages)
-        q_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, self.tile, Float8E4M3FN, 2)
-        load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
-        k_atom, k_tma = cute.nvgpu.cpasync.make_tiled_tma_atom(
-            load, k, cute.slice_(k_layout, (None, None, 0)), (BLOCK_K, self.dim)
-        )
-        q_atom, q_tma = cute.nvgpu.cpasync.make_tiled_tma_atom(
-            load, q, cute.slice_(q_layout, (None, None, 0)), (self.n, self.dim)
-        )
+        k_layout = key_layout(TILE, self.n, self.dim, self.stages)
+        q_layout = query_layout(self.n, self.dim, 2)
+        k_atom, k_tma = tile_load(k, k_layout, (TILE, self.dim))
+        q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
 
         @cute.struct
         class Storage:
@@ -141,7 +130,7 @@ class Fp8MqaLogitsSm90:
             out,
             fill_columns,
             chunk,
-            mma,
+            score_mma(self.n),
             q_layout,
             k_layout,
         ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
@@ -177,12 +166,8 @@ class Fp8MqaLogitsSm90:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
-            for i in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(k_full + i, 1)
-                cute.arch.mbarrier_init(k_empty + i, 4)
-            for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(q_full + i, 1)
-                cute.arch.mbarrier_init(q_empty + i, self.math_warps)
+            init_ring(k_full, k_empty, self.stages, 4)
+            init_ring(q_full, q_empty, 2, self.math_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -232,18 +217,18 @@ class Fp8MqaLogitsSm90:
                 low, high = start, end
         low = cute.arch.warp_redux_sync(low, "min")
         high = cute.arch.warp_redux_sync(high, "max")
-        first = cutlass.max(low // BLOCK_K, first_tile)
-        last = cutlass.min(cute.ceil_div(high, BLOCK_K), first_tile + chunk)
+        first = cutlass.max(low // TILE, first_tile)
+        last = cutlass.min(cute.ceil_div(high, TILE), first_tile + chunk)
         return block, first, cutlass.max(last, first), first_tile
 
     @cute.jit
     def units(self, keys, chunk, out):
-        return cute.ceil_div(out.shape[0], self.block_q) * cute.ceil_div(keys, chunk * BLOCK_K)
+        return cute.ceil_div(out.shape[0], self.block_q) * cute.ceil_div(keys, chunk * TILE)
 
     @cute.jit
     def produce(self, q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_full, k_empty, q_full, q_empty, lane):
         gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
-        gk = cute.local_tile(mk, (BLOCK_K, self.dim), (None, 0))
+        gk = cute.local_tile(mk, (TILE, self.dim), (None, 0))
         one = cute.make_layout(1)
         tqs, tqg = cute.nvgpu.cpasync.tma_partition(
             q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
@@ -267,7 +252,7 @@ class Fp8MqaLogitsSm90:
                     stage = group * self.group_stages + turn
                     cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, BLOCK_K * self.dim)
+                        cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, TILE * self.dim)
                     cute.copy(k_atom, tkg[None, tile], tks[None, stage], tma_bar_ptr=k_full + stage)
                     group += 1
                     if group == self.groups:
@@ -285,9 +270,9 @@ class Fp8MqaLogitsSm90:
         minus.fill(-float("inf"))
         for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
             block, first, last, chunk_tile = self.unit(index, keys, chunk, out, starts, ends, lane)
-            low = chunk_tile * BLOCK_K
-            high = cutlass.min((chunk_tile + chunk) * BLOCK_K, fill_columns)
-            if (chunk_tile + chunk) * BLOCK_K >= keys:
+            low = chunk_tile * TILE
+            high = cutlass.min((chunk_tile + chunk) * TILE, fill_columns)
+            if (chunk_tile + chunk) * TILE >= keys:
                 high = fill_columns
             for i in cutlass.range(self.block_q, unroll=1):
                 t = block * self.block_q + i
@@ -301,7 +286,7 @@ class Fp8MqaLogitsSm90:
                     else:
                         row = cute.local_tile(out[t, None], (width,), (None,))
                         for c in cutlass.range(low // width + thread, high // width, FILL_THREADS, unroll=1):
-                            if c * width < first * BLOCK_K or c * width >= last * BLOCK_K:
+                            if c * width < first * TILE or c * width >= last * TILE:
                                 cute.autovec_copy(minus, row[None, c])
 
     @cute.jit
@@ -310,7 +295,7 @@ class Fp8MqaLogitsSm90:
     ):
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((BLOCK_K, self.n)), Float32)
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
         sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
         sums.fill(0.0)
@@ -352,14 +337,10 @@ class Fp8MqaLogitsSm90:
                     cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
                 while mine < last:
                     stage = own_ring + turn
-                    cute.nvgpu.warpgroup.fence()
-                    for step in cutlass.range_constexpr(self.k_steps):
-                        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                        cute.gemm(mma, acc, ra[None, None, step, stage], rb[None, None, step, slot], acc)
-                    cute.nvgpu.warpgroup.commit_group()
+                    multiply(mma, acc, ra, rb, stage, slot)
                     # While it runs: the rest of the last tile, this one's scales, and the next one's keys.
                     self.finish(sums, scales, lows, spans, rows, key, quad)
-                    key = mine * BLOCK_K + row_key
+                    key = mine * TILE + row_key
                     for half in cutlass.range_constexpr(2):
                         scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
                     turn, phase = advance(turn, phase, self.group_stages)
@@ -436,7 +417,7 @@ def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, 
     """Key tiles in a unit of work, and the number of units: all tiles of a block of queries where these blocks fill
     the GPU twice, else less."""
     blocks = -(-queries // block_q)
-    tiles = -(-keys // BLOCK_K)
+    tiles = -(-keys // TILE)
     chunks = min(max(1, 2 * sms // blocks), max(1, tiles // 8))
     chunk = -(-tiles // chunks)
     return chunk, blocks * -(-tiles // chunk)

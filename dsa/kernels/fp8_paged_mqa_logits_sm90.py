@@ -27,21 +27,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
 from dsa.cute.head_sum import head_sum, quad_pair, quad_transpose
 from dsa.cute.ring import advance
+from dsa.cute.score_tile import (
+    REGISTERS,
+    SHARED_BYTES,
+    TILE,
+    WARPGROUP,
+    init_ring,
+    key_layout,
+    multiply,
+    query_layout,
+    registers_fit,
+    score_mma,
+    tile_load,
+)
 from dsa.cute.tuning import choices, tuned
 
-TILE = 64
 SPLIT = 256
-WARPGROUP = 128
-SHARED_BYTES = 232448
-# By warpgroups, of math threads and others: what the launch gave, redistributed.
-REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}
 FILL_BYTES = 8192  # of a row, a piece of work of those that fill
 NEVER = 2**30
 EVICT_FIRST = 0x12F0000000000000  # TMA's encoding of the cache policy: keys are read once
@@ -61,9 +67,8 @@ class PagedMqaLogitsConfig:
 
     def fits(self, columns: int) -> bool:
         """Whether the hardware takes it: registers, and shared memory for 128 channels."""
-        held = columns // 2 + columns // 4 + 24
         shared = (self.sequences * columns + self.groups * self.stages * TILE) * 132 + 3 * 1024
-        return held <= REGISTERS[self.groups][0] and shared <= SHARED_BYTES
+        return registers_fit(columns, self.groups) and shared <= SHARED_BYTES
 
 
 class Fp8PagedMqaLogitsSm90:
@@ -100,35 +105,18 @@ class Fp8PagedMqaLogitsSm90:
         fill_columns: Int32,
         stream,
     ):
-        mma = sm90.make_trivial_tiled_mma(
-            Float8E4M3FN,
-            Float8E4M3FN,
-            cute.nvgpu.OperandMajorMode.K,
-            cute.nvgpu.OperandMajorMode.K,
-            Float32,
-            (1, 1, 1),
-            (TILE, self.n),
-        )
-        tile = (TILE, self.n, self.dim)
-        k_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
-        # The same bytes by pages: rows lie one after the other.
-        page_tile = (self.page, self.n, self.dim)
-        page_layout = sm90.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, page_tile, Float8E4M3FN, self.stages * self.pages_a_tile
-        )
-        q_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.sequences)
+        k_layout = key_layout(TILE, self.n, self.dim, self.stages)
+        page_layout = key_layout(
+            self.page, self.n, self.dim, self.stages * self.pages_a_tile
+        )  # the same bytes by pages
+        q_layout = query_layout(self.n, self.dim, self.sequences)
         pages, page_stride = cache.shape[0], cache.stride[0]
         keys = cute.make_tensor(
             cute.recast_ptr(cache.iterator, dtype=Float8E4M3FN),
             cute.make_layout((self.page, self.dim, pages), stride=(self.dim, 1, page_stride)),
         )
-        load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
-        k_atom, k_tma = cute.nvgpu.cpasync.make_tiled_tma_atom(
-            load, keys, cute.slice_(page_layout, (None, None, 0)), (self.page, self.dim)
-        )
-        q_atom, q_tma = cute.nvgpu.cpasync.make_tiled_tma_atom(
-            load, q, cute.slice_(q_layout, (None, None, 0)), (self.n, self.dim)
-        )
+        k_atom, k_tma = tile_load(keys, page_layout, (self.page, self.dim))
+        q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
 
         @cute.struct
         class Storage:
@@ -148,7 +136,7 @@ class Fp8PagedMqaLogitsSm90:
         self.storage = Storage
         self.kernel(
             *(q_atom, q_tma, k_atom, k_tma, cache, weights, lengths, block_table, schedule, out),
-            *(capacity, fill_columns, mma, q_layout, k_layout, page_layout),
+            *(capacity, fill_columns, score_mma(self.n), q_layout, k_layout, page_layout),
         ).launch(grid=(schedule.shape[0] - 1, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
@@ -198,12 +186,8 @@ class Fp8PagedMqaLogitsSm90:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
-            for i in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(k_full + i, 1)
-                cute.arch.mbarrier_init(k_empty + i, 4)
-            for i in cutlass.range_constexpr(self.sequences):
-                cute.arch.mbarrier_init(q_full + i, 1)
-                cute.arch.mbarrier_init(q_empty + i, self.math_warps)
+            init_ring(k_full, k_empty, self.stages, 4)
+            init_ring(q_full, q_empty, self.sequences, self.math_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -436,11 +420,7 @@ class Fp8PagedMqaLogitsSm90:
                     cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
                 while mine < tiles:
                     stage = own_ring + turn
-                    cute.nvgpu.warpgroup.fence()
-                    for step in cutlass.range_constexpr(self.dim // 32):
-                        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                        cute.gemm(mma, acc, ra[None, None, step, stage], rb[None, None, step, slot], acc)
-                    cute.nvgpu.warpgroup.commit_group()
+                    multiply(mma, acc, ra, rb, stage, slot)
                     # While it runs: the rest of the last tile, and what this one's end needs.
                     self.finish(sums, scale, seen, limits, rows, key, quad)
                     scale = ss[key_in_tile, stage]

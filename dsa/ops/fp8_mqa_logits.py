@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.ops._kernel_arguments import dtype_name
 from reference import indexer_logits as reference
 
 HEADS, DIMS = (8, 16, 32, 64), (32, 64, 128)
@@ -96,9 +97,8 @@ def _kernel(
     """The launcher, the queries of a block, and the rule for its units of work."""
     from dsa.kernels import fp8_mqa_logits_sm90 as kernels
 
-    name = str(dtype).removeprefix("torch.")
     config = kernels.choose_config(heads, dim)
-    launch = kernels.compile_fp8_mqa_logits(heads, dim, name, clean, compressed, config)
+    launch = kernels.compile_fp8_mqa_logits(heads, dim, dtype_name(dtype), clean, compressed, config)
     return launch, config.columns // heads, kernels.choose_chunk
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.ops._kernel_arguments import check_same_device, dtype_name
 from reference import paged_indexer_logits as reference
 from reference.indexer_logits import row_stride
 
@@ -145,9 +146,8 @@ def _metadata_kernel() -> Callable[..., None]:
 def _kernel(heads: int, dim: int, next_n: int, page_size: int, dtype: torch.dtype) -> Callable[..., None]:
     from dsa.kernels import fp8_paged_mqa_logits_sm90 as kernels
 
-    name = str(dtype).removeprefix("torch.")
     config = kernels.choose_config(heads, next_n)
-    return kernels.compile_fp8_paged_mqa_logits(heads, dim, next_n, page_size, name, config)
+    return kernels.compile_fp8_paged_mqa_logits(heads, dim, next_n, page_size, dtype_name(dtype), config)
 
 
 def _matrix(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -200,9 +200,7 @@ def _check_kernel_takes(
         named["schedule_meta"] = schedule_meta
         if not schedule_meta.is_contiguous():
             raise ValueError(f"schedule_meta: must be contiguous, got strides {list(schedule_meta.stride())}")
-    for name, value in named.items():
-        if value.device != q.device:
-            raise ValueError(f"{name}: must be on q's device {q.device}, got {value.device}")
+    check_same_device(("q", q), **named)
 
 
 torch.library.custom_op("dsa::get_paged_mqa_logits_metadata", mutates_args=())(_metadata)

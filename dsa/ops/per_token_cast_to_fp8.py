@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.ops._kernel_arguments import dtype_name
 from reference import fp8_cast as reference
 from reference.checks import check_tensor
 
@@ -66,7 +67,7 @@ def _cast(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> tupl
 def _kernel(dtype: torch.dtype, use_ue8m0: bool, hadamard: bool, size_bits: int) -> Callable[..., None]:
     from dsa.kernels import per_token_cast_to_fp8_sm90 as kernels
 
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     config = kernels.choose_config(name, 1 << (size_bits - 1))
     return kernels.compile_per_token_cast_to_fp8(name, use_ue8m0, hadamard, config)
 
