@@ -27,7 +27,7 @@ def test_chunks_cover_the_keys(queries, keys):
         block_q = kernels.choose_config(heads, 128).columns // heads
         chunk, units = kernels.choose_chunk(queries, keys, block_q, 132)
         blocks = -(-queries // block_q)
-        tiles = -(-keys // kernels.BLOCK_K)
+        tiles = -(-keys // kernels.TILE)
         assert 1 <= chunk <= tiles and units == blocks * -(-tiles // chunk)
         # Few queries over many keys still give every multiprocessor work, in pieces of at least eight tiles.
         assert units >= min(132, blocks * (tiles // 8)) and (chunk >= 8 or tiles < 16)
