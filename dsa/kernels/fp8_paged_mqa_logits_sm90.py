@@ -106,9 +106,8 @@ class Fp8PagedMqaLogitsSm90:
         stream,
     ):
         k_layout = key_layout(TILE, self.n, self.dim, self.stages)
-        page_layout = key_layout(
-            self.page, self.n, self.dim, self.stages * self.pages_a_tile
-        )  # the same bytes by pages
+        # The same bytes by pages.
+        page_layout = key_layout(self.page, self.n, self.dim, self.stages * self.pages_a_tile)
         q_layout = query_layout(self.n, self.dim, self.sequences)
         pages, page_stride = cache.shape[0], cache.stride[0]
         keys = cute.make_tensor(
@@ -268,8 +267,10 @@ class Fp8PagedMqaLogitsSm90:
         scales_atom = cute.make_copy_atom(bulk, Float32, num_bits_per_copy=self.page * 32)
         page_bytes = self.page * (self.dim + 4)
         batch, pages = lengths.shape[0], cache.shape[0]
-        first_seq, first_tile = cutlass.max(begins[0], 0), cutlass.max(begins[1], 0) * (SPLIT // TILE)
-        last_seq, end_tile = ends[0], ends[1] * (SPLIT // TILE)
+        # A schedule of other lengths, or no schedule at all, must not lead outside the block table.
+        first_seq = cutlass.max(begins[0], 0)
+        first_tile = cutlass.max(cutlass.min(begins[1], NEVER // SPLIT), 0) * (SPLIT // TILE)
+        last_seq, end_tile = ends[0], cutlass.min(ends[1], NEVER // SPLIT) * (SPLIT // TILE)
         stop = cutlass.min(last_seq + 1, batch)
         slot, slot_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
         # A lane's page among those of the next 32 / pages_a_tile tiles of this warpgroup, counted from its first.

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.harness import case, profile, tune
 from dsa.cute import tuning
-from dsa.kernels import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90
+from dsa.kernels import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90, indexer_cache_sm90
 
 
 def test_a_row_names_the_best_peer(monkeypatch):
@@ -144,3 +144,11 @@ def test_the_tuner_reports_a_class_without_a_correct_configuration(monkeypatch, 
     monkeypatch.setattr(tune, "_compile", lambda function, arguments: "fails: no memory")
     with pytest.raises(RuntimeError, match="fp8_mqa_logits: no configuration of class 'heads 64, dim 128' is correct"):
         tune.tune("fp8_mqa_logits", tmp_path / "data.json")
+
+
+def test_compiling_a_candidate_gives_its_registers_or_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path))
+    registers = tune._compile(indexer_cache_sm90.compile_indexer_cache, (32, "int32", True))
+    assert 10 < int(registers) <= 32 and list(tmp_path.glob("*.o"))
+    failure = tune._compile(indexer_cache_sm90.compile_indexer_cache, (32, "int8", True))
+    assert failure == "fails: 'int8'"

@@ -128,6 +128,16 @@ def test_pages_outside_the_cache_score_minus_infinity():
         case.check()
 
 
+def test_a_schedule_that_makes_no_sense_does_no_harm():
+    case = Case([1000, 500, 0, 70], 2)
+    arguments = list(case.arguments(1000))
+    for low, high in ((-5, 8), (-(2**31), 2**31 - 1), (2**29, 2**30)):
+        arguments[5] = torch.randint(low, high, (200, 2), device="cuda", dtype=torch.int32)
+        got = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)
+        assert got.shape == (8, 1000) and (got[4:6] == -torch.inf).all()
+    case.check()
+
+
 def test_empty():
     case = Case([64, 64])
     plan = dsa.get_paged_mqa_logits_metadata(case.lengths, 64, 132)
