@@ -191,5 +191,7 @@ def test_the_digest_of_an_op_covers_its_kernel_and_its_reference_and_no_other_op
         "reference.fp8_cast",
         "reference.hadamard",
     }
-    assert [name for name in used if name.startswith("dsa.ops.")] == ["dsa.ops.per_token_cast_to_fp8"]
+    # What bridges share has a name with an underscore.
+    ops = {name for name in used if name.startswith("dsa.ops.") and not name.startswith("dsa.ops._")}
+    assert ops == {"dsa.ops.per_token_cast_to_fp8"}
     assert not used & {"dsa", "reference", "reference.topk"}
