@@ -201,6 +201,20 @@ def test_twenty_runs_are_identical_and_any_plan_gives_the_same():
     assert torch.equal(first, dsa.fp8_paged_mqa_logits(*arguments[:5], None, 5000, clean_logits=True))
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "next_n"), [(128, 20000, 64, 1), (64, 20000, 64, 2), (1024, 1500, 32, 1)]
+)
+def test_long_runs_at_full_bandwidth(batch, length, heads, next_n):
+    """Hundreds of tiles a warpgroup with loads that overtake each other: what wraps the rings, and once broke them."""
+    case = Case(torch.randint(length // 2, length, (batch,)).tolist(), next_n, heads)
+    arguments = case.arguments(length)
+    first = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)
+    for _ in range(300):
+        got = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)
+    assert torch.equal(first, got)
+    assert calc_diff(first, reference.fp8_paged_mqa_logits(*arguments)) < 5e-6
+
+
 def test_a_sequence_does_not_depend_on_the_batch():
     case = Case([300, 1000, 5])
     whole = dsa.fp8_paged_mqa_logits(*case.arguments(1000), clean_logits=True)
