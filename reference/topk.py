@@ -42,16 +42,8 @@ def topk_indices(
     table, or whose row_to_seq names no sequence, becomes -1 in its place: the order is still that of the indices.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     """
-    check_tensor("scores", scores, (torch.float32, torch.bfloat16), ("rows", "cols"))
-    check_positive("k", k)
-    rows, cols = scores.shape
-    if starts is not None:
-        check_tensor("starts", starts, INT32, (rows,))
-    if lengths is not None:
-        check_tensor("lengths", lengths, INT32, (rows,))
-    _check_paging(rows, block_table, page_size, row_to_seq)
-
-    device = scores.device
+    check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq)
+    (rows, cols), device = scores.shape, scores.device
     first = torch.zeros(rows, dtype=torch.long, device=device) if starts is None else starts.long()
     count = cols - first if lengths is None else lengths.long()
     indices = torch.full((rows, k), -1, dtype=torch.long, device=device)
@@ -65,6 +57,26 @@ def topk_indices(
         indices = _to_slots(indices, block_table, page_size, row_to_seq)
         values = values.masked_fill(indices < 0, -torch.inf)
     return (indices.int(), values) if return_values else indices.int()
+
+
+def check_topk(
+    scores: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    page_size: int | None,
+    row_to_seq: torch.Tensor | None,
+) -> None:
+    """Raises what `topk_indices` raises."""
+    check_tensor("scores", scores, (torch.float32, torch.bfloat16), ("rows", "cols"))
+    check_positive("k", k)
+    rows = scores.shape[0]
+    if starts is not None:
+        check_tensor("starts", starts, INT32, (rows,))
+    if lengths is not None:
+        check_tensor("lengths", lengths, INT32, (rows,))
+    _check_paging(rows, block_table, page_size, row_to_seq)
 
 
 def _select(

@@ -1,0 +1,32 @@
+"""Prefix sums over the threads of a warp and of a CTA."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@cute.jit
+def warp_scan(own, lane):
+    """The sum of `own` over this warp's lanes up to and with this one."""
+    scanned = own
+    for log in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(scanned, offset=1 << log)
+        if lane >= 1 << log:
+            scanned += other
+    return scanned
+
+
+@cute.jit
+def before_and_all(own, sums: cute.Tensor, lane, warp):
+    """The sum of `own` over the threads before this one, and over all of the CTA. One barrier.
+
+    sums  32 Int32 of shared memory, zero beyond the CTA's warps. They may be used again after another barrier
+    """
+    scanned = warp_scan(own, lane)
+    if lane == 31:
+        sums[warp] = scanned
+    cute.arch.sync_threads()
+    of_lane = sums[lane]
+    before = cute.arch.warp_redux_sync(of_lane if lane < warp else Int32(0), "add")
+    total = cute.arch.warp_redux_sync(of_lane, "add")
+    return before + scanned - own, total
