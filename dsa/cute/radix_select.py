@@ -1,185 +1,218 @@
-"""Exact selection of the r largest of a list in shared memory, by counting digits.
+"""The r-th largest of a list of numbers in shared memory, exactly, by counting digits.
 
-The list's fp32 values become integers in the order of the floats; their distance u from the largest is narrowed to the
-r-th smallest, 11 bits at a time from the first bit that differs: count the digits of those still in question, scan,
-take the digit that holds the r-th. Once 32 or fewer are in question, a warp orders them. Equal values are told apart
-by their columns in the same way, so that of equal ones the lowest column is taken.
+An fp32 number's bits, from the first, are a number in a system of digits: 11 bits (sign, exponent, 2 of the mantissa),
+11 and 10. A pass counts the first digits of all; a scan from the largest finds the digit of the r-th; the next pass
+counts the second digits of the numbers between this digit's smallest and largest; and so on, until the r-th and all
+that are not less than a bound are as many. Two passes do for most lists, three for any. bf16 numbers count as fp32.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from dsa.cute.block_scan import before_and_all
 
-DIGIT = 11
-BINS = 1 << DIGIT
-FEW = 32
-LAST_COLUMN = 2**31 - 1
+BINS = 2048
+VECTOR_BYTES = 16
+MINUS_INFINITY = 0xFF800000
 
 
 @dataclass(frozen=True)
 class SelectMemory:
-    """Shared memory of a selection: counts [BINS], found [4], sums [2, 32], zero at first; few [2, FEW]."""
+    """Shared memory: counts [BINS and a little] and sums [2, 32], zero at first, and found [4]."""
 
     counts: cute.Tensor
-    found: cute.Tensor
     sums: cute.Tensor
-    few: cute.Tensor
+    found: cute.Tensor
 
     @staticmethod
     def allocate(smem) -> "SelectMemory":
         return SelectMemory(
-            smem.allocate_tensor(Int32, cute.make_layout(BINS), 16),
-            smem.allocate_tensor(Int32, cute.make_layout(4), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(BINS + 4), 16),
             smem.allocate_tensor(Int32, cute.make_layout((2, 32), stride=(32, 1)), 16),
-            smem.allocate_tensor(Int32, cute.make_layout((2, FEW), stride=(FEW, 1)), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(4), 16),
         )
 
 
 @cute.jit
-def ordered(bits: Int32) -> Int32:
-    """An fp32 number's bits as an integer in the order of the numbers; -0.0 and 0.0 are one."""
-    value = cute.arch.inline_ptx(
-        "add.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Int32], read_only_args=[bits]
+def bits_of(x: Float32) -> Uint32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[x])
+
+
+@cute.jit
+def from_bits(bits: Uint32) -> Float32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+@cute.jit
+def _canonical(x: Float32) -> Uint32:
+    """The bits of x; of 0.0 for -0.0, and all but the sign for any NaN."""
+    return cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Uint32], read_only_args=[x])
+
+
+@cute.jit
+def _count_between(x: Float32, floor: Float32, ceiling: Float32, turn: Uint32, mask: Uint32, counts: cute.Pointer):
+    """Count x's digit if x is floor or more, but not ceiling or more. The bits, rotated by `turn`, are 4 digits in the
+    mask. Other numbers are counted behind the digits, all in one step: cheaper than a branch for every number."""
+    cute.arch.inline_ptx(
+        "{{ .reg .pred p; .reg .b32 d; add.f32 d, {$r0}, 0f00000000; shf.l.wrap.b32 d, d, d, {$r3}; "
+        "and.b32 d, d, {$r4}; setp.ge.f32 p, {$r0}, {$r1}; setp.ltu.and.f32 p, {$r0}, {$r2}, p; "
+        f"selp.b32 d, d, {4 * BINS}, p; "
+        "add.u32 d, d, {$r5}; red.shared::cta.add.u32 [d], 1; }}",
+        read_only_args=[x, floor, ceiling, turn, mask, Int32(counts.toint())],
     )
-    return value ^ ((value >> 31) & 0x7FFFFFFF)
 
 
 @cute.jit
-def bits_of(key: Int32) -> Int32:
-    """The inverse of `ordered`."""
-    return key ^ ((key >> 31) & 0x7FFFFFFF)
+def next_above(x: Float32) -> Float32:
+    """The least number above x, which is not -0.0; NaN, which nothing reaches, above infinity."""
+    bits = bits_of(x)
+    return from_bits(bits - 1 if Int32(bits) < 0 else bits + 1)
 
 
 @cute.jit
-def is_selected(key: Int32, column: Int32, top: Int32, bound: Uint32, last: Int32):
-    """Whether a list's entry is among those that `select_largest` found."""
-    u = Uint32(top) - Uint32(key)
-    return u < bound or (u == bound and column <= last)
+def load_vector(numbers: cute.Tensor, i) -> cute.Tensor:
+    """The i-th 16 bytes of a list in shared memory, as fp32."""
+    width = VECTOR_BYTES * 8 // numbers.element_type.width
+    raw = cute.make_rmem_tensor((width,), numbers.element_type)
+    cute.autovec_copy(cute.local_tile(numbers, (width,), (i,)), raw)
+    out = cute.make_rmem_tensor((width,), Float32)
+    out.store(raw.load().to(Float32))
+    return out
 
 
 @cute.jit
-def _extremes(keys: cute.Tensor, count: Int32, memory: SelectMemory, tid, threads: cutlass.Constexpr):
-    """Turn the list's values into ordered integers. -> the largest, the smallest."""
-    lane, warp = tid % 32, tid // 32
-    top, least = Int32(-(2**31)), Int32(2**31 - 1)
-    for i in cutlass.range(tid, count, threads, unroll=4):
-        key = ordered(keys[i])
-        keys[i] = key
-        top, least = cutlass.max(top, key), cutlass.min(least, key)
-    top = cute.arch.warp_redux_sync(top, "max")
-    least = cute.arch.warp_redux_sync(least, "min")
-    if lane == 0:
-        memory.sums[0, warp] = top
-        memory.sums[1, warp] = least
-    cute.arch.sync_threads()
-    top, least = memory.sums[0, lane % (threads // 32)], memory.sums[1, lane % (threads // 32)]
-    return cute.arch.warp_redux_sync(top, "max"), cute.arch.warp_redux_sync(least, "min")
+def _find(
+    rank: Int32,
+    flip: Int32,
+    memory: SelectMemory,
+    tid,
+    threads: cutlass.Constexpr,
+    first_pass: cutlass.Constexpr,
+):
+    """(The digit of the number of this rank (1: the largest), its rank within the digit, how many have this digit,
+    whether there are as many as its rank.)
 
-
-@cute.jit
-def _find(rank: Int32, memory: SelectMemory, tid, threads: cutlass.Constexpr):
-    """The digit of the rank-th entry counted, its rank among those of this digit, their number. Zeroes the counts."""
+    Position p of the order from the largest is digit p ^ flip. Zeroes the counts; ends with a barrier.
+    """
     own = BINS // threads
-    counts = cute.local_tile(memory.counts, (own,), (tid,))
+    first = tid * own
+    counts = cute.local_tile(memory.counts, (own,), ((first ^ flip) // own,))
     mine = cute.make_rmem_tensor((own,), Int32)
     cute.autovec_copy(counts, mine)
+    if const_expr(first_pass):
+        if tid == 0:  # the first position is that of NaN
+            mine[own - 1] = Int32(0)
     total = Int32(0)
     for j in cutlass.range_constexpr(own):
         total += mine[j]
-    before, _ = before_and_all(total, memory.sums[0, None], tid % 32, tid // 32)
+    before, all_counted = before_and_all(total, memory.sums[0, None], tid % 32, tid // 32)
     if before < rank and rank <= before + total:
         for j in cutlass.range_constexpr(own):
-            if before < rank and rank <= before + mine[j]:
-                memory.found[0] = tid * own + j
+            count = mine[own - 1 - j] if flip != 0 else mine[j]
+            if before < rank and rank <= before + count:
+                memory.found[0] = (first + j) ^ flip
                 memory.found[1] = rank - before
-                memory.found[2] = mine[j]
-            before += mine[j]
+                memory.found[2] = count
+            before += count
     mine.fill(0)
     cute.autovec_copy(mine, counts)
     cute.arch.sync_threads()
-    return Uint32(memory.found[0]), memory.found[1], memory.found[2]
+    return Uint32(memory.found[0]), memory.found[1], memory.found[2], all_counted >= rank
 
 
 @cute.jit
-def select_largest(
-    keys: cute.Tensor,
-    columns: cute.Tensor,
-    count: Int32,
-    need: Int32,
+def _interval(prefix: Uint32, shift: Int32):
+    """(the least number whose bits begin with prefix, the least above them all), 32 - shift bits of prefix."""
+    first = prefix << Uint32(shift)
+    low, high = first, (prefix + 1) << Uint32(shift)
+    if Int32(first) < 0:
+        low, high = high - 1, first - 1
+        if first == 0x80000000:
+            high = Uint32(0)
+        if low > MINUS_INFINITY:
+            low = Uint32(MINUS_INFINITY)
+    return from_bits(low), from_bits(high)
+
+
+@cute.jit
+def find_floor(
+    numbers: cute.Tensor,
+    vectors: Int32,
+    rank: Int32,
     slack: Int32,
     memory: SelectMemory,
     tid,
     threads: cutlass.Constexpr,
 ):
-    """-> (top, bound, last) for `is_selected`, which then holds for `need` entries of the list, or for all of them if
-    there are no more, or for up to `slack` more where that saves work.
+    """-> (floor, equal, excess): rank + excess of the numbers are floor or more.
 
-    keys     [capacity] Int32, the bits of fp32 numbers without NaN; left as ordered integers
-    columns  [capacity] Int32, not negative, each once
-    count    entries of the list; a barrier must lie behind their stores, and another before they change
+    excess is 0, or at most `slack` where that saves work; or, if more numbers than needed equal the one of this rank,
+    it is that number, and `equal` of those equal to it are needed.
+
+    numbers  fp32 or bf16 in shared memory, behind a barrier; NaN is never taken
+    vectors  16-byte vectors of it; rank, at least 1, is at most the numbers in them
     """
-    top, least = _extremes(keys, count, memory, tid, threads)
-    rank, inside = need, count
-    left = 32 - Int32(cute.arch.clz(Uint32(top) - Uint32(least)))  # bits in which they differ
-    if count <= need:
-        left = Int32(32)
-    prefix = Uint32(0)
-    column_left, column_prefix = Int32(31), Uint32(0)
-
-    while left > 0 and inside > rank + slack and inside > FEW:
-        shift = cutlass.max(left - DIGIT, 0)
-        first = prefix << Uint32(left - shift)
-        bins = Uint32(1) << Uint32(left - shift)
-        for i in cutlass.range(tid, count, threads, unroll=4):
-            digit = ((Uint32(top) - Uint32(keys[i])) >> Uint32(shift)) - first
-            if digit < bins:
-                cute.arch.atomic_add(memory.counts.iterator + Int32(digit), Int32(1), scope="cta")
+    width = VECTOR_BYTES * 8 // numbers.element_type.width
+    for i in cutlass.range(tid, vectors, threads, unroll=2):
+        x = load_vector(numbers, i)
+        for j in cutlass.range_constexpr(width):
+            digit = Int32(_canonical(x[j]) >> 21)
+            cute.arch.atomic_add(memory.counts.iterator + digit, Int32(1), scope="cta")
+    cute.arch.sync_threads()
+    # The positive numbers come first, the largest bits leading; the negative ones follow, the smallest leading.
+    flip = Int32(1023) if tid * (BINS // threads) < 1024 else Int32(0)
+    prefix, rank, inside, enough = _find(rank, flip, memory, tid, threads, True)
+    shift = Int32(21)
+    floor, ceiling = _interval(prefix, shift)
+    if not enough:  # on account of NaN: all others are taken
+        floor = from_bits(Uint32(MINUS_INFINITY))
+        inside = rank
+    while shift > 0 and inside - rank > slack:
+        digits = cutlass.min(shift, 11)
+        shift -= digits
+        mask = (Uint32(1) << Uint32(digits)) - 1
+        turn = Uint32((34 - shift) & 31)
+        for i in cutlass.range(tid, vectors, threads, unroll=2):
+            x = load_vector(numbers, i)
+            for j in cutlass.range_constexpr(width):
+                _count_between(x[j], floor, ceiling, turn, mask << 2, memory.counts.iterator)
         cute.arch.sync_threads()
-        digit, rank, inside = _find(rank, memory, tid, threads)
-        prefix = first + digit
-        left = shift
+        flip = Int32(0) if Int32(bits_of(floor)) < 0 else Int32(mask)
+        digit, rank, inside, _ = _find(rank, flip, memory, tid, threads, False)
+        prefix = (prefix << Uint32(digits)) | digit
+        floor, ceiling = _interval(prefix, shift)
+    return floor, rank, inside - rank
 
-    while left == 0 and column_left > 0 and inside > rank + slack and inside > FEW:
-        shift = cutlass.max(column_left - DIGIT, 0)
-        first = column_prefix << Uint32(column_left - shift)
-        bins = Uint32(1) << Uint32(column_left - shift)
-        for i in cutlass.range(tid, count, threads, unroll=4):
-            digit = (Uint32(columns[i]) >> Uint32(shift)) - first
-            if digit < bins and Uint32(top) - Uint32(keys[i]) == prefix:
-                cute.arch.atomic_add(memory.counts.iterator + Int32(digit), Int32(1), scope="cta")
-        cute.arch.sync_threads()
-        digit, rank, inside = _find(rank, memory, tid, threads)
-        column_prefix = first + digit
-        column_left = shift
 
-    bound = Uint32(top) - Uint32(least)
-    if left < 32:
-        bound = cutlass.min(bound, ((prefix + 1) << Uint32(left)) - 1)
-    last = Int32(((column_prefix + 1) << Uint32(column_left)) - 1)
-    if inside > rank + slack:  # FEW or fewer: order them
-        half = Uint32(left // 2)
-        rest = Uint32(left) - half
-        for i in cutlass.range(tid, count, threads, unroll=4):
-            u, column = Uint32(top) - Uint32(keys[i]), columns[i]
-            if (u >> half) >> rest == prefix and Uint32(column) >> Uint32(column_left) == column_prefix:
-                slot = cute.arch.atomic_add(memory.found.iterator + 3, Int32(1), scope="cta")
-                memory.few[0, slot] = Int32(u)
-                memory.few[1, slot] = column
-        cute.arch.sync_threads()
-        lane = tid % 32
-        own, own_column = Uint32(memory.few[0, lane]), memory.few[1, lane]
-        place = Int32(0)
-        for j in cutlass.range(inside, unroll=2):
-            other = Uint32(memory.few[0, j])
-            if other < own or (other == own and memory.few[1, j] < own_column):
-                place += 1
-        it = lane < inside and place == rank - 1
-        bound = Uint32(cute.arch.warp_redux_sync(own if it else Uint32(0), "max"))
-        last = cute.arch.warp_redux_sync(own_column if it else Int32(0), "max")
-        if tid == 0:
-            memory.found[3] = 0
-    return top, bound, last
+@cute.jit
+def mask_from(numbers: cute.Tensor, vectors: Int32, own: Int32, floor: Float32, tid) -> Uint32:
+    """Bit j: number tid * own * width + j of the list, of the first `vectors` vectors, is floor or more.
+
+    own  vectors a thread, together at most 32 numbers. Each thread begins with another of its vectors, so that eight
+    neighbours read from different banks
+    """
+    width = VECTOR_BYTES * 8 // numbers.element_type.width
+    turn = ((tid & 7) * own) >> 3 if (own & (own - 1)) == 0 else Int32(0)
+    mask = Uint32(0)
+    for _ in cutlass.range(own, unroll=2):
+        at = tid * own + turn
+        if at < vectors:
+            x = load_vector(numbers, at)
+            part = Uint32(0)
+            for j in cutlass.range_constexpr(width):
+                if x[j] >= floor:
+                    part |= Uint32(1 << j)
+            mask |= part << Uint32(turn * width)
+        turn = 0 if turn == own - 1 else turn + 1
+    return mask
+
+
+@cute.jit
+def lowest_bits(mask: Uint32, keep: Int32) -> Uint32:
+    """The lowest `keep` bits of those set."""
+    for _ in cutlass.range(Int32(cute.arch.popc(mask)) - keep, unroll=1):
+        mask ^= Uint32(1) << Uint32(cute.arch.bfind(mask))
+    return mask

@@ -3,22 +3,24 @@
 out[r] = the columns of the k largest of scores[r, lo : hi], of equal ones the lowest, in ascending order
 
 Plan
-- A CTA a row, or a cluster of CTAs whose first one finishes. The row is read once, 8 numbers a thread and round, and
-  those not below a threshold are appended, with their columns, to a list in shared memory.
-- Threshold: a row that fits the list has none (-inf). Of a longer one a sample of every 16th number or less (jittered
-  positions, at most CAPACITY) is taken first, and its (r + 3.5 sqrt r)-th largest, r the expected rank, leaves about
-  1.3 k candidates.
-- A list that would overflow is cut to its k largest, and what follows must be above the least of these: rows are read
-  in order, so equal numbers that follow have higher columns. A threshold that left less than k was too high: the row
-  is read again without one. So any input gives the exact result; an unlucky one takes longer.
-- Cluster: each CTA reads its part of the row with the same sample's threshold; the first appends the others' lists
-  to its own through distributed shared memory.
-- The selection itself (radix_select.py), then a bitmap of the selected columns in the place of the list's values, a
-  scan over its words, and the columns in order through shared memory to the result, turned into cache slots there.
-- By value: the selected are sorted by (value, column) instead, bitonically.
-Shared memory: CAPACITY x 8 bytes of list, 8 KiB of digit counts.
-Constraints: k <= CAPACITY - 8 THREADS and k <= CAPACITY / 2; columns of a row next to each other, rows anywhere.
-Roofline: memory, one read of the scores; about 10 instructions a score, and about 700 a thread and row besides.
+- A CTA a row, or a cluster of CTAs whose first one finishes. A row that fits comes into shared memory by one bulk
+  copy and is selected from there ("resident").
+- A longer row streams through two tiles of shared memory by bulk copies. What is not below a threshold is appended,
+  with its column and in order, to a list. The threshold is found in a sample of every 16th number or less (jittered
+  positions), as its (r + 3.5 sqrt r)-th largest, r the expected rank of the k-th: about 1.3 k numbers are left. A list
+  that is full is cut to its k largest, and what follows must be above the least of these: its columns are higher. A
+  threshold that leaves less than k was too high: the row is read again without one. So the result is exact for any
+  input, and an unlucky one takes longer. A row that fits the list needs no threshold.
+- Cluster: each CTA lists its part of the row, with the same threshold; the first appends the others' lists to its own
+  through distributed shared memory.
+- Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list.
+- Order: a thread owns up to 32 neighbours of the list and has a bit for each that is selected; a scan over the threads'
+  bit counts says where its columns go. Tiles are appended to the list in the same way.
+- By value: the selected are sorted by (value, column) behind that, bitonically.
+Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), two tiles, 8 KiB of digit counts.
+Constraints: a row's columns next to each other, rows anywhere (the ends of a row that are not at multiples of 16 bytes
+are copied one by one); the clusters' lists, cut to k, fit the first one's.
+Roofline: memory, one read of the scores; about 20 instructions a number of a resident row, 8 of a streamed one.
 """
 
 from collections.abc import Callable
@@ -27,56 +29,61 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.block_scan import before_and_all, warp_scan
+from dsa.cute.block_scan import before_and_all
+from dsa.cute.bulk_copy import bulk_load
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
-from dsa.cute.radix_select import SelectMemory, bits_of, is_selected, select_largest
+from dsa.cute.radix_select import (
+    BINS,
+    VECTOR_BYTES,
+    SelectMemory,
+    bits_of,
+    find_floor,
+    from_bits,
+    lowest_bits,
+    mask_from,
+    next_above,
+)
 
-ITEMS = 8  # numbers a thread reads in a round
-SAMPLE, STREAM, MERGE, DONE = range(4)
-LOWEST, NOTHING = Float32(float("-inf")), Float32(float("nan"))
+LOWEST = Float32(float("-inf"))
+ITEMS = 32  # numbers of a list that a thread has bits for
+SAMPLE = 4096
+MAX_K = 4096
 # What the caller gives, as bits of `options`.
 STARTS, LENGTHS, PAGED, ROW_TO_SEQ, BY_VALUE, VALUES = (1 << i for i in range(6))
-MAX_K = 4096
 
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """threads of a CTA, entries of its list, CTAs a row."""
+    """threads of a CTA; capacity: entries of its list; tile: numbers a thread has of a tile, 0: rows are resident;
+    cluster: CTAs a row."""
 
     threads: int
     capacity: int
-    cluster: int
+    tile: int = 0
+    cluster: int = 1
 
-    def __post_init__(self):
-        assert self.capacity % self.threads == 0 and self.capacity > self.threads * ITEMS
+    def resident_vectors(self, width: int) -> int:
+        """The longest resident row of numbers of `width` bits, in the 16-byte vectors that it touches."""
+        return min(self.threads * ITEMS * width // 128, self.capacity // 2)
 
-    @property
-    def most(self) -> int:
-        """The largest k."""
-        return min(self.capacity // 2, self.capacity - self.threads * ITEMS)
-
-
-def choose_config(rows: int, cols: int, k: int, multiprocessors: int) -> TopkConfig:
-    if rows > multiprocessors:
-        return TopkConfig(256, 4096, 1) if k <= 2048 else TopkConfig(512, 8192, 1)
-    cluster = 1
-    while cluster < 8 and 2 * cluster * rows <= multiprocessors and cols > 8192 * cluster:
-        cluster *= 2
-    return TopkConfig(1024, 12288, cluster)
+    def takes(self, k: int) -> bool:
+        if self.tile == 0:
+            return k <= self.capacity
+        return 2 * k <= self.capacity and self.cluster * k <= self.capacity
 
 
 class TopkIndicesSm90:
     def __init__(self, dtype: type[cutlass.Numeric], cfg: TopkConfig):
-        self.dtype = dtype
+        self.dtype, self.cfg = dtype, cfg
         self.threads, self.capacity, self.cluster = cfg.threads, cfg.capacity, cfg.cluster
         self.warps = cfg.threads // 32
-        self.vector = 128 // dtype.width  # numbers in a load of 16 bytes
-        self.round = cfg.threads * ITEMS
-        self.window = 32 * cfg.threads << (cfg.capacity // cfg.threads).bit_length() - 1  # columns in a bitmap
+        self.width = VECTOR_BYTES * 8 // dtype.width
+        self.tile_vectors = cfg.threads * cfg.tile // self.width
+        self.shared = 8 * cfg.capacity + 2 * VECTOR_BYTES * self.tile_vectors + 10 * 1024
 
     @cute.jit
     def __call__(
@@ -100,7 +107,7 @@ class TopkIndicesSm90:
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1024 // self.threads,
+            min_blocks_per_mp=min(232448 // self.shared, 1280 // self.threads),
             preferred_smem_carveout=100,
         )
 
@@ -121,131 +128,90 @@ class TopkIndicesSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         row, part = block // self.cluster, block % self.cluster
-        lane, warp = tid % 32, tid // 32
         k = indices.shape[1]
 
         smem = SmemAllocator()
-        keys = smem.allocate_tensor(Int32, cute.make_layout(self.capacity), 16)
-        columns = smem.allocate_tensor(Int32, cute.make_layout(self.capacity), 16)
+        words = smem.allocate_tensor(Int32, cute.make_layout(2 * self.capacity), 128)
+        tiles = smem.allocate_tensor(self.dtype, cute.make_layout(2 * max(self.tile_vectors, 1) * self.width), 128)
         memory = SelectMemory.allocate(smem)
-        reserved = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
-        outcome = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
-        for i in cutlass.range(tid, cute.size(memory.counts), self.threads, unroll=1):
-            memory.counts[i] = Int32(0)
+        barriers = smem.allocate_tensor(Int64, cute.make_layout(2), 8)
+        outcome = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
+        # A resident row, or a list: numbers, and their columns behind.
+        numbers = cute.make_tensor(
+            cute.recast_ptr(words.iterator, dtype=self.dtype),
+            cute.make_layout(2 * self.capacity * 32 // self.dtype.width),
+        )
+        columns = cute.make_tensor(words.iterator + self.capacity, cute.make_layout(self.capacity))
+        if tid == 0:
+            cute.arch.mbarrier_init(barriers.iterator, 2)
+            cute.arch.mbarrier_init(barriers.iterator + 1, 2)
+        cute.arch.mbarrier_init_fence()
+
+        # The row's numbers are [lo, lo + n) of the matrix's. Its vectors begin at an address of 16 bytes, up to `ahead`
+        # numbers before lo.
+        start, lo, n = self.bounds(starts, lengths, row, scores.shape[1], options)
+        source = scores[row, None]
+        ahead = (Int32((source.iterator + lo).toint()) & 15) // (self.dtype.width // 8)
+        vectors = (n + ahead + self.width - 1) // self.width
+        resident = True
+        if const_expr(self.cfg.tile > 0):
+            resident = self.cluster == 1 and vectors <= self.cfg.resident_vectors(self.dtype.width)
+        if resident and tid == 0:
+            self.load(source, lo, n, ahead, Int32(0), vectors, numbers, barriers.iterator)
+
+        zero = cute.make_rmem_tensor((4,), Int32)
+        zero.fill(0)
+        for i in cutlass.range_constexpr(BINS // self.threads // 4):
+            cute.autovec_copy(zero, cute.local_tile(memory.counts, (4,), (i * self.threads + tid,)))
+        if const_expr(self.threads == 1024):
+            if tid < 512:
+                cute.autovec_copy(zero, cute.local_tile(memory.counts, (4,), (tid,)))
         if tid < 64:
             memory.sums[tid // 32, tid % 32] = Int32(0)
-        if tid < 4:
-            memory.found[tid] = Int32(0)
-            reserved[tid] = Int32(0)
         cute.arch.sync_threads()
 
-        # The row's numbers lie in [lo, hi); column c of the list is number lo + c.
-        start, lo, hi = self.bounds(starts, lengths, row, scores.shape[1], options)
-        n = hi - lo
-        numbers = scores[row, None]
-        # The loads of 16 bytes begin at an aligned address, up to `ahead` numbers before lo.
-        address = Int32((numbers.iterator + lo).toint())
-        ahead = (address & 15) // (self.dtype.width // 8)
-        vectors = (n + ahead + self.vector - 1) // self.vector
-        each = (vectors + self.cluster - 1) // self.cluster
-        first = cutlass.min(part * each, vectors) * self.vector
-        behind = cutlass.min((part + 1) * each, vectors) * self.vector
-        stop = cutlass.min(n, behind - ahead)
-
-        # Sample: position i * step + jitter.
-        samples = cutlass.min(n // 16, self.capacity)
-        step = Int32(1)
-        if samples > 0:
-            step = n // samples
-        expected = Float32(k) * Float32(samples) * cute.arch.rcp_approx(Float32(cutlass.max(n, 1)))
-        sample_rank = Int32(expected + 3.5 * cute.math.sqrt(expected, fastmath=True)) + 2
-
-        threshold = LOWEST
-        count, turn = Int32(0), Int32(0)
-        phase, position, end = Int32(STREAM), first, behind
-        if n > self.capacity:
-            phase, position, end = Int32(SAMPLE), Int32(0), samples
-        peer_count = Int32(0)
-        top, bound, last = Int32(0), Uint32(0), Int32(0)
-
-        value = cute.make_rmem_tensor((ITEMS,), Float32)
-        while phase < DONE:
-            full = False
-            while position < end and not full:
-                # Number j of this thread is column at + j // vector * apart + j % vector of the row.
-                at, apart = position + tid * self.vector - ahead, self.threads * self.vector
-                peer = Int32(0)
-                if phase == STREAM:
-                    self.read_row(numbers, lo, stop, at, value)
-                elif phase == SAMPLE:
-                    self.read_sample(numbers, lo, position + tid, samples, step, value)
-                else:
-                    if const_expr(self.cluster > 1):
-                        # Or entry j of a peer's list. Each list is read by its share of the warps; the share of this
-                        # CTA's own list has nothing to do.
-                        peer = warp // (self.warps // self.cluster)
-                        at = position + (warp % (self.warps // self.cluster)) * 32 * ITEMS + lane * self.vector
-                        apart = 32 * self.vector
-                        self.read_peer(keys, peer, peer_count, at, value)
-                count, full = self.append(
-                    value, at, apart, peer, threshold, count, turn, keys, columns, reserved, tid, lane
+        length = vectors
+        if const_expr(self.cfg.tile > 0):
+            if not resident:
+                count = self.stream(
+                    *(source, lo, n, ahead, vectors, part, k),
+                    *(numbers, columns, tiles, memory, barriers.iterator, outcome, tid),
                 )
-                turn = 0 if turn == 2 else turn + 1
-                if not full:
-                    position += self.round // self.cluster if phase == MERGE else self.round
+                length = (count + self.width - 1) // self.width
+        if resident:
+            cute.arch.mbarrier_wait(barriers.iterator, 0)
+
+        if part == 0:
+            floor, equal, excess = LOWEST, Int32(0), Int32(0)
+            if length * self.width > k:
+                floor, equal, excess = find_floor(numbers, length, k, Int32(0), memory, tid, self.threads)
+            own = (length + self.threads - 1) // self.threads
+            mask = mask_from(numbers, length, own, floor, tid)
+            if excess > 0:
+                # More than needed equal the least: the first of them.
+                above = mask_from(numbers, length, own, next_above(floor), tid)
+                equals = mask ^ above
+                here = Int32(cute.arch.popc(equals))
+                before, _ = before_and_all(here, memory.sums[1, None], tid % 32, tid // 32)
+                mask = above | lowest_bits(equals, cutlass.max(cutlass.min(equal - before, here), 0))
+            here = Int32(cute.arch.popc(mask))
+            before, found = before_and_all(here, memory.sums[0, None], tid % 32, tid // 32)
+            # All have their bits, and the numbers are no longer needed: the columns in order go to their place.
+            at = before + here
+            place = tid * own * self.width
+            while mask != 0:
+                j = Int32(cute.arch.bfind(mask))
+                mask ^= Uint32(1) << Uint32(j)
+                at -= 1
+                column = place + j - ahead
+                if const_expr(self.cfg.tile > 0):
+                    if not resident:
+                        column = columns[place + j]
+                words[at] = column
             cute.arch.sync_threads()
 
-            # The row is read, and this CTA has what it can of it.
-            if phase == STREAM and not full:
-                found = count
-                if const_expr(self.cluster > 1):
-                    found, peer_count, end = self.exchange(outcome, count, lane, warp)
-                if found < k and threshold > LOWEST:
-                    # The sample misled: read the row again without a threshold.
-                    threshold = LOWEST
-                    count = Int32(0)
-                    position, end = first, behind
-                else:
-                    phase = Int32(DONE)
-                    if const_expr(self.cluster > 1):
-                        position = Int32(0)
-                        if part == 0:
-                            phase = Int32(MERGE)
-            elif phase == MERGE and not full:
-                phase = Int32(DONE)
-
-            if full or phase == SAMPLE or (phase == DONE and part == 0):
-                need, slack = k, Int32(0)
-                if phase == SAMPLE:
-                    need, slack = sample_rank, sample_rank // 8
-                top, bound, last = select_largest(
-                    keys, columns, count, need, slack, memory, tid, self.threads
-                )
-                # The least of the selected, or less.
-                least = bits_of(Int32(Uint32(top) - bound))
-                if phase == SAMPLE:
-                    if count > need:
-                        threshold = self.as_float(least)
-                    count = Int32(0)
-                    phase, position, end = Int32(STREAM), first, behind
-                    cute.arch.sync_threads()
-                elif full:
-                    count = self.cut(keys, columns, count, top, bound, last, reserved, tid, lane)
-                    # In a row what follows has higher columns, and must be larger; in a peer's list, anything.
-                    threshold = self.as_float(least)
-                    if phase == STREAM:
-                        threshold = self.as_float(bits_of(Int32(Uint32(top) - bound) + 1))
-
-        if const_expr(self.cluster > 1):
-            # The first CTA has read the others' lists.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        if part == 0:
             if options & BY_VALUE:
-                self.sort(keys, columns, count, top, bound, last, reserved, k, tid, lane)
-            else:
-                self.order(keys, columns, count, top, bound, last, n, memory, tid, lane, warp)
-            found = cutlass.min(count, k)
+                self.sort(source, lo, words, found, tid)
             sequence = row
             if options & ROW_TO_SEQ:
                 sequence = row_to_seq[row]
@@ -253,10 +219,10 @@ class TopkIndicesSm90:
                 index = Int32(-1)
                 number = LOWEST
                 if i < found:
-                    at = lo + columns[i]
-                    index = at - start
+                    column = lo + words[i]
+                    index = column - start
                     if options & VALUES:
-                        number = Float32(numbers[at])
+                        number = Float32(source[column])
                     if options & PAGED:
                         index = self.slot(block_table, sequence, index, divisor, page_size)
                         if index < 0:
@@ -267,7 +233,7 @@ class TopkIndicesSm90:
 
     @cute.jit
     def bounds(self, starts: cute.Tensor, lengths: cute.Tensor, row: Int32, cols: Int32, options: Int32):
-        """(the row's start, its first column, the one behind its last), the latter two within the matrix."""
+        """(the row's start, its first column within the matrix, how many it has there)."""
         start = Int32(0)
         if options & STARTS:
             start = starts[row]
@@ -275,267 +241,300 @@ class TopkIndicesSm90:
         if options & LENGTHS:
             end = cutlass.min(end, Int64(start) + lengths[row])
         lo = cutlass.min(cutlass.max(start, 0), cols)
-        return start, lo, Int32(cutlass.max(end, Int64(lo)))
+        return start, lo, Int32(cutlass.max(end - lo, Int64(0)))
 
     @cute.jit
-    def as_float(self, bits: Int32) -> Float32:
-        return cute.arch.inline_ptx(
-            "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits]
+    def load(
+        self, source: cute.Tensor, lo, n, ahead, first, behind, target: cute.Tensor, barrier: cute.Pointer
+    ):
+        """Start loading the row's vectors [first, behind) to `target`. One thread's work.
+
+        The row's first and last vector, where they hold numbers of others, are copied one by one, with NaN for those.
+        """
+        cute.arch.fence_proxy("async.shared", space="cta")
+        whole = first + 1 if first * self.width < ahead else first
+        whole_end = behind - 1 if behind * self.width > ahead + n else behind
+        size = cutlass.max(whole_end - whole, 0) * VECTOR_BYTES
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+        if size > 0:
+            bulk_load(
+                target.iterator + (whole - first) * self.width,
+                source.iterator + (lo + whole * self.width - ahead),
+                size,
+                barrier,
+            )
+        if whole > first and behind > first:
+            self.load_one_by_one(source, lo, n, first * self.width - ahead, target, Int32(0))
+        if whole_end < behind and (behind - first > 1 or whole == first):
+            self.load_one_by_one(
+                source, lo, n, (behind - 1) * self.width - ahead, target, (behind - 1 - first) * self.width
+            )
+        cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def load_one_by_one(self, source: cute.Tensor, lo, n, column, target: cute.Tensor, at):
+        for j in cutlass.range(self.width, unroll=1):
+            x = self.dtype(float("nan"))
+            if column + j >= 0 and column + j < n:
+                x = source[lo + column + j]
+            target[at + j] = x
+
+    @cute.jit
+    def stream(
+        self,
+        source: cute.Tensor,
+        lo,
+        n,
+        ahead,
+        vectors,
+        part,
+        k,
+        numbers: cute.Tensor,
+        columns: cute.Tensor,
+        tiles: cute.Tensor,
+        memory: SelectMemory,
+        barriers: cute.Pointer,
+        outcome: cute.Tensor,
+        tid,
+    ):
+        """List the candidates of the row; of a cluster, in its first CTA. -> how many, NaN up to a whole vector."""
+        lane, warp = tid % 32, tid // 32
+        each = (vectors + self.cluster - 1) // self.cluster
+        first = cutlass.min(part * each, vectors)
+        behind = cutlass.min(first + each, vectors)
+        number_of_tiles = (behind - first + self.tile_vectors - 1) // self.tile_vectors
+
+        loaded = Int32(0)  # tiles, of this reading of the row and earlier ones
+        if tid == 0:
+            for t in cutlass.range(cutlass.min(number_of_tiles, 2), unroll=1):
+                self.load_tile(source, lo, n, ahead, first, behind, t, t, tiles, barriers)
+        threshold = LOWEST
+        if n > self.capacity:
+            threshold = self.sample(source, lo, n, k, numbers, memory, tid)
+        count = Int32(0)
+        found, reading = Int32(0), True
+        while reading:
+            for t in cutlass.range(number_of_tiles, unroll=1):
+                stage = (loaded + t) & 1
+                tile = cute.make_tensor(
+                    tiles.iterator + stage * self.tile_vectors * self.width,
+                    cute.make_layout(self.tile_vectors * self.width),
+                )
+                cute.arch.mbarrier_wait(barriers + stage, ((loaded + t) >> 1) & 1)
+                begin = first + t * self.tile_vectors
+                length = cutlass.min(behind - begin, self.tile_vectors)
+                own = self.cfg.tile // self.width
+                place = tid * self.cfg.tile
+                column = begin * self.width + place - ahead
+                mask = mask_from(tile, length, Int32(own), threshold, tid)
+                here = Int32(cute.arch.popc(mask))
+                before, total = before_and_all(here, memory.sums[t & 1, None], lane, warp)
+                if tid == 0 and t > 0 and t + 1 < number_of_tiles:
+                    # All are done with the tile before.
+                    self.load_tile(source, lo, n, ahead, first, behind, t + 1, loaded + t + 1, tiles, barriers)
+                while count + total > self.capacity:
+                    # Fill the list, cut it, and go on with what is left of the tile.
+                    fits = cutlass.max(cutlass.min(self.capacity - count - before, here), 0)
+                    these = lowest_bits(mask, fits)
+                    self.append(tile, place, column, these, count + before, numbers, columns)
+                    threshold = self.cut(numbers, columns, Int32(self.capacity), k, memory, tid)
+                    count = k
+                    mask = (mask ^ these) & mask_from(tile, length, Int32(own), threshold, tid)
+                    here = Int32(cute.arch.popc(mask))
+                    before, total = before_and_all(here, memory.sums[t & 1, None], lane, warp)
+                    cute.arch.sync_threads()
+                self.append(tile, place, column, mask, count + before, numbers, columns)
+                count += total
+            loaded += number_of_tiles
+            found = count
+            if const_expr(self.cluster > 1):
+                found = self.all_counts(outcome, count, tid)[0]
+            reading = found < k and threshold > LOWEST
+            if reading:
+                # The sample misled: read the row again without a threshold.
+                threshold = LOWEST
+                count = Int32(0)
+                cute.arch.sync_threads()
+                if tid == 0:
+                    for t in cutlass.range(cutlass.min(number_of_tiles, 2), unroll=1):
+                        self.load_tile(source, lo, n, ahead, first, behind, t, loaded + t, tiles, barriers)
+        if const_expr(self.cluster > 1):
+            count = self.gather(numbers, columns, count, found, k, memory, outcome, part, tid)
+        if tid < (0 - count) & (self.width - 1):
+            numbers[count + tid] = self.dtype(float("nan"))
+        cute.arch.sync_threads()
+        return count
+
+    @cute.jit
+    def load_tile(
+        self, source: cute.Tensor, lo, n, ahead, first, behind, t, turn, tiles: cute.Tensor, barriers: cute.Pointer
+    ):
+        stage = turn & 1
+        begin = first + t * self.tile_vectors
+        target = cute.make_tensor(
+            tiles.iterator + stage * self.tile_vectors * self.width, cute.make_layout(self.tile_vectors * self.width)
+        )
+        self.load(
+            source, lo, n, ahead, begin, cutlass.min(begin + self.tile_vectors, behind), target, barriers + stage
         )
 
     @cute.jit
-    def as_bits(self, x: Float32) -> Int32:
-        return cute.arch.inline_ptx(
-            "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
-        )
+    def sample(self, source: cute.Tensor, lo, n, k, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
+        """A number that is likely to be a little below the row's k-th largest."""
+        samples = cutlass.min(n // 16, min(SAMPLE, self.capacity)) // self.width * self.width
+        step = n // samples
+        for i in cutlass.range(tid, samples, self.threads, unroll=4):
+            jitter = Int32(cute.arch.mul_hi(Uint32(i) * Uint32(2654435761), Uint32(step)))
+            numbers[i] = source[lo + i * step + jitter]
+        cute.arch.sync_threads()
+        expected = Float32(k) * Float32(samples) * cute.arch.rcp_approx(Float32(n))
+        rank = Int32(expected + 3.5 * cute.math.sqrt(expected, fastmath=True)) + 2
+        floor, _, _ = find_floor(numbers, samples // self.width, rank, rank // 8, memory, tid, self.threads)
+        return floor
 
     @cute.jit
-    def read_row(self, numbers: cute.Tensor, lo, stop, at, value: cute.Tensor):
-        """This thread's numbers of a round below column `stop` of the row, the first at column `at`."""
-        for v in cutlass.range_constexpr(ITEMS // self.vector):
-            here = at + v * self.threads * self.vector
-            part = cute.make_rmem_tensor((self.vector,), Float32)
-            part.fill(NOTHING)
-            if here >= 0 and here + self.vector <= stop:
-                raw = cute.make_rmem_tensor((self.vector,), self.dtype)
-                source = cute.make_tensor((numbers.iterator + (lo + here)).align(16), cute.make_layout(self.vector))
-                cute.autovec_copy(source, raw)
-                part.store(raw.load().to(Float32))
-            elif here < stop:
-                for j in cutlass.range_constexpr(self.vector):
-                    if here + j >= 0 and here + j < stop:
-                        part[j] = Float32(numbers[lo + here + j])
-            for j in cutlass.range_constexpr(self.vector):
-                value[v * self.vector + j] = part[j]
+    def append(
+        self, tile: cute.Tensor, place, column, mask: Uint32, at, numbers: cute.Tensor, columns: cute.Tensor
+    ):
+        """Copy the numbers place + j of the tile whose bit j is set to the list, from entry `at` on."""
+        entry = at + Int32(cute.arch.popc(mask))
+        while mask != 0:
+            j = Int32(cute.arch.bfind(mask))
+            mask ^= Uint32(1) << Uint32(j)
+            entry -= 1
+            numbers[entry] = tile[place + j]
+            columns[entry] = column + j
 
     @cute.jit
-    def read_sample(self, numbers: cute.Tensor, lo, at, samples, step, value: cute.Tensor):
-        """Samples at, at + threads, ..."""
-        for j in cutlass.range_constexpr(ITEMS):
-            i = at + j * self.threads
-            value[j] = NOTHING
-            if i < samples:
-                jitter = cute.arch.mul_hi(Uint32(i) * Uint32(2654435761), Uint32(step))
-                value[j] = Float32(numbers[lo + i * step + Int32(jitter)])
+    def cut(self, numbers: cute.Tensor, columns: cute.Tensor, count, k, memory: SelectMemory, tid) -> Float32:
+        """Keep the k largest of the list, in order. -> what those that follow must reach. Begins and ends with a barrier.
+
+        In place, `threads` entries at a time: the entries kept never pass those read.
+        """
+        cute.arch.sync_threads()
+        if tid < (0 - count) & (self.width - 1):
+            numbers[count + tid] = self.dtype(float("nan"))
+        cute.arch.sync_threads()
+        length = (count + self.width - 1) // self.width
+        floor, equal, excess = find_floor(numbers, length, k, Int32(0), memory, tid, self.threads)
+        limit = equal if excess > 0 else self.capacity  # of those that equal the floor
+        above = next_above(floor)
+        kept, equals = Int32(0), Int32(0)
+        for base in cutlass.range(0, count, self.threads, unroll=1):
+            i = base + tid
+            x, column = self.dtype(0.0), Int32(0)
+            larger, same = False, False
+            if i < count:
+                x, column = numbers[i], columns[i]
+                larger = Float32(x) >= above
+                same = Float32(x) >= floor and not larger
+            # Two counts in one scan.
+            here = (Int32(1) if larger else Int32(0)) + (Int32(1 << 16) if same else Int32(0))
+            turn = (base // self.threads) & 1
+            before, total = before_and_all(here, memory.sums[turn, None], tid % 32, tid // 32)
+            same_before = equals + (before >> 16)
+            if larger or (same and same_before < limit):
+                entry = kept + (before & 0xFFFF) + cutlass.min(same_before, limit) - cutlass.min(equals, limit)
+                numbers[entry] = x
+                columns[entry] = column
+            kept += (total & 0xFFFF) + cutlass.min(equals + (total >> 16), limit) - cutlass.min(equals, limit)
+            equals += total >> 16
+        cute.arch.sync_threads()
+        return above
 
     @cute.jit
     def remote(self, tensor: cute.Tensor, peer, i) -> Int32:
         """tensor[i] of another CTA of the cluster."""
         at = cute.arch.map_dsmem_ptr(tensor.iterator + i, peer).toint()
         return cute.arch.inline_ptx(
-            "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Uint32(at)]
+            "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(at)]
         )
 
     @cute.jit
-    def read_peer(self, keys: cute.Tensor, peer, peer_count, at, value: cute.Tensor):
-        for j in cutlass.range_constexpr(ITEMS):
-            i = at + j // self.vector * 32 * self.vector + j % self.vector
-            value[j] = NOTHING
-            if i < peer_count:
-                value[j] = self.as_float(self.remote(keys, peer, i))
-
-    @cute.jit
-    def exchange(self, outcome: cute.Tensor, count, lane, warp):
-        """(entries of all lists, of the list that this warp merges, the most of any)."""
-        if lane == 0 and warp == 0:
+    def all_counts(self, outcome: cute.Tensor, count, tid):
+        """(entries of all lists, those of CTA lane % cluster's)."""
+        if tid == 0:
             outcome[0] = count
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        peer = lane % self.cluster
-        theirs = self.remote(outcome, peer, 0)
-        # Nobody may count again before all have read.
+        lane = tid % 32
+        theirs = self.remote(outcome, lane % self.cluster, 0)
+        # Nobody may count again, or leave, before all have read.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        total = cute.arch.warp_redux_sync(theirs if lane < self.cluster else Int32(0), "add")
-        merged = warp // (self.warps // self.cluster)
-        longest = cute.arch.warp_redux_sync(theirs if peer > 0 else Int32(0), "max")
-        peer_count = cute.arch.shuffle_sync(theirs, merged)
-        if merged == 0:
-            peer_count = Int32(0)
-        return total, peer_count, longest
+        return cute.arch.warp_redux_sync(theirs if lane < self.cluster else Int32(0), "add"), theirs
 
     @cute.jit
-    def append(
+    def gather(
         self,
-        value: cute.Tensor,
-        at,
-        apart,
-        peer,
-        threshold,
-        count,
-        turn,
-        keys: cute.Tensor,
-        columns: cute.Tensor,
-        reserved: cute.Tensor,
-        tid,
-        lane,
-    ):
-        """Append what is not below the threshold, if all of it fits. -> (entries of the list, whether it did not fit).
-
-        Three counters take turns, so that one barrier a round is enough: the one that is zeroed was read before the
-        last barrier, and is counted with behind the next.
-        """
-        own = Int32(0)
-        for j in cutlass.range_constexpr(ITEMS):
-            if value[j] >= threshold:
-                own += 1
-        scanned = warp_scan(own, lane)
-        base = Int32(0)
-        if lane == 31:
-            base = cute.arch.atomic_add(reserved.iterator + turn, scanned, scope="cta")
-        entry = count + cute.arch.shuffle_sync(base, 31) + scanned - own
-        cute.arch.sync_threads()
-        total = count + reserved[turn]
-        if tid == 0:
-            free = 2 if turn == 0 else turn - 1
-            reserved[free] = Int32(0)
-        full = total > self.capacity
-        if not full:
-            count = total
-            for j in cutlass.range_constexpr(ITEMS):
-                if value[j] >= threshold:
-                    column = at + j // self.vector * apart + j % self.vector
-                    if const_expr(self.cluster > 1):
-                        if peer > 0:
-                            column = self.remote(columns, peer, column)
-                    keys[entry] = self.as_bits(value[j])
-                    columns[entry] = column
-                    entry += 1
-        return count, full
-
-    @cute.jit
-    def cut(
-        self,
-        keys: cute.Tensor,
+        numbers: cute.Tensor,
         columns: cute.Tensor,
         count,
-        top,
-        bound,
-        last,
-        reserved: cute.Tensor,
-        tid,
-        lane,
-    ):
-        """Keep the selected entries only, their keys as bits again. -> how many there are.
-
-        In place, `threads` entries at a time: those kept so far are never more than those read.
-        """
-        if tid == 0:
-            reserved[3] = Int32(0)
-        cute.arch.sync_threads()
-        for base in cutlass.range(0, count, self.threads, unroll=1):
-            key, column, keep = Int32(0), Int32(0), Int32(0)
-            if base + tid < count:
-                key, column = keys[base + tid], columns[base + tid]
-                if is_selected(key, column, top, bound, last):
-                    keep = Int32(1)
-            scanned = warp_scan(keep, lane)
-            at = Int32(0)
-            if lane == 31:
-                at = cute.arch.atomic_add(reserved.iterator + 3, scanned, scope="cta")
-            at = cute.arch.shuffle_sync(at, 31) + scanned - keep
-            cute.arch.sync_threads()
-            if keep == 1:
-                keys[at] = bits_of(key)
-                columns[at] = column
-        cute.arch.sync_threads()
-        return reserved[3]
-
-    @cute.jit
-    def order(
-        self,
-        keys: cute.Tensor,
-        columns: cute.Tensor,
-        count,
-        top,
-        bound,
-        last,
-        n,
-        memory: SelectMemory,
-        tid,
-        lane,
-        warp,
-    ):
-        """Leave the selected columns in ascending order at the front of `columns`."""
-        selected = cute.make_rmem_tensor((self.capacity // self.threads,), Int32)
-        for j in cutlass.range_constexpr(self.capacity // self.threads):
-            i = j * self.threads + tid
-            selected[j] = Int32(-1)
-            if i < count:
-                c = columns[i]
-                if is_selected(keys[i], c, top, bound, last):
-                    selected[j] = c
-        # A window of columns at a time has its bitmap in `keys`. A thread's words of it lie `threads` apart, so that
-        # a warp's reads fall into different banks.
-        done = Int32(0)
-        for begin in cutlass.range(0, n, self.window, unroll=1):
-            words = (cutlass.min(n - begin, self.window) + 31) // 32
-            log = 32 - Int32(cute.arch.clz(Uint32((words - 1) // self.threads)))  # a thread has 2^log words
-            cute.arch.sync_threads()
-            for i in cutlass.range(tid, self.threads << log, self.threads, unroll=1):
-                keys[i] = Int32(0)
-            cute.arch.sync_threads()
-            for j in cutlass.range_constexpr(self.capacity // self.threads):
-                bit = selected[j] - begin
-                if selected[j] >= 0 and bit >= 0 and bit < self.window:
-                    word = bit >> 5
-                    thread = word >> log
-                    place = (word - (thread << log)) * self.threads + thread
-                    cute.arch.atomic_or(keys.iterator + place, Int32(1) << (bit & 31), scope="cta")
-            cute.arch.sync_threads()
-            own = Int32(0)
-            for i in cutlass.range(1 << log, unroll=1):
-                own += cute.arch.popc(keys[i * self.threads + tid])
-            before, total = before_and_all(own, memory.sums[0, None], lane, warp)
-            at = done + before
-            done += total
-            for i in cutlass.range(1 << log, unroll=1):
-                left = Uint32(keys[i * self.threads + tid])
-                word_column = begin + (((tid << log) + i) << 5)
-                while left != 0:
-                    lowest = left & (~left + 1)
-                    columns[at] = word_column + 31 - Int32(cute.arch.clz(lowest))
-                    at += 1
-                    left = left ^ lowest
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def sort(
-        self,
-        keys: cute.Tensor,
-        columns: cute.Tensor,
-        count,
-        top,
-        bound,
-        last,
-        reserved: cute.Tensor,
+        found,
         k,
+        memory: SelectMemory,
+        outcome: cute.Tensor,
+        part,
         tid,
-        lane,
     ):
-        """Leave the selected columns at the front of `columns`, the largest value first, of equal ones by column."""
-        count = self.cut(keys, columns, count, top, bound, last, reserved, tid, lane)
+        """Append the other CTAs' lists to the first one's. -> entries of the list."""
+        if found > self.capacity and count > k:
+            self.cut(numbers, columns, count, k, memory, tid)
+            count = k
+        found, theirs = self.all_counts(outcome, count, tid)
+        if part == 0:
+            # Each list is copied by its share of the warps; the share of this CTA's own has nothing to do.
+            share = self.warps // self.cluster
+            lane, warp = tid % 32, tid // 32
+            peer = warp // share
+            before = cute.arch.warp_redux_sync(theirs if lane < peer else Int32(0), "add")
+            entries = cute.arch.shuffle_sync(theirs, peer)
+            if peer > 0:
+                words = cute.make_tensor(cute.recast_ptr(numbers.iterator, dtype=Int32), cute.make_layout(self.capacity))
+                bits = cute.make_tensor(
+                    cute.recast_ptr(numbers.iterator, dtype=Uint16 if self.dtype.width == 16 else Uint32),
+                    cute.make_layout(self.capacity),
+                )
+                for i in cutlass.range((warp % share) * 32 + lane, entries, share * 32, unroll=4):
+                    if const_expr(self.dtype.width == 16):
+                        word = Uint32(self.remote(words, peer, i >> 1))
+                        bits[before + i] = Uint16((word >> Uint32(16 * (i & 1))) & 0xFFFF)
+                    else:
+                        bits[before + i] = Uint32(self.remote(words, peer, i))
+                    columns[before + i] = self.remote(columns, peer, i)
+        # The others' shared memory lives until the first CTA has read it.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        return found
+
+    @cute.jit
+    def sort(self, source: cute.Tensor, lo, words: cute.Tensor, count, tid):
+        """Put the columns words[:count] in the order of their numbers, the largest first, equal ones by column."""
         log = 32 - Int32(cute.arch.clz(Uint32(cutlass.max(count, 1) - 1)))
-        for i in cutlass.range(count + tid, 1 << log, self.threads, unroll=1):
-            columns[i] = Int32(2**31 - 1)
-        # From the largest: ~ordered ascends, and behind all of them comes what fills up to a power of two.
-        for i in cutlass.range(tid, 1 << log, self.threads, unroll=1):
-            keys[i] = ~bits_of(keys[i]) if i < count else Int32(2**31 - 1)
-        for size in cutlass.range(1, log + 1, unroll=1):
-            for step in cutlass.range(size, unroll=1):
-                distance = 1 << (size - 1 - step)
+        size = 1 << log
+        # Keys ascend where numbers descend; what fills up to a power of two comes last.
+        for i in cutlass.range(tid, size, self.threads, unroll=2):
+            key = Int32(2**31 - 1)
+            if i < count:
+                bits = Int32(bits_of(Float32(source[lo + words[i]]) + 0.0))
+                key = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+            else:
+                words[i] = Int32(2**31 - 1)
+            words[size + i] = key
+        for run in cutlass.range(1, log + 1, unroll=1):
+            for step in cutlass.range(run, unroll=1):
+                distance = 1 << (run - 1 - step)
                 cute.arch.sync_threads()
-                for i in cutlass.range(tid, (1 << log) // 2, self.threads, unroll=1):
+                for i in cutlass.range(tid, size // 2, self.threads, unroll=1):
                     a = ((i & ~(distance - 1)) << 1) | (i & (distance - 1))
                     b = a | distance
-                    upward = (a >> size) & 1
-                    key_a, key_b, col_a, col_b = keys[a], keys[b], columns[a], columns[b]
-                    greater = key_a > key_b or (key_a == key_b and col_a > col_b)
-                    if greater != (upward == 1):
-                        keys[a] = key_b
-                        keys[b] = key_a
-                        columns[a] = col_b
-                        columns[b] = col_a
+                    key_a, key_b, column_a, column_b = words[size + a], words[size + b], words[a], words[b]
+                    greater = key_a > key_b or (key_a == key_b and column_a > column_b)
+                    if greater != ((a >> run) & 1 == 1):
+                        words[size + a] = key_b
+                        words[size + b] = key_a
+                        words[a] = column_b
+                        words[b] = column_a
         cute.arch.sync_threads()
 
     @cute.jit
@@ -553,7 +552,7 @@ class TopkIndicesSm90:
 @cached
 def compile_topk_indices(dtype: str, cfg: TopkConfig):
     """-> f(scores [rows, cols] dtype, starts, lengths [rows], block_table [B, pages], row_to_seq [rows],
-    indices [rows, k] int32, values [rows, k] fp32, page_size, options); rows, cols, k > 0, k <= cfg.most. `options`
+    indices [rows, k] int32, values [rows, k] fp32, page_size, options); rows, cols, k > 0 and cfg takes k. `options`
     says which of the tensors are given; the others may be of any size."""
 
     def fake(kind, shape, stride, align=4):
@@ -567,22 +566,34 @@ def compile_topk_indices(dtype: str, cfg: TopkConfig):
     indices = fake(Int32, (rows, k), (cute.sym_int64(), 1))
     values = fake(Float32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel = TopkIndicesSm90(element, cfg)
     return compile_sm90(
-        TopkIndicesSm90(element, cfg),
-        scores,
-        starts,
-        lengths,
-        block_table,
-        row_to_seq,
-        indices,
-        values,
-        Int32(1),
-        Int32(0),
-        stream,
+        kernel, scores, starts, lengths, block_table, row_to_seq, indices, values, Int32(1), Int32(0), stream
     )
 
 
-CONFIGS = (TopkConfig(256, 4096, 1), TopkConfig(512, 8192, 1), *(TopkConfig(1024, 12288, c) for c in (1, 2, 4, 8)))
+CONFIGS = (
+    TopkConfig(256, 4096),
+    TopkConfig(512, 8192),
+    TopkConfig(256, 4096, 16),
+    TopkConfig(512, 8192, 16),
+    TopkConfig(1024, 16384),
+    *(TopkConfig(1024, 16384, 8, c) for c in (1, 2, 4, 8)),
+)
+
+
+def choose_config(rows: int, vectors: int, k: int, width: int, multiprocessors: int) -> TopkConfig:
+    """For scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes."""
+    if rows > multiprocessors:
+        resident, streaming = CONFIGS[:2], CONFIGS[2:4]
+    else:
+        cluster = 1
+        while cluster < 8 and 2 * cluster * rows <= multiprocessors and vectors > 2048 * cluster:
+            cluster *= 2
+        resident = CONFIGS[4:5]
+        streaming = tuple(c for c in reversed(CONFIGS[5:]) if c.cluster <= cluster)
+    fitting = [c for c in resident if vectors <= c.resident_vectors(width)] + list(streaming)
+    return next(c for c in fitting if c.takes(k))
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -94,7 +94,7 @@ def _topk(
                 | bool(by_value) << 4
                 | bool(return_values) << 5
             )
-            _kernel(scores.dtype, rows, cols, k, backends.num_sms(scores.device))(
+            _kernel(scores.dtype, rows, _vectors(scores), k, backends.num_sms(scores.device))(
                 unit_inner(scores),
                 no_integer if starts is None else starts,
                 no_integer if lengths is None else lengths,
@@ -134,10 +134,18 @@ def _run_reference(
 
 
 @functools.lru_cache(4096)
-def _kernel(dtype: torch.dtype, rows: int, cols: int, k: int, multiprocessors: int) -> Callable[..., None]:
+def _kernel(dtype: torch.dtype, rows: int, vectors: int, k: int, multiprocessors: int) -> Callable[..., None]:
     from dsa.kernels import topk_indices_sm90 as kernels
 
-    return kernels.compile_topk_indices(dtype_name(dtype), kernels.choose_config(rows, cols, k, multiprocessors))
+    config = kernels.choose_config(rows, vectors, k, 8 * dtype.itemsize, multiprocessors)
+    return kernels.compile_topk_indices(dtype_name(dtype), config)
+
+
+def _vectors(scores: torch.Tensor) -> int:
+    """The most 16-byte vectors that a row touches."""
+    size = scores.element_size()
+    unaligned = scores.data_ptr() % 16 or (scores.stride(0) * size % 16 and scores.shape[0] > 1)
+    return (scores.shape[1] * size + (15 + 16 if unaligned else 15)) // 16
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """The top-k kernel against the reference on the GPU: equal indices, in every variant and on every distribution."""
 
-import contextlib
 import math
 
 import pytest
@@ -13,25 +12,33 @@ from dsa.testing import poison_free_memory
 from reference import topk_indices as reference
 
 INF, NAN = math.inf, math.nan
-SIZES = [(3, 5000), (2, 20000), (1, 131072), (7, 4097)]
+SIZES = [(3, 5000), (2, 20000), (1, 131072), (7, 4097), (2, 8192)]
 
 
-@pytest.fixture(params=kernels.CONFIGS, ids=lambda c: f"{c.threads}-{c.cluster}")
-def config(request, monkeypatch):
-    """Every variant in turn, whatever the shape."""
-    monkeypatch.setattr(kernels, "choose_config", lambda *shape: request.param)
+CHOOSE = kernels.choose_config
+
+
+def forced(patch, cfg):
+    """Let the op choose this variant wherever it takes the shape."""
+
+    def choose(rows, vectors, k, width, multiprocessors):
+        fits = cfg.tile > 0 or vectors <= cfg.resident_vectors(width)
+        return cfg if fits and cfg.takes(k) else CHOOSE(rows, vectors, k, width, multiprocessors)
+
+    patch.setattr(kernels, "choose_config", choose)
     bridge._kernel.cache_clear()
+
+
+@pytest.fixture(params=kernels.CONFIGS, ids=lambda c: f"{c.threads}-{c.tile}-{c.cluster}")
+def config(request, monkeypatch):
+    """Every variant in turn."""
+    forced(monkeypatch, request.param)
     yield request.param
     bridge._kernel.cache_clear()
 
 
-@contextlib.contextmanager
-def forced(cfg):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "choose_config", lambda *shape: cfg)
-        bridge._kernel.cache_clear()
-        yield
-    bridge._kernel.cache_clear()
+def most(cfg):
+    return max(k for k in (1024, 2048, 4096) if cfg.takes(k))
 
 
 def i32(values):
@@ -52,9 +59,9 @@ def check(scores, k, **options):
             )
 
 
-def sampled(n, capacity):
+def sampled(n):
     """The positions that the kernel samples of a row of n numbers."""
-    samples = min(n // 16, capacity)
+    samples = min(n // 16, kernels.SAMPLE) // 4 * 4
     i, step = torch.arange(samples, device="cuda"), n // samples
     return i * step + (((i * 2654435761) % 2**32) * step >> 32)
 
@@ -93,18 +100,18 @@ DISTRIBUTIONS = {
 def test_distributions(config, distribution):
     for rows, cols in SIZES:
         scores = DISTRIBUTIONS[distribution](rows, cols)
-        for k in (1, 33, 512, min(config.most, 2048), config.most):
+        for k in (1, 33, 512, min(most(config), 2048), most(config)):
             check(scores, k)
         check(scores.bfloat16(), 512)
-        check(scores.bfloat16(), config.most, sorted=True)
+        check(scores.bfloat16(), most(config), sorted=True)
 
 
 @pytest.mark.parametrize("good", [False, True], ids=["sample all low", "sample all high"])
 def test_a_sample_that_misleads(config, good):
-    for n in (config.capacity + 1, 60000, 300000):
+    for n in (config.capacity + 4097, 60000, 300000):
         scores = torch.randn(2, n, device="cuda")
-        scores[:, sampled(n, config.capacity)] += 100 if good else -100
-        for k in (1, 100, config.most):
+        scores[:, sampled(n)] += 100 if good else -100
+        for k in (1, 100, most(config)):
             check(scores, k)
             check(scores.sort(1).values, k)
 
@@ -164,9 +171,10 @@ def test_a_row_alone_equals_the_row_in_a_batch():
     for rows in (1, 2, 8, 60, 130, 140):
         assert torch.equal(dsa.topk_indices(scores[:rows], 2048), whole[:rows])
     for cfg in kernels.CONFIGS:
-        if cfg.most >= 2048:
-            with forced(cfg):
-                assert torch.equal(dsa.topk_indices(scores[:40], 2048), whole[:40])
+        with pytest.MonkeyPatch.context() as patch:
+            forced(patch, cfg)
+            assert torch.equal(dsa.topk_indices(scores[:40], 2048), whole[:40])
+    bridge._kernel.cache_clear()
 
 
 def test_runs_are_identical():
