@@ -21,19 +21,30 @@ MINUS_INFINITY = 0xFF800000
 
 @dataclass(frozen=True)
 class SelectMemory:
-    """Shared memory: counts [BINS and a little] and sums [2, 32], zero at first, and found [4]."""
+    """Shared memory: counts [BINS and a little, passes] and sums [2, 32], zero at first, and found [4]."""
 
     counts: cute.Tensor
     sums: cute.Tensor
     found: cute.Tensor
 
     @staticmethod
-    def allocate(smem) -> "SelectMemory":
+    def allocate(smem, passes: int) -> "SelectMemory":
+        """passes: 3 for a list that is spread over a cluster, else 1."""
         return SelectMemory(
-            smem.allocate_tensor(Int32, cute.make_layout(BINS + 4), 16),
+            smem.allocate_tensor(Int32, cute.make_layout((BINS + 4, passes)), 16),
             smem.allocate_tensor(Int32, cute.make_layout((2, 32), stride=(32, 1)), 16),
             smem.allocate_tensor(Int32, cute.make_layout(4), 16),
         )
+
+    @cute.jit
+    def clear(self, tid, threads: cutlass.Constexpr):
+        zero = cute.make_rmem_tensor((4,), Int32)
+        zero.fill(0)
+        flat = cute.make_tensor(self.counts.iterator, cute.make_layout(cute.size(self.counts)))
+        for i in cutlass.range(tid, cute.size(flat) // 4, threads, unroll=2):
+            cute.autovec_copy(zero, cute.local_tile(flat, (4,), (i,)))
+        if tid < 64:
+            self.sums[tid // 32, tid % 32] = Int32(0)
 
 
 @cute.jit
@@ -53,15 +64,13 @@ def _canonical(x: Float32) -> Uint32:
 
 
 @cute.jit
-def _count_between(x: Float32, floor: Float32, ceiling: Float32, turn: Uint32, mask: Uint32, counts: cute.Pointer):
-    """Count x's digit if x is floor or more, but not ceiling or more. The bits, rotated by `turn`, are 4 digits in the
-    mask. Other numbers are counted behind the digits, all in one step: cheaper than a branch for every number."""
+def _count(bits: Uint32, shift: Int32, first: Uint32, counts: cute.Pointer):
+    """Count the digit (bits >> shift) - first. What is no digit goes behind them: cheaper than a branch a number."""
     cute.arch.inline_ptx(
-        "{{ .reg .pred p; .reg .b32 d; add.f32 d, {$r0}, 0f00000000; shf.l.wrap.b32 d, d, d, {$r3}; "
-        "and.b32 d, d, {$r4}; setp.ge.f32 p, {$r0}, {$r1}; setp.ltu.and.f32 p, {$r0}, {$r2}, p; "
-        f"selp.b32 d, d, {4 * BINS}, p; "
-        "add.u32 d, d, {$r5}; red.shared::cta.add.u32 [d], 1; }}",
-        read_only_args=[x, floor, ceiling, turn, mask, Int32(counts.toint())],
+        "{{ .reg .b32 d; shr.u32 d, {$r0}, {$r1}; sub.u32 d, d, {$r2}; "
+        f"min.u32 d, d, {BINS}; "
+        "mad.lo.u32 d, d, 4, {$r3}; red.shared::cta.add.u32 [d], 1; }}",
+        read_only_args=[bits, shift, first, Int32(counts.toint())],
     )
 
 
@@ -84,24 +93,45 @@ def load_vector(numbers: cute.Tensor, i) -> cute.Tensor:
 
 
 @cute.jit
+def remote(tensor: cute.Tensor, peer, i) -> Int32:
+    """tensor[i], of 32 bits, in the shared memory of another CTA of the cluster."""
+    at = cute.arch.map_dsmem_ptr(tensor.iterator + i, peer).toint()
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(at)]
+    )
+
+
+@cute.jit
 def _find(
     rank: Int32,
     flip: Int32,
+    counts: cute.Tensor,
     memory: SelectMemory,
     tid,
     threads: cutlass.Constexpr,
+    cluster: cutlass.Constexpr,
     first_pass: cutlass.Constexpr,
 ):
     """(The digit of the number of this rank (1: the largest), its rank within the digit, how many have this digit,
     whether there are as many as its rank.)
 
-    Position p of the order from the largest is digit p ^ flip. Zeroes the counts; ends with a barrier.
+    Position p of the order from the largest is digit p ^ flip. Begins and ends with a barrier. Zeroes the counts,
+    unless they are a cluster's: then they are added up.
     """
     own = BINS // threads
     first = tid * own
-    counts = cute.local_tile(memory.counts, (own,), ((first ^ flip) // own,))
+    begin = ((first ^ flip) // own) * own
     mine = cute.make_rmem_tensor((own,), Int32)
-    cute.autovec_copy(counts, mine)
+    if const_expr(cluster > 1):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        mine.fill(0)
+        for peer in cutlass.range_constexpr(cluster):
+            for j in cutlass.range_constexpr(own):
+                mine[j] += remote(counts, peer, begin + j)
+    else:
+        cute.arch.sync_threads()
+        cute.autovec_copy(cute.local_tile(counts, (own,), (begin // own,)), mine)
     if const_expr(first_pass):
         if tid == 0:  # the first position is that of NaN
             mine[own - 1] = Int32(0)
@@ -117,24 +147,20 @@ def _find(
                 memory.found[1] = rank - before
                 memory.found[2] = count
             before += count
-    mine.fill(0)
-    cute.autovec_copy(mine, counts)
+    if const_expr(cluster == 1):
+        mine.fill(0)
+        cute.autovec_copy(mine, cute.local_tile(counts, (own,), (begin // own,)))
     cute.arch.sync_threads()
     return Uint32(memory.found[0]), memory.found[1], memory.found[2], all_counted >= rank
 
 
 @cute.jit
-def _interval(prefix: Uint32, shift: Int32):
-    """(the least number whose bits begin with prefix, the least above them all), 32 - shift bits of prefix."""
-    first = prefix << Uint32(shift)
-    low, high = first, (prefix + 1) << Uint32(shift)
-    if Int32(first) < 0:
-        low, high = high - 1, first - 1
-        if first == 0x80000000:
-            high = Uint32(0)
-        if low > MINUS_INFINITY:
-            low = Uint32(MINUS_INFINITY)
-    return from_bits(low), from_bits(high)
+def _least(prefix: Uint32, shift: Int32) -> Float32:
+    """The least number whose bits begin with the 32 - shift bits of prefix."""
+    low = prefix << Uint32(shift)
+    if Int32(low) < 0:
+        low = cutlass.min(low + ((Uint32(1) << Uint32(shift)) - 1), Uint32(MINUS_INFINITY))
+    return from_bits(low)
 
 
 @cute.jit
@@ -146,45 +172,47 @@ def find_floor(
     memory: SelectMemory,
     tid,
     threads: cutlass.Constexpr,
+    cluster: cutlass.Constexpr = 1,
 ):
     """-> (floor, equal, excess): rank + excess of the numbers are floor or more.
 
     excess is 0, or at most `slack` where that saves work; or, if more numbers than needed equal the one of this rank,
-    it is that number, and `equal` of those equal to it are needed.
+    it is that number, and `equal` of those equal to it are needed. With a cluster, of all its CTAs' numbers together.
 
     numbers  fp32 or bf16 in shared memory, behind a barrier; NaN is never taken
     vectors  16-byte vectors of it; rank, at least 1, is at most the numbers in them
     """
     width = VECTOR_BYTES * 8 // numbers.element_type.width
+    counts = memory.counts[None, 0]
     for i in cutlass.range(tid, vectors, threads, unroll=2):
         x = load_vector(numbers, i)
         for j in cutlass.range_constexpr(width):
             digit = Int32(_canonical(x[j]) >> 21)
-            cute.arch.atomic_add(memory.counts.iterator + digit, Int32(1), scope="cta")
-    cute.arch.sync_threads()
+            cute.arch.atomic_add(counts.iterator + digit, Int32(1), scope="cta")
     # The positive numbers come first, the largest bits leading; the negative ones follow, the smallest leading.
     flip = Int32(1023) if tid * (BINS // threads) < 1024 else Int32(0)
-    prefix, rank, inside, enough = _find(rank, flip, memory, tid, threads, True)
+    prefix, rank, inside, enough = _find(rank, flip, counts, memory, tid, threads, cluster, True)
     shift = Int32(21)
-    floor, ceiling = _interval(prefix, shift)
     if not enough:  # on account of NaN: all others are taken
-        floor = from_bits(Uint32(MINUS_INFINITY))
-        inside = rank
+        prefix, inside = Uint32(MINUS_INFINITY >> 21), rank
+    turn = Int32(0)
     while shift > 0 and inside - rank > slack:
         digits = cutlass.min(shift, 11)
         shift -= digits
-        mask = (Uint32(1) << Uint32(digits)) - 1
-        turn = Uint32((34 - shift) & 31)
+        if const_expr(cluster > 1):
+            turn += 1
+        counts = memory.counts[None, turn]
+        first = prefix << Uint32(digits)
         for i in cutlass.range(tid, vectors, threads, unroll=2):
             x = load_vector(numbers, i)
             for j in cutlass.range_constexpr(width):
-                _count_between(x[j], floor, ceiling, turn, mask << 2, memory.counts.iterator)
-        cute.arch.sync_threads()
-        flip = Int32(0) if Int32(bits_of(floor)) < 0 else Int32(mask)
-        digit, rank, inside, _ = _find(rank, flip, memory, tid, threads, False)
-        prefix = (prefix << Uint32(digits)) | digit
-        floor, ceiling = _interval(prefix, shift)
-    return floor, rank, inside - rank
+                _count(_canonical(x[j]), shift, first, counts.iterator)
+        flip = (1 << digits) - 1
+        if prefix >> Uint32(31 - shift - digits) != 0:  # negative
+            flip = Int32(0)
+        digit, rank, inside, _ = _find(rank, flip, counts, memory, tid, threads, cluster, False)
+        prefix = first + digit
+    return _least(prefix, shift), rank, inside - rank
 
 
 @cute.jit
@@ -195,18 +223,23 @@ def mask_from(numbers: cute.Tensor, vectors: Int32, own: Int32, floor: Float32, 
     neighbours read from different banks
     """
     width = VECTOR_BYTES * 8 // numbers.element_type.width
+    begin, end = tid * own, cutlass.max(vectors - 1, 0)
     turn = ((tid & 7) * own) >> 3 if (own & (own - 1)) == 0 else Int32(0)
     mask = Uint32(0)
-    for _ in cutlass.range(own, unroll=2):
-        at = tid * own + turn
-        if at < vectors:
-            x = load_vector(numbers, at)
-            part = Uint32(0)
-            for j in cutlass.range_constexpr(width):
-                if x[j] >= floor:
-                    part |= Uint32(1 << j)
-            mask |= part << Uint32(turn * width)
+    for _ in cutlass.range(own, unroll=4):
+        x = load_vector(numbers, cutlass.min(begin + turn, end))
+        part = Uint32(0)
+        for j in cutlass.range_constexpr(width):
+            if x[j] >= floor:
+                part |= Uint32(1 << j)
+        mask |= part << Uint32(turn * width)
         turn = 0 if turn == own - 1 else turn + 1
+    # Beyond the end it read the last vector again.
+    exist = cutlass.min(vectors - begin, own) * width
+    if exist <= 0:
+        mask = Uint32(0)
+    elif exist < 32:
+        mask &= (Uint32(1) << Uint32(exist)) - 1
     return mask
 
 

@@ -3,23 +3,22 @@
 out[r] = the columns of the k largest of scores[r, lo : hi], of equal ones the lowest, in ascending order
 
 Plan
-- A CTA a row, or a cluster of CTAs whose first one finishes. A row that fits comes into shared memory by one bulk
-  copy and is selected from there ("resident").
-- A longer row streams through two tiles of shared memory by bulk copies. What is not below a threshold is appended,
-  with its column and in order, to a list. The threshold is found in a sample of every 16th number or less (jittered
-  positions), as its (r + 3.5 sqrt r)-th largest, r the expected rank of the k-th: about 1.3 k numbers are left. A list
+- A CTA a row, or a cluster whose CTAs have a part of the row each. A row or part that fits comes into shared memory by
+  one bulk copy and is selected from there ("resident").
+- A longer row streams through a ring of tiles in shared memory by bulk copies. What is not below a threshold is appended,
+  with its column and in order, to a list. The threshold is found in a sample of every 16th number or less (two vectors
+  of 16 bytes at a time, at jittered positions), as its (r + 3.5 sqrt r)-th largest, r the expected rank of the k-th: about 1.3 k numbers are left. A list
   that is full is cut to its k largest, and what follows must be above the least of these: its columns are higher. A
   threshold that leaves less than k was too high: the row is read again without one. So the result is exact for any
   input, and an unlucky one takes longer. A row that fits the list needs no threshold.
-- Cluster: each CTA lists its part of the row, with the same threshold; the first appends the others' lists to its own
-  through distributed shared memory.
-- Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list.
+- Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list; the CTAs
+  of a cluster add their counts up through distributed shared memory.
 - Order: a thread owns up to 32 neighbours of the list and has a bit for each that is selected; a scan over the threads'
-  bit counts says where its columns go. Tiles are appended to the list in the same way.
-- By value: the selected are sorted by (value, column) behind that, bitonically.
-Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), two tiles, 8 KiB of digit counts.
+  bit counts, and over those of the cluster's CTAs, says where its columns go. Tiles are appended to the list so, too.
+- By value: the selected are sorted by (value, column) behind that, bitonically, by the one CTA of the row.
+Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), the tiles, 8 KiB of digit counts or 24.
 Constraints: a row's columns next to each other, rows anywhere (the ends of a row that are not at multiples of 16 bytes
-are copied one by one); the clusters' lists, cut to k, fit the first one's.
+are copied one by one); k at most half of CAPACITY.
 Roofline: memory, one read of the scores; about 20 instructions a number of a resident row, 8 of a streamed one.
 """
 
@@ -29,7 +28,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.block_scan import before_and_all
@@ -37,16 +36,16 @@ from dsa.cute.bulk_copy import bulk_load
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
 from dsa.cute.radix_select import (
-    BINS,
     VECTOR_BYTES,
     SelectMemory,
     bits_of,
     find_floor,
-    from_bits,
     lowest_bits,
     mask_from,
     next_above,
+    remote,
 )
+from dsa.cute.ring import advance
 
 LOWEST = Float32(float("-inf"))
 ITEMS = 32  # numbers of a list that a thread has bits for
@@ -59,21 +58,20 @@ STARTS, LENGTHS, PAGED, ROW_TO_SEQ, BY_VALUE, VALUES = (1 << i for i in range(6)
 @dataclass(frozen=True)
 class TopkConfig:
     """threads of a CTA; capacity: entries of its list; tile: numbers a thread has of a tile, 0: rows are resident;
-    cluster: CTAs a row."""
+    stages: tiles; cluster: CTAs a row."""
 
     threads: int
     capacity: int
     tile: int = 0
+    stages: int = 1
     cluster: int = 1
 
     def resident_vectors(self, width: int) -> int:
         """The longest resident row of numbers of `width` bits, in the 16-byte vectors that it touches."""
-        return min(self.threads * ITEMS * width // 128, self.capacity // 2)
+        return self.cluster * min(self.threads * ITEMS * width // 128, self.capacity // 2)
 
     def takes(self, k: int) -> bool:
-        if self.tile == 0:
-            return k <= self.capacity
-        return 2 * k <= self.capacity and self.cluster * k <= self.capacity
+        return k <= (self.capacity // 2 if self.tile else self.capacity)
 
 
 class TopkIndicesSm90:
@@ -83,7 +81,9 @@ class TopkIndicesSm90:
         self.warps = cfg.threads // 32
         self.width = VECTOR_BYTES * 8 // dtype.width
         self.tile_vectors = cfg.threads * cfg.tile // self.width
-        self.shared = 8 * cfg.capacity + 2 * VECTOR_BYTES * self.tile_vectors + 10 * 1024
+        self.stages = cfg.stages
+        self.passes = 3 if cfg.cluster > 1 else 1
+        self.shared = 8 * cfg.capacity + cfg.stages * VECTOR_BYTES * self.tile_vectors + self.passes * 8192 + 2048
 
     @cute.jit
     def __call__(
@@ -107,7 +107,7 @@ class TopkIndicesSm90:
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1),
             stream=stream,
-            min_blocks_per_mp=min(232448 // self.shared, 1280 // self.threads),
+            min_blocks_per_mp=max(1, min(232448 // self.shared, 1280 // self.threads)),
             preferred_smem_carveout=100,
         )
 
@@ -132,10 +132,11 @@ class TopkIndicesSm90:
 
         smem = SmemAllocator()
         words = smem.allocate_tensor(Int32, cute.make_layout(2 * self.capacity), 128)
-        tiles = smem.allocate_tensor(self.dtype, cute.make_layout(2 * max(self.tile_vectors, 1) * self.width), 128)
-        memory = SelectMemory.allocate(smem)
-        barriers = smem.allocate_tensor(Int64, cute.make_layout(2), 8)
-        outcome = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
+        tile_numbers = max(self.tile_vectors, 1) * self.width
+        tiles = smem.allocate_tensor(self.dtype, cute.make_layout((tile_numbers, self.stages)), 128)
+        memory = SelectMemory.allocate(smem, self.passes)
+        barriers = smem.allocate_tensor(Int64, cute.make_layout(self.stages), 8).iterator
+        outcome = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
         # A resident row, or a list: numbers, and their columns behind.
         numbers = cute.make_tensor(
             cute.recast_ptr(words.iterator, dtype=self.dtype),
@@ -143,93 +144,103 @@ class TopkIndicesSm90:
         )
         columns = cute.make_tensor(words.iterator + self.capacity, cute.make_layout(self.capacity))
         if tid == 0:
-            cute.arch.mbarrier_init(barriers.iterator, 2)
-            cute.arch.mbarrier_init(barriers.iterator + 1, 2)
+            for i in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(barriers + i, 2)
         cute.arch.mbarrier_init_fence()
 
         # The row's numbers are [lo, lo + n) of the matrix's. Its vectors begin at an address of 16 bytes, up to `ahead`
-        # numbers before lo.
+        # numbers before lo; those of this CTA are [first, behind).
         start, lo, n = self.bounds(starts, lengths, row, scores.shape[1], options)
         source = scores[row, None]
         ahead = (Int32((source.iterator + lo).toint()) & 15) // (self.dtype.width // 8)
         vectors = (n + ahead + self.width - 1) // self.width
+        each = (vectors + self.cluster - 1) // self.cluster
+        first = cutlass.min(part * each, vectors)
+        behind = cutlass.min(first + each, vectors)
         resident = True
         if const_expr(self.cfg.tile > 0):
-            resident = self.cluster == 1 and vectors <= self.cfg.resident_vectors(self.dtype.width)
+            resident = vectors <= self.cfg.resident_vectors(self.dtype.width)
         if resident and tid == 0:
-            self.load(source, lo, n, ahead, Int32(0), vectors, numbers, barriers.iterator)
-
-        zero = cute.make_rmem_tensor((4,), Int32)
-        zero.fill(0)
-        for i in cutlass.range_constexpr(BINS // self.threads // 4):
-            cute.autovec_copy(zero, cute.local_tile(memory.counts, (4,), (i * self.threads + tid,)))
-        if const_expr(self.threads == 1024):
-            if tid < 512:
-                cute.autovec_copy(zero, cute.local_tile(memory.counts, (4,), (tid,)))
-        if tid < 64:
-            memory.sums[tid // 32, tid % 32] = Int32(0)
+            self.load(source, lo, n, ahead, first, behind, numbers, barriers)
+        memory.clear(tid, self.threads)
         cute.arch.sync_threads()
 
-        length = vectors
+        length, total = behind - first, n
         if const_expr(self.cfg.tile > 0):
             if not resident:
-                count = self.stream(
-                    *(source, lo, n, ahead, vectors, part, k),
-                    *(numbers, columns, tiles, memory, barriers.iterator, outcome, tid),
+                count, total = self.stream(
+                    *(source, lo, n, ahead, vectors, first, behind, k),
+                    *(numbers, columns, tiles, memory, barriers, outcome, tid),
                 )
                 length = (count + self.width - 1) // self.width
         if resident:
-            cute.arch.mbarrier_wait(barriers.iterator, 0)
+            cute.arch.mbarrier_wait(barriers, 0)
 
-        if part == 0:
-            floor, equal, excess = LOWEST, Int32(0), Int32(0)
-            if length * self.width > k:
-                floor, equal, excess = find_floor(numbers, length, k, Int32(0), memory, tid, self.threads)
-            own = (length + self.threads - 1) // self.threads
-            mask = mask_from(numbers, length, own, floor, tid)
-            if excess > 0:
-                # More than needed equal the least: the first of them.
-                above = mask_from(numbers, length, own, next_above(floor), tid)
-                equals = mask ^ above
-                here = Int32(cute.arch.popc(equals))
-                before, _ = before_and_all(here, memory.sums[1, None], tid % 32, tid // 32)
-                mask = above | lowest_bits(equals, cutlass.max(cutlass.min(equal - before, here), 0))
-            here = Int32(cute.arch.popc(mask))
-            before, found = before_and_all(here, memory.sums[0, None], tid % 32, tid // 32)
-            # All have their bits, and the numbers are no longer needed: the columns in order go to their place.
-            at = before + here
-            place = tid * own * self.width
-            while mask != 0:
-                j = Int32(cute.arch.bfind(mask))
-                mask ^= Uint32(1) << Uint32(j)
-                at -= 1
-                column = place + j - ahead
-                if const_expr(self.cfg.tile > 0):
-                    if not resident:
-                        column = columns[place + j]
-                words[at] = column
-            cute.arch.sync_threads()
+        floor, equal, excess = LOWEST, Int32(0), Int32(0)
+        if total > k:
+            floor, equal, excess = find_floor(
+                numbers, length, k, Int32(0), memory, tid, self.threads, self.cluster
+            )
+        own = (length + self.threads - 1) // self.threads
+        mask = mask_from(numbers, length, own, floor, tid)
+        if excess > 0:
+            # More than needed equal the least: the first of them.
+            above = mask_from(numbers, length, own, next_above(floor), tid)
+            equals = mask ^ above
+            here = Int32(cute.arch.popc(equals))
+            before, equal_here = before_and_all(here, memory.sums[1, None], tid % 32, tid // 32)
+            if const_expr(self.cluster > 1):
+                before += self.exchange(outcome, 2, equal_here, part, tid)[0]
+            mask = above | lowest_bits(equals, cutlass.max(cutlass.min(equal - before, here), 0))
+        here = Int32(cute.arch.popc(mask))
+        before, found = before_and_all(here, memory.sums[0, None], tid % 32, tid // 32)
+        offset, total = Int32(0), found
+        if const_expr(self.cluster > 1):
+            offset, total = self.exchange(outcome, 3, found, part, tid)
+            cute.arch.cluster_arrive()
+        # All have their bits, and the numbers are no longer needed: the columns in order go to their place.
+        at = before + here
+        place = tid * own * self.width
+        while mask != 0:
+            j = Int32(cute.arch.bfind(mask))
+            mask ^= Uint32(1) << Uint32(j)
+            at -= 1
+            column = first * self.width + place + j - ahead
+            if const_expr(self.cfg.tile > 0):
+                if not resident:
+                    column = columns[place + j]
+            words[at] = column
+        cute.arch.sync_threads()
 
+        if const_expr(self.cluster == 1):
             if options & BY_VALUE:
                 self.sort(source, lo, words, found, tid)
+        shift = lo - start
+        if options & (PAGED | VALUES):
             sequence = row
             if options & ROW_TO_SEQ:
                 sequence = row_to_seq[row]
-            for i in cutlass.range(tid, k, self.threads, unroll=4):
-                index = Int32(-1)
+            for i in cutlass.range(tid, found, self.threads, unroll=2):
+                index = words[i] + shift
                 number = LOWEST
-                if i < found:
-                    column = lo + words[i]
-                    index = column - start
-                    if options & VALUES:
-                        number = Float32(source[column])
-                    if options & PAGED:
-                        index = self.slot(block_table, sequence, index, divisor, page_size)
-                        if index < 0:
-                            number = LOWEST
-                indices[row, i] = index
                 if options & VALUES:
-                    values[row, i] = number
+                    number = Float32(source[start + index])
+                if options & PAGED:
+                    index = self.slot(block_table, sequence, index, divisor, page_size)
+                if options & VALUES:
+                    values[row, offset + i] = LOWEST if index < 0 else number
+                indices[row, offset + i] = index
+        else:
+            for i in cutlass.range(tid, found, self.threads, unroll=4):
+                indices[row, offset + i] = words[i] + shift
+        if part == 0:
+            for i in cutlass.range(total + tid, k, self.threads, unroll=1):
+                indices[row, i] = Int32(-1)
+                if options & VALUES:
+                    values[row, i] = LOWEST
+        if const_expr(self.cluster > 1):
+            # Shared memory lives until the others have read what it says.
+            cute.arch.cluster_wait()
 
     @cute.jit
     def bounds(self, starts: cute.Tensor, lengths: cute.Tensor, row: Int32, cols: Int32, options: Int32):
@@ -287,7 +298,8 @@ class TopkIndicesSm90:
         n,
         ahead,
         vectors,
-        part,
+        first,
+        behind,
         k,
         numbers: cute.Tensor,
         columns: cute.Tensor,
@@ -297,30 +309,25 @@ class TopkIndicesSm90:
         outcome: cute.Tensor,
         tid,
     ):
-        """List the candidates of the row; of a cluster, in its first CTA. -> how many, NaN up to a whole vector."""
-        lane, warp = tid % 32, tid // 32
-        each = (vectors + self.cluster - 1) // self.cluster
-        first = cutlass.min(part * each, vectors)
-        behind = cutlass.min(first + each, vectors)
-        number_of_tiles = (behind - first + self.tile_vectors - 1) // self.tile_vectors
+        """List the candidates of the vectors [first, behind) of the row. -> how many, and how many of the whole row.
 
-        loaded = Int32(0)  # tiles, of this reading of the row and earlier ones
+        Up to a whole vector, NaN follows.
+        """
+        lane, warp = tid % 32, tid // 32
+        number_of_tiles = (behind - first + self.tile_vectors - 1) // self.tile_vectors
+        row = (source, lo, n, ahead, first, behind)
         if tid == 0:
-            for t in cutlass.range(cutlass.min(number_of_tiles, 2), unroll=1):
-                self.load_tile(source, lo, n, ahead, first, behind, t, t, tiles, barriers)
+            for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
+                self.load_tile(*row, t, t, tiles, barriers)
         threshold = LOWEST
         if n > self.capacity:
-            threshold = self.sample(source, lo, n, k, numbers, memory, tid)
-        count = Int32(0)
-        found, reading = Int32(0), True
-        while reading:
+            threshold = self.sample(source, lo, n, ahead, vectors, k, numbers, memory, tid)
+        count, total = Int32(0), Int32(0)
+        stage, phase, reading = Int32(0), Int32(0), Int32(0)
+        while reading < 2:
             for t in cutlass.range(number_of_tiles, unroll=1):
-                stage = (loaded + t) & 1
-                tile = cute.make_tensor(
-                    tiles.iterator + stage * self.tile_vectors * self.width,
-                    cute.make_layout(self.tile_vectors * self.width),
-                )
-                cute.arch.mbarrier_wait(barriers + stage, ((loaded + t) >> 1) & 1)
+                tile = tiles[None, stage]
+                cute.arch.mbarrier_wait(barriers + stage, phase)
                 begin = first + t * self.tile_vectors
                 length = cutlass.min(behind - begin, self.tile_vectors)
                 own = self.cfg.tile // self.width
@@ -328,11 +335,12 @@ class TopkIndicesSm90:
                 column = begin * self.width + place - ahead
                 mask = mask_from(tile, length, Int32(own), threshold, tid)
                 here = Int32(cute.arch.popc(mask))
-                before, total = before_and_all(here, memory.sums[t & 1, None], lane, warp)
-                if tid == 0 and t > 0 and t + 1 < number_of_tiles:
-                    # All are done with the tile before.
-                    self.load_tile(source, lo, n, ahead, first, behind, t + 1, loaded + t + 1, tiles, barriers)
-                while count + total > self.capacity:
+                before, found = before_and_all(here, memory.sums[t & 1, None], lane, warp)
+                last = self.stages - 1
+                if tid == 0 and t > 0 and t + last < number_of_tiles:
+                    # All are done with the tile before: the ring's next takes its place.
+                    self.load_tile(*row, t + last, last if stage == 0 else stage - 1, tiles, barriers)
+                while count + found > self.capacity:
                     # Fill the list, cut it, and go on with what is left of the tile.
                     fits = cutlass.max(cutlass.min(self.capacity - count - before, here), 0)
                     these = lowest_bits(mask, fits)
@@ -341,56 +349,61 @@ class TopkIndicesSm90:
                     count = k
                     mask = (mask ^ these) & mask_from(tile, length, Int32(own), threshold, tid)
                     here = Int32(cute.arch.popc(mask))
-                    before, total = before_and_all(here, memory.sums[t & 1, None], lane, warp)
+                    before, found = before_and_all(here, memory.sums[t & 1, None], lane, warp)
                     cute.arch.sync_threads()
                 self.append(tile, place, column, mask, count + before, numbers, columns)
-                count += total
-            loaded += number_of_tiles
-            found = count
+                count += found
+                stage, phase = advance(stage, phase, self.stages)
+            total = count
             if const_expr(self.cluster > 1):
-                found = self.all_counts(outcome, count, tid)[0]
-            reading = found < k and threshold > LOWEST
-            if reading:
+                total = self.exchange(outcome, reading, count, Int32(0), tid)[1]
+            reading += 1
+            if total < k and threshold > LOWEST and reading == 1:
                 # The sample misled: read the row again without a threshold.
                 threshold = LOWEST
                 count = Int32(0)
                 cute.arch.sync_threads()
                 if tid == 0:
-                    for t in cutlass.range(cutlass.min(number_of_tiles, 2), unroll=1):
-                        self.load_tile(source, lo, n, ahead, first, behind, t, loaded + t, tiles, barriers)
-        if const_expr(self.cluster > 1):
-            count = self.gather(numbers, columns, count, found, k, memory, outcome, part, tid)
+                    turn = stage
+                    for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
+                        self.load_tile(*row, t, turn, tiles, barriers)
+                        turn = 0 if turn == self.stages - 1 else turn + 1
+            else:
+                reading = Int32(2)
         if tid < (0 - count) & (self.width - 1):
             numbers[count + tid] = self.dtype(float("nan"))
         cute.arch.sync_threads()
-        return count
+        return count, total
 
     @cute.jit
     def load_tile(
-        self, source: cute.Tensor, lo, n, ahead, first, behind, t, turn, tiles: cute.Tensor, barriers: cute.Pointer
+        self, source: cute.Tensor, lo, n, ahead, first, behind, t, stage, tiles: cute.Tensor, barriers: cute.Pointer
     ):
-        stage = turn & 1
         begin = first + t * self.tile_vectors
-        target = cute.make_tensor(
-            tiles.iterator + stage * self.tile_vectors * self.width, cute.make_layout(self.tile_vectors * self.width)
-        )
-        self.load(
-            source, lo, n, ahead, begin, cutlass.min(begin + self.tile_vectors, behind), target, barriers + stage
-        )
+        end = cutlass.min(begin + self.tile_vectors, behind)
+        self.load(source, lo, n, ahead, begin, end, tiles[None, stage], barriers + stage)
 
     @cute.jit
-    def sample(self, source: cute.Tensor, lo, n, k, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
+    def sample(
+        self, source: cute.Tensor, lo, n, ahead, vectors, k, numbers: cute.Tensor, memory: SelectMemory, tid
+    ) -> Float32:
         """A number that is likely to be a little below the row's k-th largest."""
-        samples = cutlass.min(n // 16, min(SAMPLE, self.capacity)) // self.width * self.width
-        step = n // samples
-        for i in cutlass.range(tid, samples, self.threads, unroll=4):
-            jitter = Int32(cute.arch.mul_hi(Uint32(i) * Uint32(2654435761), Uint32(step)))
-            numbers[i] = source[lo + i * step + jitter]
+        whole = 1 if ahead > 0 else 0
+        pairs = (n + ahead) // self.width - whole >> 1
+        groups = cutlass.min(n // 16, SAMPLE) // (2 * self.width)
+        step = pairs // groups
+        for i in cutlass.range(tid, 2 * groups, self.threads, unroll=4):
+            group = i >> 1
+            jitter = Int32(cute.arch.mul_hi(Uint32(group) * Uint32(2654435761), Uint32(step)))
+            vector = whole + 2 * (group * step + jitter) + (i & 1)
+            at = (source.iterator + (lo + vector * self.width - ahead)).align(16)
+            cute.autovec_copy(
+                cute.make_tensor(at, cute.make_layout(self.width)), cute.local_tile(numbers, (self.width,), (i,))
+            )
         cute.arch.sync_threads()
-        expected = Float32(k) * Float32(samples) * cute.arch.rcp_approx(Float32(n))
+        expected = Float32(k) * Float32(2 * groups * self.width) * cute.arch.rcp_approx(Float32(n))
         rank = Int32(expected + 3.5 * cute.math.sqrt(expected, fastmath=True)) + 2
-        floor, _, _ = find_floor(numbers, samples // self.width, rank, rank // 8, memory, tid, self.threads)
-        return floor
+        return find_floor(numbers, 2 * groups, rank, rank // 8, memory, tid, self.threads)[0]
 
     @cute.jit
     def append(
@@ -443,69 +456,16 @@ class TopkIndicesSm90:
         return above
 
     @cute.jit
-    def remote(self, tensor: cute.Tensor, peer, i) -> Int32:
-        """tensor[i] of another CTA of the cluster."""
-        at = cute.arch.map_dsmem_ptr(tensor.iterator + i, peer).toint()
-        return cute.arch.inline_ptx(
-            "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(at)]
-        )
-
-    @cute.jit
-    def all_counts(self, outcome: cute.Tensor, count, tid):
-        """(entries of all lists, those of CTA lane % cluster's)."""
+    def exchange(self, outcome: cute.Tensor, slot, own, part, tid):
+        """(the sum of the cluster's `own` before CTA `part`, and of all). Each slot serves once."""
         if tid == 0:
-            outcome[0] = count
+            outcome[slot] = own
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         lane = tid % 32
-        theirs = self.remote(outcome, lane % self.cluster, 0)
-        # Nobody may count again, or leave, before all have read.
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        return cute.arch.warp_redux_sync(theirs if lane < self.cluster else Int32(0), "add"), theirs
-
-    @cute.jit
-    def gather(
-        self,
-        numbers: cute.Tensor,
-        columns: cute.Tensor,
-        count,
-        found,
-        k,
-        memory: SelectMemory,
-        outcome: cute.Tensor,
-        part,
-        tid,
-    ):
-        """Append the other CTAs' lists to the first one's. -> entries of the list."""
-        if found > self.capacity and count > k:
-            self.cut(numbers, columns, count, k, memory, tid)
-            count = k
-        found, theirs = self.all_counts(outcome, count, tid)
-        if part == 0:
-            # Each list is copied by its share of the warps; the share of this CTA's own has nothing to do.
-            share = self.warps // self.cluster
-            lane, warp = tid % 32, tid // 32
-            peer = warp // share
-            before = cute.arch.warp_redux_sync(theirs if lane < peer else Int32(0), "add")
-            entries = cute.arch.shuffle_sync(theirs, peer)
-            if peer > 0:
-                words = cute.make_tensor(cute.recast_ptr(numbers.iterator, dtype=Int32), cute.make_layout(self.capacity))
-                bits = cute.make_tensor(
-                    cute.recast_ptr(numbers.iterator, dtype=Uint16 if self.dtype.width == 16 else Uint32),
-                    cute.make_layout(self.capacity),
-                )
-                for i in cutlass.range((warp % share) * 32 + lane, entries, share * 32, unroll=4):
-                    if const_expr(self.dtype.width == 16):
-                        word = Uint32(self.remote(words, peer, i >> 1))
-                        bits[before + i] = Uint16((word >> Uint32(16 * (i & 1))) & 0xFFFF)
-                    else:
-                        bits[before + i] = Uint32(self.remote(words, peer, i))
-                    columns[before + i] = self.remote(columns, peer, i)
-        # The others' shared memory lives until the first CTA has read it.
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        return found
+        theirs = remote(outcome, lane % self.cluster, slot)
+        before = cute.arch.warp_redux_sync(theirs if lane < part else Int32(0), "add")
+        return before, cute.arch.warp_redux_sync(theirs if lane < self.cluster else Int32(0), "add")
 
     @cute.jit
     def sort(self, source: cute.Tensor, lo, words: cute.Tensor, count, tid):
@@ -575,20 +535,21 @@ def compile_topk_indices(dtype: str, cfg: TopkConfig):
 CONFIGS = (
     TopkConfig(256, 4096),
     TopkConfig(512, 8192),
-    TopkConfig(256, 4096, 16),
-    TopkConfig(512, 8192, 16),
+    TopkConfig(256, 4096, 16, 3),
+    TopkConfig(512, 8192, 16, 2),
     TopkConfig(1024, 16384),
-    *(TopkConfig(1024, 16384, 8, c) for c in (1, 2, 4, 8)),
+    TopkConfig(1024, 8192, 8, 3),
+    *(TopkConfig(1024, 8192, 8, 3, c) for c in (2, 4, 8)),
 )
 
 
-def choose_config(rows: int, vectors: int, k: int, width: int, multiprocessors: int) -> TopkConfig:
+def choose_config(rows: int, vectors: int, k: int, width: int, by_value: bool, multiprocessors: int) -> TopkConfig:
     """For scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes."""
     if rows > multiprocessors:
         resident, streaming = CONFIGS[:2], CONFIGS[2:4]
     else:
         cluster = 1
-        while cluster < 8 and 2 * cluster * rows <= multiprocessors and vectors > 2048 * cluster:
+        while cluster < 8 and 2 * cluster * rows <= multiprocessors and vectors > 2048 * cluster and not by_value:
             cluster *= 2
         resident = CONFIGS[4:5]
         streaming = tuple(c for c in reversed(CONFIGS[5:]) if c.cluster <= cluster)

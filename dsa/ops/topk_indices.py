@@ -94,7 +94,7 @@ def _topk(
                 | bool(by_value) << 4
                 | bool(return_values) << 5
             )
-            _kernel(scores.dtype, rows, _vectors(scores), k, backends.num_sms(scores.device))(
+            _kernel(scores.dtype, rows, _vectors(scores), k, bool(by_value), backends.num_sms(scores.device))(
                 unit_inner(scores),
                 no_integer if starts is None else starts,
                 no_integer if lengths is None else lengths,
@@ -134,10 +134,12 @@ def _run_reference(
 
 
 @functools.lru_cache(4096)
-def _kernel(dtype: torch.dtype, rows: int, vectors: int, k: int, multiprocessors: int) -> Callable[..., None]:
+def _kernel(
+    dtype: torch.dtype, rows: int, vectors: int, k: int, by_value: bool, multiprocessors: int
+) -> Callable[..., None]:
     from dsa.kernels import topk_indices_sm90 as kernels
 
-    config = kernels.choose_config(rows, vectors, k, 8 * dtype.itemsize, multiprocessors)
+    config = kernels.choose_config(rows, vectors, k, 8 * dtype.itemsize, by_value, multiprocessors)
     return kernels.compile_topk_indices(dtype_name(dtype), config)
 
 

@@ -21,9 +21,9 @@ CHOOSE = kernels.choose_config
 def forced(patch, cfg):
     """Let the op choose this variant wherever it takes the shape."""
 
-    def choose(rows, vectors, k, width, multiprocessors):
-        fits = cfg.tile > 0 or vectors <= cfg.resident_vectors(width)
-        return cfg if fits and cfg.takes(k) else CHOOSE(rows, vectors, k, width, multiprocessors)
+    def choose(rows, vectors, k, width, by_value, multiprocessors):
+        fits = (cfg.tile > 0 or vectors <= cfg.resident_vectors(width)) and not (by_value and cfg.cluster > 1)
+        return cfg if fits and cfg.takes(k) else CHOOSE(rows, vectors, k, width, by_value, multiprocessors)
 
     patch.setattr(kernels, "choose_config", choose)
     bridge._kernel.cache_clear()
@@ -61,9 +61,10 @@ def check(scores, k, **options):
 
 def sampled(n):
     """The positions that the kernel samples of a row of n numbers."""
-    samples = min(n // 16, kernels.SAMPLE) // 4 * 4
-    i, step = torch.arange(samples, device="cuda"), n // samples
-    return i * step + (((i * 2654435761) % 2**32) * step >> 32)
+    groups = min(n // 16, kernels.SAMPLE) // 8
+    i, step = torch.arange(groups, device="cuda"), n // 8 // groups
+    group = i * step + (((i * 2654435761) % 2**32) * step >> 32)
+    return (8 * group[:, None] + torch.arange(8, device="cuda")).view(-1)
 
 
 def neighbours(n, low_bits):
