@@ -21,17 +21,16 @@ MINUS_INFINITY = 0xFF800000
 
 @dataclass(frozen=True)
 class SelectMemory:
-    """Shared memory: counts [BINS and a little, passes] and sums [2, 32], zero at first, and found [4]."""
+    """Shared memory: counts [BINS and a little] and sums [2, 32], zero at first, and found [4]."""
 
     counts: cute.Tensor
     sums: cute.Tensor
     found: cute.Tensor
 
     @staticmethod
-    def allocate(smem, passes: int) -> "SelectMemory":
-        """passes: 3 for a list that is spread over a cluster, else 1."""
+    def allocate(smem) -> "SelectMemory":
         return SelectMemory(
-            smem.allocate_tensor(Int32, cute.make_layout((BINS + 4, passes)), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(BINS + 4), 16),
             smem.allocate_tensor(Int32, cute.make_layout((2, 32), stride=(32, 1)), 16),
             smem.allocate_tensor(Int32, cute.make_layout(4), 16),
         )
@@ -40,9 +39,8 @@ class SelectMemory:
     def clear(self, tid, threads: cutlass.Constexpr):
         zero = cute.make_rmem_tensor((4,), Int32)
         zero.fill(0)
-        flat = cute.make_tensor(self.counts.iterator, cute.make_layout(cute.size(self.counts)))
-        for i in cutlass.range(tid, cute.size(flat) // 4, threads, unroll=2):
-            cute.autovec_copy(zero, cute.local_tile(flat, (4,), (i,)))
+        for i in cutlass.range(tid, BINS // 4, threads, unroll=2):
+            cute.autovec_copy(zero, cute.local_tile(self.counts, (4,), (i,)))
         if tid < 64:
             self.sums[tid // 32, tid % 32] = Int32(0)
 
@@ -93,45 +91,25 @@ def load_vector(numbers: cute.Tensor, i) -> cute.Tensor:
 
 
 @cute.jit
-def remote(tensor: cute.Tensor, peer, i) -> Int32:
-    """tensor[i], of 32 bits, in the shared memory of another CTA of the cluster."""
-    at = cute.arch.map_dsmem_ptr(tensor.iterator + i, peer).toint()
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(at)]
-    )
-
-
-@cute.jit
 def _find(
     rank: Int32,
     flip: Int32,
-    counts: cute.Tensor,
     memory: SelectMemory,
     tid,
     threads: cutlass.Constexpr,
-    cluster: cutlass.Constexpr,
     first_pass: cutlass.Constexpr,
 ):
     """(The digit of the number of this rank (1: the largest), its rank within the digit, how many have this digit,
     whether there are as many as its rank.)
 
-    Position p of the order from the largest is digit p ^ flip. Begins and ends with a barrier. Zeroes the counts,
-    unless they are a cluster's: then they are added up.
+    Position p of the order from the largest is digit p ^ flip. Begins and ends with a barrier; zeroes the counts.
     """
     own = BINS // threads
     first = tid * own
-    begin = ((first ^ flip) // own) * own
+    counts = cute.local_tile(memory.counts, (own,), ((first ^ flip) // own,))
     mine = cute.make_rmem_tensor((own,), Int32)
-    if const_expr(cluster > 1):
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        mine.fill(0)
-        for peer in cutlass.range_constexpr(cluster):
-            for j in cutlass.range_constexpr(own):
-                mine[j] += remote(counts, peer, begin + j)
-    else:
-        cute.arch.sync_threads()
-        cute.autovec_copy(cute.local_tile(counts, (own,), (begin // own,)), mine)
+    cute.arch.sync_threads()
+    cute.autovec_copy(counts, mine)
     if const_expr(first_pass):
         if tid == 0:  # the first position is that of NaN
             mine[own - 1] = Int32(0)
@@ -147,9 +125,8 @@ def _find(
                 memory.found[1] = rank - before
                 memory.found[2] = count
             before += count
-    if const_expr(cluster == 1):
-        mine.fill(0)
-        cute.autovec_copy(mine, cute.local_tile(counts, (own,), (begin // own,)))
+    mine.fill(0)
+    cute.autovec_copy(mine, counts)
     cute.arch.sync_threads()
     return Uint32(memory.found[0]), memory.found[1], memory.found[2], all_counted >= rank
 
@@ -172,45 +149,39 @@ def find_floor(
     memory: SelectMemory,
     tid,
     threads: cutlass.Constexpr,
-    cluster: cutlass.Constexpr = 1,
 ):
     """-> (floor, equal, excess): rank + excess of the numbers are floor or more.
 
     excess is 0, or at most `slack` where that saves work; or, if more numbers than needed equal the one of this rank,
-    it is that number, and `equal` of those equal to it are needed. With a cluster, of all its CTAs' numbers together.
+    it is that number, and `equal` of those equal to it are needed.
 
     numbers  fp32 or bf16 in shared memory, behind a barrier; NaN is never taken
     vectors  16-byte vectors of it; rank, at least 1, is at most the numbers in them
     """
     width = VECTOR_BYTES * 8 // numbers.element_type.width
-    counts = memory.counts[None, 0]
     for i in cutlass.range(tid, vectors, threads, unroll=2):
         x = load_vector(numbers, i)
         for j in cutlass.range_constexpr(width):
             digit = Int32(_canonical(x[j]) >> 21)
-            cute.arch.atomic_add(counts.iterator + digit, Int32(1), scope="cta")
+            cute.arch.atomic_add(memory.counts.iterator + digit, Int32(1), scope="cta")
     # The positive numbers come first, the largest bits leading; the negative ones follow, the smallest leading.
     flip = Int32(1023) if tid * (BINS // threads) < 1024 else Int32(0)
-    prefix, rank, inside, enough = _find(rank, flip, counts, memory, tid, threads, cluster, True)
+    prefix, rank, inside, enough = _find(rank, flip, memory, tid, threads, True)
     shift = Int32(21)
     if not enough:  # on account of NaN: all others are taken
         prefix, inside = Uint32(MINUS_INFINITY >> 21), rank
-    turn = Int32(0)
     while shift > 0 and inside - rank > slack:
         digits = cutlass.min(shift, 11)
         shift -= digits
-        if const_expr(cluster > 1):
-            turn += 1
-        counts = memory.counts[None, turn]
         first = prefix << Uint32(digits)
         for i in cutlass.range(tid, vectors, threads, unroll=2):
             x = load_vector(numbers, i)
             for j in cutlass.range_constexpr(width):
-                _count(_canonical(x[j]), shift, first, counts.iterator)
+                _count(_canonical(x[j]), shift, first, memory.counts.iterator)
         flip = (1 << digits) - 1
         if prefix >> Uint32(31 - shift - digits) != 0:  # negative
             flip = Int32(0)
-        digit, rank, inside, _ = _find(rank, flip, counts, memory, tid, threads, cluster, False)
+        digit, rank, inside, _ = _find(rank, flip, memory, tid, threads, False)
         prefix = first + digit
     return _least(prefix, shift), rank, inside - rank
 

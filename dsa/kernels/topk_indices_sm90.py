@@ -3,20 +3,20 @@
 out[r] = the columns of the k largest of scores[r, lo : hi], of equal ones the lowest, in ascending order
 
 Plan
-- A CTA a row, or a cluster whose CTAs have a part of the row each. A row or part that fits comes into shared memory by
-  one bulk copy and is selected from there ("resident").
+- A CTA a row. A row that fits comes into shared memory by one bulk copy and is selected from there ("resident").
 - A longer row streams through a ring of tiles in shared memory by bulk copies. What is not below a threshold is appended,
   with its column and in order, to a list. The threshold is found in a sample of every 16th number or less (two vectors
   of 16 bytes at a time, at jittered positions), as its (r + 3.5 sqrt r)-th largest, r the expected rank of the k-th: about 1.3 k numbers are left. A list
   that is full is cut to its k largest, and what follows must be above the least of these: its columns are higher. A
   threshold that leaves less than k was too high: the row is read again without one. So the result is exact for any
   input, and an unlucky one takes longer. A row that fits the list needs no threshold.
-- Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list; the CTAs
-  of a cluster add their counts up through distributed shared memory.
+- Few rows: a cluster a row. Each CTA lists a part of the row, with the same threshold; the first appends the others'
+  lists to its own through distributed shared memory, and goes on alone.
+- Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list.
 - Order: a thread owns up to 32 neighbours of the list and has a bit for each that is selected; a scan over the threads'
-  bit counts, and over those of the cluster's CTAs, says where its columns go. Tiles are appended to the list so, too.
-- By value: the selected are sorted by (value, column) behind that, bitonically, by the one CTA of the row.
-Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), the tiles, 8 KiB of digit counts or 24.
+  bit counts says where its columns go. Tiles are appended to the list so, too.
+- By value: the selected are sorted by (value, column) behind that, bitonically.
+Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), the tiles, 8 KiB of digit counts.
 Constraints: a row's columns next to each other, rows anywhere (the ends of a row that are not at multiples of 16 bytes
 are copied one by one); k at most half of CAPACITY.
 Roofline: memory, one read of the scores; about 20 instructions a number of a resident row, 8 of a streamed one.
@@ -28,7 +28,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.block_scan import before_and_all
@@ -43,7 +43,6 @@ from dsa.cute.radix_select import (
     lowest_bits,
     mask_from,
     next_above,
-    remote,
 )
 from dsa.cute.ring import advance
 
@@ -68,7 +67,7 @@ class TopkConfig:
 
     def resident_vectors(self, width: int) -> int:
         """The longest resident row of numbers of `width` bits, in the 16-byte vectors that it touches."""
-        return self.cluster * min(self.threads * ITEMS * width // 128, self.capacity // 2)
+        return min(self.threads * ITEMS * width // 128, self.capacity // 2) if self.cluster == 1 else 0
 
     def takes(self, k: int) -> bool:
         return k <= (self.capacity // 2 if self.tile else self.capacity)
@@ -82,8 +81,7 @@ class TopkIndicesSm90:
         self.width = VECTOR_BYTES * 8 // dtype.width
         self.tile_vectors = cfg.threads * cfg.tile // self.width
         self.stages = cfg.stages
-        self.passes = 3 if cfg.cluster > 1 else 1
-        self.shared = 8 * cfg.capacity + cfg.stages * VECTOR_BYTES * self.tile_vectors + self.passes * 8192 + 2048
+        self.shared = 8 * cfg.capacity + cfg.stages * VECTOR_BYTES * self.tile_vectors + 10 * 1024
 
     @cute.jit
     def __call__(
@@ -134,7 +132,7 @@ class TopkIndicesSm90:
         words = smem.allocate_tensor(Int32, cute.make_layout(2 * self.capacity), 128)
         tile_numbers = max(self.tile_vectors, 1) * self.width
         tiles = smem.allocate_tensor(self.dtype, cute.make_layout((tile_numbers, self.stages)), 128)
-        memory = SelectMemory.allocate(smem, self.passes)
+        memory = SelectMemory.allocate(smem)
         barriers = smem.allocate_tensor(Int64, cute.make_layout(self.stages), 8).iterator
         outcome = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
         # A resident row, or a list: numbers, and their columns behind.
@@ -149,38 +147,92 @@ class TopkIndicesSm90:
         cute.arch.mbarrier_init_fence()
 
         # The row's numbers are [lo, lo + n) of the matrix's. Its vectors begin at an address of 16 bytes, up to `ahead`
-        # numbers before lo; those of this CTA are [first, behind).
+        # numbers before lo.
         start, lo, n = self.bounds(starts, lengths, row, scores.shape[1], options)
         source = scores[row, None]
         ahead = (Int32((source.iterator + lo).toint()) & 15) // (self.dtype.width // 8)
         vectors = (n + ahead + self.width - 1) // self.width
-        each = (vectors + self.cluster - 1) // self.cluster
-        first = cutlass.min(part * each, vectors)
-        behind = cutlass.min(first + each, vectors)
         resident = True
         if const_expr(self.cfg.tile > 0):
             resident = vectors <= self.cfg.resident_vectors(self.dtype.width)
         if resident and tid == 0:
-            self.load(source, lo, n, ahead, first, behind, numbers, barriers)
+            self.load(source, lo, n, ahead, Int32(0), vectors, numbers, barriers)
         memory.clear(tid, self.threads)
         cute.arch.sync_threads()
 
-        length, total = behind - first, n
+        length = vectors
         if const_expr(self.cfg.tile > 0):
             if not resident:
-                count, total = self.stream(
-                    *(source, lo, n, ahead, vectors, first, behind, k),
+                count = self.stream(
+                    *(source, lo, n, ahead, vectors, part, k),
                     *(numbers, columns, tiles, memory, barriers, outcome, tid),
                 )
                 length = (count + self.width - 1) // self.width
         if resident:
             cute.arch.mbarrier_wait(barriers, 0)
+        if part == 0:
+            found = self.select(numbers, columns, words, length, k, ahead, resident, memory, tid)
+            if options & BY_VALUE:
+                self.sort(source, lo, words, found, tid)
+            sequence = row
+            if options & ROW_TO_SEQ:
+                sequence = row_to_seq[row]
+            to_index = lo - start
+            if options & (PAGED | VALUES):
+                for i in cutlass.range(tid, found, self.threads, unroll=2):
+                    index = words[i] + to_index
+                    number = LOWEST
+                    if options & VALUES:
+                        number = Float32(source[start + index])
+                    if options & PAGED:
+                        index = self.slot(block_table, sequence, index, divisor, page_size)
+                    if options & VALUES:
+                        values[row, i] = LOWEST if index < 0 else number
+                    indices[row, i] = index
+            else:
+                self.store(indices[row, None], words, found, to_index, tid)
+            for i in cutlass.range(found + tid, k, self.threads, unroll=1):
+                indices[row, i] = Int32(-1)
+                if options & VALUES:
+                    values[row, i] = LOWEST
+        if const_expr(self.cluster > 1):
+            # Shared memory lives until the first CTA has read the others' lists.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
+    @cute.jit
+    def store(self, out: cute.Tensor, words: cute.Tensor, found, to_index, tid):
+        """out[i] = words[i] + to_index, by 16 bytes where out allows that."""
+        whole = Int32(0)
+        if Int32(out.iterator.toint()) & 15 == 0:
+            whole = found // 4
+            four = cute.make_rmem_tensor((4,), Int32)
+            aligned = cute.make_tensor(out.iterator.align(16), cute.make_layout(4 * whole))
+            for i in cutlass.range(tid, whole, self.threads, unroll=2):
+                cute.autovec_copy(cute.local_tile(words, (4,), (i,)), four)
+                for j in cutlass.range_constexpr(4):
+                    four[j] += to_index
+                cute.autovec_copy(four, cute.local_tile(aligned, (4,), (i,)))
+        for i in cutlass.range(4 * whole + tid, found, self.threads, unroll=1):
+            out[i] = words[i] + to_index
+
+    @cute.jit
+    def select(
+        self,
+        numbers: cute.Tensor,
+        columns: cute.Tensor,
+        words: cute.Tensor,
+        length,
+        k,
+        ahead,
+        resident,
+        memory: SelectMemory,
+        tid,
+    ):
+        """Put the columns of the k largest of the row or list, `length` vectors, to `words` in order. -> how many."""
         floor, equal, excess = LOWEST, Int32(0), Int32(0)
-        if total > k:
-            floor, equal, excess = find_floor(
-                numbers, length, k, Int32(0), memory, tid, self.threads, self.cluster
-            )
+        if length * self.width > k:
+            floor, equal, excess = find_floor(numbers, length, k, Int32(0), memory, tid, self.threads)
         own = (length + self.threads - 1) // self.threads
         mask = mask_from(numbers, length, own, floor, tid)
         if excess > 0:
@@ -188,59 +240,24 @@ class TopkIndicesSm90:
             above = mask_from(numbers, length, own, next_above(floor), tid)
             equals = mask ^ above
             here = Int32(cute.arch.popc(equals))
-            before, equal_here = before_and_all(here, memory.sums[1, None], tid % 32, tid // 32)
-            if const_expr(self.cluster > 1):
-                before += self.exchange(outcome, 2, equal_here, part, tid)[0]
+            before, _ = before_and_all(here, memory.sums[1, None], tid % 32, tid // 32)
             mask = above | lowest_bits(equals, cutlass.max(cutlass.min(equal - before, here), 0))
         here = Int32(cute.arch.popc(mask))
         before, found = before_and_all(here, memory.sums[0, None], tid % 32, tid // 32)
-        offset, total = Int32(0), found
-        if const_expr(self.cluster > 1):
-            offset, total = self.exchange(outcome, 3, found, part, tid)
-            cute.arch.cluster_arrive()
-        # All have their bits, and the numbers are no longer needed: the columns in order go to their place.
+        # All have their bits, and the numbers are no longer needed: the columns go to their place.
         at = before + here
         place = tid * own * self.width
         while mask != 0:
             j = Int32(cute.arch.bfind(mask))
             mask ^= Uint32(1) << Uint32(j)
             at -= 1
-            column = first * self.width + place + j - ahead
+            column = place + j - ahead
             if const_expr(self.cfg.tile > 0):
                 if not resident:
                     column = columns[place + j]
             words[at] = column
         cute.arch.sync_threads()
-
-        if const_expr(self.cluster == 1):
-            if options & BY_VALUE:
-                self.sort(source, lo, words, found, tid)
-        shift = lo - start
-        if options & (PAGED | VALUES):
-            sequence = row
-            if options & ROW_TO_SEQ:
-                sequence = row_to_seq[row]
-            for i in cutlass.range(tid, found, self.threads, unroll=2):
-                index = words[i] + shift
-                number = LOWEST
-                if options & VALUES:
-                    number = Float32(source[start + index])
-                if options & PAGED:
-                    index = self.slot(block_table, sequence, index, divisor, page_size)
-                if options & VALUES:
-                    values[row, offset + i] = LOWEST if index < 0 else number
-                indices[row, offset + i] = index
-        else:
-            for i in cutlass.range(tid, found, self.threads, unroll=4):
-                indices[row, offset + i] = words[i] + shift
-        if part == 0:
-            for i in cutlass.range(total + tid, k, self.threads, unroll=1):
-                indices[row, i] = Int32(-1)
-                if options & VALUES:
-                    values[row, i] = LOWEST
-        if const_expr(self.cluster > 1):
-            # Shared memory lives until the others have read what it says.
-            cute.arch.cluster_wait()
+        return found
 
     @cute.jit
     def bounds(self, starts: cute.Tensor, lengths: cute.Tensor, row: Int32, cols: Int32, options: Int32):
@@ -298,8 +315,7 @@ class TopkIndicesSm90:
         n,
         ahead,
         vectors,
-        first,
-        behind,
+        part,
         k,
         numbers: cute.Tensor,
         columns: cute.Tensor,
@@ -309,11 +325,11 @@ class TopkIndicesSm90:
         outcome: cute.Tensor,
         tid,
     ):
-        """List the candidates of the vectors [first, behind) of the row. -> how many, and how many of the whole row.
-
-        Up to a whole vector, NaN follows.
-        """
+        """List the row's candidates; those of a cluster in its first CTA. -> how many. NaN follows up to a vector."""
         lane, warp = tid % 32, tid // 32
+        each = (vectors + self.cluster - 1) // self.cluster
+        first = cutlass.min(part * each, vectors)
+        behind = cutlass.min(first + each, vectors)
         number_of_tiles = (behind - first + self.tile_vectors - 1) // self.tile_vectors
         row = (source, lo, n, ahead, first, behind)
         if tid == 0:
@@ -322,7 +338,7 @@ class TopkIndicesSm90:
         threshold = LOWEST
         if n > self.capacity:
             threshold = self.sample(source, lo, n, ahead, vectors, k, numbers, memory, tid)
-        count, total = Int32(0), Int32(0)
+        count, total, theirs = Int32(0), Int32(0), Int32(0)
         stage, phase, reading = Int32(0), Int32(0), Int32(0)
         while reading < 2:
             for t in cutlass.range(number_of_tiles, unroll=1):
@@ -354,9 +370,9 @@ class TopkIndicesSm90:
                 self.append(tile, place, column, mask, count + before, numbers, columns)
                 count += found
                 stage, phase = advance(stage, phase, self.stages)
-            total = count
+            total, theirs = count, Int32(0)
             if const_expr(self.cluster > 1):
-                total = self.exchange(outcome, reading, count, Int32(0), tid)[1]
+                total, theirs = self.all_counts(outcome, reading, count, tid)
             reading += 1
             if total < k and threshold > LOWEST and reading == 1:
                 # The sample misled: read the row again without a threshold.
@@ -370,10 +386,18 @@ class TopkIndicesSm90:
                         turn = 0 if turn == self.stages - 1 else turn + 1
             else:
                 reading = Int32(2)
+        if const_expr(self.cluster > 1):
+            if total > self.capacity:
+                if count > k:
+                    self.cut(numbers, columns, count, k, memory, tid)
+                    count = k
+                total, theirs = self.all_counts(outcome, Int32(2), count, tid)
+            if part == 0:
+                count = self.gather(numbers, columns, count, total, theirs, k, memory, tid)
         if tid < (0 - count) & (self.width - 1):
             numbers[count + tid] = self.dtype(float("nan"))
         cute.arch.sync_threads()
-        return count, total
+        return count
 
     @cute.jit
     def load_tile(
@@ -456,16 +480,63 @@ class TopkIndicesSm90:
         return above
 
     @cute.jit
-    def exchange(self, outcome: cute.Tensor, slot, own, part, tid):
-        """(the sum of the cluster's `own` before CTA `part`, and of all). Each slot serves once."""
+    def remote(self, tensor: cute.Tensor, peer, i) -> Int32:
+        """tensor[i], of 32 bits, in the shared memory of another CTA of the cluster."""
+        at = cute.arch.map_dsmem_ptr(tensor.iterator + i, peer).toint()
+        return cute.arch.inline_ptx(
+            "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(at)]
+        )
+
+    @cute.jit
+    def all_counts(self, outcome: cute.Tensor, slot, count, tid):
+        """(entries of all the cluster's lists, those of CTA lane % cluster's). Each slot serves once."""
         if tid == 0:
-            outcome[slot] = own
+            outcome[slot] = count
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        lane = tid % 32
-        theirs = remote(outcome, lane % self.cluster, slot)
-        before = cute.arch.warp_redux_sync(theirs if lane < part else Int32(0), "add")
-        return before, cute.arch.warp_redux_sync(theirs if lane < self.cluster else Int32(0), "add")
+        theirs = self.remote(outcome, tid % self.cluster, slot)
+        return cute.arch.warp_redux_sync(theirs if tid % 32 < self.cluster else Int32(0), "add"), theirs
+
+    @cute.jit
+    def gather(
+        self, numbers: cute.Tensor, columns: cute.Tensor, count, total, theirs, k, memory: SelectMemory, tid
+    ):
+        """Append the other CTAs' lists to this one's, in their order. -> entries of the list."""
+        if total <= self.capacity:
+            # Each list is copied by its share of the warps; the share of this CTA's own has nothing to do.
+            share = self.threads // self.cluster
+            peer = tid // share
+            before = cute.arch.warp_redux_sync(theirs if tid % 32 < peer else Int32(0), "add")
+            entries = cute.arch.shuffle_sync(theirs, peer)
+            if peer > 0:
+                self.fetch(numbers, columns, peer, entries, before, tid % share, share)
+            count = total
+        else:
+            # All have cut their lists to k entries, and two of these fit.
+            for peer in cutlass.range(1, self.cluster, unroll=1):
+                entries = cute.arch.shuffle_sync(theirs, peer)
+                if count + entries > self.capacity:
+                    self.cut(numbers, columns, count, k, memory, tid)
+                    count = k
+                self.fetch(numbers, columns, peer, entries, count, tid, self.threads)
+                count += entries
+        return count
+
+    @cute.jit
+    def fetch(
+        self, numbers: cute.Tensor, columns: cute.Tensor, peer, entries, at, first, step: cutlass.Constexpr
+    ):
+        """Copy the entries first, first + step, ... of a peer's list to this one's, to entry `at` and so on."""
+        bits_type = Uint16 if self.dtype.width == 16 else Int32
+        words = cute.make_tensor(cute.recast_ptr(numbers.iterator, dtype=Int32), cute.make_layout(self.capacity))
+        bits = cute.make_tensor(cute.recast_ptr(numbers.iterator, dtype=bits_type), cute.make_layout(self.capacity))
+        for i in cutlass.range(first, entries, step, unroll=4):
+            if const_expr(self.dtype.width == 16):
+                word = Uint32(self.remote(words, peer, i >> 1))
+                bits[at + i] = Uint16((word >> Uint32(16 * (i & 1))) & 0xFFFF)
+            else:
+                bits[at + i] = self.remote(words, peer, i)
+            columns[at + i] = self.remote(columns, peer, i)
 
     @cute.jit
     def sort(self, source: cute.Tensor, lo, words: cute.Tensor, count, tid):
@@ -535,11 +606,10 @@ def compile_topk_indices(dtype: str, cfg: TopkConfig):
 CONFIGS = (
     TopkConfig(256, 4096),
     TopkConfig(512, 8192),
-    TopkConfig(256, 4096, 16, 3),
+    TopkConfig(256, 4096, 16, 2),
     TopkConfig(512, 8192, 16, 2),
     TopkConfig(1024, 16384),
-    TopkConfig(1024, 8192, 8, 3),
-    *(TopkConfig(1024, 8192, 8, 3, c) for c in (2, 4, 8)),
+    *(TopkConfig(1024, 8192, 8, 3, c) for c in (1, 2, 4, 8)),
 )
 
 
