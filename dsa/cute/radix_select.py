@@ -106,27 +106,34 @@ def _find(
     """
     own = BINS // threads
     first = tid * own
-    counts = cute.local_tile(memory.counts, (own,), ((first ^ flip) // own,))
-    mine = cute.make_rmem_tensor((own,), Int32)
+    width = min(own, 4)
+    vectors = own // width
+    at = (first ^ flip) // own * vectors
+    # Neighbours that read 32 bytes each begin with different halves, or they would meet in the same banks.
+    turn = (tid >> 2) & 1 if vectors == 2 else 0
+    mine = cute.make_rmem_tensor((width,), Int32)
+    total = Int32(0)
     cute.arch.sync_threads()
-    cute.autovec_copy(counts, mine)
+    for i in cutlass.range_constexpr(vectors):
+        cute.autovec_copy(cute.local_tile(memory.counts, (width,), (at + (i ^ turn),)), mine)
+        for j in cutlass.range_constexpr(width):
+            total += mine[j]
     if const_expr(first_pass):
         if tid == 0:  # the first position is that of NaN
-            mine[own - 1] = Int32(0)
-    total = Int32(0)
-    for j in cutlass.range_constexpr(own):
-        total += mine[j]
+            total -= memory.counts[flip]
+            memory.counts[flip] = Int32(0)
     before, all_counted = before_and_all(total, memory.sums[0, None], tid % 32, tid // 32)
     if before < rank and rank <= before + total:
         for j in cutlass.range_constexpr(own):
-            count = mine[own - 1 - j] if flip != 0 else mine[j]
+            count = memory.counts[(first + j) ^ flip]
             if before < rank and rank <= before + count:
                 memory.found[0] = (first + j) ^ flip
                 memory.found[1] = rank - before
                 memory.found[2] = count
             before += count
     mine.fill(0)
-    cute.autovec_copy(mine, counts)
+    for i in cutlass.range_constexpr(vectors):
+        cute.autovec_copy(mine, cute.local_tile(memory.counts, (width,), (at + (i ^ turn),)))
     cute.arch.sync_threads()
     return Uint32(memory.found[0]), memory.found[1], memory.found[2], all_counted >= rank
 
@@ -190,21 +197,21 @@ def find_floor(
 def mask_from(numbers: cute.Tensor, vectors: Int32, own: Int32, floor: Float32, tid) -> Uint32:
     """Bit j: number tid * own * width + j of the list, of the first `vectors` vectors, is floor or more.
 
-    own  vectors a thread, together at most 32 numbers. Each thread begins with another of its vectors, so that eight
+    own  vectors a thread, together at most 32 numbers. Each thread has an order of its vectors in which eight
     neighbours read from different banks
     """
     width = VECTOR_BYTES * 8 // numbers.element_type.width
     begin, end = tid * own, cutlass.max(vectors - 1, 0)
     turn = ((tid & 7) * own) >> 3 if (own & (own - 1)) == 0 else Int32(0)
     mask = Uint32(0)
-    for _ in cutlass.range(own, unroll=4):
-        x = load_vector(numbers, cutlass.min(begin + turn, end))
+    for i in cutlass.range(own, unroll=2):
+        v = i ^ turn
+        x = load_vector(numbers, cutlass.min(begin + v, end))
         part = Uint32(0)
         for j in cutlass.range_constexpr(width):
             if x[j] >= floor:
                 part |= Uint32(1 << j)
-        mask |= part << Uint32(turn * width)
-        turn = 0 if turn == own - 1 else turn + 1
+        mask |= part << Uint32(v * width)
     # Beyond the end it read the last vector again.
     exist = cutlass.min(vectors - begin, own) * width
     if exist <= 0:

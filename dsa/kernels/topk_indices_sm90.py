@@ -10,8 +10,8 @@ Plan
   that is full is cut to its k largest, and what follows must be above the least of these: its columns are higher. A
   threshold that leaves less than k was too high: the row is read again without one. So the result is exact for any
   input, and an unlucky one takes longer. A row that fits the list needs no threshold.
-- Few rows: a cluster a row. Each CTA lists a part of the row, with the same threshold; the first appends the others'
-  lists to its own through distributed shared memory, and goes on alone.
+- Few rows: a cluster a row. Each CTA lists a part of the row, with the same threshold, and writes its list behind that
+  of the CTAs before it into the first one's shared memory, which goes on alone.
 - Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list.
 - Order: a thread owns up to 32 neighbours of the list and has a bit for each that is selected; a scan over the threads'
   bit counts says where its columns go. Tiles are appended to the list so, too.
@@ -32,7 +32,7 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.block_scan import before_and_all
-from dsa.cute.bulk_copy import bulk_load
+from dsa.cute.async_copy import async_load_16, bulk_load
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
 from dsa.cute.radix_select import (
@@ -195,10 +195,6 @@ class TopkIndicesSm90:
                 indices[row, i] = Int32(-1)
                 if options & VALUES:
                     values[row, i] = LOWEST
-        if const_expr(self.cluster > 1):
-            # Shared memory lives until the first CTA has read the others' lists.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     @cute.jit
     def store(self, out: cute.Tensor, words: cute.Tensor, found, to_index, tid):
@@ -332,12 +328,15 @@ class TopkIndicesSm90:
         behind = cutlass.min(first + each, vectors)
         number_of_tiles = (behind - first + self.tile_vectors - 1) // self.tile_vectors
         row = (source, lo, n, ahead, first, behind)
+        # The sample's few loads first: they would wait long behind those of the tiles.
+        threshold, samples = LOWEST, Int32(0)
+        if n > self.capacity:
+            samples = self.load_sample(source, lo, n, ahead, numbers, tid)
         if tid == 0:
             for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
                 self.load_tile(*row, t, t, tiles, barriers)
-        threshold = LOWEST
         if n > self.capacity:
-            threshold = self.sample(source, lo, n, ahead, vectors, k, numbers, memory, tid)
+            threshold = self.find_threshold(n, k, samples, numbers, memory, tid)
         count, total, theirs = Int32(0), Int32(0), Int32(0)
         stage, phase, reading = Int32(0), Int32(0), Int32(0)
         while reading < 2:
@@ -387,13 +386,7 @@ class TopkIndicesSm90:
             else:
                 reading = Int32(2)
         if const_expr(self.cluster > 1):
-            if total > self.capacity:
-                if count > k:
-                    self.cut(numbers, columns, count, k, memory, tid)
-                    count = k
-                total, theirs = self.all_counts(outcome, Int32(2), count, tid)
-            if part == 0:
-                count = self.gather(numbers, columns, count, total, theirs, k, memory, tid)
+            count = self.gather(numbers, columns, count, total, theirs, k, memory, outcome, part, tid)
         if tid < (0 - count) & (self.width - 1):
             numbers[count + tid] = self.dtype(float("nan"))
         cute.arch.sync_threads()
@@ -408,26 +401,29 @@ class TopkIndicesSm90:
         self.load(source, lo, n, ahead, begin, end, tiles[None, stage], barriers + stage)
 
     @cute.jit
-    def sample(
-        self, source: cute.Tensor, lo, n, ahead, vectors, k, numbers: cute.Tensor, memory: SelectMemory, tid
-    ) -> Float32:
-        """A number that is likely to be a little below the row's k-th largest."""
+    def load_sample(self, source: cute.Tensor, lo, n, ahead, numbers: cute.Tensor, tid):
+        """Copy pairs of vectors from all over the row to `numbers`. -> how many numbers. They arrive some time later."""
         whole = 1 if ahead > 0 else 0
         pairs = (n + ahead) // self.width - whole >> 1
-        groups = cutlass.min(n // 16, SAMPLE) // (2 * self.width)
+        groups = cutlass.min(n // 16, min(SAMPLE, self.capacity)) // (2 * self.width)
         step = pairs // groups
-        for i in cutlass.range(tid, 2 * groups, self.threads, unroll=4):
+        for i in cutlass.range(tid, 2 * groups, self.threads, unroll=1):
             group = i >> 1
             jitter = Int32(cute.arch.mul_hi(Uint32(group) * Uint32(2654435761), Uint32(step)))
             vector = whole + 2 * (group * step + jitter) + (i & 1)
-            at = (source.iterator + (lo + vector * self.width - ahead)).align(16)
-            cute.autovec_copy(
-                cute.make_tensor(at, cute.make_layout(self.width)), cute.local_tile(numbers, (self.width,), (i,))
-            )
+            async_load_16(numbers.iterator + i * self.width, source.iterator + (lo + vector * self.width - ahead))
+        return 2 * groups * self.width
+
+    @cute.jit
+    def find_threshold(self, n, k, samples, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
+        """A number that is likely to be a little below the row's k-th largest; a few more than needed do not hurt."""
+        cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        expected = Float32(k) * Float32(2 * groups * self.width) * cute.arch.rcp_approx(Float32(n))
+        each = Float32(samples) * cute.arch.rcp_approx(Float32(n))
+        expected = Float32(k) * each
         rank = Int32(expected + 3.5 * cute.math.sqrt(expected, fastmath=True)) + 2
-        return find_floor(numbers, 2 * groups, rank, rank // 8, memory, tid, self.threads)[0]
+        slack = cutlass.max(Int32(Float32(0.8 * self.capacity) * each) - rank, 0)
+        return find_floor(numbers, samples // self.width, rank, slack, memory, tid, self.threads)[0]
 
     @cute.jit
     def append(
@@ -499,44 +495,63 @@ class TopkIndicesSm90:
 
     @cute.jit
     def gather(
-        self, numbers: cute.Tensor, columns: cute.Tensor, count, total, theirs, k, memory: SelectMemory, tid
+        self,
+        numbers: cute.Tensor,
+        columns: cute.Tensor,
+        count,
+        total,
+        theirs,
+        k,
+        memory: SelectMemory,
+        outcome: cute.Tensor,
+        part,
+        tid,
     ):
-        """Append the other CTAs' lists to this one's, in their order. -> entries of the list."""
+        """Append the other CTAs' lists to the first one's, in their order. -> its entries. Ends with a barrier."""
         if total <= self.capacity:
-            # Each list is copied by its share of the warps; the share of this CTA's own has nothing to do.
-            share = self.threads // self.cluster
-            peer = tid // share
-            before = cute.arch.warp_redux_sync(theirs if tid % 32 < peer else Int32(0), "add")
-            entries = cute.arch.shuffle_sync(theirs, peer)
-            if peer > 0:
-                self.fetch(numbers, columns, peer, entries, before, tid % share, share)
+            before = cute.arch.warp_redux_sync(theirs if tid % 32 < part else Int32(0), "add")
+            if part > 0:
+                self.copy_list(numbers, columns, Int32(0), count, before, tid)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
             count = total
         else:
-            # All have cut their lists to k entries, and two of these fit.
+            # Too many: one CTA after the other, each list cut to k, of which two fit.
+            if count > k:
+                self.cut(numbers, columns, count, k, memory, tid)
+                count = k
+            theirs = self.all_counts(outcome, Int32(2), count, tid)[1]
+            listed = cute.arch.shuffle_sync(theirs, 0)
             for peer in cutlass.range(1, self.cluster, unroll=1):
                 entries = cute.arch.shuffle_sync(theirs, peer)
-                if count + entries > self.capacity:
-                    self.cut(numbers, columns, count, k, memory, tid)
-                    count = k
-                self.fetch(numbers, columns, peer, entries, count, tid, self.threads)
-                count += entries
+                if listed + entries > self.capacity:
+                    if part == 0:
+                        self.cut(numbers, columns, listed, k, memory, tid)
+                    listed = k
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
+                if part == peer:
+                    self.copy_list(numbers, columns, Int32(0), entries, listed, tid)
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
+                listed += entries
+            count = listed
         return count
 
     @cute.jit
-    def fetch(
-        self, numbers: cute.Tensor, columns: cute.Tensor, peer, entries, at, first, step: cutlass.Constexpr
-    ):
-        """Copy the entries first, first + step, ... of a peer's list to this one's, to entry `at` and so on."""
-        bits_type = Uint16 if self.dtype.width == 16 else Int32
-        words = cute.make_tensor(cute.recast_ptr(numbers.iterator, dtype=Int32), cute.make_layout(self.capacity))
-        bits = cute.make_tensor(cute.recast_ptr(numbers.iterator, dtype=bits_type), cute.make_layout(self.capacity))
-        for i in cutlass.range(first, entries, step, unroll=4):
-            if const_expr(self.dtype.width == 16):
-                word = Uint32(self.remote(words, peer, i >> 1))
-                bits[at + i] = Uint16((word >> Uint32(16 * (i & 1))) & 0xFFFF)
-            else:
-                bits[at + i] = self.remote(words, peer, i)
-            columns[at + i] = self.remote(columns, peer, i)
+    def copy_list(self, numbers: cute.Tensor, columns: cute.Tensor, peer, count, at, tid):
+        """Write this CTA's list into that of a peer, from entry `at` on."""
+        number_at = cute.arch.map_dsmem_ptr(numbers.iterator, peer).toint()
+        column_at = cute.arch.map_dsmem_ptr(columns.iterator, peer).toint()
+        size = self.dtype.width // 8
+        bits = cute.make_tensor(
+            cute.recast_ptr(numbers.iterator, dtype=Uint16 if size == 2 else Int32), cute.make_layout(self.capacity)
+        )
+        for i in cutlass.range(tid, count, self.threads, unroll=2):
+            cute.arch.inline_ptx(
+                f"st.shared::cluster.b{8 * size} [{{$r0}}], {{$r1}}; st.shared::cluster.b32 [{{$r2}}], {{$r3}};",
+                read_only_args=[Int32(number_at) + (at + i) * size, bits[i], Int32(column_at) + (at + i) * 4, columns[i]],
+            )
 
     @cute.jit
     def sort(self, source: cute.Tensor, lo, words: cute.Tensor, count, tid):
@@ -606,10 +621,12 @@ def compile_topk_indices(dtype: str, cfg: TopkConfig):
 CONFIGS = (
     TopkConfig(256, 4096),
     TopkConfig(512, 8192),
-    TopkConfig(256, 4096, 16, 2),
+    TopkConfig(256, 4096, 32, 2),
     TopkConfig(512, 8192, 16, 2),
+    TopkConfig(512, 8192),
     TopkConfig(1024, 16384),
-    *(TopkConfig(1024, 8192, 8, 3, c) for c in (1, 2, 4, 8)),
+    TopkConfig(1024, 8192, 8, 3),
+    *(TopkConfig(512, 8192, 16, 3, c) for c in (2, 4, 8)),
 )
 
 
@@ -621,8 +638,8 @@ def choose_config(rows: int, vectors: int, k: int, width: int, by_value: bool, m
         cluster = 1
         while cluster < 8 and 2 * cluster * rows <= multiprocessors and vectors > 2048 * cluster and not by_value:
             cluster *= 2
-        resident = CONFIGS[4:5]
-        streaming = tuple(c for c in reversed(CONFIGS[5:]) if c.cluster <= cluster)
+        resident = CONFIGS[4:6]
+        streaming = tuple(c for c in reversed(CONFIGS[6:]) if c.cluster <= cluster)
     fitting = [c for c in resident if vectors <= c.resident_vectors(width)] + list(streaming)
     return next(c for c in fitting if c.takes(k))
 

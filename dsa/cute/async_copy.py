@@ -1,4 +1,4 @@
-"""Asynchronous copies of any number of bytes from global to shared memory."""
+"""Asynchronous copies from global to shared memory at addresses that only the kernel knows."""
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -19,4 +19,13 @@ def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: 
             Int32(barrier.toint()),
             Int64(EVICT_FIRST),
         ],
+    )
+
+
+@cute.jit
+def async_load_16(target: cute.Pointer, source: cute.Pointer):
+    """Copy 16 bytes between addresses of 16 bytes; `cp_async_wait_group(0)` and a barrier wait for the whole CTA's."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16; cp.async.commit_group;",
+        read_only_args=[Int32(target.toint()), Int64(source.toint())],
     )
