@@ -124,13 +124,15 @@ def _find(
             memory.counts[flip] = Int32(0)
     before, all_counted = before_and_all(total, memory.sums[0, None], tid % 32, tid // 32)
     if before < rank and rank <= before + total:
-        for j in cutlass.range_constexpr(own):
-            count = memory.counts[(first + j) ^ flip]
-            if before < rank and rank <= before + count:
-                memory.found[0] = (first + j) ^ flip
-                memory.found[1] = rank - before
-                memory.found[2] = count
-            before += count
+        position = first
+        for j in cutlass.range_constexpr(own - 1):
+            behind = before + memory.counts[(first + j) ^ flip]
+            if position == first + j and behind < rank:
+                before = behind
+                position += 1
+        memory.found[0] = position ^ flip
+        memory.found[1] = rank - before
+        memory.found[2] = memory.counts[position ^ flip]
     mine.fill(0)
     for i in cutlass.range_constexpr(vectors):
         cute.autovec_copy(mine, cute.local_tile(memory.counts, (width,), (at + (i ^ turn),)))
@@ -194,7 +196,9 @@ def find_floor(
 
 
 @cute.jit
-def mask_from(numbers: cute.Tensor, vectors: Int32, own: Int32, floor: Float32, tid) -> Uint32:
+def mask_from(
+    numbers: cute.Tensor, vectors: Int32, own: Int32, floor: Float32, tid, unroll: cutlass.Constexpr = 2
+) -> Uint32:
     """Bit j: number tid * own * width + j of the list, of the first `vectors` vectors, is floor or more.
 
     own  vectors a thread, together at most 32 numbers. Each thread has an order of its vectors in which eight
@@ -204,7 +208,7 @@ def mask_from(numbers: cute.Tensor, vectors: Int32, own: Int32, floor: Float32, 
     begin, end = tid * own, cutlass.max(vectors - 1, 0)
     turn = ((tid & 7) * own) >> 3 if (own & (own - 1)) == 0 else Int32(0)
     mask = Uint32(0)
-    for i in cutlass.range(own, unroll=2):
+    for i in cutlass.range(own, unroll=unroll):
         v = i ^ turn
         x = load_vector(numbers, cutlass.min(begin + v, end))
         part = Uint32(0)

@@ -4,12 +4,13 @@ out[r] = the columns of the k largest of scores[r, lo : hi], of equal ones the l
 
 Plan
 - A CTA a row. A row that fits comes into shared memory by one bulk copy and is selected from there ("resident").
-- A longer row streams through a ring of tiles in shared memory by bulk copies. What is not below a threshold is appended,
-  with its column and in order, to a list. The threshold is found in a sample of every 16th number or less (two vectors
-  of 16 bytes at a time, at jittered positions), as its (r + 3.5 sqrt r)-th largest, r the expected rank of the k-th: about 1.3 k numbers are left. A list
-  that is full is cut to its k largest, and what follows must be above the least of these: its columns are higher. A
-  threshold that leaves less than k was too high: the row is read again without one. So the result is exact for any
-  input, and an unlucky one takes longer. A row that fits the list needs no threshold.
+- A longer row streams through a ring of tiles in shared memory by bulk copies. What is not below a threshold is
+  appended, with its column and in order, to a list. The threshold is found in a sample of every 16th number or less
+  (two vectors of 16 bytes at a time, at jittered positions), as its (r + 3.5 sqrt r)-th largest, r the expected rank of
+  the k-th: about 1.3 k numbers are left. A list that is full is cut to its k largest, and what follows must be above
+  the least of these: its columns are higher. A threshold that leaves less than k was too high: the row is read again
+  without one. So the result is exact for any input, and an unlucky one takes longer. A row that fits the list needs no
+  threshold.
 - Few rows: a cluster a row. Each CTA lists a part of the row, with the same threshold, and writes its list behind that
   of the CTAs before it into the first one's shared memory, which goes on alone.
 - Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list.
@@ -31,8 +32,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.block_scan import before_and_all
 from dsa.cute.async_copy import async_load_16, bulk_load
+from dsa.cute.block_scan import before_and_all
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
 from dsa.cute.radix_select import (
@@ -73,6 +74,26 @@ class TopkConfig:
         return k <= (self.capacity // 2 if self.tile else self.capacity)
 
 
+@dataclass(frozen=True)
+class Row:
+    """numbers [cols] of the matrix's row, of which [lo, lo + n) count. They touch `vectors` vectors of 16 bytes, of
+    which the first begins `ahead` numbers before lo."""
+
+    numbers: cute.Tensor
+    lo: Int32
+    n: Int32
+    ahead: Int32
+    vectors: Int32
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A resident row, or a list: numbers, and for a list their columns, counted from lo."""
+
+    numbers: cute.Tensor
+    columns: cute.Tensor
+
+
 class TopkIndicesSm90:
     def __init__(self, dtype: type[cutlass.Numeric], cfg: TopkConfig):
         self.dtype, self.cfg = dtype, cfg
@@ -105,7 +126,7 @@ class TopkIndicesSm90:
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1),
             stream=stream,
-            min_blocks_per_mp=max(1, min(232448 // self.shared, 1280 // self.threads)),
+            min_blocks_per_mp=min(232448 // self.shared, 1536 // self.threads),
             preferred_smem_carveout=100,
         )
 
@@ -125,7 +146,7 @@ class TopkIndicesSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        row, part = block // self.cluster, block % self.cluster
+        line, part = block // self.cluster, block % self.cluster
         k = indices.shape[1]
 
         smem = SmemAllocator()
@@ -135,66 +156,59 @@ class TopkIndicesSm90:
         memory = SelectMemory.allocate(smem)
         barriers = smem.allocate_tensor(Int64, cute.make_layout(self.stages), 8).iterator
         outcome = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
-        # A resident row, or a list: numbers, and their columns behind.
-        numbers = cute.make_tensor(
-            cute.recast_ptr(words.iterator, dtype=self.dtype),
-            cute.make_layout(2 * self.capacity * 32 // self.dtype.width),
+        entries = Entries(
+            cute.make_tensor(
+                cute.recast_ptr(words.iterator, dtype=self.dtype),
+                cute.make_layout(2 * self.capacity * 32 // self.dtype.width),
+            ),
+            cute.make_tensor(words.iterator + self.capacity, cute.make_layout(self.capacity)),
         )
-        columns = cute.make_tensor(words.iterator + self.capacity, cute.make_layout(self.capacity))
         if tid == 0:
             for i in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(barriers + i, 2)
         cute.arch.mbarrier_init_fence()
 
-        # The row's numbers are [lo, lo + n) of the matrix's. Its vectors begin at an address of 16 bytes, up to `ahead`
-        # numbers before lo.
-        start, lo, n = self.bounds(starts, lengths, row, scores.shape[1], options)
-        source = scores[row, None]
-        ahead = (Int32((source.iterator + lo).toint()) & 15) // (self.dtype.width // 8)
-        vectors = (n + ahead + self.width - 1) // self.width
+        start, row = self.find_row(scores, starts, lengths, line, options)
         resident = True
         if const_expr(self.cfg.tile > 0):
-            resident = vectors <= self.cfg.resident_vectors(self.dtype.width)
+            resident = row.vectors <= self.cfg.resident_vectors(self.dtype.width)
         if resident and tid == 0:
-            self.load(source, lo, n, ahead, Int32(0), vectors, numbers, barriers)
+            self.load(row, Int32(0), row.vectors, entries.numbers, barriers)
         memory.clear(tid, self.threads)
         cute.arch.sync_threads()
 
-        length = vectors
+        length = row.vectors
         if const_expr(self.cfg.tile > 0):
             if not resident:
-                count = self.stream(
-                    *(source, lo, n, ahead, vectors, part, k),
-                    *(numbers, columns, tiles, memory, barriers, outcome, tid),
-                )
+                count = self.stream(row, part, k, entries, tiles, memory, barriers, outcome, tid)
                 length = (count + self.width - 1) // self.width
         if resident:
             cute.arch.mbarrier_wait(barriers, 0)
         if part == 0:
-            found = self.select(numbers, columns, words, length, k, ahead, resident, memory, tid)
+            found = self.select(row, entries, words, length, k, resident, memory, tid)
             if options & BY_VALUE:
-                self.sort(source, lo, words, found, tid)
-            sequence = row
+                self.sort(row, words, found, tid)
+            sequence = line
             if options & ROW_TO_SEQ:
-                sequence = row_to_seq[row]
-            to_index = lo - start
+                sequence = row_to_seq[line]
+            to_index = row.lo - start
             if options & (PAGED | VALUES):
                 for i in cutlass.range(tid, found, self.threads, unroll=2):
                     index = words[i] + to_index
                     number = LOWEST
                     if options & VALUES:
-                        number = Float32(source[start + index])
+                        number = Float32(row.numbers[start + index])
                     if options & PAGED:
                         index = self.slot(block_table, sequence, index, divisor, page_size)
                     if options & VALUES:
-                        values[row, i] = LOWEST if index < 0 else number
-                    indices[row, i] = index
+                        values[line, i] = LOWEST if index < 0 else number
+                    indices[line, i] = index
             else:
-                self.store(indices[row, None], words, found, to_index, tid)
+                self.store(indices[line, None], words, found, to_index, tid)
             for i in cutlass.range(found + tid, k, self.threads, unroll=1):
-                indices[row, i] = Int32(-1)
+                indices[line, i] = Int32(-1)
                 if options & VALUES:
-                    values[row, i] = LOWEST
+                    values[line, i] = LOWEST
 
     @cute.jit
     def store(self, out: cute.Tensor, words: cute.Tensor, found, to_index, tid):
@@ -213,27 +227,16 @@ class TopkIndicesSm90:
             out[i] = words[i] + to_index
 
     @cute.jit
-    def select(
-        self,
-        numbers: cute.Tensor,
-        columns: cute.Tensor,
-        words: cute.Tensor,
-        length,
-        k,
-        ahead,
-        resident,
-        memory: SelectMemory,
-        tid,
-    ):
+    def select(self, row: Row, entries: Entries, words: cute.Tensor, length, k, resident, memory: SelectMemory, tid):
         """Put the columns of the k largest of the row or list, `length` vectors, to `words` in order. -> how many."""
         floor, equal, excess = LOWEST, Int32(0), Int32(0)
         if length * self.width > k:
-            floor, equal, excess = find_floor(numbers, length, k, Int32(0), memory, tid, self.threads)
+            floor, equal, excess = find_floor(entries.numbers, length, k, Int32(0), memory, tid, self.threads)
         own = (length + self.threads - 1) // self.threads
-        mask = mask_from(numbers, length, own, floor, tid)
+        mask = mask_from(entries.numbers, length, own, floor, tid, 4 if self.cfg.tile == 0 else 2)
         if excess > 0:
             # More than needed equal the least: the first of them.
-            above = mask_from(numbers, length, own, next_above(floor), tid)
+            above = mask_from(entries.numbers, length, own, next_above(floor), tid)
             equals = mask ^ above
             here = Int32(cute.arch.popc(equals))
             before, _ = before_and_all(here, memory.sums[1, None], tid % 32, tid // 32)
@@ -247,74 +250,69 @@ class TopkIndicesSm90:
             j = Int32(cute.arch.bfind(mask))
             mask ^= Uint32(1) << Uint32(j)
             at -= 1
-            column = place + j - ahead
+            column = place + j - row.ahead
             if const_expr(self.cfg.tile > 0):
                 if not resident:
-                    column = columns[place + j]
+                    column = entries.columns[place + j]
             words[at] = column
         cute.arch.sync_threads()
         return found
 
     @cute.jit
-    def bounds(self, starts: cute.Tensor, lengths: cute.Tensor, row: Int32, cols: Int32, options: Int32):
-        """(the row's start, its first column within the matrix, how many it has there)."""
-        start = Int32(0)
+    def find_row(self, scores: cute.Tensor, starts: cute.Tensor, lengths: cute.Tensor, line: Int32, options: Int32):
+        """(the row's start, the row). Columns outside the matrix are no numbers of it."""
+        start, cols = Int32(0), scores.shape[1]
         if options & STARTS:
-            start = starts[row]
+            start = starts[line]
         end = Int64(cols)
         if options & LENGTHS:
-            end = cutlass.min(end, Int64(start) + lengths[row])
+            end = cutlass.min(end, Int64(start) + lengths[line])
         lo = cutlass.min(cutlass.max(start, 0), cols)
-        return start, lo, Int32(cutlass.max(end - lo, Int64(0)))
+        n = Int32(cutlass.max(end - lo, Int64(0)))
+        numbers = scores[line, None]
+        ahead = (Int32((numbers.iterator + lo).toint()) & 15) // (self.dtype.width // 8)
+        return start, Row(numbers, lo, n, ahead, (n + ahead + self.width - 1) // self.width)
 
     @cute.jit
-    def load(
-        self, source: cute.Tensor, lo, n, ahead, first, behind, target: cute.Tensor, barrier: cute.Pointer
-    ):
+    def load(self, row: Row, first, behind, target: cute.Tensor, barrier: cute.Pointer):
         """Start loading the row's vectors [first, behind) to `target`. One thread's work.
 
         The row's first and last vector, where they hold numbers of others, are copied one by one, with NaN for those.
         """
         cute.arch.fence_proxy("async.shared", space="cta")
-        whole = first + 1 if first * self.width < ahead else first
-        whole_end = behind - 1 if behind * self.width > ahead + n else behind
+        whole = first + 1 if first * self.width < row.ahead else first
+        whole_end = behind - 1 if behind * self.width > row.ahead + row.n else behind
         size = cutlass.max(whole_end - whole, 0) * VECTOR_BYTES
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
         if size > 0:
             bulk_load(
                 target.iterator + (whole - first) * self.width,
-                source.iterator + (lo + whole * self.width - ahead),
+                row.numbers.iterator + (row.lo + whole * self.width - row.ahead),
                 size,
                 barrier,
             )
         if whole > first and behind > first:
-            self.load_one_by_one(source, lo, n, first * self.width - ahead, target, Int32(0))
+            self.load_one_by_one(row, first, target, Int32(0))
         if whole_end < behind and (behind - first > 1 or whole == first):
-            self.load_one_by_one(
-                source, lo, n, (behind - 1) * self.width - ahead, target, (behind - 1 - first) * self.width
-            )
+            self.load_one_by_one(row, behind - 1, target, behind - 1 - first)
         cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def load_one_by_one(self, source: cute.Tensor, lo, n, column, target: cute.Tensor, at):
+    def load_one_by_one(self, row: Row, vector, target: cute.Tensor, at):
         for j in cutlass.range(self.width, unroll=1):
+            column = vector * self.width - row.ahead + j
             x = self.dtype(float("nan"))
-            if column + j >= 0 and column + j < n:
-                x = source[lo + column + j]
-            target[at + j] = x
+            if column >= 0 and column < row.n:
+                x = row.numbers[row.lo + column]
+            target[at * self.width + j] = x
 
     @cute.jit
     def stream(
         self,
-        source: cute.Tensor,
-        lo,
-        n,
-        ahead,
-        vectors,
+        row: Row,
         part,
         k,
-        numbers: cute.Tensor,
-        columns: cute.Tensor,
+        entries: Entries,
         tiles: cute.Tensor,
         memory: SelectMemory,
         barriers: cute.Pointer,
@@ -323,20 +321,19 @@ class TopkIndicesSm90:
     ):
         """List the row's candidates; those of a cluster in its first CTA. -> how many. NaN follows up to a vector."""
         lane, warp = tid % 32, tid // 32
-        each = (vectors + self.cluster - 1) // self.cluster
-        first = cutlass.min(part * each, vectors)
-        behind = cutlass.min(first + each, vectors)
+        each = (row.vectors + self.cluster - 1) // self.cluster
+        first = cutlass.min(part * each, row.vectors)
+        behind = cutlass.min(first + each, row.vectors)
         number_of_tiles = (behind - first + self.tile_vectors - 1) // self.tile_vectors
-        row = (source, lo, n, ahead, first, behind)
         # The sample's few loads first: they would wait long behind those of the tiles.
         threshold, samples = LOWEST, Int32(0)
-        if n > self.capacity:
-            samples = self.load_sample(source, lo, n, ahead, numbers, tid)
+        if row.n > self.capacity:
+            samples = self.load_sample(row, entries.numbers, tid)
         if tid == 0:
             for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
-                self.load_tile(*row, t, t, tiles, barriers)
-        if n > self.capacity:
-            threshold = self.find_threshold(n, k, samples, numbers, memory, tid)
+                self.load_tile(row, first, behind, t, t, tiles, barriers)
+        if row.n > self.capacity:
+            threshold = self.find_threshold(row.n, k, samples, entries.numbers, memory, tid)
         count, total, theirs = Int32(0), Int32(0), Int32(0)
         stage, phase, reading = Int32(0), Int32(0), Int32(0)
         while reading < 2:
@@ -347,26 +344,26 @@ class TopkIndicesSm90:
                 length = cutlass.min(behind - begin, self.tile_vectors)
                 own = self.cfg.tile // self.width
                 place = tid * self.cfg.tile
-                column = begin * self.width + place - ahead
+                column = begin * self.width + place - row.ahead
                 mask = mask_from(tile, length, Int32(own), threshold, tid)
                 here = Int32(cute.arch.popc(mask))
                 before, found = before_and_all(here, memory.sums[t & 1, None], lane, warp)
                 last = self.stages - 1
                 if tid == 0 and t > 0 and t + last < number_of_tiles:
                     # All are done with the tile before: the ring's next takes its place.
-                    self.load_tile(*row, t + last, last if stage == 0 else stage - 1, tiles, barriers)
+                    self.load_tile(row, first, behind, t + last, last if stage == 0 else stage - 1, tiles, barriers)
                 while count + found > self.capacity:
                     # Fill the list, cut it, and go on with what is left of the tile.
                     fits = cutlass.max(cutlass.min(self.capacity - count - before, here), 0)
                     these = lowest_bits(mask, fits)
-                    self.append(tile, place, column, these, count + before, numbers, columns)
-                    threshold = self.cut(numbers, columns, Int32(self.capacity), k, memory, tid)
+                    self.append(tile, place, column, these, count + before, entries)
+                    threshold = self.cut(entries, Int32(self.capacity), k, memory, tid)
                     count = k
                     mask = (mask ^ these) & mask_from(tile, length, Int32(own), threshold, tid)
                     here = Int32(cute.arch.popc(mask))
                     before, found = before_and_all(here, memory.sums[t & 1, None], lane, warp)
                     cute.arch.sync_threads()
-                self.append(tile, place, column, mask, count + before, numbers, columns)
+                self.append(tile, place, column, mask, count + before, entries)
                 count += found
                 stage, phase = advance(stage, phase, self.stages)
             total, theirs = count, Int32(0)
@@ -381,37 +378,41 @@ class TopkIndicesSm90:
                 if tid == 0:
                     turn = stage
                     for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
-                        self.load_tile(*row, t, turn, tiles, barriers)
+                        self.load_tile(row, first, behind, t, turn, tiles, barriers)
                         turn = 0 if turn == self.stages - 1 else turn + 1
             else:
                 reading = Int32(2)
         if const_expr(self.cluster > 1):
-            count = self.gather(numbers, columns, count, total, theirs, k, memory, outcome, part, tid)
-        if tid < (0 - count) & (self.width - 1):
-            numbers[count + tid] = self.dtype(float("nan"))
-        cute.arch.sync_threads()
+            count = self.gather(entries, count, total, theirs, k, memory, outcome, part, tid)
+        self.fill_vector(entries, count, tid)
         return count
 
     @cute.jit
-    def load_tile(
-        self, source: cute.Tensor, lo, n, ahead, first, behind, t, stage, tiles: cute.Tensor, barriers: cute.Pointer
-    ):
-        begin = first + t * self.tile_vectors
-        end = cutlass.min(begin + self.tile_vectors, behind)
-        self.load(source, lo, n, ahead, begin, end, tiles[None, stage], barriers + stage)
+    def fill_vector(self, entries: Entries, count, tid):
+        """NaN behind a list, up to a whole vector. Begins and ends with a barrier."""
+        cute.arch.sync_threads()
+        if tid < (0 - count) & (self.width - 1):
+            entries.numbers[count + tid] = self.dtype(float("nan"))
+        cute.arch.sync_threads()
 
     @cute.jit
-    def load_sample(self, source: cute.Tensor, lo, n, ahead, numbers: cute.Tensor, tid):
-        """Copy pairs of vectors from all over the row to `numbers`. -> how many numbers. They arrive some time later."""
-        whole = 1 if ahead > 0 else 0
-        pairs = (n + ahead) // self.width - whole >> 1
-        groups = cutlass.min(n // 16, min(SAMPLE, self.capacity)) // (2 * self.width)
+    def load_tile(self, row: Row, first, behind, t, stage, tiles: cute.Tensor, barriers: cute.Pointer):
+        begin = first + t * self.tile_vectors
+        end = cutlass.min(begin + self.tile_vectors, behind)
+        self.load(row, begin, end, tiles[None, stage], barriers + stage)
+
+    @cute.jit
+    def load_sample(self, row: Row, target: cute.Tensor, tid):
+        """Copy pairs of vectors from all over the row to `target`. -> how many numbers. They arrive some time later."""
+        whole = 1 if row.ahead > 0 else 0
+        pairs = ((row.n + row.ahead) // self.width - whole) // 2
+        groups = cutlass.min(row.n // 16, min(SAMPLE, self.capacity)) // (2 * self.width)
         step = pairs // groups
         for i in cutlass.range(tid, 2 * groups, self.threads, unroll=1):
             group = i >> 1
             jitter = Int32(cute.arch.mul_hi(Uint32(group) * Uint32(2654435761), Uint32(step)))
-            vector = whole + 2 * (group * step + jitter) + (i & 1)
-            async_load_16(numbers.iterator + i * self.width, source.iterator + (lo + vector * self.width - ahead))
+            column = (whole + 2 * (group * step + jitter) + (i & 1)) * self.width - row.ahead
+            async_load_16(target.iterator + i * self.width, row.numbers.iterator + (row.lo + column))
         return 2 * groups * self.width
 
     @cute.jit
@@ -426,30 +427,25 @@ class TopkIndicesSm90:
         return find_floor(numbers, samples // self.width, rank, slack, memory, tid, self.threads)[0]
 
     @cute.jit
-    def append(
-        self, tile: cute.Tensor, place, column, mask: Uint32, at, numbers: cute.Tensor, columns: cute.Tensor
-    ):
+    def append(self, tile: cute.Tensor, place, column, mask: Uint32, at, entries: Entries):
         """Copy the numbers place + j of the tile whose bit j is set to the list, from entry `at` on."""
         entry = at + Int32(cute.arch.popc(mask))
         while mask != 0:
             j = Int32(cute.arch.bfind(mask))
             mask ^= Uint32(1) << Uint32(j)
             entry -= 1
-            numbers[entry] = tile[place + j]
-            columns[entry] = column + j
+            entries.numbers[entry] = tile[place + j]
+            entries.columns[entry] = column + j
 
     @cute.jit
-    def cut(self, numbers: cute.Tensor, columns: cute.Tensor, count, k, memory: SelectMemory, tid) -> Float32:
+    def cut(self, entries: Entries, count, k, memory: SelectMemory, tid) -> Float32:
         """Keep the k largest of the list, in order. -> what those that follow must reach. Begins and ends with a barrier.
 
         In place, `threads` entries at a time: the entries kept never pass those read.
         """
-        cute.arch.sync_threads()
-        if tid < (0 - count) & (self.width - 1):
-            numbers[count + tid] = self.dtype(float("nan"))
-        cute.arch.sync_threads()
+        self.fill_vector(entries, count, tid)
         length = (count + self.width - 1) // self.width
-        floor, equal, excess = find_floor(numbers, length, k, Int32(0), memory, tid, self.threads)
+        floor, equal, excess = find_floor(entries.numbers, length, k, Int32(0), memory, tid, self.threads)
         limit = equal if excess > 0 else self.capacity  # of those that equal the floor
         above = next_above(floor)
         kept, equals = Int32(0), Int32(0)
@@ -458,7 +454,7 @@ class TopkIndicesSm90:
             x, column = self.dtype(0.0), Int32(0)
             larger, same = False, False
             if i < count:
-                x, column = numbers[i], columns[i]
+                x, column = entries.numbers[i], entries.columns[i]
                 larger = Float32(x) >= above
                 same = Float32(x) >= floor and not larger
             # Two counts in one scan.
@@ -468,20 +464,12 @@ class TopkIndicesSm90:
             same_before = equals + (before >> 16)
             if larger or (same and same_before < limit):
                 entry = kept + (before & 0xFFFF) + cutlass.min(same_before, limit) - cutlass.min(equals, limit)
-                numbers[entry] = x
-                columns[entry] = column
+                entries.numbers[entry] = x
+                entries.columns[entry] = column
             kept += (total & 0xFFFF) + cutlass.min(equals + (total >> 16), limit) - cutlass.min(equals, limit)
             equals += total >> 16
         cute.arch.sync_threads()
         return above
-
-    @cute.jit
-    def remote(self, tensor: cute.Tensor, peer, i) -> Int32:
-        """tensor[i], of 32 bits, in the shared memory of another CTA of the cluster."""
-        at = cute.arch.map_dsmem_ptr(tensor.iterator + i, peer).toint()
-        return cute.arch.inline_ptx(
-            "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(at)]
-        )
 
     @cute.jit
     def all_counts(self, outcome: cute.Tensor, slot, count, tid):
@@ -490,71 +478,68 @@ class TopkIndicesSm90:
             outcome[slot] = count
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        theirs = self.remote(outcome, tid % self.cluster, slot)
+        at = cute.arch.map_dsmem_ptr(outcome.iterator + slot, tid % self.cluster).toint()
+        theirs = cute.arch.inline_ptx(
+            "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(at)]
+        )
         return cute.arch.warp_redux_sync(theirs if tid % 32 < self.cluster else Int32(0), "add"), theirs
 
     @cute.jit
-    def gather(
-        self,
-        numbers: cute.Tensor,
-        columns: cute.Tensor,
-        count,
-        total,
-        theirs,
-        k,
-        memory: SelectMemory,
-        outcome: cute.Tensor,
-        part,
-        tid,
-    ):
+    def gather(self, entries: Entries, count, total, theirs, k, memory: SelectMemory, outcome: cute.Tensor, part, tid):
         """Append the other CTAs' lists to the first one's, in their order. -> its entries. Ends with a barrier."""
         if total <= self.capacity:
             before = cute.arch.warp_redux_sync(theirs if tid % 32 < part else Int32(0), "add")
             if part > 0:
-                self.copy_list(numbers, columns, Int32(0), count, before, tid)
+                self.copy_list(entries, count, before, tid)
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
             count = total
         else:
             # Too many: one CTA after the other, each list cut to k, of which two fit.
             if count > k:
-                self.cut(numbers, columns, count, k, memory, tid)
+                self.cut(entries, count, k, memory, tid)
                 count = k
             theirs = self.all_counts(outcome, Int32(2), count, tid)[1]
             listed = cute.arch.shuffle_sync(theirs, 0)
             for peer in cutlass.range(1, self.cluster, unroll=1):
-                entries = cute.arch.shuffle_sync(theirs, peer)
-                if listed + entries > self.capacity:
+                more = cute.arch.shuffle_sync(theirs, peer)
+                if listed + more > self.capacity:
                     if part == 0:
-                        self.cut(numbers, columns, listed, k, memory, tid)
+                        self.cut(entries, listed, k, memory, tid)
                     listed = k
                 cute.arch.cluster_arrive()
                 cute.arch.cluster_wait()
                 if part == peer:
-                    self.copy_list(numbers, columns, Int32(0), entries, listed, tid)
+                    self.copy_list(entries, count, listed, tid)
                 cute.arch.cluster_arrive()
                 cute.arch.cluster_wait()
-                listed += entries
+                listed += more
             count = listed
         return count
 
     @cute.jit
-    def copy_list(self, numbers: cute.Tensor, columns: cute.Tensor, peer, count, at, tid):
-        """Write this CTA's list into that of a peer, from entry `at` on."""
-        number_at = cute.arch.map_dsmem_ptr(numbers.iterator, peer).toint()
-        column_at = cute.arch.map_dsmem_ptr(columns.iterator, peer).toint()
+    def copy_list(self, entries: Entries, count, at, tid):
+        """Write this CTA's list into that of the cluster's first one, from entry `at` on."""
+        number_at = cute.arch.map_dsmem_ptr(entries.numbers.iterator, 0).toint()
+        column_at = cute.arch.map_dsmem_ptr(entries.columns.iterator, 0).toint()
         size = self.dtype.width // 8
         bits = cute.make_tensor(
-            cute.recast_ptr(numbers.iterator, dtype=Uint16 if size == 2 else Int32), cute.make_layout(self.capacity)
+            cute.recast_ptr(entries.numbers.iterator, dtype=Uint16 if size == 2 else Int32),
+            cute.make_layout(self.capacity),
         )
         for i in cutlass.range(tid, count, self.threads, unroll=2):
             cute.arch.inline_ptx(
                 f"st.shared::cluster.b{8 * size} [{{$r0}}], {{$r1}}; st.shared::cluster.b32 [{{$r2}}], {{$r3}};",
-                read_only_args=[Int32(number_at) + (at + i) * size, bits[i], Int32(column_at) + (at + i) * 4, columns[i]],
+                read_only_args=[
+                    Int32(number_at) + (at + i) * size,
+                    bits[i],
+                    Int32(column_at) + (at + i) * 4,
+                    entries.columns[i],
+                ],
             )
 
     @cute.jit
-    def sort(self, source: cute.Tensor, lo, words: cute.Tensor, count, tid):
+    def sort(self, row: Row, words: cute.Tensor, count, tid):
         """Put the columns words[:count] in the order of their numbers, the largest first, equal ones by column."""
         log = 32 - Int32(cute.arch.clz(Uint32(cutlass.max(count, 1) - 1)))
         size = 1 << log
@@ -562,7 +547,7 @@ class TopkIndicesSm90:
         for i in cutlass.range(tid, size, self.threads, unroll=2):
             key = Int32(2**31 - 1)
             if i < count:
-                bits = Int32(bits_of(Float32(source[lo + words[i]]) + 0.0))
+                bits = Int32(bits_of(Float32(row.numbers[row.lo + words[i]]) + 0.0))
                 key = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
             else:
                 words[i] = Int32(2**31 - 1)
@@ -618,30 +603,23 @@ def compile_topk_indices(dtype: str, cfg: TopkConfig):
     )
 
 
-CONFIGS = (
-    TopkConfig(256, 4096),
-    TopkConfig(512, 8192),
-    TopkConfig(256, 4096, 32, 2),
-    TopkConfig(512, 8192, 16, 2),
-    TopkConfig(512, 8192),
-    TopkConfig(1024, 16384),
-    TopkConfig(1024, 8192, 8, 3),
-    *(TopkConfig(512, 8192, 16, 3, c) for c in (2, 4, 8)),
-)
+RESIDENT = (TopkConfig(256, 4096), TopkConfig(512, 8192))
+STREAMING = (TopkConfig(256, 4096, 32, 2), TopkConfig(512, 8192, 16, 2))
+# Few rows: eight, four, two CTAs a row, one.
+CLUSTERS = (*(TopkConfig(512, 8192, 16, 3, c) for c in (8, 4, 2)), TopkConfig(1024, 8192, 8, 3))
+CONFIGS = RESIDENT + STREAMING + CLUSTERS
 
 
-def choose_config(rows: int, vectors: int, k: int, width: int, by_value: bool, multiprocessors: int) -> TopkConfig:
-    """For scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes."""
+def choose_config(rows: int, vectors: int, k: int, width: int, multiprocessors: int) -> TopkConfig:
+    """For scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes. Measured: docs/kernel-notes.md."""
     if rows > multiprocessors:
-        resident, streaming = CONFIGS[:2], CONFIGS[2:4]
+        candidates = RESIDENT + STREAMING
+    elif vectors <= 2048:
+        candidates = RESIDENT[1:]
     else:
-        cluster = 1
-        while cluster < 8 and 2 * cluster * rows <= multiprocessors and vectors > 2048 * cluster and not by_value:
-            cluster *= 2
-        resident = CONFIGS[4:6]
-        streaming = tuple(c for c in reversed(CONFIGS[6:]) if c.cluster <= cluster)
-    fitting = [c for c in resident if vectors <= c.resident_vectors(width)] + list(streaming)
-    return next(c for c in fitting if c.takes(k))
+        candidates = tuple(c for c in CLUSTERS if c.cluster * max(rows, 1) <= multiprocessors)
+        candidates = tuple(c for c in candidates if c.cluster == 1 or vectors >= 1024 * c.cluster)
+    return next(c for c in candidates if c.takes(k) and (c.tile or vectors <= c.resident_vectors(width)))
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -75,9 +75,7 @@ def _topk(
     """(indices, values), the latter empty unless asked for."""
     reference.check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq)
     if not backends.runs_kernel("topk_indices", scores):
-        return _run_reference(
-            scores, k, starts, lengths, block_table, page_size, row_to_seq, by_value, return_values
-        )
+        return _run_reference(scores, k, starts, lengths, block_table, page_size, row_to_seq, by_value, return_values)
     _check_kernel_takes(scores, k, starts=starts, lengths=lengths, block_table=block_table, row_to_seq=row_to_seq)
     rows, cols = scores.shape
     indices, values = _allocate(scores, k, return_values)
@@ -94,7 +92,7 @@ def _topk(
                 | bool(by_value) << 4
                 | bool(return_values) << 5
             )
-            _kernel(scores.dtype, rows, _vectors(scores), k, bool(by_value), backends.num_sms(scores.device))(
+            _kernel(scores.dtype, rows, _vectors(scores), k, backends.num_sms(scores.device))(
                 unit_inner(scores),
                 no_integer if starts is None else starts,
                 no_integer if lengths is None else lengths,
@@ -134,12 +132,10 @@ def _run_reference(
 
 
 @functools.lru_cache(4096)
-def _kernel(
-    dtype: torch.dtype, rows: int, vectors: int, k: int, by_value: bool, multiprocessors: int
-) -> Callable[..., None]:
+def _kernel(dtype: torch.dtype, rows: int, vectors: int, k: int, multiprocessors: int) -> Callable[..., None]:
     from dsa.kernels import topk_indices_sm90 as kernels
 
-    config = kernels.choose_config(rows, vectors, k, 8 * dtype.itemsize, by_value, multiprocessors)
+    config = kernels.choose_config(rows, vectors, k, 8 * dtype.itemsize, multiprocessors)
     return kernels.compile_topk_indices(dtype_name(dtype), config)
 
 

@@ -21,9 +21,9 @@ CHOOSE = kernels.choose_config
 def forced(patch, cfg):
     """Let the op choose this variant wherever it takes the shape."""
 
-    def choose(rows, vectors, k, width, by_value, multiprocessors):
-        fits = (cfg.tile > 0 or vectors <= cfg.resident_vectors(width)) and not (by_value and cfg.cluster > 1)
-        return cfg if fits and cfg.takes(k) else CHOOSE(rows, vectors, k, width, by_value, multiprocessors)
+    def choose(rows, vectors, k, width, multiprocessors):
+        fits = cfg.tile > 0 or vectors <= cfg.resident_vectors(width)
+        return cfg if fits and cfg.takes(k) else CHOOSE(rows, vectors, k, width, multiprocessors)
 
     patch.setattr(kernels, "choose_config", choose)
     bridge._kernel.cache_clear()
@@ -160,8 +160,15 @@ def test_slots(config):
     lengths = i32([30000, 20000, 3, 0, 500, 600])
     for by_value in (False, True):
         for size in (64, 1, 7, 100):
-            check(scores, 512, lengths=lengths, block_table=table, page_size=size, row_to_seq=row_to_seq, sorted=by_value)
-    check(scores, 512, block_table=torch.arange(rows * pages, dtype=torch.int32, device="cuda").view(rows, pages), page_size=64)
+            check(
+                scores, 512, lengths=lengths, block_table=table, page_size=size, row_to_seq=row_to_seq, sorted=by_value
+            )
+    check(
+        scores,
+        512,
+        block_table=torch.arange(rows * pages, dtype=torch.int32, device="cuda").view(rows, pages),
+        page_size=64,
+    )
     check(scores, 512, block_table=table.T.contiguous()[:6], page_size=64, starts=i32([0, 5, 10, 0, 3, 1]))
 
 
