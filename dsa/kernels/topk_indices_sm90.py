@@ -439,9 +439,9 @@ class TopkIndicesSm90:
 
     @cute.jit
     def cut(self, entries: Entries, count, k, memory: SelectMemory, tid) -> Float32:
-        """Keep the k largest of the list, in order. -> what those that follow must reach. Begins and ends with a barrier.
+        """Keep the k largest of the list, in order. -> what those that follow must reach.
 
-        In place, `threads` entries at a time: the entries kept never pass those read.
+        In place, `threads` entries at a time: the entries kept never pass those read. Begins and ends with a barrier.
         """
         self.fill_vector(entries, count, tid)
         length = (count + self.width - 1) // self.width
@@ -611,7 +611,7 @@ CONFIGS = RESIDENT + STREAMING + CLUSTERS
 
 
 def choose_config(rows: int, vectors: int, k: int, width: int, multiprocessors: int) -> TopkConfig:
-    """For scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes. Measured: docs/kernel-notes.md."""
+    """For scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes, as measured."""
     if rows > multiprocessors:
         candidates = RESIDENT + STREAMING
     elif vectors <= 2048:
