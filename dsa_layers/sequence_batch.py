@@ -76,10 +76,14 @@ class SequenceBatch:
         return self._packed(spans)
 
     @cached_property
+    def sequences(self) -> torch.Tensor:
+        """int32 [T]: the sequence of each new token."""
+        return torch.repeat_interleave(torch.tensor(self.query_lens)).to(self.device, torch.int32)
+
+    @cached_property
     def slots(self) -> torch.Tensor:
         """int64 [T]: page * page_size + offset of each new token in the cache."""
-        sequence = torch.repeat_interleave(torch.tensor(self.query_lens)).to(self.device)
-        return self._slots_of(sequence, self.positions)
+        return self._slots_of(self.sequences, self.positions)
 
     @cached_property
     def key_slots(self) -> torch.Tensor:

@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
+from dsa.cute.block_scan import before_and_all
 from dsa.cute.compile_cache import cached, compile_sm90
 
 THREADS = 1024
@@ -41,7 +42,8 @@ class PagedMqaLogitsMetadataSm90:
         own = Int32(0)
         for b in cutlass.range(tid, batch, THREADS, unroll=1):
             own += self.splits(lengths, b)
-        total = self.before_and_all(own, sums, lane, warp)[1]
+        total = before_and_all(own, sums, lane, warp)[1]
+        cute.arch.sync_threads()
         boundaries = plan.shape[0]
         sms = boundaries - 1
         each, longer = total // sms, total % sms
@@ -51,7 +53,7 @@ class PagedMqaLogitsMetadataSm90:
             own = Int32(0)
             if base + tid < batch:
                 own = self.splits(lengths, base + tid)
-            earlier, here = self.before_and_all(own, sums, lane, warp)
+            earlier, here = before_and_all(own, sums, lane, warp)
             ends[tid] = earlier + own
             cute.arch.sync_threads()
             for i in cutlass.range(tid, boundaries, THREADS, unroll=1):
@@ -83,23 +85,6 @@ class PagedMqaLogitsMetadataSm90:
             longest = cutlass.max(longest, lengths[b, i])
         # Not (longest + 255) // 256, which a length near 2^31 would wrap.
         return longest // SPLIT + cutlass.min(longest % SPLIT, 1)
-
-    @cute.jit
-    def before_and_all(self, own, sums, lane, warp):
-        """The sum of `own` over the threads before this one, and over all of the CTA."""
-        scanned = own
-        for log in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(scanned, offset=1 << log)
-            if lane >= 1 << log:
-                scanned += other
-        if lane == 31:
-            sums[warp] = scanned
-        cute.arch.sync_threads()
-        of_lane = sums[lane]
-        before = cute.arch.warp_redux_sync(of_lane if lane < warp else Int32(0), "add")
-        total = cute.arch.warp_redux_sync(of_lane, "add")
-        cute.arch.sync_threads()
-        return before + scanned - own, total
 
 
 @cached

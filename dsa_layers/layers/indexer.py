@@ -131,8 +131,7 @@ class LightningIndexer(nn.Module):
             scores = dsa.mqa_logits(q.float(), keys.float(), weights, starts, starts + lengths)
         paging = {}
         if paged_slots:
-            sequences = torch.repeat_interleave(torch.tensor(batch.query_lens)).to(q.device, torch.int32)
-            paging = {"block_table": batch.block_table, "page_size": batch.page_size, "row_to_seq": sequences}
+            paging = {"block_table": batch.block_table, "page_size": batch.page_size, "row_to_seq": batch.sequences}
         return dsa.topk_indices(scores, self.top_k, starts=starts, lengths=lengths, **paging)
 
     def _select_paged(

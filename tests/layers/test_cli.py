@@ -83,7 +83,8 @@ def test_a_batch_prints_each_prompt_and_its_completion(checkpoint, greedy, capsy
     captured = capsys.readouterr()
     block = f"[{PROMPT}]\n{greedy['chat']}\n\n"
     assert captured.out.startswith(block + "[a]\n") and captured.out.endswith("\n\n" + block)
-    assert re.search(rf"decode: {3 * (TOKENS - 1)} tokens", captured.err)
+    decoded = int(re.search(r"decode: (\d+) tokens", captured.err)[1])
+    assert 2 * (TOKENS - 1) <= decoded <= 3 * (TOKENS - 1)  # the middle one may end early: its text depends on ours
 
 
 def test_stop(checkpoint, greedy, capsys):
