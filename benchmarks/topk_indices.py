@@ -42,7 +42,7 @@ def _index_scores(rows: int, cols: int) -> torch.Tensor:
     decay = torch.arange(64, device="cuda")
     keys = torch.nn.functional.conv1d(step.T[:, None], (0.95**decay).flip(0)[None, None], padding=63)[:, 0, :cols].T
     queries = keys[torch.randint(cols, (rows,), device="cuda"), None] + 2 * torch.randn(rows, 64, 128, device="cuda")
-    k, scale = dsa.per_token_cast_to_fp8(keys.bfloat16())
+    k, scale = dsa.per_token_cast_to_fp8(keys.contiguous().bfloat16())
     weights = torch.randn(rows, 64, device="cuda") + 1
     every = torch.full((rows,), cols, dtype=torch.int32, device="cuda")
     q = queries.to(torch.float8_e4m3fn)
