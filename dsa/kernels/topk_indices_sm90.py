@@ -6,11 +6,11 @@ Plan
 - A CTA a row. A row that fits comes into shared memory by one bulk copy and is selected from there ("resident").
 - A longer row streams through a ring of tiles in shared memory by bulk copies. What is not below a threshold is
   appended, with its column and in order, to a list. The threshold is found in a sample of every 16th number or less
-  (two vectors of 16 bytes at a time, at jittered positions), as its (r + 3.5 sqrt r)-th largest, r the expected rank of
-  the k-th: about 1.3 k numbers are left. A list that is full is cut to its k largest, and what follows must be above
-  the least of these: its columns are higher. A threshold that leaves less than k was too high: the row is read again
-  without one. So the result is exact for any input, and an unlucky one takes longer. A row that fits the list needs no
-  threshold.
+  (vectors of 16 bytes at jittered positions), as its (r + 4.5 sqrt r)-th largest, r the expected rank of the k-th:
+  about 1.4 k numbers are left. A list that is full is cut to its k largest, and what follows must be above the least
+  of these: its columns are higher. A threshold that leaves less than k was too high: the row is read again with a
+  lower one, and then without. So the result is exact for any input, and an unlucky one takes longer. A row that fits
+  the list needs no threshold.
 - Few rows: a cluster a row. Each CTA lists a part of the row, with the same threshold, and writes its list behind that
   of the CTAs before it into the first one's shared memory, which goes on alone.
 - Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list.
@@ -47,9 +47,12 @@ from dsa.cute.radix_select import (
 )
 from dsa.cute.ring import advance
 
-LOWEST = Float32(float("-inf"))
+LOWEST, NOTHING = Float32(float("-inf")), Float32(float("nan"))
 ITEMS = 32  # numbers of a list that a thread has bits for
+CUT = 4  # entries a thread looks at, at a time, in cutting a list
 SAMPLE = 4096
+MARGIN = 4.5  # standard deviations of independent numbers
+READINGS = 3  # of a row, at most: two with a threshold, one without
 MAX_K = 4096
 # What the caller gives, as bits of `options`.
 STARTS, LENGTHS, PAGED, ROW_TO_SEQ, BY_VALUE, VALUES = (1 << i for i in range(6))
@@ -128,6 +131,7 @@ class TopkIndicesSm90:
             stream=stream,
             min_blocks_per_mp=min(232448 // self.shared, 1536 // self.threads),
             preferred_smem_carveout=100,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -168,13 +172,18 @@ class TopkIndicesSm90:
                 cute.arch.mbarrier_init(barriers + i, 2)
         cute.arch.mbarrier_init_fence()
 
+        memory.clear(tid, self.threads)
+        # What is behind this point touches global memory: the kernels before must be done with it. The next kernel may
+        # begin up to this point of its own.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
         start, row = self.find_row(scores, starts, lengths, line, options)
         resident = True
         if const_expr(self.cfg.tile > 0):
             resident = row.vectors <= self.cfg.resident_vectors(self.dtype.width)
         if resident and tid == 0:
             self.load(row, Int32(0), row.vectors, entries.numbers, barriers)
-        memory.clear(tid, self.threads)
         cute.arch.sync_threads()
 
         length = row.vectors
@@ -325,18 +334,21 @@ class TopkIndicesSm90:
         first = cutlass.min(part * each, row.vectors)
         behind = cutlass.min(first + each, row.vectors)
         number_of_tiles = (behind - first + self.tile_vectors - 1) // self.tile_vectors
-        # The sample's few loads first: they would wait long behind those of the tiles.
-        threshold, samples = LOWEST, Int32(0)
-        if row.n > self.capacity:
-            samples = self.load_sample(row, entries.numbers, tid)
-        if tid == 0:
-            for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
-                self.load_tile(row, first, behind, t, t, tiles, barriers)
-        if row.n > self.capacity:
-            threshold = self.find_threshold(row.n, k, samples, entries.numbers, memory, tid)
-        count, total, theirs = Int32(0), Int32(0), Int32(0)
+        count, total, theirs, threshold = Int32(0), Int32(0), Int32(0), LOWEST
         stage, phase, reading = Int32(0), Int32(0), Int32(0)
-        while reading < 2:
+        while reading < READINGS:
+            sampled = row.n > self.capacity and reading < READINGS - 1
+            # The sample's few loads first: they would wait long behind those of the tiles.
+            if sampled:
+                self.load_sample(row, entries.numbers, tid)
+            if tid == 0:
+                turn = stage
+                for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
+                    self.load_tile(row, first, behind, t, turn, tiles, barriers)
+                    turn = 0 if turn == self.stages - 1 else turn + 1
+            threshold, count = LOWEST, Int32(0)
+            if sampled:
+                threshold = self.find_threshold(row.n, k, reading, entries.numbers, memory, tid)
             for t in cutlass.range(number_of_tiles, unroll=1):
                 tile = tiles[None, stage]
                 cute.arch.mbarrier_wait(barriers + stage, phase)
@@ -370,18 +382,9 @@ class TopkIndicesSm90:
             if const_expr(self.cluster > 1):
                 total, theirs = self.all_counts(outcome, reading, count, tid)
             reading += 1
-            if total < k and threshold > LOWEST and reading == 1:
-                # The sample misled: read the row again without a threshold.
-                threshold = LOWEST
-                count = Int32(0)
-                cute.arch.sync_threads()
-                if tid == 0:
-                    turn = stage
-                    for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
-                        self.load_tile(row, first, behind, t, turn, tiles, barriers)
-                        turn = 0 if turn == self.stages - 1 else turn + 1
-            else:
-                reading = Int32(2)
+            if total >= k or threshold == LOWEST:
+                reading = Int32(READINGS)
+            cute.arch.sync_threads()
         if const_expr(self.cluster > 1):
             count = self.gather(entries, count, total, theirs, k, memory, outcome, part, tid)
         self.fill_vector(entries, count, tid)
@@ -403,28 +406,33 @@ class TopkIndicesSm90:
 
     @cute.jit
     def load_sample(self, row: Row, target: cute.Tensor, tid):
-        """Copy pairs of vectors from all over the row to `target`. -> how many numbers. They arrive some time later."""
+        """Copy vectors from all over the row to `target`. They arrive some time later."""
         whole = 1 if row.ahead > 0 else 0
-        pairs = ((row.n + row.ahead) // self.width - whole) // 2
-        groups = cutlass.min(row.n // 16, min(SAMPLE, self.capacity)) // (2 * self.width)
-        step = pairs // groups
-        for i in cutlass.range(tid, 2 * groups, self.threads, unroll=1):
-            group = i >> 1
-            jitter = Int32(cute.arch.mul_hi(Uint32(group) * Uint32(2654435761), Uint32(step)))
-            column = (whole + 2 * (group * step + jitter) + (i & 1)) * self.width - row.ahead
+        vectors = (row.n + row.ahead) // self.width - whole
+        samples = self.samples(row.n)
+        step = vectors // samples
+        for i in cutlass.range(tid, samples, self.threads, unroll=1):
+            jitter = Int32(cute.arch.mul_hi(Uint32(i) * Uint32(2654435761), Uint32(step)))
+            column = (whole + i * step + jitter) * self.width - row.ahead
             async_load_16(target.iterator + i * self.width, row.numbers.iterator + (row.lo + column))
-        return 2 * groups * self.width
 
     @cute.jit
-    def find_threshold(self, n, k, samples, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
-        """A number that is likely to be a little below the row's k-th largest; a few more than needed do not hurt."""
+    def samples(self, n) -> Int32:
+        """How many vectors are sampled of n numbers."""
+        return cutlass.min(n // 16, min(SAMPLE, self.capacity)) // self.width
+
+    @cute.jit
+    def find_threshold(self, n, k, reading, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
+        """A number that is likely to be a little below the row's k-th largest, and far below it in a second reading. A
+        few more candidates than needed do not hurt."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        each = Float32(samples) * cute.arch.rcp_approx(Float32(n))
+        samples = self.samples(n)
+        each = Float32(samples * self.width) * cute.arch.rcp_approx(Float32(n))
         expected = Float32(k) * each
-        rank = Int32(expected + 3.5 * cute.math.sqrt(expected, fastmath=True)) + 2
+        rank = Int32(expected + MARGIN * cute.math.sqrt(expected, fastmath=True)) + 2 << reading
         slack = cutlass.max(Int32(Float32(0.8 * self.capacity) * each) - rank, 0)
-        return find_floor(numbers, samples // self.width, rank, slack, memory, tid, self.threads)[0]
+        return find_floor(numbers, samples, rank, slack, memory, tid, self.threads)[0]
 
     @cute.jit
     def append(self, tile: cute.Tensor, place, column, mask: Uint32, at, entries: Entries):
@@ -441,7 +449,7 @@ class TopkIndicesSm90:
     def cut(self, entries: Entries, count, k, memory: SelectMemory, tid) -> Float32:
         """Keep the k largest of the list, in order. -> what those that follow must reach.
 
-        In place, `threads` entries at a time: the entries kept never pass those read. Begins and ends with a barrier.
+        In place, a few entries a thread at a time: those kept never pass those read. Begins and ends with a barrier.
         """
         self.fill_vector(entries, count, tid)
         length = (count + self.width - 1) // self.width
@@ -449,23 +457,28 @@ class TopkIndicesSm90:
         limit = equal if excess > 0 else self.capacity  # of those that equal the floor
         above = next_above(floor)
         kept, equals = Int32(0), Int32(0)
-        for base in cutlass.range(0, count, self.threads, unroll=1):
-            i = base + tid
-            x, column = self.dtype(0.0), Int32(0)
-            larger, same = False, False
-            if i < count:
-                x, column = entries.numbers[i], entries.columns[i]
-                larger = Float32(x) >= above
-                same = Float32(x) >= floor and not larger
-            # Two counts in one scan.
-            here = (Int32(1) if larger else Int32(0)) + (Int32(1 << 16) if same else Int32(0))
-            turn = (base // self.threads) & 1
+        x = cute.make_rmem_tensor((CUT,), Float32)
+        column = cute.make_rmem_tensor((CUT,), Int32)
+        for base in cutlass.range(0, count, CUT * self.threads, unroll=1):
+            i = base + CUT * tid
+            here = Int32(0)  # two counts in one scan
+            for j in cutlass.range_constexpr(CUT):
+                x[j] = NOTHING
+                if i + j < count:
+                    x[j], column[j] = Float32(entries.numbers[i + j]), entries.columns[i + j]
+                here += Int32(1) if x[j] >= above else (Int32(1 << 16) if x[j] >= floor else Int32(0))
+            turn = (base // (CUT * self.threads)) & 1
             before, total = before_and_all(here, memory.sums[turn, None], tid % 32, tid // 32)
-            same_before = equals + (before >> 16)
-            if larger or (same and same_before < limit):
-                entry = kept + (before & 0xFFFF) + cutlass.min(same_before, limit) - cutlass.min(equals, limit)
-                entries.numbers[entry] = x
-                entries.columns[entry] = column
+            same = equals + (before >> 16)
+            entry = kept + (before & 0xFFFF) + cutlass.min(same, limit) - cutlass.min(equals, limit)
+            for j in cutlass.range_constexpr(CUT):
+                larger = x[j] >= above
+                if larger or (x[j] >= floor and same < limit):
+                    entries.numbers[entry] = self.dtype(x[j])
+                    entries.columns[entry] = column[j]
+                    entry += 1
+                if x[j] >= floor and not larger:
+                    same += 1
             kept += (total & 0xFFFF) + cutlass.min(equals + (total >> 16), limit) - cutlass.min(equals, limit)
             equals += total >> 16
         cute.arch.sync_threads()
@@ -499,7 +512,7 @@ class TopkIndicesSm90:
             if count > k:
                 self.cut(entries, count, k, memory, tid)
                 count = k
-            theirs = self.all_counts(outcome, Int32(2), count, tid)[1]
+            theirs = self.all_counts(outcome, Int32(READINGS), count, tid)[1]
             listed = cute.arch.shuffle_sync(theirs, 0)
             for peer in cutlass.range(1, self.cluster, unroll=1):
                 more = cute.arch.shuffle_sync(theirs, peer)
