@@ -6,10 +6,10 @@ Plan
 - A CTA a row. A row that fits comes into shared memory by one bulk copy and is selected from there ("resident").
 - A longer row streams through a ring of tiles in shared memory by bulk copies. What is not below a threshold is
   appended, with its column and in order, to a list. The threshold is found in a sample of every 16th number or less
-  (vectors of 16 bytes at jittered positions), as its (r + 4.5 sqrt r)-th largest, r the expected rank of the k-th:
-  about 1.4 k numbers are left. A list that is full is cut to its k largest, and what follows must be above the least
-  of these: its columns are higher. A threshold that leaves less than k was too high: the row is read again with a
-  lower one, and then without. So the result is exact for any input, and an unlucky one takes longer. A row that fits
+  (pairs of vectors at jittered positions: 32 bytes), as its (r + 4.5 sqrt r)-th largest, r the expected rank of the
+  k-th: about 1.4 k numbers are left. A list that is full is cut to its k largest, and what follows must be above the
+  least of these: its columns are higher. A threshold that leaves less than k was too high: the row is read again with
+  a lower one, and then without. So the result is exact for any input, and an unlucky one takes longer. A row that fits
   the list needs no threshold.
 - Few rows: a cluster a row. Each CTA lists a part of the row, with the same threshold, and writes its list behind that
   of the CTAs before it into the first one's shared memory, which goes on alone.
@@ -20,7 +20,10 @@ Plan
 Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), the tiles, 8 KiB of digit counts.
 Constraints: a row's columns next to each other, rows anywhere (the ends of a row that are not at multiples of 16 bytes
 are copied one by one); k at most half of CAPACITY.
-Roofline: memory, one read of the scores; about 20 instructions a number of a resident row, 8 of a streamed one.
+Launch: programmatic, so that the preparations run under the end of the kernel before.
+Roofline: memory, one read of the scores: 80% of the copy bandwidth at 128K columns, where 14 instructions a number are
+executed. At 32K they are 20 and at 8K 34 (what a row costs anyway is shared by fewer), and 60% of the issue slots and
+of the shared memory's cycles are used.
 """
 
 from collections.abc import Callable
@@ -53,7 +56,6 @@ CUT = 4  # entries a thread looks at, at a time, in cutting a list
 SAMPLE = 4096
 MARGIN = 4.5  # standard deviations of independent numbers
 READINGS = 3  # of a row, at most: two with a threshold, one without
-MAX_K = 4096
 # What the caller gives, as bits of `options`.
 STARTS, LENGTHS, PAGED, ROW_TO_SEQ, BY_VALUE, VALUES = (1 << i for i in range(6))
 
@@ -406,20 +408,21 @@ class TopkIndicesSm90:
 
     @cute.jit
     def load_sample(self, row: Row, target: cute.Tensor, tid):
-        """Copy vectors from all over the row to `target`. They arrive some time later."""
+        """Copy pairs of vectors from all over the row to `target`. They arrive some time later."""
         whole = 1 if row.ahead > 0 else 0
-        vectors = (row.n + row.ahead) // self.width - whole
+        pairs = ((row.n + row.ahead) // self.width - whole) // 2
         samples = self.samples(row.n)
-        step = vectors // samples
+        step = pairs // (samples // 2)
         for i in cutlass.range(tid, samples, self.threads, unroll=1):
-            jitter = Int32(cute.arch.mul_hi(Uint32(i) * Uint32(2654435761), Uint32(step)))
-            column = (whole + i * step + jitter) * self.width - row.ahead
+            pair = i // 2
+            jitter = Int32(cute.arch.mul_hi(Uint32(pair) * Uint32(2654435761), Uint32(step)))
+            column = (whole + 2 * (pair * step + jitter) + i % 2) * self.width - row.ahead
             async_load_16(target.iterator + i * self.width, row.numbers.iterator + (row.lo + column))
 
     @cute.jit
     def samples(self, n) -> Int32:
         """How many vectors are sampled of n numbers."""
-        return cutlass.min(n // 16, min(SAMPLE, self.capacity)) // self.width
+        return cutlass.min(n // 16, min(SAMPLE, self.capacity)) // (2 * self.width) * 2
 
     @cute.jit
     def find_threshold(self, n, k, reading, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:

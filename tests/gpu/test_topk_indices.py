@@ -61,10 +61,10 @@ def check(scores, k, **options):
 
 def sampled(n):
     """The positions that the kernel samples of a row of n numbers."""
-    vectors = min(n // 16, kernels.SAMPLE) // 4
-    i, step = torch.arange(vectors, device="cuda"), n // 4 // vectors
-    vector = i * step + (((i * 2654435761) % 2**32) * step >> 32)
-    return (4 * vector[:, None] + torch.arange(4, device="cuda")).view(-1)
+    pairs = min(n // 16, kernels.SAMPLE) // 8
+    i, step = torch.arange(pairs, device="cuda"), n // 8 // pairs
+    pair = i * step + (((i * 2654435761) % 2**32) * step >> 32)
+    return (8 * pair[:, None] + torch.arange(8, device="cuda")).view(-1)
 
 
 def neighbours(n, low_bits):
