@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsa import backends
+from dsa.ops import topk_indices
 from dsa.testing import calc_diff
 from dsa_layers.generation import Generator
 from dsa_layers.models.loading import load_model
@@ -37,14 +38,24 @@ def test_the_indexer_runs_its_kernels(checkpoint, monkeypatch):
             launched.add(op)
         return answer
 
+    options, kernel = set(), topk_indices._kernel
+
+    def topk_spy(*shape):
+        launch = kernel(*shape)
+        return lambda *arguments: (options.add(arguments[-1]), launch(*arguments))
+
     monkeypatch.setattr(backends, "runs_kernel", spy)
+    monkeypatch.setattr(topk_indices, "_kernel", topk_spy)
     model = load_model(checkpoint, device="cuda", progress=False)
     completions = Generator(model, cache_tokens=512, prefill_chunk=64).generate(PROMPTS, SamplingParams(8))
     assert all(len(c.tokens) == 8 for c in completions)
     assert launched >= {
         *("quantize_indexer_queries", "write_indexer_keys", "read_indexer_cache", "fp8_mqa_logits"),
-        *("get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits"),
+        *("get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "topk_indices"),
     }
+    # Prefill picks positions in ragged rows; decode picks cache slots, translated by the top-k itself.
+    starts, lengths, paged = 1, 2, 4
+    assert options == {starts | lengths, lengths | paged}
 
 
 def test_fp8_logits_agree_with_the_references(checkpoint):
