@@ -199,23 +199,22 @@ class TopkIndicesSm90:
             found = self.select(row, entries, words, length, k, resident, memory, tid)
             if options & BY_VALUE:
                 self.sort(row, words, found, tid)
-            sequence = line
-            if options & ROW_TO_SEQ:
-                sequence = row_to_seq[line]
             to_index = row.lo - start
-            if options & (PAGED | VALUES):
-                for i in cutlass.range(tid, found, self.threads, unroll=2):
-                    index = words[i] + to_index
-                    number = LOWEST
-                    if options & VALUES:
-                        number = Float32(row.numbers[start + index])
-                    if options & PAGED:
-                        index = self.slot(block_table, sequence, index, divisor, page_size)
-                    if options & VALUES:
-                        values[line, i] = LOWEST if index < 0 else number
-                    indices[line, i] = index
-            else:
-                self.store(indices[line, None], words, found, to_index, tid)
+            if options & VALUES:
+                for i in cutlass.range(tid, found, self.threads, unroll=4):
+                    values[line, i] = Float32(row.numbers[row.lo + words[i]])
+            if options & PAGED:
+                sequence = line
+                if options & ROW_TO_SEQ:
+                    sequence = row_to_seq[line]
+                self.to_slots(block_table, sequence, words, found, to_index, divisor, page_size, tid)
+                if options & VALUES:
+                    for i in cutlass.range(tid, found, self.threads, unroll=1):
+                        if words[i] < 0:
+                            values[line, i] = LOWEST
+                to_index = Int32(0)
+                cute.arch.sync_threads()
+            self.store(indices[line, None], words, found, to_index, tid)
             for i in cutlass.range(found + tid, k, self.threads, unroll=1):
                 indices[line, i] = Int32(-1)
                 if options & VALUES:
@@ -585,15 +584,29 @@ class TopkIndicesSm90:
         cute.arch.sync_threads()
 
     @cute.jit
-    def slot(self, block_table: cute.Tensor, sequence, index, divisor: cute.FastDivmodDivisorV2, page_size):
-        """The cache slot of a sequence's index, or -1 if it has none."""
-        slot = Int32(-1)
-        page, offset = divmod(index, divisor)
-        if sequence >= 0 and sequence < block_table.shape[0] and page < block_table.shape[1]:
-            physical = block_table[sequence, page]
-            if physical >= 0:
-                slot = physical * page_size + offset
-        return slot
+    def to_slots(
+        self,
+        block_table: cute.Tensor,
+        sequence,
+        words: cute.Tensor,
+        found,
+        to_index,
+        divisor: cute.FastDivmodDivisorV2,
+        page_size,
+        tid,
+    ):
+        """Turn the columns words[:found] into the sequence's cache slots, or -1. Each thread has its own."""
+        last = block_table.shape[1] - 1
+        known = sequence >= 0 and sequence < block_table.shape[0] and last >= 0
+        if known:
+            for i in cutlass.range(tid, found, self.threads, unroll=4):
+                # No branch around the load, so that several are under way.
+                page, offset = divmod(words[i] + to_index, divisor)
+                physical = block_table[sequence, cutlass.min(page, last)]
+                words[i] = physical * page_size + offset if page <= last and physical >= 0 else -1
+        else:
+            for i in cutlass.range(tid, found, self.threads, unroll=1):
+                words[i] = Int32(-1)
 
 
 @cached
