@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import dsa
 from dsa import backends
 from dsa.ops import topk_indices
 from dsa.testing import calc_diff
@@ -10,6 +11,7 @@ from dsa_layers.generation import Generator
 from dsa_layers.models.loading import load_model
 from dsa_layers.sampling import SamplingParams
 from dsa_layers.sequence_batch import SequenceBatch
+from reference import topk_indices as reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,6 +58,22 @@ def test_the_indexer_runs_its_kernels(checkpoint, monkeypatch):
     # Prefill picks positions in ragged rows; decode picks cache slots, translated by the top-k itself.
     starts, lengths, paged = 1, 2, 4
     assert options == {starts | lengths, lengths | paged}
+
+
+def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
+    """Every selection of a generation, of the scores that the model gives, beside the reference's."""
+    shapes, topk = set(), dsa.topk_indices
+
+    def checked(scores, k, **options):
+        got = topk(scores, k, **options)
+        assert torch.equal(got, reference(scores, k, **options))
+        shapes.add((tuple(scores.shape), "block_table" in options))
+        return got
+
+    monkeypatch.setattr(dsa, "topk_indices", checked)
+    model = load_model(checkpoint, device="cuda", progress=False)
+    Generator(model, cache_tokens=512, prefill_chunk=64).generate(PROMPTS, SamplingParams(8))
+    assert len(shapes) > 3 and {paged for _, paged in shapes} == {False, True}
 
 
 def test_fp8_logits_agree_with_the_references(checkpoint):
