@@ -19,7 +19,7 @@ Plan
 - By value: the selected are sorted by (value, column) behind that, bitonically.
 Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), the tiles, 8 KiB of digit counts.
 Constraints: a row's columns next to each other, rows anywhere (the ends of a row that are not at multiples of 16 bytes
-are copied one by one); k at most half of CAPACITY.
+are copied one by one); k at most CAPACITY where rows are resident, else half of it.
 Launch: programmatic, so that the preparations run under the end of the kernel before.
 Roofline: memory, one read of the scores: 80% of the copy bandwidth at 128K columns, where 14 instructions a number are
 executed. At 32K they are 20 and at 8K 34 (what a row costs anyway is shared by fewer), and 60% of the issue slots and
@@ -53,7 +53,7 @@ from dsa.cute.ring import advance
 LOWEST, NOTHING = Float32(float("-inf")), Float32(float("nan"))
 ITEMS = 32  # numbers of a list that a thread has bits for
 CUT = 4  # entries a thread looks at, at a time, in cutting a list
-SAMPLE = 4096
+SAMPLE = 4096  # numbers at most; any list has room for them
 MARGIN = 4.5  # standard deviations of independent numbers
 READINGS = 3  # of a row, at most: two with a threshold, one without
 # What the caller gives, as bits of `options`.
@@ -103,7 +103,6 @@ class TopkIndicesSm90:
     def __init__(self, dtype: type[cutlass.Numeric], cfg: TopkConfig):
         self.dtype, self.cfg = dtype, cfg
         self.threads, self.capacity, self.cluster = cfg.threads, cfg.capacity, cfg.cluster
-        self.warps = cfg.threads // 32
         self.width = VECTOR_BYTES * 8 // dtype.width
         self.tile_vectors = cfg.threads * cfg.tile // self.width
         self.stages = cfg.stages
@@ -421,7 +420,7 @@ class TopkIndicesSm90:
     @cute.jit
     def samples(self, n) -> Int32:
         """How many vectors are sampled of n numbers."""
-        return cutlass.min(n // 16, min(SAMPLE, self.capacity)) // (2 * self.width) * 2
+        return cutlass.min(n // 16, SAMPLE) // (2 * self.width) * 2
 
     @cute.jit
     def find_threshold(self, n, k, reading, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
@@ -646,7 +645,7 @@ def choose_config(rows: int, vectors: int, k: int, width: int, multiprocessors: 
     elif vectors <= 2048:
         candidates = RESIDENT[1:]
     else:
-        candidates = tuple(c for c in CLUSTERS if c.cluster * max(rows, 1) <= multiprocessors)
+        candidates = tuple(c for c in CLUSTERS if c.cluster * rows <= multiprocessors)
         candidates = tuple(c for c in candidates if c.cluster == 1 or vectors >= 1024 * c.cluster)
     return next(c for c in candidates if c.takes(k) and (c.tile or vectors <= c.resident_vectors(width)))
 

@@ -75,7 +75,18 @@ def _topk(
     """(indices, values), the latter empty unless asked for."""
     reference.check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq)
     if not backends.runs_kernel("topk_indices", scores):
-        return _run_reference(scores, k, starts, lengths, block_table, page_size, row_to_seq, by_value, return_values)
+        indices, values = reference.topk_indices(
+            scores,
+            k,
+            starts=starts,
+            lengths=lengths,
+            block_table=block_table,
+            page_size=page_size,
+            row_to_seq=row_to_seq,
+            sorted=by_value,
+            return_values=True,
+        )
+        return indices, values if return_values else values.new_empty(0, 0)
     _check_kernel_takes(scores, k, starts=starts, lengths=lengths, block_table=block_table, row_to_seq=row_to_seq)
     rows, cols = scores.shape
     indices, values = _allocate(scores, k, return_values)
@@ -104,31 +115,6 @@ def _topk(
                 options,
             )
     return indices, values
-
-
-def _run_reference(
-    scores: torch.Tensor,
-    k: int,
-    starts: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    page_size: int | None,
-    row_to_seq: torch.Tensor | None,
-    by_value: bool,
-    return_values: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    indices, values = reference.topk_indices(
-        scores,
-        k,
-        starts=starts,
-        lengths=lengths,
-        block_table=block_table,
-        page_size=page_size,
-        row_to_seq=row_to_seq,
-        sorted=by_value,
-        return_values=True,
-    )
-    return indices, values if return_values else values.new_empty(0, 0)
 
 
 @functools.lru_cache(4096)

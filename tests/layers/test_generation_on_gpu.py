@@ -5,6 +5,7 @@ import torch
 
 import dsa
 from dsa import backends
+from dsa.kernels import topk_indices_sm90 as kernels
 from dsa.ops import topk_indices
 from dsa.testing import calc_diff
 from dsa_layers.generation import Generator
@@ -56,8 +57,7 @@ def test_the_indexer_runs_its_kernels(checkpoint, monkeypatch):
         *("get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "topk_indices"),
     }
     # Prefill picks positions in ragged rows; decode picks cache slots, translated by the top-k itself.
-    starts, lengths, paged = 1, 2, 4
-    assert options == {starts | lengths, lengths | paged}
+    assert options == {kernels.STARTS | kernels.LENGTHS, kernels.LENGTHS | kernels.PAGED}
 
 
 def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):

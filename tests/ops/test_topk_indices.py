@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsa
+from dsa.kernels import topk_indices_sm90 as kernels
 from dsa.ops import topk_indices as op
 from reference import topk as reference
 
@@ -76,7 +77,12 @@ def test_options_tell_the_kernel_what_is_given(launches):
     dsa.topk_indices(scores, 3, starts=per_row, sorted=True)
     dsa.topk_indices(scores, 3, lengths=per_row, return_values=True)
     dsa.topk_indices(scores, 3, block_table=table, page_size=64, row_to_seq=per_row)
-    assert [arguments[-1] for _, arguments in launches] == [0, 0b010001, 0b100010, 0b001100]
+    assert [arguments[-1] for _, arguments in launches] == [
+        0,
+        kernels.STARTS | kernels.BY_VALUE,
+        kernels.LENGTHS | kernels.VALUES,
+        kernels.PAGED | kernels.ROW_TO_SEQ,
+    ]
     assert [arguments[-2] for _, arguments in launches] == [1, 1, 1, 64]
     assert all(shape == (torch.float32, 5, 18, 3, 132) for shape, _ in launches)
     first, second, third, fourth = (arguments for _, arguments in launches)
