@@ -28,6 +28,7 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
 
@@ -60,27 +61,18 @@ def flash_mla_with_kvcache(
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and combinations.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
-    check_tensor("q", q, FLOATS, ("B", "s_q", "h_q", "d"))
-    batch, s_q, h_q, d = q.shape
-    _check_cache("k_cache", k_cache, d, is_fp8_kvcache)
-    check_positive("head_dim_v", head_dim_v)
-    if head_dim_v > d:
-        raise ValueError(f"head_dim_v: must be at most d = {d}, got {head_dim_v}")
-    scale = d**-0.5 if softmax_scale is None else softmax_scale
     extra = {"extra_indices_in_kvcache": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length}
-    shapes = {"q": tuple(q.shape), "k_cache": tuple(k_cache.shape[1:]), "causal": causal}
-
     if indices is None:
         unused = {"attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache, **extra}
-        _check_unused(unused, "indices")
-        check_tensor("block_table", block_table, INT32, (batch, "max_pages"))
-        check_tensor("cache_seqlens", cache_seqlens, INT32, (batch,))
-        if k_cache.shape[2] == 0 or h_q % k_cache.shape[2]:
-            raise ValueError(f"k_cache: its h_k heads must divide h_q = {h_q}, got h_k = {k_cache.shape[2]}")
-        check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
+        plan = (tile_scheduler_metadata, num_splits)
+        check_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, causal, is_fp8_kvcache, unused)
+        scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         out, lse = _dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
         return out.to(q.dtype), lse
 
+    _check_queries(q, k_cache, head_dim_v, is_fp8_kvcache)
+    batch, s_q, h_q, d = q.shape
+    scale = d**-0.5 if softmax_scale is None else softmax_scale
     if causal:
         raise ValueError("causal: must be False with indices, got True")
     if attn_sink is not None:
@@ -91,6 +83,7 @@ def flash_mla_with_kvcache(
     else:
         _check_cache("extra_k_cache", extra_k_cache, d, is_fp8_kvcache)
         selections.append(_selection("extra_", extra_k_cache, extra_indices_in_kvcache, extra_topk_length, batch, s_q))
+    shapes = {"q": tuple(q.shape), "k_cache": tuple(k_cache.shape[1:]), "causal": causal}
     shapes["selections"] = [(cache.shape[1], slots.shape[1]) for cache, slots in selections]
     check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
     out, lse = _sparse(q.flatten(0, 1), selections, head_dim_v, scale)
@@ -98,6 +91,30 @@ def flash_mla_with_kvcache(
         out = apply_sink(out, lse, attn_sink)
     out, lse = out.unflatten(0, (batch, s_q)), lse.unflatten(0, (batch, s_q))
     return out.to(q.dtype), lse.transpose(1, 2).contiguous()
+
+
+def check_dense(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None,
+    num_splits: torch.Tensor | None,
+    causal: bool,
+    is_fp8_kvcache: bool,
+    unused: dict[str, torch.Tensor | None],
+) -> None:
+    """What dense decoding asks of its arguments; a plan that saw no call before takes up their shapes."""
+    _check_queries(q, k_cache, head_dim_v, is_fp8_kvcache)
+    _check_unused(unused, "indices")
+    batch, _, h_q, _ = q.shape
+    check_tensor("block_table", block_table, INT32, (batch, "max_pages"))
+    check_tensor("cache_seqlens", cache_seqlens, INT32, (batch,))
+    if k_cache.shape[2] == 0 or h_q % k_cache.shape[2]:
+        raise ValueError(f"k_cache: its h_k heads must divide h_q = {h_q}, got h_k = {k_cache.shape[2]}")
+    shapes = {"q": tuple(q.shape), "k_cache": tuple(k_cache.shape[1:]), "causal": causal}
+    check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
 
 
 def _dense(
@@ -163,6 +180,14 @@ def _selection(
         check_tensor(f"{prefix}topk_length", topk_length, INT32, (batch,))
         valid &= torch.arange(indices.shape[2], device=indices.device) < topk_length[:, None, None]
     return cache, torch.where(valid, indices, -1).flatten(0, 1)
+
+
+def _check_queries(q: torch.Tensor, k_cache: torch.Tensor, head_dim_v: int, is_fp8_kvcache: bool) -> None:
+    check_tensor("q", q, FLOATS, ("B", "s_q", "h_q", "d"))
+    _check_cache("k_cache", k_cache, q.shape[3], is_fp8_kvcache)
+    check_positive("head_dim_v", head_dim_v)
+    if head_dim_v > q.shape[3]:
+        raise ValueError(f"head_dim_v: must be at most d = {q.shape[3]}, got {head_dim_v}")
 
 
 def _check_cache(name: str, cache: torch.Tensor, d: int, is_fp8_kvcache: bool) -> None:

@@ -39,22 +39,39 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     """
     if not args and not kwargs:
         return FlashMLASchedMeta(), None
-    return _plan(*args, **kwargs)
+    return plan_one_part(check_metadata(*args, **kwargs))
 
 
-def _plan(
+@dataclasses.dataclass(frozen=True)
+class MetadataRequest:
+    """The arguments of `get_mla_metadata` in the old style."""
+
+    cache_seqlens: torch.Tensor
+    num_q_tokens_per_head_k: int
+    num_heads_k: int
+    topk: int | None
+
+
+def check_metadata(
     cache_seqlens: torch.Tensor,
     num_q_tokens_per_head_k: int,
     num_heads_k: int,
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> MetadataRequest:
+    """The request, or the error that its arguments call for. num_heads_q and is_fp8_kvcache change nothing."""
     check_tensor("cache_seqlens", cache_seqlens, INT32, ("B",))
     check_positive("num_q_tokens_per_head_k", num_q_tokens_per_head_k)
     check_positive("num_heads_k", num_heads_k)
     if topk is not None:
         check_positive("topk", topk)
+    return MetadataRequest(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, topk)
+
+
+def plan_one_part(request: MetadataRequest) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's plan: one part, no sequence split."""
+    cache_seqlens, topk = request.cache_seqlens, request.topk
     batch = cache_seqlens.shape[0]
     metadata = torch.zeros(1, _META_SIZE, dtype=torch.int32, device=cache_seqlens.device)
     if batch:

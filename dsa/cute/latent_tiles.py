@@ -1,0 +1,284 @@
+"""Tiles of a paged latent cache in shared memory: which of them a CTA works on, and the warp that loads them.
+
+A tile is 64 keys of 576 channels: two halves of 256 channels, which are the value, and 64 rope channels. Halves and
+rope parts have a ring each, of HALVES and ROPES slots, so that a tile of which only a half fits is loaded that far.
+
+A piece is what a CTA does of one sequence: some consecutive tiles. The loading warp finds the pieces, from the plan or
+from the CTA's number, and tells the others by a ring of FACTS slots.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.async_copy import EVICT_FIRST
+from dsa.cute.ring import advance
+
+TILE = 64  # keys
+CHUNK = 64  # channels of a row of 128 bytes, which the swizzle works on
+VALUE, LATENT = 512, 576
+HALF = VALUE // 2
+HALF_CHUNKS = HALF // CHUNK
+FACTS = 2
+NEVER = 2**30
+SPLIT_TILES, MAX_SPLITS = 32, 32  # of splits that depend on nothing but the sequence's length
+# What a slot of the facts holds.
+SEQUENCE, FIRST_TILE, TILES, PART, LENGTH, SEEN = range(6)
+
+
+@dataclass(frozen=True)
+class LatentRings:
+    """Barriers and what goes with them.
+
+    half_full, half_empty, rope_full, rope_empty, facts_full, facts_empty  a barrier for each slot
+    present  [ROPES] a bit for each box of the tile whose rope part is in the slot: its page is in the cache
+    facts    [8, FACTS] SEQUENCE (-1: no more), FIRST_TILE, TILES, PART (the partial result to write, -1: the piece is
+             the whole sequence), LENGTH (keys that there are), SEEN (keys that the last query may see)
+    """
+
+    half_full: cute.Pointer
+    half_empty: cute.Pointer
+    rope_full: cute.Pointer
+    rope_empty: cute.Pointer
+    facts_full: cute.Pointer
+    facts_empty: cute.Pointer
+    present: cute.Tensor
+    facts: cute.Tensor
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """What says which keys a CTA attends to; see the kernels for the shapes."""
+
+    lengths: cute.Tensor
+    block_table: cute.Tensor
+    plan: cute.Tensor
+    num_splits: cute.Tensor
+    page_boxes: cute.FastDivmodDivisorV2
+    page_size: Int32
+    fixed_splits: Int32
+
+
+class LatentTiles:
+    """`box` keys, 16, 32 or 64, lie in the same page; `cluster` CTAs share the loads."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], box: int, halves: int, ropes: int, cluster: int = 1):
+        self.dtype, self.box, self.halves, self.ropes, self.cluster = dtype, box, halves, ropes, cluster
+        self.boxes = TILE // box
+
+    def half_layout(self) -> cute.ComposedLayout:
+        """[keys, channels, slot]"""
+        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, HALF), self.dtype, self.halves)
+
+    def rope_layout(self) -> cute.ComposedLayout:
+        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, CHUNK), self.dtype, self.ropes)
+
+    def box_layout(self, chunks: int) -> cute.ComposedLayout:
+        """The same memory by boxes [box, CHUNK], those of a chunk of channels one after the other."""
+        shape = (self.box, self.box, CHUNK)
+        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, chunks * self.boxes)
+
+    def load_atom(self, cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """The TMA load of a box, and the cache [pages, P, h_k, 576] as it takes it, [P, 576, h_k, pages]."""
+        keys = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
+        load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
+        if const_expr(self.cluster > 1):
+            load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SMulticastOp()
+        layout = cute.slice_(self.box_layout(1), (None, None, 0))
+        info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, keys, layout, (self.box, CHUNK))
+        return info[0], info[1]
+
+    @cute.jit
+    def init(self, rings: LatentRings, half_readers: cutlass.Constexpr, rope_readers, facts_readers):
+        """Barriers, each emptied by so many warps of every CTA of the cluster. One thread's work."""
+        for i in cutlass.range_constexpr(self.halves):
+            cute.arch.mbarrier_init(rings.half_full + i, 1)
+            cute.arch.mbarrier_init(rings.half_empty + i, half_readers * self.cluster)
+        for i in cutlass.range_constexpr(self.ropes):
+            cute.arch.mbarrier_init(rings.rope_full + i, 1)
+            cute.arch.mbarrier_init(rings.rope_empty + i, rope_readers * self.cluster)
+        for i in cutlass.range_constexpr(FACTS):
+            cute.arch.mbarrier_init(rings.facts_full + i, 1)
+            cute.arch.mbarrier_init(rings.facts_empty + i, facts_readers)
+
+    @cute.jit
+    def release(self, barrier: cute.Pointer):
+        """This warp has read the slot: say so to all that load into it."""
+        with cute.arch.elect_one():
+            if const_expr(self.cluster > 1):
+                for peer in cutlass.range_constexpr(self.cluster):
+                    cute.arch.mbarrier_arrive(barrier, peer)
+            else:
+                cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def load(
+        self, atom, mk, sboxes, rope_boxes, rings: LatentRings, inputs: DecodeInputs, part, kv_head, rank, lane, fixed_end
+    ):
+        """The loading warp: all pieces of this CTA, and the end."""
+        gk = cute.local_tile(mk, (self.box, CHUNK), (None, None, kv_head, None))
+        one = cute.make_layout(1)
+        source = cute.group_modes(gk, 0, 2)
+        ths, thg = cute.nvgpu.cpasync.tma_partition(atom, 0, one, cute.group_modes(sboxes, 0, 2), source)
+        trs, _ = cute.nvgpu.cpasync.tma_partition(atom, 0, one, cute.group_modes(rope_boxes, 0, 2), source)
+        batch, pages = inputs.lengths.shape[0], mk.shape[3]
+        capacity = inputs.block_table.shape[1] * inputs.page_size
+        state = (Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
+
+        sequence, cut, index, last, end_cut = Int32(0), Int32(0), Int32(0), Int32(-1), Int32(NEVER)
+        if inputs.fixed_splits > 0:
+            sequence, index = part // inputs.fixed_splits, part % inputs.fixed_splits
+            last = sequence
+        else:
+            sequence, cut, index = inputs.plan[part, 0], inputs.plan[part, 1], inputs.plan[part, 4]
+            last, end_cut = inputs.plan[part, 2], inputs.plan[part, 3]
+            # A plan of another batch must not lead outside the tensors.
+            sequence, cut, index = cutlass.max(sequence, 0), cutlass.max(cut, 0), cutlass.max(index, 0)
+        last = cutlass.min(last, batch - 1)
+        while sequence <= last:
+            seen = inputs.lengths[sequence]
+            length = cutlass.max(cutlass.min(seen, capacity), 0)
+            tiles = (length + TILE - 1) // TILE
+            first, end, slot, empty = Int32(0), tiles, Int32(-1), False
+            if inputs.fixed_splits > 0:
+                each = cutlass.max(SPLIT_TILES, (tiles + MAX_SPLITS - 1) // MAX_SPLITS)
+                first, end = index * each, cutlass.min((index + 1) * each, tiles)
+                if tiles > each:
+                    slot = part
+                empty = index > 0 and first >= tiles
+            else:
+                first = cutlass.min(cut, tiles)
+                if sequence == last:
+                    end = cutlass.max(cutlass.min(end_cut, tiles), first)
+                if cut > 0 or (sequence == last and end_cut < NEVER):
+                    slot = cutlass.min(inputs.num_splits[sequence] + index, fixed_end - 1)
+            if not empty:
+                state = self.load_piece(
+                    *(atom, thg, ths, trs, rings, inputs, sequence, first, end - first, slot, length, seen),
+                    *(pages, rank, lane, state),
+                )
+            sequence, cut, index = sequence + 1, Int32(0), Int32(0)
+        at, phase = state[4], state[5]
+        cute.arch.mbarrier_wait(rings.facts_empty + at, phase ^ 1)
+        with cute.arch.elect_one():
+            rings.facts[SEQUENCE, at] = -1
+            cute.arch.mbarrier_arrive(rings.facts_full + at)
+
+    @cute.jit
+    def find_box(self, inputs: DecodeInputs, sequence, box, length, pages):
+        """(page, box in the page) of a box of keys; a page outside the cache if there is none."""
+        page, place = Int32(-1), Int32(0)
+        if box * self.box < length:
+            number, place = divmod(box, inputs.page_boxes)
+            page = inputs.block_table[sequence, number]
+        if page < 0 or page > pages:
+            page = Int32(pages)  # TMA fills with zeros
+        return page, place
+
+    @cute.jit
+    def load_piece(
+        self,
+        atom,
+        thg,
+        ths,
+        trs,
+        rings: LatentRings,
+        inputs: DecodeInputs,
+        sequence,
+        first,
+        tiles,
+        slot,
+        length,
+        seen,
+        pages,
+        rank,
+        lane,
+        state,
+    ):
+        half, half_phase, rope, rope_phase, at, facts_phase = state
+        page, place = self.find_box(inputs, sequence, first * self.boxes + lane, length, pages)
+        cute.arch.mbarrier_wait(rings.facts_empty + at, facts_phase ^ 1)
+        with cute.arch.elect_one():
+            rings.facts[SEQUENCE, at], rings.facts[FIRST_TILE, at], rings.facts[TILES, at] = sequence, first, tiles
+            rings.facts[PART, at], rings.facts[LENGTH, at], rings.facts[SEEN, at] = slot, length, seen
+            cute.arch.mbarrier_arrive(rings.facts_full + at)
+        at, facts_phase = advance(at, facts_phase, FACTS)
+
+        next_box = Int32(0)
+        for tile in cutlass.range(tiles, unroll=1):
+            if next_box == 32:
+                next_box = Int32(0)
+                page, place = self.find_box(inputs, sequence, (first + tile) * self.boxes + lane, length, pages)
+            boxes, bits = [], Uint32(0)
+            for i in cutlass.range_constexpr(self.boxes):
+                number = cute.arch.shuffle_sync(page, next_box + i)
+                boxes.append((number, cute.arch.shuffle_sync(place, next_box + i)))
+                if number < pages:
+                    bits |= 1 << i
+            next_box += self.boxes
+            for side in cutlass.range_constexpr(2):
+                full = rings.half_full + half
+                cute.arch.mbarrier_wait(rings.half_empty + half, half_phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * HALF * 2)
+                for c in cutlass.range_constexpr(HALF_CHUNKS // self.cluster):
+                    # With a cluster, each CTA loads its share of the chunks for all.
+                    chunk = c
+                    if const_expr(self.cluster > 1):
+                        chunk = rank * (HALF_CHUNKS // self.cluster) + c
+                    for i in cutlass.range_constexpr(self.boxes):
+                        self.copy_box(
+                            atom,
+                            thg[None, boxes[i][1], side * HALF_CHUNKS + chunk, boxes[i][0]],
+                            ths[None, (half * HALF_CHUNKS + chunk) * self.boxes + i],
+                            full,
+                        )
+                half, half_phase = advance(half, half_phase, self.halves)
+            full = rings.rope_full + rope
+            cute.arch.mbarrier_wait(rings.rope_empty + rope, rope_phase ^ 1)
+            with cute.arch.elect_one():
+                rings.present[rope] = bits
+                cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * CHUNK * 2)
+            loads = True
+            if const_expr(self.cluster > 1):
+                loads = tile % self.cluster == rank
+            if loads:
+                for i in cutlass.range_constexpr(self.boxes):
+                    self.copy_box(
+                        atom,
+                        thg[None, boxes[i][1], VALUE // CHUNK, boxes[i][0]],
+                        trs[None, rope * self.boxes + i],
+                        full,
+                    )
+            rope, rope_phase = advance(rope, rope_phase, self.ropes)
+        return half, half_phase, rope, rope_phase, at, facts_phase
+
+    @cute.jit
+    def copy_box(self, atom, source, target, barrier):
+        if const_expr(self.cluster > 1):
+            everyone = cutlass.Int16(2**self.cluster - 1)
+            cute.copy(
+                *(atom, source, target), tma_bar_ptr=barrier, cache_policy=Int64(EVICT_FIRST), mcast_mask=everyone
+            )
+        else:
+            cute.copy(atom, source, target, tma_bar_ptr=barrier, cache_policy=Int64(EVICT_FIRST))
+
+
+@cute.jit
+def zero_rows(halves: cute.Pointer, left, right, valid, thread):
+    """Clear the rows [valid, 64) of a tile's value, whose halves are in these slots. 128 threads' work.
+
+    Values of keys that are not the sequence's would be multiplied by zero, and may be NaN.
+    """
+    zeros = cute.make_rmem_tensor((8,), halves.dtype)
+    zeros.fill(0.0)
+    rows = cute.make_tensor(halves, cute.make_layout((CHUNK, TILE, HALF_CHUNKS, 1), stride=(1, CHUNK, TILE * CHUNK, TILE * HALF)))
+    for row in cutlass.range(valid + thread // 8, TILE, 16, unroll=1):
+        for side in cutlass.range_constexpr(2):
+            for chunk in cutlass.range_constexpr(HALF_CHUNKS):
+                target = rows[None, row, chunk, right if side else left]
+                cute.autovec_copy(zeros, cute.local_tile(target, (8,), (thread % 8,)))

@@ -1,0 +1,678 @@
+"""Dense MLA decoding over a paged latent cache, for 33 or more rows (query tokens x heads) a KV head.
+
+o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512], rows r of one sequence and KV head; q and k of 576 channels
+
+Plan
+- A CTA has 64 rows and runs through the tiles of 64 keys of its pieces of sequences (latent_tiles.py). With two row
+  tiles, or four, or more in pairs, the CTAs of a cluster have two row tiles of the same keys: each loads half of every
+  tile, into the shared memory of both.
+- One warpgroup scores: S = Q K^T by wgmma, a part of Q in registers, online softmax in registers, P in 16 bits to
+  shared memory. Two warpgroups accumulate: each has 64 x 256 of O += P V. A warp of the fourth loads.
+- `ahead`: the next tile's scores are under way while a tile's softmax is computed, so that the tensor cores have work
+  always. It is for rows enough to be bound by arithmetic: without it a tile's memory is free sooner.
+- The maximum that P is relative to may lag behind the true one by a factor of 2^8: O is rescaled only when it must be.
+- A piece that is a whole sequence writes out and lse; others write partial results, normalised, for mla_combine_sm90.
+Shared memory: Q without its register part, P, HALVES x 32 KiB + ROPES x 8 KiB of keys: two and a half tiles.
+Registers: 32 or 64 scores and 16 a chunk of Q that is held; 128 of O. 176 + 152 + 152 + 32 = 512 a lane.
+Roofline: of a tile wgmma takes 2176 clocks; shared memory delivers 64 x 576 x 2 for scores, as much of Q as is not in
+registers (8 KiB a chunk), 64 KiB of V, 2 x 8 of P, and takes in 72 KiB: 2100 clocks. Memory: a tile in 4000 clocks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.async_copy import async_load_16_or_zeros
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dtypes import cute_dtype
+from dsa.cute.latent_tiles import (
+    CHUNK,
+    FACTS,
+    FIRST_TILE,
+    HALF,
+    HALF_CHUNKS,
+    LATENT,
+    LENGTH,
+    PART,
+    SEEN,
+    SEQUENCE,
+    TILE,
+    TILES,
+    VALUE,
+    DecodeInputs,
+    LatentRings,
+    LatentTiles,
+    zero_rows,
+)
+from dsa.cute.matrix_store import pack, store_matrices
+from dsa.cute.ring import advance
+
+WARPGROUP = 128
+THREADS = 4 * WARPGROUP
+ROWS = 64
+SCORE_REGISTERS, OUTPUT_REGISTERS, LOADER_REGISTERS = 144, 168, 32
+Q_CHUNKS = LATENT // CHUNK
+LAG = 8.0  # the most, in powers of two, that P may exceed 1 by
+LN2 = 0.6931471805599453
+SCORE_BARRIER = 1
+STAGED = 32  # channels of a row that go through shared memory at a time, at the end
+
+
+@dataclass(frozen=True)
+class MlaDecodeConfig:
+    """cluster: CTAs that share the keys; ahead: score a tile before the last one's softmax; held: chunks of Q in
+    registers; halves, ropes: slots of shared memory."""
+
+    cluster: int
+    ahead: bool
+    held: int
+    halves: int
+    ropes: int
+
+
+class MlaDecodeSm90:
+    def __init__(self, dtype: type[cutlass.Numeric], box: int, cfg: MlaDecodeConfig):
+        self.dtype, self.cfg = dtype, cfg
+        self.tiles = LatentTiles(dtype, box, cfg.halves, cfg.ropes, cfg.cluster)
+        self.free = Q_CHUNKS - cfg.held  # chunks of Q in shared memory
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        cache: cute.Tensor,
+        block_table: cute.Tensor,
+        lengths: cute.Tensor,
+        plan: cute.Tensor,
+        num_splits: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        out_parts: cute.Tensor,
+        lse_parts: cute.Tensor,
+        scale: Float32,
+        causal: Int32,
+        fixed_splits: Int32,
+        stream,
+    ):
+        atom, keys = self.tiles.load_atom(cache)
+        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
+        registers = cute.nvgpu.warpgroup.OperandSource.RMEM
+        make = sm90.make_trivial_tiled_mma
+        one = (1, 1, 1)
+        score = make(self.dtype, self.dtype, k_major, k_major, Float32, one, (ROWS, TILE))
+        score_held = make(self.dtype, self.dtype, k_major, k_major, Float32, one, (ROWS, TILE), registers)
+        value = make(self.dtype, self.dtype, k_major, mn_major, Float32, one, (ROWS, HALF // 2))
+        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, TILE, self.free * CHUNK), self.dtype, 1)
+        p_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, TILE, TILE), self.dtype, 1)
+        half_layout, rope_layout = self.tiles.half_layout(), self.tiles.rope_layout()
+
+        @cute.struct
+        class Storage:
+            half_full: cute.struct.MemRange[Int64, self.cfg.halves]
+            half_empty: cute.struct.MemRange[Int64, self.cfg.halves]
+            rope_full: cute.struct.MemRange[Int64, self.cfg.ropes]
+            rope_empty: cute.struct.MemRange[Int64, self.cfg.ropes]
+            facts_full: cute.struct.MemRange[Int64, FACTS]
+            facts_empty: cute.struct.MemRange[Int64, FACTS]
+            p_full: cute.struct.MemRange[Int64, 1]
+            p_empty: cute.struct.MemRange[Int64, 1]
+            end_full: cute.struct.MemRange[Int64, 1]
+            end_empty: cute.struct.MemRange[Int64, 1]
+            present: cute.struct.MemRange[cutlass.Uint32, self.cfg.ropes]
+            facts: cute.struct.MemRange[Int32, 8 * FACTS]
+            # Of the rows: what O is to be multiplied by before a tile, and at the end.
+            factors: cute.struct.MemRange[Float32, ROWS]
+            inverses: cute.struct.MemRange[Float32, ROWS]
+            p: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p_layout)], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
+            halves: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(half_layout)], 1024]
+            ropes: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rope_layout)], 1024]
+
+        self.storage = Storage
+        page_size = cache.shape[1]
+        page_boxes = cute.fast_divmod_create_divisor_v2(page_size // self.tiles.box)
+        row_tiles = (q.shape[1] * (q.shape[2] // cache.shape[2]) + ROWS - 1) // ROWS
+        parts = plan.shape[0]
+        if fixed_splits > 0:
+            parts = lengths.shape[0] * fixed_splits
+        self.kernel(
+            *(atom, keys, q, block_table, lengths, plan, num_splits, out, lse, out_parts, lse_parts),
+            *(scale, causal, fixed_splits, page_boxes, page_size, row_tiles),
+            *(score, score_held, value, q_layout, p_layout, half_layout, rope_layout),
+        ).launch(
+            grid=(parts * row_tiles, cache.shape[2], 1),
+            block=(THREADS, 1, 1),
+            cluster=(self.cfg.cluster, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        atom: cute.CopyAtom,
+        mk: cute.Tensor,
+        q: cute.Tensor,
+        block_table: cute.Tensor,
+        lengths: cute.Tensor,
+        plan: cute.Tensor,
+        num_splits: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        out_parts: cute.Tensor,
+        lse_parts: cute.Tensor,
+        scale: Float32,
+        causal: Int32,
+        fixed_splits: Int32,
+        page_boxes: cute.FastDivmodDivisorV2,
+        page_size: Int32,
+        row_tiles: Int32,
+        score_mma: cute.TiledMma,
+        held_mma: cute.TiledMma,
+        value_mma: cute.TiledMma,
+        q_layout: cute.ComposedLayout,
+        p_layout: cute.ComposedLayout,
+        half_layout: cute.ComposedLayout,
+        rope_layout: cute.ComposedLayout,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        block, kv_head, _ = cute.arch.block_idx()
+        part, row_tile = block // row_tiles, block % row_tiles
+        storage = SmemAllocator().allocate(self.storage)
+        rings = LatentRings(
+            storage.half_full.data_ptr(),
+            storage.half_empty.data_ptr(),
+            storage.rope_full.data_ptr(),
+            storage.rope_empty.data_ptr(),
+            storage.facts_full.data_ptr(),
+            storage.facts_empty.data_ptr(),
+            storage.present.get_tensor(cute.make_layout(self.cfg.ropes)),
+            storage.facts.get_tensor(cute.make_layout((8, FACTS))),
+        )
+        p_full, p_empty = storage.p_full.data_ptr(), storage.p_empty.data_ptr()
+        end_full, end_empty = storage.end_full.data_ptr(), storage.end_empty.data_ptr()
+        factors = storage.factors.get_tensor(cute.make_layout(ROWS))
+        inverses = storage.inverses.get_tensor(cute.make_layout(ROWS))
+        sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        sp = storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner)
+        halves = storage.halves.get_tensor(half_layout.outer, swizzle=half_layout.inner)
+        ropes = storage.ropes.get_tensor(rope_layout.outer, swizzle=rope_layout.inner)
+
+        if warp == 12:
+            cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        if tid == 0:
+            self.tiles.init(rings, 4, 4, 12)
+            cute.arch.mbarrier_init(p_full, 4)
+            cute.arch.mbarrier_init(p_empty, 8)
+            cute.arch.mbarrier_init(end_full, 4)
+            cute.arch.mbarrier_init(end_empty, 8)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(self.cfg.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        # What is behind this point touches global memory: the kernels before must be done with it.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        heads = q.shape[2] // mk.shape[2]  # of a KV head
+        rows = q.shape[1] * heads
+        if warp >= 12:
+            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
+            if warp == 12:
+                inputs = DecodeInputs(
+                    *(lengths, block_table, plan, num_splits, page_boxes, page_size, fixed_splits),
+                )
+                boxes, rope_boxes = self.tiles.box_layout(self.cfg.halves * HALF_CHUNKS), self.tiles.box_layout(self.cfg.ropes)
+                rank = block % self.cfg.cluster
+                self.tiles.load(
+                    *(atom, mk, storage.halves.get_tensor(boxes.outer, swizzle=boxes.inner)),
+                    storage.ropes.get_tensor(rope_boxes.outer, swizzle=rope_boxes.inner),
+                    *(rings, inputs, part, kv_head, rank, lane, out_parts.shape[0]),
+                )
+        elif warp < 4:
+            cute.arch.setmaxregister_increase(SCORE_REGISTERS)
+            self.score(
+                *(q, lse, lse_parts, score_mma, held_mma, sq, sp, halves, ropes, rings, p_full, p_empty),
+                *(end_full, end_empty, factors, inverses, scale, causal, heads, rows, row_tile, kv_head),
+                *(tid, warp, lane),
+            )
+        else:
+            cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
+            self.accumulate(
+                *(out, out_parts, value_mma, sp, halves, rings, p_full, p_empty, end_full, end_empty),
+                *(factors, inverses, heads, rows, row_tile, kv_head, q.shape[1], q.shape[2]),
+                *(tid % WARPGROUP, warp % 4, lane, warp // 4 - 1),
+            )
+        if const_expr(self.cfg.cluster > 1):
+            # The other CTA may still write to this one's shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def load_queries(self, q, sq, held, held_mma, sequence, heads, rows, row_tile, kv_head, tid):
+        """The rows of the row tile: the first `held` chunks of channels to registers, the others to shared memory."""
+        sources, present = [], []
+        for i in cutlass.range_constexpr(4):
+            row = row_tile * ROWS + tid // 8 + 16 * i
+            present.append(row < rows)
+            inside = cutlass.min(row, rows - 1)
+            head = kv_head * heads + inside % heads
+            sources.append(q[sequence, inside // heads, head, None].iterator + tid % 8 * 8)
+        raw = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+        first = [raw + self.offset(tid // 8 + 16 * i, tid % 8) for i in range(4)]
+        for c in cutlass.range_constexpr(self.cfg.held):
+            for i in cutlass.range_constexpr(4):
+                async_load_16_or_zeros(first[i] + c * ROWS * CHUNK, sources[i] + c * CHUNK, present[i])
+        for c in cutlass.range_constexpr(2 * self.cfg.held, Q_CHUNKS):
+            for i in cutlass.range_constexpr(4):
+                target = first[i] + (c - self.cfg.held) * ROWS * CHUNK
+                async_load_16_or_zeros(target, sources[i] + c * CHUNK, present[i])
+        if const_expr(self.cfg.held > 0):
+            later = max(0, Q_CHUNKS - 2 * self.cfg.held) * 4
+            cute.arch.cp_async_wait_group(later)
+            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+            load = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+            copy = cute.make_tiled_copy_A(load, held_mma).get_slice(tid)
+            for c in cutlass.range_constexpr(self.cfg.held):
+                chunk = cute.local_tile(sq[None, None, 0], (ROWS, CHUNK), (0, c))
+                target = held[None, None, None, c]
+                cute.copy(load, copy.partition_S(chunk), copy.retile(target))
+            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+            for c in cutlass.range_constexpr(self.cfg.held, min(2 * self.cfg.held, Q_CHUNKS)):
+                for i in cutlass.range_constexpr(4):
+                    target = first[i] + (c - self.cfg.held) * ROWS * CHUNK
+                    async_load_16_or_zeros(target, sources[i] + c * CHUNK, present[i])
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def offset(self, row, vector):
+        """Of 8 numbers, in a chunk of 64 channels of 64 rows."""
+        return row * CHUNK + (vector ^ (row % 8)) * 8
+
+    @cute.jit
+    def multiply(self, acc, score_mma, held_mma, held, rq, rh, rr, rings: LatentRings, ring):
+        """Start acc = Q K^T of the next tile, as its parts arrive. -> the ring behind the tile."""
+        half, half_phase, rope, rope_phase = ring
+        cute.nvgpu.warpgroup.fence()
+        for chunk in cutlass.range_constexpr(Q_CHUNKS):
+            if const_expr(chunk % HALF_CHUNKS == 0):
+                if const_expr(chunk < VALUE // CHUNK):
+                    cute.arch.mbarrier_wait(rings.half_full + half, half_phase)
+                else:
+                    cute.arch.mbarrier_wait(rings.rope_full + rope, rope_phase)
+            for step in cutlass.range_constexpr(CHUNK // 16):
+                keys = rr[None, None, step, rope]
+                if const_expr(chunk < VALUE // CHUNK):
+                    keys = rh[None, None, chunk % HALF_CHUNKS * (CHUNK // 16) + step, half]
+                if const_expr(chunk < self.cfg.held):
+                    held_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, chunk + step > 0)
+                    cute.gemm(held_mma, acc, held[None, None, step, chunk], keys, acc)
+                else:
+                    score_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, chunk + step > 0)
+                    at = (chunk - self.cfg.held) * (CHUNK // 16) + step
+                    cute.gemm(score_mma, acc, rq[None, None, at, 0], keys, acc)
+            if const_expr(chunk % HALF_CHUNKS == HALF_CHUNKS - 1):
+                half, half_phase = advance(half, half_phase, self.cfg.halves)
+        cute.nvgpu.warpgroup.commit_group()
+        rope, rope_phase = advance(rope, rope_phase, self.cfg.ropes)
+        return half, half_phase, rope, rope_phase
+
+    @cute.jit
+    def score(
+        self,
+        q,
+        lse,
+        lse_parts,
+        score_mma,
+        held_mma,
+        sq,
+        sp,
+        halves,
+        ropes,
+        rings: LatentRings,
+        p_full,
+        p_empty,
+        end_full,
+        end_empty,
+        factors,
+        inverses,
+        scale,
+        causal,
+        heads,
+        rows,
+        row_tile,
+        kv_head,
+        tid,
+        warp,
+        lane,
+    ):
+        thr = score_mma.get_slice(tid)
+        rq = score_mma.make_fragment_A(thr.partition_A(sq))
+        rh = score_mma.make_fragment_B(thr.partition_B(halves))
+        rr = score_mma.make_fragment_B(thr.partition_B(ropes))
+        held_shape = held_mma.get_slice(tid).partition_shape_A((ROWS, CHUNK))
+        held = cute.make_rmem_tensor((*held_shape, max(1, self.cfg.held)), self.dtype)
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, TILE)), Float32)
+        coming = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, TILE)), Float32)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
+        own_row = warp * 16 + lane // 4  # and 8 further
+        queries = q.shape[1]
+        places = [row_tile * ROWS + own_row + 8 * r for r in range(2)]
+        top = cute.make_rmem_tensor((2,), Float32)
+        total = cute.make_rmem_tensor((2,), Float32)
+        limits = cute.make_rmem_tensor((2,), Int32)
+        ring = (Int32(0), Int32(0), Int32(0), Int32(0))
+        p_phase, end_phase, at, facts_phase, sequence = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        while sequence >= 0:
+            cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
+            sequence = rings.facts[SEQUENCE, at]
+            first, tiles, part = rings.facts[FIRST_TILE, at], rings.facts[TILES, at], rings.facts[PART, at]
+            length, seen = rings.facts[LENGTH, at], rings.facts[SEEN, at]
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(rings.facts_empty + at)
+            at, facts_phase = advance(at, facts_phase, FACTS)
+            if sequence >= 0:
+                least = length
+                if causal > 0:
+                    least = cutlass.min(length, seen - queries + 1)
+                for r in cutlass.range_constexpr(2):
+                    limits[r] = length
+                    if causal > 0:
+                        limits[r] = cutlass.min(length, seen - queries + 1 + places[r] // heads)
+                top.fill(-float("inf"))
+                total.fill(0.0)
+                state = (sp, factors, p_full, p_empty, rings, limits, top, total, halves)
+                if tiles > 0:
+                    self.load_queries(q, sq, held, held_mma, sequence, heads, rows, row_tile, kv_head, tid)
+                    key = first * TILE
+                    if const_expr(self.cfg.ahead):
+                        here = ring
+                        ring = self.multiply(acc, score_mma, held_mma, held, rq, rh, rr, rings, ring)
+                        cute.nvgpu.warpgroup.wait_group(0)
+                        for _ in cutlass.range(tiles - 1, unroll=1):
+                            there = ring
+                            ring = self.multiply(coming, score_mma, held_mma, held, rq, rh, rr, rings, ring)
+                            p_phase = self.softmax(flat, state, here, key, length, least, scale, p_phase, tid, warp, lane)
+                            cute.nvgpu.warpgroup.wait_group(0)
+                            for i in cutlass.range_constexpr(TILE // 2):
+                                flat[i] = coming[i]
+                            here = there
+                            key += TILE
+                        p_phase = self.softmax(flat, state, here, key, length, least, scale, p_phase, tid, warp, lane)
+                    else:
+                        for _ in cutlass.range(tiles, unroll=1):
+                            here = ring
+                            ring = self.multiply(acc, score_mma, held_mma, held, rq, rh, rr, rings, ring)
+                            cute.nvgpu.warpgroup.wait_group(0)
+                            p_phase = self.softmax(flat, state, here, key, length, least, scale, p_phase, tid, warp, lane)
+                            key += TILE
+                cute.arch.mbarrier_wait(end_empty, end_phase ^ 1)
+                for r in cutlass.range_constexpr(2):
+                    amount = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=1)
+                    amount += cute.arch.shuffle_sync_bfly(amount, offset=2)
+                    inverse, result = Float32(0.0), Float32(float("inf"))
+                    if part >= 0:
+                        result = -Float32(float("inf"))
+                    if amount != 0.0:
+                        inverse = 1.0 / amount
+                        result = top[r] * LN2 + cute.math.log(amount)
+                    if lane % 4 == 0:
+                        inverses[own_row + 8 * r] = inverse
+                        place = places[r]
+                        if place < rows:
+                            if part >= 0:
+                                lse_parts[part, kv_head, place] = result
+                            else:
+                                lse[sequence, kv_head * heads + place % heads, place // heads] = result
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(end_full)
+                end_phase ^= 1
+
+    @cute.jit
+    def softmax(self, flat, state, ring, key, length, least, scale, p_phase, tid, warp, lane):
+        """P of a tile from its scores, to shared memory with what O must be multiplied by before."""
+        sp, factors, p_full, p_empty, rings, limits, top, total, halves = state
+        half, half_phase, rope, rope_phase = ring
+        bits = rings.present[rope]
+        self.tiles.release(rings.rope_empty + rope)
+        every = 2**self.tiles.boxes - 1
+        if key + TILE > least or bits != every:
+            for i in cutlass.range_constexpr(TILE // 2):
+                column = i // 4 * 8 + lane % 4 * 2 + i % 2
+                box = i // 4 * 8 // self.tiles.box
+                if key + column >= limits[i // 2 % 2] or (bits >> box) & 1 == 0:
+                    flat[i] = -Float32(float("inf"))
+        scaled = cute.make_rmem_tensor((2,), Float32)
+        changed = cute.make_rmem_tensor((2,), Float32)
+        for r in cutlass.range_constexpr(2):
+            highest = flat[2 * r]
+            for i in cutlass.range_constexpr(1, TILE // 4):
+                highest = cute.arch.fmax(highest, flat[i // 2 * 4 + 2 * r + i % 2])
+            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=1))
+            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=2))
+            highest *= scale
+            factor = Float32(1.0)
+            if highest > top[r] + LAG:
+                factor = cute.math.exp2(top[r] - highest, fastmath=True)
+                top[r] = highest
+            changed[r] = factor
+            scaled[r] = top[r]
+            if top[r] == -float("inf"):
+                scaled[r] = Float32(0.0)
+            amount = Float32(0.0)
+            for i in cutlass.range_constexpr(TILE // 4):
+                place = i // 2 * 4 + 2 * r + i % 2
+                flat[place] = cute.math.exp2(cute.math.fma(flat[place], scale, -scaled[r]), fastmath=True)
+                amount += flat[place]
+            total[r] = total[r] * factor + amount
+
+        cute.arch.mbarrier_wait(p_empty, p_phase ^ 1)
+        if lane % 4 == 0:
+            factors[warp * 16 + lane // 4] = changed[0]
+            factors[warp * 16 + lane // 4 + 8] = changed[1]
+        base = Int32(sp.iterator.toint())
+        row = warp * 16 + lane % 16
+        for i in cutlass.range_constexpr(TILE // 16):
+            words = [pack(flat[8 * i + 2 * j], flat[8 * i + 2 * j + 1], self.dtype) for j in range(4)]
+            store_matrices(base + 2 * self.offset(row, 2 * i + lane // 16), words)
+        if key + TILE > length:
+            zero_rows(halves.iterator, half, advance(half, half_phase, self.cfg.halves)[0], length - key, tid)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(p_full)
+        return p_phase ^ 1
+
+    @cute.jit
+    def accumulate(
+        self,
+        out,
+        out_parts,
+        value_mma,
+        sp,
+        halves,
+        rings: LatentRings,
+        p_full,
+        p_empty,
+        end_full,
+        end_empty,
+        factors,
+        inverses,
+        heads,
+        rows,
+        row_tile,
+        kv_head,
+        queries,
+        all_heads,
+        tid,
+        warp,
+        lane,
+        side,
+    ):
+        thr = value_mma.get_slice(tid)
+        values = cute.make_tensor(halves.iterator, cute.select(halves.layout, mode=[1, 0, 2]))
+        rp = value_mma.make_fragment_A(thr.partition_A(sp))
+        rv = value_mma.make_fragment_B(thr.partition_B(values))
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, HALF)), Float32)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(HALF // 2))
+        own_row = warp * 16 + lane // 4
+        p_phase, end_phase, at, facts_phase, sequence = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        half, half_phase = Int32(side), Int32(0)
+        value_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        while sequence >= 0:
+            cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
+            sequence, tiles, part = rings.facts[SEQUENCE, at], rings.facts[TILES, at], rings.facts[PART, at]
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(rings.facts_empty + at)
+            at, facts_phase = advance(at, facts_phase, FACTS)
+            if sequence >= 0:
+                acc.fill(0.0)
+                for tile in cutlass.range(tiles, unroll=1):
+                    cute.arch.mbarrier_wait(p_full, p_phase)
+                    cute.arch.mbarrier_wait(rings.half_full + half, half_phase)
+                    upper, lower = factors[own_row], factors[own_row + 8]
+                    if cute.arch.vote_any_sync(upper != 1.0 or lower != 1.0):
+                        for i in cutlass.range_constexpr(HALF // 2):
+                            flat[i] *= lower if i // 2 % 2 else upper
+                    cute.nvgpu.warpgroup.fence()
+                    for step in cutlass.range_constexpr(TILE // 16):
+                        cute.gemm(value_mma, acc, rp[None, None, step, 0], rv[None, None, step, half], acc)
+                    cute.nvgpu.warpgroup.commit_group()
+                    cute.nvgpu.warpgroup.wait_group(0)
+                    self.tiles.release(rings.half_empty + half)
+                    if tile < tiles - 1:
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(p_empty)
+                    p_phase ^= 1
+                    half, half_phase = advance(half, half_phase, self.cfg.halves)
+                    half, half_phase = advance(half, half_phase, self.cfg.halves)
+                cute.arch.mbarrier_wait(end_full, end_phase)
+                upper, lower = inverses[own_row], inverses[own_row + 8]
+                place = row_tile * ROWS + own_row
+                if part >= 0:
+                    targets = [out_parts[part, kv_head, cutlass.min(place + 8 * r, rows - 1), None] for r in range(2)]
+                    self.store_partial(flat, upper, lower, targets, rows - place, side, lane)
+                else:
+                    targets = []
+                    for r in cutlass.range_constexpr(2):
+                        inside = cutlass.min(place + 8 * r, rows - 1)
+                        head = kv_head * heads + inside % heads
+                        targets.append(out[sequence, inside // heads, head, None])
+                    staging = cute.recast_ptr(sp.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+                    staging += (side * 4 + warp) * 16 * STAGED
+                    self.store(flat, upper, lower, targets, rows - place, staging, side, lane)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(end_empty)
+                    if tiles > 0:
+                        cute.arch.mbarrier_arrive(p_empty)
+                end_phase ^= 1
+
+    @cute.jit
+    def store(self, flat, upper, lower, targets, rows, staging, side, lane):
+        """16 rows of a half to the result, by way of 1 KiB of P's memory. `rows`: how many the lane's first is one of."""
+        vector = cute.make_rmem_tensor((8,), self.dtype)
+        for i in cutlass.range_constexpr(HALF // STAGED):
+            for j in cutlass.range_constexpr(2):
+                at = (4 * i + 2 * j) * 4
+                words = []
+                for n in cutlass.range_constexpr(4):
+                    inverse = lower if const_expr(n % 2) else upper
+                    words.append(pack(flat[at + 2 * n] * inverse, flat[at + 2 * n + 1] * inverse, self.dtype))
+                place = self.staged(lane % 16, 2 * j + lane // 16)
+                store_matrices(Int32((staging + place).toint()), words)
+            cute.arch.sync_warp()
+            for r in cutlass.range_constexpr(2):
+                source = cute.make_tensor(staging + self.staged(lane // 4 + 8 * r, lane % 4), cute.make_layout(8))
+                cute.autovec_copy(source, vector)
+                if 8 * r < rows:
+                    place = side * (HALF // 8) + i * (STAGED // 8) + lane % 4
+                    cute.autovec_copy(vector, cute.local_tile(targets[r], (8,), (place,)))
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def staged(self, row, vector):
+        """Of 8 numbers, in 16 rows of 32."""
+        return row * STAGED + (vector ^ (row // 2 % 4)) * 8
+
+    @cute.jit
+    def store_partial(self, flat, upper, lower, targets, rows, side, lane):
+        """16 rows of a half to a partial result, in fp32."""
+        pair = cute.make_rmem_tensor((2,), Float32)
+        for i in cutlass.range_constexpr(HALF // 8):
+            for r in cutlass.range_constexpr(2):
+                inverse = lower if const_expr(r) else upper
+                pair[0], pair[1] = flat[4 * i + 2 * r] * inverse, flat[4 * i + 2 * r + 1] * inverse
+                if 8 * r < rows:
+                    place = side * (HALF // 2) + 4 * i + lane % 4
+                    cute.autovec_copy(pair, cute.local_tile(targets[r], (2,), (place,)))
+
+
+@cached
+def compile_mla_decode(dtype: str, box: int, config: MlaDecodeConfig):
+    """-> f(q [B, s_q, h_q, 576], cache [pages, P, h_k, 576], block_table [B, max_pages], lengths [B], plan [parts, 8],
+    num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_parts [slots, h_k, rows, 512], lse_parts
+    [slots, h_k, rows], scale * log2(e), causal, fixed_splits); B, s_q, pages, max_pages > 0; h_k divides h_q, P is a
+    multiple of `box`, the number of row tiles one of `cluster`; rows of q and cache start at multiples of 16 bytes."""
+    return compile_sm90(MlaDecodeSm90(cute_dtype(dtype), box, config), *decode_arguments(dtype))
+
+
+def decode_arguments(dtype: str) -> tuple:
+    """Fake arguments of a decoding kernel."""
+    kind = cute_dtype(dtype)
+
+    def fake(dtype, shape, stride, align):
+        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+
+    def strides(count, divisibility):
+        return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
+
+    batch, queries, heads, kv_heads, slots = (cute.sym_int() for _ in range(5))
+    rows = cute.sym_int()
+    return (
+        fake(kind, (batch, queries, heads, LATENT), (*strides(3, 8), 1), 16),
+        fake(kind, (cute.sym_int(), cute.sym_int(), kv_heads, LATENT), (*strides(3, 8), 1), 16),
+        fake(Int32, (batch, cute.sym_int()), (*strides(1, 1), 1), 4),
+        fake(Int32, (batch,), strides(1, 1), 4),
+        fake(Int32, (cute.sym_int(), 8), (8, 1), 4),
+        fake(Int32, (cute.sym_int(),), (1,), 4),
+        fake(kind, (batch, queries, heads, VALUE), (*strides(2, 8), VALUE, 1), 16),
+        fake(Float32, (batch, heads, queries), (*strides(2, 1), 1), 4),
+        fake(Float32, (slots, kv_heads, rows, VALUE), (*strides(2, 4), VALUE, 1), 16),
+        fake(Float32, (slots, kv_heads, rows), (*strides(2, 1), 1), 4),
+        *(Float32(0.0), Int32(0), Int32(0)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def choose_config(rows: int) -> MlaDecodeConfig:
+    """`rows`: query tokens x heads of a KV head."""
+    row_tiles = -(-rows // ROWS)
+    if row_tiles % 2 == 0:
+        return MlaDecodeConfig(2, True, 0, 4, 2)
+    return MlaDecodeConfig(1, False, 3, 4, 4)
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [
+        (compile_mla_decode, (dtype, box, choose_config(rows)))
+        for dtype in ("bfloat16", "float16")
+        for box in (16, 32, 64)
+        for rows in (ROWS, 2 * ROWS)
+    ]
