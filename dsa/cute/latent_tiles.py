@@ -1,7 +1,7 @@
 """Tiles of a paged latent cache in shared memory: which of them a CTA works on, and the warp that loads them.
 
-A tile is 64 keys of 576 channels: two halves of 256 channels, which are the value, and 64 rope channels. Halves and
-rope parts have a ring each, of HALVES and ROPES slots, so that a tile of which only a half fits is loaded that far.
+A tile is 64 keys of 576 channels: four units of 128 channels, which are the value, and 64 rope channels. Units and
+rope parts have a ring each, of UNITS and ROPES slots, so that a tile of which only a part fits is loaded that far.
 
 A piece is what a CTA does of one sequence: some consecutive tiles. The loading warp finds the pieces, from the plan or
 from the CTA's number, and tells the others by a ring of FACTS slots.
@@ -21,8 +21,11 @@ from dsa.cute.ring import advance
 TILE = 64  # keys
 CHUNK = 64  # channels of a row of 128 bytes, which the swizzle works on
 VALUE, LATENT = 512, 576
-HALF = VALUE // 2
-HALF_CHUNKS = HALF // CHUNK
+UNIT = 128
+UNIT_CHUNKS, TILE_UNITS = UNIT // CHUNK, VALUE // UNIT
+# The order in which a tile is loaded and scored: what is needed of the value first comes first.
+UNIT_ORDER = (0, 2, 1, 3)
+ROPE_AFTER = 2  # units
 FACTS = 2
 NEVER = 2**30
 SPLIT_TILES, MAX_SPLITS = 32, 32  # of splits that depend on nothing but the sequence's length
@@ -34,14 +37,15 @@ SEQUENCE, FIRST_TILE, TILES, PART, LENGTH, SEEN = range(6)
 class LatentRings:
     """Barriers and what goes with them.
 
-    half_full, half_empty, rope_full, rope_empty, facts_full, facts_empty  a barrier for each slot
+    unit_full  a barrier for each chunk of each slot
+    unit_empty, rope_full, rope_empty, facts_full, facts_empty  a barrier for each slot
     present  [ROPES] a bit for each box of the tile whose rope part is in the slot: its page is in the cache
     facts    [8, FACTS] SEQUENCE (-1: no more), FIRST_TILE, TILES, PART (the partial result to write, -1: the piece is
              the whole sequence), LENGTH (keys that there are), SEEN (keys that the last query may see)
     """
 
-    half_full: cute.Pointer
-    half_empty: cute.Pointer
+    unit_full: cute.Pointer
+    unit_empty: cute.Pointer
     rope_full: cute.Pointer
     rope_empty: cute.Pointer
     facts_full: cute.Pointer
@@ -66,13 +70,13 @@ class DecodeInputs:
 class LatentTiles:
     """`box` keys, 16, 32 or 64, lie in the same page; `cluster` CTAs share the loads."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], box: int, halves: int, ropes: int, cluster: int = 1):
-        self.dtype, self.box, self.halves, self.ropes, self.cluster = dtype, box, halves, ropes, cluster
+    def __init__(self, dtype: type[cutlass.Numeric], box: int, units: int, ropes: int, cluster: int = 1):
+        self.dtype, self.box, self.units, self.ropes, self.cluster = dtype, box, units, ropes, cluster
         self.boxes = TILE // box
 
-    def half_layout(self) -> cute.ComposedLayout:
+    def unit_layout(self) -> cute.ComposedLayout:
         """[keys, channels, slot]"""
-        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, HALF), self.dtype, self.halves)
+        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, UNIT), self.dtype, self.units)
 
     def rope_layout(self) -> cute.ComposedLayout:
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, CHUNK), self.dtype, self.ropes)
@@ -93,11 +97,12 @@ class LatentTiles:
         return info[0], info[1]
 
     @cute.jit
-    def init(self, rings: LatentRings, half_readers: cutlass.Constexpr, rope_readers, facts_readers):
+    def init(self, rings: LatentRings, unit_readers: cutlass.Constexpr, rope_readers, facts_readers):
         """Barriers, each emptied by so many warps of every CTA of the cluster. One thread's work."""
-        for i in cutlass.range_constexpr(self.halves):
-            cute.arch.mbarrier_init(rings.half_full + i, 1)
-            cute.arch.mbarrier_init(rings.half_empty + i, half_readers * self.cluster)
+        for i in cutlass.range_constexpr(self.units * UNIT_CHUNKS):
+            cute.arch.mbarrier_init(rings.unit_full + i, 1)
+        for i in cutlass.range_constexpr(self.units):
+            cute.arch.mbarrier_init(rings.unit_empty + i, unit_readers * self.cluster)
         for i in cutlass.range_constexpr(self.ropes):
             cute.arch.mbarrier_init(rings.rope_full + i, 1)
             cute.arch.mbarrier_init(rings.rope_empty + i, rope_readers * self.cluster)
@@ -199,7 +204,7 @@ class LatentTiles:
         lane,
         state,
     ):
-        half, half_phase, rope, rope_phase, at, facts_phase = state
+        unit, unit_phase, rope, rope_phase, at, facts_phase = state
         page, place = self.find_box(inputs, sequence, first * self.boxes + lane, length, pages)
         cute.arch.mbarrier_wait(rings.facts_empty + at, facts_phase ^ 1)
         with cute.arch.elect_one():
@@ -220,42 +225,44 @@ class LatentTiles:
                 if number < pages:
                     bits |= 1 << i
             next_box += self.boxes
-            for side in cutlass.range_constexpr(2):
-                full = rings.half_full + half
-                cute.arch.mbarrier_wait(rings.half_empty + half, half_phase ^ 1)
+            for n, number in enumerate(UNIT_ORDER):
+                full = rings.unit_full + unit * UNIT_CHUNKS
+                cute.arch.mbarrier_wait(rings.unit_empty + unit, unit_phase ^ 1)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * HALF * 2)
-                for c in cutlass.range_constexpr(HALF_CHUNKS // self.cluster):
-                    # With a cluster, each CTA loads its share of the chunks for all.
+                    for c in cutlass.range_constexpr(UNIT_CHUNKS):
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + c, TILE * CHUNK * 2)
+                for c in cutlass.range_constexpr(UNIT_CHUNKS // self.cluster):
+                    # With a cluster, the CTAs load the chunks in turns, each for all.
                     chunk = c
                     if const_expr(self.cluster > 1):
-                        chunk = rank * (HALF_CHUNKS // self.cluster) + c
+                        chunk = c * self.cluster + rank
                     for i in cutlass.range_constexpr(self.boxes):
                         self.copy_box(
                             atom,
-                            thg[None, boxes[i][1], side * HALF_CHUNKS + chunk, boxes[i][0]],
-                            ths[None, (half * HALF_CHUNKS + chunk) * self.boxes + i],
-                            full,
+                            thg[None, boxes[i][1], number * UNIT_CHUNKS + chunk, boxes[i][0]],
+                            ths[None, (unit * UNIT_CHUNKS + chunk) * self.boxes + i],
+                            full + chunk,
                         )
-                half, half_phase = advance(half, half_phase, self.halves)
-            full = rings.rope_full + rope
-            cute.arch.mbarrier_wait(rings.rope_empty + rope, rope_phase ^ 1)
-            with cute.arch.elect_one():
-                rings.present[rope] = bits
-                cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * CHUNK * 2)
-            loads = True
-            if const_expr(self.cluster > 1):
-                loads = tile % self.cluster == rank
-            if loads:
-                for i in cutlass.range_constexpr(self.boxes):
-                    self.copy_box(
-                        atom,
-                        thg[None, boxes[i][1], VALUE // CHUNK, boxes[i][0]],
-                        trs[None, rope * self.boxes + i],
-                        full,
-                    )
-            rope, rope_phase = advance(rope, rope_phase, self.ropes)
-        return half, half_phase, rope, rope_phase, at, facts_phase
+                unit, unit_phase = advance(unit, unit_phase, self.units)
+                if const_expr(n == ROPE_AFTER - 1):
+                    full = rings.rope_full + rope
+                    cute.arch.mbarrier_wait(rings.rope_empty + rope, rope_phase ^ 1)
+                    with cute.arch.elect_one():
+                        rings.present[rope] = bits
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * CHUNK * 2)
+                    loads = True
+                    if const_expr(self.cluster > 1):
+                        loads = tile % self.cluster == rank
+                    if loads:
+                        for i in cutlass.range_constexpr(self.boxes):
+                            self.copy_box(
+                                atom,
+                                thg[None, boxes[i][1], VALUE // CHUNK, boxes[i][0]],
+                                trs[None, rope * self.boxes + i],
+                                full,
+                            )
+                    rope, rope_phase = advance(rope, rope_phase, self.ropes)
+        return unit, unit_phase, rope, rope_phase, at, facts_phase
 
     @cute.jit
     def copy_box(self, atom, source, target, barrier):
@@ -269,16 +276,19 @@ class LatentTiles:
 
 
 @cute.jit
-def zero_rows(halves: cute.Pointer, left, right, valid, thread):
-    """Clear the rows [valid, 64) of a tile's value, whose halves are in these slots. 128 threads' work.
+def zero_rows(units: cute.Pointer, first, count: cutlass.Constexpr, valid, thread):
+    """Clear the rows [valid, 64) of a tile's value, which is in the slots from `first` on of `count`. 128 threads' work.
 
     Values of keys that are not the sequence's would be multiplied by zero, and may be NaN.
     """
-    zeros = cute.make_rmem_tensor((8,), halves.dtype)
+    zeros = cute.make_rmem_tensor((8,), units.dtype)
     zeros.fill(0.0)
-    rows = cute.make_tensor(halves, cute.make_layout((CHUNK, TILE, HALF_CHUNKS, 1), stride=(1, CHUNK, TILE * CHUNK, TILE * HALF)))
+    rows = cute.make_tensor(
+        units, cute.make_layout((CHUNK, TILE, UNIT_CHUNKS, count), stride=(1, CHUNK, TILE * CHUNK, TILE * UNIT))
+    )
     for row in cutlass.range(valid + thread // 8, TILE, 16, unroll=1):
-        for side in cutlass.range_constexpr(2):
-            for chunk in cutlass.range_constexpr(HALF_CHUNKS):
-                target = rows[None, row, chunk, right if side else left]
+        for n in cutlass.range_constexpr(TILE_UNITS):
+            slot = first + n - count if first + n >= count else first + n
+            for chunk in cutlass.range_constexpr(UNIT_CHUNKS):
+                target = rows[None, row, chunk, slot]
                 cute.autovec_copy(zeros, cute.local_tile(target, (8,), (thread % 8,)))

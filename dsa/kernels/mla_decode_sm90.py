@@ -8,8 +8,8 @@ Plan
   tile, into the shared memory of both.
 - One warpgroup scores: S = Q K^T by wgmma, a part of Q in registers, online softmax in registers, P in 16 bits to
   shared memory. Two warpgroups accumulate: each has 64 x 256 of O += P V. A warp of the fourth loads.
-- `ahead`: the next tile's scores are under way while a tile's softmax is computed, so that the tensor cores have work
-  always. It is for rows enough to be bound by arithmetic: without it a tile's memory is free sooner.
+- `late`: of O += P V, half waits until the next tile has been scored, so that the tensor cores have work while its
+  softmax is computed. It is for rows enough to be bound by arithmetic: without it a tile's memory is free sooner.
 - The maximum that P is relative to may lag behind the true one by a factor of 2^8: O is rescaled only when it must be.
 - A piece that is a whole sequence writes out and lse; others write partial results, normalised, for mla_combine_sm90.
 Shared memory: Q without its register part, P, HALVES x 32 KiB + ROPES x 8 KiB of keys: two and a half tiles.
@@ -36,15 +36,18 @@ from dsa.cute.latent_tiles import (
     CHUNK,
     FACTS,
     FIRST_TILE,
-    HALF,
-    HALF_CHUNKS,
     LATENT,
     LENGTH,
     PART,
+    ROPE_AFTER,
     SEEN,
     SEQUENCE,
     TILE,
+    TILE_UNITS,
     TILES,
+    UNIT,
+    UNIT_CHUNKS,
+    UNIT_ORDER,
     VALUE,
     DecodeInputs,
     LatentRings,
@@ -59,6 +62,10 @@ THREADS = 4 * WARPGROUP
 ROWS = 64
 SCORE_REGISTERS, OUTPUT_REGISTERS, LOADER_REGISTERS = 144, 168, 32
 Q_CHUNKS = LATENT // CHUNK
+# The channels of Q, by chunks, in the order of the keys' units.
+Q_ORDER = [unit * UNIT_CHUNKS + c for unit in UNIT_ORDER for c in range(UNIT_CHUNKS)]
+Q_ORDER.insert(ROPE_AFTER * UNIT_CHUNKS, VALUE // CHUNK)
+HALF = VALUE // 2
 LAG = 8.0  # the most, in powers of two, that P may exceed 1 by
 LN2 = 0.6931471805599453
 SCORE_BARRIER = 1
@@ -67,20 +74,20 @@ STAGED = 32  # channels of a row that go through shared memory at a time, at the
 
 @dataclass(frozen=True)
 class MlaDecodeConfig:
-    """cluster: CTAs that share the keys; ahead: score a tile before the last one's softmax; held: chunks of Q in
-    registers; halves, ropes: slots of shared memory."""
+    """cluster: CTAs that share the keys; late: half of O waits for the next scores; held: chunks of Q in registers;
+    units, ropes: slots of shared memory."""
 
     cluster: int
-    ahead: bool
+    late: bool
     held: int
-    halves: int
+    units: int
     ropes: int
 
 
 class MlaDecodeSm90:
     def __init__(self, dtype: type[cutlass.Numeric], box: int, cfg: MlaDecodeConfig):
         self.dtype, self.cfg = dtype, cfg
-        self.tiles = LatentTiles(dtype, box, cfg.halves, cfg.ropes, cfg.cluster)
+        self.tiles = LatentTiles(dtype, box, cfg.units, cfg.ropes, cfg.cluster)
         self.free = Q_CHUNKS - cfg.held  # chunks of Q in shared memory
 
     @cute.jit
@@ -108,21 +115,22 @@ class MlaDecodeSm90:
         one = (1, 1, 1)
         score = make(self.dtype, self.dtype, k_major, k_major, Float32, one, (ROWS, TILE))
         score_held = make(self.dtype, self.dtype, k_major, k_major, Float32, one, (ROWS, TILE), registers)
-        value = make(self.dtype, self.dtype, k_major, mn_major, Float32, one, (ROWS, HALF // 2))
+        value = make(self.dtype, self.dtype, k_major, mn_major, Float32, one, (ROWS, UNIT))
         q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, TILE, self.free * CHUNK), self.dtype, 1)
         p_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, TILE, TILE), self.dtype, 1)
-        half_layout, rope_layout = self.tiles.half_layout(), self.tiles.rope_layout()
+        unit_layout, rope_layout = self.tiles.unit_layout(), self.tiles.rope_layout()
 
         @cute.struct
         class Storage:
-            half_full: cute.struct.MemRange[Int64, self.cfg.halves]
-            half_empty: cute.struct.MemRange[Int64, self.cfg.halves]
+            unit_full: cute.struct.MemRange[Int64, self.cfg.units * UNIT_CHUNKS]
+            unit_empty: cute.struct.MemRange[Int64, self.cfg.units]
             rope_full: cute.struct.MemRange[Int64, self.cfg.ropes]
             rope_empty: cute.struct.MemRange[Int64, self.cfg.ropes]
             facts_full: cute.struct.MemRange[Int64, FACTS]
             facts_empty: cute.struct.MemRange[Int64, FACTS]
             p_full: cute.struct.MemRange[Int64, 1]
             p_empty: cute.struct.MemRange[Int64, 1]
+            scored: cute.struct.MemRange[Int64, 1]
             end_full: cute.struct.MemRange[Int64, 1]
             end_empty: cute.struct.MemRange[Int64, 1]
             present: cute.struct.MemRange[cutlass.Uint32, self.cfg.ropes]
@@ -132,7 +140,7 @@ class MlaDecodeSm90:
             inverses: cute.struct.MemRange[Float32, ROWS]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p_layout)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
-            halves: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(half_layout)], 1024]
+            units: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(unit_layout)], 1024]
             ropes: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rope_layout)], 1024]
 
         self.storage = Storage
@@ -145,7 +153,7 @@ class MlaDecodeSm90:
         self.kernel(
             *(atom, keys, q, block_table, lengths, plan, num_splits, out, lse, out_parts, lse_parts),
             *(scale, causal, fixed_splits, page_boxes, page_size, row_tiles),
-            *(score, score_held, value, q_layout, p_layout, half_layout, rope_layout),
+            *(score, score_held, value, q_layout, p_layout, unit_layout, rope_layout),
         ).launch(
             grid=(parts * row_tiles, cache.shape[2], 1),
             block=(THREADS, 1, 1),
@@ -180,7 +188,7 @@ class MlaDecodeSm90:
         value_mma: cute.TiledMma,
         q_layout: cute.ComposedLayout,
         p_layout: cute.ComposedLayout,
-        half_layout: cute.ComposedLayout,
+        unit_layout: cute.ComposedLayout,
         rope_layout: cute.ComposedLayout,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -190,8 +198,8 @@ class MlaDecodeSm90:
         part, row_tile = block // row_tiles, block % row_tiles
         storage = SmemAllocator().allocate(self.storage)
         rings = LatentRings(
-            storage.half_full.data_ptr(),
-            storage.half_empty.data_ptr(),
+            storage.unit_full.data_ptr(),
+            storage.unit_empty.data_ptr(),
             storage.rope_full.data_ptr(),
             storage.rope_empty.data_ptr(),
             storage.facts_full.data_ptr(),
@@ -200,12 +208,13 @@ class MlaDecodeSm90:
             storage.facts.get_tensor(cute.make_layout((8, FACTS))),
         )
         p_full, p_empty = storage.p_full.data_ptr(), storage.p_empty.data_ptr()
+        scored = storage.scored.data_ptr()
         end_full, end_empty = storage.end_full.data_ptr(), storage.end_empty.data_ptr()
         factors = storage.factors.get_tensor(cute.make_layout(ROWS))
         inverses = storage.inverses.get_tensor(cute.make_layout(ROWS))
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sp = storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner)
-        halves = storage.halves.get_tensor(half_layout.outer, swizzle=half_layout.inner)
+        units = storage.units.get_tensor(unit_layout.outer, swizzle=unit_layout.inner)
         ropes = storage.ropes.get_tensor(rope_layout.outer, swizzle=rope_layout.inner)
 
         if warp == 12:
@@ -214,6 +223,7 @@ class MlaDecodeSm90:
             self.tiles.init(rings, 4, 4, 12)
             cute.arch.mbarrier_init(p_full, 4)
             cute.arch.mbarrier_init(p_empty, 8)
+            cute.arch.mbarrier_init(scored, 4)
             cute.arch.mbarrier_init(end_full, 4)
             cute.arch.mbarrier_init(end_empty, 8)
         cute.arch.mbarrier_init_fence()
@@ -234,24 +244,24 @@ class MlaDecodeSm90:
                 inputs = DecodeInputs(
                     *(lengths, block_table, plan, num_splits, page_boxes, page_size, fixed_splits),
                 )
-                boxes, rope_boxes = self.tiles.box_layout(self.cfg.halves * HALF_CHUNKS), self.tiles.box_layout(self.cfg.ropes)
+                boxes, rope_boxes = self.tiles.box_layout(self.cfg.units * UNIT_CHUNKS), self.tiles.box_layout(self.cfg.ropes)
                 rank = block % self.cfg.cluster
                 self.tiles.load(
-                    *(atom, mk, storage.halves.get_tensor(boxes.outer, swizzle=boxes.inner)),
+                    *(atom, mk, storage.units.get_tensor(boxes.outer, swizzle=boxes.inner)),
                     storage.ropes.get_tensor(rope_boxes.outer, swizzle=rope_boxes.inner),
                     *(rings, inputs, part, kv_head, rank, lane, out_parts.shape[0]),
                 )
         elif warp < 4:
             cute.arch.setmaxregister_increase(SCORE_REGISTERS)
             self.score(
-                *(q, lse, lse_parts, score_mma, held_mma, sq, sp, halves, ropes, rings, p_full, p_empty),
+                *(q, lse, lse_parts, score_mma, held_mma, sq, sp, units, ropes, rings, p_full, p_empty, scored),
                 *(end_full, end_empty, factors, inverses, scale, causal, heads, rows, row_tile, kv_head),
                 *(tid, warp, lane),
             )
         else:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
             self.accumulate(
-                *(out, out_parts, value_mma, sp, halves, rings, p_full, p_empty, end_full, end_empty),
+                *(out, out_parts, value_mma, sp, units, rings, p_full, p_empty, scored, end_full, end_empty),
                 *(factors, inverses, heads, rows, row_tile, kv_head, q.shape[1], q.shape[2]),
                 *(tid % WARPGROUP, warp % 4, lane, warp // 4 - 1),
             )
@@ -274,11 +284,11 @@ class MlaDecodeSm90:
         first = [raw + self.offset(tid // 8 + 16 * i, tid % 8) for i in range(4)]
         for c in cutlass.range_constexpr(self.cfg.held):
             for i in cutlass.range_constexpr(4):
-                async_load_16_or_zeros(first[i] + c * ROWS * CHUNK, sources[i] + c * CHUNK, present[i])
+                async_load_16_or_zeros(first[i] + c * ROWS * CHUNK, sources[i] + Q_ORDER[c] * CHUNK, present[i])
         for c in cutlass.range_constexpr(2 * self.cfg.held, Q_CHUNKS):
             for i in cutlass.range_constexpr(4):
                 target = first[i] + (c - self.cfg.held) * ROWS * CHUNK
-                async_load_16_or_zeros(target, sources[i] + c * CHUNK, present[i])
+                async_load_16_or_zeros(target, sources[i] + Q_ORDER[c] * CHUNK, present[i])
         if const_expr(self.cfg.held > 0):
             later = max(0, Q_CHUNKS - 2 * self.cfg.held) * 4
             cute.arch.cp_async_wait_group(later)
@@ -293,7 +303,7 @@ class MlaDecodeSm90:
             for c in cutlass.range_constexpr(self.cfg.held, min(2 * self.cfg.held, Q_CHUNKS)):
                 for i in cutlass.range_constexpr(4):
                     target = first[i] + (c - self.cfg.held) * ROWS * CHUNK
-                    async_load_16_or_zeros(target, sources[i] + c * CHUNK, present[i])
+                    async_load_16_or_zeros(target, sources[i] + Q_ORDER[c] * CHUNK, present[i])
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
@@ -304,32 +314,31 @@ class MlaDecodeSm90:
         return row * CHUNK + (vector ^ (row % 8)) * 8
 
     @cute.jit
-    def multiply(self, acc, score_mma, held_mma, held, rq, rh, rr, rings: LatentRings, ring):
+    def multiply(self, acc, score_mma, held_mma, held, rq, ru, rr, rings: LatentRings, ring):
         """Start acc = Q K^T of the next tile, as its parts arrive. -> the ring behind the tile."""
-        half, half_phase, rope, rope_phase = ring
+        unit, unit_phase, rope, rope_phase = ring
         cute.nvgpu.warpgroup.fence()
-        for chunk in cutlass.range_constexpr(Q_CHUNKS):
-            if const_expr(chunk % HALF_CHUNKS == 0):
-                if const_expr(chunk < VALUE // CHUNK):
-                    cute.arch.mbarrier_wait(rings.half_full + half, half_phase)
-                else:
-                    cute.arch.mbarrier_wait(rings.rope_full + rope, rope_phase)
+        for n, chunk in enumerate(Q_ORDER):
+            if const_expr(chunk < VALUE // CHUNK):
+                cute.arch.mbarrier_wait(rings.unit_full + (unit * UNIT_CHUNKS + chunk % UNIT_CHUNKS), unit_phase)
+            else:
+                cute.arch.mbarrier_wait(rings.rope_full + rope, rope_phase)
             for step in cutlass.range_constexpr(CHUNK // 16):
                 keys = rr[None, None, step, rope]
                 if const_expr(chunk < VALUE // CHUNK):
-                    keys = rh[None, None, chunk % HALF_CHUNKS * (CHUNK // 16) + step, half]
-                if const_expr(chunk < self.cfg.held):
-                    held_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, chunk + step > 0)
-                    cute.gemm(held_mma, acc, held[None, None, step, chunk], keys, acc)
+                    keys = ru[None, None, chunk % UNIT_CHUNKS * (CHUNK // 16) + step, unit]
+                if const_expr(n < self.cfg.held):
+                    held_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, n + step > 0)
+                    cute.gemm(held_mma, acc, held[None, None, step, n], keys, acc)
                 else:
-                    score_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, chunk + step > 0)
-                    at = (chunk - self.cfg.held) * (CHUNK // 16) + step
+                    score_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, n + step > 0)
+                    at = (n - self.cfg.held) * (CHUNK // 16) + step
                     cute.gemm(score_mma, acc, rq[None, None, at, 0], keys, acc)
-            if const_expr(chunk % HALF_CHUNKS == HALF_CHUNKS - 1):
-                half, half_phase = advance(half, half_phase, self.cfg.halves)
+            if const_expr(chunk < VALUE // CHUNK and chunk % UNIT_CHUNKS == UNIT_CHUNKS - 1):
+                unit, unit_phase = advance(unit, unit_phase, self.cfg.units)
         cute.nvgpu.warpgroup.commit_group()
         rope, rope_phase = advance(rope, rope_phase, self.cfg.ropes)
-        return half, half_phase, rope, rope_phase
+        return unit, unit_phase, rope, rope_phase
 
     @cute.jit
     def score(
@@ -341,11 +350,12 @@ class MlaDecodeSm90:
         held_mma,
         sq,
         sp,
-        halves,
+        units,
         ropes,
         rings: LatentRings,
         p_full,
         p_empty,
+        scored,
         end_full,
         end_empty,
         factors,
@@ -362,12 +372,11 @@ class MlaDecodeSm90:
     ):
         thr = score_mma.get_slice(tid)
         rq = score_mma.make_fragment_A(thr.partition_A(sq))
-        rh = score_mma.make_fragment_B(thr.partition_B(halves))
+        ru = score_mma.make_fragment_B(thr.partition_B(units))
         rr = score_mma.make_fragment_B(thr.partition_B(ropes))
         held_shape = held_mma.get_slice(tid).partition_shape_A((ROWS, CHUNK))
         held = cute.make_rmem_tensor((*held_shape, max(1, self.cfg.held)), self.dtype)
         acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, TILE)), Float32)
-        coming = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, TILE)), Float32)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
         own_row = warp * 16 + lane // 4  # and 8 further
         queries = q.shape[1]
@@ -395,31 +404,23 @@ class MlaDecodeSm90:
                         limits[r] = cutlass.min(length, seen - queries + 1 + places[r] // heads)
                 top.fill(-float("inf"))
                 total.fill(0.0)
-                state = (sp, factors, p_full, p_empty, rings, limits, top, total, halves)
+                state = (sp, factors, p_full, p_empty, rings, limits, top, total, units)
                 if tiles > 0:
                     self.load_queries(q, sq, held, held_mma, sequence, heads, rows, row_tile, kv_head, tid)
                     key = first * TILE
-                    if const_expr(self.cfg.ahead):
+                    for tile in cutlass.range(tiles, unroll=1):
                         here = ring
-                        ring = self.multiply(acc, score_mma, held_mma, held, rq, rh, rr, rings, ring)
+                        ring = self.multiply(acc, score_mma, held_mma, held, rq, ru, rr, rings, ring)
                         cute.nvgpu.warpgroup.wait_group(0)
-                        for _ in cutlass.range(tiles - 1, unroll=1):
-                            there = ring
-                            ring = self.multiply(coming, score_mma, held_mma, held, rq, rh, rr, rings, ring)
-                            p_phase = self.softmax(flat, state, here, key, length, least, scale, p_phase, tid, warp, lane)
-                            cute.nvgpu.warpgroup.wait_group(0)
-                            for i in cutlass.range_constexpr(TILE // 2):
-                                flat[i] = coming[i]
-                            here = there
-                            key += TILE
+                        if const_expr(self.cfg.late):
+                            if tile > 0:
+                                with cute.arch.elect_one():
+                                    cute.arch.mbarrier_arrive(scored)
                         p_phase = self.softmax(flat, state, here, key, length, least, scale, p_phase, tid, warp, lane)
-                    else:
-                        for _ in cutlass.range(tiles, unroll=1):
-                            here = ring
-                            ring = self.multiply(acc, score_mma, held_mma, held, rq, rh, rr, rings, ring)
-                            cute.nvgpu.warpgroup.wait_group(0)
-                            p_phase = self.softmax(flat, state, here, key, length, least, scale, p_phase, tid, warp, lane)
-                            key += TILE
+                        key += TILE
+                    if const_expr(self.cfg.late):
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(scored)
                 cute.arch.mbarrier_wait(end_empty, end_phase ^ 1)
                 for r in cutlass.range_constexpr(2):
                     amount = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=1)
@@ -446,8 +447,8 @@ class MlaDecodeSm90:
     @cute.jit
     def softmax(self, flat, state, ring, key, length, least, scale, p_phase, tid, warp, lane):
         """P of a tile from its scores, to shared memory with what O must be multiplied by before."""
-        sp, factors, p_full, p_empty, rings, limits, top, total, halves = state
-        half, half_phase, rope, rope_phase = ring
+        sp, factors, p_full, p_empty, rings, limits, top, total, units = state
+        unit, _, rope, _ = ring
         bits = rings.present[rope]
         self.tiles.release(rings.rope_empty + rope)
         every = 2**self.tiles.boxes - 1
@@ -491,7 +492,7 @@ class MlaDecodeSm90:
             words = [pack(flat[8 * i + 2 * j], flat[8 * i + 2 * j + 1], self.dtype) for j in range(4)]
             store_matrices(base + 2 * self.offset(row, 2 * i + lane // 16), words)
         if key + TILE > length:
-            zero_rows(halves.iterator, half, advance(half, half_phase, self.cfg.halves)[0], length - key, tid)
+            zero_rows(units.iterator, unit, self.cfg.units, length - key, tid)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -505,10 +506,11 @@ class MlaDecodeSm90:
         out_parts,
         value_mma,
         sp,
-        halves,
+        units,
         rings: LatentRings,
         p_full,
         p_empty,
+        scored,
         end_full,
         end_empty,
         factors,
@@ -525,14 +527,15 @@ class MlaDecodeSm90:
         side,
     ):
         thr = value_mma.get_slice(tid)
-        values = cute.make_tensor(halves.iterator, cute.select(halves.layout, mode=[1, 0, 2]))
+        values = cute.make_tensor(units.iterator, cute.select(units.layout, mode=[1, 0, 2]))
         rp = value_mma.make_fragment_A(thr.partition_A(sp))
         rv = value_mma.make_fragment_B(thr.partition_B(values))
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, HALF)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(HALF // 2))
+        flat = cute.make_rmem_tensor((HALF // 2,), Float32)
+        of_unit = cute.make_layout(thr.partition_shape_C((ROWS, UNIT)))
+        accs = [cute.make_tensor(flat.iterator + half * (UNIT // 2), of_unit) for half in range(2)]
         own_row = warp * 16 + lane // 4
         p_phase, end_phase, at, facts_phase, sequence = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        half, half_phase = Int32(side), Int32(0)
+        unit = Int32(side)
         value_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         while sequence >= 0:
             cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
@@ -541,26 +544,28 @@ class MlaDecodeSm90:
                 cute.arch.mbarrier_arrive(rings.facts_empty + at)
             at, facts_phase = advance(at, facts_phase, FACTS)
             if sequence >= 0:
-                acc.fill(0.0)
+                flat.fill(0.0)
                 for tile in cutlass.range(tiles, unroll=1):
                     cute.arch.mbarrier_wait(p_full, p_phase)
-                    cute.arch.mbarrier_wait(rings.half_full + half, half_phase)
                     upper, lower = factors[own_row], factors[own_row + 8]
                     if cute.arch.vote_any_sync(upper != 1.0 or lower != 1.0):
                         for i in cutlass.range_constexpr(HALF // 2):
                             flat[i] *= lower if i // 2 % 2 else upper
-                    cute.nvgpu.warpgroup.fence()
-                    for step in cutlass.range_constexpr(TILE // 16):
-                        cute.gemm(value_mma, acc, rp[None, None, step, 0], rv[None, None, step, half], acc)
-                    cute.nvgpu.warpgroup.commit_group()
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    self.tiles.release(rings.half_empty + half)
+                    for half in cutlass.range_constexpr(2):
+                        if const_expr(half == 1 and self.cfg.late):
+                            cute.arch.mbarrier_wait(scored, p_phase)
+                        cute.nvgpu.warpgroup.fence()
+                        for step in cutlass.range_constexpr(TILE // 16):
+                            a, b = rp[None, None, step, 0], rv[None, None, step, unit]
+                            cute.gemm(value_mma, accs[half], a, b, accs[half])
+                        cute.nvgpu.warpgroup.commit_group()
+                        cute.nvgpu.warpgroup.wait_group(0)
+                        self.tiles.release(rings.unit_empty + unit)
+                        unit = unit + 2 - self.cfg.units if unit >= self.cfg.units - 2 else unit + 2
                     if tile < tiles - 1:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(p_empty)
                     p_phase ^= 1
-                    half, half_phase = advance(half, half_phase, self.cfg.halves)
-                    half, half_phase = advance(half, half_phase, self.cfg.halves)
                 cute.arch.mbarrier_wait(end_full, end_phase)
                 upper, lower = inverses[own_row], inverses[own_row + 8]
                 place = row_tile * ROWS + own_row
@@ -664,8 +669,8 @@ def choose_config(rows: int) -> MlaDecodeConfig:
     """`rows`: query tokens x heads of a KV head."""
     row_tiles = -(-rows // ROWS)
     if row_tiles % 2 == 0:
-        return MlaDecodeConfig(2, True, 0, 4, 2)
-    return MlaDecodeConfig(1, False, 3, 4, 4)
+        return MlaDecodeConfig(2, True, 2, 8, 4)
+    return MlaDecodeConfig(1, False, 3, 9, 3)
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
