@@ -145,6 +145,9 @@ class LatentTiles:
             sequence, cut, index = cutlass.max(sequence, 0), cutlass.max(cut, 0), cutlass.max(index, 0)
         last = cutlass.min(last, batch - 1)
         while sequence <= last:
+            # The first page numbers are asked for together with the length, where the piece probably begins.
+            guess = cut + index * SPLIT_TILES if inputs.fixed_splits > 0 else cut
+            page, place = self.find_box(inputs, sequence, guess * self.boxes + lane)
             seen = inputs.lengths[sequence]
             length = cutlass.max(cutlass.min(seen, capacity), 0)
             tiles = (length + TILE - 1) // TILE
@@ -162,9 +165,11 @@ class LatentTiles:
                 if cut > 0 or (sequence == last and end_cut < NEVER):
                     slot = cutlass.min(inputs.num_splits[sequence] + index, fixed_end - 1)
             if not empty:
+                if first != guess:
+                    page, place = self.find_box(inputs, sequence, first * self.boxes + lane)
                 state = self.load_piece(
                     *(atom, thg, ths, trs, rings, inputs, sequence, first, end - first, slot, length, seen),
-                    *(pages, rank, lane, state),
+                    *(page, place, pages, rank, lane, state),
                 )
             sequence, cut, index = sequence + 1, Int32(0), Int32(0)
         at, phase = state[4], state[5]
@@ -174,14 +179,12 @@ class LatentTiles:
             cute.arch.mbarrier_arrive(rings.facts_full + at)
 
     @cute.jit
-    def find_box(self, inputs: DecodeInputs, sequence, box, length, pages):
-        """(page, box in the page) of a box of keys; a page outside the cache if there is none."""
-        page, place = Int32(-1), Int32(0)
-        if box * self.box < length:
-            number, place = divmod(box, inputs.page_boxes)
+    def find_box(self, inputs: DecodeInputs, sequence, box):
+        """(page, box in the page) of a box of keys; -1 if the block table does not have it."""
+        number, place = divmod(box, inputs.page_boxes)
+        page = Int32(-1)
+        if number < inputs.block_table.shape[1]:
             page = inputs.block_table[sequence, number]
-        if page < 0 or page > pages:
-            page = Int32(pages)  # TMA fills with zeros
         return page, place
 
     @cute.jit
@@ -199,13 +202,14 @@ class LatentTiles:
         slot,
         length,
         seen,
+        page,
+        place,
         pages,
         rank,
         lane,
         state,
     ):
         unit, unit_phase, rope, rope_phase, at, facts_phase = state
-        page, place = self.find_box(inputs, sequence, first * self.boxes + lane, length, pages)
         cute.arch.mbarrier_wait(rings.facts_empty + at, facts_phase ^ 1)
         with cute.arch.elect_one():
             rings.facts[SEQUENCE, at], rings.facts[FIRST_TILE, at], rings.facts[TILES, at] = sequence, first, tiles
@@ -217,13 +221,15 @@ class LatentTiles:
         for tile in cutlass.range(tiles, unroll=1):
             if next_box == 32:
                 next_box = Int32(0)
-                page, place = self.find_box(inputs, sequence, (first + tile) * self.boxes + lane, length, pages)
+                page, place = self.find_box(inputs, sequence, (first + tile) * self.boxes + lane)
             boxes, bits = [], Uint32(0)
             for i in cutlass.range_constexpr(self.boxes):
                 number = cute.arch.shuffle_sync(page, next_box + i)
-                boxes.append((number, cute.arch.shuffle_sync(place, next_box + i)))
-                if number < pages:
+                if number < 0 or number >= pages or (first + tile) * TILE + i * self.box >= length:
+                    number = Int32(pages)  # TMA reads nothing there and writes zeros
+                else:
                     bits |= 1 << i
+                boxes.append((number, cute.arch.shuffle_sync(place, next_box + i)))
             next_box += self.boxes
             for n, number in enumerate(UNIT_ORDER):
                 full = rings.unit_full + unit * UNIT_CHUNKS

@@ -60,7 +60,7 @@ from dsa.cute.ring import advance
 WARPGROUP = 128
 THREADS = 4 * WARPGROUP
 ROWS = 64
-SCORE_REGISTERS, OUTPUT_REGISTERS, LOADER_REGISTERS = 144, 168, 32
+SCORE_REGISTERS, OUTPUT_REGISTERS, LOADER_REGISTERS = 136, 168, 40
 Q_CHUNKS = LATENT // CHUNK
 # The channels of Q, by chunks, in the order of the keys' units.
 Q_ORDER = [unit * UNIT_CHUNKS + c for unit in UNIT_ORDER for c in range(UNIT_CHUNKS)]
@@ -669,7 +669,7 @@ def choose_config(rows: int) -> MlaDecodeConfig:
     """`rows`: query tokens x heads of a KV head."""
     row_tiles = -(-rows // ROWS)
     if row_tiles % 2 == 0:
-        return MlaDecodeConfig(2, True, 2, 8, 4)
+        return MlaDecodeConfig(2, True, 3, 9, 3)
     return MlaDecodeConfig(1, False, 3, 9, 3)
 
 
