@@ -150,7 +150,8 @@ class LatentTiles:
             page, place = self.find_box(inputs, sequence, guess * self.boxes + lane)
             seen = inputs.lengths[sequence]
             length = cutlass.max(cutlass.min(seen, capacity), 0)
-            tiles = (length + TILE - 1) // TILE
+            # An empty sequence has a tile, without keys: so every piece that is a whole sequence has one.
+            tiles = cutlass.max((length + TILE - 1) // TILE, 1)
             first, end, slot, empty = Int32(0), tiles, Int32(-1), False
             if inputs.fixed_splits > 0:
                 each = cutlass.max(SPLIT_TILES, (tiles + MAX_SPLITS - 1) // MAX_SPLITS)

@@ -55,12 +55,13 @@ from dsa.cute.latent_tiles import (
     zero_rows,
 )
 from dsa.cute.matrix_store import pack, store_matrices
+from dsa.cute.register_pressure import computed_here
 from dsa.cute.ring import advance
 
 WARPGROUP = 128
 THREADS = 4 * WARPGROUP
 ROWS = 64
-SCORE_REGISTERS, OUTPUT_REGISTERS, LOADER_REGISTERS = 136, 168, 40
+SCORE_REGISTERS, OUTPUT_REGISTERS, LOADER_REGISTERS = 152, 160, 40
 Q_CHUNKS = LATENT // CHUNK
 # The channels of Q, by chunks, in the order of the keys' units.
 Q_ORDER = [unit * UNIT_CHUNKS + c for unit in UNIT_ORDER for c in range(UNIT_CHUNKS)]
@@ -68,7 +69,8 @@ Q_ORDER.insert(ROPE_AFTER * UNIT_CHUNKS, VALUE // CHUNK)
 HALF = VALUE // 2
 LAG = 8.0  # the most, in powers of two, that P may exceed 1 by
 LN2 = 0.6931471805599453
-SCORE_BARRIER = 1
+P_SLOTS = 2
+SCORE_BARRIER, OUTPUT_BARRIER = 1, 2
 STAGED = 32  # channels of a row that go through shared memory at a time, at the end
 
 
@@ -117,7 +119,7 @@ class MlaDecodeSm90:
         score_held = make(self.dtype, self.dtype, k_major, k_major, Float32, one, (ROWS, TILE), registers)
         value = make(self.dtype, self.dtype, k_major, mn_major, Float32, one, (ROWS, UNIT))
         q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, TILE, self.free * CHUNK), self.dtype, 1)
-        p_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, TILE, TILE), self.dtype, 1)
+        p_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, TILE, TILE), self.dtype, P_SLOTS)
         unit_layout, rope_layout = self.tiles.unit_layout(), self.tiles.rope_layout()
 
         @cute.struct
@@ -128,15 +130,15 @@ class MlaDecodeSm90:
             rope_empty: cute.struct.MemRange[Int64, self.cfg.ropes]
             facts_full: cute.struct.MemRange[Int64, FACTS]
             facts_empty: cute.struct.MemRange[Int64, FACTS]
-            p_full: cute.struct.MemRange[Int64, 1]
-            p_empty: cute.struct.MemRange[Int64, 1]
+            p_full: cute.struct.MemRange[Int64, 2 * P_SLOTS]
+            p_empty: cute.struct.MemRange[Int64, P_SLOTS]
             scored: cute.struct.MemRange[Int64, 1]
             end_full: cute.struct.MemRange[Int64, 1]
             end_empty: cute.struct.MemRange[Int64, 1]
             present: cute.struct.MemRange[cutlass.Uint32, self.cfg.ropes]
             facts: cute.struct.MemRange[Int32, 8 * FACTS]
             # Of the rows: what O is to be multiplied by before a tile, and at the end.
-            factors: cute.struct.MemRange[Float32, ROWS]
+            factors: cute.struct.MemRange[Float32, ROWS * P_SLOTS]
             inverses: cute.struct.MemRange[Float32, ROWS]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p_layout)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
@@ -210,7 +212,7 @@ class MlaDecodeSm90:
         p_full, p_empty = storage.p_full.data_ptr(), storage.p_empty.data_ptr()
         scored = storage.scored.data_ptr()
         end_full, end_empty = storage.end_full.data_ptr(), storage.end_empty.data_ptr()
-        factors = storage.factors.get_tensor(cute.make_layout(ROWS))
+        factors = storage.factors.get_tensor(cute.make_layout((ROWS, P_SLOTS)))
         inverses = storage.inverses.get_tensor(cute.make_layout(ROWS))
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sp = storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner)
@@ -221,8 +223,10 @@ class MlaDecodeSm90:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if tid == 0:
             self.tiles.init(rings, 4, 4, 12)
-            cute.arch.mbarrier_init(p_full, 4)
-            cute.arch.mbarrier_init(p_empty, 8)
+            for i in cutlass.range_constexpr(P_SLOTS):
+                cute.arch.mbarrier_init(p_full + 2 * i, 4)
+                cute.arch.mbarrier_init(p_full + (2 * i + 1), 4)
+                cute.arch.mbarrier_init(p_empty + i, 8)
             cute.arch.mbarrier_init(scored, 4)
             cute.arch.mbarrier_init(end_full, 4)
             cute.arch.mbarrier_init(end_empty, 8)
@@ -272,7 +276,9 @@ class MlaDecodeSm90:
 
     @cute.jit
     def load_queries(self, q, sq, held, held_mma, sequence, heads, rows, row_tile, kv_head, tid):
-        """The rows of the row tile: the first `held` chunks of channels to registers, the others to shared memory."""
+        """The rows of the row tile: the first `held` chunks of channels to registers, by way of the memory of the
+        others, then those to shared memory."""
+        tid = computed_here(tid)
         sources, present = [], []
         for i in cutlass.range_constexpr(4):
             row = row_tile * ROWS + tid // 8 + 16 * i
@@ -281,29 +287,25 @@ class MlaDecodeSm90:
             head = kv_head * heads + inside % heads
             sources.append(q[sequence, inside // heads, head, None].iterator + tid % 8 * 8)
         raw = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
-        first = [raw + self.offset(tid // 8 + 16 * i, tid % 8) for i in range(4)]
-        for c in cutlass.range_constexpr(self.cfg.held):
-            for i in cutlass.range_constexpr(4):
-                async_load_16_or_zeros(first[i] + c * ROWS * CHUNK, sources[i] + Q_ORDER[c] * CHUNK, present[i])
-        for c in cutlass.range_constexpr(2 * self.cfg.held, Q_CHUNKS):
-            for i in cutlass.range_constexpr(4):
-                target = first[i] + (c - self.cfg.held) * ROWS * CHUNK
-                async_load_16_or_zeros(target, sources[i] + Q_ORDER[c] * CHUNK, present[i])
-        if const_expr(self.cfg.held > 0):
-            later = max(0, Q_CHUNKS - 2 * self.cfg.held) * 4
-            cute.arch.cp_async_wait_group(later)
-            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
-            load = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-            copy = cute.make_tiled_copy_A(load, held_mma).get_slice(tid)
-            for c in cutlass.range_constexpr(self.cfg.held):
-                chunk = cute.local_tile(sq[None, None, 0], (ROWS, CHUNK), (0, c))
-                target = held[None, None, None, c]
-                cute.copy(load, copy.partition_S(chunk), copy.retile(target))
-            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
-            for c in cutlass.range_constexpr(self.cfg.held, min(2 * self.cfg.held, Q_CHUNKS)):
+        targets = [raw + self.offset(tid // 8 + 16 * i, tid % 8) for i in range(4)]
+        load = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy = cute.make_tiled_copy_A(load, held_mma).get_slice(tid)
+        for begin in cutlass.range_constexpr(0, self.cfg.held, self.free):
+            end = min(begin + self.free, self.cfg.held)
+            for c in cutlass.range_constexpr(begin, end):
                 for i in cutlass.range_constexpr(4):
-                    target = first[i] + (c - self.cfg.held) * ROWS * CHUNK
+                    target = targets[i] + (c - begin) * ROWS * CHUNK
                     async_load_16_or_zeros(target, sources[i] + Q_ORDER[c] * CHUNK, present[i])
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+            for c in cutlass.range_constexpr(begin, end):
+                chunk = cute.local_tile(sq[None, None, 0], (ROWS, CHUNK), (0, c - begin))
+                cute.copy(load, copy.partition_S(chunk), copy.retile(held[None, None, None, c]))
+            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+        for c in cutlass.range_constexpr(self.cfg.held, Q_CHUNKS):
+            for i in cutlass.range_constexpr(4):
+                target = targets[i] + (c - self.cfg.held) * ROWS * CHUNK
+                async_load_16_or_zeros(target, sources[i] + Q_ORDER[c] * CHUNK, present[i])
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
@@ -323,10 +325,11 @@ class MlaDecodeSm90:
                 cute.arch.mbarrier_wait(rings.unit_full + (unit * UNIT_CHUNKS + chunk % UNIT_CHUNKS), unit_phase)
             else:
                 cute.arch.mbarrier_wait(rings.rope_full + rope, rope_phase)
+            own_unit, own_rope = computed_here(unit), computed_here(rope)
             for step in cutlass.range_constexpr(CHUNK // 16):
-                keys = rr[None, None, step, rope]
+                keys = rr[None, None, step, own_rope]
                 if const_expr(chunk < VALUE // CHUNK):
-                    keys = ru[None, None, chunk % UNIT_CHUNKS * (CHUNK // 16) + step, unit]
+                    keys = ru[None, None, chunk % UNIT_CHUNKS * (CHUNK // 16) + step, own_unit]
                 if const_expr(n < self.cfg.held):
                     held_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, n + step > 0)
                     cute.gemm(held_mma, acc, held[None, None, step, n], keys, acc)
@@ -382,10 +385,12 @@ class MlaDecodeSm90:
         queries = q.shape[1]
         places = [row_tile * ROWS + own_row + 8 * r for r in range(2)]
         top = cute.make_rmem_tensor((2,), Float32)
+        base = cute.make_rmem_tensor((2,), Float32)  # top, or 0 while there is none
         total = cute.make_rmem_tensor((2,), Float32)
         limits = cute.make_rmem_tensor((2,), Int32)
         ring = (Int32(0), Int32(0), Int32(0), Int32(0))
-        p_phase, end_phase, at, facts_phase, sequence = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        place = (Int32(0), Int32(0))  # of P
+        end_phase, at, facts_phase, sequence = Int32(0), Int32(0), Int32(0), Int32(0)
         while sequence >= 0:
             cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
             sequence = rings.facts[SEQUENCE, at]
@@ -401,26 +406,19 @@ class MlaDecodeSm90:
                 for r in cutlass.range_constexpr(2):
                     limits[r] = length
                     if causal > 0:
-                        limits[r] = cutlass.min(length, seen - queries + 1 + places[r] // heads)
+                        limits[r] = cutlass.min(length, seen - queries + 1 + computed_here(places[r]) // heads)
                 top.fill(-float("inf"))
+                base.fill(0.0)
                 total.fill(0.0)
-                state = (sp, factors, p_full, p_empty, rings, limits, top, total, units)
+                state = (sp, factors, p_full, p_empty, scored, rings, limits, top, base, total, units)
                 if tiles > 0:
                     self.load_queries(q, sq, held, held_mma, sequence, heads, rows, row_tile, kv_head, tid)
                     key = first * TILE
-                    for tile in cutlass.range(tiles, unroll=1):
+                    for _ in cutlass.range(tiles, unroll=1):
                         here = ring
                         ring = self.multiply(acc, score_mma, held_mma, held, rq, ru, rr, rings, ring)
-                        cute.nvgpu.warpgroup.wait_group(0)
-                        if const_expr(self.cfg.late):
-                            if tile > 0:
-                                with cute.arch.elect_one():
-                                    cute.arch.mbarrier_arrive(scored)
-                        p_phase = self.softmax(flat, state, here, key, length, least, scale, p_phase, tid, warp, lane)
+                        place = self.softmax(flat, state, here, key, length, least, scale, place, tid, warp, lane)
                         key += TILE
-                    if const_expr(self.cfg.late):
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(scored)
                 cute.arch.mbarrier_wait(end_empty, end_phase ^ 1)
                 for r in cutlass.range_constexpr(2):
                     amount = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=1)
@@ -433,24 +431,34 @@ class MlaDecodeSm90:
                         result = top[r] * LN2 + cute.math.log(amount)
                     if lane % 4 == 0:
                         inverses[own_row + 8 * r] = inverse
-                        place = places[r]
-                        if place < rows:
+                        own_place = computed_here(places[r])
+                        if own_place < rows:
                             if part >= 0:
-                                lse_parts[part, kv_head, place] = result
+                                lse_parts[part, kv_head, own_place] = result
                             else:
-                                lse[sequence, kv_head * heads + place % heads, place // heads] = result
+                                lse[sequence, kv_head * heads + own_place % heads, own_place // heads] = result
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(end_full)
                 end_phase ^= 1
 
     @cute.jit
-    def softmax(self, flat, state, ring, key, length, least, scale, p_phase, tid, warp, lane):
-        """P of a tile from its scores, to shared memory with what O must be multiplied by before."""
-        sp, factors, p_full, p_empty, rings, limits, top, total, units = state
+    def softmax(self, flat, state, ring, key, length, least, scale, place, tid, warp, lane):
+        """Wait for a tile's scores; P to shared memory, with what O must be multiplied by before. -> the next place.
+
+        The first half of the keys is on its way before the second half's powers are computed. Its powers are relative
+        to the maximum so far, which need not be known anew: only where a row of the warp has risen by more than LAG
+        are they computed again.
+        """
+        sp, factors, p_full, p_empty, scored, rings, limits, top, base, total, units = state
         unit, _, rope, _ = ring
+        slot, phase = place
         bits = rings.present[rope]
-        self.tiles.release(rings.rope_empty + rope)
+        cute.arch.mbarrier_wait(p_empty + slot, phase ^ 1)
+        cute.nvgpu.warpgroup.wait_group(0)
+        if const_expr(self.cfg.late):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(scored)
         every = 2**self.tiles.boxes - 1
         if key + TILE > least or bits != every:
             for i in cutlass.range_constexpr(TILE // 2):
@@ -458,46 +466,51 @@ class MlaDecodeSm90:
                 box = i // 4 * 8 // self.tiles.box
                 if key + column >= limits[i // 2 % 2] or (bits >> box) & 1 == 0:
                     flat[i] = -Float32(float("inf"))
-        scaled = cute.make_rmem_tensor((2,), Float32)
-        changed = cute.make_rmem_tensor((2,), Float32)
+            if key + TILE > length:
+                zero_rows(units.iterator, unit, self.cfg.units, length - key, tid)
+        powers = cute.make_rmem_tensor((TILE // 4,), Float32)
+        for i in cutlass.range_constexpr(TILE // 4):
+            powers[i] = cute.math.exp2(cute.math.fma(flat[i], scale, -base[i // 2 % 2]), fastmath=True)
+        highest, changed = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
+        changed.fill(1.0)
         for r in cutlass.range_constexpr(2):
-            highest = flat[2 * r]
+            value = flat[2 * r]
             for i in cutlass.range_constexpr(1, TILE // 4):
-                highest = cute.arch.fmax(highest, flat[i // 2 * 4 + 2 * r + i % 2])
-            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=1))
-            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=2))
-            highest *= scale
-            factor = Float32(1.0)
-            if highest > top[r] + LAG:
-                factor = cute.math.exp2(top[r] - highest, fastmath=True)
-                top[r] = highest
-            changed[r] = factor
-            scaled[r] = top[r]
-            if top[r] == -float("inf"):
-                scaled[r] = Float32(0.0)
-            amount = Float32(0.0)
+                value = cute.arch.fmax(value, flat[i // 2 * 4 + 2 * r + i % 2])
+            value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+            highest[r] = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2)) * scale
+        if cute.arch.vote_any_sync(highest[0] > top[0] + LAG or highest[1] > top[1] + LAG):
+            for r in cutlass.range_constexpr(2):
+                if highest[r] > top[r] + LAG:
+                    changed[r] = cute.math.exp2(top[r] - highest[r], fastmath=True)
+                    top[r] = highest[r]
+                    base[r] = highest[r]
+                    total[r] *= changed[r]
             for i in cutlass.range_constexpr(TILE // 4):
-                place = i // 2 * 4 + 2 * r + i % 2
-                flat[place] = cute.math.exp2(cute.math.fma(flat[place], scale, -scaled[r]), fastmath=True)
-                amount += flat[place]
-            total[r] = total[r] * factor + amount
+                powers[i] = cute.math.exp2(cute.math.fma(flat[i], scale, -base[i // 2 % 2]), fastmath=True)
 
-        cute.arch.mbarrier_wait(p_empty, p_phase ^ 1)
         if lane % 4 == 0:
-            factors[warp * 16 + lane // 4] = changed[0]
-            factors[warp * 16 + lane // 4 + 8] = changed[1]
-        base = Int32(sp.iterator.toint())
+            factors[warp * 16 + lane // 4, slot] = changed[0]
+            factors[warp * 16 + lane // 4 + 8, slot] = changed[1]
+        start = Int32(sp.iterator.toint()) + slot * (ROWS * TILE * 2)
         row = warp * 16 + lane % 16
-        for i in cutlass.range_constexpr(TILE // 16):
-            words = [pack(flat[8 * i + 2 * j], flat[8 * i + 2 * j + 1], self.dtype) for j in range(4)]
-            store_matrices(base + 2 * self.offset(row, 2 * i + lane // 16), words)
-        if key + TILE > length:
-            zero_rows(units.iterator, unit, self.cfg.units, length - key, tid)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(p_full)
-        return p_phase ^ 1
+        for half in cutlass.range_constexpr(2):
+            if const_expr(half == 1):
+                for i in cutlass.range_constexpr(TILE // 4):
+                    score = flat[TILE // 4 + i]
+                    powers[i] = cute.math.exp2(cute.math.fma(score, scale, -base[i // 2 % 2]), fastmath=True)
+            for i in cutlass.range_constexpr(TILE // 32):
+                words = [pack(powers[8 * i + 2 * j], powers[8 * i + 2 * j + 1], self.dtype) for j in range(4)]
+                vector = half * (TILE // 16) + 2 * i + lane // 16
+                store_matrices(start + 2 * self.offset(row, vector), words)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(p_full + (2 * slot + half))
+            for i in cutlass.range_constexpr(TILE // 4):
+                total[i // 2 % 2] += powers[i]
+        self.tiles.release(rings.rope_empty + rope)
+        return advance(slot, phase, P_SLOTS)
 
     @cute.jit
     def accumulate(
@@ -534,8 +547,8 @@ class MlaDecodeSm90:
         of_unit = cute.make_layout(thr.partition_shape_C((ROWS, UNIT)))
         accs = [cute.make_tensor(flat.iterator + half * (UNIT // 2), of_unit) for half in range(2)]
         own_row = warp * 16 + lane // 4
-        p_phase, end_phase, at, facts_phase, sequence = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        unit = Int32(side)
+        end_phase, at, facts_phase, sequence = Int32(0), Int32(0), Int32(0), Int32(0)
+        unit, slot, phase, scored_phase = Int32(side), Int32(0), Int32(0), Int32(0)
         value_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         while sequence >= 0:
             cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
@@ -545,18 +558,23 @@ class MlaDecodeSm90:
             at, facts_phase = advance(at, facts_phase, FACTS)
             if sequence >= 0:
                 flat.fill(0.0)
+                used = slot
                 for tile in cutlass.range(tiles, unroll=1):
-                    cute.arch.mbarrier_wait(p_full, p_phase)
-                    upper, lower = factors[own_row], factors[own_row + 8]
+                    cute.arch.mbarrier_wait(p_full + 2 * slot, phase)
+                    upper, lower = factors[own_row, slot], factors[own_row + 8, slot]
                     if cute.arch.vote_any_sync(upper != 1.0 or lower != 1.0):
                         for i in cutlass.range_constexpr(HALF // 2):
                             flat[i] *= lower if i // 2 % 2 else upper
+                    cute.nvgpu.warpgroup.fence()
                     for half in cutlass.range_constexpr(2):
                         if const_expr(half == 1 and self.cfg.late):
-                            cute.arch.mbarrier_wait(scored, p_phase)
-                        cute.nvgpu.warpgroup.fence()
+                            scored_phase ^= 1
+                            if tile < tiles - 1:
+                                cute.arch.mbarrier_wait(scored, scored_phase)  # of the next tile
                         for step in cutlass.range_constexpr(TILE // 16):
-                            a, b = rp[None, None, step, 0], rv[None, None, step, unit]
+                            if const_expr(half == 0 and step == TILE // 32):
+                                cute.arch.mbarrier_wait(p_full + (2 * slot + 1), phase)
+                            a, b = rp[None, None, step, slot], rv[None, None, step, unit]
                             cute.gemm(value_mma, accs[half], a, b, accs[half])
                         cute.nvgpu.warpgroup.commit_group()
                         cute.nvgpu.warpgroup.wait_group(0)
@@ -564,11 +582,12 @@ class MlaDecodeSm90:
                         unit = unit + 2 - self.cfg.units if unit >= self.cfg.units - 2 else unit + 2
                     if tile < tiles - 1:
                         with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(p_empty)
-                    p_phase ^= 1
+                            cute.arch.mbarrier_arrive(p_empty + slot)
+                    used = slot
+                    slot, phase = advance(slot, phase, P_SLOTS)
                 cute.arch.mbarrier_wait(end_full, end_phase)
                 upper, lower = inverses[own_row], inverses[own_row + 8]
-                place = row_tile * ROWS + own_row
+                place = computed_here(row_tile * ROWS + own_row)
                 if part >= 0:
                     targets = [out_parts[part, kv_head, cutlass.min(place + 8 * r, rows - 1), None] for r in range(2)]
                     self.store_partial(flat, upper, lower, targets, rows - place, side, lane)
@@ -579,13 +598,15 @@ class MlaDecodeSm90:
                         head = kv_head * heads + inside % heads
                         targets.append(out[sequence, inside // heads, head, None])
                     staging = cute.recast_ptr(sp.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
-                    staging += (side * 4 + warp) * 16 * STAGED
+                    staging += used * (ROWS * TILE) + (side * 4 + warp) * 16 * STAGED
+                    # Both have read P.
+                    cute.arch.barrier(barrier_id=OUTPUT_BARRIER, number_of_threads=2 * WARPGROUP)
                     self.store(flat, upper, lower, targets, rows - place, staging, side, lane)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(end_empty)
                     if tiles > 0:
-                        cute.arch.mbarrier_arrive(p_empty)
+                        cute.arch.mbarrier_arrive(p_empty + used)
                 end_phase ^= 1
 
     @cute.jit
@@ -669,8 +690,8 @@ def choose_config(rows: int) -> MlaDecodeConfig:
     """`rows`: query tokens x heads of a KV head."""
     row_tiles = -(-rows // ROWS)
     if row_tiles % 2 == 0:
-        return MlaDecodeConfig(2, True, 3, 9, 3)
-    return MlaDecodeConfig(1, False, 3, 9, 3)
+        return MlaDecodeConfig(2, True, 4, 9, 3)
+    return MlaDecodeConfig(1, False, 4, 9, 3)
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
