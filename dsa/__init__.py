@@ -5,7 +5,7 @@ Importing this package imports torch only: no CuTe DSL, no CUDA initialisation.
 
 from dsa.backends import backend, num_sms, use_backend
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
-from dsa.ops.flash_mla_with_kvcache import flash_mla_with_kvcache, get_mla_metadata
+from dsa.ops.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
 from dsa.ops.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, per_block_cast_to_fp8
 from dsa.ops.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
 from dsa.ops.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
@@ -20,6 +20,7 @@ from dsa.ops.topk_indices import topk_indices
 __version__ = "0.1.0"
 
 __all__ = [
+    "FlashMLASchedMeta",
     "apply_rotary",
     "backend",
     "dequantize_per_block",

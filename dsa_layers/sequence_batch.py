@@ -102,6 +102,11 @@ class SequenceBatch:
         return dsa.get_paged_mqa_logits_metadata(self.key_lens_tensor, self.page_size, dsa.num_sms(self.device))
 
     @cached_property
+    def mla_schedule(self) -> dsa.FlashMLASchedMeta:
+        """The plan of `dsa.flash_mla_with_kvcache` over all keys: the first layer of the pass makes it, all use it."""
+        return dsa.get_mla_metadata()[0]
+
+    @cached_property
     def key_starts(self) -> torch.Tensor:
         """int32 [T]: for each new token, the row at which its sequence begins among all keys packed."""
         starts = torch.cumsum(torch.tensor((0, *self.key_lens[:-1])), 0)

@@ -40,6 +40,7 @@ def flash_mla_with_kvcache(
     tile_scheduler_metadata, num_splits  from `get_mla_metadata` in either style, or None. The result does not depend on
                    the plan; a FlashMLASchedMeta may be used again with the same shapes only
     softmax_scale  multiplies the logits, d^-0.5 if None
+    batch_invariant  changes nothing here: no result depends on another sequence
 
     Dense, if indices is None:
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past the
@@ -67,7 +68,7 @@ def flash_mla_with_kvcache(
         plan = (tile_scheduler_metadata, num_splits)
         check_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, causal, is_fp8_kvcache, unused)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        out, lse = _dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
+        out, lse = decode_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
         return out.to(q.dtype), lse
 
     _check_queries(q, k_cache, head_dim_v, is_fp8_kvcache)
@@ -117,7 +118,7 @@ def check_dense(
     check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
 
 
-def _dense(
+def decode_dense(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -126,6 +127,7 @@ def _dense(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense decoding, its arguments checked: out [B, s_q, h_q, d_v] and lse [B, h_q, s_q] fp32."""
     batch, s_q, h_q, _ = q.shape
     pages, page_size, h_k, _ = k_cache.shape
     group = h_q // h_k

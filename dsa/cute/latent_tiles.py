@@ -56,14 +56,20 @@ class LatentRings:
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """What says which keys a CTA attends to; see the kernels for the shapes."""
+    """What says which keys a CTA attends to; see the kernels for the shapes.
+
+    page_boxes    boxes of a page
+    capacity      keys that the block table has room for
+    fixed_splits  0: the plan says which pieces there are. Else: CTA i has split i % fixed_splits of sequence
+                  i // fixed_splits, whose number of splits depends on its length alone
+    """
 
     lengths: cute.Tensor
     block_table: cute.Tensor
     plan: cute.Tensor
     num_splits: cute.Tensor
     page_boxes: cute.FastDivmodDivisorV2
-    page_size: Int32
+    capacity: Int32
     fixed_splits: Int32
 
 
@@ -122,7 +128,7 @@ class LatentTiles:
 
     @cute.jit
     def load(
-        self, atom, mk, sboxes, rope_boxes, rings: LatentRings, inputs: DecodeInputs, part, kv_head, rank, lane, fixed_end
+        self, atom, mk, sboxes, rope_boxes, rings: LatentRings, inputs: DecodeInputs, part, kv_head, rank, lane, slots
     ):
         """The loading warp: all pieces of this CTA, and the end."""
         gk = cute.local_tile(mk, (self.box, CHUNK), (None, None, kv_head, None))
@@ -131,7 +137,6 @@ class LatentTiles:
         ths, thg = cute.nvgpu.cpasync.tma_partition(atom, 0, one, cute.group_modes(sboxes, 0, 2), source)
         trs, _ = cute.nvgpu.cpasync.tma_partition(atom, 0, one, cute.group_modes(rope_boxes, 0, 2), source)
         batch, pages = inputs.lengths.shape[0], mk.shape[3]
-        capacity = inputs.block_table.shape[1] * inputs.page_size
         state = (Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
 
         sequence, cut, index, last, end_cut = Int32(0), Int32(0), Int32(0), Int32(-1), Int32(NEVER)
@@ -149,7 +154,7 @@ class LatentTiles:
             guess = cut + index * SPLIT_TILES if inputs.fixed_splits > 0 else cut
             page, place = self.find_box(inputs, sequence, guess * self.boxes + lane)
             seen = inputs.lengths[sequence]
-            length = cutlass.max(cutlass.min(seen, capacity), 0)
+            length = cutlass.max(cutlass.min(seen, inputs.capacity), 0)
             # An empty sequence has a tile, without keys: so every piece that is a whole sequence has one.
             tiles = cutlass.max((length + TILE - 1) // TILE, 1)
             first, end, slot, empty = Int32(0), tiles, Int32(-1), False
@@ -164,7 +169,7 @@ class LatentTiles:
                 if sequence == last:
                     end = cutlass.max(cutlass.min(end_cut, tiles), first)
                 if cut > 0 or (sequence == last and end_cut < NEVER):
-                    slot = cutlass.min(inputs.num_splits[sequence] + index, fixed_end - 1)
+                    slot = cutlass.max(cutlass.min(inputs.num_splits[sequence] + index, slots - 1), 0)
             if not empty:
                 if first != guess:
                     page, place = self.find_box(inputs, sequence, first * self.boxes + lane)

@@ -92,9 +92,7 @@ class MlaCombineSm90:
         number, place = block // row_blocks, block % row_blocks
         row = place // blocks * self.rows + warp // self.groups
         column = place % blocks * self.columns
-        sums = SmemAllocator().allocate_tensor(
-            Float32, cute.make_layout((self.columns, self.groups, self.rows)), 16
-        )
+        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout((self.columns, self.groups, self.rows)), 16)
         # The plan may be from the kernel before the last, which the last has waited for.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -109,7 +107,9 @@ class MlaCombineSm90:
                 first = cutlass.max(num_splits[sequence], 0)
                 splits = cutlass.min(num_splits[sequence + 1], out_parts.shape[0]) - first
         if splits > 1:
-            self.combine(out, lse, out_parts, lse_parts, sums, kv_head, sequence, row, column, first, splits, warp, lane)
+            self.combine(
+                out, lse, out_parts, lse_parts, sums, kv_head, sequence, row, column, first, splits, warp, lane
+            )
 
     @cute.jit
     def combine(self, out, lse, out_parts, lse_parts, sums, kv_head, sequence, row, column, first, splits, warp, lane):

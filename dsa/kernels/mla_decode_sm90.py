@@ -107,6 +107,7 @@ class MlaDecodeSm90:
         lse_parts: cute.Tensor,
         scale: Float32,
         causal: Int32,
+        capacity: Int32,
         fixed_splits: Int32,
         stream,
     ):
@@ -146,15 +147,14 @@ class MlaDecodeSm90:
             ropes: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rope_layout)], 1024]
 
         self.storage = Storage
-        page_size = cache.shape[1]
-        page_boxes = cute.fast_divmod_create_divisor_v2(page_size // self.tiles.box)
+        page_boxes = cute.fast_divmod_create_divisor_v2(cache.shape[1] // self.tiles.box)
         row_tiles = (q.shape[1] * (q.shape[2] // cache.shape[2]) + ROWS - 1) // ROWS
         parts = plan.shape[0]
         if fixed_splits > 0:
             parts = lengths.shape[0] * fixed_splits
         self.kernel(
             *(atom, keys, q, block_table, lengths, plan, num_splits, out, lse, out_parts, lse_parts),
-            *(scale, causal, fixed_splits, page_boxes, page_size, row_tiles),
+            *(scale, causal, capacity, fixed_splits, page_boxes, row_tiles),
             *(score, score_held, value, q_layout, p_layout, unit_layout, rope_layout),
         ).launch(
             grid=(parts * row_tiles, cache.shape[2], 1),
@@ -181,9 +181,9 @@ class MlaDecodeSm90:
         lse_parts: cute.Tensor,
         scale: Float32,
         causal: Int32,
+        capacity: Int32,
         fixed_splits: Int32,
         page_boxes: cute.FastDivmodDivisorV2,
-        page_size: Int32,
         row_tiles: Int32,
         score_mma: cute.TiledMma,
         held_mma: cute.TiledMma,
@@ -246,9 +246,12 @@ class MlaDecodeSm90:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
             if warp == 12:
                 inputs = DecodeInputs(
-                    *(lengths, block_table, plan, num_splits, page_boxes, page_size, fixed_splits),
+                    *(lengths, block_table, plan, num_splits, page_boxes, capacity, fixed_splits),
                 )
-                boxes, rope_boxes = self.tiles.box_layout(self.cfg.units * UNIT_CHUNKS), self.tiles.box_layout(self.cfg.ropes)
+                boxes, rope_boxes = (
+                    self.tiles.box_layout(self.cfg.units * UNIT_CHUNKS),
+                    self.tiles.box_layout(self.cfg.ropes),
+                )
                 rank = block % self.cfg.cluster
                 self.tiles.load(
                     *(atom, mk, storage.units.get_tensor(boxes.outer, swizzle=boxes.inner)),
@@ -653,7 +656,7 @@ class MlaDecodeSm90:
 def compile_mla_decode(dtype: str, box: int, config: MlaDecodeConfig):
     """-> f(q [B, s_q, h_q, 576], cache [pages, P, h_k, 576], block_table [B, max_pages], lengths [B], plan [parts, 8],
     num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_parts [slots, h_k, rows, 512], lse_parts
-    [slots, h_k, rows], scale * log2(e), causal, fixed_splits); B, s_q, pages, max_pages > 0; h_k divides h_q, P is a
+    [slots, h_k, rows], scale * log2(e), causal, capacity, fixed_splits); B, s_q, pages, max_pages > 0; h_k divides h_q, P is a
     multiple of `box`, the number of row tiles one of `cluster`; rows of q and cache start at multiples of 16 bytes."""
     return compile_sm90(MlaDecodeSm90(cute_dtype(dtype), box, config), *decode_arguments(dtype))
 
@@ -681,7 +684,7 @@ def decode_arguments(dtype: str) -> tuple:
         fake(Float32, (batch, heads, queries), (*strides(2, 1), 1), 4),
         fake(Float32, (slots, kv_heads, rows, VALUE), (*strides(2, 4), VALUE, 1), 16),
         fake(Float32, (slots, kv_heads, rows), (*strides(2, 1), 1), 4),
-        *(Float32(0.0), Int32(0), Int32(0)),
+        *(Float32(0.0), Int32(0), Int32(0), Int32(0)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 

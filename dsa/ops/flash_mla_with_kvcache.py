@@ -7,35 +7,46 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name
+from dsa.ops._kernel_arguments import check_same_device, dtype_name, rows_at_16_bytes, unit_inner
 from reference import mla_decode as reference
 from reference import mla_metadata
+from reference.mla_metadata import FlashMLASchedMeta
 
-D, D_V, TILE, ROWS = 576, 512, 64, 64
+D, D_V, PAGE_MULTIPLE = 576, 512, 16
 DTYPES = (torch.bfloat16, torch.float16)
-MAX_BATCH = 32768
-SPLIT_TILES, MAX_SPLITS = 32, 32  # with batch_invariant; the kernels' numbers
-OVERHEAD = 5  # of a piece of a sequence, in tiles
+TILE, ROWS = 64, 64  # keys and rows of a kernel's tile
+OVERHEAD = 5  # what beginning a sequence costs, in tiles
+# The kernels' numbers: sequences of a plan, and of splits that depend on nothing but the length, tiles and how many.
+MAX_BATCH, SPLIT_TILES, MAX_SPLITS = 32768, 32, 32
 
 
-def get_mla_metadata(*args, **kwargs):
+def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
+    """A plan for `flash_mla_with_kvcache`, to be passed as its `tile_scheduler_metadata` and `num_splits`.
+
+    New style, no arguments: (FlashMLASchedMeta(), None). The first call that gets the object makes the plan and leaves
+    it there, with the call's shapes; later calls with the same shapes use it.
+
+    Old style, (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None, is_fp8_kvcache=False, topk=None)
+    by position or by name: (tile_scheduler_metadata [num_sm_parts, 8] int32, num_splits [B + 1] int32).
+      cache_seqlens            [B] int32, cached keys per sequence, B at most 32768 on Hopper
+      num_q_tokens_per_head_k  s_q * h_q / h_k
+      topk                     None, or the keys that every query selects
+    A row of the first is one part of the GPU: its first sequence, the tile of 64 keys where it begins there, its last
+    sequence, the tile where it stops there (2^30: the end, wherever that is then), how many splits of its first
+    sequence are before it; then, of row i, the i-th sequence that is split, or -1; two unused numbers. num_splits
+    counts the splits of the split sequences before each sequence.
+
+    A plan says where long sequences are cut, nothing else: made for other lengths, of as many sequences, it gives the
+    right result, less well balanced. So a plan outside a CUDA graph serves all its replays; made inside, it follows
+    the lengths. One kernel, no host synchronisation.
+    Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
+    """
     if not args and not kwargs:
-        return mla_metadata.FlashMLASchedMeta(), None
-    return _plan_from_arguments(*args, **kwargs)
-
-
-def _plan_from_arguments(
-    cache_seqlens: torch.Tensor,
-    num_q_tokens_per_head_k: int,
-    num_heads_k: int,
-    num_heads_q: int | None = None,
-    is_fp8_kvcache: bool = False,
-    topk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    request = mla_metadata.check_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, topk=topk)
-    if topk is not None or not backends.runs_kernel("get_mla_metadata", cache_seqlens):
+        return FlashMLASchedMeta(), None
+    request = mla_metadata.check_metadata(*args, **kwargs)
+    if request.topk is not None:
         return mla_metadata.plan_one_part(request)
-    return _plan(cache_seqlens, num_q_tokens_per_head_k, num_heads_k)
+    return _plan(request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k)
 
 
 def flash_mla_with_kvcache(
@@ -44,7 +55,7 @@ def flash_mla_with_kvcache(
     block_table: torch.Tensor | None,
     cache_seqlens: torch.Tensor | None,
     head_dim_v: int,
-    tile_scheduler_metadata: mla_metadata.FlashMLASchedMeta | torch.Tensor | None,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None,
     num_splits: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -57,77 +68,152 @@ def flash_mla_with_kvcache(
     extra_topk_length: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
+
+    q              [B, s_q, h_q, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
+    k_cache        [pages, P, h_k, d] in q's dtype, or with is_fp8_kvcache [pages, P, 1, 656 | 584] bytes as
+                   `write_kv_cache` lays them out (d = 576 or 512). h_k divides h_q; query head h reads key head
+                   h // (h_q / h_k). A value is the first head_dim_v numbers of its key
+    head_dim_v     at most d
+    tile_scheduler_metadata, num_splits  from `get_mla_metadata` in either style, or None: planned here. A
+                   FlashMLASchedMeta may be used again with the same shapes only
+    softmax_scale  multiplies the logits, d^-0.5 if None
+    batch_invariant  True: a sequence's result does not depend on the other sequences, bit for bit. Its splits then
+                   follow from its length alone (at least 2048 keys each, at most 32), and the plan is not used. False:
+                   the result depends on the plan, by rounding, and is the same from run to run
+
+    Dense, if indices is None:
+    block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past the
+                   sequence mean nothing; a page outside the cache holds no keys and is not read
+    cache_seqlens  [B] int32, keys per sequence, 0 included
+    causal         True: query i sees the first cache_seqlens - s_q + i + 1 keys. False: it sees all of them
+
+    Sparse (h_k = 1, causal False; block_table and cache_seqlens are not used; the PyTorch reference for now):
+    indices        [B, s_q, K] int32, page * P + offset; negative or outside the cache is no key. A key named twice
+                   counts twice
+    topk_length    [B] int32 or None: only the first topk_length[b] indices count
+    attn_sink      [h_q] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
+    extra_k_cache, extra_indices_in_kvcache [B, s_q, K2], extra_topk_length [B]  a second cache, of its own layout and
+                   page size, whose selected keys join the same softmax
+
+    Returns out [B, s_q, h_q, head_dim_v] in q's dtype, contiguous, and lse [B, h_q, s_q] fp32 (natural log, without
+    the sink). A query without keys has out 0 and lse +inf. Unused cache rows may hold NaN; NaN in a key that one query
+    of a sequence sees may reach, on Hopper, the sequence's other queries.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
+    On Hopper, dense: d = 576 with head_dim_v = 512, any number of heads and queries, pages of a multiple of 16 keys
+    (64 and more best), any strides of q, cache rows at multiples of 16 bytes, softmax_scale above 0, caches beyond 2^31
+    bytes. Logits and sums are fp32; softmax weights are rounded to q's dtype before they meet the values. Deterministic.
+    CUDA-graph safe with new lengths, no host synchronisation. Workspace: at most two partial results a multiprocessor,
+    or with batch_invariant one a sequence and split.
+    Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
+    """
     arguments = (
         *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale),
         *(causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length),
         *(extra_topk_length, batch_invariant),
     )
-    if not isinstance(q, torch.Tensor) or not backends.runs_kernel("flash_mla_with_kvcache", q):
-        return reference.flash_mla_with_kvcache(*arguments)
-    if indices is not None:
-        backends.note_reference_only("flash_mla_with_kvcache with indices", q)
+    if indices is not None or not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
+        if isinstance(q, torch.Tensor):
+            kind = "with indices" if indices is not None else "in float32"
+            backends.note_reference_only(f"flash_mla_with_kvcache {kind}", q)
         return reference.flash_mla_with_kvcache(*arguments)
     unused = {"attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache}
     unused |= {"extra_indices_in_kvcache": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length}
-    reference.check_dense(
-        *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, causal),
-        *(is_fp8_kvcache, unused),
-    )
-    if q.shape[0] * q.shape[1] * q.shape[2] * k_cache.shape[0] * block_table.shape[1] == 0:
-        return reference.flash_mla_with_kvcache(*arguments)
+    plan = (tile_scheduler_metadata, num_splits)
+    reference.check_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, causal, is_fp8_kvcache, unused)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    _check_kernel_takes(q, k_cache, block_table, cache_seqlens, head_dim_v, scale)
-    rows, kv_heads = q.shape[1] * q.shape[2] // k_cache.shape[2], k_cache.shape[2]
-    plan = None
-    if not batch_invariant:
-        if isinstance(tile_scheduler_metadata, torch.Tensor):
-            plan = tile_scheduler_metadata, num_splits
-        else:
-            meta = tile_scheduler_metadata
-            if meta is None or meta.tile_scheduler_metadata is None:
-                plan = _plan(cache_seqlens, rows, kv_heads)
-                if meta is not None:
-                    meta.tile_scheduler_metadata, meta.num_splits = plan
-            else:
-                plan = meta.tile_scheduler_metadata, meta.num_splits
-    return _dense(q, k_cache, block_table, cache_seqlens, plan, scale, causal)
+    if batch_invariant:
+        plan = (None, None)
+    elif not isinstance(tile_scheduler_metadata, torch.Tensor):
+        plan = _plan_of(tile_scheduler_metadata, cache_seqlens, q.shape[1] * q.shape[2] // k_cache.shape[2], k_cache)
+    dense = (q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, scale, causal)
+    if torch.compiler.is_compiling():
+        return torch.ops.dsa.dense_mla_decode(*dense)
+    return _decode(*dense)
+
+
+def _plan_of(
+    meta: FlashMLASchedMeta | None, cache_seqlens: torch.Tensor, rows: int, k_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the object remembers, or a plan, which it then remembers."""
+    if meta is not None and meta.tile_scheduler_metadata is not None:
+        return meta.tile_scheduler_metadata, meta.num_splits
+    plan = _plan(cache_seqlens, max(rows, 1), k_cache.shape[2])
+    if meta is not None:
+        meta.tile_scheduler_metadata, meta.num_splits = plan
+    return plan
 
 
 def _plan(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.compiler.is_compiling():
+        return torch.ops.dsa.mla_metadata(cache_seqlens, rows, kv_heads)
+    return _metadata(cache_seqlens, rows, kv_heads)
+
+
+def _metadata(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if not backends.runs_kernel("get_mla_metadata", cache_seqlens):
+        return mla_metadata.plan_one_part(mla_metadata.check_metadata(cache_seqlens, rows, kv_heads))
     batch = cache_seqlens.shape[0]
-    parts = max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // ROWS)))
-    plan = torch.empty(parts, 8, dtype=torch.int32, device=cache_seqlens.device)
+    if batch > MAX_BATCH:
+        raise ValueError(f"cache_seqlens: the Hopper kernel plans for at most {MAX_BATCH} sequences, got {batch}")
+    plan = torch.empty(_parts(cache_seqlens, rows, kv_heads), 8, dtype=torch.int32, device=cache_seqlens.device)
     num_splits = torch.empty(batch + 1, dtype=torch.int32, device=cache_seqlens.device)
+    if batch == 0:
+        return plan.fill_(-1), num_splits.zero_()
     with backends.on_device(cache_seqlens):
         _plan_kernel()(cache_seqlens, plan, num_splits, OVERHEAD)
     return plan, num_splits
 
 
-def _dense(q, k_cache, block_table, cache_seqlens, plan, scale, causal):
+def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> int:
+    return max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // ROWS)))
+
+
+def _decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int,
+    plan: torch.Tensor | None,
+    num_splits: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without a plan: batch-invariant."""
+    if not backends.runs_kernel("flash_mla_with_kvcache", q):
+        out, lse = reference.decode_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
+        return out.to(q.dtype), lse
+    _check_kernel_takes(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, plan, num_splits)
     batch, s_q, h_q, _ = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
+    pages, page_size, kv_heads, _ = k_cache.shape
+    out, lse = _allocate(q, head_dim_v)
+    if 0 in (batch * s_q * h_q, pages, block_table.shape[1]):
+        return out.zero_(), lse.fill_(torch.inf)
+    aligned = rows_at_16_bytes(q)
+    q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
+    k_cache = rows_at_16_bytes(k_cache)
     rows = s_q * h_q // kv_heads
-    fixed = 0
+    capacity = min(block_table.shape[1] * page_size, 2**31 - TILE)
+    fixed_splits = 0
     if plan is None:
-        fixed = min(MAX_SPLITS, -(-block_table.shape[1] * page_size // (TILE * SPLIT_TILES)))
-        plan = q.new_empty(1, 8, dtype=torch.int32), q.new_empty(batch + 1, dtype=torch.int32)
-    slots = batch * fixed if fixed else 2 * plan[0].shape[0]
-    out = q.new_empty(batch, s_q, h_q, D_V)
-    lse = q.new_empty(batch, h_q, s_q, dtype=torch.float32)
-    out_parts = q.new_empty(slots, kv_heads, rows, D_V, dtype=torch.float32)
+        fixed_splits = min(MAX_SPLITS, -(-capacity // (TILE * SPLIT_TILES)))
+        plan, num_splits = cache_seqlens.new_empty(1, 8), cache_seqlens.new_empty(2)
+    slots = batch * fixed_splits or 2 * plan.shape[0]
+    out_parts = q.new_empty(slots, kv_heads, rows, head_dim_v, dtype=torch.float32)
     lse_parts = q.new_empty(slots, kv_heads, rows, dtype=torch.float32)
-    kernel, combine = _kernels(q.dtype, math.gcd(page_size, TILE), rows, slots // batch, batch)
+    decode, combine = _kernels(q.dtype, math.gcd(page_size, TILE), rows, slots // batch, batch)
+    tensors = (cache_seqlens, plan, num_splits, out, lse, out_parts, lse_parts)
     with backends.on_device(q):
-        kernel(
-            *(q, k_cache, block_table, cache_seqlens, *plan, out, lse, out_parts, lse_parts),
-            *(scale * math.log2(math.e), int(causal), fixed),
-        )
-        if fixed != 1:
-            combine(
-                *(cache_seqlens, *plan, out, lse, out_parts, lse_parts),
-                *(block_table.shape[1] * page_size, fixed),
-            )
+        decode(q, k_cache, unit_inner(block_table), *tensors, scale * math.log2(math.e), causal, capacity, fixed_splits)
+        if fixed_splits != 1:
+            combine(*tensors, capacity, fixed_splits)
     return out, lse
+
+
+def _allocate(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, s_q, h_q, _ = q.shape
+    return q.new_empty(batch, s_q, h_q, head_dim_v), q.new_empty(batch, h_q, s_q, dtype=torch.float32)
 
 
 @functools.cache
@@ -138,23 +224,76 @@ def _plan_kernel() -> Callable[..., None]:
 
 
 @functools.cache
-def _kernels(dtype: torch.dtype, box: int, rows: int, splits: int, batch: int):
+def _kernels(
+    dtype: torch.dtype, box: int, rows: int, splits: int, batch: int
+) -> tuple[Callable[..., None], Callable[..., None]]:
     from dsa.kernels import mla_combine_sm90, mla_decode_sm90
 
     name = dtype_name(dtype)
-    combine = mla_combine_sm90.compile_mla_combine(name, mla_combine_sm90.choose_config(splits, rows * batch))
-    return mla_decode_sm90.compile_mla_decode(name, box, mla_decode_sm90.choose_config(rows)), combine
+    decode = mla_decode_sm90.compile_mla_decode(name, box, mla_decode_sm90.choose_config(rows))
+    return decode, mla_combine_sm90.compile_mla_combine(name, mla_combine_sm90.choose_config(splits, rows * batch))
 
 
-def _check_kernel_takes(q, k_cache, block_table, cache_seqlens, head_dim_v, scale) -> None:
-    if q.dtype not in DTYPES or k_cache.dtype != q.dtype:
-        raise ValueError(f"q: the Hopper kernel takes bfloat16 or float16, the same as k_cache, got {q.dtype} and {k_cache.dtype}")
-    if q.shape[3] != D or head_dim_v != D_V:
-        raise ValueError(f"q: the Hopper kernel takes d = {D} with head_dim_v = {D_V}, got {q.shape[3]} with {head_dim_v}")
-    if k_cache.shape[1] % 16:
-        raise ValueError(f"k_cache: the Hopper kernel takes pages of a multiple of 16 keys, got {k_cache.shape[1]}")
-    check_rows("k_cache", k_cache)
-    check_rows("q", q)
+def _check_kernel_takes(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int,
+    scale: float,
+    plan: torch.Tensor | None,
+    num_splits: torch.Tensor | None,
+) -> None:
+    if k_cache.dtype != q.dtype:
+        raise ValueError(
+            f"k_cache: the Hopper kernel takes q's dtype {dtype_name(q.dtype)}, got {dtype_name(k_cache.dtype)}"
+        )
+    if q.shape[3] != D:
+        raise ValueError(f"q: the Hopper kernel takes d = {D}, got shape {list(q.shape)}")
+    if head_dim_v != D_V:
+        raise ValueError(f"head_dim_v: the Hopper kernel takes {D_V}, got {head_dim_v}")
+    if k_cache.shape[1] % PAGE_MULTIPLE:
+        raise ValueError(
+            f"k_cache: the Hopper kernel takes pages of a multiple of {PAGE_MULTIPLE} keys, got {k_cache.shape[1]}"
+        )
+    if rows_at_16_bytes(k_cache) is None and k_cache.numel():
+        raise ValueError(
+            "k_cache: channels must be contiguous and keys start at multiples of 16 bytes, got strides "
+            f"{list(k_cache.stride())} and an address {k_cache.data_ptr() % 16} bytes past one"
+        )
+    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
+        raise ValueError(f"block_table: rows must be contiguous, got strides {list(block_table.stride())}")
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {scale}")
-    check_same_device(("q", q), k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
+    named = {"k_cache": k_cache, "block_table": block_table, "cache_seqlens": cache_seqlens}
+    if plan is not None:
+        named |= {"tile_scheduler_metadata": plan, "num_splits": num_splits}
+        for name in ("tile_scheduler_metadata", "num_splits"):
+            if not named[name].is_contiguous():
+                raise ValueError(f"{name}: must be contiguous, got strides {list(named[name].stride())}")
+    check_same_device(("q", q), **named)
+
+
+torch.library.custom_op("dsa::mla_metadata", mutates_args=())(_metadata)
+torch.library.custom_op("dsa::dense_mla_decode", mutates_args=())(_decode)
+
+
+@torch.library.register_fake("dsa::mla_metadata")
+def _(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = _parts(cache_seqlens, rows, kv_heads) if backends.runs_kernel("get_mla_metadata", cache_seqlens) else 1
+    return cache_seqlens.new_empty(parts, 8), cache_seqlens.new_empty(cache_seqlens.shape[0] + 1)
+
+
+@torch.library.register_fake("dsa::dense_mla_decode")
+def _(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int,
+    plan: torch.Tensor | None,
+    num_splits: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _allocate(q, head_dim_v)

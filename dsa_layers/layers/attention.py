@@ -107,7 +107,7 @@ class DSAAttention(nn.Module):
     def _decode(
         self, q: torch.Tensor, picks: torch.Tensor | None, batch: SequenceBatch, cache: LayerCache
     ) -> torch.Tensor:
-        schedule, _ = dsa.get_mla_metadata()
+        schedule = batch.mla_schedule if picks is None else dsa.get_mla_metadata()[0]
         out, _ = dsa.flash_mla_with_kvcache(
             q[:, None],
             cache.latent,
