@@ -130,6 +130,12 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / (bench({"copy": lambda: target.copy_(source)}, repeats=10)["copy"] * 1e-3)
 
 
+def bf16_gemm_rate(n: int = 8192) -> float:
+    """FLOP a second of torch's n x n x n bf16 GEMM (random data): the ceiling of bf16 kernels."""
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * n**3 / (bench({"gemm": lambda: a @ b}, repeats=10)["gemm"] * 1e-3)
+
+
 def fp8_gemm_rate(n: int = 8192) -> float:
     """FLOP a second of torch's n x n x n FP8 GEMM (fast accumulation, random data): the ceiling of FP8 kernels."""
     a, b = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))

@@ -289,7 +289,7 @@ class LatentTiles:
 
 @cute.jit
 def zero_rows(units: cute.Pointer, first, count: cutlass.Constexpr, valid, thread):
-    """Clear the rows [valid, 64) of a tile's value, which is in the slots from `first` on of `count`. 128 threads' work.
+    """Clear the rows [valid, 64) of a tile's value, in the slots from `first` on of `count`. 128 threads' work.
 
     Values of keys that are not the sequence's would be multiplied by zero, and may be NaN.
     """

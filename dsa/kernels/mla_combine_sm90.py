@@ -5,10 +5,10 @@ lse = log sum_i e^lse_i;   out = sum_i e^(lse_i - lse) out_i over the splits i o
 Plan
 - A CTA has ROWS rows of one sequence and KV head, and COLUMNS of the 512 channels. Its warps are GROUPS for each row,
   which take the splits in turns; with more than one, their sums are added in shared memory, in order.
-- Weights: a warp reads its row's LSEs, 32 at a time, once for the maximum and sum and once for the weights.
+- Weights: a warp reads its row's LSEs, while the first partial results are on their way.
 - With a plan, CTA row i looks for the i-th split sequence; without one, for sequence i.
 Launch: programmatic, behind the decoding kernel: the CTAs of sequences that were not split end at once.
-Shared memory: a row's sums of every group. Constraints: none.
+Shared memory: a row's sums of every group, and its weights. Constraints: at most MOST_SPLITS splits.
 Roofline: memory (L2), 2 KiB a row and split.
 """
 
@@ -26,7 +26,8 @@ from dsa.cute.dtypes import cute_dtype
 from dsa.cute.latent_tiles import MAX_SPLITS, SPLIT_TILES, TILE, VALUE
 
 WARPS = 8
-UNROLL = 4
+LSES = 5  # of a lane
+MOST_SPLITS = 32 * LSES
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class MlaCombineSm90:
         self.dtype, self.groups, self.columns = dtype, cfg.groups, cfg.columns
         self.rows = WARPS // cfg.groups
         self.vectors = cfg.columns // 128  # of 4 channels, a lane
+        self.unroll = MOST_SPLITS // cfg.groups if cfg.groups > 1 else 4  # splits at a time
 
     @cute.jit
     def __call__(
@@ -92,7 +94,9 @@ class MlaCombineSm90:
         number, place = block // row_blocks, block % row_blocks
         row = place // blocks * self.rows + warp // self.groups
         column = place % blocks * self.columns
-        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout((self.columns, self.groups, self.rows)), 16)
+        smem = SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout((self.columns, self.groups, self.rows)), 16)
+        weights = smem.allocate_tensor(Float32, cute.make_layout((MOST_SPLITS, WARPS)), 16)
         # The plan may be from the kernel before the last, which the last has waited for.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -106,59 +110,55 @@ class MlaCombineSm90:
             if sequence >= 0 and sequence < lengths.shape[0]:
                 first = cutlass.max(num_splits[sequence], 0)
                 splits = cutlass.min(num_splits[sequence + 1], out_parts.shape[0]) - first
+        splits = cutlass.min(splits, MOST_SPLITS)
         if splits > 1:
             self.combine(
-                out, lse, out_parts, lse_parts, sums, kv_head, sequence, row, column, first, splits, warp, lane
+                out, lse, out_parts, lse_parts, sums, weights, kv_head, sequence, row, column, first, splits, warp, lane
             )
 
     @cute.jit
-    def combine(self, out, lse, out_parts, lse_parts, sums, kv_head, sequence, row, column, first, splits, warp, lane):
+    def combine(
+        self, out, lse, out_parts, lse_parts, sums, weights, kv_head, sequence, row, column, first, splits, warp, lane
+    ):
         rows, group = lse_parts.shape[2], warp % self.groups
         inside = cutlass.min(row, rows - 1)
+        values = cute.make_rmem_tensor((4, self.vectors, self.unroll), Float32)
+        values.fill(0.0)
+        # The first partial results are on their way while the weights are found.
+        self.read(values, out_parts, kv_head, inside, column, first, group, splits, lane)
+        own = cute.make_rmem_tensor((LSES,), Float32)
         highest, amount = -Float32(float("inf")), Float32(0.0)
-        for base in cutlass.range(0, splits, 32, unroll=1):
-            own = -Float32(float("inf"))
-            if base + lane < splits:
-                own = lse_parts[first + base + lane, kv_head, inside]
-            top = own
-            for log in cutlass.range_constexpr(5):
-                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << log), nan=True)
-            if top > highest or top != top:
-                amount *= cute.math.exp(highest - top)
-                highest = top
-            term = Float32(0.0)
-            if highest > -Float32(float("inf")):
-                term = cute.math.exp(own - highest)
-            for log in cutlass.range_constexpr(5):
-                term += cute.arch.shuffle_sync_bfly(term, offset=1 << log)
-            amount += term
+        for i in cutlass.range_constexpr(LSES):
+            own[i] = -Float32(float("inf"))
+            if 32 * i + lane < splits:
+                own[i] = lse_parts[first + 32 * i + lane, kv_head, inside]
+        for i in cutlass.range_constexpr(LSES):
+            highest = cute.arch.fmax(highest, own[i])
+        for log in cutlass.range_constexpr(5):
+            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=1 << log))
+        relative = highest if highest > -Float32(float("inf")) else Float32(0.0)
+        for i in cutlass.range_constexpr(LSES):
+            amount += cute.math.exp(own[i] - relative)
+        for log in cutlass.range_constexpr(5):
+            amount += cute.arch.shuffle_sync_bfly(amount, offset=1 << log)
         whole = Float32(float("inf"))
         if amount != 0.0:
-            whole = highest + cute.math.log(amount)
+            whole = relative + cute.math.log(amount)
+        for i in cutlass.range_constexpr(LSES):
+            weights[32 * i + lane, warp] = cute.math.exp(own[i] - whole)
+        cute.arch.sync_warp()
 
         acc = cute.make_rmem_tensor((4, self.vectors), Float32)
         acc.fill(0.0)
-        values = cute.make_rmem_tensor((4, self.vectors, UNROLL), Float32)
-        for base in cutlass.range(0, splits, 32, unroll=1):
-            weight = Float32(0.0)
-            if base + lane < splits and amount != 0.0:
-                weight = cute.math.exp(lse_parts[first + base + lane, kv_head, inside] - whole)
-            count = cutlass.min(splits - base, 32)
-            for start in cutlass.range(group, count, UNROLL * self.groups, unroll=1):
-                for u in cutlass.range_constexpr(UNROLL):
-                    # What is beyond the last split has weight 0 and is read from the last.
-                    split = first + base + cutlass.min(start + u * self.groups, count - 1)
-                    source = out_parts[split, kv_head, inside, None]
+        for start in cutlass.range(group, splits, self.unroll * self.groups, unroll=1):
+            if start > group:
+                self.read(values, out_parts, kv_head, inside, column, first, start, splits, lane)
+            for u in cutlass.range_constexpr(self.unroll):
+                split = start + u * self.groups
+                if split < splits:
                     for v in cutlass.range_constexpr(self.vectors):
-                        vector = cute.local_tile(source, (4,), (column // 4 + v * 32 + lane,))
-                        cute.autovec_copy(vector, values[None, v, u])
-                for u in cutlass.range_constexpr(UNROLL):
-                    at = start + u * self.groups
-                    factor = cute.arch.shuffle_sync(weight, cutlass.min(at, 31))
-                    if at < count:
-                        for v in cutlass.range_constexpr(self.vectors):
-                            for i in cutlass.range_constexpr(4):
-                                acc[i, v] = cute.math.fma(factor, values[i, v, u], acc[i, v])
+                        for i in cutlass.range_constexpr(4):
+                            acc[i, v] = cute.math.fma(weights[split, warp], values[i, v, u], acc[i, v])
         if const_expr(self.groups > 1):
             for v in cutlass.range_constexpr(self.vectors):
                 shared = cute.local_tile(sums[None, group, warp // self.groups], (4,), (v * 32 + lane,))
@@ -182,6 +182,17 @@ class MlaCombineSm90:
                 cute.autovec_copy(packed, cute.local_tile(target, (4,), (column // 4 + v * 32 + lane,)))
             if lane == 0 and column == 0:
                 lse[sequence, head, query] = whole
+
+    @cute.jit
+    def read(self, values, out_parts, kv_head, row, column, first, start, splits, lane):
+        """Splits start, start + GROUPS and so on."""
+        for u in cutlass.range_constexpr(self.unroll):
+            split = start + u * self.groups
+            if split < splits:
+                source = out_parts[first + split, kv_head, row, None]
+                for v in cutlass.range_constexpr(self.vectors):
+                    vector = cute.local_tile(source, (4,), (column // 4 + v * 32 + lane,))
+                    cute.autovec_copy(vector, values[None, v, u])
 
 
 @cached
@@ -211,6 +222,15 @@ def compile_mla_combine(dtype: str, config: MlaCombineConfig):
     )
 
 
+MANY = MlaCombineConfig(groups=8, columns=128)  # splits of few rows
+FEW = MlaCombineConfig(groups=1, columns=VALUE)
+
+
 def choose_config(splits: int, rows: int) -> MlaCombineConfig:
     """`splits`: what a sequence has of them, at a guess; `rows`: of all sequences together."""
-    return MlaCombineConfig(8, 128) if splits >= 8 and rows <= 512 else MlaCombineConfig(1, VALUE)
+    return MANY if splits >= 8 and rows <= 256 else FEW
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_mla_combine, (dtype, config)) for dtype in ("bfloat16", "float16") for config in (MANY, FEW)]

@@ -1,25 +1,29 @@
-"""Dense MLA decoding over a paged latent cache, for 33 or more rows (query tokens x heads) a KV head.
+"""Dense MLA decoding over a paged latent cache, for any number of rows (query tokens x heads) a KV head.
 
 o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512], rows r of one sequence and KV head; q and k of 576 channels
 
 Plan
-- A CTA has 64 rows and runs through the tiles of 64 keys of its pieces of sequences (latent_tiles.py). With two row
-  tiles, or four, or more in pairs, the CTAs of a cluster have two row tiles of the same keys: each loads half of every
-  tile, into the shared memory of both.
-- One warpgroup scores: S = Q K^T by wgmma, a part of Q in registers, online softmax in registers, P in 16 bits to
-  shared memory. Two warpgroups accumulate: each has 64 x 256 of O += P V. A warp of the fourth loads.
-- `late`: of O += P V, half waits until the next tile has been scored, so that the tensor cores have work while its
-  softmax is computed. It is for rows enough to be bound by arithmetic: without it a tile's memory is free sooner.
-- The maximum that P is relative to may lag behind the true one by a factor of 2^8: O is rescaled only when it must be.
+- A CTA has 64 rows and runs through the tiles of 64 keys of its pieces of sequences (latent_tiles.py). With an even
+  number of row tiles, the two CTAs of a cluster have the same keys: each loads half of every tile, into the shared
+  memory of both.
+- One warpgroup scores: S = Q K^T by wgmma, HELD of the 9 chunks of Q in registers, online softmax in registers, P in 16
+  bits to shared memory. Two warpgroups accumulate: each has 64 x 256 of O += P V. A warp of the fourth loads.
+- While a tile's softmax is computed, no scores are under way, and its P is not there yet. So that the tensor cores have
+  work then, half of the last tile's O += P V waits until this tile has been scored. Also P comes in two halves of the
+  keys, the first before the second's powers are computed.
+- The maximum that P is relative to may lag behind the true one by a factor of 2^8: O is rescaled only when it must be,
+  and powers are computed without waiting for the tile's maximum.
 - A piece that is a whole sequence writes out and lse; others write partial results, normalised, for mla_combine_sm90.
-Shared memory: Q without its register part, P, HALVES x 32 KiB + ROPES x 8 KiB of keys: two and a half tiles.
-Registers: 32 or 64 scores and 16 a chunk of Q that is held; 128 of O. 176 + 152 + 152 + 32 = 512 a lane.
-Roofline: of a tile wgmma takes 2176 clocks; shared memory delivers 64 x 576 x 2 for scores, as much of Q as is not in
-registers (8 KiB a chunk), 64 KiB of V, 2 x 8 of P, and takes in 72 KiB: 2100 clocks. Memory: a tile in 4000 clocks.
+Shared memory: FREE chunks of Q, two P, UNITS x 16 KiB + ROPES x 8 KiB of keys: two and a half tiles.
+Registers: SCORE + 2 x OUTPUT + LOADER = 512 a lane: 32 scores and 16 a chunk of Q; 128 of O. A wgmma of 256 columns,
+with its 128 accumulators, cannot be compiled for 512 threads: O += P V is in units of 128.
+Launch: programmatic; the combining kernel follows so, too.
+Roofline: of a tile wgmma takes 2176 clocks. Shared memory delivers 72 KiB of K and 32 of Q for scores, 64 of V and 32
+of P for O, takes in 72 of keys and 8 of P: 2240 clocks. Memory delivers a tile in 4000 clocks, to all multiprocessors
+at once. One row tile is bound by memory, more are bound by arithmetic, and by power: 84% of the bf16 GEMM's rate.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -43,7 +47,6 @@ from dsa.cute.latent_tiles import (
     SEEN,
     SEQUENCE,
     TILE,
-    TILE_UNITS,
     TILES,
     UNIT,
     UNIT_CHUNKS,
@@ -63,6 +66,9 @@ THREADS = 4 * WARPGROUP
 ROWS = 64
 SCORE_REGISTERS, OUTPUT_REGISTERS, LOADER_REGISTERS = 152, 160, 40
 Q_CHUNKS = LATENT // CHUNK
+HELD = 5  # chunks of Q in registers
+FREE = Q_CHUNKS - HELD
+UNITS, ROPES = 10, 2
 # The channels of Q, by chunks, in the order of the keys' units.
 Q_ORDER = [unit * UNIT_CHUNKS + c for unit in UNIT_ORDER for c in range(UNIT_CHUNKS)]
 Q_ORDER.insert(ROPE_AFTER * UNIT_CHUNKS, VALUE // CHUNK)
@@ -74,23 +80,12 @@ SCORE_BARRIER, OUTPUT_BARRIER = 1, 2
 STAGED = 32  # channels of a row that go through shared memory at a time, at the end
 
 
-@dataclass(frozen=True)
-class MlaDecodeConfig:
-    """cluster: CTAs that share the keys; late: half of O waits for the next scores; held: chunks of Q in registers;
-    units, ropes: slots of shared memory."""
-
-    cluster: int
-    late: bool
-    held: int
-    units: int
-    ropes: int
-
-
 class MlaDecodeSm90:
-    def __init__(self, dtype: type[cutlass.Numeric], box: int, cfg: MlaDecodeConfig):
-        self.dtype, self.cfg = dtype, cfg
-        self.tiles = LatentTiles(dtype, box, cfg.units, cfg.ropes, cfg.cluster)
-        self.free = Q_CHUNKS - cfg.held  # chunks of Q in shared memory
+    """`box` keys lie in the same page; `cluster` CTAs share the keys."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], box: int, cluster: int):
+        self.dtype, self.cluster = dtype, cluster
+        self.tiles = LatentTiles(dtype, box, UNITS, ROPES, cluster)
 
     @cute.jit
     def __call__(
@@ -119,16 +114,16 @@ class MlaDecodeSm90:
         score = make(self.dtype, self.dtype, k_major, k_major, Float32, one, (ROWS, TILE))
         score_held = make(self.dtype, self.dtype, k_major, k_major, Float32, one, (ROWS, TILE), registers)
         value = make(self.dtype, self.dtype, k_major, mn_major, Float32, one, (ROWS, UNIT))
-        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, TILE, self.free * CHUNK), self.dtype, 1)
+        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, TILE, FREE * CHUNK), self.dtype, 1)
         p_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, TILE, TILE), self.dtype, P_SLOTS)
         unit_layout, rope_layout = self.tiles.unit_layout(), self.tiles.rope_layout()
 
         @cute.struct
         class Storage:
-            unit_full: cute.struct.MemRange[Int64, self.cfg.units * UNIT_CHUNKS]
-            unit_empty: cute.struct.MemRange[Int64, self.cfg.units]
-            rope_full: cute.struct.MemRange[Int64, self.cfg.ropes]
-            rope_empty: cute.struct.MemRange[Int64, self.cfg.ropes]
+            unit_full: cute.struct.MemRange[Int64, UNITS * UNIT_CHUNKS]
+            unit_empty: cute.struct.MemRange[Int64, UNITS]
+            rope_full: cute.struct.MemRange[Int64, ROPES]
+            rope_empty: cute.struct.MemRange[Int64, ROPES]
             facts_full: cute.struct.MemRange[Int64, FACTS]
             facts_empty: cute.struct.MemRange[Int64, FACTS]
             p_full: cute.struct.MemRange[Int64, 2 * P_SLOTS]
@@ -136,7 +131,7 @@ class MlaDecodeSm90:
             scored: cute.struct.MemRange[Int64, 1]
             end_full: cute.struct.MemRange[Int64, 1]
             end_empty: cute.struct.MemRange[Int64, 1]
-            present: cute.struct.MemRange[cutlass.Uint32, self.cfg.ropes]
+            present: cute.struct.MemRange[cutlass.Uint32, ROPES]
             facts: cute.struct.MemRange[Int32, 8 * FACTS]
             # Of the rows: what O is to be multiplied by before a tile, and at the end.
             factors: cute.struct.MemRange[Float32, ROWS * P_SLOTS]
@@ -159,7 +154,7 @@ class MlaDecodeSm90:
         ).launch(
             grid=(parts * row_tiles, cache.shape[2], 1),
             block=(THREADS, 1, 1),
-            cluster=(self.cfg.cluster, 1, 1),
+            cluster=(self.cluster, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -206,7 +201,7 @@ class MlaDecodeSm90:
             storage.rope_empty.data_ptr(),
             storage.facts_full.data_ptr(),
             storage.facts_empty.data_ptr(),
-            storage.present.get_tensor(cute.make_layout(self.cfg.ropes)),
+            storage.present.get_tensor(cute.make_layout(ROPES)),
             storage.facts.get_tensor(cute.make_layout((8, FACTS))),
         )
         p_full, p_empty = storage.p_full.data_ptr(), storage.p_empty.data_ptr()
@@ -231,7 +226,7 @@ class MlaDecodeSm90:
             cute.arch.mbarrier_init(end_full, 4)
             cute.arch.mbarrier_init(end_empty, 8)
         cute.arch.mbarrier_init_fence()
-        if const_expr(self.cfg.cluster > 1):
+        if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
@@ -249,10 +244,10 @@ class MlaDecodeSm90:
                     *(lengths, block_table, plan, num_splits, page_boxes, capacity, fixed_splits),
                 )
                 boxes, rope_boxes = (
-                    self.tiles.box_layout(self.cfg.units * UNIT_CHUNKS),
-                    self.tiles.box_layout(self.cfg.ropes),
+                    self.tiles.box_layout(UNITS * UNIT_CHUNKS),
+                    self.tiles.box_layout(ROPES),
                 )
-                rank = block % self.cfg.cluster
+                rank = block % self.cluster
                 self.tiles.load(
                     *(atom, mk, storage.units.get_tensor(boxes.outer, swizzle=boxes.inner)),
                     storage.ropes.get_tensor(rope_boxes.outer, swizzle=rope_boxes.inner),
@@ -272,7 +267,7 @@ class MlaDecodeSm90:
                 *(factors, inverses, heads, rows, row_tile, kv_head, q.shape[1], q.shape[2]),
                 *(tid % WARPGROUP, warp % 4, lane, warp // 4 - 1),
             )
-        if const_expr(self.cfg.cluster > 1):
+        if const_expr(self.cluster > 1):
             # The other CTA may still write to this one's shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -293,8 +288,8 @@ class MlaDecodeSm90:
         targets = [raw + self.offset(tid // 8 + 16 * i, tid % 8) for i in range(4)]
         load = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_A(load, held_mma).get_slice(tid)
-        for begin in cutlass.range_constexpr(0, self.cfg.held, self.free):
-            end = min(begin + self.free, self.cfg.held)
+        for begin in cutlass.range_constexpr(0, HELD, FREE):
+            end = min(begin + FREE, HELD)
             for c in cutlass.range_constexpr(begin, end):
                 for i in cutlass.range_constexpr(4):
                     target = targets[i] + (c - begin) * ROWS * CHUNK
@@ -305,9 +300,9 @@ class MlaDecodeSm90:
                 chunk = cute.local_tile(sq[None, None, 0], (ROWS, CHUNK), (0, c - begin))
                 cute.copy(load, copy.partition_S(chunk), copy.retile(held[None, None, None, c]))
             cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
-        for c in cutlass.range_constexpr(self.cfg.held, Q_CHUNKS):
+        for c in cutlass.range_constexpr(HELD, Q_CHUNKS):
             for i in cutlass.range_constexpr(4):
-                target = targets[i] + (c - self.cfg.held) * ROWS * CHUNK
+                target = targets[i] + (c - HELD) * ROWS * CHUNK
                 async_load_16_or_zeros(target, sources[i] + Q_ORDER[c] * CHUNK, present[i])
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -333,17 +328,17 @@ class MlaDecodeSm90:
                 keys = rr[None, None, step, own_rope]
                 if const_expr(chunk < VALUE // CHUNK):
                     keys = ru[None, None, chunk % UNIT_CHUNKS * (CHUNK // 16) + step, own_unit]
-                if const_expr(n < self.cfg.held):
+                if const_expr(n < HELD):
                     held_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, n + step > 0)
                     cute.gemm(held_mma, acc, held[None, None, step, n], keys, acc)
                 else:
                     score_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, n + step > 0)
-                    at = (n - self.cfg.held) * (CHUNK // 16) + step
+                    at = (n - HELD) * (CHUNK // 16) + step
                     cute.gemm(score_mma, acc, rq[None, None, at, 0], keys, acc)
             if const_expr(chunk < VALUE // CHUNK and chunk % UNIT_CHUNKS == UNIT_CHUNKS - 1):
-                unit, unit_phase = advance(unit, unit_phase, self.cfg.units)
+                unit, unit_phase = advance(unit, unit_phase, UNITS)
         cute.nvgpu.warpgroup.commit_group()
-        rope, rope_phase = advance(rope, rope_phase, self.cfg.ropes)
+        rope, rope_phase = advance(rope, rope_phase, ROPES)
         return unit, unit_phase, rope, rope_phase
 
     @cute.jit
@@ -381,7 +376,7 @@ class MlaDecodeSm90:
         ru = score_mma.make_fragment_B(thr.partition_B(units))
         rr = score_mma.make_fragment_B(thr.partition_B(ropes))
         held_shape = held_mma.get_slice(tid).partition_shape_A((ROWS, CHUNK))
-        held = cute.make_rmem_tensor((*held_shape, max(1, self.cfg.held)), self.dtype)
+        held = cute.make_rmem_tensor((*held_shape, max(1, HELD)), self.dtype)
         acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, TILE)), Float32)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
         own_row = warp * 16 + lane // 4  # and 8 further
@@ -459,9 +454,8 @@ class MlaDecodeSm90:
         bits = rings.present[rope]
         cute.arch.mbarrier_wait(p_empty + slot, phase ^ 1)
         cute.nvgpu.warpgroup.wait_group(0)
-        if const_expr(self.cfg.late):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(scored)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(scored)
         every = 2**self.tiles.boxes - 1
         if key + TILE > least or bits != every:
             for i in cutlass.range_constexpr(TILE // 2):
@@ -470,7 +464,7 @@ class MlaDecodeSm90:
                 if key + column >= limits[i // 2 % 2] or (bits >> box) & 1 == 0:
                     flat[i] = -Float32(float("inf"))
             if key + TILE > length:
-                zero_rows(units.iterator, unit, self.cfg.units, length - key, tid)
+                zero_rows(units.iterator, unit, UNITS, length - key, tid)
         powers = cute.make_rmem_tensor((TILE // 4,), Float32)
         for i in cutlass.range_constexpr(TILE // 4):
             powers[i] = cute.math.exp2(cute.math.fma(flat[i], scale, -base[i // 2 % 2]), fastmath=True)
@@ -570,7 +564,7 @@ class MlaDecodeSm90:
                             flat[i] *= lower if i // 2 % 2 else upper
                     cute.nvgpu.warpgroup.fence()
                     for half in cutlass.range_constexpr(2):
-                        if const_expr(half == 1 and self.cfg.late):
+                        if const_expr(half == 1):
                             scored_phase ^= 1
                             if tile < tiles - 1:
                                 cute.arch.mbarrier_wait(scored, scored_phase)  # of the next tile
@@ -582,7 +576,7 @@ class MlaDecodeSm90:
                         cute.nvgpu.warpgroup.commit_group()
                         cute.nvgpu.warpgroup.wait_group(0)
                         self.tiles.release(rings.unit_empty + unit)
-                        unit = unit + 2 - self.cfg.units if unit >= self.cfg.units - 2 else unit + 2
+                        unit = unit + 2 - UNITS if unit >= UNITS - 2 else unit + 2
                     if tile < tiles - 1:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(p_empty + slot)
@@ -614,7 +608,7 @@ class MlaDecodeSm90:
 
     @cute.jit
     def store(self, flat, upper, lower, targets, rows, staging, side, lane):
-        """16 rows of a half to the result, by way of 1 KiB of P's memory. `rows`: how many the lane's first is one of."""
+        """16 rows of a half to the result, by way of 1 KiB of P's memory. `rows`: from the lane's first to the last."""
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for i in cutlass.range_constexpr(HALF // STAGED):
             for j in cutlass.range_constexpr(2):
@@ -653,12 +647,12 @@ class MlaDecodeSm90:
 
 
 @cached
-def compile_mla_decode(dtype: str, box: int, config: MlaDecodeConfig):
+def compile_mla_decode(dtype: str, box: int, cluster: int):
     """-> f(q [B, s_q, h_q, 576], cache [pages, P, h_k, 576], block_table [B, max_pages], lengths [B], plan [parts, 8],
     num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_parts [slots, h_k, rows, 512], lse_parts
-    [slots, h_k, rows], scale * log2(e), causal, capacity, fixed_splits); B, s_q, pages, max_pages > 0; h_k divides h_q, P is a
-    multiple of `box`, the number of row tiles one of `cluster`; rows of q and cache start at multiples of 16 bytes."""
-    return compile_sm90(MlaDecodeSm90(cute_dtype(dtype), box, config), *decode_arguments(dtype))
+    [slots, h_k, rows], scale * log2(e), causal, capacity, fixed_splits); B, s_q, pages, max_pages > 0; h_k divides h_q,
+    P is a multiple of `box`, the row tiles are one of `cluster`; rows of q and cache start at multiples of 16 bytes."""
+    return compile_sm90(MlaDecodeSm90(cute_dtype(dtype), box, cluster), *decode_arguments(dtype))
 
 
 def decode_arguments(dtype: str) -> tuple:
@@ -689,19 +683,16 @@ def decode_arguments(dtype: str) -> tuple:
     )
 
 
-def choose_config(rows: int) -> MlaDecodeConfig:
-    """`rows`: query tokens x heads of a KV head."""
-    row_tiles = -(-rows // ROWS)
-    if row_tiles % 2 == 0:
-        return MlaDecodeConfig(2, True, 4, 9, 3)
-    return MlaDecodeConfig(1, False, 4, 9, 3)
+def cluster_of(rows: int) -> int:
+    """CTAs that share the keys; `rows`: query tokens x heads of a KV head."""
+    return 2 if -(-rows // ROWS) % 2 == 0 else 1
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_mla_decode, (dtype, box, choose_config(rows)))
+        (compile_mla_decode, (dtype, box, cluster))
         for dtype in ("bfloat16", "float16")
         for box in (16, 32, 64)
-        for rows in (ROWS, 2 * ROWS)
+        for cluster in (1, 2)
     ]

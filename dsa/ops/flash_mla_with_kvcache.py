@@ -16,8 +16,9 @@ D, D_V, PAGE_MULTIPLE = 576, 512, 16
 DTYPES = (torch.bfloat16, torch.float16)
 TILE, ROWS = 64, 64  # keys and rows of a kernel's tile
 OVERHEAD = 5  # what beginning a sequence costs, in tiles
-# The kernels' numbers: sequences of a plan, and of splits that depend on nothing but the length, tiles and how many.
-MAX_BATCH, SPLIT_TILES, MAX_SPLITS = 32768, 32, 32
+# The kernels' numbers: sequences and parts of a plan; of splits that depend on nothing but the length, tiles and count.
+MAX_BATCH, MAX_PARTS = 32768, 160
+SPLIT_TILES, MAX_SPLITS = 32, 32
 
 
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
@@ -102,9 +103,9 @@ def flash_mla_with_kvcache(
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
     On Hopper, dense: d = 576 with head_dim_v = 512, any number of heads and queries, pages of a multiple of 16 keys
     (64 and more best), any strides of q, cache rows at multiples of 16 bytes, softmax_scale above 0, caches beyond 2^31
-    bytes. Logits and sums are fp32; softmax weights are rounded to q's dtype before they meet the values. Deterministic.
-    CUDA-graph safe with new lengths, no host synchronisation. Workspace: at most two partial results a multiprocessor,
-    or with batch_invariant one a sequence and split.
+    bytes. Logits and sums are fp32; softmax weights are rounded to q's dtype before they meet the values.
+    Deterministic. CUDA-graph safe with new lengths, no host synchronisation. Workspace: at most two partial results a
+    multiprocessor, or with batch_invariant one a sequence and split.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
     arguments = (
@@ -202,7 +203,10 @@ def _decode(
     slots = batch * fixed_splits or 2 * plan.shape[0]
     out_parts = q.new_empty(slots, kv_heads, rows, head_dim_v, dtype=torch.float32)
     lse_parts = q.new_empty(slots, kv_heads, rows, dtype=torch.float32)
-    decode, combine = _kernels(q.dtype, math.gcd(page_size, TILE), rows, slots // batch, batch)
+    decode = _decode_kernel(q.dtype, math.gcd(page_size, TILE), rows)
+    # What is batch-invariant is added up in an order that follows from a sequence's rows alone.
+    splits, together = (MAX_SPLITS, rows) if fixed_splits else (slots // batch, rows * batch)
+    combine = _combine_kernel(q.dtype, splits, together)
     tensors = (cache_seqlens, plan, num_splits, out, lse, out_parts, lse_parts)
     with backends.on_device(q):
         decode(q, k_cache, unit_inner(block_table), *tensors, scale * math.log2(math.e), causal, capacity, fixed_splits)
@@ -224,14 +228,17 @@ def _plan_kernel() -> Callable[..., None]:
 
 
 @functools.cache
-def _kernels(
-    dtype: torch.dtype, box: int, rows: int, splits: int, batch: int
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    from dsa.kernels import mla_combine_sm90, mla_decode_sm90
+def _decode_kernel(dtype: torch.dtype, box: int, rows: int) -> Callable[..., None]:
+    from dsa.kernels import mla_decode_sm90 as kernels
 
-    name = dtype_name(dtype)
-    decode = mla_decode_sm90.compile_mla_decode(name, box, mla_decode_sm90.choose_config(rows))
-    return decode, mla_combine_sm90.compile_mla_combine(name, mla_combine_sm90.choose_config(splits, rows * batch))
+    return kernels.compile_mla_decode(dtype_name(dtype), box, kernels.cluster_of(rows))
+
+
+@functools.cache
+def _combine_kernel(dtype: torch.dtype, splits: int, rows: int) -> Callable[..., None]:
+    from dsa.kernels import mla_combine_sm90 as kernels
+
+    return kernels.compile_mla_combine(dtype_name(dtype), kernels.choose_config(splits, rows))
 
 
 def _check_kernel_takes(
@@ -267,6 +274,10 @@ def _check_kernel_takes(
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {scale}")
     named = {"k_cache": k_cache, "block_table": block_table, "cache_seqlens": cache_seqlens}
     if plan is not None:
+        if plan.shape[0] > MAX_PARTS:
+            raise ValueError(
+                f"tile_scheduler_metadata: the Hopper kernel takes at most {MAX_PARTS} parts, got {plan.shape[0]}"
+            )
         named |= {"tile_scheduler_metadata": plan, "num_splits": num_splits}
         for name in ("tile_scheduler_metadata", "num_splits"):
             if not named[name].is_contiguous():
