@@ -28,7 +28,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -131,7 +131,7 @@ class MlaDecodeSm90:
             scored: cute.struct.MemRange[Int64, 1]
             end_full: cute.struct.MemRange[Int64, 1]
             end_empty: cute.struct.MemRange[Int64, 1]
-            present: cute.struct.MemRange[cutlass.Uint32, ROPES]
+            present: cute.struct.MemRange[Uint32, ROPES]
             facts: cute.struct.MemRange[Int32, 8 * FACTS]
             # Of the rows: what O is to be multiplied by before a tile, and at the end.
             factors: cute.struct.MemRange[Float32, ROWS * P_SLOTS]
@@ -239,6 +239,8 @@ class MlaDecodeSm90:
         rows = q.shape[1] * heads
         if warp >= 12:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
+            if warp == 13 or warp == 14:
+                self.prefetch(q, lengths, plan, fixed_splits, part, heads, rows, row_tile, kv_head, warp - 13, lane)
             if warp == 12:
                 inputs = DecodeInputs(
                     *(lengths, block_table, plan, num_splits, page_boxes, capacity, fixed_splits),
@@ -273,40 +275,70 @@ class MlaDecodeSm90:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def load_queries(self, q, sq, held, held_mma, sequence, heads, rows, row_tile, kv_head, tid):
-        """The rows of the row tile: the first `held` chunks of channels to registers, by way of the memory of the
-        others, then those to shared memory."""
+    def load_queries(self, q, sq, held, sequence, heads, rows, row_tile, kv_head, tid, warp, lane):
+        """The rows of the row tile: the first HELD chunks of channels to registers, as wgmma takes them, the others to
+        shared memory. All loads are under way at once: they stand in line with those of the keys."""
         tid = computed_here(tid)
-        sources, present = [], []
-        for i in cutlass.range_constexpr(4):
-            row = row_tile * ROWS + tid // 8 + 16 * i
-            present.append(row < rows)
-            inside = cutlass.min(row, rows - 1)
-            head = kv_head * heads + inside % heads
-            sources.append(q[sequence, inside // heads, head, None].iterator + tid % 8 * 8)
-        raw = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
-        targets = [raw + self.offset(tid // 8 + 16 * i, tid % 8) for i in range(4)]
-        load = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_A(load, held_mma).get_slice(tid)
-        for begin in cutlass.range_constexpr(0, HELD, FREE):
-            end = min(begin + FREE, HELD)
-            for c in cutlass.range_constexpr(begin, end):
-                for i in cutlass.range_constexpr(4):
-                    target = targets[i] + (c - begin) * ROWS * CHUNK
-                    async_load_16_or_zeros(target, sources[i] + Q_ORDER[c] * CHUNK, present[i])
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
-            for c in cutlass.range_constexpr(begin, end):
-                chunk = cute.local_tile(sq[None, None, 0], (ROWS, CHUNK), (0, c - begin))
-                cute.copy(load, copy.partition_S(chunk), copy.retile(held[None, None, None, c]))
-            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
-        for c in cutlass.range_constexpr(HELD, Q_CHUNKS):
-            for i in cutlass.range_constexpr(4):
-                target = targets[i] + (c - HELD) * ROWS * CHUNK
-                async_load_16_or_zeros(target, sources[i] + Q_ORDER[c] * CHUNK, present[i])
+        for i in cutlass.range_constexpr(ROWS // 16):
+            row = tid // 8 + 16 * i
+            source = self.query_row(q, sequence, heads, rows, row_tile * ROWS + row, kv_head) + tid % 8 * 8
+            target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+            target += self.offset(row, tid % 8)
+            for c in cutlass.range_constexpr(HELD, Q_CHUNKS):
+                async_load_16_or_zeros(
+                    target + (c - HELD) * ROWS * CHUNK, source + Q_ORDER[c] * CHUNK, row_tile * ROWS + row < rows
+                )
+        # Of 16 channels a lane has the pairs number lane % 4 and 4 further, of its row and of the row 8 further.
+        words = cute.make_tensor(
+            cute.recast_ptr(held.iterator, dtype=Uint32), cute.make_layout((2, 2, CHUNK // 16, HELD))
+        )
+        for r in cutlass.range_constexpr(2):
+            row = row_tile * ROWS + warp * 16 + lane // 4 + 8 * r
+            source = cute.recast_ptr(self.query_row(q, sequence, heads, rows, row, kv_head), dtype=Uint32)
+            pairs = cute.make_tensor(source + lane % 4, cute.make_layout((2, LATENT // 16), stride=(4, 8)))
+            for c in cutlass.range_constexpr(HELD):
+                for step in cutlass.range_constexpr(CHUNK // 16):
+                    for k in cutlass.range_constexpr(2):
+                        words[r, k, step, c] = pairs[k, Q_ORDER[c] * (CHUNK // 16) + step]
+            if row >= rows:
+                for c in cutlass.range_constexpr(HELD):
+                    for step in cutlass.range_constexpr(CHUNK // 16):
+                        for k in cutlass.range_constexpr(2):
+                            words[r, k, step, c] = Uint32(0)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def query_row(self, q, sequence, heads, rows, row, kv_head):
+        """The address of a row of a sequence's queries, of the last one if there are less."""
+        inside = cutlass.min(row, rows - 1)
+        return q[sequence, inside // heads, kv_head * heads + inside % heads, None].iterator
+
+    @cute.jit
+    def prefetch(self, q, lengths, plan, fixed_splits, part, heads, rows, row_tile, kv_head, helper, lane):
+        """What the CTA's first loads wait for one after the other, to the L2 cache: a warp brings the lengths, one the
+        queries of the first sequence."""
+        sequence = part
+        if fixed_splits > 0:
+            sequence = part // fixed_splits
+        if helper == 0:
+            for b in cutlass.range(lane * 32, lengths.shape[0], 1024, unroll=1):
+                self.prefetch_line(lengths.iterator + b * lengths.stride[0])
+        else:
+            if fixed_splits == 0:
+                sequence = plan[part, 0]
+            if sequence >= 0 and sequence < lengths.shape[0]:
+                for r in cutlass.range_constexpr(ROWS // 32):
+                    row = row_tile * ROWS + 32 * r + lane
+                    if row < rows:
+                        address = self.query_row(q, sequence, heads, rows, row, kv_head)
+                        for i in cutlass.range_constexpr(LATENT // CHUNK):
+                            self.prefetch_line(address + i * CHUNK)
+
+    @cute.jit
+    def prefetch_line(self, address):
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address.toint()])
 
     @cute.jit
     def offset(self, row, vector):
@@ -376,7 +408,7 @@ class MlaDecodeSm90:
         ru = score_mma.make_fragment_B(thr.partition_B(units))
         rr = score_mma.make_fragment_B(thr.partition_B(ropes))
         held_shape = held_mma.get_slice(tid).partition_shape_A((ROWS, CHUNK))
-        held = cute.make_rmem_tensor((*held_shape, max(1, HELD)), self.dtype)
+        held = cute.make_rmem_tensor((*held_shape, HELD), self.dtype)
         acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, TILE)), Float32)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
         own_row = warp * 16 + lane // 4  # and 8 further
@@ -410,7 +442,7 @@ class MlaDecodeSm90:
                 total.fill(0.0)
                 state = (sp, factors, p_full, p_empty, scored, rings, limits, top, base, total, units)
                 if tiles > 0:
-                    self.load_queries(q, sq, held, held_mma, sequence, heads, rows, row_tile, kv_head, tid)
+                    self.load_queries(q, sq, held, sequence, heads, rows, row_tile, kv_head, tid, warp, lane)
                     key = first * TILE
                     for _ in cutlass.range(tiles, unroll=1):
                         here = ring
