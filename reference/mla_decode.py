@@ -4,7 +4,7 @@ import torch
 
 from .checks import FLOATS, INT32, check_positive, check_tensor
 from .kv_cache import BYTE_DTYPES, cache_dim, read_kv_cache
-from .mla_metadata import FlashMLASchedMeta, check_plan
+from .mla_metadata import FlashMLASchedMeta, check_plan, remember_config
 from .softmax_attention import apply_sink, attend
 
 # Numbers in the largest gathered [queries, K, d] tensor: 256 MiB of fp32.
@@ -66,7 +66,8 @@ def flash_mla_with_kvcache(
     if indices is None:
         unused = {"attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache, **extra}
         plan = (tile_scheduler_metadata, num_splits)
-        check_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, causal, is_fp8_kvcache, unused)
+        config = check_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, causal, is_fp8_kvcache, unused)
+        remember_config(tile_scheduler_metadata, config)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         out, lse = decode_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
         return out.to(q.dtype), lse
@@ -87,6 +88,7 @@ def flash_mla_with_kvcache(
     shapes = {"q": tuple(q.shape), "k_cache": tuple(k_cache.shape[1:]), "causal": causal}
     shapes["selections"] = [(cache.shape[1], slots.shape[1]) for cache, slots in selections]
     check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
+    remember_config(tile_scheduler_metadata, shapes)
     out, lse = _sparse(q.flatten(0, 1), selections, head_dim_v, scale)
     if attn_sink is not None:
         out = apply_sink(out, lse, attn_sink)
@@ -105,8 +107,8 @@ def check_dense(
     causal: bool,
     is_fp8_kvcache: bool,
     unused: dict[str, torch.Tensor | None],
-) -> None:
-    """What dense decoding asks of its arguments; a plan that saw no call before takes up their shapes."""
+) -> dict:
+    """What dense decoding asks of its arguments. Returns what a plan is to remember of them."""
     _check_queries(q, k_cache, head_dim_v, is_fp8_kvcache)
     _check_unused(unused, "indices")
     batch, _, h_q, _ = q.shape
@@ -116,6 +118,7 @@ def check_dense(
         raise ValueError(f"k_cache: its h_k heads must divide h_q = {h_q}, got h_k = {k_cache.shape[2]}")
     shapes = {"q": tuple(q.shape), "k_cache": tuple(k_cache.shape[1:]), "causal": causal}
     check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
+    return shapes
 
 
 def decode_dense(

@@ -6,8 +6,8 @@ import torch
 
 from .checks import INT32, check_positive, check_tensor
 
-_BLOCK = 64
 _META_SIZE = 8
+_TO_THE_END = 2**30
 
 
 @dataclasses.dataclass
@@ -31,9 +31,10 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
       cache_seqlens            [B] int32, cached keys per sequence
       num_q_tokens_per_head_k  s_q * h_q / h_k
       topk                     None, or the keys that every query selects
-    A row of the first is one SM part: first sequence, its first block of 64 keys, last sequence (inclusive), the end
-    of its blocks, the split that the part starts with, and three unused numbers. num_splits counts the splits of all
-    earlier sequences. The reference needs no plan, so its own has one part and one split per sequence.
+    A row of the first is one part of the work: its first sequence, the block of 64 keys where it begins there, its
+    last sequence (inclusive), the block where it stops there (2^30: the end), how many splits of its first sequence
+    are before it; then, of row i, the i-th sequence that is split, or -1; two unused numbers. num_splits counts the
+    splits of the split sequences before each sequence. The reference needs no plan: its own has one part and no splits.
 
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """
@@ -71,14 +72,11 @@ def check_metadata(
 
 def plan_one_part(request: MetadataRequest) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's plan: one part, no sequence split."""
-    cache_seqlens, topk = request.cache_seqlens, request.topk
+    cache_seqlens = request.cache_seqlens
     batch = cache_seqlens.shape[0]
-    metadata = torch.zeros(1, _META_SIZE, dtype=torch.int32, device=cache_seqlens.device)
-    if batch:
-        metadata[0, 2] = batch - 1
-        last = cache_seqlens[-1] if topk is None else torch.full_like(cache_seqlens[-1], topk)
-        metadata[0, 3] = (last + _BLOCK - 1) // _BLOCK
-    return metadata, torch.arange(batch + 1, dtype=torch.int32, device=cache_seqlens.device)
+    part = [0, 0, batch - 1, _TO_THE_END, 0, -1, 0, 0]
+    metadata = torch.tensor([part], dtype=torch.int32, device=cache_seqlens.device)
+    return metadata, torch.zeros(batch + 1, dtype=torch.int32, device=cache_seqlens.device)
 
 
 def check_plan(
@@ -87,7 +85,7 @@ def check_plan(
     batch: int,
     config: dict,
 ) -> None:
-    """The plan is one that `get_mla_metadata` gives, and a plan that saw a call before saw the same shapes."""
+    """The plan is one that `get_mla_metadata` gives, and an object that saw a call before saw the same shapes."""
     if tile_scheduler_metadata is None:
         return
     if isinstance(tile_scheduler_metadata, torch.Tensor):
@@ -106,4 +104,9 @@ def check_plan(
             f"tile_scheduler_metadata: was first used with {tile_scheduler_metadata.config}, "
             f"got {config}; get a new one for other shapes"
         )
-    tile_scheduler_metadata.have_initialized, tile_scheduler_metadata.config = True, config
+
+
+def remember_config(tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None, config: dict) -> None:
+    """A call with these shapes is being made with the plan."""
+    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        tile_scheduler_metadata.have_initialized, tile_scheduler_metadata.config = True, config

@@ -39,6 +39,7 @@ class LatentRings:
 
     unit_full  a barrier for each chunk of each slot
     unit_empty, rope_full, rope_empty, facts_full, facts_empty  a barrier for each slot
+    named  a barrier for each slot of the facts, whose SEQUENCE is known: before the rest, if it can be
     present  [ROPES] a bit for each box of the tile whose rope part is in the slot: its page is in the cache
     facts    [8, FACTS] SEQUENCE (-1: no more), FIRST_TILE, TILES, PART (the partial result to write, -1: the piece is
              the whole sequence), LENGTH (keys that there are), SEEN (keys that the last query may see)
@@ -48,6 +49,7 @@ class LatentRings:
     unit_empty: cute.Pointer
     rope_full: cute.Pointer
     rope_empty: cute.Pointer
+    named: cute.Pointer
     facts_full: cute.Pointer
     facts_empty: cute.Pointer
     present: cute.Tensor
@@ -113,6 +115,7 @@ class LatentTiles:
             cute.arch.mbarrier_init(rings.rope_full + i, 1)
             cute.arch.mbarrier_init(rings.rope_empty + i, rope_readers * self.cluster)
         for i in cutlass.range_constexpr(FACTS):
+            cute.arch.mbarrier_init(rings.named + i, 1)
             cute.arch.mbarrier_init(rings.facts_full + i, 1)
             cute.arch.mbarrier_init(rings.facts_empty + i, facts_readers)
 
@@ -150,6 +153,8 @@ class LatentTiles:
             sequence, cut, index = cutlass.max(sequence, 0), cutlass.max(cut, 0), cutlass.max(index, 0)
         last = cutlass.min(last, batch - 1)
         while sequence <= last:
+            if inputs.fixed_splits == 0:
+                self.name(rings, sequence, state)
             # The first page numbers are asked for together with the length, where the piece probably begins.
             guess = cut + index * SPLIT_TILES if inputs.fixed_splits > 0 else cut
             page, place = self.find_box(inputs, sequence, guess * self.boxes + lane)
@@ -171,6 +176,8 @@ class LatentTiles:
                 if cut > 0 or (sequence == last and end_cut < NEVER):
                     slot = cutlass.max(cutlass.min(inputs.num_splits[sequence] + index, slots - 1), 0)
             if not empty:
+                if inputs.fixed_splits > 0:
+                    self.name(rings, sequence, state)
                 if first != guess:
                     page, place = self.find_box(inputs, sequence, first * self.boxes + lane)
                 state = self.load_piece(
@@ -178,11 +185,18 @@ class LatentTiles:
                     *(page, place, pages, rank, lane, state),
                 )
             sequence, cut, index = sequence + 1, Int32(0), Int32(0)
+        self.name(rings, Int32(-1), state)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(rings.facts_full + state[4])
+
+    @cute.jit
+    def name(self, rings: LatentRings, sequence, state):
+        """Say which sequence the next piece is of."""
         at, phase = state[4], state[5]
         cute.arch.mbarrier_wait(rings.facts_empty + at, phase ^ 1)
         with cute.arch.elect_one():
-            rings.facts[SEQUENCE, at] = -1
-            cute.arch.mbarrier_arrive(rings.facts_full + at)
+            rings.facts[SEQUENCE, at] = sequence
+            cute.arch.mbarrier_arrive(rings.named + at)
 
     @cute.jit
     def find_box(self, inputs: DecodeInputs, sequence, box):
@@ -216,10 +230,9 @@ class LatentTiles:
         state,
     ):
         unit, unit_phase, rope, rope_phase, at, facts_phase = state
-        cute.arch.mbarrier_wait(rings.facts_empty + at, facts_phase ^ 1)
         with cute.arch.elect_one():
-            rings.facts[SEQUENCE, at], rings.facts[FIRST_TILE, at], rings.facts[TILES, at] = sequence, first, tiles
-            rings.facts[PART, at], rings.facts[LENGTH, at], rings.facts[SEEN, at] = slot, length, seen
+            rings.facts[FIRST_TILE, at], rings.facts[TILES, at], rings.facts[PART, at] = first, tiles, slot
+            rings.facts[LENGTH, at], rings.facts[SEEN, at] = length, seen
             cute.arch.mbarrier_arrive(rings.facts_full + at)
         at, facts_phase = advance(at, facts_phase, FACTS)
 

@@ -43,7 +43,7 @@ class MlaCombineSm90:
         self.dtype, self.groups, self.columns = dtype, cfg.groups, cfg.columns
         self.rows = WARPS // cfg.groups
         self.vectors = cfg.columns // 128  # of 4 channels, a lane
-        self.unroll = MOST_SPLITS // cfg.groups if cfg.groups > 1 else 4  # splits at a time
+        self.unroll = 16 // self.vectors  # splits at a time
 
     @cute.jit
     def __call__(
@@ -222,15 +222,17 @@ def compile_mla_combine(dtype: str, config: MlaCombineConfig):
     )
 
 
-MANY = MlaCombineConfig(groups=8, columns=128)  # splits of few rows
-FEW = MlaCombineConfig(groups=1, columns=VALUE)
+FEW, SOME, MANY = MlaCombineConfig(1, VALUE), MlaCombineConfig(4, 256), MlaCombineConfig(8, 128)
 
 
 def choose_config(splits: int, rows: int) -> MlaCombineConfig:
-    """`splits`: what a sequence has of them, at a guess; `rows`: of all sequences together."""
-    return MANY if splits >= 8 and rows <= 256 else FEW
+    """`splits`: what a sequence has of them, at a guess; `rows`: of all sequences together. About two CTAs a
+    multiprocessor are best."""
+    if splits < 8 or rows > 512:
+        return FEW
+    return MANY if rows <= 64 else SOME
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    return [(compile_mla_combine, (dtype, config)) for dtype in ("bfloat16", "float16") for config in (MANY, FEW)]
+    return [(compile_mla_combine, (dtype, config)) for dtype in ("bfloat16", "float16") for config in (FEW, SOME, MANY)]

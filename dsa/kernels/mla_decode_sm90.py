@@ -124,6 +124,7 @@ class MlaDecodeSm90:
             unit_empty: cute.struct.MemRange[Int64, UNITS]
             rope_full: cute.struct.MemRange[Int64, ROPES]
             rope_empty: cute.struct.MemRange[Int64, ROPES]
+            named: cute.struct.MemRange[Int64, FACTS]
             facts_full: cute.struct.MemRange[Int64, FACTS]
             facts_empty: cute.struct.MemRange[Int64, FACTS]
             p_full: cute.struct.MemRange[Int64, 2 * P_SLOTS]
@@ -199,6 +200,7 @@ class MlaDecodeSm90:
             storage.unit_empty.data_ptr(),
             storage.rope_full.data_ptr(),
             storage.rope_empty.data_ptr(),
+            storage.named.data_ptr(),
             storage.facts_full.data_ptr(),
             storage.facts_empty.data_ptr(),
             storage.present.get_tensor(cute.make_layout(ROPES)),
@@ -239,8 +241,6 @@ class MlaDecodeSm90:
         rows = q.shape[1] * heads
         if warp >= 12:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            if warp == 13 or warp == 14:
-                self.prefetch(q, lengths, plan, fixed_splits, part, heads, rows, row_tile, kv_head, warp - 13, lane)
             if warp == 12:
                 inputs = DecodeInputs(
                     *(lengths, block_table, plan, num_splits, page_boxes, capacity, fixed_splits),
@@ -275,9 +275,9 @@ class MlaDecodeSm90:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def load_queries(self, q, sq, held, sequence, heads, rows, row_tile, kv_head, tid, warp, lane):
-        """The rows of the row tile: the first HELD chunks of channels to registers, as wgmma takes them, the others to
-        shared memory. All loads are under way at once: they stand in line with those of the keys."""
+    def request_queries(self, q, sq, held, sequence, heads, rows, row_tile, kv_head, tid, warp, lane):
+        """Start loading the rows of the row tile: the first HELD chunks of channels to registers, as wgmma takes them,
+        the others to shared memory. It is before the first keys are asked for: behind them the queries wait long."""
         tid = computed_here(tid)
         for i in cutlass.range_constexpr(ROWS // 16):
             row = tid // 8 + 16 * i
@@ -305,40 +305,12 @@ class MlaDecodeSm90:
                     for step in cutlass.range_constexpr(CHUNK // 16):
                         for k in cutlass.range_constexpr(2):
                             words[r, k, step, c] = Uint32(0)
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
 
     @cute.jit
     def query_row(self, q, sequence, heads, rows, row, kv_head):
         """The address of a row of a sequence's queries, of the last one if there are less."""
         inside = cutlass.min(row, rows - 1)
         return q[sequence, inside // heads, kv_head * heads + inside % heads, None].iterator
-
-    @cute.jit
-    def prefetch(self, q, lengths, plan, fixed_splits, part, heads, rows, row_tile, kv_head, helper, lane):
-        """What the CTA's first loads wait for one after the other, to the L2 cache: a warp brings the lengths, one the
-        queries of the first sequence."""
-        sequence = part
-        if fixed_splits > 0:
-            sequence = part // fixed_splits
-        if helper == 0:
-            for b in cutlass.range(lane * 32, lengths.shape[0], 1024, unroll=1):
-                self.prefetch_line(lengths.iterator + b * lengths.stride[0])
-        else:
-            if fixed_splits == 0:
-                sequence = plan[part, 0]
-            if sequence >= 0 and sequence < lengths.shape[0]:
-                for r in cutlass.range_constexpr(ROWS // 32):
-                    row = row_tile * ROWS + 32 * r + lane
-                    if row < rows:
-                        address = self.query_row(q, sequence, heads, rows, row, kv_head)
-                        for i in cutlass.range_constexpr(LATENT // CHUNK):
-                            self.prefetch_line(address + i * CHUNK)
-
-    @cute.jit
-    def prefetch_line(self, address):
-        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address.toint()])
 
     @cute.jit
     def offset(self, row, vector):
@@ -422,8 +394,11 @@ class MlaDecodeSm90:
         place = (Int32(0), Int32(0))  # of P
         end_phase, at, facts_phase, sequence = Int32(0), Int32(0), Int32(0), Int32(0)
         while sequence >= 0:
-            cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
+            cute.arch.mbarrier_wait(rings.named + at, facts_phase)
             sequence = rings.facts[SEQUENCE, at]
+            if sequence >= 0:
+                self.request_queries(q, sq, held, sequence, heads, rows, row_tile, kv_head, tid, warp, lane)
+            cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
             first, tiles, part = rings.facts[FIRST_TILE, at], rings.facts[TILES, at], rings.facts[PART, at]
             length, seen = rings.facts[LENGTH, at], rings.facts[SEEN, at]
             with cute.arch.elect_one():
@@ -441,14 +416,15 @@ class MlaDecodeSm90:
                 base.fill(0.0)
                 total.fill(0.0)
                 state = (sp, factors, p_full, p_empty, scored, rings, limits, top, base, total, units)
-                if tiles > 0:
-                    self.load_queries(q, sq, held, sequence, heads, rows, row_tile, kv_head, tid, warp, lane)
-                    key = first * TILE
-                    for _ in cutlass.range(tiles, unroll=1):
-                        here = ring
-                        ring = self.multiply(acc, score_mma, held_mma, held, rq, ru, rr, rings, ring)
-                        place = self.softmax(flat, state, here, key, length, least, scale, place, tid, warp, lane)
-                        key += TILE
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+                key = first * TILE
+                for _ in cutlass.range(tiles, unroll=1):
+                    here = ring
+                    ring = self.multiply(acc, score_mma, held_mma, held, rq, ru, rr, rings, ring)
+                    place = self.softmax(flat, state, here, key, length, least, scale, place, tid, warp, lane)
+                    key += TILE
                 cute.arch.mbarrier_wait(end_empty, end_phase ^ 1)
                 for r in cutlass.range_constexpr(2):
                     amount = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=1)

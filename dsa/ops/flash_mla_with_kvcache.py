@@ -121,16 +121,26 @@ def flash_mla_with_kvcache(
     unused = {"attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache}
     unused |= {"extra_indices_in_kvcache": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length}
     plan = (tile_scheduler_metadata, num_splits)
-    reference.check_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, causal, is_fp8_kvcache, unused)
+    config = reference.check_dense(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, causal, is_fp8_kvcache, unused
+    )
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    if batch_invariant:
+    compiling = torch.compiler.is_compiling()
+    if not compiling and backends.runs_kernel("flash_mla_with_kvcache", q):
+        # Before a plan is made: a call that fails must not leave one behind.
+        _check_kernel_takes(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, *plan)
+    mla_metadata.remember_config(tile_scheduler_metadata, config)
+    if batch_invariant or _is_empty(q, k_cache, block_table):
         plan = (None, None)
     elif not isinstance(tile_scheduler_metadata, torch.Tensor):
         plan = _plan_of(tile_scheduler_metadata, cache_seqlens, q.shape[1] * q.shape[2] // k_cache.shape[2], k_cache)
     dense = (q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, scale, causal)
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.dense_mla_decode(*dense)
-    return _decode(*dense)
+    return torch.ops.dsa.dense_mla_decode(*dense) if compiling else _decode(*dense)
+
+
+def _is_empty(q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor) -> bool:
+    """No query, or no key."""
+    return 0 in (*q.shape[:3], k_cache.shape[0], block_table.shape[1])
 
 
 def _plan_of(
@@ -139,7 +149,7 @@ def _plan_of(
     """What the object remembers, or a plan, which it then remembers."""
     if meta is not None and meta.tile_scheduler_metadata is not None:
         return meta.tile_scheduler_metadata, meta.num_splits
-    plan = _plan(cache_seqlens, max(rows, 1), k_cache.shape[2])
+    plan = _plan(cache_seqlens, rows, k_cache.shape[2])
     if meta is not None:
         meta.tile_scheduler_metadata, meta.num_splits = plan
     return plan
@@ -185,11 +195,10 @@ def _decode(
     if not backends.runs_kernel("flash_mla_with_kvcache", q):
         out, lse = reference.decode_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
         return out.to(q.dtype), lse
-    _check_kernel_takes(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, plan, num_splits)
     batch, s_q, h_q, _ = q.shape
-    pages, page_size, kv_heads, _ = k_cache.shape
+    page_size, kv_heads = k_cache.shape[1:3]
     out, lse = _allocate(q, head_dim_v)
-    if 0 in (batch * s_q * h_q, pages, block_table.shape[1]):
+    if _is_empty(q, k_cache, block_table):
         return out.zero_(), lse.fill_(torch.inf)
     aligned = rows_at_16_bytes(q)
     q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
@@ -205,7 +214,7 @@ def _decode(
     lse_parts = q.new_empty(slots, kv_heads, rows, dtype=torch.float32)
     decode = _decode_kernel(q.dtype, math.gcd(page_size, TILE), rows)
     # What is batch-invariant is added up in an order that follows from a sequence's rows alone.
-    splits, together = (MAX_SPLITS, rows) if fixed_splits else (slots // batch, rows * batch)
+    splits, together = (MAX_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
     combine = _combine_kernel(q.dtype, splits, together)
     tensors = (cache_seqlens, plan, num_splits, out, lse, out_parts, lse_parts)
     with backends.on_device(q):
@@ -213,6 +222,23 @@ def _decode(
         if fixed_splits != 1:
             combine(*tensors, capacity, fixed_splits)
     return out, lse
+
+
+def _checked_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int,
+    plan: torch.Tensor | None,
+    num_splits: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_decode` as torch.compile calls it: addresses and strides are known only now."""
+    if backends.runs_kernel("flash_mla_with_kvcache", q):
+        _check_kernel_takes(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, plan, num_splits)
+    return _decode(q, k_cache, block_table, cache_seqlens, head_dim_v, plan, num_splits, scale, causal)
 
 
 def _allocate(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,7 +274,7 @@ def _check_kernel_takes(
     cache_seqlens: torch.Tensor,
     head_dim_v: int,
     scale: float,
-    plan: torch.Tensor | None,
+    plan: FlashMLASchedMeta | torch.Tensor | None,
     num_splits: torch.Tensor | None,
 ) -> None:
     if k_cache.dtype != q.dtype:
@@ -273,10 +299,10 @@ def _check_kernel_takes(
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {scale}")
     named = {"k_cache": k_cache, "block_table": block_table, "cache_seqlens": cache_seqlens}
-    if plan is not None:
-        if plan.shape[0] > MAX_PARTS:
+    if isinstance(plan, torch.Tensor):
+        if not 0 < plan.shape[0] <= MAX_PARTS:
             raise ValueError(
-                f"tile_scheduler_metadata: the Hopper kernel takes at most {MAX_PARTS} parts, got {plan.shape[0]}"
+                f"tile_scheduler_metadata: the Hopper kernel takes 1 to {MAX_PARTS} parts, got {plan.shape[0]}"
             )
         named |= {"tile_scheduler_metadata": plan, "num_splits": num_splits}
         for name in ("tile_scheduler_metadata", "num_splits"):
@@ -286,7 +312,7 @@ def _check_kernel_takes(
 
 
 torch.library.custom_op("dsa::mla_metadata", mutates_args=())(_metadata)
-torch.library.custom_op("dsa::dense_mla_decode", mutates_args=())(_decode)
+torch.library.custom_op("dsa::dense_mla_decode", mutates_args=())(_checked_decode)
 
 
 @torch.library.register_fake("dsa::mla_metadata")

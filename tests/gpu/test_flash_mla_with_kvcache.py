@@ -278,6 +278,18 @@ def test_graph_replay_with_new_lengths(style, h_q):
         case.check(got=(out, lse), causal=True)
 
 
+@pytest.mark.parametrize("h_q", [16, 128])
+def test_the_references_plan_serves(h_q):
+    """Made elsewhere, of one part and without splits: slow, and right."""
+    case = Case([700, 64, 0, 2000], 1, h_q)
+    meta, _ = dsa.get_mla_metadata()
+    with dsa.use_backend("reference"):
+        old = dsa.get_mla_metadata(case.lengths, h_q, 1)
+        case.run(meta)
+    for plan in (old, (meta, None), dsa.get_mla_metadata(case.lengths, h_q, 1, topk=2048)):
+        case.check(got=case.run(*plan))
+
+
 def test_garbage_for_a_plan_stays_inside_the_tensors():
     case = Case([700, 64, 2000], 1, 128)
     plan, splits = dsa.get_mla_metadata(case.lengths, 128, 1)
@@ -308,7 +320,7 @@ def test_garbage_for_a_plan_stays_inside_the_tensors():
 )
 @pytest.mark.parametrize(("rows", "h_k"), [(16, 1), (128, 1), (1024, 8)])
 def test_plan(lengths, rows, h_k):
-    """Every tile belongs to one part; parts are full up to the mean and one sequence's overhead; splits are numbered."""
+    """Every tile belongs to one part; parts are full up to the mean and one overhead; splits are numbered."""
     overhead = 5
     plan, splits = (x.tolist() for x in dsa.get_mla_metadata(int32(lengths), rows, h_k))
     tiles = [-(-n // TILE) for n in lengths]

@@ -9,7 +9,7 @@ import torch
 
 import dsa
 from dsa.cute import latent_tiles
-from dsa.kernels import mla_decode_sm90, mla_plan_sm90
+from dsa.kernels import mla_combine_sm90, mla_decode_sm90, mla_plan_sm90
 from dsa.ops import flash_mla_with_kvcache as op
 from reference import mla_decode as reference
 from reference import mla_metadata
@@ -73,7 +73,8 @@ def decoded(*arguments, **options):
 def test_constants_are_the_kernels():
     assert (op.D, op.D_V, op.TILE) == (latent_tiles.LATENT, latent_tiles.VALUE, latent_tiles.TILE)
     assert (op.SPLIT_TILES, op.MAX_SPLITS) == (latent_tiles.SPLIT_TILES, latent_tiles.MAX_SPLITS)
-    assert (op.ROWS, op.MAX_BATCH) == (mla_decode_sm90.ROWS, mla_plan_sm90.MAX_BATCH)
+    assert (op.MAX_BATCH, op.MAX_PARTS) == (mla_plan_sm90.MAX_BATCH, mla_combine_sm90.MOST_SPLITS)
+    assert op.ROWS == mla_decode_sm90.ROWS
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softmax_scale": 0.1}])
@@ -246,7 +247,7 @@ def test_what_the_kernel_does_not_take(launches):
         ({"k_cache": cache.repeat_interleave(2, 3)[..., ::2]}, aligned + r"strides \[18432, 1152, 1152, 2\]"),
         ({"block_table": table.T.contiguous().T}, r"block_table: rows must be contiguous, got strides \[1, 3\]"),
         *(({"softmax_scale": x}, positive + str(x)) for x in (0.0, -1.0, math.inf, -math.inf, math.nan)),
-        ({"tile_scheduler_metadata": plan.repeat(23, 1)}, "tile_scheduler_metadata: .* at most 160 parts, got 161"),
+        *(({"tile_scheduler_metadata": plan.repeat(n, 1)}, f"takes 1 to 160 parts, got {7 * n}") for n in (23, 0)),
         ({"tile_scheduler_metadata": wider(plan, 0, 1)}, r"tile_scheduler_metadata: .* contiguous, got strides \[9"),
         ({"num_splits": i32([0] * 8)[::2]}, r"num_splits: must be contiguous, got strides \[2\]"),
         *(({name: good[name].to("meta")}, f"{name}: must be on q's device cpu, got meta") for name in [*good][2:]),

@@ -16,10 +16,10 @@ def test_new_style():
 
 
 def test_old_style_by_position_and_by_name():
-    # one part: sequences 0 to 2 inclusive, up to block ceil(130 / 64) = 3 of the last
+    # one part: sequences 0 to 2 inclusive, to the end; none is split
     metadata, splits = get_mla_metadata(i32([5, 0, 130]), 128, 1)
-    assert metadata.tolist() == [[0, 0, 2, 3, 0, 0, 0, 0]] and metadata.dtype == torch.int32
-    assert splits.tolist() == [0, 1, 2, 3] and splits.dtype == torch.int32
+    assert metadata.tolist() == [[0, 0, 2, 2**30, 0, -1, 0, 0]] and metadata.dtype == torch.int32
+    assert splits.tolist() == [0, 0, 0, 0] and splits.dtype == torch.int32
     by_name = get_mla_metadata(
         cache_seqlens=i32([5, 0, 130]),
         num_q_tokens_per_head_k=128,
@@ -28,7 +28,7 @@ def test_old_style_by_position_and_by_name():
         is_fp8_kvcache=True,
         topk=2048,
     )
-    assert by_name[0].tolist() == [[0, 0, 2, 32, 0, 0, 0, 0]]
+    assert by_name[0].tolist() == metadata.tolist() and by_name[1].tolist() == splits.tolist()
     assert get_mla_metadata(i32([]), 1, 1)[1].tolist() == [0]
 
 
