@@ -1,6 +1,5 @@
 """Asynchronous copies from global to shared memory at addresses that only the kernel knows."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
@@ -29,13 +28,4 @@ def async_load_16(target: cute.Pointer, source: cute.Pointer):
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16; cp.async.commit_group;",
         read_only_args=[Int32(target.toint()), Int64(source.toint())],
-    )
-
-
-@cute.jit
-def async_load_16_or_zeros(target: cute.Pointer, source: cute.Pointer, present: cutlass.Boolean):
-    """As `async_load_16`; where `present` is False, zeros are written and `source` is not read."""
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2}; cp.async.commit_group;",
-        read_only_args=[Int32(target.toint()), Int64(source.toint()), Int32(16) if present else Int32(0)],
     )

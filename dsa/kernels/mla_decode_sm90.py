@@ -33,9 +33,9 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.async_copy import async_load_16_or_zeros
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
+from dsa.cute.latent_queries import ROWS, request_queries, swizzled
 from dsa.cute.latent_tiles import (
     CHUNK,
     FACTS,
@@ -63,7 +63,6 @@ from dsa.cute.ring import advance
 
 WARPGROUP = 128
 THREADS = 4 * WARPGROUP
-ROWS = 64
 SCORE_REGISTERS, OUTPUT_REGISTERS, LOADER_REGISTERS = 152, 160, 40
 Q_CHUNKS = LATENT // CHUNK
 HELD = 5  # chunks of Q in registers
@@ -275,49 +274,6 @@ class MlaDecodeSm90:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def request_queries(self, q, sq, held, sequence, heads, rows, row_tile, kv_head, tid, warp, lane):
-        """Start loading the rows of the row tile: the first HELD chunks of channels to registers, as wgmma takes them,
-        the others to shared memory. It is before the first keys are asked for: behind them the queries wait long."""
-        tid = computed_here(tid)
-        for i in cutlass.range_constexpr(ROWS // 16):
-            row = tid // 8 + 16 * i
-            source = self.query_row(q, sequence, heads, rows, row_tile * ROWS + row, kv_head) + tid % 8 * 8
-            target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
-            target += self.offset(row, tid % 8)
-            for c in cutlass.range_constexpr(HELD, Q_CHUNKS):
-                async_load_16_or_zeros(
-                    target + (c - HELD) * ROWS * CHUNK, source + Q_ORDER[c] * CHUNK, row_tile * ROWS + row < rows
-                )
-        # Of 16 channels a lane has the pairs number lane % 4 and 4 further, of its row and of the row 8 further.
-        words = cute.make_tensor(
-            cute.recast_ptr(held.iterator, dtype=Uint32), cute.make_layout((2, 2, CHUNK // 16, HELD))
-        )
-        for r in cutlass.range_constexpr(2):
-            row = row_tile * ROWS + warp * 16 + lane // 4 + 8 * r
-            source = cute.recast_ptr(self.query_row(q, sequence, heads, rows, row, kv_head), dtype=Uint32)
-            pairs = cute.make_tensor(source + lane % 4, cute.make_layout((2, LATENT // 16), stride=(4, 8)))
-            for c in cutlass.range_constexpr(HELD):
-                for step in cutlass.range_constexpr(CHUNK // 16):
-                    for k in cutlass.range_constexpr(2):
-                        words[r, k, step, c] = pairs[k, Q_ORDER[c] * (CHUNK // 16) + step]
-            if row >= rows:
-                for c in cutlass.range_constexpr(HELD):
-                    for step in cutlass.range_constexpr(CHUNK // 16):
-                        for k in cutlass.range_constexpr(2):
-                            words[r, k, step, c] = Uint32(0)
-
-    @cute.jit
-    def query_row(self, q, sequence, heads, rows, row, kv_head):
-        """The address of a row of a sequence's queries, of the last one if there are less."""
-        inside = cutlass.min(row, rows - 1)
-        return q[sequence, inside // heads, kv_head * heads + inside % heads, None].iterator
-
-    @cute.jit
-    def offset(self, row, vector):
-        """Of 8 numbers, in a chunk of 64 channels of 64 rows."""
-        return row * CHUNK + (vector ^ (row % 8)) * 8
-
-    @cute.jit
     def multiply(self, acc, score_mma, held_mma, held, rq, ru, rr, rings: LatentRings, ring):
         """Start acc = Q K^T of the next tile, as its parts arrive. -> the ring behind the tile."""
         unit, unit_phase, rope, rope_phase = ring
@@ -397,7 +353,7 @@ class MlaDecodeSm90:
             cute.arch.mbarrier_wait(rings.named + at, facts_phase)
             sequence = rings.facts[SEQUENCE, at]
             if sequence >= 0:
-                self.request_queries(q, sq, held, sequence, heads, rows, row_tile, kv_head, tid, warp, lane)
+                request_queries(q, sq, held, Q_ORDER, sequence, heads, rows, row_tile * ROWS, kv_head, tid, warp, lane)
             cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
             first, tiles, part = rings.facts[FIRST_TILE, at], rings.facts[TILES, at], rings.facts[PART, at]
             length, seen = rings.facts[LENGTH, at], rings.facts[SEEN, at]
@@ -507,7 +463,7 @@ class MlaDecodeSm90:
             for i in cutlass.range_constexpr(TILE // 32):
                 words = [pack(powers[8 * i + 2 * j], powers[8 * i + 2 * j + 1], self.dtype) for j in range(4)]
                 vector = half * (TILE // 16) + 2 * i + lane // 16
-                store_matrices(start + 2 * self.offset(row, vector), words)
+                store_matrices(start + 2 * swizzled(row, vector), words)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             with cute.arch.elect_one():

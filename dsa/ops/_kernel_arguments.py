@@ -45,20 +45,3 @@ def unit_inner(x: torch.Tensor) -> torch.Tensor:
     if x.shape[-1] == 1 and x.stride(-1) != 1:
         return x.as_strided(x.shape, (*x.stride()[:-1], 1))
     return x
-
-
-def rows_at_16_bytes(x: torch.Tensor) -> torch.Tensor | None:
-    """x if its last dimension is contiguous and its rows start at multiples of 16 bytes, None if not.
-
-    The strides of dimensions with a single element mean nothing: where one would be in the way, x is viewed anew.
-    """
-    multiple = 16 // x.element_size()
-    strides = list(x.stride())
-    wrong = [i for i, s in enumerate(strides) if (s != 1 if i == x.dim() - 1 else s % multiple)]
-    if x.data_ptr() % 16 or any(x.shape[i] > 1 for i in wrong):
-        return None
-    if not wrong:
-        return x
-    for i in wrong:
-        strides[i] = 1 if i == x.dim() - 1 else multiple
-    return x.as_strided(x.shape, strides)

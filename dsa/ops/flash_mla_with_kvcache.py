@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_same_device, dtype_name, rows_at_16_bytes, unit_inner
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import check_same_device, dtype_name, unit_inner
 from reference import mla_decode as reference
 from reference import mla_metadata
 from reference.mla_metadata import FlashMLASchedMeta

@@ -6,8 +6,8 @@ import torch
 import dsa
 from dsa import backends
 from dsa.kernels import topk_indices_sm90 as kernels
-from dsa.ops import topk_indices
-from dsa.testing import calc_diff
+from dsa.ops import flash_mla_with_kvcache, topk_indices
+from dsa.testing import assert_close, calc_diff
 from dsa_layers.generation import Generator
 from dsa_layers.models.loading import load_model
 from dsa_layers.sampling import SamplingParams
@@ -74,6 +74,31 @@ def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
     model = load_model(checkpoint, device="cuda", progress=False)
     Generator(model, cache_tokens=512, prefill_chunk=64).generate(PROMPTS, SamplingParams(8))
     assert len(shapes) > 3 and {paged for _, paged in shapes} == {False, True}
+
+
+def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
+    """Sequences shorter than the indexer's top-k attend to all keys: every call of a generation beside the reference,
+    and one plan a pass for all layers."""
+    calls, plans, decode, plan = [], [], dsa.flash_mla_with_kvcache, flash_mla_with_kvcache._metadata
+
+    def checked(q, k_cache, block_table, lengths, *arguments, **options):
+        out, lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
+        with dsa.use_backend("reference"):
+            expected, expected_lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
+        assert_close("out", out, expected, abs_tol=8e-4, rel_tol=2.01 / 128, cos_tol=5e-6)
+        assert_close("lse", lse, expected_lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
+        calls.append(lengths.tolist())
+        return out, lse
+
+    monkeypatch.setattr(dsa, "flash_mla_with_kvcache", checked)
+    monkeypatch.setattr(flash_mla_with_kvcache, "_metadata", lambda *a: (plans.append(a), plan(*a))[1])
+    model = load_model(checkpoint, device="cuda", progress=False)
+    prompts = [[7, 8, 9], list(range(100, 130))]
+    completions = Generator(model, cache_tokens=512).generate(prompts, SamplingParams(8))
+    assert all(len(c.tokens) == 8 for c in completions)
+    passes = [lengths for i, lengths in enumerate(calls) if i % len(model.model.layers) == 0]
+    assert passes == [[3 + n, 30 + n] for n in range(1, 8)]
+    assert len(plans) == len(passes)
 
 
 def test_fp8_logits_agree_with_the_references(checkpoint):
