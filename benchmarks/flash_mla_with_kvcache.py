@@ -13,20 +13,7 @@ SHAPES = [
     *((128, 4096, heads, queries) for heads, queries in ((16, 1), (64, 1), (128, 1), (128, 2))),
     *((128, 16384, heads, queries) for heads, queries in ((16, 1), (64, 1), (64, 2), (128, 1), (128, 2))),
     *((128, 4096, heads, 1) for heads in (8, 32)),
-    *(
-        (batch, keys, heads, 1)
-        for batch, keys in (
-            (1, 1024),
-            (1, 8192),
-            (1, 32768),
-            (1, 131072),
-            (4, 8192),
-            (16, 1024),
-            (16, 8192),
-            (16, 131072),
-        )
-        for heads in (16, 128)
-    ),
+    *((batch, keys, heads, 1) for batch in (1, 4, 16) for keys in (1024, 8192, 131072) for heads in (16, 64, 128)),
 ]
 D, D_V, PAGE = 576, 512, 64
 _FRESH_BYTES = 150e6  # of caches in a graph: more than the L2 cache holds

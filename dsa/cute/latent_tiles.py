@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int16, Int32, Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.async_copy import EVICT_FIRST
 from dsa.cute.ring import advance
 
 TILE = 64  # keys
@@ -292,12 +291,9 @@ class LatentTiles:
     @cute.jit
     def copy_box(self, atom, source, target, barrier):
         if const_expr(self.cluster > 1):
-            everyone = cutlass.Int16(2**self.cluster - 1)
-            cute.copy(
-                *(atom, source, target), tma_bar_ptr=barrier, cache_policy=Int64(EVICT_FIRST), mcast_mask=everyone
-            )
+            cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=Int16(2**self.cluster - 1))
         else:
-            cute.copy(atom, source, target, tma_bar_ptr=barrier, cache_policy=Int64(EVICT_FIRST))
+            cute.copy(atom, source, target, tma_bar_ptr=barrier)
 
 
 @cute.jit

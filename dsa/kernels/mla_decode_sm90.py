@@ -24,6 +24,7 @@ at once. One row tile is bound by memory, more are bound by arithmetic, and by p
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -77,6 +78,47 @@ LN2 = 0.6931471805599453
 P_SLOTS = 2
 SCORE_BARRIER, OUTPUT_BARRIER = 1, 2
 STAGED = 32  # channels of a row that go through shared memory at a time, at the end
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the scoring and the accumulating warpgroups tell each other. Pointers are to barriers.
+
+    p        [64, 64, P_SLOTS]; p_full: of each slot, one for each half of its keys; p_empty: of each slot
+    factors  [64, P_SLOTS]: what the rows of O are to be multiplied by before a tile; with the first half of P
+    scored   the scores of another tile are there
+    inverses [64]: what O is to be multiplied by at the end; end_full, end_empty
+    """
+
+    p: cute.Tensor
+    p_full: cute.Pointer
+    p_empty: cute.Pointer
+    factors: cute.Tensor
+    scored: cute.Pointer
+    inverses: cute.Tensor
+    end_full: cute.Pointer
+    end_empty: cute.Pointer
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """Rows first to first + 63 of the `rows` of a KV head, which has `heads` heads a query."""
+
+    heads: Int32
+    rows: Int32
+    first: Int32
+    kv_head: Int32
+
+
+@dataclass(frozen=True)
+class SoftmaxState:
+    """Of a lane's two rows: how many keys they see, the maximum that P is relative to (base: 0 while there is none), in
+    powers of two, and the lane's part of the sum."""
+
+    limits: cute.Tensor
+    top: cute.Tensor
+    base: cute.Tensor
+    total: cute.Tensor
 
 
 class MlaDecodeSm90:
@@ -205,13 +247,17 @@ class MlaDecodeSm90:
             storage.present.get_tensor(cute.make_layout(ROPES)),
             storage.facts.get_tensor(cute.make_layout((8, FACTS))),
         )
-        p_full, p_empty = storage.p_full.data_ptr(), storage.p_empty.data_ptr()
-        scored = storage.scored.data_ptr()
-        end_full, end_empty = storage.end_full.data_ptr(), storage.end_empty.data_ptr()
-        factors = storage.factors.get_tensor(cute.make_layout((ROWS, P_SLOTS)))
-        inverses = storage.inverses.get_tensor(cute.make_layout(ROWS))
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        sp = storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner)
+        exchange = Exchange(
+            storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner),
+            storage.p_full.data_ptr(),
+            storage.p_empty.data_ptr(),
+            storage.factors.get_tensor(cute.make_layout((ROWS, P_SLOTS))),
+            storage.scored.data_ptr(),
+            storage.inverses.get_tensor(cute.make_layout(ROWS)),
+            storage.end_full.data_ptr(),
+            storage.end_empty.data_ptr(),
+        )
         units = storage.units.get_tensor(unit_layout.outer, swizzle=unit_layout.inner)
         ropes = storage.ropes.get_tensor(rope_layout.outer, swizzle=rope_layout.inner)
 
@@ -220,12 +266,12 @@ class MlaDecodeSm90:
         if tid == 0:
             self.tiles.init(rings, 4, 4, 12)
             for i in cutlass.range_constexpr(P_SLOTS):
-                cute.arch.mbarrier_init(p_full + 2 * i, 4)
-                cute.arch.mbarrier_init(p_full + (2 * i + 1), 4)
-                cute.arch.mbarrier_init(p_empty + i, 8)
-            cute.arch.mbarrier_init(scored, 4)
-            cute.arch.mbarrier_init(end_full, 4)
-            cute.arch.mbarrier_init(end_empty, 8)
+                cute.arch.mbarrier_init(exchange.p_full + 2 * i, 4)
+                cute.arch.mbarrier_init(exchange.p_full + (2 * i + 1), 4)
+                cute.arch.mbarrier_init(exchange.p_empty + i, 8)
+            cute.arch.mbarrier_init(exchange.scored, 4)
+            cute.arch.mbarrier_init(exchange.end_full, 4)
+            cute.arch.mbarrier_init(exchange.end_empty, 8)
         cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
@@ -236,18 +282,15 @@ class MlaDecodeSm90:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        heads = q.shape[2] // mk.shape[2]  # of a KV head
-        rows = q.shape[1] * heads
+        heads = q.shape[2] // mk.shape[2]
+        tile = RowTile(heads, q.shape[1] * heads, row_tile * ROWS, kv_head)
         if warp >= 12:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
             if warp == 12:
                 inputs = DecodeInputs(
                     *(lengths, block_table, plan, num_splits, page_boxes, capacity, fixed_splits),
                 )
-                boxes, rope_boxes = (
-                    self.tiles.box_layout(UNITS * UNIT_CHUNKS),
-                    self.tiles.box_layout(ROPES),
-                )
+                boxes, rope_boxes = self.tiles.box_layout(UNITS * UNIT_CHUNKS), self.tiles.box_layout(ROPES)
                 rank = block % self.cluster
                 self.tiles.load(
                     *(atom, mk, storage.units.get_tensor(boxes.outer, swizzle=boxes.inner)),
@@ -257,15 +300,13 @@ class MlaDecodeSm90:
         elif warp < 4:
             cute.arch.setmaxregister_increase(SCORE_REGISTERS)
             self.score(
-                *(q, lse, lse_parts, score_mma, held_mma, sq, sp, units, ropes, rings, p_full, p_empty, scored),
-                *(end_full, end_empty, factors, inverses, scale, causal, heads, rows, row_tile, kv_head),
+                *(q, lse, lse_parts, score_mma, held_mma, sq, units, ropes, rings, exchange, tile, scale, causal),
                 *(tid, warp, lane),
             )
         else:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
             self.accumulate(
-                *(out, out_parts, value_mma, sp, units, rings, p_full, p_empty, scored, end_full, end_empty),
-                *(factors, inverses, heads, rows, row_tile, kv_head, q.shape[1], q.shape[2]),
+                *(out, out_parts, value_mma, units, rings, exchange, tile),
                 *(tid % WARPGROUP, warp % 4, lane, warp // 4 - 1),
             )
         if const_expr(self.cluster > 1):
@@ -310,23 +351,13 @@ class MlaDecodeSm90:
         score_mma,
         held_mma,
         sq,
-        sp,
         units,
         ropes,
         rings: LatentRings,
-        p_full,
-        p_empty,
-        scored,
-        end_full,
-        end_empty,
-        factors,
-        inverses,
+        exchange: Exchange,
+        tile: RowTile,
         scale,
         causal,
-        heads,
-        rows,
-        row_tile,
-        kv_head,
         tid,
         warp,
         lane,
@@ -341,11 +372,8 @@ class MlaDecodeSm90:
         flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
         own_row = warp * 16 + lane // 4  # and 8 further
         queries = q.shape[1]
-        places = [row_tile * ROWS + own_row + 8 * r for r in range(2)]
-        top = cute.make_rmem_tensor((2,), Float32)
-        base = cute.make_rmem_tensor((2,), Float32)  # top, or 0 while there is none
-        total = cute.make_rmem_tensor((2,), Float32)
-        limits = cute.make_rmem_tensor((2,), Int32)
+        numbers = [cute.make_rmem_tensor((2,), dtype) for dtype in (Int32, Float32, Float32, Float32)]
+        state = SoftmaxState(*numbers)
         ring = (Int32(0), Int32(0), Int32(0), Int32(0))
         place = (Int32(0), Int32(0))  # of P
         end_phase, at, facts_phase, sequence = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -353,7 +381,10 @@ class MlaDecodeSm90:
             cute.arch.mbarrier_wait(rings.named + at, facts_phase)
             sequence = rings.facts[SEQUENCE, at]
             if sequence >= 0:
-                request_queries(q, sq, held, Q_ORDER, sequence, heads, rows, row_tile * ROWS, kv_head, tid, warp, lane)
+                request_queries(
+                    *(q, sq, held, Q_ORDER, sequence, tile.heads, tile.rows, tile.first, tile.kv_head),
+                    *(tid, warp, lane),
+                )
             cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
             first, tiles, part = rings.facts[FIRST_TILE, at], rings.facts[TILES, at], rings.facts[PART, at]
             length, seen = rings.facts[LENGTH, at], rings.facts[SEEN, at]
@@ -365,13 +396,13 @@ class MlaDecodeSm90:
                 if causal > 0:
                     least = cutlass.min(length, seen - queries + 1)
                 for r in cutlass.range_constexpr(2):
-                    limits[r] = length
+                    state.limits[r] = length
                     if causal > 0:
-                        limits[r] = cutlass.min(length, seen - queries + 1 + computed_here(places[r]) // heads)
-                top.fill(-float("inf"))
-                base.fill(0.0)
-                total.fill(0.0)
-                state = (sp, factors, p_full, p_empty, scored, rings, limits, top, base, total, units)
+                        query = computed_here(tile.first + own_row + 8 * r) // tile.heads
+                        state.limits[r] = cutlass.min(length, seen - queries + 1 + query)
+                state.top.fill(-float("inf"))
+                state.base.fill(0.0)
+                state.total.fill(0.0)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
@@ -379,53 +410,72 @@ class MlaDecodeSm90:
                 for _ in cutlass.range(tiles, unroll=1):
                     here = ring
                     ring = self.multiply(acc, score_mma, held_mma, held, rq, ru, rr, rings, ring)
-                    place = self.softmax(flat, state, here, key, length, least, scale, place, tid, warp, lane)
+                    place = self.softmax(
+                        flat, state, exchange, rings, units, here, key, length, least, scale, place, tid, warp, lane
+                    )
                     key += TILE
-                cute.arch.mbarrier_wait(end_empty, end_phase ^ 1)
+                cute.arch.mbarrier_wait(exchange.end_empty, end_phase ^ 1)
                 for r in cutlass.range_constexpr(2):
-                    amount = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=1)
+                    amount = state.total[r] + cute.arch.shuffle_sync_bfly(state.total[r], offset=1)
                     amount += cute.arch.shuffle_sync_bfly(amount, offset=2)
                     inverse, result = Float32(0.0), Float32(float("inf"))
                     if part >= 0:
                         result = -Float32(float("inf"))
                     if amount != 0.0:
                         inverse = 1.0 / amount
-                        result = top[r] * LN2 + cute.math.log(amount)
+                        result = state.top[r] * LN2 + cute.math.log(amount)
                     if lane % 4 == 0:
-                        inverses[own_row + 8 * r] = inverse
-                        own_place = computed_here(places[r])
-                        if own_place < rows:
+                        exchange.inverses[own_row + 8 * r] = inverse
+                        row = computed_here(tile.first + own_row + 8 * r)
+                        if row < tile.rows:
                             if part >= 0:
-                                lse_parts[part, kv_head, own_place] = result
+                                lse_parts[part, tile.kv_head, row] = result
                             else:
-                                lse[sequence, kv_head * heads + own_place % heads, own_place // heads] = result
+                                head = tile.kv_head * tile.heads + row % tile.heads
+                                lse[sequence, head, row // tile.heads] = result
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(end_full)
+                    cute.arch.mbarrier_arrive(exchange.end_full)
                 end_phase ^= 1
 
     @cute.jit
-    def softmax(self, flat, state, ring, key, length, least, scale, place, tid, warp, lane):
+    def softmax(
+        self,
+        flat,
+        state: SoftmaxState,
+        exchange: Exchange,
+        rings: LatentRings,
+        units,
+        ring,
+        key,
+        length,
+        least,
+        scale,
+        place,
+        tid,
+        warp,
+        lane,
+    ):
         """Wait for a tile's scores; P to shared memory, with what O must be multiplied by before. -> the next place.
 
         The first half of the keys is on its way before the second half's powers are computed. Its powers are relative
         to the maximum so far, which need not be known anew: only where a row of the warp has risen by more than LAG
         are they computed again.
         """
-        sp, factors, p_full, p_empty, scored, rings, limits, top, base, total, units = state
+        top, base, total = state.top, state.base, state.total
         unit, _, rope, _ = ring
         slot, phase = place
         bits = rings.present[rope]
-        cute.arch.mbarrier_wait(p_empty + slot, phase ^ 1)
+        cute.arch.mbarrier_wait(exchange.p_empty + slot, phase ^ 1)
         cute.nvgpu.warpgroup.wait_group(0)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(scored)
+            cute.arch.mbarrier_arrive(exchange.scored)
         every = 2**self.tiles.boxes - 1
         if key + TILE > least or bits != every:
             for i in cutlass.range_constexpr(TILE // 2):
                 column = i // 4 * 8 + lane % 4 * 2 + i % 2
                 box = i // 4 * 8 // self.tiles.box
-                if key + column >= limits[i // 2 % 2] or (bits >> box) & 1 == 0:
+                if key + column >= state.limits[i // 2 % 2] or (bits >> box) & 1 == 0:
                     flat[i] = -Float32(float("inf"))
             if key + TILE > length:
                 zero_rows(units.iterator, unit, UNITS, length - key, tid)
@@ -451,9 +501,9 @@ class MlaDecodeSm90:
                 powers[i] = cute.math.exp2(cute.math.fma(flat[i], scale, -base[i // 2 % 2]), fastmath=True)
 
         if lane % 4 == 0:
-            factors[warp * 16 + lane // 4, slot] = changed[0]
-            factors[warp * 16 + lane // 4 + 8, slot] = changed[1]
-        start = Int32(sp.iterator.toint()) + slot * (ROWS * TILE * 2)
+            exchange.factors[warp * 16 + lane // 4, slot] = changed[0]
+            exchange.factors[warp * 16 + lane // 4 + 8, slot] = changed[1]
+        start = Int32(exchange.p.iterator.toint()) + slot * (ROWS * TILE * 2)
         row = warp * 16 + lane % 16
         for half in cutlass.range_constexpr(2):
             if const_expr(half == 1):
@@ -467,7 +517,7 @@ class MlaDecodeSm90:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(p_full + (2 * slot + half))
+                cute.arch.mbarrier_arrive(exchange.p_full + (2 * slot + half))
             for i in cutlass.range_constexpr(TILE // 4):
                 total[i // 2 % 2] += powers[i]
         self.tiles.release(rings.rope_empty + rope)
@@ -479,22 +529,10 @@ class MlaDecodeSm90:
         out,
         out_parts,
         value_mma,
-        sp,
         units,
         rings: LatentRings,
-        p_full,
-        p_empty,
-        scored,
-        end_full,
-        end_empty,
-        factors,
-        inverses,
-        heads,
-        rows,
-        row_tile,
-        kv_head,
-        queries,
-        all_heads,
+        exchange: Exchange,
+        tile: RowTile,
         tid,
         warp,
         lane,
@@ -502,7 +540,7 @@ class MlaDecodeSm90:
     ):
         thr = value_mma.get_slice(tid)
         values = cute.make_tensor(units.iterator, cute.select(units.layout, mode=[1, 0, 2]))
-        rp = value_mma.make_fragment_A(thr.partition_A(sp))
+        rp = value_mma.make_fragment_A(thr.partition_A(exchange.p))
         rv = value_mma.make_fragment_B(thr.partition_B(values))
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         of_unit = cute.make_layout(thr.partition_shape_C((ROWS, UNIT)))
@@ -520,9 +558,9 @@ class MlaDecodeSm90:
             if sequence >= 0:
                 flat.fill(0.0)
                 used = slot
-                for tile in cutlass.range(tiles, unroll=1):
-                    cute.arch.mbarrier_wait(p_full + 2 * slot, phase)
-                    upper, lower = factors[own_row, slot], factors[own_row + 8, slot]
+                for n in cutlass.range(tiles, unroll=1):
+                    cute.arch.mbarrier_wait(exchange.p_full + 2 * slot, phase)
+                    upper, lower = exchange.factors[own_row, slot], exchange.factors[own_row + 8, slot]
                     if cute.arch.vote_any_sync(upper != 1.0 or lower != 1.0):
                         for i in cutlass.range_constexpr(HALF // 2):
                             flat[i] *= lower if i // 2 % 2 else upper
@@ -530,44 +568,44 @@ class MlaDecodeSm90:
                     for half in cutlass.range_constexpr(2):
                         if const_expr(half == 1):
                             scored_phase ^= 1
-                            if tile < tiles - 1:
-                                cute.arch.mbarrier_wait(scored, scored_phase)  # of the next tile
+                            if n < tiles - 1:
+                                cute.arch.mbarrier_wait(exchange.scored, scored_phase)  # of the next tile
                         for step in cutlass.range_constexpr(TILE // 16):
                             if const_expr(half == 0 and step == TILE // 32):
-                                cute.arch.mbarrier_wait(p_full + (2 * slot + 1), phase)
+                                cute.arch.mbarrier_wait(exchange.p_full + (2 * slot + 1), phase)
                             a, b = rp[None, None, step, slot], rv[None, None, step, unit]
                             cute.gemm(value_mma, accs[half], a, b, accs[half])
                         cute.nvgpu.warpgroup.commit_group()
                         cute.nvgpu.warpgroup.wait_group(0)
                         self.tiles.release(rings.unit_empty + unit)
                         unit = unit + 2 - UNITS if unit >= UNITS - 2 else unit + 2
-                    if tile < tiles - 1:
+                    if n < tiles - 1:
                         with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(p_empty + slot)
+                            cute.arch.mbarrier_arrive(exchange.p_empty + slot)
                     used = slot
                     slot, phase = advance(slot, phase, P_SLOTS)
-                cute.arch.mbarrier_wait(end_full, end_phase)
-                upper, lower = inverses[own_row], inverses[own_row + 8]
-                place = computed_here(row_tile * ROWS + own_row)
+                cute.arch.mbarrier_wait(exchange.end_full, end_phase)
+                upper, lower = exchange.inverses[own_row], exchange.inverses[own_row + 8]
+                row = computed_here(tile.first + own_row)
+                rows = [cutlass.min(row + 8 * r, tile.rows - 1) for r in range(2)]
                 if part >= 0:
-                    targets = [out_parts[part, kv_head, cutlass.min(place + 8 * r, rows - 1), None] for r in range(2)]
-                    self.store_partial(flat, upper, lower, targets, rows - place, side, lane)
+                    targets = [out_parts[part, tile.kv_head, rows[r], None] for r in range(2)]
+                    self.store_partial(flat, upper, lower, targets, tile.rows - row, side, lane)
                 else:
                     targets = []
                     for r in cutlass.range_constexpr(2):
-                        inside = cutlass.min(place + 8 * r, rows - 1)
-                        head = kv_head * heads + inside % heads
-                        targets.append(out[sequence, inside // heads, head, None])
-                    staging = cute.recast_ptr(sp.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+                        head = tile.kv_head * tile.heads + rows[r] % tile.heads
+                        targets.append(out[sequence, rows[r] // tile.heads, head, None])
+                    staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
                     staging += used * (ROWS * TILE) + (side * 4 + warp) * 16 * STAGED
                     # Both have read P.
                     cute.arch.barrier(barrier_id=OUTPUT_BARRIER, number_of_threads=2 * WARPGROUP)
-                    self.store(flat, upper, lower, targets, rows - place, staging, side, lane)
+                    self.store(flat, upper, lower, targets, tile.rows - row, staging, side, lane)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(end_empty)
+                    cute.arch.mbarrier_arrive(exchange.end_empty)
                     if tiles > 0:
-                        cute.arch.mbarrier_arrive(p_empty + used)
+                        cute.arch.mbarrier_arrive(exchange.p_empty + used)
                 end_phase ^= 1
 
     @cute.jit
