@@ -27,7 +27,7 @@ UNIT_ORDER = (0, 2, 1, 3)
 ROPE_AFTER = 2  # units
 FACTS = 2
 NEVER = 2**30
-SPLIT_TILES, MAX_SPLITS = 32, 32  # of splits that depend on nothing but the sequence's length
+SPLIT_TILES, MAX_SPLITS = 64, 32  # of splits that depend on nothing but the sequence's length
 # What a slot of the facts holds.
 SEQUENCE, FIRST_TILE, TILES, PART, LENGTH, SEEN = range(6)
 

@@ -19,7 +19,7 @@ TILE, ROWS = 64, 64  # keys and rows of a kernel's tile
 OVERHEAD = 5  # what beginning a sequence costs, in tiles
 # The kernels' numbers: sequences and parts of a plan; of splits that depend on nothing but the length, tiles and count.
 MAX_BATCH, MAX_PARTS = 32768, 160
-SPLIT_TILES, MAX_SPLITS = 32, 32
+SPLIT_TILES, MAX_SPLITS = 64, 32
 
 
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +81,7 @@ def flash_mla_with_kvcache(
                    FlashMLASchedMeta may be used again with the same shapes only
     softmax_scale  multiplies the logits, d^-0.5 if None
     batch_invariant  True: a sequence's result does not depend on the other sequences, bit for bit. Its splits then
-                   follow from its length alone (at least 2048 keys each, at most 32), and the plan is not used. False:
+                   follow from its length alone (at least 4096 keys each, at most 32), and the plan is not used. False:
                    the result depends on the plan, by rounding, and is the same from run to run
 
     Dense, if indices is None:
@@ -109,34 +109,61 @@ def flash_mla_with_kvcache(
     multiprocessor, or with batch_invariant one a sequence and split.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
-    arguments = (
-        *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale),
-        *(causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length),
-        *(extra_topk_length, batch_invariant),
-    )
+    extra = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
     if indices is not None or not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
         if isinstance(q, torch.Tensor):
             kind = "with indices" if indices is not None else "in float32"
             backends.note_reference_only(f"flash_mla_with_kvcache {kind}", q)
-        return reference.flash_mla_with_kvcache(*arguments)
-    unused = {"attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache}
-    unused |= {"extra_indices_in_kvcache": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length}
-    plan = (tile_scheduler_metadata, num_splits)
-    config = reference.check_dense(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, causal, is_fp8_kvcache, unused
-    )
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+        return reference.flash_mla_with_kvcache(
+            *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale),
+            *(causal, is_fp8_kvcache, indices, *extra, batch_invariant),
+        )
     compiling = torch.compiler.is_compiling()
-    if not compiling and backends.runs_kernel("flash_mla_with_kvcache", q):
-        # Before a plan is made: a call that fails must not leave one behind.
-        _check_kernel_takes(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, *plan)
+    plan = (tile_scheduler_metadata, num_splits)
+    dense = (q, k_cache, block_table, cache_seqlens, head_dim_v, *plan)
+    call = None if compiling else _call(dense, softmax_scale, (causal, is_fp8_kvcache), extra)
+    config = _known_calls.get(call)
+    if config is None or getattr(tile_scheduler_metadata, "config", None) not in (None, config):
+        config = reference.check_dense(*dense, causal, is_fp8_kvcache, dict(zip(_EXTRA, extra)))
+        if not compiling and backends.runs_kernel("flash_mla_with_kvcache", q):
+            # Before a plan is made: a call that fails must not leave one behind.
+            _check_kernel_takes(*dense[:5], q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale, *plan)
+        if call is not None:
+            _known_calls[call] = config
     mla_metadata.remember_config(tile_scheduler_metadata, config)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if batch_invariant or _is_empty(q, k_cache, block_table):
         plan = (None, None)
     elif not isinstance(tile_scheduler_metadata, torch.Tensor):
         plan = _plan_of(tile_scheduler_metadata, cache_seqlens, q.shape[1] * q.shape[2] // k_cache.shape[2], k_cache)
     dense = (q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, scale, causal)
     return torch.ops.dsa.dense_mla_decode(*dense) if compiling else _decode(*dense)
+
+
+_EXTRA = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
+_known_calls: dict[tuple, dict] = {}  # that were found in order, by all that the checks look at
+
+
+def _call(dense: tuple, softmax_scale: float | None, flags: tuple[bool, bool], extra: tuple) -> tuple | None:
+    """What the checks see of a call: they take longer than the launch, and decoding repeats itself. None: unusual."""
+    q, k_cache, block_table, cache_seqlens, head_dim_v, plan, num_splits = dense
+    if (
+        any(x is not None for x in extra)
+        or not isinstance(head_dim_v, int)
+        or not isinstance(softmax_scale, (float, type(None)))
+    ):
+        return None
+    found = [backends.runs_kernel("flash_mla_with_kvcache", q), head_dim_v, softmax_scale, *map(bool, flags)]
+    for x in (q, k_cache, block_table, cache_seqlens, plan, num_splits):
+        if isinstance(x, torch.Tensor):
+            found.append((x.shape, x.stride(), x.dtype, x.device))
+        else:
+            found.append(type(x))
+    if isinstance(k_cache, torch.Tensor):
+        found.append(k_cache.data_ptr() % 16)
+    if len(_known_calls) > 4096:
+        _known_calls.clear()
+    return tuple(found)
 
 
 def _is_empty(q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor) -> bool:
@@ -192,7 +219,7 @@ def _decode(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Without a plan: batch-invariant."""
+    """Of checked arguments. Without a plan: batch-invariant."""
     if not backends.runs_kernel("flash_mla_with_kvcache", q):
         out, lse = reference.decode_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
         return out.to(q.dtype), lse
