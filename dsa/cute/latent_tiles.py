@@ -27,6 +27,7 @@ UNIT_ORDER = (0, 2, 1, 3)
 ROPE_AFTER = 2  # units
 FACTS = 2
 NEVER = 2**30
+MOST_TILES = 2**31 // TILE
 SPLIT_TILES, MAX_SPLITS = 64, 32  # of splits that depend on nothing but the sequence's length
 # What a slot of the facts holds.
 SEQUENCE, FIRST_TILE, TILES, PART, LENGTH, SEEN = range(6)
@@ -148,8 +149,9 @@ class LatentTiles:
         else:
             sequence, cut, index = inputs.plan[part, 0], inputs.plan[part, 1], inputs.plan[part, 4]
             last, end_cut = inputs.plan[part, 2], inputs.plan[part, 3]
-            # A plan of another batch must not lead outside the tensors.
-            sequence, cut, index = cutlass.max(sequence, 0), cutlass.max(cut, 0), cutlass.max(index, 0)
+            # A plan of another batch, or no plan at all, must not lead outside the tensors.
+            sequence, index = cutlass.max(sequence, 0), cutlass.max(index, 0)
+            cut = cutlass.min(cutlass.max(cut, 0), MOST_TILES)
         last = cutlass.min(last, batch - 1)
         while sequence <= last:
             if inputs.fixed_splits == 0:

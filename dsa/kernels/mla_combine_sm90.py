@@ -109,7 +109,7 @@ class MlaCombineSm90:
             sequence = plan[number, 5]
             if sequence >= 0 and sequence < lengths.shape[0]:
                 first = cutlass.max(num_splits[sequence], 0)
-                splits = cutlass.min(num_splits[sequence + 1], out_parts.shape[0]) - first
+                splits = cutlass.max(cutlass.min(num_splits[sequence + 1], out_parts.shape[0]), 0) - first
         splits = cutlass.min(splits, MOST_SPLITS)
         if splits > 1:
             self.combine(

@@ -290,6 +290,214 @@ def test_the_references_plan_serves(h_q):
         case.check(got=case.run(*plan))
 
 
+@pytest.mark.parametrize("page", [16, 64])
+def test_garbage_for_a_plan_stays_inside_the_tensors(page):
+    case = Case([700, 64, 2000], 1, 128, page=page)
+    plan, splits = dsa.get_mla_metadata(case.lengths, 128, 1)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        low, high = (-(2**31), 2**31 - 1) if seed % 2 else (-3, 40)
+        bad = torch.randint(low, high, plan.shape, device="cuda", dtype=torch.int32)
+        bad[:, 0] %= 4  # most parts begin at a sequence
+        case.run(bad, torch.randint_like(splits, -(2**31), 2**31 - 1) if seed % 3 else splits)
+    torch.cuda.synchronize()
+    case.check()
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1], [64], [130], [100_000], [40_000, 3], [2048] * 9, [777] * 300, [0] * 5, [20_000] * 70]
+)
+def test_splits(lengths, invariant, h_q, record_error):
+    Case(lengths, 1, h_q).check(record_error, batch_invariant=invariant)
+
+
+def test_many_sequences(record_error):
+    lengths = torch.randint(0, 200, (5000,)).tolist()
+    Case(lengths, 1, 8).check(record_error)
+
+
+def test_a_million_tokens():
+    case = Case([1_000_003, 70], 1, 16)
+    for options in ({}, {"batch_invariant": True}):
+        case.check(**options)
+
+
+@pytest.mark.parametrize("h_q", [16, 128])
+def test_large_logits(h_q, record_error):
+    """Logits of 10^4: a softmax of few keys, and powers that would overflow if they were not relative."""
+    case = Case([500, 65, 3000], 2, h_q)
+    flat = case.cache.view(-1, 1, D)
+    for b, slots in enumerate(case.slots):
+        towards = torch.linspace(-1, 1, len(slots), device="cuda")[torch.randperm(len(slots))]
+        flat[slots, 0] = (flat[slots, 0].float() + 8 * towards[:, None] * case.q[b, 0, 0].float()).bfloat16()
+    case.q *= 8000
+    case.check(record_error, causal=True)
+    assert case.expected(causal=True)[1].abs().max() > 1e4
+
+
+def test_the_maximum_rises_from_tile_to_tile(record_error):
+    """Every tile's largest logit above the last one's, by less and by more than O is rescaled for; and falling."""
+    case = Case([1024] * 6, 1, 64)
+    flat = case.cache.view(-1, 1, D)
+    for b, step in enumerate((0.5, 3.0, 6.0, 20.0, -6.0, 0.0)):
+        direction = case.q[b].float().mean((0, 1)).sign()
+        tile = torch.arange(1024, device="cuda") // TILE
+        lift = direction * (tile[:, None] * step / 8)
+        flat[case.slots[b], 0] = (flat[case.slots[b], 0].float() * 0.1 + lift / 4).bfloat16()
+    case.check(record_error)
+
+
+def test_one_key_gives_its_value_exactly():
+    case = Case([1, 1, 1], 1, 128)
+    out, lse = case.run()
+    keys = case.cache.view(-1, D)[torch.cat(case.slots)]
+    assert torch.equal(out, keys[:, None, None, :D_V].expand(-1, 1, 128, -1))
+    logits = torch.einsum("bshd,bd->bhs", case.q.double(), keys.double()) * D**-0.5
+    assert_close("lse", lse, logits, **LSE_TOLERANCE)
+
+
+def test_pages_outside_the_cache_hold_no_keys():
+    case = Case([300, 300, 128], 1, 64)
+    case.table[0, 1], case.table[1, 4], case.table[2, :2] = -1, len(case.cache), 10**9
+    out, lse = case.run()
+    position = torch.arange(300, device="cuda")
+    case.slots[0] = case.slots[0][position // TILE != 1]
+    case.slots[1] = case.slots[1][position // TILE != 4]
+    expected, expected_lse = case.expected(lengths=[len(case.slots[0]), len(case.slots[1]), 0])
+    assert_close("out", out, expected, **TOLERANCE)
+    assert_close("lse", lse, expected_lse, **LSE_TOLERANCE)
+
+
+def test_lengths_beyond_the_block_table():
+    case = Case([200, 100], 1, 64)
+    case.table = case.table[:, :2]
+    case.lengths = int32([2**31 - 1, 100])
+    out, lse = case.run()
+    expected, expected_lse = case.expected(lengths=[128, 100])
+    assert_close("out", out, expected, **TOLERANCE)
+    assert_close("lse", lse, expected_lse, **LSE_TOLERANCE)
+
+
+def test_softmax_scale_and_both_styles_of_plan():
+    case = Case([700, 0, 5000, 64], 2, 128)
+    old = dsa.get_mla_metadata(case.lengths, 256, 1)
+    new, nothing = dsa.get_mla_metadata()
+    got = [case.run(*plan, softmax_scale=0.1, causal=True) for plan in (old, (new, nothing), (new, None), (None, None))]
+    case.check(got=got[0], causal=True, softmax_scale=0.1)
+    for out, lse in got[1:]:
+        assert torch.equal(out, got[0][0]) and torch.equal(lse, got[0][1])
+
+
+@pytest.mark.parametrize("h_q", [16, 64, 128])
+def test_batch_invariant(h_q):
+    """A sequence's result in a batch, in another order, and alone, bit for bit; and not so by chance."""
+    case = Case([2500, 64, 9000, 0, 40_000, 2048, 2049], 2, h_q)
+    out, lse = case.run(causal=True, batch_invariant=True)
+    order = torch.randperm(7, device="cuda")
+    for rows in (order, *torch.arange(7, device="cuda").split(1)):
+        part, part_lse = dsa.flash_mla_with_kvcache(
+            *(case.q[rows], case.cache, case.table[rows], case.lengths[rows], D_V, None),
+            causal=True,
+            batch_invariant=True,
+        )
+        assert torch.equal(part, out[rows]) and torch.equal(part_lse, lse[rows])
+    planned, _ = case.run(causal=True)
+    alone, _ = dsa.flash_mla_with_kvcache(
+        case.q[4:5], case.cache, case.table[4:5], case.lengths[4:5], D_V, None, causal=True
+    )
+    assert not torch.equal(planned[4], alone[0])
+    # A wider block table says nothing about the sequences.
+    wider = torch.nn.functional.pad(case.table, (0, 5000), value=-1)
+    again, _ = dsa.flash_mla_with_kvcache(
+        case.q, case.cache, wider, case.lengths, D_V, None, causal=True, batch_invariant=True
+    )
+    assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("h_q", [16, 128])
+def test_runs_are_bit_identical(h_q):
+    case = Case([2500, 64, 9000, 0, 40_000, 777, 1], 2, h_q)
+    plan = dsa.get_mla_metadata(case.lengths, 2 * h_q, 1)
+    out, lse = case.run(*plan)
+    for _ in range(200):
+        again, again_lse = case.run(*plan)
+        assert torch.equal(out, again) and torch.equal(lse, again_lse)
+
+
+def test_strides():
+    """q, cache, table and lengths as parts of larger tensors; q even with channels far apart."""
+    case = Case([700, 65, 2000], 2, 64, h_k=2)
+    expected = case.run()
+    wide = torch.full((*case.cache.shape[:3], D + 64), math.nan, dtype=case.cache.dtype, device="cuda")
+    wide[..., 8 : 8 + D] = case.cache
+    for q in (
+        torch.stack((case.q, case.q), 2)[:, :, 1],
+        torch.nn.functional.pad(case.q, (1, 2))[..., 1 : D + 1],
+        case.q.transpose(2, 3).contiguous().transpose(2, 3),
+    ):
+        table = torch.stack((case.table, case.table), 1)[:, 1]
+        lengths = torch.stack((case.lengths, case.lengths), 1)[:, 1]
+        got = dsa.flash_mla_with_kvcache(q, wide[..., 8 : 8 + D], table, lengths, D_V, None)
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+def test_a_cache_beyond_2_to_the_31_numbers():
+    case = Case([100, 200], 1, 16)
+    pages = 2**31 // (TILE * D) + 100
+    cache = torch.empty(pages, TILE, 1, D, dtype=torch.bfloat16, device="cuda")
+    first = pages - len(case.cache)
+    cache[first:] = case.cache
+    table = torch.where((case.table >= 0) & (case.table < len(case.cache)), case.table + first, case.table)
+    got = dsa.flash_mla_with_kvcache(case.q, cache, table, case.lengths, D_V, None)
+    assert torch.equal(got[0], case.run()[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 16), (3, 0, 16), (3, 1, 0)], ids=str)
+def test_nothing_to_do(shape):
+    q = torch.empty(*shape, D, dtype=torch.bfloat16, device="cuda")
+    cache = torch.zeros(4, 64, 1, D, dtype=torch.bfloat16, device="cuda")
+    plan = dsa.get_mla_metadata(int32([64] * shape[0]), max(shape[1] * shape[2], 1), 1)
+    out, lse = dsa.flash_mla_with_kvcache(
+        q, cache, int32([[0]] * shape[0]).view(-1, 1), int32([64] * shape[0]), D_V, *plan
+    )
+    assert out.shape == (*shape, D_V) and lse.shape == (shape[0], shape[2], shape[1])
+
+
+@pytest.mark.parametrize("style", ["planned in the graph", "planned before it", "batch-invariant"])
+@pytest.mark.parametrize("h_q", [16, 128])
+def test_graph_replay_with_new_lengths(style, h_q):
+    """The graph is captured for short sequences and replayed for long, empty and again short ones."""
+    replays = [[5, 60, 0, 1], [3000, 64, 9000, 0], [0, 0, 0, 0], [1, 4000, 65, 20_000]]
+    case = Case([max(column) for column in zip(*replays)], 2, h_q)
+    case.lengths.copy_(int32(replays[0]))
+    plan = (None, None)
+    if style == "planned before it":
+        plan = dsa.get_mla_metadata(case.lengths, 2 * h_q, 1)
+    options = {"causal": True, "batch_invariant": style == "batch-invariant"}
+    case.run(*plan, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if style == "planned in the graph":
+            plan = dsa.get_mla_metadata()
+        out, lse = case.run(*plan, **options)
+    for lengths in replays:
+        case.lengths.copy_(int32(lengths))
+        graph.replay()
+        case.check(got=(out, lse), causal=True)
+
+
+@pytest.mark.parametrize("h_q", [16, 128])
+def test_the_references_plan_serves(h_q):
+    """Made elsewhere, of one part and without splits: slow, and right."""
+    case = Case([700, 64, 0, 2000], 1, h_q)
+    meta, _ = dsa.get_mla_metadata()
+    with dsa.use_backend("reference"):
+        old = dsa.get_mla_metadata(case.lengths, h_q, 1)
+        case.run(meta)
+    for plan in (old, (meta, None), dsa.get_mla_metadata(case.lengths, h_q, 1, topk=2048)):
+        case.check(got=case.run(*plan))
+
+
 def test_garbage_for_a_plan_stays_inside_the_tensors():
     case = Case([700, 64, 2000], 1, 128)
     plan, splits = dsa.get_mla_metadata(case.lengths, 128, 1)
