@@ -15,13 +15,12 @@ def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr):
 
 
 @cute.jit
-def store_matrices(address: Int32, words, transposed: cutlass.Constexpr = False):
+def store_matrices(address: Int32, words):
     """Store 1, 2 or 4 matrices; lane 8 i + r gives the address of row r of matrix i. `words`: what a lane has of each,
-    two neighbours of a row (with `transposed`, of a column)."""
+    two neighbours of a row."""
     count = len(words)
     registers = ", ".join(f"{{$r{i + 1}}}" for i in range(count))
-    kind = ".trans" if const_expr(transposed) else ""
     cute.arch.inline_ptx(
-        f"stmatrix.sync.aligned.m8n8.x{count}{kind}.shared.b16 [{{$r0}}], " + "{" + registers + "};",
+        f"stmatrix.sync.aligned.m8n8.x{count}.shared.b16 [{{$r0}}], " + "{" + registers + "};",
         read_only_args=[address, *words],
     )

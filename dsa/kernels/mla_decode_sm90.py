@@ -20,7 +20,7 @@ with its 128 accumulators, cannot be compiled for 512 threads: O += P V is in un
 Launch: programmatic; the combining kernel follows so, too.
 Roofline: of a tile wgmma takes 2176 clocks. Shared memory delivers 72 KiB of K and 32 of Q for scores, 64 of V and 32
 of P for O, takes in 72 of keys and 8 of P: 2240 clocks. Memory delivers a tile in 4000 clocks, to all multiprocessors
-at once. One row tile is bound by memory, more are bound by arithmetic, and by power: 84% of the bf16 GEMM's rate.
+at once. One row tile is bound by memory, more are bound by arithmetic, and by power: 80 to 86% of the bf16 GEMM's rate.
 """
 
 from collections.abc import Callable
