@@ -8,7 +8,7 @@ Plan
 - A cut says where a piece begins. The last piece of a sequence goes to its end, wherever that is when the plan is used:
   a plan of other lengths is out of balance, not wrong.
 Shared memory: MAX_BATCH + 1 sums. Constraints: MAX_BATCH sequences.
-Roofline: latency; about 0.1 us a part.
+Roofline: latency: 26 us for 132 parts, 14 for 66; the parts are found one after the other.
 """
 
 from collections.abc import Callable
