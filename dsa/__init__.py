@@ -12,10 +12,17 @@ from dsa.ops.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_log
 from dsa.ops.indexer_cache import read_indexer_cache, write_indexer_cache
 from dsa.ops.indexer_inputs import quantize_indexer_queries, write_indexer_keys
 from dsa.ops.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
+from dsa.ops.merge_attention import merge_attention
+from dsa.ops.mla_cache_inputs import write_mla_cache
 from dsa.ops.per_token_cast_to_fp8 import per_token_cast_to_fp8
 from dsa.ops.rotary import apply_rotary
-from dsa.ops.sliding_window_attention import merge_attention, sliding_window_attention
+from dsa.ops.sliding_window_attention import (
+    sliding_window_attention,
+    sliding_window_decode,
+    window_sparse_attention,
+)
 from dsa.ops.topk_indices import topk_indices
+from dsa.ops.window_indices import window_indices, window_slots
 
 __version__ = "0.1.0"
 
@@ -41,9 +48,14 @@ __all__ = [
     "read_indexer_cache",
     "read_kv_cache",
     "sliding_window_attention",
+    "sliding_window_decode",
     "topk_indices",
     "use_backend",
+    "window_indices",
+    "window_slots",
+    "window_sparse_attention",
     "write_indexer_cache",
     "write_indexer_keys",
     "write_kv_cache",
+    "write_mla_cache",
 ]

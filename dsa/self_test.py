@@ -96,6 +96,24 @@ def _indexer_inputs(device: str) -> None:
     assert_close("k", back, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
 
 
+def _mla_cache_inputs(device: str) -> None:
+    """V3.2: norm of the latent, rope on the 64 channels behind it, floats; V4: both on the same 512, to FP8."""
+    angles, gain = torch.randn(40, 32, device=device), torch.randn(512, device=device)
+    slots = torch.arange(40, device=device) + 50
+    v4 = dsa.make_v4_cache(3, 64, device).fill_(0xFF)
+    for cache in (torch.full((3, 64, 1, D), torch.nan, dtype=torch.bfloat16, device=device), v4):
+        kv = torch.randn(40, 512 if cache is v4 else D, device=device).bfloat16()
+        out = torch.full_like(kv, torch.nan)
+        dsa.write_mla_cache(kv, gain, angles.cos(), angles.sin(), cache, slots, out=out)
+        x = kv.double()
+        x[:, :512] *= gain.double() / (x[:, :512].square().mean(1, keepdim=True) + 1e-6).sqrt()
+        pair = torch.complex(x[:, -64::2], x[:, -63::2]) * torch.exp(1j * angles.double())
+        x[:, -64:] = torch.view_as_real(pair).flatten(1)
+        assert_close("out", out, x, abs_tol=6e-2, rel_tol=2**-6, cos_tol=1e-4)
+        rel_tol, cos_tol = (0.075, 2e-3) if cache is v4 else (2**-6, 1e-4)
+        assert_close("cache", dsa.read_kv_cache(cache, slots), x, abs_tol=6e-2, rel_tol=rel_tol, cos_tol=cos_tol)
+
+
 def _topk_indices(device: str) -> None:
     scores = torch.randn(5, 300, device=device).round(decimals=1)
     got = dsa.topk_indices(scores, 64).cpu()
@@ -147,11 +165,22 @@ def _sliding_window_attention(device: str) -> None:
     expected, expected_lse = map(torch.stack, zip(*rows))
     assert_close("out", out, expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
     _check_lse("lse", lse, expected_lse)
-    parts = [_attention(q[39], keys, D_V**-0.5) for keys in kv[:, 0].split((32, 8))]
-    merged, lse = dsa.merge_attention(*([x.float() for x in column] for column in zip(*parts)))
-    expected, expected_lse = _attention(q[39], kv[:, 0], D_V**-0.5)
-    assert_close("merged out", merged, expected, abs_tol=1e-5, rel_tol=1e-4)
-    _check_lse("merged lse", lse, expected_lse)
+
+
+def _merge_attention(device: str) -> None:
+    """Attention in two parts, and a row whose parts are both empty, with a sink that halves the first head."""
+    q, kv = torch.randn(H, D, device=device), torch.randn(40, D, device=device)
+    expected, expected_lse = _attention(q, kv, D**-0.5)
+    sink = torch.full((H,), -torch.inf, device=device)
+    sink[0], expected[0] = expected_lse[0], expected[0] / 2
+    outs, lses = [], []
+    for keys, mark in zip(kv.split((32, 8)), (torch.inf, -torch.inf)):
+        out, lse = (x.float() for x in _attention(q, keys, D**-0.5))
+        outs.append(torch.stack((out, torch.full_like(out, torch.nan))))
+        lses.append(torch.stack((lse, torch.full_like(lse, mark))))
+    out, lse = dsa.merge_attention(outs, lses, sink)
+    assert_close("out", out, torch.stack((expected, torch.zeros_like(expected))), abs_tol=1e-5, rel_tol=1e-4)
+    _check_lse("lse", lse, torch.stack((expected_lse, torch.full_like(expected_lse, torch.inf))))
 
 
 def _fp8_gemm_nt(device: str) -> None:
@@ -167,8 +196,10 @@ SELF_TESTS: dict[str, Callable[[str], None]] = {
     "fp8_mqa_logits": _fp8_mqa_logits,
     "fp8_paged_mqa_logits": _fp8_paged_mqa_logits,
     "indexer_inputs": _indexer_inputs,
+    "mla_cache_inputs": _mla_cache_inputs,
     "topk_indices": _topk_indices,
     "flash_mla_with_kvcache": _flash_mla_with_kvcache,
     "flash_mla_sparse_fwd": _flash_mla_sparse_fwd,
     "sliding_window_attention": _sliding_window_attention,
+    "merge_attention": _merge_attention,
 }

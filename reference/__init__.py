@@ -14,13 +14,16 @@ from .indexer_cache import read_indexer_cache, write_indexer_cache
 from .indexer_inputs import quantize_indexer_queries, write_indexer_keys
 from .indexer_logits import fp8_mqa_logits, mqa_logits
 from .kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
+from .mla_cache_inputs import write_mla_cache
 from .mla_decode import flash_mla_with_kvcache
 from .mla_metadata import FlashMLASchedMeta, get_mla_metadata
 from .mla_prefill import flash_mla_sparse_fwd
 from .paged_indexer_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 from .rotary import apply_rotary
-from .sliding_window import merge_attention, sliding_window_attention
+from .sliding_window import merge_attention, sliding_window_attention, window_sparse_attention
 from .topk import topk_indices
+from .window_decode import sliding_window_decode
+from .window_selection import window_indices, window_slots
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -46,8 +49,13 @@ __all__ = [
     "read_indexer_cache",
     "read_kv_cache",
     "sliding_window_attention",
+    "sliding_window_decode",
     "topk_indices",
+    "window_indices",
+    "window_slots",
+    "window_sparse_attention",
     "write_indexer_cache",
     "write_indexer_keys",
     "write_kv_cache",
+    "write_mla_cache",
 ]

@@ -62,9 +62,7 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
     rounds to its dtype. V4's pad byte is written 0; every other byte of the cache stays as it is. Raises ValueError for
     a slot below -1 or beyond the cache, and for other dtypes, shapes and strides.
     """
-    d = cache_dim(cache)
-    check_tensor("kv", kv, FLOATS, ("T", d))
-    check_tensor("slots", slots, _SLOTS, (kv.shape[0],))
+    d = check_write(kv, cache, slots, use_ue8m0)
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
     keep = slots >= 0
     kv = kv[keep]
@@ -76,24 +74,21 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
         row = torch.cat((_as_bytes(q), _as_bytes(scale), _as_bytes(kv[:, V32_NOPE:].bfloat16())), dim=1)
         cache.view(torch.uint8)[page, offset, 0] = row
     else:
-        if not use_ue8m0:
-            raise ValueError("use_ue8m0: must be True for the V4 layout, which stores powers of two only, got False")
         q, scale = per_token_cast_to_fp8(kv[:, :V4_NOPE], True, V4_GROUP)
         rows, scales = _v4_planes(cache)
         rows[page, offset] = torch.cat((_as_bytes(q), _as_bytes(kv[:, V4_NOPE:].bfloat16())), dim=1)
         scales[page, offset] = torch.nn.functional.pad(_as_bytes(scale.to(torch.float8_e8m0fnu)), (0, 1))
 
 
-def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The rows in `slots`, [..., d] fp32.
+def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The rows in `slots`, [..., d] in `dtype`: fp32, or rounded from it to bf16 or fp16.
 
     cache  [pages, P, 1, d | 656 | 584], laid out as this module says
     slots  [...] int32 or int64, page * P + offset; -1 or any slot outside the cache gives zeros and reads nothing
 
-    Raises ValueError for other dtypes, shapes and strides.
+    Raises TypeError or ValueError for other types, dtypes, shapes and strides.
     """
-    d = cache_dim(cache)
-    check_tensor("slots", slots, _SLOTS, tuple(slots.shape) if isinstance(slots, torch.Tensor) else ("T",))
+    d = check_read(cache, slots, dtype)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     page, offset = split_slots(slots[valid], cache.shape[1])
     out = torch.zeros(*slots.shape, d, dtype=torch.float32, device=cache.device)
@@ -109,7 +104,45 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         row = rows[page, offset]
         scale = scales[page, offset][:, : V4_NOPE // V4_GROUP].contiguous().view(torch.float8_e8m0fnu).float()
         out[valid] = _decode(row[:, :V4_NOPE], scale, row[:, V4_NOPE:])
-    return out
+    return out.to(dtype)
+
+
+def check_write(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool) -> int:
+    """The checks of `write_kv_cache`, but for the slots' values. Returns d."""
+    d = cache_dim(cache)
+    check_tensor("kv", kv, FLOATS, ("T", d))
+    check_tensor("slots", slots, _SLOTS, (kv.shape[0],))
+    if _is_v4(cache):
+        _check_v4_strides(cache)
+        if not use_ue8m0:
+            raise ValueError("use_ue8m0: must be True for the V4 layout, which stores powers of two only, got False")
+    return d
+
+
+def check_read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> int:
+    """The checks of `read_kv_cache`. Returns d."""
+    d = cache_dim(cache)
+    check_tensor("slots", slots, _SLOTS, tuple(slots.shape) if isinstance(slots, torch.Tensor) else ("T",))
+    if _is_v4(cache):
+        _check_v4_strides(cache)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: must be a torch.dtype, got {type(dtype).__name__}")
+    if dtype not in FLOATS:
+        accepted = " or ".join(str(f).removeprefix("torch.") for f in FLOATS)
+        raise ValueError(f"dtype: must be {accepted}, got {str(dtype).removeprefix('torch.')}")
+    return d
+
+
+def _is_v4(cache: torch.Tensor) -> bool:
+    return cache.dtype in BYTE_DTYPES and cache.shape[-1] == V4_BYTES
+
+
+def _check_v4_strides(cache: torch.Tensor) -> None:
+    if (cache.shape[1] > 1 and cache.stride(1) != V4_BYTES) or cache.stride(3) != 1:
+        raise ValueError(
+            f"cache: every page of a V4 cache must be contiguous (strides [any, {V4_BYTES}, any, 1]), "
+            f"got strides {list(cache.stride())}"
+        )
 
 
 def _decode(nope: torch.Tensor, scale: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -125,11 +158,6 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
 def _v4_planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of a V4 cache's bytes: rows [pages, P, 576] and scales [pages, P, 8]."""
     pages, page_size = cache.shape[:2]
-    if (page_size > 1 and cache.stride(1) != V4_BYTES) or cache.stride(3) != 1:
-        raise ValueError(
-            f"cache: every page of a V4 cache must be contiguous (strides [any, {V4_BYTES}, any, 1]), "
-            f"got strides {list(cache.stride())}"
-        )
     raw = cache.view(torch.uint8)
     start, stride = raw.storage_offset(), raw.stride(0)
     rows = raw.as_strided((pages, page_size, V4_ROW), (stride, V4_ROW, 1), start)

@@ -62,9 +62,11 @@ def flash_mla_with_kvcache(
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and combinations.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
-    extra = {"extra_indices_in_kvcache": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length}
     if indices is None:
-        unused = {"attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache, **extra}
+        unused = {
+            **{"attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache},
+            **{"extra_indices_in_kvcache": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length},
+        }
         plan = (tile_scheduler_metadata, num_splits)
         config = check_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, causal, is_fp8_kvcache, unused)
         remember_config(tile_scheduler_metadata, config)
@@ -72,28 +74,13 @@ def flash_mla_with_kvcache(
         out, lse = decode_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
         return out.to(q.dtype), lse
 
-    _check_queries(q, k_cache, head_dim_v, is_fp8_kvcache)
-    batch, s_q, h_q, d = q.shape
-    scale = d**-0.5 if softmax_scale is None else softmax_scale
-    if causal:
-        raise ValueError("causal: must be False with indices, got True")
-    if attn_sink is not None:
-        check_tensor("attn_sink", attn_sink, (torch.float32,), (h_q,))
-    selections = [_selection("", k_cache, indices, topk_length, batch, s_q)]
-    if extra_k_cache is None:
-        _check_unused(extra, "extra_k_cache")
-    else:
-        _check_cache("extra_k_cache", extra_k_cache, d, is_fp8_kvcache)
-        selections.append(_selection("extra_", extra_k_cache, extra_indices_in_kvcache, extra_topk_length, batch, s_q))
-    shapes = {"q": tuple(q.shape), "k_cache": tuple(k_cache.shape[1:]), "causal": causal}
-    shapes["selections"] = [(cache.shape[1], slots.shape[1]) for cache, slots in selections]
-    check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
-    remember_config(tile_scheduler_metadata, shapes)
-    out, lse = _sparse(q.flatten(0, 1), selections, head_dim_v, scale)
-    if attn_sink is not None:
-        out = apply_sink(out, lse, attn_sink)
-    out, lse = out.unflatten(0, (batch, s_q)), lse.unflatten(0, (batch, s_q))
-    return out.to(q.dtype), lse.transpose(1, 2).contiguous()
+    selections = [(k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)]
+    plan = (tile_scheduler_metadata, num_splits)
+    config = check_sparse(q, *selections, head_dim_v, *plan, causal, is_fp8_kvcache, attn_sink)
+    remember_config(tile_scheduler_metadata, config)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    out, lse = decode_sparse(q, *selections, head_dim_v, scale, attn_sink)
+    return out.to(q.dtype), lse
 
 
 def check_dense(
@@ -152,6 +139,59 @@ def decode_dense(
     return out, lse
 
 
+# A cache [pages, P, 1, d], indices [B, s_q, K] and how many of them count [B], if not all.
+Selection = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def check_sparse(
+    q: torch.Tensor,
+    selection: Selection,
+    extra: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None,
+    num_splits: torch.Tensor | None,
+    causal: bool,
+    is_fp8_kvcache: bool,
+    attn_sink: torch.Tensor | None,
+) -> dict:
+    """What sparse decoding asks of its arguments. Returns what a plan is to remember of them."""
+    _check_queries(q, selection[0], head_dim_v, is_fp8_kvcache)
+    batch, s_q, h_q, d = q.shape
+    if causal:
+        raise ValueError("causal: must be False with indices, got True")
+    if attn_sink is not None:
+        check_tensor("attn_sink", attn_sink, (torch.float32,), (h_q,))
+    _check_selection("", selection, batch, s_q)
+    shapes = {"q": tuple(q.shape), "k_cache": tuple(selection[0].shape[1:]), "causal": causal}
+    shapes["selections"] = [(selection[0].shape[1], selection[1].shape[2])]
+    if extra[0] is None:
+        names = ("extra_indices_in_kvcache", "extra_topk_length")
+        _check_unused(dict(zip(names, extra[1:])), "extra_k_cache")
+    else:
+        _check_cache("extra_k_cache", extra[0], d, is_fp8_kvcache)
+        _check_selection("extra_", extra, batch, s_q)
+        shapes["selections"].append((extra[0].shape[1], extra[1].shape[2]))
+    check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
+    return shapes
+
+
+def decode_sparse(
+    q: torch.Tensor,
+    selection: Selection,
+    extra: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    d_v: int,
+    scale: float,
+    attn_sink: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sparse decoding, its arguments checked: out [B, s_q, h_q, d_v] and lse [B, h_q, s_q] fp32."""
+    selections = [(cache, _slots(cache, *rest)) for cache, *rest in (selection, extra) if cache is not None]
+    out, lse = _sparse(q.flatten(0, 1), selections, d_v, scale)
+    if attn_sink is not None:
+        out = apply_sink(out, lse, attn_sink)
+    out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
+    return out, lse.transpose(1, 2).contiguous()
+
+
 def _sparse(
     q: torch.Tensor, selections: list[tuple[torch.Tensor, torch.Tensor]], d_v: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,23 +208,21 @@ def _sparse(
     return out, lse
 
 
-def _selection(
-    prefix: str,
-    cache: torch.Tensor,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    batch: int,
-    s_q: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cache, slots [B * s_q, K]) with -1 for every index that is no key."""
+def _check_selection(prefix: str, selection: Selection, batch: int, s_q: int) -> None:
+    cache, indices, topk_length = selection
     if cache.shape[2] != 1:
         raise ValueError(f"{prefix}k_cache: must have h_k = 1 with indices, got shape {list(cache.shape)}")
     check_tensor(f"{prefix}indices_in_kvcache" if prefix else "indices", indices, INT32, (batch, s_q, "K"))
-    valid = (indices >= 0) & (indices < cache.shape[0] * cache.shape[1])
     if topk_length is not None:
         check_tensor(f"{prefix}topk_length", topk_length, INT32, (batch,))
+
+
+def _slots(cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
+    """[B * s_q, K], -1 for every index that is no key."""
+    valid = (indices >= 0) & (indices < cache.shape[0] * cache.shape[1])
+    if topk_length is not None:
         valid &= torch.arange(indices.shape[2], device=indices.device) < topk_length[:, None, None]
-    return cache, torch.where(valid, indices, -1).flatten(0, 1)
+    return torch.where(valid, indices, -1).flatten(0, 1)
 
 
 def _check_queries(q: torch.Tensor, k_cache: torch.Tensor, head_dim_v: int, is_fp8_kvcache: bool) -> None:

@@ -30,21 +30,37 @@ def flash_mla_sparse_fwd(
     lse +inf. NaN in kv reaches only the queries that select it. Everything is fp32 in between.
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """
-    check_tensor("q", q, FLOATS, ("s_q", "h_q", "d"))
-    s_q, h_q, d = q.shape
-    check_tensor("kv", kv, FLOATS, ("s_kv", 1, d))
-    check_tensor("indices", indices, INT32, (s_q, 1, "K"))
-    check_positive("d_v", d_v)
-    if d_v > d:
-        raise ValueError(f"d_v: must be at most d = {d}, got {d_v}")
+    check_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
     index = indices.squeeze(1)
     if topk_length is not None:
-        check_tensor("topk_length", topk_length, INT32, (s_q,))
         beyond = torch.arange(index.shape[1], device=index.device) >= topk_length[:, None]
         index = index.masked_fill(beyond, -1)
-    if attn_sink is not None:
-        check_tensor("attn_sink", attn_sink, (torch.float32,), (h_q,))
     out, lse, max_logits = gather_attend(q, kv.squeeze(1), index, sm_scale, d_v)
     if attn_sink is not None:
         out = apply_sink(out, lse, attn_sink)
     return out.to(q.dtype), max_logits, lse
+
+
+def check_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+) -> None:
+    """The checks of `flash_mla_sparse_fwd`."""
+    check_tensor("q", q, FLOATS, ("s_q", "h_q", "d"))
+    s_q, h_q, d = q.shape
+    check_tensor("kv", kv, FLOATS, ("s_kv", 1, d))
+    check_tensor("indices", indices, INT32, (s_q, 1, "K"))
+    if not isinstance(sm_scale, (int, float)):
+        raise TypeError(f"sm_scale: must be a number, got {type(sm_scale).__name__}")
+    check_positive("d_v", d_v)
+    if d_v > d:
+        raise ValueError(f"d_v: must be at most d = {d}, got {d_v}")
+    if topk_length is not None:
+        check_tensor("topk_length", topk_length, INT32, (s_q,))
+    if attn_sink is not None:
+        check_tensor("attn_sink", attn_sink, (torch.float32,), (h_q,))

@@ -1,4 +1,5 @@
-"""Attention over a sliding window of latents, and the merge of attention branches with disjoint keys."""
+"""Attention over a sliding window of latents, alone or joined with selected keys, and the merge of attention branches
+with disjoint keys."""
 
 from collections.abc import Sequence
 
@@ -6,6 +7,7 @@ import torch
 
 from .checks import FLOATS, INT32, check_positive, check_tensor
 from .softmax_attention import apply_sink, gather_attend
+from .window_selection import check_at_least, check_boundaries, window_indices
 
 
 def sliding_window_attention(
@@ -17,6 +19,8 @@ def sliding_window_attention(
     softmax_scale: float,
     d_v: int = 512,
     attn_sink: torch.Tensor | None = None,
+    *,
+    indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale * q[t] . kv[j]) kv[j, :d_v] over the keys max(0, p - window + 1) <= j <= p.
 
@@ -31,6 +35,7 @@ def sliding_window_attention(
     softmax_scale  multiplies the logits
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
+    indices        [total_q, window] int32 or None: what `window_indices` gives, if the caller has it
 
     Returns out [total_q, H, d_v] in q's dtype and lse [total_q, H] fp32 (natural log, without the sink). A query
     without keys, also one that belongs to no sequence, has out 0 and lse +inf. NaN in kv reaches only the queries whose
@@ -38,32 +43,64 @@ def sliding_window_attention(
     Raises TypeError or ValueError for other types, dtypes and shapes, and for decreasing or too large cu_seqlens.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
-    check_tensor("q", q, FLOATS, ("total_q", "H", "d"))
-    total_q, heads, d = q.shape
-    check_tensor("kv", kv, FLOATS, ("total_k", 1, d))
-    check_positive("window", window)
-    check_positive("d_v", d_v)
-    if d_v > d:
-        raise ValueError(f"d_v: must be at most d = {d}, got {d_v}")
+    check_window_attention(q, kv, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, d_v, attn_sink, indices)
+    index = _window(q, kv, cu_seqlens_q, cu_seqlens_k, window, indices)
+    out, lse, _ = gather_attend(q, kv.squeeze(1), index, softmax_scale, d_v)
     if attn_sink is not None:
-        check_tensor("attn_sink", attn_sink, (torch.float32,), (heads,))
-    q_starts = _boundaries("cu_seqlens_q", cu_seqlens_q, total_q)
-    k_starts = _boundaries("cu_seqlens_k", cu_seqlens_k, kv.shape[0])
-    if len(q_starts) != len(k_starts):
-        raise ValueError(
-            f"cu_seqlens_k: must have as many entries as cu_seqlens_q = {len(q_starts)}, got {len(k_starts)}"
-        )
+        out = apply_sink(out, lse, attn_sink)
+    return out.to(q.dtype), lse
 
-    out = torch.zeros(total_q, heads, d_v, device=q.device)
-    lse = torch.full((total_q, heads), torch.inf, device=q.device)
-    for q0, q1, k0, k1 in zip(q_starts, q_starts[1:], k_starts, k_starts[1:]):
-        if q0 == q1:
-            continue
-        position = torch.arange(k1 - k0 - (q1 - q0), k1 - k0, device=q.device)
-        width = min(window, k1 - k0)
-        # Columns are the last `width` positions up to the query's own; those before the sequence come out negative.
-        index = position[:, None] - width + 1 + torch.arange(width, device=q.device)
-        out[q0:q1], lse[q0:q1], _ = gather_attend(q[q0:q1], kv[k0:k1, 0], index, softmax_scale, d_v)
+
+def window_sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    window: int,
+    compressed: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    window_indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out[t] = softmax_j(softmax_scale * q[t] . k_j) k_j[:d_v] over the keys of t's window and its selected entries.
+
+    The window's keys are those rows of kv that `sliding_window_attention` attends to, the others the rows indices[t] of
+    compressed. One softmax over all of them, and one sink.
+
+    q             [total_q, H, d] fp32, bf16 or fp16, the sequences one after another
+    kv            [total_k, 1, d] fp32, bf16 or fp16; a value is the first d_v numbers of its key
+    cu_seqlens_q, cu_seqlens_k  [B + 1] int32, where the sequences begin in q and in kv
+    window        keys of kv that a query sees at most, itself included; at least 1
+    compressed    [n, 1, d] fp32, bf16 or fp16, keys of any origin; a value is the first d_v numbers of its key
+    indices       [total_q, K] int32, rows of compressed; negative or at least n is no key. A key named twice counts
+                  twice
+    softmax_scale multiplies the logits
+    d_v           at most d
+    attn_sink     [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
+    topk_length   [total_q] int32 or None: only the first topk_length[t] of indices[t] count
+    window_indices  [total_q, window] int32 or None: what the function of this name gives, if the caller has it
+
+    Returns out [total_q, H, d_v] in q's dtype and lse [total_q, H] fp32 (natural log, without the sink). A query
+    without keys has out 0 and lse +inf. NaN reaches only the queries that attend to it. Everything is fp32 in between.
+    Raises TypeError or ValueError for other types, dtypes and shapes, and for decreasing or too large cu_seqlens.
+    Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
+    """
+    packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
+    check_window_attention(*packed, softmax_scale, d_v, attn_sink, window_indices, "window_indices")
+    check_selected(q, compressed, indices, topk_length)
+    near = _window(*packed, window_indices)
+    counts = indices.shape[1] if topk_length is None else topk_length[:, None]
+    selected = (indices >= 0) & (indices < compressed.shape[0])
+    selected &= torch.arange(indices.shape[1], device=q.device) < counts
+    # All keys in one array, the window's first: what names none of these must not name one of the others.
+    near = torch.where(near < kv.shape[0], near, -1)
+    index = torch.cat((near.long(), torch.where(selected, indices.long() + kv.shape[0], -1)), dim=1)
+    keys = torch.cat((kv.float(), compressed.float())).squeeze(1)
+    out, lse, _ = gather_attend(q, keys, index, softmax_scale, d_v)
     if attn_sink is not None:
         out = apply_sink(out, lse, attn_sink)
     return out.to(q.dtype), lse
@@ -83,14 +120,7 @@ def merge_attention(
     empty: out 0 and lse +inf. Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
-    if not outs or len(outs) != len(lses):
-        raise ValueError(f"lses: must be one for each of at least one outs, got {len(outs)} outs and {len(lses)} lses")
-    check_tensor("outs[0]", outs[0], FLOATS, tuple(outs[0].shape) if outs[0].dim() >= 2 else ("...", "H", "d_v"))
-    for i, (out, lse) in enumerate(zip(outs, lses)):
-        check_tensor(f"outs[{i}]", out, FLOATS, tuple(outs[0].shape))
-        check_tensor(f"lses[{i}]", lse, (torch.float32,), tuple(outs[0].shape[:-1]))
-    if attn_sink is not None:
-        check_tensor("attn_sink", attn_sink, (torch.float32,), (outs[0].shape[-2],))
+    check_branches(outs, lses, attn_sink)
     branches = torch.stack(list(lses))
     empty = branches.isinf()
     branches = branches.masked_fill(empty, -torch.inf)
@@ -104,9 +134,75 @@ def merge_attention(
     return merged.to(outs[0].dtype), lse
 
 
-def _boundaries(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
-    check_tensor(name, cu_seqlens, INT32, ("B + 1",))
-    values = cu_seqlens.tolist()
-    if not values or values != sorted(values) or values[0] < 0 or values[-1] > total:
-        raise ValueError(f"{name}: must be non-decreasing numbers from 0 to {total}, got {values}")
-    return values
+def check_branches(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], attn_sink: torch.Tensor | None) -> None:
+    """What `merge_attention` asks of its arguments."""
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise ValueError(f"lses: must be one for each of at least one outs, got {len(outs)} outs and {len(lses)} lses")
+    known = isinstance(outs[0], torch.Tensor) and outs[0].dim() >= 2
+    check_tensor("outs[0]", outs[0], FLOATS, tuple(outs[0].shape) if known else ("...", "H", "d_v"))
+    for i, (out, lse) in enumerate(zip(outs, lses)):
+        check_tensor(f"outs[{i}]", out, FLOATS, tuple(outs[0].shape))
+        check_tensor(f"lses[{i}]", lse, (torch.float32,), tuple(outs[0].shape[:-1]))
+    if attn_sink is not None:
+        check_tensor("attn_sink", attn_sink, (torch.float32,), (outs[0].shape[-2],))
+
+
+def check_window_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    window: int,
+    softmax_scale: float,
+    d_v: int,
+    attn_sink: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    name: str = "indices",
+) -> None:
+    """What attention to windows of packed keys asks of its arguments, but for what cu_seqlens hold."""
+    check_tensor("q", q, FLOATS, ("total_q", "H", "d"))
+    check_tensor("kv", kv, FLOATS, ("total_k", 1, q.shape[2]))
+    check_boundaries(cu_seqlens_q, cu_seqlens_k)
+    check_at_least("window", window, 1)
+    check_softmax(softmax_scale, d_v, attn_sink, *q.shape[1:])
+    if indices is not None:
+        check_tensor(name, indices, INT32, (q.shape[0], window))
+
+
+def check_selected(
+    q: torch.Tensor, compressed: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None
+) -> None:
+    """What `window_sparse_attention` asks of its selected keys."""
+    check_tensor("compressed", compressed, FLOATS, ("n", 1, q.shape[2]))
+    check_tensor("indices", indices, INT32, (q.shape[0], "K"))
+    if topk_length is not None:
+        check_tensor("topk_length", topk_length, INT32, (q.shape[0],))
+
+
+def check_softmax(softmax_scale: float, d_v: int, attn_sink: torch.Tensor | None, heads: int, d: int) -> None:
+    """What attention to windows asks of these, for queries of `heads` heads with d numbers."""
+    if not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale: must be a number, got {type(softmax_scale).__name__}")
+    check_positive("d_v", d_v)
+    if d_v > d:
+        raise ValueError(f"d_v: must be at most d = {d}, got {d_v}")
+    if attn_sink is not None:
+        check_tensor("attn_sink", attn_sink, (torch.float32,), (heads,))
+
+
+def _window(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    window: int,
+    indices: torch.Tensor | None,
+) -> torch.Tensor:
+    """The window's keys of each query; no more columns than there are keys."""
+    for name, cu_seqlens, total in (("q", cu_seqlens_q, q.shape[0]), ("k", cu_seqlens_k, kv.shape[0])):
+        values = cu_seqlens.tolist()
+        if values != sorted(values) or values[0] < 0 or values[-1] > total:
+            raise ValueError(f"cu_seqlens_{name}: must be non-decreasing numbers from 0 to {total}, got {values}")
+    if indices is not None:
+        return indices
+    return window_indices(cu_seqlens_q, cu_seqlens_k, q.shape[0], max(1, min(window, kv.shape[0])))

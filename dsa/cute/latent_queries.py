@@ -17,9 +17,7 @@ def swizzled(row, vector):
 
 
 @cute.jit
-def request_queries(
-    q, sq, held, order: cutlass.Constexpr, sequence, heads, rows, first_row, kv_head, thread, warp, lane
-):
+def request_queries(q, sq, held, order: cutlass.Constexpr, sequence, heads, rows, first_row, kv_head, warp, lane):
     """Start loading rows first_row to first_row + 63 of the `rows` of a sequence and KV head; zeros beyond the last.
 
     order   the chunks of 64 channels as they are used: the first go to registers, the others to shared memory
@@ -27,14 +25,15 @@ def request_queries(
     sq      [64, channels, 1]: the shared memory, complete after `cp_async_wait_group(0)` and a barrier
     A warpgroup's work. It should come before the first keys are asked for: behind them the queries wait long.
     """
-    thread = computed_here(thread)
+    lane = computed_here(lane)
     in_registers = cute.size(held, mode=[cute.rank(held) - 1])
     target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=q.element_type)
     for i in cutlass.range_constexpr(ROWS // 16):
-        row = thread // 8 + 16 * i
-        source = _row(q, sequence, heads, rows, first_row + row, kv_head) + thread % 8 * 8
+        # A warp's own rows: another's may still be multiplied with the keys of the piece before.
+        row = warp * 16 + 4 * i + lane // 8
+        source = _row(q, sequence, heads, rows, first_row + row, kv_head) + lane % 8 * 8
         for n in cutlass.range_constexpr(in_registers, len(order)):
-            place = target + ((n - in_registers) * ROWS * CHUNK + swizzled(row, thread % 8))
+            place = target + ((n - in_registers) * ROWS * CHUNK + swizzled(row, lane % 8))
             _load_16_or_zeros(place, source + order[n] * CHUNK, first_row + row < rows)
     # Of 16 channels a lane has the pairs number lane % 4 and 4 further, of its row and of the row 8 further.
     words = cute.make_tensor(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, Uint32, const_expr
+from cutlass import Int16, Int32, Int64, Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
@@ -26,6 +26,7 @@ UNIT_CHUNKS, TILE_UNITS = UNIT // CHUNK, VALUE // UNIT
 UNIT_ORDER = (0, 2, 1, 3)
 ROPE_AFTER = 2  # units
 FACTS = 2
+PRESENT = 4
 NEVER = 2**30
 MOST_TILES = 2**31 // TILE
 SPLIT_TILES, MAX_SPLITS = 64, 32  # of splits that depend on nothing but the sequence's length
@@ -40,7 +41,8 @@ class LatentRings:
     unit_full  a barrier for each chunk of each slot
     unit_empty, rope_full, rope_empty, facts_full, facts_empty  a barrier for each slot
     named  a barrier for each slot of the facts, whose SEQUENCE is known: before the rest, if it can be
-    present  [ROPES] a bit for each box of the tile whose rope part is in the slot: its page is in the cache
+    present  [PRESENT, ROPES] which keys there are in the tile whose rope part is in the slot. Paged: a bit of the first
+             number for each box; gathered: 16 bits of each number for as many keys
     facts    [8, FACTS] SEQUENCE (-1: no more), FIRST_TILE, TILES, PART (the partial result to write, -1: the piece is
              the whole sequence), LENGTH (keys that there are), SEEN (keys that the last query may see)
     """
@@ -75,12 +77,14 @@ class DecodeInputs:
     fixed_splits: Int32
 
 
-class LatentTiles:
-    """`box` keys, 16, 32 or 64, lie in the same page; `cluster` CTAs share the loads."""
+class LatentMemory:
+    """The rings in shared memory of a CTA: `units` slots for units, `ropes` for rope parts. `cluster` CTAs load into
+    each other's."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], box: int, units: int, ropes: int, cluster: int = 1):
-        self.dtype, self.box, self.units, self.ropes, self.cluster = dtype, box, units, ropes, cluster
-        self.boxes = TILE // box
+    readers_fence = False  # whether the first to read a slot has to make its writes visible to wgmma
+
+    def __init__(self, dtype: type[cutlass.Numeric], units: int, ropes: int, cluster: int = 1):
+        self.dtype, self.units, self.ropes, self.cluster = dtype, units, ropes, cluster
 
     def unit_layout(self) -> cute.ComposedLayout:
         """[keys, channels, slot]"""
@@ -88,6 +92,76 @@ class LatentTiles:
 
     def rope_layout(self) -> cute.ComposedLayout:
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, CHUNK), self.dtype, self.ropes)
+
+    def storage(self) -> type:
+        @cute.struct
+        class RingStorage:
+            unit_full: cute.struct.MemRange[Int64, self.units * UNIT_CHUNKS]
+            unit_empty: cute.struct.MemRange[Int64, self.units]
+            rope_full: cute.struct.MemRange[Int64, self.ropes]
+            rope_empty: cute.struct.MemRange[Int64, self.ropes]
+            named: cute.struct.MemRange[Int64, FACTS]
+            facts_full: cute.struct.MemRange[Int64, FACTS]
+            facts_empty: cute.struct.MemRange[Int64, FACTS]
+            present: cute.struct.Align[cute.struct.MemRange[Uint32, PRESENT * self.ropes], 16]
+            facts: cute.struct.MemRange[Int32, 8 * FACTS]
+
+        return RingStorage
+
+    def rings(self, storage) -> LatentRings:
+        return LatentRings(
+            storage.unit_full.data_ptr(),
+            storage.unit_empty.data_ptr(),
+            storage.rope_full.data_ptr(),
+            storage.rope_empty.data_ptr(),
+            storage.named.data_ptr(),
+            storage.facts_full.data_ptr(),
+            storage.facts_empty.data_ptr(),
+            storage.present.get_tensor(cute.make_layout((PRESENT, self.ropes))),
+            storage.facts.get_tensor(cute.make_layout((8, FACTS))),
+        )
+
+    @cute.jit
+    def init(self, rings: LatentRings, unit_writers: cutlass.Constexpr, rope_writers: cutlass.Constexpr):
+        """Barriers: of a slot, so many arrivals fill it; four warps of every CTA of the cluster empty it, and twelve
+        read facts. One thread's work."""
+        for i in cutlass.range_constexpr(self.units * UNIT_CHUNKS):
+            cute.arch.mbarrier_init(rings.unit_full + i, unit_writers)
+        for i in cutlass.range_constexpr(self.units):
+            cute.arch.mbarrier_init(rings.unit_empty + i, 4 * self.cluster)
+        for i in cutlass.range_constexpr(self.ropes):
+            cute.arch.mbarrier_init(rings.rope_full + i, rope_writers)
+            cute.arch.mbarrier_init(rings.rope_empty + i, 4 * self.cluster)
+        for i in cutlass.range_constexpr(FACTS):
+            cute.arch.mbarrier_init(rings.named + i, 1)
+            cute.arch.mbarrier_init(rings.facts_full + i, 1)
+            cute.arch.mbarrier_init(rings.facts_empty + i, 12)
+
+    @cute.jit
+    def release(self, barrier: cute.Pointer):
+        """This warp has read the slot: say so to all that load into it."""
+        with cute.arch.elect_one():
+            if const_expr(self.cluster > 1):
+                for peer in cutlass.range_constexpr(self.cluster):
+                    cute.arch.mbarrier_arrive(barrier, peer)
+            else:
+                cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def name(self, rings: LatentRings, sequence, at, phase):
+        """Say which sequence the next piece is of: slot `at` of the facts. A warp's work."""
+        cute.arch.mbarrier_wait(rings.facts_empty + at, phase ^ 1)
+        with cute.arch.elect_one():
+            rings.facts[SEQUENCE, at] = sequence
+            cute.arch.mbarrier_arrive(rings.named + at)
+
+
+class PagedTiles(LatentMemory):
+    """Tiles of consecutive keys by TMA. `box` keys, 16, 32 or 64, lie in the same page; a cluster shares the loads."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], box: int, units: int, ropes: int, cluster: int = 1):
+        super().__init__(dtype, units, ropes, cluster)
+        self.box, self.boxes = box, TILE // box
 
     def box_layout(self, chunks: int) -> cute.ComposedLayout:
         """The same memory by boxes [box, CHUNK], those of a chunk of channels one after the other."""
@@ -103,31 +177,6 @@ class LatentTiles:
         layout = cute.slice_(self.box_layout(1), (None, None, 0))
         info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, keys, layout, (self.box, CHUNK))
         return info[0], info[1]
-
-    @cute.jit
-    def init(self, rings: LatentRings, unit_readers: cutlass.Constexpr, rope_readers, facts_readers):
-        """Barriers, each emptied by so many warps of every CTA of the cluster. One thread's work."""
-        for i in cutlass.range_constexpr(self.units * UNIT_CHUNKS):
-            cute.arch.mbarrier_init(rings.unit_full + i, 1)
-        for i in cutlass.range_constexpr(self.units):
-            cute.arch.mbarrier_init(rings.unit_empty + i, unit_readers * self.cluster)
-        for i in cutlass.range_constexpr(self.ropes):
-            cute.arch.mbarrier_init(rings.rope_full + i, 1)
-            cute.arch.mbarrier_init(rings.rope_empty + i, rope_readers * self.cluster)
-        for i in cutlass.range_constexpr(FACTS):
-            cute.arch.mbarrier_init(rings.named + i, 1)
-            cute.arch.mbarrier_init(rings.facts_full + i, 1)
-            cute.arch.mbarrier_init(rings.facts_empty + i, facts_readers)
-
-    @cute.jit
-    def release(self, barrier: cute.Pointer):
-        """This warp has read the slot: say so to all that load into it."""
-        with cute.arch.elect_one():
-            if const_expr(self.cluster > 1):
-                for peer in cutlass.range_constexpr(self.cluster):
-                    cute.arch.mbarrier_arrive(barrier, peer)
-            else:
-                cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def load(
@@ -155,7 +204,7 @@ class LatentTiles:
         last = cutlass.min(last, batch - 1)
         while sequence <= last:
             if inputs.fixed_splits == 0:
-                self.name(rings, sequence, state)
+                self.name(rings, sequence, state[4], state[5])
             # The first page numbers are asked for together with the length, where the piece probably begins.
             guess = cut + index * SPLIT_TILES if inputs.fixed_splits > 0 else cut
             page, place = self.find_box(inputs, sequence, guess * self.boxes + lane)
@@ -178,7 +227,7 @@ class LatentTiles:
                     slot = cutlass.max(cutlass.min(inputs.num_splits[sequence] + index, slots - 1), 0)
             if not empty:
                 if inputs.fixed_splits > 0:
-                    self.name(rings, sequence, state)
+                    self.name(rings, sequence, state[4], state[5])
                 if first != guess:
                     page, place = self.find_box(inputs, sequence, first * self.boxes + lane)
                 state = self.load_piece(
@@ -186,18 +235,9 @@ class LatentTiles:
                     *(page, place, pages, rank, lane, state),
                 )
             sequence, cut, index = sequence + 1, Int32(0), Int32(0)
-        self.name(rings, Int32(-1), state)
+        self.name(rings, Int32(-1), state[4], state[5])
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(rings.facts_full + state[4])
-
-    @cute.jit
-    def name(self, rings: LatentRings, sequence, state):
-        """Say which sequence the next piece is of."""
-        at, phase = state[4], state[5]
-        cute.arch.mbarrier_wait(rings.facts_empty + at, phase ^ 1)
-        with cute.arch.elect_one():
-            rings.facts[SEQUENCE, at] = sequence
-            cute.arch.mbarrier_arrive(rings.named + at)
 
     @cute.jit
     def find_box(self, inputs: DecodeInputs, sequence, box):
@@ -274,7 +314,7 @@ class LatentTiles:
                     full = rings.rope_full + rope
                     cute.arch.mbarrier_wait(rings.rope_empty + rope, rope_phase ^ 1)
                     with cute.arch.elect_one():
-                        rings.present[rope] = bits
+                        rings.present[0, rope] = bits
                         cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * CHUNK * 2)
                     loads = True
                     if const_expr(self.cluster > 1):

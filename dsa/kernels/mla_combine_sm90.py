@@ -46,6 +46,17 @@ class MlaCombineSm90:
         self.unroll = 16 // self.vectors  # splits at a time
 
     @cute.jit
+    def place(self, out, sequence, row, kv_head, kv_heads):
+        """(sequence, query, head) of a row, in the results."""
+        heads = out.shape[2] // kv_heads
+        return sequence, row // heads, kv_head * heads + row % heads
+
+    @cute.jit
+    def slot(self, first, split):
+        """Which partial result a split is."""
+        return first + split
+
+    @cute.jit
     def __call__(
         self,
         lengths: cute.Tensor,
@@ -113,13 +124,30 @@ class MlaCombineSm90:
         splits = cutlass.min(splits, MOST_SPLITS)
         if splits > 1:
             self.combine(
-                out, lse, out_parts, lse_parts, sums, weights, kv_head, sequence, row, column, first, splits, warp, lane
+                *(out, lse, out_parts, lse_parts, sums, weights, kv_head, sequence, row, column, first, splits),
+                *(-Float32(float("inf")), warp, lane),
             )
 
     @cute.jit
     def combine(
-        self, out, lse, out_parts, lse_parts, sums, weights, kv_head, sequence, row, column, first, splits, warp, lane
+        self,
+        out,
+        lse,
+        out_parts,
+        lse_parts,
+        sums,
+        weights,
+        kv_head,
+        sequence,
+        row,
+        column,
+        first,
+        splits,
+        sink,
+        warp,
+        lane,
     ):
+        """sink: of the row, in powers of e; minus infinity: none."""
         rows, group = lse_parts.shape[2], warp % self.groups
         inside = cutlass.min(row, rows - 1)
         values = cute.make_rmem_tensor((4, self.vectors, self.unroll), Float32)
@@ -131,7 +159,7 @@ class MlaCombineSm90:
         for i in cutlass.range_constexpr(LSES):
             own[i] = -Float32(float("inf"))
             if 32 * i + lane < splits:
-                own[i] = lse_parts[first + 32 * i + lane, kv_head, inside]
+                own[i] = lse_parts[self.slot(first, 32 * i + lane), kv_head, inside]
         for i in cutlass.range_constexpr(LSES):
             highest = cute.arch.fmax(highest, own[i])
         for log in cutlass.range_constexpr(5):
@@ -141,11 +169,12 @@ class MlaCombineSm90:
             amount += cute.math.exp(own[i] - relative)
         for log in cutlass.range_constexpr(5):
             amount += cute.arch.shuffle_sync_bfly(amount, offset=1 << log)
-        whole = Float32(float("inf"))
+        whole, kept = Float32(float("inf")), Float32(0.0)
         if amount != 0.0:
             whole = relative + cute.math.log(amount)
+            kept = 1.0 / (1.0 + cute.math.exp(sink - whole))
         for i in cutlass.range_constexpr(LSES):
-            weights[32 * i + lane, warp] = cute.math.exp(own[i] - whole)
+            weights[32 * i + lane, warp] = cute.math.exp(own[i] - whole) * kept
         cute.arch.sync_warp()
 
         acc = cute.make_rmem_tensor((4, self.vectors), Float32)
@@ -172,16 +201,15 @@ class MlaCombineSm90:
                         for i in cutlass.range_constexpr(4):
                             acc[i, v] += values[i, v, 0]
         if group == 0 and row < rows:
-            heads = out.shape[2] // lse_parts.shape[1]
-            head, query = kv_head * heads + row % heads, row // heads
-            target = out[sequence, query, head, None]
+            whose, query, head = self.place(out, sequence, row, kv_head, lse_parts.shape[1])
+            target = out[whose, query, head, None]
             packed = cute.make_rmem_tensor((4,), self.dtype)
             for v in cutlass.range_constexpr(self.vectors):
                 for i in cutlass.range_constexpr(4):
                     packed[i] = acc[i, v].to(self.dtype)
                 cute.autovec_copy(packed, cute.local_tile(target, (4,), (column // 4 + v * 32 + lane,)))
             if lane == 0 and column == 0:
-                lse[sequence, head, query] = whole
+                lse[whose, head, query] = whole
 
     @cute.jit
     def read(self, values, out_parts, kv_head, row, column, first, start, splits, lane):
@@ -189,7 +217,7 @@ class MlaCombineSm90:
         for u in cutlass.range_constexpr(self.unroll):
             split = start + u * self.groups
             if split < splits:
-                source = out_parts[first + split, kv_head, row, None]
+                source = out_parts[self.slot(first, split), kv_head, row, None]
                 for v in cutlass.range_constexpr(self.vectors):
                     vector = cute.local_tile(source, (4,), (column // 4 + v * 32 + lane,))
                     cute.autovec_copy(vector, values[None, v, u])

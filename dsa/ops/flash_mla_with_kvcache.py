@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.ops import _sparse_decode
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name, unit_inner
+from dsa.ops._known_calls import KnownCalls, signature
 from reference import mla_decode as reference
 from reference import mla_metadata
 from reference.mla_metadata import FlashMLASchedMeta
@@ -80,9 +82,10 @@ def flash_mla_with_kvcache(
     tile_scheduler_metadata, num_splits  from `get_mla_metadata` in either style, or None: planned here. A
                    FlashMLASchedMeta may be used again with the same shapes only
     softmax_scale  multiplies the logits, d^-0.5 if None
-    batch_invariant  True: a sequence's result does not depend on the other sequences, bit for bit. Its splits then
-                   follow from its length alone (at least 4096 keys each, at most 32), and the plan is not used. False:
-                   the result depends on the plan, by rounding, and is the same from run to run
+    batch_invariant  True: a sequence's result does not depend on the other sequences, bit for bit. Dense, its splits
+                   then follow from its length alone (at least 4096 keys each, at most 32), and the plan is not used;
+                   sparse, a query is not split. False: the result depends on the plan, or on the number of queries, by
+                   rounding, and is the same from run to run
 
     Dense, if indices is None:
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past the
@@ -90,7 +93,7 @@ def flash_mla_with_kvcache(
     cache_seqlens  [B] int32, keys per sequence, 0 included
     causal         True: query i sees the first cache_seqlens - s_q + i + 1 keys. False: it sees all of them
 
-    Sparse (h_k = 1, causal False; block_table and cache_seqlens are not used; the PyTorch reference for now):
+    Sparse (h_k = 1, causal False; block_table, cache_seqlens and the plan are not used):
     indices        [B, s_q, K] int32, page * P + offset; negative or outside the cache is no key. A key named twice
                    counts twice
     topk_length    [B] int32 or None: only the first topk_length[b] indices count
@@ -99,71 +102,102 @@ def flash_mla_with_kvcache(
                    page size, whose selected keys join the same softmax
 
     Returns out [B, s_q, h_q, head_dim_v] in q's dtype, contiguous, and lse [B, h_q, s_q] fp32 (natural log, without
-    the sink). A query without keys has out 0 and lse +inf. Unused cache rows may hold NaN; NaN in a key that one query
-    of a sequence sees may reach, on Hopper, the sequence's other queries.
+    the sink). A query without keys has out 0 and lse +inf. Unused cache rows may hold NaN; dense, NaN in a key that one
+    query of a sequence sees may reach, on Hopper, the sequence's other queries.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
     On Hopper, dense: d = 576 with head_dim_v = 512, any number of heads and queries, pages of a multiple of 16 keys
     (64 and more best), any strides of q, cache rows at multiples of 16 bytes, softmax_scale above 0, caches beyond 2^31
     bytes. Logits and sums are fp32; softmax weights are rounded to q's dtype before they meet the values.
-    Deterministic. CUDA-graph safe with new lengths, no host synchronisation. Workspace: at most two partial results a
-    multiprocessor, or with batch_invariant one a sequence and split.
+    On Hopper, sparse: d = 576 or 512 with head_dim_v = 512, any number of heads, queries and indices, pages of any
+    size, keys at multiples of 16 bytes; or with bf16 q pages of bytes, each contiguous and at a multiple of 16 bytes:
+    their numbers are multiplied by the scales in fp32 and rounded to bf16 once.
+    Deterministic. CUDA-graph safe with new lengths and indices, no host synchronisation. Workspace: at most two partial
+    results a multiprocessor, or, dense with batch_invariant, one a sequence and split.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
-    extra = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
-    if indices is not None or not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
+    if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
         if isinstance(q, torch.Tensor):
-            kind = "with indices" if indices is not None else "in float32"
-            backends.note_reference_only(f"flash_mla_with_kvcache {kind}", q)
+            backends.note_reference_only("flash_mla_with_kvcache in float32", q)
         return reference.flash_mla_with_kvcache(
             *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale),
-            *(causal, is_fp8_kvcache, indices, *extra, batch_invariant),
+            *(causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length),
+            *(extra_topk_length, batch_invariant),
         )
-    compiling = torch.compiler.is_compiling()
     plan = (tile_scheduler_metadata, num_splits)
-    dense = (q, k_cache, block_table, cache_seqlens, head_dim_v, *plan)
-    call = None if compiling else _call(dense, softmax_scale, (causal, is_fp8_kvcache), extra)
+    scale = softmax_scale
+    if scale is None and q.dim() == 4 and q.shape[3]:
+        scale = q.shape[3] ** -0.5
+    flags = (bool(causal), bool(is_fp8_kvcache))
+    if indices is not None:
+        selections = ((k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
+        return _sparse(q, *selections, head_dim_v, plan, scale, flags, attn_sink, bool(batch_invariant))
+    unused = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
+    dense = (q, k_cache, block_table, cache_seqlens, head_dim_v)
+    return _dense(dense, plan, scale, flags, unused, bool(batch_invariant))
+
+
+_UNUSED = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
+_known_calls = KnownCalls()
+
+
+def _known(arguments: tuple, meta: FlashMLASchedMeta | torch.Tensor | None) -> tuple[tuple | None, dict | None]:
+    """The call's signature, and what is known about it: nothing if the plan was made for another."""
+    if torch.compiler.is_compiling():
+        return None, None
+    call = signature(backends.runs_kernel("flash_mla_with_kvcache", arguments[0]), meta, *arguments)
     config = _known_calls.get(call)
-    if config is None or getattr(tile_scheduler_metadata, "config", None) not in (None, config):
-        config = reference.check_dense(*dense, causal, is_fp8_kvcache, dict(zip(_EXTRA, extra)))
-        if not compiling and backends.runs_kernel("flash_mla_with_kvcache", q):
-            # Before a plan is made: a call that fails must not leave one behind.
-            _check_kernel_takes(*dense[:5], q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale, *plan)
+    return call, config if getattr(meta, "config", None) in (None, config) else None
+
+
+def _dense(
+    dense: tuple,
+    plan: tuple[FlashMLASchedMeta | torch.Tensor | None, torch.Tensor | None],
+    scale: float,
+    flags: tuple[bool, bool],
+    unused: tuple,
+    batch_invariant: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call, config = _known((*dense, plan[1], scale, *flags, *unused), plan[0])
+    if config is None:
+        config = reference.check_dense(*dense, *plan, *flags, dict(zip(_UNUSED, unused)))
         if call is not None:
-            _known_calls[call] = config
-    mla_metadata.remember_config(tile_scheduler_metadata, config)
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+            if backends.runs_kernel("flash_mla_with_kvcache", dense[0]):
+                # Before a plan is made: a call that fails must not leave one behind.
+                _check_kernel_takes(*dense, scale, *plan)
+            _known_calls.remember(call, config)
+    meta = plan[0]
+    mla_metadata.remember_config(meta, config)
+    q, k_cache, block_table, cache_seqlens, _ = dense
     if batch_invariant or _is_empty(q, k_cache, block_table):
         plan = (None, None)
-    elif not isinstance(tile_scheduler_metadata, torch.Tensor):
-        plan = _plan_of(tile_scheduler_metadata, cache_seqlens, q.shape[1] * q.shape[2] // k_cache.shape[2], k_cache)
-    dense = (q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, scale, causal)
-    return torch.ops.dsa.dense_mla_decode(*dense) if compiling else _decode(*dense)
+    elif not isinstance(meta, torch.Tensor):
+        plan = _plan_of(meta, cache_seqlens, q.shape[1] * q.shape[2] // k_cache.shape[2], k_cache)
+    compiling = torch.compiler.is_compiling()
+    return (torch.ops.dsa.dense_mla_decode if compiling else _decode)(*dense, *plan, scale, flags[0])
 
 
-_EXTRA = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
-_known_calls: dict[tuple, dict] = {}  # that were found in order, by all that the checks look at
-
-
-def _call(dense: tuple, softmax_scale: float | None, flags: tuple[bool, bool], extra: tuple) -> tuple | None:
-    """What the checks see of a call: they take longer than the launch, and decoding repeats itself. None: unusual."""
-    q, k_cache, block_table, cache_seqlens, head_dim_v, plan, num_splits = dense
-    if (
-        any(x is not None for x in extra)
-        or not isinstance(head_dim_v, int)
-        or not isinstance(softmax_scale, (float, type(None)))
-    ):
-        return None
-    found = [backends.runs_kernel("flash_mla_with_kvcache", q), head_dim_v, softmax_scale, *map(bool, flags)]
-    for x in (q, k_cache, block_table, cache_seqlens, plan, num_splits):
-        if isinstance(x, torch.Tensor):
-            found.append((x.shape, x.stride(), x.dtype, x.device))
-        else:
-            found.append(type(x))
-    if isinstance(k_cache, torch.Tensor):
-        found.append(k_cache.data_ptr() % 16)
-    if len(_known_calls) > 4096:
-        _known_calls.clear()
-    return tuple(found)
+def _sparse(
+    q: torch.Tensor,
+    selection: tuple,
+    extra: tuple,
+    head_dim_v: int,
+    plan: tuple[FlashMLASchedMeta | torch.Tensor | None, torch.Tensor | None],
+    scale: float,
+    flags: tuple[bool, bool],
+    attn_sink: torch.Tensor | None,
+    batch_invariant: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call, config = _known((q, *selection, *extra, head_dim_v, plan[1], scale, *flags, attn_sink), plan[0])
+    if config is None:
+        config = reference.check_sparse(q, selection, extra, head_dim_v, *plan, *flags, attn_sink)
+        if call is not None:
+            if backends.runs_kernel("flash_mla_with_kvcache", q):
+                _sparse_decode.check_kernel_takes(q, (selection, extra), head_dim_v, scale, attn_sink)
+            _known_calls.remember(call, config)
+    mla_metadata.remember_config(plan[0], config)
+    arguments = (q, *selection, *extra, head_dim_v, scale, attn_sink, batch_invariant)
+    compiling = torch.compiler.is_compiling()
+    return (torch.ops.dsa.sparse_mla_decode if compiling else _sparse_decode.decode)(*arguments)
 
 
 def _is_empty(q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor) -> bool:

@@ -20,8 +20,8 @@ class DSAAttention(nn.Module):
     into the query and W_UV into the output and attend to the latents themselves (multi-query form, one kv head).
 
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None) -> [T, hidden]
-    With a cache the new tokens' latents and index keys are written to its pages first, and all keys are read from
-    there, so FP8 pages round what is attended to. Without one, `batch` must hold whole sequences.
+    With a cache the new tokens' latents and index keys are written to its pages first, and what is attended to is what
+    the pages hold: FP8 pages round it. Without one, `batch` must hold whole sequences.
     Parameters by the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
     kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
     Source: `MLA` of DeepSeek-V3.2's inference code; the report, section 2.1.
@@ -72,23 +72,28 @@ class DSAAttention(nn.Module):
         q = self.q_b_proj(qr).unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
         q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
         q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
-        latent, k_pe = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.rope_dim), -1)
-        kv = torch.cat((self.kv_a_layernorm(latent), dsa.apply_rotary(k_pe, cos, sin, interleaved=True)), -1)
-        if cache is not None:
-            dsa.write_kv_cache(kv, cache.latent, batch.slots)
 
-        sparse = batch.max_key_len > self.indexer.top_k
         decode = cache is not None and batch.is_decode
+        sparse = batch.max_key_len > self.indexer.top_k
         if decode and cache.latent_is_fp8:
             sparse = True  # FP8 pages are attended to by index only
+        # Selected keys are gathered, from the pages if these hold x's dtype. FP8 pages are read first, since a prefill
+        # would dequantise a key again for every query that selects it.
+        in_pages = decode or (sparse and cache is not None and cache.latent.dtype == x.dtype)
+        kv = self.kv_a_proj_with_mqa(x)
+        if cache is None:
+            kv = self._norm_and_rotate(kv, cos, sin)
+        else:
+            kv = self._store(kv, cos, sin, batch, cache, in_pages)
+
         picks = None
         if sparse:
-            picks = self.indexer(x, qr, cos, sin, batch, cache, paged_slots=decode)
+            picks = self.indexer(x, qr, cos, sin, batch, cache, paged_slots=in_pages)
+            if not in_pages:
+                picks = torch.where(picks < 0, picks, picks + batch.key_starts[:, None])
         elif cache is not None:
             self.indexer.store_keys(x, cos, sin, batch, cache)
 
-        if cache is not None and not decode:
-            kv = dsa.read_kv_cache(cache.latent, batch.key_slots).to(x.dtype)
         if not (decode or sparse):
             return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
         w_uk, w_uv = self._up_projections(x.dtype)
@@ -96,8 +101,36 @@ class DSAAttention(nn.Module):
         if decode:
             attended = self._decode(q, picks, batch, cache)
         else:
-            attended = self._sparse_prefill(q, kv, picks, batch)
+            arguments = (kv[:, None], picks[:, None], self.softmax_scale, self.kv_lora_rank)
+            attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments)
         return self.o_proj(torch.einsum("thc,hvc->thv", attended, w_uv).flatten(-2))
+
+    def _norm_and_rotate(self, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """kv [T, latent + rope], as projected -> what `dsa.write_mla_cache` writes, but with gradients."""
+        latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
+        return torch.cat((self.kv_a_layernorm(latent), dsa.apply_rotary(k_pe, cos, sin, interleaved=True)), -1)
+
+    def _store(
+        self,
+        kv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: SequenceBatch,
+        cache: LayerCache,
+        in_pages: bool,
+    ) -> torch.Tensor:
+        """Writes the new tokens' kv [T, latent + rope], as projected, to the pages. Returns the pages, a row a slot, if
+        in_pages; else what they hold of all keys, [sum(key_lens), latent + rope] in kv's dtype."""
+        norm = self.kv_a_layernorm
+        # Where the pages round nothing and every key is new, what goes into them need not be read back.
+        keep = not in_pages and cache.latent.dtype == kv.dtype and batch.query_lens == batch.key_lens
+        rows = torch.empty_like(kv) if keep else None
+        dsa.write_mla_cache(kv, norm.weight.float(), cos, sin, cache.latent, batch.slots, eps=norm.eps, out=rows)
+        if keep:
+            return rows
+        if in_pages:
+            return cache.latent.view(-1, cache.latent.shape[-1])
+        return dsa.read_kv_cache(cache.latent, batch.key_slots, dtype=kv.dtype)
 
     def _up_projections(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(W_UK [heads, nope_dim, latent], W_UV [heads, v_dim, latent]) in `dtype`."""
@@ -107,25 +140,18 @@ class DSAAttention(nn.Module):
     def _decode(
         self, q: torch.Tensor, picks: torch.Tensor | None, batch: SequenceBatch, cache: LayerCache
     ) -> torch.Tensor:
-        schedule = batch.mla_schedule if picks is None else dsa.get_mla_metadata()[0]
         out, _ = dsa.flash_mla_with_kvcache(
             q[:, None],
             cache.latent,
             None if picks is not None else batch.block_table,
             None if picks is not None else batch.key_lens_tensor,
             self.kv_lora_rank,
-            schedule,
+            batch.mla_schedule if picks is None else None,
             softmax_scale=self.softmax_scale,
             is_fp8_kvcache=cache.latent_is_fp8,
             indices=None if picks is None else picks[:, None],
         )
         return out[:, 0]
-
-    def _sparse_prefill(
-        self, q: torch.Tensor, kv: torch.Tensor, picks: torch.Tensor, batch: SequenceBatch
-    ) -> torch.Tensor:
-        rows = torch.where(picks < 0, picks, picks + batch.key_starts[:, None])
-        return dsa.flash_mla_sparse_fwd(q, kv[:, None], rows[:, None], self.softmax_scale, self.kv_lora_rank)[0]
 
     def _dense_prefill(self, q: torch.Tensor, kv: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
         """q [T, heads, nope + rope], kv [sum(key_lens), latent + rope] -> [T, heads, v_dim], causal per sequence."""

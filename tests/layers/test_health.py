@@ -87,6 +87,21 @@ def empty_rows(position, value):
     return wrong
 
 
+def without_sink(result, arguments):
+    """The first head, which the sink is to halve, is whole."""
+    return torch.cat((result[0][:, :1] * 2, result[0][:, 1:]), 1), result[1]
+
+
+def disturbed(key, dtype):
+    """What is written into that argument, where it is of that dtype, is too large."""
+
+    def wrong(result, arguments):
+        if arguments[key].dtype == dtype:
+            arguments[key].copy_(arguments[key] * 1.05)
+
+    return wrong
+
+
 # What fails: the self test, the function that is wrong, and how.
 WRONG = {
     "cast": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", scaled(1), False)),
@@ -101,6 +116,9 @@ WRONG = {
     "paged logits' mask": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", unmasked),
     "indexer queries": ("indexer_inputs", "quantize_indexer_queries", scaled(1)),
     "indexer keys": ("indexer_inputs", "read_indexer_cache", scaled(1)),
+    "cached latents": ("mla_cache_inputs", "write_mla_cache", disturbed(4, torch.bfloat16)),
+    "cached FP8 latents": ("mla_cache_inputs", "write_mla_cache", disturbed(4, torch.uint8)),
+    "normed latents": ("mla_cache_inputs", "write_mla_cache", disturbed("out", torch.bfloat16)),
     "top-k order": ("topk_indices", "topk_indices", swapped),
     "top-k ties": ("topk_indices", "topk_indices", last_of_equals),
     "dense decode": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", scaled(0), False)),
@@ -114,8 +132,11 @@ WRONG = {
     "prefill, lse of empty rows": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", empty_rows(2, -torch.inf)),
     "window": ("sliding_window_attention", "sliding_window_attention", scaled(0)),
     "window lse": ("sliding_window_attention", "sliding_window_attention", shifted_lse(1)),
-    "merge": ("sliding_window_attention", "merge_attention", scaled(0)),
-    "merged lse": ("sliding_window_attention", "merge_attention", shifted_lse(1)),
+    "merge": ("merge_attention", "merge_attention", scaled(0)),
+    "merged lse": ("merge_attention", "merge_attention", shifted_lse(1)),
+    "merge, empty rows": ("merge_attention", "merge_attention", empty_rows(0, torch.nan)),
+    "merge, lse of empty rows": ("merge_attention", "merge_attention", empty_rows(1, -torch.inf)),
+    "merge without the sink": ("merge_attention", "merge_attention", without_sink),
 }
 
 

@@ -150,6 +150,18 @@ def test_float_caches(dtype):
     assert torch.equal(got, torch.stack([kv[2].to(dtype).float(), zero, zero, kv[0].to(dtype).float()]).view(2, 2, 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_reads_are_rounded_once(dtype):
+    cache = torch.zeros(1, 1, 1, 656, dtype=torch.uint8)
+    # 1 + 2^-8 + 2^-20: to nearest it is up in bf16; through fp16 it would be a tie, and down.
+    cache[0, 0, 0, 0] = 0x38
+    cache[0, 0, 0, 512:516] = torch.tensor(list(struct.pack("<f", 1 + 2.0**-8 + 2.0**-20)), dtype=torch.uint8)
+    got = read_kv_cache(cache, torch.tensor([[0, -1]]), dtype=dtype)
+    assert got.dtype == dtype and got.shape == (1, 2, 576)
+    expected = {torch.float32: 1 + 2.0**-8 + 2.0**-20, torch.float16: 1 + 2.0**-8, torch.bfloat16: 1 + 2.0**-7}
+    assert got[0, 0, 0].item() == expected[dtype] and got.count_nonzero() == 1
+
+
 @pytest.mark.parametrize("width", [656, 584, 8])
 def test_slots_outside_the_cache_read_as_zeros(width):
     dtype = torch.float32 if width == 8 else torch.uint8
@@ -194,5 +206,9 @@ def test_refuses_bad_arguments():
         read_kv_cache(torch.zeros(1, 2, 1, 600, dtype=torch.uint8)[..., :584], torch.tensor([0]))
     with pytest.raises(TypeError, match=r"slots: must be a torch.Tensor, got list"):
         read_kv_cache(v32, [0])
+    with pytest.raises(ValueError, match="dtype: must be float32 or bfloat16 or float16, got float64"):
+        read_kv_cache(v32, torch.tensor([0]), dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"dtype: must be a torch\.dtype, got str"):
+        read_kv_cache(v32, torch.tensor([0]), dtype="float16")
     with pytest.raises(ValueError, match="page_size: must be at least 1, got 0"):
         make_v4_cache(1, 0)

@@ -1,0 +1,32 @@
+"""Reads and writes of shared memory at byte addresses, where there is no tensor of one type."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+
+@cute.jit
+def load_16(address: Int32):
+    """The 16 bytes at a multiple of 16, as four words."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def store_16(address: Int32, words):
+    """Four words to the 16 bytes at a multiple of 16."""
+    cute.arch.inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};", read_only_args=[address, *words]
+    )
+
+
+@cute.jit
+def load_float(address: Int32) -> Float32:
+    return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+
+
+@cute.jit
+def load_byte(address: Int32) -> Uint32:
+    return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])

@@ -1,0 +1,319 @@
+"""Sparse MLA attention over selected latents, for prefill and decoding: every query has its own list of keys, or two.
+
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512] over the keys j of query t; q and k of 576 or 512 channels
+
+Plan
+- A CTA has 64 heads of a query and runs through the tiles of 64 of its keys (latent_attention.py), query after query.
+- The fourth warpgroup gathers: 16 bytes a lane by cp.async, a tile's indices while the tile before is asked for. Where
+  there is no key it writes zeros, and says so by a bit; such a score is minus infinity.
+- A query's own rows come by the same rings, as a tile before its keys: loads do not wait for the end of a query.
+- CTAs take whole queries in turns. What is too little for another turn is cut into even shares, and partial results,
+  at most two a CTA, are combined (sparse_mla_combine_sm90.py).
+- The CTAs of a query's other heads are neighbours, and read the same keys from the L2 cache.
+Shared memory: FREE chunks of Q, two P, a ring of units of 16 KiB and one of rope parts: two and a half tiles.
+Launch: programmatic.
+Roofline: of a tile of 576 channels wgmma takes 2176 clocks, of 512 2048. The L2 cache delivers a tile, 72 KiB to every
+multiprocessor, in about 1700 to 3000 clocks, depending on how much of it comes from memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dtypes import cute_dtype
+from dsa.cute.gathered_tiles import GatheredTiles, Selection, Share, TileMemory
+from dsa.cute.latent_attention import (
+    LOADER_REGISTERS,
+    OUTPUT_REGISTERS,
+    SCORE_REGISTERS,
+    THREADS,
+    WARPGROUP,
+    LatentAttention,
+    Piece,
+    Results,
+    RowTile,
+    SoftmaxState,
+)
+from dsa.cute.latent_queries import ROWS, swizzled
+from dsa.cute.latent_tiles import CHUNK, LATENT, TILE, UNIT_CHUNKS, VALUE, LatentRings
+from dsa.cute.matrix_load import load_matrices
+from dsa.cute.quantized_tiles import V4_BYTES, V32_BYTES, QuantizedTiles
+from dsa.cute.ring import advance
+
+HELD, FP8_HELD = 5, 4  # chunks of Q in registers
+ROPES = 2
+LOG2E = 1.4426950408889634
+UNITS, FP8_UNITS = {LATENT: 10, VALUE: 11}, {LATENT: 6, VALUE: 8}
+
+
+def registers(fp8: bool) -> tuple[int, int]:
+    """Of the scoring and of the loading warpgroup: what bytes are turned in is at the expense of Q."""
+    return (SCORE_REGISTERS - 16, LOADER_REGISTERS + 16) if fp8 else (SCORE_REGISTERS, LOADER_REGISTERS)
+
+
+class SparseMlaSm90(LatentAttention):
+    """Keys of `channels` numbers, in `lists` lists; `highest`: max_logits are wanted."""
+
+    queries_in_ring = True
+
+    def __init__(self, dtype: type[cutlass.Numeric], channels: int, fp8: bool, lists: int, highest: bool):
+        if fp8:
+            memory, held = QuantizedTiles(channels, FP8_UNITS[channels], ROPES), FP8_HELD
+        else:
+            memory, held = GatheredTiles(dtype, channels, UNITS[channels], ROPES), HELD
+        self.score_registers, self.loader_registers = registers(fp8)
+        super().__init__(memory, channels, held, highest)
+        self.lists = lists
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        cache: cute.Tensor,
+        indices: cute.Tensor,
+        counts: cute.Tensor,
+        has_counts: Int32,
+        more_cache: cute.Tensor,
+        more_indices: cute.Tensor,
+        more_counts: cute.Tensor,
+        more_has_counts: Int32,
+        sink: cute.Tensor,
+        has_sink: Int32,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        max_logits: cute.Tensor,
+        out_parts: cute.Tensor,
+        lse_parts: cute.Tensor,
+        scale: Float32,
+        group: Int32,
+        parts: Int32,
+        rounds: Int32,
+        cut: Int32,
+        stream,
+    ):
+        score, score_held, value = self.multiplications()
+        q_layout, unit_layout, rope_layout = self.q_layout(), self.memory.unit_layout(), self.memory.rope_layout()
+
+        @cute.struct
+        class Storage:
+            rings: self.memory.storage()
+            sink: cute.struct.MemRange[Float32, ROWS]
+            raw: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.memory.raw_bytes], 16]
+            exchange: self.exchange_storage()
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
+            units: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(unit_layout)], 1024]
+            # Keys of 512 channels have no part of their own for rope.
+            ropes: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(rope_layout) if self.memory.rope else 8], 1024
+            ]
+
+        assert Storage.size_in_bytes() <= 232448
+        self.storage = Storage
+        lists = []
+        for keys, index, count, has in (
+            (cache, indices, counts, has_counts),
+            (more_cache, more_indices, more_counts, more_has_counts),
+        ):
+            lists.append(Selection(keys, index, count, has, cute.fast_divmod_create_divisor_v2(keys.shape[1])))
+        row_tiles = (q.shape[2] + ROWS - 1) // ROWS
+        results = Results(out, lse, out_parts, lse_parts, max_logits)
+        self.kernel(
+            *(q, lists[0], lists[1], results, sink, has_sink, scale, group, parts, rounds, cut, row_tiles),
+            *(score, score_held, value, q_layout, unit_layout, rope_layout),
+        ).launch(
+            grid=(parts * row_tiles, 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        keys: Selection,
+        more_keys: Selection,
+        results: Results,
+        sink: cute.Tensor,
+        has_sink: Int32,
+        scale: Float32,
+        group: Int32,
+        parts: Int32,
+        rounds: Int32,
+        cut: Int32,
+        row_tiles: Int32,
+        score_mma: cute.TiledMma,
+        held_mma: cute.TiledMma,
+        value_mma: cute.TiledMma,
+        q_layout: cute.ComposedLayout,
+        unit_layout: cute.ComposedLayout,
+        rope_layout: cute.ComposedLayout,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        block, _, _ = cute.arch.block_idx()
+        part, row_tile = block // row_tiles, block % row_tiles
+        storage = SmemAllocator().allocate(self.storage)
+        rings, exchange = self.memory.rings(storage.rings), self.exchange(storage.exchange)
+        sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        units = storage.units.get_tensor(unit_layout.outer, swizzle=unit_layout.inner)
+        ropes = storage.ropes.get_tensor(rope_layout.outer, swizzle=rope_layout.inner)
+        if tid == 0:
+            self.memory.init_gathered(rings)
+            exchange.init()
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        # What is behind this point touches global memory: the kernels before must be done with it.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        heads = q.shape[2]
+        own_sink = storage.sink.get_tensor(cute.make_layout(ROWS))
+        if tid < ROWS:
+            own_sink[tid] = -Float32(float("inf"))
+            if has_sink > 0 and row_tile * ROWS + tid < heads:
+                own_sink[tid] = sink[row_tile * ROWS + tid] * LOG2E
+        results = replace(results, sink=own_sink)
+        tile = RowTile(group, heads, heads, row_tile * ROWS, Int32(0), Int32(0))
+        if warp >= 12:
+            cute.arch.setmaxregister_decrease(self.loader_registers)
+            lists = [keys, more_keys][: self.lists]
+            tiles = sum((selection.indices.shape[1] + TILE - 1) // TILE for selection in lists)
+            share = Share(part, parts, rounds, q.shape[0], cutlass.max(tiles, 1), cut)
+            memory = TileMemory(units, ropes, storage.raw.data_ptr())
+            self.memory.load(q, memory, rings, lists, group, share, tile.first, warp - 12, lane)
+        elif warp < 4:
+            cute.arch.setmaxregister_increase(self.score_registers)
+            self.score(
+                *(q, results, score_mma, held_mma, sq, units, ropes, rings, exchange, tile, scale, tid, warp, lane),
+            )
+        else:
+            cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
+            self.accumulate(
+                *(results, value_mma, units, rings, exchange, tile),
+                *(tid % WARPGROUP, warp % 4, lane, warp // 4 - 1),
+            )
+
+    @cute.jit
+    def take_queries(self, sq, held, units, ropes, rings: LatentRings, ring, tid, warp, lane):
+        """They came as a tile of keys does, row by row."""
+        unit, unit_phase, rope, rope_phase = ring
+        words = cute.make_tensor(
+            cute.recast_ptr(held.iterator, dtype=cutlass.Uint32), cute.make_layout((4, CHUNK // 16, self.held))
+        )
+        target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+        vector = cute.make_rmem_tensor((8,), self.dtype)
+        for n, chunk in enumerate(self.order):
+            memory, place = units, unit * UNIT_CHUNKS + chunk % UNIT_CHUNKS
+            if const_expr(chunk < VALUE // CHUNK):
+                cute.arch.mbarrier_wait(rings.unit_full + place, unit_phase)
+            else:
+                cute.arch.mbarrier_wait(rings.rope_full + rope, rope_phase)
+                memory, place = ropes, rope
+            source = cute.recast_ptr(memory.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+            source += place * (ROWS * CHUNK)
+            if const_expr(n < self.held):
+                for step in cutlass.range_constexpr(CHUNK // 16):
+                    address = source + swizzled(warp * 16 + lane % 16, 2 * step + lane // 16)
+                    for i, word in enumerate(load_matrices(Int32(address.toint()))):
+                        words[i, step, n] = word
+            else:
+                # A warp's own rows: another's may still be multiplied with the keys of the piece before.
+                for i in cutlass.range_constexpr(ROWS * CHUNK // (8 * WARPGROUP)):
+                    here = warp * (ROWS * CHUNK // 32) + i * 32 + lane
+                    cute.autovec_copy(cute.make_tensor(source + here * 8, cute.make_layout(8)), vector)
+                    there = cute.make_tensor(target + ((n - self.held) * ROWS * CHUNK + here * 8), cute.make_layout(8))
+                    cute.autovec_copy(vector, there)
+            if const_expr(chunk < VALUE // CHUNK and chunk % UNIT_CHUNKS == UNIT_CHUNKS - 1):
+                cute.arch.sync_warp()
+                self.memory.release(rings.unit_empty + unit)
+                unit, unit_phase = advance(unit, unit_phase, self.memory.units)
+        self.memory.release(rings.rope_empty + rope)
+        rope, rope_phase = advance(rope, rope_phase, self.memory.ropes)
+        return unit, unit_phase, rope, rope_phase
+
+    @cute.jit
+    def place(self, sequence, tile: RowTile, row):
+        return sequence // tile.queries, sequence % tile.queries, row
+
+    @cute.jit
+    def hide(
+        self, flat, state: SoftmaxState, rings: LatentRings, units, ring, piece: Piece, tile: RowTile, key, tid, lane
+    ):
+        bits = cute.make_rmem_tensor((4,), cutlass.Uint32)
+        cute.autovec_copy(rings.present[None, ring[2]], bits)
+        if bits[0] & bits[1] & bits[2] & bits[3] != 0xFFFF:
+            for i in cutlass.range_constexpr(TILE // 2):
+                column = i // 4 % 2 * 8 + lane % 4 * 2 + i % 2  # of 16
+                if (bits[i // 8] >> column) & 1 == 0:
+                    flat[i] = -Float32(float("inf"))
+
+
+@cached
+def compile_sparse_mla(dtype: str, channels: int, fp8: bool, lists: int, highest: bool):
+    """-> f(q [T, 1, h, d], cache [pages, P, d], indices [T, K], counts [n], has_counts, the same of the second list,
+    sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], max_logits [T, h], out_parts
+    [slots, 1, h, 512], lse_parts [slots, 1, h], scale * log2(e), s_q, parts, rounds, cut); T, h, pages > 0
+
+    Query t has counts[t // s_q] keys of its K if has_counts > 0. Rows of q and of the caches start at multiples of 16
+    bytes. Queries behind rounds * parts are cut, with 2 * cut slots (Share); with `highest` none may be. fp8: caches
+    [pages, P, 656 | 584] of bytes, each page contiguous.
+    """
+    kind = cute_dtype(dtype)
+
+    def fake(dtype, shape, stride, align):
+        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+
+    def strides(count, divisibility):
+        return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
+
+    queries, batch, group, heads, slots = (cute.sym_int() for _ in range(5))
+
+    def cache():
+        if fp8:
+            width = V32_BYTES if channels == LATENT else V4_BYTES
+            return fake(cutlass.Uint8, (cute.sym_int(), cute.sym_int(), width), (*strides(1, 16), width, 1), 16)
+        return fake(kind, (cute.sym_int(), cute.sym_int(), channels), (*strides(2, 8), 1), 16)
+
+    def selection():
+        return (
+            cache(),
+            fake(Int32, (queries, cute.sym_int()), (*strides(1, 1), 1), 4),
+            fake(Int32, (cute.sym_int(),), (1,), 4),
+            Int32(0),
+        )
+
+    return compile_sm90(
+        SparseMlaSm90(kind, channels, fp8, lists, highest),
+        fake(kind, (queries, 1, heads, channels), (*strides(3, 8), 1), 16),
+        *selection(),
+        *selection(),
+        fake(Float32, (cute.sym_int(),), (1,), 4),
+        Int32(0),
+        fake(kind, (batch, group, heads, VALUE), (*strides(2, 8), VALUE, 1), 16),
+        fake(Float32, (batch, heads, group), (*strides(2, 1), 1), 4),
+        fake(Float32, (queries, heads), (*strides(1, 1), 1), 4),
+        fake(Float32, (slots, 1, heads, VALUE), (*strides(2, 4), VALUE, 1), 16),
+        fake(Float32, (slots, 1, heads), (*strides(2, 1), 1), 4),
+        *(Float32(0.0), Int32(0), Int32(0), Int32(0), Int32(0)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the ops can ask for."""
+    return [
+        (compile_sparse_mla, (dtype, channels, fp8, lists, highest))
+        for channels in (LATENT, VALUE)
+        for dtype, fp8 in (("bfloat16", False), ("float16", False), ("bfloat16", True))
+        for lists, highest in ((1, False), (2, False), (1, True))
+        if not (fp8 and highest)
+    ]

@@ -1,0 +1,165 @@
+"""The keys of a sliding window as lists for sparse attention: indices of packed keys, and slots of a cache.
+
+indices[t] = k0 + max(0, p - window + 1), ..., k0 + p     slots[b, i] = where these positions of sequence b lie
+
+Plan
+- A warp a query: it finds the first and the last position, and its lanes write neighbouring columns.
+- The sequence of a packed query is found by binary search, by all lanes alike: warps of the same sequences find its
+  boundaries in the L1 cache.
+- A page's number is loaded for each key, without a branch around it, so that several loads are under way; neighbours
+  are mostly in the same page. A ring has no table: page b is sequence b's.
+- Positions are found in 64 bits, so that no content of cu_seqlens or cache_seqlens, whatever it is, overflows. A slot
+  is too: one that int32 cannot hold is -1.
+Shared memory: none. Constraints: at most MOST queries, columns and keys of a page; rings of 2^31 slots together.
+Launch: programmatic.
+Roofline: memory, 4 bytes an entry; at what decoding asks for, latency.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from dsa.cute.compile_cache import cached, compile_sm90
+
+WARPS = 4
+LANES = 32
+UNROLL = 4
+MOST = 2**30  # queries, columns, keys of a page: a step beyond one of these is still an int32
+SLOT_LIMIT = 2**31
+
+
+@cute.jit
+def _my_query():
+    """(this warp's query, the lane)"""
+    tid, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    # What is behind this point touches global memory: the kernels before must be done with it.
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+    return block * WARPS + tid // LANES, tid % LANES
+
+
+def _launch(kernel, queries: Int32, stream) -> None:
+    kernel.launch(grid=(cute.ceil_div(queries, WARPS), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream, use_pdl=True)
+
+
+@cute.jit
+def _seen(lowest: Int64, last: Int64, window: Int32):
+    """(the first, how many) of the positions up to `last` that a query sees, none of them below `lowest` or 0."""
+    first = cutlass.max(cutlass.max(last - window + 1, lowest), Int64(0))
+    count = cutlass.max(last - first + 1, Int64(0))
+    return Int32(first), Int32(count)
+
+
+class WindowIndicesSm90:
+    @cute.jit
+    def __call__(self, q_starts: cute.Tensor, k_starts: cute.Tensor, indices: cute.Tensor, stream):
+        _launch(self.kernel(q_starts, k_starts, indices), indices.shape[0], stream)
+
+    @cute.kernel
+    def kernel(self, q_starts: cute.Tensor, k_starts: cute.Tensor, indices: cute.Tensor):
+        t, lane = _my_query()
+        if t < indices.shape[0]:
+            sequences, window = q_starts.shape[0] - 1, indices.shape[1]
+            # The first boundary beyond t. Of numbers in any order: one beyond t, behind one that is not.
+            low, high = Int32(0), sequences + 1
+            while low < high:
+                middle = (low + high) // 2
+                if q_starts[middle] <= t:
+                    low = middle + 1
+                else:
+                    high = middle
+            first, count = Int32(0), Int32(0)
+            if low > 0 and low <= sequences:
+                last = Int64(k_starts[low]) - (Int64(q_starts[low]) - t)
+                first, count = _seen(Int64(k_starts[low - 1]), last, window)
+            for column in cutlass.range(lane, window, LANES, unroll=UNROLL):
+                indices[t, column] = first + column if column < count else Int32(-1)
+
+
+class WindowSlotsSm90:
+    """`ring`: sequence b has page b; there is no table."""
+
+    def __init__(self, ring: bool):
+        self.ring = ring
+
+    @cute.jit
+    def __call__(
+        self, block_table: cute.Tensor | None, lengths: cute.Tensor, slots: cute.Tensor, page_size: Int32, stream
+    ):
+        queries = cute.fast_divmod_create_divisor_v2(slots.shape[1])
+        pages = cute.fast_divmod_create_divisor_v2(page_size)
+        kernel = self.kernel(block_table, lengths, slots, queries, pages, page_size)
+        _launch(kernel, slots.shape[0] * slots.shape[1], stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        block_table: cute.Tensor | None,
+        lengths: cute.Tensor,
+        slots: cute.Tensor,
+        queries: cute.FastDivmodDivisorV2,
+        pages: cute.FastDivmodDivisorV2,
+        page_size: Int32,
+    ):
+        row, lane = _my_query()
+        s_q, window = slots.shape[1], slots.shape[2]
+        if row < slots.shape[0] * s_q:
+            b, i = divmod(row, queries)
+            first, count = _seen(Int64(0), Int64(lengths[b]) - (s_q - i), window)
+            found = cute.make_rmem_tensor((UNROLL,), Int32)
+            for start in cutlass.range(lane, window, LANES * UNROLL, unroll=1):
+                for u in cutlass.range_constexpr(UNROLL):
+                    found[u] = self.slot(block_table, b, first, count, start + u * LANES, pages, page_size)
+                for u in cutlass.range_constexpr(UNROLL):
+                    if start + u * LANES < window:
+                        slots[b, i, start + u * LANES] = found[u]
+
+    @cute.jit
+    def slot(self, block_table, b, first, count, column, pages, page_size):
+        """Where the window's key number `column` lies, or -1."""
+        # Behind the last key: that one again, or 0.
+        position = first + cutlass.min(column, cutlass.max(count - 1, 0))
+        place, offset = divmod(position, pages)
+        page, exists = b, column < count
+        if const_expr(not self.ring):
+            known = place < block_table.shape[1]
+            page = block_table[b, place if known else 0]
+            exists = exists and known and page >= 0
+        slot = Int64(page) * page_size + offset
+        return Int32(slot) if exists and slot < Int64(SLOT_LIMIT) else Int32(-1)
+
+
+def _fake(*shape, contiguous=False):
+    strides = [cute.sym_int64() for _ in shape]
+    if contiguous:
+        strides[-1] = 1
+    return cute.runtime.make_fake_tensor(Int32, shape, tuple(strides), assumed_align=4)
+
+
+@cached
+def compile_window_indices():
+    """-> f(cu_seqlens_q [B + 1], cu_seqlens_k [B + 1], indices [T, window], contiguous); all int32; T, window from 1 to
+    MOST, B >= 0."""
+    boundaries, stream = cute.sym_int(), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    indices = _fake(cute.sym_int(), cute.sym_int(), contiguous=True)
+    return compile_sm90(WindowIndicesSm90(), _fake(boundaries), _fake(boundaries), indices, stream)
+
+
+@cached
+def compile_window_slots(ring: bool):
+    """-> f(block_table [B, max_pages], of a ring None, cache_seqlens [B], slots [B, s_q, window], contiguous,
+    page_size); all int32; B, s_q, max_pages > 0, B * s_q, window and page_size from 1 to MOST, and of a ring
+    B * page_size up to 2^31."""
+    batch, stream = cute.sym_int(), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    table = None if ring else _fake(batch, cute.sym_int())
+    slots = _fake(batch, cute.sym_int(), cute.sym_int(), contiguous=True)
+    return compile_sm90(WindowSlotsSm90(ring), table, _fake(batch), slots, Int32(1), stream)
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the ops can ask for."""
+    return [(compile_window_indices, ()), *((compile_window_slots, (ring,)) for ring in (False, True))]

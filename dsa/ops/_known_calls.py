@@ -1,0 +1,28 @@
+"""Calls that were found in order, by all that the checks look at: they take longer than a launch, and decoding repeats
+itself."""
+
+import torch
+
+_MOST = 4096
+
+
+class KnownCalls(dict[tuple, dict]):
+    """By signature, what was found out about a call. Forgets all when there are too many."""
+
+    def remember(self, signature: tuple, config: dict) -> None:
+        if len(self) >= _MOST:
+            self.clear()
+        self[signature] = config
+
+
+def signature(*values: object) -> tuple:
+    """Of each argument: of tensors, all but the contents; of numbers, the number; of others, the type."""
+    found: list[object] = []
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            found.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16))
+        elif isinstance(x, (int, float)):
+            found.append((type(x), x))
+        else:
+            found.append(type(x))
+    return tuple(found)
