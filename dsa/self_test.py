@@ -157,14 +157,57 @@ def _flash_mla_sparse_fwd(device: str) -> None:
     _check_lse("max_logits", max_logits, torch.stack((largest, -infinite)))
 
 
+def _window_indices(device: str) -> None:
+    """Three sequences, one of them without queries, and queries of none; pages, one of which is missing, and rings."""
+    q_ends, k_ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 5, 5, 12], [0, 9, 11, 18]))
+    got = dsa.window_indices(q_ends, k_ends, 14, 4)
+    last = [4, 5, 6, 7, 8, *range(11, 18)]
+    rows = [[j for j in range(p - 3, p + 1) if j >= (0 if p < 9 else 11)] for p in last]
+    expected = [row + [-1] * (4 - len(row)) for row in [*rows, [], []]]
+    if got.tolist() != expected:
+        raise AssertionError("not the keys of the windows")
+    lengths = torch.tensor([20, 0, 3], dtype=torch.int32, device=device)
+    table = torch.tensor([[7, -1, 2], [0, 1, 3], [5, 4, 6]], dtype=torch.int32, device=device)
+    pages = [[[61, 62, 63, *[-1] * 8, 16, 17, 18], [62, 63, *[-1] * 8, 16, 17, 18, 19]], [[-1] * 14] * 2]
+    pages += [[[40, 41, *[-1] * 12], [40, 41, 42, *[-1] * 11]]]
+    if dsa.window_slots(table, lengths, 2, 8, 14).tolist() != pages:
+        raise AssertionError("not the slots of the pages")
+    ring = [[[5, 6, 7, 0, 1, 2], [6, 7, 0, 1, 2, 3]], [[-1] * 6] * 2, [[16, 17, *[-1] * 4], [16, 17, 18, *[-1] * 3]]]
+    if dsa.window_slots(None, lengths, 2, 8, 6).tolist() != ring:
+        raise AssertionError("not the slots of the rings")
+
+
 def _sliding_window_attention(device: str) -> None:
+    """The window alone; with selected keys and a sink that halves the first head; and in a cache."""
     q, kv = torch.randn(40, H, D_V, device=device).bfloat16(), torch.randn(40, 1, D_V, device=device).bfloat16()
     ends = torch.tensor([0, 40], dtype=torch.int32, device=device)
+    windows = [kv[max(0, t - 7) : t + 1, 0] for t in range(40)]
     out, lse = dsa.sliding_window_attention(q, kv, ends, ends, 8, D_V**-0.5)
-    rows = [_attention(q[t], kv[max(0, t - 7) : t + 1, 0], D_V**-0.5) for t in range(40)]
-    expected, expected_lse = map(torch.stack, zip(*rows))
+    expected, expected_lse = map(torch.stack, zip(*(_attention(*row, D_V**-0.5) for row in zip(q, windows))))
     assert_close("out", out, expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
     _check_lse("lse", lse, expected_lse)
+
+    table = torch.tensor([[1, 0, 2]], dtype=torch.int32, device=device)
+    cache = kv.new_full((3, 16, 1, D_V), torch.nan)
+    dsa.write_kv_cache(kv[:, 0], cache, table[0].repeat_interleave(16)[:40] * 16 + torch.arange(40, device=device) % 16)
+    ring = kv[24:].roll(24, 0)[None]
+    for where, pages in ((table, cache), (None, ring)):
+        length = torch.full((1,), 40, dtype=torch.int32, device=device)
+        out, lse = dsa.sliding_window_decode(q[None, 38:], pages, where, length, 8, D_V**-0.5)
+        assert_close("decode", out[0], expected[38:], abs_tol=1e-3, rel_tol=2.01 / 128, cos_tol=5e-6)
+        _check_lse("decode lse", lse[0].T, expected_lse[38:])
+
+    more = torch.randn(30, 1, D_V, device=device).bfloat16()
+    picks = torch.rand(40, 30, device=device).argsort(1)[:, :5].int()
+    keys = [torch.cat((near, more[p.long(), 0])) for near, p in zip(windows, picks)]
+    expected, expected_lse = map(torch.stack, zip(*(_attention(*row, D_V**-0.5) for row in zip(q, keys))))
+    sink = torch.full((H,), -torch.inf, device=device)
+    sink[0] = expected_lse[:, 0].mean()
+    share = expected_lse[:, 0].exp() / (expected_lse[:, 0].exp() + sink[0].double().exp())
+    expected[:, 0] *= share[:, None]
+    out, lse = dsa.window_sparse_attention(q, kv, ends, ends, 8, more, picks, D_V**-0.5, attn_sink=sink)
+    assert_close("out with selected", out, expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
+    _check_lse("lse with selected", lse, expected_lse)
 
 
 def _merge_attention(device: str) -> None:
@@ -200,6 +243,7 @@ SELF_TESTS: dict[str, Callable[[str], None]] = {
     "topk_indices": _topk_indices,
     "flash_mla_with_kvcache": _flash_mla_with_kvcache,
     "flash_mla_sparse_fwd": _flash_mla_sparse_fwd,
+    "window_indices": _window_indices,
     "sliding_window_attention": _sliding_window_attention,
     "merge_attention": _merge_attention,
 }

@@ -6,7 +6,7 @@ from .checks import FLOATS, INT32, check_tensor
 from .kv_cache import BYTE_DTYPES, cache_dim
 from .mla_decode import decode_sparse
 from .sliding_window import check_softmax
-from .window_selection import check_slots, window_slots
+from .window_selection import check_at_least, window_slots
 
 
 def sliding_window_decode(
@@ -70,9 +70,12 @@ def check_window_decode(
     if cache.shape[0] * cache.shape[1] > 2**31:
         raise ValueError(f"cache: must have at most 2^31 slots, got {cache.shape[0]} pages of {cache.shape[1]}")
     check_tensor("cache_seqlens", cache_seqlens, INT32, (batch,))
-    check_slots(block_table, cache_seqlens, s_q, cache.shape[1], window)
-    if block_table is None and cache.shape[0] < batch:
+    check_at_least("window", window, 1)
+    if block_table is not None:
+        check_tensor("block_table", block_table, INT32, (batch, "max_pages"))
+    elif cache.shape[0] < batch or cache.shape[1] < window + s_q - 1:
         raise ValueError(
-            f"cache: must have a page for each of {batch} sequences without a block_table, got {cache.shape[0]}"
+            f"cache: must have a page of at least window + s_q - 1 = {window + s_q - 1} keys for each of {batch} "
+            f"sequences without a block_table, got {cache.shape[0]} pages of {cache.shape[1]}"
         )
     check_softmax(softmax_scale, d_v, attn_sink, heads, d)

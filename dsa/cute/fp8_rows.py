@@ -5,7 +5,7 @@ from cutlass import Float32, Uint32
 
 
 @cute.jit
-def _four(word: Uint32, scale: Float32):
+def four_numbers(word: Uint32, scale: Float32):
     """Four e4m3 numbers times scale, the product in fp32, rounded once: two words of two bf16."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 l, h, a, b, c, d; .reg .b32 x, y; .reg .f32 e, f, g, i; "
@@ -20,10 +20,36 @@ def _four(word: Uint32, scale: Float32):
 
 
 @cute.jit
-def dequantize_16(words, scale: Float32, out: cute.Tensor):
-    """out [8] words of two bf16 from four words of four e4m3."""
-    for i, word in enumerate(words):
-        out[2 * i], out[2 * i + 1] = _four(word, scale)
+def two_keys(low: Uint32, high: Uint32, low_scale: Float32, high_scale: Float32):
+    """Four e4m3 numbers of each of two keys times the key's scale, as above: of each number a word, the first key's
+    below the second's."""
+    return cute.arch.inline_ptx(
+        "{{ .reg .b16 p, q, r, s, a, b, c, d; .reg .b32 m, n, x, y; .reg .f32 e, f; "
+        "prmt.b32 m, {$r0}, {$r1}, 0x5140; prmt.b32 n, {$r0}, {$r1}, 0x7362; "
+        "mov.b32 {p, q}, m; mov.b32 {r, s}, n; "
+        "cvt.rn.f16x2.e4m3x2 x, p; cvt.rn.f16x2.e4m3x2 y, q; mov.b32 {a, b}, x; mov.b32 {c, d}, y; "
+        "cvt.f32.f16 e, a; cvt.f32.f16 f, b; mul.f32 e, e, {$r2}; mul.f32 f, f, {$r3}; "
+        "cvt.rn.bf16x2.f32 {$w0}, f, e; "
+        "cvt.f32.f16 e, c; cvt.f32.f16 f, d; mul.f32 e, e, {$r2}; mul.f32 f, f, {$r3}; "
+        "cvt.rn.bf16x2.f32 {$w1}, f, e; "
+        "cvt.rn.f16x2.e4m3x2 x, r; cvt.rn.f16x2.e4m3x2 y, s; mov.b32 {a, b}, x; mov.b32 {c, d}, y; "
+        "cvt.f32.f16 e, a; cvt.f32.f16 f, b; mul.f32 e, e, {$r2}; mul.f32 f, f, {$r3}; "
+        "cvt.rn.bf16x2.f32 {$w2}, f, e; "
+        "cvt.f32.f16 e, c; cvt.f32.f16 f, d; mul.f32 e, e, {$r2}; mul.f32 f, f, {$r3}; "
+        "cvt.rn.bf16x2.f32 {$w3}, f, e; }}",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[low, high, low_scale, high_scale],
+    )
+
+
+@cute.jit
+def interleave(low: Uint32, high: Uint32):
+    """Of two words of two 16-bit numbers: the word of the first ones, and that of the second ones."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, 0x5410; prmt.b32 {$w1}, {$r0}, {$r1}, 0x7632;",
+        write_only_types=[Uint32, Uint32],
+        read_only_args=[low, high],
+    )
 
 
 @cute.jit

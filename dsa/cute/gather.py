@@ -25,6 +25,15 @@ def gather_8(target: Int32, source: Int64, present: Boolean):
 
 
 @cute.jit
+def bulk_gather(target: Int32, source: Int64, size: Int32, barrier: cute.Pointer):
+    """Copy `size` bytes, a multiple of 16 between addresses of 16 bytes; the barrier counts them. Each lane's own."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, size, Int32(barrier.toint())],
+    )
+
+
+@cute.jit
 def arrive_when_gathered(barrier: cute.Pointer):
     """Arrive at the barrier when all that this lane has asked for is there: one of the arrivals it was made for."""
     cute.arch.inline_ptx(

@@ -83,17 +83,14 @@ class Share:
 
 @dataclass(frozen=True)
 class TileMemory:
-    """The slots of the rings; and raw_bytes of memory to gather into what is not yet as it is attended to."""
+    """The slots of the rings."""
 
     units: cute.Tensor
     ropes: cute.Tensor
-    raw: cute.Pointer
 
 
 class GatheredTiles(LatentMemory):
     """Keys of `channels` numbers, 576 or 512, as they are attended to. 16 bytes a lane, 8 lanes a key."""
-
-    raw_bytes = 16
 
     def __init__(self, dtype: type[cutlass.Numeric], channels: int, units: int, ropes: int):
         super().__init__(dtype, units, ropes)
@@ -165,9 +162,9 @@ class GatheredTiles(LatentMemory):
         return q[query, 0, cutlass.min(row, q.shape[2] - 1), None].iterator.toint(), row < q.shape[2]
 
     @cute.jit
-    def index_of(self, lists, counts, ends, query, tile, warp, lane):
-        """The index of key lane % 16 of those that this warp gathers of a tile; -1: there is none."""
-        place = tile * TILE + warp * WARP_KEYS + lane % WARP_KEYS
+    def index_of(self, lists, counts, ends, query, tile, key):
+        """The index of a tile's key; -1: there is none."""
+        place = tile * TILE + key
         index = Int32(-1)
         if place < counts[0]:
             index = lists[0].indices[query, place]
@@ -246,12 +243,13 @@ class GatheredTiles(LatentMemory):
                 rings.facts[LENGTH, at], rings.facts[SEEN, at] = 0, 0
                 cute.arch.mbarrier_arrive(rings.facts_full + at)
         at, facts_phase = advance(at, facts_phase, FACTS)
-        index = self.index_of(lists, counts, ends, query, first, warp, lane)
+        own = warp * WARP_KEYS + lane % WARP_KEYS
+        index = self.index_of(lists, counts, ends, query, first, own)
         for tile in cutlass.range(first - 1, first + tiles, unroll=1):
             if tile >= first:
                 address, _, present = self.locate(lists, ends, tile, index)
                 # The next tile's indices are on their way while these keys are asked for.
-                index = self.index_of(lists, counts, ends, query, tile + 1, warp, lane)
+                index = self.index_of(lists, counts, ends, query, tile + 1, own)
             bits = Uint32(cute.arch.vote_ballot_sync(present)) & 0xFFFF
             sources, keep = self.spread(address, bits, lane)
             for n, number in enumerate(UNIT_ORDER):

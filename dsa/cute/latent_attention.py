@@ -209,8 +209,6 @@ class LatentAttention:
                 cute.arch.mbarrier_wait(rings.rope_full + rope, rope_phase)
             if const_expr(chunk < VALUE // CHUNK):
                 cute.arch.mbarrier_wait(rings.unit_full + (unit * UNIT_CHUNKS + chunk % UNIT_CHUNKS), unit_phase)
-            if const_expr(self.memory.readers_fence):
-                cute.arch.fence_proxy("async.shared", space="cta")
             own_unit, own_rope = computed_here(unit), computed_here(rope)
             for step in cutlass.range_constexpr(CHUNK // 16):
                 keys = rr[None, None, step, own_rope]

@@ -81,8 +81,6 @@ class LatentMemory:
     """The rings in shared memory of a CTA: `units` slots for units, `ropes` for rope parts. `cluster` CTAs load into
     each other's."""
 
-    readers_fence = False  # whether the first to read a slot has to make its writes visible to wgmma
-
     def __init__(self, dtype: type[cutlass.Numeric], units: int, ropes: int, cluster: int = 1):
         self.dtype, self.units, self.ropes, self.cluster = dtype, units, ropes, cluster
 

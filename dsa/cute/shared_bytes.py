@@ -15,6 +15,19 @@ def load_16(address: Int32):
 
 
 @cute.jit
+def load_8(address: Int32):
+    """The 8 bytes at a multiple of 8, as two words."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {" + "{$w0}, {$w1}" + "}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address]
+    )
+
+
+@cute.jit
+def store_4(address: Int32, word: Uint32):
+    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+@cute.jit
 def store_16(address: Int32, words):
     """Four words to the 16 bytes at a multiple of 16."""
     cute.arch.inline_ptx(

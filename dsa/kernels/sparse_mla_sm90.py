@@ -43,18 +43,12 @@ from dsa.cute.latent_attention import (
 from dsa.cute.latent_queries import ROWS, swizzled
 from dsa.cute.latent_tiles import CHUNK, LATENT, TILE, UNIT_CHUNKS, VALUE, LatentRings
 from dsa.cute.matrix_load import load_matrices
-from dsa.cute.quantized_tiles import V4_BYTES, V32_BYTES, QuantizedTiles
 from dsa.cute.ring import advance
 
-HELD, FP8_HELD = 5, 4  # chunks of Q in registers
+HELD = 5  # chunks of Q in registers
 ROPES = 2
 LOG2E = 1.4426950408889634
-UNITS, FP8_UNITS = {LATENT: 10, VALUE: 11}, {LATENT: 6, VALUE: 8}
-
-
-def registers(fp8: bool) -> tuple[int, int]:
-    """Of the scoring and of the loading warpgroup: what bytes are turned in is at the expense of Q."""
-    return (SCORE_REGISTERS - 16, LOADER_REGISTERS + 16) if fp8 else (SCORE_REGISTERS, LOADER_REGISTERS)
+UNITS = {LATENT: 10, VALUE: 11}
 
 
 class SparseMlaSm90(LatentAttention):
@@ -62,13 +56,8 @@ class SparseMlaSm90(LatentAttention):
 
     queries_in_ring = True
 
-    def __init__(self, dtype: type[cutlass.Numeric], channels: int, fp8: bool, lists: int, highest: bool):
-        if fp8:
-            memory, held = QuantizedTiles(channels, FP8_UNITS[channels], ROPES), FP8_HELD
-        else:
-            memory, held = GatheredTiles(dtype, channels, UNITS[channels], ROPES), HELD
-        self.score_registers, self.loader_registers = registers(fp8)
-        super().__init__(memory, channels, held, highest)
+    def __init__(self, dtype: type[cutlass.Numeric], channels: int, lists: int, highest: bool):
+        super().__init__(GatheredTiles(dtype, channels, UNITS[channels], ROPES), channels, HELD, highest)
         self.lists = lists
 
     @cute.jit
@@ -104,7 +93,6 @@ class SparseMlaSm90(LatentAttention):
         class Storage:
             rings: self.memory.storage()
             sink: cute.struct.MemRange[Float32, ROWS]
-            raw: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.memory.raw_bytes], 16]
             exchange: self.exchange_storage()
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
             units: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(unit_layout)], 1024]
@@ -184,14 +172,14 @@ class SparseMlaSm90(LatentAttention):
         results = replace(results, sink=own_sink)
         tile = RowTile(group, heads, heads, row_tile * ROWS, Int32(0), Int32(0))
         if warp >= 12:
-            cute.arch.setmaxregister_decrease(self.loader_registers)
+            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
             lists = [keys, more_keys][: self.lists]
             tiles = sum((selection.indices.shape[1] + TILE - 1) // TILE for selection in lists)
             share = Share(part, parts, rounds, q.shape[0], cutlass.max(tiles, 1), cut)
-            memory = TileMemory(units, ropes, storage.raw.data_ptr())
+            memory = TileMemory(units, ropes)
             self.memory.load(q, memory, rings, lists, group, share, tile.first, warp - 12, lane)
         elif warp < 4:
-            cute.arch.setmaxregister_increase(self.score_registers)
+            cute.arch.setmaxregister_increase(SCORE_REGISTERS)
             self.score(
                 *(q, results, score_mma, held_mma, sq, units, ropes, rings, exchange, tile, scale, tid, warp, lane),
             )
@@ -258,14 +246,13 @@ class SparseMlaSm90(LatentAttention):
 
 
 @cached
-def compile_sparse_mla(dtype: str, channels: int, fp8: bool, lists: int, highest: bool):
+def compile_sparse_mla(dtype: str, channels: int, lists: int, highest: bool):
     """-> f(q [T, 1, h, d], cache [pages, P, d], indices [T, K], counts [n], has_counts, the same of the second list,
     sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], max_logits [T, h], out_parts
     [slots, 1, h, 512], lse_parts [slots, 1, h], scale * log2(e), s_q, parts, rounds, cut); T, h, pages > 0
 
     Query t has counts[t // s_q] keys of its K if has_counts > 0. Rows of q and of the caches start at multiples of 16
-    bytes. Queries behind rounds * parts are cut, with 2 * cut slots (Share); with `highest` none may be. fp8: caches
-    [pages, P, 656 | 584] of bytes, each page contiguous.
+    bytes. Queries behind rounds * parts are cut, with 2 * cut slots (Share); with `highest` none may be.
     """
     kind = cute_dtype(dtype)
 
@@ -277,22 +264,16 @@ def compile_sparse_mla(dtype: str, channels: int, fp8: bool, lists: int, highest
 
     queries, batch, group, heads, slots = (cute.sym_int() for _ in range(5))
 
-    def cache():
-        if fp8:
-            width = V32_BYTES if channels == LATENT else V4_BYTES
-            return fake(cutlass.Uint8, (cute.sym_int(), cute.sym_int(), width), (*strides(1, 16), width, 1), 16)
-        return fake(kind, (cute.sym_int(), cute.sym_int(), channels), (*strides(2, 8), 1), 16)
-
     def selection():
         return (
-            cache(),
+            fake(kind, (cute.sym_int(), cute.sym_int(), channels), (*strides(2, 8), 1), 16),
             fake(Int32, (queries, cute.sym_int()), (*strides(1, 1), 1), 4),
             fake(Int32, (cute.sym_int(),), (1,), 4),
             Int32(0),
         )
 
     return compile_sm90(
-        SparseMlaSm90(kind, channels, fp8, lists, highest),
+        SparseMlaSm90(kind, channels, lists, highest),
         fake(kind, (queries, 1, heads, channels), (*strides(3, 8), 1), 16),
         *selection(),
         *selection(),
@@ -311,9 +292,8 @@ def compile_sparse_mla(dtype: str, channels: int, fp8: bool, lists: int, highest
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the ops can ask for."""
     return [
-        (compile_sparse_mla, (dtype, channels, fp8, lists, highest))
+        (compile_sparse_mla, (dtype, channels, lists, highest))
         for channels in (LATENT, VALUE)
-        for dtype, fp8 in (("bfloat16", False), ("float16", False), ("bfloat16", True))
+        for dtype in ("bfloat16", "float16")
         for lists, highest in ((1, False), (2, False), (1, True))
-        if not (fp8 and highest)
     ]

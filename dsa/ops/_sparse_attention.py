@@ -15,6 +15,7 @@ D_V = 512
 DIMS = (576, 512)
 DTYPES = (torch.bfloat16, torch.float16)
 TILE, ROWS = 64, 64  # keys and heads of a kernel's tile
+BYTE_ROWS = (16, 32, 64)  # heads, of byte caches
 CUT = 3  # what cutting queries costs, in tiles
 LEAST = 2  # tiles that a share should have
 
@@ -52,7 +53,9 @@ def attend(
     aligned = rows_at_16_bytes(q)
     q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
     tiles = sum(-(-s.indices.shape[1] // TILE) for s in selections)
-    parts, rounds, cut = shares(queries, -(-heads // ROWS), tiles, backends.num_sms(q.device), may_cut)
+    fp8 = selections[0].cache.dtype == torch.uint8
+    rows = _rows(heads) if fp8 else ROWS
+    parts, rounds, cut = shares(queries, -(-heads // rows), tiles, backends.num_sms(q.device), may_cut)
     lists: list = []
     for cache, indices, counts in (selections[0], selections[-1]):
         lists += [cache, indices, indices[0] if counts is None else counts, int(counts is not None)]
@@ -62,11 +65,14 @@ def attend(
     slots = max(2 * cut, 1)
     out_parts = q.new_empty(slots, 1, heads, D_V, dtype=torch.float32)
     lse_parts = q.new_empty(slots, 1, heads, dtype=torch.float32)
-    fp8 = selections[0].cache.dtype == torch.uint8
-    launch = _kernel(q.dtype, dim, fp8, len(selections), highest)
+    if fp8:
+        launch, largest = _bytes_kernel(dim, rows, len(selections)), ()
+    else:
+        launch = _kernel(q.dtype, dim, len(selections), highest)
+        largest = (max_logits if highest else lse.view(queries, heads),)
     with backends.on_device(q):
         launch(
-            *(q.unsqueeze(1), *lists, *sinks, out, lse, max_logits if highest else lse.view(queries, heads)),
+            *(q.unsqueeze(1), *lists, *sinks, out, lse, *largest),
             *(out_parts, lse_parts, scale * math.log2(math.e), out.shape[1], parts, rounds, cut),
         )
         if cut:
@@ -86,16 +92,28 @@ def shares(queries: int, row_tiles: int, tiles: int, num_sms: int, may_cut: bool
     return min(parts, max(queries, cut)), rounds, cut
 
 
+def _rows(heads: int) -> int:
+    """Heads of a CTA, of byte caches."""
+    return next((rows for rows in BYTE_ROWS if heads <= rows), BYTE_ROWS[-1])
+
+
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
     """x, copied if its last dimension is not contiguous; it is small."""
     return unit_inner(x) if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, dim: int, fp8: bool, lists: int, highest: bool) -> Callable[..., None]:
+def _kernel(dtype: torch.dtype, dim: int, lists: int, highest: bool) -> Callable[..., None]:
     from dsa.kernels.sparse_mla_sm90 import compile_sparse_mla
 
-    return compile_sparse_mla(dtype_name(dtype), dim, fp8, lists, highest)
+    return compile_sparse_mla(dtype_name(dtype), dim, lists, highest)
+
+
+@functools.cache
+def _bytes_kernel(dim: int, rows: int, lists: int) -> Callable[..., None]:
+    from dsa.kernels.sparse_mla_bytes_sm90 import compile_sparse_mla_bytes
+
+    return compile_sparse_mla_bytes(dim, rows, lists)
 
 
 @functools.cache

@@ -60,6 +60,8 @@ def sliding_window_attention(
     synchronisation. Workspace: the list, 4 bytes a query and key.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
+    if isinstance(q, torch.Tensor) and q.dtype == torch.float32:
+        backends.note_reference_only("sliding_window_attention in float32", q)
     arguments = (q, kv, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, d_v, attn_sink, indices)
     return (torch.ops.dsa.sliding_window_attention if torch.compiler.is_compiling() else _window)(*arguments)
 
@@ -105,6 +107,8 @@ def window_sparse_attention(
     Raises as `sliding_window_attention` does, and on Hopper takes what that takes, with any K and n.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
+    if isinstance(q, torch.Tensor) and q.dtype == torch.float32:
+        backends.note_reference_only("window_sparse_attention in float32", q)
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
     selected = (compressed, indices, softmax_scale, d_v, attn_sink, topk_length)
     op = torch.ops.dsa.window_sparse_attention if torch.compiler.is_compiling() else _window_sparse
@@ -183,7 +187,7 @@ def _window(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     packed, options = (q, kv, cu_seqlens_q, cu_seqlens_k, window), (softmax_scale, d_v, attn_sink)
     reference.check_window_attention(*packed, *options, indices)
-    if not _takes_kernel("sliding_window_attention", q):
+    if q.dtype == torch.float32 or not backends.runs_kernel("sliding_window_attention", q):
         return reference.sliding_window_attention(*packed, *options, indices=indices)
     others = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "attn_sink": attn_sink, "indices": indices}
     _check_kernel_takes(q, {"kv": kv}, *options[:2], others)
@@ -208,7 +212,7 @@ def _window_sparse(
     selected = (compressed, indices, topk_length)
     reference.check_window_attention(*packed, *options, window_indices, "window_indices")
     reference.check_selected(q, *selected)
-    if not _takes_kernel("window_sparse_attention", q):
+    if q.dtype == torch.float32 or not backends.runs_kernel("window_sparse_attention", q):
         return reference.window_sparse_attention(
             *packed, compressed, indices, *options, topk_length, window_indices=window_indices
         )
@@ -243,7 +247,7 @@ def _attend(
     if not lists:
         return out.zero_(), lse.fill_(torch.inf)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
-    attend(q, lists, 1, scale, sink, Results(out, lse, None), may_cut=False)
+    attend(q, lists, scale, sink, Results(out.unsqueeze(1), lse.unsqueeze(2), None), may_cut=False)
     return out, lse
 
 
@@ -253,13 +257,6 @@ def _one_page(keys: torch.Tensor) -> torch.Tensor:
 
 def _allocate(q: torch.Tensor, d_v: int) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(*q.shape[:2], d_v), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-def _takes_kernel(op: str, q: torch.Tensor) -> bool:
-    if q.dtype == torch.float32:
-        backends.note_reference_only(f"{op} in float32", q)
-        return False
-    return backends.runs_kernel(op, q)
 
 
 def _check_kernel_takes(

@@ -55,8 +55,8 @@ def window_slots(
     2^31 or more, is no int32.
     Raises TypeError or ValueError for other types, dtypes, shapes, sizes and devices, also for a ring of more than 2^31
     slots.
-    On Hopper: one kernel, any strides, B * s_q, page_size and window up to 2^30. Deterministic. CUDA-graph safe with new
-    tables and lengths, no host synchronisation, no workspace.
+    On Hopper: one kernel, any strides; B * s_q, page_size and window up to 2^30. Deterministic. CUDA-graph safe with
+    new tables and lengths, no host synchronisation, no workspace.
     Source: the window branch of DeepSeek-V4 (arXiv 2606.19348); its public code keeps a ring, engines keep pages.
     """
     arguments = (block_table, cache_seqlens, s_q, page_size, window)

@@ -8,6 +8,7 @@ import torch
 import dsa
 from dsa.testing import assert_close, poison_free_memory
 from reference import mla_prefill as reference
+from tests.gpu import tiny_model
 
 D_V, TILE = 512, 64
 TOLERANCE = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
@@ -364,3 +365,20 @@ def test_fp32_runs_the_reference_and_says_so():
     with pytest.warns(UserWarning, match="in float32 has no Hopper kernel"):
         got = run(q.float(), kv.float(), indices)
     assert_same(got, expected_of(q, kv, indices))
+
+
+@pytest.mark.parametrize(("chunk", "passes"), [(1000, [483]), (50, [50] * 5 + [33])])
+@pytest.mark.parametrize("kv_cache", ["model", "fp8"])
+def test_prefill_of_a_model(kv_cache, chunk, passes, record_property):
+    """From the prompt to the logits, in one piece and in chunks. passes: the queries of those whose keys are more than
+    are selected."""
+    run, queries = tiny_model.run_beside_references(
+        *(kv_cache, chunk, 1, "flash_mla_sparse_fwd"),
+        cos_tol=TOLERANCE["cos_tol"],
+        lse_rel_tol=LSE_TOLERANCE["rel_tol"],
+        report=record_property,
+    )
+    assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
+    assert run.launched >= tiny_model.PREFILL_OPS
+    # bf16 pages are read back for the second chunk of a sequence as long as all its keys are attended to.
+    assert ("read_kv_cache" in run.launched) == (kv_cache == "fp8" or chunk == 50)

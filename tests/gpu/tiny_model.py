@@ -1,13 +1,15 @@
-"""The tiny FP8 checkpoint's model on the GPU, in bf16: a run under the kernels beside one under the references.
+"""The tiny checkpoint's model on the GPU in bf16: generation under the kernels beside generation under the references.
 
 Two runs that differ by rounding part ways: near-ties decide which keys and which experts a token gets, and which token
-is next. So the references run first, and the kernels' run follows what they chose. What it would have chosen itself is
-noted too.
+comes next. So the references run first, and the kernels' run is given what they chose. Then
+- every call of the attention op is compared with the reference on the same arguments, as closely as alone,
+- the logits with those of the references' run,
+- and what the kernels' run would have chosen itself with what it was given.
 """
 
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,15 +18,31 @@ import torch
 
 import dsa
 from dsa import backends
+from dsa.testing import assert_close, calc_diff
 from dsa_layers import generation
+from dsa_layers.checkpoint import load_weights
+from dsa_layers.config import read_config
 from dsa_layers.layers.moe import GroupedSigmoidRouter
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
-from dsa_layers.models.loading import load_model
+from dsa_layers.models.precision import Precision
 from dsa_layers.sampling import SamplingParams
 from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
 
-# Two sequences beyond the indexer's 128 keys, the longest of them after some chunks only, and a short one beside them.
+# Two sequences longer than the 128 keys that a token selects, and a short one beside them.
 PROMPTS = [list(range(100, 430)), list(range(900, 1050)), [7, 8, 9]]
+LAYERS = 4
+PREFILL_OPS = {
+    *("quantize_indexer_queries", "write_indexer_keys", "read_indexer_cache", "fp8_mqa_logits", "topk_indices"),
+    *("write_mla_cache", "flash_mla_sparse_fwd"),
+}
+DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_mla_with_kvcache"}
+# calc_diff of the logits. Given the same choices, the references' run in bf16 is 1e-4 from theirs in fp32, and with FP8
+# pages 6e-4: so much is rounding between the layers worth, and kernels move some of it by a step.
+LOGITS_TOLERANCE = 1e-3
+# Logits, whose standard deviation is 2, that may change places within that tolerance.
+NEAR_TIE = 0.25
+# Sums of 576 products of order 1 in fp32: a logit near zero has this error all the same.
+LSE_ABS_TOLERANCE = 1e-5
 
 
 @dataclass
@@ -41,18 +59,23 @@ class Run:
 
 @functools.cache
 def load(kv_cache: Literal["fp8", "model"]) -> DeepseekV32ForCausalLM:
-    """"model": the latents are cached in bf16."""
+    """Index keys in FP8 and the latents in FP8 or, "model", in bf16. Weights in bf16: FP8 linear layers would round
+    activations to e4m3, and what differs in the last bit of bf16 would then differ by several times that."""
+    precision = Precision(torch.bfloat16, fp8_linear=False, fp8_indexer=True, kv_cache=kv_cache)
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_checkpoint(directory)
-        return load_model(directory, device="cuda", kv_cache=kv_cache, progress=False)
+        with torch.device("meta"):
+            model = DeepseekV32ForCausalLM(read_config(directory), precision)
+        load_weights(model, directory, device="cuda", skip=model.skips, progress=False)
+    model.init_buffers("cuda")
+    return model.eval()
 
 
-def generate(
-    model: DeepseekV32ForCausalLM, prompts: Sequence[Sequence[int]], chunk: int, new_tokens: int, follow: Run | None = None
-) -> Run:
-    """Greedy tokens for all prompts together, `chunk` prompt tokens a pass, over pages that are NaN at first."""
+def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: Run | None = None) -> Run:
+    """Greedy tokens for all prompts together, `chunk` prompt tokens a pass, over pages that hold NaN. With `given`, its
+    choices are followed, and those that would have been made are noted."""
     run = Run()
-    given = follow or run
+    followed = given or run
     runs_kernel, sample = backends.runs_kernel, generation.sample
 
     def spy(op: str, tensor: torch.Tensor) -> bool:
@@ -60,37 +83,93 @@ def generate(
             run.launched.add(op)
         return answer
 
-    def noted_sample(logits: torch.Tensor, *arguments: Any) -> int:
+    def sample_and_note(logits: torch.Tensor, *arguments: Any) -> int:
         run.logits.append(logits)
         return sample(logits, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "runs_kernel", spy)
-        patch.setattr(dsa, "topk_indices", _noted(dsa.topk_indices, run.picks, given.picks))
-        patch.setattr(GroupedSigmoidRouter, "forward", _noted(GroupedSigmoidRouter.forward, run.routes, given.routes))
-        patch.setattr(generation, "sample", _noted(noted_sample, run.tokens, given.tokens))
+        patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.picks, followed.picks))
+        router = _following(GroupedSigmoidRouter.forward, run.routes, followed.routes)
+        patch.setattr(GroupedSigmoidRouter, "forward", router)
+        patch.setattr(generation, "sample", _following(sample_and_note, run.tokens, followed.tokens))
         generator = generation.Generator(model, cache_tokens=1024, prefill_chunk=chunk)
-        for i in range(len(model.model.layers)):
-            for pages in (generator.cache.layer(i).latent, generator.cache.layer(i).index):
-                pages.view(torch.uint8).fill_(0xFF)
-        generator.generate(prompts, SamplingParams(new_tokens))
+        for layer in range(LAYERS):
+            pages = generator.cache.layer(layer)
+            pages.latent.view(torch.uint8).fill_(0xFF)
+            pages.index.view(torch.uint8).fill_(0xFF)
+        generator.generate(PROMPTS, SamplingParams(new_tokens))
     return run
 
 
-def _noted(function: Callable[..., Any], results: list, given: list) -> Callable[..., Any]:
-    """`function`, whose results are noted, and which returns `given`, one after the other."""
+def _following(choose: Callable[..., Any], chosen: list, followed: list) -> Callable[..., Any]:
+    """`choose`, whose results are noted in `chosen`, but which answers as `followed` says, call by call."""
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        results.append(function(*arguments, **options))
-        return given[len(results) - 1]
+    def answer(*arguments: Any, **options: Any) -> Any:
+        chosen.append(choose(*arguments, **options))
+        return followed[len(chosen) - 1]
 
-    return call
+    return answer
 
 
-def overlaps(run: Run, given: Run) -> torch.Tensor:
-    """Of each row of each top-k, the share of the given picks that the run would have picked too."""
+def run_beside_references(
+    kv_cache: Literal["fp8", "model"],
+    chunk: int,
+    new_tokens: int,
+    attention: str,
+    *,
+    cos_tol: float,
+    lse_rel_tol: float,
+    report: Callable[[str, Any], None],
+) -> tuple[Run, list[int]]:
+    """The kernels' run, compared as this module says, and how many queries each call of dsa.`attention` had."""
+    model, op, queries = load(kv_cache), getattr(dsa, attention), []
+    with dsa.use_backend("reference"):
+        expected = generate(model, chunk, new_tokens)
+    assert not expected.launched
+
+    def checked(q: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        out, *rest = op(q, *arguments, **options)
+        with dsa.use_backend("reference"):
+            expected_out, *expected_rest = op(q.float(), *arguments, **options)
+        # The ops' own bounds on single numbers are for values of a tenth; these are of order 1.
+        assert calc_diff(out, expected_out) < cos_tol
+        for x, y in zip(rest, expected_rest, strict=True):
+            assert_close("lse or max_logits", x, y, abs_tol=LSE_ABS_TOLERANCE, rel_tol=lse_rel_tol)
+        queries.append(len(q))
+        return out, *rest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dsa, attention, checked)
+        run = generate(model, chunk, new_tokens, expected)
+    _compare(run, expected, report)
+    return run, queries
+
+
+def _compare(run: Run, expected: Run, report: Callable[[str, Any], None]) -> None:
+    logits, expected_logits = torch.stack(run.logits), torch.stack(expected.logits)
+    diff = calc_diff(logits, expected_logits)
+    first = _overlaps(run.picks[::LAYERS], expected.picks[::LAYERS])
+    overlaps = _overlaps(run.picks, expected.picks)
+    pairs = enumerate(zip(run.tokens, expected.tokens, strict=True))
+    margins = torch.stack([expected_logits[i, token] - expected_logits[i, own] for i, (own, token) in pairs])
+    different = sum(own != token for own, token in zip(run.tokens, expected.tokens))
+    report("calc_diff of the logits", diff)
+    report("overlap of the selections: mean, least", (overlaps.mean().item(), overlaps.min().item()))
+    report("overlap in the first layer: mean, least", (first.mean().item(), first.min().item()))
+    report("tokens that differ, of", (different, len(margins)))
+    assert diff < LOGITS_TOLERANCE
+    # The first layer's indexer sees the same numbers in both runs, the others what rounding has made of them.
+    assert first.mean() > 0.999 and first.min() > 0.95
+    assert overlaps.mean() > 0.98 and overlaps.min() > 0.85
+    assert margins.max() < NEAR_TIE and different <= 1 + len(margins) // 8
+
+
+def _overlaps(picks: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
+    """For every row of every selection, the share of the expected keys that are among the picked."""
     shares = []
-    for own, other in zip(run.picks, given.picks, strict=True):
-        same = ((own[:, :, None] == other[:, None]) & (other[:, None] >= 0)).sum((1, 2))
-        shares.append(same / (other >= 0).sum(1))
+    for own, other in zip(picks, expected, strict=True):
+        valid = other >= 0
+        found = ((own[:, :, None] == other[:, None]).any(1) & valid).sum(1)
+        shares.append(found / valid.sum(1))
     return torch.cat(shares)

@@ -3,29 +3,43 @@
 import pytest
 
 from dsa.cute.compile_cache import cubin
-from dsa.cute.latent_attention import OUTPUT_REGISTERS, WARPGROUP
+from dsa.cute.latent_attention import LOADER_REGISTERS, OUTPUT_REGISTERS, SCORE_REGISTERS
 from dsa.cute.latent_tiles import CHUNK, TILE
 from dsa.cute.sass import disassemble
+from dsa.kernels import sparse_mla_bytes_sm90 as of_bytes
 from dsa.kernels import sparse_mla_combine_sm90 as combine
 from dsa.kernels import sparse_mla_sm90 as kernels
 
 K16 = 16  # channels or keys of a wgmma instruction
+ALL = 65536 // 128  # registers of a multiprocessor, for each thread of a warpgroup
 
 
 @pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()], ids=str)
 def test_sass(arguments):
-    _, channels, fp8, *_ = arguments
+    _, channels, *_ = arguments
     sass = disassemble(cubin(kernels.compile_sparse_mla, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     # Scores, and the two units of a warpgroup's half of the value.
     assert sass.instructions["HGMMA"] == channels // K16 + 2 * TILE // K16
-    # A warp gathers a chunk of 64 channels of four keys at a time, and has 16 keys. Bytes: the queries' rows so, too.
-    gathers = channels // CHUNK * 4
-    assert sass.instructions["LDGSTS"] == gathers if not fp8 else sass.instructions["LDGSTS"] > gathers
-    assert sass.instructions["F2FP"] >= (16 if fp8 else 1)
+    # A warp gathers a chunk of 64 channels of four keys at a time, and has 16 keys.
+    assert sass.instructions["LDGSTS"] == channels // CHUNK * 4
     assert sass.registers * kernels.THREADS <= 65536
-    roles = kernels.registers(fp8)
-    assert (sum(roles) + 2 * OUTPUT_REGISTERS) * WARPGROUP <= 65536
+    assert SCORE_REGISTERS + 2 * OUTPUT_REGISTERS + LOADER_REGISTERS <= ALL
+
+
+@pytest.mark.parametrize("arguments", [v for _, v in of_bytes.shipped_variants()], ids=str)
+def test_of_bytes_sass(arguments):
+    channels, rows, _ = arguments
+    sass = disassemble(cubin(of_bytes.compile_sparse_mla_bytes, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    # Scores, and the four products of a warpgroup's half of the value.
+    assert sass.instructions["HGMMA"] == channels // K16 + 4 * TILE // K16
+    # Two keys a lane; nothing is gathered but the scales of the layout that has them apart.
+    assert sass.instructions["UBLKCP"] == 2
+    assert sass.instructions["LDGSTS"] == (0 if channels == 576 else 2)
+    assert sass.registers * of_bytes.THREADS <= 65536
+    score, output, loader = of_bytes.REGISTERS[rows]
+    assert score + 2 * output + loader <= ALL
 
 
 def test_the_end_sass():

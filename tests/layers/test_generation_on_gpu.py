@@ -32,8 +32,9 @@ def test_greedy_tokens_equal_the_references(checkpoint):
     assert tokens[0] == tokens[1]
 
 
-def test_the_indexer_runs_its_kernels(checkpoint, monkeypatch):
-    """The published FP8 mode: prefill by chunks and decode, dense and sparse, score through the 132-byte pages."""
+def test_the_published_mode_runs_its_kernels(checkpoint, monkeypatch):
+    """FP8 throughout: prefill by chunks and decode, dense and sparse, score through the 132-byte pages and attend to
+    what the 656-byte pages hold."""
     launched, runs_kernel = set(), backends.runs_kernel
 
     def spy(op, tensor):
@@ -55,6 +56,7 @@ def test_the_indexer_runs_its_kernels(checkpoint, monkeypatch):
     assert launched >= {
         *("quantize_indexer_queries", "write_indexer_keys", "read_indexer_cache", "fp8_mqa_logits"),
         *("get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "topk_indices"),
+        *("write_mla_cache", "read_kv_cache", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"),
     }
     # Prefill picks positions in ragged rows; decode picks cache slots, translated by the top-k itself.
     assert options == {kernels.STARTS | kernels.LENGTHS, kernels.LENGTHS | kernels.PAGED}

@@ -92,6 +92,11 @@ def without_sink(result, arguments):
     return torch.cat((result[0][:, :1] * 2, result[0][:, 1:]), 1), result[1]
 
 
+def next_key(result, arguments):
+    """Every list begins one key late."""
+    return torch.cat((result[..., 1:], torch.full_like(result[..., :1], -1)), -1)
+
+
 def disturbed(key, dtype):
     """What is written into that argument, where it is of that dtype, is too large."""
 
@@ -130,8 +135,17 @@ WRONG = {
     "prefill lse": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", shifted_lse(2)),
     "prefill, empty rows": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", empty_rows(0, torch.nan)),
     "prefill, lse of empty rows": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", empty_rows(2, -torch.inf)),
+    "window's keys": ("window_indices", "window_indices", next_key),
+    "window's slots": ("window_indices", "window_slots", next_key),
+    "ring's slots": ("window_indices", "window_slots", only_if(0, next_key, None)),
     "window": ("sliding_window_attention", "sliding_window_attention", scaled(0)),
     "window lse": ("sliding_window_attention", "sliding_window_attention", shifted_lse(1)),
+    "window in a cache": ("sliding_window_attention", "sliding_window_decode", scaled(0)),
+    "window in a ring": ("sliding_window_attention", "sliding_window_decode", only_if(2, scaled(0), None)),
+    "window in a cache, lse": ("sliding_window_attention", "sliding_window_decode", shifted_lse(1)),
+    "window and selected": ("sliding_window_attention", "window_sparse_attention", scaled(0)),
+    "window and selected, lse": ("sliding_window_attention", "window_sparse_attention", shifted_lse(1)),
+    "window and selected without the sink": ("sliding_window_attention", "window_sparse_attention", without_sink),
     "merge": ("merge_attention", "merge_attention", scaled(0)),
     "merged lse": ("merge_attention", "merge_attention", shifted_lse(1)),
     "merge, empty rows": ("merge_attention", "merge_attention", empty_rows(0, torch.nan)),

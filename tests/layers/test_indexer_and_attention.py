@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import dsa
 from dsa_layers.kv_cache import PagedKVCache
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
@@ -184,6 +185,28 @@ def test_fp8_pages_round_the_latents_and_nothing_else(length):
     assert (outputs[0] - outputs[1]).norm() / exact.norm() < 1e-3
     error = (outputs[0] - exact).norm() / exact.norm()
     assert 1e-3 < error < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("length", [10, N])
+def test_float_pages_change_no_bit(length, dtype, monkeypatch):
+    """Over all keys and over selected ones, as without a cache: also what norm and rope round is the same. All keys
+    being new, none is read back."""
+    torch.manual_seed(6)
+    layer = DSAAttention(HIDDEN, HEADS, make_indexer(quantize=True, dtype=dtype), q_lora_rank=RANK, dtype=dtype)
+    torch.nn.init.normal_(layer.kv_a_layernorm.weight, 1, 0.2)
+    lengths = [length, 9]
+    x = torch.randn(sum(lengths), HIDDEN).to(dtype)
+    cache = PagedKVCache(1, 6, 16, latent=dtype).layer(0)
+    cache.latent.fill_(torch.nan)
+    cache.index.fill_(0xFF)
+    batch = SequenceBatch.paged(lengths, lengths, [[4, 1, 5, 0], [3]], 16)
+    angles = ROTARY(batch.positions)
+    monkeypatch.setattr(dsa, "read_kv_cache", None)
+    with torch.no_grad():
+        expected = layer(x, *angles, SequenceBatch.without_cache(lengths))
+        assert torch.equal(layer(x, *angles, batch, cache), expected)
+    assert expected.isfinite().all() and cache.latent.view(-1, 576)[batch.slots].isfinite().all()
 
 
 def test_a_partial_batch_needs_a_cache():

@@ -10,7 +10,7 @@ import torch
 import dsa
 import reference
 from dsa.cute import latent_tiles
-from dsa.kernels import mla_combine_sm90, sparse_mla_sm90
+from dsa.kernels import mla_combine_sm90, sparse_mla_bytes_sm90, sparse_mla_sm90
 from dsa.ops import _sparse_attention as launch
 from dsa.ops import flash_mla_sparse_fwd as prefill_op
 
@@ -61,6 +61,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch.backends, "on_device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(launch.backends, "num_sms", lambda _: 132)
     monkeypatch.setattr(launch, "_kernel", lambda *key: kernel("attend", *key))
+    monkeypatch.setattr(launch, "_bytes_kernel", lambda *key: kernel("attend to bytes", *key))
     monkeypatch.setattr(launch, "_combine_kernel", lambda *key: kernel("combine", *key))
     return found
 
@@ -68,6 +69,7 @@ def launches(monkeypatch):
 def test_constants_are_the_kernels():
     assert (latent_tiles.LATENT, latent_tiles.VALUE) == launch.DIMS and latent_tiles.VALUE == launch.D_V
     assert (latent_tiles.TILE, sparse_mla_sm90.ROWS) == (launch.TILE, launch.ROWS)
+    assert set(launch.BYTE_ROWS) == {rows for _, (_, rows, _) in sparse_mla_bytes_sm90.shipped_variants()}
 
 
 @pytest.mark.parametrize("queries", [1, 2, 31, 66, 100, 127, 132, 133, 264, 4097])
@@ -125,7 +127,7 @@ def test_what_prefill_launches(launches):
     sink, length = torch.randn(80), torch.full((300,), 100, dtype=torch.int32)
     out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, 512, sink, length)
     [(name, variant, arguments)] = launches
-    assert (name, variant) == ("attend", (torch.bfloat16, 576, False, 1, True))
+    assert (name, variant) == ("attend", (torch.bfloat16, 576, 1, True))
     q_, cache, index, counts, has_counts, *second = arguments[:9]
     assert q_.shape == (300, 1, 80, 576) and cache.shape == (1, 20, 576) and index.shape == (300, 130)
     assert counts.data_ptr() == length.data_ptr() and has_counts == 1 and second[0] is cache
@@ -136,19 +138,19 @@ def test_what_prefill_launches(launches):
 
 
 def test_what_decoding_launches(launches):
-    q, cache, indices = decode_inputs("bytes", s_q=2, h_q=64, k=640)
+    q, cache, indices = decode_inputs("bytes", s_q=2, h_q=17, k=640)
     out, lse = decoded(q, cache, indices, topk_length=i32([1, 2, 3]))
     (name, variant, arguments), (end, _, end_arguments) = launches
-    assert (name, end, variant) == ("attend", "combine", (torch.bfloat16, 576, True, 1, False))
+    assert (name, end, variant) == ("attend to bytes", "combine", (576, 32, 1))
     assert arguments[1].shape == (5, 6, 656) and arguments[1].stride() == (6 * 656, 656, 1)
     assert arguments[2].shape == (6, 640) and arguments[4] == 1
     assert (arguments[11].data_ptr(), arguments[12].data_ptr()) == (out.data_ptr(), lse.data_ptr())
     # Six queries of ten tiles, two tiles a share.
     assert arguments[-4:] == (2, 30, 0, 30) and end_arguments[-4:] == (30, 0, 10, 30)
-    assert arguments[14].shape == (60, 1, 64, 512) and arguments[15].shape == (60, 1, 64)
+    assert arguments[13].shape == (60, 1, 17, 512) and arguments[14].shape == (60, 1, 17)
     launches.clear()
     decoded(q, cache, indices, batch_invariant=True)
-    assert [name for name, _, _ in launches] == ["attend"] and launches[0][2][-3:] == (6, 1, 0)
+    assert [name for name, _, _ in launches] == ["attend to bytes"] and launches[0][2][-3:] == (6, 1, 0)
 
 
 def test_a_list_without_keys_is_none(launches):
@@ -157,7 +159,7 @@ def test_a_list_without_keys_is_none(launches):
     decoded(q, cache, indices, **extra)
     decoded(q, cache[:0], indices, extra_k_cache=cache, extra_indices_in_kvcache=indices)
     decoded(q, cache, indices, extra_k_cache=cache, extra_indices_in_kvcache=indices)
-    assert [variant[3] for name, variant, _ in launches if name == "attend"] == [1, 1, 2]
+    assert [variant[2] for name, variant, _ in launches if name == "attend"] == [1, 1, 2]
     launches.clear()
     for changes in ((q, cache[:0], indices), (q, cache, indices[..., :0]), (q[:, :0], cache, indices[:, :0])):
         out, lse = decoded(*changes)
@@ -241,7 +243,7 @@ def test_strides_that_mean_nothing(launches):
     raw = decode_inputs("bytes", pages=1)[1]
     decoded(q, raw.as_strided(raw.shape, (5, 656, 3, 1)), indices)
     for _, _, arguments in launches:
-        if len(arguments) > 12:
+        if len(arguments) > 14:
             assert arguments[1].stride(0) * arguments[1].element_size() % 16 == 0 and arguments[2].stride(1) == 1
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from reference import merge_attention, sliding_window_attention
+from reference import merge_attention, sliding_window_attention, window_indices, window_sparse_attention
 
 from .attention_oracle import assert_near, attend_one, attend_rows
 
@@ -91,6 +91,87 @@ def test_window_refuses_bad_arguments():
         sliding_window_attention(q, kv, good, i32([0, 1, 4]), 1, 1.0, 8)
     with pytest.raises(ValueError, match="d_v: must be at most d = 8, got 512"):
         sliding_window_attention(q, kv, good, good, 1, 1.0)
+
+
+def test_a_list_stands_for_the_window():
+    q, kv = torch.randn(12, 2, 24), torch.randn(31, 1, 24)
+    packed = (q, kv, i32(CU_Q), i32(CU_K))
+    for window in (3, 40):
+        expected = sliding_window_attention(*packed, window, 0.3, 16)
+        got = sliding_window_attention(*packed, window, 0.3, 16, indices=window_indices(*packed[2:], 12, window))
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    with pytest.raises(ValueError, match=r"indices: shape must be \[12, 3\], got \[12, 2\]"):
+        sliding_window_attention(*packed, 3, 0.3, 16, indices=window_indices(*packed[2:], 12, 2))
+
+
+COUNTS = [6, 0, 1, 3, 5, 6, 2, -1, 9, 2**31 - 1, 4, -(2**31)]
+
+
+@pytest.mark.parametrize("window", [1, 4, 128])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("with_counts", [False, True])
+def test_window_and_selected_against_float64(with_counts, with_sink, window):
+    q, kv, compressed = torch.randn(12, 4, 24), torch.randn(31, 1, 24), torch.randn(7, 1, 24)
+    indices = torch.randint(-1, 8, (12, 6)).int()
+    indices[3], indices[4, :3] = -1, i32([2**31 - 1, -(2**31), 7])
+    sink = torch.tensor([INF, -INF, 0.4, -1.0]) if with_sink else None
+    counts = COUNTS if with_counts else [6] * 12
+    arguments = (q, kv, i32(CU_Q), i32(CU_K), window, compressed, indices, 0.3, 16, sink)
+    out, lse = window_sparse_attention(*arguments, i32(counts) if with_counts else None)
+    keys = []
+    for near, selected, count in zip(visible(window), indices.tolist(), counts):
+        chosen = [j for j in selected[: max(count, 0)] if 0 <= j < 7]
+        keys.append(torch.cat((kv[near, 0], compressed[chosen, 0])))
+    expected, expected_lse, _ = attend_rows(q, keys, 0.3, 16, sink)
+    assert_near(out, expected)
+    assert_near(lse, expected_lse)
+
+
+def test_window_and_selected_are_kept_apart():
+    """A list that points beyond the window's keys selects nothing, and NaN stays with those who select it."""
+    q, kv, compressed = torch.randn(4, 2, 24), torch.randn(4, 1, 24), torch.randn(5, 1, 24)
+    compressed[4] = NAN
+    packed, indices = (q, kv, i32([0, 4]), i32([0, 4]), 2), i32([[0, 1], [2, 3], [4, 0], [1, -1]])
+    near = window_indices(*packed[2:4], 4, 2)
+    near[1] = i32([4, 8])
+    out, lse = window_sparse_attention(*packed, compressed, indices, 0.3, 16, window_indices=near)
+    keys = [kv[:1, 0], kv[:0, 0], kv[1:3, 0], kv[2:, 0]]
+    keys = [torch.cat((k, compressed[[j for j in row if j >= 0], 0])) for k, row in zip(keys, indices.tolist())]
+    assert out[2].isnan().all()
+    some = [0, 1, 3]
+    expected, expected_lse, _ = attend_rows(q[some], [keys[t] for t in some], 0.3, 16)
+    assert_near(out[some], expected)
+    assert_near(lse[some], expected_lse)
+
+
+def test_window_and_selected_without_keys():
+    q, kv, compressed = torch.randn(3, 2, 8), torch.randn(3, 1, 8), torch.randn(5, 1, 8)
+    cu, indices = i32([0, 3]), i32([[0, 1]] * 3)
+    window = sliding_window_attention(q, kv, cu, cu, 2, 1.0, 8)
+    for none in ((compressed, indices[:, :0]), (compressed[:0], indices)):
+        out, lse = window_sparse_attention(q, kv, cu, cu, 2, *none, 1.0, 8)
+        assert_near(out, window[0].double())
+        assert_near(lse, window[1].double())
+    out, lse = window_sparse_attention(q, kv[:0], cu, i32([0, 0]), 2, compressed[:0], indices, 1.0, 8, torch.zeros(2))
+    assert out.eq(0).all() and lse.eq(INF).all()
+
+
+def test_window_and_selected_refuse_bad_arguments():
+    q, kv, compressed = torch.randn(3, 2, 8), torch.randn(3, 1, 8), torch.randn(5, 1, 8)
+    cu, indices = i32([0, 3]), i32([[0, 1]] * 3)
+    good = dict(zip(("q", "kv", "cu_seqlens_q", "cu_seqlens_k", "window"), (q, kv, cu, cu, 2)))
+    good |= {"compressed": compressed, "indices": indices, "softmax_scale": 1.0, "d_v": 8}
+    for changes, message in [
+        ({"compressed": compressed[:, 0]}, r"compressed: shape must be \[n, 1, 8\], got \[5, 8\]"),
+        ({"indices": indices[:2]}, r"indices: shape must be \[3, K\], got \[2, 2\]"),
+        ({"indices": indices.long()}, "indices: dtype must be int32, got int64"),
+        ({"topk_length": i32([1, 2])}, r"topk_length: shape must be \[3\], got \[2\]"),
+        ({"window_indices": indices[:, :1]}, r"window_indices: shape must be \[3, 2\], got \[3, 1\]"),
+        ({"cu_seqlens_k": i32([0, 4])}, r"cu_seqlens_k: must be non-decreasing numbers from 0 to 3, got \[0, 4\]"),
+        ({"attn_sink": torch.zeros(3)}, r"attn_sink: shape must be \[2\], got \[3\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            window_sparse_attention(**{**good, **changes})
 
 
 def branches(counts, heads=3, d=8, d_v=6):

@@ -1,0 +1,31 @@
+"""The shipped variants of the window's lists compile to sm_90a without spills, and load pages together."""
+
+import pytest
+
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+from dsa.kernels import window_indices_sm90 as kernels
+
+
+def instructions_of(compile_function, *arguments):
+    sass = disassemble(cubin(compile_function, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.registers <= 40  # 48 warps a multiprocessor
+    return sass.instructions
+
+
+def test_indices():
+    instructions = instructions_of(kernels.compile_window_indices)
+    # The search, and the boundaries around what it finds.
+    assert (instructions["LDG"], instructions["STG"]) == (4, kernels.UNROLL)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_slots(ring):
+    instructions = instructions_of(kernels.compile_window_slots, ring)
+    # The length, and of pages their numbers.
+    assert (instructions["LDG"], instructions["STG"]) == (1 if ring else 1 + kernels.UNROLL, kernels.UNROLL)
+
+
+def test_every_variant_is_shipped_once():
+    assert len(kernels.shipped_variants()) == len({(f.__name__, a) for f, a in kernels.shipped_variants()}) == 3

@@ -1,0 +1,130 @@
+"""Lists of a window's keys, against the definition written out."""
+
+import pytest
+import torch
+
+from reference import window_indices, window_slots
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CU_Q, CU_K = [0, 3, 3, 4, 10, 12], [0, 3, 5, 12, 30, 31]  # the last sequence has 2 queries and 1 key
+
+
+def padded(keys, window):
+    return keys + [-1] * (window - len(keys))
+
+
+def expected_indices(cu_q, cu_k, total_q, window):
+    rows = [padded([], window) for _ in range(total_q)]
+    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
+        for i in range(q1 - q0):
+            p = (k1 - k0) - (q1 - q0) + i
+            rows[q0 + i] = padded([k0 + j for j in range(k1 - k0) if p - window < j <= p], window)
+    return rows
+
+
+def expected_slots(table, lengths, s_q, page_size, window):
+    out = []
+    for b, length in enumerate(lengths):
+        for i in range(s_q):
+            slots = []
+            for j in range(max(0, length - s_q + i - window + 1), length - s_q + i + 1):
+                page = b if table is None else (table[b][j // page_size] if j // page_size < len(table[b]) else -1)
+                slot = page * page_size + j % page_size
+                slots.append(slot if page >= 0 and slot < 2**31 else -1)
+            out.append(padded(slots, window))
+    return torch.tensor(out).view(len(lengths), s_q, window)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 128])
+def test_indices_against_the_definition(window):
+    got = window_indices(i32(CU_Q), i32(CU_K), 12, window)
+    assert got.dtype == torch.int32 and got.tolist() == expected_indices(CU_Q, CU_K, 12, window)
+    assert got[10].eq(-1).all() and got[11].tolist() == padded([30], window)
+
+
+def test_queries_and_keys_of_no_sequence():
+    assert window_indices(i32([1, 3]), i32([2, 4]), 5, 2).tolist() == [[-1, -1], [2, -1], [2, 3], [-1, -1], [-1, -1]]
+    assert window_indices(i32([0]), i32([0]), 2, 3).tolist() == [[-1] * 3] * 2
+    assert window_indices(i32([0, 0]), i32([0, 4]), 0, 3).shape == (0, 3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_numbers_in_any_order_name_no_negative_key(seed):
+    torch.manual_seed(seed)
+    special = i32([-(2**31), 2**31 - 1, -1, 0, 3, 7, 100])
+    cu_q, cu_k = (special[torch.randint(len(special), (6,))] for _ in range(2))
+    got = window_indices(cu_q, cu_k, 9, 4)
+    assert got.ge(-1).all()
+    # The keys of a row are neighbours, and what is behind them is no key.
+    beside = got[:, 1:]
+    assert ((beside == -1) | (beside == got[:, :-1] + 1) & (got[:, :-1] >= 0)).all()
+
+
+LENGTHS = [0, 1, 2, 5, 9, 12, 13, 40, -3, -(2**31), 2**31 - 1]
+
+
+@pytest.mark.parametrize("s_q", [1, 2, 4])
+@pytest.mark.parametrize("window", [1, 3, 8, 50])
+def test_slots_of_pages(window, s_q):
+    table = torch.randint(0, 30, (len(LENGTHS), 4)).int()
+    table[5, 1], table[6, 0], table[7, 2] = -1, -(2**31), 2**31 - 1
+    got = window_slots(table, i32(LENGTHS), s_q, 3, window)
+    assert got.dtype == torch.int32
+    assert torch.equal(got.long(), expected_slots(table.tolist(), LENGTHS, s_q, 3, window))
+
+
+@pytest.mark.parametrize("s_q", [1, 2, 4])
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_slots_of_rings(window, s_q):
+    size = window + s_q - 1
+    for page_size in (size, size + 5):
+        got = window_slots(None, i32(LENGTHS), s_q, page_size, window)
+        assert torch.equal(got.long(), expected_slots(None, LENGTHS, s_q, page_size, window))
+        # No slot twice among all that a sequence's queries see.
+        for b in range(len(LENGTHS)):
+            seen = {int(s) for s in got[b].flatten() if s >= 0}
+            assert len(seen) == min(max(LENGTHS[b], 0), size)
+
+
+def test_slots_that_int32_cannot_hold():
+    table = i32([[2**25 - 1, 2**25]])
+    got = window_slots(table, i32([128]), 1, 64, 128)
+    assert got[0, 0, 63] == 2**31 - 1 and got[0, 0, 64:].eq(-1).all()
+
+
+def test_nothing_cached():
+    assert window_slots(torch.zeros(2, 0, dtype=torch.int32), i32([5, 0]), 1, 64, 3).eq(-1).all()
+    assert window_slots(i32([[1]])[:0], i32([5])[:0], 2, 64, 3).shape == (0, 2, 3)
+    assert window_slots(i32([[1]]), i32([5]), 0, 64, 3).shape == (1, 0, 3)
+
+
+def test_bad_arguments_are_named():
+    cu, table, lengths = i32([0, 4]), i32([[0, 1]]), i32([9])
+    for arguments, message in [
+        ((cu.long(), cu, 4, 3), "cu_seqlens_q: dtype must be int32, got int64"),
+        ((cu[:0], cu[:0], 4, 3), r"cu_seqlens_q: must have at least one entry, got shape \[0\]"),
+        ((cu, cu[:1], 4, 3), "cu_seqlens_k: must have as many entries as cu_seqlens_q = 2, got 1"),
+        ((cu, cu, -1, 3), "total_q: must be at least 0, got -1"),
+        ((cu, cu, 4, 0), "window: must be at least 1, got 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            window_indices(*arguments)
+    for arguments, message in [
+        ((table[0], lengths, 1, 8, 3), r"block_table: shape must be \[1, max_pages\], got \[2\]"),
+        ((table, table, 1, 8, 3), r"cache_seqlens: shape must be \[B\], got \[1, 2\]"),
+        ((table, lengths, -2, 8, 3), "s_q: must be at least 0, got -2"),
+        ((table, lengths, 1, 0, 3), "page_size: must be at least 1, got 0"),
+        ((table, lengths, 1, 8, 0), "window: must be at least 1, got 0"),
+        ((None, lengths, 2, 8, 8), r"page_size: a ring must hold window \+ s_q - 1 = 9 keys .*, got 8"),
+        ((None, lengths.repeat(3), 1, 2**30, 8), r"page_size: 3 rings must have at most 2\^31 slots together, got"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            window_slots(*arguments)
+    with pytest.raises(TypeError, match="total_q: must be an int, got float"):
+        window_indices(cu, cu, 4.0, 3)
+    with pytest.raises(TypeError, match="s_q: must be an int, got bool"):
+        window_slots(table, lengths, True, 8, 3)
