@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +21,8 @@ class Case:
     check    raises AssertionError if this result of ours on the first input is wrong; None: not checked
     graph    time CUDA graph replays, for calls below 100 us
     repeats  how often each is timed
+    flops    peer -> FLOP of its call, if they are not those of ours: rates are then what to compare, and the table has
+             the peer's
     """
 
     name: str
@@ -29,14 +31,20 @@ class Case:
     check: Callable[[Any], None] | None = None
     graph: bool = False
     repeats: int = 20
+    flops: Mapping[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
         """{"shape", "ms", "figure", "peers": {name: {"ms", "ratio"}}, "peer", "peer_ms", "ratio"}: the last three are
-        the best peer's; ratio = peer's ms / ours, so above 1 is faster than the peer in the same run."""
+        the best peer's; ratio = peer's ms / ours, so above 1 is faster than the peer in the same run. A peer of
+        `flops` also has its "tflops", TFLOP/s."""
         times = bench(self.calls, repeats=self.repeats, graph=self.graph)
         ours = times.pop("dsa")
         best = min(times, key=times.get) if times else None
-        peers = {name: {"ms": round(ms, 5), "ratio": round(ms / ours, 3)} for name, ms in times.items()}
+        peers: dict[str, dict[str, float]] = {}
+        for name, ms in times.items():
+            peers[name] = {"ms": round(ms, 5), "ratio": round(ms / ours, 3)}
+            if name in self.flops:
+                peers[name]["tflops"] = round(self.flops[name] / (ms * 1e-3) / 1e12, 1)
         return {
             "shape": self.name,
             "ms": round(ours, 5),

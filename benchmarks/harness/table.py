@@ -8,8 +8,13 @@ from typing import Any
 def print_table(name: str, rows: list[dict[str, Any]]) -> None:
     print(f"\n{name}")
     for r in rows:
-        peers = "; ".join(f"{peer} {p['ms']:.4f} ms, ratio {p['ratio']:.2f}" for peer, p in r["peers"].items())
+        peers = "; ".join(f"{peer} {_figures(p)}" for peer, p in r["peers"].items())
         print(f"  {r['shape']:<48} {r['ms']:9.4f} ms  {r['figure']:<34} {peers or 'no peer'}")
+
+
+def _figures(peer: dict[str, float]) -> str:
+    rate = f" {peer['tflops']:.0f} TFLOP/s," if "tflops" in peer else ""
+    return f"{peer['ms']:.4f} ms,{rate} ratio {peer['ratio']:.2f}"
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:

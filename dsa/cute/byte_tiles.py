@@ -1,6 +1,7 @@
-"""Tiles of selected latents from an FP8 cache in shared memory, the bytes as they lie there, and the warp that loads.
+"""Tiles of selected latents from an FP8 cache in shared memory, the bytes as they lie there, and the warps that load.
 
-A key comes whole, by one bulk copy. Where there is no key the warp writes zeros, whose scale is zero, too.
+A key comes whole, by one bulk copy, which costs the warp that asks for it 30 clocks: four warps have 16 keys of a tile
+each. Where there is no key the warp writes zeros, whose scale is zero, too.
 
 Layouts, d = 576: 512 e4m3 | 4 fp32 scales, of 128 each | 64 bf16, 656 bytes a key. d = 512: of a page P x (448 e4m3 |
 64 bf16), then P x 8 bytes: 7 ue8m0 scales, of 64 each, which lie behind the tile's keys here, too. Keys are `pitch`
@@ -15,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint32, const_expr
 
 from dsa.cute.gather import arrive_when_gathered_too, bulk_gather, gather_8, prefetch_to_l2
-from dsa.cute.gathered_tiles import GatheredTiles, Selection
+from dsa.cute.gathered_tiles import WARP_KEYS, GatheredTiles, Selection
 from dsa.cute.latent_tiles import FACTS, FIRST_TILE, LENGTH, PART, SEEN, TILE, TILES
 from dsa.cute.ring import advance
 from dsa.cute.shared_bytes import store_16
@@ -25,8 +26,8 @@ V32_BYTES, V4_BYTES, V4_ROW = 656, 584, 576
 
 @dataclass(frozen=True)
 class ByteRings:
-    """Barriers, of each slot: full, empty; of the facts, as LatentRings has them. present [2, slots]: a bit for each
-    key of the tile that is there."""
+    """Barriers, of each slot: full, empty; of the facts, as LatentRings has them. present [4, slots]: 16 bits for as
+    many keys of the tile: which are there."""
 
     full: cute.Pointer
     empty: cute.Pointer
@@ -56,7 +57,7 @@ class ByteTiles(GatheredTiles):
             named: cute.struct.MemRange[Int64, FACTS]
             facts_full: cute.struct.MemRange[Int64, FACTS]
             facts_empty: cute.struct.MemRange[Int64, FACTS]
-            present: cute.struct.MemRange[Uint32, 2 * self.slots]
+            present: cute.struct.MemRange[Uint32, 4 * self.slots]
             facts: cute.struct.MemRange[Int32, 8 * FACTS]
 
         return RingStorage
@@ -68,15 +69,15 @@ class ByteTiles(GatheredTiles):
             storage.named.data_ptr(),
             storage.facts_full.data_ptr(),
             storage.facts_empty.data_ptr(),
-            storage.present.get_tensor(cute.make_layout((2, self.slots))),
+            storage.present.get_tensor(cute.make_layout((4, self.slots))),
             storage.facts.get_tensor(cute.make_layout((8, FACTS))),
         )
 
     @cute.jit
     def init(self, rings: ByteRings):
-        """Barriers; twelve warps read a slot, and facts. One thread's work."""
+        """Barriers; four warps fill a slot, twelve read it, and facts. One thread's work."""
         for i in cutlass.range_constexpr(self.slots):
-            cute.arch.mbarrier_init(rings.full + i, 1)
+            cute.arch.mbarrier_init(rings.full + i, 4)
             cute.arch.mbarrier_init(rings.empty + i, 12)
         for i in cutlass.range_constexpr(FACTS):
             cute.arch.mbarrier_init(rings.named + i, 1)
@@ -100,10 +101,9 @@ class ByteTiles(GatheredTiles):
     @cute.jit
     def request_row(self, q, query, first_row, warp, lane):
         """The next query's rows will be in the L2 cache when its turn comes."""
-        for i in cutlass.range_constexpr(max(self.rows // 32, 1)):
-            row = first_row + 32 * i + lane
-            if 32 * i + lane < self.rows and row < q.shape[2]:
-                prefetch_to_l2(Int64(q[query, 0, row, None].iterator.toint()), Int32(2 * self.channels))
+        own = warp * WARP_KEYS + lane
+        if lane < WARP_KEYS and own < self.rows and first_row + own < q.shape[2]:
+            prefetch_to_l2(Int64(q[query, 0, first_row + own, None].iterator.toint()), Int32(2 * self.channels))
 
     @cute.jit
     def load_piece(
@@ -123,54 +123,49 @@ class ByteTiles(GatheredTiles):
         lane,
         state,
     ):
-        """The tiles, to the slots at `raw`. The query's rows are not this warp's work."""
+        """The tiles, to the slots at `raw`. The query's rows are not these warps' work."""
         slot, phase, _, _, at, facts_phase = state
-        with cute.arch.elect_one():
-            rings.facts[FIRST_TILE, at], rings.facts[TILES, at], rings.facts[PART, at] = first, tiles, part
-            rings.facts[LENGTH, at], rings.facts[SEEN, at] = 0, 0
-            cute.arch.mbarrier_arrive(rings.facts_full + at)
+        if warp == 0:
+            with cute.arch.elect_one():
+                rings.facts[FIRST_TILE, at], rings.facts[TILES, at], rings.facts[PART, at] = first, tiles, part
+                rings.facts[LENGTH, at], rings.facts[SEEN, at] = 0, 0
+                cute.arch.mbarrier_arrive(rings.facts_full + at)
         at, facts_phase = advance(at, facts_phase, FACTS)
-        low = self.index_of(lists, counts, ends, query, first, lane)
-        high = self.index_of(lists, counts, ends, query, first, lane + 32)
+        own = warp * WARP_KEYS + lane % WARP_KEYS
+        index = self.index_of(lists, counts, ends, query, first, own)
         for tile in cutlass.range(first, first + tiles, unroll=1):
-            low_address, low_scales, low_there = self.locate(lists, ends, tile, low)
-            high_address, high_scales, high_there = self.locate(lists, ends, tile, high)
+            source, scales, there = self.locate(lists, ends, tile, index)
             # The next tile's indices are on their way while these keys are asked for.
-            low = self.index_of(lists, counts, ends, query, tile + 1, lane)
-            high = self.index_of(lists, counts, ends, query, tile + 1, lane + 32)
-            low_bits = Uint32(cute.arch.vote_ballot_sync(low_there))
-            high_bits = Uint32(cute.arch.vote_ballot_sync(high_there))
+            index = self.index_of(lists, counts, ends, query, tile + 1, own)
+            bits = Uint32(cute.arch.vote_ballot_sync(there)) & 0xFFFF
             target = raw + slot * self.slot_bytes
             cute.arch.mbarrier_wait(rings.empty + slot, phase ^ 1)
-            if low_bits & high_bits != 0xFFFFFFFF:
-                self.clear(target, low_bits, Int32(0), lane)
-                self.clear(target, high_bits, Int32(32), lane)
-                cute.arch.fence_proxy("async.shared", space="cta")
+            if bits != 0xFFFF:
+                self.clear(target + warp * WARP_KEYS * self.pitch, bits, lane)
             if const_expr(not self.rope):
-                gather_8(target + self.scales + lane * 8, low_scales, low_there)
-                gather_8(target + self.scales + lane * 8 + 256, high_scales, high_there)
+                if lane < WARP_KEYS:
+                    gather_8(target + self.scales + own * 8, scales, there)
                 arrive_when_gathered_too(rings.full + slot)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                rings.present[0, slot], rings.present[1, slot] = low_bits, high_bits
-                keys = Int32(cute.arch.popc(low_bits)) + Int32(cute.arch.popc(high_bits))
+                rings.present[warp, slot] = bits
+                keys = Int32(cute.arch.popc(bits))
                 cute.arch.mbarrier_arrive_and_expect_tx(rings.full + slot, keys * self.row_bytes)
             cute.arch.sync_warp()
-            if low_there:
-                bulk_gather(target + lane * self.pitch, low_address, Int32(self.row_bytes), rings.full + slot)
-            if high_there:
-                place = target + (lane + 32) * self.pitch
-                bulk_gather(place, high_address, Int32(self.row_bytes), rings.full + slot)
+            if there and lane < WARP_KEYS:
+                bulk_gather(target + own * self.pitch, source, Int32(self.row_bytes), rings.full + slot)
             slot, phase = advance(slot, phase, self.slots)
         return slot, phase, Int32(0), Int32(0), at, facts_phase
 
     @cute.jit
-    def clear(self, target: Int32, bits: Uint32, first: Int32, lane):
-        """Zeros where the keys from number `first` on, of which `bits` says which exist, are to be."""
+    def clear(self, target: Int32, bits: Uint32, lane):
+        """Zeros where the warp's keys, of which `bits` says which exist, are to be."""
         zeros = [Uint32(0)] * 4
-        for key in cutlass.range(32, unroll=1):
+        for key in cutlass.range(WARP_KEYS, unroll=1):
             if (bits >> key) & 1 == 0:
                 for i in cutlass.range_constexpr(2):
                     place = 16 * (lane + 32 * i)
                     if place < self.row_bytes:
-                        store_16(target + (first + key) * self.pitch + place, zeros)
+                        store_16(target + key * self.pitch + place, zeros)
+        # Bulk copies may write to the same place later.
+        cute.arch.fence_proxy("async.shared", space="cta")

@@ -15,6 +15,11 @@ def load_16(address: Int32):
 
 
 @cute.jit
+def load_4(address: Int32) -> Uint32:
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+@cute.jit
 def load_8(address: Int32):
     """The 8 bytes at a multiple of 8, as two words."""
     return cute.arch.inline_ptx(

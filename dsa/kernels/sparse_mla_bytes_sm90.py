@@ -6,7 +6,7 @@ Plan
 - Keys are the rows of both products, heads their columns: S^T = K Q^T, O^T += V^T P^T. So keys are operands in
   registers, and go there from bytes by way of nothing else: no bf16 copy of them is ever stored.
 - A CTA has `rows` heads of a query, 16, 32 or 64, and runs through the tiles of 64 of its keys, query after query or in
-  shares (gathered_tiles.py). A warp loads (byte_tiles.py).
+  shares (gathered_tiles.py). The fourth warpgroup loads (byte_tiles.py).
 - One warpgroup scores: S^T of 64 keys by wgmma, Q in shared memory; softmax; P^T in bf16 to shared memory. Two
   accumulate: each has 256 channels x `rows` of O^T. All three read the bytes.
 - A lane reads 16 channels of a key at once. Which channels the products' 16 of a step are is free, if Q is in the same
@@ -42,10 +42,10 @@ from dsa.cute.latent_tiles import CHUNK, FACTS, FIRST_TILE, LATENT, LENGTH, PART
 from dsa.cute.matrix_store import pack, store_matrices
 from dsa.cute.register_pressure import computed_here
 from dsa.cute.ring import advance
-from dsa.cute.shared_bytes import load_8, load_16, load_byte, load_float, store_4
+from dsa.cute.shared_bytes import load_4, load_8, load_16, load_byte, load_float, store_4
 
 # Of the scoring, the accumulating and the loading warpgroup, by the heads of a CTA.
-REGISTERS = {16: (152, 128, 56), 32: (152, 128, 56), 64: (144, 168, 32)}
+REGISTERS = {16: (152, 128, 56), 32: (152, 128, 56), 64: (136, 176, 24)}
 SLOTS = 3
 HALF = VALUE // 2
 BLOCKS = VALUE // CHUNK  # of 64 channels, that are values
@@ -236,11 +236,10 @@ class SparseMlaBytesSm90:
         score_registers, output_registers, loader_registers = REGISTERS[self.rows]
         if warp >= 12:
             cute.arch.setmaxregister_decrease(loader_registers)
-            if warp == 12:
-                lists = [keys, more_keys][: self.lists]
-                tiles = sum((selection.indices.shape[1] + TILE - 1) // TILE for selection in lists)
-                share = Share(part, parts, rounds, q.shape[0], cutlass.max(tiles, 1), cut)
-                self.memory.load(q, raw, rings, lists, group, share, first_row, warp - 12, lane)
+            lists = [keys, more_keys][: self.lists]
+            tiles = sum((selection.indices.shape[1] + TILE - 1) // TILE for selection in lists)
+            share = Share(part, parts, rounds, q.shape[0], cutlass.max(tiles, 1), cut)
+            self.memory.load(q, raw, rings, lists, group, share, first_row, warp - 12, lane)
         elif warp < 4:
             cute.arch.setmaxregister_increase(score_registers)
             self.score(q, results, score_mma, sq, raw, rings, exchange, first_row, group, scale, tid, warp, lane)
@@ -259,16 +258,17 @@ class SparseMlaBytesSm90:
         heads = q.shape[2]
         start = Int32(sq.iterator.toint())
         each = max(self.rows // 16, 1)  # vectors of 8 channels of a block, a thread
-        together = 3
         blocks = self.channels // CHUNK
-        for base in cutlass.range_constexpr(0, blocks, together):
-            vectors = cute.make_rmem_tensor((8, each, together), BFloat16)
-            for b in cutlass.range_constexpr(min(together, blocks - base)):
+        together = 3 if blocks % 3 == 0 else 2  # blocks of which the loads are under way at once
+        vectors = cute.make_rmem_tensor((8, each, together), BFloat16)
+        for base in cutlass.range(0, blocks, together, unroll=1):
+            tid = computed_here(tid)
+            for b in cutlass.range_constexpr(together):
                 for i in cutlass.range_constexpr(each):
                     row, m = (tid + i * WARPGROUP) // 8, tid % 8
                     source = q[sequence, 0, cutlass.min(first_row + row, heads - 1), None]
                     cute.autovec_copy(cute.local_tile(source, (8,), ((base + b) * 8 + m,)), vectors[None, i, b])
-            for b in cutlass.range_constexpr(min(together, blocks - base)):
+            for b in cutlass.range_constexpr(together):
                 for i in cutlass.range_constexpr(each):
                     row, m = (tid + i * WARPGROUP) // 8, tid % 8
                     if first_row + row >= heads:
@@ -277,17 +277,21 @@ class SparseMlaBytesSm90:
                     block = start + 2 * CHUNK * ((base + b) * self.rows + row)
                     for pair in cutlass.range_constexpr(4):
                         vector, word = self.place_of(base + b, m, pair)
-                        store_4(block + 16 * (vector ^ (row % 8)) + 4 * word, words[pair])
+                        if row < self.rows:
+                            store_4(block + 16 * (vector ^ (row % 8)) + 4 * word, words[pair])
 
     @cute.jit
-    def place_of(self, block: cutlass.Constexpr, m, pair: cutlass.Constexpr):
+    def place_of(self, block, m, pair: cutlass.Constexpr):
         """Where channels 8 m + 2 pair and the next one of a block lie: (vector of 8, word in it). Step s of 16 channels
-        has vectors 2 s and 2 s + 1; of a vector, lane t of a quad of lanes multiplies word t."""
-        if const_expr(block < self.byte_blocks):
-            # A lane reads channels 16 t to 16 t + 15: four of each of four steps.
-            return 2 * (2 * (m % 2) + pair // 2) + pair % 2, m // 2
-        # bf16: channels 8 t to 8 t + 7 of 32: four of each of two steps.
-        return 4 * (m // 4) + pair, m % 4
+        has vectors 2 s and 2 s + 1; of a vector, lane t of a quad of lanes multiplies word t.
+
+        Of bytes a lane reads channels 16 t to 16 t + 15, four of each of four steps; of bf16 channels 8 t to 8 t + 7 of
+        32, four of each of two steps.
+        """
+        vector, word = 2 * (2 * (m % 2) + pair // 2) + pair % 2, m // 2
+        if block >= self.byte_blocks:
+            vector, word = 4 * (m // 4) + pair, m % 4
+        return vector, word
 
     @cute.jit
     def score(
@@ -334,7 +338,7 @@ class SparseMlaBytesSm90:
                 state.total.fill(0.0)
                 for _ in cutlass.range(piece.tiles, unroll=1):
                     cute.arch.mbarrier_wait(rings.full + slot, phase)
-                    there = rings.present[warp // 2, slot] >> Uint32(warp % 2 * 16)
+                    there = rings.present[warp, slot]
                     self.multiply(acc, mma, operands, rq, raw + slot * self.memory.slot_bytes, warp, lane)
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
@@ -395,7 +399,7 @@ class SparseMlaBytesSm90:
         """
         top, total = state.top, state.total
         slot, phase = place
-        if there & 0xFFFF != 0xFFFF:
+        if there != 0xFFFF:
             for r in cutlass.range_constexpr(2):
                 if (there >> Uint32(8 * r + own_key(lane // 4))) & 1 == 0:
                     for i in cutlass.range_constexpr(self.own):
@@ -520,8 +524,8 @@ class SparseMlaBytesSm90:
     ):
         """An accumulating warpgroup, number `side`: its half of the channels, all pieces of this CTA.
 
-        Of a warp's 64 channels lane l has eight, from 8 (l / 4) on: rows l / 4 and 8 further of the four products are
-        the first two of these, the next two, and so on.
+        Of a warp's 64 channels lane l has four, from 4 (l / 4) on, and those 32 further: rows l / 4 and 8 further of
+        the four products are the first two of these, the next two, and so on.
         """
         thr = mma.get_slice(tid)
         rp = mma.make_fragment_B(thr.partition_B(exchange.p))
@@ -559,7 +563,7 @@ class SparseMlaBytesSm90:
                     slot, phase = advance(slot, phase, SLOTS)
                     place, p_phase = advance(place, p_phase, P_SLOTS)
                 cute.arch.mbarrier_wait(exchange.end_full, end_phase)
-                channel = side * HALF + warp * CHUNK + lane // 4 * 8
+                channel = side * HALF + warp * CHUNK + lane // 4 * 4
                 for c in cutlass.range_constexpr(self.own):
                     column = c // 2 * 8 + lane % 4 * 2 + c % 2
                     inverse = exchange.inverses[column]
@@ -575,14 +579,16 @@ class SparseMlaBytesSm90:
                             for half in cutlass.range_constexpr(2):
                                 for j in cutlass.range_constexpr(4):
                                     vector[j] = numbers[4 * half + j]
-                                cute.autovec_copy(vector, cute.local_tile(target, (4,), (channel // 4 + half,)))
+                                cute.autovec_copy(vector, cute.local_tile(target, (4,), (channel // 4 + 8 * half,)))
                         else:
                             target = results.out[sequence // group, sequence % group, row, None]
-                            words = cute.make_rmem_tensor((4,), Uint32)
-                            for j in cutlass.range_constexpr(4):
-                                words[j] = pack(numbers[2 * j], numbers[2 * j + 1], BFloat16)
-                            vector = cute.recast_tensor(words, BFloat16)
-                            cute.autovec_copy(vector, cute.local_tile(target, (8,), (channel // 8,)))
+                            words = cute.make_rmem_tensor((2,), Uint32)
+                            for half in cutlass.range_constexpr(2):
+                                for j in cutlass.range_constexpr(2):
+                                    first = 4 * half + 2 * j
+                                    words[j] = pack(numbers[first], numbers[first + 1], BFloat16)
+                                part_ = cute.local_tile(target, (4,), (channel // 4 + 8 * half,))
+                                cute.autovec_copy(cute.recast_tensor(words, BFloat16), part_)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(exchange.end_empty)
@@ -597,22 +603,25 @@ class SparseMlaBytesSm90:
         block = side * 4 + warp
         for s in cutlass.range_constexpr(TILE // K16):
             own = [16 * s + lane % 4 * 2 + i % 2 + i // 2 * 8 for i in range(4)]
-            numbers, scales = [], []
-            if const_expr(self.channels > VALUE):
-                numbers = [load_8(keys + key * pitch + block * CHUNK + lane // 4 * 8) for key in own]
-                scales = [load_float(keys + key * pitch + VALUE + block // 2 * 4) for key in own]
             for half in cutlass.range_constexpr(2):
+                # Channels 32 half + 4 (lane / 4) to + 3 of the block.
+                first = keys + block * CHUNK + half * 32 + lane // 4 * 4
                 if const_expr(s > 0):
                     cute.nvgpu.warpgroup.wait_group(1)
                 if const_expr(self.channels > VALUE):
-                    self.from_bytes(words, numbers, scales, half)
+                    self.from_bytes(
+                        words,
+                        [load_4(first + key * pitch) for key in own],
+                        [load_float(keys + key * pitch + VALUE + block // 2 * 4) for key in own],
+                        half,
+                    )
                 elif block == BLOCKS - 1:
-                    start = keys + self.memory.row_bytes - 2 * CHUNK + lane // 4 * 16 + 8 * half
+                    start = first + (half * 32 + lane // 4 * 4)
                     self.from_numbers(words, [load_8(start + key * pitch) for key in own], half)
                 else:
                     self.from_bytes(
                         words,
-                        [load_8(keys + key * pitch + block * CHUNK + lane // 4 * 8) for key in own],
+                        [load_4(first + key * pitch) for key in own],
                         [ue8m0_scale(load_byte(keys + self.memory.scales + key * 8 + block)) for key in own],
                         half,
                     )
@@ -620,15 +629,15 @@ class SparseMlaBytesSm90:
 
     @cute.jit
     def from_bytes(self, words, numbers, scales, half: cutlass.Constexpr):
-        """Operands of two products of 16 keys; numbers: eight channels of each of a lane's four."""
+        """Operands of two products of 16 keys; numbers: four channels of each of a lane's four keys."""
         for k in cutlass.range_constexpr(2):
-            four = two_keys(numbers[2 * k][half], numbers[2 * k + 1][half], scales[2 * k], scales[2 * k + 1])
+            four = two_keys(numbers[2 * k], numbers[2 * k + 1], scales[2 * k], scales[2 * k + 1])
             for i in cutlass.range_constexpr(4):
                 words[i % 2, k, i // 2, half] = four[i]
 
     @cute.jit
     def from_numbers(self, words, numbers, half: cutlass.Constexpr):
-        """The same, of four channels in bf16."""
+        """The same, of channels in bf16."""
         for k in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(2):
                 words[0, k, j, half], words[1, k, j, half] = interleave(numbers[2 * k][j], numbers[2 * k + 1][j])

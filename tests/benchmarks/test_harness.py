@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.harness import case, profile, tune
+from benchmarks.harness.table import print_table
 from dsa.cute import tuning
 from dsa.kernels import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90, indexer_cache_sm90
 
@@ -15,6 +16,14 @@ def test_a_row_names_the_best_peer(monkeypatch):
     row = case.Case("shape", {}, lambda ms: f"{ms} ms").row()
     assert (row["peer"], row["peer_ms"], row["ratio"], row["figure"]) == ("fast", 1.0, 0.5, "2.0 ms")
     assert row["peers"] == {"slow": {"ms": 4.0, "ratio": 2.0}, "fast": {"ms": 1.0, "ratio": 0.5}}
+
+
+def test_a_peer_with_other_work_has_its_rate(monkeypatch, capsys):
+    monkeypatch.setattr(case, "bench", lambda calls, **options: {"dsa": 2.0, "half": 1.0, "same": 3.0})
+    row = case.Case("shape", {}, lambda ms: f"{ms} ms", flops={"half": 5e11}).row()
+    assert row["peers"] == {"half": {"ms": 1.0, "ratio": 0.5, "tflops": 500.0}, "same": {"ms": 3.0, "ratio": 1.5}}
+    print_table("op", [row])
+    assert "half 1.0000 ms, 500 TFLOP/s, ratio 0.50; same 3.0000 ms, ratio 1.50" in capsys.readouterr().out
 
 
 def test_ncu_report_shows_each_kernel_once_and_leaves_out_unknown_metrics():

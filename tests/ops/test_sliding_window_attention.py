@@ -63,19 +63,18 @@ def assert_same(got, expected):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The bridges go the kernels' way; what they would launch is listed by name, variant and arguments, not run."""
+    """The bridges go the kernels' way; what they would launch is listed by name and arguments, not run."""
     found = []
 
-    def kernel(name, *variant):
-        return lambda *arguments: found.append((name, variant, arguments))
+    def kernel(name):
+        return lambda *arguments, **options: found.append((name, (*arguments, *options.values())))
 
     monkeypatch.setattr(launch.backends, "runs_kernel", lambda *_: True)
     monkeypatch.setattr(launch.backends, "on_device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(launch.backends, "num_sms", lambda _: 132)
-    monkeypatch.setattr(launch, "_kernel", lambda *key: kernel("attend", *key))
-    monkeypatch.setattr(launch, "_combine_kernel", lambda *key: kernel("combine", *key))
+    monkeypatch.setattr(op, "attend", kernel("attend"))
+    monkeypatch.setattr(op._sparse_decode, "attend", kernel("attend"))
     monkeypatch.setattr(lists_op, "_indices_kernel", lambda: kernel("indices"))
-    monkeypatch.setattr(lists_op, "_slots_kernel", lambda ring: kernel("slots", ring))
+    monkeypatch.setattr(lists_op, "_slots_kernel", lambda ring: kernel("ring" if ring else "pages"))
     return found
 
 
@@ -113,28 +112,27 @@ def test_decode_runs_the_reference_without_a_gpu(kind, d):
 def test_what_a_window_launches(launches):
     arguments, sink = packed(h_q=80, d=576), torch.randn(80)
     out, lse = dsa.sliding_window_attention(*arguments, SCALE, D_V, sink)
-    (first, _, listed), (name, variant, attended) = launches
-    assert (first, name, variant) == ("indices", "attend", (torch.bfloat16, 576, False, 1, False))
+    (first, listed), (second, attended) = launches
+    assert (first, second) == ("indices", "attend")
     assert listed[0] is CU_Q and listed[1] is CU_K and listed[2].shape == (7, 6)
-    q, cache, index, _, has_counts, *_, sinks, has_sink, out_, lse_ = attended[:13]
-    assert q.shape == (7, 1, 80, 576) and q.data_ptr() == arguments[0].data_ptr()
+    q, [(cache, index, counts)], scale, sinks, results, may_cut = attended
+    assert q is arguments[0] and sinks is sink and scale == SCALE and not may_cut
     assert cache.shape == (1, 20, 576) and cache.data_ptr() == arguments[1].data_ptr()
-    assert index is listed[2] and has_counts == 0 and sinks is sink and has_sink == 1
-    assert (out_.data_ptr(), lse_.data_ptr()) == (out.data_ptr(), lse.data_ptr())
-    assert (out_.shape, lse_.shape) == ((7, 1, 80, D_V), (7, 80, 1))
+    assert index is listed[2] and counts is None and results.max_logits is None
+    assert (results.out.data_ptr(), results.lse.data_ptr()) == (out.data_ptr(), lse.data_ptr())
+    assert (results.out.shape, results.lse.shape) == ((7, 1, 80, D_V), (7, 80, 1))
     assert layout(out) == ((7, 80, D_V), (80 * D_V, D_V, 1), torch.bfloat16)
     assert layout(lse) == ((7, 80), (80, 1), torch.float32)
-    # Whole queries: nothing is cut.
-    assert attended[-1] == 0
     launches.clear()
     near = torch.zeros(7, 6, dtype=torch.int32)
     dsa.sliding_window_attention(*arguments, SCALE, indices=near)
-    assert [x[0] for x in launches] == ["attend"] and launches[0][2][2] is near
+    [(name, (_, [selection], *_))] = launches
+    assert name == "attend" and selection.indices is near
 
 
 def test_no_more_columns_than_keys(launches):
     dsa.sliding_window_attention(*packed(window=10**9), SCALE)
-    assert launches[0][2][2].shape == (7, 20)
+    assert launches[0][1][2].shape == (7, 20)
 
 
 def test_what_window_and_selected_launch(launches):
@@ -142,15 +140,12 @@ def test_what_window_and_selected_launch(launches):
     counts, near = i32([5] * 7), torch.zeros(7, 6, dtype=torch.int32)
     dsa.window_sparse_attention(*arguments, compressed, indices, SCALE, topk_length=counts)
     dsa.window_sparse_attention(*arguments, compressed, indices, SCALE, window_indices=near)
-    assert [x[0] for x in launches] == ["indices", "attend", "attend"]
-    for (_, variant, attended), given in zip(launches[1:], (counts, None)):
-        assert variant == (torch.bfloat16, 512, False, 2, False)
-        _, cache, index, _, has_counts, more_cache, more_index, more_counts, more_has_counts = attended[:9]
-        assert cache.data_ptr() == arguments[1].data_ptr() and has_counts == 0
-        assert more_cache.shape == (1, 9, 512) and more_cache.data_ptr() == compressed.data_ptr()
-        assert more_index is indices and more_has_counts == (given is not None)
-        assert given is None or more_counts is counts
-        assert index is (launches[0][2][2] if given is not None else near)
+    assert [name for name, _ in launches] == ["indices", "attend", "attend"]
+    for (_, attended), listed, given in zip(launches[1:], (launches[0][1][2], near), (counts, None)):
+        _, [first, second], _, sink, _, may_cut = attended
+        assert first.cache.data_ptr() == arguments[1].data_ptr() and first.indices is listed and first.counts is None
+        assert second.cache.shape == (1, 9, 512) and second.cache.data_ptr() == compressed.data_ptr()
+        assert second.indices is indices and second.counts is given and sink is None and not may_cut
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -158,15 +153,14 @@ def test_what_window_and_selected_launch(launches):
 def test_what_decoding_launches(kind, d, ring, launches):
     q, cache, table, lengths = decode_inputs(kind, d)
     out, lse = decoded(q, cache, None if ring else table, lengths)
-    (first, slots_variant, listed), (name, variant, attended) = launches
-    assert (first, slots_variant) == ("slots", (ring,)) and listed[0] is (None if ring else table)
-    assert listed[1] is lengths and listed[2].shape == (3, 2, 6) and listed[3] == 8
-    assert (name, variant) == ("attend", (torch.bfloat16, d, kind == "bytes", 1, False))
-    assert attended[1].data_ptr() == cache.data_ptr() and attended[2].data_ptr() == listed[2].data_ptr()
-    assert attended[2].shape == (6, 6) and (attended[11].data_ptr(), attended[12].data_ptr()) == (
-        out.data_ptr(),
-        lse.data_ptr(),
-    )
+    (first, listed), (second, attended) = launches
+    assert (first, second) == ("ring" if ring else "pages", "attend")
+    assert listed[0] is (None if ring else table) and listed[1] is lengths
+    assert listed[2].shape == (3, 2, 6) and listed[3] == 8
+    _, [selection], scale, _, results, _ = attended
+    assert selection.cache.data_ptr() == cache.data_ptr() and selection.counts is None and scale == SCALE
+    assert selection.indices.shape == (6, 6) and selection.indices.data_ptr() == listed[2].data_ptr()
+    assert (results.out.data_ptr(), results.lse.data_ptr()) == (out.data_ptr(), lse.data_ptr())
     assert out.shape == (3, 2, 4, D_V) and lse.shape == (3, 4, 2)
 
 
@@ -192,11 +186,10 @@ def test_nothing_to_attend_to(launches):
         assert not out.any() and (lse == math.inf).all() and out.shape[:2] == lse.shape
     assert not launches
     dsa.window_sparse_attention(q, kv[:0], cu_q, cu_k, window, compressed, indices, SCALE)
-    assert [(name, variant[3]) for name, variant, _ in launches] == [("attend", 1)]
-    launches.clear()
     for none in ((compressed[:0], indices), (compressed, indices[:, :0])):
         dsa.window_sparse_attention(q, kv, cu_q, cu_k, window, *none, SCALE)
-        assert launches[-1][1][3] == 1 and launches[-1][2][1].data_ptr() == kv.data_ptr()
+    caches = [selection.cache for name, (_, lists, *_) in launches if name == "attend" for selection in lists]
+    assert [cache.data_ptr() for cache in caches] == [compressed.data_ptr(), kv.data_ptr(), kv.data_ptr()]
     launches.clear()
     q, cache, table, lengths = decode_inputs()
     for arguments in (
@@ -206,19 +199,20 @@ def test_nothing_to_attend_to(launches):
     ):
         out, lse = decoded(*arguments)
         assert not out.any() and (lse == math.inf).all()
-    assert "attend" not in [name for name, _, _ in launches]
+    assert "attend" not in [name for name, _ in launches]
 
 
 def test_parts_of_larger_tensors_are_used_where_they_are(launches):
     q, kv, *rest = packed()
     wide = torch.nn.functional.pad(kv, (8, 56))[..., 8:520]
-    dsa.sliding_window_attention(q.transpose(0, 1).contiguous().transpose(0, 1), wide, *rest, SCALE)
-    attended = launches[-1][2]
-    assert attended[0].stride()[2:] == (7 * 512, 1) and attended[1].stride()[1:] == (576, 1)
+    dsa.sliding_window_attention(q, wide, *rest, SCALE)
+    _, [selection], *_ = launches[-1][1]
+    assert selection.cache.stride()[1:] == (576, 1) and selection.cache.data_ptr() == wide.data_ptr()
     # The list and the sink are small, and copied.
     near = torch.zeros(7, 12, dtype=torch.int32)[:, ::2]
     dsa.sliding_window_attention(q, kv, *rest, SCALE, attn_sink=torch.randn(8)[::2], indices=near)
-    assert launches[-1][2][2].stride() == (6, 1) and launches[-1][2][9].stride() == (1,)
+    _, [selection], _, sink, *_ = launches[-1][1]
+    assert selection.indices.stride() == (6, 1) and sink.stride() == (1,)
 
 
 def test_prefill_errors(launches):
@@ -312,7 +306,7 @@ def test_decode_errors(launches):
     assert not launches
     for dtype in (torch.int8, torch.float8_e4m3fn):
         dsa.sliding_window_decode(wide_q, raw.view(dtype), table, lengths, 6, SCALE, is_fp8_kvcache=True)
-    assert [arguments[1].dtype for name, _, arguments in launches if name == "attend"] == [torch.uint8] * 2
+    assert [lists[0].cache.dtype for name, (_, lists, *_) in launches if name == "attend"] == [torch.uint8] * 2
 
 
 def test_the_reference_refuses_what_cu_seqlens_hold_and_the_kernel_does_not_look(request):
@@ -323,7 +317,7 @@ def test_the_reference_refuses_what_cu_seqlens_hold_and_the_kernel_does_not_look
             dsa.sliding_window_attention(q, kv, cu_q, cu_k, window, SCALE)
     launches = request.getfixturevalue("launches")
     dsa.sliding_window_attention(q, kv, bad, bad, window, SCALE)
-    assert [name for name, _, _ in launches] == ["indices", "attend"]
+    assert [name for name, _ in launches] == ["indices", "attend"]
 
 
 def test_forcing_the_kernels_on_the_cpu_is_an_error():
