@@ -44,6 +44,9 @@ class ByteTiles(GatheredTiles):
     def __init__(self, channels: int, rows: int, slots: int):
         super().__init__(BFloat16, channels, slots, slots)
         self.rows, self.slots = rows, slots
+        # A query's rows come before its keys, by the same slots.
+        self.query_rows = min(rows, TILE // 2)  # of a slot
+        self.query_slots = rows // self.query_rows
         self.row_bytes, self.pitch = (V32_BYTES, V32_BYTES) if self.rope else (V4_ROW, V4_ROW + 16)
         # Behind the keys of a slot.
         self.scales = TILE * self.pitch
@@ -108,6 +111,7 @@ class ByteTiles(GatheredTiles):
     @cute.jit
     def load_piece(
         self,
+        q,
         raw: Int32,
         rings: ByteRings,
         lists,
@@ -117,13 +121,12 @@ class ByteTiles(GatheredTiles):
         first,
         tiles,
         part,
-        address,
-        present,
+        first_row,
         warp,
         lane,
         state,
     ):
-        """The tiles, to the slots at `raw`. The query's rows are not these warps' work."""
+        """The query's rows and then the tiles, to the slots at `raw`. Rows that are none are left out."""
         slot, phase, _, _, at, facts_phase = state
         if warp == 0:
             with cute.arch.elect_one():
@@ -133,6 +136,11 @@ class ByteTiles(GatheredTiles):
         at, facts_phase = advance(at, facts_phase, FACTS)
         own = warp * WARP_KEYS + lane % WARP_KEYS
         index = self.index_of(lists, counts, ends, query, first, own)
+        for i in cutlass.range_constexpr(self.query_slots):
+            target = raw + slot * self.slot_bytes
+            cute.arch.mbarrier_wait(rings.empty + slot, phase ^ 1)
+            self.request_rows(q, query, first_row + i * self.query_rows, target, rings.full + slot, warp, lane)
+            slot, phase = advance(slot, phase, self.slots)
         for tile in cutlass.range(first, first + tiles, unroll=1):
             source, scales, there = self.locate(lists, ends, tile, index)
             # The next tile's indices are on their way while these keys are asked for.
@@ -156,6 +164,20 @@ class ByteTiles(GatheredTiles):
                 bulk_gather(target + own * self.pitch, source, Int32(self.row_bytes), rings.full + slot)
             slot, phase = advance(slot, phase, self.slots)
         return slot, phase, Int32(0), Int32(0), at, facts_phase
+
+    @cute.jit
+    def request_rows(self, q, query, first_row, target: Int32, full: cute.Pointer, warp, lane):
+        """The slot's rows of a query, from first_row on."""
+        each = self.query_rows // 4
+        row = warp * each + lane
+        there = lane < each and first_row + row < q.shape[2]
+        rows = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(there)))
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, rows * (2 * self.channels))
+        cute.arch.sync_warp()
+        if there:
+            source = Int64(q[query, 0, first_row + row, None].iterator.toint())
+            bulk_gather(target + row * (2 * self.channels), source, Int32(2 * self.channels), full)
 
     @cute.jit
     def clear(self, target: Int32, bits: Uint32, lane):

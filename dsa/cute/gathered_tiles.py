@@ -135,12 +135,10 @@ class GatheredTiles(LatentMemory):
             more = left > 0
             if turn < share.rounds:
                 more = following < share.queries
-            address, present = self.locate_row(q, query, first_row, warp, lane)
             if more and following < share.queries:
                 self.request_row(q, following, first_row, warp, lane)
             state = self.load_piece(
-                *(memory, rings, lists, counts, ends, query, first, end - first, part, address, present),
-                *(warp, lane, state),
+                q, memory, rings, lists, counts, ends, query, first, end - first, part, first_row, warp, lane, state
             )
             query = following
         if warp == 0:
@@ -220,6 +218,7 @@ class GatheredTiles(LatentMemory):
     @cute.jit
     def load_piece(
         self,
+        q,
         memory: TileMemory,
         rings: LatentRings,
         lists,
@@ -229,13 +228,12 @@ class GatheredTiles(LatentMemory):
         first,
         tiles,
         part,
-        address,
-        present,
+        first_row,
         warp,
         lane,
         state,
     ):
-        """The rows at `address`, which are the query's, and then the tiles."""
+        """The query's rows from first_row on, and then the tiles."""
         unit, unit_phase, rope, rope_phase, at, facts_phase = state
         if warp == 0:
             with cute.arch.elect_one():
@@ -245,6 +243,7 @@ class GatheredTiles(LatentMemory):
         at, facts_phase = advance(at, facts_phase, FACTS)
         own = warp * WARP_KEYS + lane % WARP_KEYS
         index = self.index_of(lists, counts, ends, query, first, own)
+        address, present = self.locate_row(q, query, first_row, warp, lane)
         for tile in cutlass.range(first - 1, first + tiles, unroll=1):
             if tile >= first:
                 address, _, present = self.locate(lists, ends, tile, index)

@@ -251,47 +251,39 @@ class SparseMlaBytesSm90:
             )
 
     @cute.jit
-    def take_queries(self, q, sq, sequence, first_row, tid):
-        """The piece's queries to shared memory, zeros beyond the last head; of each block of 64 channels in the order
-        in which lanes have the keys'. Behind a barrier, and before one."""
-        sequence = computed_here(sequence)
-        heads = q.shape[2]
-        start = Int32(sq.iterator.toint())
-        each = max(self.rows // 16, 1)  # vectors of 8 channels of a block, a thread
-        blocks = self.channels // CHUNK
-        together = 3 if blocks % 3 == 0 else 2  # blocks of which the loads are under way at once
-        vectors = cute.make_rmem_tensor((8, each, together), BFloat16)
-        for base in cutlass.range(0, blocks, together, unroll=1):
-            tid = computed_here(tid)
-            for b in cutlass.range_constexpr(together):
-                for i in cutlass.range_constexpr(each):
-                    row, m = (tid + i * WARPGROUP) // 8, tid % 8
-                    source = q[sequence, 0, cutlass.min(first_row + row, heads - 1), None]
-                    cute.autovec_copy(cute.local_tile(source, (8,), ((base + b) * 8 + m,)), vectors[None, i, b])
-            for b in cutlass.range_constexpr(together):
-                for i in cutlass.range_constexpr(each):
-                    row, m = (tid + i * WARPGROUP) // 8, tid % 8
-                    if first_row + row >= heads:
-                        vectors[None, i, b].fill(0.0)
-                    words = cute.recast_tensor(vectors[None, i, b], Uint32)
-                    block = start + 2 * CHUNK * ((base + b) * self.rows + row)
+    def take_queries(self, sq, raw, rings: ByteRings, ring, rows, tid):
+        """A piece's queries from the slots in which they came to their own memory, zeros behind the last of `rows`; of
+        each block of 64 channels in the order in which lanes have the keys'. -> the ring behind them."""
+        slot, phase = ring
+        row, m = tid // 8, tid % 8
+        for i in cutlass.range_constexpr(self.memory.query_slots):
+            cute.arch.mbarrier_wait(rings.full + slot, phase)
+            for j in cutlass.range_constexpr(max(self.memory.query_rows // 16, 1)):
+                source = raw + slot * self.memory.slot_bytes + (16 * j + row) * (2 * self.channels) + m * 16
+                own = i * self.memory.query_rows + 16 * j + row
+                target = Int32(sq.iterator.toint()) + 2 * CHUNK * own
+                for block in cutlass.range_constexpr(self.channels // CHUNK):
+                    words = load_16(source + 2 * CHUNK * block)
                     for pair in cutlass.range_constexpr(4):
-                        vector, word = self.place_of(base + b, m, pair)
-                        if row < self.rows:
-                            store_4(block + 16 * (vector ^ (row % 8)) + 4 * word, words[pair])
+                        vector, word = self.place_of(block, m, pair)
+                        number = words[pair] if own < rows else Uint32(0)
+                        place = target + 2 * CHUNK * self.rows * block + 16 * (vector ^ (own % 8)) + 4 * word
+                        store_4(place, number)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(rings.empty + slot)
+            slot, phase = advance(slot, phase, SLOTS)
+        return slot, phase
 
     @cute.jit
-    def place_of(self, block, m, pair: cutlass.Constexpr):
+    def place_of(self, block: cutlass.Constexpr, m, pair: cutlass.Constexpr):
         """Where channels 8 m + 2 pair and the next one of a block lie: (vector of 8, word in it). Step s of 16 channels
-        has vectors 2 s and 2 s + 1; of a vector, lane t of a quad of lanes multiplies word t.
-
-        Of bytes a lane reads channels 16 t to 16 t + 15, four of each of four steps; of bf16 channels 8 t to 8 t + 7 of
-        32, four of each of two steps.
-        """
-        vector, word = 2 * (2 * (m % 2) + pair // 2) + pair % 2, m // 2
-        if block >= self.byte_blocks:
-            vector, word = 4 * (m // 4) + pair, m % 4
-        return vector, word
+        has vectors 2 s and 2 s + 1; of a vector, lane t of a quad of lanes multiplies word t."""
+        if const_expr(block < self.byte_blocks):
+            # A lane reads channels 16 t to 16 t + 15: four of each of four steps.
+            return 2 * (2 * (m % 2) + pair // 2) + pair % 2, m // 2
+        # bf16: channels 8 t to 8 t + 7 of 32: four of each of two steps.
+        return 4 * (m // 4) + pair, m % 4
 
     @cute.jit
     def score(
@@ -322,18 +314,17 @@ class SparseMlaBytesSm90:
         while sequence >= 0:
             cute.arch.mbarrier_wait(rings.named + at, facts_phase)
             sequence = rings.facts[SEQUENCE, at]
-            # All have multiplied with the queries before.
-            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
-            if sequence >= 0:
-                self.take_queries(q, sq, sequence, first_row, tid)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
             cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
             piece = Piece(sequence, *[rings.facts[i, at] for i in (FIRST_TILE, TILES, PART, LENGTH, SEEN)])
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(rings.facts_empty + at)
             at, facts_phase = advance(at, facts_phase, FACTS)
             if sequence >= 0:
+                # All have multiplied with the queries before.
+                cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+                slot, phase = self.take_queries(sq, raw, rings, (slot, phase), q.shape[2] - first_row, tid)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
                 state.top.fill(NOTHING)
                 state.total.fill(0.0)
                 for _ in cutlass.range(piece.tiles, unroll=1):
@@ -366,11 +357,12 @@ class SparseMlaBytesSm90:
             for r in cutlass.range_constexpr(2):
                 scales.append([word.bitcast(Float32) for word in load_16(first + 8 * r * pitch + VALUE)])
         blocks = self.channels // CHUNK
+        # A key's next block is on its way while the other key's is turned.
+        read = [self.read_block(first, r, 0, lane) for r in range(2)]
         for b in cutlass.range_constexpr(blocks):
             if const_expr(b >= 2):
                 cute.nvgpu.warpgroup.wait_group(1)
             for r in cutlass.range_constexpr(2):
-                row = first + 8 * r * pitch
                 if const_expr(b < self.byte_blocks):
                     scale = Float32(1.0)
                     if const_expr(self.channels > VALUE):
@@ -378,18 +370,26 @@ class SparseMlaBytesSm90:
                     else:
                         place = keys + self.memory.scales + (warp * 16 + 8 * r + own_key(own)) * 8 + b
                         scale = ue8m0_scale(load_byte(place))
-                    for s, word in enumerate(load_16(row + CHUNK * b + lane % 4 * 16)):
+                    for s, word in enumerate(read[r]):
                         words[r, 0, s, b % 2], words[r, 1, s, b % 2] = four_numbers(word, scale)
                 else:
-                    start = row + self.memory.row_bytes - 2 * CHUNK + lane % 4 * 16
-                    for sub in cutlass.range_constexpr(2):
-                        for i, word in enumerate(load_16(start + 64 * sub)):
-                            words[r, i % 2, 2 * sub + i // 2, b % 2] = word
+                    for i, word in enumerate(read[r]):
+                        words[r, i % 2, i // 2, b % 2] = word
+                if const_expr(b + 1 < blocks):
+                    read[r] = self.read_block(first, r, b + 1, lane)
             cute.nvgpu.warpgroup.fence()
             for s in cutlass.range_constexpr(CHUNK // K16):
                 mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, b + s > 0)
                 cute.gemm(mma, acc, operands[None, None, s, b % 2], rq[None, None, b * (CHUNK // K16) + s, 0], acc)
             cute.nvgpu.warpgroup.commit_group()
+
+    def read_block(self, first, r: int, block: int, lane) -> list:
+        """What a lane has of a block of one of its two keys, as words: of bytes 16 channels, of bf16 twice 8."""
+        row = first + 8 * r * self.memory.pitch + lane % 4 * 16
+        if block < self.byte_blocks:
+            return [*load_16(row + CHUNK * block)]
+        start = row + self.memory.row_bytes - 2 * CHUNK
+        return [*load_16(start), *load_16(start + 64)]
 
     @cute.jit
     def softmax(self, flat, state: ColumnState, exchange: Exchange, there, scale, place, warp, lane):
@@ -545,6 +545,12 @@ class SparseMlaBytesSm90:
             at, facts_phase = advance(at, facts_phase, FACTS)
             if sequence >= 0:
                 flat.fill(0.0)
+                for _ in cutlass.range_constexpr(self.memory.query_slots):
+                    # The queries, which are not for this warpgroup; but a wait must not leave out a phase.
+                    cute.arch.mbarrier_wait(rings.full + slot, phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(rings.empty + slot)
+                    slot, phase = advance(slot, phase, SLOTS)
                 for _ in cutlass.range(tiles, unroll=1):
                     cute.arch.mbarrier_wait(rings.full + slot, phase)
                     cute.arch.mbarrier_wait(exchange.p_full + place, p_phase)
