@@ -39,11 +39,12 @@ class ByteRings:
 
 
 class ByteTiles(GatheredTiles):
-    """Keys of `channels` numbers, 576 or 512, in a ring of `slots` tiles; queries of `rows` heads."""
+    """Keys of `channels` numbers, 576 or 512, in a ring of `slots` tiles; queries of `rows` heads; `scorers` warpgroups
+    take the tiles in turns, and two all of them."""
 
-    def __init__(self, channels: int, rows: int, slots: int):
+    def __init__(self, channels: int, rows: int, slots: int, scorers: int):
         super().__init__(BFloat16, channels, slots, slots)
-        self.rows, self.slots = rows, slots
+        self.rows, self.slots, self.scorers = rows, slots, scorers
         # A query's rows come before its keys, by the same slots.
         self.query_rows = min(rows, TILE // 2)  # of a slot
         self.query_slots = rows // self.query_rows
@@ -78,14 +79,19 @@ class ByteTiles(GatheredTiles):
 
     @cute.jit
     def init(self, rings: ByteRings):
-        """Barriers; four warps fill a slot, twelve read it, and facts. One thread's work."""
+        """Barriers; four warps fill a slot, twelve read it. One thread's work."""
         for i in cutlass.range_constexpr(self.slots):
             cute.arch.mbarrier_init(rings.full + i, 4)
             cute.arch.mbarrier_init(rings.empty + i, 12)
         for i in cutlass.range_constexpr(FACTS):
             cute.arch.mbarrier_init(rings.named + i, 1)
             cute.arch.mbarrier_init(rings.facts_full + i, 1)
-            cute.arch.mbarrier_init(rings.facts_empty + i, 12)
+            cute.arch.mbarrier_init(rings.facts_empty + i, 4 * self.scorers + 8)
+
+    @cute.jit
+    def position(self, count: Int32):
+        """(slot, phase) of the ring of tiles after so many."""
+        return count % self.slots, count // self.slots & 1
 
     @cute.jit
     def address_of(self, selection: Selection, page, offset):

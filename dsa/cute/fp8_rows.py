@@ -1,44 +1,88 @@
-"""e4m3 numbers with a scale to bf16: 16 bytes of a cached key to 32."""
+"""Numbers of keys in an FP8 cache, e4m3 and bf16, on their way to the operands of products of f16."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 
 @cute.jit
-def four_numbers(word: Uint32, scale: Float32):
-    """Four e4m3 numbers times scale, the product in fp32, rounded once: two words of two bf16."""
+def four_halves(word: Uint32):
+    """Four e4m3 numbers as two words of two f16, exactly."""
     return cute.arch.inline_ptx(
-        "{{ .reg .b16 l, h, a, b, c, d; .reg .b32 x, y; .reg .f32 e, f, g, i; "
-        "mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 x, l; cvt.rn.f16x2.e4m3x2 y, h; "
-        "mov.b32 {a, b}, x; mov.b32 {c, d}, y; "
-        "cvt.f32.f16 e, a; cvt.f32.f16 f, b; cvt.f32.f16 g, c; cvt.f32.f16 i, d; "
-        "mul.f32 e, e, {$r1}; mul.f32 f, f, {$r1}; mul.f32 g, g, {$r1}; mul.f32 i, i, {$r1}; "
-        "cvt.rn.bf16x2.f32 {$w0}, f, e; cvt.rn.bf16x2.f32 {$w1}, i, g; }}",
+        "{{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }}",
         write_only_types=[Uint32, Uint32],
-        read_only_args=[word, scale],
+        read_only_args=[word],
     )
 
 
 @cute.jit
-def two_keys(low: Uint32, high: Uint32, low_scale: Float32, high_scale: Float32):
-    """Four e4m3 numbers of each of two keys times the key's scale, as above: of each number a word, the first key's
-    below the second's."""
+def larger_bf16(a: Uint32, b: Uint32) -> Uint32:
+    """Of each of two pairs of bf16 the larger magnitude, with any sign; NaN is none."""
     return cute.arch.inline_ptx(
-        "{{ .reg .b16 p, q, r, s, a, b, c, d; .reg .b32 m, n, x, y; .reg .f32 e, f; "
+        "{{ .reg .b32 x, y; mov.b32 x, {$r0}; mov.b32 y, {$r1}; max.xorsign.abs.bf16x2 {$w0}, x, y; }}",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+    )
+
+
+@cute.jit
+def times_to_f16(word: Uint32, low_factor: Float32, high_factor: Float32) -> Uint32:
+    """Two bf16 numbers times a factor each, to f16."""
+    low, high = (word << 16).bitcast(Float32) * low_factor, (word & Uint32(0xFFFF0000)).bitcast(Float32) * high_factor
+    return cute.arch.inline_ptx(
+        "cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[high, low]
+    )
+
+
+@cute.jit
+def halves_of_two(low: Uint32, high: Uint32):
+    """Four e4m3 numbers of each of two keys as f16, exactly: of each number a word, the first key's below the
+    second's."""
+    return cute.arch.inline_ptx(
+        "{{ .reg .b16 p, q, r, s; .reg .b32 m, n; "
         "prmt.b32 m, {$r0}, {$r1}, 0x5140; prmt.b32 n, {$r0}, {$r1}, 0x7362; "
         "mov.b32 {p, q}, m; mov.b32 {r, s}, n; "
-        "cvt.rn.f16x2.e4m3x2 x, p; cvt.rn.f16x2.e4m3x2 y, q; mov.b32 {a, b}, x; mov.b32 {c, d}, y; "
-        "cvt.f32.f16 e, a; cvt.f32.f16 f, b; mul.f32 e, e, {$r2}; mul.f32 f, f, {$r3}; "
-        "cvt.rn.bf16x2.f32 {$w0}, f, e; "
-        "cvt.f32.f16 e, c; cvt.f32.f16 f, d; mul.f32 e, e, {$r2}; mul.f32 f, f, {$r3}; "
-        "cvt.rn.bf16x2.f32 {$w1}, f, e; "
-        "cvt.rn.f16x2.e4m3x2 x, r; cvt.rn.f16x2.e4m3x2 y, s; mov.b32 {a, b}, x; mov.b32 {c, d}, y; "
-        "cvt.f32.f16 e, a; cvt.f32.f16 f, b; mul.f32 e, e, {$r2}; mul.f32 f, f, {$r3}; "
-        "cvt.rn.bf16x2.f32 {$w2}, f, e; "
-        "cvt.f32.f16 e, c; cvt.f32.f16 f, d; mul.f32 e, e, {$r2}; mul.f32 f, f, {$r3}; "
-        "cvt.rn.bf16x2.f32 {$w3}, f, e; }}",
+        "cvt.rn.f16x2.e4m3x2 {$w0}, p; cvt.rn.f16x2.e4m3x2 {$w1}, q; "
+        "cvt.rn.f16x2.e4m3x2 {$w2}, r; cvt.rn.f16x2.e4m3x2 {$w3}, s; }}",
         write_only_types=[Uint32] * 4,
-        read_only_args=[low, high, low_scale, high_scale],
+        read_only_args=[low, high],
+    )
+
+
+@cute.jit
+def times(word: Uint32, factors: Uint32) -> Uint32:
+    """Two f16 numbers times two others."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[word, factors]
+    )
+
+
+@cute.jit
+def times_split(word: Uint32, high: Uint32, low: Uint32) -> Uint32:
+    """Two f16 numbers times two others that are sums of two f16."""
+    return cute.arch.inline_ptx(
+        "{{ .reg .b32 x; mul.rn.f16x2 x, {$r0}, {$r2}; fma.rn.f16x2 {$w0}, {$r0}, {$r1}, x; }}",
+        write_only_types=[Uint32],
+        read_only_args=[word, high, low],
+    )
+
+
+@cute.jit
+def store_split(address: Int32, x: Float32):
+    """x in shared memory as a sum of two f16, of which the second lies 4 bytes further."""
+    cute.arch.inline_ptx(
+        "{{ .reg .b16 a, b; .reg .f32 y; cvt.rn.f16.f32 a, {$r1}; cvt.f32.f16 y, a; sub.f32 y, {$r1}, y; "
+        "cvt.rn.f16.f32 b, y; st.shared.b16 [{$r0}], a; st.shared.b16 [{$r0} + 4], b; }}",
+        read_only_args=[address, x],
+    )
+
+
+@cute.jit
+def store_half(address: Int32, x: Float32, as_bf16: Boolean):
+    """x in shared memory, as f16 or as the bf16 that its upper half is."""
+    cute.arch.inline_ptx(
+        "{{ .reg .b16 a, b, c; .reg .pred p; cvt.rn.f16.f32 a, {$r1}; mov.b32 {b, c}, {$r1}; setp.ne.s32 p, {$r2}, 0; "
+        "selp.b16 a, c, a, p; st.shared.b16 [{$r0}], a; }}",
+        read_only_args=[address, x, Int32(1) if as_bf16 else Int32(0)],
     )
 
 

@@ -45,11 +45,12 @@ class Selection:
     page_size: cute.FastDivmodDivisorV2
 
     @cute.jit
-    def count(self, query: Int32, group: Int32):
+    def count(self, query: Int32, group: cute.FastDivmodDivisorV2):
         """How many of the query's indices count."""
         count = self.indices.shape[1]
         if self.has_counts > 0:
-            count = cutlass.max(cutlass.min(self.counts[query // group], count), 0)
+            sequence, _ = divmod(query, group)
+            count = cutlass.max(cutlass.min(self.counts[sequence], count), 0)
         return count
 
 

@@ -92,9 +92,9 @@ class Exchange:
 @dataclass(frozen=True)
 class RowTile:
     """Rows first to first + 63 of the `rows` of a KV head: of `queries` queries with `heads` heads each. Of a kernel
-    whose pieces are of single queries: `queries` of a sequence."""
+    whose pieces are of single queries: `queries` of a sequence, to divide by."""
 
-    queries: Int32
+    queries: Int32 | cute.FastDivmodDivisorV2
     heads: Int32
     rows: Int32
     first: Int32

@@ -1,7 +1,7 @@
 """Reads and writes of shared memory at byte addresses, where there is no tensor of one type."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Int32, Uint32
 
 
 @cute.jit
@@ -38,11 +38,6 @@ def store_16(address: Int32, words):
     cute.arch.inline_ptx(
         "st.shared.v4.b32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};", read_only_args=[address, *words]
     )
-
-
-@cute.jit
-def load_float(address: Int32) -> Float32:
-    return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
 
 
 @cute.jit

@@ -17,6 +17,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
 from dsa.cute.gathered_tiles import Share
 from dsa.cute.latent_tiles import VALUE
+from dsa.cute.sparse_arguments import fake_results, fake_sink, fake_stream
 from dsa.kernels.mla_combine_sm90 import FEW, MANY, MOST_SPLITS, SOME, WARPS, MlaCombineConfig, MlaCombineSm90
 
 
@@ -95,24 +96,12 @@ def compile_sparse_mla_combine(dtype: str, config: MlaCombineConfig):
     """-> f(sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_parts [slots, 1, h, 512],
     lse_parts [slots, 1, h], parts, rounds, tiles, cut), as `compile_sparse_mla`; rounds * parts < T"""
     kind = cute_dtype(dtype)
-
-    def fake(dtype, shape, stride, align):
-        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
-
-    def strides(count, divisibility):
-        return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
-
-    batch, group, heads, slots = (cute.sym_int() for _ in range(4))
     return compile_sm90(
         SparseMlaCombineSm90(kind, config),
-        fake(Float32, (cute.sym_int(),), (1,), 4),
-        Int32(0),
-        fake(kind, (batch, group, heads, VALUE), (*strides(2, 8), VALUE, 1), 16),
-        fake(Float32, (batch, heads, group), (*strides(2, 1), 1), 4),
-        fake(Float32, (slots, 1, heads, VALUE), (*strides(2, 4), VALUE, 1), 16),
-        fake(Float32, (slots, 1, heads), (*strides(2, 1), 1), 4),
+        *fake_sink(),
+        *fake_results(kind, cute.sym_int()),
         *(Int32(0), Int32(0), Int32(0), Int32(0)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake_stream(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Sparse MLA attention over selected latents in bf16 or fp16, for prefill and decoding: each query has its own keys.
+"""Sparse MLA attention over selected latents, for prefill and decoding: every query has its own list of keys, or two.
 
 o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512] over the keys j of query t; q and k of 576 or 512 channels
 
@@ -12,8 +12,8 @@ Plan
 - The CTAs of a query's other heads are neighbours, and read the same keys from the L2 cache.
 Shared memory: FREE chunks of Q, two P, a ring of units of 16 KiB and one of rope parts: two and a half tiles.
 Launch: programmatic.
-Roofline: of a tile of 576 channels wgmma takes 2176 clocks, of 512 2048. Measured 2780 and 2720, and 3000 to 5000 more
-where a query begins. A tile is 72 KiB from the L2 cache whatever the heads are: few heads take as long as 64.
+Roofline: of a tile of 576 channels wgmma takes 2176 clocks, of 512 2048. The L2 cache delivers a tile, 72 KiB to every
+multiprocessor, in about 1700 to 3000 clocks, depending on how much of it comes from memory.
 """
 
 from collections.abc import Callable
@@ -44,6 +44,7 @@ from dsa.cute.latent_queries import ROWS, swizzled
 from dsa.cute.latent_tiles import CHUNK, LATENT, TILE, UNIT_CHUNKS, VALUE, LatentRings
 from dsa.cute.matrix_load import load_matrices
 from dsa.cute.ring import advance
+from dsa.cute.sparse_arguments import fake, fake_lists, fake_results, fake_sink, fake_stream, selections, strides
 
 HELD = 5  # chunks of Q in registers
 ROPES = 2
@@ -52,33 +53,28 @@ UNITS = {LATENT: 10, VALUE: 11}
 
 
 class SparseMlaSm90(LatentAttention):
-    """Keys of `channels` numbers, in `lists` lists; `highest`: max_logits are wanted."""
+    """Keys of `channels` numbers; `highest`: max_logits are wanted."""
 
     queries_in_ring = True
 
-    def __init__(self, dtype: type[cutlass.Numeric], channels: int, lists: int, highest: bool):
+    def __init__(self, dtype: type[cutlass.Numeric], channels: int, highest: bool):
         super().__init__(GatheredTiles(dtype, channels, UNITS[channels], ROPES), channels, HELD, highest)
-        self.lists = lists
 
     @cute.jit
     def __call__(
         self,
         q: cute.Tensor,
-        cache: cute.Tensor,
-        indices: cute.Tensor,
-        counts: cute.Tensor,
-        has_counts: Int32,
-        more_cache: cute.Tensor,
-        more_indices: cute.Tensor,
-        more_counts: cute.Tensor,
-        more_has_counts: Int32,
+        caches: list[cute.Tensor],
+        indices: list[cute.Tensor],
+        counts: list[cute.Tensor],
+        counted: Int32,
         sink: cute.Tensor,
         has_sink: Int32,
         out: cute.Tensor,
         lse: cute.Tensor,
-        max_logits: cute.Tensor,
         out_parts: cute.Tensor,
         lse_parts: cute.Tensor,
+        max_logits: cute.Tensor | None,
         scale: Float32,
         group: Int32,
         parts: Int32,
@@ -103,16 +99,12 @@ class SparseMlaSm90(LatentAttention):
 
         assert Storage.size_in_bytes() <= 232448
         self.storage = Storage
-        lists = []
-        for keys, index, count, has in (
-            (cache, indices, counts, has_counts),
-            (more_cache, more_indices, more_counts, more_has_counts),
-        ):
-            lists.append(Selection(keys, index, count, has, cute.fast_divmod_create_divisor_v2(keys.shape[1])))
+        lists = selections(caches, indices, counts, counted)
         row_tiles = (q.shape[2] + ROWS - 1) // ROWS
         results = Results(out, lse, out_parts, lse_parts, max_logits)
         self.kernel(
-            *(q, lists[0], lists[1], results, sink, has_sink, scale, group, parts, rounds, cut, row_tiles),
+            *(q, lists, results, sink, has_sink, scale, cute.fast_divmod_create_divisor_v2(group)),
+            *(parts, rounds, cut, row_tiles),
             *(score, score_held, value, q_layout, unit_layout, rope_layout),
         ).launch(
             grid=(parts * row_tiles, 1, 1),
@@ -126,13 +118,12 @@ class SparseMlaSm90(LatentAttention):
     def kernel(
         self,
         q: cute.Tensor,
-        keys: Selection,
-        more_keys: Selection,
+        lists: list[Selection],
         results: Results,
         sink: cute.Tensor,
         has_sink: Int32,
         scale: Float32,
-        group: Int32,
+        group: cute.FastDivmodDivisorV2,
         parts: Int32,
         rounds: Int32,
         cut: Int32,
@@ -173,7 +164,6 @@ class SparseMlaSm90(LatentAttention):
         tile = RowTile(group, heads, heads, row_tile * ROWS, Int32(0), Int32(0))
         if warp >= 12:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            lists = [keys, more_keys][: self.lists]
             tiles = sum((selection.indices.shape[1] + TILE - 1) // TILE for selection in lists)
             share = Share(part, parts, rounds, q.shape[0], cutlass.max(tiles, 1), cut)
             memory = TileMemory(units, ropes)
@@ -230,7 +220,7 @@ class SparseMlaSm90(LatentAttention):
 
     @cute.jit
     def place(self, sequence, tile: RowTile, row):
-        return sequence // tile.queries, sequence % tile.queries, row
+        return *divmod(sequence, tile.queries), row
 
     @cute.jit
     def hide(
@@ -247,45 +237,29 @@ class SparseMlaSm90(LatentAttention):
 
 @cached
 def compile_sparse_mla(dtype: str, channels: int, lists: int, highest: bool):
-    """-> f(q [T, 1, h, d], cache [pages, P, d], indices [T, K], counts [n], has_counts, the same of the second list,
-    sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], max_logits [T, h], out_parts
-    [slots, 1, h, 512], lse_parts [slots, 1, h], scale * log2(e), s_q, parts, rounds, cut); T, h, pages > 0
+    """-> f(q [T, 1, h, d], caches [pages, P, d], indices [T, K], counts [n], counted, sink [m], has_sink, out
+    [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_parts [slots, 1, h, 512], lse_parts [slots, 1, h], max_logits
+    [T, h] or None, scale * log2(e), s_q, parts, rounds, cut); caches, indices and counts are lists; T, h, pages > 0
 
-    Query t has counts[t // s_q] keys of its K if has_counts > 0. Rows of q and of the caches start at multiples of 16
-    bytes. Queries behind rounds * parts are cut, with 2 * cut slots (Share); with `highest` none may be.
+    Query t has counts[t // s_q] keys of its K in list i if bit i of `counted` is set. Rows of q and of the caches start
+    at multiples of 16 bytes. Queries behind rounds * parts are cut, with 2 * cut slots (Share); with `highest`, which
+    is when there are max_logits, none may be.
     """
     kind = cute_dtype(dtype)
+    queries, heads = cute.sym_int(), cute.sym_int()
 
-    def fake(dtype, shape, stride, align):
-        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
-
-    def strides(count, divisibility):
-        return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
-
-    queries, batch, group, heads, slots = (cute.sym_int() for _ in range(5))
-
-    def selection():
-        return (
-            fake(kind, (cute.sym_int(), cute.sym_int(), channels), (*strides(2, 8), 1), 16),
-            fake(Int32, (queries, cute.sym_int()), (*strides(1, 1), 1), 4),
-            fake(Int32, (cute.sym_int(),), (1,), 4),
-            Int32(0),
-        )
+    def cache():
+        return fake(kind, (cute.sym_int(), cute.sym_int(), channels), (*strides(2, 8), 1), 16)
 
     return compile_sm90(
-        SparseMlaSm90(kind, channels, lists, highest),
+        SparseMlaSm90(kind, channels, highest),
         fake(kind, (queries, 1, heads, channels), (*strides(3, 8), 1), 16),
-        *selection(),
-        *selection(),
-        fake(Float32, (cute.sym_int(),), (1,), 4),
-        Int32(0),
-        fake(kind, (batch, group, heads, VALUE), (*strides(2, 8), VALUE, 1), 16),
-        fake(Float32, (batch, heads, group), (*strides(2, 1), 1), 4),
-        fake(Float32, (queries, heads), (*strides(1, 1), 1), 4),
-        fake(Float32, (slots, 1, heads, VALUE), (*strides(2, 4), VALUE, 1), 16),
-        fake(Float32, (slots, 1, heads), (*strides(2, 1), 1), 4),
+        *fake_lists(queries, lists, cache),
+        *fake_sink(),
+        *fake_results(kind, heads),
+        fake(Float32, (queries, heads), (*strides(1), 1), 4) if highest else None,
         *(Float32(0.0), Int32(0), Int32(0), Int32(0), Int32(0)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake_stream(),
     )
 
 

@@ -15,7 +15,10 @@ D_V = 512
 DIMS = (576, 512)
 DTYPES = (torch.bfloat16, torch.float16)
 TILE, ROWS = 64, 64  # keys and heads of a kernel's tile
-BYTE_ROWS = (16, 32, 64)  # heads, of byte caches
+# Of byte caches, by the heads of a CTA: about how long a tile takes, and what is spent besides where queries are cut,
+# in microseconds on an H200. More heads share the work on a key's bytes; less leave smaller partial results.
+BYTE_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
+WHOLE = 5.0  # what is spent besides where they are not
 CUT = 3  # what cutting queries costs, in tiles
 LEAST = 2  # tiles that a share should have
 
@@ -54,11 +57,16 @@ def attend(
     q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
     tiles = sum(-(-s.indices.shape[1] // TILE) for s in selections)
     fp8 = selections[0].cache.dtype == torch.uint8
-    rows = _rows(heads) if fp8 else ROWS
-    parts, rounds, cut = shares(queries, -(-heads // rows), tiles, backends.num_sms(q.device), may_cut)
-    lists: list = []
-    for cache, indices, counts in (selections[0], selections[-1]):
-        lists += [cache, indices, indices[0] if counts is None else counts, int(counts is not None)]
+    num_sms = backends.num_sms(q.device)
+    rows = byte_rows(queries, heads, tiles, num_sms, may_cut) if fp8 else ROWS
+    parts, rounds, cut = shares(queries, -(-heads // rows), tiles, num_sms, may_cut)
+    caches, indices, counts = zip(*selections)
+    lists = (
+        list(caches),
+        list(indices),
+        [index[0] if count is None else count for index, count in zip(indices, counts)],
+        sum(1 << i for i, count in enumerate(counts) if count is not None),
+    )
     out, lse, max_logits = results
     highest = max_logits is not None
     sinks = (lse.view(-1) if sink is None else sink, int(sink is not None))
@@ -69,11 +77,11 @@ def attend(
         launch, largest = _bytes_kernel(dim, rows, len(selections)), ()
     else:
         launch = _kernel(q.dtype, dim, len(selections), highest)
-        largest = (max_logits if highest else lse.view(queries, heads),)
+        largest = (max_logits,)
     with backends.on_device(q):
         launch(
-            *(q.unsqueeze(1), *lists, *sinks, out, lse, *largest),
-            *(out_parts, lse_parts, scale * math.log2(math.e), out.shape[1], parts, rounds, cut),
+            *(q.unsqueeze(1), *lists, *sinks, out, lse, out_parts, lse_parts, *largest),
+            *(scale * math.log2(math.e), out.shape[1], parts, rounds, cut),
         )
         if cut:
             rest = queries - rounds * parts
@@ -92,9 +100,22 @@ def shares(queries: int, row_tiles: int, tiles: int, num_sms: int, may_cut: bool
     return min(parts, max(queries, cut)), rounds, cut
 
 
-def _rows(heads: int) -> int:
-    """Heads of a CTA, of byte caches."""
-    return next((rows for rows in BYTE_ROWS if heads <= rows), BYTE_ROWS[-1])
+def byte_rows(queries: int, heads: int, tiles: int, num_sms: int, may_cut: bool) -> int:
+    """Heads of a CTA, of byte caches: what takes least by the measured times; but where queries are never cut, as for
+    short windows, what the number of heads says, so that a result does not depend on the other queries."""
+
+    def time(rows: int) -> float:
+        (of_tile, besides), row_tiles = BYTE_TIMES[rows], -(-heads // rows)
+        parts, rounds, cut = shares(queries, row_tiles, tiles, num_sms, may_cut)
+        turns = -(-row_tiles // num_sms)  # more than one where there are more tiles of heads than multiprocessors
+        if not cut:
+            return WHOLE + turns * rounds * tiles * of_tile
+        return besides + turns * (rounds * tiles + -(-(queries - rounds * parts) * tiles // cut)) * of_tile
+
+    most = next((rows for rows in BYTE_TIMES if heads <= rows), max(BYTE_TIMES))
+    if not may_cut or tiles <= CUT + 1:
+        return most
+    return min((rows for rows in BYTE_TIMES if rows <= most), key=lambda rows: (time(rows), -rows))
 
 
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:

@@ -39,9 +39,10 @@ def test_of_bytes_sass(arguments):
     # A key, and a query's row for each slot; nothing is gathered but the scales of the layout that has them apart.
     assert sass.instructions["UBLKCP"] == (3 if rows == 64 else 2)
     assert sass.instructions["LDGSTS"] == (0 if channels == 576 else 1)
-    assert sass.registers * of_bytes.THREADS <= 65536
-    score, output, loader = of_bytes.REGISTERS[rows]
-    assert score + 2 * output + loader <= ALL
+    # The warpgroups share what the launch gives to all of them.
+    scorers, (score, output, loader) = of_bytes.SCORERS[rows], of_bytes.REGISTERS[rows]
+    assert sass.registers * (scorers + 3) * 128 <= 65536
+    assert scorers * score + 2 * output + loader <= sass.registers * (scorers + 3)
 
 
 def test_the_end_sass():

@@ -1,6 +1,7 @@
 """The bridges of sparse MLA attention on the CPU: dispatch, what they launch, torch.compile, and errors with a name."""
 
 import contextlib
+import itertools
 import math
 import warnings
 
@@ -69,7 +70,7 @@ def launches(monkeypatch):
 def test_constants_are_the_kernels():
     assert (latent_tiles.LATENT, latent_tiles.VALUE) == launch.DIMS and latent_tiles.VALUE == launch.D_V
     assert (latent_tiles.TILE, sparse_mla_sm90.ROWS) == (launch.TILE, launch.ROWS)
-    assert set(launch.BYTE_ROWS) == {rows for _, (_, rows, _) in sparse_mla_bytes_sm90.shipped_variants()}
+    assert set(launch.BYTE_TIMES) == {rows for _, (_, rows, _) in sparse_mla_bytes_sm90.shipped_variants()}
 
 
 @pytest.mark.parametrize("queries", [1, 2, 31, 66, 100, 127, 132, 133, 264, 4097])
@@ -96,6 +97,43 @@ def test_where_shares_meet(queries, tiles, parts, rounds, cut):
     for tile in range(rest * tiles):
         owner = ((tile + 1) * cut - 1) // (rest * tiles)
         assert bounds[owner] <= tile < bounds[owner + 1]
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "tiles", "rows"),
+    [
+        *[
+            (1, 8, 1, 16),
+            (128, 16, 32, 16),
+            (128, 17, 32, 32),
+            (128, 32, 32, 32),
+            (128, 64, 32, 64),
+            (256, 128, 32, 64),
+        ],
+        # As was measured: where multiprocessors would have no work, and where partial results are small.
+        *[(1, 128, 32, 16), (4, 128, 32, 16), (8, 128, 32, 32), (32, 128, 32, 32), (64, 64, 32, 32)],
+    ],
+)
+def test_heads_of_a_cta(queries, heads, tiles, rows):
+    assert launch.byte_rows(queries, heads, tiles, 132, may_cut=True) == rows
+    of_heads = launch.byte_rows(queries, heads, tiles, 132, may_cut=False)
+    assert of_heads >= max(rows, min(heads, 64))
+
+
+@pytest.mark.parametrize("heads", [8, 20, 128])
+def test_queries_that_are_never_cut_do_not_depend_on_their_number(heads):
+    for tiles in range(1, launch.CUT + 2):
+        counts = (1, 2, 30, 131, 133, 5000)
+        assert len({launch.byte_rows(queries, heads, tiles, 132, may_cut=True) for queries in counts}) == 1
+        assert all(launch.shares(queries, heads // 16 + 1, tiles, 132, may_cut=True)[2] == 0 for queries in counts)
+
+
+def test_heads_of_a_cta_are_no_more_than_needed():
+    for queries, heads, tiles, sms, may_cut in itertools.product(
+        (1, 7, 132, 5000), (1, 16, 17, 40, 128, 300), (1, 3, 64), (1, 132), (True, False)
+    ):
+        rows = launch.byte_rows(queries, heads, tiles, sms, may_cut)
+        assert rows in (16, 32, 64) and (rows == 16 or rows < 2 * heads)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -128,26 +166,26 @@ def test_what_prefill_launches(launches):
     out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, 512, sink, length)
     [(name, variant, arguments)] = launches
     assert (name, variant) == ("attend", (torch.bfloat16, 576, 1, True))
-    q_, cache, index, counts, has_counts, *second = arguments[:9]
+    q_, [cache], [index], [counts], counted, sinks, has_sink, out_, lse_, *_, max_, scale_, s_q = arguments[:-3]
     assert q_.shape == (300, 1, 80, 576) and cache.shape == (1, 20, 576) and index.shape == (300, 130)
-    assert counts.data_ptr() == length.data_ptr() and has_counts == 1 and second[0] is cache
-    sinks, has_sink, out_, lse_, max_, _, _, scale_, s_q, *share = arguments[9:]
+    assert counts.data_ptr() == length.data_ptr() and counted == 1
     assert sinks.data_ptr() == sink.data_ptr() and has_sink == 1
     assert (out_.data_ptr(), lse_.data_ptr(), max_.data_ptr()) == tuple(x.data_ptr() for x in (out, lse, max_logits))
-    assert scale_ == pytest.approx(scale * math.log2(math.e)) and s_q == 1 and share == [66, 5, 0]
+    assert scale_ == pytest.approx(scale * math.log2(math.e)) and s_q == 1 and arguments[-3:] == (66, 5, 0)
 
 
 def test_what_decoding_launches(launches):
     q, cache, indices = decode_inputs("bytes", s_q=2, h_q=17, k=640)
     out, lse = decoded(q, cache, indices, topk_length=i32([1, 2, 3]))
     (name, variant, arguments), (end, _, end_arguments) = launches
-    assert (name, end, variant) == ("attend to bytes", "combine", (576, 32, 1))
-    assert arguments[1].shape == (5, 6, 656) and arguments[1].stride() == (6 * 656, 656, 1)
-    assert arguments[2].shape == (6, 640) and arguments[4] == 1
-    assert (arguments[11].data_ptr(), arguments[12].data_ptr()) == (out.data_ptr(), lse.data_ptr())
+    assert (name, end, variant) == ("attend to bytes", "combine", (576, 16, 1))
+    _, [pages], [slots], _, counted, _, _, out_, lse_, out_parts, lse_parts, *_ = arguments
+    assert pages.shape == (5, 6, 656) and pages.stride() == (6 * 656, 656, 1)
+    assert slots.shape == (6, 640) and counted == 1
+    assert (out_.data_ptr(), lse_.data_ptr()) == (out.data_ptr(), lse.data_ptr())
     # Six queries of ten tiles, two tiles a share.
     assert arguments[-4:] == (2, 30, 0, 30) and end_arguments[-4:] == (30, 0, 10, 30)
-    assert arguments[13].shape == (60, 1, 17, 512) and arguments[14].shape == (60, 1, 17)
+    assert out_parts.shape == (60, 1, 17, 512) and lse_parts.shape == (60, 1, 17)
     launches.clear()
     decoded(q, cache, indices, batch_invariant=True)
     assert [name for name, _, _ in launches] == ["attend to bytes"] and launches[0][2][-3:] == (6, 1, 0)
@@ -242,9 +280,9 @@ def test_strides_that_mean_nothing(launches):
     decoded(q, cache.as_strided(cache.shape, (3, 576, 5, 1)), indices.as_strided(indices.shape, (2, 1, 7)))
     raw = decode_inputs("bytes", pages=1)[1]
     decoded(q, raw.as_strided(raw.shape, (5, 656, 3, 1)), indices)
-    for _, _, arguments in launches:
-        if len(arguments) > 14:
-            assert arguments[1].stride(0) * arguments[1].element_size() % 16 == 0 and arguments[2].stride(1) == 1
+    for name, _, (_, caches, indices, *_) in launches:
+        assert name != "combine" and caches[0].stride(0) * caches[0].element_size() % 16 == 0
+        assert indices[0].stride(1) == 1
 
 
 def test_float32_runs_the_reference_and_says_so_on_a_gpu(request, monkeypatch):
