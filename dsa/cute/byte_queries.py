@@ -6,36 +6,28 @@ products' 16 of a step are is free, if keys and queries agree: they are in the o
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float16, Int32, Uint32
 
-from dsa.cute.byte_exchange import Exchange, Thread
 from dsa.cute.byte_tiles import ByteRings, ByteTiles
+from dsa.cute.column_exchange import Exchange, Thread
+from dsa.cute.column_softmax import ColumnSoftmax, power_of_two
 from dsa.cute.fp8_rows import larger_bf16, times_to_f16
-from dsa.cute.latent_attention import WARPGROUP
 from dsa.cute.latent_tiles import CHUNK
 from dsa.cute.register_pressure import computed_here
 from dsa.cute.shared_bytes import load_16, store_4
 
-BARRIER = 1  # of all that score
 
-
-@cute.jit
-def power_of_two(exponent: Int32) -> Float32:
-    return ((exponent + 127) << 23).bitcast(Float32)
-
-
-class ByteQueries:
+class ByteQueries(ColumnSoftmax):
     """`rows` heads of a query, 16, 32 or 64, and keys in `memory`."""
 
     def __init__(self, memory: ByteTiles, rows: int):
-        self.memory, self.rows, self.channels = memory, rows, memory.channels
+        super().__init__(rows, memory.scorers, Float16, powers=True)
+        self.memory, self.channels = memory, memory.channels
+        # Blocks of 64 channels of a key that are bytes; one more is bf16, and of 512 channels part of the value.
         self.byte_blocks = self.channels // CHUNK - 1
 
-    def meet(self):
-        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=self.memory.scorers * WARPGROUP)
-
     @cute.jit
-    def take(self, raw, rings: ByteRings, exchange: Exchange, ring, rows, thread: Thread):
+    def take_queries(self, raw, rings: ByteRings, exchange: Exchange, ring, rows, thread: Thread):
         """A piece's queries from the slots in which they came to their own memory, zeros behind the last of `rows`; of
         each block of 64 channels in the order in which lanes have the keys'. What is multiplied with bytes goes to f16,
         divided by a power of two, so that the largest is about 2^14. -> that power.
@@ -59,7 +51,7 @@ class ByteQueries:
             largest = larger_bf16(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << log))
         if thread.lane == 0:
             exchange.largest[thread.side * 4 + thread.warp] = largest
-        self.meet()
+        self.meet_all()
         for w in cutlass.range_constexpr(4 * count):
             largest = larger_bf16(largest, exchange.largest[w])
         exponent = Int32(cutlass.max(largest & 0x7FFF, (largest >> 16) & 0x7FFF)) >> 7
@@ -89,7 +81,7 @@ class ByteQueries:
                                 number = Uint32(0)
                             place = 2 * CHUNK * self.rows * block + 16 * ((vector + pair) ^ (own & 7)) + 4 * word
                             store_4(target + place, number)
-        self.meet()
+        self.meet_all()
         for i in cutlass.range_constexpr(self.memory.query_slots):
             slot, _ = self.memory.position(ring + i)
             if thread.side == 0:

@@ -3,7 +3,7 @@
 Each has 256 channels x `rows` of O^T, a warp of it 64 channels, of which a lane has four from 4 (lane / 4) on,
 and those 32 further: rows lane / 4 and 8 further of the four products are the first two of these, the next two, and so
 on. A key's number is
-exact in f16, and times its scale is rounded to f16 (byte_exchange.ScaleTable).
+exact in f16, and times its scale is rounded to f16 (scale_table.py).
 """
 
 import cutlass
@@ -11,14 +11,15 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.byte_exchange import TABLE_BYTES, Exchange, ScaleTable, Thread, turn
 from dsa.cute.byte_tiles import ByteRings, ByteTiles
+from dsa.cute.column_exchange import Exchange, Thread, turn
 from dsa.cute.fp8_rows import halves_of_two, interleave, times, times_split, times_to_f16
 from dsa.cute.latent_attention import Results
 from dsa.cute.latent_tiles import CHUNK, PART, SEQUENCE, TILE, TILES, VALUE
 from dsa.cute.matrix_store import pack
 from dsa.cute.register_pressure import computed_here
 from dsa.cute.ring import advance
+from dsa.cute.scale_table import TABLE_BYTES, ScaleTable
 from dsa.cute.shared_bytes import load_4, load_8
 
 HALF = VALUE // 2

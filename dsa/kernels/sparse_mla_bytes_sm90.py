@@ -27,10 +27,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.byte_exchange import ExchangeMemory, Thread
 from dsa.cute.byte_scores import ByteScores
 from dsa.cute.byte_tiles import V4_BYTES, V32_BYTES, ByteTiles
 from dsa.cute.byte_values import ByteValues
+from dsa.cute.column_exchange import ExchangeMemory, Thread
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.gathered_tiles import Selection, Share
 from dsa.cute.latent_attention import WARPGROUP, Results
@@ -51,7 +51,7 @@ class SparseMlaBytesSm90:
         self.channels, self.rows = channels, rows
         self.scorers = SCORERS[rows]
         self.memory = ByteTiles(channels, rows, SLOTS[rows], self.scorers)
-        self.exchange_memory = ExchangeMemory(channels, rows, self.scorers)
+        self.exchange_memory = ExchangeMemory(None, channels, rows, self.scorers)
         self.scores, self.values = ByteScores(self.memory, rows), ByteValues(self.memory, rows)
 
     @cute.jit

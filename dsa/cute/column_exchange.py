@@ -1,20 +1,18 @@
-"""What the warpgroups of attention over an FP8 cache tell each other, in shared memory."""
+"""What warpgroups tell each other in shared memory where heads are columns: S^T = K Q^T, O^T = V^T P^T."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.latent_tiles import TILE, VALUE
-from dsa.cute.shared_bytes import load_4, load_8
+from dsa.cute.latent_tiles import TILE
+from dsa.cute.scale_table import TABLE_BYTES
 
 P_SLOTS = 2
 ADDERS = 8  # warps that accumulate
-TABLE_BYTES = 1024
-ROOM = 6  # f16 has room for e4m3 times 2^7: the largest scale of a key is below 2 after division by its power
 
 
 def turn(count: Int32):
@@ -39,9 +37,8 @@ class Thread:
 class Exchange:
     """Pointers are to barriers; p_full, p_empty: of each slot.
 
-    queries    Q [heads, channels] in bf16, and the same memory in f16
-    p          P^T [heads, 64 keys, P_SLOTS], f16
-    tables     address of P_SLOTS tables of the keys' scales, see `ScaleTable`
+    queries    Q [heads, channels]
+    p          P^T [heads, 64 keys, P_SLOTS]
     factors    [heads, P_SLOTS]: what the columns of O^T are to be multiplied by before a tile, if changed [P_SLOTS] is
                not 0
     inverses   [heads]: what O^T is to be multiplied by at the end; end_full, end_empty
@@ -49,15 +46,17 @@ class Exchange:
     columns    [heads, scoring warps]: their columns' maxima, or sums
     tops       [heads]: what P is relative to, in powers of two (NOTHING while there is nothing)
     totals     [4, scoring threads, heads / 16]: of each, the sums of its columns over its keys
+
+    Of FP8 caches also:
+    half_queries  the memory of Q as f16
+    tables     address of P_SLOTS tables of the keys' scales, see scale_table.py
     largest    [scoring warps]: the largest magnitude of their part of Q, as bits of bf16
     """
 
     queries: cute.Tensor
-    half_queries: cute.Tensor
     p: cute.Tensor
     p_full: cute.Pointer
     p_empty: cute.Pointer
-    tables: Int32
     factors: cute.Tensor
     changed: cute.Tensor
     inverses: cute.Tensor
@@ -67,54 +66,33 @@ class Exchange:
     columns: cute.Tensor
     tops: cute.Tensor
     totals: cute.Tensor
-    largest: cute.Tensor
-
-
-class ScaleTable:
-    """What the numbers of a tile's keys are multiplied by for V, which is f16: their scales divided by 2^(e - ROOM),
-    e the exponent of the key's largest, so that the products use f16's range; P has the key's 2^e. Two keys are side
-    by side, as the products' operands have them.
-
-    d = 576: [4 groups, 32 pairs of keys, 2, 2 keys] f16: the scale rounded, and what the rounding left out.
-    d = 512: [8 blocks, 32 pairs, 2 keys] f16, of powers of two; of the last block, which is bf16, 2^(ROOM - e) as bf16.
-    So a group whose scale is below 2^-20 of the key's largest loses accuracy: up to 2^-22 of that largest scale.
-    """
-
-    def __init__(self, channels: int):
-        self.split = channels > VALUE
-        self.entry = 8 if self.split else 4
-        self.each = TILE // 2 * self.entry
-
-    def place(self, table: Int32, group, key):
-        """Where the scale of a key for a group, or block, is; 4 bytes further, what the rounding left out."""
-        return table + group * self.each + key // 2 * self.entry + key % 2 * 2
-
-    def of_block(self, table: Int32, block) -> Int32:
-        """Where the scales for a block of 64 channels begin."""
-        return table + (block // 2 if self.split else block) * self.each
-
-    def pair(self, start: Int32, pair) -> list:
-        """Words of the two keys' scales: what was rounded, and what that left out if it did."""
-        if self.split:
-            return list(load_8(start + pair * self.entry))
-        return [load_4(start + pair * self.entry)]
+    half_queries: cute.Tensor | None = None
+    tables: Int32 | None = None
+    largest: cute.Tensor | None = None
 
 
 class ExchangeMemory:
-    """The shared memory of it, for `rows` heads of a query of `channels` numbers and so many scoring warpgroups."""
+    """The shared memory of it, for `rows` heads of a query of `channels` numbers and so many scoring warpgroups.
 
-    def __init__(self, channels: int, rows: int, scorers: int):
+    dtype  of Q and P; None: an FP8 cache, with Q in bf16 and f16, and P in f16
+    """
+
+    def __init__(self, dtype: type[cutlass.Numeric] | None, channels: int, rows: int, scorers: int):
+        self.of_bytes = dtype is None
+        self.dtype, self.p_dtype = dtype or BFloat16, dtype or Float16
         self.channels, self.rows, self.scorers = channels, rows, scorers
         self.of_lanes = (4, 128 * scorers, rows // 16)
 
     def layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
         """Of Q and P^T, as operands of the products."""
         return (
-            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, self.rows, self.channels), BFloat16, 1),
-            sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (TILE, self.rows, TILE), Float16, P_SLOTS),
+            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, self.rows, self.channels), self.dtype, 1),
+            sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (TILE, self.rows, TILE), self.p_dtype, P_SLOTS),
         )
 
     def storage(self) -> type:
+        table_bytes = TABLE_BYTES * P_SLOTS if self.of_bytes else 16
+
         @cute.struct
         class ExchangeStorage:
             p_full: cute.struct.MemRange[Int64, P_SLOTS]
@@ -129,21 +107,19 @@ class ExchangeMemory:
             tops: cute.struct.MemRange[Float32, self.rows]
             largest: cute.struct.MemRange[Uint32, 4 * self.scorers]
             totals: cute.struct.Align[cute.struct.MemRange[Float32, 32 * self.scorers * self.rows], 16]
-            tables: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, TABLE_BYTES * P_SLOTS], 16]
-            p: cute.struct.Align[cute.struct.MemRange[Float16, self.rows * TILE * P_SLOTS], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[BFloat16, self.rows * self.channels], 1024]
+            tables: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, table_bytes], 16]
+            p: cute.struct.Align[cute.struct.MemRange[self.p_dtype, self.rows * TILE * P_SLOTS], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, self.rows * self.channels], 1024]
 
         return ExchangeStorage
 
     @cute.jit
     def exchange(self, storage, q_layout: cute.ComposedLayout, p_layout: cute.ComposedLayout):
-        return Exchange(
+        exchange = Exchange(
             storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
-            storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner, dtype=Float16),
             storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner),
             storage.p_full.data_ptr(),
             storage.p_empty.data_ptr(),
-            Int32(storage.tables.data_ptr().toint()),
             storage.factors.get_tensor(cute.make_layout((self.rows, P_SLOTS))),
             storage.changed.get_tensor(cute.make_layout(P_SLOTS)),
             storage.inverses.get_tensor(cute.make_layout(self.rows)),
@@ -153,8 +129,15 @@ class ExchangeMemory:
             storage.columns.get_tensor(cute.make_layout((self.rows, 4 * self.scorers))),
             storage.tops.get_tensor(cute.make_layout(self.rows)),
             storage.totals.get_tensor(cute.make_layout(self.of_lanes, stride=(1, 4, 512 * self.scorers))),
-            storage.largest.get_tensor(cute.make_layout(4 * self.scorers)),
         )
+        if const_expr(self.of_bytes):
+            exchange = replace(
+                exchange,
+                half_queries=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner, dtype=Float16),
+                tables=Int32(storage.tables.data_ptr().toint()),
+                largest=storage.largest.get_tensor(cute.make_layout(4 * self.scorers)),
+            )
+        return exchange
 
     @cute.jit
     def init(self, exchange: Exchange):
