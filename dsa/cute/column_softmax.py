@@ -186,7 +186,7 @@ class ColumnSoftmax:
         first_row, heads = rows
         lane, tid, number = computed_here(thread.lane), computed_here(thread.tid), self.number(thread)
         if const_expr(self.scorers > 1):
-            self.queries.meet()
+            self.meet_all()
             if (parts & 1) == thread.side:
                 # The last tile was the other's.
                 self.scale_totals(exchange, thread.side ^ 1, thread)
@@ -196,7 +196,7 @@ class ColumnSoftmax:
                 amount += cute.arch.shuffle_sync_bfly(amount, offset=1 << log)
             if lane >> 2 == 0:
                 exchange.columns[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = amount
-        self.queries.meet()
+        self.meet_all()
         if thread.side == 0:
             cute.arch.mbarrier_wait(exchange.end_empty, ~pieces & 1)
             if tid < self.rows:
