@@ -87,9 +87,9 @@ class ByteScores(ByteQueries):
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(rings.empty + slot)
-                    self.softmax(flat, exchange, there, powers, exponents, scale, place, p_phase, thread)
+                    self.softmax(flat, exchange, there, powers, exponents, None, scale, place, p_phase, thread)
                 ring, parts = ring + piece.tiles, parts + piece.tiles
-                self.finish(results, exchange, piece, rows, group, parts, pieces, thread)
+                self.finish(results, exchange, piece, rows, group, parts, pieces, None, thread)
                 pieces += 1
 
     @cute.jit

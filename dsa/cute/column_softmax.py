@@ -40,10 +40,12 @@ class ColumnSoftmax:
     p_dtype  of P
     powers   keys come with a power of two each, which P is multiplied by and which its sums are without; then eight
              keys are in the order of `spread_key`, and O is to be divided by 2^ROOM, too
+    highest  max_logits are wanted
     """
 
-    def __init__(self, rows: int, scorers: int, p_dtype: type[cutlass.Numeric], powers: bool):
-        self.rows, self.scorers, self.p_dtype, self.powers = rows, scorers, p_dtype, powers
+    def __init__(self, rows: int, scorers: int, p_dtype: type[cutlass.Numeric], powers: bool, highest: bool = False):
+        self.rows, self.scorers, self.p_dtype = rows, scorers, p_dtype
+        self.powers, self.highest = powers, highest
         self.own = rows // 4  # columns of a lane
         self.raised = RAISED if powers else 0.0
 
@@ -75,11 +77,11 @@ class ColumnSoftmax:
             cute.autovec_copy(zeros, exchange.totals[None, self.number(thread), i])
 
     @cute.jit
-    def softmax(self, flat, exchange: Exchange, there, powers, exponents, scale, slot, phase, thread: Thread):
+    def softmax(self, flat, exchange: Exchange, there, powers, exponents, peaks, scale, slot, phase, thread: Thread):
         """P^T of a tile's scores to shared memory, and what O^T must be multiplied by before.
 
         there: a bit for each of the warp's keys; (slot, phase): of P; powers: of the lane's two keys, if they have any,
-        and exponents, the same as numbers
+        and exponents, the same as numbers; peaks: of the lane's columns the highest of its scores, if they are wanted
         """
         lane, number = computed_here(thread.lane), computed_here(self.number(thread))
         tops = cute.make_tensor(
@@ -96,6 +98,10 @@ class ColumnSoftmax:
                 if (there >> Uint32(8 * r + self.key_of(lane >> 2))) & 1 == 0:
                     for i in cutlass.range_constexpr(self.own):
                         flat[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
+        if const_expr(self.highest):
+            for c in cutlass.range_constexpr(self.own):
+                at = c // 2 * 4 + c % 2
+                peaks[c] = cute.arch.fmax(peaks[c], cute.arch.fmax(flat[at], flat[at + 2]))
         if const_expr(self.scorers > 1):
             # The first has the first turn.
             cute.arch.mbarrier_wait(exchange.turns + slot, phase ^ 1 ^ thread.side)
@@ -161,13 +167,10 @@ class ColumnSoftmax:
     @cute.jit
     def raise_tops(self, flat, exchange: Exchange, slot, thread: Thread):
         """The true maxima of the columns where they exceed the tops by too much, and the factors that follow."""
-        lane, tid, warp = computed_here(thread.lane), computed_here(thread.tid), thread.side * 4 + thread.warp
+        tid, highest_of = computed_here(thread.tid), cute.make_rmem_tensor((self.own,), Float32)
         for c in cutlass.range_constexpr(self.own):
-            value = cute.arch.fmax(flat[c // 2 * 4 + c % 2], flat[c // 2 * 4 + 2 + c % 2])
-            for log in cutlass.range_constexpr(2, 5):
-                value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1 << log))
-            if lane >> 2 == 0:
-                exchange.columns[c // 2 * 8 + (lane & 3) * 2 + c % 2, warp] = value
+            highest_of[c] = cute.arch.fmax(flat[c // 2 * 4 + c % 2], flat[c // 2 * 4 + 2 + c % 2])
+        self.columns_of(exchange, highest_of, thread)
         self.meet(thread)
         if tid < self.rows:
             highest = exchange.columns[tid, thread.side * 4]
@@ -181,7 +184,9 @@ class ColumnSoftmax:
             exchange.factors[tid, slot] = factor
 
     @cute.jit
-    def finish(self, results: Results, exchange: Exchange, piece: Piece, rows, group, parts, pieces, thread: Thread):
+    def finish(
+        self, results: Results, exchange: Exchange, piece: Piece, rows, group, parts, pieces, peaks, thread: Thread
+    ):
         """LSE of the piece's rows, and what O^T is to be multiplied by; parts: tiles that have been scored."""
         first_row, heads = rows
         lane, tid, number = computed_here(thread.lane), computed_here(thread.tid), self.number(thread)
@@ -225,3 +230,24 @@ class ColumnSoftmax:
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(exchange.end_full)
+        if const_expr(self.highest):
+            # The sums have been read.
+            self.meet_all()
+            self.columns_of(exchange, peaks, thread)
+            self.meet_all()
+            if tid < self.rows and first_row + tid < heads:
+                peak = exchange.columns[tid, 0]
+                for w in cutlass.range_constexpr(1, 4):
+                    peak = cute.arch.fmax(peak, exchange.columns[tid, w])
+                results.max_logits[piece.sequence, first_row + tid] = peak * LN2
+
+    @cute.jit
+    def columns_of(self, exchange: Exchange, values, thread: Thread):
+        """The warp's maxima of its lanes' values of columns."""
+        lane = computed_here(thread.lane)
+        for c in cutlass.range_constexpr(self.own):
+            value = values[c]
+            for log in cutlass.range_constexpr(2, 5):
+                value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1 << log))
+            if lane >> 2 == 0:
+                exchange.columns[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = value

@@ -37,10 +37,10 @@ from dsa.cute.latent_tiles import (
     TILES,
     UNIT,
     UNIT_CHUNKS,
-    UNIT_ORDER,
     VALUE,
     LatentMemory,
     LatentRings,
+    chunk_order,
 )
 from dsa.cute.matrix_store import pack, store_matrices
 from dsa.cute.register_pressure import computed_here
@@ -150,10 +150,7 @@ class LatentAttention:
     def __init__(self, memory: LatentMemory, channels: int, held: int, highest: bool = False):
         self.dtype, self.memory, self.held, self.highest = memory.dtype, memory, held, highest
         self.free = channels // CHUNK - held
-        # The channels of Q, by chunks, in the order of the keys' units.
-        self.order = [unit * UNIT_CHUNKS + c for unit in UNIT_ORDER for c in range(UNIT_CHUNKS)]
-        if channels > VALUE:
-            self.order.insert(ROPE_AFTER * UNIT_CHUNKS, VALUE // CHUNK)
+        self.order = chunk_order(channels)
 
     def multiplications(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
         """Scores with Q in shared memory and in registers, and O += P V."""

@@ -34,6 +34,14 @@ SPLIT_TILES, MAX_SPLITS = 64, 32  # of splits that depend on nothing but the seq
 SEQUENCE, FIRST_TILE, TILES, PART, LENGTH, SEEN = range(6)
 
 
+def chunk_order(channels: int) -> list[int]:
+    """The chunks of 64 channels in the order in which a key's units come, and its rope part if it has one."""
+    order = [unit * UNIT_CHUNKS + c for unit in UNIT_ORDER for c in range(UNIT_CHUNKS)]
+    if channels > VALUE:
+        order.insert(ROPE_AFTER * UNIT_CHUNKS, VALUE // CHUNK)
+    return order
+
+
 @dataclass(frozen=True)
 class LatentRings:
     """Barriers and what goes with them.

@@ -18,9 +18,20 @@ def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr):
 def store_matrices(address: Int32, words):
     """Store 1, 2 or 4 matrices; lane 8 i + r gives the address of row r of matrix i. `words`: what a lane has of each,
     two neighbours of a row."""
+    _store(address, words, "")
+
+
+@cute.jit
+def store_transposed(address: Int32, words):
+    """The same, transposed: what a lane has of each are two neighbours of a column."""
+    _store(address, words, ".trans")
+
+
+@cute.jit
+def _store(address: Int32, words, kind: cutlass.Constexpr):
     count = len(words)
     registers = ", ".join(f"{{$r{i + 1}}}" for i in range(count))
     cute.arch.inline_ptx(
-        f"stmatrix.sync.aligned.m8n8.x{count}.shared.b16 [{{$r0}}], " + "{" + registers + "};",
+        f"stmatrix.sync.aligned.m8n8.x{count}{kind}.shared.b16 [{{$r0}}], " + "{" + registers + "};",
         read_only_args=[address, *words],
     )

@@ -15,6 +15,7 @@ D_V = 512
 DIMS = (576, 512)
 DTYPES = (torch.bfloat16, torch.float16)
 TILE, ROWS = 64, 64  # keys and heads of a kernel's tile
+FEW_ROWS = (16, 32)  # heads of the kernel for few
 # Of byte caches, by the heads of a CTA: about how long a tile takes, and what is spent besides where queries are cut,
 # in microseconds on an H200. More heads share the work on a key's bytes; less leave smaller partial results.
 BYTE_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
@@ -58,7 +59,9 @@ def attend(
     tiles = sum(-(-s.indices.shape[1] // TILE) for s in selections)
     fp8 = selections[0].cache.dtype == torch.uint8
     num_sms = backends.num_sms(q.device)
-    rows = byte_rows(queries, heads, tiles, num_sms, may_cut) if fp8 else ROWS
+    rows = next((rows for rows in FEW_ROWS if heads <= rows), ROWS)
+    if fp8:
+        rows = byte_rows(queries, heads, tiles, num_sms, may_cut)
     parts, rounds, cut = shares(queries, -(-heads // rows), tiles, num_sms, may_cut)
     caches, indices, counts = zip(*selections)
     lists = (
@@ -76,7 +79,7 @@ def attend(
     if fp8:
         launch, largest = _bytes_kernel(dim, rows, len(selections)), ()
     else:
-        launch = _kernel(q.dtype, dim, len(selections), highest)
+        launch = _kernel(q.dtype, dim, rows, len(selections), highest)
         largest = (max_logits,)
     with backends.on_device(q):
         launch(
@@ -124,7 +127,11 @@ def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, dim: int, lists: int, highest: bool) -> Callable[..., None]:
+def _kernel(dtype: torch.dtype, dim: int, rows: int, lists: int, highest: bool) -> Callable[..., None]:
+    if rows < ROWS:
+        from dsa.kernels.sparse_mla_few_sm90 import compile_sparse_mla_few
+
+        return compile_sparse_mla_few(dtype_name(dtype), dim, rows, lists, highest)
     from dsa.kernels.sparse_mla_sm90 import compile_sparse_mla
 
     return compile_sparse_mla(dtype_name(dtype), dim, lists, highest)
