@@ -1,7 +1,7 @@
 """Attention of few heads over latents in 16 bits: keys are the rows of both products, as they lie in shared memory, and
 heads their columns: S^T = K Q^T, O^T += V^T P^T. So the products cost no more than the heads there are.
 
-A warpgroup scores 64 keys of 576 or 512 channels; two accumulate 256 channels x `rows` of O^T each. A lane has channels
+Two warpgroups score, tiles of 64 keys in turns; two accumulate 256 channels x `rows` of O^T each. A lane has channels
 lane / 4 and 8 further of a warp's 16 of each 64; the result goes through shared memory, which turns it.
 """
 
@@ -15,7 +15,7 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.column_exchange import Exchange, Thread, turn
 from dsa.cute.column_softmax import ColumnSoftmax
 from dsa.cute.gathered_tiles import GatheredTiles, TileMemory
-from dsa.cute.latent_attention import WARPGROUP, Piece, Results
+from dsa.cute.latent_attention import Piece, Results
 from dsa.cute.latent_tiles import (
     CHUNK,
     FIRST_TILE,
@@ -35,9 +35,9 @@ from dsa.cute.latent_tiles import (
 )
 from dsa.cute.matrix_store import pack, store_transposed
 from dsa.cute.register_pressure import computed_here
-from dsa.cute.ring import advance
 
 K16 = 16
+SCORERS = 2
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ColumnAttention(ColumnSoftmax):
     """Keys of `channels` numbers in `memory`, `rows` heads, 16 or 32; `highest`: max_logits, too."""
 
     def __init__(self, memory: GatheredTiles, channels: int, rows: int, highest: bool):
-        super().__init__(rows, 1, memory.dtype, powers=False, highest=highest)
+        super().__init__(rows, SCORERS, memory.dtype, powers=False, highest=highest)
         self.memory, self.dtype, self.order = memory, memory.dtype, chunk_order(channels)
 
     def multiplications(self) -> tuple[cute.TiledMma, cute.TiledMma]:
@@ -77,15 +77,14 @@ class ColumnAttention(ColumnSoftmax):
         scale,
         thread: Thread,
     ):
-        """The scoring warpgroup: all pieces of this CTA."""
+        """A scoring warpgroup: all pieces of this CTA."""
         thr = mma.get_slice(thread.tid)
         keys = [mma.make_fragment_A(thr.partition_A(slots)) for slots in (tiles.units, tiles.ropes)]
         queries = mma.make_fragment_B(thr.partition_B(exchange.queries))
         acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, self.rows)), Float32)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(self.rows // 2))
         peaks = cute.make_rmem_tensor((self.own,), Float32)
-        ring = (Int32(0), Int32(0), Int32(0), Int32(0))
-        pieces, parts, sequence = Int32(0), Int32(0), Int32(0)
+        ring, pieces, parts, sequence = Int32(0), Int32(0), Int32(0), Int32(0)
         while sequence >= 0:
             at, facts_phase = turn(pieces)
             cute.arch.mbarrier_wait(rings.named + at, facts_phase)
@@ -97,59 +96,72 @@ class ColumnAttention(ColumnSoftmax):
             if sequence >= 0:
                 # All have multiplied with the queries before.
                 self.meet_all()
-                ring = self.take_queries(tiles, rings, exchange, ring, thread)
+                self.take_queries(tiles, rings, exchange, ring, thread)
+                ring += 1
                 self.begin(exchange, thread)
                 peaks.fill(-float("inf"))
                 cute.arch.fence_proxy("async.shared", space="cta")
                 self.meet_all()
-                for _ in cutlass.range(piece.tiles, unroll=1):
-                    rope = ring[2]
-                    ring = self.multiply(acc, mma, keys, queries, rings, ring)
-                    place, p_phase = turn(parts)
+                first = (parts ^ thread.side) & (self.scorers - 1)
+                for tile in cutlass.range(first, piece.tiles, self.scorers, unroll=1):
+                    self.multiply(acc, mma, keys, queries, rings, ring + tile)
+                    place, p_phase = turn(parts + tile)
                     cute.arch.mbarrier_wait(exchange.p_empty + place, p_phase ^ 1)
                     cute.nvgpu.warpgroup.wait_group(0)
+                    rope, _ = self.position(ring + tile, self.memory.ropes)
                     there = rings.present[thread.warp, rope]
                     self.softmax(flat, exchange, there, None, None, peaks, scale, place, p_phase, thread)
                     self.memory.release(rings.rope_empty + rope)
-                    parts += 1
+                ring, parts = ring + piece.tiles, parts + piece.tiles
                 self.finish(results, exchange, piece, (rows.first, rows.heads), group, parts, pieces, peaks, thread)
                 pieces += 1
 
     @cute.jit
+    def position(self, count, slots: cutlass.Constexpr):
+        """(slot, phase) of a ring of so many, after `count`."""
+        return count % slots, count // slots & 1
+
+    @cute.jit
     def take_queries(self, tiles: TileMemory, rings: LatentRings, exchange: Exchange, ring, thread: Thread):
-        """They came as a tile of keys does, row by row: chunks of 64 channels to their own memory as they are."""
-        unit, unit_phase, rope, rope_phase = ring
+        """They came as tile number `ring`, as keys do, row by row: chunks of 64 channels to their own memory as they are."""
+        rope, rope_phase = self.position(ring, self.memory.ropes)
         vector = cute.make_rmem_tensor((8,), self.dtype)
         target = cute.recast_ptr(exchange.queries.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
-        for chunk in self.order:
-            slots, place = tiles.units, unit * UNIT_CHUNKS + chunk % UNIT_CHUNKS
+        for n, chunk in enumerate(self.order):
+            slots, place = tiles.ropes, rope
             if const_expr(chunk < VALUE // CHUNK):
+                unit, unit_phase = self.position(ring * TILE_UNITS + self.unit_of(n), self.memory.units)
+                slots, place = tiles.units, unit * UNIT_CHUNKS + chunk % UNIT_CHUNKS
                 cute.arch.mbarrier_wait(rings.unit_full + place, unit_phase)
             else:
                 cute.arch.mbarrier_wait(rings.rope_full + rope, rope_phase)
-                slots, place = tiles.ropes, rope
             source = cute.recast_ptr(slots.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
             source += place * (TILE * CHUNK)
-            for i in cutlass.range_constexpr(self.rows * CHUNK // (8 * WARPGROUP)):
-                here = (i * WARPGROUP + thread.tid) * 8
+            # Rows of 128 bytes: a vector for each of 16 or 32 rows x 8.
+            here = self.number(thread) * 8
+            if here < self.rows * CHUNK:
                 cute.autovec_copy(cute.make_tensor(source + here, cute.make_layout(8)), vector)
                 there = cute.make_tensor(target + (chunk * self.rows * CHUNK + here), cute.make_layout(8))
                 cute.autovec_copy(vector, there)
-            if const_expr(chunk < VALUE // CHUNK and chunk % UNIT_CHUNKS == UNIT_CHUNKS - 1):
-                cute.arch.sync_warp()
+        self.meet_all()
+        if thread.side == 0:
+            for n in cutlass.range_constexpr(TILE_UNITS):
+                unit, _ = self.position(ring * TILE_UNITS + n, self.memory.units)
                 self.memory.release(rings.unit_empty + unit)
-                unit, unit_phase = advance(unit, unit_phase, self.memory.units)
-        self.memory.release(rings.rope_empty + rope)
-        rope, rope_phase = advance(rope, rope_phase, self.memory.ropes)
-        return unit, unit_phase, rope, rope_phase
+            self.memory.release(rings.rope_empty + rope)
+
+    def unit_of(self, n: int) -> int:
+        """Of the chunk that comes as number n the unit, in the order in which they come."""
+        return sum(chunk < VALUE // CHUNK for chunk in self.order[:n]) // UNIT_CHUNKS
 
     @cute.jit
     def multiply(self, acc, mma, keys, queries, rings: LatentRings, ring):
-        """Start acc = K Q^T of the next tile, as its parts arrive. -> the ring behind the tile."""
-        unit, unit_phase, rope, rope_phase = ring
+        """Start acc = K Q^T of tile number `ring`, as its parts arrive."""
         of_units, of_ropes = keys
+        rope, rope_phase = self.position(ring, self.memory.ropes)
         cute.nvgpu.warpgroup.fence()
         for n, chunk in enumerate(self.order):
+            unit, unit_phase = self.position(ring * TILE_UNITS + self.unit_of(n), self.memory.units)
             if const_expr(n == ROPE_AFTER * UNIT_CHUNKS):
                 cute.arch.mbarrier_wait(rings.rope_full + rope, rope_phase)
             if const_expr(chunk < VALUE // CHUNK):
@@ -161,11 +173,7 @@ class ColumnAttention(ColumnSoftmax):
                     a = of_units[None, None, chunk % UNIT_CHUNKS * (CHUNK // K16) + step, own_unit]
                 mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, n + step > 0)
                 cute.gemm(mma, acc, a, queries[None, None, chunk * (CHUNK // K16) + step, 0], acc)
-            if const_expr(chunk < VALUE // CHUNK and chunk % UNIT_CHUNKS == UNIT_CHUNKS - 1):
-                unit, unit_phase = advance(unit, unit_phase, self.memory.units)
         cute.nvgpu.warpgroup.commit_group()
-        rope, rope_phase = advance(rope, rope_phase, self.memory.ropes)
-        return unit, unit_phase, rope, rope_phase
 
     @cute.jit
     def accumulate(

@@ -237,7 +237,7 @@ class ColumnSoftmax:
             self.meet_all()
             if tid < self.rows and first_row + tid < heads:
                 peak = exchange.columns[tid, 0]
-                for w in cutlass.range_constexpr(1, 4):
+                for w in cutlass.range_constexpr(1, 4 * self.scorers):
                     peak = cute.arch.fmax(peak, exchange.columns[tid, w])
                 results.max_logits[piece.sequence, first_row + tid] = peak * LN2
 

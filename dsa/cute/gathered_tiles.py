@@ -98,9 +98,9 @@ class GatheredTiles(LatentMemory):
         self.channels, self.rope = channels, channels > VALUE
 
     @cute.jit
-    def init_gathered(self, rings: LatentRings):
+    def init_gathered(self, rings: LatentRings, readers: cutlass.Constexpr = 12):
         """A chunk is there when all lanes have it; so is a rope part, and each warp has said which keys there are."""
-        self.init(rings, WARPGROUP, WARPGROUP + 4 if self.rope else 4)
+        self.init(rings, WARPGROUP, WARPGROUP + 4 if self.rope else 4, readers)
 
     @cute.jit
     def load(self, q, memory: TileMemory, rings: LatentRings, lists, group, share: Share, first_row, warp, lane):

@@ -128,8 +128,14 @@ class LatentMemory:
         )
 
     @cute.jit
-    def init(self, rings: LatentRings, unit_writers: cutlass.Constexpr, rope_writers: cutlass.Constexpr):
-        """Barriers: of a slot, so many arrivals fill it; four warps of every CTA of the cluster empty it, and twelve
+    def init(
+        self,
+        rings: LatentRings,
+        unit_writers: cutlass.Constexpr,
+        rope_writers: cutlass.Constexpr,
+        readers: cutlass.Constexpr = 12,
+    ):
+        """Barriers: of a slot, so many arrivals fill it; four warps of every CTA of the cluster empty it, and `readers`
         read facts. One thread's work."""
         for i in cutlass.range_constexpr(self.units * UNIT_CHUNKS):
             cute.arch.mbarrier_init(rings.unit_full + i, unit_writers)
@@ -141,7 +147,7 @@ class LatentMemory:
         for i in cutlass.range_constexpr(FACTS):
             cute.arch.mbarrier_init(rings.named + i, 1)
             cute.arch.mbarrier_init(rings.facts_full + i, 1)
-            cute.arch.mbarrier_init(rings.facts_empty + i, 12)
+            cute.arch.mbarrier_init(rings.facts_empty + i, readers)
 
     @cute.jit
     def release(self, barrier: cute.Pointer):

@@ -21,19 +21,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.column_attention import ColumnAttention, RowRange
+from dsa.cute.column_attention import SCORERS, ColumnAttention, RowRange
 from dsa.cute.column_exchange import ExchangeMemory, Thread
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
 from dsa.cute.gathered_tiles import GatheredTiles, Selection, Share, TileMemory
-from dsa.cute.latent_attention import THREADS, Results
+from dsa.cute.latent_attention import WARPGROUP, Results
 from dsa.cute.latent_tiles import LATENT, TILE, VALUE
 from dsa.cute.sparse_arguments import fake, fake_lists, fake_results, fake_sink, fake_stream, selections, strides
 
 ROPES = 2
 LOG2E = 1.4426950408889634
 UNITS = {(LATENT, 16): 11, (LATENT, 32): 9, (VALUE, 16): 12, (VALUE, 32): 10}
-MATH_REGISTERS, LOADER_REGISTERS = 144, 80
+SCORE_REGISTERS, OUTPUT_REGISTERS, LOADER_REGISTERS = 96, 112, 64
 
 
 class SparseMlaFewSm90(ColumnAttention):
@@ -41,7 +41,7 @@ class SparseMlaFewSm90(ColumnAttention):
 
     def __init__(self, dtype: type[cutlass.Numeric], channels: int, rows: int, highest: bool):
         super().__init__(GatheredTiles(dtype, channels, UNITS[channels, rows], ROPES), channels, rows, highest)
-        self.exchange_memory = ExchangeMemory(dtype, channels, rows, 1)
+        self.exchange_memory = ExchangeMemory(dtype, channels, rows, SCORERS)
 
     @cute.jit
     def __call__(
@@ -88,7 +88,7 @@ class SparseMlaFewSm90(ColumnAttention):
             *(self.multiplications(), self.exchange_memory.layouts(), (unit_layout, rope_layout)),
         ).launch(
             grid=(parts, 1, 1),
-            block=(THREADS, 1, 1),
+            block=((SCORERS + 3) * WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -124,7 +124,7 @@ class SparseMlaFewSm90(ColumnAttention):
             storage.ropes.get_tensor(rope_layout.outer, swizzle=rope_layout.inner),
         )
         if tid == 0:
-            self.memory.init_gathered(rings)
+            self.memory.init_gathered(rings, 4 * SCORERS + 8)
             self.exchange_memory.init(exchange)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -140,18 +140,17 @@ class SparseMlaFewSm90(ColumnAttention):
                 own_sink[tid] = sink[tid] * LOG2E
         results = replace(results, sink=own_sink)
         rows = RowRange(Int32(0), heads)
-        if warp >= 12:
+        thread = Thread(warp // 4 % SCORERS, warp % 4, lane)
+        if warp >= 4 * SCORERS + 8:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
             count = sum((selection.indices.shape[1] + TILE - 1) // TILE for selection in lists)
             share = Share(part, parts, rounds, q.shape[0], cutlass.max(count, 1), cut)
-            self.memory.load(q, tiles, rings, lists, group, share, rows.first, warp - 12, lane)
-        elif warp < 4:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            thread = Thread(Int32(0), warp, lane)
+            self.memory.load(q, tiles, rings, lists, group, share, rows.first, warp % 4, lane)
+        elif warp < 4 * SCORERS:
+            cute.arch.setmaxregister_increase(SCORE_REGISTERS)
             self.score(results, mmas[0], tiles, rings, exchange, rows, group, scale, thread)
         else:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            thread = Thread(warp // 4 - 1, warp % 4, lane)
+            cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
             staging = storage.staging.data_ptr()
             self.accumulate(results, mmas[1], tiles, rings, exchange, staging, rows, group, thread)
 
