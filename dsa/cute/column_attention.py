@@ -123,7 +123,7 @@ class ColumnAttention(ColumnSoftmax):
 
     @cute.jit
     def take_queries(self, tiles: TileMemory, rings: LatentRings, exchange: Exchange, ring, thread: Thread):
-        """They came as tile number `ring`, as keys do, row by row: chunks of 64 channels to their own memory as they are."""
+        """They came as keys do, as tile number `ring`, row by row: chunks of 64 channels to their memory as is."""
         rope, rope_phase = self.position(ring, self.memory.ropes)
         vector = cute.make_rmem_tensor((8,), self.dtype)
         target = cute.recast_ptr(exchange.queries.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)

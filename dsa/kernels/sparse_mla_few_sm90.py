@@ -6,10 +6,10 @@ Plan
 - As sparse_mla_sm90.py, but heads are the columns of the products and keys and channels their rows
   (column_attention.py): 16 heads take a quarter of the products' time of 64.
 - A CTA has all heads of a query. It gathers the keys and takes its share of the work as there (gathered_tiles.py).
-Shared memory: Q, two P^T, a ring of units of 16 KiB and one of rope parts: two and a half to three tiles.
+Shared memory: Q, two P^T, a ring of units of 16 KiB and one of rope parts: two to three tiles.
 Launch: programmatic. Partial results are combined by sparse_mla_combine_sm90.py.
-Roofline: the L2 cache delivers a tile of 72 KiB to every multiprocessor in 1850 clocks (measured by plain loads). Of 16
-heads wgmma takes 1360, for it reads 2 KiB of keys and 512 bytes of Q or P for each 64 x 16 x 16.
+Roofline: of a tile of 576 channels shared memory takes in 72 KiB and gives 136 to the products, with 32 of Q and P for
+16 heads: 1920 clocks. The L2 cache delivers a tile to every multiprocessor in 1850 (measured by plain loads).
 """
 
 from collections.abc import Callable

@@ -2,12 +2,14 @@
 
 import pytest
 
+from dsa.cute.column_attention import SCORERS
 from dsa.cute.compile_cache import cubin
 from dsa.cute.latent_attention import LOADER_REGISTERS, OUTPUT_REGISTERS, SCORE_REGISTERS
 from dsa.cute.latent_tiles import CHUNK, TILE
 from dsa.cute.sass import disassemble
 from dsa.kernels import sparse_mla_bytes_sm90 as of_bytes
 from dsa.kernels import sparse_mla_combine_sm90 as combine
+from dsa.kernels import sparse_mla_few_sm90 as few
 from dsa.kernels import sparse_mla_sm90 as kernels
 
 K16 = 16  # channels or keys of a wgmma instruction
@@ -25,6 +27,21 @@ def test_sass(arguments):
     assert sass.instructions["LDGSTS"] == channels // CHUNK * 4
     assert sass.registers * kernels.THREADS <= 65536
     assert SCORE_REGISTERS + 2 * OUTPUT_REGISTERS + LOADER_REGISTERS <= ALL
+
+
+@pytest.mark.parametrize("arguments", [v for _, v in few.shipped_variants()], ids=str)
+def test_few_heads_sass(arguments):
+    _, channels, *_ = arguments
+    sass = disassemble(cubin(few.compile_sparse_mla_few, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    # Scores, and four products of 64 channels; with as little waiting as the compile-time order allows.
+    assert sass.instructions["HGMMA"] == channels // K16 + 4 * TILE // K16
+    assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
+    assert sass.instructions["LDGSTS"] == channels // CHUNK * 4
+    warpgroups = SCORERS + 3
+    assert sass.registers * warpgroups * 128 <= 65536
+    given = SCORERS * few.SCORE_REGISTERS + 2 * few.OUTPUT_REGISTERS + few.LOADER_REGISTERS
+    assert given <= sass.registers * warpgroups
 
 
 @pytest.mark.parametrize("arguments", [v for _, v in of_bytes.shipped_variants()], ids=str)

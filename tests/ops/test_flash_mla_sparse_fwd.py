@@ -11,7 +11,7 @@ import torch
 import dsa
 import reference
 from dsa.cute import latent_tiles
-from dsa.kernels import mla_combine_sm90, sparse_mla_bytes_sm90, sparse_mla_sm90
+from dsa.kernels import mla_combine_sm90, sparse_mla_bytes_sm90, sparse_mla_few_sm90, sparse_mla_sm90
 from dsa.ops import _sparse_attention as launch
 from dsa.ops import flash_mla_sparse_fwd as prefill_op
 
@@ -70,6 +70,7 @@ def launches(monkeypatch):
 def test_constants_are_the_kernels():
     assert (latent_tiles.LATENT, latent_tiles.VALUE) == launch.DIMS and latent_tiles.VALUE == launch.D_V
     assert (latent_tiles.TILE, sparse_mla_sm90.ROWS) == (launch.TILE, launch.ROWS)
+    assert set(launch.FEW_ROWS) == {rows for _, (_, _, rows, *_) in sparse_mla_few_sm90.shipped_variants()}
     assert set(launch.BYTE_TIMES) == {rows for _, (_, rows, _) in sparse_mla_bytes_sm90.shipped_variants()}
 
 
@@ -120,6 +121,14 @@ def test_heads_of_a_cta(queries, heads, tiles, rows):
     assert of_heads >= max(rows, min(heads, 64))
 
 
+@pytest.mark.parametrize(("heads", "rows"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64)])
+def test_few_heads_have_a_kernel_of_their_own(launches, heads, rows):
+    arguments = prefill_inputs(h_q=heads)
+    dsa.flash_mla_sparse_fwd(*arguments)
+    ((_, variant, (q, *_)),) = launches
+    assert variant == (torch.bfloat16, 576, rows, 1, True) and q.shape[2] == heads
+
+
 @pytest.mark.parametrize("heads", [8, 20, 128])
 def test_queries_that_are_never_cut_do_not_depend_on_their_number(heads):
     for tiles in range(1, launch.CUT + 2):
@@ -165,7 +174,7 @@ def test_what_prefill_launches(launches):
     sink, length = torch.randn(80), torch.full((300,), 100, dtype=torch.int32)
     out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, 512, sink, length)
     [(name, variant, arguments)] = launches
-    assert (name, variant) == ("attend", (torch.bfloat16, 576, 1, True))
+    assert (name, variant) == ("attend", (torch.bfloat16, 576, 64, 1, True))
     q_, [cache], [index], [counts], counted, sinks, has_sink, out_, lse_, *_, max_, scale_, s_q = arguments[:-3]
     assert q_.shape == (300, 1, 80, 576) and cache.shape == (1, 20, 576) and index.shape == (300, 130)
     assert counts.data_ptr() == length.data_ptr() and counted == 1
@@ -197,7 +206,7 @@ def test_a_list_without_keys_is_none(launches):
     decoded(q, cache, indices, **extra)
     decoded(q, cache[:0], indices, extra_k_cache=cache, extra_indices_in_kvcache=indices)
     decoded(q, cache, indices, extra_k_cache=cache, extra_indices_in_kvcache=indices)
-    assert [variant[2] for name, variant, _ in launches if name == "attend"] == [1, 1, 2]
+    assert [variant[3] for name, variant, _ in launches if name == "attend"] == [1, 1, 2]
     launches.clear()
     for changes in ((q, cache[:0], indices), (q, cache, indices[..., :0]), (q[:, :0], cache, indices[:, :0])):
         out, lse = decoded(*changes)
