@@ -110,7 +110,8 @@ def flash_mla_with_kvcache(
     bytes. Logits and sums are fp32; softmax weights are rounded to q's dtype before they meet the values.
     On Hopper, sparse: d = 576 or 512 with head_dim_v = 512, any number of heads, queries and indices, pages of any
     size, keys at multiples of 16 bytes; or with bf16 q pages of bytes, each contiguous and at a multiple of 16 bytes:
-    their numbers are multiplied by the scales in fp32 and rounded to bf16 once.
+    for the logits their numbers are exact and multiplied by the fp32 scales in fp32; as values they are rounded to
+    fp16's 11 bits after the scale, relative to the key's largest scale: 2^-22 of that is the most that can be lost.
     Deterministic. CUDA-graph safe with new lengths and indices, no host synchronisation. Workspace: at most two partial
     results a multiprocessor, or, dense with batch_invariant, one a sequence and split.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
