@@ -1,0 +1,34 @@
+"""Model configurations, read from a checkpoint's config.json.
+
+`read_config` accepts the spellings in use: the published one (`rope_theta`, `rope_scaling`, `torch_dtype`) and the one
+that transformers 5 writes (`rope_parameters`, `dtype`, `mlp_layer_types`). It is strict: a field that is neither read
+here nor known to have no influence on inference stops the load by its name, because a model that ignores one line of
+its configuration still runs, and answers wrongly.
+"""
+
+from os import PathLike
+from pathlib import Path
+
+from dsa_layers.config.deepseek_v32 import DeepseekV32Config, read_deepseek_v32
+from dsa_layers.config.fields import ConfigError, read_object
+from dsa_layers.config.parts import QuantizationConfig, RopeConfig, YarnConfig
+
+__all__ = ["ConfigError", "DeepseekV32Config", "QuantizationConfig", "RopeConfig", "YarnConfig", "read_config"]
+
+READERS = {"deepseek_v32": read_deepseek_v32}
+
+
+def read_config(directory: str | PathLike[str]) -> DeepseekV32Config:
+    """The configuration in `directory`/config.json.
+
+    If `directory`/generation_config.json names end-of-sequence ids, they replace config.json's.
+    Raises ConfigError (a ValueError) that names the file and the field, what it holds and what is accepted: for a file
+    that is missing or not a JSON object, a model type or a value that is not supported, a field that is missing, of
+    the wrong type or unknown, and fields that contradict each other.
+    """
+    directory = Path(directory)
+    fields = read_object(directory / "config.json")
+    model_type = fields.one_of("model_type", tuple(READERS))
+    generation_path = directory / "generation_config.json"
+    generation = read_object(generation_path) if generation_path.exists() else None
+    return READERS[model_type](fields, generation)
