@@ -4,6 +4,7 @@ Importing this package imports torch only: no CuTe DSL, no CUDA initialisation.
 """
 
 from dsa.backends import backend, num_sms, use_backend
+from dsa.ops.compressed_kv import compress_kv, write_compressed_kv
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
 from dsa.ops.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, per_block_cast_to_fp8
@@ -30,6 +31,7 @@ __all__ = [
     "FlashMLASchedMeta",
     "apply_rotary",
     "backend",
+    "compress_kv",
     "dequantize_per_block",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
@@ -54,6 +56,7 @@ __all__ = [
     "window_indices",
     "window_slots",
     "window_sparse_attention",
+    "write_compressed_kv",
     "write_indexer_cache",
     "write_indexer_keys",
     "write_kv_cache",

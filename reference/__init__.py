@@ -1,5 +1,6 @@
 """PyTorch references of every operation: plain fp32, no dispatch, to be read beside the papers."""
 
+from .compressed_kv import compress_kv, write_compressed_kv
 from .fp8_cast import (
     ceil_to_ue8m0,
     dequantize_per_block,
@@ -29,6 +30,7 @@ __all__ = [
     "FlashMLASchedMeta",
     "apply_rotary",
     "ceil_to_ue8m0",
+    "compress_kv",
     "dequantize_per_block",
     "dequantize_per_token",
     "flash_mla_sparse_fwd",
@@ -54,6 +56,7 @@ __all__ = [
     "window_indices",
     "window_slots",
     "window_sparse_attention",
+    "write_compressed_kv",
     "write_indexer_cache",
     "write_indexer_keys",
     "write_kv_cache",
