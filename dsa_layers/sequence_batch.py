@@ -7,6 +7,8 @@ from functools import cached_property
 import torch
 
 import dsa
+from dsa_layers.entry_batch import EntryBatch
+from dsa_layers.window_batch import WindowBatch
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class SequenceBatch:
     device       where the tensors below live
     block_table  int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end; None without a cache
     page_size    tokens a page; 0 without a cache
+    lanes        of each sequence the number of its part of what a cache keeps by sequence, not by page; None: the cache
+                 keeps nothing so
 
     Lengths are host numbers, so that no layer needs to ask the device for one.
     """
@@ -27,6 +31,7 @@ class SequenceBatch:
     device: torch.device
     block_table: torch.Tensor | None = None
     page_size: int = 0
+    lanes: tuple[int, ...] | None = None
 
     @classmethod
     def without_cache(cls, lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
@@ -41,9 +46,12 @@ class SequenceBatch:
         pages: Sequence[Sequence[int]],
         page_size: int,
         device: torch.device | str = "cpu",
+        lanes: Sequence[int] | None = None,
     ) -> "SequenceBatch":
         """New tokens of sequences whose keys live in `pages` (physical page numbers, one list a sequence)."""
         _positive("query_lens", query_lens)
+        if lanes is not None and (len(lanes) != len(query_lens) or len(set(lanes)) != len(lanes)):
+            raise ValueError(f"lanes: must be {len(query_lens)} different numbers, one a sequence, got {list(lanes)}")
         if not len(query_lens) == len(key_lens) == len(pages):
             raise ValueError(
                 f"query_lens, key_lens, pages: must have one entry a sequence, got {len(query_lens)}, "
@@ -58,7 +66,9 @@ class SequenceBatch:
         width = max(map(len, pages), default=0)
         table = torch.tensor([[*own, *[-1] * (width - len(own))] for own in pages], dtype=torch.int32)
         device = torch.device(device)
-        return cls(tuple(query_lens), tuple(key_lens), device, table.reshape(len(pages), width).to(device), page_size)
+        table = table.reshape(len(pages), width).to(device)
+        lanes = None if lanes is None else tuple(lanes)
+        return cls(tuple(query_lens), tuple(key_lens), device, table, page_size, lanes)
 
     @property
     def is_decode(self) -> bool:
@@ -95,6 +105,36 @@ class SequenceBatch:
     def key_lens_tensor(self) -> torch.Tensor:
         """int32 [B]: key_lens on the device."""
         return torch.tensor(self.key_lens, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def cu_query_lens(self) -> torch.Tensor:
+        """int32 [B + 1]: where the sequences' new tokens begin among the T."""
+        return torch.tensor([0, *self.query_lens]).cumsum(0).to(self.device, torch.int32)
+
+    @cached_property
+    def earlier_lens_tensor(self) -> torch.Tensor:
+        """int32 [B]: tokens of each sequence before the new ones."""
+        earlier = [total - new for new, total in zip(self.query_lens, self.key_lens)]
+        return torch.tensor(earlier, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def lanes_tensor(self) -> torch.Tensor:
+        """int32 [B]: lanes on the device."""
+        if self.lanes is None:
+            raise ValueError("lanes: are needed by this model's cache, got None")
+        return torch.tensor(self.lanes, dtype=torch.int32, device=self.device)
+
+    def entries(self, ratio: int) -> EntryBatch:
+        """The compressed entries of every `ratio` tokens: one view for all layers of the pass."""
+        return self._views.setdefault(("entries", ratio), EntryBatch(self, ratio))
+
+    def windows(self, window: int) -> WindowBatch:
+        """The sliding windows of so many tokens: one view for all layers of the pass."""
+        return self._views.setdefault(("windows", window), WindowBatch(self, window))
+
+    @cached_property
+    def _views(self) -> dict[tuple[str, int], EntryBatch | WindowBatch]:
+        return {}
 
     @cached_property
     def index_schedule(self) -> torch.Tensor:
