@@ -201,11 +201,13 @@ def load_weights(
     *,
     device: str | torch.device = "cpu",
     skip: Callable[[str], bool] = _nothing,
+    name_of: Callable[[str], str] = str,
     progress: bool = True,
 ) -> None:
     """Gives `model`, built on the meta device, the tensors of the checkpoint in `directory`, on `device`.
 
-    The names in the model's state_dict are the checkpoint's. A model tensor of dtype
+    The model's name of a checkpoint tensor is `name_of` its own; different tensors have different ones. A
+    model tensor of dtype
     - float8_e4m3fn takes an F8_E4M3 tensor as it is; its scale `<name>_scale_inv` is a model tensor of its own;
     - bf16, fp16, fp32 or fp64 takes a float tensor, cast, or an F8_E4M3 matrix, dequantised with its
       `<name>_scale_inv` (F32, one scale per 128 x 128 block), which is then no model tensor;
@@ -218,17 +220,18 @@ def load_weights(
     together. Also if a file then cannot be read.
     """
     checkpoint = Checkpoint(directory)
-    stored = {name: info for name, info in checkpoint.tensors.items() if not skip(name)}
+    own = {name_of(name): name for name in checkpoint.tensors if not skip(name)}
+    stored = {name: checkpoint.tensors[its] for name, its in own.items()}
     reads = _plan(model.state_dict(), stored, checkpoint.directory)
 
     loaded: dict[str, torch.Tensor] = {}
     total = sum(stored[name].size for read in reads for name in (read.name, read.scale) if name is not None)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not progress) as bar:
         for read in reads:
-            tensor = checkpoint.read(read.name, device)
+            tensor = checkpoint.read(own[read.name], device)
             bar.update(stored[read.name].size)
             if read.scale is not None:
-                scale = checkpoint.read(read.scale, device)
+                scale = checkpoint.read(own[read.scale], device)
                 tensor = dequantize_per_block(tensor, scale, read.dtype, _BLOCK)
                 bar.update(stored[read.scale].size)
             loaded[read.name] = tensor.to(read.dtype)

@@ -70,6 +70,7 @@ class _Sequence:
         self.text = text
         self.random = random_stream(params)
         self.pages: list[int] = []
+        self.lane = -1
         self.cached = 0
 
     @property
@@ -83,7 +84,8 @@ class Generator:
     model          on the device to run on
     tokenizer      for text prompts, streamed text and stop strings; None works on token ids alone
     cache_tokens   size of the paged cache; sequences wait for room, and one that can never fit is an error
-    page_size      tokens a page
+    page_size      tokens a page; the model's own choice if None
+    max_sequences  that run at a time; others wait
     prefill_chunk  prompt tokens computed in one pass, over all sequences
 
     A sequence reserves pages for its prompt and all its new tokens when it starts, so none is ever evicted.
@@ -95,17 +97,20 @@ class Generator:
         tokenizer: Tokenizer | None = None,
         *,
         cache_tokens: int = 65536,
-        page_size: int = 64,
+        page_size: int | None = None,
+        max_sequences: int = 64,
         prefill_chunk: int = 2048,
     ) -> None:
-        for name, value in (("cache_tokens", cache_tokens), ("page_size", page_size), ("prefill_chunk", prefill_chunk)):
+        page_size = model.page_size if page_size is None else page_size
+        sizes = {"cache_tokens": cache_tokens, "page_size": page_size, "max_sequences": max_sequences}
+        for name, value in {**sizes, "prefill_chunk": prefill_chunk}.items():
             if value < 1:
                 raise ValueError(f"{name}: must be at least 1, got {value}")
         self.model = model
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
         self.device = next(model.parameters()).device
-        self.cache = model.make_cache(-(-cache_tokens // page_size), page_size, self.device)
+        self.cache = model.make_cache(-(-cache_tokens // page_size), page_size, self.device, lanes=max_sequences)
         self.throughput = Throughput()
         self._eos = set(model.config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -150,7 +155,7 @@ class Generator:
                 yield from self._step(running)
         finally:
             for sequence in running:
-                self.cache.allocator.release(sequence.pages)
+                self._release(sequence)
 
     def _encode(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
         if isinstance(prompts, str):
@@ -198,11 +203,17 @@ class Generator:
         return -(-tokens // self.cache.page_size)
 
     def _admit(self, waiting: deque[_Sequence], running: list[_Sequence]) -> None:
-        """Start waiting sequences, first come first served, while their pages are free."""
-        while waiting and self._pages(waiting[0].limit) <= self.cache.allocator.free:
+        """Start waiting sequences, first come first served, while their pages and a lane are free."""
+        cache = self.cache
+        while waiting and cache.lanes.free and self._pages(waiting[0].limit) <= cache.allocator.free:
             sequence = waiting.popleft()
-            sequence.pages = self.cache.allocator.allocate(self._pages(sequence.limit))
+            sequence.pages = cache.allocator.allocate(self._pages(sequence.limit))
+            (sequence.lane,) = cache.lanes.allocate(1)
             running.append(sequence)
+
+    def _release(self, sequence: _Sequence) -> None:
+        self.cache.allocator.release(sequence.pages)
+        self.cache.lanes.release([sequence.lane])
 
     def _step(self, running: list[_Sequence]) -> list[TokenEvent]:
         """One pass: a chunk of the prompts that are not in the cache yet, else one token for every sequence."""
@@ -216,6 +227,7 @@ class Generator:
             [s.pages for s, _ in work],
             self.cache.page_size,
             self.device,
+            [s.lane for s, _ in work],
         )
         logits = self.model(torch.tensor(tokens, device=self.device), batch, self.cache)
         events = []
@@ -227,7 +239,7 @@ class Generator:
             if event.finish_reason:
                 done = next(s for s in running if s.index == event.sequence)
                 running.remove(done)
-                self.cache.allocator.release(done.pages)
+                self._release(done)
         seconds = time.perf_counter() - started
         if prefill:
             self.throughput.prefill_tokens += len(tokens)

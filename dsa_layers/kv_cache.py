@@ -64,7 +64,8 @@ class PageAllocator:
 class PagedKVCache:
     """Latent and index pages of all layers, and their allocator. Page p of every layer holds the same tokens.
 
-    latent, index: "fp8" for the byte layouts of LayerCache, or the float dtype to store.
+    latent, index: "fp8" for the byte layouts of LayerCache, or the float dtype to store. lanes: sequences at a time;
+    nothing is kept by lane.
     Memory is not cleared: what an unused slot holds never reaches a result.
     """
 
@@ -79,6 +80,7 @@ class PagedKVCache:
         latent: torch.dtype | Literal["fp8"] = torch.bfloat16,
         index: torch.dtype | Literal["fp8"] = "fp8",
         device: torch.device | str = "cpu",
+        lanes: int = 64,
     ) -> None:
         if latent == "fp8" and latent_dim != 576:
             raise ValueError(f"latent_dim: must be 576 (512 and 64 rope) for the FP8 layout, got {latent_dim}")
@@ -86,7 +88,7 @@ class PagedKVCache:
         self._latent = _pages(shape, LATENT_FP8_BYTES if latent == "fp8" else latent_dim, latent, device)
         self._index = _pages(shape, index_dim + 4 if index == "fp8" else index_dim, index, device)
         self.page_size = page_size
-        self.allocator = PageAllocator(num_pages)
+        self.allocator, self.lanes = PageAllocator(num_pages), PageAllocator(lanes)
 
     def layer(self, i: int) -> LayerCache:
         return LayerCache(self._latent[i], self._index[i])

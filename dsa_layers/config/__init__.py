@@ -9,16 +9,25 @@ its configuration still runs, and answers wrongly.
 from os import PathLike
 from pathlib import Path
 
+from dsa_layers.config.deepseek_v4 import DeepseekV4Config, read_deepseek_v4
 from dsa_layers.config.deepseek_v32 import DeepseekV32Config, read_deepseek_v32
 from dsa_layers.config.fields import ConfigError, read_object
 from dsa_layers.config.parts import QuantizationConfig, RopeConfig, YarnConfig
 
-__all__ = ["ConfigError", "DeepseekV32Config", "QuantizationConfig", "RopeConfig", "YarnConfig", "read_config"]
+__all__ = [
+    "ConfigError",
+    "DeepseekV4Config",
+    "DeepseekV32Config",
+    "QuantizationConfig",
+    "RopeConfig",
+    "YarnConfig",
+    "read_config",
+]
 
-READERS = {"deepseek_v32": read_deepseek_v32}
+READERS = {"deepseek_v32": read_deepseek_v32, "deepseek_v4": read_deepseek_v4}
 
 
-def read_config(directory: str | PathLike[str]) -> DeepseekV32Config:
+def read_config(directory: str | PathLike[str]) -> DeepseekV32Config | DeepseekV4Config:
     """The configuration in `directory`/config.json.
 
     If `directory`/generation_config.json names end-of-sequence ids, they replace config.json's.

@@ -99,6 +99,12 @@ class Fields:
                 raise self.error(name, f"is {value!r}", f"token ids in [0, vocab_size={vocab_size}), or null")
         return tuple(ids)
 
+    def items(self, name: str) -> list[Any] | None:
+        value = self._take(name, None, "")
+        if value is not None and not isinstance(value, list):
+            raise self.error(name, f"is {value!r}", "a list or null")
+        return value
+
     def object(self, name: str) -> "Fields | None":
         value = self._take(name, None, "")
         if value is not None and not isinstance(value, dict):

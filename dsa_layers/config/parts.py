@@ -55,26 +55,35 @@ def read_rope(fields: Fields) -> RopeConfig:
     if parameters is None:
         return RopeConfig(theta, yarn=None)
 
+    yarn = read_yarn(parameters, with_mscale=True) if read_rope_type(parameters) == "yarn" else None
+    parameters.reject_unread()
+    return RopeConfig(theta, yarn)
+
+
+def read_rope_type(parameters: Fields) -> str:
+    """'default' or 'yarn', which two fields may say."""
     types = {name: parameters.one_of(name, ("default", "yarn"), default=None) for name in ("rope_type", "type")}
     given = set(types.values()) - {None}
     if len(given) != 1:
         raise parameters.error("rope_type", f"and field 'type' hold {types}", "one of 'default', 'yarn'")
-    yarn = None
-    if given == {"yarn"}:
-        yarn = YarnConfig(
-            factor=parameters.positive("factor"),
-            original_max_position_embeddings=parameters.integer("original_max_position_embeddings"),
-            beta_fast=parameters.positive("beta_fast", default=32.0),
-            beta_slow=parameters.positive("beta_slow", default=1.0),
-            mscale=parameters.positive("mscale"),
-            mscale_all_dim=parameters.positive("mscale_all_dim"),
-        )
-        if yarn.factor < 1:
-            raise parameters.error("factor", f"is {yarn.factor}", "a number of at least 1")
-        if yarn.beta_fast <= yarn.beta_slow:
-            raise parameters.error("beta_fast", f"is {yarn.beta_fast}", f"a number above beta_slow={yarn.beta_slow}")
-    parameters.reject_unread()
-    return RopeConfig(theta, yarn)
+    return given.pop()
+
+
+def read_yarn(parameters: Fields, *, with_mscale: bool) -> YarnConfig:
+    """with_mscale: the softmax scale and the angles depend on it; else they do not, and mscale is 0."""
+    yarn = YarnConfig(
+        factor=parameters.positive("factor"),
+        original_max_position_embeddings=parameters.integer("original_max_position_embeddings"),
+        beta_fast=parameters.positive("beta_fast", default=32.0),
+        beta_slow=parameters.positive("beta_slow", default=1.0),
+        mscale=parameters.positive("mscale") if with_mscale else 0.0,
+        mscale_all_dim=parameters.positive("mscale_all_dim") if with_mscale else 0.0,
+    )
+    if yarn.factor < 1:
+        raise parameters.error("factor", f"is {yarn.factor}", "a number of at least 1")
+    if yarn.beta_fast <= yarn.beta_slow:
+        raise parameters.error("beta_fast", f"is {yarn.beta_fast}", f"a number above beta_slow={yarn.beta_slow}")
+    return yarn
 
 
 def read_quantization(fields: Fields) -> QuantizationConfig | None:

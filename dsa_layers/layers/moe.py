@@ -1,4 +1,4 @@
-"""SwiGLU MLP and the mixture of experts with grouped sigmoid routing."""
+"""SwiGLU MLP, the routers and the mixture of experts."""
 
 import torch
 from torch import nn
@@ -9,20 +9,31 @@ from dsa_layers.layers.linear import Linear, make_linear
 class SwiGLU(nn.Module):
     """y = down(silu(gate(x)) * up(x)), the product in fp32. x [..., hidden] -> [..., hidden].
 
+    limit: gate(x) is at most that, up(x) between -limit and limit; None: any.
     Parameters: {gate,up}_proj [inner, hidden], down_proj [hidden, inner], FP8 with scales if `fp8`.
     """
 
     def __init__(
-        self, hidden: int, inner: int, *, fp8: bool = False, dtype: torch.dtype | None = None, use_ue8m0: bool = True
+        self,
+        hidden: int,
+        inner: int,
+        *,
+        limit: float | None = None,
+        fp8: bool = False,
+        dtype: torch.dtype | None = None,
+        use_ue8m0: bool = True,
     ) -> None:
         super().__init__()
+        self.limit = limit
         self.gate_proj = make_linear(hidden, inner, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.up_proj = make_linear(hidden, inner, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.down_proj = make_linear(inner, hidden, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = nn.functional.silu(self.gate_proj(x).float()) * self.up_proj(x).float()
-        return self.down_proj(inner.to(x.dtype))
+        gate, up = self.gate_proj(x).float(), self.up_proj(x).float()
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.down_proj((nn.functional.silu(gate) * up).to(x.dtype))
 
 
 class GroupedSigmoidRouter(nn.Module):
@@ -73,32 +84,74 @@ class GroupedSigmoidRouter(nn.Module):
         return experts, weights * self.scale
 
 
+class SqrtSoftplusRouter(nn.Module):
+    """Which experts a token goes to, and with what weights: DeepSeek-V4's.
+
+    s = sqrt(softplus(x W^T)) in fp32; the `top_k` largest s + bias win, or with a table, `hash_tokens`, the experts
+    that it names for the token. Their weights are s without the bias, divided by their sum, times `scale`.
+
+    x [T, hidden], tokens int64 [T] -> (experts int64 [T, top_k], weights fp32 [T, top_k]).
+    Parameters: weight [n_experts, hidden]; bias fp32 [n_experts], or tid2eid int64 [hash_tokens, top_k].
+    Source: `Gate` of DeepSeek-V4's inference code.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        n_experts: int,
+        top_k: int,
+        *,
+        hash_tokens: int | None = None,
+        scale: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.top_k, self.scale = top_k, scale
+        self.weight = Linear(hidden, n_experts, dtype=dtype).weight
+        self.bias = self.tid2eid = None
+        if hash_tokens is None:
+            self.bias = nn.Parameter(torch.zeros(n_experts, dtype=torch.float32), requires_grad=False)
+        else:
+            table = torch.zeros(hash_tokens, top_k, dtype=torch.int64)
+            self.tid2eid = nn.Parameter(table, requires_grad=False)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = nn.functional.softplus(x.float() @ self.weight.float().T).sqrt()
+        if self.tid2eid is not None:
+            experts = self.tid2eid[tokens]
+        else:
+            experts = (scores + self.bias).topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        return experts, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scale
+
+
 class MoE(nn.Module):
     """y = sum of the routed experts' outputs by their weights + the shared expert's output, summed in fp32.
 
-    x [T, hidden] -> [T, hidden]. Submodules by the checkpoint's names: gate, experts.E, shared_experts (one SwiGLU of
-    n_shared * inner, absent if n_shared is 0).
+    x [T, hidden], and tokens int64 [T] if the router asks for them -> [T, hidden]. Submodules by the checkpoint's
+    names: gate, experts.E, shared_experts (one SwiGLU of n_shared * inner, absent if n_shared is 0).
     """
 
     def __init__(
         self,
         hidden: int,
         inner: int,
-        router: GroupedSigmoidRouter,
+        router: GroupedSigmoidRouter | SqrtSoftplusRouter,
         *,
         n_shared: int = 1,
+        limit: float | None = None,
         fp8: bool = False,
         dtype: torch.dtype | None = None,
         use_ue8m0: bool = True,
     ) -> None:
         super().__init__()
-        options = {"fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
+        options = {"limit": limit, "fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
         self.gate = router
         self.experts = nn.ModuleList(SwiGLU(hidden, inner, **options) for _ in range(router.weight.shape[0]))
         self.shared_experts = SwiGLU(hidden, n_shared * inner, **options) if n_shared else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        experts, weights = self.gate(x)
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        experts, weights = self.gate(x) if tokens is None else self.gate(x, tokens)
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for e in experts.unique().tolist():
             token, rank = (experts == e).nonzero(as_tuple=True)

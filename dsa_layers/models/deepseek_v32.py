@@ -109,6 +109,8 @@ class DeepseekV32ForCausalLM(nn.Module):
     all T tokens with all_tokens=True. The multi-token-prediction layer of the checkpoint is not part of it.
     """
 
+    page_size = 64  # tokens, as the byte layouts' kernels have them
+
     def __init__(self, config: DeepseekV32Config, precision: Precision | None = None) -> None:
         super().__init__()
         self.config = config
@@ -129,8 +131,10 @@ class DeepseekV32ForCausalLM(nn.Module):
             hidden = hidden[batch.last_tokens]
         return self.lm_head(hidden).float()
 
-    def make_cache(self, num_pages: int, page_size: int = 64, device: torch.device | str = "cpu") -> PagedKVCache:
-        """A paged cache with this model's dimensions and precision."""
+    def make_cache(
+        self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, lanes: int = 64
+    ) -> PagedKVCache:
+        """A paged cache with this model's dimensions and precision, for so many sequences at a time."""
         config, precision = self.config, self.precision
         return PagedKVCache(
             config.num_hidden_layers,
@@ -141,6 +145,7 @@ class DeepseekV32ForCausalLM(nn.Module):
             latent="fp8" if precision.kv_cache == "fp8" else precision.dtype,
             index="fp8" if precision.fp8_indexer else precision.dtype,
             device=device,
+            lanes=lanes,
         )
 
     def init_buffers(self, device: torch.device | str) -> None:
@@ -152,3 +157,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         config = self.config
         mtp = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
         return any(name.startswith(f"model.layers.{i}.") for i in mtp)
+
+    def name_of(self, stored: str) -> str:
+        """The model's name of a checkpoint's tensor: the same."""
+        return stored

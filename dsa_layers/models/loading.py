@@ -8,9 +8,12 @@ from typing import Literal
 import torch
 
 from dsa_layers.checkpoint import load_weights
-from dsa_layers.config import read_config
+from dsa_layers.config import DeepseekV4Config, DeepseekV32Config, read_config
+from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
 from dsa_layers.models.precision import Precision
+
+MODELS = {DeepseekV32Config: DeepseekV32ForCausalLM, DeepseekV4Config: DeepseekV4ForCausalLM}
 
 
 def load_model(
@@ -21,7 +24,7 @@ def load_model(
     dequantize: bool = False,
     kv_cache: Literal["fp8", "model"] | None = None,
     progress: bool = True,
-) -> DeepseekV32ForCausalLM:
+) -> DeepseekV32ForCausalLM | DeepseekV4ForCausalLM:
     """The model of a checkpoint directory (config.json, safetensors), in evaluation mode.
 
     dtype       of activations and unquantised weights; the checkpoint's own if None
@@ -37,9 +40,9 @@ def load_model(
     if kv_cache is not None:
         precision = replace(precision, kv_cache=kv_cache)
     with torch.device("meta"):
-        model = DeepseekV32ForCausalLM(config, precision)
+        model = MODELS[type(config)](config, precision)
     if config.num_nextn_predict_layers and progress:
         print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
-    load_weights(model, directory, device=device, skip=model.skips, progress=progress)
+    load_weights(model, directory, device=device, skip=model.skips, name_of=model.name_of, progress=progress)
     model.init_buffers(device)
     return model.eval()

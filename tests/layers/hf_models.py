@@ -38,3 +38,37 @@ def deepseek_v32(directory: Path, **changes):
             torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(directory)
     return model
+
+
+def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
+    """A random DeepseekV4ForCausalLM, saved to `directory`, in fp32: every kind of layer, and experts by hash."""
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    fields = {
+        "vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 5,
+        "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 8, "q_lora_rank": 32, "o_groups": 2,
+        "o_lora_rank": 16, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        "compress_ratios": [0, 4, 128, 4, 128], "compress_rate_hca": 16, "num_hash_layers": 2, "sliding_window": 8,
+        "index_n_heads": 32, "index_head_dim": 16, "index_topk": 4, "max_position_embeddings": 512, "hc_mult": 4,
+        "swiglu_limit": 0.5, "bos_token_id": 0, "eos_token_id": None, "attn_implementation": "eager",
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32, "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**(fields | changes))).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("norm.weight", "layernorm.weight")):
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+        elif name.endswith(("sinks", "base", "scale", "position_bias")):
+            torch.nn.init.normal_(parameter, std=0.5)
+        elif parameter.dim() > 1:  # the default 0.02 gives nearly uniform logits
+            torch.nn.init.normal_(parameter, std=0.08)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(buffer.shape[0], 8).argsort(-1)[:, : buffer.shape[1]])
+    model.save_pretrained(directory, save_original_format=original_format)
+    return model

@@ -1,0 +1,204 @@
+"""DeepSeek-V4's attention: a sliding window, and compressed entries of all earlier tokens, in one softmax."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import dsa
+from dsa_layers.layers.compressed_indexer import CompressedIndexer
+from dsa_layers.layers.compressor import Compressor, EntryCache
+from dsa_layers.layers.grouped_linear import GroupedLinear
+from dsa_layers.layers.linear import make_linear
+from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.sequence_batch import SequenceBatch
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CompressedLayerCache:
+    """What a layer keeps. window: [lanes, window, 1, d | 584], a ring for each sequence; entries and index_entries: of
+    its compressor and its indexer's, None without."""
+
+    window: torch.Tensor
+    entries: EntryCache | None = None
+    index_entries: EntryCache | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.window.dtype == torch.uint8
+
+
+class CompressedAttention(nn.Module):
+    """o[t, h] = sum_j e^{z_j} k_j / (sum_j e^{z_j} + e^{sink_h}), z_j = dim^-0.5 q[t, h] . k_j, over t's keys k_j.
+
+    These are the last `window` tokens up to t, and of the compressor's entries that t may see those that the indexer
+    picks, or all without an indexer; a layer without a compressor has the window alone. Keys are values.
+      qr = q_norm(wq_a x), q = wq_b qr per head, divided by its root mean square, with rope on the last dims;
+      token keys: kv_norm(wkv x) with rope on the last dims; y = wo_b(wo_a by groups of heads(o)), after the rope of o's
+      last dims is turned back by t's angle, so that only the distance to a key counts.
+
+    forward(x [T, hidden], rope, entry_rope, batch, cache=None) -> [T, hidden]. rope: (cos, sin) fp32 [T, rope_dim / 2]
+    of the tokens; entry_rope: of the entries that they may end (`EntryBatch.positions`), None without a compressor.
+    Parameters: wq_a [q_lora_rank, hidden], q_norm, wq_b [heads * dim, q_lora_rank], wkv [dim, hidden], kv_norm,
+    attn_sink fp32 [heads], wo_a [groups * o_lora_rank, heads * dim / groups], wo_b [hidden, groups * o_lora_rank],
+    compressor, indexer.
+    Source: `Attention` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        n_heads: int,
+        *,
+        dim: int = 512,
+        window: int = 128,
+        q_lora_rank: int,
+        o_groups: int,
+        o_lora_rank: int,
+        compressor: Compressor | None = None,
+        indexer: CompressedIndexer | None = None,
+        eps: float = 1e-6,
+        fp8: bool = False,
+        dtype: torch.dtype | None = None,
+        use_ue8m0: bool = True,
+    ) -> None:
+        super().__init__()
+        if n_heads % o_groups:
+            raise ValueError(f"o_groups: must divide n_heads={n_heads}, got {o_groups}")
+        if indexer is not None and compressor is None:
+            raise ValueError("indexer: needs a compressor, got None")
+        self.n_heads, self.dim, self.window, self.o_groups, self.eps = n_heads, dim, window, o_groups, eps
+        options = {"fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
+        self.wq_a = make_linear(hidden, q_lora_rank, **options)
+        self.q_norm = RMSNorm(q_lora_rank, eps)
+        self.wq_b = make_linear(q_lora_rank, n_heads * dim, **options)
+        self.wkv = make_linear(hidden, dim, **options)
+        self.kv_norm = RMSNorm(dim, eps)
+        self.attn_sink = nn.Parameter(torch.zeros(n_heads, dtype=torch.float32))
+        self.wo_a = GroupedLinear(o_groups, n_heads * dim // o_groups, o_lora_rank, **options)
+        self.wo_b = make_linear(o_groups * o_lora_rank, hidden, **options)
+        self.compressor, self.indexer = compressor, indexer
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: Angles,
+        entry_rope: Angles | None,
+        batch: SequenceBatch,
+        cache: CompressedLayerCache | None = None,
+    ) -> torch.Tensor:
+        if cache is None and batch.query_lens != batch.key_lens:
+            raise ValueError("cache: is needed when a sequence has more keys than new tokens")
+        qr = self.q_norm(self.wq_a(x))
+        q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim))
+        q = (q.float() * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        q = dsa.apply_rotary(q, *rope, interleaved=True, dims="last")
+        if cache is not None and batch.is_decode:
+            out = self._decode(x, q, qr, rope, entry_rope, batch, cache)
+        else:
+            out = self._prefill(x, q, qr, rope, entry_rope, batch, cache)
+        cos, sin = rope
+        out = dsa.apply_rotary(out, cos, -sin, interleaved=True, dims="last")
+        return self.wo_b(self.wo_a(out.flatten(1).unflatten(-1, (self.o_groups, -1))).flatten(1))
+
+    def _prefill(
+        self,
+        x: torch.Tensor,
+        q: torch.Tensor,
+        qr: torch.Tensor,
+        rope: Angles,
+        entry_rope: Angles | None,
+        batch: SequenceBatch,
+        cache: CompressedLayerCache | None,
+    ) -> torch.Tensor:
+        windows = batch.windows(self.window)
+        keys, cu_keys = self._token_keys(x, rope, batch, cache), windows.cu_keys
+        packed = (q, keys[:, None], batch.cu_query_lens, cu_keys, self.window)
+        compressed, rows = self._entries(x, qr, rope, entry_rope, batch, cache)
+        scale = self.dim**-0.5
+        if compressed is None or len(compressed) == 0:
+            out, _ = dsa.sliding_window_attention(*packed, scale, self.dim, self.attn_sink, indices=windows.indices)
+        else:
+            out, _ = dsa.window_sparse_attention(
+                *(*packed, compressed[:, None], rows, scale, self.dim, self.attn_sink), window_indices=windows.indices
+            )
+        return out
+
+    def _token_keys(
+        self, x: torch.Tensor, rope: Angles, batch: SequenceBatch, cache: CompressedLayerCache | None
+    ) -> torch.Tensor:
+        """Keys of the tokens that the new ones see, in the order of `WindowBatch.order`; the new ones' to the ring."""
+        kv = self.wkv(x)
+        if cache is None:
+            return dsa.apply_rotary(self.kv_norm(kv), *rope, interleaved=True, dims="last")
+        windows, norm = batch.windows(self.window), self.kv_norm
+        earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=x.dtype)
+        write = (kv, norm.weight.float(), *rope)
+        if cache.is_fp8:
+            # Rounded as those that are read from the ring: all queries see the same keys.
+            pages = dsa.make_v4_cache(-(-len(x) // self.window), self.window, x.device)
+            every = torch.arange(len(x), device=x.device)
+            dsa.write_mla_cache(*write, pages, every, eps=norm.eps)
+            rows = dsa.read_kv_cache(pages, every, dtype=x.dtype)
+            dsa.write_mla_cache(*write, cache.window, windows.slots, eps=norm.eps)
+        else:
+            rows = torch.empty_like(kv)
+            dsa.write_mla_cache(*write, cache.window, windows.slots, eps=norm.eps, out=rows)
+        return torch.cat((earlier, rows))[windows.order]
+
+    def _entries(
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        rope: Angles,
+        entry_rope: Angles | None,
+        batch: SequenceBatch,
+        cache: CompressedLayerCache | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(all entries packed [N, dim], the rows of those that each new token attends to int32 [T, K])."""
+        if self.compressor is None:
+            return None, None
+        entries = batch.entries(self.compressor.ratio)
+        if cache is None:
+            compressed = self.compressor.entries(x, *entry_rope, batch)
+        else:
+            self.compressor.store(x, *entry_rope, batch, cache.entries)
+            compressed = dsa.read_kv_cache(cache.entries.pages, entries.all_slots, dtype=x.dtype)
+        if self.indexer is None:
+            return compressed, entries.rows
+        index_cache = None if cache is None else cache.index_entries
+        picks = self.indexer(x, qr, rope, entry_rope, batch, index_cache)
+        return compressed, torch.where(picks < 0, picks, picks + entries.starts[:, None])
+
+    def _decode(
+        self,
+        x: torch.Tensor,
+        q: torch.Tensor,
+        qr: torch.Tensor,
+        rope: Angles,
+        entry_rope: Angles | None,
+        batch: SequenceBatch,
+        cache: CompressedLayerCache,
+    ) -> torch.Tensor:
+        windows, norm = batch.windows(self.window), self.kv_norm
+        dsa.write_mla_cache(self.wkv(x), norm.weight.float(), *rope, cache.window, windows.slots, eps=norm.eps)
+        extra = {}
+        if self.compressor is not None:
+            entries = batch.entries(self.compressor.ratio)
+            self.compressor.store(x, *entry_rope, batch, cache.entries)
+            if self.indexer is None:
+                slots = entries.slot_table
+            else:
+                slots = self.indexer(x, qr, rope, entry_rope, batch, cache.index_entries, paged_slots=True)[:, None]
+            extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
+        out, _ = dsa.flash_mla_with_kvcache(
+            *(q[:, None], cache.window, None, None, self.dim, None),
+            softmax_scale=self.dim**-0.5,
+            is_fp8_kvcache=cache.is_fp8,
+            indices=windows.decode_slots,
+            attn_sink=self.attn_sink,
+            **extra,
+        )
+        return out[:, 0]

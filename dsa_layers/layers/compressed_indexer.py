@@ -1,0 +1,92 @@
+"""DeepSeek-V4's lightning indexer: which compressed entries a query token attends to."""
+
+import torch
+from torch import nn
+
+import dsa
+from dsa_layers.layers.compressor import Compressor, EntryCache
+from dsa_layers.layers.linear import Linear, make_linear
+from dsa_layers.sequence_batch import SequenceBatch
+
+
+class CompressedIndexer(nn.Module):
+    """I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]); each token attends to the `top_k` largest I of entries it may see.
+
+    q = wq_b(qr) per head, with rope on the last dims in interleaved pairs; k the entries of a compressor of its own;
+    w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
+    go to e4m3 with a power-of-two scale per head and entry (the published model simulates FP4, which Hopper cannot
+    multiply); the queries' scales fold into w.
+
+    forward(x [T, hidden], qr [T, q_lora_rank], rope, entry_rope, batch, cache=None)
+      -> int32 [T, top_k] entries of the sequence, ascending, -1 where there are fewer; or, if paged_slots, page *
+         page_size + offset of each in the cache's pages. rope, entry_rope: (cos, sin) of the tokens and of the entries
+         that they may end.
+    Parameters: wq_b [n_heads * head_dim, q_lora_rank], weights_proj [n_heads, hidden], compressor. Entries of equal
+    score: the first win. Selection takes no gradient.
+    Source: `Indexer` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        q_lora_rank: int,
+        compressor: Compressor,
+        *,
+        n_heads: int = 64,
+        top_k: int = 512,
+        quantize: bool = True,
+        fp8: bool = False,
+        dtype: torch.dtype | None = None,
+        use_ue8m0: bool = True,
+    ) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim, self.top_k, self.quantize = n_heads, compressor.dim, top_k, quantize
+        self.wq_b = make_linear(q_lora_rank, n_heads * self.head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
+        self.weights_proj = Linear(hidden, n_heads, dtype=dtype)
+        self.compressor = compressor
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        entry_rope: tuple[torch.Tensor, torch.Tensor],
+        batch: SequenceBatch,
+        cache: EntryCache | None = None,
+        *,
+        paged_slots: bool = False,
+    ) -> torch.Tensor:
+        q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim))
+        weights = nn.functional.linear(x.float(), self.weights_proj.weight.float())
+        weights = weights * (self.n_heads**-0.5 * self.head_dim**-0.5)
+        if self.quantize:
+            q, weights = dsa.quantize_indexer_queries(q, weights, *rope, interleaved=True, dims="last")
+        else:
+            q = dsa.apply_rotary(q, *rope, interleaved=True, dims="last")
+        entries = batch.entries(self.compressor.ratio)
+        if cache is None:
+            keys = self.compressor.entries(x, *entry_rope, batch)
+            if self.quantize:
+                keys, scale = dsa.per_token_cast_to_fp8(keys, True, self.head_dim, hadamard=True)
+                keys = keys, scale.squeeze(-1)
+        else:
+            self.compressor.store(x, *entry_rope, batch, cache)
+            if self.quantize and batch.is_decode:
+                lengths, table = entries.lens_tensor, batch.block_table
+                schedule, most = entries.index_schedule, max(entries.most, 1)
+                scores = dsa.fp8_paged_mqa_logits(q[:, None], cache.pages, weights, lengths, table, schedule, most)
+                paging = {"block_table": table, "page_size": entries.page_size} if paged_slots else {}
+                return dsa.topk_indices(scores, self.top_k, lengths=lengths, **paging)
+            read = dsa.read_indexer_cache if self.quantize else dsa.read_kv_cache
+            keys = read(cache.pages, entries.all_slots)
+        starts, lengths = entries.starts, entries.visible
+        if self.quantize:
+            scores = dsa.fp8_mqa_logits(q, keys, weights, starts, starts + lengths, clean_logits=False)
+        else:
+            scores = dsa.mqa_logits(q.float(), keys.float(), weights, starts, starts + lengths)
+        paging = {}
+        if paged_slots:
+            table, sequences = batch.block_table, batch.sequences
+            paging = {"block_table": table, "page_size": entries.page_size, "row_to_seq": sequences}
+        return dsa.topk_indices(scores, self.top_k, starts=starts, lengths=lengths, **paging)

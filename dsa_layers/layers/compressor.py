@@ -1,0 +1,80 @@
+"""DeepSeek-V4's compressor: one entry for every block of tokens, and what it keeps of unfinished blocks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import dsa
+from dsa_layers.layers.linear import Linear
+from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.sequence_batch import SequenceBatch
+
+
+@dataclass(frozen=True)
+class EntryCache:
+    """A layer's compressed entries. pages: [pages, P, 1, d | 584 | d + 4] as `dsa.write_compressed_kv` has them;
+    state: fp32 [lanes, n, 2, c], the projections of the tokens that entries to come are made of."""
+
+    pages: torch.Tensor
+    state: torch.Tensor
+
+
+class Compressor(nn.Module):
+    """C_i = rope_{i m}(RMSNorm(sum_j softmax_j(Z_j) KV_j)) over the tokens j of block i, per channel; m = ratio.
+
+    KV = x wkv^T, Z = x wgate^T + ape[j mod m], in fp32. With `overlap` wkv and wgate give 2 * dim channels, and entry i
+    is made of the first half of block i - 1's and the second half of block i's tokens (`dsa.compress_kv`). Rope turns
+    the last channels in interleaved pairs.
+
+    entries(x [T, hidden], cos, sin fp32 [T, R / 2], batch) -> [N, dim], the entries of whole sequences, packed
+    store(x, cos, sin, batch, cache): the entries that the new tokens end go to the cache
+    cos, sin: of the positions of the entries that the tokens may end (`EntryBatch.positions`).
+    Parameters: wkv, wgate [c, hidden], ape fp32 [ratio, c], norm [dim]; c = 2 dim with overlap, else dim.
+    Source: `Compressor` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        dim: int,
+        ratio: int,
+        *,
+        overlap: bool,
+        eps: float = 1e-6,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.ratio, self.overlap = dim, ratio, overlap
+        channels = 2 * dim if overlap else dim
+        self.wkv, self.wgate = Linear(hidden, channels, dtype=dtype), Linear(hidden, channels, dtype=dtype)
+        self.ape = nn.Parameter(torch.zeros(ratio, channels, dtype=torch.float32))
+        self.norm = RMSNorm(dim, eps)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of a lane of the state."""
+        return (2 * self.ratio if self.overlap else self.ratio, 2, self.ape.shape[1])
+
+    def entries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
+        kv, gate = self._project(x)
+        starts = batch.earlier_lens_tensor
+        entries, tokens = dsa.compress_kv(kv, gate, self.ape, batch.cu_query_lens, starts, overlap=self.overlap)
+        return dsa.apply_rotary(self.norm(entries), cos[tokens], sin[tokens], interleaved=True, dims="last").to(x.dtype)
+
+    @torch.no_grad()
+    def store(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: SequenceBatch, cache: EntryCache
+    ) -> None:
+        kv, gate = self._project(x)
+        dsa.write_compressed_kv(
+            *(kv, gate, self.ape, self.norm.weight.float(), cos, sin, cache.pages, batch.entries(self.ratio).slots),
+            *(batch.cu_query_lens, batch.earlier_lens_tensor, cache.state, batch.lanes_tensor),
+            overlap=self.overlap,
+            eps=self.norm.eps,
+        )
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(KV, Z without ape) in fp32."""
+        x = x.float()
+        return tuple(nn.functional.linear(x, layer.weight.float()) for layer in (self.wkv, self.wgate))

@@ -1,0 +1,46 @@
+"""A decoder block over several residual streams."""
+
+import torch
+from torch import nn
+
+from dsa_layers.layers.compressed_attention import Angles, CompressedAttention, CompressedLayerCache
+from dsa_layers.layers.hyper_connections import HyperConnection
+from dsa_layers.layers.moe import MoE
+from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.sequence_batch import SequenceBatch
+
+
+class HyperDecoderBlock(nn.Module):
+    """Attention, then experts, each between the streams' collapse and expansion: X [T, n, hidden] -> [T, n, hidden].
+
+    x = collapse(X); X <- expand(sublayer(norm(x)), X), by `hc_attn` and `hc_ffn`.
+    Submodules: hc_attn, attn_norm, attn, hc_ffn, ffn_norm, ffn.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        attn: CompressedAttention,
+        ffn: MoE,
+        *,
+        hc_attn: HyperConnection,
+        hc_ffn: HyperConnection,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.hc_attn, self.attn_norm, self.attn = hc_attn, RMSNorm(hidden, eps), attn
+        self.hc_ffn, self.ffn_norm, self.ffn = hc_ffn, RMSNorm(hidden, eps), ffn
+
+    def forward(
+        self,
+        streams: torch.Tensor,
+        tokens: torch.Tensor,
+        rope: Angles,
+        entry_rope: Angles | None,
+        batch: SequenceBatch,
+        cache: CompressedLayerCache | None = None,
+    ) -> torch.Tensor:
+        x, post, comb = self.hc_attn.collapse(streams)
+        streams = self.hc_attn.expand(self.attn(self.attn_norm(x), rope, entry_rope, batch, cache), streams, post, comb)
+        x, post, comb = self.hc_ffn.collapse(streams)
+        return self.hc_ffn.expand(self.ffn(self.ffn_norm(x), tokens), streams, post, comb)
