@@ -1,0 +1,22 @@
+"""The shipped variants of the compressor compile to sm_90a: wide loads, no spills."""
+
+import pytest
+
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+from dsa.kernels import compressed_kv_sm90 as kernels
+from dsa.ops import compressed_kv as op
+
+
+@pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()], ids=str)
+def test_sass(arguments):
+    sass = disassemble(cubin(kernels.compile_write_compressed_kv, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    # Eight slots at once: of a new token two projections and ape, of one in the state its two.
+    assert sass.instructions["LDG"] >= kernels.TOGETHER * 5
+    assert sass.instructions["MUFU"] >= kernels.TOGETHER * kernels.OWN
+
+
+def test_the_op_takes_what_there_are_kernels_for():
+    assert op.KINDS == kernels.KINDS
+    assert {str(dtype).removeprefix("torch.") for dtype in op.DTYPES} == set(kernels.DTYPES)
