@@ -25,15 +25,20 @@ def _check_logits(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
         raise AssertionError(f"{name}: calc_diff {diff:.3g} is above 5e-6")
 
 
+def _hadamard() -> torch.Tensor:
+    """The matrix of 128 channels, from its definition."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)]
+    return torch.tensor(signs, dtype=torch.double) / 128**0.5
+
+
 def _per_token_cast_to_fp8(device: str) -> None:
     x = torch.randn(33, 256, device=device).bfloat16()
     q, scale = dsa.per_token_cast_to_fp8(x)
     back = q.double() * scale.double().repeat_interleave(128, -1)
     assert_close("x", back, x.double(), abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
-    signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)], dtype=torch.double)
     q, scale = dsa.per_token_cast_to_fp8(x, hadamard=True)
     back = q.double().cpu() * scale.double().cpu().repeat_interleave(128, -1)
-    expected = (x.double().cpu().view(33, 2, 128) @ signs / 128**0.5).view(33, 256)
+    expected = (x.double().cpu().view(33, 2, 128) @ _hadamard()).view(33, 256)
     assert_close("Hadamard x", back, expected, abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
 
 
@@ -72,13 +77,12 @@ def _fp8_paged_mqa_logits(device: str) -> None:
 
 def _indexer_inputs(device: str) -> None:
     """Norm, rope on the first 64 channels in halves, Hadamard, and the scores that come of it."""
-    signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)], dtype=torch.double)
     angles = torch.randn(40, 32, device=device)
     cos, sin = angles.cos(), angles.sin()
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         pair = torch.complex(x[..., :32], x[..., 32:64]) * torch.exp(1j * angles.double().cpu())[:, None]
-        return torch.cat((pair.real, pair.imag, x[..., 64:]), -1) @ signs / 128**0.5
+        return torch.cat((pair.real, pair.imag, x[..., 64:]), -1) @ _hadamard()
 
     q, k = (torch.randn(shape, device=device).bfloat16() for shape in ((40, 16, 128), (40, 128)))
     weights, gain, bias = (torch.randn(n, device=device) for n in ((40, 16), 128, 128))
@@ -112,6 +116,43 @@ def _mla_cache_inputs(device: str) -> None:
         assert_close("out", out, x, abs_tol=6e-2, rel_tol=2**-6, cos_tol=1e-4)
         rel_tol, cos_tol = (0.075, 2e-3) if cache is v4 else (2**-6, 1e-4)
         assert_close("cache", dsa.read_kv_cache(cache, slots), x, abs_tol=6e-2, rel_tol=rel_tol, cos_tol=cos_tol)
+
+
+def _compressed_kv(device: str) -> None:
+    """Overlapping blocks of 4 in two passes, the second of which needs what the first left, to floats and to bytes."""
+    for d, kind in ((512, "floats"), (128, "bytes")):
+        kv, gate = torch.randn(2, 42, 2 * d, device=device)
+        ape, gain, angles = torch.randn(4, 2 * d, device=device), torch.rand(d, device=device), torch.randn(42, 32)
+        cos, sin = angles.cos().to(device), angles.sin().to(device)
+        if kind == "floats":
+            cache = torch.full((1, 64, 1, d), torch.nan, dtype=torch.bfloat16, device=device)
+        else:
+            cache = torch.full((1, 64, 1, d + 4), 0xFF, dtype=torch.uint8, device=device)
+        slots = torch.full((42,), -1, device=device)
+        slots[3::4] = torch.arange(10, device=device)
+        state, lanes = torch.full((1, 8, 2, 2 * d), torch.nan, device=device), torch.zeros(1, dtype=torch.int32)
+        for low, high in ((0, 27), (27, 42)):
+            ends, start = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, high - low], [low]))
+            part = (x[low:high] for x in (kv, gate))
+            turn = (x[low:high] for x in (cos, sin))
+            where = (cache, slots[low:high], ends, start, state, lanes.to(device))
+            dsa.write_compressed_kv(*part, ape, gain, *turn, *where, overlap=True)
+        k, z = (x[:40].double().unflatten(0, (10, 4)) for x in (kv, gate))
+        z = z + ape.double()
+        before = [torch.cat((x[:1] * 0 + pad, x[:-1]))[..., :d] for x, pad in ((k, 0), (z, -torch.inf))]
+        k, z = (torch.cat((a, b[..., d:]), 1) for a, b in zip(before, (k, z)))
+        x = (z.softmax(1) * k).sum(1)
+        x *= gain.double() / (x.square().mean(1, keepdim=True) + 1e-6).sqrt()
+        pair = torch.complex(x[:, -64::2], x[:, -63::2]) * torch.exp(1j * angles[3::4].double().to(device))
+        x[:, -64:] = torch.view_as_real(pair).flatten(1)
+        if kind == "floats":
+            assert_close("entries", cache[0, :10, 0], x, abs_tol=6e-2, rel_tol=2**-6, cos_tol=1e-4)
+        else:
+            x = x.cpu() @ _hadamard()
+            values, scales = cache.flatten().split((64 * d, 64 * 4))
+            back = values.view(torch.float8_e4m3fn).view(64, d).double() * scales.view(torch.float32)[:, None]
+            back = back[:10].cpu()
+            assert_close("FP8 entries", back, x, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
 
 
 def _topk_indices(device: str) -> None:
@@ -240,6 +281,7 @@ SELF_TESTS: dict[str, Callable[[str], None]] = {
     "fp8_paged_mqa_logits": _fp8_paged_mqa_logits,
     "indexer_inputs": _indexer_inputs,
     "mla_cache_inputs": _mla_cache_inputs,
+    "compressed_kv": _compressed_kv,
     "topk_indices": _topk_indices,
     "flash_mla_with_kvcache": _flash_mla_with_kvcache,
     "flash_mla_sparse_fwd": _flash_mla_sparse_fwd,

@@ -312,7 +312,7 @@ class WriteCompressedKvSm90:
             round_to(v, kv.element_type)
             scale = quantize(v, OWN, True)
             if exists:
-                values, scales = page_planes(cache[None, 0, None], page, page_size, self.dim, Float8E4M3FN)
+                values, scales = page_planes(cache, page, page_size, self.dim, Float8E4M3FN)
                 self.put(v, values[offset, None], own)
                 if own == 0:
                     scales[offset] = scale
@@ -372,15 +372,17 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
     """-> f(kv, gate [T, c] dtype, ape [m, c], weight [d], cos, sin [T, 32] fp32, cache, slots [T] int32 or the words of
     int64 [2 T], cu_seqlens [B + 1], starts [B] int32, state [S, n, 2, c] fp32, lanes [B] int32, page_size, eps); B > 0.
 
-    cache: [pages, P, 512] bf16; "v4", [pages, P, 576] bytes, scales behind a page's rows; "index", [pages, 1, bytes].
+    cache: [pages, P, 512] bf16; "v4", [pages, P, 576] bytes, scales behind a page's rows; "index", [pages, P, 132].
     Rows, pages and the state start at multiples of 16 bytes."""
     element, channels = cute_dtype(dtype), 2 * dim if overlap else dim
     tokens, sequences = cute.sym_int(), cute.sym_int()
     aligned = 128 // element.width
     projections = [_fake(element, (tokens, channels), (cute.sym_int64(divisibility=aligned), 1)) for _ in range(2)]
     angles = [_fake(Float32, (tokens, ROPE // 2), (cute.sym_int64(divisibility=4), 1)) for _ in range(2)]
-    kind, width = {"index": (Uint8, cute.sym_int()), "v4": (Uint8, 576)}.get(layout, (BFloat16, dim))
-    strides = [cute.sym_int64(divisibility=128 // kind.width) for _ in range(2)]
+    kind, width = {"index": (Uint8, dim + 4), "v4": (Uint8, 576)}.get(layout, (BFloat16, dim))
+    # Index pages are values and then scales: their rows only count.
+    row = dim + 4 if layout == "index" else cute.sym_int64(divisibility=128 // kind.width)
+    strides = (cute.sym_int64(divisibility=128 // kind.width), row)
     rows = 2 * ratio if overlap else ratio
     return compile_sm90(
         WriteCompressedKvSm90(dim, ratio, overlap, layout),

@@ -109,7 +109,7 @@ def _write(
         check_rows(name, named[name])
     kv, gate, cos, sin = (rows_at_16_bytes(x) for x in (kv, gate, cos, sin))
     layout = "index" if is_index else "v4" if cache.dtype == torch.uint8 else "bfloat16"
-    pages = pages_as_rows("cache", cache)[:, None] if is_index else cache_rows(cache)
+    pages = pages_as_rows("cache", cache).unflatten(1, (-1, d + 4)) if is_index else cache_rows(cache)
     words = slot_words(slots)
     if starts.shape[0] and kv.shape[0] and cache.shape[0]:
         with backends.on_device(cache):
