@@ -8,9 +8,13 @@ from typing import Literal
 import torch
 
 from dsa_layers.checkpoint import load_weights
-from dsa_layers.config import read_config
+from dsa_layers.config import DeepseekV32Config, GlmMoeDsaConfig, read_config
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.models.glm_moe_dsa import GlmMoeDsaForCausalLM
 from dsa_layers.models.precision import Precision
+from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
+
+MODELS = {DeepseekV32Config: DeepseekV32ForCausalLM, GlmMoeDsaConfig: GlmMoeDsaForCausalLM}
 
 
 def load_model(
@@ -21,8 +25,8 @@ def load_model(
     dequantize: bool = False,
     kv_cache: Literal["fp8", "model"] | None = None,
     progress: bool = True,
-) -> DeepseekV32ForCausalLM:
-    """The model of a checkpoint directory (config.json, safetensors), in evaluation mode.
+) -> SparseMLAForCausalLM:
+    """The model of a checkpoint directory (config.json, safetensors), in evaluation mode; its class is the family's.
 
     dtype       of activations and unquantised weights; the checkpoint's own if None
     dequantize  FP8 weights become `dtype` weights, and neither activations nor index keys are quantised
@@ -37,7 +41,7 @@ def load_model(
     if kv_cache is not None:
         precision = replace(precision, kv_cache=kv_cache)
     with torch.device("meta"):
-        model = DeepseekV32ForCausalLM(config, precision)
+        model = MODELS[type(config)](config, precision)
     if config.num_nextn_predict_layers and progress:
         print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
     load_weights(model, directory, device=device, skip=model.skips, progress=progress)

@@ -1,11 +1,11 @@
-"""DeepSeek-V3.2: latent attention with lightning-indexer selection, and mixture-of-experts MLPs."""
+"""The model of the families with latent attention, lightning-indexer selection and mixture-of-experts MLPs."""
 
 import torch
 from torch import nn
 
-from dsa_layers.config import DeepseekV32Config
+from dsa_layers.config import SparseMLAConfig
 from dsa_layers.kv_cache import PagedKVCache
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.decoder import DecoderBlock
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import Linear
@@ -16,7 +16,7 @@ from dsa_layers.models.precision import Precision
 from dsa_layers.sequence_batch import SequenceBatch
 
 
-def _rotary(config: DeepseekV32Config) -> RotaryEmbedding:
+def _rotary(config: SparseMLAConfig) -> RotaryEmbedding:
     dim, theta, yarn = config.qk_rope_head_dim, config.rope.theta, config.rope.yarn
     if yarn is None:
         return RotaryEmbedding(rope_frequencies(dim, theta))
@@ -33,28 +33,31 @@ def _rotary(config: DeepseekV32Config) -> RotaryEmbedding:
     )
 
 
-def _softmax_scale(config: DeepseekV32Config) -> float:
+def _softmax_scale(config: SparseMLAConfig) -> float:
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     yarn = config.rope.yarn
     return scale * yarn_mscale(yarn.factor, yarn.mscale_all_dim) ** 2 if yarn else scale
 
 
-def _block(config: DeepseekV32Config, precision: Precision, layer: int) -> DecoderBlock:
+def _block(config: SparseMLAConfig, precision: Precision, layer: int) -> DecoderBlock:
     hidden, eps, dtype = config.hidden_size, config.rms_norm_eps, precision.dtype
     projections = {
         "fp8": precision.fp8_linear,
         "dtype": dtype,
         "use_ue8m0": config.quantization is not None and config.quantization.scale_fmt == "ue8m0",
     }
-    indexer = LightningIndexer(
-        hidden,
-        config.q_lora_rank,
-        n_heads=config.index_n_heads,
-        head_dim=config.index_head_dim,
-        top_k=config.index_topk,
-        quantize=precision.fp8_indexer,
-        **projections,
-    )
+    indexer = None
+    if config.indexer_types[layer] == "full":
+        indexer = LightningIndexer(
+            hidden,
+            config.q_lora_rank,
+            n_heads=config.index_n_heads,
+            head_dim=config.index_head_dim,
+            top_k=config.index_topk,
+            rope_interleaved=config.indexer_rope_interleave,
+            quantize=precision.fp8_indexer,
+            **projections,
+        )
     attention = DSAAttention(
         hidden,
         config.num_attention_heads,
@@ -65,7 +68,7 @@ def _block(config: DeepseekV32Config, precision: Precision, layer: int) -> Decod
         rope_dim=config.qk_rope_head_dim,
         v_dim=config.v_head_dim,
         softmax_scale=_softmax_scale(config),
-        eps=eps,
+        eps=config.latent_norm_eps,
         **projections,
     )
     if layer < config.first_k_dense_replace:
@@ -84,10 +87,13 @@ def _block(config: DeepseekV32Config, precision: Precision, layer: int) -> Decod
     return DecoderBlock(hidden, attention, moe, eps=eps)
 
 
-class DeepseekV32Model(nn.Module):
-    """Embedding, decoder blocks, final norm: tokens int64 [T] -> hidden states [T, hidden_size]."""
+class SparseMLAModel(nn.Module):
+    """Embedding, decoder blocks, final norm: tokens int64 [T] -> hidden states [T, hidden_size].
 
-    def __init__(self, config: DeepseekV32Config, precision: Precision) -> None:
+    What a layer with an indexer selects is handed on to the layers after it that have none, within a pass.
+    """
+
+    def __init__(self, config: SparseMLAConfig, precision: Precision) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
         self.layers = nn.ModuleList(_block(config, precision, i) for i in range(config.num_hidden_layers))
@@ -97,23 +103,24 @@ class DeepseekV32Model(nn.Module):
     def forward(self, tokens: torch.Tensor, batch: SequenceBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
         cos, sin = self.rotary(batch.positions)
         x = self.embed_tokens(tokens)
+        selection = Selection()
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, batch, None if cache is None else cache.layer(i))
+            x = layer(x, cos, sin, batch, None if cache is None else cache.layer(i), selection)
         return self.norm(x)
 
 
-class DeepseekV32ForCausalLM(nn.Module):
-    """The language model. Parameter names are those of the published checkpoint (`model.*`, `lm_head.weight`).
+class SparseMLAForCausalLM(nn.Module):
+    """The language model. Parameter names are those of the published checkpoints (`model.*`, `lm_head.weight`).
 
     forward(tokens int64 [T], batch, cache=None) -> fp32 logits [B, vocab_size] of each sequence's last token, or of
     all T tokens with all_tokens=True. The multi-token-prediction layer of the checkpoint is not part of it.
     """
 
-    def __init__(self, config: DeepseekV32Config, precision: Precision | None = None) -> None:
+    def __init__(self, config: SparseMLAConfig, precision: Precision | None = None) -> None:
         super().__init__()
         self.config = config
         self.precision = precision or Precision.of(config)
-        self.model = DeepseekV32Model(config, self.precision)
+        self.model = SparseMLAModel(config, self.precision)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=self.precision.dtype)
 
     def forward(
@@ -140,6 +147,7 @@ class DeepseekV32ForCausalLM(nn.Module):
             index_dim=config.index_head_dim,
             latent="fp8" if precision.kv_cache == "fp8" else precision.dtype,
             index="fp8" if precision.fp8_indexer else precision.dtype,
+            index_layers=[i for i, kind in enumerate(config.indexer_types) if kind == "full"],
             device=device,
         )
 
