@@ -4,8 +4,8 @@ from dsa_layers.config.fields import Fields
 from dsa_layers.config.sparse_mla import SparseMLAConfig, read_sparse_mla
 
 # transformers builds q_a_layernorm and kv_a_layernorm with this eps whatever rms_norm_eps says, 1e-5 as published; here
-# as there. Engines that take rms_norm_eps get latents smaller by a factor of 4.5e-6 / (mean square before the norm),
-# which bf16 does not show where that mean square is above 0.003.
+# as there. Engines that take rms_norm_eps get latents that are smaller by 4.5e-6 / (mean square before the norm) of
+# themselves, which bf16 does not show where that mean square is above 0.003.
 LATENT_NORM_EPS = 1e-6
 
 # Of index_topk_pattern.
@@ -39,7 +39,7 @@ def _read_indexer_types(fields: Fields) -> tuple[str, ...]:
     layers = fields.integer("num_hidden_layers")
     frequency = fields.integer("index_topk_freq", default=1)
     # The first `offset` layers have one, and every frequency-th counted from the last of them.
-    offset = fields.integer("index_skip_topk_offset", default=2)
+    offset = fields.integer("index_skip_topk_offset", minimum=0, default=2)
     said = {}
     if "indexer_types" in fields:
         said["indexer_types"] = fields.each_of("indexer_types", ("full", "shared"), layers)
