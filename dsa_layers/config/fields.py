@@ -97,10 +97,12 @@ class Fields:
             raise self.error(name, f"is {value!r}", "a list of strings, or null")
         return tuple(value or ())
 
-    def each_of(self, name: str, accepted: tuple[str, ...], count: int) -> tuple[str, ...]:
-        """The `count` items of a list, or letters of a string, each of them one of `accepted`."""
-        listed = f"{count} items, each one of {', '.join(map(repr, accepted))}"
-        value = self._take(name, _REQUIRED, listed)
+    def each_of(self, name: str, accepted: tuple[str, ...], count: int) -> tuple[str, ...] | None:
+        """The `count` items of a list, or letters of a string, each of them one of `accepted`; None for null."""
+        listed = f"{count} items, each one of {', '.join(map(repr, accepted))}, or null"
+        value = self._take(name, None, listed)
+        if value is None:
+            return None
         if not isinstance(value, list | str):
             raise self.error(name, f"is {value!r}", listed)
         if len(value) != count:

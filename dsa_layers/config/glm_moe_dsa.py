@@ -41,10 +41,9 @@ def _read_indexer_types(fields: Fields) -> tuple[str, ...]:
     # The first `offset` layers have one, and every frequency-th counted from the last of them.
     offset = fields.integer("index_skip_topk_offset", minimum=0, default=2)
     said = {}
-    if "indexer_types" in fields:
-        said["indexer_types"] = fields.each_of("indexer_types", ("full", "shared"), layers)
-    if "index_topk_pattern" in fields:
-        letters = fields.each_of("index_topk_pattern", tuple(_LETTERS), layers)
+    if listed := fields.each_of("indexer_types", ("full", "shared"), layers):
+        said["indexer_types"] = listed
+    if letters := fields.each_of("index_topk_pattern", tuple(_LETTERS), layers):
         said["index_topk_pattern"] = tuple(_LETTERS[letter] for letter in letters)
     if "index_topk_freq" in fields:
         schedule = (max(i - offset + 1, 0) % frequency == 0 for i in range(layers))
