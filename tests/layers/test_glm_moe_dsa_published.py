@@ -53,8 +53,8 @@ def test_tensors(tmp_path, name, indexers):
 
 
 def test_published_totals():
-    """GLM-5.2's, counted over the headers of all files; the multi-token-prediction layer has its own indexer. "744B"
-    is what GLM-5's report calls the whole without that layer."""
+    """GLM-5.2's, counted over the headers of all files; the multi-token-prediction layer has its own indexer. Without
+    that layer GLM-5 rounds to the 744B of its report."""
     assert (elements(21), MTP) == (743_377_019_904, 9_952_920_576)
     assert tensors(21) + 7 + 5 + 2 + 2 + 3 * (EXPERTS + 1) + 4 == 59_585
     assert round(elements(78) / 1e9) == 744
