@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from dsa_layers.kv_cache import OutOfPages
-from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
+from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
 from dsa_layers.sampling import SamplingParams, random_stream, sample
 from dsa_layers.sequence_batch import SequenceBatch
 from dsa_layers.stop_strings import StopStrings
@@ -93,7 +94,7 @@ class Generator:
 
     def __init__(
         self,
-        model: DeepseekV32ForCausalLM,
+        model: SparseMLAForCausalLM | DeepseekV4ForCausalLM,
         tokenizer: Tokenizer | None = None,
         *,
         cache_tokens: int = 65536,

@@ -14,11 +14,12 @@ class LayerCache:
     """One layer's pages.
 
     latent  [pages, P, 1, 576]: latent | rope in a float dtype; or uint8 [pages, P, 1, 656]: e4m3 with fp32 scales
-    index   uint8 [pages, P, 1, 132]: e4m3 index keys, then fp32 scales; or [pages, P, 1, 128] in a float dtype
+    index   uint8 [pages, P, 1, 132]: e4m3 index keys, then fp32 scales; or [pages, P, 1, 128] in a float dtype; None
+            for a layer without an indexer
     """
 
     latent: torch.Tensor
-    index: torch.Tensor
+    index: torch.Tensor | None
 
     @property
     def page_size(self) -> int:
@@ -64,8 +65,9 @@ class PageAllocator:
 class PagedKVCache:
     """Latent and index pages of all layers, and their allocator. Page p of every layer holds the same tokens.
 
-    latent, index: "fp8" for the byte layouts of LayerCache, or the float dtype to store. lanes: sequences at a time;
-    nothing is kept by lane.
+    latent, index: "fp8" for the byte layouts of LayerCache, or the float dtype to store.
+    index_layers: the layers that have index pages; all of them if None.
+    lanes: sequences at a time; nothing is kept by lane.
     Memory is not cleared: what an unused slot holds never reaches a result.
     """
 
@@ -79,19 +81,25 @@ class PagedKVCache:
         index_dim: int = 128,
         latent: torch.dtype | Literal["fp8"] = torch.bfloat16,
         index: torch.dtype | Literal["fp8"] = "fp8",
+        index_layers: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
         lanes: int = 64,
     ) -> None:
         if latent == "fp8" and latent_dim != 576:
             raise ValueError(f"latent_dim: must be 576 (512 and 64 rope) for the FP8 layout, got {latent_dim}")
-        shape = (num_layers, num_pages, page_size, 1)
-        self._latent = _pages(shape, LATENT_FP8_BYTES if latent == "fp8" else latent_dim, latent, device)
-        self._index = _pages(shape, index_dim + 4 if index == "fp8" else index_dim, index, device)
+        pages = (num_pages, page_size, 1)
+        latent_width = LATENT_FP8_BYTES if latent == "fp8" else latent_dim
+        self._latent = _pages((num_layers, *pages), latent_width, latent, device)
+        index_layers = range(num_layers) if index_layers is None else index_layers
+        self._index_rows = {layer: row for row, layer in enumerate(index_layers)}
+        index_width = index_dim + 4 if index == "fp8" else index_dim
+        self._index = _pages((len(index_layers), *pages), index_width, index, device)
         self.page_size = page_size
         self.allocator, self.lanes = PageAllocator(num_pages), PageAllocator(lanes)
 
     def layer(self, i: int) -> LayerCache:
-        return LayerCache(self._latent[i], self._index[i])
+        row = self._index_rows.get(i)
+        return LayerCache(self._latent[i], None if row is None else self._index[row])
 
     @property
     def nbytes(self) -> int:

@@ -12,23 +12,33 @@ from pathlib import Path
 from dsa_layers.config.deepseek_v4 import DeepseekV4Config, read_deepseek_v4
 from dsa_layers.config.deepseek_v32 import DeepseekV32Config, read_deepseek_v32
 from dsa_layers.config.fields import ConfigError, read_object
+from dsa_layers.config.glm_moe_dsa import GlmMoeDsaConfig, read_glm_moe_dsa
 from dsa_layers.config.parts import QuantizationConfig, RopeConfig, YarnConfig
+from dsa_layers.config.sparse_mla import SparseMLAConfig
 
 __all__ = [
     "ConfigError",
     "DeepseekV4Config",
     "DeepseekV32Config",
+    "GlmMoeDsaConfig",
+    "ModelConfig",
     "QuantizationConfig",
     "RopeConfig",
+    "SparseMLAConfig",
     "YarnConfig",
     "read_config",
 ]
 
-READERS = {"deepseek_v32": read_deepseek_v32, "deepseek_v4": read_deepseek_v4}
+READERS = {
+    "deepseek_v32": read_deepseek_v32,
+    "deepseek_v4": read_deepseek_v4,
+    "glm_moe_dsa": read_glm_moe_dsa,
+}
+ModelConfig = SparseMLAConfig | DeepseekV4Config
 
 
-def read_config(directory: str | PathLike[str]) -> DeepseekV32Config | DeepseekV4Config:
-    """The configuration in `directory`/config.json.
+def read_config(directory: str | PathLike[str]) -> ModelConfig:
+    """The configuration in `directory`/config.json, of the class of its `model_type`.
 
     If `directory`/generation_config.json names end-of-sequence ids, they replace config.json's.
     Raises ConfigError (a ValueError) that names the file and the field, what it holds and what is accepted: for a file

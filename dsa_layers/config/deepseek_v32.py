@@ -1,152 +1,24 @@
 """The configuration of DeepSeek-V3.2."""
 
-from dataclasses import dataclass
-
-from dsa_layers.config.fields import NO_INFLUENCE, Fields
-from dsa_layers.config.parts import (
-    QuantizationConfig,
-    RopeConfig,
-    read_dtype,
-    read_quantization,
-    read_rope,
-    read_token_ids,
-)
+from dsa_layers.config.fields import Fields
+from dsa_layers.config.sparse_mla import SparseMLAConfig, read_sparse_mla
 
 
-@dataclass(frozen=True)
-class DeepseekV32Config:
-    """What the DeepSeek-V3.2 model needs to know. Names are config.json's own; dimensions are in elements.
-
-    eos_token_ids: every id that ends a sequence, () if there is none. bos_token_id: None if there is none.
-    dtype: of the tensors that are not quantised: "bfloat16", "float16" or "float32".
-    quantization: None if no tensor is quantised.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    first_k_dense_replace: int
-    n_routed_experts: int
-    n_shared_experts: int
-    num_experts_per_tok: int
-    n_group: int
-    topk_group: int
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-    scoring_func: str
-    topk_method: str
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    rms_norm_eps: float
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
-    max_position_embeddings: int
-    rope: RopeConfig
-    tie_word_embeddings: bool
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    num_nextn_predict_layers: int
-    quantization: QuantizationConfig | None
-    dtype: str
+class DeepseekV32Config(SparseMLAConfig):
+    """Every layer has an indexer, whose rope turns channels (i, i + dim / 2); all RMSNorms have the same eps."""
 
 
 def read_deepseek_v32(fields: Fields, generation: Fields | None) -> DeepseekV32Config:
-    # One accepted value each: another would need code that is not here.
-    fields.one_of("hidden_act", ("silu",), default="silu")
-    fields.one_of("attention_bias", (False,), default=False)
-    fields.one_of("mlp_bias", (False,), default=False)
-    fields.one_of("attention_dropout", (0,), default=0)
-    fields.one_of("ep_size", (1,), default=1)
-    fields.one_of("moe_layer_freq", (1,), default=1)
-    # MLA rotates pairs (2i, 2i + 1), the indexer pairs (i, i + 32). Some converters write that down.
-    fields.one_of("rope_interleave", (True,), default=True)
-    fields.one_of("indexer_rope_interleave", (False,), default=False)
-
-    vocab_size = fields.integer("vocab_size")
-    bos, eos = read_token_ids(fields, generation, vocab_size)
-    config = DeepseekV32Config(
-        vocab_size=vocab_size,
-        hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
-        moe_intermediate_size=fields.integer("moe_intermediate_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers"),
-        num_attention_heads=fields.integer("num_attention_heads"),
-        first_k_dense_replace=fields.integer("first_k_dense_replace", minimum=0),
-        n_routed_experts=fields.integer("n_routed_experts"),
-        n_shared_experts=fields.integer("n_shared_experts"),
-        num_experts_per_tok=fields.integer("num_experts_per_tok"),
-        n_group=fields.integer("n_group"),
-        topk_group=fields.integer("topk_group"),
-        norm_topk_prob=fields.boolean("norm_topk_prob"),
-        routed_scaling_factor=fields.positive("routed_scaling_factor"),
-        scoring_func=fields.one_of("scoring_func", ("sigmoid",), default="sigmoid"),
-        topk_method=fields.one_of("topk_method", ("noaux_tc",), default="noaux_tc"),
-        q_lora_rank=fields.integer("q_lora_rank"),
-        kv_lora_rank=fields.integer("kv_lora_rank"),
-        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
-        v_head_dim=fields.integer("v_head_dim"),
-        rms_norm_eps=fields.positive("rms_norm_eps"),
-        index_n_heads=fields.integer("index_n_heads"),
-        index_head_dim=fields.integer("index_head_dim"),
-        index_topk=fields.integer("index_topk"),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
-        rope=read_rope(fields),
-        tie_word_embeddings=fields.one_of("tie_word_embeddings", (False,), default=False),
-        bos_token_id=bos,
-        eos_token_ids=eos,
-        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", minimum=0, default=0),
-        quantization=read_quantization(fields),
-        dtype=read_dtype(fields),
-    )
-    _check_consistency(fields, config)
-    fields.reject_unread(NO_INFLUENCE)
-    return config
-
-
-def _check_consistency(fields: Fields, config: DeepseekV32Config) -> None:
-    heads = config.num_attention_heads
-    fields.one_of("num_key_value_heads", (heads,), default=heads)
-    qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    fields.one_of("qk_head_dim", (qk_head_dim,), default=qk_head_dim)
+    rope = fields.integer("qk_rope_head_dim")
     # transformers 5 means the part that rope turns, older configurations the whole head.
-    fields.one_of("head_dim", (config.qk_rope_head_dim, qk_head_dim), default=qk_head_dim)
-    if config.qk_rope_head_dim % 2:
-        raise fields.error("qk_rope_head_dim", f"is {config.qk_rope_head_dim}", "an even number")
-    if config.qk_rope_head_dim > config.index_head_dim:
-        raise fields.error(
-            "index_head_dim",
-            f"is {config.index_head_dim}",
-            f"at least qk_rope_head_dim={config.qk_rope_head_dim}: rope turns the indexer's first channels",
-        )
-
-    layers, dense = config.num_hidden_layers, config.first_k_dense_replace
-    if dense > layers:
-        raise fields.error("first_k_dense_replace", f"is {dense}", f"at most num_hidden_layers={layers}")
-    mlp_layer_types = ["dense"] * dense + ["sparse"] * (layers - dense)
-    fields.one_of("mlp_layer_types", (mlp_layer_types,), default=None)
-    fields.one_of("layer_types", (["indexed_attention"] * layers,), default=None)
-
-    experts, groups = config.n_routed_experts, config.n_group
-    if experts % groups:
-        raise fields.error("n_routed_experts", f"is {experts}", f"a multiple of n_group={groups}")
-    if experts // groups < 2:
-        raise fields.error(
-            "n_group", f"is {groups}", "groups of 2 experts or more: the gate ranks a group by its best 2"
-        )
-    if config.topk_group > groups:
-        raise fields.error("topk_group", f"is {config.topk_group}", f"at most n_group={groups}")
-    reachable = config.topk_group * (experts // groups)
-    if config.num_experts_per_tok > reachable:
-        raise fields.error(
-            "num_experts_per_tok",
-            f"is {config.num_experts_per_tok}",
-            f"at most {reachable}, the experts of topk_group={config.topk_group} groups",
-        )
+    fields.one_of("head_dim", (rope, fields.integer("qk_nope_head_dim") + rope), default=rope)
+    # Some converters write down what this family never varies.
+    fields.one_of("indexer_rope_interleave", (False,), default=False)
+    return read_sparse_mla(
+        DeepseekV32Config,
+        fields,
+        generation,
+        indexer_types=("full",) * fields.integer("num_hidden_layers"),
+        indexer_rope_interleave=False,
+        latent_norm_eps=fields.positive("rms_norm_eps"),
+    )

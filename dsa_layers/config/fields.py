@@ -90,6 +90,28 @@ class Fields:
             raise self.error(name, f"is {value!r}", accepted)
         return float(value)
 
+    def strings(self, name: str) -> tuple[str, ...]:
+        """The strings in a list; () for null."""
+        value = self._take(name, None, "")
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise self.error(name, f"is {value!r}", "a list of strings, or null")
+        return tuple(value or ())
+
+    def each_of(self, name: str, accepted: tuple[str, ...], count: int) -> tuple[str, ...] | None:
+        """The `count` items of a list, or letters of a string, each of them one of `accepted`; None for null."""
+        listed = f"{count} items, each one of {', '.join(map(repr, accepted))}, or null"
+        value = self._take(name, None, listed)
+        if value is None:
+            return None
+        if not isinstance(value, list | str):
+            raise self.error(name, f"is {value!r}", listed)
+        if len(value) != count:
+            raise self.error(name, f"has {len(value)} items", listed)
+        for item in value:
+            if item not in accepted:
+                raise self.error(name, f"holds {item!r}", listed)
+        return tuple(value)
+
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """The ids of a field that holds an integer, a list of them, or null."""
         value = self._take(name, None, "")

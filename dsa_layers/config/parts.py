@@ -1,5 +1,6 @@
 """What the configurations of several families have in common: rope, quantisation, dtype, tokens."""
 
+import re
 from dataclasses import dataclass
 
 from dsa_layers.config.fields import Fields
@@ -38,6 +39,15 @@ class QuantizationConfig:
 
     weight_block: tuple[int, int]
     scale_fmt: str | None
+
+
+# GLM's configurations call the indexer's weights_proj "indexers_proj".
+_NEVER_QUANTIZED = re.compile(
+    r"lm_head|model\.embed_tokens|model\.norm|model\.layers\.\d+\.("
+    r"(input|post_attention)_layernorm|self_attn\.(q_a|kv_a)_layernorm|self_attn\.indexer\.k_norm(\.bias)?"
+    r"|self_attn\.(indexer\.weights_proj|indexers_proj)|mlp\.gate(\.e_score_correction_bias)?"
+    r"|embed_tokens|enorm|hnorm|eh_proj|shared_head\.(norm|head))"
+)
 
 
 def read_rope(fields: Fields) -> RopeConfig:
@@ -96,10 +106,17 @@ def read_quantization(fields: Fields) -> QuantizationConfig | None:
     block = quantization.one_of("weight_block_size", ([128, 128],))
     # "float" is transformers' word for scales of any fp32 value.
     scale_fmt = quantization.one_of("scale_fmt", ("ue8m0", "float"), default=None)
-    # transformers writes these; the published format fixes which tensors are FP8, and lm_head is not one.
+    # The published formats fix which tensors are FP8. Lists of modules may say so again, but not otherwise.
     quantization.one_of("dequantize", (False,), default=False)
     quantization.one_of("modules_to_convert", ([],), default=None)
-    quantization.one_of("modules_to_not_convert", ([], ["lm_head"]), default=None)
+    for module in quantization.strings("modules_to_not_convert"):
+        if not _NEVER_QUANTIZED.fullmatch(module):
+            raise quantization.error(
+                "modules_to_not_convert",
+                f"holds {module!r}",
+                "'lm_head', 'model.embed_tokens', and of each layer the norms, mlp.gate, the indexer's weights_proj "
+                "and eh_proj",
+            )
     quantization.one_of("expert_dtype", ("fp8",), default="fp8")
     quantization.reject_unread()
     return QuantizationConfig(tuple(block), None if scale_fmt == "float" else scale_fmt)

@@ -1,5 +1,7 @@
 """Multi-head latent attention with DeepSeek Sparse Attention's token selection."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -11,6 +13,17 @@ from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.sequence_batch import SequenceBatch
 
 
+@dataclass
+class Selection:
+    """What the last layer with an indexer attended to in this pass, for the layers after it that have none.
+
+    picks  int32 [T, top_k]: rows of the keys that it attended to, of the packed keys or of the cache, with -1 where
+           there are fewer; None if it attended to all keys
+    """
+
+    picks: torch.Tensor | None = None
+
+
 class DSAAttention(nn.Module):
     """MLA over all keys while every sequence has at most the indexer's top_k, over the selected ones beyond.
 
@@ -19,19 +32,22 @@ class DSAAttention(nn.Module):
     Dense passes over several new tokens compute k_h and v_h (multi-head form); sparse and decoding passes absorb W_UK
     into the query and W_UV into the output and attend to the latents themselves (multi-query form, one kv head).
 
-    forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None) -> [T, hidden]
+    Without an indexer (IndexShare) a layer attends to the keys that the last layer with one attended to.
+
+    forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selection=None) -> [T, hidden]
     With a cache the new tokens' latents and index keys are written to its pages first, and what is attended to is what
-    the pages hold: FP8 pages round it. Without one, `batch` must hold whole sequences.
+    the pages hold: FP8 pages round it. Without one, `batch` must hold whole sequences. A layer with an indexer sets
+    `selection`, if given; one without needs it, as set by the layers before it in the same pass.
     Parameters by the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
     kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
-    Source: `MLA` of DeepSeek-V3.2's inference code; the report, section 2.1.
+    Source: `MLA` of DeepSeek-V3.2's inference code; the report, section 2.1. IndexShare: arXiv 2603.12201.
     """
 
     def __init__(
         self,
         hidden: int,
         n_heads: int,
-        indexer: LightningIndexer,
+        indexer: LightningIndexer | None,
         *,
         q_lora_rank: int = 1536,
         kv_lora_rank: int = 512,
@@ -65,7 +81,10 @@ class DSAAttention(nn.Module):
         sin: torch.Tensor,
         batch: SequenceBatch,
         cache: LayerCache | None = None,
+        selection: Selection | None = None,
     ) -> torch.Tensor:
+        if self.indexer is None and selection is None:
+            raise ValueError("selection: a layer without an indexer needs what a layer before it selected, got None")
         if cache is None and batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         qr = self.q_a_layernorm(self.q_a_proj(x))
@@ -74,9 +93,11 @@ class DSAAttention(nn.Module):
         q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
 
         decode = cache is not None and batch.is_decode
-        sparse = batch.max_key_len > self.indexer.top_k
-        if decode and cache.latent_is_fp8:
-            sparse = True  # FP8 pages are attended to by index only
+        if self.indexer is None:
+            sparse = selection.picks is not None
+        else:
+            # FP8 pages are attended to by index only.
+            sparse = batch.max_key_len > self.indexer.top_k or (decode and cache.latent_is_fp8)
         # Selected keys are gathered, from the pages if these hold x's dtype. FP8 pages are read first, since a prefill
         # would dequantise a key again for every query that selects it.
         in_pages = decode or (sparse and cache is not None and cache.latent.dtype == x.dtype)
@@ -86,13 +107,12 @@ class DSAAttention(nn.Module):
         else:
             kv = self._store(kv, cos, sin, batch, cache, in_pages)
 
-        picks = None
-        if sparse:
-            picks = self.indexer(x, qr, cos, sin, batch, cache, paged_slots=in_pages)
-            if not in_pages:
-                picks = torch.where(picks < 0, picks, picks + batch.key_starts[:, None])
-        elif cache is not None:
-            self.indexer.store_keys(x, cos, sin, batch, cache)
+        if self.indexer is None:
+            picks = selection.picks
+        else:
+            picks = self._select(x, qr, cos, sin, batch, cache, sparse, in_pages)
+            if selection is not None:
+                selection.picks = picks
 
         if not (decode or sparse):
             return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
@@ -104,6 +124,26 @@ class DSAAttention(nn.Module):
             arguments = (kv[:, None], picks[:, None], self.softmax_scale, self.kv_lora_rank)
             attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments)
         return self.o_proj(torch.einsum("thc,hvc->thv", attended, w_uv).flatten(-2))
+
+    def _select(
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: SequenceBatch,
+        cache: LayerCache | None,
+        sparse: bool,
+        in_pages: bool,
+    ) -> torch.Tensor | None:
+        """The rows to attend to, of the pages if in_pages, else of all keys packed; None if not sparse. The new
+        tokens' index keys are written to the cache in either case."""
+        if not sparse:
+            if cache is not None:
+                self.indexer.store_keys(x, cos, sin, batch, cache)
+            return None
+        picks = self.indexer(x, qr, cos, sin, batch, cache, paged_slots=in_pages)
+        return picks if in_pages else torch.where(picks < 0, picks, picks + batch.key_starts[:, None])
 
     def _norm_and_rotate(self, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """kv [T, latent + rope], as projected -> what `dsa.write_mla_cache` writes, but with gradients."""

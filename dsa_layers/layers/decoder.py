@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dsa_layers.kv_cache import LayerCache
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.sequence_batch import SequenceBatch
@@ -13,6 +13,7 @@ from dsa_layers.sequence_batch import SequenceBatch
 class DecoderBlock(nn.Module):
     """x <- x + attention(norm(x)); x <- x + mlp(norm(x)). x [T, hidden] -> [T, hidden].
 
+    selection: as for DSAAttention.
     Submodules by the checkpoint's names: input_layernorm, self_attn, post_attention_layernorm, mlp.
     """
 
@@ -30,6 +31,7 @@ class DecoderBlock(nn.Module):
         sin: torch.Tensor,
         batch: SequenceBatch,
         cache: LayerCache | None = None,
+        selection: Selection | None = None,
     ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache, selection)
         return x + self.mlp(self.post_attention_layernorm(x))

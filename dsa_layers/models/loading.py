@@ -8,12 +8,18 @@ from typing import Literal
 import torch
 
 from dsa_layers.checkpoint import load_weights
-from dsa_layers.config import DeepseekV4Config, DeepseekV32Config, read_config
+from dsa_layers.config import DeepseekV4Config, DeepseekV32Config, GlmMoeDsaConfig, read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.models.glm_moe_dsa import GlmMoeDsaForCausalLM
 from dsa_layers.models.precision import Precision
+from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
 
-MODELS = {DeepseekV32Config: DeepseekV32ForCausalLM, DeepseekV4Config: DeepseekV4ForCausalLM}
+MODELS = {
+    DeepseekV32Config: DeepseekV32ForCausalLM,
+    DeepseekV4Config: DeepseekV4ForCausalLM,
+    GlmMoeDsaConfig: GlmMoeDsaForCausalLM,
+}
 
 
 def load_model(
@@ -24,8 +30,8 @@ def load_model(
     dequantize: bool = False,
     kv_cache: Literal["fp8", "model"] | None = None,
     progress: bool = True,
-) -> DeepseekV32ForCausalLM | DeepseekV4ForCausalLM:
-    """The model of a checkpoint directory (config.json, safetensors), in evaluation mode.
+) -> SparseMLAForCausalLM | DeepseekV4ForCausalLM:
+    """The model of a checkpoint directory (config.json, safetensors), in evaluation mode; its class is the family's.
 
     dtype       of activations and unquantised weights; the checkpoint's own if None
     dequantize  FP8 weights become `dtype` weights, and neither activations nor index keys are quantised

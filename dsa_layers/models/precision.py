@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 import torch
 
-from dsa_layers.config import DeepseekV4Config, DeepseekV32Config
+from dsa_layers.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Precision:
     kv_cache: Literal["fp8", "model"]
 
     @classmethod
-    def of(cls, config: DeepseekV32Config | DeepseekV4Config, dtype: torch.dtype | None = None) -> Self:
+    def of(cls, config: ModelConfig, dtype: torch.dtype | None = None) -> Self:
         """What the checkpoint was made for: all FP8 if it holds FP8 weights, else nothing quantised."""
         fp8 = config.quantization is not None
         return cls(dtype or getattr(torch, config.dtype), fp8, fp8, "fp8" if fp8 else "model")

@@ -24,8 +24,29 @@ def deepseek_v32(directory: Path, **changes):
             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
         },
     }  # fmt: skip
+    return _draw_and_save(lambda: DeepseekV32ForCausalLM(DeepseekV32Config(**(fields | changes))), directory)
+
+
+def glm_moe_dsa(directory: Path, **changes):
+    """A random GlmMoeDsaForCausalLM, saved to `directory`, in fp32. As published: one group, plain rope, values wider
+    than keys' part without rope, an eps that the norms of the latents do not have."""
+    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+
+    fields = {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8,
+        "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 40,
+        "index_n_heads": 32, "index_head_dim": 32, "index_topk": 8, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-2, "eos_token_id": None, "bos_token_id": None, "attn_implementation": "eager",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }  # fmt: skip
+    return _draw_and_save(lambda: GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**(fields | changes))), directory)
+
+
+def _draw_and_save(build, directory: Path):
     torch.manual_seed(0)
-    model = DeepseekV32ForCausalLM(DeepseekV32Config(**(fields | changes))).eval()
+    model = build().eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:  # the default 0.02 gives nearly uniform logits
             torch.nn.init.normal_(parameter, std=0.08)

@@ -69,5 +69,10 @@ def test_cache_shapes():
     cache = PagedKVCache(2, 5, 16, latent=torch.float32, index=torch.bfloat16, latent_dim=48, index_dim=32)
     assert cache.layer(0).latent.shape == (5, 16, 1, 48) and cache.layer(0).index.dtype == torch.bfloat16
     assert not cache.layer(0).latent_is_fp8 and cache.layer(0).page_size == 16
+    cache = PagedKVCache(3, 5, 16, latent="fp8", index="fp8", index_layers=[0, 2])
+    assert cache.layer(1).index is None and cache.layer(2).index.shape == (5, 16, 1, 132)
+    cache.layer(0).index.fill_(1)
+    cache.layer(2).index.fill_(2)
+    assert (cache.layer(0).index == 1).all() and cache.nbytes == 5 * 16 * (3 * 656 + 2 * 132)
     with pytest.raises(ValueError, match="latent_dim: must be 576"):
         PagedKVCache(1, 1, latent="fp8", latent_dim=48)

@@ -173,8 +173,8 @@ def test_an_unknown_model_type(damaged, capsys):
     config = json.loads((damaged / "config.json").read_bytes())
     replace(damaged / "config.json", json.dumps({**config, "model_type": "llama"}).encode())
     assert generate(damaged) == 2
-    expected = f"dsa generate: {damaged / 'config.json'}: field 'model_type' is 'llama'; accepted: 'deepseek_v32'"
-    assert error(capsys) == expected
+    expected = f"dsa generate: {damaged / 'config.json'}: field 'model_type' is 'llama'; accepted: 'deepseek_v32', "
+    assert error(capsys).startswith(expected)
 
 
 def test_a_truncated_shard(damaged, capsys):

@@ -139,7 +139,7 @@ def test_eos_token_ids(tmp_path, config_eos, generation, expected):
         ({"quantization_config.scale_fmt": "e8"}, ["scale_fmt' is 'e8'", "'ue8m0', 'float'"]),
         (
             {"quantization_config.modules_to_not_convert": ["gate"]},
-            ["modules_to_not_convert' is ['gate']", "['lm_head']"],
+            ["modules_to_not_convert' holds 'gate'", "'lm_head'"],
         ),
         ({"quantization_config": "fp8"}, ["'quantization_config' is 'fp8'", "an object or null"]),
         ({"rope_scaling.type": "linear"}, ["'rope_scaling.type' is 'linear'", "'default', 'yarn'"]),

@@ -5,7 +5,7 @@ import torch
 
 import dsa
 from dsa_layers.kv_cache import PagedKVCache
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.sequence_batch import SequenceBatch
@@ -185,6 +185,53 @@ def test_fp8_pages_round_the_latents_and_nothing_else(length):
     assert (outputs[0] - outputs[1]).norm() / exact.norm() < 1e-3
     error = (outputs[0] - exact).norm() / exact.norm()
     assert 1e-3 < error < 0.05
+
+
+@pytest.mark.parametrize("pages", ["fp8", torch.float32], ids=str)
+@pytest.mark.parametrize("length", [10, N])
+def test_a_layer_without_an_indexer_attends_to_what_the_last_one_with_it_selected(length, pages):
+    """Over pages, in prefill and in decode, as without a cache; FP8 pages round."""
+    torch.manual_seed(7)
+    full = DSAAttention(HIDDEN, HEADS, make_indexer(quantize=True), q_lora_rank=RANK)
+    shared = DSAAttention(HIDDEN, HEADS, None, q_lora_rank=RANK)
+    x, x_shared = torch.randn(2, length, HIDDEN)
+
+    def run(n, done, cache, batch):
+        part, selection = slice(done, done + n), Selection()
+        angles = ROTARY(batch.positions)
+        full(x[part], *angles, batch, cache and cache.layer(0), selection)
+        return shared(x_shared[part], *angles, batch, cache and cache.layer(1), selection), selection
+
+    with torch.no_grad():
+        expected, selection = run(length, 0, None, SequenceBatch.without_cache([length]))
+        assert (selection.picks is None) == (length <= TOP_K)
+        by_hand = attend(shared, x_shared, selection.picks)
+        torch.testing.assert_close(expected.double(), by_hand, rtol=1e-4, atol=1e-5)
+        outputs = []
+        for chunks in ([length], [1] * length, [4, 3, *[1] * (length - 7)]):
+            cache = PagedKVCache(2, 5, 16, latent=pages, index="fp8", index_layers=[0])
+            assert cache.layer(1).index is None
+            cache.layer(0).index.fill_(0xFF)
+            for i in range(2):
+                cache.layer(i).latent.view(torch.uint8).fill_(0xFF)
+            out, done = [], 0
+            for n in chunks:
+                batch = SequenceBatch.paged([n], [done + n], [[3, 0, 4, 1]], 16)
+                out.append(run(n, done, cache, batch)[0])
+                done += n
+            outputs.append(torch.cat(out))
+    for got in outputs:
+        error = (got - expected).norm() / expected.norm()
+        assert 1e-3 < error < 0.05 if pages == "fp8" else error < 1e-5
+        assert (got - outputs[0]).norm() / expected.norm() < 1e-3
+
+
+def test_a_layer_without_an_indexer_needs_a_selection():
+    layer = DSAAttention(HIDDEN, HEADS, None, q_lora_rank=RANK)
+    assert not any("indexer" in name for name in layer.state_dict())
+    batch = SequenceBatch.without_cache([3])
+    with pytest.raises(ValueError, match="selection: a layer without an indexer needs what a layer before it selected"):
+        layer(torch.zeros(3, HIDDEN), *ROTARY(batch.positions), batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
