@@ -9,7 +9,7 @@ import torch
 import dsa
 
 if TYPE_CHECKING:
-    from dsa_layers.sequence_batch import SequenceBatch
+    from dsa_layers.token_batch import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class EntryBatch:
     """Entry i of a sequence stands for its tokens i * ratio to i * ratio + ratio - 1, and is there from the last of
     them on. A page of the cache holds the entries of its tokens: page_size / ratio of them."""
 
-    batch: "SequenceBatch"
+    batch: "TokenBatch"
     ratio: int
 
     @property
@@ -27,16 +27,17 @@ class EntryBatch:
 
     @property
     def lens(self) -> tuple[int, ...]:
-        """Entries of each sequence after this pass."""
+        """Rows that each sequence's entries take where they are packed."""
         return tuple(n // self.ratio for n in self.batch.key_lens)
 
     @property
     def most(self) -> int:
-        return max(self.lens, default=0)
+        """No sequence has more after this pass."""
+        return self.batch.max_key_len // self.ratio
 
     @cached_property
     def lens_tensor(self) -> torch.Tensor:
-        """int32 [B]: `lens` on the device."""
+        """int32 [B]: entries of each sequence after this pass."""
         return torch.div(self.batch.key_lens_tensor, self.ratio, rounding_mode="floor").to(torch.int32)
 
     @cached_property
@@ -70,7 +71,7 @@ class EntryBatch:
 
     @cached_property
     def all_slots(self) -> torch.Tensor:
-        """int64 [sum(lens)]: the slots of all entries, sequence after sequence."""
+        """int64 [sum(lens)]: the slots of all entries, sequence after sequence; -1 where it has no page."""
         sequence = torch.repeat_interleave(torch.tensor(self.lens)).to(self.batch.device)
         entry = torch.cat([torch.arange(n) for n in self.lens]).to(self.batch.device)
         return self._slots_of(sequence, entry)
@@ -87,4 +88,5 @@ class EntryBatch:
 
     def _slots_of(self, sequence: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
         page = torch.div(entry, self.page_size, rounding_mode="floor")
-        return self.batch.block_table[sequence.long(), page].long() * self.page_size + entry % self.page_size
+        page = self.batch.block_table[sequence.long(), page].long()
+        return torch.where(page < 0, -1, page * self.page_size + entry % self.page_size)

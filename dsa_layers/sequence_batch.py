@@ -6,13 +6,11 @@ from functools import cached_property
 
 import torch
 
-import dsa
-from dsa_layers.entry_batch import EntryBatch
-from dsa_layers.window_batch import WindowBatch
+from dsa_layers.token_batch import TokenBatch
 
 
 @dataclass(frozen=True)
-class SequenceBatch:
+class SequenceBatch(TokenBatch):
     """T new tokens of B sequences, packed one sequence after the other without padding.
 
     query_lens   new tokens of each sequence, at least 1 each; T is their sum
@@ -91,17 +89,6 @@ class SequenceBatch:
         return torch.repeat_interleave(torch.tensor(self.query_lens)).to(self.device, torch.int32)
 
     @cached_property
-    def slots(self) -> torch.Tensor:
-        """int64 [T]: page * page_size + offset of each new token in the cache."""
-        return self._slots_of(self.sequences, self.positions)
-
-    @cached_property
-    def key_slots(self) -> torch.Tensor:
-        """int64 [sum(key_lens)]: the slots of all keys, sequence after sequence."""
-        sequence = torch.repeat_interleave(torch.tensor(self.key_lens)).to(self.device)
-        return self._slots_of(sequence, self._packed([torch.arange(n) for n in self.key_lens]))
-
-    @cached_property
     def key_lens_tensor(self) -> torch.Tensor:
         """int32 [B]: key_lens on the device."""
         return torch.tensor(self.key_lens, dtype=torch.int32, device=self.device)
@@ -124,50 +111,10 @@ class SequenceBatch:
             raise ValueError("lanes: are needed by this model's cache, got None")
         return torch.tensor(self.lanes, dtype=torch.int32, device=self.device)
 
-    def entries(self, ratio: int) -> EntryBatch:
-        """The compressed entries of every `ratio` tokens: one view for all layers of the pass."""
-        return self._views.setdefault(("entries", ratio), EntryBatch(self, ratio))
-
-    def windows(self, window: int) -> WindowBatch:
-        """The sliding windows of so many tokens: one view for all layers of the pass."""
-        return self._views.setdefault(("windows", window), WindowBatch(self, window))
-
-    @cached_property
-    def _views(self) -> dict[tuple[str, int], EntryBatch | WindowBatch]:
-        return {}
-
-    @cached_property
-    def index_schedule(self) -> torch.Tensor:
-        """The plan of `dsa.fp8_paged_mqa_logits` for these lengths: one for all layers of the pass."""
-        return dsa.get_paged_mqa_logits_metadata(self.key_lens_tensor, self.page_size, dsa.num_sms(self.device))
-
-    @cached_property
-    def mla_schedule(self) -> dsa.FlashMLASchedMeta:
-        """The plan of `dsa.flash_mla_with_kvcache` over all keys: the first layer of the pass makes it, all use it."""
-        return dsa.get_mla_metadata()[0]
-
-    @cached_property
-    def key_starts(self) -> torch.Tensor:
-        """int32 [T]: for each new token, the row at which its sequence begins among all keys packed."""
-        starts = torch.cumsum(torch.tensor((0, *self.key_lens[:-1])), 0)
-        return torch.repeat_interleave(starts, torch.tensor(self.query_lens)).to(self.device, torch.int32)
-
-    @cached_property
-    def visible_keys(self) -> torch.Tensor:
-        """int32 [T]: how many keys of its sequence each new token may see, itself included."""
-        return (self.positions + 1).to(torch.int32)
-
     @cached_property
     def last_tokens(self) -> torch.Tensor:
         """int64 [B]: the row of each sequence's last token among the T."""
         return (torch.cumsum(torch.tensor(self.query_lens), 0) - 1).to(self.device)
-
-    def _packed(self, spans: list[torch.Tensor]) -> torch.Tensor:
-        return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.device)
-
-    def _slots_of(self, sequence: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        page = self.block_table[sequence, position // self.page_size].long()
-        return page * self.page_size + position % self.page_size
 
 
 def _positive(name: str, lens: Sequence[int]) -> tuple[int, ...]:

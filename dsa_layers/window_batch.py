@@ -9,7 +9,7 @@ import torch
 import dsa
 
 if TYPE_CHECKING:
-    from dsa_layers.sequence_batch import SequenceBatch
+    from dsa_layers.token_batch import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class WindowBatch:
     """A token sees the last `window` tokens up to itself. The token at position p is in slot p mod window of the ring,
     which is page lanes[b] of the cache."""
 
-    batch: "SequenceBatch"
+    batch: "TokenBatch"
     window: int
 
     @cached_property

@@ -10,7 +10,7 @@ from dsa_layers.kv_cache import LayerCache
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.token_batch import TokenBatch
 
 
 @dataclass
@@ -79,7 +79,7 @@ class DSAAttention(nn.Module):
         x: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: LayerCache | None = None,
         selection: Selection | None = None,
     ) -> torch.Tensor:
@@ -131,7 +131,7 @@ class DSAAttention(nn.Module):
         qr: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: LayerCache | None,
         sparse: bool,
         in_pages: bool,
@@ -155,7 +155,7 @@ class DSAAttention(nn.Module):
         kv: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: LayerCache,
         in_pages: bool,
     ) -> torch.Tensor:
@@ -178,7 +178,7 @@ class DSAAttention(nn.Module):
         return weight.split((self.nope_dim, self.v_dim), 1)
 
     def _decode(
-        self, q: torch.Tensor, picks: torch.Tensor | None, batch: SequenceBatch, cache: LayerCache
+        self, q: torch.Tensor, picks: torch.Tensor | None, batch: TokenBatch, cache: LayerCache
     ) -> torch.Tensor:
         out, _ = dsa.flash_mla_with_kvcache(
             q[:, None],
@@ -193,7 +193,7 @@ class DSAAttention(nn.Module):
         )
         return out[:, 0]
 
-    def _dense_prefill(self, q: torch.Tensor, kv: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
+    def _dense_prefill(self, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """q [T, heads, nope + rope], kv [sum(key_lens), latent + rope] -> [T, heads, v_dim], causal per sequence."""
         latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
         expanded = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, self.nope_dim + self.v_dim))

@@ -11,7 +11,7 @@ from dsa_layers.layers.compressor import Compressor, EntryCache
 from dsa_layers.layers.grouped_linear import GroupedLinear
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.token_batch import TokenBatch
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -86,7 +86,7 @@ class CompressedAttention(nn.Module):
         x: torch.Tensor,
         rope: Angles,
         entry_rope: Angles | None,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: CompressedLayerCache | None = None,
     ) -> torch.Tensor:
         if cache is None and batch.query_lens != batch.key_lens:
@@ -110,7 +110,7 @@ class CompressedAttention(nn.Module):
         qr: torch.Tensor,
         rope: Angles,
         entry_rope: Angles | None,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: CompressedLayerCache | None,
     ) -> torch.Tensor:
         windows = batch.windows(self.window)
@@ -127,7 +127,7 @@ class CompressedAttention(nn.Module):
         return out
 
     def _token_keys(
-        self, x: torch.Tensor, rope: Angles, batch: SequenceBatch, cache: CompressedLayerCache | None
+        self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: CompressedLayerCache | None
     ) -> torch.Tensor:
         """Keys of the tokens that the new ones see, in the order of `WindowBatch.order`; the new ones' to the ring."""
         kv = self.wkv(x)
@@ -154,7 +154,7 @@ class CompressedAttention(nn.Module):
         qr: torch.Tensor,
         rope: Angles,
         entry_rope: Angles | None,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: CompressedLayerCache | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(all entries packed [N, dim], the rows of those that each new token attends to int32 [T, K])."""
@@ -179,7 +179,7 @@ class CompressedAttention(nn.Module):
         qr: torch.Tensor,
         rope: Angles,
         entry_rope: Angles | None,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: CompressedLayerCache,
     ) -> torch.Tensor:
         windows, norm = batch.windows(self.window), self.kv_norm

@@ -6,7 +6,7 @@ from torch import nn
 import dsa
 from dsa_layers.layers.compressor import Compressor, EntryCache
 from dsa_layers.layers.linear import Linear, make_linear
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.token_batch import TokenBatch
 
 
 class CompressedIndexer(nn.Module):
@@ -52,7 +52,7 @@ class CompressedIndexer(nn.Module):
         qr: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         entry_rope: tuple[torch.Tensor, torch.Tensor],
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: EntryCache | None = None,
         *,
         paged_slots: bool = False,

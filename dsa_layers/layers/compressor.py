@@ -8,7 +8,7 @@ from torch import nn
 import dsa
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.token_batch import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Compressor(nn.Module):
         """Of a lane of the state."""
         return (2 * self.ratio if self.overlap else self.ratio, 2, self.ape.shape[1])
 
-    def entries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
+    def entries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         kv, gate = self._project(x)
         starts = batch.earlier_lens_tensor
         entries, tokens = dsa.compress_kv(kv, gate, self.ape, batch.cu_query_lens, starts, overlap=self.overlap)
@@ -64,7 +64,7 @@ class Compressor(nn.Module):
 
     @torch.no_grad()
     def store(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: SequenceBatch, cache: EntryCache
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: EntryCache
     ) -> None:
         kv, gate = self._project(x)
         dsa.write_compressed_kv(

@@ -7,7 +7,7 @@ from dsa_layers.kv_cache import LayerCache
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.token_batch import TokenBatch
 
 
 class DecoderBlock(nn.Module):
@@ -29,7 +29,7 @@ class DecoderBlock(nn.Module):
         x: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: LayerCache | None = None,
         selection: Selection | None = None,
     ) -> torch.Tensor:

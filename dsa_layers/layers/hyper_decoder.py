@@ -7,7 +7,7 @@ from dsa_layers.layers.compressed_attention import Angles, CompressedAttention, 
 from dsa_layers.layers.hyper_connections import HyperConnection
 from dsa_layers.layers.moe import MoE
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.token_batch import TokenBatch
 
 
 class HyperDecoderBlock(nn.Module):
@@ -37,7 +37,7 @@ class HyperDecoderBlock(nn.Module):
         tokens: torch.Tensor,
         rope: Angles,
         entry_rope: Angles | None,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: CompressedLayerCache | None = None,
     ) -> torch.Tensor:
         x, post, comb = self.hc_attn.collapse(streams)

@@ -9,7 +9,7 @@ import dsa
 from dsa_layers.kv_cache import LayerCache
 from dsa_layers.layers.linear import Linear, make_linear
 from dsa_layers.layers.norm import LayerNorm
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.token_batch import TokenBatch
 
 
 class LightningIndexer(nn.Module):
@@ -58,7 +58,7 @@ class LightningIndexer(nn.Module):
         qr: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: LayerCache | None = None,
         *,
         paged_slots: bool = False,
@@ -78,7 +78,7 @@ class LightningIndexer(nn.Module):
 
     @torch.no_grad()
     def store_keys(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: SequenceBatch, cache: LayerCache
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache
     ) -> None:
         """Only write the new tokens' keys to the cache: for passes that attend densely."""
         if self.quantize != cache.index_is_fp8:
@@ -102,7 +102,7 @@ class LightningIndexer(nn.Module):
         x: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: LayerCache | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """All keys of the sequences packed in a row, those of this pass or gathered from the cache; quantised, with
@@ -121,7 +121,7 @@ class LightningIndexer(nn.Module):
         q: torch.Tensor,
         weights: torch.Tensor,
         keys: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        batch: SequenceBatch,
+        batch: TokenBatch,
         paged_slots: bool,
     ) -> torch.Tensor:
         starts, lengths = batch.key_starts, batch.visible_keys
@@ -135,7 +135,7 @@ class LightningIndexer(nn.Module):
         return dsa.topk_indices(scores, self.top_k, starts=starts, lengths=lengths, **paging)
 
     def _select_paged(
-        self, q: torch.Tensor, weights: torch.Tensor, batch: SequenceBatch, cache: LayerCache, paged_slots: bool
+        self, q: torch.Tensor, weights: torch.Tensor, batch: TokenBatch, cache: LayerCache, paged_slots: bool
     ) -> torch.Tensor:
         lengths = batch.key_lens_tensor
         scores = dsa.fp8_paged_mqa_logits(

@@ -17,7 +17,7 @@ from dsa_layers.layers.moe import MoE, SqrtSoftplusRouter
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies, yarn_frequencies
 from dsa_layers.models.precision import Precision
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.token_batch import TokenBatch
 
 INDEXED = "compressed_sparse_attention"
 
@@ -127,7 +127,7 @@ class DeepseekV4ForCausalLM(nn.Module):
     def forward(
         self,
         tokens: torch.Tensor,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: CompressedKVCache | None = None,
         *,
         all_tokens: bool = False,

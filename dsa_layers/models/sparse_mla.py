@@ -13,7 +13,7 @@ from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies, yarn_frequencies, yarn_mscale
 from dsa_layers.models.precision import Precision
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.token_batch import TokenBatch
 
 
 def _rotary(config: SparseMLAConfig) -> RotaryEmbedding:
@@ -100,7 +100,7 @@ class SparseMLAModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = _rotary(config)
 
-    def forward(self, tokens: torch.Tensor, batch: SequenceBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
         cos, sin = self.rotary(batch.positions)
         x = self.embed_tokens(tokens)
         selection = Selection()
@@ -128,7 +128,7 @@ class SparseMLAForCausalLM(nn.Module):
     def forward(
         self,
         tokens: torch.Tensor,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         cache: PagedKVCache | None = None,
         *,
         all_tokens: bool = False,
