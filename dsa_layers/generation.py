@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from dsa_layers.decode_step import DecodeStep
 from dsa_layers.kv_cache import OutOfPages
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
@@ -111,7 +112,11 @@ class Generator:
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
         self.device = next(model.parameters()).device
-        self.cache = model.make_cache(-(-cache_tokens // page_size), page_size, self.device, lanes=max_sequences)
+        pages = -(-cache_tokens // page_size)
+        # One page and one lane more than sequences may take: DecodeStep's own.
+        self.cache = model.make_cache(pages + 1, page_size, self.device, lanes=max_sequences + 1)
+        self._decode = DecodeStep(model, self.cache)
+        self._capacity = pages
         self.throughput = Throughput()
         self._eos = set(model.config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -190,11 +195,11 @@ class Generator:
             if one.stop and self.tokenizer is None:
                 raise ValueError("params: stop strings need a tokenizer")
             limit = min(len(ids) + one.max_new_tokens, context)
-            if self._pages(limit) > self.cache.allocator.num_pages:
+            if self._pages(limit) > self._capacity:
                 raise OutOfPages(
                     f"prompts[{i}]: {len(ids)} prompt tokens and {limit - len(ids)} new ones need "
                     f"{self._pages(limit)} pages of {self.cache.page_size} tokens; the cache has "
-                    f"{self.cache.allocator.num_pages} (cache_tokens)"
+                    f"{self._capacity} (cache_tokens)"
                 )
             text = StopStrings(self.tokenizer.stream() if self.tokenizer else None, one.stop)
             sequences.append(_Sequence(i, ids, one, limit, text))
@@ -221,16 +226,7 @@ class Generator:
         started = time.perf_counter()
         prefill = any(s.prefilling for s in running)
         work = self._prefill_work(running) if prefill else [(s, 1) for s in running]
-        tokens = [t for s, n in work for t in s.tokens[s.cached : s.cached + n]]
-        batch = SequenceBatch.paged(
-            [n for _, n in work],
-            [s.cached + n for s, n in work],
-            [s.pages for s, _ in work],
-            self.cache.page_size,
-            self.device,
-            [s.lane for s, _ in work],
-        )
-        logits = self.model(torch.tensor(tokens, device=self.device), batch, self.cache)
+        logits = self._prefill(work) if prefill else self._decode(running)
         events = []
         for row, (s, n) in enumerate(work):
             s.cached += n
@@ -243,12 +239,25 @@ class Generator:
                 self._release(done)
         seconds = time.perf_counter() - started
         if prefill:
-            self.throughput.prefill_tokens += len(tokens)
+            self.throughput.prefill_tokens += sum(n for _, n in work)
             self.throughput.prefill_seconds += seconds
         else:
-            self.throughput.decode_tokens += len(tokens)
+            self.throughput.decode_tokens += len(work)
             self.throughput.decode_seconds += seconds
         return events
+
+    def _prefill(self, work: list[tuple[_Sequence, int]]) -> torch.Tensor:
+        """logits fp32 [B, vocab_size] after the next n prompt tokens of each sequence."""
+        batch = SequenceBatch.paged(
+            [n for _, n in work],
+            [s.cached + n for s, n in work],
+            [s.pages for s, _ in work],
+            self.cache.page_size,
+            self.device,
+            [s.lane for s, _ in work],
+        )
+        tokens = [t for s, n in work for t in s.tokens[s.cached : s.cached + n]]
+        return self.model(torch.tensor(tokens, device=self.device), batch, self.cache)
 
     def _prefill_work(self, running: list[_Sequence]) -> list[tuple[_Sequence, int]]:
         work, room = [], self.prefill_chunk
