@@ -208,7 +208,7 @@ class _Part:
         """The model's name, and the checkpoint's if it is another."""
         if not self.index:
             return self.name if self.stored == self.name else f"{self.name} (stored as {self.stored})"
-        places = (f"{i.start}:{i.stop}" if isinstance(i, slice) else str(i) for i in self.index)
+        places = (f"{i.start or 0}:{i.stop or ''}" if isinstance(i, slice) else str(i) for i in self.index)
         return f"{self.name} (stored as {self.stored}[{', '.join(places)}])"
 
     @property

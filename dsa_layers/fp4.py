@@ -18,6 +18,7 @@ _HEADROOM = 6
 # e4m3's steps end at 2^-9. Below -8 even the smallest e2m1 value is lost; further down it makes no difference.
 _LOWEST_SHIFT = -16
 _LOWEST_EXPONENT = -126  # of an fp32 that is not subnormal
+_NAN = 128  # where E8M0's exponents end
 
 
 def dequantize_fp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -38,22 +39,22 @@ def widen_fp4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     where the smaller groups hold the smallest values. Also for shapes that do not belong together, and a NaN scale.
     """
     groups = _groups(packed, scale)
-    if scale.isnan().any():
-        row, column = scale.isnan().nonzero()[0].tolist()
-        raise ValueError(f"scale[{row}, {column}] is NaN")
     exponents = scale.view(torch.uint8).int() - 127
+    if (exponents == _NAN).any():
+        row, column = (exponents == _NAN).nonzero()[0].tolist()
+        raise ValueError(f"scale[{row}, {column}] is NaN")
     live = (groups != 0).any(-1)
     top = _by_block(exponents.where(live, _LOWEST_EXPONENT)).amax((1, 3))
     block_exponents = (top - _HEADROOM).clamp_min(_LOWEST_EXPONENT)
     rows, columns = exponents.shape
     per_group = block_exponents.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK // GROUP, 1)[:, :columns]
     shift = (exponents - per_group).clamp(_LOWEST_SHIFT, _HEADROOM)
-    values = torch.ldexp(groups, shift[..., None])
+    values = groups * _powers_of_two(shift)[..., None]
     q = values.to(torch.float8_e4m3fn)
     lost = (q.float() != values).any(-1)
     if lost.any():
         raise ValueError(_describe_loss(lost, exponents, live))
-    return q.flatten(1), torch.ldexp(torch.ones_like(block_exponents, dtype=torch.float32), block_exponents)
+    return q.flatten(1), _powers_of_two(block_exponents)
 
 
 def _groups(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -69,8 +70,13 @@ def _groups(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
             f"scale: must be float8_e8m0fnu {list(expected)} for packed {list(packed.shape)}, "
             f"got {scale.dtype} {list(scale.shape)}"
         )
-    pairs = _PAIRS.to(packed.device)[packed.view(torch.uint8).int()]
-    return pairs.flatten(1).unflatten(1, (-1, GROUP))
+    pairs = _PAIRS.to(packed.device).index_select(0, packed.view(torch.uint8).flatten().int())
+    return pairs.view(*expected, GROUP)
+
+
+def _powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """2^exponents in fp32, by its bits: no device rounds that. exponents: int32 in [-126, 127]."""
+    return ((exponents + 127) << 23).view(torch.float32)
 
 
 def _by_block(of_groups: torch.Tensor, fill: int = _LOWEST_EXPONENT) -> torch.Tensor:
