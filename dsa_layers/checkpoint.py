@@ -9,7 +9,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from dsa import dequantize_per_block
+from dsa_layers.fp4 import GROUP, dequantize_fp4, widen_fp4
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -28,12 +30,17 @@ _BLOCK = 128
 _SHOWN_PROBLEMS = 10
 
 _ITEM_SIZE = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2}
-_ITEM_SIZE |= {"BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+_ITEM_SIZE |= {"BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "F4": 0.5}
 
 _FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 _EXACT = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
 _EXACT |= {torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 _EXACT |= {torch.float8_e8m0fnu: "F8_E8M0"}
+
+# What two FP4 values a byte are called, and the columns that one column of it stands for: I8 says nothing of FP4.
+_PACKED = {"I8": 2, "F4": 1}
+
+Index = tuple[int | slice, ...]
 
 
 class CheckpointError(ValueError):
@@ -106,15 +113,20 @@ class Checkpoint:
         if problems:
             raise CheckpointError.listing(self.directory, problems)
 
-    def read(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
-        """The tensor `name`, as stored, in fresh memory on `device`. Raises CheckpointError if it cannot be read."""
+    def read(self, name: str, device: str | torch.device = "cpu", index: Index = ()) -> torch.Tensor:
+        """The tensor `name`, as stored, or of it the slice `index`, in fresh memory on `device`.
+
+        Packed FP4 comes as uint8, two values a byte. Raises CheckpointError if it cannot be read.
+        """
         if name not in self.tensors:
             raise CheckpointError(f"{self.directory}: holds no tensor {name}")
         info = self.tensors[name]
         try:
             if self._open is None or self._open[0] != info.file:
                 self._open = (info.file, safe_open(self.directory / info.file, framework="pt"))
-            stored = self._open[1].get_tensor(name)
+            stored = self._open[1].get_slice(name)[index] if index else self._open[1].get_tensor(name)
+            if info.dtype == "F4":
+                stored = stored.view(torch.uint8)
             # What get_tensor returns on the CPU is a window on the mapped file; the copy outlives the file.
             return torch.empty(stored.shape, dtype=stored.dtype, device=device).copy_(stored)
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -183,16 +195,47 @@ def _tensor_info(file: str, entry: dict[str, Any]) -> TensorInfo:
 
 
 @dataclass(frozen=True)
-class _Read:
-    """One tensor to make: where from, into which dtype, and the scale that dequantises it, if it must be."""
+class _Part:
+    """A tensor of the checkpoint, or the slice `index` of it, by the model's name for it. info: of the slice."""
 
     name: str
-    dtype: torch.dtype
-    scale: str | None
+    stored: str
+    index: Index
+    info: TensorInfo
+
+    @property
+    def label(self) -> str:
+        """The model's name, and the checkpoint's if it is another."""
+        if not self.index:
+            return self.name if self.stored == self.name else f"{self.name} (stored as {self.stored})"
+        places = (f"{i.start or 0}:{i.stop or ''}" if isinstance(i, slice) else str(i) for i in self.index)
+        return f"{self.name} (stored as {self.stored}[{', '.join(places)}])"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values, unpacked."""
+        *rows, columns = self.info.shape or (1,)
+        return (*rows, columns * _PACKED[self.info.dtype]) if self.is_packed else self.info.shape
+
+    @property
+    def is_packed(self) -> bool:
+        return self.info.dtype in _PACKED and len(self.info.shape) == 2
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Parts to read, and the model's tensors that `make` makes of them."""
+
+    parts: tuple[_Part, ...]
+    make: Callable[..., dict[str, torch.Tensor]]
 
 
 def _nothing(name: str) -> bool:
     return False
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+    return {name: ()}
 
 
 def load_weights(
@@ -202,94 +245,183 @@ def load_weights(
     device: str | torch.device = "cpu",
     skip: Callable[[str], bool] = _nothing,
     name_of: Callable[[str], str] = str,
+    parts_of: Callable[[str, tuple[int, ...]], dict[str, Index]] = _whole,
     progress: bool = True,
 ) -> None:
     """Gives `model`, built on the meta device, the tensors of the checkpoint in `directory`, on `device`.
 
-    The model's name of a checkpoint tensor is `name_of` its own; different tensors have different ones. A
-    model tensor of dtype
-    - float8_e4m3fn takes an F8_E4M3 tensor as it is; its scale `<name>_scale_inv` is a model tensor of its own;
-    - bf16, fp16, fp32 or fp64 takes a float tensor, cast, or an F8_E4M3 matrix, dequantised with its
-      `<name>_scale_inv` (F32, one scale per 128 x 128 block), which is then no model tensor;
+    A checkpoint tensor goes by the name `name_of` its own; `parts_of` that name and its shape are the model's tensors
+    that it holds, each with its slice, () for all of it. Either may raise CheckpointError to refuse a tensor, with the
+    reason. A model tensor of dtype
+    - float8_e4m3fn takes an F8_E4M3 tensor as it is; its scale `<name>_scale_inv` is a model tensor of its own. Or it
+      takes packed FP4 (`dsa_layers.fp4`), widened without loss, and the scale follows from that;
+    - bf16, fp16, fp32 or fp64 takes a float tensor, cast, or an F8_E4M3 or FP4 matrix, dequantised with its
+      `<name>_scale_inv`, which is then no model tensor;
     - any other takes its own dtype only.
+    FP8 has one scale per 128 x 128 block, F32 or F8_E8M0; FP4 (I8 of [O, I / 2], or F4) one F8_E8M0 per 32 columns.
     Checkpoint tensors for which `skip` is true are treated as absent. Non-persistent buffers are left alone.
     Parameters come without requires_grad. progress: one bar over all bytes that are read.
 
     Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint` and for tensors that are
-    missing, unexpected, or of the wrong shape or dtype: these are looked for before anything is read, and reported
-    together. Also if a file then cannot be read.
+    missing, unexpected, refused, there twice, or of the wrong shape or dtype: these are looked for before anything is
+    read, and reported together. Also if a file then cannot be read, or FP4 weights cannot be widened without loss.
     """
     checkpoint = Checkpoint(directory)
-    own = {name_of(name): name for name in checkpoint.tensors if not skip(name)}
-    stored = {name: checkpoint.tensors[its] for name, its in own.items()}
-    reads = _plan(model.state_dict(), stored, checkpoint.directory)
+    problems: list[str] = []
+    parts = _parts(checkpoint, skip, name_of, parts_of, problems)
+    steps = _plan(model.state_dict(), parts, problems)
+    if problems:
+        raise CheckpointError.listing(checkpoint.directory, problems)
 
     loaded: dict[str, torch.Tensor] = {}
-    total = sum(stored[name].size for read in reads for name in (read.name, read.scale) if name is not None)
+    total = sum(part.info.size for step in steps for part in step.parts)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not progress) as bar:
-        for read in reads:
-            tensor = checkpoint.read(own[read.name], device)
-            bar.update(stored[read.name].size)
-            if read.scale is not None:
-                scale = checkpoint.read(own[read.scale], device)
-                tensor = dequantize_per_block(tensor, scale, read.dtype, _BLOCK)
-                bar.update(stored[read.scale].size)
-            loaded[read.name] = tensor.to(read.dtype)
+        for step in steps:
+            tensors = []
+            for part in step.parts:
+                tensors.append(checkpoint.read(part.stored, device, part.index))
+                bar.update(part.info.size)
+            try:
+                loaded |= step.make(*tensors)
+            except ValueError as error:
+                part = step.parts[0]
+                raise CheckpointError(f"{checkpoint.directory / part.info.file}: {part.label}: {error}") from error
     _assign(model, loaded)
 
 
-def _plan(wanted: dict[str, torch.Tensor], stored: dict[str, TensorInfo], directory: Path) -> list[_Read]:
-    """How to make every tensor of the model, in the order of the files. Raises one CheckpointError for all problems."""
-    problems: list[str] = []
-    reads: list[_Read] = []
-    consumed: set[str] = set()
-    for name, info in stored.items():
+def _parts(
+    checkpoint: Checkpoint,
+    skip: Callable[[str], bool],
+    name_of: Callable[[str], str],
+    parts_of: Callable[[str, tuple[int, ...]], dict[str, Index]],
+    problems: list[str],
+) -> dict[str, _Part]:
+    """What the checkpoint holds, by the model's names, in the order of the files."""
+    parts: dict[str, _Part] = {}
+    for stored, info in checkpoint.tensors.items():
+        if skip(stored):
+            continue
+        try:
+            places = parts_of(name_of(stored), info.shape)
+        except CheckpointError as error:
+            problems.append(f"{info.file}: {stored}: {error}")
+            continue
+        for name, index in places.items():
+            part = _Part(name, stored, index, _slice_info(info, index) if index else info)
+            if name in parts:
+                problems.append(f"{info.file}: {part.label} is there twice, as {parts[name].stored} too")
+            parts[name] = part
+    return parts
+
+
+def _slice_info(info: TensorInfo, index: Index) -> TensorInfo:
+    shape = tuple(torch.empty(info.shape, device="meta")[index].shape)
+    return replace(info, shape=shape, size=info.size * math.prod(shape) // max(math.prod(info.shape), 1))
+
+
+def _plan(wanted: dict[str, torch.Tensor], parts: dict[str, _Part], problems: list[str]) -> list[_Step]:
+    """How to make every tensor of the model, in the order of the files; what stands against it goes to `problems`."""
+    steps: list[_Step] = []
+    accounted: set[str] = set()  # in the model or the checkpoint, whether all is well with it or not
+    for name, part in parts.items():
         if name not in wanted:
             continue
         target = wanted[name]
-        scale = name + SCALE_SUFFIX if info.dtype == "F8_E4M3" and target.dtype in _FLOATS else None
-        problem = _mismatch(name, info, target) or (scale and _scale_problem(name, info, stored.get(scale)))
+        weight = name.removesuffix(SCALE_SUFFIX)
+        if weight != name and weight in wanted and _is_widened(parts.get(weight), wanted[weight]):
+            continue  # follows from the weight
+        to_float, to_fp8 = target.dtype in _FLOATS, target.dtype == torch.float8_e4m3fn
+        scale_name = name + SCALE_SUFFIX
+        scale = parts.get(scale_name)
+        accounted.add(name)
+        problem = _mismatch(part, target)
+        if to_float and part.info.dtype == "F8_E4M3":
+            accounted.add(scale_name)
+            problem = problem or _scale_problem(part, scale, ("F32", "F8_E8M0"), (_BLOCK, _BLOCK))
+            make = partial(_dequantize, name, target.dtype, dequantize_per_block)
+        elif part.is_packed and (to_float or to_fp8):
+            accounted.add(scale_name)
+            problem = problem or _scale_problem(part, scale, ("F8_E8M0",), (1, GROUP))
+            make = partial(_widen, name) if to_fp8 else partial(_dequantize, name, target.dtype, dequantize_fp4)
+        else:
+            scale = None
+            make = partial(_cast, name, target.dtype)
         if problem:
-            problems.append(f"{info.file}: {problem}")
-        reads.append(_Read(name, target.dtype, scale))
-        consumed |= {name, scale}
+            problems.append(f"{part.info.file}: {problem}")
+            continue
+        steps.append(_Step((part,) if scale is None else (part, scale), make))
 
     for name, target in wanted.items():
-        if name not in stored:
+        if name not in accounted:
             described = f"{_FLOATS.get(target.dtype) or _EXACT.get(target.dtype, target.dtype)} {list(target.shape)}"
             problems.append(f"{name}: missing; the model expects {described}")
-    problems.extend(f"{info.file}: unexpected {name} ({info})" for name, info in stored.items() if name not in consumed)
-    if problems:
-        raise CheckpointError.listing(directory, problems)
-    return reads
+    for name, part in parts.items():
+        if name not in accounted:
+            problems.append(f"{part.info.file}: unexpected {part.label} ({part.info})")
+    return steps
 
 
-def _mismatch(name: str, info: TensorInfo, target: torch.Tensor) -> str | None:
-    if info.shape != tuple(target.shape):
-        return f"{name} has shape {list(info.shape)}; the model expects {list(target.shape)}"
+def _is_widened(part: _Part | None, target: torch.Tensor) -> bool:
+    return part is not None and part.is_packed and target.dtype == torch.float8_e4m3fn
+
+
+def _cast(name: str, dtype: torch.dtype, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype)}
+
+
+def _dequantize(
+    name: str, dtype: torch.dtype, dequantize: Callable[..., torch.Tensor], q: torch.Tensor, scale: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    return {name: dequantize(q, scale, dtype)}
+
+
+def _widen(name: str, packed: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    q, block_scale = widen_fp4(packed, scale)
+    return {name: q, name + SCALE_SUFFIX: block_scale}
+
+
+def _mismatch(part: _Part, target: torch.Tensor) -> str | None:
+    info, label = part.info, part.label
+    may_be_packed = target.dtype in _FLOATS or target.dtype == torch.float8_e4m3fn
+    shape = part.shape if may_be_packed else info.shape
+    if shape != tuple(target.shape):
+        stands_for = f", FP4 values of {list(shape)}" if shape != info.shape else ""
+        return f"{label} has shape {list(info.shape)}{stands_for}; the model expects {list(target.shape)}"
+    if may_be_packed and part.is_packed:
+        return None
+    if may_be_packed and info.dtype == "F8_E4M3":
+        # A block that is cut has no scale of its own.
+        cut = [i.start for i in part.index if isinstance(i, slice) and (i.start or 0) % _BLOCK]
+        return f"{label} is {info.dtype} and cut at {cut[0]}, inside a block of {_BLOCK}" if cut else None
     if target.dtype in _FLOATS:
         # A scale is multiplied in fp32 by every backend: from fewer bits it would be another scale.
-        accepted = {"F32"} if name.endswith(SCALE_SUFFIX) else {*_FLOATS.values(), "F8_E4M3"}
+        accepted = {"F32", "F8_E8M0"} if part.name.endswith(SCALE_SUFFIX) else {*_FLOATS.values(), "F8_E4M3"}
     else:
         accepted = {_EXACT.get(target.dtype)}
     if info.dtype in accepted:
         return None
     if target.dtype == torch.float8_e4m3fn and info.dtype in _FLOATS.values():
         return (
-            f"{name} is {info.dtype}; the model expects F8_E4M3. For a checkpoint that is not quantised, "
+            f"{label} is {info.dtype}; the model expects F8_E4M3. For a checkpoint that is not quantised, "
             "build the model in the dequantised mode"
         )
-    return f"{name} is {info.dtype}; the model's {target.dtype} accepts {', '.join(sorted(map(str, accepted)))}"
+    return f"{label} is {info.dtype}; the model's {target.dtype} accepts {', '.join(sorted(map(str, accepted)))}"
 
 
-def _scale_problem(name: str, info: TensorInfo, scale: TensorInfo | None) -> str | None:
-    if len(info.shape) != 2:
-        return f"{name} is {info}; only a matrix can be dequantised"
-    expected = TensorInfo(info.file, "F32", tuple(-(-size // _BLOCK) for size in info.shape), 0, 0)
+def _scale_problem(part: _Part, scale: _Part | None, dtypes: tuple[str, ...], block: tuple[int, int]) -> str | None:
+    """block: the rows and columns of the weight that share a scale."""
+    if len(part.info.shape) != 2:
+        return f"{part.label} is {part.info}; only a matrix can be dequantised"
+    shape = [-(-size // of) for size, of in zip(part.shape, block)]
+    expected = f"{' or '.join(dtypes)} {shape}"
     if scale is None:
-        return f"{name} is F8_E4M3 and its scale {name}{SCALE_SUFFIX} is missing; expected {expected}"
-    if (scale.dtype, scale.shape) != (expected.dtype, expected.shape):
-        return f"{name}{SCALE_SUFFIX} is {scale}; expected {expected} for the {list(info.shape)} weight"
+        return (
+            f"{part.label} is {part.info.dtype} and its scale {part.name}{SCALE_SUFFIX} is missing; expected {expected}"
+        )
+    if scale.info.dtype not in dtypes or list(scale.info.shape) != shape:
+        return f"{scale.label} is {scale.info}; expected {expected} for the {list(part.info.shape)} weight"
+    if part.is_packed and part.shape[1] % GROUP:
+        return f"{part.label} is {part.info}; FP4 has groups of {GROUP} columns, got {part.shape[1]} columns"
     return None
 
 

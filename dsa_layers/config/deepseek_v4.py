@@ -1,6 +1,6 @@
 """The configuration of DeepSeek-V4."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsa_layers.config.fields import NO_INFLUENCE, Fields
@@ -17,6 +17,9 @@ from dsa_layers.config.parts import (
 # Layers by how many tokens an entry stands for, and as transformers names them; 0: the window alone.
 LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
+# What later releases put their drafter's dimensions in.
+DSPARK = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
+
 
 @dataclass(frozen=True)
 class DeepseekV4Config:
@@ -26,7 +29,7 @@ class DeepseekV4Config:
     each layer, whether its experts follow from the token. rope: of layers without entries; compress_rope: of the
     others, their entries and their indexers. eos_token_ids: every id that ends a sequence, () if there is none.
     bos_token_id: None if there is none. dtype: of tensors that are not quantised: "bfloat16", "float16" or "float32".
-    quantization: None if no tensor is quantised. expert_dtype: "fp4" or "fp8", how routed experts are stored then.
+    quantization: None if no tensor is quantised.
     """
 
     vocab_size: int
@@ -63,11 +66,13 @@ class DeepseekV4Config:
     eos_token_ids: tuple[int, ...]
     num_nextn_predict_layers: int
     quantization: QuantizationConfig | None
-    expert_dtype: str
     dtype: str
 
 
 def read_deepseek_v4(fields: Fields, generation: Fields | None) -> DeepseekV4Config:
+    for name in DSPARK:
+        if name in fields:
+            raise fields.error(name, "is of the DSpark drafter, which is not supported", "configurations without it")
     # One accepted value each: another would need code that is not here.
     fields.one_of("hidden_act", ("silu",), default="silu")
     fields.one_of("attention_bias", (False,), default=False)
@@ -84,7 +89,6 @@ def read_deepseek_v4(fields: Fields, generation: Fields | None) -> DeepseekV4Con
     head_dim = fields.integer("head_dim")
     rope_dim = _rope_dim(fields, head_dim)
     rope, compress_rope = _ropes(fields, rope_dim / head_dim)
-    quantization = read_quantization(fields)
     config = DeepseekV4Config(
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
@@ -119,13 +123,25 @@ def read_deepseek_v4(fields: Fields, generation: Fields | None) -> DeepseekV4Con
         bos_token_id=bos,
         eos_token_ids=eos,
         num_nextn_predict_layers=mtp,
-        quantization=quantization,
-        expert_dtype=fields.one_of("expert_dtype", ("fp4", "fp8"), default="fp8"),
+        quantization=_quantization(fields),
         dtype=read_dtype(fields),
     )
     _check_consistency(fields, config)
     fields.reject_unread(NO_INFLUENCE)
     return config
+
+
+def _quantization(fields: Fields) -> QuantizationConfig | None:
+    """Published: expert_dtype beside quantization_config, or not at all. transformers: in it, or both."""
+    dtypes = ("fp4", "fp8")
+    beside = fields.one_of("expert_dtype", dtypes, default=None)
+    quantization = read_quantization(fields, dtypes)
+    if quantization is None:
+        return None
+    inside = quantization.expert_dtype
+    if beside is not None and inside not in (None, beside):
+        raise fields.error("expert_dtype", f"is {beside!r}", f"quantization_config.expert_dtype={inside!r}")
+    return replace(quantization, expert_dtype=beside or inside)
 
 
 def _rope_dim(fields: Fields, head_dim: int) -> int:

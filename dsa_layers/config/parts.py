@@ -35,10 +35,12 @@ class QuantizationConfig:
     """FP8 e4m3 weights with one fp32 scale per `weight_block` (rows, columns).
 
     scale_fmt: "ue8m0" if every scale, of weights and of activations, is a power of two; None if it is any fp32.
+    expert_dtype: "fp8" or "fp4", how routed experts are stored; None if the configuration does not say.
     """
 
     weight_block: tuple[int, int]
     scale_fmt: str | None
+    expert_dtype: str | None = "fp8"
 
 
 # GLM's configurations call the indexer's weights_proj "indexers_proj".
@@ -96,7 +98,7 @@ def read_yarn(parameters: Fields, *, with_mscale: bool) -> YarnConfig:
     return yarn
 
 
-def read_quantization(fields: Fields) -> QuantizationConfig | None:
+def read_quantization(fields: Fields, expert_dtypes: tuple[str, ...] = ("fp8",)) -> QuantizationConfig | None:
     quantization = fields.object("quantization_config")
     if quantization is None:
         return None
@@ -117,9 +119,10 @@ def read_quantization(fields: Fields) -> QuantizationConfig | None:
                 "'lm_head', 'model.embed_tokens', and of each layer the norms, mlp.gate, the indexer's weights_proj "
                 "and eh_proj",
             )
-    quantization.one_of("expert_dtype", ("fp8",), default="fp8")
+    only = expert_dtypes[0] if len(expert_dtypes) == 1 else None
+    expert_dtype = quantization.one_of("expert_dtype", expert_dtypes, default=only)
     quantization.reject_unread()
-    return QuantizationConfig(tuple(block), None if scale_fmt == "float" else scale_fmt)
+    return QuantizationConfig(tuple(block), None if scale_fmt == "float" else scale_fmt, expert_dtype)
 
 
 def read_dtype(fields: Fields) -> str:

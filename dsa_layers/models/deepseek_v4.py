@@ -5,6 +5,7 @@ import re
 import torch
 from torch import nn
 
+from dsa_layers.checkpoint import CheckpointError
 from dsa_layers.compressed_kv_cache import CompressedKVCache, EntryShape
 from dsa_layers.config import DeepseekV4Config, RopeConfig
 from dsa_layers.layers.compressed_attention import CompressedAttention
@@ -21,10 +22,29 @@ from dsa_layers.token_batch import TokenBatch
 
 INDEXED = "compressed_sparse_attention"
 
-# Names in a checkpoint -> in the model: the published ones, and those that transformers' save_pretrained writes.
+# Names in a checkpoint -> in the model, one after the other.
 RENAMES = [
+    # The names of transformers' modules -> the published ones. Its save_pretrained writes a mixture of both by default.
     (r"^model\.", ""),
     (r"^embed_tokens\.", "embed."),
+    (r"^lm_head\.", "head."),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.mlp\.", ".ffn."),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.(attn|ffn)_hc\.", r".hc_\1."),
+    (r"\.sinks$", ".attn_sink"),
+    (r"\.compressor\.indexer\.(q_b_proj\.|scorer\.)", r".indexer.\1"),
+    (r"\.indexer\.scorer\.", ".indexer."),
+    (r"\.compressor\.indexer\.", ".indexer.compressor."),
+    (r"\.compressor\.gate_proj\.", ".compressor.wgate."),
+    (r"\.compressor\.kv_norm\.", ".compressor.norm."),
+    (r"\.position_bias$", ".ape"),
+    (r"\.(q|o)_(a|b)_proj\.", r".w\1_\2."),
+    (r"\.kv_proj\.", ".wkv."),
+    (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
+    # The published names -> the model's.
     (r"^hc_head(_|\.hc_)", "hc_head."),
     (r"\.hc_(attn|ffn)_", r".hc_\1."),
     (r"\.attn\.norm\.", ".attn.kv_norm."),
@@ -33,6 +53,12 @@ RENAMES = [
     (r"\.w2\.", ".down_proj."),
     (r"\.w3\.", ".up_proj."),
     (r"(?<!\bhc_head)(?<!hc_attn)(?<!hc_ffn)\.scale$", ".weight_scale_inv"),
+]
+
+# Tensors by which a checkpoint is known to be of a variant that is not this model.
+VARIANTS = [
+    (r"^mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\.", "the DSpark drafter"),
+    (r"\.engram\.|\.attn\.indexer\.(wk|k_norm)\.", "DeepSeek-V4.1"),
 ]
 
 
@@ -104,7 +130,7 @@ def _block(config: DeepseekV4Config, precision: Precision, layer: int) -> HyperD
 
 
 class DeepseekV4ForCausalLM(nn.Module):
-    """The language model. Parameters go by the published checkpoint's names, but for those that `stored_as` tells.
+    """The language model. Parameters go by the published checkpoint's names, but for those that RENAMES tells.
 
     forward(tokens int64 [T], batch, cache=None) -> fp32 logits [B, vocab_size] of each sequence's last token, or of
     all T tokens with all_tokens=True. The multi-token-prediction layer of the checkpoint is not part of it.
@@ -178,10 +204,17 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     def skips(self, name: str) -> bool:
         """Whether a checkpoint tensor belongs to a multi-token-prediction layer, which generation does not use."""
-        return name.startswith("mtp.")
+        return name.startswith("mtp.") and _variant(name) is None
 
     def name_of(self, stored: str) -> str:
-        """The model's name of a checkpoint's tensor."""
+        """The model's name of a checkpoint's tensor. Raises CheckpointError for one of a variant."""
+        variant = _variant(stored)
+        if variant is not None:
+            raise CheckpointError(f"belongs to {variant}, which is not supported")
         for pattern, name in RENAMES:
             stored = re.sub(pattern, name, stored)
         return stored
+
+
+def _variant(name: str) -> str | None:
+    return next((variant for pattern, variant in VARIANTS if re.search(pattern, name)), None)

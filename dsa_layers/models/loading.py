@@ -11,6 +11,7 @@ from dsa_layers.checkpoint import load_weights
 from dsa_layers.config import DeepseekV4Config, DeepseekV32Config, GlmMoeDsaConfig, read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.models.fused_experts import split_experts
 from dsa_layers.models.glm_moe_dsa import GlmMoeDsaForCausalLM
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
@@ -34,7 +35,7 @@ def load_model(
     """The model of a checkpoint directory (config.json, safetensors), in evaluation mode; its class is the family's.
 
     dtype       of activations and unquantised weights; the checkpoint's own if None
-    dequantize  FP8 weights become `dtype` weights, and neither activations nor index keys are quantised
+    dequantize  FP8 and FP4 weights become `dtype` weights, and neither activations nor index keys are quantised
     kv_cache    how latents are cached (see Precision); "fp8" for FP8 checkpoints, "model" for others if None
 
     Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor; nothing is half-loaded.
@@ -49,6 +50,7 @@ def load_model(
         model = MODELS[type(config)](config, precision)
     if config.num_nextn_predict_layers and progress:
         print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
-    load_weights(model, directory, device=device, skip=model.skips, name_of=model.name_of, progress=progress)
+    names = {"skip": model.skips, "name_of": model.name_of, "parts_of": split_experts}
+    load_weights(model, directory, device=device, progress=progress, **names)
     model.init_buffers(device)
     return model.eval()

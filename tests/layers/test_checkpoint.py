@@ -8,10 +8,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dsa import per_block_cast_to_fp8
+from dsa import dequantize_per_block, per_block_cast_to_fp8
 from dsa_layers import checkpoint as checkpoint_module
 from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, CheckpointError, load_weights
 from dsa_layers.config import read_config
+from dsa_layers.fp4 import dequantize_fp4, widen_fp4
 from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
 from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 
@@ -142,7 +143,7 @@ def test_skip_ignores_and_reads_nothing(tmp_path, shards, monkeypatch):
     read = []
     original = Checkpoint.read
     monkeypatch.setattr(
-        Checkpoint, "read", lambda self, name, device: read.append(name) or original(self, name, device)
+        Checkpoint, "read", lambda self, name, *options: read.append(name) or original(self, name, *options)
     )
     model = stand_in({"norm.weight": ((4,), torch.float32)})
     load_weights(model, tmp_path, skip=lambda name: name.startswith(("embed.", "layer.")), progress=False)
@@ -227,14 +228,18 @@ BF16_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(5, 2).bfloat16()}
         ({"a": torch.ones(3)}, {"a": ((3,), FP8)}, "a is F32; the model expects F8_E4M3. For a checkpoint that is not"),
         ({"a": torch.ones(3)}, {"a": ((3,), FP8)}, "quantised, build the model in the dequantised mode"),
         # dequantised: the scale is part of the weight
-        ({"a": MATRIX}, MATRIX_BF16, "a is F8_E4M3 and its scale a_scale_inv is missing; expected F32 [5, 2]"),
-        ({"a": MATRIX, "a_scale_inv": torch.ones(4, 2)}, MATRIX_BF16, "a_scale_inv is F32 [4, 2]; expected F32 [5, 2]"),
-        (BF16_SCALE, MATRIX_BF16, "a_scale_inv is BF16 [5, 2]; expected F32 [5, 2] for the [576, 256] weight"),
+        ({"a": MATRIX}, MATRIX_BF16, "a is F8_E4M3 and its scale a_scale_inv is missing; expected F32 or"),
+        (
+            {"a": MATRIX, "a_scale_inv": torch.ones(4, 2)},
+            MATRIX_BF16,
+            "a_scale_inv is F32 [4, 2]; expected F32 or F8_E8M0 [5,",
+        ),
+        (BF16_SCALE, MATRIX_BF16, "a_scale_inv is BF16 [5, 2]; expected F32 or F8_E8M0 [5, 2] for the [576, 256]"),
         ({"a": torch.ones(3).to(FP8)}, {"a": ((3,), BF16)}, "a is F8_E4M3 [3]; only a matrix can be dequantised"),
         # kept in FP8: the scale is a tensor of the model
         ({"a": MATRIX}, MATRIX_FP8, "a_scale_inv: missing; the model expects F32 [5, 2]"),
         ({"a": MATRIX, "a_scale_inv": torch.ones(4, 2)}, MATRIX_FP8, "has shape [4, 2]; the model expects [5, 2]"),
-        (BF16_SCALE, MATRIX_FP8, "a_scale_inv is BF16; the model's torch.float32 accepts F32"),
+        (BF16_SCALE, MATRIX_FP8, "a_scale_inv is BF16; the model's torch.float32 accepts F32, F8_E8M0"),
     ],
 )
 def test_mismatch(tmp_path, stored, wanted, expected):
@@ -253,6 +258,213 @@ def test_all_problems_come_at_once_and_before_reading(tmp_path, monkeypatch):
     assert lines[0] == f"{tmp_path}: 13 problems, nothing was loaded:"
     assert len(lines) == 12 and lines[-1].strip() == "and 3 more"
     assert "good has shape" in message and "lost3: missing" in message and "unexpected extra0" in message
+
+
+# Scales of other dtypes, and packed FP4.
+
+
+E8M0 = torch.float8_e8m0fnu
+
+
+def powers(exponents):
+    return (exponents + 127).to(torch.uint8).view(E8M0)
+
+
+@pytest.fixture
+def fp4():
+    """A packed [200, 64] weight (values [200, 128]) and its scales."""
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(-128, 128, (200, 64), dtype=torch.int8, generator=generator)
+    return {"w.weight": packed, "w.weight_scale_inv": powers(torch.randint(-9, 6, (200, 4), generator=generator))}
+
+
+@pytest.mark.parametrize("dtype", [E8M0, torch.float32])
+def test_fp8_scales_of_either_dtype(tmp_path, dtype):
+    exponents = torch.arange(10).view(5, 2) - 127
+    q = torch.full((576, 200), 2.0).to(FP8)
+    save_file({"w.weight": q, "w.weight_scale_inv": powers(exponents).to(dtype)}, tmp_path / SINGLE_NAME)
+    expected = torch.ldexp(torch.ones(5, 2), exponents)
+    model = stand_in({"w.weight": ((576, 200), FP8), "w.weight_scale_inv": ((5, 2), F32)})
+    load_weights(model, tmp_path, progress=False)
+    assert model.w.weight_scale_inv.dtype == F32 and torch.equal(model.w.weight_scale_inv, expected)
+    model = stand_in({"w.weight": ((576, 200), F32)})
+    load_weights(model, tmp_path, progress=False)
+    assert torch.equal(model.w.weight[::128, ::128], 2 * expected)
+
+
+@pytest.mark.parametrize("name", ["w.weight", "weights"])
+def test_fp4_is_widened_to_fp8(tmp_path, fp4, name):
+    """Whatever lies first in the file, the weight or its scale."""
+    stored = {name: fp4["w.weight"], f"{name}_scale_inv": fp4["w.weight_scale_inv"]}
+    save_file(stored, tmp_path / SINGLE_NAME)
+    model = stand_in({name: ((200, 128), FP8), f"{name}_scale_inv": ((2, 1), F32)})
+    load_weights(model, tmp_path, progress=False)
+    q, scale = widen_fp4(*fp4.values())
+    state = model.state_dict()
+    assert torch.equal(state[name].view(torch.uint8), q.view(torch.uint8))
+    assert torch.equal(state[f"{name}_scale_inv"], scale)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_fp4_is_dequantised(tmp_path, fp4, dtype):
+    write(tmp_path, {"w.weight": fp4["w.weight"]}, {"w.weight_scale_inv": fp4["w.weight_scale_inv"]})
+    model = stand_in({"w.weight": ((200, 128), dtype)})
+    load_weights(model, tmp_path, progress=False)
+    assert torch.equal(model.w.weight, dequantize_fp4(*fp4.values(), dtype))
+
+
+def test_fp4_by_its_own_name(tmp_path, fp4):
+    """safetensors calls packed e2m1 F4, and counts values."""
+    packed = fp4["w.weight"].view(torch.float4_e2m1fn_x2)
+    save_file({"w.weight": packed, "w.weight_scale_inv": fp4["w.weight_scale_inv"]}, tmp_path / SINGLE_NAME)
+    info = Checkpoint(tmp_path).tensors["w.weight"]
+    assert (info.dtype, info.shape, info.size) == ("F4", (200, 128), 200 * 64)
+    model = stand_in({"w.weight": ((200, 128), F32)})
+    load_weights(model, tmp_path, progress=False)
+    assert torch.equal(model.w.weight, dequantize_fp4(*fp4.values()))
+
+
+def test_int8_is_not_fp4_where_the_model_wants_int8(tmp_path):
+    save_file({"a": torch.ones(4, 4, dtype=torch.int8)}, tmp_path / SINGLE_NAME)
+    model = stand_in({"a": ((4, 4), torch.int8)})
+    load_weights(model, tmp_path, progress=False)
+    assert model.a.eq(1).all()
+
+
+def test_fp4_that_fp8_cannot_hold(tmp_path, fp4):
+    """Found when it is read; the dequantised mode loads it."""
+    fp4["w.weight"][130, :16], fp4["w.weight"][131, :16] = 0x11, 0x77
+    scale = fp4["w.weight_scale_inv"].view(torch.uint8)
+    scale[130, 0], scale[131, 0] = 100, 127 + 6
+    save_file(fp4, tmp_path / SINGLE_NAME)
+    model = stand_in({"w.weight": ((200, 128), FP8), "w.weight_scale_inv": ((2, 1), F32)})
+    message = failure(model, tmp_path)
+    expected = "w.weight: block [1, 0] of 128 x 128: its groups' scales go from 2^-27 to 2^6, a spread of 2^33"
+    assert message.startswith(f"{tmp_path / SINGLE_NAME}: {expected}")
+    model = stand_in({"w.weight": ((200, 128), F32)})
+    load_weights(model, tmp_path, progress=False)
+    assert model.w.weight[130, 0] == 2.0**-28
+
+
+def dropped(name):
+    return lambda tensors: tensors.pop(name)
+
+
+@pytest.mark.parametrize("dtype", [FP8, F32])
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (dropped("w.weight_scale_inv"), "w.weight is I8 and its scale w.weight_scale_inv is missing; expected F8_E8M0"),
+        (
+            lambda tensors: tensors.update({"w.weight_scale_inv": torch.ones(200, 4)}),
+            "w.weight_scale_inv is F32 [200, 4]; expected F8_E8M0 [200, 4] for the [200, 64] weight",
+        ),
+        (
+            lambda tensors: tensors.update({"w.weight_scale_inv": powers(torch.zeros(2, 1))}),
+            "w.weight_scale_inv is F8_E8M0 [2, 1]; expected F8_E8M0 [200, 4] for the [200, 64] weight",
+        ),
+        (
+            lambda tensors: tensors.update({"w.weight": torch.zeros(200, 32, dtype=torch.int8)}),
+            "w.weight has shape [200, 32], FP4 values of [200, 64]; the model expects [200, 128]",
+        ),
+        (
+            lambda tensors: tensors.update({"w.weight": torch.zeros(128, dtype=torch.int8)}),
+            "w.weight has shape [128]; the model expects [200, 128]",
+        ),
+    ],
+)
+def test_fp4_that_does_not_fit(tmp_path, fp4, dtype, damage, expected, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "read", lambda *arguments: pytest.fail("read before validation was done"))
+    damage(fp4)
+    save_file(fp4, tmp_path / SINGLE_NAME)
+    wanted = {"w.weight": ((200, 128), dtype)}
+    if dtype == FP8:
+        wanted["w.weight_scale_inv"] = ((2, 1), F32)
+    assert expected in failure(stand_in(wanted), tmp_path)
+
+
+def test_fp4_of_half_a_group(tmp_path):
+    stored = {"a": torch.zeros(4, 24, dtype=torch.int8), "a_scale_inv": powers(torch.zeros(4, 2))}
+    save_file(stored, tmp_path / SINGLE_NAME)
+    message = failure(stand_in({"a": ((4, 48), BF16)}), tmp_path)
+    assert "a is I8 [4, 24]; FP4 has groups of 32 columns, got 48 columns" in message
+
+
+# A tensor that holds several of the model's.
+
+
+def rows_of(name, shape):
+    """Each half of the rows is a tensor of its own."""
+    middle = shape[0] // 2
+    return {f"{name}.top": (slice(0, middle),), f"{name}.bottom": (slice(middle, None),)}
+
+
+def test_slices(tmp_path, monkeypatch):
+    values = torch.arange(24).view(4, 6).float()
+    save_file({"a": values}, tmp_path / SINGLE_NAME)
+    tqdm = MagicMock()
+    monkeypatch.setattr(checkpoint_module, "tqdm", tqdm)
+    model = stand_in({"a.top": ((2, 6), F32), "a.bottom": ((2, 6), BF16)})
+    load_weights(model, tmp_path, parts_of=rows_of)
+    assert torch.equal(model.a.top, values[:2]) and torch.equal(model.a.bottom, values[2:].bfloat16())
+    updates = tqdm.return_value.__enter__.return_value.update.call_args_list
+    assert [call.args[0] for call in updates] == [48, 48] and tqdm.call_args.kwargs["total"] == 96
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_slices_of_quantised_weights(tmp_path, kept):
+    q, scale = per_block_cast_to_fp8(torch.randn(512, 128, generator=torch.Generator().manual_seed(0)))
+    save_file({"a": q, "a_scale_inv": scale}, tmp_path / SINGLE_NAME)
+
+    def halves(name, shape):
+        base, suffix = name.removesuffix("_scale_inv"), "_scale_inv" if name.endswith("_scale_inv") else ""
+        return {f"{part}{suffix}": index for part, index in rows_of(base, shape).items()}
+
+    wanted = {f"a.{part}": ((256, 128), FP8 if kept else F32) for part in ("top", "bottom")}
+    wanted |= {f"a.{part}_scale_inv": ((2, 1), F32) for part in ("top", "bottom") if kept}
+    model = stand_in(wanted)
+    load_weights(model, tmp_path, parts_of=halves, progress=False)
+    state = model.state_dict()
+    for part, rows in (("top", slice(0, 256)), ("bottom", slice(256, 512))):
+        if kept:
+            assert torch.equal(state[f"a.{part}"].float(), q[rows].float())
+            assert torch.equal(state[f"a.{part}_scale_inv"], scale[rows.start // 128 : rows.stop // 128])
+        else:
+            assert torch.equal(state[f"a.{part}"], dequantize_per_block(q, scale)[rows])
+
+
+def test_slices_that_cut_a_block(tmp_path):
+    save_file({"a": torch.ones(192, 128).to(FP8), "a_scale_inv": torch.ones(2, 1)}, tmp_path / SINGLE_NAME)
+    parts = {"a": rows_of("a", (192, 128)), "a_scale_inv": {"a.top_scale_inv": (0,), "a.bottom_scale_inv": (1,)}}
+    model = stand_in({"a.top": ((96, 128), BF16), "a.bottom": ((96, 128), BF16)})
+    message = failure(model, tmp_path, parts_of=lambda name, shape: parts[name])
+    assert "a.bottom (stored as a[96:]) is F8_E4M3 and cut at 96, inside a block of 128" in message
+
+
+def test_every_problem_with_slices_comes_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "read", lambda *arguments: pytest.fail("read before validation was done"))
+    save_file({"x.a": torch.ones(4, 6), "x.b": torch.ones(4, 6), "x.c": torch.ones(2)}, tmp_path / SINGLE_NAME)
+    wanted = {"a.top": ((2, 6), F32), "a.bottom": ((2, 5), F32), "b.top": ((2, 6), F32), "b.side": ((1,), F32)}
+
+    def parts_of(name, shape):
+        if name == "c":
+            raise CheckpointError("belongs to another model")
+        return rows_of(name, shape)
+
+    message = failure(stand_in(wanted), tmp_path, name_of=lambda name: name[2:], parts_of=parts_of)
+    assert message.splitlines()[0] == f"{tmp_path}: 4 problems, nothing was loaded:"
+    file = "model.safetensors: "
+    assert f"{file}a.bottom (stored as x.a[2:]) has shape [2, 6]; the model expects [2, 5]" in message
+    assert f"{file}unexpected b.bottom (stored as x.b[2:]) (F32 [2, 6])" in message
+    assert f"{file}x.c: belongs to another model" in message
+    assert "b.side: missing; the model expects F32 [1]" in message
+
+
+def test_two_names_for_one_tensor(tmp_path):
+    save_file({"x.a": torch.ones(2), "y.a": torch.ones(2)}, tmp_path / SINGLE_NAME)
+    message = failure(stand_in({"a": ((2,), F32)}), tmp_path, name_of=lambda name: name[2:])
+    assert "1 problem" in message and "is there twice, as " in message
+    assert "x.a" in message and "y.a" in message
 
 
 # What is wrong with the files themselves. None of it needs a model.
