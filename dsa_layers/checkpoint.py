@@ -250,9 +250,10 @@ def load_weights(
 ) -> None:
     """Gives `model`, built on the meta device, the tensors of the checkpoint in `directory`, on `device`.
 
-    A checkpoint tensor goes by the name `name_of` its own; `parts_of` that name and its shape are the model's tensors
-    that it holds, each with its slice, () for all of it. Either may raise CheckpointError to refuse a tensor, with the
-    reason. A model tensor of dtype
+    A checkpoint tensor goes by the name `name_of` its own. Tensors of either side may hold several of the other's:
+    `parts_of` a name and a shape are the names of its parts, each with its slice, () for all of it, and a part of the
+    model's is made of the checkpoint's of that name. Either function may raise CheckpointError to refuse a tensor, with
+    the reason. A model tensor of dtype
     - float8_e4m3fn takes an F8_E4M3 tensor as it is; its scale `<name>_scale_inv` is a model tensor of its own. Or it
       takes packed FP4 (`dsa_layers.fp4`), widened without loss, and the scale follows from that;
     - bf16, fp16, fp32 or fp64 takes a float tensor, cast, or an F8_E4M3 or FP4 matrix, dequantised with its
@@ -269,7 +270,8 @@ def load_weights(
     checkpoint = Checkpoint(directory)
     problems: list[str] = []
     parts = _parts(checkpoint, skip, name_of, parts_of, problems)
-    steps = _plan(model.state_dict(), parts, problems)
+    wanted, places = _pieces(model, parts_of)
+    steps = _plan(wanted, parts, problems)
     if problems:
         raise CheckpointError.listing(checkpoint.directory, problems)
 
@@ -282,11 +284,31 @@ def load_weights(
                 tensors.append(checkpoint.read(part.stored, device, part.index))
                 bar.update(part.info.size)
             try:
-                loaded |= step.make(*tensors)
+                made = step.make(*tensors)
             except ValueError as error:
                 part = step.parts[0]
                 raise CheckpointError(f"{checkpoint.directory / part.info.file}: {part.label}: {error}") from error
+            for piece, tensor in made.items():
+                name, index, shape = places[piece]
+                if not index:
+                    loaded[name] = tensor
+                    continue
+                if name not in loaded:
+                    loaded[name] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+                loaded[name][index] = tensor
     _assign(model, loaded)
+
+
+def _pieces(
+    model: torch.nn.Module, parts_of: Callable[[str, tuple[int, ...]], dict[str, Index]]
+) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, Index, torch.Size]]]:
+    """(the model's tensors cut as the checkpoint's are, of each the model's tensor, the slice and the whole shape)."""
+    wanted, places = {}, {}
+    for name, tensor in model.state_dict().items():
+        for piece, index in parts_of(name, tuple(tensor.shape)).items():
+            wanted[piece] = tensor[index] if index else tensor
+            places[piece] = name, index, tensor.shape
+    return wanted, places
 
 
 def _parts(

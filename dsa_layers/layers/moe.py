@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import Linear, make_linear
 
 
@@ -129,7 +130,7 @@ class MoE(nn.Module):
     """y = sum of the routed experts' outputs by their weights + the shared expert's output, summed in fp32.
 
     x [T, hidden], and tokens int64 [T] if the router asks for them -> [T, hidden]. Submodules by the checkpoint's
-    names: gate, experts.E, shared_experts (one SwiGLU of n_shared * inner, absent if n_shared is 0).
+    names: gate, experts, shared_experts (one SwiGLU of n_shared * inner, absent if n_shared is 0).
     """
 
     def __init__(
@@ -147,15 +148,12 @@ class MoE(nn.Module):
         super().__init__()
         options = {"limit": limit, "fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
         self.gate = router
-        self.experts = nn.ModuleList(SwiGLU(hidden, inner, **options) for _ in range(router.weight.shape[0]))
+        self.experts = Experts(len(router.weight), hidden, inner, **options)
         self.shared_experts = SwiGLU(hidden, n_shared * inner, **options) if n_shared else None
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         experts, weights = self.gate(x) if tokens is None else self.gate(x, tokens)
-        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for e in experts.unique().tolist():
-            token, rank = (experts == e).nonzero(as_tuple=True)
-            y.index_add_(0, token, self.experts[e](x[token]).float() * weights[token, rank, None])
+        y = self.experts(x, experts, weights)
         if self.shared_experts is not None:
-            y += self.shared_experts(x).float()
+            y = y + self.shared_experts(x).float()
         return y.to(x.dtype)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import vendored
+from dsa_layers.models.fused_experts import split_experts
 
 PINNED = Path(vendored.__file__).parent
 
@@ -28,3 +29,10 @@ def read_listing(file: str) -> dict[str, tuple[tuple[int, ...], str]]:
     assert len(tensors) == listing["tensors"]
     assert sum(math.prod(shape) for shape, _ in tensors.values()) == listing["elements"]
     return tensors
+
+
+def parts(model):
+    """The model's tensors, those that hold all experts' cut as checkpoints have them."""
+    state = model.state_dict().items()
+    pieces = ((tensor, split_experts(name, tuple(tensor.shape))) for name, tensor in state)
+    return {piece: tensor[index] if index else tensor for tensor, of in pieces for piece, index in of.items()}

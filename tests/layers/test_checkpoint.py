@@ -394,7 +394,9 @@ def test_fp4_of_half_a_group(tmp_path):
 
 
 def rows_of(name, shape):
-    """Each half of the rows is a tensor of its own."""
+    """Each half of the rows is a tensor of its own, and such a half is whole."""
+    if "." in name:
+        return {name: ()}
     middle = shape[0] // 2
     return {f"{name}.top": (slice(0, middle),), f"{name}.bottom": (slice(middle, None),)}
 
@@ -409,6 +411,18 @@ def test_slices(tmp_path, monkeypatch):
     assert torch.equal(model.a.top, values[:2]) and torch.equal(model.a.bottom, values[2:].bfloat16())
     updates = tqdm.return_value.__enter__.return_value.update.call_args_list
     assert [call.args[0] for call in updates] == [48, 48] and tqdm.call_args.kwargs["total"] == 96
+
+
+def test_a_tensor_made_of_several(tmp_path):
+    """The model's is cut as the checkpoint's are; each part is cast on its own, and none may be missing."""
+    top, bottom = torch.ones(2, 6).bfloat16(), torch.full((2, 6), 2.0)
+    save_file({"a.top": top, "a.bottom": bottom}, tmp_path / SINGLE_NAME)
+    model = stand_in({"a": ((4, 6), F32)})
+    load_weights(model, tmp_path, parts_of=rows_of, progress=False)
+    assert torch.equal(model.a, torch.cat((top.float(), bottom)))
+    save_file({"a.bottom": bottom, "a.side": top}, tmp_path / SINGLE_NAME)
+    message = failure(stand_in({"a": ((4, 6), F32)}), tmp_path, parts_of=rows_of)
+    assert "a.top: missing; the model expects F32 [2, 6]" in message and "unexpected a.side" in message
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -437,7 +451,7 @@ def test_slices_that_cut_a_block(tmp_path):
     save_file({"a": torch.ones(192, 128).to(FP8), "a_scale_inv": torch.ones(2, 1)}, tmp_path / SINGLE_NAME)
     parts = {"a": rows_of("a", (192, 128)), "a_scale_inv": {"a.top_scale_inv": (0,), "a.bottom_scale_inv": (1,)}}
     model = stand_in({"a.top": ((96, 128), BF16), "a.bottom": ((96, 128), BF16)})
-    message = failure(model, tmp_path, parts_of=lambda name, shape: parts[name])
+    message = failure(model, tmp_path, parts_of=lambda name, shape: parts.get(name, {name: ()}))
     assert "a.bottom (stored as a[96:]) is F8_E4M3 and cut at 96, inside a block of 128" in message
 
 

@@ -9,7 +9,7 @@ import torch
 
 from dsa_layers.config import QuantizationConfig, RopeConfig, YarnConfig, read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
-from tests.layers.listings import PINNED, read_listing
+from tests.layers.listings import PINNED, parts, read_listing
 from vendored.deepseek_v4_manifest import deepseek_v4_tensor_manifest
 
 # How the model holds what is stored: FP4 widened to FP8, scales and norms in fp32.
@@ -103,7 +103,7 @@ def test_names_shapes_and_dtypes(tmp_path, release):
     config = published(release, tmp_path)
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(config)
-    ours = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
+    ours = {name: (tuple(t.shape), t.dtype) for name, t in parts(model).items()}
     assert ours == held(model, deepseek_v4_tensor_manifest(config))
     parameters = sum(math.prod(s) for n, (s, _) in ours.items() if not n.endswith(("weight_scale_inv", "tid2eid")))
     assert parameters == parameters_by_hand(config)

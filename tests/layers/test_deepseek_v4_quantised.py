@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import dsa
 from dsa_layers.checkpoint import SINGLE_NAME, CheckpointError
 from dsa_layers.config import ConfigError, read_config
 from dsa_layers.layers.linear import BlockFP8Linear, Linear
@@ -15,6 +16,7 @@ from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.loading import load_model
 from dsa_layers.models.precision import Precision
 from dsa_layers.sequence_batch import SequenceBatch
+from tests.layers.listings import parts
 from tests.layers.v4_checkpoints import write_published
 
 TOKENS = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(1))
@@ -37,8 +39,9 @@ def test_dequantised(checkpoint):
     directory, worth = checkpoint
     got = load_model(directory, dtype=torch.float32, dequantize=True, progress=False)
     expected = DeepseekV4ForCausalLM(read_config(directory), Precision(torch.float32, False, False, "model")).eval()
-    expected.load_state_dict(worth)
-    assert all(torch.equal(tensor, worth[name]) for name, tensor in got.state_dict().items())
+    for name, tensor in parts(expected).items():
+        tensor.copy_(worth[name])
+    assert all(torch.equal(tensor, worth[name]) for name, tensor in parts(got).items())
     assert torch.equal(logits(got), logits(expected))
     assert logits(got).std() > 0.3
 
@@ -55,9 +58,13 @@ def test_quantised(checkpoint):
                 assert torch.frexp(module.weight_scale_inv).mantissa.eq(0.5).all()
         elif isinstance(module, Linear):
             assert torch.equal(module.weight.float(), worth[f"{name}.weight"]), name
-    for name, tensor in model.state_dict().items():
+    tensors = parts(model)
+    for name, tensor in tensors.items():
         if tensor.dtype == torch.float32 and not name.endswith("_scale_inv"):
             assert torch.equal(tensor, worth[name]), name
+        if ".experts." in name and tensor.dtype == torch.float8_e4m3fn:
+            value = dsa.dequantize_per_block(tensor, tensors[f"{name}_scale_inv"], torch.float32)
+            assert torch.equal(value, worth[name]), name
     # Activations are rounded to e4m3, so only close.
     model = load_model(directory, dtype=torch.float32, progress=False)
     rounded, exact = logits(model), logits(load_model(directory, dtype=torch.float32, dequantize=True, progress=False))
@@ -97,8 +104,7 @@ def test_what_is_never_fp8(checkpoint):
     assert all(layer.weight.dtype == torch.bfloat16 for layer in plain) and ffn.gate.weight.dtype == torch.bfloat16
     quantised = [attention.wq_a, attention.wq_b, attention.wkv, attention.wo_a.matrices, attention.wo_b]
     quantised += [attention.indexer.wq_b]
-    for mlp in (ffn.shared_experts, ffn.experts[0]):
-        quantised += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    quantised += [ffn.shared_experts.gate_proj, ffn.shared_experts.up_proj, ffn.shared_experts.down_proj]
     assert all(isinstance(layer, BlockFP8Linear) for layer in quantised)
 
 
@@ -139,7 +145,7 @@ def test_fp4_too_far_apart(files):
     )
     assert "scales go from 2^-124 to 2^" in str(error.value)
     model = load_model(files, dequantize=True, dtype=torch.float32, progress=False)
-    assert model.layers[1].ffn.experts[2].down_proj.weight[130, 32] == 2.0**-125
+    assert model.layers[1].ffn.experts.down_proj[2, 130, 32] == 2.0**-125
 
 
 @pytest.mark.parametrize(
@@ -217,4 +223,4 @@ def test_experts_are_what_their_tensors_are(files):
     """The earliest published configurations do not say."""
     edit(files, expert_dtype=None)
     assert read_config(files).quantization.expert_dtype is None
-    assert load_model(files, progress=False).layers[0].ffn.experts[0].up_proj.weight.dtype == torch.float8_e4m3fn
+    assert load_model(files, progress=False).layers[0].ffn.experts.gate_up_proj.dtype == torch.float8_e4m3fn

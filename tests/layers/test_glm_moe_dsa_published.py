@@ -9,6 +9,7 @@ import torch
 import vendored
 from dsa_layers.config import read_config
 from dsa_layers.models.glm_moe_dsa import GlmMoeDsaForCausalLM
+from tests.layers.listings import parts
 
 PINNED = Path(vendored.__file__).parent
 
@@ -45,7 +46,7 @@ def build(tmp_path, name, **changes):
 @pytest.mark.parametrize(("name", "indexers"), [("glm_5_config.json", 78), ("glm_5_2_config.json", 21)])
 def test_tensors(tmp_path, name, indexers):
     model = build(tmp_path, name)
-    state = model.state_dict()
+    state = parts(model)
     assert sum(t.numel() for t in state.values()) == elements(indexers)
     assert len(state) == tensors(indexers)
     assert sum(name.endswith("indexer.wk.weight") for name in state) == indexers
@@ -66,7 +67,7 @@ def test_fp8(tmp_path):
         "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
         "modules_to_not_convert": ["lm_head", "model.embed_tokens", "model.layers.0.self_attn.indexers_proj"],
     }  # fmt: skip
-    state = build(tmp_path, "glm_5_2_config.json", quantization_config=quantization).state_dict()
+    state = parts(build(tmp_path, "glm_5_2_config.json", quantization_config=quantization))
     fp8 = {name for name, t in state.items() if t.dtype == torch.float8_e4m3fn}
     matrices = {name for name, t in state.items() if t.dim() == 2 and not name.endswith("_scale_inv")}
     kept = ("lm_head.weight", "embed_tokens.weight", "mlp.gate.weight", "weights_proj.weight")

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from dsa.testing import calc_diff
+from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 
@@ -81,21 +83,79 @@ def test_moe_is_the_weighted_sum_of_its_experts(n_shared):
     moe = MoE(16, 8, GroupedSigmoidRouter(16, 6, 2, scale=1.5), n_shared=n_shared)
     x = torch.randn(9, 16)
 
-    def swiglu(layer: SwiGLU, x):
-        w1, w3, w2 = (p.weight.double() for p in (layer.gate_proj, layer.up_proj, layer.down_proj))
+    def swiglu(w1, w3, w2, x):
+        w1, w3, w2 = w1.double(), w3.double(), w2.double()
         gate = x.double() @ w1.T
         return (gate * torch.sigmoid(gate) * (x.double() @ w3.T)) @ w2.T
+
+    def experts_of(e):
+        return *moe.experts.gate_up_proj[e].chunk(2), moe.experts.down_proj[e]
 
     experts, weights = moe.gate(x)
     expected = torch.stack(
         [
-            sum(w.double() * swiglu(moe.experts[e], x[t]) for e, w in zip(experts[t].tolist(), weights[t]))
+            sum(w.double() * swiglu(*experts_of(e), x[t]) for e, w in zip(experts[t].tolist(), weights[t]))
             for t in range(9)
         ]
     )
     if n_shared:
-        assert moe.shared_experts.up_proj.weight.shape == (16, 16)
-        expected = expected + swiglu(moe.shared_experts, x)
+        shared = moe.shared_experts
+        assert shared.up_proj.weight.shape == (16, 16)
+        expected = expected + swiglu(*(p.weight for p in (shared.gate_proj, shared.up_proj, shared.down_proj)), x)
     torch.testing.assert_close(moe(x).double(), expected, rtol=1e-4, atol=1e-5)
     names = set(dict(moe.named_parameters()))
-    assert {"gate.weight", "gate.e_score_correction_bias", "experts.5.down_proj.weight"} <= names
+    assert {"gate.weight", "gate.e_score_correction_bias", "experts.gate_up_proj", "experts.down_proj"} <= names
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_experts_are_swiglus(fp8):
+    """Each as the shared experts' layer computes it, whatever other tokens there are."""
+    torch.manual_seed(2)
+    experts = Experts(5, 128, 256, limit=1.0, fp8=fp8)
+    picks, weights = torch.rand(12, 5).argsort(-1)[:, :2], torch.rand(12, 2)
+    picks[picks == 3] = 4  # an expert without tokens, and a token that goes to one twice
+    x = torch.randn(12, 128)
+    got = experts(x, picks, weights)
+    for e in range(5):
+        single = SwiGLU(128, 256, limit=1.0, fp8=fp8)
+        layers = (single.gate_proj, single.up_proj, single.down_proj)
+        for layer, part in zip(layers, (*experts.gate_up_proj[e].chunk(2), experts.down_proj[e])):
+            layer.weight = nn.Parameter(part, requires_grad=False)
+        if fp8:
+            scales = (*experts.gate_up_proj_scale_inv[e].chunk(2), experts.down_proj_scale_inv[e])
+            for layer, part in zip(layers, scales):
+                layer.weight_scale_inv = nn.Parameter(part, requires_grad=False)
+        only = experts(x, torch.full((12, 1), e), torch.ones(12, 1))
+        torch.testing.assert_close(only, single(x), rtol=1e-6, atol=1e-6)
+    alone = torch.cat([experts(x[i : i + 1], picks[i : i + 1], weights[i : i + 1]) for i in range(12)])
+    torch.testing.assert_close(got, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_gradients():
+    torch.manual_seed(3)
+    experts = Experts(3, 8, 4)
+    picks = torch.tensor([[0, 2], [2, 1], [0, 1]])
+    x, weights = torch.randn(3, 8), torch.rand(3, 2)
+    x.requires_grad_(), weights.requires_grad_()
+    experts(x, picks, weights).square().sum().backward()
+    got = [t.grad.clone() for t in (x, weights, experts.gate_up_proj, experts.down_proj)]
+
+    def loss(x, weights, gate_up, down):
+        total = 0.0
+        for t in range(3):
+            y = 0.0
+            for j in range(2):
+                gate, up = (gate_up[picks[t, j]] @ x[t]).chunk(2)
+                y = y + weights[t, j] * (down[picks[t, j]] @ (nn.functional.silu(gate) * up))
+            total = total + y.square().sum()
+        return total
+
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weights, experts.gate_up_proj, experts.down_proj)]
+    loss(*leaves).backward()
+    for ours, leaf in zip(got, leaves):
+        torch.testing.assert_close(ours, leaf.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_fp8_experts_have_whole_blocks():
+    with pytest.raises(ValueError, match="hidden, inner: must be multiples of 128 for FP8 weights, got 128 and 64"):
+        Experts(2, 128, 64, fp8=True)

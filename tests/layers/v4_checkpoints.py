@@ -13,7 +13,7 @@ from dsa_layers.checkpoint import SINGLE_NAME
 from dsa_layers.config import read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.precision import Precision
-from tests.layers.listings import PINNED
+from tests.layers.listings import PINNED, parts
 from vendored.deepseek_v4_manifest import deepseek_v4_tensor_manifest
 
 SMALL = {
@@ -38,7 +38,7 @@ def write_published(directory: Path, *, expert_dtype: str = "fp4", scale_fmt: st
     torch.manual_seed(0)
     model = DeepseekV4ForCausalLM(config, Precision(torch.float32, False, False, "model"))
     randomise(model)
-    state = model.state_dict()
+    state = parts(model)
 
     stored, worth = {}, {}
     for name, (shape, dtype) in deepseek_v4_tensor_manifest(config).items():

@@ -1,0 +1,78 @@
+"""The routed experts of a mixture, whose weights lie in one tensor."""
+
+import torch
+from torch import nn
+
+import dsa
+from dsa_layers.layers.linear import BLOCK
+
+
+class Experts(nn.Module):
+    """y[t] = sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]), summed in fp32 in the order of j.
+
+    forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k]) -> fp32 [T, hidden]. Rows are sorted by expert and
+    go through one grouped GEMM a projection; what an expert computes for a token depends on no other token.
+    limit: as in `SwiGLU`. Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection;
+    down_proj [E, hidden, inner]; with `fp8` e4m3 and {gate_up_proj,down_proj}_scale_inv fp32, an entry per 128 x 128
+    block, as `BlockFP8Linear` has them. Checkpoints' `experts.e.*_proj.weight` are their parts (`split_experts`).
+    """
+
+    def __init__(
+        self,
+        count: int,
+        hidden: int,
+        inner: int,
+        *,
+        limit: float | None = None,
+        fp8: bool = False,
+        dtype: torch.dtype | None = None,
+        use_ue8m0: bool = True,
+    ) -> None:
+        super().__init__()
+        self.limit, self.fp8, self.use_ue8m0 = limit, fp8, use_ue8m0
+        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            if fp8 and (inner % BLOCK or hidden % BLOCK):
+                raise ValueError(
+                    f"hidden, inner: must be multiples of {BLOCK} for FP8 weights, got {hidden} and {inner}"
+                )
+            weight = torch.empty(count, rows, columns, dtype=None if fp8 else dtype)
+            if weight.device.type != "meta":
+                nn.init.normal_(weight, std=columns**-0.5)
+            if fp8:
+                scale = torch.ones(count, rows // BLOCK, columns // BLOCK)
+                if weight.device.type != "meta":
+                    parts = [dsa.per_block_cast_to_fp8(matrix, use_ue8m0) for matrix in weight]
+                    weight, scale = (torch.stack(tensors) for tensors in zip(*parts))
+                self.register_parameter(f"{name}_scale_inv", nn.Parameter(scale, requires_grad=False))
+                weight = weight.to(torch.float8_e4m3fn)
+            self.register_parameter(name, nn.Parameter(weight, requires_grad=not fp8))
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        count, k = len(self.down_proj), experts.shape[1]
+        # Stable: an expert's rows stay in the order of their tokens.
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        sizes = torch.zeros(count, dtype=torch.int32, device=x.device)
+        ends = sizes.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+        gate, up = self._project("gate_up_proj", x[order // k], ends).float().chunk(2, -1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        y = self._project("down_proj", (nn.functional.silu(gate) * up).to(x.dtype), ends).float()
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        return (y[back].unflatten(0, (-1, k)) * weights[..., None]).sum(1)
+
+    def _project(self, name: str, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """rows [N, I], those of expert e up to ends[e] -> [N, O] through the experts' matrices."""
+        weight = getattr(self, name)
+        if not self.fp8:
+            return nn.functional.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+        scale = getattr(self, f"{name}_scale_inv")
+        values, scales = dsa.per_token_cast_to_fp8(rows, self.use_ue8m0)
+        out = rows.new_empty(len(rows), weight.shape[1])
+        begin = 0
+        for e, end in enumerate(ends.tolist()):
+            if end > begin:
+                part = slice(begin, end)
+                out[part] = dsa.fp8_gemm_nt((values[part], scales[part]), (weight[e], scale[e]), rows.dtype)
+            begin = end
+        return out
