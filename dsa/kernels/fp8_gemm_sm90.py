@@ -1,0 +1,285 @@
+"""Products of block-scaled FP8 matrices, one or a group of them:
+out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g], e the matrix of row m.
+
+Plan
+- Rows lie one matrix's after another's; `ends` says on the device where each one's end, so no row is padded and no
+  host reads a length. A tile has rows of one matrix only; it loads what lies beyond them and does not store it.
+- A math warpgroup owns 64 rows of a tile. Per block of 128 channels: four wgmma into fresh accumulators, whose products
+  are scaled and added in fp32 while another warpgroup has the tensor cores. The tensor cores' own sum keeps about 14
+  bits: 128 channels are what may be left to it.
+- One warp loads by TMA through a ring of stages that runs over tile after tile.
+- Persistent CTAs walk the tiles, those of a matrix together and its tiles of rows innermost: a tile of weights comes from
+  memory once. Which matrix a tile belongs to is found by a warp that compares 32 prefix sums at a time.
+Shared memory: STAGES x (64 GROUPS + COLUMNS) x 128 bytes, prefix sums, barriers.
+Registers: COLUMNS accumulators a math thread, of 232 (two warpgroups) or 160 (three); 40 or 32 for the others.
+Roofline: tensor cores for many rows a matrix, 8192 FLOP a clock and SM; memory for few: b once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.block_scan import before_and_all
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dtypes import cute_dtype
+from dsa.cute.ring import advance
+from dsa.cute.score_tile import SHARED_BYTES, WARPGROUP, init_ring, multiply, tile_load
+from dsa.cute.tuning import choices
+
+BLOCK = 128
+MOST_MATRICES = 1024
+REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
+
+
+@dataclass(frozen=True)
+class Fp8GemmConfig:
+    """groups: math warpgroups, of 64 rows each; columns: of a tile; stages: blocks of 128 channels in flight."""
+
+    groups: int = choices(1, 2)
+    columns: int = choices(64, 128)
+    stages: int = choices(4, 5, 6, 8)
+
+    @property
+    def threads(self) -> int:
+        return (self.groups + 1) * WARPGROUP
+
+    def fits(self) -> bool:
+        """Whether shared memory holds it."""
+        shared = self.stages * (64 * self.groups + self.columns) * BLOCK + 4 * (MOST_MATRICES + 40) + 3 * 1024
+        return shared <= SHARED_BYTES
+
+
+class Fp8GemmSm90:
+    def __init__(self, out_dtype: type[cutlass.Numeric], cfg: Fp8GemmConfig):
+        self.out_dtype = out_dtype
+        self.rows, self.columns, self.stages = 64 * cfg.groups, cfg.columns, cfg.stages
+        self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
+        self.math_registers, self.other_registers = REGISTERS[cfg.groups]
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        a_scale: cute.Tensor,
+        b: cute.Tensor,
+        b_scale: cute.Tensor,
+        ends: cute.Tensor,
+        out: cute.Tensor,
+        ctas: Int32,
+        stream,
+    ):
+        tile = (self.rows, self.columns, BLOCK)
+        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
+        b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
+        a_atom, a_tma = tile_load(a, a_layout, (self.rows, BLOCK))
+        b_atom, b_tma = tile_load(b, b_layout, (self.columns, BLOCK))
+        major = cute.nvgpu.OperandMajorMode.K
+        mma = sm90.make_trivial_tiled_mma(
+            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.rows // 64, 1, 1), (64, self.columns))
+        )
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[cutlass.Int64, self.stages]
+            empty: cute.struct.MemRange[cutlass.Int64, self.stages]
+            sums: cute.struct.MemRange[Int32, 32]
+            # Tiles of rows before each matrix; behind the last one those of all.
+            tiles: cute.struct.MemRange[Int32, MOST_MATRICES + 32]
+            a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
+
+        self.storage = Storage
+        self.kernel(a_atom, a_tma, a_scale, b_atom, b_tma, b_scale, ends, out, mma, a_layout, b_layout).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        a_atom: cute.CopyAtom,
+        ma: cute.Tensor,
+        a_scale: cute.Tensor,
+        b_atom: cute.CopyAtom,
+        mb: cute.Tensor,
+        b_scale: cute.Tensor,
+        ends: cute.Tensor,
+        out: cute.Tensor,
+        mma: cute.TiledMma,
+        a_layout: cute.ComposedLayout,
+        b_layout: cute.ComposedLayout,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        storage = SmemAllocator().allocate(self.storage)
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+        sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+        tiles = storage.tiles.get_tensor(cute.make_layout(MOST_MATRICES + 32))
+        sums = storage.sums.get_tensor(cute.make_layout(32))
+
+        if warp == self.math_warps:
+            cute.nvgpu.cpasync.prefetch_descriptor(a_atom)
+            cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
+        if tid == 0:
+            init_ring(full, empty, self.stages, self.math_warps)
+        cute.arch.mbarrier_init_fence()
+        if tid < 32:
+            sums[tid] = 0
+        cute.arch.sync_threads()
+        total = self.count_tiles(ends, tiles, sums, tid, lane, warp)
+
+        if warp >= self.math_warps:
+            cute.arch.setmaxregister_decrease(self.other_registers)
+            if warp == self.math_warps:
+                self.produce(a_atom, ma, b_atom, mb, ends, out, tiles, total, sa, sb, full, empty, lane)
+        else:
+            cute.arch.setmaxregister_increase(self.math_registers)
+            self.math(a_scale, b_scale, ends, out, mma, tiles, total, sa, sb, full, empty, tid, warp, lane)
+
+    @cute.jit
+    def count_tiles(self, ends, tiles, sums, tid, lane, warp):
+        """Fill in the tiles of rows before each matrix; returns those of all."""
+        count = ends.shape[0]
+        total = Int32(0)
+        for first in cutlass.range(0, count, self.threads, unroll=1):
+            e = first + tid
+            own = Int32(0)
+            if e < count:
+                begin = Int32(0)
+                if e > 0:
+                    begin = ends[e - 1]
+                own = cute.ceil_div(cutlass.max(ends[e] - begin, 0), self.rows)
+            before, of_all = before_and_all(own, sums, lane, warp)
+            if e < count:
+                tiles[e] = total + before
+            total += of_all
+            cute.arch.sync_threads()
+        if tid < 32:
+            tiles[count + tid] = total
+        cute.arch.sync_threads()
+        return total
+
+    @cute.jit
+    def place(self, index, e, ends, out, tiles, lane):
+        """Of tile `index`: its matrix, not before e; first row, end of the matrix's rows, and first column."""
+        across = cute.ceil_div(out.shape[1], self.columns)
+        steps = Int32(32)
+        while steps == 32:
+            # Whether the tile lies behind the beginning of each of the next 32 matrices.
+            steps = cute.arch.popc(cute.arch.vote_ballot_sync(tiles[e + 1 + lane] * across <= index))
+            e += steps
+        begin = Int32(0)
+        if e > 0:
+            begin = ends[e - 1]
+        end = ends[e]
+        down = cute.ceil_div(end - begin, self.rows)
+        local = index - tiles[e] * across
+        return e, begin + local % down * self.rows, end, local // down * self.columns
+
+    @cute.jit
+    def produce(self, a_atom, ma, b_atom, mb, ends, out, tiles, total, sa, sb, full, empty, lane):
+        one = cute.make_layout(1)
+        block_index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        stage, phase, e = Int32(0), Int32(0), Int32(0)
+        across = cute.ceil_div(out.shape[1], self.columns)
+        for index in cutlass.range(block_index, total * across, ctas, unroll=1):
+            e, row, _, column = self.place(index, e, ends, out, tiles, lane)
+            ga = cute.local_tile(cute.domain_offset((row, 0), ma), (self.rows, BLOCK), (0, None))
+            gb = cute.local_tile(
+                cute.domain_offset((e * out.shape[1] + column, 0), mb), (self.columns, BLOCK), (0, None)
+            )
+            tas, tag = cute.nvgpu.cpasync.tma_partition(
+                a_atom, 0, one, cute.group_modes(sa, 0, 2), cute.group_modes(ga, 0, 2)
+            )
+            tbs, tbg = cute.nvgpu.cpasync.tma_partition(
+                b_atom, 0, one, cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
+            )
+            for block in cutlass.range(cute.ceil_div(ma.shape[1], BLOCK), unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (self.rows + self.columns) * BLOCK)
+                cute.copy(a_atom, tag[None, block], tas[None, stage], tma_bar_ptr=full + stage)
+                cute.copy(b_atom, tbg[None, block], tbs[None, stage], tma_bar_ptr=full + stage)
+                stage, phase = advance(stage, phase, self.stages)
+
+    @cute.jit
+    def math(self, a_scale, b_scale, ends, out, mma, tiles, total, sa, sb, full, empty, tid, warp, lane):
+        thr_mma = mma.get_slice(tid)
+        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sa)), mma.make_fragment_B(thr_mma.partition_B(sb))
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.rows, self.columns)), Float32)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.columns // 2))
+        sums = cute.make_rmem_tensor((self.columns // 2,), Float32)
+        own_row = warp * 16 + (lane >> 2)
+        blocks = a_scale.shape[1]
+        block_index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        stage, phase, e = Int32(0), Int32(0), Int32(0)
+        across = cute.ceil_div(out.shape[1], self.columns)
+        scales = cute.make_rmem_tensor((2,), Float32)
+        for index in cutlass.range(block_index, total * across, ctas, unroll=1):
+            e, row, end, column = self.place(index, e, ends, out, tiles, lane)
+            sums.fill(0.0)
+            # What lies beyond the rows has no scale and is not stored.
+            of_row = [a_scale[cutlass.min(row + own_row + 8 * half, end - 1), None] for half in range(2)]
+            of_columns = b_scale[e, column // BLOCK, None]
+            for block in cutlass.range(blocks, unroll=1):
+                for half in cutlass.range_constexpr(2):
+                    scales[half] = of_row[half][block] * of_columns[block]
+                cute.arch.mbarrier_wait(full + stage, phase)
+                multiply(mma, acc, ra, rb, stage, stage)
+                cute.nvgpu.warpgroup.wait_group(0)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(empty + stage)
+                for i in cutlass.range_constexpr(self.columns // 2):
+                    sums[i] += flat[i] * scales[i // 2 % 2]
+                stage, phase = advance(stage, phase, self.stages)
+            self.store(sums, out, row + own_row, end, column + lane % 4 * 2)
+
+    @cute.jit
+    def store(self, sums, out, row, end, column):
+        """The sums of rows `row` and `row` + 8, in pairs of columns 8 apart."""
+        pair = cute.make_rmem_tensor((2,), self.out_dtype)
+        for half in cutlass.range_constexpr(2):
+            if row + 8 * half < end:
+                pairs = cute.local_tile(out[row + 8 * half, None], (2,), (None,))
+                for j in cutlass.range_constexpr(self.columns // 8):
+                    if column + 8 * j < out.shape[1]:
+                        for c in cutlass.range_constexpr(2):
+                            pair[c] = sums[4 * j + 2 * half + c].to(self.out_dtype)
+                        cute.autovec_copy(pair, pairs[None, column // 2 + 4 * j])
+
+
+@cached
+def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
+    """-> f(a [M, K] e4m3, a_scale [M, ceil(K / 128)], b [E * N, K] e4m3, b_scale [E, ceil(N / 128), ceil(K / 128)],
+    ends [E] int32 ascending, the last at most M, out [M, N], ctas); E up to 1024; M, N, K > 0. K is a multiple of 16, N
+    of 8; rows of a, b and out start at multiples of 16 bytes."""
+    rows, columns, channels, blocks, matrices = (cute.sym_int() for _ in range(5))
+    out_type = cute_dtype(out_dtype)
+
+    def fake(dtype, shape, stride, align):
+        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+
+    a = fake(Float8E4M3FN, (rows, channels), (cute.sym_int64(divisibility=16), 1), 16)
+    a_scale = fake(Float32, (rows, blocks), (cute.sym_int64(), 1), 4)
+    b = fake(Float8E4M3FN, (cute.sym_int(), channels), (cute.sym_int64(divisibility=16), 1), 16)
+    b_scale = fake(Float32, (matrices, cute.sym_int(), blocks), (cute.sym_int64(), cute.sym_int64(), 1), 4)
+    ends = fake(Int32, (matrices,), (1,), 4)
+    out = fake(out_type, (rows, columns), (cute.sym_int64(divisibility=128 // out_type.width), 1), 16)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return compile_sm90(Fp8GemmSm90(out_type, config), a, a_scale, b, b_scale, ends, out, Int32(1), stream)
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    configs = (Fp8GemmConfig(1, 128, 8), Fp8GemmConfig(2, 128, 6))
+    return [(compile_fp8_gemm, (dtype, c)) for dtype in ("float32", "bfloat16", "float16") for c in configs]
