@@ -35,8 +35,7 @@ def fp8_gemm_nt(
     leading = tuple(q.shape[:-1]) if isinstance(q, torch.Tensor) and q.dim() else ("M",)
     check_tensor("a[0]", q, _E4M3, (*leading, k))
     check_tensor("a[1]", s, _F32, (*leading, groups))
-    if out_dtype not in FLOATS:
-        raise ValueError(f"out_dtype: must be float32, bfloat16 or float16, got {out_dtype}")
+    _check_out(out_dtype)
 
     tokens = q.shape[:-1].numel()
     q, s, w = q.reshape(tokens, k).float(), s.reshape(tokens, groups), w.float()
@@ -48,6 +47,58 @@ def fp8_gemm_nt(
         partial = q[:, block] @ w[:, block].T
         y += partial.mul_(s[:, g, None]).mul_(row_scale[:, g])
     return y.to(out_dtype).reshape(*leading, rows)
+
+
+def grouped_fp8_gemm_nt(
+    a: tuple[torch.Tensor, torch.Tensor],
+    b: tuple[torch.Tensor, torch.Tensor],
+    ends: torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """`fp8_gemm_nt` of each row with one of E weights: rows ends[e - 1] to ends[e] - 1 with weight e, ends[-1] being 0.
+
+    a          (q [M, K] e4m3, s [M, ceil(K / 128)] fp32)
+    b          (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32)
+    ends       int32 [E], ascending from at least 0 to M: a weight's rows may be none
+    out_dtype  float32, bfloat16 or float16
+
+    Returns [M, N]; a row's result depends on no other row. Raises as `fp8_gemm_nt`, and ValueError for ends that are
+    not so.
+    Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index a row.
+    """
+    check_grouped(a, b, ends, out_dtype)
+    (q, s), (w, ws) = a, b
+    limits = [0, *ends.tolist()]
+    if limits != sorted(limits) or limits[-1] != len(q):
+        raise ValueError(f"ends: must ascend from at least 0 to M={len(q)}, got {limits[1:]}")
+    parts = [slice(begin, end) for begin, end in zip(limits, limits[1:])]
+    out = torch.empty(len(q), w.shape[1], dtype=out_dtype, device=q.device)
+    for part, weight, scale in zip(parts, w, ws):
+        out[part] = fp8_gemm_nt((q[part], s[part]), (weight, scale), out_dtype)
+    return out
+
+
+def check_grouped(
+    a: tuple[torch.Tensor, torch.Tensor],
+    b: tuple[torch.Tensor, torch.Tensor],
+    ends: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> None:
+    """Types, dtypes and shapes."""
+    (q, s), (w, ws) = _pair("a", a), _pair("b", b)
+    check_tensor("b[0]", w, _E4M3, ("E", "N", "K"))
+    matrices, rows, k = w.shape
+    groups = -(-k // BLOCK)
+    check_tensor("b[1]", ws, _F32, (matrices, -(-rows // BLOCK), groups))
+    check_tensor("a[0]", q, _E4M3, ("M", k))
+    check_tensor("a[1]", s, _F32, (len(q), groups))
+    check_tensor("ends", ends, (torch.int32,), (matrices,))
+    _check_out(out_dtype)
+
+
+def _check_out(out_dtype: torch.dtype) -> None:
+    if out_dtype not in FLOATS:
+        raise ValueError(f"out_dtype: must be float32, bfloat16 or float16, got {out_dtype}")
 
 
 def _pair(name: str, value: object) -> tuple:

@@ -134,7 +134,7 @@ class Fp8GemmSm90:
         if tid < 32:
             sums[tid] = 0
         cute.arch.sync_threads()
-        total = self.count_tiles(ends, tiles, sums, tid, lane, warp)
+        total = self.count_tiles(ends, out.shape[0], tiles, sums, tid, lane, warp)
 
         if warp >= self.math_warps:
             cute.arch.setmaxregister_decrease(self.other_registers)
@@ -145,7 +145,7 @@ class Fp8GemmSm90:
             self.math(a_scale, b_scale, ends, out, mma, tiles, total, sa, sb, full, empty, tid, warp, lane)
 
     @cute.jit
-    def count_tiles(self, ends, tiles, sums, tid, lane, warp):
+    def count_tiles(self, ends, rows, tiles, sums, tid, lane, warp):
         """Fill in the tiles of rows before each matrix; returns those of all."""
         count = ends.shape[0]
         total = Int32(0)
@@ -153,10 +153,8 @@ class Fp8GemmSm90:
             e = first + tid
             own = Int32(0)
             if e < count:
-                begin = Int32(0)
-                if e > 0:
-                    begin = ends[e - 1]
-                own = cute.ceil_div(cutlass.max(ends[e] - begin, 0), self.rows)
+                begin, end = self.bounds(ends, e, rows)
+                own = cute.ceil_div(cutlass.max(end - begin, 0), self.rows)
             before, of_all = before_and_all(own, sums, lane, warp)
             if e < count:
                 tiles[e] = total + before
@@ -168,6 +166,14 @@ class Fp8GemmSm90:
         return total
 
     @cute.jit
+    def bounds(self, ends, e, rows):
+        """Where the rows of matrix e begin and end; inside the rows that there are, whatever `ends` says."""
+        begin = Int32(0)
+        if e > 0:
+            begin = cutlass.min(cutlass.max(ends[e - 1], 0), rows)
+        return begin, cutlass.min(cutlass.max(ends[e], 0), rows)
+
+    @cute.jit
     def place(self, index, e, ends, out, tiles, lane):
         """Of tile `index`: its matrix, not before e; first row, end of the matrix's rows, and first column."""
         across = cute.ceil_div(out.shape[1], self.columns)
@@ -176,10 +182,7 @@ class Fp8GemmSm90:
             # Whether the tile lies behind the beginning of each of the next 32 matrices.
             steps = cute.arch.popc(cute.arch.vote_ballot_sync(tiles[e + 1 + lane] * across <= index))
             e += steps
-        begin = Int32(0)
-        if e > 0:
-            begin = ends[e - 1]
-        end = ends[e]
+        begin, end = self.bounds(ends, e, out.shape[0])
         down = cute.ceil_div(end - begin, self.rows)
         local = index - tiles[e] * across
         return e, begin + local % down * self.rows, end, local // down * self.columns
