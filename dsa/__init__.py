@@ -7,7 +7,7 @@ from dsa.backends import backend, num_sms, use_backend
 from dsa.ops.compressed_kv import compress_kv, write_compressed_kv
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
-from dsa.ops.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, per_block_cast_to_fp8
+from dsa.ops.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, grouped_fp8_gemm_nt, per_block_cast_to_fp8
 from dsa.ops.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
 from dsa.ops.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 from dsa.ops.indexer_cache import read_indexer_cache, write_indexer_cache
@@ -40,6 +40,7 @@ __all__ = [
     "fp8_paged_mqa_logits",
     "get_mla_metadata",
     "get_paged_mqa_logits_metadata",
+    "grouped_fp8_gemm_nt",
     "make_v4_cache",
     "merge_attention",
     "mqa_logits",

@@ -9,7 +9,7 @@ from .fp8_cast import (
     per_row_cast_to_fp8,
     per_token_cast_to_fp8,
 )
-from .fp8_gemm import fp8_gemm_nt
+from .fp8_gemm import fp8_gemm_nt, grouped_fp8_gemm_nt
 from .hadamard import hadamard_transform
 from .indexer_cache import read_indexer_cache, write_indexer_cache
 from .indexer_inputs import quantize_indexer_queries, write_indexer_keys
@@ -40,6 +40,7 @@ __all__ = [
     "fp8_paged_mqa_logits",
     "get_mla_metadata",
     "get_paged_mqa_logits_metadata",
+    "grouped_fp8_gemm_nt",
     "hadamard_transform",
     "make_v4_cache",
     "merge_attention",

@@ -1,5 +1,7 @@
 """GEMM of FP8 activations with one scale per token and 128 channels and FP8 weights with one per 128 x 128 block."""
 
+from itertools import pairwise
+
 import torch
 
 from .checks import FLOATS, check_tensor
@@ -27,18 +29,12 @@ def fp8_gemm_nt(
     Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
-    (q, s), (w, ws) = _pair("a", a), _pair("b", b)
-    check_tensor("b[0]", w, _E4M3, ("N", "K"))
-    rows, k = w.shape
-    groups = -(-k // BLOCK)
-    check_tensor("b[1]", ws, _F32, (-(-rows // BLOCK), groups))
-    leading = tuple(q.shape[:-1]) if isinstance(q, torch.Tensor) and q.dim() else ("M",)
-    check_tensor("a[0]", q, _E4M3, (*leading, k))
-    check_tensor("a[1]", s, _F32, (*leading, groups))
-    _check_out(out_dtype)
-
+    check(a, b, out_dtype)
+    (q, s), (w, ws) = a, b
+    rows, groups = len(w), ws.shape[1]
+    leading = q.shape[:-1]
     tokens = q.shape[:-1].numel()
-    q, s, w = q.reshape(tokens, k).float(), s.reshape(tokens, groups), w.float()
+    q, s, w = q.reshape(tokens, q.shape[-1]).float(), s.reshape(tokens, groups), w.float()
     # One scale per weight row, by repeating rather than by dividing: the last block may be ragged.
     row_scale = ws.repeat_interleave(BLOCK, 0)[:rows]
     y = torch.zeros(tokens, rows, dtype=torch.float32, device=q.device)
@@ -47,6 +43,19 @@ def fp8_gemm_nt(
         partial = q[:, block] @ w[:, block].T
         y += partial.mul_(s[:, g, None]).mul_(row_scale[:, g])
     return y.to(out_dtype).reshape(*leading, rows)
+
+
+def check(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor], out_dtype: torch.dtype) -> None:
+    """Types, dtypes and shapes of `fp8_gemm_nt`."""
+    (q, s), (w, ws) = pair("a", a), pair("b", b)
+    check_tensor("b[0]", w, _E4M3, ("N", "K"))
+    rows, k = w.shape
+    groups = -(-k // BLOCK)
+    check_tensor("b[1]", ws, _F32, (-(-rows // BLOCK), groups))
+    leading = tuple(q.shape[:-1]) if isinstance(q, torch.Tensor) and q.dim() else ("M",)
+    check_tensor("a[0]", q, _E4M3, (*leading, k))
+    check_tensor("a[1]", s, _F32, (*leading, groups))
+    _check_out(out_dtype)
 
 
 def grouped_fp8_gemm_nt(
@@ -71,7 +80,7 @@ def grouped_fp8_gemm_nt(
     limits = [0, *ends.tolist()]
     if limits != sorted(limits) or limits[-1] != len(q):
         raise ValueError(f"ends: must ascend from at least 0 to M={len(q)}, got {limits[1:]}")
-    parts = [slice(begin, end) for begin, end in zip(limits, limits[1:])]
+    parts = [slice(begin, end) for begin, end in pairwise(limits)]
     out = torch.empty(len(q), w.shape[1], dtype=out_dtype, device=q.device)
     for part, weight, scale in zip(parts, w, ws):
         out[part] = fp8_gemm_nt((q[part], s[part]), (weight, scale), out_dtype)
@@ -84,8 +93,8 @@ def check_grouped(
     ends: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> None:
-    """Types, dtypes and shapes."""
-    (q, s), (w, ws) = _pair("a", a), _pair("b", b)
+    """Types, dtypes and shapes of `grouped_fp8_gemm_nt`."""
+    (q, s), (w, ws) = pair("a", a), pair("b", b)
     check_tensor("b[0]", w, _E4M3, ("E", "N", "K"))
     matrices, rows, k = w.shape
     groups = -(-k // BLOCK)
@@ -101,7 +110,8 @@ def _check_out(out_dtype: torch.dtype) -> None:
         raise ValueError(f"out_dtype: must be float32, bfloat16 or float16, got {out_dtype}")
 
 
-def _pair(name: str, value: object) -> tuple:
+def pair(name: str, value: object) -> tuple:
+    """The two tensors of an operand."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{name}: must be a pair (e4m3 values, fp32 scales), got {type(value).__name__}")
     return tuple(value)

@@ -1,5 +1,6 @@
 """Products of block-scaled FP8 matrices, one or a group of them:
-out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g], e the matrix of row m.
+out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g],
+e the matrix of row m.
 
 Plan
 - Rows lie one matrix's after another's; `ends` says on the device where each one's end, so no row is padded and no
@@ -8,8 +9,8 @@ Plan
   are scaled and added in fp32 while another warpgroup has the tensor cores. The tensor cores' own sum keeps about 14
   bits: 128 channels are what may be left to it.
 - One warp loads by TMA through a ring of stages that runs over tile after tile.
-- Persistent CTAs walk the tiles, those of a matrix together and its tiles of rows innermost: a tile of weights comes from
-  memory once. Which matrix a tile belongs to is found by a warp that compares 32 prefix sums at a time.
+- Persistent CTAs walk the tiles, those of a matrix together and its tiles of rows innermost: a tile of weights comes
+  from memory once. Which matrix a tile belongs to is found by a warp that compares 32 prefix sums at a time.
 Shared memory: STAGES x (64 GROUPS + COLUMNS) x 128 bytes, prefix sums, barriers.
 Registers: COLUMNS accumulators a math thread, of 232 (two warpgroups) or 160 (three); 40 or 32 for the others.
 Roofline: tensor cores for many rows a matrix, 8192 FLOP a clock and SM; memory for few: b once.
@@ -282,7 +283,12 @@ def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
     return compile_sm90(Fp8GemmSm90(out_type, config), a, a_scale, b, b_scale, ends, out, Int32(1), stream)
 
 
+def choose_config(rows: int) -> Fp8GemmConfig:
+    """For so many rows a matrix: two warpgroups share a tile of weights where there are rows for both."""
+    return Fp8GemmConfig(2, 128, 6) if rows > 64 else Fp8GemmConfig(1, 128, 8)
+
+
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    configs = (Fp8GemmConfig(1, 128, 8), Fp8GemmConfig(2, 128, 6))
-    return [(compile_fp8_gemm, (dtype, c)) for dtype in ("float32", "bfloat16", "float16") for c in configs]
+    dtypes = ("float32", "bfloat16", "float16")
+    return [(compile_fp8_gemm, (dtype, choose_config(rows))) for dtype in dtypes for rows in (1, 128)]

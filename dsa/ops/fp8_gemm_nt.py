@@ -15,6 +15,7 @@ per_block_cast_to_fp8 = fp8_cast.per_block_cast_to_fp8
 dequantize_per_block = fp8_cast.dequantize_per_block
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
+MOST_MATRICES = 1024
 
 
 def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -31,7 +32,8 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -
     cores sum with about 14 bits, the blocks are added in order in fp32. Deterministic. CUDA-graph safe.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
-    return (torch.ops.dsa.fp8_gemm_nt if torch.compiler.is_compiling() else _one)(*a, *b, out_dtype)
+    operands = *reference.pair("a", a), *reference.pair("b", b)
+    return (torch.ops.dsa.fp8_gemm_nt if torch.compiler.is_compiling() else _one)(*operands, out_dtype)
 
 
 def grouped_fp8_gemm_nt(
@@ -50,4 +52,83 @@ def grouped_fp8_gemm_nt(
     On Hopper: one kernel, no padding of rows and no host synchronisation; limits as of `fp8_gemm_nt`, E up to 1024.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index a row.
     """
-    return (torch.ops.dsa.grouped_fp8_gemm_nt if torch.compiler.is_compiling() else _grouped)(*a, *b, ends, out_dtype)
+    operands = *reference.pair("a", a), *reference.pair("b", b), ends
+    return (torch.ops.dsa.grouped_fp8_gemm_nt if torch.compiler.is_compiling() else _grouped)(*operands, out_dtype)
+
+
+def _one(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    reference.check((q, s), (w, ws), out_dtype)
+    if not backends.runs_kernel("fp8_gemm_nt", q):
+        return reference.fp8_gemm_nt((q, s), (w, ws), out_dtype)
+    check_same_device(("a[0]", q), **{"a[1]": s, "b[0]": w, "b[1]": ws})
+    out = q.new_empty((*q.shape[:-1], len(w)), dtype=out_dtype)
+    rows = q.reshape(-1, q.shape[-1]), s.reshape(-1, s.shape[-1])
+    _launch(*rows, w[None], ws[None], _all_rows(q.device), out.view(-1, len(w)))
+    return out
+
+
+def _grouped(
+    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    reference.check_grouped((q, s), (w, ws), ends, out_dtype)
+    if not backends.runs_kernel("grouped_fp8_gemm_nt", q):
+        return reference.grouped_fp8_gemm_nt((q, s), (w, ws), ends, out_dtype)
+    check_same_device(("a[0]", q), **{"a[1]": s, "b[0]": w, "b[1]": ws, "ends": ends})
+    if len(w) > MOST_MATRICES:
+        raise ValueError(f"b: at most {MOST_MATRICES} weights, got {len(w)}")
+    out = q.new_empty((len(q), w.shape[1]), dtype=out_dtype)
+    _launch(q, s, w, ws, ends.contiguous(), out)
+    return out
+
+
+def _launch(
+    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, ends: torch.Tensor, out: torch.Tensor
+) -> None:
+    """out [M, N] = the products of q [M, K] with w [E, N, K]."""
+    (rows, channels), (matrices, columns) = q.shape, w.shape[:2]
+    if channels == 0:
+        out.zero_()
+    if out.numel() == 0 or channels == 0 or matrices == 0:
+        return
+    if channels % 16 or columns % 8:
+        raise ValueError(
+            f"b[0]: the kernel takes K that is a multiple of 16 and N of 8, got [N, K] = [{columns}, {channels}]"
+        )
+    if not w.is_contiguous() or w.data_ptr() % 16:
+        raise ValueError(f"b[0]: must be contiguous, from a multiple of 16 bytes on, got strides {list(w.stride())}")
+    aligned = rows_at_16_bytes(q)
+    q = q.contiguous().clone() if aligned is None else aligned
+    launch = _kernel(out.dtype, (rows // matrices).bit_length())
+    with backends.on_device(q):
+        launch(q, s.contiguous(), w.view(-1, channels), ws.contiguous(), ends, out, backends.num_sms(q.device))
+
+
+@functools.cache
+def _kernel(out_dtype: torch.dtype, size_bits: int) -> Callable[..., None]:
+    from dsa.kernels import fp8_gemm_sm90 as kernels
+
+    return kernels.compile_fp8_gemm(dtype_name(out_dtype), kernels.choose_config(1 << max(size_bits - 1, 0)))
+
+
+@functools.cache
+def _all_rows(device: torch.device) -> torch.Tensor:
+    """The end of a single matrix's rows: beyond any, which the kernel takes for the last."""
+    return torch.full((1,), 2**31 - 1, dtype=torch.int32, device=device)
+
+
+torch.library.custom_op("dsa::fp8_gemm_nt", mutates_args=())(_one)
+torch.library.custom_op("dsa::grouped_fp8_gemm_nt", mutates_args=())(_grouped)
+
+
+@torch.library.register_fake("dsa::fp8_gemm_nt")
+def _(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    reference.check((q, s), (w, ws), out_dtype)
+    return q.new_empty((*q.shape[:-1], len(w)), dtype=out_dtype)
+
+
+@torch.library.register_fake("dsa::grouped_fp8_gemm_nt")
+def _(
+    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    reference.check_grouped((q, s), (w, ws), ends, out_dtype)
+    return q.new_empty((len(q), w.shape[1]), dtype=out_dtype)

@@ -67,12 +67,6 @@ class Experts(nn.Module):
         if not self.fp8:
             return nn.functional.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
         scale = getattr(self, f"{name}_scale_inv")
-        values, scales = dsa.per_token_cast_to_fp8(rows, self.use_ue8m0)
-        out = rows.new_empty(len(rows), weight.shape[1])
-        begin = 0
-        for e, end in enumerate(ends.tolist()):
-            if end > begin:
-                part = slice(begin, end)
-                out[part] = dsa.fp8_gemm_nt((values[part], scales[part]), (weight[e], scale[e]), rows.dtype)
-            begin = end
-        return out
+        return dsa.grouped_fp8_gemm_nt(
+            dsa.per_token_cast_to_fp8(rows, self.use_ue8m0), (weight, scale), ends, rows.dtype
+        )

@@ -1,7 +1,9 @@
+import re
+
 import pytest
 import torch
 
-from reference import fp8_gemm_nt
+from reference import fp8_gemm_nt, grouped_fp8_gemm_nt
 
 
 def operands(m, n, k, seed=0):
@@ -81,3 +83,22 @@ def test_refuses_bad_arguments():
         fp8_gemm_nt((q, s), (w, ws), torch.int32)
     with pytest.raises(TypeError, match="a: must be a pair"):
         fp8_gemm_nt(q, (w, ws))
+
+
+def test_groups_are_single_products():
+    torch.manual_seed(4)
+    q, w = torch.randn(9, 256).to(torch.float8_e4m3fn), torch.randn(4, 136, 256).to(torch.float8_e4m3fn)
+    s, ws = torch.rand(9, 2), torch.rand(4, 2, 2)
+    got = grouped_fp8_gemm_nt((q, s), (w, ws), torch.tensor([2, 2, 8, 9], dtype=torch.int32), torch.float32)
+    for rows, e in ((slice(0, 2), 0), (slice(2, 8), 2), (slice(8, 9), 3)):
+        assert torch.equal(got[rows], fp8_gemm_nt((q[rows], s[rows]), (w[e], ws[e]), torch.float32))
+    none = torch.zeros(4, dtype=torch.int32)
+    assert grouped_fp8_gemm_nt((q[:0], s[:0]), (w, ws), none).shape == (0, 136)
+
+
+@pytest.mark.parametrize("ends", [[2, 1, 8, 9], [2, 3, 8, 8], [-1, 3, 8, 9], [2, 3, 8, 10]])
+def test_ends_that_are_none(ends):
+    q, w = torch.zeros(9, 128).to(torch.float8_e4m3fn), torch.zeros(4, 8, 128).to(torch.float8_e4m3fn)
+    message = re.escape(f"ends: must ascend from at least 0 to M=9, got {ends}")
+    with pytest.raises(ValueError, match=message):
+        grouped_fp8_gemm_nt((q, torch.ones(9, 1)), (w, torch.ones(4, 1, 1)), torch.tensor(ends, dtype=torch.int32))
