@@ -271,7 +271,11 @@ def _fp8_gemm_nt(device: str) -> None:
     x, w = torch.randn(5, 384, device=device), torch.randn(200, 384, device=device)
     a, b = dsa.per_token_cast_to_fp8(x, False), dsa.per_block_cast_to_fp8(w, False)
     expected = (a[0].double() * a[1].double().repeat_interleave(128, 1)) @ dsa.dequantize_per_block(*b).double().T
-    assert_close("y", dsa.fp8_gemm_nt(a, b, torch.float32), expected, abs_tol=1e-4, rel_tol=1e-4)
+    assert_close("y", dsa.fp8_gemm_nt(a, b, torch.float32), expected, abs_tol=4e-3, rel_tol=1e-4)
+    ends = torch.tensor((2, 2, 5), dtype=torch.int32, device=device)
+    weights = b[0].expand(3, -1, -1).contiguous(), b[1] * torch.tensor((1.0, 8.0, 2.0), device=device)[:, None, None]
+    expected = torch.cat((expected[:2], 2 * expected[2:]))
+    assert_close("y", dsa.grouped_fp8_gemm_nt(a, weights, ends, torch.float32), expected, abs_tol=8e-3, rel_tol=1e-4)
 
 
 SELF_TESTS: dict[str, Callable[[str], None]] = {

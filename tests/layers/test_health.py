@@ -113,6 +113,7 @@ WRONG = {
     "Hadamard": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", scaled(1))),
     "product": ("fp8_gemm_nt", "fp8_gemm_nt", scaled(None)),
     "product's first row": ("fp8_gemm_nt", "fp8_gemm_nt", noisy_first_row),
+    "grouped product": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", scaled(None)),
     "weights": ("fp8_gemm_nt", "dequantize_per_block", scaled(None)),
     "logits": ("fp8_mqa_logits", "fp8_mqa_logits", scaled(None)),
     "logits' mask": ("fp8_mqa_logits", "fp8_mqa_logits", unmasked),

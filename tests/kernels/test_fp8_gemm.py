@@ -1,0 +1,25 @@
+"""Every shipped variant of the FP8 product compiles to sm_90a: FP8 wgmma, TMA, no spills, room in shared memory."""
+
+import pytest
+
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+from dsa.kernels import fp8_gemm_sm90 as kernels
+from dsa.ops import fp8_gemm_nt as op
+
+
+@pytest.mark.parametrize("arguments", [arguments for _, arguments in kernels.shipped_variants()], ids=str)
+def test_sass(arguments):
+    _, config = arguments
+    sass = disassemble(cubin(kernels.compile_fp8_gemm, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.instructions["QGMMA"] == kernels.BLOCK // 32
+    assert sass.instructions["UTMALDG"] == 2
+    # One multiply-add an accumulator: the compiler has neither split them nor left any out.
+    assert sass.instructions["FFMA"] == config.columns // 2
+    assert sass.registers * config.threads <= 65536
+    assert config.fits()
+
+
+def test_the_op_knows_how_many_matrices_there_may_be():
+    assert op.MOST_MATRICES == kernels.MOST_MATRICES
