@@ -227,11 +227,16 @@ class Generator:
         prefill = any(s.prefilling for s in running)
         work = self._prefill_work(running) if prefill else [(s, 1) for s in running]
         logits = self._prefill(work) if prefill else self._decode(running)
-        events = []
-        for row, (s, n) in enumerate(work):
+        for s, n in work:
             s.cached += n
-            if not s.prefilling:
-                events.append(self._extend(s, logits[row]))
+        # Of a prompt that is not in the cache yet, nothing follows.
+        ready = [(row, s) for row, (s, _) in enumerate(work) if not s.prefilling]
+        events = []
+        if ready:
+            rows, sequences = zip(*ready)
+            logits = logits if len(rows) == len(work) else logits[list(rows)]
+            tokens = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
+            events = [self._extend(s, token) for s, token in zip(sequences, tokens)]
         for event in events:
             if event.finish_reason:
                 done = next(s for s in running if s.index == event.sequence)
@@ -268,8 +273,7 @@ class Generator:
                 room -= n
         return work
 
-    def _extend(self, s: _Sequence, logits: torch.Tensor) -> TokenEvent:
-        token = sample(logits, s.params, s.random)
+    def _extend(self, s: _Sequence, token: int) -> TokenEvent:
         s.tokens.append(token)
         reason: FinishReason | None = None
         if token in self._eos:

@@ -1,5 +1,6 @@
 """Choosing the next token from logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,13 +51,25 @@ def random_stream(params: SamplingParams) -> torch.Generator:
     return generator
 
 
-def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-    """One token from logits [vocab_size], fp32. Raises ValueError if they hold NaN."""
-    if logits.isnan().any():
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]) -> list[int]:
+    """A token of each row of logits [B, vocab_size], fp32. Raises ValueError if they hold NaN.
+
+    One transfer from the device, and another one of the rows that are not greedy, if any.
+    """
+    # The maximum of a row that holds a NaN is NaN.
+    largest, tokens = logits.max(-1)
+    tokens = torch.where(largest.isnan(), -1, tokens).tolist()
+    if -1 in tokens:
         raise ValueError("logits: hold NaN; the weights or an activation overflowed")
-    if params.temperature == 0:
-        return int(logits.argmax())
-    logits, tokens = logits.cpu().sort(descending=True, stable=True)
+    drawn = [row for row, one in enumerate(params) if one.temperature > 0]
+    if drawn:
+        for row, values in zip(drawn, logits[drawn].cpu()):
+            tokens[row] = _draw(values, params[row], generators[row])
+    return tokens
+
+
+def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+    logits, tokens = logits.sort(descending=True, stable=True)
     if params.top_k:
         logits, tokens = logits[: params.top_k], tokens[: params.top_k]
     # Relative to the largest: a tiny temperature must not overflow.

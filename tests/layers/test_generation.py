@@ -161,7 +161,8 @@ def test_text_needs_a_tokenizer(model):
 def draw(logits, n=4000, **params):
     params = SamplingParams(seed=0, **params)
     stream = random_stream(params)
-    return torch.bincount(torch.tensor([sample(logits, params, stream) for _ in range(n)]), minlength=len(logits)) / n
+    drawn = sample(logits.expand(n, -1), [params] * n, [stream] * n)
+    return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / n
 
 
 def test_sampling_follows_the_probabilities():
@@ -176,9 +177,20 @@ def test_sampling_follows_the_probabilities():
 
 
 def test_greedy_takes_the_lowest_of_equals_and_refuses_nan():
-    assert sample(torch.tensor([0.0, 3.0, 3.0]), SamplingParams(), random_stream(SamplingParams())) == 1
+    greedy, stream = SamplingParams(), random_stream(SamplingParams())
+    assert sample(torch.tensor([[0.0, 3.0, 3.0], [5.0, 3.0, 3.0]]), [greedy] * 2, [stream] * 2) == [1, 0]
     with pytest.raises(ValueError, match="logits: hold NaN"):
-        sample(torch.tensor([0.0, torch.nan]), SamplingParams(), random_stream(SamplingParams()))
+        sample(torch.tensor([[0.0, 1.0], [0.0, torch.nan]]), [greedy] * 2, [stream] * 2)
+
+
+def test_rows_are_sampled_each_by_its_own_parameters():
+    """A row draws what it draws alone."""
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(temperature=1.0 * (i % 2), top_k=20, seed=i) for i in range(6)]
+    together = sample(logits, params, [random_stream(one) for one in params])
+    alone = [sample(row[None], [one], [random_stream(one)])[0] for row, one in zip(logits, params)]
+    assert together == alone and together[0] == logits[0].argmax()
+    assert together != logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(
