@@ -32,7 +32,7 @@ def write_tiny_checkpoint(
 
     model: its `model_type`: "deepseek_v32", "glm_moe_dsa" or "deepseek_v4".
     quantized: as published, FP8 blocks with scales, and the experts of deepseek_v4 in FP4; otherwise these weights are
-    BF16. The random weights follow from `seed` alone, whether quantised or not; the tokenizer is trained on this
+    BF16. The random weights of a model follow from `seed`, whether quantised or not; the tokenizer is trained on this
     repository's text, or on this package's source where it is installed without the repository.
     A tiny checkpoint that is already there is replaced. Raises ValueError for another `model`, FileExistsError if
     `directory` holds anything else.
