@@ -33,4 +33,4 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .tiny build dist *.egg-info
+	rm -rf .venv .tiny* build dist *.egg-info

@@ -61,9 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--output", type=Path, help="write the winners here; default: the data that the op loads")
     tune.add_argument("--jobs", type=_positive, help="compiling processes; default: one a core")
 
-    tiny = commands.add_parser("tiny", help="write a small random DeepSeek-V3.2 checkpoint in the published format")
+    tiny = commands.add_parser("tiny", help="write a small random checkpoint in a family's published format")
     tiny.set_defaults(run=_tiny)
     tiny.add_argument("directory", type=Path)
+    tiny.add_argument("--model", choices=("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), default="deepseek_v32")
     tiny.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -164,9 +165,9 @@ def _need_a_gpu(what: str) -> None:
 
 
 def _tiny(args: argparse.Namespace) -> int:
-    from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
+    from dsa_layers.tiny import write_tiny_checkpoint
 
-    write_tiny_checkpoint(args.directory, seed=args.seed)
+    write_tiny_checkpoint(args.directory, model=args.model, seed=args.seed)
     print(f"wrote {args.directory}")
     return 0
 

@@ -57,6 +57,27 @@ def widen_fp4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     return q.flatten(1), _powers_of_two(block_exponents)
 
 
+def quantize_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed [O, I / 2] int8, scale [O, I / 32] float8_e8m0fnu): `dequantize_fp4` gives the values nearest to weight.
+
+    weight: float [O, I], finite. A group's scale is the least power of two with which 6 reaches its largest magnitude,
+    1 if all are zero; halfway between two values the smaller magnitude is taken.
+    Raises ValueError unless `weight` is a matrix with I a multiple of 32.
+    """
+    if weight.dim() != 2 or weight.shape[1] % GROUP:
+        raise ValueError(
+            f"weight: must be a matrix [O, I] with I a multiple of {GROUP}, got {weight.dtype} {list(weight.shape)}"
+        )
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    mantissa, exponent = torch.frexp(groups.abs().amax(-1) / _E2M1[-1].item())
+    exponent = (exponent - (mantissa == 0.5).int()).clamp_min(_LOWEST_EXPONENT)
+    middles = ((_E2M1[1:] + _E2M1[:-1]) / 2).to(weight.device)
+    codes = torch.bucketize(groups.abs() / _powers_of_two(exponent)[..., None], middles, out_int32=True)
+    codes = (codes | groups.signbit().int() << 3).flatten(1).to(torch.uint8)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+    return packed, (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
 def _groups(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The e2m1 values as fp32 [O, I / 32, 32]."""
     if packed.dim() != 2 or packed.element_size() != 1 or (2 * packed.shape[1]) % GROUP:

@@ -1,7 +1,10 @@
-"""The README's example runs as it stands there."""
+"""The README's examples run as they stand there."""
 
 import re
+import shlex
 from pathlib import Path
+
+from dsa_layers.cli import main
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -12,6 +15,16 @@ def test_the_example_runs():
     exec(code, names)
     assert names["q"].shape == (96, 512) and names["scale"].shape == (96, 4)
     assert names["y"].shape == (96, 512) and names["y"].isfinite().all()
+
+
+def test_the_tiny_checkpoints(tmp_path, monkeypatch, capsys):
+    """The commands on them, but for the number of tokens."""
+    monkeypatch.chdir(tmp_path)
+    commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^dsa \w+ \.tiny.*", TEXT, re.M)]
+    assert [command[0] for command in commands] == ["tiny", "generate"] * 3
+    for command in commands:
+        short = ["--max-new-tokens", "2", "--device", "cpu"] if command[0] == "generate" else []
+        assert main(command + short) == 0, capsys.readouterr().err
 
 
 def test_every_path_and_command_exists():

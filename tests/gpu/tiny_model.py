@@ -26,7 +26,7 @@ from dsa_layers.layers.moe import GroupedSigmoidRouter
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
 from dsa_layers.models.precision import Precision
 from dsa_layers.sampling import SamplingParams
-from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
+from dsa_layers.tiny import write_tiny_checkpoint
 
 # Two sequences longer than the 128 keys that a token selects, and a short one beside them.
 PROMPTS = [list(range(100, 430)), list(range(900, 1050)), [7, 8, 9]]

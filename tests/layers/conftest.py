@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
+from dsa_layers.tiny import write_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -205,6 +205,7 @@ def test_a_cache_that_cannot_hold_the_prompt(checkpoint, capsys):
         ([], "required: command"),
         (["train"], "invalid choice: 'train'"),
         (["generate", "x"], "required: --prompt"),
+        (["tiny", "x", "--model", "llama"], "--model: invalid choice: 'llama'"),
         (["generate", "x", "--prompt", "y", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
         (["generate", "x", "--prompt", "y", "--top-k", "many"], "--top-k: invalid int value: 'many'"),
     ],

@@ -1,4 +1,4 @@
-"""FP4 weights: unpacking, exact dequantisation, and widening to FP8 without loss."""
+"""FP4 weights: unpacking, exact dequantisation, widening to FP8 without loss, and quantising."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsa import dequantize_per_block
-from dsa_layers.fp4 import dequantize_fp4, widen_fp4
+from dsa_layers.fp4 import dequantize_fp4, quantize_fp4, widen_fp4
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 VALUES += [-v for v in VALUES]
@@ -179,3 +179,41 @@ def test_nan_scale():
     scale.view(torch.uint8)[2, 1] = 255
     with pytest.raises(ValueError, match=re.escape("scale[2, 1] is NaN")):
         widen_fp4(torch.zeros(4, 32, dtype=torch.int8), scale)
+
+
+def test_quantises_to_the_nearest_values():
+    """Of all that codes can say under the group's scale, which is the least that reaches its largest magnitude."""
+    w = torch.randn(130, 96, generator=torch.Generator().manual_seed(4))
+    w = w * torch.exp2(torch.randint(-40, 40, (130, 1), generator=torch.Generator().manual_seed(5)))
+    packed, scale = quantize_fp4(w)
+    assert (packed.dtype, packed.shape) == (torch.int8, (130, 48))
+    assert (scale.dtype, scale.shape) == (torch.float8_e8m0fnu, (130, 3))
+    largest, power = w.unflatten(1, (-1, 32)).abs().amax(-1), scale.float()
+    assert (largest <= 6 * power).all() and (largest > 3 * power).all()
+    reachable = torch.tensor(VALUES) * power.repeat_interleave(32, 1)[..., None]
+    least = (reachable - w[..., None]).abs().amin(-1)
+    assert torch.equal((dequantize_fp4(packed, scale) - w).abs(), least)
+
+
+def test_quantising_what_fp4_holds_is_exact():
+    codes = random_codes(64, 128)
+    codes[:, ::32] = LARGEST
+    exponents = torch.randint(-120, 120, (64, 4), generator=torch.Generator().manual_seed(6))
+    packed, scale = quantize_fp4(weight(codes, exponents).float())
+    assert torch.equal(packed, pack(codes)) and torch.equal(scale.view(torch.uint8), e8m0(exponents).view(torch.uint8))
+
+
+def test_quantising_halves_and_zeros():
+    """Halfway between two values the smaller one; a group of zeros has the scale 1."""
+    w = torch.zeros(1, 64)
+    w[0, :8] = torch.tensor([0.25, 0.75, -1.25, 1.75, 2.5, -3.5, 5, 6])
+    packed, scale = quantize_fp4(w)
+    assert dequantize_fp4(packed, scale)[0, :8].tolist() == [0, 0.5, -1, 1.5, 2, -3, 4, 6]
+    assert scale.float().tolist() == [[1, 1]] and dequantize_fp4(packed, scale)[0, 8:].eq(0).all()
+
+
+@pytest.mark.parametrize("shape", [(4, 40), (32,), (2, 2, 32)])
+def test_shapes_that_are_not_quantised(shape):
+    message = f"weight: must be a matrix [O, I] with I a multiple of 32, got torch.float32 {list(shape)}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize_fp4(torch.zeros(shape))

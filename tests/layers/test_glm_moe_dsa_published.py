@@ -1,6 +1,7 @@
 """The models that the published configurations describe have the published checkpoints' tensors."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import vendored
 from dsa_layers.config import read_config
 from dsa_layers.models.glm_moe_dsa import GlmMoeDsaForCausalLM
 from tests.layers.listings import parts
+from vendored.glm_moe_dsa_manifest import glm_moe_dsa_tensor_manifest
 
 PINNED = Path(vendored.__file__).parent
 
@@ -59,6 +61,19 @@ def test_published_totals():
     assert (elements(21), MTP) == (743_377_019_904, 9_952_920_576)
     assert tensors(21) + 7 + 5 + 2 + 2 + 3 * (EXPERTS + 1) + 4 == 59_585
     assert round(elements(78) / 1e9) == 744
+
+
+def test_manifest(tmp_path):
+    """By those totals; what is not BF16 are the gates' biases, of the sparse layers and the MTP layer's."""
+    model = build(tmp_path, "glm_5_2_config.json")
+    manifest = glm_moe_dsa_tensor_manifest(model.config)
+    sizes = {name: math.prod(shape) for name, (shape, _) in manifest.items()}
+    mtp = sum(size for name, size in sizes.items() if name.startswith("model.layers.78."))
+    assert (len(sizes), sum(sizes.values()), mtp) == (59_585, 753_329_940_480, 9_952_920_576)
+    assert {dtype for _, dtype in manifest.values()} == {"BF16", "F32"}
+    assert sum(size for name, size in sizes.items() if manifest[name][1] == "F32") == 19_456 == 76 * EXPERTS
+    ours = {name: tuple(t.shape) for name, t in parts(model).items()}
+    assert ours == {name: shape for name, (shape, _) in manifest.items() if not model.skips(name)}
 
 
 def test_fp8(tmp_path):

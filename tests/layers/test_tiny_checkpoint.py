@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from dsa import dequantize_per_block
-from dsa_layers import tiny_checkpoint
 from dsa_layers.checkpoint import INDEX_NAME, Checkpoint
 from dsa_layers.config import QuantizationConfig, YarnConfig, read_config
-from dsa_layers.tiny_checkpoint import write_tiny_checkpoint
+from dsa_layers.tiny import tokenizer as tiny_tokenizer
+from dsa_layers.tiny import write_tiny_checkpoint, writer
 from dsa_layers.tokenizer import Tokenizer
 from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 
@@ -134,15 +134,15 @@ def test_tokenizer(tiny):
 
 
 def test_corpus_is_the_repository_or_the_package(tmp_path, monkeypatch):
-    for name in ("README.md", "docs/a.md", "dsa/b.py", "dsa_layers/tiny_checkpoint.py", "other/c.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("README.md", "docs/a.md", "dsa/b.py", "dsa_layers/tiny/tokenizer.py", "other/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    monkeypatch.setattr(tiny_checkpoint, "__file__", str(tmp_path / "dsa_layers" / "tiny_checkpoint.py"))
-    installed = [path.relative_to(tmp_path).as_posix() for path in tiny_checkpoint._corpus()]
-    assert installed == ["dsa_layers/tiny_checkpoint.py"]
+    monkeypatch.setattr(tiny_tokenizer, "__file__", str(tmp_path / "dsa_layers" / "tiny" / "tokenizer.py"))
+    installed = [path.relative_to(tmp_path).as_posix() for path in tiny_tokenizer._corpus()]
+    assert installed == ["dsa_layers/tiny/tokenizer.py"]
     (tmp_path / "pyproject.toml").touch()
-    cloned = [path.relative_to(tmp_path).as_posix() for path in tiny_checkpoint._corpus()]
-    assert cloned == ["README.md", "docs/a.md", "dsa/b.py", "dsa_layers/tiny_checkpoint.py"]
+    cloned = [path.relative_to(tmp_path).as_posix() for path in tiny_tokenizer._corpus()]
+    assert cloned == ["README.md", "docs/a.md", "dsa/b.py", "dsa_layers/tiny/tokenizer.py"]
 
 
 @pytest.mark.parametrize("present", ["notes.txt", "config.json", "model.safetensors", "sub/file"])
@@ -183,7 +183,7 @@ def test_replaces_its_own_and_what_an_interruption_left(tmp_path, monkeypatch, p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiny_checkpoint, "save_file", stop)
+        patch.setattr(writer, "save_file", stop)
         with pytest.raises(KeyboardInterrupt):
             write_tiny_checkpoint(directory)
     assert INDEX_NAME in os.listdir(directory) and "config.json" not in os.listdir(directory)

@@ -1,0 +1,112 @@
+"""Writes a tiny checkpoint: its files, and the order in which they come."""
+
+import json
+import math
+import tempfile
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from dsa_layers.checkpoint import INDEX_NAME
+from dsa_layers.config import ModelConfig, read_config
+from dsa_layers.tiny.families import FAMILIES, VOCAB_SIZE, Manifest
+from dsa_layers.tiny.tokenizer import tokenizer_config, train_tokenizer
+from dsa_layers.tiny.values import random_tensors, scales_of
+
+_SHARD_BYTES = 12 * 2**20
+_WRITER = "dsa tiny checkpoint"
+_ITEM_SIZE = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
+
+_GENERATION_CONFIG = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 0.95}
+
+_METADATA_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME)
+
+
+def write_tiny_checkpoint(
+    directory: str | PathLike[str], *, model: str = "deepseek_v32", seed: int = 0, quantized: bool = True
+) -> None:
+    """Writes the checkpoint, about 45 MB (80 MB with quantized=False), into `directory`, which is made if need be.
+
+    model: its `model_type`: "deepseek_v32", "glm_moe_dsa" or "deepseek_v4".
+    quantized: as published, FP8 blocks with scales, and the experts of deepseek_v4 in FP4; otherwise these weights are
+    BF16. The random weights of a model follow from `seed`, whether quantised or not; the tokenizer is trained on this
+    repository's text, or on this package's source where it is installed without the repository.
+    A tiny checkpoint that is already there is replaced. Raises ValueError for another `model`, FileExistsError if
+    `directory` holds anything else.
+    """
+    if model not in FAMILIES:
+        raise ValueError(f"model: must be one of {', '.join(map(repr, FAMILIES))}, got {model!r}")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in _previous_files(directory):
+        path.unlink()
+
+    fields = FAMILIES[model].fields(quantized=quantized)
+    config = _parsed(fields)
+    manifest = FAMILIES[model].manifest(config)
+    shards = _shards(manifest)
+    size = sum(_size(*entry) for entry in manifest.values())
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    # The index carries our mark, so it comes first: what an interrupted run leaves can be replaced by the next.
+    # config.json comes last: where it is, the checkpoint is complete.
+    _write_json(directory / INDEX_NAME, {"metadata": {"total_size": size, "writer": _WRITER}, "weight_map": weight_map})
+    train_tokenizer(VOCAB_SIZE).save(str(directory / "tokenizer.json"))
+    _write_json(directory / "tokenizer_config.json", tokenizer_config(config.max_position_embeddings))
+    _write_json(directory / "generation_config.json", _GENERATION_CONFIG)
+    generator = torch.Generator().manual_seed(seed)
+    use_ue8m0 = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+    for file, names in shards.items():
+        tensors = random_tensors(names, manifest, generator, experts=config.n_routed_experts, use_ue8m0=use_ue8m0)
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    _write_json(directory / "config.json", fields)
+
+
+def _previous_files(directory: Path) -> list[Path]:
+    """The files of a tiny checkpoint in `directory`, all of which may go; none if the directory is empty."""
+    present = sorted(directory.iterdir())
+    if not present:
+        return []
+    try:
+        index = json.loads((directory / INDEX_NAME).read_bytes())
+        ours = {*_METADATA_FILES, *index["weight_map"].values()} if index["metadata"]["writer"] == _WRITER else set()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        ours = set()
+    others = [path.name for path in present if path.name not in ours]
+    if others:
+        raise FileExistsError(
+            f"{directory}: holds {others[0]!r}, which is not part of a tiny checkpoint; accepted: a new or empty "
+            "directory, or one with nothing but a tiny checkpoint in it"
+        )
+    return present
+
+
+def _parsed(fields: dict[str, Any]) -> ModelConfig:
+    # Through a file, so that what is written is what was parsed.
+    with tempfile.TemporaryDirectory() as scratch:
+        _write_json(Path(scratch) / "config.json", fields)
+        return read_config(scratch)
+
+
+def _shards(manifest: Manifest) -> dict[str, list[str]]:
+    """File name -> the tensors in it: consecutive ones, a weight always together with its scale."""
+    scales = set(scales_of(manifest).values())
+    groups: list[list[str]] = []
+    filled = _SHARD_BYTES
+    for name, entry in manifest.items():
+        if filled >= _SHARD_BYTES and name not in scales:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += _size(*entry)
+    return {f"model-{i:05d}-of-{len(groups):06d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def _size(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * _ITEM_SIZE[dtype]
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
