@@ -14,7 +14,7 @@ ALLOWED = {
     "dsa/cute": {"dsa.cute", "dsa.source_digest"},
     "dsa/kernels": {"dsa.cute", "dsa.kernels"},
     "dsa/ops": {"dsa.ops", "dsa.kernels", "dsa.backends", "reference"},
-    "dsa_layers/layers": {"dsa", "dsa_layers.layers", "dsa_layers.kv_cache", "dsa_layers.sequence_batch"},
+    "dsa_layers/layers": {"dsa", "dsa_layers.layers", "dsa_layers.kv_cache", "dsa_layers.token_batch"},
     "dsa_layers": {"dsa", "dsa_layers", "vendored", "benchmarks"},
 }
 
@@ -43,9 +43,14 @@ def test_direction(package):
                 assert any(name == a or name.startswith(a + ".") for a in ALLOWED[package]), f"{path}: {name}"
 
 
-def test_references_import_only_torch():
+def test_references_import_only_torch_and_the_standard_library():
     for path in (ROOT / "reference").glob("*.py"):
-        assert {name.partition(".")[0] for name in imports(path)} <= {"torch", "dataclasses", "collections"}, path
+        assert {name.partition(".")[0] for name in imports(path)} <= {
+            "torch",
+            "dataclasses",
+            "collections",
+            "itertools",
+        }, path
 
 
 def test_importing_dsa_imports_no_dsl_and_initialises_no_gpu():
