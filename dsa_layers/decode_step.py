@@ -58,16 +58,16 @@ class DecodeStep:
     On a GPU the pass is captured as a CUDA graph once for a number of sequences and of pages, both rounded up to a
     power of two, and replayed from then on: one launch instead of thousands. The first pass of a size runs twice,
     which changes nothing: it writes the same to the same places. Sequences that round up the number write to a page and
-    a lane that are taken from the cache for them. Elsewhere, and for models that do not score index keys in FP8, whose
-    scoring gathers all keys, it runs as it is.
+    a lane that are taken from the cache for them. Elsewhere, without `capture`, and for models that do not score index
+    keys in FP8, whose scoring gathers all keys, it runs as it is.
 
     The logits are overwritten by the next step.
     """
 
-    def __init__(self, model: nn.Module, cache: PagedKVCache | CompressedKVCache) -> None:
+    def __init__(self, model: nn.Module, cache: PagedKVCache | CompressedKVCache, *, capture: bool = True) -> None:
         self._model, self._cache = model, cache
         self._device = next(model.parameters()).device
-        self._captures = self._device.type == "cuda" and model.precision.fp8_indexer
+        self._captures = capture and self._device.type == "cuda" and model.precision.fp8_indexer
         self._padding = _Padding(cache)
         self._graphs: dict[tuple[int, int], tuple[_Inputs, torch.cuda.CUDAGraph, torch.Tensor]] = {}
 

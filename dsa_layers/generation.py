@@ -89,6 +89,7 @@ class Generator:
     page_size      tokens a page; the model's own choice if None
     max_sequences  that run at a time; others wait
     prefill_chunk  prompt tokens computed in one pass, over all sequences
+    cuda_graphs    on a GPU, decoding passes are captured and replayed (`DecodeStep`); False runs them as Python
 
     A sequence reserves pages for its prompt and all its new tokens when it starts, so none is ever evicted.
     """
@@ -102,6 +103,7 @@ class Generator:
         page_size: int | None = None,
         max_sequences: int = 64,
         prefill_chunk: int = 2048,
+        cuda_graphs: bool = True,
     ) -> None:
         page_size = model.page_size if page_size is None else page_size
         sizes = {"cache_tokens": cache_tokens, "page_size": page_size, "max_sequences": max_sequences}
@@ -115,7 +117,7 @@ class Generator:
         pages = -(-cache_tokens // page_size)
         # One page and one lane more than sequences may take: DecodeStep's own.
         self.cache = model.make_cache(pages + 1, page_size, self.device, lanes=max_sequences + 1)
-        self._decode = DecodeStep(model, self.cache)
+        self._decode = DecodeStep(model, self.cache, capture=cuda_graphs)
         self._capacity = pages
         self.throughput = Throughput()
         self._eos = set(model.config.eos_token_ids)

@@ -11,6 +11,7 @@ import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import pytest
@@ -48,12 +49,12 @@ LSE_ABS_TOLERANCE = 1e-5
 @dataclass
 class Run:
     """In order: the indices of every top-k, (experts, weights) of every router, the logits behind every new token, and
-    the tokens. launched: the ops that ran their kernels."""
+    the tokens of every pass. launched: the ops that ran their kernels."""
 
     picks: list[torch.Tensor] = field(default_factory=list)
     routes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
     launched: set[str] = field(default_factory=set)
 
 
@@ -83,8 +84,8 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
             run.launched.add(op)
         return answer
 
-    def sample_and_note(logits: torch.Tensor, *arguments: Any) -> int:
-        run.logits.append(logits)
+    def sample_and_note(logits: torch.Tensor, *arguments: Any) -> list[int]:
+        run.logits.extend(logits)
         return sample(logits, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +94,8 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
         router = _following(GroupedSigmoidRouter.forward, run.routes, followed.routes)
         patch.setattr(GroupedSigmoidRouter, "forward", router)
         patch.setattr(generation, "sample", _following(sample_and_note, run.tokens, followed.tokens))
-        generator = generation.Generator(model, cache_tokens=1024, prefill_chunk=chunk)
+        # Each pass runs as Python, whose choices can be followed.
+        generator = generation.Generator(model, cache_tokens=1024, prefill_chunk=chunk, cuda_graphs=False)
         for layer in range(LAYERS):
             pages = generator.cache.layer(layer)
             pages.latent.view(torch.uint8).fill_(0xFF)
@@ -151,9 +153,9 @@ def _compare(run: Run, expected: Run, report: Callable[[str, Any], None]) -> Non
     diff = calc_diff(logits, expected_logits)
     first = _overlaps(run.picks[::LAYERS], expected.picks[::LAYERS])
     overlaps = _overlaps(run.picks, expected.picks)
-    pairs = enumerate(zip(run.tokens, expected.tokens, strict=True))
-    margins = torch.stack([expected_logits[i, token] - expected_logits[i, own] for i, (own, token) in pairs])
-    different = sum(own != token for own, token in zip(run.tokens, expected.tokens))
+    pairs = list(zip(chain(*run.tokens), chain(*expected.tokens), strict=True))
+    margins = torch.stack([expected_logits[i, token] - expected_logits[i, own] for i, (own, token) in enumerate(pairs)])
+    different = sum(own != token for own, token in pairs)
     report("calc_diff of the logits", diff)
     report("overlap of the selections: mean, least", (overlaps.mean().item(), overlaps.min().item()))
     report("overlap in the first layer: mean, least", (first.mean().item(), first.min().item()))

@@ -39,8 +39,8 @@ def captured(monkeypatch):
 
     make = DecodeStep.__init__
 
-    def init(self, *arguments):
-        make(self, *arguments)
+    def init(self, *arguments, **options):
+        make(self, *arguments, **options)
         self._captures = True
 
     monkeypatch.setattr(DecodeStep, "__init__", init)

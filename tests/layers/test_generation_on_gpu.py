@@ -8,10 +8,12 @@ from dsa import backends
 from dsa.kernels import topk_indices_sm90 as kernels
 from dsa.ops import flash_mla_with_kvcache, topk_indices
 from dsa.testing import assert_close, calc_diff
+from dsa_layers.decode_step import DecodeStep
 from dsa_layers.generation import Generator
 from dsa_layers.models.loading import load_model
 from dsa_layers.sampling import SamplingParams
 from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.tiny import write_tiny_checkpoint
 from reference import topk_indices as reference
 
 pytestmark = [
@@ -116,3 +118,42 @@ def test_fp8_logits_agree_with_the_references(checkpoint):
     # An e4m3 rounding that fp32 noise tips over moves a value by 2^-4, and with it a random router's choice.
     # Quantisation itself is worth about 0.05.
     assert calc_diff(*logits) < 2e-2
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
+def test_captured_steps_are_those_that_run_as_python(family, tmp_path, monkeypatch):
+    """Every step of sequences that end one after the other: its logits beside those of the same pass, not captured,
+    which writes the same to the caches."""
+    write_tiny_checkpoint(tmp_path, model=family)
+    model = load_model(tmp_path, device="cuda", progress=False)
+    step, replayed = DecodeStep.__call__, []
+
+    def both(self, sequences):
+        captured = step(self, sequences).clone()
+        self._captures, captures = False, self._captures
+        expected = step(self, sequences)
+        self._captures = captures
+        assert calc_diff(captured, expected) < 1e-3
+        replayed.append(captures)
+        return captured
+
+    monkeypatch.setattr(DecodeStep, "__call__", both)
+    limits = [30, 3, 9, 20, 14]
+    prompts = [[*prompt, i] for i, prompt in enumerate([*PROMPTS, *PROMPTS, [5]])]
+    generator = Generator(model, cache_tokens=2048)
+    completions = generator.generate(prompts, [SamplingParams(n) for n in limits])
+    assert [len(c.tokens) for c in completions] == limits
+    assert len(replayed) == max(limits) - 1 and all(replayed)
+
+
+def test_many_sequences_share_pages_and_lanes(checkpoint):
+    """100 sequences through 64 places: what a sequence gives does not depend on who had its pages before."""
+    model = load_model(checkpoint, device="cuda", progress=False)
+    prompts = [[i + 5, *range(10, 10 + i % 37)] for i in range(100)]
+    params = [SamplingParams(4 + i % 9) for i in range(100)]
+    generator = Generator(model, cache_tokens=64 * 64, max_sequences=64)
+    free = generator.cache.allocator.free
+    first = [c.tokens for c in generator.generate(prompts, params)]
+    assert [len(tokens) for tokens in first] == [one.max_new_tokens for one in params]
+    assert generator.cache.allocator.free == free
+    assert [c.tokens for c in generator.generate(prompts, params)] == first
