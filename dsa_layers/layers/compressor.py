@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dsa
-from dsa_layers.layers.linear import Linear
+from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.token_batch import TokenBatch
 
@@ -76,5 +76,4 @@ class Compressor(nn.Module):
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(KV, Z without ape) in fp32."""
-        x = x.float()
-        return tuple(nn.functional.linear(x, layer.weight.float()) for layer in (self.wkv, self.wgate))
+        return linear_fp32(x, self.wkv.weight), linear_fp32(x, self.wgate.weight)

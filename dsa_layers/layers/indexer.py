@@ -7,7 +7,7 @@ from torch import nn
 
 import dsa
 from dsa_layers.kv_cache import LayerCache
-from dsa_layers.layers.linear import Linear, make_linear
+from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
 from dsa_layers.token_batch import TokenBatch
 
@@ -64,7 +64,7 @@ class LightningIndexer(nn.Module):
         paged_slots: bool = False,
     ) -> torch.Tensor:
         q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim))
-        weights = nn.functional.linear(x.float(), self.weights_proj.weight.float())
+        weights = linear_fp32(x, self.weights_proj.weight)
         weights = weights * (self.n_heads**-0.5 * self.head_dim**-0.5)
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, **self.rope)

@@ -8,6 +8,18 @@ import dsa
 BLOCK = 128
 
 
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x W^T in fp32, summed in fp32. x [T, I], weight [O, I] -> [T, O].
+
+    On a GPU and where no gradient is asked for, 16-bit operands of one dtype go through the tensor cores, whose products
+    are exact.
+    """
+    halves = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    if halves and x.is_cuda and not torch.is_grad_enabled():
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return nn.functional.linear(x.float(), weight.float())
+
+
 class Linear(nn.Module):
     """y = x W^T. x [..., I] of W's dtype -> y [..., O]. Parameter: weight [O, I] in a float dtype; there is no bias."""
 

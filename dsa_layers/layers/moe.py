@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.linear import Linear, make_linear
+from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 
 
 class SwiGLU(nn.Module):
@@ -70,7 +70,7 @@ class GroupedSigmoidRouter(nn.Module):
         self.e_score_correction_bias = nn.Parameter(torch.zeros(n_experts, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = torch.sigmoid(x.float() @ self.weight.float().T)
+        scores = torch.sigmoid(linear_fp32(x, self.weight))
         choice = scores + self.e_score_correction_bias
         if self.n_group > 1:
             groups = choice.unflatten(-1, (self.n_group, -1))
@@ -117,7 +117,7 @@ class SqrtSoftplusRouter(nn.Module):
             self.tid2eid = nn.Parameter(table, requires_grad=False)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = nn.functional.softplus(x.float() @ self.weight.float().T).sqrt()
+        scores = nn.functional.softplus(linear_fp32(x, self.weight)).sqrt()
         if self.tid2eid is not None:
             experts = self.tid2eid[tokens]
         else:

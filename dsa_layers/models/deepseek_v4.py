@@ -13,7 +13,7 @@ from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
-from dsa_layers.layers.linear import Linear
+from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.moe import MoE, SqrtSoftplusRouter
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies, yarn_frequencies
@@ -171,7 +171,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         hidden = self.norm(self.hc_head(streams))
         if not all_tokens:
             hidden = hidden[batch.last_tokens]
-        return nn.functional.linear(hidden.float(), self.head.weight.float())
+        return linear_fp32(hidden, self.head.weight)
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, lanes: int = 64
