@@ -1,5 +1,19 @@
-"""One thread a test process: on a shared machine, torch's spinning threads cost far more than they bring."""
+"""What tests share. One thread a test process: on a shared machine, torch's spinning threads cost far more than they
+bring."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
+from dsa_layers.tiny import write_tiny_checkpoint
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    """The tiny FP8 checkpoint, to be read only."""
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny_checkpoint(directory)
+    return directory

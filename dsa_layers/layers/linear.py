@@ -11,7 +11,7 @@ BLOCK = 128
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x W^T in fp32, summed in fp32. x [T, I], weight [O, I] -> [T, O].
 
-    On a GPU and where no gradient is asked for, 16-bit operands of one dtype go through the tensor cores, whose products
+    On a GPU, where no gradient is asked for, 16-bit operands of one dtype go through the tensor cores, whose products
     are exact.
     """
     halves = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,1 @@
+"""A model's layers with their real sizes and random weights: what a token costs, and which part of it."""

@@ -1,0 +1,107 @@
+"""GPU time by part of a model: indexer, top-k, attention, MoE and the rest.
+
+While a profiler runs, modules and ops announce themselves by named ranges on the host; a kernel belongs to the
+innermost range around its launch. Times are of kernels alone: what the host adds between them is in none.
+"""
+
+import contextlib
+import json
+import tempfile
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import dsa
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.compressed_indexer import CompressedIndexer
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.moe import MoE
+
+REST = "rest"
+PARTS = ("indexer", "top-k", "attention", "MoE", REST)
+MODULES = {
+    LightningIndexer: "indexer",
+    CompressedIndexer: "indexer",
+    DSAAttention: "attention",
+    CompressedAttention: "attention",
+    MoE: "MoE",
+}
+_PREFIX = "part: "
+
+
+def gpu_ms(model: nn.Module, call: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of the GPU by part in one call, which must run as Python, not as a captured graph."""
+    with _announced(model), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        return by_part(json.loads(path.read_text())["traceEvents"])
+
+
+def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Milliseconds of kernels by part, from the events of a Chrome trace: `user_annotation` ranges on the host,
+    launches (`cuda_runtime`, `cuda_driver`) and `kernel`s that share a launch's correlation."""
+    ranges = sorted(
+        (e["ts"], e["ts"] + e["dur"], e["name"].removeprefix(_PREFIX))
+        for e in events
+        if e.get("cat") == "user_annotation" and e["name"].startswith(_PREFIX)
+    )
+    starts = [start for start, _, _ in ranges]
+    launched = {
+        e["args"]["correlation"]: e["ts"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    total = dict.fromkeys(PARTS, 0.0)
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memset", "gpu_memcpy"):
+            continue
+        ts = launched.get(event["args"]["correlation"])
+        if ts is None:
+            raise ValueError(f"{event['name']}: the trace has no launch of this kernel")
+        # Ranges are nested: of those that began before it, the last that has not ended is the innermost.
+        around = (name for _, end, name in reversed(ranges[: bisect_right(starts, ts)]) if ts <= end)
+        total[next(around, REST)] += event["dur"] / 1000
+    return total
+
+
+@contextlib.contextmanager
+def _announced(model: nn.Module) -> Iterator[None]:
+    """Modules and the selection announce their parts."""
+    open_ranges: list[record_function] = []
+
+    def enter(part: str) -> Callable[..., None]:
+        def hook(*arguments: Any) -> None:
+            open_ranges.append(record_function(_PREFIX + part))
+            open_ranges[-1].__enter__()
+
+        return hook
+
+    def leave(*arguments: Any) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    select = dsa.topk_indices
+
+    def announced(*arguments: Any, **options: Any) -> torch.Tensor:
+        with record_function(_PREFIX + "top-k"):
+            return select(*arguments, **options)
+
+    handles = []
+    for module in model.modules():
+        if (part := MODULES.get(type(module))) is not None:
+            handles += [module.register_forward_pre_hook(enter(part)), module.register_forward_hook(leave)]
+    dsa.topk_indices = announced
+    try:
+        yield
+    finally:
+        dsa.topk_indices = select
+        for handle in handles:
+            handle.remove()
