@@ -77,10 +77,12 @@ class CompressedKVCache:
     def layer(self, i: int) -> CompressedLayerCache:
         return self._layers[i]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds memory in."""
+        parts = [part for layer in self._layers for part in (layer.entries, layer.index_entries) if part is not None]
+        windows = [layer.window for layer in self._layers]
+        return [*windows, *(tensor for part in parts for tensor in (part.pages, part.state))]
+
     @property
     def nbytes(self) -> int:
-        def tensors(layer: CompressedLayerCache) -> list[torch.Tensor]:
-            parts = [part for part in (layer.entries, layer.index_entries) if part is not None]
-            return [layer.window, *(tensor for part in parts for tensor in (part.pages, part.state))]
-
-        return sum(tensor.nbytes for layer in self._layers for tensor in tensors(layer))
+        return sum(tensor.nbytes for tensor in self.tensors())

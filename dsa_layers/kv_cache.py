@@ -101,9 +101,13 @@ class PagedKVCache:
         row = self._index_rows.get(i)
         return LayerCache(self._latent[i], None if row is None else self._index[row])
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds memory in."""
+        return [self._latent, self._index]
+
     @property
     def nbytes(self) -> int:
-        return self._latent.nbytes + self._index.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors())
 
 
 def _pages(shape: tuple[int, ...], width: int, kind: torch.dtype | str, device: torch.device | str) -> torch.Tensor:

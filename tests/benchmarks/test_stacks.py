@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.e2e.runs import decode, prefill
 from benchmarks.e2e.stacks import STACKS, skeleton, stack
 from dsa_layers.layers.moe import MoE
 from dsa_layers.sequence_batch import SequenceBatch
@@ -39,3 +40,12 @@ def test_every_kind_of_layer_in_little_enough_for_one_gpu(name):
         assert len(set(model.config.layer_types)) == 3
     else:
         assert [isinstance(layer.mlp, MoE) for layer in model.model.layers] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_runs(name):
+    """They are passes of the model: the prompt's last chunk, and a step over caches without a NaN."""
+    model = stack(name, "cpu", **SMALL, **FEWER[name])
+    prefill(model, 70, 32)()
+    logits = decode(model, 3, 300)()
+    assert logits.shape == (3, 512) and logits.isfinite().all()

@@ -1,0 +1,63 @@
+"""What is timed of a stack: a long prompt in chunks, and one decoding step of many sequences."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from dsa.testing import bench
+from dsa_layers.decode_step import DecodeStep
+from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
+from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
+from dsa_layers.sequence_batch import SequenceBatch
+
+Model = SparseMLAForCausalLM | DeepseekV4ForCausalLM
+
+
+@dataclass
+class Cached:
+    """A sequence all of whose tokens but the last are in the cache."""
+
+    pages: list[int]
+    lane: int
+    context: int
+    tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = [1 + self.lane] * self.context
+
+
+def prefill(model: Model, tokens: int, chunk: int) -> Callable[[], None]:
+    """A prompt of so many tokens, `chunk` at a time, into a cache of its own."""
+    device = next(model.parameters()).device
+    cache = model.make_cache(-(-tokens // model.page_size), device=device, lanes=1)
+    pages = [list(range(cache.allocator.num_pages))]
+    prompt = torch.arange(tokens, device=device) % model.config.vocab_size
+
+    @torch.inference_mode()
+    def run() -> None:
+        for begin in range(0, tokens, chunk):
+            end = min(begin + chunk, tokens)
+            batch = SequenceBatch.paged([end - begin], [end], pages, cache.page_size, device, [0])
+            model(prompt[begin:end], batch, cache)
+
+    return run
+
+
+def decode(model: Model, count: int, context: int, *, capture: bool = True) -> Callable[[], torch.Tensor]:
+    """A token for each of so many sequences of `context` tokens, whose caches hold bytes at random."""
+    device = next(model.parameters()).device
+    each = -(-context // model.page_size)
+    cache = model.make_cache(count * each + 1, device=device, lanes=count + 1)
+    for tensor in cache.tensors():
+        # Finite in every layout: e4m3 of 1/4 to 1, floats of 2^-47 to 2^-16, exponents of 2^-87 to 2^-72.
+        tensor.view(torch.uint8).random_(0x28, 0x38)
+    step = DecodeStep(model, cache, capture=capture)
+    allocate = cache.allocator.allocate
+    sequences = [Cached(allocate(each), lane, context) for lane in cache.lanes.allocate(count)]
+    return lambda: step(sequences)
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 5) -> float:
+    """The median of its time on the GPU's clock."""
+    return bench({"run": run}, repeats=repeats)["run"]
