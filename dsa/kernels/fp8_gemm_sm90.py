@@ -228,18 +228,23 @@ class Fp8GemmSm90:
         ctas, _, _ = cute.arch.grid_dim()
         stage, phase, e = Int32(0), Int32(0), Int32(0)
         across = cute.ceil_div(out.shape[1], self.columns)
-        scales = cute.make_rmem_tensor((2,), Float32)
+        # Of the rows, of the columns: a block's are on their way while the one before it is multiplied.
+        ahead, scales = cute.make_rmem_tensor((3,), Float32), cute.make_rmem_tensor((2,), Float32)
         for index in cutlass.range(block_index, total * across, ctas, unroll=1):
             e, row, end, column = self.place(index, e, ends, out, tiles, lane)
             sums.fill(0.0)
             # What lies beyond the rows has no scale and is not stored.
             of_row = [a_scale[cutlass.min(row + own_row + 8 * half, end - 1), None] for half in range(2)]
-            of_columns = b_scale[e, column // BLOCK, None]
+            of = (*of_row, b_scale[e, column // BLOCK, None])
+            for i in cutlass.range_constexpr(3):
+                ahead[i] = of[i][0]
             for block in cutlass.range(blocks, unroll=1):
-                for half in cutlass.range_constexpr(2):
-                    scales[half] = of_row[half][block] * of_columns[block]
                 cute.arch.mbarrier_wait(full + stage, phase)
                 multiply(mma, acc, ra, rb, stage, stage)
+                for half in cutlass.range_constexpr(2):
+                    scales[half] = ahead[half] * ahead[2]
+                for i in cutlass.range_constexpr(3):
+                    ahead[i] = of[i][cutlass.min(block + 1, blocks - 1)]
                 cute.nvgpu.warpgroup.wait_group(0)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(empty + stage)
