@@ -13,7 +13,7 @@ class Precision:
     """dtype      of activations, and of every weight that is not FP8
     fp8_linear    True: FP8 weights stay FP8 and activations are quantised for them; False: dequantised at load
     fp8_indexer   True: index queries and keys go through Hadamard and e4m3, as the model was trained
-    kv_cache      "fp8": latents are cached in 656 bytes a token, rounded to e4m3; "model": in `dtype`
+    kv_cache      "fp8": latents are cached in 656 bytes a token (V4: 584), rounded to e4m3; "model": in `dtype`
     """
 
     dtype: torch.dtype
