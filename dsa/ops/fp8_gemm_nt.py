@@ -1,6 +1,7 @@
 """Matrix products of block-scaled FP8 operands, and the casts of weights, which are PyTorch by design."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -62,8 +63,9 @@ def _one(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, ou
         return reference.fp8_gemm_nt((q, s), (w, ws), out_dtype)
     check_same_device(("a[0]", q), **{"a[1]": s, "b[0]": w, "b[1]": ws})
     out = q.new_empty((*q.shape[:-1], len(w)), dtype=out_dtype)
-    rows = q.reshape(-1, q.shape[-1]), s.reshape(-1, s.shape[-1])
-    _launch(*rows, w[None], ws[None], _all_rows(q.device), out.view(-1, len(w)))
+    rows = math.prod(q.shape[:-1])
+    flat = (x.reshape(rows, x.shape[-1]) for x in (q, s))
+    _launch(*flat, w[None], ws[None], _all_rows(q.device), out.view(rows, len(w)))
     return out
 
 

@@ -1,5 +1,7 @@
 """Generation on a Hopper GPU: the same code, with kernels where they exist, beside the CPU's references."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,6 +24,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet"),
 ]
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]
+
+
+def without_end(model):
+    """No token ends its sequences: what a random model says is as long as it is told to be."""
+    model.config = replace(model.config, eos_token_ids=())
+    return model
 
 
 def test_greedy_tokens_equal_the_references(checkpoint):
@@ -76,7 +84,9 @@ def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
 
     monkeypatch.setattr(dsa, "topk_indices", checked)
     model = load_model(checkpoint, device="cuda", progress=False)
-    Generator(model, cache_tokens=512, prefill_chunk=64).generate(PROMPTS, SamplingParams(8))
+    # A comparison cannot be captured.
+    generator = Generator(model, cache_tokens=512, prefill_chunk=64, cuda_graphs=False)
+    generator.generate(PROMPTS, SamplingParams(8))
     assert len(shapes) > 3 and {paged for _, paged in shapes} == {False, True}
 
 
@@ -106,8 +116,23 @@ def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
     assert len(plans) == len(passes)
 
 
-def test_fp8_logits_agree_with_the_references(checkpoint):
-    """The published FP8 mode, in fp32 outside the quantised products: the cast kernel runs here."""
+def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
+    """The published FP8 mode, in fp32 outside the quantised products: the cast and the product kernels run here, and
+    every product is held beside the reference's."""
+    products = []
+
+    def beside_the_reference(op):
+        def checked(*arguments):
+            got = op(*arguments)
+            with dsa.use_backend("reference"):
+                assert calc_diff(got, op(*arguments)) < 1e-5
+            products.append(op)
+            return got
+
+        return checked
+
+    for name in ("fp8_gemm_nt", "grouped_fp8_gemm_nt"):
+        monkeypatch.setattr(dsa, name, beside_the_reference(getattr(dsa, name)))
     logits = []
     for device in ("cpu", "cuda"):
         model = load_model(checkpoint, device=device, dtype=torch.float32, progress=False)
@@ -115,9 +140,10 @@ def test_fp8_logits_agree_with_the_references(checkpoint):
         with torch.inference_mode():
             out = model(tokens, SequenceBatch.without_cache([80], device), all_tokens=True)
         logits.append(out.cpu())
+    assert len(set(products)) == 2
     # An e4m3 rounding that fp32 noise tips over moves a value by 2^-4, and with it a random router's choice.
     # Quantisation itself is worth about 0.05.
-    assert calc_diff(*logits) < 2e-2
+    assert calc_diff(*logits) < 4e-2
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
@@ -125,7 +151,7 @@ def test_captured_steps_are_those_that_run_as_python(family, tmp_path, monkeypat
     """Every step of sequences that end one after the other: its logits beside those of the same pass, not captured,
     which writes the same to the caches."""
     write_tiny_checkpoint(tmp_path, model=family)
-    model = load_model(tmp_path, device="cuda", progress=False)
+    model = without_end(load_model(tmp_path, device="cuda", progress=False))
     step, replayed = DecodeStep.__call__, []
 
     def both(self, sequences):
@@ -148,7 +174,7 @@ def test_captured_steps_are_those_that_run_as_python(family, tmp_path, monkeypat
 
 def test_many_sequences_share_pages_and_lanes(checkpoint):
     """100 sequences through 64 places: what a sequence gives does not depend on who had its pages before."""
-    model = load_model(checkpoint, device="cuda", progress=False)
+    model = without_end(load_model(checkpoint, device="cuda", progress=False))
     prompts = [[i + 5, *range(10, 10 + i % 37)] for i in range(100)]
     params = [SamplingParams(4 + i % 9) for i in range(100)]
     generator = Generator(model, cache_tokens=64 * 64, max_sequences=64)
