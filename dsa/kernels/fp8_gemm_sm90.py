@@ -5,14 +5,18 @@ e the matrix of row m.
 Plan
 - Rows lie one matrix's after another's; `ends` says on the device where each one's end, so no row is padded and no
   host reads a length. A tile has rows of one matrix only; it loads what lies beyond them and does not store it.
-- A math warpgroup owns 64 rows of a tile. Per block of 128 channels: four wgmma into fresh accumulators, whose products
-  are scaled and added in fp32 while another warpgroup has the tensor cores. The tensor cores' own sum keeps about 14
-  bits: 128 channels are what may be left to it.
+- A math warpgroup owns 64 rows of a tile. Per block of 128 channels and (up to) 128 columns: four wgmma into fresh
+  accumulators, whose products are scaled and added in fp32 while another warpgroup has the tensor cores. The tensor
+  cores' own sum keeps about 14 bits: 128 channels are what may be left to it.
+- Tiles are as large as the sums of a warpgroup allow, 128 x 256, where there are many rows: what a tile loads comes
+  from the L2 cache, 128 x 128 would ask it for 64 bytes a clock and SM. Few rows get narrow tiles: enough to keep
+  all SMs loading weights. A sum's order is the same in all of them.
 - One warp loads by TMA through a ring of stages that runs over tile after tile.
+- 16-bit results go through shared memory, a warp's 16 rows at a time, to be stored 128 bytes in a row.
 - Persistent CTAs walk the tiles, those of a matrix together and its tiles of rows innermost: a tile of weights comes
   from memory once. Which matrix a tile belongs to is found by a warp that compares 32 prefix sums at a time.
-Shared memory: STAGES x (64 GROUPS + COLUMNS) x 128 bytes, prefix sums, barriers.
-Registers: COLUMNS accumulators a math thread, of 232 (two warpgroups) or 160 (three); 40 or 32 for the others.
+Shared memory: STAGES x (64 GROUPS + COLUMNS) x 128 bytes, 2 KiB a math warp for results, prefix sums, barriers.
+Registers: COLUMNS / 2 sums and up to 64 accumulators a math thread, of 240; 24 for the others.
 Roofline: tensor cores for many rows a matrix, 8192 FLOP a clock and SM; memory for few: b once.
 """
 
@@ -22,7 +26,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -30,22 +34,27 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.block_scan import before_and_all
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
+from dsa.cute.matrix_store import pack, store_matrices
 from dsa.cute.ring import advance
 from dsa.cute.score_tile import SHARED_BYTES, WARPGROUP, init_ring, multiply, tile_load
-from dsa.cute.tuning import choices
+from dsa.cute.shared_bytes import load_16
 
 BLOCK = 128
 MOST_MATRICES = 1024
-REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
+# Columns that a warpgroup multiplies at a time.
+WIDTH = 128
+# Results of a warp on their way out: rows, and columns of 2 bytes.
+OUT_ROWS, OUT_COLUMNS = 16, 64
+REGISTERS = 240, 24
 
 
 @dataclass(frozen=True)
 class Fp8GemmConfig:
     """groups: math warpgroups, of 64 rows each; columns: of a tile; stages: blocks of 128 channels in flight."""
 
-    groups: int = choices(1, 2)
-    columns: int = choices(64, 128)
-    stages: int = choices(4, 5, 6, 8)
+    groups: int
+    columns: int
+    stages: int
 
     @property
     def threads(self) -> int:
@@ -53,8 +62,15 @@ class Fp8GemmConfig:
 
     def fits(self) -> bool:
         """Whether shared memory holds it."""
-        shared = self.stages * (64 * self.groups + self.columns) * BLOCK + 4 * (MOST_MATRICES + 40) + 3 * 1024
-        return shared <= SHARED_BYTES
+        staged = 4 * self.groups * OUT_ROWS * OUT_COLUMNS * 2
+        loaded = self.stages * (64 * self.groups + self.columns) * BLOCK
+        return loaded + staged + 4 * (MOST_MATRICES + 64) + 16 * self.stages + 3 * 1024 <= SHARED_BYTES
+
+
+CONFIGS = (
+    *(Fp8GemmConfig(1, columns, stages) for columns, stages in ((16, 16), (32, 14), (64, 12), (128, 8))),
+    *(Fp8GemmConfig(2, columns, stages) for columns, stages in ((128, 6), (256, 4))),
+)
 
 
 class Fp8GemmSm90:
@@ -62,7 +78,8 @@ class Fp8GemmSm90:
         self.out_dtype = out_dtype
         self.rows, self.columns, self.stages = 64 * cfg.groups, cfg.columns, cfg.stages
         self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
-        self.math_registers, self.other_registers = REGISTERS[cfg.groups]
+        self.width = min(WIDTH, cfg.columns)
+        self.parts = cfg.columns // self.width
 
     @cute.jit
     def __call__(
@@ -83,7 +100,7 @@ class Fp8GemmSm90:
         b_atom, b_tma = tile_load(b, b_layout, (self.columns, BLOCK))
         major = cute.nvgpu.OperandMajorMode.K
         mma = sm90.make_trivial_tiled_mma(
-            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.rows // 64, 1, 1), (64, self.columns))
+            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.rows // 64, 1, 1), (64, self.width))
         )
 
         @cute.struct
@@ -93,6 +110,7 @@ class Fp8GemmSm90:
             sums: cute.struct.MemRange[Int32, 32]
             # Tiles of rows before each matrix; behind the last one those of all.
             tiles: cute.struct.MemRange[Int32, MOST_MATRICES + 32]
+            out: cute.struct.Align[cute.struct.MemRange[Int32, self.math_warps * OUT_ROWS * OUT_COLUMNS // 2], 1024]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
 
@@ -138,12 +156,13 @@ class Fp8GemmSm90:
         total = self.count_tiles(ends, out.shape[0], tiles, sums, tid, lane, warp)
 
         if warp >= self.math_warps:
-            cute.arch.setmaxregister_decrease(self.other_registers)
+            cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp == self.math_warps:
                 self.produce(a_atom, ma, b_atom, mb, ends, out, tiles, total, sa, sb, full, empty, lane)
         else:
-            cute.arch.setmaxregister_increase(self.math_registers)
-            self.math(a_scale, b_scale, ends, out, mma, tiles, total, sa, sb, full, empty, tid, warp, lane)
+            cute.arch.setmaxregister_increase(REGISTERS[0])
+            staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
+            self.math(a_scale, b_scale, ends, out, mma, tiles, total, sa, sb, full, empty, staged, tid, warp, lane)
 
     @cute.jit
     def count_tiles(self, ends, rows, tiles, sums, tid, lane, warp):
@@ -216,12 +235,17 @@ class Fp8GemmSm90:
                 stage, phase = advance(stage, phase, self.stages)
 
     @cute.jit
-    def math(self, a_scale, b_scale, ends, out, mma, tiles, total, sa, sb, full, empty, tid, warp, lane):
+    def math(self, a_scale, b_scale, ends, out, mma, tiles, total, sa, sb, full, empty, staged, tid, warp, lane):
         thr_mma = mma.get_slice(tid)
-        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sa)), mma.make_fragment_B(thr_mma.partition_B(sb))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.rows, self.columns)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.columns // 2))
-        sums = cute.make_rmem_tensor((self.columns // 2,), Float32)
+        ra = mma.make_fragment_A(thr_mma.partition_A(sa))
+        rb = [
+            mma.make_fragment_B(thr_mma.partition_B(cute.local_tile(sb, (self.width, BLOCK, self.stages), (p, 0, 0))))
+            for p in range(self.parts)
+        ]
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.rows, self.width)), Float32)
+        each = self.width // 2
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(each))
+        sums = cute.make_rmem_tensor((self.parts * each,), Float32)
         own_row = warp * 16 + (lane >> 2)
         blocks = a_scale.shape[1]
         block_index, _, _ = cute.arch.block_idx()
@@ -229,33 +253,70 @@ class Fp8GemmSm90:
         stage, phase, e = Int32(0), Int32(0), Int32(0)
         across = cute.ceil_div(out.shape[1], self.columns)
         # Of the rows, of the columns: a block's are on their way while the one before it is multiplied.
-        ahead, scales = cute.make_rmem_tensor((3,), Float32), cute.make_rmem_tensor((2,), Float32)
+        count = 2 + self.parts
+        ahead, scales = cute.make_rmem_tensor((count,), Float32), cute.make_rmem_tensor((2 * self.parts,), Float32)
         for index in cutlass.range(block_index, total * across, ctas, unroll=1):
             e, row, end, column = self.place(index, e, ends, out, tiles, lane)
             sums.fill(0.0)
-            # What lies beyond the rows has no scale and is not stored.
+            # What lies beyond the rows or the columns is not stored: any scale will do.
             of_row = [a_scale[cutlass.min(row + own_row + 8 * half, end - 1), None] for half in range(2)]
-            of = (*of_row, b_scale[e, column // BLOCK, None])
-            for i in cutlass.range_constexpr(3):
+            last = b_scale.shape[1] - 1
+            of_columns = [b_scale[e, cutlass.min(column // BLOCK + p, last), None] for p in range(self.parts)]
+            of = (*of_row, *of_columns)
+            for i in cutlass.range_constexpr(count):
                 ahead[i] = of[i][0]
             for block in cutlass.range(blocks, unroll=1):
                 cute.arch.mbarrier_wait(full + stage, phase)
-                multiply(mma, acc, ra, rb, stage, stage)
-                for half in cutlass.range_constexpr(2):
-                    scales[half] = ahead[half] * ahead[2]
-                for i in cutlass.range_constexpr(3):
+                multiply(mma, acc, ra, rb[0], stage, stage)
+                for p in cutlass.range_constexpr(self.parts):
+                    for half in cutlass.range_constexpr(2):
+                        scales[2 * p + half] = ahead[half] * ahead[2 + p]
+                for i in cutlass.range_constexpr(count):
                     ahead[i] = of[i][cutlass.min(block + 1, blocks - 1)]
-                cute.nvgpu.warpgroup.wait_group(0)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(empty + stage)
-                for i in cutlass.range_constexpr(self.columns // 2):
-                    sums[i] += flat[i] * scales[i // 2 % 2]
+                for p in cutlass.range_constexpr(self.parts):
+                    if cutlass.const_expr(p > 0):
+                        multiply(mma, acc, ra, rb[p], stage, stage)
+                    cute.nvgpu.warpgroup.wait_group(0)
+                    if cutlass.const_expr(p == self.parts - 1):
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(empty + stage)
+                    for i in cutlass.range_constexpr(each):
+                        sums[p * each + i] += flat[i] * scales[2 * p + i // 2 % 2]
                 stage, phase = advance(stage, phase, self.stages)
-            self.store(sums, out, row + own_row, end, column + lane % 4 * 2)
+            if cutlass.const_expr(self.out_dtype.width == 16):
+                self.store_rows(sums, out, row + warp * 16, end, column, staged, lane)
+            else:
+                self.store_pairs(sums, out, row + own_row, end, column + lane % 4 * 2)
 
     @cute.jit
-    def store(self, sums, out, row, end, column):
-        """The sums of rows `row` and `row` + 8, in pairs of columns 8 apart."""
+    def store_rows(self, sums, out, row, end, column, staged, lane):
+        """A warp's 16 rows from `row` on, through its part of shared memory, whose rows are 128 bytes: the chunk of 16
+        bytes c of row r lies where c ^ (r % 8) would."""
+        width = min(self.columns, OUT_COLUMNS)
+        chunks = width // 8
+        own = lane % OUT_ROWS
+        eight = cute.make_rmem_tensor((4,), Uint32)
+        for first in cutlass.range_constexpr(0, self.columns, width):
+            for pair in cutlass.range_constexpr(chunks // 2):
+                places = [first // 2 + 8 * pair + 2 * i for i in range(4)]
+                words = [pack(sums[i], sums[i + 1], self.out_dtype) for i in places]
+                # Lanes 0 to 15 have the rows of the even chunk, the others those of the odd one.
+                store_matrices(staged + own * 128 + ((2 * pair + lane // OUT_ROWS) ^ (own % 8)) * 16, words)
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(0, OUT_ROWS * chunks, 32):
+                r, chunk = (i + lane) // chunks, (i + lane) % chunks
+                at = column + first + 8 * chunk
+                if row + r < end and at < out.shape[1]:
+                    loaded = load_16(staged + r * 128 + (chunk ^ (r % 8)) * 16)
+                    for k in cutlass.range_constexpr(4):
+                        eight[k] = loaded[k]
+                    target = cute.local_tile(out[row + r, None], (8,), (at // 8,))
+                    cute.autovec_copy(cute.recast_tensor(eight, self.out_dtype), target)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def store_pairs(self, sums, out, row, end, column):
+        """The sums of rows `row` and `row` + 8, in pairs of columns 8 apart: 32 bytes in a row."""
         pair = cute.make_rmem_tensor((2,), self.out_dtype)
         for half in cutlass.range_constexpr(2):
             if row + 8 * half < end:
@@ -263,7 +324,7 @@ class Fp8GemmSm90:
                 for j in cutlass.range_constexpr(self.columns // 8):
                     if column + 8 * j < out.shape[1]:
                         for c in cutlass.range_constexpr(2):
-                            pair[c] = sums[4 * j + 2 * half + c].to(self.out_dtype)
+                            pair[c] = sums[4 * j + 2 * half + c]
                         cute.autovec_copy(pair, pairs[None, column // 2 + 4 * j])
 
 
@@ -288,12 +349,24 @@ def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
     return compile_sm90(Fp8GemmSm90(out_type, config), a, a_scale, b, b_scale, ends, out, Int32(1), stream)
 
 
-def choose_config(rows: int) -> Fp8GemmConfig:
-    """For so many rows a matrix: two warpgroups share a tile of weights where there are rows for both."""
-    return Fp8GemmConfig(2, 128, 6) if rows > 64 else Fp8GemmConfig(1, 128, 8)
+def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
+    """For `rows` in all, as many for each matrix: what takes the fewest clocks a block of channels, over all tiles that
+    a multiprocessor gets in turn. It gets about 40 bytes a clock from the L2 cache, a warpgroup's wgmma of 128 columns
+    take 256 clocks, and what follows them about 150; two warpgroups do one while the other does the other."""
+    used = max(min(rows, matrices), 1)
+    each = -(-rows // used)
+    candidates = [config for config in CONFIGS if config.groups == 1 or each > 64]
+
+    def clocks(config: Fp8GemmConfig) -> float:
+        tiles = used * -(-each // (64 * config.groups)) * -(-columns // config.columns)
+        load = (64 * config.groups + config.columns) * BLOCK / 40
+        tensor = 2 * config.columns * config.groups
+        alone = 2 * config.columns + 150 * max(config.columns / WIDTH, 0.5)
+        return -(-tiles // multiprocessors) * max(load, tensor, alone)
+
+    return min(candidates, key=clocks)
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    dtypes = ("float32", "bfloat16", "float16")
-    return [(compile_fp8_gemm, (dtype, choose_config(rows))) for dtype in dtypes for rows in (1, 128)]
+    return [(compile_fp8_gemm, (dtype, config)) for dtype in ("float32", "bfloat16", "float16") for config in CONFIGS]

@@ -100,16 +100,20 @@ def _launch(
         raise ValueError(f"b[0]: must be contiguous, from a multiple of 16 bytes on, got strides {list(w.stride())}")
     aligned = rows_at_16_bytes(q)
     q = q.contiguous().clone() if aligned is None else aligned
-    launch = _kernel(out.dtype, (rows // matrices).bit_length())
+    multiprocessors = backends.num_sms(q.device)
+    launch = _kernel(out.dtype, rows, columns, matrices, multiprocessors)
     with backends.on_device(q):
-        launch(q, s.contiguous(), w.view(-1, channels), ws.contiguous(), ends, out, backends.num_sms(q.device))
+        launch(q, s.contiguous(), w.view(-1, channels), ws.contiguous(), ends, out, multiprocessors)
 
 
-@functools.cache
-def _kernel(out_dtype: torch.dtype, size_bits: int) -> Callable[..., None]:
+@functools.lru_cache(4096)
+def _kernel(
+    out_dtype: torch.dtype, rows: int, columns: int, matrices: int, multiprocessors: int
+) -> Callable[..., None]:
     from dsa.kernels import fp8_gemm_sm90 as kernels
 
-    return kernels.compile_fp8_gemm(dtype_name(out_dtype), kernels.choose_config(1 << max(size_bits - 1, 0)))
+    config = kernels.choose_config(rows, columns, matrices, multiprocessors)
+    return kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
 
 
 @functools.cache

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import dsa
+from dsa.kernels import fp8_gemm_sm90 as kernels
+from dsa.ops import fp8_gemm_nt as op
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.testing import calc_diff, poison_free_memory
 
 E4M3 = torch.float8_e4m3fn
@@ -89,6 +92,19 @@ def test_a_row_depends_on_no_other():
         alone = dsa.fp8_gemm_nt((a[0][row : row + 1], a[1][row : row + 1]), (b[0][e], b[1][e]))
         assert torch.equal(alone[0], got[row])
     assert torch.equal(got, dsa.grouped_fp8_gemm_nt(a, b, ends))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_every_tile_gives_the_same_bits(out_dtype, monkeypatch):
+    sizes = torch.tensor([0, 5, 300, 64, 1, 130])
+    a, b = operands(500, 392, 400, len(sizes))
+    ends = sizes.cumsum(0, dtype=torch.int32).cuda()
+    expected = dsa.grouped_fp8_gemm_nt(a, b, ends, out_dtype)
+    for config in kernels.CONFIGS:
+        kernel = kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
+        monkeypatch.setattr(op, "_kernel", lambda *arguments, kernel=kernel: kernel)
+        poison_free_memory(mebibytes=64)
+        assert torch.equal(dsa.grouped_fp8_gemm_nt(a, b, ends, out_dtype), expected)
 
 
 def test_nothing_outside_the_rows_is_written():
