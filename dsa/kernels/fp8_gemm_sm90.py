@@ -5,18 +5,16 @@ e the matrix of row m.
 Plan
 - Rows lie one matrix's after another's; `ends` says on the device where each one's end, so no row is padded and no
   host reads a length. A tile has rows of one matrix only; it loads what lies beyond them and does not store it.
-- A math warpgroup owns 64 rows of a tile. Per block of 128 channels and (up to) 128 columns: four wgmma into fresh
-  accumulators, whose products are scaled and added in fp32 while another warpgroup has the tensor cores. The tensor
-  cores' own sum keeps about 14 bits: 128 channels are what may be left to it.
-- Tiles are as large as the sums of a warpgroup allow, 128 x 256, where there are many rows: what a tile loads comes
-  from the L2 cache, 128 x 128 would ask it for 64 bytes a clock and SM. Few rows get narrow tiles: enough to keep
-  all SMs loading weights. A sum's order is the same in all of them.
+- A math warpgroup owns 64 rows of a tile. Per block of 128 channels: four wgmma into fresh accumulators, whose products
+  are scaled and added in fp32 while another warpgroup has the tensor cores. The tensor cores' own sum keeps about 14
+  bits: 128 channels are what may be left to it.
+- Few rows get narrow tiles: enough of them to keep all SMs loading weights. A sum's order is the same in all.
 - One warp loads by TMA through a ring of stages that runs over tile after tile.
 - 16-bit results go through shared memory, a warp's 16 rows at a time, to be stored 128 bytes in a row.
 - Persistent CTAs walk the tiles, those of a matrix together and its tiles of rows innermost: a tile of weights comes
   from memory once. Which matrix a tile belongs to is found by a warp that compares 32 prefix sums at a time.
 Shared memory: STAGES x (64 GROUPS + COLUMNS) x 128 bytes, 2 KiB a math warp for results, prefix sums, barriers.
-Registers: COLUMNS / 2 sums and up to 64 accumulators a math thread, of 240; 24 for the others.
+Registers: COLUMNS / 2 sums and 64 accumulators a math thread, of 240; 24 for the others.
 Roofline: tensor cores for many rows a matrix, 8192 FLOP a clock and SM; memory for few: b once.
 """
 
@@ -41,8 +39,6 @@ from dsa.cute.shared_bytes import load_16
 
 BLOCK = 128
 MOST_MATRICES = 1024
-# Columns that a warpgroup multiplies at a time.
-WIDTH = 128
 # Results of a warp on their way out: rows, and columns of 2 bytes.
 OUT_ROWS, OUT_COLUMNS = 16, 64
 REGISTERS = 240, 24
@@ -57,6 +53,11 @@ class Fp8GemmConfig:
     stages: int
 
     @property
+    def together(self) -> int:
+        """Blocks of channels multiplied before the first of them is added: what hides a narrow tile's latency."""
+        return min(4, 128 // self.columns)
+
+    @property
     def threads(self) -> int:
         return (self.groups + 1) * WARPGROUP
 
@@ -69,7 +70,7 @@ class Fp8GemmConfig:
 
 CONFIGS = (
     *(Fp8GemmConfig(1, columns, stages) for columns, stages in ((16, 16), (32, 14), (64, 12), (128, 8))),
-    *(Fp8GemmConfig(2, columns, stages) for columns, stages in ((128, 6), (256, 4))),
+    Fp8GemmConfig(2, 128, 6),
 )
 
 
@@ -78,8 +79,7 @@ class Fp8GemmSm90:
         self.out_dtype = out_dtype
         self.rows, self.columns, self.stages = 64 * cfg.groups, cfg.columns, cfg.stages
         self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
-        self.width = min(WIDTH, cfg.columns)
-        self.parts = cfg.columns // self.width
+        self.together = cfg.together
 
     @cute.jit
     def __call__(
@@ -98,10 +98,6 @@ class Fp8GemmSm90:
         b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
         a_atom, a_tma = tile_load(a, a_layout, (self.rows, BLOCK))
         b_atom, b_tma = tile_load(b, b_layout, (self.columns, BLOCK))
-        major = cute.nvgpu.OperandMajorMode.K
-        mma = sm90.make_trivial_tiled_mma(
-            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.rows // 64, 1, 1), (64, self.width))
-        )
 
         @cute.struct
         class Storage:
@@ -115,7 +111,7 @@ class Fp8GemmSm90:
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
 
         self.storage = Storage
-        self.kernel(a_atom, a_tma, a_scale, b_atom, b_tma, b_scale, ends, out, mma, a_layout, b_layout).launch(
+        self.kernel(a_atom, a_tma, a_scale, b_atom, b_tma, b_scale, ends, out, a_layout, b_layout).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -130,7 +126,6 @@ class Fp8GemmSm90:
         b_scale: cute.Tensor,
         ends: cute.Tensor,
         out: cute.Tensor,
-        mma: cute.TiledMma,
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
     ):
@@ -162,7 +157,7 @@ class Fp8GemmSm90:
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
             staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
-            self.math(a_scale, b_scale, ends, out, mma, tiles, total, sa, sb, full, empty, staged, tid, warp, lane)
+            self.math(a_scale, b_scale, ends, out, tiles, total, sa, sb, full, empty, staged, tid, warp, lane)
 
     @cute.jit
     def count_tiles(self, ends, rows, tiles, sums, tid, lane, warp):
@@ -226,7 +221,8 @@ class Fp8GemmSm90:
             tbs, tbg = cute.nvgpu.cpasync.tma_partition(
                 b_atom, 0, one, cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
             )
-            for block in cutlass.range(cute.ceil_div(ma.shape[1], BLOCK), unroll=1):
+            blocks = cute.ceil_div(ma.shape[1], BLOCK)
+            for block in cutlass.range(cute.round_up(blocks, self.together), unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (self.rows + self.columns) * BLOCK)
@@ -235,58 +231,66 @@ class Fp8GemmSm90:
                 stage, phase = advance(stage, phase, self.stages)
 
     @cute.jit
-    def math(self, a_scale, b_scale, ends, out, mma, tiles, total, sa, sb, full, empty, staged, tid, warp, lane):
+    def math(self, a_scale, b_scale, ends, out, tiles, total, sa, sb, full, empty, staged, tid, warp, lane):
+        major = cute.nvgpu.OperandMajorMode.K
+        mma = sm90.make_trivial_tiled_mma(
+            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.rows // 64, 1, 1), (64, self.columns))
+        )
         thr_mma = mma.get_slice(tid)
         ra = mma.make_fragment_A(thr_mma.partition_A(sa))
-        rb = [
-            mma.make_fragment_B(thr_mma.partition_B(cute.local_tile(sb, (self.width, BLOCK, self.stages), (p, 0, 0))))
-            for p in range(self.parts)
-        ]
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((self.rows, self.width)), Float32)
-        each = self.width // 2
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(each))
-        sums = cute.make_rmem_tensor((self.parts * each,), Float32)
+        rb = mma.make_fragment_B(thr_mma.partition_B(sb))
+        shape = thr_mma.partition_shape_C((self.rows, self.columns))
+        acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.together)]
+        sums = cute.make_rmem_tensor((self.columns // 2,), Float32)
         own_row = warp * 16 + (lane >> 2)
-        blocks = a_scale.shape[1]
         block_index, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        stage, phase, e = Int32(0), Int32(0), Int32(0)
+        place, e = (Int32(0), Int32(0)), Int32(0)
         across = cute.ceil_div(out.shape[1], self.columns)
-        # Of the rows, of the columns: a block's are on their way while the one before it is multiplied.
-        count = 2 + self.parts
-        ahead, scales = cute.make_rmem_tensor((count,), Float32), cute.make_rmem_tensor((2 * self.parts,), Float32)
         for index in cutlass.range(block_index, total * across, ctas, unroll=1):
             e, row, end, column = self.place(index, e, ends, out, tiles, lane)
             sums.fill(0.0)
-            # What lies beyond the rows or the columns is not stored: any scale will do.
-            of_row = [a_scale[cutlass.min(row + own_row + 8 * half, end - 1), None] for half in range(2)]
-            last = b_scale.shape[1] - 1
-            of_columns = [b_scale[e, cutlass.min(column // BLOCK + p, last), None] for p in range(self.parts)]
-            of = (*of_row, *of_columns)
-            for i in cutlass.range_constexpr(count):
-                ahead[i] = of[i][0]
-            for block in cutlass.range(blocks, unroll=1):
-                cute.arch.mbarrier_wait(full + stage, phase)
-                multiply(mma, acc, ra, rb[0], stage, stage)
-                for p in cutlass.range_constexpr(self.parts):
-                    for half in cutlass.range_constexpr(2):
-                        scales[2 * p + half] = ahead[half] * ahead[2 + p]
-                for i in cutlass.range_constexpr(count):
-                    ahead[i] = of[i][cutlass.min(block + 1, blocks - 1)]
-                for p in cutlass.range_constexpr(self.parts):
-                    if cutlass.const_expr(p > 0):
-                        multiply(mma, acc, ra, rb[p], stage, stage)
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    if cutlass.const_expr(p == self.parts - 1):
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(empty + stage)
-                    for i in cutlass.range_constexpr(each):
-                        sums[p * each + i] += flat[i] * scales[2 * p + i // 2 % 2]
-                stage, phase = advance(stage, phase, self.stages)
+            # What lies beyond the rows has no scale and is not stored.
+            of_rows = [a_scale[cutlass.min(row + own_row + 8 * half, end - 1), None] for half in range(2)]
+            of = (*of_rows, b_scale[e, column // BLOCK, None])
+            place = self.sum_blocks(mma, acc, ra, rb, sums, of, full, empty, place)
             if cutlass.const_expr(self.out_dtype.width == 16):
                 self.store_rows(sums, out, row + warp * 16, end, column, staged, lane)
             else:
                 self.store_pairs(sums, out, row + own_row, end, column + lane % 4 * 2)
+
+    @cute.jit
+    def sum_blocks(self, mma, acc, ra, rb, sums, of, full, empty, place):
+        """Add up a tile's blocks. of: the scales of the rows `row` and `row` + 8 of this thread, and of the columns."""
+        stage, phase = place
+        blocks = of[0].shape[0]
+        scales = cute.make_rmem_tensor((self.together, 3), Float32)
+        # A block's scales are on their way while the one before it is multiplied.
+        ahead = cute.make_rmem_tensor((self.together, 3), Float32)
+        self.load_scales(ahead, of, 0)
+        for first in cutlass.range(0, blocks, self.together, unroll=1):
+            stages = []
+            for i in cutlass.range_constexpr(self.together):
+                cute.arch.mbarrier_wait(full + stage, phase)
+                multiply(mma, acc[i], ra, rb, stage, stage)
+                stages.append(stage)
+                stage, phase = advance(stage, phase, self.stages)
+            for i in cutlass.range_constexpr(cute.size(scales)):
+                scales[i] = ahead[i]
+            self.load_scales(ahead, of, first + self.together)
+            for i in cutlass.range_constexpr(self.together):
+                cute.nvgpu.warpgroup.wait_group(self.together - 1 - i)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(empty + stages[i])
+                add_scaled(sums, acc[i], scales[i, 0] * scales[i, 2], scales[i, 1] * scales[i, 2])
+        return stage, phase
+
+    @cute.jit
+    def load_scales(self, scales, of, first):
+        """Of the blocks from `first` on that there are."""
+        for i in cutlass.range_constexpr(self.together):
+            for j in cutlass.range_constexpr(3):
+                scales[i, j] = of[j][cutlass.min(first + i, of[j].shape[0] - 1)]
 
     @cute.jit
     def store_rows(self, sums, out, row, end, column, staged, lane):
@@ -328,6 +332,14 @@ class Fp8GemmSm90:
                         cute.autovec_copy(pair, pairs[None, column // 2 + 4 * j])
 
 
+@cute.jit
+def add_scaled(sums, acc, of_row: Float32, of_row_8: Float32):
+    """sums += acc, scaled: pairs of columns of a row and of the row 8 below it take turns."""
+    products = cute.make_tensor(acc.iterator, sums.layout)
+    for i in cutlass.range_constexpr(cute.size(sums)):
+        sums[i] += products[i] * (of_row_8 if i // 2 % 2 else of_row)
+
+
 @cached
 def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
     """-> f(a [M, K] e4m3, a_scale [M, ceil(K / 128)], b [E * N, K] e4m3, b_scale [E, ceil(N / 128), ceil(K / 128)],
@@ -351,18 +363,16 @@ def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
 
 def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
     """For `rows` in all, as many for each matrix: what takes the fewest clocks a block of channels, over all tiles that
-    a multiprocessor gets in turn. It gets about 40 bytes a clock from the L2 cache, a warpgroup's wgmma of 128 columns
-    take 256 clocks, and what follows them about 150; two warpgroups do one while the other does the other."""
+    a multiprocessor gets in turn. Measured: it gets 38 bytes a clock from the L2 cache, and a block that is alone takes
+    350 clocks from its arrival to the next one's turn."""
     used = max(min(rows, matrices), 1)
     each = -(-rows // used)
     candidates = [config for config in CONFIGS if config.groups == 1 or each > 64]
 
     def clocks(config: Fp8GemmConfig) -> float:
         tiles = used * -(-each // (64 * config.groups)) * -(-columns // config.columns)
-        load = (64 * config.groups + config.columns) * BLOCK / 40
-        tensor = 2 * config.columns * config.groups
-        alone = 2 * config.columns + 150 * max(config.columns / WIDTH, 0.5)
-        return -(-tiles // multiprocessors) * max(load, tensor, alone)
+        load = (64 * config.groups + config.columns) * BLOCK / 38
+        return -(-tiles // multiprocessors) * max(load, 2 * config.columns * config.groups, 350 / config.together)
 
     return min(candidates, key=clocks)
 
