@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="time an op beside its peers (needs a Hopper GPU)")
     bench.set_defaults(run=_bench)
-    bench.add_argument("op")
+    bench.add_argument("op", help="an op, or e2e: layers of V3.2 and V4-Flash with their real sizes, by part")
     bench.add_argument("--csv", type=Path, help="also write the rows to this file")
     bench.add_argument("--png", type=Path, help="also draw the rows into this file (needs matplotlib)")
     bench.add_argument(
@@ -131,6 +131,8 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.op == "e2e":
+        return _bench_e2e(args)
     from benchmarks.harness import case, plot, profile, table
 
     module = case.load(args.op)
@@ -145,6 +147,24 @@ def _bench(args: argparse.Namespace) -> int:
         table.write_csv(rows, args.csv)
     if args.png:
         plot.write_png(args.op, rows, args.png)
+    return 0
+
+
+def _bench_e2e(args: argparse.Namespace) -> int:
+    from benchmarks.e2e import plot, report, table
+
+    if args.profile:
+        raise ValueError("--profile: is for one op; e2e splits every row by part")
+    _need_a_gpu("a benchmark")
+    print(table.head())
+    rows = []
+    for row in report.rows():
+        print(table.line(row), flush=True)
+        rows.append(row)
+    if args.csv:
+        table.write_csv(rows, args.csv)
+    if args.png:
+        plot.write_png(rows, args.png)
     return 0
 
 

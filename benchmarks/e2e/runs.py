@@ -12,6 +12,7 @@ from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
 from dsa_layers.sequence_batch import SequenceBatch
 
 Model = SparseMLAForCausalLM | DeepseekV4ForCausalLM
+Call = Callable[[], object]
 
 
 @dataclass
@@ -27,7 +28,15 @@ class Cached:
         self.tokens = [1 + self.lane] * self.context
 
 
-def prefill(model: Model, tokens: int, chunk: int) -> Callable[[], None]:
+@dataclass(frozen=True)
+class Run:
+    """What is timed, and the same where every kernel is launched by Python, so that its part is known."""
+
+    timed: Call
+    launched: Call
+
+
+def prefill(model: Model, tokens: int, chunk: int) -> Run:
     """A prompt of so many tokens, `chunk` at a time, into a cache of its own."""
     device = next(model.parameters()).device
     cache = model.make_cache(-(-tokens // model.page_size), device=device, lanes=1)
@@ -41,23 +50,24 @@ def prefill(model: Model, tokens: int, chunk: int) -> Callable[[], None]:
             batch = SequenceBatch.paged([end - begin], [end], pages, cache.page_size, device, [0])
             model(prompt[begin:end], batch, cache)
 
-    return run
+    return Run(run, run)
 
 
-def decode(model: Model, count: int, context: int, *, capture: bool = True) -> Callable[[], torch.Tensor]:
-    """A token for each of so many sequences of `context` tokens, whose caches hold bytes at random."""
+def decode(model: Model, count: int, context: int) -> Run:
+    """A token for each of so many sequences of `context` tokens, whose caches hold bytes at random; timed as a graph.
+    Both calls return the logits."""
     device = next(model.parameters()).device
     each = -(-context // model.page_size)
-    cache = model.make_cache(count * each + 1, device=device, lanes=count + 1)
+    cache = model.make_cache(count * each + 2, device=device, lanes=count + 2)
     for tensor in cache.tensors():
         # Finite in every layout: e4m3 of 1/4 to 1, floats of 2^-47 to 2^-16, exponents of 2^-87 to 2^-72.
         tensor.view(torch.uint8).random_(0x28, 0x38)
-    step = DecodeStep(model, cache, capture=capture)
+    graph, python = (DecodeStep(model, cache, capture=capture) for capture in (True, False))
     allocate = cache.allocator.allocate
     sequences = [Cached(allocate(each), lane, context) for lane in cache.lanes.allocate(count)]
-    return lambda: step(sequences)
+    return Run(lambda: graph(sequences), lambda: python(sequences))
 
 
-def milliseconds(run: Callable[[], object], repeats: int = 5) -> float:
+def milliseconds(run: Call, repeats: int = 5) -> float:
     """The median of its time on the GPU's clock."""
     return bench({"run": run}, repeats=repeats)["run"]

@@ -46,6 +46,8 @@ def test_every_kind_of_layer_in_little_enough_for_one_gpu(name):
 def test_runs(name):
     """They are passes of the model: the prompt's last chunk, and a step over caches without a NaN."""
     model = stack(name, "cpu", **SMALL, **FEWER[name])
-    prefill(model, 70, 32)()
-    logits = decode(model, 3, 300)()
+    prefill(model, 70, 32).timed()
+    run = decode(model, 3, 300)
+    logits = run.timed()
     assert logits.shape == (3, 512) and logits.isfinite().all()
+    assert torch.equal(run.launched(), logits)
