@@ -5,6 +5,7 @@ Importing this package imports torch only: no CuTe DSL, no CUDA initialisation.
 
 from dsa.backends import backend, num_sms, use_backend
 from dsa.ops.compressed_kv import compress_kv, write_compressed_kv
+from dsa.ops.expert_routing import moe_gate, sort_by_expert
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
 from dsa.ops.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, grouped_fp8_gemm_nt, per_block_cast_to_fp8
@@ -43,6 +44,7 @@ __all__ = [
     "grouped_fp8_gemm_nt",
     "make_v4_cache",
     "merge_attention",
+    "moe_gate",
     "mqa_logits",
     "num_sms",
     "per_block_cast_to_fp8",
@@ -52,6 +54,7 @@ __all__ = [
     "read_kv_cache",
     "sliding_window_attention",
     "sliding_window_decode",
+    "sort_by_expert",
     "topk_indices",
     "use_backend",
     "window_indices",

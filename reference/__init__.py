@@ -1,6 +1,7 @@
 """PyTorch references of every operation: plain fp32, no dispatch, to be read beside the papers."""
 
 from .compressed_kv import compress_kv, write_compressed_kv
+from .expert_routing import moe_gate, sort_by_expert
 from .fp8_cast import (
     ceil_to_ue8m0,
     dequantize_per_block,
@@ -44,6 +45,7 @@ __all__ = [
     "hadamard_transform",
     "make_v4_cache",
     "merge_attention",
+    "moe_gate",
     "mqa_logits",
     "per_block_cast_to_fp8",
     "per_row_cast_to_fp8",
@@ -53,6 +55,7 @@ __all__ = [
     "read_kv_cache",
     "sliding_window_attention",
     "sliding_window_decode",
+    "sort_by_expert",
     "topk_indices",
     "window_indices",
     "window_slots",

@@ -90,7 +90,6 @@ class DSAAttention(nn.Module):
         qr = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(qr).unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
         q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
-        q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
 
         decode = cache is not None and batch.is_decode
         if self.indexer is None:
@@ -115,15 +114,16 @@ class DSAAttention(nn.Module):
                 selection.picks = picks
 
         if not (decode or sparse):
+            q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
             return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
         w_uk, w_uv = self._up_projections(x.dtype)
-        q = torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
+        q = self._absorbed_queries(q_nope, q_pe, w_uk, cos, sin)
         if decode:
             attended = self._decode(q, picks, batch, cache)
         else:
             arguments = (kv[:, None], picks[:, None], self.softmax_scale, self.kv_lora_rank)
             attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments)
-        return self.o_proj(torch.einsum("thc,hvc->thv", attended, w_uv).flatten(-2))
+        return self.o_proj(_by_head(attended, w_uv.mT).flatten(-2))
 
     def _select(
         self,
@@ -172,6 +172,19 @@ class DSAAttention(nn.Module):
             return cache.latent.view(-1, cache.latent.shape[-1])
         return dsa.read_kv_cache(cache.latent, batch.key_slots, dtype=kv.dtype)
 
+    def _absorbed_queries(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_uk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, heads, latent + rope]: the queries of the latents and rope keys."""
+        if torch.is_grad_enabled():
+            q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
+            return torch.cat((_by_head(q_nope, w_uk), q_pe), -1)
+        # Both parts are written where they belong.
+        q = q_nope.new_empty(*q_nope.shape[:2], self.kv_lora_rank + self.rope_dim)
+        _by_head(q_nope, w_uk, q[..., : self.kv_lora_rank])
+        dsa.apply_rotary(q_pe, cos, sin, interleaved=True, out=q[..., self.kv_lora_rank :])
+        return q
+
     def _up_projections(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(W_UK [heads, nope_dim, latent], W_UV [heads, v_dim, latent]) in `dtype`."""
         weight = self.kv_b_proj.float_weight(dtype).unflatten(0, (self.n_heads, self.nope_dim + self.v_dim))
@@ -180,8 +193,10 @@ class DSAAttention(nn.Module):
     def _decode(
         self, q: torch.Tensor, picks: torch.Tensor | None, batch: TokenBatch, cache: LayerCache
     ) -> torch.Tensor:
+        # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
+        dtype = torch.bfloat16 if cache.latent_is_fp8 and q.is_cuda else q.dtype
         out, _ = dsa.flash_mla_with_kvcache(
-            q[:, None],
+            q[:, None].to(dtype),
             cache.latent,
             None if picks is not None else batch.block_table,
             None if picks is not None else batch.key_lens_tensor,
@@ -191,7 +206,7 @@ class DSAAttention(nn.Module):
             is_fp8_kvcache=cache.latent_is_fp8,
             indices=None if picks is None else picks[:, None],
         )
-        return out[:, 0]
+        return out[:, 0].to(q.dtype)
 
     def _dense_prefill(self, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """q [T, heads, nope + rope], kv [sum(key_lens), latent + rope] -> [T, heads, v_dim], causal per sequence."""
@@ -214,3 +229,13 @@ class DSAAttention(nn.Module):
                 )[0].transpose(0, 1)
             )
         return torch.cat(out)
+
+
+def _by_head(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, heads, I] times weights [heads, I, O] -> [T, heads, O], by head; into `out`, if given."""
+    if torch.is_grad_enabled():
+        return torch.einsum("thi,hio->tho", x, weights)
+    if out is None:
+        out = x.new_empty(*x.shape[:2], weights.shape[-1])
+    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+    return out

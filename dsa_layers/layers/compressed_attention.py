@@ -193,12 +193,14 @@ class CompressedAttention(nn.Module):
             else:
                 slots = self.indexer(x, qr, rope, entry_rope, batch, cache.index_entries, paged_slots=True)[:, None]
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
+        # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
+        dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
         out, _ = dsa.flash_mla_with_kvcache(
-            *(q[:, None], cache.window, None, None, self.dim, None),
+            *(q[:, None].to(dtype), cache.window, None, None, self.dim, None),
             softmax_scale=self.dim**-0.5,
             is_fp8_kvcache=cache.is_fp8,
             indices=windows.decode_slots,
             attn_sink=self.attn_sink,
             **extra,
         )
-        return out[:, 0]
+        return out[:, 0].to(q.dtype)

@@ -59,14 +59,23 @@ class BlockFP8Linear(nn.Module):
             )
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+        self._dequantised: tuple[tuple, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         activations = dsa.per_token_cast_to_fp8(x, self.use_ue8m0)
         return dsa.fp8_gemm_nt(activations, (self.weight, self.weight_scale_inv), x.dtype)
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """W [O, I] dequantised to `dtype`."""
-        return dsa.dequantize_per_block(self.weight, self.weight_scale_inv, dtype)
+        """W [O, I] dequantised to `dtype`, and kept until the parameters change: decoding asks for it at every step."""
+        parameters = self.weight, self.weight_scale_inv
+        if any(tensor.is_inference() for tensor in parameters):  # their changes are not counted
+            return dsa.dequantize_per_block(*parameters, dtype)
+        state = dtype, *((tensor.data_ptr(), tensor._version) for tensor in parameters)
+        if self._dequantised is None or self._dequantised[0] != state:
+            # Not an inference tensor, whatever the first pass is: a later one may ask for gradients.
+            with torch.inference_mode(False), torch.no_grad():
+                self._dequantised = state, dsa.dequantize_per_block(*parameters, dtype)
+        return self._dequantised[1]
 
 
 def make_linear(

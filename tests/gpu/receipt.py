@@ -2,7 +2,8 @@
 
 `tests/gpu/test_NAME.py` and `benchmarks/NAME.py` belong to the op NAME, whose code is `dsa/ops/NAME.py` (a suffix
 `_sparse` names a part of an op). The digest covers that module, everything of this project that it imports, and the
-tile configurations that its kernels load.
+tile configurations that its kernels load. `tests/gpu/test_generation.py` belongs to the models: its digest covers all
+ops and the layers.
 """
 
 import hashlib
@@ -10,12 +11,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dsa.source_digest import has_kernel, modules_used_by, source_digest
+from dsa.source_digest import _dump, _tree, has_kernel, modules_used_by, source_digest
 
 HERE = Path(__file__).parent
 PATH = HERE / "receipt.json"
 TUNED = HERE.parent.parent / "dsa" / "tuned"
 PARTS = ("_sparse",)
+GENERATION = "generation"
+LAYERS = HERE.parent.parent / "dsa_layers"
+# What no pass of a model runs.
+NOT_RUN = ("cli.py", "health.py", "tiny")
 
 
 def load() -> dict[str, Any]:
@@ -29,6 +34,8 @@ def op_module(name: str) -> str:
 
 
 def digest(name: str) -> str:
+    if name == GENERATION:
+        return _digest_of_generation()
     h = hashlib.sha256(source_digest(op_module(name)).encode())
     for module in modules_used_by(op_module(name)):
         data = TUNED / f"{module.rpartition('.')[2].removesuffix('_sm90')}.json"
@@ -37,8 +44,18 @@ def digest(name: str) -> str:
     return h.hexdigest()[:16]
 
 
+def _digest_of_generation() -> str:
+    ops = sorted({op_module(name) for name in tested_ops() if name != GENERATION})
+    h = hashlib.sha256("".join(map(source_digest, ops)).encode())
+    for path in sorted(LAYERS.rglob("*.py")):
+        place = path.relative_to(LAYERS)
+        if place.parts[0] not in NOT_RUN:
+            h.update(f"{place.as_posix()}\n{_dump(_tree(path))}\n".encode())
+    return h.hexdigest()[:16]
+
+
 def tested_ops() -> list[str]:
-    """The ops that have GPU tests."""
+    """The ops that have GPU tests, and generation."""
     return sorted(path.stem.removeprefix("test_") for path in HERE.glob("test_*.py"))
 
 

@@ -27,6 +27,8 @@ def table(data: dict[str, Any]) -> str:
 
 
 def _functions(name: str) -> str:
+    if name == receipt.GENERATION:
+        return "generation: `dsa_layers.Generator`"
     module = importlib.import_module(receipt.op_module(name))
     public = [f for f in dsa.__all__ if f not in NOT_OPS and getattr(module, f, None) is getattr(dsa, f)]
     part = name.removeprefix(receipt.op_module(name).rpartition(".")[2]).strip("_")
@@ -43,8 +45,9 @@ def _row(name: str, entry: dict[str, Any] | None) -> str:
     figures = f"{rows[0]['figure']} ({rows[0]['shape']})" if rows else ""
     names = ", ".join(sorted({row["peer"] for row in rows if row["peer"]}))
     peers = f"{names}: {min(ratios):.2f} to {max(ratios):.2f} times ours" if ratios else ""
+    what = "ops' kernels" if name == receipt.GENERATION else "kernel"
     tests = f"{entry['tests'] - entry['failed']} of {entry['tests']}"
-    return f"| {_functions(name)} | kernel | {tests} | {figures} | {peers} |"
+    return f"| {_functions(name)} | {what} | {tests} | {figures} | {peers} |"
 
 
 def inserted(text: str) -> str:

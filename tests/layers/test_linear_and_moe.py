@@ -159,3 +159,19 @@ def test_experts_gradients():
 def test_fp8_experts_have_whole_blocks():
     with pytest.raises(ValueError, match="hidden, inner: must be multiples of 128 for FP8 weights, got 128 and 64"):
         Experts(2, 128, 64, fp8=True)
+
+
+def test_a_dequantised_weight_is_kept_until_the_parameters_change():
+    layer = BlockFP8Linear(128, 256)
+    first = layer.float_weight(torch.bfloat16)
+    assert layer.float_weight(torch.bfloat16) is first
+    assert layer.float_weight(torch.float32).dtype == torch.float32
+    other = BlockFP8Linear(128, 256)
+    with torch.inference_mode():
+        layer.load_state_dict(other.state_dict())
+        changed = layer.float_weight(torch.float32)
+    assert torch.equal(changed, other.float_weight(torch.float32))
+    assert not changed.is_inference()
+    layer.weight_scale_inv.data = 2 * layer.weight_scale_inv.data
+    assert torch.equal(layer.float_weight(torch.float32), 2 * changed)
+    assert layer.to(torch.device("cpu")).float_weight(torch.bfloat16).dtype == torch.bfloat16

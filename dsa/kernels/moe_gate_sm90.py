@@ -1,0 +1,183 @@
+"""The gate of a mixture of experts: scores, the best groups, the best experts in them, and their weights.
+
+Plan
+- A warp a token; lane l has the experts l, l + 32, ...: their scores, and as signed integers of the same order what
+  they are chosen by. The best of a warp is then one instruction (redux), and its lowest number among equals another.
+- A group's two best, group after group; every lane then knows which groups stay. Then the best expert, top_k times,
+  each taken out once it is picked. Lane k keeps the k-th.
+Shared memory: none. Registers: 2 ceil(E / 32) and a dozen. Constraints: E up to 1024, top_k and n_group up to 32.
+Roofline: latency, about 60 instructions a pick; 4 E bytes a token.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from dsa.cute.compile_cache import cached, compile_sm90
+
+WARPS = 4
+MOST_EXPERTS, MOST_PICKS, MOST_GROUPS = 1024, 32, 32
+LOWEST = -(2**31)  # below the order of -inf: no candidate
+LAST = 2**31 - 1
+
+
+class MoeGateSm90:
+    def __init__(self, experts: int, top_k: int, scores: str, n_group: int, topk_group: int, normalise: bool):
+        self.experts, self.top_k, self.scores = experts, top_k, scores
+        self.n_group, self.topk_group, self.normalise = n_group, topk_group, normalise
+        self.each = -(-experts // 32)
+        self.group = experts // n_group
+
+    @cute.jit
+    def __call__(
+        self,
+        logits: cute.Tensor,
+        bias: cute.Tensor,
+        picks: cute.Tensor,
+        weights: cute.Tensor,
+        scale: Float32,
+        stream,
+    ):
+        self.kernel(logits, bias, picks, weights, scale).launch(
+            grid=(cute.ceil_div(logits.shape[0], WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, logits: cute.Tensor, bias: cute.Tensor, picks: cute.Tensor, weights: cute.Tensor, scale: Float32):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        token, lane = block * WARPS + tid // 32, tid % 32
+        if token < logits.shape[0]:
+            score = cute.make_rmem_tensor((self.each,), Float32)
+            order = cute.make_rmem_tensor((self.each,), Int32)
+            for i in cutlass.range_constexpr(self.each):
+                e = lane + 32 * i
+                there = e < self.experts
+                at = e if there else Int32(0)
+                score[i] = self.score(logits[token, at])
+                order[i] = order_of(score[i] + bias[at]) if there else Int32(LOWEST)
+            if const_expr(self.n_group > self.topk_group):
+                self.keep_best_groups(order, lane)
+            self.pick(score, order, picks, weights, token, scale, lane)
+
+    @cute.jit
+    def score(self, x: Float32) -> Float32:
+        result = Float32(0.0)
+        if const_expr(self.scores == "sigmoid"):
+            result = 1.0 / (1.0 + cute.math.exp(-x))
+        else:
+            u = cute.math.exp(x)
+            # log(1 + u): of a small u the sum would keep few bits.
+            small = u * (1.0 - u * (1 / 2 - u * (1 / 3 - u * (1 / 4 - u * (1 / 5 - u * (1 / 6))))))
+            softplus = small if u < 0.1 else cute.math.log(1.0 + u)
+            result = cute.math.sqrt(x if x > 20.0 else softplus)
+        return result
+
+    @cute.jit
+    def keep_best_groups(self, order, lane):
+        """Experts of other groups are as -inf."""
+        of_group = cute.make_rmem_tensor((self.n_group,), Int32)
+        for g in cutlass.range_constexpr(self.n_group):
+            best, second = Int32(LOWEST), Int32(LOWEST)
+            for i in cutlass.range_constexpr(self.each):
+                if const_expr(g * self.group < 32 * i + 32 and 32 * i < (g + 1) * self.group):
+                    inside = (lane + 32 * i) // self.group == g
+                    own = order[i] if inside else Int32(LOWEST)
+                    second = cutlass.max(second, cutlass.min(best, own))
+                    best = cutlass.max(best, own)
+            first = cute.arch.warp_redux_sync(best, "max")
+            total = number_of(first)
+            if const_expr(self.group > 1):
+                holders = cute.arch.vote_ballot_sync(best == first)
+                # One of them is that first; what it has besides is its second.
+                mine = holders & ((1 << lane) - 1) == 0 and best == first
+                total += number_of(cute.arch.warp_redux_sync(second if mine else best, "max"))
+            of_group[g] = order_of(total)
+        stays = cute.make_rmem_tensor((self.n_group,), Int32)
+        for g in cutlass.range_constexpr(self.n_group):
+            above = Int32(0)
+            for h in cutlass.range_constexpr(self.n_group):
+                if const_expr(h < g):
+                    above += Int32(of_group[h] >= of_group[g])
+                if const_expr(h > g):
+                    above += Int32(of_group[h] > of_group[g])
+            stays[g] = Int32(above < self.topk_group)
+        without = order_of(-Float32(float("inf")))
+        for i in cutlass.range_constexpr(self.each):
+            keep = Int32(0)
+            for g in cutlass.range_constexpr(self.n_group):
+                if const_expr(g * self.group < 32 * i + 32 and 32 * i < (g + 1) * self.group):
+                    keep = stays[g] if (lane + 32 * i) // self.group == g else keep
+            order[i] = order[i] if keep != 0 or order[i] == LOWEST else without
+
+    @cute.jit
+    def pick(self, score, order, picks, weights, token, scale: Float32, lane):
+        own_pick, own_score = Int32(0), Float32(0.0)
+        for k in cutlass.range_constexpr(self.top_k):
+            best, e = Int32(LOWEST), Int32(LAST)
+            for i in cutlass.range_constexpr(self.each):
+                better = order[i] > best
+                best = order[i] if better else best
+                e = lane + 32 * i if better else e
+            top = cute.arch.warp_redux_sync(best, "max")
+            e = cute.arch.warp_redux_sync(e if best == top else Int32(LAST), "min")
+            value = Float32(0.0)
+            for i in cutlass.range_constexpr(self.each):
+                picked = e == lane + 32 * i
+                value = score[i] if picked else value
+                order[i] = Int32(LOWEST) if picked else order[i]
+            value = cute.arch.shuffle_sync(value, e % 32)
+            own_pick = e if lane == k else own_pick
+            own_score = value if lane == k else own_score
+        factor = scale
+        if const_expr(self.normalise):
+            tiny = Float32(1e-20 if self.scores == "sqrtsoftplus" else 0.0)
+            factor = scale / (cute.arch.warp_reduction_sum(own_score) + tiny)
+        if lane < self.top_k:
+            picks[token, lane] = Int64(own_pick)
+            weights[token, lane] = own_score * factor
+
+
+@cute.jit
+def order_of(x: Float32) -> Int32:
+    """An integer that is in the order of the numbers: zeros are equal, NaN is above all."""
+    bits = cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Int32], read_only_args=[x])
+    bits = bits if x == x else Int32(LAST)
+    return bits ^ ((bits >> 31) & LAST)
+
+
+@cute.jit
+def number_of(order: Int32) -> Float32:
+    """The number of that order."""
+    bits = order ^ ((order >> 31) & LAST)
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+@cached
+def compile_moe_gate(experts: int, top_k: int, scores: str, n_group: int, topk_group: int, normalise: bool):
+    """-> f(logits fp32 [T, E], bias fp32 [E], picks int64 [T, top_k], weights fp32 [T, top_k], scale); T > 0. The last
+    dimensions are contiguous."""
+    tokens = cute.sym_int()
+
+    def fake(dtype, width, align):
+        return cute.runtime.make_fake_tensor(dtype, (tokens, width), (cute.sym_int64(), 1), assumed_align=align)
+
+    bias = cute.runtime.make_fake_tensor(Float32, (experts,), (1,), assumed_align=4)
+    return compile_sm90(
+        MoeGateSm90(experts, top_k, scores, n_group, topk_group, normalise),
+        *(fake(Float32, experts, 4), bias, fake(Int64, top_k, 8), fake(Float32, top_k, 4), Float32(1.0)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """The published models'; others compile when they are asked for."""
+    return [
+        (compile_moe_gate, (256, 8, "sigmoid", 8, 4, True)),  # V3.2
+        (compile_moe_gate, (256, 8, "sigmoid", 1, 1, True)),  # GLM-5
+        (compile_moe_gate, (256, 6, "sqrtsoftplus", 1, 1, True)),  # V4-Flash
+        (compile_moe_gate, (384, 6, "sqrtsoftplus", 1, 1, True)),  # V4-Pro
+    ]

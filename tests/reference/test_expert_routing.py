@@ -1,0 +1,73 @@
+"""The gate and the sort by expert, beside what they say in words."""
+
+import itertools
+
+import pytest
+import torch
+
+from reference import moe_gate, sort_by_expert
+
+
+@pytest.mark.parametrize("n_group, topk_group", [(1, 1), (4, 2), (4, 4), (8, 3)])
+@pytest.mark.parametrize("scores", ["sigmoid", "sqrtsoftplus"])
+def test_gate_by_enumeration(scores, n_group, topk_group):
+    torch.manual_seed(n_group)
+    logits, bias = torch.randn(5, 16), torch.randn(16)
+    experts, weights = moe_gate(
+        logits, bias, 4, scores=scores, n_group=n_group, topk_group=topk_group, normalise=False, scale=1.5
+    )
+    s = torch.sigmoid(logits) if scores == "sigmoid" else torch.log1p(logits.exp()).sqrt()
+    size = 16 // n_group
+    for row, own, picks, ws in zip(s, s + bias, experts, weights):
+        groups = [sorted(own[g * size : (g + 1) * size].tolist())[-2:] for g in range(n_group)]
+        best = max(itertools.combinations(range(n_group), topk_group), key=lambda c: sum(sum(groups[g]) for g in c))
+        allowed = sorted((e for e in range(16) if e // size in best), key=lambda e: -own[e])
+        assert picks.tolist() == allowed[:4]
+        assert torch.allclose(ws, 1.5 * row[picks])
+
+
+def test_equal_ones_by_number_and_weights_by_their_sum():
+    experts, weights = moe_gate(torch.zeros(1, 8), torch.zeros(8), 3, n_group=4, topk_group=2)
+    assert experts.tolist() == [[0, 1, 2]] and torch.allclose(weights, torch.full((1, 3), 1 / 3))
+
+
+def test_gate_gives_gradients():
+    logits = torch.randn(3, 8, dtype=torch.float32, requires_grad=True)
+    moe_gate(logits, torch.zeros(8), 2)[1].square().sum().backward()
+    assert (logits.grad != 0).sum(1).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"logits": torch.zeros(2, 8, dtype=torch.bfloat16)}, "logits: dtype must be float32, got bfloat16"),
+        ({"bias": torch.zeros(7)}, r"bias: shape must be \[8\], got \[7\]"),
+        ({"scores": "softmax"}, "scores: must be one of sigmoid, sqrtsoftplus, got 'softmax'"),
+        ({"n_group": 3}, "n_group: must divide the 8 experts, got 3"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group: must be from 1 to n_group=4, got 5"),
+        ({"n_group": 4, "top_k": 3}, "top_k: must be from 1 to the 2 experts of the groups that stay, got 3"),
+        ({"top_k": 0}, "top_k: must be from 1 to the 8 experts"),
+    ],
+)
+def test_gate_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        moe_gate(**{"logits": torch.zeros(2, 8), "bias": torch.zeros(8), "top_k": 2} | change)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_sort(dtype):
+    experts = torch.tensor([[3, 0], [9, 3], [-2, 1]], dtype=dtype)
+    order, rows, ends = sort_by_expert(experts, 5)
+    assert order.tolist() == [1, 5, 0, 3, 2, 4]
+    assert rows.tolist() == [[2, 0], [-1, 3], [-1, 1]]
+    assert ends.tolist() == [1, 2, 2, 4, 4]
+    assert all(x.dtype == torch.int32 for x in (order, rows, ends))
+
+
+def test_sort_of_nothing_and_errors():
+    order, rows, ends = sort_by_expert(torch.empty(0, 2, dtype=torch.int64), 3)
+    assert order.shape == (0,) and rows.shape == (0, 2) and ends.tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="experts: dtype must be int32 or int64, got float32"):
+        sort_by_expert(torch.zeros(3), 3)
+    with pytest.raises(ValueError, match="count: must be at least 1, got 0"):
+        sort_by_expert(torch.zeros(3, dtype=torch.int32), 0)
