@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+import dsa
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 
@@ -70,19 +71,9 @@ class GroupedSigmoidRouter(nn.Module):
         self.e_score_correction_bias = nn.Parameter(torch.zeros(n_experts, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = torch.sigmoid(linear_fp32(x, self.weight))
-        choice = scores + self.e_score_correction_bias
-        if self.n_group > 1:
-            groups = choice.unflatten(-1, (self.n_group, -1))
-            group_scores = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
-            kept = torch.zeros_like(group_scores, dtype=torch.bool)
-            kept.scatter_(-1, group_scores.topk(self.topk_group, dim=-1).indices, True)
-            choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-        experts = choice.topk(self.top_k, dim=-1).indices
-        weights = scores.gather(-1, experts)
-        if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return experts, weights * self.scale
+        groups = {"n_group": self.n_group, "topk_group": self.topk_group}
+        options = {"normalise": self.normalise, "scale": self.scale}
+        return dsa.moe_gate(linear_fp32(x, self.weight), self.e_score_correction_bias, self.top_k, **groups, **options)
 
 
 class SqrtSoftplusRouter(nn.Module):
@@ -117,12 +108,11 @@ class SqrtSoftplusRouter(nn.Module):
             self.tid2eid = nn.Parameter(table, requires_grad=False)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = nn.functional.softplus(linear_fp32(x, self.weight)).sqrt()
-        if self.tid2eid is not None:
-            experts = self.tid2eid[tokens]
-        else:
-            experts = (scores + self.bias).topk(self.top_k, dim=-1).indices
-        weights = scores.gather(-1, experts)
+        logits = linear_fp32(x, self.weight)
+        if self.tid2eid is None:
+            return dsa.moe_gate(logits, self.bias, self.top_k, scores="sqrtsoftplus", scale=self.scale)
+        experts = self.tid2eid[tokens]
+        weights = nn.functional.softplus(logits).sqrt().gather(-1, experts)
         return experts, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scale
 
 
