@@ -6,8 +6,8 @@ Plan
 - All loads of a thread, those of the weights too, go out before the sum needs the first: a single row costs one round
   trip to memory. Only the longest rows, without registers for both, take the weights one by one behind the sum. Rows
   that follow on a multiprocessor find the weights in L1.
-- Squares are added in a fixed order, in the thread, a shuffle tree in the warp, then warp by warp through shared memory,
-  which every thread adds up alike: the same bits each time, and a row's do not depend on the other rows.
+- Squares are added in a fixed order, in the thread, a shuffle tree in the warp, then warp by warp through shared
+  memory, which every thread adds up alike: the same bits each time, and a row's do not depend on the other rows.
 - Vectors past the row's end are not loaded, and count as zeros. Rows are [A, B, D] of any strides, found by a
   precomputed divisor and with 64-bit offsets.
 Shared memory: a number a warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most

@@ -33,6 +33,7 @@ def test_every_row_length_has_a_configuration(dtype):
     for channels in range(8, kernels.most_channels(dtype) + 1, 8):
         config = kernels.choose_config(dtype, channels)
         assert config.lanes * config.vectors * width >= channels and config.threads % config.lanes == 0
-        assert (at := kernels.CONFIGS.index(config)) >= last
+        at = kernels.CONFIGS.index(config)
+        assert at >= last
         last = at
     assert last == len(kernels.CONFIGS) - 1
