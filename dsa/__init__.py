@@ -17,6 +17,7 @@ from dsa.ops.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.ops.merge_attention import merge_attention
 from dsa.ops.mla_cache_inputs import write_mla_cache
 from dsa.ops.per_token_cast_to_fp8 import per_token_cast_to_fp8
+from dsa.ops.rms_norm import rms_norm
 from dsa.ops.rotary import apply_rotary
 from dsa.ops.sliding_window_attention import (
     sliding_window_attention,
@@ -52,6 +53,7 @@ __all__ = [
     "quantize_indexer_queries",
     "read_indexer_cache",
     "read_kv_cache",
+    "rms_norm",
     "sliding_window_attention",
     "sliding_window_decode",
     "sort_by_expert",

@@ -302,6 +302,37 @@ def _expert_routing(device: str) -> None:
             raise AssertionError(f"{name}: expected {expected_part}, got {x.tolist()}")
 
 
+def _rotary(device: str) -> None:
+    """Neighbours and halves, first and last; and the same in place, in a part of a wider tensor."""
+    x, angles = torch.randn(9, 3, 96, device=device).bfloat16(), torch.randn(9, 32, device=device)
+    turn = torch.exp(1j * angles.double().cpu())[:, None]
+    for interleaved, dims in ((True, "first"), (True, "last"), (False, "first"), (False, "last")):
+        begin = 32 if dims == "last" else 0
+        expected = x.double().cpu()
+        part = expected[..., begin : begin + 64]
+        pair = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+        turned = torch.complex(*(p.contiguous() for p in pair)) * turn
+        expected[..., begin : begin + 64] = (
+            torch.view_as_real(turned).flatten(-2) if interleaved else torch.cat((turned.real, turned.imag), -1)
+        )
+        kind = {"interleaved": interleaved, "dims": dims}
+        wide = torch.nn.functional.pad(x, (0, 32))
+        part = wide[..., :96]
+        new = dsa.apply_rotary(x, angles.cos(), angles.sin(), **kind)
+        dsa.apply_rotary(part, angles.cos(), angles.sin(), **kind, out=part)
+        for name, got in (("rotated", new), ("rotated in place", part)):
+            assert_close(name, got.cpu(), expected, abs_tol=1e-6, rel_tol=2**-7, cos_tol=5e-6)
+
+
+def _rms_norm(device: str) -> None:
+    x, weight = 3 * torch.randn(40, 2, 1536, device=device).bfloat16(), torch.randn(1536, device=device)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-2).sqrt()
+    assert_close("y", dsa.rms_norm(x, None, 1e-2), expected, abs_tol=1e-6, rel_tol=2**-7, cos_tol=5e-6)
+    assert_close(
+        "y", dsa.rms_norm(x, weight, 1e-2), expected * weight.double(), abs_tol=1e-6, rel_tol=2**-7, cos_tol=5e-6
+    )
+
+
 SELF_TESTS: dict[str, Callable[[str], None]] = {
     "per_token_cast_to_fp8": _per_token_cast_to_fp8,
     "fp8_gemm_nt": _fp8_gemm_nt,
@@ -317,4 +348,6 @@ SELF_TESTS: dict[str, Callable[[str], None]] = {
     "window_indices": _window_indices,
     "sliding_window_attention": _sliding_window_attention,
     "merge_attention": _merge_attention,
+    "rotary": _rotary,
+    "rms_norm": _rms_norm,
 }

@@ -20,6 +20,7 @@ from .mla_cache_inputs import write_mla_cache
 from .mla_decode import flash_mla_with_kvcache
 from .mla_metadata import FlashMLASchedMeta, get_mla_metadata
 from .mla_prefill import flash_mla_sparse_fwd
+from .norm import rms_norm
 from .paged_indexer_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 from .rotary import apply_rotary
 from .sliding_window import merge_attention, sliding_window_attention, window_sparse_attention
@@ -53,6 +54,7 @@ __all__ = [
     "quantize_indexer_queries",
     "read_indexer_cache",
     "read_kv_cache",
+    "rms_norm",
     "sliding_window_attention",
     "sliding_window_decode",
     "sort_by_expert",

@@ -93,8 +93,7 @@ class CompressedAttention(nn.Module):
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         qr = self.q_norm(self.wq_a(x))
         q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim))
-        q = (q.float() * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-        q = dsa.apply_rotary(q, *rope, interleaved=True, dims="last")
+        q = dsa.apply_rotary(dsa.rms_norm(q, None, self.eps), *rope, interleaved=True, dims="last")
         if cache is not None and batch.is_decode:
             out = self._decode(x, q, qr, rope, entry_rope, batch, cache)
         else:
