@@ -4,6 +4,7 @@ Importing this package imports torch only: no CuTe DSL, no CUDA initialisation.
 """
 
 from dsa.backends import backend, num_sms, use_backend
+from dsa.ops.combine_experts import combine_experts
 from dsa.ops.compressed_kv import compress_kv, write_compressed_kv
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
@@ -22,6 +23,7 @@ from dsa.ops.sliding_window_attention import (
     sliding_window_decode,
     window_sparse_attention,
 )
+from dsa.ops.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
 from dsa.ops.topk_indices import topk_indices
 from dsa.ops.window_indices import window_indices, window_slots
 
@@ -31,6 +33,7 @@ __all__ = [
     "FlashMLASchedMeta",
     "apply_rotary",
     "backend",
+    "combine_experts",
     "compress_kv",
     "dequantize_per_block",
     "flash_mla_sparse_fwd",
@@ -52,6 +55,7 @@ __all__ = [
     "read_kv_cache",
     "sliding_window_attention",
     "sliding_window_decode",
+    "swiglu_cast_to_fp8",
     "topk_indices",
     "use_backend",
     "window_indices",

@@ -1,6 +1,7 @@
 """PyTorch references of every operation: plain fp32, no dispatch, to be read beside the papers."""
 
 from .compressed_kv import compress_kv, write_compressed_kv
+from .expert_sum import combine_experts
 from .fp8_cast import (
     ceil_to_ue8m0,
     dequantize_per_block,
@@ -22,6 +23,7 @@ from .mla_prefill import flash_mla_sparse_fwd
 from .paged_indexer_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 from .rotary import apply_rotary
 from .sliding_window import merge_attention, sliding_window_attention, window_sparse_attention
+from .swiglu_cast import swiglu_cast_to_fp8
 from .topk import topk_indices
 from .window_decode import sliding_window_decode
 from .window_selection import window_indices, window_slots
@@ -30,6 +32,7 @@ __all__ = [
     "FlashMLASchedMeta",
     "apply_rotary",
     "ceil_to_ue8m0",
+    "combine_experts",
     "compress_kv",
     "dequantize_per_block",
     "dequantize_per_token",
@@ -53,6 +56,7 @@ __all__ = [
     "read_kv_cache",
     "sliding_window_attention",
     "sliding_window_decode",
+    "swiglu_cast_to_fp8",
     "topk_indices",
     "window_indices",
     "window_slots",

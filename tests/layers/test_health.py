@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dsa
+import reference
 from dsa import backends
 from dsa.self_test import SELF_TESTS
 from dsa_layers import health
@@ -92,6 +93,15 @@ def without_sink(result, arguments):
     return torch.cat((result[0][:, :1] * 2, result[0][:, 1:]), 1), result[1]
 
 
+def without_limit(result, arguments):
+    gate, up = arguments[0], arguments[1]
+    return reference.swiglu_cast_to_fp8(gate, up)
+
+
+def without_shared(result, arguments):
+    return result - arguments[3] if 3 in arguments else result
+
+
 def next_key(result, arguments):
     """Every list begins one key late."""
     return torch.cat((result[..., 1:], torch.full_like(result[..., :1], -1)), -1)
@@ -114,6 +124,11 @@ WRONG = {
     "product": ("fp8_gemm_nt", "fp8_gemm_nt", scaled(None)),
     "product's first row": ("fp8_gemm_nt", "fp8_gemm_nt", noisy_first_row),
     "grouped product": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", scaled(None)),
+    "SwiGLU's scales": ("swiglu_cast_to_fp8", "swiglu_cast_to_fp8", scaled(1)),
+    "SwiGLU without the limit": ("swiglu_cast_to_fp8", "swiglu_cast_to_fp8", without_limit),
+    "experts' sum": ("combine_experts", "combine_experts", scaled(None)),
+    "experts' first row": ("combine_experts", "combine_experts", noisy_first_row),
+    "experts' sum without the shared one": ("combine_experts", "combine_experts", without_shared),
     "weights": ("fp8_gemm_nt", "dequantize_per_block", scaled(None)),
     "logits": ("fp8_mqa_logits", "fp8_mqa_logits", scaled(None)),
     "logits' mask": ("fp8_mqa_logits", "fp8_mqa_logits", unmasked),
