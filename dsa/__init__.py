@@ -4,6 +4,7 @@ Importing this package imports torch only: no CuTe DSL, no CUDA initialisation.
 """
 
 from dsa.backends import backend, num_sms, use_backend
+from dsa.ops.combine_experts import combine_experts
 from dsa.ops.compressed_kv import compress_kv, write_compressed_kv
 from dsa.ops.expert_routing import moe_gate, sort_by_expert
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
@@ -24,6 +25,7 @@ from dsa.ops.sliding_window_attention import (
     sliding_window_decode,
     window_sparse_attention,
 )
+from dsa.ops.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
 from dsa.ops.topk_indices import topk_indices
 from dsa.ops.window_indices import window_indices, window_slots
 
@@ -33,6 +35,7 @@ __all__ = [
     "FlashMLASchedMeta",
     "apply_rotary",
     "backend",
+    "combine_experts",
     "compress_kv",
     "dequantize_per_block",
     "flash_mla_sparse_fwd",
@@ -57,6 +60,7 @@ __all__ = [
     "sliding_window_attention",
     "sliding_window_decode",
     "sort_by_expert",
+    "swiglu_cast_to_fp8",
     "topk_indices",
     "use_backend",
     "window_indices",

@@ -333,10 +333,36 @@ def _rms_norm(device: str) -> None:
     )
 
 
+def _swiglu_cast_to_fp8(device: str) -> None:
+    """The halves of one tensor, with a last block that ends early; then with a limit that many exceed."""
+    gate, up = (2 * torch.randn(33, 400, device=device)).bfloat16().chunk(2, -1)
+    for limit in (None, 1.0):
+        q, scale = dsa.swiglu_cast_to_fp8(gate, up, limit=limit)
+        g, u = gate.double(), up.double()
+        if limit is not None:
+            g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+        back = q.double() * scale.double().repeat_interleave(128, -1)[:, :200]
+        name = "h" if limit is None else "limited h"
+        assert_close(name, back, g / (1 + (-g).exp()) * u, abs_tol=4e-2, rel_tol=0.075, cos_tol=2e-3)
+
+
+def _combine_experts(device: str) -> None:
+    """Three rows a token, one of them outside, and the shared expert's."""
+    y, shared = torch.randn(50, 72, device=device), torch.randn(20, 72, device=device)
+    rows, weights = torch.randint(50, (20, 3), device=device, dtype=torch.int32), torch.rand(20, 3, device=device)
+    expected = (y.double()[rows.long()] * weights.double()[..., None])[:, :2].sum(1)
+    rows[:, 2] = torch.tensor([-1, 50], device=device).repeat(10)
+    assert_close("out", dsa.combine_experts(y, rows, weights), expected, abs_tol=1e-5, rel_tol=1e-5)
+    got = dsa.combine_experts(y, rows, weights, shared)
+    assert_close("out with shared", got, expected + shared.double(), abs_tol=1e-5, rel_tol=1e-5)
+
+
 SELF_TESTS: dict[str, Callable[[str], None]] = {
     "per_token_cast_to_fp8": _per_token_cast_to_fp8,
     "fp8_gemm_nt": _fp8_gemm_nt,
     "expert_routing": _expert_routing,
+    "swiglu_cast_to_fp8": _swiglu_cast_to_fp8,
+    "combine_experts": _combine_experts,
     "fp8_mqa_logits": _fp8_mqa_logits,
     "fp8_paged_mqa_logits": _fp8_paged_mqa_logits,
     "indexer_inputs": _indexer_inputs,

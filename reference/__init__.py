@@ -2,6 +2,7 @@
 
 from .compressed_kv import compress_kv, write_compressed_kv
 from .expert_routing import moe_gate, sort_by_expert
+from .expert_sum import combine_experts
 from .fp8_cast import (
     ceil_to_ue8m0,
     dequantize_per_block,
@@ -24,6 +25,7 @@ from .norm import rms_norm
 from .paged_indexer_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 from .rotary import apply_rotary
 from .sliding_window import merge_attention, sliding_window_attention, window_sparse_attention
+from .swiglu_cast import swiglu_cast_to_fp8
 from .topk import topk_indices
 from .window_decode import sliding_window_decode
 from .window_selection import window_indices, window_slots
@@ -32,6 +34,7 @@ __all__ = [
     "FlashMLASchedMeta",
     "apply_rotary",
     "ceil_to_ue8m0",
+    "combine_experts",
     "compress_kv",
     "dequantize_per_block",
     "dequantize_per_token",
@@ -58,6 +61,7 @@ __all__ = [
     "sliding_window_attention",
     "sliding_window_decode",
     "sort_by_expert",
+    "swiglu_cast_to_fp8",
     "topk_indices",
     "window_indices",
     "window_slots",

@@ -62,8 +62,15 @@ class BlockFP8Linear(nn.Module):
         self._dequantised: tuple[tuple, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        activations = dsa.per_token_cast_to_fp8(x, self.use_ue8m0)
-        return dsa.fp8_gemm_nt(activations, (self.weight, self.weight_scale_inv), x.dtype)
+        return self.multiply(self.cast(x), x.dtype)
+
+    def cast(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [..., I] as the product takes it: q e4m3 [..., I] and scales fp32 [..., I / 128]."""
+        return dsa.per_token_cast_to_fp8(x, self.use_ue8m0)
+
+    def multiply(self, activations: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """y [..., O] in `dtype` of activations that are cast already."""
+        return dsa.fp8_gemm_nt(activations, (self.weight, self.weight_scale_inv), dtype)
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """W [O, I] dequantised to `dtype`, and kept until the parameters change: decoding asks for it at every step."""

@@ -5,7 +5,7 @@ from torch import nn
 
 import dsa
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
+from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 
 
 class SwiGLU(nn.Module):
@@ -32,6 +32,11 @@ class SwiGLU(nn.Module):
         self.down_proj = make_linear(inner, hidden, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.down_proj, BlockFP8Linear):
+            activations = self.gate_proj.cast(x)
+            gate, up = (layer.multiply(activations, x.dtype) for layer in (self.gate_proj, self.up_proj))
+            h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
+            return self.down_proj.multiply(h, x.dtype)
         gate, up = self.gate_proj(x).float(), self.up_proj(x).float()
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -117,7 +122,7 @@ class SqrtSoftplusRouter(nn.Module):
 
 
 class MoE(nn.Module):
-    """y = sum of the routed experts' outputs by their weights + the shared expert's output, summed in fp32.
+    """y = sum of the routed experts' outputs by their weights + the shared expert's output, rounded once.
 
     x [T, hidden], and tokens int64 [T] if the router asks for them -> [T, hidden]. Submodules by the checkpoint's
     names: gate, experts, shared_experts (one SwiGLU of n_shared * inner, absent if n_shared is 0).
@@ -143,7 +148,5 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         experts, weights = self.gate(x) if tokens is None else self.gate(x, tokens)
-        y = self.experts(x, experts, weights)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x).float()
-        return y.to(x.dtype)
+        shared = self.shared_experts(x) if self.shared_experts is not None else None
+        return self.experts(x, experts, weights, shared)

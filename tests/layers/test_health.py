@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dsa
+import reference
 from dsa import backends
 from dsa.self_test import SELF_TESTS
 from dsa_layers import health
@@ -92,6 +93,15 @@ def without_sink(result, arguments):
     return torch.cat((result[0][:, :1] * 2, result[0][:, 1:]), 1), result[1]
 
 
+def without_limit(result, arguments):
+    gate, up = arguments[0], arguments[1]
+    return reference.swiglu_cast_to_fp8(gate, up)
+
+
+def without_shared(result, arguments):
+    return result - arguments[3] if 3 in arguments else result
+
+
 def next_key(result, arguments):
     """Every list begins one key late."""
     return torch.cat((result[..., 1:], torch.full_like(result[..., :1], -1)), -1)
@@ -121,6 +131,11 @@ WRONG = {
     "order of entries": ("expert_routing", "sort_by_expert", lambda r, a: (r[0].flip(0), *r[1:])),
     "rows of entries": ("expert_routing", "sort_by_expert", lambda r, a: (r[0], r[1].abs(), r[2])),
     "ends of experts": ("expert_routing", "sort_by_expert", lambda r, a: (*r[:2], r[2] + 1)),
+    "SwiGLU's scales": ("swiglu_cast_to_fp8", "swiglu_cast_to_fp8", scaled(1)),
+    "SwiGLU without the limit": ("swiglu_cast_to_fp8", "swiglu_cast_to_fp8", without_limit),
+    "experts' sum": ("combine_experts", "combine_experts", scaled(None)),
+    "experts' first row": ("combine_experts", "combine_experts", noisy_first_row),
+    "experts' sum without the shared one": ("combine_experts", "combine_experts", without_shared),
     "weights": ("fp8_gemm_nt", "dequantize_per_block", scaled(None)),
     "logits": ("fp8_mqa_logits", "fp8_mqa_logits", scaled(None)),
     "logits' mask": ("fp8_mqa_logits", "fp8_mqa_logits", unmasked),

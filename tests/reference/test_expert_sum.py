@@ -1,0 +1,72 @@
+import math
+
+import pytest
+import torch
+
+from reference import combine_experts
+
+
+def summed(y, rows, weights, shared):
+    """fp64, number by number."""
+    out = torch.zeros(len(rows), y.shape[1], dtype=torch.double)
+    for t in range(len(rows)):
+        for row, weight in zip(rows[t].tolist(), weights[t].tolist()):
+            if 0 <= row < len(y):
+                out[t] += weight * y[row].double()
+    return out if shared is None else out + shared.double()
+
+
+@pytest.mark.parametrize("with_shared", [False, True])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float32, 1e-5)])
+def test_against_fp64(dtype, rtol, index_dtype, with_shared):
+    y, rows, weights = (
+        torch.randn(30, 24).to(dtype),
+        torch.randint(-3, 33, (11, 5), dtype=index_dtype),
+        torch.rand(11, 5),
+    )
+    shared = torch.randn(11, 24).to(dtype) if with_shared else None
+    got = combine_experts(y, rows, weights, shared)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), summed(y, rows, weights, shared), rtol=rtol, atol=1e-6)
+
+
+def test_rounds_once_and_in_order():
+    """2^24 takes up no 1 in fp32, so that the order shows; 16-bit results keep what 16-bit partial sums would not."""
+    y, rows = torch.tensor([[2.0**24], [1.0], [-(2.0**24)]]), torch.tensor([[0, 1, 2], [0, 2, 1]])
+    assert combine_experts(y, rows, torch.ones(2, 3)).tolist() == [[0.0], [1.0]]
+    y = torch.tensor([[256.0], [0.75], [0.75]]).bfloat16()
+    shared = torch.tensor([[0.5]]).bfloat16()
+    assert combine_experts(y, torch.tensor([[0, 1, 2]]), torch.ones(1, 3), shared).item() == 258.0
+
+
+def test_absent_rows_count_as_zero_whatever_their_weight():
+    y, weights = torch.ones(2, 8), torch.tensor([[math.inf, 2.0, math.nan]])
+    got = combine_experts(y, torch.tensor([[-1, 1, 2**40]]), weights)
+    assert got.tolist() == [[2.0] * 8]
+    assert combine_experts(y[:0], torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)).tolist() == [[0.0] * 8] * 3
+    shared = torch.randn(3, 8)
+    assert torch.equal(combine_experts(y, torch.zeros(3, 0, dtype=torch.int32), torch.ones(3, 0), shared), shared)
+    assert combine_experts(y, torch.zeros(0, 4, dtype=torch.int32), torch.ones(0, 4)).shape == (0, 8)
+
+
+def test_nan_reaches_the_tokens_that_use_it():
+    y = torch.ones(3, 4)
+    y[1, 2] = math.nan
+    got = combine_experts(y, torch.tensor([[0, 1], [0, 2]]), torch.ones(2, 2))
+    assert got.isnan().nonzero().tolist() == [[0, 2]]
+
+
+def test_gradients():
+    y, shared = (torch.randn(n, 4, dtype=torch.float32, requires_grad=True) for n in (5, 3))
+    weights, rows = torch.rand(3, 2, requires_grad=True), torch.tensor([[0, 4], [2, -1], [2, 3]])
+    upstream = torch.randn(3, 4)
+    combine_experts(y, rows, weights, shared).backward(upstream)
+    expected = torch.zeros(5, 4)
+    for t in range(3):
+        for j in range(2):
+            if rows[t, j] >= 0:
+                expected[rows[t, j]] += weights[t, j].detach() * upstream[t]
+    torch.testing.assert_close(y.grad, expected)
+    torch.testing.assert_close(shared.grad, upstream)
+    torch.testing.assert_close(weights.grad, (y.detach()[rows] * upstream[:, None]).sum(-1) * (rows >= 0))
