@@ -28,7 +28,9 @@ def h_bounds(gate, up, limit):
 
 
 def scale_of(h, use_ue8m0):
-    return per_token_cast_to_fp8(torch.nn.functional.pad(h, (0, -h.shape[-1] % 128)), use_ue8m0)[1]
+    """On the CPU: on a GPU PyTorch divides by a number by multiplying with its reciprocal, rounded."""
+    padded = torch.nn.functional.pad(h, (0, -h.shape[-1] % 128))
+    return per_token_cast_to_fp8(padded.cpu(), use_ue8m0)[1].to(h.device)
 
 
 def check(gate, up, use_ue8m0=True, limit=None, record_error=None):
