@@ -95,8 +95,7 @@ def _collapse(
     rows = _rows("streams", streams)
     for name, value in small.items():
         _check_contiguous(name, value)
-    check_rows("mix", mix)
-    check_rows("base", base)
+    mix, base = _rows("mix", mix), _rows("base", base)
     x, post, comb = _allocate(streams)
     if x.shape[0]:
         with backends.on_device(streams):
@@ -115,11 +114,11 @@ def _expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: to
     y, rows = _rows("y", y), _rows("streams", streams)
     for name, value in (("post", post), ("comb", comb)):
         _check_contiguous(name, value)
-        check_rows(name, value)
+    post, weights = _rows("post", post), _rows("comb", comb.flatten(1))
     out = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     if y.shape[0]:
         with backends.on_device(streams):
-            _expand_kernel(streams.dtype)(y, rows, post, comb.flatten(1), out)
+            _expand_kernel(streams.dtype)(y, rows, post, weights, out)
     return out
 
 

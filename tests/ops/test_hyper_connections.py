@@ -88,6 +88,21 @@ def test_rows_of_other_tensors(launches):
     assert launches[0][1][0] is wide and launches[1][1][1] is wide
 
 
+def test_a_single_token_of_odd_strides(launches):
+    """The stride of a dimension with one element means nothing; a kernel is given one that it takes."""
+
+    def odd(x):
+        wide = torch.zeros(1, x.numel() + 1, dtype=x.dtype)
+        return wide.as_strided(x.shape, (x.numel() + 1, *x.stride()[1:]))
+
+    dsa.hyper_collapse(**{k: odd(v) if v.shape[0] == 1 else v for k, v in collapse_arguments(tokens=1).items()})
+    dsa.hyper_expand(**{k: odd(v) for k, v in expand_arguments(tokens=1).items()})
+    for _, given in launches:
+        for x in given:
+            if isinstance(x, torch.Tensor) and x.dim() > 1:
+                assert x.stride(0) * x.element_size() % 16 == 0
+
+
 def test_nothing_to_do(launches):
     x, post, comb = dsa.hyper_collapse(**collapse_arguments(tokens=0))
     assert x.shape == (0, 64) and post.shape == (0, 4) and comb.shape == (0, 4, 4)
