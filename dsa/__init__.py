@@ -12,6 +12,7 @@ from dsa.ops.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvc
 from dsa.ops.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, grouped_fp8_gemm_nt, per_block_cast_to_fp8
 from dsa.ops.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
 from dsa.ops.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
+from dsa.ops.hyper_connections import hyper_collapse, hyper_expand
 from dsa.ops.indexer_cache import read_indexer_cache, write_indexer_cache
 from dsa.ops.indexer_inputs import quantize_indexer_queries, write_indexer_keys
 from dsa.ops.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
@@ -46,6 +47,8 @@ __all__ = [
     "get_mla_metadata",
     "get_paged_mqa_logits_metadata",
     "grouped_fp8_gemm_nt",
+    "hyper_collapse",
+    "hyper_expand",
     "make_v4_cache",
     "merge_attention",
     "moe_gate",

@@ -155,6 +155,27 @@ def _compressed_kv(device: str) -> None:
             assert_close("FP8 entries", back, x, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
 
 
+def _hyper_connections(device: str) -> None:
+    """Four streams of three tokens, and what a sublayer gives back; Sinkhorn in float64, as the definition has it."""
+    streams, y = (torch.randn(s, device=device).bfloat16() for s in ((3, 4, 264), (3, 264)))
+    mix, base, scale = torch.randn(3, 24, device=device), torch.randn(24, device=device), torch.rand(3, device=device)
+    x, post, comb = dsa.hyper_collapse(streams, mix, base, scale)
+    v = streams.double()
+    z = mix.double() / (v.square().mean((1, 2)) + 1e-6).sqrt()[:, None]
+    z = z * scale.double().repeat_interleave(torch.tensor((4, 4, 16), device=device)) + base.double()
+    pre, given = 1 / (1 + (-z[:, :4]).exp()) + 1e-6, 2 / (1 + (-z[:, 4:8]).exp())
+    weights = z[:, 8:].view(3, 4, 4).softmax(2) + 1e-6
+    for step in range(39):
+        weights = weights / (weights.sum(1 + step % 2, keepdim=True) + 1e-6)
+    assert_close("x", x, (pre[..., None] * v).sum(1), abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5)
+    assert_close("post", post, given, abs_tol=1e-5, rel_tol=1e-4)
+    assert_close("comb", comb, weights, abs_tol=1e-5, rel_tol=1e-4)
+    expected = post.double()[..., None] * y.double()[:, None] + comb.double().transpose(1, 2) @ v
+    assert_close(
+        "streams", dsa.hyper_expand(y, streams, post, comb), expected, abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5
+    )
+
+
 def _topk_indices(device: str) -> None:
     scores = torch.randn(5, 300, device=device).round(decimals=1)
     got = dsa.topk_indices(scores, 64).cpu()
@@ -368,6 +389,7 @@ SELF_TESTS: dict[str, Callable[[str], None]] = {
     "indexer_inputs": _indexer_inputs,
     "mla_cache_inputs": _mla_cache_inputs,
     "compressed_kv": _compressed_kv,
+    "hyper_connections": _hyper_connections,
     "topk_indices": _topk_indices,
     "flash_mla_with_kvcache": _flash_mla_with_kvcache,
     "flash_mla_sparse_fwd": _flash_mla_sparse_fwd,

@@ -13,6 +13,7 @@ from .fp8_cast import (
 )
 from .fp8_gemm import fp8_gemm_nt, grouped_fp8_gemm_nt
 from .hadamard import hadamard_transform
+from .hyper_connections import hyper_collapse, hyper_expand
 from .indexer_cache import read_indexer_cache, write_indexer_cache
 from .indexer_inputs import quantize_indexer_queries, write_indexer_keys
 from .indexer_logits import fp8_mqa_logits, mqa_logits
@@ -47,6 +48,8 @@ __all__ = [
     "get_paged_mqa_logits_metadata",
     "grouped_fp8_gemm_nt",
     "hadamard_transform",
+    "hyper_collapse",
+    "hyper_expand",
     "make_v4_cache",
     "merge_attention",
     "moe_gate",
