@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float32, Int32, Uint8, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
@@ -36,10 +36,11 @@ WARP = 32
 # Entries that there are kernels for: (channels, tokens, whether blocks overlap).
 KINDS = ((512, 4, True), (512, 128, False), (128, 4, True))
 DTYPES = ("float32", "bfloat16")
+PLAIN = ("bfloat16", "float16", "float32")  # of entries that are not quantised
 
 
 class WriteCompressedKvSm90:
-    """layout: "bfloat16", "v4" or, for 128 channels, "index"."""
+    """layout: a float dtype, "v4" or, for 128 channels, "index"."""
 
     def __init__(self, dim: int, ratio: int, overlap: bool, layout: str):
         self.dim, self.ratio, self.overlap, self.layout = dim, ratio, overlap, layout
@@ -372,14 +373,14 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
     """-> f(kv, gate [T, c] dtype, ape [m, c], weight [d], cos, sin [T, 32] fp32, cache, slots [T] int32 or the words of
     int64 [2 T], cu_seqlens [B + 1], starts [B] int32, state [S, n, 2, c] fp32, lanes [B] int32, page_size, eps); B > 0.
 
-    cache: [pages, P, 512] bf16; "v4", [pages, P, 576] bytes, scales behind a page's rows; "index", [pages, P, 132].
-    Rows, pages and the state start at multiples of 16 bytes."""
+    cache: [pages, P, d] of the dtype `layout`; "v4", [pages, P, 576] bytes, scales behind a page's rows; "index",
+    [pages, P, 132]. Rows, pages and the state start at multiples of 16 bytes."""
     element, channels = cute_dtype(dtype), 2 * dim if overlap else dim
     tokens, sequences = cute.sym_int(), cute.sym_int()
     aligned = 128 // element.width
     projections = [_fake(element, (tokens, channels), (cute.sym_int64(divisibility=aligned), 1)) for _ in range(2)]
     angles = [_fake(Float32, (tokens, ROPE // 2), (cute.sym_int64(divisibility=4), 1)) for _ in range(2)]
-    kind, width = {"index": (Uint8, dim + 4), "v4": (Uint8, 576)}.get(layout, (BFloat16, dim))
+    kind, width = (cute_dtype(layout), dim) if layout in PLAIN else (Uint8, dim + 4 if layout == "index" else 576)
     # Index pages are values and then scales: their rows only count.
     row = dim + 4 if layout == "index" else cute.sym_int64(divisibility=128 // kind.width)
     strides = (cute.sym_int64(divisibility=128 // kind.width), row)
@@ -407,5 +408,5 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
         (compile_write_compressed_kv, (dtype, dim, ratio, overlap, layout))
         for dtype in DTYPES
         for dim, ratio, overlap in KINDS
-        for layout in (("bfloat16", "v4") if dim == 512 else ("bfloat16", "index"))
+        for layout in (*PLAIN, "v4" if dim == 512 else "index")
     ]

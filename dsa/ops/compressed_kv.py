@@ -64,7 +64,7 @@ def write_compressed_kv(
     ValueError for other types, dtypes, shapes and strides; the reference also for slots below -1 or beyond the cache,
     which the kernel skips, as it does sequences of lanes outside the state. Of decreasing cu_seqlens and negative
     starts it makes unspecified entries, from these tensors alone.
-    On Hopper: one kernel; kv fp32 or bf16; d = 512 with m = 4 and overlap or m = 128 without, into bf16 or 584 bytes,
+    On Hopper: one kernel; kv fp32 or bf16; d = 512 with m = 4 and overlap or m = 128 without, into floats or 584 bytes,
     and d = 128 with m = 4 and overlap, into bf16 or 132 bytes; R = 64; rows and pages at multiples of 16 bytes. Another
     order of sums than the reference's, so that now and then a number rounds to its neighbour. Deterministic. CUDA-graph
     safe with new lengths and slots, no host synchronisation, no workspace.
@@ -108,7 +108,7 @@ def _write(
     for name in ("kv", "gate", "cos", "sin", "ape", "norm_weight", "state"):
         check_rows(name, named[name])
     kv, gate, cos, sin = (rows_at_16_bytes(x) for x in (kv, gate, cos, sin))
-    layout = "index" if is_index else "v4" if cache.dtype == torch.uint8 else "bfloat16"
+    layout = "index" if is_index else "v4" if cache.dtype == torch.uint8 else dtype_name(cache.dtype)
     pages = pages_as_rows("cache", cache).unflatten(1, (-1, d + 4)) if is_index else cache_rows(cache)
     words = slot_words(slots)
     if starts.shape[0] and kv.shape[0] and cache.shape[0]:
@@ -130,8 +130,6 @@ def _check_kernel_takes(
         raise ValueError(f"ape: the Hopper kernel takes entries of channels and tokens {accepted}, got {got}")
     if 2 * cos.shape[1] != ROTATED:
         raise ValueError(f"cos: the Hopper kernel rotates R {ROTATED} channels, got {2 * cos.shape[1]}")
-    if not is_index and cache.dtype != torch.bfloat16 and cache.dtype != torch.uint8:
-        raise ValueError(f"cache: the Hopper kernel takes bf16 entries and bytes, got {dtype_name(cache.dtype)}")
 
 
 @functools.cache

@@ -16,6 +16,8 @@ KINDS = [
     (512, 128, False, "v4"),
     (128, 4, True, "bfloat16"),
     (128, 4, True, "index"),
+    (512, 4, True, "float32"),
+    (512, 128, False, "float16"),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -25,7 +27,7 @@ def make_cache(kind, d):
         cache = dsa.make_v4_cache(PAGES, PAGE, "cuda")
         torch.as_strided(cache, (PAGES, cache.stride(0)), (cache.stride(0), 1)).fill_(0xFF)
         return cache
-    width, dtype = (d + 4, torch.uint8) if kind == "index" else (d, torch.bfloat16)
+    width, dtype = (d + 4, torch.uint8) if kind == "index" else (d, getattr(torch, kind))
     return torch.full((PAGES, PAGE, 1, width), 0xFF if kind == "index" else torch.nan, device="cuda").to(dtype)
 
 
@@ -86,7 +88,7 @@ class Case:
         assert torch.equal(kept, before)
         if len(written):
             # A number may round to its neighbour: of e4m3 a sixteenth away.
-            rel = 1 / 8 if self.layout != "bfloat16" else 2.01 / 128
+            rel = 1 / 8 if self.layout in ("v4", "index") else 2.01 / 128
             error = assert_close("entries", got, expected, abs_tol=2e-2, rel_tol=rel, cos_tol=2e-5)
             if record_error:
                 record_error(error)

@@ -84,7 +84,6 @@ def test_nothing_to_do(launches):
         ({"dtype": torch.float16}, {}, "kv: the Hopper kernel takes fp32 and bf16, got float16"),
         ({"m": 8}, {}, "ape: the Hopper kernel takes entries of channels and tokens 512 of 4 with overlap"),
         ({"overlap": False}, {}, "got 512 of 4 without"),
-        ({"kind": "float32"}, {}, "cache: the Hopper kernel takes bf16 entries and bytes, got float32"),
         (
             {},
             {"cos": torch.rand(9, 16), "sin": torch.rand(9, 16)},
