@@ -34,11 +34,14 @@ class GroupedLinear(nn.Module):
         if not isinstance(layer, BlockFP8Linear):
             weight = layer.weight.unflatten(0, (self.groups, -1))
             return torch.einsum("tgi,goi->tgo", x, weight)
-        # All groups' rows below each other: one cast, and one product that knows whose rows are whose.
-        tokens = len(x)
-        rows = dsa.per_token_cast_to_fp8(x.transpose(0, 1).reshape(self.groups * tokens, -1), layer.use_ue8m0)
+        # All groups' rows below each other: one product that knows whose rows are whose.
+        q, scale = dsa.per_token_cast_to_fp8(x.contiguous(), layer.use_ue8m0)
+        rows = _swapped(q).flatten(0, 1), scale.transpose(0, 1).flatten(0, 1)
         matrices = tuple(t.unflatten(0, (self.groups, -1)) for t in (layer.weight, layer.weight_scale_inv))
-        ends = torch.arange(1, self.groups + 1, dtype=torch.int32, device=x.device) * tokens
-        return (
-            dsa.grouped_fp8_gemm_nt(rows, matrices, ends, x.dtype).unflatten(0, (self.groups, tokens)).transpose(0, 1)
-        )
+        ends = torch.arange(1, self.groups + 1, dtype=torch.int32, device=x.device) * len(x)
+        return _swapped(dsa.grouped_fp8_gemm_nt(rows, matrices, ends, x.dtype).unflatten(0, (self.groups, len(x))))
+
+
+def _swapped(x: torch.Tensor) -> torch.Tensor:
+    """x [A, B, C] -> [B, A, C], contiguous; C elements are a multiple of 8 bytes, which are copied as one number."""
+    return x.view(torch.int64).transpose(0, 1).contiguous().view(x.dtype)

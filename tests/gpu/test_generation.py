@@ -22,8 +22,9 @@ from reference import topk_indices as reference
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]
 FAMILIES = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"]
-# Of logits whose standard deviation is 2: what rounding moves where it also moves a router's choice.
-NEAR_TIE = 1.0
+# Of logits whose standard deviation is 2, and where one number that FP8 rounds the other way, 2^-4 off, changes a
+# random router's choice of experts.
+NEAR_TIE = {"bf16": 1.0, "fp8": 4.0}
 
 
 def without_end(model):
@@ -44,9 +45,9 @@ def test_greedy_tokens_equal_the_references(family, tmp_path):
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("dequantize", [True, False], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("weights", NEAR_TIE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_where_greedy_tokens_part_from_the_references(family, dequantize, tmp_path, monkeypatch):
+def test_where_greedy_tokens_part_from_the_references(family, weights, tmp_path, monkeypatch):
     """bf16 and FP8, captured, beside the CPU: rounding may decide between two tokens whose logits are near each other.
     At the first token that differs, how far the CPU's logit of its own token is above that of the other one."""
     write_tiny_checkpoint(tmp_path, model=family)
@@ -54,7 +55,8 @@ def test_where_greedy_tokens_part_from_the_references(family, dequantize, tmp_pa
     monkeypatch.setattr(generation, "sample", lambda logits, *rest: (noted.append(logits), sample(logits, *rest))[1])
     tokens = []
     for device in ("cpu", "cuda"):
-        model = load_model(tmp_path, device=device, dtype=torch.bfloat16, dequantize=dequantize, progress=False)
+        options = {"dtype": torch.bfloat16, "dequantize": weights == "bf16", "progress": False}
+        model = load_model(tmp_path, device=device, **options)
         got = Generator(without_end(model), cache_tokens=1024).generate(PROMPTS, SamplingParams(16))
         tokens.append([c.tokens for c in got])
     # Both prompts fit into the first pass: from then on every pass has a row for each.
@@ -63,8 +65,8 @@ def test_where_greedy_tokens_part_from_the_references(family, dequantize, tmp_pa
         if n is not None:
             logits = noted[n][i]
             gap = (logits[own[n]] - logits[other[n]]).item()
-            print(f"{family}: token {n} of 16, gap {gap:.3f}, logits' deviation {logits.std():.2f}")
-            assert 0 <= gap < NEAR_TIE
+            print(f"{family}, {weights}: token {n} of 16, gap {gap:.3f}, logits' deviation {logits.std():.2f}")
+            assert 0 <= gap < NEAR_TIE[weights]
 
 
 def test_the_published_mode_runs_its_kernels(checkpoint, monkeypatch):
