@@ -28,13 +28,15 @@ def write_png(rows: list[Row], path: Path) -> None:
             _bar(axis, place - 0.2, row["parts"], whole, 1.0)
             if row["peer_parts"]:
                 _bar(axis, place + 0.2, row["peer_parts"], whole, 0.5)
-            axis.text(0.01, place - 0.2, f"{row['ms']:.3g} ms, {rate(row):.3g} tokens/s", fontsize=7, va="center")
+            longest = max(whole, sum((row["peer_parts"] or row["parts"]).values())) / whole
+            axis.text(longest + 0.02, place, f"{row['ms']:.4g} ms, {rate(row):.0f} tokens/s", fontsize=7, va="center")
         axis.set_yticks(range(len(shown)), [row["run"] for row in shown], fontsize=8)
         axis.invert_yaxis()
         axis.set_title(model)
+        axis.margins(x=0.3)
         axis.set_xlabel("kernels' time / ours; paler: with the peers' kernels")
-        handles = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(PARTS))]
-        axis.legend(handles, PARTS, fontsize=8, loc="lower right")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(PARTS))]
+    figure.legend(handles, PARTS, fontsize=9, loc="outside lower center", ncols=len(PARTS))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
