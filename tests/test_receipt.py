@@ -1,7 +1,10 @@
 """Nobody is told that a kernel works on a GPU when that code never ran there."""
 
+import shutil
+
 import pytest
 
+from dsa.source_digest import _tree
 from tests.gpu import receipt, status_table
 
 
@@ -20,6 +23,21 @@ def test_receipt_is_of_this_code(name):
         return
     assert entry["digest"] == receipt.digest(name), f"{name}: run `python -m tests.gpu.run {name}` on a Hopper GPU"
     assert entry["tests"] > 0 and entry["failed"] == 0
+
+
+def test_generation_has_a_receipt_that_a_layer_or_an_op_ends(tmp_path, monkeypatch):
+    entry = receipt.load()["ops"][receipt.GENERATION]
+    assert entry["tests"] > 0 and not entry["failed"]
+    layers = shutil.copytree(receipt.LAYERS, tmp_path / "layers")
+    monkeypatch.setattr(receipt, "LAYERS", layers)
+    digest = receipt.digest(receipt.GENERATION)
+    for path, changes in (("cli.py", False), ("generation.py", True), ("layers/norm.py", True)):
+        (layers / path).write_text((layers / path).read_text() + "\nNEW = 1\n")
+        _tree.cache_clear()
+        assert (receipt.digest(receipt.GENERATION) != digest) is changes
+        digest = receipt.digest(receipt.GENERATION)
+    monkeypatch.setattr(receipt, "source_digest", lambda module: "0" * 16)
+    assert receipt.digest(receipt.GENERATION) != digest
 
 
 def test_status_table_of_the_readme_is_generated():
