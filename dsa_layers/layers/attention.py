@@ -1,7 +1,7 @@
 """Multi-head latent attention with DeepSeek Sparse Attention's token selection."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,8 +13,14 @@ from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.token_batch import TokenBatch
 
-if TYPE_CHECKING:
-    from dsa_layers.indexer_stage import IndexerStage
+
+class TrainingStage(Protocol):
+    """What passes report to while indexers are trained. name: "warmup" or "sparse"."""
+
+    name: str
+
+    def add(self, kl: torch.Tensor) -> None:
+        """A layer's loss of every token."""
 
 
 @dataclass
@@ -78,7 +84,7 @@ class DSAAttention(nn.Module):
         self.o_proj = make_linear(n_heads * v_dim, hidden, **options)
         self.indexer = indexer
         # Set while the indexer is trained.
-        self.indexer_stage: IndexerStage | None = None
+        self.indexer_stage: TrainingStage | None = None
 
     def forward(
         self,
