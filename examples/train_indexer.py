@@ -50,7 +50,8 @@ FIELDS = {
 
 @dataclass
 class Plan:
-    """Steps and learning rates of the dense, the warm-up and the sparse stage; tokens of a sequence, sequences a step."""
+    """Steps and learning rates of the dense, the warm-up and the sparse stage; the tokens of a sequence, and how many
+    sequences a step has; fields that differ from FIELDS."""
 
     steps: tuple[int, int, int] = (3000, 500, 1500)
     rates: tuple[float, float, float] = (1e-3, 1e-3, 3e-4)
