@@ -378,12 +378,47 @@ def _combine_experts(device: str) -> None:
     assert_close("out with shared", got, expected + shared.double(), abs_tol=1e-5, rel_tol=1e-5)
 
 
+def _indexer_training(device: str) -> None:
+    """Two sequences, one of them with more keys than queries: each query's row by the definitions, in float64."""
+    shapes = (5, 4, 16), (7, 2, 16), (7, 2, 8), (5, 3, 8), (7, 8), (5, 3)
+    q, k, v, q_idx, k_idx, w_idx = (torch.randn(*shape, device=device) for shape in shapes)
+    bounds = [torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 3, 5), (0, 5, 7))]
+    out, lse, kl = dsa.indexer_warmup_attention(q, k, v, q_idx, k_idx, w_idx, *bounds, 3, 5, 0.25)
+    seen = [range(3), range(4), range(5), range(5, 6), range(5, 7)]
+    losses = []
+    for t, keys in enumerate(seen):
+        rows = torch.tensor(keys, device=device)
+        logits = 0.25 * torch.einsum("hd,shd->hs", q[t].double(), k[rows].double().repeat_interleave(2, 1))
+        assert_close("lse", lse[:, t], logits.logsumexp(-1), abs_tol=1e-5, rel_tol=1e-5)
+        values = v[rows].double().repeat_interleave(2, 1)
+        expected = torch.einsum("hs,shd->hd", logits.softmax(-1), values)
+        assert_close("out", out[t], expected, abs_tol=1e-5, rel_tol=1e-5)
+        scores = (w_idx[t, :, None].double() * (q_idx[t].double() @ k_idx[rows].double().T).relu()).sum(0)
+        p = logits.softmax(-1).mean(0)
+        losses.append((p * (p.log() - scores.log_softmax(0))).sum())
+    assert_close("kl", kl, torch.stack(losses), abs_tol=1e-5, rel_tol=1e-4)
+
+    # The same, with all keys of the last query named, in another order and beside two that are none.
+    kv, one = torch.randn(7, 1, 16, device=device), slice(4, 5)
+    picks = torch.tensor([[[6, -1, 5, 7]]], dtype=torch.int32, device=device)
+    sink = torch.randn(4, device=device)
+    out, lse = dsa.sparse_mla_attention(q[one], kv, picks, 0.25, 8, sink)
+    logits = 0.25 * q[4].double() @ kv[5:, 0].double().T
+    assert_close("sparse lse", lse[:, 0], logits.logsumexp(-1), abs_tol=1e-5, rel_tol=1e-5)
+    weights = torch.cat((logits, sink[:, None].double()), 1).softmax(-1)[:, :2]
+    assert_close("sparse out", out[0], weights @ kv[5:, 0, :8].double(), abs_tol=1e-5, rel_tol=1e-5)
+    kl = dsa.sparse_indexer_loss(q[one], kv, q_idx[one], k_idx, w_idx[one], picks, 0.25)
+    p, scores = logits.softmax(-1).mean(0), w_idx[4].double() @ (q_idx[4].double() @ k_idx[5:].double().T).relu()
+    assert_close("sparse kl", kl[0], (p * (p.log() - scores.log_softmax(0))).sum(), abs_tol=1e-5, rel_tol=1e-4)
+
+
 SELF_TESTS: dict[str, Callable[[str], None]] = {
     "per_token_cast_to_fp8": _per_token_cast_to_fp8,
     "fp8_gemm_nt": _fp8_gemm_nt,
     "expert_routing": _expert_routing,
     "swiglu_cast_to_fp8": _swiglu_cast_to_fp8,
     "combine_experts": _combine_experts,
+    "indexer_training": _indexer_training,
     "fp8_mqa_logits": _fp8_mqa_logits,
     "fp8_paged_mqa_logits": _fp8_paged_mqa_logits,
     "indexer_inputs": _indexer_inputs,

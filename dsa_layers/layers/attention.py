@@ -1,6 +1,7 @@
 """Multi-head latent attention with DeepSeek Sparse Attention's token selection."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,6 +12,15 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.token_batch import TokenBatch
+
+
+class TrainingStage(Protocol):
+    """What passes report to while indexers are trained. name: "warmup" or "sparse"."""
+
+    name: str
+
+    def add(self, kl: torch.Tensor) -> None:
+        """A layer's loss of every token."""
 
 
 @dataclass
@@ -73,6 +83,8 @@ class DSAAttention(nn.Module):
         self.kv_b_proj = make_linear(kv_lora_rank, n_heads * (nope_dim + v_dim), **options)
         self.o_proj = make_linear(n_heads * v_dim, hidden, **options)
         self.indexer = indexer
+        # Set while the indexer is trained.
+        self.indexer_stage: TrainingStage | None = None
 
     def forward(
         self,
@@ -91,6 +103,8 @@ class DSAAttention(nn.Module):
         q = self.q_b_proj(qr).unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
         q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
 
+        if self.indexer_stage is not None:
+            return self._train(x, qr, q_nope, q_pe, cos, sin, batch, cache)
         decode = cache is not None and batch.is_decode
         if self.indexer is None:
             sparse = selection.picks is not None
@@ -124,6 +138,47 @@ class DSAAttention(nn.Module):
             arguments = (kv[:, None], picks[:, None], self.softmax_scale, self.kv_lora_rank)
             attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments)
         return self.o_proj(_by_head(attended, w_uv.mT).flatten(-2))
+
+    def _train(
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: TokenBatch,
+        cache: LayerCache | None,
+    ) -> torch.Tensor:
+        """A pass that trains the indexer: its inputs are constants, and its loss goes to `indexer_stage`."""
+        if cache is not None:
+            raise ValueError("cache: a pass that trains the indexer takes none")
+        q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
+        kv = self._norm_and_rotate(self.kv_a_proj_with_mqa(x), cos, sin)
+        indexer = self.indexer.project(x.detach(), qr.detach(), cos, sin)
+        scale = self.softmax_scale
+        if self.indexer_stage.name == "warmup":
+            k, v = self._expand(kv)
+            bounds, longest = batch.cu_query_lens, max(batch.query_lens)
+            rest = (bounds, bounds, longest, longest, scale)
+            out, _, kl = dsa.indexer_warmup_attention(torch.cat((q_nope, q_pe), -1), k, v, *indexer, *rest)
+        else:
+            w_uk, w_uv = self._up_projections(x.dtype)
+            q = torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
+            picks = self._picks(indexer, batch)
+            attended, _ = dsa.sparse_mla_attention(q, kv[:, None], picks, scale, self.kv_lora_rank)
+            out = torch.einsum("thc,hvc->thv", attended, w_uv)
+            kl = dsa.sparse_indexer_loss(q.detach(), kv[:, None].detach(), *indexer, picks, scale)
+        self.indexer_stage.add(kl)
+        return self.o_proj(out.flatten(-2))
+
+    @torch.no_grad()
+    def _picks(self, indexer: tuple[torch.Tensor, ...], batch: TokenBatch) -> torch.Tensor:
+        """The packed keys that each token attends to by the indexer's scores: int32 [T, 1, top_k], -1 for none."""
+        starts, lengths = batch.key_starts, batch.visible_keys
+        scores = dsa.mqa_logits(*indexer, starts, starts + lengths)
+        picks = dsa.topk_indices(scores, self.indexer.top_k, starts=starts, lengths=lengths)
+        return torch.where(picks < 0, picks, picks + starts[:, None])[:, None]
 
     def _select(
         self,
@@ -208,12 +263,16 @@ class DSAAttention(nn.Module):
         )
         return out[:, 0].to(q.dtype)
 
-    def _dense_prefill(self, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """q [T, heads, nope + rope], kv [sum(key_lens), latent + rope] -> [T, heads, v_dim], causal per sequence."""
+    def _expand(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv [T, latent + rope] -> every head's k [T, heads, nope + rope] and v [T, heads, v_dim]."""
         latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
         expanded = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, self.nope_dim + self.v_dim))
         k_nope, v = expanded.split((self.nope_dim, self.v_dim), -1)
-        k = torch.cat((k_nope, k_pe[:, None].expand(-1, self.n_heads, -1)), -1)
+        return torch.cat((k_nope, k_pe[:, None].expand(-1, self.n_heads, -1)), -1), v
+
+    def _dense_prefill(self, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        """q [T, heads, nope + rope], kv [sum(key_lens), latent + rope] -> [T, heads, v_dim], causal per sequence."""
+        k, v = self._expand(kv)
         out = []
         parts = zip(q.split(batch.query_lens), k.split(batch.key_lens), v.split(batch.key_lens))
         for q_i, k_i, v_i in parts:

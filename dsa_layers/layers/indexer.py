@@ -51,6 +51,15 @@ class LightningIndexer(nn.Module):
         self.k_norm = LayerNorm(head_dim)
         self.weights_proj = Linear(hidden, n_heads, dtype=dtype)
 
+    def project(
+        self, x: torch.Tensor, qr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) of the scores sum_h w_h relu(q_h . k), not
+        quantised, with gradients."""
+        q = dsa.apply_rotary(self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), cos, sin, **self.rope)
+        weights = linear_fp32(x, self.weights_proj.weight) * (self.n_heads**-0.5 * self.head_dim**-0.5)
+        return q, self._keys(x, cos, sin), weights
+
     @torch.no_grad()
     def forward(
         self,

@@ -1,0 +1,209 @@
+"""The two stages in which DeepSeek Sparse Attention trains its indexer: the losses and what they are of.
+
+Warm-up: dense attention; the indexer's scores over all keys follow the attention of all heads together. Sparse stage:
+attention to the selected keys, and the indexer's scores over these follow it. The target is a constant: the indexer
+learns from its loss alone, and the attention from the language model's alone.
+
+Everything is computed in fp32, of float64 inputs in float64, and differentiable.
+"""
+
+import torch
+
+from .checks import FLOATS, INT32, check_tensor
+
+DTYPES = (*FLOATS, torch.float64)
+TARGETS = ("sum", "per_head")
+
+
+def indexer_warmup_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool = True,
+    target: str = "sum",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of packed sequences, and how far the indexer's distribution is from it.
+
+    A_h[t, s] = softmax_s(softmax_scale q_h[t] . k[s]);   out_h[t] = sum_s A_h[t, s] v[s]
+    I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s])
+    "sum": kl[t] = KL(p[t] || softmax_s(I[t])), p[t] = sum_h A_h[t] divided by its sum over s: DeepSeek-V3.2's loss
+    "per_head": kl[t, h] = KL(A_h[t] || softmax_s(w_idx[t, h] relu(q_idx_h[t] . k_idx[s]))), for as many index heads
+
+    q             [Tq, H, d]; k [Tk, Hk, d], v [Tk, Hk, dv], H a multiple of Hk: head h attends to head h // (H / Hk)
+    q_idx         [Tq, Hi, di]; k_idx [Tk, di]; w_idx [Tq, Hi], of any sign
+    cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
+    max_seqlen_*  no sequence is longer
+    causal        a sequence's last query sees all its keys, each one before it one fewer
+
+    Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] (natural log) and kl [Tq] or [Tq, H]. A query without keys has out
+    0, lse +inf and kl 0. Gradients of out and lse reach q, k and v; those of kl reach q_idx, k_idx and w_idx only.
+    Raises TypeError or ValueError for other types, dtypes and shapes.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1; "per_head" is tl-dsa-warmup-lightning-indexer's.
+    """
+    check_warmup(q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k, target)
+    work = _work_dtype(q)
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    outs, lses, kls = [], [], []
+    for begin_q, end_q, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+        queries, keys = slice(begin_q, end_q), slice(begin_k, end_k)
+        m, n = end_q - begin_q, end_k - begin_k
+        visible = torch.ones(m, n, dtype=torch.bool, device=q.device)
+        if causal:
+            visible = visible.tril(n - m)
+        repeat = q.shape[1] // k.shape[1]
+        own_k, own_v = (x[keys].to(work).repeat_interleave(repeat, 1) for x in (k, v))
+        logits = softmax_scale * torch.einsum("thd,shd->hts", q[queries].to(work), own_k)
+        weights, lse = _masked_softmax(logits, visible)
+        outs.append(torch.einsum("hts,shd->thd", weights, own_v))
+        lses.append(lse)
+        dots = torch.relu(torch.einsum("tjd,sd->jts", q_idx[queries].to(work), k_idx[keys].to(work)))
+        scores = dots * w_idx[queries].to(work).T[..., None]
+        if target == "sum":
+            kls.append(_kl(weights.detach().mean(0), scores.sum(0), visible))
+        else:
+            kls.append(_kl(weights.detach(), scores, visible).T)
+    return torch.cat(outs).to(q.dtype), torch.cat(lses, 1), torch.cat(kls)
+
+
+def sparse_mla_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out[t] = softmax_j(softmax_scale q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t], with gradients.
+
+    q [Tq, H, d]; kv [Tk, 1, d]; indices int32 [Tq, 1, K], below 0 or from Tk on is no key; attn_sink [H] or None: a
+    logit in the softmax without a value, out is scaled by e^lse / (e^lse + e^sink).
+
+    Returns out [Tq, H, d_v] in q's dtype and lse [H, Tq], without the sink; out 0 and lse +inf without keys. Gradients
+    of both reach q and kv, those of out attn_sink. Raises TypeError or ValueError for other types, dtypes and shapes.
+    """
+    check_sparse(q, kv, indices)
+    work = _work_dtype(q)
+    index, valid = _selected(indices, len(kv))
+    rows = kv[:, 0].to(work)[index]
+    logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work), rows)
+    weights, lse = _masked_softmax(logits, valid)
+    out = torch.einsum("htj,tjd->thd", weights, rows[..., :d_v])
+    if attn_sink is not None:
+        check_tensor("attn_sink", attn_sink, DTYPES, (q.shape[1],))
+        share = torch.sigmoid(lse.T - attn_sink.to(work))
+        out = out * share.masked_fill(lse.T == torch.inf, 0.0)[..., None]
+    return out.to(q.dtype), lse
+
+
+def sparse_indexer_loss(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """kl[t] = KL(p[t] || softmax_j(I[t, j])) over the keys j in indices[t]: the sparse stage's loss of the indexer.
+
+    p[t, j] = sum_h exp(softmax_scale q_h[t] . kv[j] - lse_h[t]), divided by its sum over j
+    I[t, j] = sum_i w_idx[t, i] relu(q_idx_i[t] . k_idx[j])
+
+    q, kv, indices  as of `sparse_mla_attention`
+    q_idx           [Tq, Hi, di]; k_idx [Tk, di]; w_idx [Tq, Hi]
+    lse             [H, Tq] of each head's whole softmax; None: of the selected keys alone, so that every head counts
+                    the same (V3.2). V4's has its window and its sink in it: a head counts by what it gives these keys
+
+    Returns kl [Tq], 0 for a query without keys. Gradients reach q_idx, k_idx and w_idx only.
+    Raises TypeError or ValueError for other types, dtypes and shapes.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
+    """
+    check_sparse(q, kv, indices)
+    check_indexer(q_idx, k_idx, w_idx, len(q), len(kv))
+    work = _work_dtype(q)
+    index, valid = _selected(indices, len(kv))
+    with torch.no_grad():
+        logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work), kv[:, 0].to(work)[index])
+        own_weights, own_lse = _masked_softmax(logits, valid)
+        if lse is not None:
+            check_tensor("lse", lse, DTYPES, (q.shape[1], len(q)))
+            # Each head's share of its whole softmax, in logs: all of them may be tiny.
+            share = (own_lse - lse.to(work)).masked_fill(own_lse == torch.inf, 0.0)
+            own_weights = own_weights * torch.softmax(share, 0)[..., None]
+        p = own_weights.sum(0)
+        p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(work).tiny)
+    dots = torch.relu(torch.einsum("tid,tjd->itj", q_idx.to(work), k_idx.to(work)[index]))
+    return _kl(p, (dots * w_idx.to(work).T[..., None]).sum(0), valid)
+
+
+def _work_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _masked_softmax(logits: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the visible of the last dimension, zeros elsewhere; and the LSE, +inf where nothing is visible."""
+    some = visible.any(-1)
+    # What is nowhere visible is left as it is: a row of -inf has a gradient of NaN.
+    masked = logits.masked_fill(~visible & some[..., None], -torch.inf)
+    weights = masked.softmax(-1).masked_fill(~some[..., None], 0.0)
+    return weights, masked.logsumexp(-1).masked_fill(~some, torch.inf) if logits.shape[-1] else logits.sum(
+        -1
+    ) + torch.inf
+
+
+def _kl(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """KL(p || softmax(scores)) over the visible of the last dimension; 0 where nothing is."""
+    if scores.shape[-1] == 0:
+        return scores.sum(-1)
+    some = visible.any(-1)
+    log_q = scores.masked_fill(~visible & some[..., None], -torch.inf).log_softmax(-1).masked_fill(~visible, 0.0)
+    return (torch.special.xlogy(p, p) - p * log_q).sum(-1)
+
+
+def _selected(indices: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows [Tq, K] that exist, which of them are meant)."""
+    index = indices[:, 0].long()
+    valid = (index >= 0) & (index < keys)
+    return index.masked_fill(~valid, 0), valid
+
+
+def check_warmup(q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k, target) -> None:
+    """Types, dtypes and shapes of `indexer_warmup_attention`."""
+    check_tensor("q", q, DTYPES, ("Tq", "H", "d"))
+    tokens, heads, dim = q.shape
+    check_tensor("k", k, DTYPES, ("Tk", "Hk", dim))
+    keys, key_heads, _ = k.shape
+    check_tensor("v", v, DTYPES, (keys, key_heads, "dv"))
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(f"k: its {key_heads} heads must divide q's {heads}")
+    check_indexer(q_idx, k_idx, w_idx, tokens, keys)
+    if target not in TARGETS:
+        raise ValueError(f"target: must be one of {', '.join(TARGETS)}, got {target!r}")
+    if target == "per_head" and q_idx.shape[1] != heads:
+        raise ValueError(f"q_idx: target 'per_head' needs q's {heads} heads, got {q_idx.shape[1]}")
+    check_tensor("cu_seqlens_q", cu_seqlens_q, INT32, ("B + 1",))
+    check_tensor("cu_seqlens_k", cu_seqlens_k, INT32, tuple(cu_seqlens_q.shape))
+    for name, x, end in (("cu_seqlens_q", cu_seqlens_q, tokens), ("cu_seqlens_k", cu_seqlens_k, keys)):
+        if x.device.type == "cpu" and (len(x) == 0 or x[0] != 0 or x[-1] != end or (x.diff() < 0).any()):
+            raise ValueError(f"{name}: must ascend from 0 to {end}, got {x.tolist()}")
+
+
+def check_indexer(q_idx, k_idx, w_idx, tokens: int, keys: int) -> None:
+    check_tensor("q_idx", q_idx, DTYPES, (tokens, "Hi", "di"))
+    check_tensor("k_idx", k_idx, DTYPES, (keys, q_idx.shape[2]))
+    check_tensor("w_idx", w_idx, DTYPES, (tokens, q_idx.shape[1]))
+
+
+def check_sparse(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> None:
+    check_tensor("q", q, DTYPES, ("Tq", "H", "d"))
+    check_tensor("kv", kv, DTYPES, ("Tk", 1, q.shape[2]))
+    check_tensor("indices", indices, INT32, (len(q), 1, "K"))

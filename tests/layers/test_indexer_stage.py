@@ -1,0 +1,94 @@
+"""Training the indexers of a small model: who learns from what, and that they learn."""
+
+import pytest
+import torch
+from torch import nn
+
+from dsa_layers.indexer_stage import IndexerStage
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.sequence_batch import SequenceBatch
+
+
+class Small(nn.Module):
+    """Two attention layers over embedded tokens."""
+
+    def __init__(self, top_k):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 64)
+        self.layers = nn.ModuleList(self._layer(top_k) for _ in range(2))
+        self.rotary = RotaryEmbedding(rope_frequencies(16, 1e4))
+
+    def _layer(self, top_k):
+        sizes = {"q_lora_rank": 32}
+        indexer = LightningIndexer(64, 32, n_heads=4, head_dim=32, top_k=top_k, quantize=False)
+        return DSAAttention(64, 4, indexer, **sizes, kv_lora_rank=32, nope_dim=16, rope_dim=16, v_dim=16)
+
+    def forward(self, tokens, batch):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x, *self.rotary(batch.positions), batch)
+        return x
+
+
+def inputs():
+    torch.manual_seed(1)
+    return torch.randint(50, (33,)), SequenceBatch.without_cache([20, 13])
+
+
+@pytest.mark.parametrize("name, top_k", [("warmup", 100), ("sparse", 6)])
+def test_passes_are_those_of_inference(name, top_k):
+    """The same output as without a stage, where dense and sparse passes are what they are there."""
+    model, (tokens, batch) = Small(top_k), inputs()
+    expected = model(tokens, batch)
+    with IndexerStage(model, name) as stage:
+        got = model(tokens, batch)
+        assert stage.loss() > 0
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert torch.allclose(model(tokens, batch), expected)
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_two_losses_reach_different_parameters(name):
+    model, (tokens, batch) = Small(6), inputs()
+    with IndexerStage(model, name) as stage:
+        out = model(tokens, batch)
+        indexers = {id(p) for p in stage.parameters()}
+        others = [p for p in model.parameters() if id(p) not in indexers]
+        of_loss = torch.autograd.grad(stage.loss(), stage.parameters() + others, allow_unused=True, retain_graph=True)
+        assert all(g is not None and g.abs().sum() > 0 for g in of_loss[: len(indexers)])
+        assert all(g is None for g in of_loss[len(indexers) :])
+        of_model = torch.autograd.grad(out.square().sum(), stage.parameters() + others, allow_unused=True)
+        assert all(g is None for g in of_model[: len(indexers)])
+        assert all(g is not None for g in of_model[len(indexers) :])
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_the_indexers_learn(name):
+    model, (tokens, batch) = Small(6), inputs()
+    stage = IndexerStage(model, name)
+    optimizer = torch.optim.Adam(stage.parameters(), lr=3e-3)
+    losses = []
+    with stage:
+        for _ in range(60):
+            model(tokens, batch)
+            losses.append(stage.loss())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_errors():
+    model = Small(6)
+    with pytest.raises(ValueError, match="name: must be one of warmup, sparse, got 'dense'"):
+        IndexerStage(model, "dense")
+    with pytest.raises(ValueError, match="model: has no attention"):
+        IndexerStage(nn.Linear(2, 2), "warmup")
+    with pytest.raises(RuntimeError, match="loss: no pass since"):
+        IndexerStage(model, "warmup").loss()
+    model.layers[1].indexer = None
+    with pytest.raises(ValueError, match="model: has layers that share an indexer"):
+        IndexerStage(model, "sparse")

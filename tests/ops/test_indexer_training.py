@@ -1,0 +1,23 @@
+"""The training ops on a CPU are their references; on a GPU they say once that they are nothing else yet."""
+
+import pytest
+import torch
+
+import dsa
+import reference
+from dsa import backends
+
+NAMES = "indexer_warmup_attention", "sparse_mla_attention", "sparse_indexer_loss"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_are_documented_as_the_references(name):
+    assert getattr(dsa, name).__doc__ == getattr(reference, name).__doc__
+
+
+def test_a_hopper_gpu_is_told(monkeypatch):
+    noted = []
+    monkeypatch.setattr(backends, "note_reference_only", lambda name, tensor: noted.append(name))
+    q, kv, indices = torch.randn(2, 3, 8), torch.randn(4, 1, 8), torch.zeros(2, 1, 2, dtype=torch.int32)
+    out, _ = dsa.sparse_mla_attention(q, kv, indices, 0.3, 8)
+    assert out.shape == (2, 3, 8) and noted == ["sparse_mla_attention"]
