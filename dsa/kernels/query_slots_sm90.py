@@ -1,0 +1,159 @@
+"""Packed sequences cut into slots of 128 queries, on the device: what the kernels of the indexer's warm-up walk over.
+
+Plan
+- One CTA. The threads scan the sequences' counts of slots; then each looks its slots up, by halving, and they scan the
+  slots' counts of key tiles.
+Constraints: any number of sequences. Roofline: latency, 5 us and 1 us for every 1024 sequences or slots.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.block_scan import before_and_all
+from dsa.cute.compile_cache import cached, compile_sm90
+
+THREADS = 1024
+ROWS = 128  # queries of a slot, and keys of a tile
+FIELDS = 8
+FIRST_QUERY, QUERIES, FIRST_KEY, KEYS, SEEN, STEP, KEY_TILES, SEQUENCE = range(FIELDS)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Up to 128 neighbouring queries of one sequence; row i sees its keys before min(max(seen + step * i, 0), keys)."""
+
+    first_query: Int32
+    queries: Int32
+    first_key: Int32
+    keys: Int32
+    seen: Int32
+    step: Int32
+    key_tiles: Int32
+
+
+@cute.jit
+def read_slot(slots: cute.Tensor, index) -> Slot:
+    return Slot(*[slots[index, i] for i in range(SEQUENCE)])
+
+
+class QuerySlotsSm90:
+    @cute.jit
+    def __call__(
+        self,
+        cu_queries: cute.Tensor,
+        cu_keys: cute.Tensor,
+        before: cute.Tensor,
+        slots: cute.Tensor,
+        tiles: cute.Tensor,
+        causal: Int32,
+        queries: Int32,
+        keys: Int32,
+        stream,
+    ):
+        self.kernel(cu_queries, cu_keys, before, slots, tiles, causal, queries, keys).launch(
+            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        cu_queries: cute.Tensor,
+        cu_keys: cute.Tensor,
+        before: cute.Tensor,
+        slots: cute.Tensor,
+        tiles: cute.Tensor,
+        causal: Int32,
+        queries: Int32,
+        keys: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        lane, warp = tid % 32, tid // 32
+        sums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(32), 16)
+        batch, count = before.shape[0], slots.shape[0]
+        total = Int32(0)
+        for base in cutlass.range(0, batch, THREADS, unroll=1):
+            own = Int32(0)
+            if base + tid < batch:
+                begin, end = self.bounds(cu_queries, base + tid, queries)
+                own = (end - begin + ROWS - 1) // ROWS
+            earlier, here = before_and_all(own, sums, lane, warp)
+            if base + tid < batch:
+                before[base + tid] = total + earlier
+            total += here
+            cute.arch.sync_threads()
+
+        used, total = cutlass.min(total, count), Int32(0)
+        for base in cutlass.range(0, count, THREADS, unroll=1):
+            slot = base + tid
+            own = Int32(0)
+            if slot < used:
+                low, high = Int32(0), batch
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    behind = before[middle] > slot
+                    high = middle if behind else high
+                    low = low if behind else middle
+                own = self.describe(cu_queries, cu_keys, slots, slot, low, before[low], causal, queries, keys)
+            elif slot < count:
+                for i in cutlass.range_constexpr(SEQUENCE):
+                    slots[slot, i] = 0
+                slots[slot, SEQUENCE] = -1
+            earlier, here = before_and_all(own, sums, lane, warp)
+            if slot < count:
+                tiles[slot] = total + earlier
+            total += here
+            cute.arch.sync_threads()
+        if tid == 0:
+            tiles[count] = total
+
+    @cute.jit
+    def bounds(self, cu_seqlens, sequence, end):
+        """Where a sequence begins and ends: inside what there is and in this order, whatever cu_seqlens says."""
+        begin = cutlass.min(cutlass.max(cu_seqlens[sequence], 0), end)
+        return begin, cutlass.min(cutlass.max(cu_seqlens[sequence + 1], begin), end)
+
+    @cute.jit
+    def describe(self, cu_queries, cu_keys, slots, slot, sequence, first_slot, causal, queries, keys):
+        """Write a slot down; returns its key tiles."""
+        begin, end = self.bounds(cu_queries, sequence, queries)
+        first_key, end_key = self.bounds(cu_keys, sequence, keys)
+        own_keys = end_key - first_key
+        offset = (slot - first_slot) * ROWS
+        rows = cutlass.min(end - begin - offset, ROWS)
+        seen = own_keys
+        if causal > 0:
+            seen = own_keys - (end - begin) + offset + 1
+        most = cutlass.min(cutlass.max(seen + causal * (rows - 1), 0), own_keys)
+        key_tiles = (most + ROWS - 1) // ROWS
+        for i, value in enumerate((begin + offset, rows, first_key, own_keys, seen, causal, key_tiles, sequence)):
+            slots[slot, i] = value
+        return key_tiles
+
+
+@cached
+def compile_query_slots():
+    """-> f(cu_queries [B + 1], cu_keys [B + 1], before [B], slots [S, 8], tiles [S + 1], causal, queries, keys); int32,
+    contiguous; B, S > 0. before: slots of the sequences before; tiles: key tiles of the slots before."""
+    batch, count = cute.sym_int(), cute.sym_int()
+
+    def fake(*shape):
+        stride = (FIELDS, 1) if len(shape) == 2 else (1,)
+        return cute.runtime.make_fake_tensor(Int32, shape, stride, assumed_align=4)
+
+    return compile_sm90(
+        QuerySlotsSm90(),
+        *(fake(cute.sym_int()), fake(cute.sym_int()), fake(batch), fake(count, FIELDS), fake(cute.sym_int())),
+        *(Int32(0), Int32(0), Int32(0)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_query_slots, ())]
