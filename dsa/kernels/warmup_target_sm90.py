@@ -33,13 +33,13 @@ from dsa.cute.score_tile import SHARED_BYTES, WARPGROUP, init_ring, tile_load
 from dsa.kernels.query_slots_sm90 import FIELDS, ROWS, read_slot
 
 # By the heads' channels: those of a stage, and stages of queries and of keys. Keys of 576 channels are there once.
-RINGS = {64: (64, 8, 5), 128: (128, 4, 2), 192: (192, 2, 2), 576: (64, 4, 9)}
+RINGS = {64: (64, 8, 5), 128: (128, 4, 2), 192: (64, 7, 6), 576: (64, 4, 9)}
 MATH_WARPS = 8
 THREADS = 3 * WARPGROUP
 REGISTERS = 240, 24
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-DONE_BARRIER = 1
+READ_BARRIER = 1
 
 
 class WarmupTargetSm90:
@@ -194,7 +194,8 @@ class WarmupTargetSm90:
         self, lse, lse_idx, upstream, slots, tiles, scores, kl_parts, scale, group, heads, sq, sk, barriers, tid, warp, lane
     ):
         mma = self.tiled_mma()
-        thr = mma.get_slice(tid)
+        # The same for all of a warpgroup, and known to be: operands' addresses are then uniform.
+        thr = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * WARPGROUP)
         rq = mma.make_fragment_A(thr.partition_A(sq))
         rk = mma.make_fragment_B(thr.partition_B(sk))
         shape = thr.partition_shape_C((ROWS, ROWS))
@@ -212,12 +213,15 @@ class WarmupTargetSm90:
             rows = [whose.first_query + cutlass.min(own_row + 8 * r, whose.queries - 1) for r in range(2)]
             sums.fill(0.0)
             if const_expr(self.parts > 1):
+                at = rows
                 for h in cutlass.range(heads, unroll=1):
+                    less, at = self.load_lse(lse, at, h, heads)
                     ring = self.multiply_parts(accs[0], rq, rk, barriers, ring, h, group, heads)
-                    self.add(sums, accs[0], lse, h, rows, scale, heads)
+                    self.add(sums, accs[0], less, scale)
             else:
                 ring = self.add_overlapped(sums, accs, lse, rq, rk, barriers, ring, rows, scale, group, heads)
-            slot = computed_here(slot)  # read again: registers are short in between
+            slot = computed_here(slot)  # what follows from it is found again: registers are short in between
+            key_tile = index - tiles[slot]
             of_tile = scores[slot, key_tile, None, None]
             whose = read_slot(slots, slot)
             self.finish(sums, of_tile, kl_parts, lse_idx, upstream, whose, slot, key_tile, rows, heads, own_row, lane)
@@ -226,6 +230,7 @@ class WarmupTargetSm90:
     def add_overlapped(self, sums, accs, lse, rq, rk, barriers, ring, rows, scale, group, heads):
         """All heads, one's powers beside the next one's product. An odd number of them is padded."""
         padded = heads + (heads & 1)
+        less, at = self.load_lse(lse, rows, Int32(0), heads)
         self.ready(barriers, ring)
         self.multiply(accs[0], rq, rk, ring)
         ring = self.done(barriers, ring, Int32(0), group, heads)
@@ -233,13 +238,18 @@ class WarmupTargetSm90:
         for h in cutlass.range(0, padded - 2, 2, unroll=1):
             for i in cutlass.range_constexpr(2):
                 self.multiply(accs[1 - i], rq, rk, ring)
-                self.add(sums, accs[i], lse, h + i, rows, scale, heads)
+                # A head ahead: the load's latency is longer than a product.
+                ahead, at = self.load_lse(lse, at, h + i + 1, heads)
+                self.add(sums, accs[i], less, scale)
+                less = ahead
                 ring = self.done(barriers, ring, h + i + 1, group, heads)
                 self.ready(barriers, ring)
         self.multiply(accs[1], rq, rk, ring)
-        self.add(sums, accs[0], lse, padded - 2, rows, scale, heads)
+        ahead, at = self.load_lse(lse, at, padded - 1, heads)
+        self.add(sums, accs[0], less, scale)
         ring = self.done(barriers, ring, padded - 1, group, heads)
-        self.add(sums, accs[1], lse, padded - 1, rows, scale, heads)
+        if heads & 1 == 0:
+            self.add(sums, accs[1], ahead, scale)
         return ring
 
     @cute.jit
@@ -314,10 +324,16 @@ class WarmupTargetSm90:
         return q_stage, q_phase, k_stage, k_phase
 
     @cute.jit
-    def add(self, sums, acc, lse, h, rows, scale, heads):
-        """sums += exp(scale S - lse) of head h; nothing of a padding head."""
-        more = [lse[cutlass.min(h, heads - 1), row] * -LOG2E for row in rows]
-        more = [-Float32(float("inf")) if h >= heads else x for x in more]
+    def load_lse(self, lse, at, h, heads):
+        """The LSE of head h at the places `at`, and the next head's places, or again these of the last one."""
+        step = lse.shape[1] if h < heads - 1 else 0
+        flat = cute.make_tensor(lse.iterator, cute.make_layout(cute.size(lse)))
+        return [flat[place] for place in at], [place + step for place in at]
+
+    @cute.jit
+    def add(self, sums, acc, less, scale):
+        """sums += exp(scale S - lse) of a head."""
+        more = [x * -LOG2E for x in less]
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for i in cutlass.range_constexpr(ROWS // 2):
             sums[i] = add_power(sums[i], flat[i], scale, more[i // 2 % 2])
@@ -328,8 +344,14 @@ class WarmupTargetSm90:
     ):
         """The loss of a tile's rows, and the scores' gradient in their place."""
         share = 1.0 / Float32(heads)
-        words = cute.make_rmem_tensor((ROWS // 4,), Uint32)
-        pair = cute.make_rmem_tensor((2,), Float32)
+        pairs = cute.make_rmem_tensor((2, ROWS // 8, 2), Float32)
+        for r in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(ROWS // 8):
+                place = (own_row + 8 * r) * ROWS + 8 * j + lane % 4 * 2
+                pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + place)
+        # All have read: what is written lies where others' scores were. Also, no load is put off until it is needed.
+        cute.arch.barrier(barrier_id=READ_BARRIER, number_of_threads=2 * WARPGROUP)
+        target = cute.recast_ptr(of_tile.iterator, dtype=Uint32)
         for r in cutlass.range_constexpr(2):
             row = own_row + 8 * r
             limit = cutlass.min(whose.seen + whose.step * row, whose.keys) - key_tile * ROWS
@@ -338,26 +360,30 @@ class WarmupTargetSm90:
             own_lse, factor = lse_idx[rows[r]], upstream[rows[r]]
             kl = Float32(0.0)
             for j in cutlass.range_constexpr(ROWS // 8):
-                cute.autovec_copy(cute.local_tile(of_tile[row, None], (2,), (4 * j + lane % 4,)), pair)
                 both = []
                 for c in cutlass.range_constexpr(2):
                     p = sums[4 * j + 2 * r + c] * share
-                    over = pair[c] - own_lse
+                    over = pairs[c, j, r] - own_lse
                     d = factor * (cute.math.exp2(over * LOG2E, fastmath=True) - p)
                     term = p * (cute.math.log2(p, fastmath=True) * LN2 - over)
                     visible = 8 * j + lane % 4 * 2 + c < limit
                     both.append(d if visible else Float32(0.0))
                     kl += term if visible and p > 0.0 else Float32(0.0)
-                words[r * (ROWS // 8) + j] = pack(both[0], both[1], BFloat16)
+                (target + (row * (ROWS // 2) + 4 * j + lane % 4)).store(pack(both[0], both[1], BFloat16))
             kl += cute.arch.shuffle_sync_bfly(kl, offset=1)
             kl += cute.arch.shuffle_sync_bfly(kl, offset=2)
             if lane % 4 == 0:
                 kl_parts[slot, key_tile, row] = kl
-        cute.arch.barrier(barrier_id=DONE_BARRIER, number_of_threads=2 * WARPGROUP)
-        target = cute.recast_ptr(of_tile.iterator, dtype=Uint32)
-        for r in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(ROWS // 8):
-                (target + ((own_row + 8 * r) * (ROWS // 2) + 4 * j + lane % 4)).store(words[r * (ROWS // 8) + j])
+
+
+@cute.jit
+def load_pair(address):
+    """Two neighbouring numbers."""
+    return cute.arch.inline_ptx(
+        "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32, Float32],
+        read_only_args=[address.toint()],
+    )
 
 
 @cached
@@ -377,7 +403,7 @@ def compile_warmup_target(dtype: str, dim: int):
     return compile_sm90(
         WarmupTargetSm90(kind, dim),
         *(rows_of_heads(queries), rows_of_heads(cute.sym_int())),
-        fake(Float32, (cute.sym_int(), queries), (cute.sym_int64(), 1), 4),
+        fake(Float32, (cute.sym_int(), queries), (queries, 1), 4),
         *(fake(Float32, (queries,), (1,), 4) for _ in range(2)),
         fake(Int32, (count, FIELDS), (FIELDS, 1), 16),
         fake(Int32, (cute.sym_int(),), (1,), 4),
