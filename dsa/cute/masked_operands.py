@@ -31,3 +31,11 @@ def multiply_pairs(a: Uint32, b: Uint32) -> Uint32:
     return cute.arch.inline_ptx(
         "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
     )
+
+
+@cute.jit
+def load_word_pair(address: Int32):
+    """8 bytes at a multiple of 8, as two words."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {" + "{$w0}, {$w1}" + "}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address]
+    )
