@@ -1,0 +1,62 @@
+"""Slots: tiles of 128 consecutive queries of a sequence, as the indexer's training kernels take them.
+
+`slots` int32 [S, 8], a row a slot: first_q, rows, first_k, keys, seen, step, key_tiles, sequence. Row i of a slot sees
+the keys j < clamp(seen + step * i, 0, keys) of its sequence, which begins at key first_k. A slot visits key_tiles tiles
+of 128 keys. One with rows 0 is unused.
+
+The gradients' kernels look at index heads in groups: 64 neighbours of a slot's flat (query, head) columns.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+SLOT_ROWS = 128
+SLOT_FIELDS = 8
+GROUP = 64  # (query, head) columns
+BLOCK = 64  # keys
+
+
+@dataclass(frozen=True)
+class Slot:
+    first_q: Int32
+    rows: Int32
+    first_k: Int32
+    keys: Int32
+    seen: Int32
+    step: Int32
+    key_tiles: Int32
+    sequence: Int32
+
+    @cute.jit
+    def visible(self, row):
+        """How many keys row `row` sees."""
+        return cutlass.max(cutlass.min(self.seen + self.step * row, self.keys), 0)
+
+    @cute.jit
+    def seen_by(self, row, count):
+        """How many keys the rows `row` to `row` + count - 1 see, those of them that there are."""
+        last = cutlass.min(row + count, self.rows) - 1
+        result = Int32(0)
+        if last >= row:
+            result = self.visible(last)
+        return result
+
+
+@cute.jit
+def load_slot(slots: cute.Tensor, index: Int32) -> Slot:
+    words = cute.make_rmem_tensor((SLOT_FIELDS,), Int32)
+    cute.autovec_copy(slots[index, None], words)
+    return Slot(*[words[i] for i in range(SLOT_FIELDS)])
+
+
+@cute.jit
+def snake(wave, ctas, cta):
+    """The unit that a CTA has in a wave of them: what is heavy in one wave is light in the next."""
+    return wave * ctas + (ctas - 1 - cta if wave % 2 == 1 else cta)
+
+
+def fake_slots() -> cute.Tensor:
+    return cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), SLOT_FIELDS), (SLOT_FIELDS, 1), assumed_align=16)

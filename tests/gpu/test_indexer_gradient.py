@@ -1,0 +1,221 @@
+"""The training kernels of the indexer (scores, bits, gradients) against what they say they compute, in float64."""
+
+import pytest
+import torch
+
+from dsa.ops import _indexer_gradient as ops
+from dsa.testing import poisoned
+
+ROWS = 128
+SEQUENCES = [  # lengths of queries and keys
+    ([300, 1, 0, 128, 200], [300, 1, 7, 128, 200]),
+    ([70, 130, 64, 5], [400, 131, 64, 3]),
+]
+
+
+def make_slots(lens_q, lens_k, causal, spare=2):
+    """int32 [S, 8], as dsa/cute/indexer_slots.py has it, and the number of tiles of the longest sequence."""
+    rows, first_q, first_k = [], 0, 0
+    for b, (m, n) in enumerate(zip(lens_q, lens_k)):
+        for begin in range(0, m, ROWS):
+            count = min(ROWS, m - begin)
+            seen, step = (n - m + 1 + begin, 1) if causal else (n, 0)
+            visible = max(0, min(seen + step * (count - 1), n))
+            rows.append([first_q + begin, count, first_k, n, seen, step, -(-visible // ROWS), b])
+        first_q, first_k = first_q + m, first_k + n
+    rows += [[0, 0, 0, 0, 0, 0, 0, -1]] * spare
+    return torch.tensor(rows, dtype=torch.int32), -(-max(lens_k) // ROWS)
+
+
+def visible_mask(slot, tile):
+    """[128, 128]: which keys of a tile the rows of a slot see."""
+    _, rows, _, keys, seen, step, _, _ = slot
+    row, key = torch.arange(ROWS)[:, None], torch.arange(ROWS)[None] + tile * ROWS
+    return (row < rows) & (key < (seen + step * row).clamp(0, keys))
+
+
+def unpack(active, heads):
+    """bool [S, N, 128 (row), H, 128 (key)] of the words."""
+    slots, groups, blocks, _ = active.shape
+    words = active.view(slots, groups, blocks, 4, 4, 4, 2).cpu()  # warp, a, c, b
+    bits = torch.stack([(words >> i) & 1 for i in range(32)], -1).view(*words.shape, 2, 2, 8).flip(-1)  # half, e, j
+    # key = 16 warp + 8 half + 2 a + b, column = 8 j + 2 c + e
+    bits = bits.permute(0, 1, 2, 9, 5, 8, 3, 7, 4, 6).reshape(slots, groups, blocks, 64, 64)
+    bits = bits.permute(0, 2, 4, 1, 3).reshape(slots, blocks // 2, ROWS, ROWS, heads)
+    return bits.permute(0, 1, 3, 4, 2).bool()
+
+
+class Problem:
+    def __init__(self, heads, dim, lens_q, lens_k, causal):
+        tokens, keys = sum(lens_q), sum(lens_k)
+        self.heads, self.dim = heads, dim
+        self.q = torch.randn(tokens, heads, dim).bfloat16()
+        self.k = torch.randn(keys, dim).bfloat16()
+        self.w = torch.randn(tokens, heads).bfloat16().float()
+        self.q[tokens // 2 : tokens // 2 + 1, heads // 2] = 0
+        self.k[keys // 3 : keys // 3 + 1] = 0
+        self.slots, tiles = make_slots(lens_q, lens_k, causal)
+        self.scores = poisoned((len(self.slots), tiles, ROWS, ROWS), torch.float32, "cuda")
+        self.active = poisoned(ops.active_shape(len(self.slots), heads, tiles), torch.int32, "cuda")
+        self.di = torch.zeros(len(self.slots), tiles, ROWS, ROWS, dtype=torch.bfloat16)
+        for _, s, j, _ in self.tiles():
+            mask = visible_mask(self.slots[s].tolist(), j)
+            self.di[s, j] = (torch.randn(ROWS, ROWS) * mask).bfloat16()
+
+    def tiles(self):
+        """(slot's row, its number, tile, (queries, keys) there are)."""
+        for s, slot in enumerate(self.slots.tolist()):
+            for j in range(slot[6]):
+                queries = slice(slot[0], slot[0] + slot[1])
+                keys = slice(slot[2] + j * ROWS, slot[2] + min((j + 1) * ROWS, slot[3]))
+                yield slot, s, j, (queries, keys)
+
+    def run_scores(self):
+        ops.index_scores(
+            self.q.cuda(), -self.k.cuda(), self.w.cuda(), self.slots.cuda(), self.scores, self.active
+        )
+        return self.scores.cpu(), unpack(self.active, self.heads)
+
+    def put_di(self):
+        halves = self.scores.view(torch.bfloat16).fill_(torch.nan).view(*self.scores.shape[:2], -1)
+        halves[..., : ROWS * ROWS] = self.di.view(*self.scores.shape[:2], -1).cuda()
+        for s, slot in enumerate(self.slots.tolist()):
+            halves[s, slot[6] :] = torch.nan
+
+    def expected(self, bits):
+        """dq, dw, dk in float64 of dI and the bits."""
+        q, k, w = self.q.double(), self.k.double(), self.w.double()
+        g, dk = torch.zeros_like(q), torch.zeros_like(k)
+        for slot, s, j, (queries, keys) in self.tiles():
+            m, n = slot[1], keys.stop - keys.start
+            masked = self.di[s, j, :m, None, :n].double() * bits[s, j, :m, :, :n]
+            g[queries] += torch.einsum("thj,jd->thd", masked, k[keys])
+            dk[keys] += torch.einsum("thj,th,thd->jd", masked, w[queries], q[queries])
+        return w[..., None] * g, (q * g).sum(-1), dk
+
+    def run_gradients(self):
+        dq = poisoned(self.q.shape, torch.bfloat16, "cuda")
+        dw = poisoned(self.w.shape, torch.float32, "cuda")
+        dk = torch.ones(self.k.shape, device="cuda")
+        arguments = (self.slots.cuda(), self.scores, self.active)
+        ops.index_query_grad(self.q.cuda(), self.k.cuda(), self.w.cuda(), *arguments, dq, dw)
+        ops.index_key_grad(self.q.cuda(), self.w.cuda(), *arguments, dk)
+        return dq.cpu(), dw.cpu(), dk.cpu() - 1
+
+
+def error(got, expected):
+    return ((got.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sequences", SEQUENCES, ids=("self", "cross"))
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_scores_and_gradients(heads, dim, sequences, causal, record_error):
+    problem = Problem(heads, dim, *sequences, causal)
+    scores, bits = problem.run_scores()
+    for slot, s, j, (queries, keys) in problem.tiles():
+        m, n = slot[1], keys.stop - keys.start
+        seen = visible_mask(slot, j)[:m, :n]
+        dots = torch.einsum("thd,jd->thj", problem.q[queries].double(), problem.k[keys].double())
+        expected = torch.einsum("thj,th->tj", dots.relu(), problem.w[queries].double())
+        assert (scores[s, j, :m, :n] - expected)[seen].abs().max() < 1e-3 * dim**0.5 if seen.any() else True
+        wrong = (bits[s, j, :m, :, :n] != (dots > 0)) & seen[:, None]
+        assert not wrong.any() or dots[wrong].abs().max() < 1e-4
+    problem.put_di()
+    got, expected = problem.run_gradients(), problem.expected(bits)
+    errors = [error(x, y) for x, y in zip(got, expected)]
+    record_error(max(errors))
+    # dq is rounded to bf16, dI w too.
+    assert errors[0] < 2.5e-3 and errors[1] < 1e-5 and errors[2] < 2.5e-3, errors
+
+
+def test_a_product_of_zero_is_not_active():
+    problem = Problem(8, 64, [200], [200], True)
+    problem.q[:, 3] = 0
+    problem.k[50] = 0
+    _, bits = problem.run_scores()
+    assert not bits[0, 0, :, 3].any() and not bits[0, 0, :, :, 50].any()
+
+
+def test_another_sequences_nan_stays_there():
+    """Tiles of keys and groups of heads reach into the next sequence."""
+    problem = Problem(8, 64, [61, 70], [61, 70], True)
+    problem.run_scores()
+    problem.put_di()
+    clean = problem.run_gradients()
+    problem.q[61:], problem.k[61:], problem.w[61:] = torch.nan, torch.nan, torch.nan
+    for got, before in zip(problem.run_gradients(), clean):
+        assert torch.equal(got[:61], before[:61])
+
+
+def test_one_chunk_after_another_adds_to_dk():
+    problem = Problem(64, 128, [1000, 300], [1000, 300], True)
+    _, bits = problem.run_scores()
+    problem.put_di()
+    expected = problem.expected(bits)[2]
+    dk = torch.zeros(problem.k.shape, device="cuda")
+    q, w, slots = problem.q.cuda(), problem.w.cuda(), problem.slots.cuda()
+    for first in range(0, len(slots), 3):
+        some = slice(first, first + 3)
+        ops.index_key_grad(q, w, slots[some], problem.scores[some], problem.active[some], dk)
+    assert error(dk.cpu(), expected) < 2.5e-3
+
+
+def test_runs_are_identical():
+    problem = Problem(64, 64, [1500, 700, 3], [1500, 700, 3], True)
+    problem.run_scores()
+    problem.put_di()
+    first = problem.run_gradients()
+    for _ in range(10):
+        assert all(torch.equal(a, b) for a, b in zip(first, problem.run_gradients()))
+
+
+def test_graph_replay_with_new_slots():
+    problem = Problem(64, 64, [600], [600], True)
+    problem.run_scores()
+    problem.put_di()
+    q, k, w, slots = problem.q.cuda(), problem.k.cuda(), problem.w.cuda(), problem.slots.cuda()
+    dq, dw, dk = torch.empty_like(q), torch.empty_like(w), torch.zeros(k.shape, device="cuda")
+
+    def step():
+        dk.zero_()
+        ops.index_query_grad(q, k, w, slots, problem.scores, problem.active, dq, dw)
+        ops.index_key_grad(q, w, slots, problem.scores, problem.active, dk)
+
+    step()
+    whole = dk.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    assert torch.equal(dk, whole)
+    slots[3:] = slots[-1]
+    graph.replay()
+    assert not torch.equal(dk, whole)
+    again = dk.clone()
+    step()
+    assert torch.equal(dk, again)
+
+
+@pytest.mark.parametrize("queries", [0, 5])
+def test_empty(queries):
+    problem = Problem(16, 64, [queries], [4], True)
+    q, w, k = problem.q.cuda(), problem.w.cuda(), problem.k[:0].cuda()
+    dq, dw, dk = torch.ones_like(q), torch.ones_like(w), torch.ones(0, 64, device="cuda")
+    slots = problem.slots.cuda()
+    ops.index_scores(q, k, w, slots, problem.scores, problem.active)
+    ops.index_query_grad(q, k, w, slots, problem.scores, problem.active, dq, dw)
+    ops.index_key_grad(q, w, slots, problem.scores, problem.active, dk)
+    assert not dq.any() and not dw.any()
+
+
+def test_errors_name_the_argument():
+    problem = Problem(8, 64, [10], [10], True)
+    q, k, w, slots = problem.q.cuda(), problem.k.cuda(), problem.w.cuda(), problem.slots.cuda()
+    with pytest.raises(ValueError, match=r"q_idx: the Hopper kernel takes \(8, 16, 32, 64\) heads, got 4"):
+        ops.index_scores(q[:, :4].contiguous(), k, w[:, :4], slots, problem.scores, problem.active)
+    with pytest.raises(ValueError, match="active: shape must be"):
+        ops.index_scores(q, k, w, slots, problem.scores, problem.active[:, :3])
+    with pytest.raises(ValueError, match="dk: dtype must be float32"):
+        ops.index_key_grad(q, w, slots, problem.scores, problem.active, k)

@@ -1,0 +1,47 @@
+"""Every shipped variant of the indexer's training kernels compiles to sm_90a: wgmma, TMA, no spills, wgmma in groups."""
+
+import pytest
+
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+from dsa.cute.score_tile import SHARED_BYTES
+from dsa.kernels import indexer_key_grad_sm90, indexer_query_grad_sm90, indexer_scores_sm90
+
+
+def sass_of(compile_function, arguments):
+    sass = disassemble(cubin(compile_function, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    return sass.instructions
+
+
+def variants(kernels):
+    return pytest.mark.parametrize("arguments", [arguments for _, arguments in kernels.shipped_variants()], ids=str)
+
+
+@variants(indexer_scores_sm90)
+def test_scores(arguments):
+    heads, dim, config = arguments
+    instructions = sass_of(indexer_scores_sm90.compile_indexer_scores, arguments)
+    assert instructions["HGMMA"] == dim // 16 and instructions["UTMALDG"] == 2 * (dim // 64)
+    # One multiply-add an accumulator, and one shift for its sign; an arrival and a wait for all of a tile's wgmma.
+    assert instructions["FFMA"] == config.columns // 2 and instructions["SHF"] >= config.columns // 2
+    assert instructions["WARPGROUP"] == 2
+    assert config.shared(dim) <= SHARED_BYTES
+
+
+@variants(indexer_query_grad_sm90)
+def test_query_grad(arguments):
+    heads, dim, config = arguments
+    instructions = sass_of(indexer_query_grad_sm90.compile_indexer_query_grad, arguments)
+    # For each half of 128 keys and each group: 4 wgmma, an arrival, and at most a wait.
+    assert instructions["HGMMA"] == 2 * config.held * 4
+    assert instructions["WARPGROUP"] == 2 * (config.held + max(config.held - 1, 1))
+    assert config.shared(heads, dim) <= SHARED_BYTES
+
+
+@variants(indexer_key_grad_sm90)
+def test_key_grad(arguments):
+    heads, dim, config = arguments
+    instructions = sass_of(indexer_key_grad_sm90.compile_indexer_key_grad, arguments)
+    assert instructions["HGMMA"] == 8 and instructions["WARPGROUP"] == 3
+    assert config.shared(heads, dim) <= SHARED_BYTES
