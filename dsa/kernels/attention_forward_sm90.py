@@ -73,6 +73,7 @@ class AttentionConfig:
     v_stages: int = 2
     turns: bool = True
     dynamic: bool = True
+    late: bool = True
 
     @property
     def rows(self) -> int:
@@ -378,12 +379,19 @@ class AttentionForwardSm90:
                 if key == 0:
                     release(q_empty + slot)
                 rose = self.softmax(s, top, total, factor, limits, clear, key, scale)
-                cute.nvgpu.warpgroup.wait_group(0)
-                release(v_empty + v_stage)
-                v_stage, v_phase = advance(v_stage, v_phase, cfg.v_stages)
+                # A wait of its own for each case: in front of the branch it would be moved before most powers.
+                if const_expr(not cfg.late):
+                    cute.nvgpu.warpgroup.wait_group(0)
                 if rose:
+                    if const_expr(cfg.late):
+                        cute.nvgpu.warpgroup.wait_group(0)
                     for i in cutlass.range_constexpr(self.value_dim // 2):
                         o[i] *= factor[i // 2 % 2]
+                else:
+                    if const_expr(cfg.late):
+                        cute.nvgpu.warpgroup.wait_group(0)
+                release(v_empty + v_stage)
+                v_stage, v_phase = advance(v_stage, v_phase, cfg.v_stages)
                 self.pack_powers(s, p)
 
             last = at
