@@ -80,11 +80,12 @@ def sparse_mla_attention(
     softmax_scale: float,
     d_v: int = 512,
     attn_sink: torch.Tensor | None = None,
+    deterministic: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t], with gradients.
 
     q [Tq, H, d]; kv [Tk, 1, d]; indices int32 [Tq, 1, K], below 0 or from Tk on is no key; attn_sink [H] or None: a
-    logit in the softmax without a value, out is scaled by e^lse / (e^lse + e^sink).
+    logit in the softmax without a value, out is scaled by e^lse / (e^lse + e^sink); deterministic is for the kernels.
 
     Returns out [Tq, H, d_v] in q's dtype and lse [H, Tq], without the sink; out 0 and lse +inf without keys. Gradients
     of both reach q and kv, those of out attn_sink. Raises TypeError or ValueError for other types, dtypes and shapes.

@@ -1,0 +1,653 @@
+"""Gradients of sparse MLA attention over selected latents, for training.
+
+P[h, j] = exp(scale * q[h] . k[j] - l[h])          dS[h, j] = P[h, j] * (scale * (dO[h] . k[j, :512]) + e[h])
+dQ[h] = sum_j dS[h, j] k[j]                        dKV[j] = sum_h dS[h, j] q[h] + P[h, j] dO[h]
+
+of a query and the keys j of its list; l and e, in which are the attention sink and the gradient of lse, come from
+sparse_mla_backward_sums_sm90.py, and dKV goes there.
+
+Plan
+- A CTA has 64 heads of a query, in shared memory: Q and dO, and one tile of 64 of its keys. Two warpgroups own the tiles
+  in turns, a third one gathers keys.
+- The owner of a tile has its keys as rows: S^T = K Q^T and dP^T = K dO^T, so that P^T and dS^T lie in its registers as the
+  operands of dKV = P^T dO + dS^T Q need them. Only dS goes through shared memory, to both warpgroups: each has half of
+  the channels of dQ += dS K in registers, for the whole query.
+- Then the keys are done with, and the next tile's come in, while its owner multiplies 64 channels of dKV at a time and
+  adds them to global memory by vector reductions from registers; the other warpgroup scores the next tile meanwhile.
+- Sums of dKV are in fp32, in the order in which a thread holds them: of 16 neighbours, lane q of four has 2q, 2q + 1,
+  2q + 8, 2q + 9, which it adds as 16 bytes. `ordered` stores them to rows of their own instead, to be summed in order.
+- A row of keys that there are not is zeros in shared memory, has p = 0 and is not added.
+Shared memory: Q 72 KiB, dO 64, K 72, dS of each owner 8, where dQ is staged at the end (d 576).
+Registers: 144 of dQ, 32 of P^T and dS^T, 32 of dKV in a math thread, of 232.
+Roofline: of a tile of 576 channels wgmma takes 5504 clocks; operands from shared memory 4700; reductions are 144 KiB.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dtypes import cute_dtype
+from dsa.cute.gather import arrive_when_gathered, bulk_gather, gather_16, prefetch_to_l2
+from dsa.cute.latent_queries import swizzled
+from dsa.cute.matrix_store import pack, store_matrices
+from dsa.cute.reduce_add import add_4, store_4
+from dsa.cute.register_pressure import computed_here
+from dsa.cute.sparse_arguments import fake, fake_stream, strides
+
+TILE, HEADS = 64, 64
+CHUNK = 64
+VALUE, LATENT = 512, 576
+CHUNKS = VALUE // CHUNK
+HALF = VALUE // 2
+ROPE_HALF = 32
+WARPGROUP = 128
+THREADS = 3 * WARPGROUP
+MATH_REGISTERS, LOADER_REGISTERS = 232, 40
+WARP_KEYS = TILE // 4
+INDEX_SLOTS = 4
+NUMBER_BYTES = HEADS * 8
+K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
+STAGED = 32  # channels of dQ that a warp stages at a time
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Shared memory. Chunks of 64 channels: k, q, do [64, 64, 8]; rope parts k_rope, q_rope [64, 32, 2]; ds [keys, heads].
+    numbers: the address of l / ln 2 and e of each head; rows [64, INDEX_SLOTS]: a tile's keys, -1 for none."""
+
+    k: cute.Tensor
+    k_rope: cute.Tensor
+    k_half: cute.Tensor
+    q: cute.Tensor
+    q_rope: cute.Tensor
+    do: cute.Tensor
+    ds: cute.Tensor
+    numbers: Int32
+    rows: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """q_full, q_empty; k_full: of each chunk and each half of the rope part; k_empty: of each half; ds_full."""
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    ds_full: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A unit is 64 heads of a query, its heads' blocks `across`; a CTA has every ctas-th one."""
+
+    units: Int32
+    tiles: Int32
+    ctas: Int32
+    across: cute.FastDivmodDivisorV2
+
+    @cute.jit
+    def has(self, block, turn):
+        """Whether there is such a unit."""
+        return block + turn * self.ctas < self.units
+
+    @cute.jit
+    def unit(self, block, turn):
+        """(number of a unit, its query, its first head)"""
+        number = block + turn * self.ctas
+        query, tile = divmod(number, self.across)
+        return number, query, tile * HEADS
+
+
+class SparseMlaBackwardSm90:
+    """Keys of `channels` numbers; `ordered`: dKV's parts are stored, not added."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], channels: int, ordered: bool):
+        self.dtype, self.channels, self.ordered = dtype, channels, ordered
+        self.rope = channels > VALUE
+        self.parts = 2 if self.rope else 1
+        # Chunks of a tile in the order in which they come and are scored: halves, each with its half of the rope part.
+        self.order = [0, 1, 2, 3, "rope0", 4, 5, 6, 7, "rope1"] if self.rope else list(range(CHUNKS))
+
+    def product(self, a_major, b_major, columns: int, source=cute.nvgpu.warpgroup.OperandSource.SMEM) -> cute.TiledMma:
+        """64 rows x columns. To be made where it is used: what a loop or branch has set cannot be used behind it."""
+        return sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, a_major, b_major, Float32, (1, 1, 1), (TILE, columns), source
+        )
+
+    def dkv_product(self, columns: int) -> cute.TiledMma:
+        return self.product(K_MAJOR, MN_MAJOR, columns, cute.nvgpu.warpgroup.OperandSource.RMEM)
+
+    def chunks_layout(self, columns: int, count: int) -> cute.ComposedLayout:
+        """[64, columns, count], rows of `columns` numbers."""
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, 64, columns), self.dtype, count)
+
+    def load_atom(self, x: cute.Tensor, layout: cute.ComposedLayout, columns: int):
+        """The TMA load of 64 heads x columns, and x [T, H, d] as it takes it, [H, d, T]."""
+        turned = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0]))
+        load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
+        layout = cute.slice_(layout, (None, None, 0))
+        info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, turned, layout, (HEADS, columns))
+        return info[0], info[1]
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv: cute.Tensor,
+        dout: cute.Tensor,
+        numbers: cute.Tensor,
+        indices: cute.Tensor,
+        dq: cute.Tensor,
+        dkv: cute.Tensor,
+        scale: Float32,
+        scale_log2: Float32,
+        ctas: Int32,
+        stream,
+    ):
+        layout, rope_layout = self.chunks_layout(CHUNK, CHUNKS), self.chunks_layout(ROPE_HALF, 2)
+        half_layout = self.chunks_layout(HALF, 2)
+        ds_layout = self.chunks_layout(CHUNK, 2)
+        rope_size = cute.cosize(rope_layout) if self.rope else 8
+
+        @cute.struct
+        class Storage:
+            q_full: cute.struct.MemRange[Int64, 1]
+            q_empty: cute.struct.MemRange[Int64, 1]
+            k_full: cute.struct.MemRange[Int64, CHUNKS + 2]
+            k_empty: cute.struct.MemRange[Int64, 2]
+            ds_full: cute.struct.MemRange[Int64, 1]
+            rows: cute.struct.Align[cute.struct.MemRange[Int32, TILE * INDEX_SLOTS], 16]
+            numbers: cute.struct.Align[cute.struct.MemRange[Float32, HEADS * 2], 16]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+            k_rope: cute.struct.Align[cute.struct.MemRange[self.dtype, rope_size], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+            q_rope: cute.struct.Align[cute.struct.MemRange[self.dtype, rope_size], 1024]
+            do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ds_layout)], 1024]
+
+        assert Storage.size_in_bytes() <= 232448
+        self.storage = Storage
+        q_atom, q_tma = self.load_atom(q, layout, CHUNK)
+        rope_atom, rope_tma = self.load_atom(q, rope_layout, ROPE_HALF)
+        do_atom, do_tma = self.load_atom(dout, layout, CHUNK)
+        across = cute.ceil_div(q.shape[1], HEADS)
+        plan = Plan(
+            *(q.shape[0] * across, cute.ceil_div(indices.shape[1], TILE), ctas),
+            cute.fast_divmod_create_divisor_v2(across),
+        )
+        self.kernel(
+            *((q_atom, rope_atom, do_atom), (q_tma, rope_tma, do_tma)),
+            *(q, kv, dout, numbers, indices, dq, dkv, scale, scale_log2, plan),
+            *((layout, rope_layout, half_layout, ds_layout),),
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
+        sources: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        q: cute.Tensor,
+        kv: cute.Tensor,
+        dout: cute.Tensor,
+        numbers: cute.Tensor,
+        indices: cute.Tensor,
+        dq: cute.Tensor,
+        dkv: cute.Tensor,
+        scale: Float32,
+        scale_log2: Float32,
+        plan: Plan,
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout],
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        storage = SmemAllocator().allocate(self.storage)
+        layout, rope_layout, half_layout, ds_layout = layouts
+        memory = Memory(
+            storage.k.get_tensor(layout.outer, swizzle=layout.inner),
+            storage.k_rope.get_tensor(rope_layout.outer, swizzle=rope_layout.inner),
+            storage.k.get_tensor(half_layout.outer, swizzle=half_layout.inner),
+            storage.q.get_tensor(layout.outer, swizzle=layout.inner),
+            storage.q_rope.get_tensor(rope_layout.outer, swizzle=rope_layout.inner),
+            storage.do.get_tensor(layout.outer, swizzle=layout.inner),
+            storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner),
+            Int32(storage.numbers.data_ptr().toint()),
+            storage.rows.get_tensor(cute.make_layout((TILE, INDEX_SLOTS))),
+        )
+        barriers = Barriers(
+            *(storage.q_full.data_ptr(), storage.q_empty.data_ptr(), storage.k_full.data_ptr()),
+            *(storage.k_empty.data_ptr(), storage.ds_full.data_ptr()),
+        )
+        if tid == 0:
+            cute.arch.mbarrier_init(barriers.q_full, 1)
+            cute.arch.mbarrier_init(barriers.q_empty, 8)
+            for i in cutlass.range_constexpr(CHUNKS + 2):
+                # With the first chunk the loading warps say which keys there are.
+                cute.arch.mbarrier_init(barriers.k_full + i, WARPGROUP + 4 if i == 0 else WARPGROUP)
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(barriers.k_empty + i, 4)
+            cute.arch.mbarrier_init(barriers.ds_full, 4)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp >= 8:
+            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
+            self.load(atoms, sources, q, kv, dout, numbers, indices, plan, memory, barriers, warp - 8, lane)
+        else:
+            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            self.math(kv, dq, dkv, scale, scale_log2, plan, memory, barriers, tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
+
+    # The loading warpgroup.
+
+    @cute.jit
+    def load(
+        self, atoms, sources, q, kv, dout, numbers, indices, plan: Plan, memory: Memory, barriers: Barriers, warp, lane
+    ):
+        block, _, _ = cute.arch.block_idx()
+        count, turn = Int32(0), Int32(0)
+        while plan.has(block, turn):
+            _, query, first = plan.unit(block, turn)
+            index = self.index_of(indices, query, warp * WARP_KEYS + (lane & (WARP_KEYS - 1)))
+            for tile in cutlass.range(plan.tiles, unroll=1):
+                present = index >= 0 and index < kv.shape[0]
+                row = index if present else Int32(-1)
+                address = kv[cutlass.max(row, 0), None].iterator.toint()
+                bits = Uint32(cute.arch.vote_ballot_sync(present)) & 0xFFFF
+                # The next tile's indices are on their way while these keys are asked for.
+                own = computed_here(lane) & (WARP_KEYS - 1)
+                index = self.index_of(indices, query, (tile + 1) * TILE + warp * WARP_KEYS + own)
+                for half in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_wait(barriers.k_empty + half, (count & 1) ^ 1)
+                    if const_expr(half == 0):
+                        if lane < WARP_KEYS:
+                            memory.rows[warp * WARP_KEYS + lane, count & (INDEX_SLOTS - 1)] = row
+                        cute.arch.sync_warp()
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(barriers.k_full)
+                    self.gather_half(memory, barriers, half, address, bits, warp, computed_here(lane))
+                count += 1
+                if tile == 0:
+                    if warp == 0:
+                        cute.arch.mbarrier_wait(barriers.q_empty, (turn & 1) ^ 1)
+                        self.load_query(atoms, sources, numbers, memory, barriers, query, first)
+                    if plan.has(block, turn + 1):
+                        self.request_query(q, dout, plan, block, turn + 1, warp, computed_here(lane))
+            turn += 1
+
+    @cute.jit
+    def request_query(self, q, dout, plan: Plan, block, turn, warp, lane):
+        """The unit's rows will be in the L2 cache when its turn comes."""
+        _, query, first = plan.unit(block, turn)
+        head = first + (warp & 1) * 32 + lane
+        if head < q.shape[1]:
+            if warp < 2:
+                prefetch_to_l2(Int64(q[query, head, None].iterator.toint()), Int32(2 * self.channels))
+            else:
+                prefetch_to_l2(Int64(dout[query, head, None].iterator.toint()), Int32(2 * VALUE))
+
+    @cute.jit
+    def index_of(self, indices, query, place):
+        index = Int32(-1)
+        if place < indices.shape[1]:
+            index = indices[query, place]
+        return index
+
+    @cute.jit
+    def load_query(self, atoms, sources, numbers, memory: Memory, barriers: Barriers, query, first):
+        """Q, dO and the numbers of 64 heads; heads beyond the last are zeros, and have numbers that give p = 0."""
+        with cute.arch.elect_one():
+            size = 2 * HEADS * (self.channels + VALUE) + NUMBER_BYTES
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full, size)
+            source = Int64(numbers[query, first // HEADS, None].iterator.toint())
+            bulk_gather(memory.numbers, source, Int32(NUMBER_BYTES), barriers.q_full)
+        one = cute.make_layout(1)
+        loads = [(0, memory.q, CHUNK, 0, CHUNKS), (2, memory.do, CHUNK, 0, CHUNKS)]
+        if const_expr(self.rope):
+            loads.append((1, memory.q_rope, ROPE_HALF, VALUE // ROPE_HALF, 2))
+        for n, target, columns, begin, count in loads:
+            tiles = cute.local_tile(sources[n], (HEADS, columns), (first // HEADS, None, query))
+            to, source = cute.nvgpu.cpasync.tma_partition(
+                atoms[n], 0, one, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
+            )
+            for i in cutlass.range_constexpr(count):
+                cute.copy(atoms[n], source[None, begin + i], to[None, i], tma_bar_ptr=barriers.q_full)
+
+    @cute.jit
+    def gather_half(
+        self, memory: Memory, barriers: Barriers, half: cutlass.Constexpr, address: Int64, bits: Uint32, warp, lane
+    ):
+        """Half of the channels of this warp's 16 keys, 16 bytes a lane, 8 lanes a key. address: of key lane % 16."""
+        low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
+        own, vector = warp * WARP_KEYS + (lane >> 3), lane & 7
+        sources, keep = [], []
+        for i in cutlass.range_constexpr(WARP_KEYS // 4):
+            key = 4 * i + (lane >> 3)
+            own_low, own_high = cute.arch.shuffle_sync(low, key), cute.arch.shuffle_sync(high, key)
+            sources.append((Int64(own_high) << 32) + Int64(Uint32(own_low)) + vector * 16)
+            keep.append((bits >> key) & 1 != 0)
+        start = Int32(memory.k.iterator.toint())
+        for c in cutlass.range_constexpr(CHUNKS // 2):
+            chunk = half * (CHUNKS // 2) + c
+            for i in cutlass.range_constexpr(WARP_KEYS // 4):
+                target = start + 2 * (chunk * TILE * CHUNK + swizzled(own + 4 * i, vector))
+                gather_16(target, sources[i] + 2 * CHUNK * chunk, keep[i])
+            arrive_when_gathered(barriers.k_full + chunk)
+        if const_expr(self.rope):
+            # Rows of 64 bytes: four lanes a key, and so half of the lanes' keys at a time.
+            start = Int32(memory.k_rope.iterator.toint()) + half * (2 * TILE * ROPE_HALF)
+            for i in cutlass.range_constexpr(WARP_KEYS // 8):
+                key = 8 * i + (lane >> 2)
+                own_low, own_high = cute.arch.shuffle_sync(low, key), cute.arch.shuffle_sync(high, key)
+                source = (Int64(own_high) << 32) + Int64(Uint32(own_low))
+                row = warp * WARP_KEYS + key
+                place = row * (2 * ROPE_HALF) + (((lane & 3) ^ ((row >> 1) & 3)) << 4)
+                source += 2 * VALUE + half * (2 * ROPE_HALF) + (lane & 3) * 16
+                gather_16(start + place, source, (bits >> key) & 1 != 0)
+            arrive_when_gathered(barriers.k_full + (CHUNKS + half))
+
+    # The two math warpgroups.
+
+    @cute.jit
+    def math(self, kv, dq, dkv, scale, scale_log2, plan: Plan, memory: Memory, barriers: Barriers, tid, warp, lane, side):
+        block, _, _ = cute.arch.block_idx()
+        flat = cute.make_rmem_tensor((HALF // 2,), Float32)
+        flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
+        p_shape = self.dkv_product(CHUNK).get_slice(tid).partition_shape_A((TILE, HEADS))
+        # The number of the turn, and in two bits that of the tiles so far: one register for both.
+        count = Int32(0)
+        while plan.has(block, count >> 2):
+            flat.fill(0.0)
+            flat_rope.fill(0.0)
+            cute.arch.mbarrier_wait(barriers.q_full, (count >> 2) & 1)
+            for tile in cutlass.range(plan.tiles, unroll=1):
+                # Tiles belong to the two in turns, over the whole life of the CTA.
+                p = cute.make_rmem_tensor(p_shape, self.dtype)
+                if (count & 1) == side:
+                    self.score(p, scale, scale_log2, memory, barriers, count, tid, warp, lane, side)
+                self.add_dq(flat, flat_rope, memory, barriers, count, tid, side)
+                if (count & 1) == side:
+                    place = Int32(0)
+                    if const_expr(self.ordered):
+                        place = (block + (count >> 2) * plan.ctas) * plan.tiles + tile
+                    self.add_dkv(p, dkv, kv.shape[0], place, memory, count, tid, warp, lane, side)
+                count = (count & -4) | ((count + 1) & 3)
+            if (count & 1) != side:
+                # The last tile was this one's: before its dS makes room for dQ, the other must have read it.
+                cute.arch.mbarrier_wait(barriers.k_empty + (side ^ 1), (count & 1) ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(barriers.q_empty)
+            _, query, first = plan.unit(block, count >> 2)
+            self.store_dq(flat, flat_rope, dq, query, first, memory, side, warp, lane)
+            count += 4
+
+    @cute.jit
+    def score(self, p, scale, scale_log2, memory: Memory, barriers: Barriers, count, tid, warp, lane, side):
+        """P^T of a tile, in 16 bits, as an operand; dS to shared memory."""
+        mma = self.product(K_MAJOR, K_MAJOR, HEADS)
+        thr = mma.get_slice(tid)
+        rk, rq = mma.make_fragment_A(thr.partition_A(memory.k)), mma.make_fragment_B(thr.partition_B(memory.q))
+        rk_rope = mma.make_fragment_A(thr.partition_A(memory.k_rope))
+        rq_rope = mma.make_fragment_B(thr.partition_B(memory.q_rope))
+        s = cute.make_rmem_tensor(thr.partition_shape_C((TILE, HEADS)), Float32)
+        powers = cute.make_tensor(s.iterator, cute.make_layout(HEADS // 2))
+        # Of known addresses ptxas would keep all chunks' descriptors in registers, those of S for dP.
+        phase = count & 1
+        zero = computed_here(phase) >> 1
+        for n, chunk in enumerate(self.order):
+            if const_expr(isinstance(chunk, str)):
+                half = int(chunk[-1])
+                cute.arch.mbarrier_wait(barriers.k_full + (CHUNKS + half), phase)
+                pairs = [(rk_rope[None, None, i, half], rq_rope[None, None, i, half]) for i in range(ROPE_HALF // 16)]
+            else:
+                cute.arch.mbarrier_wait(barriers.k_full + chunk, phase)
+                own = zero + chunk
+                pairs = [(rk[None, None, i, own], rq[None, None, i, own]) for i in range(CHUNK // 16)]
+            if const_expr(n == 0):
+                cute.nvgpu.warpgroup.fence()
+            for i, (a, b) in enumerate(pairs):
+                mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, n + i > 0)
+                cute.gemm(mma, s, a, b, s)
+        cute.nvgpu.warpgroup.commit_group()
+
+        # dP in parts of the heads: there are not registers enough for all of it beside S and dQ with a rope part.
+        heads = HEADS // self.parts
+        part_mma = self.product(K_MAJOR, K_MAJOR, heads)
+        thr_part = part_mma.get_slice(tid)
+        rv = part_mma.make_fragment_A(thr_part.partition_A(memory.k))
+        dp = cute.make_rmem_tensor(thr_part.partition_shape_C((TILE, heads)), Float32)
+        flat_dp = cute.make_tensor(dp.iterator, cute.make_layout(heads // 2))
+        self.start_dp(part_mma, dp, rv, memory, thr_part, count, 0)
+        lane = computed_here(lane)
+        own = warp * 16 + (lane >> 2)
+        missing = [memory.rows[own + 8 * r, count & (INDEX_SLOTS - 1)] < 0 for r in range(2)]
+        cute.nvgpu.warpgroup.wait_group(1)
+        if cute.arch.vote_any_sync(missing[0] or missing[1]):
+            for i in cutlass.range_constexpr(HEADS // 2):
+                if missing[i // 2 % 2]:
+                    powers[i] = -Float32(float("inf"))
+        p_words = cute.make_tensor(cute.recast_ptr(p.iterator, dtype=Uint32), cute.make_layout(HEADS // 4))
+        start = Int32(memory.ds.iterator.toint()) + side * (2 * TILE * HEADS)
+        row = warp * 16 + (lane & 15)
+        for part in cutlass.range_constexpr(self.parts):
+            for j in cutlass.range_constexpr(part * heads // 8, (part + 1) * heads // 8):
+                lse = self.pair_of_numbers(memory, j, lane)
+                for i in cutlass.range_constexpr(4):
+                    at = 4 * j + i
+                    powers[at] = cute.math.exp2(cute.math.fma(powers[at], scale_log2, -lse[i % 2 * 2]), fastmath=True)
+            cute.nvgpu.warpgroup.wait_group(0)
+            for i in cutlass.range_constexpr(part * heads // 16, (part + 1) * heads // 16):
+                words = []
+                for j in cutlass.range_constexpr(2 * i, 2 * i + 2):
+                    numbers = self.pair_of_numbers(memory, j, lane)
+                    for r in cutlass.range_constexpr(2):
+                        weights, slopes = [], []
+                        for b in cutlass.range_constexpr(2):
+                            at = 4 * j + 2 * r + b
+                            slope = cute.math.fma(flat_dp[at - part * heads // 2], scale, numbers[2 * b + 1])
+                            slopes.append(powers[at] * slope)
+                            weights.append(powers[at])
+                        p_words[2 * j + r] = pack(*weights, self.dtype)
+                        words.append(pack(*slopes, self.dtype))
+                store_matrices(start + 2 * swizzled(row, 2 * i + (lane >> 4)), words)
+            if const_expr(part + 1 < self.parts):
+                self.start_dp(part_mma, dp, rv, memory, thr_part, count, part + 1)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barriers.ds_full)
+
+    @cute.jit
+    def start_dp(self, mma, dp, rv, memory: Memory, thr, count, part: cutlass.Constexpr):
+        """Start dP^T = K dO^T of a part of the heads."""
+        heads = HEADS // self.parts
+        rdo = mma.make_fragment_B(thr.partition_B(cute.local_tile(memory.do, (heads, CHUNK, CHUNKS), (part, 0, 0))))
+        zero = computed_here(count & 1) >> (2 + part)
+        cute.nvgpu.warpgroup.fence()
+        for chunk in range(CHUNKS):
+            for i in range(CHUNK // 16):
+                mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, chunk + i > 0)
+                cute.gemm(mma, dp, rv[None, None, i, zero + chunk], rdo[None, None, i, zero + chunk], dp)
+        cute.nvgpu.warpgroup.commit_group()
+
+    @cute.jit
+    def pair_of_numbers(self, memory: Memory, j: cutlass.Constexpr, lane):
+        """lse / ln 2 and e of a lane's two heads of eight, in turns."""
+        return cute.arch.inline_ptx(
+            "ld.shared.v4.f32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[memory.numbers + (8 * j + 2 * (lane & 3)) * 8],
+        )
+
+    @cute.jit
+    def add_dq(self, flat, flat_rope, memory: Memory, barriers: Barriers, count, tid, side):
+        """dQ += dS K, this warpgroup's half of the channels; then these keys are done with."""
+        mma, rope = self.product(MN_MAJOR, MN_MAJOR, HALF), self.product(MN_MAJOR, MN_MAJOR, ROPE_HALF)
+        thr, thr_rope = mma.get_slice(tid), rope.get_slice(tid)
+        turned_ds = cute.make_tensor(memory.ds.iterator, cute.select(memory.ds.layout, mode=[1, 0, 2]))
+        turned_k = cute.make_tensor(memory.k_half.iterator, cute.select(memory.k_half.layout, mode=[1, 0, 2]))
+        turned_rope = cute.make_tensor(memory.k_rope.iterator, cute.select(memory.k_rope.layout, mode=[1, 0, 2]))
+        rds, rk = mma.make_fragment_A(thr.partition_A(turned_ds)), mma.make_fragment_B(thr.partition_B(turned_k))
+        rope_ds = rope.make_fragment_A(thr_rope.partition_A(turned_ds))
+        rk_rope = rope.make_fragment_B(thr_rope.partition_B(turned_rope))
+        acc = cute.make_tensor(flat.iterator, cute.make_layout(thr.partition_shape_C((HEADS, HALF))))
+        acc_rope = cute.make_tensor(flat_rope.iterator, cute.make_layout(thr_rope.partition_shape_C((HEADS, ROPE_HALF))))
+        cute.arch.mbarrier_wait(barriers.ds_full, count & 1)
+        cute.nvgpu.warpgroup.fence()
+        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        rope.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        for step in cutlass.range_constexpr(TILE // 16):
+            cute.gemm(mma, acc, rds[None, None, step, count & 1], rk[None, None, step, side], acc)
+            if const_expr(self.rope):
+                cute.gemm(rope, acc_rope, rope_ds[None, None, step, count & 1], rk_rope[None, None, step, side], acc_rope)
+        cute.nvgpu.warpgroup.commit_group()
+        cute.nvgpu.warpgroup.wait_group(0)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barriers.k_empty + side)
+
+    @cute.jit
+    def add_dkv(self, p, dkv, keys, place, memory: Memory, count, tid, warp, lane, side):
+        """dKV of a tile's keys += P^T dO + dS^T Q. place: of the tile among all, for rows of its own."""
+        lane = computed_here(lane)
+        # Lanes l and l ^ 4 have neighbouring rows, and add to both of them together: 128 bytes of each.
+        odd = (lane >> 2) & 1
+        pair = warp * 16 + (lane >> 3) * 2
+        start, stride = Int64(dkv.iterator.toint()) + ((lane & 3) * 16), 4 * self.channels
+        targets = []
+        slot = count & (INDEX_SLOTS - 1)
+        block, _, _ = cute.arch.block_idx()
+        for r in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(2):
+                if const_expr(self.ordered):
+                    number = Int64(place) * TILE + (pair + 8 * r + i)
+                else:
+                    row = memory.rows[pair + 8 * r + i, slot]
+                    # Behind the keys, each CTA has a row for those that there are not.
+                    number = Int64(row if row >= 0 else keys + block)
+                # Of a row's 32 numbers, the lane adds its own row's first half and the other row's second one.
+                targets.append(start + (number * stride + (odd ^ i) * 64))
+        with_p, with_ds = self.dkv_product(CHUNK), self.product(K_MAJOR, MN_MAJOR, CHUNK)
+        thr = with_ds.get_slice(tid)
+        turned = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2])) for x in (memory.do, memory.q)]
+        rdo, rq = (with_ds.make_fragment_B(thr.partition_B(x)) for x in turned)
+        rds = with_ds.make_fragment_A(thr.partition_A(memory.ds))
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, CHUNK)), Float32)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(CHUNK // 2))
+        with_ds.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        zero = computed_here(slot) >> 2
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            own = zero + chunk
+            cute.nvgpu.warpgroup.fence()
+            for step in cutlass.range_constexpr(HEADS // 16):
+                with_p.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
+                cute.gemm(with_p, acc, p[None, None, step], rdo[None, None, step, own], acc)
+            for step in cutlass.range_constexpr(HEADS // 16):
+                cute.gemm(with_ds, acc, rds[None, None, step, side], rq[None, None, step, own], acc)
+            cute.nvgpu.warpgroup.commit_group()
+            cute.nvgpu.warpgroup.wait_group(0)
+            self.add_columns(flat, CHUNK, chunk * CHUNK, targets, odd)
+        if const_expr(self.rope):
+            rope = self.product(K_MAJOR, MN_MAJOR, ROPE_HALF)
+            thr_rope = rope.get_slice(tid)
+            turned_rope = cute.make_tensor(memory.q_rope.iterator, cute.select(memory.q_rope.layout, mode=[1, 0, 2]))
+            rq_rope = rope.make_fragment_B(thr_rope.partition_B(turned_rope))
+            part = cute.make_tensor(acc.iterator, cute.make_layout(thr_rope.partition_shape_C((TILE, ROPE_HALF))))
+            for half in cutlass.range_constexpr(2):
+                cute.nvgpu.warpgroup.fence()
+                for step in cutlass.range_constexpr(HEADS // 16):
+                    rope.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
+                    cute.gemm(rope, part, rds[None, None, step, side], rq_rope[None, None, step, half], part)
+                cute.nvgpu.warpgroup.commit_group()
+                cute.nvgpu.warpgroup.wait_group(0)
+                self.add_columns(flat, ROPE_HALF, VALUE + half * ROPE_HALF, targets, odd)
+
+    @cute.jit
+    def add_columns(self, flat, columns: cutlass.Constexpr, first: cutlass.Constexpr, targets, odd):
+        for line in cutlass.range_constexpr(columns // 32):
+            for r in cutlass.range_constexpr(2):
+                even_row, odd_row = [], []
+                for n in cutlass.range_constexpr(4):
+                    at = 16 * line + 4 * (n // 2) + 2 * r + n % 2
+                    own, other = flat[at], cute.arch.shuffle_sync_bfly(flat[at + 8], offset=4)
+                    even_row.append(other if odd > 0 else own)
+                    odd_row.append(own if odd > 0 else other)
+                for i, numbers in enumerate((even_row, odd_row)):
+                    target = targets[2 * r + i] + 4 * (first + 32 * line)
+                    if const_expr(self.ordered):
+                        store_4(target, numbers)
+                    else:
+                        add_4(target, numbers)
+                cute.arch.sync_warp()
+
+    @cute.jit
+    def store_dq(self, flat, flat_rope, dq, query, first, memory: Memory, side, warp, lane):
+        """This warp's 16 heads of its half of the channels, by way of 1 KiB of shared memory."""
+        staging = cute.recast_ptr(memory.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+        lane, warp = computed_here(lane), computed_here(warp)
+        staging += side * (TILE * HEADS) + warp * (16 * STAGED)
+        vector = cute.make_rmem_tensor((8,), self.dtype)
+        for i in cutlass.range_constexpr(HALF // STAGED + (1 if self.rope else 0)):
+            source, base = flat, i * 16
+            channel = side * HALF + i * STAGED
+            if const_expr(i == HALF // STAGED):
+                source, base, channel = flat_rope, 0, VALUE + side * ROPE_HALF
+            for j in cutlass.range_constexpr(2):
+                words = [pack(source[base + 8 * j + 2 * n], source[base + 8 * j + 2 * n + 1], self.dtype) for n in range(4)]
+                place = self.staged(lane & 15, 2 * j + (lane >> 4))
+                store_matrices(Int32((staging + place).toint()), words)
+            cute.arch.sync_warp()
+            for r in cutlass.range_constexpr(2):
+                row = (lane >> 2) + 8 * r
+                cute.autovec_copy(cute.make_tensor(staging + self.staged(row, lane & 3), cute.make_layout(8)), vector)
+                head = first + warp * 16 + row
+                if head < dq.shape[1]:
+                    target = cute.local_tile(dq[query, head, None], (8,), (channel // 8 + (lane & 3),))
+                    cute.autovec_copy(vector, target)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def staged(self, row, vector):
+        """Of 8 numbers, in 16 rows of 32."""
+        return row * STAGED + (vector ^ ((row >> 1) & 3)) * 8
+
+
+@cached
+def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
+    """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], numbers [T, ceil(H / 64), 128], indices [T, K], dq [T, H, d],
+    dkv [Tk + ctas, d] fp32, scale, scale / ln 2, ctas)."""
+    kind = cute_dtype(dtype)
+    queries, heads = cute.sym_int(), cute.sym_int()
+
+    def rows(width, *shape):
+        return fake(kind, (*shape, width), (*strides(len(shape), 8), 1), 16)
+
+    width = HEADS * 2
+    return compile_sm90(
+        SparseMlaBackwardSm90(kind, channels, ordered),
+        rows(channels, queries, heads),
+        rows(channels, cute.sym_int()),
+        rows(VALUE, queries, heads),
+        fake(Float32, (queries, cute.sym_int(), width), (cute.sym_int64(divisibility=4), width, 1), 16),
+        fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
+        rows(channels, queries, heads),
+        fake(Float32, (cute.sym_int(), channels), (channels, 1), 16),
+        *(Float32(0.0), Float32(0.0), Int32(1), fake_stream()),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [
+        (compile_sparse_mla_backward, (dtype, channels, ordered))
+        for dtype in ("bfloat16", "float16")
+        for channels in (LATENT, VALUE)
+        for ordered in (False, True)
+    ]
