@@ -7,7 +7,6 @@ Constraints: any number of sequences. Roofline: latency, 5 us and 1 us for every
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -17,29 +16,9 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.block_scan import before_and_all
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.indexer_slots import SLOT_FIELDS, SLOT_ROWS, fake_slots
 
 THREADS = 1024
-ROWS = 128  # queries of a slot, and keys of a tile
-FIELDS = 8
-FIRST_QUERY, QUERIES, FIRST_KEY, KEYS, SEEN, STEP, KEY_TILES, SEQUENCE = range(FIELDS)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Up to 128 neighbouring queries of one sequence; row i sees its keys before min(max(seen + step * i, 0), keys)."""
-
-    first_query: Int32
-    queries: Int32
-    first_key: Int32
-    keys: Int32
-    seen: Int32
-    step: Int32
-    key_tiles: Int32
-
-
-@cute.jit
-def read_slot(slots: cute.Tensor, index) -> Slot:
-    return Slot(*[slots[index, i] for i in range(SEQUENCE)])
 
 
 class QuerySlotsSm90:
@@ -54,9 +33,10 @@ class QuerySlotsSm90:
         causal: Int32,
         queries: Int32,
         keys: Int32,
+        most: Int32,
         stream,
     ):
-        self.kernel(cu_queries, cu_keys, before, slots, tiles, causal, queries, keys).launch(
+        self.kernel(cu_queries, cu_keys, before, slots, tiles, causal, queries, keys, most).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -71,6 +51,7 @@ class QuerySlotsSm90:
         causal: Int32,
         queries: Int32,
         keys: Int32,
+        most: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, tid // 32
@@ -81,7 +62,7 @@ class QuerySlotsSm90:
             own = Int32(0)
             if base + tid < batch:
                 begin, end = self.bounds(cu_queries, base + tid, queries)
-                own = (end - begin + ROWS - 1) // ROWS
+                own = (end - begin + SLOT_ROWS - 1) // SLOT_ROWS
             earlier, here = before_and_all(own, sums, lane, warp)
             if base + tid < batch:
                 before[base + tid] = total + earlier
@@ -99,11 +80,10 @@ class QuerySlotsSm90:
                     behind = before[middle] > slot
                     high = middle if behind else high
                     low = low if behind else middle
-                own = self.describe(cu_queries, cu_keys, slots, slot, low, before[low], causal, queries, keys)
+                own = self.describe(cu_queries, cu_keys, slots, slot, low, before[low], causal, queries, keys, most)
             elif slot < count:
-                for i in cutlass.range_constexpr(SEQUENCE):
-                    slots[slot, i] = 0
-                slots[slot, SEQUENCE] = -1
+                for i in cutlass.range_constexpr(SLOT_FIELDS):
+                    slots[slot, i] = -1 if i == SLOT_FIELDS - 1 else 0
             earlier, here = before_and_all(own, sums, lane, warp)
             if slot < count:
                 tiles[slot] = total + earlier
@@ -119,18 +99,18 @@ class QuerySlotsSm90:
         return begin, cutlass.min(cutlass.max(cu_seqlens[sequence + 1], begin), end)
 
     @cute.jit
-    def describe(self, cu_queries, cu_keys, slots, slot, sequence, first_slot, causal, queries, keys):
+    def describe(self, cu_queries, cu_keys, slots, slot, sequence, first_slot, causal, queries, keys, most):
         """Write a slot down; returns its key tiles."""
         begin, end = self.bounds(cu_queries, sequence, queries)
         first_key, end_key = self.bounds(cu_keys, sequence, keys)
         own_keys = end_key - first_key
-        offset = (slot - first_slot) * ROWS
-        rows = cutlass.min(end - begin - offset, ROWS)
+        offset = (slot - first_slot) * SLOT_ROWS
+        rows = cutlass.min(end - begin - offset, SLOT_ROWS)
         seen = own_keys
         if causal > 0:
             seen = own_keys - (end - begin) + offset + 1
-        most = cutlass.min(cutlass.max(seen + causal * (rows - 1), 0), own_keys)
-        key_tiles = (most + ROWS - 1) // ROWS
+        visible = cutlass.min(cutlass.max(seen + causal * (rows - 1), 0), own_keys)
+        key_tiles = cutlass.min((visible + SLOT_ROWS - 1) // SLOT_ROWS, most)
         for i, value in enumerate((begin + offset, rows, first_key, own_keys, seen, causal, key_tiles, sequence)):
             slots[slot, i] = value
         return key_tiles
@@ -138,18 +118,18 @@ class QuerySlotsSm90:
 
 @cached
 def compile_query_slots():
-    """-> f(cu_queries [B + 1], cu_keys [B + 1], before [B], slots [S, 8], tiles [S + 1], causal, queries, keys); int32,
-    contiguous; B, S > 0. before: slots of the sequences before; tiles: key tiles of the slots before."""
-    batch, count = cute.sym_int(), cute.sym_int()
+    """-> f(cu_queries [B + 1], cu_keys [B + 1], before [B], slots [S, 8], tiles [S + 1], causal, queries, keys,
+    most); int32, contiguous; B, S > 0. before: slots of the sequences before; tiles: key tiles of the slots before,
+    `most` of a slot at most."""
+    batch = cute.sym_int()
 
     def fake(*shape):
-        stride = (FIELDS, 1) if len(shape) == 2 else (1,)
-        return cute.runtime.make_fake_tensor(Int32, shape, stride, assumed_align=4)
+        return cute.runtime.make_fake_tensor(Int32, shape, (1,), assumed_align=4)
 
     return compile_sm90(
         QuerySlotsSm90(),
-        *(fake(cute.sym_int()), fake(cute.sym_int()), fake(batch), fake(count, FIELDS), fake(cute.sym_int())),
-        *(Int32(0), Int32(0), Int32(0)),
+        *(fake(cute.sym_int()), fake(cute.sym_int()), fake(batch), fake_slots(), fake(cute.sym_int())),
+        *(Int32(0), Int32(0), Int32(0), Int32(0)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 

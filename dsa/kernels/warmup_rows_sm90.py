@@ -11,10 +11,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.kernels.query_slots_sm90 import FIELDS, ROWS, read_slot
+from dsa.cute.indexer_slots import SLOT_ROWS, fake_slots, load_slot
 
 WARPS = 8
 LOG2E = 1.4426950408889634
@@ -26,7 +26,7 @@ class WarmupLseSm90:
     @cute.jit
     def __call__(self, scores: cute.Tensor, slots: cute.Tensor, lse_idx: cute.Tensor, stream):
         self.kernel(scores, slots, lse_idx).launch(
-            grid=(ROWS // WARPS, slots.shape[0], 1), block=(32 * WARPS, 1, 1), stream=stream
+            grid=(SLOT_ROWS // WARPS, slots.shape[0], 1), block=(32 * WARPS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -34,16 +34,18 @@ class WarmupLseSm90:
         tid, _, _ = cute.arch.thread_idx()
         part, index, _ = cute.arch.block_idx()
         lane, row = tid % 32, part * WARPS + tid // 32
-        slot = read_slot(slots, index)
-        if row < slot.queries:
+        slot = load_slot(slots, index)
+        if row < slot.rows:
             limit = cutlass.min(slot.seen + slot.step * row, slot.keys)
             top, total = Float32(NOTHING), Float32(0.0)
             four = cute.make_rmem_tensor((4,), Float32)
-            for tile in cutlass.range((cutlass.max(limit, 0) + ROWS - 1) // ROWS, unroll=2):
+            for tile in cutlass.range(
+                cutlass.min((cutlass.max(limit, 0) + SLOT_ROWS - 1) // SLOT_ROWS, slot.key_tiles), unroll=2
+            ):
                 cute.autovec_copy(cute.local_tile(scores[index, tile, row, None], (4,), (lane,)), four)
                 values = []
                 for i in cutlass.range_constexpr(4):
-                    visible = tile * ROWS + 4 * lane + i < limit
+                    visible = tile * SLOT_ROWS + 4 * lane + i < limit
                     values.append(four[i] * LOG2E if visible else Float32(NOTHING))
                 highest = cute.arch.fmax(cute.arch.fmax(values[0], values[1]), cute.arch.fmax(values[2], values[3]))
                 highest = cute.arch.fmax(highest, top)
@@ -59,24 +61,27 @@ class WarmupLseSm90:
             for log in cutlass.range_constexpr(5):
                 total += cute.arch.shuffle_sync_bfly(total, offset=1 << log)
             if lane == 0:
-                lse_idx[slot.first_query + row] = (highest + cute.math.log2(total)) * LN2
+                lse = (highest + cute.math.log2(total)) * LN2
+                # Of a sequence that is longer than was said, scores are missing.
+                missing = limit > scores.shape[1] * SLOT_ROWS
+                lse_idx[slot.first_q + row] = Float32(float("nan")) if missing else lse
 
 
 class WarmupKlSm90:
     @cute.jit
     def __call__(self, kl_parts: cute.Tensor, slots: cute.Tensor, kl: cute.Tensor, stream):
-        self.kernel(kl_parts, slots, kl).launch(grid=(slots.shape[0], 1, 1), block=(ROWS, 1, 1), stream=stream)
+        self.kernel(kl_parts, slots, kl).launch(grid=(slots.shape[0], 1, 1), block=(SLOT_ROWS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, kl_parts: cute.Tensor, slots: cute.Tensor, kl: cute.Tensor):
         row, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
-        slot = read_slot(slots, index)
-        if row < slot.queries:
+        slot = load_slot(slots, index)
+        if row < slot.rows:
             total = Float32(0.0)
             for tile in cutlass.range(slot.key_tiles, unroll=4):
                 total += kl_parts[index, tile, row]
-            kl[slot.first_query + row] = total
+            kl[slot.first_q + row] = total
 
 
 def _fake(element, shape, stride, align=4):
@@ -87,11 +92,11 @@ def _fake(element, shape, stride, align=4):
 def compile_warmup_lse():
     """-> f(scores [S, N, 128, 128], slots [S, 8] int32, lse_idx [Tq]); fp32."""
     count, most = cute.sym_int(), cute.sym_int()
-    strides = cute.sym_int64(divisibility=ROWS * ROWS), ROWS * ROWS, ROWS, 1
+    strides = cute.sym_int64(divisibility=SLOT_ROWS * SLOT_ROWS), SLOT_ROWS * SLOT_ROWS, SLOT_ROWS, 1
     return compile_sm90(
         WarmupLseSm90(),
-        _fake(Float32, (count, most, ROWS, ROWS), strides, 16),
-        _fake(Int32, (count, FIELDS), (FIELDS, 1), 16),
+        _fake(Float32, (count, most, SLOT_ROWS, SLOT_ROWS), strides, 16),
+        fake_slots(),
         _fake(Float32, (cute.sym_int(),), (1,)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
@@ -103,8 +108,8 @@ def compile_warmup_kl():
     count, most = cute.sym_int(), cute.sym_int()
     return compile_sm90(
         WarmupKlSm90(),
-        _fake(Float32, (count, most, ROWS), (cute.sym_int64(divisibility=ROWS), ROWS, 1)),
-        _fake(Int32, (count, FIELDS), (FIELDS, 1), 16),
+        _fake(Float32, (count, most, SLOT_ROWS), (cute.sym_int64(divisibility=SLOT_ROWS), SLOT_ROWS, 1)),
+        fake_slots(),
         _fake(Float32, (cute.sym_int(),), (1,)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

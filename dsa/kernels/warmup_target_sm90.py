@@ -1,6 +1,7 @@
 """The warm-up's target and loss: what the heads attend to together, beside the indexer's distribution.
 
-p[t, s] = mean_h exp(scale q_h[t] . k[s] - lse_h[t]);   kl[t] = sum_s p (ln p - (I - lse_I));   dI = g (exp(I - lse_I) - p)
+p[t, s] = mean_h exp(scale q_h[t] . k[s] - lse_h[t]);   kl[t] = sum_s p (ln p - (I - lse_I))
+dI[t, s] = g[t] (exp(I - lse_I) - p)
 
 Plan
 - A tile has 128 queries of a slot and 128 keys; CTAs take those that exist in turns. Per head: S = Q K^T by wgmma, then
@@ -26,11 +27,11 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.add_power import add_power
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
+from dsa.cute.indexer_slots import SLOT_ROWS, fake_slots, load_slot
 from dsa.cute.matrix_store import pack
 from dsa.cute.register_pressure import computed_here
 from dsa.cute.ring import advance
 from dsa.cute.score_tile import SHARED_BYTES, WARPGROUP, init_ring, tile_load
-from dsa.kernels.query_slots_sm90 import FIELDS, ROWS, read_slot
 
 # By the heads' channels: those of a stage, and stages of queries and of keys. Keys of 576 channels are there once.
 RINGS = {64: (64, 8, 5), 128: (128, 4, 2), 192: (64, 7, 6), 576: (64, 4, 9)}
@@ -65,13 +66,13 @@ class WarmupTargetSm90:
         ctas: Int32,
         stream,
     ):
-        tile = (ROWS, ROWS, self.unit)
+        tile = (SLOT_ROWS, SLOT_ROWS, self.unit)
         q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.query_stages)
         k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.key_stages)
         # Heads last: a tile is of rows and channels.
         q, k = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1])) for x in (q, k))
-        q_atom, q_tma = tile_load(q, q_layout, (ROWS, self.unit))
-        k_atom, k_tma = tile_load(k, k_layout, (ROWS, self.unit))
+        q_atom, q_tma = tile_load(q, q_layout, (SLOT_ROWS, self.unit))
+        k_atom, k_tma = tile_load(k, k_layout, (SLOT_ROWS, self.unit))
 
         @cute.struct
         class Storage:
@@ -153,14 +154,14 @@ class WarmupTargetSm90:
         one = cute.make_layout(1)
         first, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        bytes_ = ROWS * self.unit * self.dtype.width // 8
+        bytes_ = SLOT_ROWS * self.unit * self.dtype.width // 8
         q_stage, q_phase, k_stage, k_phase, slot = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for index in cutlass.range(tiles[0] + first, tiles[tiles.shape[0] - 1], ctas, unroll=1):
             slot, key_tile = self.find(index, slot, tiles, lane)
-            whose = read_slot(slots, slot)
-            key = whose.first_key + key_tile * ROWS
-            gq = cute.local_tile(cute.domain_offset((whose.first_query, 0, 0), mq), (ROWS, self.unit), (0, None, None))
-            gk = cute.local_tile(cute.domain_offset((key, 0, 0), mk), (ROWS, self.unit), (0, None, None))
+            whose = load_slot(slots, slot)
+            key = whose.first_k + key_tile * SLOT_ROWS
+            gq = cute.local_tile(cute.domain_offset((whose.first_q, 0, 0), mq), (SLOT_ROWS, self.unit), (0, None, None))
+            gk = cute.local_tile(cute.domain_offset((key, 0, 0), mk), (SLOT_ROWS, self.unit), (0, None, None))
             tqs, tqg = cute.nvgpu.cpasync.tma_partition(
                 q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
             )
@@ -187,20 +188,36 @@ class WarmupTargetSm90:
 
     def tiled_mma(self) -> cute.TiledMma:
         major = cute.nvgpu.OperandMajorMode.K
-        return sm90.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, (2, 1, 1), (64, ROWS))
+        return sm90.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, (2, 1, 1), (64, SLOT_ROWS))
 
     @cute.jit
     def math(
-        self, lse, lse_idx, upstream, slots, tiles, scores, kl_parts, scale, group, heads, sq, sk, barriers, tid, warp, lane
+        self,
+        lse,
+        lse_idx,
+        upstream,
+        slots,
+        tiles,
+        scores,
+        kl_parts,
+        scale,
+        group,
+        heads,
+        sq,
+        sk,
+        barriers,
+        tid,
+        warp,
+        lane,
     ):
         mma = self.tiled_mma()
         # The same for all of a warpgroup, and known to be: operands' addresses are then uniform.
         thr = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * WARPGROUP)
         rq = mma.make_fragment_A(thr.partition_A(sq))
         rk = mma.make_fragment_B(thr.partition_B(sk))
-        shape = thr.partition_shape_C((ROWS, ROWS))
+        shape = thr.partition_shape_C((SLOT_ROWS, SLOT_ROWS))
         accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(2 if self.parts == 1 else 1)]
-        sums = cute.make_rmem_tensor((ROWS // 2,), Float32)
+        sums = cute.make_rmem_tensor((SLOT_ROWS // 2,), Float32)
         own_row = warp * 16 + (lane >> 2)
         first, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -209,8 +226,8 @@ class WarmupTargetSm90:
         slot = Int32(0)
         for index in cutlass.range(tiles[0] + first, tiles[tiles.shape[0] - 1], ctas, unroll=1):
             slot, key_tile = self.find(index, slot, tiles, lane)
-            whose = read_slot(slots, slot)
-            rows = [whose.first_query + cutlass.min(own_row + 8 * r, whose.queries - 1) for r in range(2)]
+            whose = load_slot(slots, slot)
+            rows = [whose.first_q + cutlass.min(own_row + 8 * r, whose.rows - 1) for r in range(2)]
             sums.fill(0.0)
             if const_expr(self.parts > 1):
                 at = rows
@@ -223,7 +240,7 @@ class WarmupTargetSm90:
             slot = computed_here(slot)  # what follows from it is found again: registers are short in between
             key_tile = index - tiles[slot]
             of_tile = scores[slot, key_tile, None, None]
-            whose = read_slot(slots, slot)
+            whose = load_slot(slots, slot)
             self.finish(sums, of_tile, kl_parts, lse_idx, upstream, whose, slot, key_tile, rows, heads, own_row, lane)
 
     @cute.jit
@@ -335,31 +352,29 @@ class WarmupTargetSm90:
         """sums += exp(scale S - lse) of a head."""
         more = [x * -LOG2E for x in less]
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-        for i in cutlass.range_constexpr(ROWS // 2):
+        for i in cutlass.range_constexpr(SLOT_ROWS // 2):
             sums[i] = add_power(sums[i], flat[i], scale, more[i // 2 % 2])
 
     @cute.jit
-    def finish(
-        self, sums, of_tile, kl_parts, lse_idx, upstream, whose, slot, key_tile, rows, heads, own_row, lane
-    ):
+    def finish(self, sums, of_tile, kl_parts, lse_idx, upstream, whose, slot, key_tile, rows, heads, own_row, lane):
         """The loss of a tile's rows, and the scores' gradient in their place."""
         share = 1.0 / Float32(heads)
-        pairs = cute.make_rmem_tensor((2, ROWS // 8, 2), Float32)
+        pairs = cute.make_rmem_tensor((2, SLOT_ROWS // 8, 2), Float32)
         for r in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(ROWS // 8):
-                place = (own_row + 8 * r) * ROWS + 8 * j + lane % 4 * 2
+            for j in cutlass.range_constexpr(SLOT_ROWS // 8):
+                place = (own_row + 8 * r) * SLOT_ROWS + 8 * j + lane % 4 * 2
                 pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + place)
         # All have read: what is written lies where others' scores were. Also, no load is put off until it is needed.
         cute.arch.barrier(barrier_id=READ_BARRIER, number_of_threads=2 * WARPGROUP)
         target = cute.recast_ptr(of_tile.iterator, dtype=Uint32)
         for r in cutlass.range_constexpr(2):
             row = own_row + 8 * r
-            limit = cutlass.min(whose.seen + whose.step * row, whose.keys) - key_tile * ROWS
-            if row >= whose.queries:
+            limit = cutlass.min(whose.seen + whose.step * row, whose.keys) - key_tile * SLOT_ROWS
+            if row >= whose.rows:
                 limit = Int32(0)
             own_lse, factor = lse_idx[rows[r]], upstream[rows[r]]
             kl = Float32(0.0)
-            for j in cutlass.range_constexpr(ROWS // 8):
+            for j in cutlass.range_constexpr(SLOT_ROWS // 8):
                 both = []
                 for c in cutlass.range_constexpr(2):
                     p = sums[4 * j + 2 * r + c] * share
@@ -369,7 +384,7 @@ class WarmupTargetSm90:
                     visible = 8 * j + lane % 4 * 2 + c < limit
                     both.append(d if visible else Float32(0.0))
                     kl += term if visible and p > 0.0 else Float32(0.0)
-                (target + (row * (ROWS // 2) + 4 * j + lane % 4)).store(pack(both[0], both[1], BFloat16))
+                (target + (row * (SLOT_ROWS // 2) + 4 * j + lane % 4)).store(pack(both[0], both[1], BFloat16))
             kl += cute.arch.shuffle_sync_bfly(kl, offset=1)
             kl += cute.arch.shuffle_sync_bfly(kl, offset=2)
             if lane % 4 == 0:
@@ -396,6 +411,8 @@ def compile_warmup_target(dtype: str, dim: int):
     def fake(element, shape, stride, align):
         return cute.runtime.make_fake_tensor(element, shape, stride, assumed_align=align)
 
+    tile_strides = cute.sym_int64(divisibility=SLOT_ROWS * SLOT_ROWS), SLOT_ROWS * SLOT_ROWS
+
     def rows_of_heads(length):
         strides = cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1
         return fake(kind, (length, cute.sym_int(), dim), strides, 16)
@@ -405,10 +422,15 @@ def compile_warmup_target(dtype: str, dim: int):
         *(rows_of_heads(queries), rows_of_heads(cute.sym_int())),
         fake(Float32, (cute.sym_int(), queries), (queries, 1), 4),
         *(fake(Float32, (queries,), (1,), 4) for _ in range(2)),
-        fake(Int32, (count, FIELDS), (FIELDS, 1), 16),
+        fake_slots(),
         fake(Int32, (cute.sym_int(),), (1,), 4),
-        fake(Float32, (count, most, ROWS, ROWS), (cute.sym_int64(divisibility=ROWS * ROWS), ROWS * ROWS, ROWS, 1), 16),
-        fake(Float32, (count, most, ROWS), (cute.sym_int64(divisibility=ROWS), ROWS, 1), 4),
+        fake(
+            Float32,
+            (count, most, SLOT_ROWS, SLOT_ROWS),
+            (cute.sym_int64(divisibility=SLOT_ROWS * SLOT_ROWS), SLOT_ROWS * SLOT_ROWS, SLOT_ROWS, 1),
+            16,
+        ),
+        fake(Float32, (count, most, SLOT_ROWS), (cute.sym_int64(divisibility=SLOT_ROWS), SLOT_ROWS, 1), 4),
         *(Float32(0.0), Int32(1), Int32(1)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

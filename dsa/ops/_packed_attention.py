@@ -1,0 +1,94 @@
+"""Attention of packed sequences as training has it: for heads' own keys, and absorbed, to latents; with gradients."""
+
+import torch
+
+from dsa.ops import _dense_attention
+from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
+from dsa.ops.sparse_mla_attention import gradients as sparse_gradients
+
+ABSORBED = 576, 512
+MOST_INDICES = 16 << 20  # of a chunk of queries, with all their keys
+Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [Tq, H, dv], lse [H, Tq]). sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"""
+    if (q.shape[2], v.shape[2]) != ABSORBED:
+        return _dense_attention.attention_forward(q, k, v, *sequences, scale, causal)
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    lse = q.new_empty(len(q), q.shape[1], dtype=torch.float32)
+    for rows, indices, visible in _selections(sequences, len(q), causal):
+        out[rows], _, lse[rows] = flash_mla_sparse_fwd(q[rows], k, indices, scale, topk_length=visible)
+    return out, lse.T.contiguous()
+
+
+def attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of q, k and v. Absorbed, k's has v's in it, and v's is None: v is a view of k."""
+    if (q.shape[2], v.shape[2]) != ABSORBED:
+        return _flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
+    dq, dk = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+    lse = lse.T.contiguous()
+    for rows, indices, visible in _selections(sequences, len(q), causal):
+        seen = torch.arange(indices.shape[2], device=q.device) < visible[:, None, None]
+        indices = torch.where(seen, indices, -1)
+        parts = q[rows], k, indices, scale, None, out[rows], lse[rows], grad[rows], None, False
+        dq[rows], part, _ = sparse_gradients(*parts)
+        dk += part
+    return dq, dk.to(k.dtype), None
+
+
+def _selections(sequences: Sequences, queries: int, causal: bool):
+    """Chunks of queries: (which, the keys of each [n, 1, max_seqlen_k], how many of these are there [n])."""
+    cu_q, cu_k, _, most = sequences
+    if queries == 0:
+        return
+    row = torch.arange(queries, device=cu_q.device, dtype=torch.int32)
+    sequence = torch.searchsorted(cu_q[1:].contiguous(), row, right=True, out_int32=True)
+    own = sequence.clamp(max=len(cu_q) - 2).long()
+    first, keys = cu_k[:-1][own], cu_k.diff()[own]
+    visible = keys
+    if causal:
+        visible = (keys - cu_q.diff()[own] + row - cu_q[:-1][own] + 1).clamp(min=0).minimum(keys)
+    visible = visible.masked_fill(sequence >= len(cu_q) - 1, 0).int()
+    offsets = torch.arange(most, device=cu_q.device, dtype=torch.int32)
+    step = max(1, MOST_INDICES // max(most, 1))
+    for begin in range(0, queries, step):
+        rows = slice(begin, min(begin + step, queries))
+        yield rows, (first[rows, None] + offsets)[:, None], visible[rows]
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """By PyTorch's flash attention, whose queries and values have as many channels: values are padded."""
+    dim, missing = v.shape[2], q.shape[2] - v.shape[2]
+    if missing:
+        grad, v, out = (torch.nn.functional.pad(x, (0, missing)) for x in (grad, v, out))
+    unused = (
+        q.new_empty(2, dtype=torch.uint64),
+        q.new_empty(0, dtype=torch.uint64),
+    )  # of dropout, which there is none of
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *(grad.contiguous(), q, k, v, out, lse, *sequences, 0.0, causal, *unused), scale=scale
+    )
+    return dq, dk, dv[..., :dim]
