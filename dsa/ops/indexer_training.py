@@ -4,5 +4,4 @@ from dsa.ops._reference_only import reference_only
 from reference import indexer_training as reference
 
 indexer_warmup_attention = reference_only(reference.indexer_warmup_attention)
-sparse_indexer_loss = reference_only(reference.sparse_indexer_loss)
 sparse_mla_attention = reference_only(reference.sparse_mla_attention)
