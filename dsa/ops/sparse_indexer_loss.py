@@ -167,7 +167,7 @@ def _check_kernel_takes(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)
         ("q", q, "d = 576 or 512", q.shape[2] in DIMS),
         ("q", q, f"at most {MOST_HEADS} heads", q.shape[1] <= MOST_HEADS),
         ("q_idx", q_idx, "64 or 128 channels", q_idx.shape[2] in INDEX_DIMS),
-        ("q_idx", q_idx, f"at most {MOST_INDEX_HEADS} heads", q_idx.shape[1] <= MOST_INDEX_HEADS),
+        ("q_idx", q_idx, f"1 to {MOST_INDEX_HEADS} heads", 1 <= q_idx.shape[1] <= MOST_INDEX_HEADS),
         ("indices", indices, f"at most {MOST_KEYS} keys of a query", indices.shape[2] <= MOST_KEYS),
     )
     for name, x, taken, fits in limits:
