@@ -64,6 +64,7 @@ STEPS = CHUNK // 16
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 RAISED = 60.0  # powers of two: 2^60 x 128 heads x MOST_KEYS is finite
 NOTHING = -3e38  # finite, so that a difference to it is no NaN
+SMALLEST = 2.0**-126
 INFINITY = float("inf")
 INDEX_BARRIER, ATTENTION_BARRIER = 1, 2
 
@@ -443,7 +444,7 @@ class SparseIndexerTargetSm90:
                 head = warp * 16 + (lane >> 2) + 8 * r
                 weights[r] = Float32(0.0)
                 if head < inputs.q_idx.shape[1]:
-                    weights[r] = inputs.w_idx[query, head]
+                    weights[r] = inputs.w_idx[query, head] * 0.5
             cute.arch.mbarrier_wait(rings.index_full + slot, phase)
             for chunk in cutlass.range_constexpr(self.index_chunks):
                 memory = source + (slot * self.index_chunks + chunk) * (TILE * CHUNK)
@@ -503,7 +504,8 @@ class SparseIndexerTargetSm90:
         values = []
         for i in cutlass.range_constexpr(TILE // 4):
             at = i // 2 * 4 + i % 2
-            upper, lower = cute.arch.fmax(flat[at], Float32(0.0)), cute.arch.fmax(flat[at + 2], Float32(0.0))
+            # x + |x| = 2 relu(x), exactly; weights are halved. NaN passes.
+            upper, lower = (x + cute.math.absf(x) for x in (flat[at], flat[at + 2]))
             values.append(cute.math.fma(lower, weights[1], upper * weights[0]))
         sums = cute.make_rmem_tensor((2,), Float32)
         sums[0], sums[1] = sum_rows(values, lane)
@@ -528,7 +530,7 @@ class SparseIndexerTargetSm90:
         amount += rings.parts[6] * self.power(rings.parts[7] - highest)
         # Without mass there is nothing to learn.
         inverse, lse = Float32(0.0), Float32(INFINITY)
-        if mass != 0.0:
+        if not mass == 0.0:
             inverse, lse = 1.0 / mass, highest + cute.math.log2(amount) * LN2
         row = d_scores[query, None]
         target, scores = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4,), Float32)
@@ -543,7 +545,8 @@ class SparseIndexerTargetSm90:
                 p, log_student = target[i] * inverse, scores[i] - lse
                 kept[i] = self.power(log_student) - p
                 term = p * (cute.math.log2(p, fastmath=True) * LN2 - log_student)
-                loss += term if p > 0.0 else Float32(0.0)
+                # Below it log2 has no logarithm; NaN counts.
+                loss += Float32(0.0) if p < SMALLEST else term
             stored[0], stored[1] = pack(kept[0], kept[1], BFloat16), pack(kept[2], kept[3], BFloat16)
             cute.autovec_copy(stored, cute.local_tile(words, (2,), (at,)))
         for log in cutlass.range_constexpr(5):

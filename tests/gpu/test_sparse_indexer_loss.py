@@ -75,7 +75,9 @@ def run(tensors, grad, lse=None, deterministic=False):
 
 
 def distance(got, expected):
-    return ((got.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+    """Relative; to 1e-4 each where all are smaller, as with a single key, whose gradients are 0."""
+    least = 1e-4 * expected.numel() ** 0.5
+    return ((got.double() - expected).norm() / expected.norm().clamp(min=least)).item()
 
 
 def check(tensors, lse=None, record_error=None, deterministic=False, limit=0.012):
