@@ -1,7 +1,7 @@
 """Additions to global memory at addresses that only the kernel knows."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int64
 
 
 @cute.jit
@@ -19,14 +19,4 @@ def add_fixed(target: Int64, value: Float32):
     cute.arch.inline_ptx(
         "{ .reg .s64 rounded; cvt.rni.s64.f32 rounded, {$r1}; red.global.add.u64 [{$r0}], rounded; }",
         read_only_args=[target, value],
-    )
-
-
-@cute.jit
-def bulk_add(target: Int64, source: Int32, size: Int32):
-    """Add `size` bytes of fp32 numbers in shared memory, a multiple of 16, to those at the address `target`. One
-    thread's work; to be committed and waited for as a bulk group."""
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[target, source, size],
     )
