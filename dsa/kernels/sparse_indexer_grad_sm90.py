@@ -15,8 +15,8 @@ Plan
   columns of a quad's lanes then are four channels apart, so that four lanes have four neighbours.
 Shared memory: SLOTS tiles of keys, two queries, two of g w q.
 Constraints: bf16; up to 64 heads of 64 or 128 channels.
-Roofline: 1024 clocks of wgmma a tile of 64 heads x 128; but its additions, 32 KiB, are what bounds: the L2 cache does
-2.8 TB/s of them, 2650 clocks a tile, measured 2650 (8192 keys; 2.3 TB/s at 65536). Integers take 2.7 times as long.
+Roofline: 1024 clocks of wgmma a tile of 64 heads x 128; its additions, 32 KiB, are 2650 at the 2.8 TB/s of
+them that peers' times suggest. Measured 2650 (2048 of 8192 keys; 2.3 TB/s at 65536); integers 2.6 to 3.1 times as long.
 """
 
 from collections.abc import Callable
