@@ -15,7 +15,6 @@ from dsa.ops.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_log
 from dsa.ops.hyper_connections import hyper_collapse, hyper_expand
 from dsa.ops.indexer_cache import read_indexer_cache, write_indexer_cache
 from dsa.ops.indexer_inputs import quantize_indexer_queries, write_indexer_keys
-from dsa.ops.indexer_training import sparse_indexer_loss
 from dsa.ops.indexer_warmup_attention import indexer_warmup_attention
 from dsa.ops.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.ops.merge_attention import merge_attention
@@ -28,6 +27,7 @@ from dsa.ops.sliding_window_attention import (
     sliding_window_decode,
     window_sparse_attention,
 )
+from dsa.ops.sparse_indexer_loss import sparse_indexer_loss
 from dsa.ops.sparse_mla_attention import sparse_mla_attention
 from dsa.ops.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
 from dsa.ops.topk_indices import topk_indices

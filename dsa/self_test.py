@@ -407,9 +407,25 @@ def _indexer_training(device: str) -> None:
     assert_close("sparse lse", lse[:, 0], logits.logsumexp(-1), abs_tol=1e-5, rel_tol=1e-5)
     weights = torch.cat((logits, sink[:, None].double()), 1).softmax(-1)[:, :2]
     assert_close("sparse out", out[0], weights @ kv[5:, 0, :8].double(), abs_tol=1e-5, rel_tol=1e-5)
-    kl = dsa.sparse_indexer_loss(q[one], kv, q_idx[one], k_idx, w_idx[one], picks, 0.25)
-    p, scores = logits.softmax(-1).mean(0), w_idx[4].double() @ (q_idx[4].double() @ k_idx[5:].double().T).relu()
-    assert_close("sparse kl", kl[0], (p * (p.log() - scores.log_softmax(0))).sum(), abs_tol=1e-5, rel_tol=1e-4)
+
+
+def _sparse_indexer_loss(device: str) -> None:
+    """A query of two keys, one of them twice, beside what is none, and the gradients, by the definitions in float64."""
+    q, kv = torch.randn(1, H, D, device=device).bfloat16(), torch.randn(9, 1, D, device=device).bfloat16()
+    q_idx, k_idx = torch.randn(1, 8, 64, device=device).bfloat16(), torch.randn(9, 64, device=device).bfloat16()
+    w, scale = torch.randn(1, 8, device=device) / 8, 2 * D**-0.5
+    picks = torch.tensor([[[6, -1, 5, 9, 5]]], dtype=torch.int32, device=device)
+    learned = [x.requires_grad_() for x in (q_idx, k_idx, w)]
+    kl = dsa.sparse_indexer_loss(q, kv, *learned, picks, scale)
+    got = torch.autograd.grad(kl.sum(), learned)
+    rows = torch.tensor([6, 5, 5], device=device)
+    p = (scale * q[0].double() @ kv[rows, 0].double().T).softmax(-1).mean(0)
+    exact = [x.detach().double().requires_grad_() for x in learned]
+    scores = exact[2][0] @ (exact[0][0] @ exact[1][rows].T).relu()
+    expected = (p * (p.log() - scores.log_softmax(0))).sum()
+    assert_close("sparse kl", kl[0], expected.detach(), abs_tol=2e-5, rel_tol=1e-3)
+    for name, x, y in zip(("dq_idx", "dk_idx", "dw_idx"), got, torch.autograd.grad(expected, exact)):
+        assert_close(name, x, y, abs_tol=1e-2, rel_tol=2e-2, cos_tol=2e-4)
 
 
 SELF_TESTS: dict[str, Callable[[str], None]] = {
@@ -419,6 +435,7 @@ SELF_TESTS: dict[str, Callable[[str], None]] = {
     "swiglu_cast_to_fp8": _swiglu_cast_to_fp8,
     "combine_experts": _combine_experts,
     "indexer_training": _indexer_training,
+    "sparse_indexer_loss": _sparse_indexer_loss,
     "fp8_mqa_logits": _fp8_mqa_logits,
     "fp8_paged_mqa_logits": _fp8_paged_mqa_logits,
     "indexer_inputs": _indexer_inputs,

@@ -113,6 +113,7 @@ def sparse_indexer_loss(
     indices: torch.Tensor,
     softmax_scale: float,
     lse: torch.Tensor | None = None,
+    deterministic: bool | None = None,
 ) -> torch.Tensor:
     """kl[t] = KL(p[t] || softmax_j(I[t, j])) over the keys j in indices[t]: the sparse stage's loss of the indexer.
 
@@ -123,20 +124,19 @@ def sparse_indexer_loss(
     q_idx           [Tq, Hi, di]; k_idx [Tk, di]; w_idx [Tq, Hi]
     lse             [H, Tq] of each head's whole softmax; None: of the selected keys alone, so that every head counts
                     the same (V3.2). V4's has its window and its sink in it: a head counts by what it gives these keys
+    deterministic   of a GPU's kernels
 
     Returns kl [Tq], 0 for a query without keys. Gradients reach q_idx, k_idx and w_idx only.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
-    check_sparse(q, kv, indices)
-    check_indexer(q_idx, k_idx, w_idx, len(q), len(kv))
+    check_sparse_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)
     work = _work_dtype(q)
     index, valid = _selected(indices, len(kv))
     with torch.no_grad():
         logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work), kv[:, 0].to(work)[index])
         own_weights, own_lse = _masked_softmax(logits, valid)
         if lse is not None:
-            check_tensor("lse", lse, DTYPES, (q.shape[1], len(q)))
             # Each head's share of its whole softmax, in logs: all of them may be tiny.
             share = (own_lse - lse.to(work)).masked_fill(own_lse == torch.inf, 0.0)
             own_weights = own_weights * torch.softmax(share, 0)[..., None]
@@ -208,3 +208,13 @@ def check_sparse(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> No
     check_tensor("q", q, DTYPES, ("Tq", "H", "d"))
     check_tensor("kv", kv, DTYPES, ("Tk", 1, q.shape[2]))
     check_tensor("indices", indices, INT32, (len(q), 1, "K"))
+
+
+def check_sparse_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse) -> None:
+    """Types, dtypes and shapes of `sparse_indexer_loss`."""
+    check_sparse(q, kv, indices)
+    check_indexer(q_idx, k_idx, w_idx, len(q), len(kv))
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, float | int):
+        raise TypeError(f"softmax_scale: must be a number, got {type(softmax_scale).__name__}")
+    if lse is not None:
+        check_tensor("lse", lse, DTYPES, (q.shape[1], len(q)))

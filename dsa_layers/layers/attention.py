@@ -166,9 +166,9 @@ class DSAAttention(nn.Module):
             w_uk, w_uv = self._up_projections(x.dtype)
             q = torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
             picks = self._picks(indexer, batch)
-            attended, _ = dsa.sparse_mla_attention(q, kv[:, None], picks, scale, self.kv_lora_rank)
+            attended, lse = dsa.sparse_mla_attention(q, kv[:, None], picks, scale, self.kv_lora_rank)
             out = torch.einsum("thc,hvc->thv", attended, w_uv)
-            kl = dsa.sparse_indexer_loss(q.detach(), kv[:, None].detach(), *indexer, picks, scale)
+            kl = dsa.sparse_indexer_loss(q.detach(), kv[:, None].detach(), *indexer, picks, scale, lse.detach())
         self.indexer_stage.add(kl)
         return self.o_proj(out.flatten(-2))
 

@@ -131,7 +131,7 @@ WRONG = {
     "warm-up loss": ("indexer_training", "indexer_warmup_attention", scaled(2)),
     "training's sparse attention": ("indexer_training", "sparse_mla_attention", scaled(0)),
     "training's sparse lse": ("indexer_training", "sparse_mla_attention", scaled(1)),
-    "sparse loss": ("indexer_training", "sparse_indexer_loss", scaled(None)),
+    "sparse loss": ("sparse_indexer_loss", "sparse_indexer_loss", scaled(None)),
     "gate's experts": ("expert_routing", "moe_gate", lambda r, a: (15 - r[0], r[1])),
     "gate's weights": ("expert_routing", "moe_gate", scaled(1)),
     "order of entries": ("expert_routing", "sort_by_expert", lambda r, a: (r[0].flip(0), *r[1:])),
