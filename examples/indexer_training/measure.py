@@ -1,4 +1,4 @@
-"""What the model and its indexers have learnt: loss on held-out text, and how much attention the selected keys carry."""
+"""What was learnt: the loss on held-out text, and how much of the attention the selected keys carry."""
 
 from dataclasses import dataclass
 
