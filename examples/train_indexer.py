@@ -28,8 +28,9 @@ from indexer_training.stages import STAGES, Plan, train_stage
 from dsa_layers.export import save_fp8_checkpoint
 from dsa_layers.models.loading import load_model
 
-# Held-out sequences that recall is measured on, and those of every loss.
-RECALL_SEQUENCES, LOSS_SEQUENCES = 16, 128
+# Held-out sequences that recall is measured on, and those of every loss in the tables; how often the dense stage looks
+# at the former.
+RECALL_SEQUENCES, LOSS_SEQUENCES, WATCHED = 16, 128, 20
 
 
 def run(out: Path, plan: Plan, device: str, corpus: Corpus) -> dict[str, object]:
@@ -52,7 +53,7 @@ def run(out: Path, plan: Plan, device: str, corpus: Corpus) -> dict[str, object]
         "machine": torch.cuda.get_device_name() if dtype == torch.bfloat16 else "CPU",
         "data": corpus.facts(),
         "stages": {},
-        "held_out": {"bytes": held_out.numel() - len(held_out), "loss": {}},
+        "held_out": {"bytes": held_out.numel() - len(held_out), "loss": {}, "while_dense": []},
         "recall": {},
     }
     losses = metrics["held_out"]["loss"]
@@ -64,8 +65,12 @@ def run(out: Path, plan: Plan, device: str, corpus: Corpus) -> dict[str, object]
         metrics["recall"][after] = vars(recall(model, few, top_k, dense=after != "sparse"))
         print(after, {name: round(loss, 4) for name, loss in losses.items() if name.startswith(after)}, flush=True)
 
+    def watch(step: int) -> None:
+        if (step + 1) % max(1, plan.steps[0] // WATCHED) == 0:
+            metrics["held_out"]["while_dense"].append((step, held_out_loss(model, few, plan.length)))
+
     for name in STAGES:
-        stage_rows, metrics["stages"][name] = train_stage(model, name, plan, text)
+        stage_rows, metrics["stages"][name] = train_stage(model, name, plan, text, watch)
         rows += stage_rows
         print(name, metrics["stages"][name], stage_rows[-1] if stage_rows else "", flush=True)
         measure(name)

@@ -97,6 +97,7 @@ def test_metrics(out):
     metrics = json.loads((out / "model" / "metrics.json").read_text())
     losses = metrics["held_out"]["loss"]
     assert losses["warmup, all keys"] == losses["dense, all keys"]
+    assert [step for step, _ in metrics["held_out"]["while_dense"]] == list(range(12))
     assert abs(losses["sparse, top-k, FP8"] - losses["sparse, top-k"]) < 0.02
     for shares in metrics["recall"].values():
         for chosen, best, random in zip(shares["indexer"], shares["oracle"], shares["random"]):

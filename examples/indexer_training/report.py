@@ -1,6 +1,8 @@
 """Tables, curves and the model card of a run, from what it wrote.
 
-usage: python examples/indexer_training/report.py OUT   # renews OUT's table.md, losses.png and model/README.md
+usage: python examples/indexer_training/report.py OUT [DOCUMENT]
+
+Renews OUT's table.md, losses.png and model/README.md, and the tables in DOCUMENT.
 """
 
 import csv
@@ -34,7 +36,7 @@ def write(out: Path) -> None:
         print("no losses.png: matplotlib is not installed")
         return
     matplotlib.use("Agg")
-    _plot(out / "losses.csv", out / "losses.png")
+    _plot(out / "losses.csv", metrics["held_out"]["while_dense"], out / "losses.png")
 
 
 def tables(metrics: dict) -> str:
@@ -99,7 +101,7 @@ def _shares(name: str, values: list[float]) -> str:
     return f"| {name} | " + " | ".join(f"{v:.3f}" for v in [*values, sum(values) / len(values)]) + " |"
 
 
-def _plot(source: Path, target: Path) -> None:
+def _plot(source: Path, held_out: list[tuple[int, float]], target: Path) -> None:
     from matplotlib import pyplot
 
     with source.open(newline="") as handle:
@@ -108,12 +110,14 @@ def _plot(source: Path, target: Path) -> None:
     panels = (("language loss", "nats a byte"), ("indexer loss", "KL in nats a token, summed over layers"))
     for axis, (column, unit) in zip(axes, panels):
         begin = 0
-        for stage, label in _STAGES.items():
+        for i, (stage, label) in enumerate(_STAGES.items()):
             values = [float(row[column]) for row in rows if row["stage"] == stage]
             # The indexers have no loss in the dense stage, and the language model does not learn in the warm-up.
             if values and not (column == "indexer loss" and stage == "dense"):
-                axis.plot(range(begin, begin + len(values)), _smooth(values), label=label)
+                axis.plot(range(begin, begin + len(values)), _smooth(values), f"C{i}", label=label)
             begin += len(values)
+        if column == "language loss" and held_out:
+            axis.plot(*zip(*held_out), "k.", label="held out")
         axis.set(title=column, xlabel="step", ylabel=unit, yscale="log")
         axis.grid(alpha=0.3, which="both")
         axis.legend()
@@ -131,4 +135,7 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    run = Path(sys.argv[1])
+    write(run)
+    for document in map(Path, sys.argv[2:]):
+        document.write_text(fill(document.read_text(), json.loads((run / "model" / "metrics.json").read_text())))

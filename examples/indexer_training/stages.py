@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -65,9 +65,13 @@ def language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def train_stage(
-    model: DeepseekV32ForCausalLM, name: str, plan: Plan, text: torch.Tensor
+    model: DeepseekV32ForCausalLM,
+    name: str,
+    plan: Plan,
+    text: torch.Tensor,
+    watch: Callable[[int], None] = lambda step: None,
 ) -> tuple[list[Row], dict[str, float]]:
-    """One of STAGES. Returns its losses, and how long it took."""
+    """One of STAGES. Returns its losses, and how long it took. watch: called with the number of each dense step."""
     i = STAGES.index(name)
     steps, count = plan.steps[i], plan.batch[i]
     stage = None if name == "dense" else IndexerStage(model, name)
@@ -92,6 +96,8 @@ def train_stage(
             balance()
             # Left on the device: a step does not wait for its losses.
             rows.append((step, torch.stack((language.detach(), indexer.detach()))))
+            if stage is None:
+                watch(step)
     losses = [Row(name, step, *pair.tolist()) for step, pair in rows]
     seconds = time.perf_counter() - began
     for p in learnable:
