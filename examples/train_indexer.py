@@ -5,10 +5,11 @@ usage: python examples/train_indexer.py OUT [--steps DENSE WARMUP SPARSE] [--bat
 The text is the Python standard library on this machine (PSF licence): its sources with their docstrings, every
 twentieth file held out. Written to OUT:
 
-losses.csv    both losses of every step
-metrics.json  what was trained on what, held-out losses, recall, times
-table.md      the same to be read, and losses.png (with matplotlib)
-model/        the checkpoint in the published format, FP8 blocks with scales: `dsa generate OUT/model --prompt ...`
+losses.csv    both losses of every step; losses.png (with matplotlib)
+table.md      held-out losses, recall, times
+model/        the checkpoint in the published format, FP8 blocks with scales: `dsa generate OUT/model --prompt ...`;
+              metrics.json in it has the table's figures, and what was trained on what
+weights.pt    the float weights
 """
 
 import argparse
@@ -23,7 +24,7 @@ from indexer_training import report
 from indexer_training.corpus import BEGIN, Corpus, library, pieces, read_corpus
 from indexer_training.measure import held_out_loss, recall
 from indexer_training.small_model import build, byte_tokenizer, fields, tokenizer_config
-from indexer_training.stages import STAGES, Plan, train_stage
+from indexer_training.stages import STAGES, Plan, Row, train_stage
 
 from dsa_layers.export import save_fp8_checkpoint
 from dsa_layers.models.loading import load_model
@@ -34,7 +35,7 @@ RECALL_SEQUENCES, LOSS_SEQUENCES, WATCHED = 16, 128, 20
 
 
 def run(out: Path, plan: Plan, device: str, corpus: Corpus) -> dict[str, object]:
-    """Trains, measures and writes everything into `out`; returns the metrics."""
+    """Trains and measures, and after each stage writes into `out` what there is by then; returns the metrics."""
     began = time.perf_counter()
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
@@ -42,54 +43,53 @@ def run(out: Path, plan: Plan, device: str, corpus: Corpus) -> dict[str, object]
     top_k, text = model.config.index_topk, corpus.train.to(device)
     held_out = pieces(corpus.held_out, plan.length)[:LOSS_SEQUENCES].to(device)
     few = held_out[:: max(1, len(held_out) // RECALL_SEQUENCES)][:RECALL_SEQUENCES]
-    config = {name: plan.fields.get(name, value) for name, value in fields(plan.fields, quantized=True).items()}
+    losses, while_dense, recalls, times = {}, [], {}, {}
     metrics: dict[str, object] = {
         "plan": {"steps": plan.steps, "rates": plan.rates, "batch": plan.batch, "length": plan.length},
         "model": {
             "parameters": sum(p.numel() for p in model.parameters()),
-            "layers": config["num_hidden_layers"],
+            "layers": model.config.num_hidden_layers,
             "index_topk": top_k,
         },
         "machine": torch.cuda.get_device_name() if dtype == torch.bfloat16 else "CPU",
         "data": corpus.facts(),
-        "stages": {},
-        "held_out": {"bytes": held_out.numel() - len(held_out), "loss": {}, "while_dense": []},
-        "recall": {},
+        "stages": times,
+        "held_out": {"bytes": held_out.numel() - len(held_out), "loss": losses, "while_dense": while_dense},
+        "recall": recalls,
     }
-    losses = metrics["held_out"]["loss"]
-    rows = []
-
-    def measure(after: str) -> None:
-        losses[f"{after}, all keys"] = held_out_loss(model, held_out, plan.length)
-        losses[f"{after}, top-k"] = held_out_loss(model, held_out, top_k)
-        metrics["recall"][after] = vars(recall(model, few, top_k, dense=after != "sparse"))
-        print(after, {name: round(loss, 4) for name, loss in losses.items() if name.startswith(after)}, flush=True)
+    rows: list[Row] = []
 
     def watch(step: int) -> None:
         if (step + 1) % max(1, plan.steps[0] // WATCHED) == 0:
-            metrics["held_out"]["while_dense"].append((step, held_out_loss(model, few, plan.length)))
+            while_dense.append((step, held_out_loss(model, few, plan.length)))
 
     for name in STAGES:
-        stage_rows, metrics["stages"][name] = train_stage(model, name, plan, text, watch)
-        rows += stage_rows
-        print(name, metrics["stages"][name], stage_rows[-1] if stage_rows else "", flush=True)
-        measure(name)
+        of_stage, times[name] = train_stage(model, name, plan, text, watch)
+        rows += of_stage
+        losses[f"{name}, all keys"] = held_out_loss(model, held_out, plan.length)
+        losses[f"{name}, top-k"] = held_out_loss(model, held_out, top_k)
+        recalls[name] = vars(recall(model, few, top_k, dense=name != "sparse"))
+        write_checkpoint(model, out / "model", fields(plan.fields, quantized=True))
+        quantised = load_model(out / "model", device=device, progress=False)
+        losses[f"{name}, top-k, FP8"] = held_out_loss(quantised, held_out, top_k)
+        metrics["sample"] = {"text": corpus.sample, "loss": sample_loss(out / "model", corpus.sample)}
+        metrics["seconds"] = time.perf_counter() - began
+        write_run(out, model, metrics, rows)
+        print(
+            name, times[name], {key: round(loss, 4) for key, loss in losses.items() if key.startswith(name)}, flush=True
+        )
+    return metrics
 
-    checkpoint = out / "model"
-    write_checkpoint(model, checkpoint, config)
-    losses["sparse, top-k, FP8"] = held_out_loss(
-        load_model(checkpoint, device=device, progress=False).requires_grad_(False), held_out, top_k
-    )
-    metrics["sample"] = {"text": corpus.sample, "loss": sample_loss(checkpoint, corpus.sample)}
-    metrics["seconds"] = time.perf_counter() - began
-    metrics["machine_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30 if dtype == torch.bfloat16 else None
+
+def write_run(out: Path, model: torch.nn.Module, metrics: dict[str, object], rows: list[Row]) -> None:
+    """What is not the checkpoint's: float weights, losses, metrics and what is made of them."""
+    torch.save(model.state_dict(), out / "weights.pt")
     with (out / "losses.csv").open("w", newline="") as handle:
         writer = csv.writer(handle)
         writer.writerow(["stage", "step", "language loss", "indexer loss"])
         writer.writerows([row.stage, row.step, f"{row.language:.5f}", f"{row.indexer:.5f}"] for row in rows)
-    (checkpoint / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    (out / "model" / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     report.write(out)
-    return metrics
 
 
 def write_checkpoint(model: torch.nn.Module, directory: Path, config: dict[str, object]) -> None:

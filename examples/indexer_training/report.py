@@ -49,7 +49,7 @@ def tables(metrics: dict) -> str:
         "|---|---|",
     ]
     losses = metrics["held_out"]["loss"]
-    lines += [f"| {_LOSSES[name]} | {loss:.4f} |" for name, loss in losses.items()]
+    lines += [f"| {_LOSSES[name]} | {loss:.4f} |" for name, loss in losses.items() if name in _LOSSES]
     layers = range(metrics["model"]["layers"])
     lines += [
         "",
@@ -60,7 +60,7 @@ def tables(metrics: dict) -> str:
         "|---|" + "---|" * (len(layers) + 1),
     ]
     lines += [_shares(f"indexers after the {_STAGES[s]} stage", r["indexer"]) for s, r in metrics["recall"].items()]
-    last = metrics["recall"]["sparse"]
+    last = [*metrics["recall"].values()][-1]
     lines += [_shares("the best keys (oracle)", last["oracle"]), _shares("random keys", last["random"])]
     lines += ["", f"On one {metrics['machine']}:", "", "| stage | steps | bytes | seconds |", "|---|---|---|---|"]
     lines += [
@@ -120,7 +120,8 @@ def _plot(source: Path, held_out: list[tuple[int, float]], target: Path) -> None
             axis.plot(*zip(*held_out), "k.", label="held out")
         axis.set(title=column, xlabel="step", ylabel=unit, yscale="log")
         axis.grid(alpha=0.3, which="both")
-        axis.legend()
+        if axis.lines:
+            axis.legend()
     figure.savefig(target, dpi=110)
     pyplot.close(figure)
 
