@@ -22,6 +22,11 @@ _LOSSES = {
     "sparse, top-k": "after the sparse stage, top-k",
     "sparse, top-k, FP8": "the shipped checkpoint: FP8 weights, activations and index keys, top-k",
 }
+_RECALLS = {
+    "dense": "indexers with random weights, after the dense stage",
+    "warmup": "indexers after the warm-up",
+    "sparse": "indexers after the sparse stage",
+}
 _STAGES = {"dense": "dense", "warmup": "warm-up", "sparse": "sparse"}
 
 
@@ -59,9 +64,9 @@ def tables(metrics: dict) -> str:
         "| | " + " | ".join(f"layer {i}" for i in layers) + " | mean |",
         "|---|" + "---|" * (len(layers) + 1),
     ]
-    lines += [_shares(f"indexers after the {_STAGES[s]} stage", r["indexer"]) for s, r in metrics["recall"].items()]
+    lines += [_shares(_RECALLS[stage], shares["indexer"]) for stage, shares in metrics["recall"].items()]
     last = [*metrics["recall"].values()][-1]
-    lines += [_shares("the best keys (oracle)", last["oracle"]), _shares("random keys", last["random"])]
+    lines += [_shares("the best keys (oracle), at the end", last["oracle"]), _shares("random keys", last["random"])]
     lines += ["", f"On one {metrics['machine']}:", "", "| stage | steps | bytes | seconds |", "|---|---|---|---|"]
     lines += [
         f"| {_STAGES[name]} | {stage['steps']} | {stage['tokens'] / 1e6:.1f}M | {stage['seconds']:.0f} |"
