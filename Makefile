@@ -1,4 +1,4 @@
-# make demo: install into .venv, write a tiny DeepSeek-V3.2 checkpoint and generate text from it.
+# make demo: install into .venv and let the small model of Python source that comes with dsa write some.
 # make test: install into .venv and run every test that needs no GPU.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,11 +13,8 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
 	touch $@
 
-.tiny/config.json: .venv/installed
-	$(BIN)/dsa tiny .tiny
-
-demo: .tiny/config.json
-	$(BIN)/dsa generate .tiny --prompt "The lightning indexer scores" --max-new-tokens 32
+demo: .venv/installed
+	$(BIN)/dsa generate --prompt "class Queue:" --max-new-tokens 300 --temperature 0.6 --seed 1
 
 test: .venv/installed
 	$(BIN)/ruff check .

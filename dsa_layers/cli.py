@@ -6,6 +6,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+# Trained by examples/train_indexer.py; its README.md is the model card.
+SHIPPED_MODEL = Path(__file__).parent / "stdlib_model"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 for something that failed, 2 for a wrong call or input."""
@@ -27,7 +30,13 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="continue prompts with a checkpoint")
     generate.set_defaults(run=_generate)
-    generate.add_argument("checkpoint", type=Path, help="directory with config.json and safetensors")
+    generate.add_argument(
+        "checkpoint",
+        type=Path,
+        nargs="?",
+        default=SHIPPED_MODEL,
+        help="directory with config.json and safetensors; default: a small model of Python source that comes with dsa",
+    )
     generate.add_argument("--prompt", action="append", required=True, help="repeat for a batch")
     generate.add_argument("--raw", action="store_true", help="no chat template, even if the tokenizer has one")
     generate.add_argument("--max-new-tokens", type=_positive, default=256)

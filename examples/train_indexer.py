@@ -1,151 +1,130 @@
-"""A small byte-level DeepSeek-V3.2 model, trained as the paper trains: dense, then its indexer alone, then sparse.
+"""A small byte-level DeepSeek-V3.2 model, trained as the paper trains: dense, then its indexers alone, then sparse.
 
-usage: python examples/train_indexer.py OUT [--steps DENSE WARMUP SPARSE] [--device cuda]
+usage: python examples/train_indexer.py OUT [--steps DENSE WARMUP SPARSE] [--batch DENSE WARMUP SPARSE] [--device cuda]
 
-The text is the Python standard library on this machine (PSF licence): its sources. Written to OUT: losses.csv and the
-model's float weights, model.pt.
+The text is the Python standard library on this machine (PSF licence): its sources with their docstrings, every
+twentieth file held out. Written to OUT:
+
+losses.csv    both losses of every step; losses.png (with matplotlib)
+table.md      held-out losses, recall, times
+model/        the checkpoint in the published format, FP8 blocks with scales: `dsa generate OUT/model --prompt ...`;
+              metrics.json in it has the table's figures, and what was trained on what
+weights.pt    the float weights
 """
 
 import argparse
 import csv
 import json
-import random
-import sysconfig
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import shutil
+import time
 from pathlib import Path
 
 import torch
-from torch import nn
+from indexer_training import report
+from indexer_training.corpus import BEGIN, Corpus, library, pieces, read_corpus
+from indexer_training.measure import held_out_loss, recall
+from indexer_training.small_model import build, byte_tokenizer, fields, tokenizer_config
+from indexer_training.stages import STAGES, Plan, Row, train_stage
 
-import vendored
-from dsa_layers.config import read_config
-from dsa_layers.indexer_stage import IndexerStage
-from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
-from dsa_layers.models.precision import Precision
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.export import save_fp8_checkpoint
+from dsa_layers.models.loading import load_model
 
-# Bytes, and a token that begins a file.
-VOCAB, BEGIN = 257, 256
-FIELDS = {
-    "vocab_size": VOCAB,
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 128,
-    "index_topk": 128,
-    "index_n_heads": 32,
-    "index_head_dim": 64,
-}
+# Held-out sequences that recall is measured on, and those of every loss in the tables; how often the dense stage looks
+# at the former.
+RECALL_SEQUENCES, LOSS_SEQUENCES, WATCHED = 16, 128, 20
 
 
-@dataclass
-class Plan:
-    """Steps and learning rates of the dense, the warm-up and the sparse stage; the tokens of a sequence, and how many
-    sequences a step has; fields that differ from FIELDS."""
-
-    steps: tuple[int, int, int] = (3000, 500, 1500)
-    rates: tuple[float, float, float] = (1e-3, 1e-3, 3e-4)
-    length: int = 1024
-    batch: int = 16
-    fields: dict[str, object] = field(default_factory=dict)
-
-
-def corpus() -> tuple[list[bytes], list[bytes]]:
-    """(training files, held-out files) of the standard library: every twentieth is held out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(
-        path for path in root.rglob("*.py") if "site-packages" not in path.parts and "test" not in path.parts
-    )
-    texts = [path.read_bytes() for path in files]
-    texts = [text for text in texts if len(text) > 256]
-    return [t for i, t in enumerate(texts) if i % 20], texts[::20]
-
-
-def sequences(texts: list[bytes], length: int, seed: int) -> Iterator[torch.Tensor]:
-    """int64 [length + 1]: a random piece of a random file, from its beginning if it is short."""
-    choose = random.Random(seed)
-    weights = [len(text) for text in texts]
-    while True:
-        (text,) = choose.choices(texts, weights)
-        begin = choose.randrange(max(1, len(text) - length))
-        piece = text[begin : begin + length]
-        tokens = torch.full((length + 1,), BEGIN)
-        tokens[1 : 1 + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-        yield tokens
-
-
-def build(fields: dict[str, object]) -> DeepseekV32ForCausalLM:
-    """The published configuration with this file's sizes and `fields`; random weights in fp32."""
-    published = json.loads((Path(vendored.__file__).parent / "deepseek_v32_config.json").read_text())
-    published.pop("quantization_config")
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(published | FIELDS | fields))
-        config = read_config(directory)
-    model = DeepseekV32ForCausalLM(config, Precision(torch.float32, False, False, "model"))
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-    return model
-
-
-def language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats a byte of tokens [B, L + 1], each sequence by itself."""
-    count, length = tokens.shape[0], tokens.shape[1] - 1
-    batch = SequenceBatch.without_cache([length] * count, tokens.device)
-    logits = model(tokens[:, :-1].flatten(), batch, all_tokens=True)
-    return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
-
-
-def train(plan: Plan, device: str, note: Callable[[str, int, float, float], None]) -> DeepseekV32ForCausalLM:
-    """All three stages; note(stage, step, language loss, indexers' loss) after every step."""
+def run(out: Path, plan: Plan, device: str, corpus: Corpus) -> dict[str, object]:
+    """Trains and measures, and after each stage writes into `out` what there is by then; returns the metrics."""
+    began = time.perf_counter()
     torch.manual_seed(0)
-    model = build(plan.fields).to(device)
-    texts = sequences(corpus()[0], plan.length, seed=0)
-    for name, steps, rate in zip(("dense", "warmup", "sparse"), plan.steps, plan.rates):
-        stage = None if name == "dense" else IndexerStage(model, name)
-        parameters = stage.parameters() if name == "warmup" else list(model.parameters())
-        optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95))
-        for step in range(steps):
-            tokens = torch.stack([next(texts) for _ in range(plan.batch)]).to(device)
-            loss, of_indexers = _losses(model, tokens, stage)
-            optimizer.zero_grad(set_to_none=True)
-            (of_indexers if name == "warmup" else loss + of_indexers).backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            note(name, step, loss.item(), of_indexers.item())
-    return model
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    model = build(plan.fields, dtype).to(device)
+    top_k, text = model.config.index_topk, corpus.train.to(device)
+    held_out = pieces(corpus.held_out, plan.length)[:LOSS_SEQUENCES].to(device)
+    few = held_out[:: max(1, len(held_out) // RECALL_SEQUENCES)][:RECALL_SEQUENCES]
+    losses, while_dense, recalls, times = {}, [], {}, {}
+    metrics: dict[str, object] = {
+        "plan": {"steps": plan.steps, "rates": plan.rates, "batch": plan.batch, "length": plan.length},
+        "model": {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "layers": model.config.num_hidden_layers,
+            "index_topk": top_k,
+        },
+        "machine": torch.cuda.get_device_name() if dtype == torch.bfloat16 else "CPU",
+        "data": corpus.facts(),
+        "stages": times,
+        "held_out": {"bytes": held_out.numel() - len(held_out), "loss": losses, "while_dense": while_dense},
+        "recall": recalls,
+    }
+    rows: list[Row] = []
+
+    def watch(step: int) -> None:
+        if (step + 1) % max(1, plan.steps[0] // WATCHED) == 0:
+            while_dense.append((step, held_out_loss(model, few, plan.length)))
+
+    for name in STAGES:
+        of_stage, times[name] = train_stage(model, name, plan, text, watch)
+        rows += of_stage
+        losses[f"{name}, all keys"] = held_out_loss(model, held_out, plan.length)
+        losses[f"{name}, top-k"] = held_out_loss(model, held_out, top_k)
+        recalls[name] = vars(recall(model, few, top_k, dense=name != "sparse"))
+        write_checkpoint(model, out / "model", fields(plan.fields, quantized=True))
+        quantised = load_model(out / "model", device=device, progress=False)
+        losses[f"{name}, top-k, FP8"] = held_out_loss(quantised, held_out, top_k)
+        metrics["sample"] = {"text": corpus.sample, "loss": sample_loss(out / "model", corpus.sample)}
+        metrics["seconds"] = time.perf_counter() - began
+        write_run(out, model, metrics, rows)
+        print(
+            name, times[name], {key: round(loss, 4) for key, loss in losses.items() if key.startswith(name)}, flush=True
+        )
+    return metrics
 
 
-def _losses(model: nn.Module, tokens: torch.Tensor, stage: IndexerStage | None) -> tuple[torch.Tensor, torch.Tensor]:
-    if stage is None:
-        return language_loss(model, tokens), torch.zeros((), device=tokens.device)
-    with stage:
-        loss = language_loss(model, tokens)
-        return loss, stage.loss()
+def write_run(out: Path, model: torch.nn.Module, metrics: dict[str, object], rows: list[Row]) -> None:
+    """What is not the checkpoint's: float weights, losses, metrics and what is made of them."""
+    torch.save(model.state_dict(), out / "weights.pt")
+    with (out / "losses.csv").open("w", newline="") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(["stage", "step", "language loss", "indexer loss"])
+        writer.writerows([row.stage, row.step, f"{row.language:.5f}", f"{row.indexer:.5f}"] for row in rows)
+    (out / "model" / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    report.write(out)
+
+
+def write_checkpoint(model: torch.nn.Module, directory: Path, config: dict[str, object]) -> None:
+    """Weights, configuration, tokenizer and the licence of the text."""
+    save_fp8_checkpoint(model, directory, config)
+    byte_tokenizer().save(str(directory / "tokenizer.json"), pretty=False)
+    context = config["max_position_embeddings"]
+    for name, content in (
+        ("tokenizer_config.json", tokenizer_config(context)),
+        ("generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": BEGIN}),
+    ):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+    licence = library() / "LICENSE.txt"
+    if licence.exists():
+        shutil.copyfile(licence, directory / "LICENSE.python.txt")
+
+
+def sample_loss(checkpoint: Path, sample: str) -> float:
+    """Nats a byte of a text behind BEGIN, by the written checkpoint, on the CPU: what any machine can repeat."""
+    model = load_model(checkpoint, device="cpu", progress=False)
+    tokens = torch.tensor([[BEGIN, *sample.encode()]])
+    return held_out_loss(model, tokens, model.config.index_topk)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, nargs=3, default=Plan.steps)
+    parser.add_argument("--batch", type=int, nargs=3, default=Plan.batch)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    with (args.out / "losses.csv").open("w", newline="") as handle:
-        writer = csv.writer(handle)
-        writer.writerow(["stage", "step", "language loss", "indexer loss"])
-        model = train(Plan(steps=tuple(args.steps)), args.device, lambda *row: writer.writerow(row))
-    torch.save(model.state_dict(), args.out / "model.pt")
+    plan = Plan(steps=tuple(args.steps), batch=tuple(args.batch))
+    run(args.out, plan, args.device, read_corpus())
+    print((args.out / "table.md").read_text())
 
 
 if __name__ == "__main__":

@@ -273,6 +273,13 @@ class DSAAttention(nn.Module):
     def _dense_prefill(self, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """q [T, heads, nope + rope], kv [sum(key_lens), latent + rope] -> [T, heads, v_dim], causal per sequence."""
         k, v = self._expand(kv)
+        if q.requires_grad and len({*batch.query_lens, *batch.key_lens}) == 1:
+            # Training batches: one call for all sequences, which needs no mask, so that flash attention may take it.
+            of_sequences = (x.unflatten(0, (len(batch.query_lens), -1)).transpose(1, 2) for x in (q, k, v))
+            attended = nn.functional.scaled_dot_product_attention(
+                *of_sequences, is_causal=True, scale=self.softmax_scale
+            )
+            return attended.transpose(1, 2).flatten(0, 1)
         out = []
         parts = zip(q.split(batch.query_lens), k.split(batch.key_lens), v.split(batch.key_lens))
         for q_i, k_i, v_i in parts:

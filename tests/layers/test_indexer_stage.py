@@ -50,6 +50,17 @@ def test_passes_are_those_of_inference(name, top_k):
     assert torch.allclose(model(tokens, batch), expected)
 
 
+def test_sequences_of_one_length_attend_densely_as_by_themselves():
+    """A batch with gradients goes through one call of attention, any other through one a sequence."""
+    model, (tokens, _) = Small(100), inputs()
+    batch = SequenceBatch.without_cache([11, 11, 11])
+    got = model(tokens, batch)
+    got.square().sum().backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "indexer" not in n)
+    with torch.no_grad():
+        assert torch.allclose(got, model(tokens, batch), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_two_losses_reach_different_parameters(name):
     model, (tokens, batch) = Small(6), inputs()
