@@ -378,35 +378,50 @@ def _combine_experts(device: str) -> None:
     assert_close("out with shared", got, expected + shared.double(), abs_tol=1e-5, rel_tol=1e-5)
 
 
-def _indexer_training(device: str) -> None:
+def _indexer_warmup_attention(device: str) -> None:
     """Two sequences, one of them with more keys than queries: each query's row by the definitions, in float64."""
-    shapes = (5, 4, 16), (7, 2, 16), (7, 2, 8), (5, 3, 8), (7, 8), (5, 3)
-    q, k, v, q_idx, k_idx, w_idx = (torch.randn(*shape, device=device) for shape in shapes)
+    shapes = (5, 4, 64), (7, 2, 64), (7, 2, 64), (5, 8, 64), (7, 64)
+    q, k, v, q_idx, k_idx = (torch.randn(*shape, device=device).bfloat16() for shape in shapes)
+    w_idx = torch.randn(5, 8, device=device) / 8
     bounds = [torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 3, 5), (0, 5, 7))]
-    out, lse, kl = dsa.indexer_warmup_attention(q, k, v, q_idx, k_idx, w_idx, *bounds, 3, 5, 0.25)
-    seen = [range(3), range(4), range(5), range(5, 6), range(5, 7)]
+    learned = [x.requires_grad_() for x in (q_idx, k_idx, w_idx)]
+    out, lse, kl = dsa.indexer_warmup_attention(q, k, v, *learned, *bounds, 3, 5, 0.125)
+    got = torch.autograd.grad(kl.sum(), learned)
+    exact = [x.detach().double().requires_grad_() for x in learned]
     losses = []
-    for t, keys in enumerate(seen):
+    for t, keys in enumerate([range(3), range(4), range(5), range(5, 6), range(5, 7)]):
         rows = torch.tensor(keys, device=device)
-        logits = 0.25 * torch.einsum("hd,shd->hs", q[t].double(), k[rows].double().repeat_interleave(2, 1))
+        logits = 0.125 * torch.einsum("hd,shd->hs", q[t].double(), k[rows].double().repeat_interleave(2, 1))
         assert_close("lse", lse[:, t], logits.logsumexp(-1), abs_tol=1e-5, rel_tol=1e-5)
         values = v[rows].double().repeat_interleave(2, 1)
         expected = torch.einsum("hs,shd->hd", logits.softmax(-1), values)
-        assert_close("out", out[t], expected, abs_tol=1e-5, rel_tol=1e-5)
-        scores = (w_idx[t, :, None].double() * (q_idx[t].double() @ k_idx[rows].double().T).relu()).sum(0)
+        assert_close("out", out[t], expected, abs_tol=1e-2, rel_tol=2e-2, cos_tol=2e-5)
+        scores = (exact[2][t, :, None] * (exact[0][t] @ exact[1][rows].T).relu()).sum(0)
         p = logits.softmax(-1).mean(0)
         losses.append((p * (p.log() - scores.log_softmax(0))).sum())
-    assert_close("kl", kl, torch.stack(losses), abs_tol=1e-5, rel_tol=1e-4)
+    expected = torch.stack(losses)
+    assert_close("kl", kl, expected.detach(), abs_tol=2e-5, rel_tol=1e-3)
+    for name, x, y in zip(("dq_idx", "dk_idx", "dw_idx"), got, torch.autograd.grad(expected.sum(), exact)):
+        assert_close(name, x, y, abs_tol=1e-2, rel_tol=2e-2, cos_tol=2e-4)
 
-    # The same, with all keys of the last query named, in another order and beside two that are none.
-    kv, one = torch.randn(7, 1, 16, device=device), slice(4, 5)
+
+def _sparse_mla_attention(device: str) -> None:
+    """A query of two keys, named beside what is none, with a sink, and the gradients, by the definition in float64."""
+    q, kv = torch.randn(1, 4, D, device=device).bfloat16(), torch.randn(7, 1, D, device=device).bfloat16()
     picks = torch.tensor([[[6, -1, 5, 7]]], dtype=torch.int32, device=device)
-    sink = torch.randn(4, device=device)
-    out, lse = dsa.sparse_mla_attention(q[one], kv, picks, 0.25, 8, sink)
-    logits = 0.25 * q[4].double() @ kv[5:, 0].double().T
-    assert_close("sparse lse", lse[:, 0], logits.logsumexp(-1), abs_tol=1e-5, rel_tol=1e-5)
-    weights = torch.cat((logits, sink[:, None].double()), 1).softmax(-1)[:, :2]
-    assert_close("sparse out", out[0], weights @ kv[5:, 0, :8].double(), abs_tol=1e-5, rel_tol=1e-5)
+    sink, scale = torch.randn(4, device=device), D**-0.5
+    leaves = [x.requires_grad_() for x in (q, kv, sink)]
+    out, lse = dsa.sparse_mla_attention(q, kv, picks, scale, D_V, sink)
+    grad = torch.randn(1, 4, D_V, device=device).bfloat16()
+    got = torch.autograd.grad(out, leaves, grad)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    logits = scale * exact[0][0] @ exact[1][5:, 0].T
+    weights = torch.cat((logits, exact[2][:, None]), 1).softmax(-1)[:, :2]
+    expected = weights @ exact[1][5:, 0, :D_V]
+    assert_close("sparse lse", lse[:, 0], logits.logsumexp(-1).detach(), abs_tol=1e-5, rel_tol=1e-5)
+    assert_close("sparse out", out[0], expected.detach(), abs_tol=1e-2, rel_tol=2e-2, cos_tol=2e-5)
+    for name, x, y in zip(("dq", "dkv", "dsink"), got, torch.autograd.grad(expected, exact, grad[0].double())):
+        assert_close(name, x, y, abs_tol=2e-2, rel_tol=2e-2, cos_tol=2e-4)
 
 
 def _sparse_indexer_loss(device: str) -> None:
@@ -434,7 +449,8 @@ SELF_TESTS: dict[str, Callable[[str], None]] = {
     "expert_routing": _expert_routing,
     "swiglu_cast_to_fp8": _swiglu_cast_to_fp8,
     "combine_experts": _combine_experts,
-    "indexer_training": _indexer_training,
+    "indexer_warmup_attention": _indexer_warmup_attention,
+    "sparse_mla_attention": _sparse_mla_attention,
     "sparse_indexer_loss": _sparse_indexer_loss,
     "fp8_mqa_logits": _fp8_mqa_logits,
     "fp8_paged_mqa_logits": _fp8_paged_mqa_logits,

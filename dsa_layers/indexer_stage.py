@@ -62,6 +62,7 @@ class IndexerStage:
         """The layers' losses since it was last asked for, summed, and averaged over tokens."""
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
-        total = torch.stack([kl.mean() for kl in self._kls]).sum()
+        # Sums say that all tokens weigh the same: then what the warm-up has kept is the gradient.
+        total = torch.stack([kl.sum() / max(kl.numel(), 1) for kl in self._kls]).sum()
         self._kls.clear()
         return total

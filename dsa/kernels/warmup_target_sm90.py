@@ -40,6 +40,7 @@ THREADS = 3 * WARPGROUP
 REGISTERS = 240, 24
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+TINY = 1.2e-38
 READ_BARRIER = 1
 
 
@@ -383,7 +384,9 @@ class WarmupTargetSm90:
                     term = p * (cute.math.log2(p, fastmath=True) * LN2 - over)
                     visible = 8 * j + lane % 4 * 2 + c < limit
                     both.append(d if visible else Float32(0.0))
-                    kl += term if visible and p > 0.0 else Float32(0.0)
+                    # The logarithm takes the smallest numbers for 0; NaN is not one of them.
+                    nothing = p < TINY or not visible
+                    kl += Float32(0.0) if nothing else term
                 (target + (row * (SLOT_ROWS // 2) + 4 * j + lane % 4)).store(pack(both[0], both[1], BFloat16))
             kl += cute.arch.shuffle_sync_bfly(kl, offset=1)
             kl += cute.arch.shuffle_sync_bfly(kl, offset=2)

@@ -54,8 +54,8 @@ def indexer_warmup_attention(
     On Hopper: bf16 (w_idx also fp32); (d, dv) = (64, 64), (128, 128), (192, 128) or (576, 512), the last with Hk = 1, and
     v a view of k, whose gradient then has v's in it; di 64 or 128; up to 64 index heads (8, 16, 32 and 64 without padding), "per_head" up to 128. No S x S tensor: the
     workspace is a chunk of queries by all keys. The indexer's gradients are computed with the loss, for equal weights
-    of all tokens, and kept; a backward pass scales them, and computes k_idx's again if the weights differ. Other dtypes
-    run the PyTorch reference, with a warning on Hopper. Deterministic but for k's and v's gradients. CUDA-graph safe, no
+    of all tokens, and kept; a backward pass scales them, and computes k_idx's again if the weights differ (`kl.sum()` says that
+    they do not, `kl.mean()` lets the device find out). Other dtypes run the PyTorch reference, with a warning on Hopper. Deterministic but for k's and v's gradients. CUDA-graph safe, no
     host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1; "per_head" is tl-dsa-warmup-lightning-indexer's.
     """
@@ -156,20 +156,26 @@ class _Warmup(torch.autograd.Function):
             dq, dk, dv = attention_backward(grad_out, q, k, v, out, lse, sequences, scale, causal)
         if grad_kl is not None and any(ctx.needs_input_grad[3:6]) and len(q):
             heads = q_idx.shape[1]
-            of_token = grad_kl.float().contiguous()
             if ctx.needs_input_grad[3]:
-                dq_idx = (kept[0][:, :heads] * of_token[:, None, None]).to(q_idx.dtype)
+                dq_idx = _scaled(kept[0][:, :heads], grad_kl[:, None, None], q_idx.dtype)
             if ctx.needs_input_grad[5]:
-                dw_idx = (kept[1][:, :heads] * of_token[:, None]).to(w_idx.dtype)
+                dw_idx = _scaled(kept[1][:, :heads], grad_kl[:, None], w_idx.dtype)
             if ctx.needs_input_grad[4]:
-                # What was kept is the sum over tokens of weight 1. Of other weights it must be computed again, which
-                # only the device knows: a plan of no work costs the launches alone.
-                differ = (of_token != of_token[0]).any()
-                plan = _Plan(slots, tiles, _tiles(max_k)).only_if(differ)
-                indexer = _Indexer.of(q_idx, k_idx, w_idx)
-                _, again = _losses(q, k, lse, scale, indexer, plan, of_token, False, True)
-                dk_idx = torch.where(differ, again[2], kept[2] * of_token[0]).to(k_idx.dtype)
+                # What was kept is the sum over tokens of weight 1: right for equal weights, as `kl.sum()` gives them.
+                dk_idx = _scaled(kept[2], grad_kl[0], k_idx.dtype)
+                if grad_kl.stride(0) != 0:
+                    # Whether they differ only the device knows. A plan of no work costs the launches alone.
+                    differ = (grad_kl != grad_kl[0]).any()
+                    plan = _Plan(slots, tiles, _tiles(max_k)).only_if(differ)
+                    indexer = _Indexer.of(q_idx, k_idx, w_idx)
+                    _, again = _losses(q, k, lse, scale, indexer, plan, grad_kl.float().contiguous(), False, True)
+                    dk_idx = torch.where(differ, again[2].to(k_idx.dtype), dk_idx)
         return dq, dk, dv, dq_idx, dk_idx, dw_idx, *[None] * 7
+
+
+def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x * factor, rounded once, in one pass."""
+    return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 
 def _losses(
@@ -187,10 +193,10 @@ def _losses(
     heads, n = indexer.q.shape[1], plan.most_tiles
     fp32 = {"dtype": torch.float32, "device": q.device}
     kl = torch.zeros(len(q), **fp32)
-    dq, dw = (torch.zeros_like(indexer.q), torch.zeros_like(indexer.w)) if query_grads else (None, None)
+    dq, dw = (torch.empty_like(indexer.q), torch.empty_like(indexer.w)) if query_grads else (None, None)
     dk = torch.zeros(indexer.k.shape, **fp32) if key_grads else None
     if 0 in (len(q), len(k), len(plan.slots), n):
-        return kl, (dq, dw, dk)
+        return kl, tuple(None if x is None else x.zero_() for x in (dq, dw, dk))
     chunks = plan.chunks(n * ROWS * ROWS * (4 + heads // 8), max(LEAST_WORKSPACE, _share_of_inputs(q, k, indexer)))
     slots = chunks[0].stop
     scores = torch.empty(slots, n, ROWS, ROWS, **fp32)

@@ -77,7 +77,7 @@ def relative(got, expected):
 
 def check(case, record_error=None):
     (out, lse, kl, *grads), (e_out, e_lse, e_kl, *e_grads) = case.run(), case.expected()
-    torch.testing.assert_close(out.double(), e_out, atol=8e-4 + 2e-2 * (e_out.abs().max().item() > 4), rtol=3.01 / 128)
+    assert not out.isnan().any() and (out.numel() == 0 or relative(out, e_out) < 4e-3)
     torch.testing.assert_close(lse.double(), e_lse, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(kl.double(), e_kl, atol=2e-5, rtol=1e-4)
     rough = case.expected(torch.bfloat16)[3:] if case.rest[-1] == "sum" else [None] * 3
@@ -116,7 +116,7 @@ def test_chunks(monkeypatch):
     monkeypatch.setattr(op, "LEAST_WORKSPACE", 3 * 5 * 128 * 128 * 5)
     monkeypatch.setattr(op, "_share_of_inputs", lambda *_: 0)
     assert all(torch.equal(x, y) for x, y in zip(whole[:4], case.run()[:4]))
-    assert relative(case.run()[4], whole[4]) < 1e-6 and torch.equal(case.run()[5], whole[5])
+    assert relative(case.run()[4], whole[4]) < 1e-3 and torch.equal(case.run()[5], whole[5])
 
 
 def test_equal_weights():
@@ -127,8 +127,10 @@ def test_equal_weights():
     check(case)
     nearly = case.per_token.clone()
     nearly[0] *= 1.0000002
-    for got, again in zip(case.run()[3:], case.run(nearly)[3:]):
-        assert relative(got, again) < 4e-3
+    same = torch.ones(1, device="cuda").expand(tokens) / tokens
+    for weights in (nearly, torch.tensor(1 / tokens, device="cuda").expand(tokens), same):
+        for got, again in zip(case.run()[3:], case.run(weights)[3:]):
+            assert relative(got, again) < 4e-3
 
 
 def test_tokens_left_out():
