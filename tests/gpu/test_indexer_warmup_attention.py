@@ -252,7 +252,7 @@ def test_nothing():
     [
         ({"q": torch.randn(4, 2, 96), "k": torch.randn(4, 1, 96)}, "q, v: the Hopper kernel takes channels"),
         (
-            {"q_idx": torch.randn(4, 2, 32), "k_idx": torch.randn(4, 32)},
+            {"q_idx": torch.randn(4, 8, 32), "k_idx": torch.randn(4, 32)},
             "q_idx: the Hopper kernel takes di of 64 or 128",
         ),
         (
