@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, Uint32
+from cutlass import BFloat16, Int32, Int64, Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
@@ -180,24 +180,23 @@ class PerHeadTiles:
                         memory.facts[i, at] = facts[i]
                     cute.arch.mbarrier_arrive(memory.facts_full + at)
                 at, facts_phase = advance(at, facts_phase, FACTS)
-                if tiles > 0:
-                    cute.arch.mbarrier_wait(memory.q_empty, rows_phase ^ 1)
+                cute.arch.mbarrier_wait(memory.q_empty, rows_phase ^ 1)
+                with cute.arch.elect_one():
+                    size = ROWS * (self.dim + self.index_dim) * 2
+                    cute.arch.mbarrier_arrive_and_expect_tx(memory.q_full, size)
+                self.copy(loads.q, loads.mq, memory.q, numbers[0], head, ROWS, 0, 0, memory.q_full)
+                self.copy(loads.q_idx, loads.mq_idx, memory.q_idx, numbers[0], head, ROWS, 0, 0, memory.q_full)
+                rows_phase ^= 1
+                for n in cutlass.range(tiles, unroll=1):
+                    full = memory.full + stage
+                    cute.arch.mbarrier_wait(memory.empty + stage, phase ^ 1)
                     with cute.arch.elect_one():
-                        size = ROWS * (self.dim + self.index_dim) * 2
-                        cute.arch.mbarrier_arrive_and_expect_tx(memory.q_full, size)
-                    self.copy(loads.q, loads.mq, memory.q, numbers[0], head, ROWS, 0, 0, memory.q_full)
-                    self.copy(loads.q_idx, loads.mq_idx, memory.q_idx, numbers[0], head, ROWS, 0, 0, memory.q_full)
-                    rows_phase ^= 1
-                    for n in cutlass.range(tiles, unroll=1):
-                        full = memory.full + stage
-                        cute.arch.mbarrier_wait(memory.empty + stage, phase ^ 1)
-                        with cute.arch.elect_one():
-                            size = KEYS * (self.dim + self.index_dim) * 2
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-                        tile = tiles - 1 - n
-                        self.copy(loads.k, loads.mk, memory.k, numbers[2], head // group, KEYS, tile, stage, full)
-                        self.copy(loads.k_idx, loads.mk_idx, memory.k_idx, numbers[2], 0, KEYS, tile, stage, full)
-                        stage, phase = advance(stage, phase, self.stages)
+                        size = KEYS * (self.dim + self.index_dim) * 2
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+                    tile = tiles - 1 - n
+                    self.copy(loads.k, loads.mk, memory.k, numbers[2], head // group, KEYS, tile, stage, full)
+                    self.copy(loads.k_idx, loads.mk_idx, memory.k_idx, numbers[2], 0, KEYS, tile, stage, full)
+                    stage, phase = advance(stage, phase, self.stages)
         cute.arch.mbarrier_wait(memory.facts_empty + at, facts_phase ^ 1)
         with cute.arch.elect_one():
             memory.facts[HEAD, at] = Int32(-1)
@@ -229,48 +228,82 @@ class PerHeadTiles:
         cute.copy(atom, source[None, tile], target[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit
-    def next_item(self, memory: Memory, at, phase) -> Item:
-        """Wait for an item's facts. A warp's work."""
-        cute.arch.mbarrier_wait(memory.facts_full + at, phase)
-        item = Item(*[memory.facts[i, at] for i in range(11)])
+    def next_item(self, memory: Memory, count) -> Item:
+        """Wait for the facts of a warp's item number `count`."""
+        cute.arch.mbarrier_wait(memory.facts_full + count % FACTS, count // FACTS % 2)
+        return self.item(memory, count)
+
+    @cute.jit
+    def item(self, memory: Memory, count) -> Item:
+        """The facts again, where registers should not hold them."""
+        return Item(*[memory.facts[i, count % FACTS] for i in range(11)])
+
+    @cute.jit
+    def release(self, barrier: cute.Pointer):
+        """A warp needs what is behind a barrier no more."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(memory.facts_empty + at)
-        return item
+            cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def load_step(rows: cute.Tensor, first, step: cutlass.Constexpr, lane):
+    """16 rows, from `first` on, of 16 channels of [128, channels]: a warp's four words, as wgmma takes them."""
+    row = first + (lane & 15)
+    place = ((step % 4 * 2 + (lane >> 4)) ^ (row & 7)) << 4
+    return load_matrices(Int32(rows.iterator.toint()) + row * (2 * CHUNK) + place + step // 4 * (ROWS * CHUNK * 2))
 
 
 @cute.jit
 def load_operand(words: cute.Tensor, rows: cute.Tensor, first, lane):
-    """16 rows, from `first` on, of [128, channels] to a warp's registers as wgmma takes them: 4 words for each 16
-    channels."""
-    row = first + (lane & 15)
-    start = Int32(rows.iterator.toint()) + row * (2 * CHUNK)
-    vector, turned = lane >> 4, row & 7
+    """All channels of 16 rows."""
     for step in cutlass.range_constexpr(cute.size(words) // 4):
-        place = step // 4 * (ROWS * CHUNK * 2) + (((step % 4 * 2 + vector) ^ turned) << 4)
-        loaded = load_matrices(start + place)
+        loaded = load_step(rows, first, step, lane)
         for i in cutlass.range_constexpr(4):
             words[4 * step + i] = loaded[i]
 
 
-def operand(mma: cute.TiledMma, channels: int) -> tuple[cute.Tensor, cute.Tensor]:
-    """Registers for 64 rows of an operand in a warpgroup's registers: as wgmma takes them, and as words."""
-    tensor = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((64, channels)), DTYPE)
+@cute.jit
+def load_transposed(words: cute.Tensor, rows: cute.Tensor, chunk: cutlass.Constexpr, warp, lane):
+    """A chunk of 64 channels of [128, channels] as the rows of an operand: the warp's 16 channels, all 128 rows."""
+    row, vector = (lane >> 4) * 8 + (lane & 7), warp * 2 + (lane >> 3 & 1)
+    start = Int32(rows.iterator.toint()) + chunk * (ROWS * CHUNK * 2) + row * (2 * CHUNK) + ((vector ^ (lane & 7)) << 4)
+    for step in cutlass.range_constexpr(ROWS // 16):
+        loaded = load_matrices_transposed(start + step * (16 * 2 * CHUNK))
+        for i in cutlass.range_constexpr(4):
+            words[4 * step + i] = loaded[i]
+
+
+@cute.jit
+def load_matrices_transposed(address: Int32):
+    """As `load_matrices`; what a lane has of each matrix are two neighbours of its column lane / 4."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def operand(mma: cute.TiledMma, rows: int, channels: int) -> tuple[cute.Tensor, cute.Tensor]:
+    """Registers for an operand in registers: as wgmma takes them, and as words."""
+    tensor = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((rows, channels)), DTYPE)
     words = cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=Uint32), cute.make_layout(channels // 4))
     return tensor, words
 
 
-def score_mma() -> cute.TiledMma:
-    """Rows in registers times keys [64, channels]."""
-    major, registers = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource.RMEM
-    return sm90.make_trivial_tiled_mma(DTYPE, DTYPE, major, major, cutlass.Float32, (1, 1, 1), (64, KEYS), registers)
+def score_mma(held: bool) -> cute.TiledMma:
+    """Rows [128, channels], 64 of a warpgroup, in registers if `held`, times keys [64, channels]."""
+    major, source = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource
+    held_in = source.RMEM if held else source.SMEM
+    shape = (ROWS // 64, 1, 1), (64, KEYS)
+    return sm90.make_trivial_tiled_mma(DTYPE, DTYPE, major, major, cutlass.Float32, *shape, held_in)
 
 
 @cute.jit
-def multiply(mma: cute.TiledMma, acc: cute.Tensor, rows: cute.Tensor, keys: cute.Tensor, stage, first: cutlass.Constexpr):
-    """Issue acc (+)= rows in registers times a stage of keys; `first`: acc is fresh."""
+def multiply(mma: cute.TiledMma, acc: cute.Tensor, rows: cute.Tensor, columns: cute.Tensor, fresh: cutlass.Constexpr):
+    """Issue acc = rows times columns, as a group of wgmma instructions; if not `fresh`, what `mma` is set to."""
     for step in cutlass.range_constexpr(cute.size(rows, mode=[2])):
-        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0 or not first)
-        cute.gemm(mma, acc, rows[None, None, step], keys[None, None, step, stage], acc)
-
-
+        if const_expr(fresh):
+            mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
+        cute.gemm(mma, acc, rows[None, None, step], columns[None, None, step], acc)
+    cute.nvgpu.warpgroup.commit_group()

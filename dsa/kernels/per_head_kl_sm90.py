@@ -21,13 +21,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.per_head_arguments import fake_inputs, fake_stream, fake_by_head, fake_by_query
 from dsa.cute.per_head_tiles import (
+    FACTS,
     KEYS,
+    ROWS,
     SHARED_BYTES,
     WARPGROUP,
     Item,
@@ -81,7 +83,7 @@ class PerHeadKlSm90(PerHeadTiles):
         self.shared = tiles
         loads = self.loads(q, k, q_idx, k_idx)
         group = q.shape[1] // k.shape[1]
-        self.kernel(loads, w, lse, slots, counter, kl, lse_idx, scale * LOG2E, bunch, group, score_mma()).launch(
+        self.kernel(loads, w, lse, slots, counter, kl, lse_idx, scale * LOG2E, bunch, group, score_mma(True)).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -116,24 +118,24 @@ class PerHeadKlSm90(PerHeadTiles):
     @cute.jit
     def math(self, memory: Memory, mma, w, lse, kl, lse_idx, scale, tid, warp, lane):
         side = warp // 4
-        thr = mma.get_slice(tid % WARPGROUP)
+        thr = mma.get_slice(tid)
         rk = mma.make_fragment_B(thr.partition_B(memory.k))
         rk_idx = mma.make_fragment_B(thr.partition_B(memory.k_idx))
-        rows, row_words = operand(mma, self.dim)
-        index_rows, index_words = operand(mma, self.index_dim)
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((64, KEYS)), Float32)
-        index_acc = cute.make_rmem_tensor(thr.partition_shape_C((64, KEYS)), Float32)
+        rows, row_words = operand(mma, ROWS, self.dim)
+        index_rows, index_words = operand(mma, ROWS, self.index_dim)
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, KEYS)), Float32)
+        index_acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, KEYS)), Float32)
         scores = cute.make_tensor(acc.iterator, cute.make_layout(KEYS // 2))
         index_scores = cute.make_tensor(index_acc.iterator, cute.make_layout(KEYS // 2))
         # Of a lane's two rows: factors, what they see, and sums of e^(I - top), p, p log p and p I.
         weight, base, top, limit = (cute.make_rmem_tensor((2,), x) for x in (Float32, Float32, Float32, Int32))
         sums = cute.make_rmem_tensor((2, 4), Float32)
         own_row = warp * 16 + (lane >> 2)
-        at, facts_phase, rows_phase, stage, phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        items, stage, phase = Uint32(0), Int32(0), Int32(0)
         if const_expr(self.turns):
             if side == 1:
                 cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=GROUPS * WARPGROUP)
-        item = self.next_item(memory, at, facts_phase)
+        item = self.next_item(memory, items)
         while item.head >= 0:
             for r in cutlass.range_constexpr(2):
                 row = own_row + 8 * r
@@ -145,24 +147,18 @@ class PerHeadKlSm90(PerHeadTiles):
             sums.fill(0.0)
             # All rows see all keys of the tiles below.
             whole = item.limit(0) >> 6
-            if item.tiles > 0:
-                cute.arch.mbarrier_wait(memory.q_full, rows_phase)
-                rows_phase ^= 1
-                load_operand(row_words, memory.q, warp * 16, lane)
-                load_operand(index_words, memory.q_idx, warp * 16, lane)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(memory.q_empty)
+            cute.arch.mbarrier_wait(memory.q_full, items % 2)
+            load_operand(row_words, memory.q, warp * 16, lane)
+            load_operand(index_words, memory.q_idx, warp * 16, lane)
+            self.release(memory.q_empty)
             for n in cutlass.range(item.tiles, unroll=1):
                 tile = item.tiles - 1 - n
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
                 if const_expr(self.turns):
                     cute.arch.barrier(barrier_id=TURN + side, number_of_threads=GROUPS * WARPGROUP)
                 cute.nvgpu.warpgroup.fence()
-                multiply(mma, acc, rows, rk, stage, True)
-                cute.nvgpu.warpgroup.commit_group()
-                multiply(mma, index_acc, index_rows, rk_idx, stage, True)
-                cute.nvgpu.warpgroup.commit_group()
+                multiply(mma, acc, rows, rk[None, None, None, stage], True)
+                multiply(mma, index_acc, index_rows, rk_idx[None, None, None, stage], True)
                 if const_expr(self.turns):
                     cute.arch.barrier_arrive(barrier_id=TURN + 1 - side, number_of_threads=GROUPS * WARPGROUP)
                 cute.nvgpu.warpgroup.wait_group(0)
@@ -175,8 +171,9 @@ class PerHeadKlSm90(PerHeadTiles):
                 if careful:
                     self.add_carefully(scores, index_scores, sums, weight, base, top, limit, scale, tile, lane)
             self.finish(sums, weight, top, item, own_row, kl, lse_idx, lane)
-            at, facts_phase = advance(at, facts_phase, 2)
-            item = self.next_item(memory, at, facts_phase)
+            self.release(memory.facts_empty + items % FACTS)
+            items += 1
+            item = self.next_item(memory, items)
 
     @cute.jit
     def add(self, scores, index_scores, sums, weight, base, top, scale):
