@@ -140,8 +140,9 @@ class PerHeadKlSm90(PerHeadTiles):
             for r in cutlass.range_constexpr(2):
                 row = own_row + 8 * r
                 limit[r] = item.limit(row)
-                base[r], weight[r], top[r] = Float32(float("inf")), Float32(0.0), Float32(NOTHING)
+                base[r], weight[r], top[r] = Float32(float("inf")), Float32(0.0), Float32(0.0)
                 if row < item.count:
+                    top[r] = Float32(NOTHING)
                     base[r] = lse[item.head, item.first_q + row] * LOG2E
                     weight[r] = w[item.first_q + row, item.head] * (0.5 * LOG2E)
             sums.fill(0.0)
