@@ -169,7 +169,9 @@ class PerHeadGradientSm90(PerHeadTiles):
         elif warp >= SCORE_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[self.index_dim][1])
             own = tid - SCORE_WARPS * 32
-            self.sum_keys(memory, key_mma, sd, d_full, d_empty, factors, w, g, done, parts, own, warp - SCORE_WARPS, lane)
+            self.sum_keys(
+                memory, key_mma, sd, d_full, d_empty, factors, w, g, done, parts, own, warp - SCORE_WARPS, lane
+            )
         else:
             cute.arch.setmaxregister_increase(REGISTERS[self.index_dim][0])
             mmas = main_mma, index_mma, query_mma
@@ -331,8 +333,10 @@ class PerHeadGradientSm90(PerHeadTiles):
             four = cute.make_rmem_tensor((4,), Uint32)
             own = cute.make_tensor(cute.recast_ptr(four.iterator, dtype=DTYPE), cute.make_layout(8))
             for step in cutlass.range_constexpr(self.index_dim // 16):
-                loaded = [index_words[4 * step + i] for i in range(4)] if const_expr(self.index_held) else load_step(
-                    memory.q_idx, warp * 16, step, lane
+                loaded = (
+                    [index_words[4 * step + i] for i in range(4)]
+                    if const_expr(self.index_held)
+                    else load_step(memory.q_idx, warp * 16, step, lane)
                 )
                 for i in cutlass.range_constexpr(4):
                     four[i] = loaded[i]
@@ -424,12 +428,12 @@ class PerHeadGradientSm90(PerHeadTiles):
 
     @cute.jit
     def add(self, sums, target, begun: Boolean):
-        for j in cutlass.range_constexpr(KEYS // 8):
-            four = [sums[4 * j + i] for i in range(4)]
-            if begun:
-                add_4(target + j * (4 * WARPGROUP), four)
-            else:
-                store_4(target + j * (4 * WARPGROUP), four)
+        if begun:
+            for j in cutlass.range_constexpr(KEYS // 8):
+                add_4(target + j * (4 * WARPGROUP), [sums[4 * j + i] for i in range(4)])
+        else:
+            for j in cutlass.range_constexpr(KEYS // 8):
+                store_4(target + j * (4 * WARPGROUP), [sums[4 * j + i] for i in range(4)])
 
     @cute.jit
     def scale_operand(self, numbers, words, factors, lane):

@@ -45,7 +45,8 @@ from dsa.cute.ring import advance
 
 GROUPS = 2
 MATH_WARPS = 4 * GROUPS
-THREADS = (MATH_WARPS + 1) * 32
+THREADS = (GROUPS + 1) * WARPGROUP
+REGISTERS = 240, 24
 STAGES = {(64, 64): 6, (64, 128): 4, (128, 64): 6, (128, 128): 4, (192, 64): 4, (192, 128): 3}
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -110,9 +111,12 @@ class PerHeadKlSm90(PerHeadTiles):
             self.init(memory, MATH_WARPS, MATH_WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if warp == MATH_WARPS:
-            self.load(loads, memory, slots, counter, w.shape[1], bunch, group, lane)
+        if warp >= MATH_WARPS:
+            cute.arch.setmaxregister_decrease(REGISTERS[1])
+            if warp == MATH_WARPS:
+                self.load(loads, memory, slots, counter, w.shape[1], bunch, group, lane)
         else:
+            cute.arch.setmaxregister_increase(REGISTERS[0])
             self.math(memory, mma, w, lse, kl, lse_idx, scale, tid, warp, lane)
 
     @cute.jit
@@ -215,15 +219,16 @@ class PerHeadKlSm90(PerHeadTiles):
             top[r] = raised
             for i in cutlass.range_constexpr(KEYS // 4):
                 j = i // 2 * 4 + 2 * r + i % 2
-                if first + (j // 4 * 8 + i % 2) < limit[r]:
-                    twice = index_scores[j] + cute.math.absf(index_scores[j])
-                    sums[r, 0] += cute.math.exp2(cute.math.fma(twice, weight[r], -raised), fastmath=True)
-                    x = cute.math.fma(scores[j], scale, -base[r])
-                    p = cute.math.exp2(x, fastmath=True)
-                    sums[r, 1] += p
-                    # Of a power that is zero, the logarithm may be infinite.
-                    sums[r, 2] += p * cute.arch.fmax(x, NOTHING)
-                    sums[r, 3] = cute.math.fma(p, twice, sums[r, 3])
+                seen = first + (j // 4 * 8 + i % 2) < limit[r]
+                twice = index_scores[j] + cute.math.absf(index_scores[j]) if seen else Float32(0.0)
+                power = cute.math.fma(twice, weight[r], -raised) if seen else Float32(NOTHING)
+                x = cute.math.fma(scores[j], scale, -base[r]) if seen else Float32(NOTHING)
+                x = cute.arch.fmax(x, NOTHING)
+                p = cute.math.exp2(x, fastmath=True)
+                sums[r, 0] += cute.math.exp2(power, fastmath=True)
+                sums[r, 1] += p
+                sums[r, 2] = cute.math.fma(p, x, sums[r, 2])
+                sums[r, 3] = cute.math.fma(p, twice, sums[r, 3])
 
     @cute.jit
     def finish(self, sums, weight, top, item: Item, own_row, kl, lse_idx, lane):

@@ -83,7 +83,19 @@ def per_head_backward(
     launch, launch_sum = compile_per_head_gradient(dim, index_dim), compile_per_head_key_sum(index_dim)
     with backends.on_device(q):
         launch(
-            *(q, k, q_idx, k_idx[:, None], w, lse, lse_idx, g, slots, zeros[:1], zeros[1:].view(heads, count, SUM_WARPS)),
+            *(
+                q,
+                k,
+                q_idx,
+                k_idx[:, None],
+                w,
+                lse,
+                lse_idx,
+                g,
+                slots,
+                zeros[:1],
+                zeros[1:].view(heads, count, SUM_WARPS),
+            ),
             *(dq_idx, dw, parts, softmax_scale, _together(heads), backends.num_sms(q.device)),
         )
         launch_sum(parts, cu_seqlens_q, cu_seqlens_k, dk_idx)
@@ -97,7 +109,9 @@ def _together(heads: int) -> int:
 def _check(q, k, q_idx, k_idx, w, lse, slots) -> None:
     for name, x, rank in (("q", q, 3), ("k", k, 3), ("q_idx", q_idx, 3), ("k_idx", k_idx, 2)):
         if x.dtype != torch.bfloat16 or x.dim() != rank:
-            raise ValueError(f"{name}: must be bfloat16 with {rank} dimensions, got {dtype_name(x.dtype)} {list(x.shape)}")
+            raise ValueError(
+                f"{name}: must be bfloat16 with {rank} dimensions, got {dtype_name(x.dtype)} {list(x.shape)}"
+            )
         check_rows(name, x)
     tokens, heads, dim = q.shape
     if dim not in DIMS:

@@ -42,7 +42,9 @@ class Case:
         self.g = normal(tokens, heads) / max(tokens, 1)
         self.scale = dim**-0.5
         self.slots = make_slots(self.bounds_q, self.bounds_k, causal)
-        self.cu_q, self.cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (self.bounds_q, self.bounds_k))
+        self.cu_q, self.cu_k = (
+            torch.tensor(x, dtype=torch.int32, device="cuda") for x in (self.bounds_q, self.bounds_k)
+        )
 
     def run(self, lse):
         poison_free_memory(mebibytes=256)
@@ -61,7 +63,9 @@ class Case:
         else:
             longest = max(len(self.q), len(self.k))
             bounds = self.cu_q, self.cu_k, longest, longest
-            _, lse, kl = reference.indexer_warmup_attention(q, k, k, *leaves, *bounds, self.scale, self.causal, "per_head")
+            _, lse, kl = reference.indexer_warmup_attention(
+                q, k, k, *leaves, *bounds, self.scale, self.causal, "per_head"
+            )
         return lse, kl.detach(), *torch.autograd.grad((kl * self.g.to(kl.dtype)).sum(), leaves)
 
     def formula(self, q, k, q_idx, k_idx, w):
