@@ -56,7 +56,7 @@ class Case:
 
     def autograd(self, dtype):
         """kl and gradients by the reference, or for bf16 by its formula in that dtype; and the attention's lse."""
-        leaves = [x.to(dtype).requires_grad_() for x in (self.q_idx, self.k_idx, self.w)]
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in (self.q_idx, self.k_idx, self.w)]
         q, k = self.q.to(dtype), self.k.to(dtype)
         if dtype == torch.bfloat16:
             kl, lse = self.formula(q, k, *leaves), None
