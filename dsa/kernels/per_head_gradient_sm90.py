@@ -398,7 +398,7 @@ class PerHeadGradientSm90(PerHeadTiles):
             own = done.iterator + ((Int64(item.head) * done.shape[1] + item.slot) * SUM_WARPS + warp)
             tile, before, known = item.tiles, item.before, Int32(0)
             part = Int64(item.head) * parts.shape[1] + (item.first_k >> 6) + item.sequence + tile
-            target = parts.iterator + part * (PART * self.chunks) + warp * (PART // 4) + lane * 4
+            target = parts.iterator + part * (PART * self.chunks) + tid * 4
             added = Int32(0)
             while tile > 0:
                 tile -= 1
@@ -430,10 +430,10 @@ class PerHeadGradientSm90(PerHeadTiles):
     def add(self, sums, target, begun: Boolean):
         if begun:
             for j in cutlass.range_constexpr(KEYS // 8):
-                add_4(target + j * 128, [sums[4 * j + i] for i in range(4)])
+                add_4(target + j * (4 * WARPGROUP), [sums[4 * j + i] for i in range(4)])
         else:
             for j in cutlass.range_constexpr(KEYS // 8):
-                store_4(target + j * 128, [sums[4 * j + i] for i in range(4)])
+                store_4(target + j * (4 * WARPGROUP), [sums[4 * j + i] for i in range(4)])
 
     @cute.jit
     def scale_operand(self, numbers, words, factors, lane):

@@ -2,8 +2,8 @@
 order, to bf16.
 
 Plan
-- A part is as per_head_gradient_sm90.py leaves it: a tile of 64 keys by 64 channels in the order of wgmma's registers: by
-  warp, then by eight keys, then by lane, four numbers each. A thread here adds up four such numbers of all heads.
+- A part is as per_head_gradient_sm90.py leaves it: a tile of 64 keys by 64 channels, four numbers of a thread of 128 after
+  those of the thread before, which are the registers of a wgmma. A thread here adds up four such numbers of all heads.
 - Tiles are counted through all sequences, each of which has one more than its keys need at most; a binary search finds a
   tile's sequence. Nobody has written to the tiles of a sequence without queries.
 Roofline: memory, H * Tk * di * 4 bytes.
@@ -18,7 +18,7 @@ from cutlass import BFloat16, Float32, Int32
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.per_head_arguments import fake_stream
-from dsa.cute.per_head_tiles import CHUNK, KEYS
+from dsa.cute.per_head_tiles import CHUNK, KEYS, WARPGROUP
 
 THREADS = 256
 PARTS = KEYS * CHUNK // 4 // THREADS  # CTAs of a tile's chunk
@@ -66,9 +66,9 @@ class PerHeadKeySumSm90:
                         sums[j] += loaded[j, 0]
             # The numbers of an accumulator: two neighbouring keys of a channel and of the one 8 further.
             place = part % PARTS * THREADS + tid
-            warp, quad, lane = place // 256, place % 256 // 32, place % 32
-            key += quad * 8 + lane % 4 * 2
-            channel = part // PARTS * CHUNK + warp * 16 + lane // 4
+            quad, thread = place // WARPGROUP, place % WARPGROUP
+            key += quad * 8 + thread % 4 * 2
+            channel = part // PARTS * CHUNK + thread // 32 * 16 + thread % 32 // 4
             for j in cutlass.range_constexpr(4):
                 if key + j % 2 < end:
                     dk_idx[key + j % 2, channel + j // 2 * 8] = sums[j].to(BFloat16)
