@@ -272,15 +272,14 @@ class IndexerKeyGradSm90:
             for acc in flats:
                 acc.fill(0.0)
             key = block * self.keys + tile * TILE
-            seen_from = self.walk.first_group(run.seen, run.step, key)
-            if key >= run.visible:
-                seen_from = end
+            # The groups from which on the first, the second 64 of the keys are seen.
+            seen_from, both_from = self.seen_from(run, key, end), self.seen_from(run, key + BLOCK, end)
             for at in cutlass.range(group, end, unroll=1):
                 cute.arch.mbarrier_wait(full + stage, phase)
-                if at >= seen_from:
-                    self.add(
-                        mma, accs, operands, words, rb, stage, w_at, di_at, word_at
-                    )
+                if at >= both_from:
+                    self.add(2, mma, accs, operands, words, rb, stage, w_at, di_at, word_at)
+                elif at >= seen_from:
+                    self.add(1, mma, accs, operands, words, rb, stage, w_at, di_at, word_at)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(empty + stage)
                 stage, phase = advance(stage, phase, self.stages)
@@ -311,14 +310,19 @@ class IndexerKeyGradSm90:
             first, block, group, left = self.walk.following(run, slots, block, left)
 
     @cute.jit
-    def add(self, mma, accs, operands, words, rb, stage, w_at, di_at, word_at):
-        """Add the products of a stage's columns to this warpgroup's two tiles."""
+    def seen_from(self, run, key, end):
+        """The first group that sees a key; `end` if none does."""
+        return self.walk.first_group(run.seen, run.step, key) if key < run.visible else end
+
+    @cute.jit
+    def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, w_at, di_at, word_at):
+        """Add the products of a stage's columns to this warpgroup's first tile, or to both."""
         w_here, di_here = w_at + stage * self.w_bytes, di_at + stage * self.di_bytes
         word_here = word_at + stage * self.word_bytes
         w = [*load_pairs(w_here), *load_pairs(w_here + 64)]
         if const_expr(self.queries == 1):
             doubled = load_doubled(di_here)
-        for b in cutlass.range_constexpr(2):
+        for b in cutlass.range_constexpr(blocks):
             word = load_4(word_here + b * WORDS)
             own = words[b]
             for query in cutlass.range_constexpr(self.queries):

@@ -29,8 +29,9 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.async_copy import async_load_16, bulk_load
+from dsa.cute.async_copy import bulk_load
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.gather import gather_16
 from dsa.cute.indexer_bits import permute
 from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots, load_slot, snake
 from dsa.cute.masked_operands import load_pairs, load_word_pair
@@ -227,6 +228,7 @@ class IndexerQueryGradSm90:
         words = [cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(32)), Uint32) for x in operands]
         accs = [cute.make_rmem_tensor(thr.partition_shape_C((BLOCK, self.dim)), Float32) for _ in range(self.held)]
         flats = [cute.make_tensor(x.iterator, cute.make_layout(self.dim // 2)) for x in accs]
+        weights = cute.make_rmem_tensor((2 * self.held,), Float32)
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         block_index, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -245,6 +247,8 @@ class IndexerQueryGradSm90:
                 flat_row = (slot.first_q + row) * self.heads + own
                 end = (slot.first_q + slot.rows) * self.heads
                 self.request(q, flat_row, end, staged, lane)
+                for i in cutlass.range_constexpr(2 * self.held):
+                    weights[i] = w[cutlass.min(flat_row + i // 2 * GROUP + i % 2 * 8 + (lane >> 2), end - 1)]
                 for acc in flats:
                     acc.fill(0.0)
                 visible = slot.seen_by(row, self.block_q)
@@ -259,7 +263,7 @@ class IndexerQueryGradSm90:
                     stage, phase = advance(stage, phase, self.stages)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_warp()
-                self.finish(flats, w, dq, dw, flat_row, end, staged, lane)
+                self.finish(flats, weights, dq, dw, flat_row, end, staged, lane)
 
     @cute.jit
     def add(self, mma, accs, operands, words, rb, stage, b: cutlass.Constexpr, at, taken, shift):
@@ -295,55 +299,72 @@ class IndexerQueryGradSm90:
         return row * (self.dim * 2) + (chunk ^ (row & 7)) * 16
 
     @cute.jit
-    def request(self, q, flat_row, end, staged, lane):
-        """Start loading this warp's rows of q."""
-        for i in cutlass.range_constexpr(self.held):
-            for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
-                row, chunk = (first + lane) // self.chunks, (first + lane) % self.chunks
-                if flat_row + i * GROUP + row < end:
-                    source = q[flat_row + i * GROUP + row, None].iterator + chunk * 8
-                    async_load_16(staged + (i * self.staged + self.place(row, chunk)), source)
+    def own_place(self, first: cutlass.Constexpr, lane):
+        """The same of a lane's 16 bytes, number first + lane of all rows'."""
+        return self.place(first // self.chunks + lane // self.chunks, lane % self.chunks)
 
     @cute.jit
-    def finish(self, flats, w, dq, dw, flat_row, end, staged, lane):
-        """dw and dq of this warp's rows."""
-        eight = cute.make_rmem_tensor((4,), Uint32)
-        weights = cute.make_rmem_tensor((2 * self.held,), Float32)
-        own = lane >> 2
+    def request(self, q, flat_row, end, staged, lane):
+        """Start loading this warp's rows of q, zeros where there is none: 16 heads of a query, or 8 of two."""
+        source = Int64(q[flat_row, None].iterator.toint()) + lane * 16
         for i in cutlass.range_constexpr(self.held):
-            for half in cutlass.range_constexpr(2):
-                weights[2 * i + half] = w[cutlass.min(flat_row + i * GROUP + own + 8 * half, end - 1)]
-        for i in cutlass.range_constexpr(self.held):
-            memory = Int32(staged.toint()) + i * self.staged
-            flat, sums = flats[i], [Float32(0.0), Float32(0.0)]
-            for n in cutlass.range_constexpr(self.dim // 16):
-                address = memory + self.place(lane & 15, 2 * n + (lane >> 4))
-                loaded = load_matrices(address)
-                results = []
-                for m in cutlass.range_constexpr(4):
-                    half, at = m % 2, 4 * (2 * n + m // 2) + 2 * (m % 2)
-                    low, high = as_float(loaded[m] << 16), as_float(loaded[m] & Uint32(0xFFFF0000))
-                    sums[half] = cute.math.fma(low, flat[at], sums[half])
-                    sums[half] = cute.math.fma(high, flat[at + 1], sums[half])
-                    weight = weights[2 * i + half]
-                    results.append(pack(flat[at] * weight, flat[at + 1] * weight, BFloat16))
-                store_matrices(address, results)
-            for half in cutlass.range_constexpr(2):
-                total = sums[half] + cute.arch.shuffle_sync_bfly(sums[half], offset=1)
-                total += cute.arch.shuffle_sync_bfly(total, offset=2)
-                row = flat_row + i * GROUP + own + 8 * half
-                if (lane & 3) == 0 and row < end:
-                    dw[row] = total
-            cute.arch.sync_warp()
             for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
-                row, chunk = (first + lane) // self.chunks, (first + lane) % self.chunks
-                if flat_row + i * GROUP + row < end:
-                    loaded = load_16(memory + self.place(row, chunk))
-                    for n in cutlass.range_constexpr(4):
-                        eight[n] = loaded[n]
-                    target = cute.local_tile(dq[flat_row + i * GROUP + row, None], (8,), (chunk,))
-                    cute.autovec_copy(cute.recast_tensor(eight, BFloat16), target)
-            cute.arch.sync_warp()
+                row = flat_row + i * GROUP
+                if const_expr(self.heads < ROWS):
+                    row += first // self.chunks + lane // self.chunks
+                target = Int32(staged.toint()) + (i * self.staged + self.own_place(first, lane))
+                gather_16(target, source + (i * GROUP * self.dim * 2 + first * 16), row < end)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def finish(self, flats, weights, dq, dw, flat_row, end, staged, lane):
+        """dw and dq of this warp's rows."""
+        for i in cutlass.range_constexpr(self.held):
+            if flat_row + i * GROUP < end:
+                self.finish_group(flats[i], weights, dq, dw, i, flat_row, end, staged, lane)
+
+    @cute.jit
+    def finish_group(self, flat, weights, dq, dw, i: cutlass.Constexpr, flat_row, end, staged, lane):
+        memory = Int32(staged.toint()) + i * self.staged
+        sums = [Float32(0.0), Float32(0.0)]
+        for n in cutlass.range_constexpr(self.dim // 16):
+            address = memory + self.place(lane & 15, 2 * n + (lane >> 4))
+            loaded = load_matrices(address)
+            results = []
+            for m in cutlass.range_constexpr(4):
+                half, at = m % 2, 4 * (2 * n + m // 2) + 2 * (m % 2)
+                low, high = as_float(loaded[m] << 16), as_float(loaded[m] & Uint32(0xFFFF0000))
+                sums[half] = cute.math.fma(low, flat[at], sums[half])
+                sums[half] = cute.math.fma(high, flat[at + 1], sums[half])
+                weight = weights[2 * i + half]
+                results.append(pack(flat[at] * weight, flat[at + 1] * weight, BFloat16))
+            store_matrices(address, results)
+        cute.arch.sync_warp()
+        target = dq[flat_row, None].iterator + lane * 8
+        for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
+            vector = load_16(memory + self.own_place(first, lane))
+            place = target + (i * GROUP * self.dim + first * 8)
+            if const_expr(self.heads >= ROWS):
+                store_global_16(place, vector)
+            else:
+                if flat_row + (i * GROUP + first // self.chunks) + lane // self.chunks < end:
+                    store_global_16(place, vector)
+        for half in cutlass.range_constexpr(2):
+            total = sums[half] + cute.arch.shuffle_sync_bfly(sums[half], offset=1)
+            total += cute.arch.shuffle_sync_bfly(total, offset=2)
+            row = flat_row + (i * GROUP + 8 * half) + (lane >> 2)
+            if (lane & 3) == 0 and row < end:
+                dw[row] = total
+        cute.arch.sync_warp()
+
+
+@cute.jit
+def store_global_16(target: cute.Pointer, words):
+    """Four words to the 16 bytes at a multiple of 16."""
+    cute.arch.inline_ptx(
+        "st.global.v4.b32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};",
+        read_only_args=[Int64(target.toint()), *words],
+    )
 
 
 @cute.jit

@@ -22,7 +22,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -60,7 +60,6 @@ class IndexerScoresSm90:
         self.math_registers, self.other_registers = REGISTERS[cfg.groups]
         self.block_q = cfg.columns // heads
         self.units_a_slot = SLOT_ROWS // self.block_q
-        self.lane_q = self.block_q // 4  # queries that a lane stores: every fourth
         self.words = cfg.columns // GROUP
 
     @cute.jit
@@ -214,8 +213,10 @@ class IndexerScoresSm90:
         for wave in cutlass.range(self.waves(slots, ctas), unroll=1):
             slot, number, row, tiles = self.unit(snake(wave, ctas, block_index), slots)
             if tiles > 0:
-                # A lane's scores: of row quad of the unit, and of its first key.
+                # A lane's scores: of every fourth query and of both keys, or of two queries it has one and a key.
                 own_scores = scores[number, None, row + quad, own_key].iterator
+                if const_expr(self.block_q == 2):
+                    own_scores = scores[number, None, row + (quad >> 1), own_key + 8 * (quad & 1)].iterator
                 own_active = active[number, row * self.heads // GROUP, None, own_word].iterator
                 word_stride = active.stride[1]
                 for j in cutlass.range_constexpr(self.n // 8):
@@ -258,10 +259,13 @@ class IndexerScoresSm90:
             for group in cutlass.range_constexpr(self.words):
                 (own_active + (group * word_stride + tile * WARPGROUP)).store(words[group])
             first = own_scores + ((tile >> 1) * (SLOT_ROWS * SLOT_ROWS) + (tile & 1) * BLOCK)
-            for i in cutlass.range_constexpr(self.lane_q):
-                for half in cutlass.range_constexpr(2):
-                    value = quad_transpose(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
-                    (first + (4 * i * SLOT_ROWS + 8 * half)).store(value)
+            if const_expr(self.block_q == 2):
+                first.store(quad_transpose(*(sums[i] for i in range(4)), upper, odd))
+            else:
+                for i in cutlass.range_constexpr(self.block_q // 4):
+                    for half in cutlass.range_constexpr(2):
+                        value = quad_transpose(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
+                        (first + (4 * i * SLOT_ROWS + 8 * half)).store(value)
 
 
 @cached
