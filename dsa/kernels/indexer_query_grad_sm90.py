@@ -12,7 +12,8 @@ Plan
 - A unit's own q waits in shared memory, put there by each warp for its rows when the unit begins, for dw; dq leaves by
   the same way. dw needs no products again, as sum_j dI relu(q . k) = q . g.
 - One warp loads k by TMA, dI and bits by bulk copies. Keys behind a sequence's last are another's: they are overwritten
-  by zeros, as 0 * NaN would be NaN. Persistent CTAs; the longest units first.
+  by zeros, as 0 * NaN would be NaN.
+- Persistent CTAs; a unit of work is the queries of both warpgroups' groups (indexer_units.py).
 Shared memory: STAGES of 128 x D x 2 bytes of k, 256 a query of dI, 1 KiB a group of bits; 128 x D a group for q and dq.
 Registers: HELD x D / 2 sums, 32 of operands, 8 or 16 of dI, of 232; 40 for the others.
 Roofline: tensor cores, 256 clocks for 64 rows x 64 keys at D 128; beside them 52 instructions of a warp.
@@ -33,7 +34,8 @@ from dsa.cute.async_copy import bulk_load
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.gather import gather_16
 from dsa.cute.indexer_bits import permute
-from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots, load_slot, snake
+from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots
+from dsa.cute.indexer_units import Units, fake_tickets
 from dsa.cute.masked_operands import load_pairs, load_word_pair
 from dsa.cute.matrix_load import load_matrices
 from dsa.cute.matrix_store import pack, store_matrices
@@ -78,7 +80,7 @@ class IndexerQueryGradSm90:
         self.math_registers, self.other_registers = REGISTERS[cfg.groups]
         self.k_bytes, self.di_bytes, self.word_bytes = cfg.stage_bytes(heads, dim)
         self.block_q = cfg.columns * GROUP // heads
-        self.units_a_slot = SLOT_ROWS // self.block_q
+        self.units = Units(self.block_q)
         self.chunks = dim // 8  # of 16 bytes of a row
         self.staged = ROWS * dim * 2  # bytes of a warp's rows of a group
 
@@ -93,6 +95,7 @@ class IndexerQueryGradSm90:
         active: cute.Tensor,
         dq: cute.Tensor,
         dw: cute.Tensor,
+        tickets: cute.Tensor,
         ctas: Int32,
         stream,
     ):
@@ -108,13 +111,14 @@ class IndexerQueryGradSm90:
             # The last one tells the loading warp itself of what it is to change.
             full: cute.struct.MemRange[Int64, self.stages + 1]
             empty: cute.struct.MemRange[Int64, self.stages]
+            units: self.units.storage()
             di: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.di_bytes], 128]
             words: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.word_bytes], 128]
             q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, 4 * self.columns * self.staged], 128]
             k: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(k_layout)], 1024]
 
         self.storage = Storage
-        self.kernel(q, k_atom, k_tma, w, slots, di, active, dq, dw, mma, k_layout).launch(
+        self.kernel(q, k_atom, k_tma, w, slots, di, active, dq, dw, tickets, mma, k_layout).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -130,6 +134,7 @@ class IndexerQueryGradSm90:
         active: cute.Tensor,
         dq: cute.Tensor,
         dw: cute.Tensor,
+        tickets: cute.Tensor,
         mma: cute.TiledMma,
         k_layout: cute.ComposedLayout,
     ):
@@ -145,46 +150,30 @@ class IndexerQueryGradSm90:
         if tid == 0:
             init_ring(full, empty, self.stages, self.math_warps)
             cute.arch.mbarrier_init(full + self.stages, 1)
+            self.units.init(storage.units, self.math_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp >= self.math_warps:
             cute.arch.setmaxregister_decrease(self.other_registers)
             if warp == self.math_warps:
-                self.produce(k_atom, mk, slots, di, active, sk, k_memory, di_memory, word_memory, full, empty, lane)
+                memory = (k_memory, di_memory, word_memory)
+                self.produce(k_atom, mk, slots, tickets, storage.units, di, active, sk, memory, full, empty, lane)
         else:
             cute.arch.setmaxregister_increase(self.math_registers)
             staged = storage.q.data_ptr() + warp * (self.held * self.staged)
-            memory = (Int32(di_memory.toint()), Int32(word_memory.toint()), staged)
-            self.math(q, w, slots, dq, dw, mma, sk, memory, full, empty, tid, warp, lane)
+            math_memory = (Int32(di_memory.toint()), Int32(word_memory.toint()), staged)
+            self.math(q, w, dq, dw, mma, storage.units, sk, math_memory, full, empty, tid, warp, lane)
 
     @cute.jit
-    def unit(self, index, slots):
-        """Of unit `index`: its slot and the slot's number, its first row, and whether there is such a row. Later
-        queries come first: in a causal batch they see the most."""
-        count = slots.shape[0]
-        number, row, there = Int32(0), Int32(0), Int32(0)
-        if index < count * self.units_a_slot:
-            number = count - 1 - index // self.units_a_slot
-            row = (self.units_a_slot - 1 - index % self.units_a_slot) * self.block_q
-        slot = load_slot(slots, number)
-        if index < count * self.units_a_slot and row < slot.rows:
-            there = Int32(1)
-        return slot, number, row, there
-
-    @cute.jit
-    def waves(self, slots, ctas):
-        return cute.ceil_div(slots.shape[0] * self.units_a_slot, ctas)
-
-    @cute.jit
-    def produce(self, k_atom, mk, slots, di, active, sk, k_memory, di_memory, word_memory, full, empty, lane):
+    def produce(self, k_atom, mk, slots, tickets, storage, di, active, sk, memory, full, empty, lane):
+        k_memory, di_memory, word_memory = memory
         one = cute.make_layout(1)
-        block_index, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         stage, phase, landed_phase = Int32(0), Int32(0), Int32(0)
-        for wave in cutlass.range(self.waves(slots, ctas), unroll=1):
-            slot, number, row, there = self.unit(snake(wave, ctas, block_index), slots)
-            if there > 0:
+        number, unit_place = Int32(0), (Int32(0), Int32(0))
+        while number >= 0:
+            number, slot, row, unit_place = self.units.name(storage, tickets, slots, unit_place, lane)
+            if number >= 0:
                 first = row * self.heads // GROUP
                 gk = cute.local_tile(cute.domain_offset((slot.first_k, 0), mk), (TILE, self.dim), (None, 0))
                 tks, tkg = cute.nvgpu.cpasync.tma_partition(
@@ -218,7 +207,7 @@ class IndexerQueryGradSm90:
                     stage, phase = advance(stage, phase, self.stages)
 
     @cute.jit
-    def math(self, q, w, slots, dq, dw, mma, sk, memory, full, empty, tid, warp, lane):
+    def math(self, q, w, dq, dw, mma, storage, sk, memory, full, empty, tid, warp, lane):
         di_memory, word_memory, staged = memory
         thr = mma.get_slice(tid % WARPGROUP)
         channels = cute.make_tensor(sk.iterator, cute.select(sk.layout, mode=[1, 0, 2]))
@@ -230,8 +219,6 @@ class IndexerQueryGradSm90:
         flats = [cute.make_tensor(x.iterator, cute.make_layout(self.dim // 2)) for x in accs]
         weights = cute.make_rmem_tensor((2 * self.held,), Float32)
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        block_index, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         own_warp, side = warp % 4, warp // 4
         # Of the unit's rows: the first of this warp, in the first of its groups.
         own = side * (self.held * GROUP) + own_warp * ROWS
@@ -241,17 +228,19 @@ class IndexerQueryGradSm90:
         taken = Uint32(0x6420) + Uint32(0x1111) * Uint32((lane >> 2) & 1)
         shift = Uint32(2 * own_warp)
         stage, phase = Int32(0), Int32(0)
-        for wave in cutlass.range(self.waves(slots, ctas), unroll=1):
-            slot, _, row, there = self.unit(snake(wave, ctas, block_index), slots)
-            if there > 0:
-                flat_row = (slot.first_q + row) * self.heads + own
-                end = (slot.first_q + slot.rows) * self.heads
+        number, unit_place = Int32(0), (Int32(0), Int32(0))
+        while number >= 0:
+            unit, unit_place = self.units.read(storage, unit_place)
+            number = unit.slot
+            if number >= 0:
+                flat_row = (unit.first_q + unit.row) * self.heads + own
+                end = (unit.first_q + unit.rows) * self.heads
                 self.request(q, flat_row, end, staged, lane)
                 for i in cutlass.range_constexpr(2 * self.held):
                     weights[i] = w[cutlass.min(flat_row + i // 2 * GROUP + i % 2 * 8 + (lane >> 2), end - 1)]
                 for acc in flats:
                     acc.fill(0.0)
-                visible = slot.seen_by(row, self.block_q)
+                visible = unit.visible
                 for tile in cutlass.range(cute.ceil_div(visible, TILE), unroll=1):
                     cute.arch.mbarrier_wait(full + stage, phase)
                     for b in cutlass.range_constexpr(2):
@@ -375,7 +364,7 @@ def as_float(bits: Uint32) -> Float32:
 @cached
 def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradConfig):
     """-> f(q [Tq * H, D] bf16, k [Tk, D] bf16, w [Tq * H] fp32, slots [S, 8], di bf16 [S, N, 128, 128],
-    active uint32 [S, 2 H, 2 N, 128], dq [Tq * H, D] bf16, dw [Tq * H] fp32, ctas); rows of q, k and dq begin at
+    active uint32 [S, 2 H, 2 N, 128], dq [Tq * H, D] bf16, dw [Tq * H] fp32, tickets int32 [1] of 0, ctas); rows of q, k and dq begin at
     multiples of 16 bytes."""
     rows, count, tiles, blocks = (cute.sym_int() for _ in range(4))
 
@@ -393,7 +382,7 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
     active = fake(Uint32, (count, SLOT_ROWS * heads // GROUP, blocks, WARPGROUP), strides, 16)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = IndexerQueryGradSm90(heads, dim, config)
-    return compile_sm90(kernel, q, k, w, fake_slots(), di, active, dq, dw, Int32(1), stream)
+    return compile_sm90(kernel, q, k, w, fake_slots(), di, active, dq, dw, fake_tickets(), Int32(1), stream)
 
 
 def choose_config(heads: int, dim: int) -> IndexerQueryGradConfig:

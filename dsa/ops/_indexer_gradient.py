@@ -51,7 +51,8 @@ def index_scores(
     launch, units = _scores_kernel(heads, dim)
     with backends.on_device(q_idx):
         ctas = min(backends.num_sms(q_idx.device), units * len(slots))
-        launch(q_idx.view(-1, dim), rows_at_16_bytes(minus_k_idx), w, slots, scores, active.view(torch.uint32), ctas)
+        flat = q_idx.view(-1, dim), rows_at_16_bytes(minus_k_idx), w, slots, scores, active.view(torch.uint32)
+        launch(*flat, _tickets(q_idx), ctas)
 
 
 def index_query_grad(
@@ -86,7 +87,7 @@ def index_query_grad(
     with backends.on_device(q_idx):
         ctas = min(backends.num_sms(q_idx.device), units * len(slots))
         flat = q_idx.view(-1, dim), rows_at_16_bytes(k_idx), w.view(-1), slots, _gradients(scores), active.view(torch.uint32)
-        launch(*flat, dq.view(-1, dim), dw.view(-1), ctas)
+        launch(*flat, dq.view(-1, dim), dw.view(-1), _tickets(q_idx), ctas)
 
 
 def index_key_grad(
@@ -118,6 +119,11 @@ def index_key_grad(
         for first in range(0, len(slots), most_slots):
             some = slice(first, first + most_slots)
             launch(flat, weights, slots[some], di[some], words[some], dk, parts, meta)
+
+
+def _tickets(like: torch.Tensor) -> torch.Tensor:
+    """From which a launch's CTAs draw their units of work."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
 def _gradients(scores: torch.Tensor) -> torch.Tensor:
