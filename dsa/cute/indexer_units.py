@@ -1,4 +1,5 @@
-"""Units of work handed out as CTAs become free: some neighbouring queries of a slot with all keys that one of them sees.
+"""Units of work handed out as CTAs become free: some neighbouring queries of a slot, and all keys that one of them
+sees.
 
 Later queries come first: in a causal batch they see the most, so that short units come last and all CTAs end together.
 Which CTA has a unit changes no result. A CTA's loading warp draws a ticket and names the unit to the others in a ring

@@ -4,9 +4,9 @@ Plan
 - Keys are the rows of a product whose inner dimension are the flat (query, head) columns, 64 at a time. A math
   warpgroup has the sums of 128 keys, two tiles of 64 x D, in registers; the queries pass by through shared memory, read
   by all warpgroups as the operand B, with the channels as columns.
-- The operand A, dI w where a head is active, is made in registers. The bits of q . k are stored as exactly the lane that
-  needs them has them (dsa/cute/indexer_bits.py); a shift, a byte permutation that spreads signs and an AND make two
-  numbers of 16 bits; dI comes by a transposing ldmatrix, which leaves it twice in a word; products with w round to bf16.
+- The operand A, dI w where a head is active, is made in registers. The bits of q . k are stored as the very lane that
+  needs them has had them (dsa/cute/indexer_bits.py); a shift, a byte permutation that spreads signs and an AND make two
+  numbers of 16 bits; dI comes by a transposing ldmatrix, twice in a word; products with w round to bf16.
 - While a warpgroup makes one tile's operand, its other tile's wgmma runs, or another warpgroup's.
 - CTAs have even shares of all (block of keys, group of columns) pairs (dsa/cute/indexer_runs.py). A block that one CTA
   has alone it adds to dk; of the others there are partial sums, which a second kernel adds in a fixed order.
@@ -154,9 +154,7 @@ class IndexerKeyGradSm90:
         if tid < 32:
             sums[tid] = 0
         cute.arch.sync_threads()
-        share = self.walk.share(
-            slots, before, sums, found, cta, meta.shape[0], tid, self.threads, warp, lane
-        )
+        share = self.walk.share(slots, before, sums, found, cta, meta.shape[0], tid, self.threads, warp, lane)
 
         if warp >= self.math_warps:
             cute.arch.setmaxregister_decrease(self.other_registers)
@@ -205,9 +203,7 @@ class IndexerKeyGradSm90:
                     cute.arch.mbarrier_arrive_and_expect_tx(
                         barrier, self.q_bytes + weights + pairs + tiles * (2 * WORDS)
                     )
-                    bulk_load(
-                        w_memory + stage * self.w_bytes, w.iterator + Int64(flat + at * GROUP), weights, barrier
-                    )
+                    bulk_load(w_memory + stage * self.w_bytes, w.iterator + Int64(flat + at * GROUP), weights, barrier)
                     for tile in cutlass.range_constexpr(self.groups):
                         if tile < tiles:
                             source = di[slot, block * self.groups + tile, own * self.queries, None].iterator
@@ -391,9 +387,9 @@ class IndexerKeyGradSm90:
 
 @cached
 def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig):
-    """-> f(q [Tq * H, D] bf16, w [Tq * H] bf16, slots [S, 8], di bf16 [S, N, 128, 128], active uint32 [S, 2 H, 2 N, 128],
-    dk [Tk, D] fp32, parts [ctas, 2, keys, D] fp32, meta int32 [ctas, 8]); S up to 1024. Rows of q begin at multiples of
-    16 bytes."""
+    """-> f(q [Tq * H, D] bf16, w [Tq * H] bf16, slots [S, 8], di bf16 [S, N, 128, 128],
+    active uint32 [S, 2 H, 2 N, 128], dk [Tk, D] fp32, parts [ctas, 2, keys, D] fp32, meta int32 [ctas, 8]); S up to
+    1024. Rows of q begin at multiples of 16 bytes."""
     columns, tokens, count, tiles, blocks, ctas = (cute.sym_int() for _ in range(6))
 
     def fake(dtype, shape, stride, align):

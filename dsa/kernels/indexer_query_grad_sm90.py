@@ -245,8 +245,9 @@ class IndexerQueryGradSm90:
                     cute.arch.mbarrier_wait(full + stage, phase)
                     for b in cutlass.range_constexpr(2):
                         if tile * TILE + b * BLOCK < visible:
-                            at = (di_at + stage * self.di_bytes + b * 128, word_at + stage * self.word_bytes + b * WORDS)
-                            self.add(mma, accs, operands, words, rb, stage, b, at, taken, shift)
+                            di_here = di_at + (stage * self.di_bytes + b * 128)
+                            word_here = word_at + (stage * self.word_bytes + b * WORDS)
+                            self.add(mma, accs, operands, words, rb, stage, b, di_here, word_here, taken, shift)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(empty + stage)
                     stage, phase = advance(stage, phase, self.stages)
@@ -255,9 +256,8 @@ class IndexerQueryGradSm90:
                 self.finish(flats, weights, dq, dw, flat_row, end, staged, lane)
 
     @cute.jit
-    def add(self, mma, accs, operands, words, rb, stage, b: cutlass.Constexpr, at, taken, shift):
+    def add(self, mma, accs, operands, words, rb, stage, b: cutlass.Constexpr, di_here, word_here, taken, shift):
         """Add the products with 64 keys of a stage to this warpgroup's groups."""
-        di_here, word_here = at
         halves = 2 if self.heads < 16 else 1
         for i in cutlass.range_constexpr(self.held):
             if const_expr(i >= 2):
@@ -364,8 +364,8 @@ def as_float(bits: Uint32) -> Float32:
 @cached
 def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradConfig):
     """-> f(q [Tq * H, D] bf16, k [Tk, D] bf16, w [Tq * H] fp32, slots [S, 8], di bf16 [S, N, 128, 128],
-    active uint32 [S, 2 H, 2 N, 128], dq [Tq * H, D] bf16, dw [Tq * H] fp32, tickets int32 [1] of 0, ctas); rows of q, k and dq begin at
-    multiples of 16 bytes."""
+    active uint32 [S, 2 H, 2 N, 128], dq [Tq * H, D] bf16, dw [Tq * H] fp32, tickets int32 [1] of 0, ctas); rows of q, k
+    and dq begin at multiples of 16 bytes."""
     rows, count, tiles, blocks = (cute.sym_int() for _ in range(4))
 
     def fake(dtype, shape, stride, align):

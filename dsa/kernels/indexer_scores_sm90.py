@@ -2,11 +2,11 @@
 one bit for each (query, head, key): whether q_h[t] . k[j] > 0, which is all that the gradients need of the products.
 
 Plan
-- As the FP8 scores (fp8_mqa_logits_sm90.py): rows of a wgmma tile are 64 keys, its N columns the heads of N / H queries,
-  so that the sum over heads is multiply-adds in registers and a transposing shuffle over the quad. Warpgroups take the
-  key tiles in turns; a tile's last steps run under the next tile's wgmma.
-- Keys come with their sign turned. The accumulators hold -q . k, whose sign bit is set where a head is active, not for a
-  product of 0: a funnel shift an accumulator collects 32 of them to a word (dsa/cute/indexer_bits.py), stored as it is.
+- As the FP8 scores (fp8_mqa_logits_sm90.py): rows of a wgmma tile are 64 keys, its N columns the heads of N / H
+  queries, so that the sum over heads is multiply-adds in registers and a transposing shuffle over the quad. Warpgroups
+  take the key tiles in turns; a tile's last steps run under the next tile's wgmma.
+- Keys come with their sign turned. The accumulators hold -q . k, whose sign bit is set where a head is active, not for
+  a product of 0: a funnel shift an accumulator collects 32 of them to a word (dsa/cute/indexer_bits.py).
 - One warp loads by TMA: queries double-buffered, keys through a ring of 64-key stages for each warpgroup.
 - Persistent CTAs; a unit of work is N / H queries of a slot with all keys that one of them sees (indexer_units.py).
   What lies in a tile beyond a query's keys, or in the unit beyond its rows, is written as it comes, or not at all.
@@ -94,9 +94,9 @@ class IndexerScoresSm90:
             k: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(k_layout)], 1024]
 
         self.storage = Storage
-        self.kernel(q_atom, q_tma, k_atom, k_tma, weights, slots, scores, active, tickets, mma, q_layout, k_layout).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
-        )
+        self.kernel(
+            q_atom, q_tma, k_atom, k_tma, weights, slots, scores, active, tickets, mma, q_layout, k_layout
+        ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -259,7 +259,8 @@ class IndexerScoresSm90:
 @cached
 def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
     """-> f(q [Tq * H, D] bf16, minus_k [Tk, D] bf16, w [Tq, H], slots [S, 8], scores [S, N, 128, 128],
-    active uint32 [S, 2 H, 2 N, 128], tickets int32 [1] of 0, ctas); Tq, Tk, S, N > 0. Rows of q and minus_k begin at multiples of 16 bytes."""
+    active uint32 [S, 2 H, 2 N, 128], tickets int32 [1] of 0, ctas); Tq, Tk, S, N > 0. Rows of q and minus_k begin at
+    multiples of 16 bytes."""
     queries, count, tiles, blocks = (cute.sym_int() for _ in range(4))
 
     def fake(dtype, shape, stride, align):
@@ -290,7 +291,11 @@ def choose_config(heads: int, dim: int) -> IndexerScoresConfig:
     many stages as there is room for, 6 at most."""
     columns, groups = (256, 2) if heads == 64 else (128, 3)
     return max(
-        (config for stages in range(1, 7) if (config := IndexerScoresConfig(columns, groups, stages)).shared(dim) <= SHARED_BYTES),
+        (
+            config
+            for stages in range(1, 7)
+            if (config := IndexerScoresConfig(columns, groups, stages)).shared(dim) <= SHARED_BYTES
+        ),
         key=lambda config: config.stages,
     )
 
@@ -298,5 +303,7 @@ def choose_config(heads: int, dim: int) -> IndexerScoresConfig:
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_indexer_scores, (heads, dim, choose_config(heads, dim))) for heads in (8, 16, 32, 64) for dim in (64, 128)
+        (compile_indexer_scores, (heads, dim, choose_config(heads, dim)))
+        for heads in (8, 16, 32, 64)
+        for dim in (64, 128)
     ]

@@ -71,9 +71,7 @@ class Problem:
                 yield slot, s, j, (queries, keys)
 
     def run_scores(self):
-        ops.index_scores(
-            self.q.cuda(), -self.k.cuda(), self.w.cuda(), self.slots.cuda(), self.scores, self.active
-        )
+        ops.index_scores(self.q.cuda(), -self.k.cuda(), self.w.cuda(), self.slots.cuda(), self.scores, self.active)
         return self.scores.cpu(), unpack(self.active, self.heads)
 
     def put_di(self):
