@@ -39,6 +39,7 @@ from dsa.cute.indexer_units import Units, fake_tickets
 from dsa.cute.masked_operands import load_pairs, load_word_pair
 from dsa.cute.matrix_load import load_matrices
 from dsa.cute.matrix_store import pack, store_matrices
+from dsa.cute.register_pressure import computed_here
 from dsa.cute.ring import advance
 from dsa.cute.score_tile import REGISTERS, SHARED_BYTES, WARPGROUP, init_ring, tile_load
 from dsa.cute.shared_bytes import load_16, store_4
@@ -82,6 +83,7 @@ class IndexerQueryGradSm90:
         self.block_q = cfg.columns * GROUP // heads
         self.units = Units(self.block_q)
         self.chunks = dim // 8  # of 16 bytes of a row
+        self.operands = 2 if cfg.groups == 2 or dim == 64 else 1
         self.staged = ROWS * dim * 2  # bytes of a warp's rows of a group
 
     @cute.jit
@@ -213,7 +215,7 @@ class IndexerQueryGradSm90:
         channels = cute.make_tensor(sk.iterator, cute.select(sk.layout, mode=[1, 0, 2]))
         rb = mma.make_fragment_B(thr.partition_B(channels))
         shape = thr.partition_shape_A((BLOCK, GROUP))
-        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(2)]
+        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(self.operands)]
         words = [cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(32)), Uint32) for x in operands]
         accs = [cute.make_rmem_tensor(thr.partition_shape_C((BLOCK, self.dim)), Float32) for _ in range(self.held)]
         flats = [cute.make_tensor(x.iterator, cute.make_layout(self.dim // 2)) for x in accs]
@@ -243,11 +245,11 @@ class IndexerQueryGradSm90:
                 visible = unit.visible
                 for tile in cutlass.range(cute.ceil_div(visible, TILE), unroll=1):
                     cute.arch.mbarrier_wait(full + stage, phase)
-                    for b in cutlass.range_constexpr(2):
-                        if tile * TILE + b * BLOCK < visible:
-                            di_here = di_at + (stage * self.di_bytes + b * 128)
-                            word_here = word_at + (stage * self.word_bytes + b * WORDS)
-                            self.add(mma, accs, operands, words, rb, stage, b, di_here, word_here, taken, shift)
+                    di_here, word_here = di_at + stage * self.di_bytes, word_at + stage * self.word_bytes
+                    if tile * TILE + BLOCK < visible:
+                        self.add(2, mma, accs, operands, words, rb, stage, di_here, word_here, taken, shift)
+                    else:
+                        self.add(1, mma, accs, operands, words, rb, stage, di_here, word_here, taken, shift)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(empty + stage)
                     stage, phase = advance(stage, phase, self.stages)
@@ -256,19 +258,20 @@ class IndexerQueryGradSm90:
                 self.finish(flats, weights, dq, dw, flat_row, end, staged, lane)
 
     @cute.jit
-    def add(self, mma, accs, operands, words, rb, stage, b: cutlass.Constexpr, di_here, word_here, taken, shift):
-        """Add the products with 64 keys of a stage to this warpgroup's groups."""
-        halves = 2 if self.heads < 16 else 1
-        for i in cutlass.range_constexpr(self.held):
-            if const_expr(i >= 2):
-                cute.nvgpu.warpgroup.wait_group(1)  # which reads the operand's registers
-            own = words[i % 2]
+    def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, di_here, word_here, taken, shift):
+        """Add the products with the first 64 keys of a stage, or with all, to this warpgroup's groups."""
+        halves = 2 if self.heads < ROWS else 1
+        for n in cutlass.range_constexpr(blocks * self.held):
+            b, i, turn = n // self.held, n % self.held, n % self.operands
+            if const_expr(n >= self.operands):
+                cute.nvgpu.warpgroup.wait_group(self.operands - 1)  # which reads the operand's registers
+            own = words[turn]
             pairs = []
             for half in cutlass.range_constexpr(halves):
-                address = di_here + (i * GROUP + 8 * half) // self.heads * (TILE * 2)
+                address = di_here + (b * 128 + (i * GROUP + 8 * half) // self.heads * (TILE * 2))
                 pairs.append([*load_pairs(address), *load_pairs(address + 64)])
             for step in cutlass.range_constexpr(BLOCK // 16):
-                low, high = load_word_pair(word_here + (i * 2 * WORDS + step * 128))
+                low, high = load_word_pair(word_here + (i * 2 * WORDS + b * WORDS + step * 128))
                 upper = permute(low, high, taken) << shift
                 of_rows = [upper, upper << 1]
                 for half in cutlass.range_constexpr(2):
@@ -278,7 +281,7 @@ class IndexerQueryGradSm90:
             cute.nvgpu.warpgroup.fence()
             for step in cutlass.range_constexpr(BLOCK // 16):
                 keys = rb[None, None, b * (BLOCK // 16) + step, stage]
-                cute.gemm(mma, accs[i], operands[i % 2][None, None, step], keys, accs[i])
+                cute.gemm(mma, accs[i], operands[turn][None, None, step], keys, accs[i])
             cute.nvgpu.warpgroup.commit_group()
         cute.nvgpu.warpgroup.wait_group(0)
 
@@ -295,6 +298,7 @@ class IndexerQueryGradSm90:
     @cute.jit
     def request(self, q, flat_row, end, staged, lane):
         """Start loading this warp's rows of q, zeros where there is none: 16 heads of a query, or 8 of two."""
+        lane = computed_here(lane)
         source = Int64(q[flat_row, None].iterator.toint()) + lane * 16
         for i in cutlass.range_constexpr(self.held):
             for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
@@ -308,6 +312,7 @@ class IndexerQueryGradSm90:
     @cute.jit
     def finish(self, flats, weights, dq, dw, flat_row, end, staged, lane):
         """dw and dq of this warp's rows."""
+        lane = computed_here(lane)
         for i in cutlass.range_constexpr(self.held):
             if flat_row + i * GROUP < end:
                 self.finish_group(flats[i], weights, dq, dw, i, flat_row, end, staged, lane)
