@@ -392,9 +392,8 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
 
 def choose_config(heads: int, dim: int) -> IndexerQueryGradConfig:
     """As many stages as there is room for, 8 at most."""
-    held = 2 if dim == 128 else 4
     return max(
-        (c for n in range(2, 9) if (c := IndexerQueryGradConfig(2, held, n)).shared(heads, dim) <= SHARED_BYTES),
+        (c for n in range(2, 9) if (c := IndexerQueryGradConfig(4, 1, n)).shared(heads, dim) <= SHARED_BYTES),
         key=lambda config: config.stages,
     )
 
