@@ -26,16 +26,6 @@ def load_doubled(address: Int32):
 
 
 @cute.jit
-def load_two_doubled(address: Int32):
-    """The same of 2 matrices, whose rows lanes 0 to 15 name."""
-    return cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {" + "{$w0}, {$w1}" + "}, [{$r0}];",
-        write_only_types=[Uint32] * 2,
-        read_only_args=[address],
-    )
-
-
-@cute.jit
 def multiply_pairs(a: Uint32, b: Uint32) -> Uint32:
     """Products of two pairs of bf16, rounded."""
     return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])

@@ -33,13 +33,12 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.indexer_bits import permute, word_place
 from dsa.cute.indexer_runs import MOST_SLOTS, RunWalk
 from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots
-from dsa.cute.masked_operands import load_doubled, load_pairs, load_two_doubled, multiply_pairs
-from dsa.cute.register_pressure import computed_here
+from dsa.cute.masked_operands import load_doubled, load_pairs, multiply_pairs
 from dsa.cute.ring import advance
 from dsa.cute.score_tile import REGISTERS, SHARED_BYTES, WARPGROUP, init_ring, tile_load
 from dsa.cute.shared_bytes import load_4, store_4
 
-TILE = 2 * BLOCK  # keys of a tile of dI
+TILE = 2 * BLOCK  # keys of a warpgroup
 WORDS = 4 * WARPGROUP  # bytes of the bits of 64 keys x 64 columns
 META = 8  # numbers about a CTA's partial sums
 TAIL, TAIL_KEY, TAIL_KEYS, HEAD, HEAD_ENDS = range(5)
@@ -48,15 +47,14 @@ SUM_THREADS = 256
 
 @dataclass(frozen=True)
 class IndexerKeyGradConfig:
-    """groups: math warpgroups; held: tiles of 64 keys of each; stages: of 64 columns."""
+    """groups: math warpgroups; stages: of 64 columns."""
 
     groups: int
-    held: int
     stages: int
 
     @property
     def keys(self) -> int:
-        return self.groups * self.held * BLOCK
+        return TILE * self.groups
 
     @property
     def threads(self) -> int:
@@ -64,7 +62,7 @@ class IndexerKeyGradConfig:
 
     def stage_bytes(self, heads: int, dim: int) -> tuple[int, int, int, int]:
         """Of q, w, dI and bits."""
-        return GROUP * dim * 2, GROUP * 2, GROUP // heads * self.keys * 2, self.keys // BLOCK * WORDS
+        return GROUP * dim * 2, GROUP * 2, self.groups * (GROUP // heads) * TILE * 2, self.groups * 2 * WORDS
 
     def shared(self, heads: int, dim: int) -> int:
         return self.stages * (sum(self.stage_bytes(heads, dim)) + 32) + 4 * MOST_SLOTS + 3 * 1024
@@ -72,12 +70,10 @@ class IndexerKeyGradConfig:
 
 class IndexerKeyGradSm90:
     def __init__(self, heads: int, dim: int, cfg: IndexerKeyGradConfig):
-        self.heads, self.dim, self.groups, self.held, self.stages = heads, dim, cfg.groups, cfg.held, cfg.stages
-        self.tiles = cfg.keys // TILE
+        self.heads, self.dim, self.groups, self.stages = heads, dim, cfg.groups, cfg.stages
         self.keys, self.threads, self.math_warps = cfg.keys, cfg.threads, 4 * cfg.groups
         self.math_registers, self.other_registers = REGISTERS[cfg.groups]
         self.q_bytes, self.w_bytes, self.di_bytes, self.word_bytes = cfg.stage_bytes(heads, dim)
-        self.operands = min(cfg.held, 2)
         self.queries = GROUP // heads  # of a group
         self.walk = RunWalk(heads, cfg.keys)
 
@@ -172,7 +168,7 @@ class IndexerKeyGradSm90:
     def tiles_seen(self, run, block, group):
         """How many of a block's tiles of 128 keys a group of a run sees."""
         count = Int32(0)
-        for tile in cutlass.range_constexpr(self.tiles):
+        for tile in cutlass.range_constexpr(self.groups):
             key = block * self.keys + tile * TILE
             if group >= self.walk.first_group(run.seen, run.step, key) and key < run.visible:
                 count += 1
@@ -208,13 +204,13 @@ class IndexerKeyGradSm90:
                         barrier, self.q_bytes + weights + pairs + tiles * (2 * WORDS)
                     )
                     bulk_load(w_memory + stage * self.w_bytes, w.iterator + Int64(flat + at * GROUP), weights, barrier)
-                    for tile in cutlass.range_constexpr(self.tiles):
+                    for tile in cutlass.range_constexpr(self.groups):
                         if tile < tiles:
-                            source = di[slot, block * self.tiles + tile, own * self.queries, None].iterator
+                            source = di[slot, block * self.groups + tile, own * self.queries, None].iterator
                             target = di_memory + (stage * self.di_bytes + tile * (self.queries * TILE * 2))
                             bulk_load(target, source, Int32(self.queries * TILE * 2), barrier)
                     if tiles > 0:
-                        source = active[slot, own, block * (2 * self.tiles), None].iterator
+                        source = active[slot, own, block * (2 * self.groups), None].iterator
                         bulk_load(word_memory + stage * self.word_bytes, source, tiles * (2 * WORDS), barrier)
                 cute.copy(q_atom, tqg[None, at], tqs[None, stage], tma_bar_ptr=barrier)
                 if there < GROUP:
@@ -245,21 +241,21 @@ class IndexerKeyGradSm90:
         columns = cute.make_tensor(sq.iterator, cute.select(sq.layout, mode=[1, 0, 2]))
         rb = mma.make_fragment_B(thr.partition_B(columns))
         shape = thr.partition_shape_A((BLOCK, GROUP))
-        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(self.operands)]
+        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(2)]
         words = [cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(32)), Uint32) for x in operands]
-        accs = [cute.make_rmem_tensor(thr.partition_shape_C((BLOCK, self.dim)), Float32) for _ in range(self.held)]
+        accs = [cute.make_rmem_tensor(thr.partition_shape_C((BLOCK, self.dim)), Float32) for _ in range(2)]
         flats = [cute.make_tensor(x.iterator, cute.make_layout(self.dim // 2)) for x in accs]
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        own_warp, own_key = warp % 4, warp // 4 * (self.held * BLOCK)
-        # Of a matrix that this lane names a row of: the half of 16 keys, and the tile of 64 or the query.
+        tile = warp // 4
+        # Of a matrix that this lane names a row of: the tile's 64 keys and the half of 16, or query and half.
+        own_warp = warp % 4
         w_at = Int32(w_memory.toint()) + (lane >> 3) * 16
-        di_at = Int32(di_memory.toint()) + own_key // TILE * (self.queries * TILE * 2) + own_key % TILE * 2
-        di_at += own_warp * 32 + ((lane >> 3) & 1) * 16
-        if const_expr(self.queries > 1):
+        di_at = Int32(di_memory.toint()) + tile * (self.queries * TILE * 2) + own_warp * 32 + ((lane >> 3) & 1) * 16
+        if const_expr(self.queries == 1):
+            di_at += (lane >> 4) * 128
+        else:
             di_at += (lane >> 4) * (TILE * 2)
-        elif const_expr(self.held > 1):
-            di_at += (lane >> 4) * (BLOCK * 2)
-        word_at = Int32(word_memory.toint()) + own_key // BLOCK * WORDS + own_warp * 128 + word_place(lane) * 4
+        word_at = Int32(word_memory.toint()) + tile * (2 * WORDS) + own_warp * 128 + word_place(lane) * 4
         self.clear_meta(meta, cta, tid)
         first, offset, left = share
         stage, phase = Int32(0), Int32(0)
@@ -271,36 +267,34 @@ class IndexerKeyGradSm90:
             left -= end - group
             for acc in flats:
                 acc.fill(0.0)
-            key = block * self.keys + own_key
-            # The groups from which on the first and the last 64 of the keys are seen.
-            seen_from = self.seen_from(run, key, end)
-            all_from = self.seen_from(run, key + (self.held - 1) * BLOCK, end)
+            key = block * self.keys + tile * TILE
+            # The groups from which on the first, the second 64 of the keys are seen.
+            seen_from, both_from = self.seen_from(run, key, end), self.seen_from(run, key + BLOCK, end)
             for at in cutlass.range(group, end, unroll=1):
                 cute.arch.mbarrier_wait(full + stage, phase)
-                if at >= all_from:
-                    self.add(self.held, mma, accs, operands, words, rb, stage, w_at, di_at, word_at)
+                if at >= both_from:
+                    self.add(2, mma, accs, operands, words, rb, stage, w_at, di_at, word_at)
                 elif at >= seen_from:
                     self.add(1, mma, accs, operands, words, rb, stage, w_at, di_at, word_at)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(empty + stage)
                 stage, phase = advance(stage, phase, self.stages)
             if end > group:
-                lane_here = computed_here(lane)
                 began = group == self.walk.first_group(run.seen, run.step, block * self.keys)
                 ended = end == run.groups
-                row = own_warp * 16 + (lane_here >> 2)
+                row = own_warp * 16 + (lane >> 2)
                 if began and ended:
-                    for b in cutlass.range_constexpr(self.held):
+                    for b in cutlass.range_constexpr(2):
                         for half in cutlass.range_constexpr(2):
                             own = key + b * BLOCK + row + 8 * half
                             if own < run.keys:
-                                self.store(flats[b], half, dk[run.first_k + own, None], True, lane_here)
+                                self.store(flats[b], half, dk[run.first_k + own, None], True, lane)
                 else:
                     which = Int32(1) if began else Int32(0)
-                    for b in cutlass.range_constexpr(self.held):
+                    for b in cutlass.range_constexpr(2):
                         for half in cutlass.range_constexpr(2):
-                            own = own_key + b * BLOCK + row + 8 * half
-                            self.store(flats[b], half, parts[cta, which, own, None], False, lane_here)
+                            own = tile * TILE + b * BLOCK + row + 8 * half
+                            self.store(flats[b], half, parts[cta, which, own, None], False, lane)
                     if tid == 0:
                         if began:
                             meta[cta, TAIL] = 1
@@ -318,18 +312,15 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, w_at, di_at, word_at):
-        """Add the products of a stage's columns to this warpgroup's first 64 keys, or to all."""
+        """Add the products of a stage's columns to this warpgroup's first tile, or to both."""
         w_here, di_here = w_at + stage * self.w_bytes, di_at + stage * self.di_bytes
         word_here = word_at + stage * self.word_bytes
         w = [*load_pairs(w_here), *load_pairs(w_here + 64)]
         if const_expr(self.queries == 1):
-            doubled = load_doubled(di_here) if self.held > 1 else load_two_doubled(di_here)
+            doubled = load_doubled(di_here)
         for b in cutlass.range_constexpr(blocks):
-            turn = b % self.operands
-            if const_expr(b >= self.operands):
-                cute.nvgpu.warpgroup.wait_group(self.operands - 1)  # which reads the operand's registers
             word = load_4(word_here + b * WORDS)
-            own = words[turn]
+            own = words[b]
             for query in cutlass.range_constexpr(self.queries):
                 if const_expr(self.queries > 1 and query % 2 == 0):
                     pairs = load_doubled(di_here + (b * 128 + query * (TILE * 2)))
@@ -345,7 +336,7 @@ class IndexerKeyGradSm90:
                         own[2 * j + half] = multiply_pairs(number, w[j]) & mask
             cute.nvgpu.warpgroup.fence()
             for step in cutlass.range_constexpr(GROUP // 16):
-                cute.gemm(mma, accs[b], operands[turn][None, None, step], rb[None, None, step, stage], accs[b])
+                cute.gemm(mma, accs[b], operands[b][None, None, step], rb[None, None, step, stage], accs[b])
             cute.nvgpu.warpgroup.commit_group()
         cute.nvgpu.warpgroup.wait_group(0)
 
@@ -425,9 +416,9 @@ def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig)
 
 def choose_config(heads: int, dim: int) -> IndexerKeyGradConfig:
     """As many stages as there is room for, 12 at most."""
-    groups, held = 2, 2
+    groups = 2
     return max(
-        (c for n in range(2, 13) if (c := IndexerKeyGradConfig(groups, held, n)).shared(heads, dim) <= SHARED_BYTES),
+        (c for n in range(2, 13) if (c := IndexerKeyGradConfig(groups, n)).shared(heads, dim) <= SHARED_BYTES),
         key=lambda config: config.stages,
     )
 

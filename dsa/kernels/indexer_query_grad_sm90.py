@@ -4,18 +4,19 @@ dq_h[t] = w[t, h] g_h[t] in bf16 and dw[t, h] = q_h[t] . g_h[t] in fp32.
 Plan
 - Rows of a product are flat (query, head) pairs, 64 at a time, its inner dimension are keys, its columns channels. A
   math warpgroup has `held` such groups of 64 rows in registers, HELD x 64 x D, while all keys that they see pass by
-  through shared memory, 128 at a time, read by both warpgroups as the operand B.
+  through shared memory, 128 at a time, read by all warpgroups as the operand B.
 - The operand A, dI where a head is active, is made in registers. A lane reads the words of bits of two neighbouring
   keys (dsa/cute/indexer_bits.py), takes the bytes of its row out of both, and spreads signs to masks of 16 bits; pairs
   of dI, the same for all heads of a query, come by ldmatrix.
-- While a warpgroup makes one group's operand, another group's wgmma runs, or the other warpgroup's.
+- While a warpgroup makes one group's operand, its other group's wgmma runs, or another warpgroup's.
 - A unit's own q waits in shared memory, put there by each warp for its rows when the unit begins, for dw; dq leaves by
   the same way. dw needs no products again, as sum_j dI relu(q . k) = q . g.
 - One warp loads k by TMA, dI and bits by bulk copies. Keys behind a sequence's last are another's: they are overwritten
   by zeros, as 0 * NaN would be NaN.
-- Persistent CTAs; a unit of work is the queries of both warpgroups' groups (indexer_units.py).
+- Persistent CTAs; a unit of work is the queries of all warpgroups' groups (indexer_units.py).
 Shared memory: STAGES of 128 x D x 2 bytes of k, 256 a query of dI, 1 KiB a group of bits; 128 x D a group for q and dq.
-Registers: HELD x D / 2 sums, 32 of operands, 8 or 16 of dI, of 232; 40 for the others.
+Registers: HELD x D / 2 sums, HELD x 16 of operands, 8 or 16 of dI, of 232 (two warpgroups) or 112; 40 or 32 for the
+others.
 Roofline: tensor cores, 256 clocks for 64 rows x 64 keys at D 128; beside them 52 instructions of a warp.
 """
 
@@ -39,7 +40,6 @@ from dsa.cute.indexer_units import Units, fake_tickets
 from dsa.cute.masked_operands import load_pairs, load_word_pair
 from dsa.cute.matrix_load import load_matrices
 from dsa.cute.matrix_store import pack, store_matrices
-from dsa.cute.register_pressure import computed_here
 from dsa.cute.ring import advance
 from dsa.cute.score_tile import REGISTERS, SHARED_BYTES, WARPGROUP, init_ring, tile_load
 from dsa.cute.shared_bytes import load_16, store_4
@@ -83,7 +83,6 @@ class IndexerQueryGradSm90:
         self.block_q = cfg.columns * GROUP // heads
         self.units = Units(self.block_q)
         self.chunks = dim // 8  # of 16 bytes of a row
-        self.operands = 2 if cfg.groups == 2 or dim == 64 else 1
         self.staged = ROWS * dim * 2  # bytes of a warp's rows of a group
 
     @cute.jit
@@ -215,7 +214,7 @@ class IndexerQueryGradSm90:
         channels = cute.make_tensor(sk.iterator, cute.select(sk.layout, mode=[1, 0, 2]))
         rb = mma.make_fragment_B(thr.partition_B(channels))
         shape = thr.partition_shape_A((BLOCK, GROUP))
-        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(self.operands)]
+        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(self.held)]
         words = [cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(32)), Uint32) for x in operands]
         accs = [cute.make_rmem_tensor(thr.partition_shape_C((BLOCK, self.dim)), Float32) for _ in range(self.held)]
         flats = [cute.make_tensor(x.iterator, cute.make_layout(self.dim // 2)) for x in accs]
@@ -245,11 +244,11 @@ class IndexerQueryGradSm90:
                 visible = unit.visible
                 for tile in cutlass.range(cute.ceil_div(visible, TILE), unroll=1):
                     cute.arch.mbarrier_wait(full + stage, phase)
-                    di_here, word_here = di_at + stage * self.di_bytes, word_at + stage * self.word_bytes
-                    if tile * TILE + BLOCK < visible:
-                        self.add(2, mma, accs, operands, words, rb, stage, di_here, word_here, taken, shift)
-                    else:
-                        self.add(1, mma, accs, operands, words, rb, stage, di_here, word_here, taken, shift)
+                    for b in cutlass.range_constexpr(2):
+                        if tile * TILE + b * BLOCK < visible:
+                            di_here = di_at + (stage * self.di_bytes + b * 128)
+                            word_here = word_at + (stage * self.word_bytes + b * WORDS)
+                            self.add(mma, accs, operands, words, rb, stage, b, di_here, word_here, taken, shift)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(empty + stage)
                     stage, phase = advance(stage, phase, self.stages)
@@ -258,20 +257,17 @@ class IndexerQueryGradSm90:
                 self.finish(flats, weights, dq, dw, flat_row, end, staged, lane)
 
     @cute.jit
-    def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, di_here, word_here, taken, shift):
-        """Add the products with the first 64 keys of a stage, or with all, to this warpgroup's groups."""
-        halves = 2 if self.heads < ROWS else 1
-        for n in cutlass.range_constexpr(blocks * self.held):
-            b, i, turn = n // self.held, n % self.held, n % self.operands
-            if const_expr(n >= self.operands):
-                cute.nvgpu.warpgroup.wait_group(self.operands - 1)  # which reads the operand's registers
-            own = words[turn]
+    def add(self, mma, accs, operands, words, rb, stage, b: cutlass.Constexpr, di_here, word_here, taken, shift):
+        """Add the products with 64 keys of a stage to this warpgroup's groups."""
+        halves = 2 if self.heads < 16 else 1
+        for i in cutlass.range_constexpr(self.held):
+            own = words[i]
             pairs = []
             for half in cutlass.range_constexpr(halves):
-                address = di_here + (b * 128 + (i * GROUP + 8 * half) // self.heads * (TILE * 2))
+                address = di_here + (i * GROUP + 8 * half) // self.heads * (TILE * 2)
                 pairs.append([*load_pairs(address), *load_pairs(address + 64)])
             for step in cutlass.range_constexpr(BLOCK // 16):
-                low, high = load_word_pair(word_here + (i * 2 * WORDS + b * WORDS + step * 128))
+                low, high = load_word_pair(word_here + (i * 2 * WORDS + step * 128))
                 upper = permute(low, high, taken) << shift
                 of_rows = [upper, upper << 1]
                 for half in cutlass.range_constexpr(2):
@@ -281,7 +277,7 @@ class IndexerQueryGradSm90:
             cute.nvgpu.warpgroup.fence()
             for step in cutlass.range_constexpr(BLOCK // 16):
                 keys = rb[None, None, b * (BLOCK // 16) + step, stage]
-                cute.gemm(mma, accs[i], operands[turn][None, None, step], keys, accs[i])
+                cute.gemm(mma, accs[i], operands[i][None, None, step], keys, accs[i])
             cute.nvgpu.warpgroup.commit_group()
         cute.nvgpu.warpgroup.wait_group(0)
 
@@ -298,7 +294,6 @@ class IndexerQueryGradSm90:
     @cute.jit
     def request(self, q, flat_row, end, staged, lane):
         """Start loading this warp's rows of q, zeros where there is none: 16 heads of a query, or 8 of two."""
-        lane = computed_here(lane)
         source = Int64(q[flat_row, None].iterator.toint()) + lane * 16
         for i in cutlass.range_constexpr(self.held):
             for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
@@ -312,7 +307,6 @@ class IndexerQueryGradSm90:
     @cute.jit
     def finish(self, flats, weights, dq, dw, flat_row, end, staged, lane):
         """dw and dq of this warp's rows."""
-        lane = computed_here(lane)
         for i in cutlass.range_constexpr(self.held):
             if flat_row + i * GROUP < end:
                 self.finish_group(flats[i], weights, dq, dw, i, flat_row, end, staged, lane)
@@ -376,9 +370,8 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
     def fake(dtype, shape, stride, align):
         return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
 
-    row_stride = cute.sym_int64(divisibility=8)
-    q, dq = fake(BFloat16, (rows, dim), (dim, 1), 16), fake(BFloat16, (rows, dim), (dim, 1), 16)
-    k = fake(BFloat16, (cute.sym_int(), dim), (row_stride, 1), 16)
+    # Offsets in q may pass 32 bits.
+    q, k, dq = (fake(BFloat16, (n, dim), (cute.sym_int64(divisibility=8), 1), 16) for n in (rows, cute.sym_int(), rows))
     w, dw = fake(Float32, (rows,), (1,), 4), fake(Float32, (rows,), (1,), 4)
     tile = SLOT_ROWS * SLOT_ROWS
     strides = cute.sym_int64(divisibility=2 * tile), 2 * tile, SLOT_ROWS, 1
@@ -391,9 +384,11 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
 
 
 def choose_config(heads: int, dim: int) -> IndexerQueryGradConfig:
-    """As many stages as there is room for, 8 at most."""
+    """The measured winner: four warpgroups hide what lies between two wgmma best, if their registers suffice. As many
+    stages as there is room for, 8 at most."""
+    groups, held = (2, 2) if dim == 128 else (4, 1)
     return max(
-        (c for n in range(2, 9) if (c := IndexerQueryGradConfig(4, 1, n)).shared(heads, dim) <= SHARED_BYTES),
+        (c for n in range(2, 9) if (c := IndexerQueryGradConfig(groups, held, n)).shared(heads, dim) <= SHARED_BYTES),
         key=lambda config: config.stages,
     )
 
