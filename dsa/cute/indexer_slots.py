@@ -52,11 +52,5 @@ def load_slot(slots: cute.Tensor, index: Int32) -> Slot:
     return Slot(*[words[i] for i in range(SLOT_FIELDS)])
 
 
-@cute.jit
-def snake(wave, ctas, cta):
-    """The unit that a CTA has in a wave of them: what is heavy in one wave is light in the next."""
-    return wave * ctas + (ctas - 1 - cta if wave % 2 == 1 else cta)
-
-
 def fake_slots() -> cute.Tensor:
     return cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), SLOT_FIELDS), (SLOT_FIELDS, 1), assumed_align=16)

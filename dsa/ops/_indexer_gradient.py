@@ -41,7 +41,7 @@ def index_scores(
     q_idx        bf16 [Tq, Hi, di], contiguous; w fp32 [Tq, Hi]
     minus_k_idx  bf16 [Tk, di], k_idx with its sign turned: a product's sign bit then says whether the head is active
 
-    Of a tile that a slot visits, scores of keys that a row does not see and of missing rows are anything, or not written.
+    Of a tile that a slot visits, scores of keys that a row does not see and of missing rows are anything.
     """
     _check(q_idx, slots, scores, active, minus_k_idx=minus_k_idx, w=w)
     check_tensor("w", w, (torch.float32,), tuple(q_idx.shape[:2]))
@@ -51,7 +51,8 @@ def index_scores(
     launch, units = _scores_kernel(heads, dim)
     with backends.on_device(q_idx):
         ctas = min(backends.num_sms(q_idx.device), units * len(slots))
-        launch(q_idx.view(-1, dim), rows_at_16_bytes(minus_k_idx), w, slots, scores, active.view(torch.uint32), ctas)
+        flat = q_idx.view(-1, dim), rows_at_16_bytes(minus_k_idx), w, slots, scores, active.view(torch.uint32)
+        launch(*flat, _tickets(q_idx), ctas)
 
 
 def index_query_grad(
@@ -85,8 +86,15 @@ def index_query_grad(
     launch, units = _query_kernel(heads, dim)
     with backends.on_device(q_idx):
         ctas = min(backends.num_sms(q_idx.device), units * len(slots))
-        flat = q_idx.view(-1, dim), rows_at_16_bytes(k_idx), w.view(-1), slots, _gradients(scores), active.view(torch.uint32)
-        launch(*flat, dq.view(-1, dim), dw.view(-1), ctas)
+        flat = (
+            q_idx.view(-1, dim),
+            rows_at_16_bytes(k_idx),
+            w.view(-1),
+            slots,
+            _gradients(scores),
+            active.view(torch.uint32),
+        )
+        launch(*flat, dq.view(-1, dim), dw.view(-1), _tickets(q_idx), ctas)
 
 
 def index_key_grad(
@@ -118,6 +126,11 @@ def index_key_grad(
         for first in range(0, len(slots), most_slots):
             some = slice(first, first + most_slots)
             launch(flat, weights, slots[some], di[some], words[some], dk, parts, meta)
+
+
+def _tickets(like: torch.Tensor) -> torch.Tensor:
+    """From which a launch's CTAs draw their units of work."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
 def _gradients(scores: torch.Tensor) -> torch.Tensor:
@@ -156,7 +169,7 @@ def _key_kernel(heads: int, dim: int) -> tuple[Callable[..., None], int, int]:
 def _check(q_idx, slots, scores, active, **others: torch.Tensor) -> None:
     """What the kernels ask of all three functions' tensors."""
     check_tensor("q_idx", q_idx, (torch.bfloat16,), ("Tq", "Hi", "di"))
-    tokens, heads, dim = q_idx.shape
+    heads, dim = q_idx.shape[1:]
     if heads not in HEADS:
         raise ValueError(f"q_idx: the Hopper kernel takes {HEADS} heads, got {heads}")
     if dim not in DIMS:
