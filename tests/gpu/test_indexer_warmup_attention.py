@@ -109,7 +109,7 @@ def test_many_sequences():
 
 def test_chunks(monkeypatch):
     """A workspace of three slots gives the same bits."""
-    from dsa.ops import indexer_warmup_attention as op
+    from dsa.ops import _warmup_sum as op
 
     case = Case(LENGTHS)
     whole = case.run()
