@@ -38,7 +38,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Indexer:
-    """The indexer's tensors as the kernels take them, index heads padded to a number that they take."""
+    """The indexer's tensors as the kernels take them, index heads padded to a number that they take; w fp32."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -47,11 +47,11 @@ class Indexer:
     @classmethod
     def of(cls, q_idx: torch.Tensor, k_idx: torch.Tensor, w_idx: torch.Tensor) -> "Indexer":
         missing = next(heads for heads in HEADS if heads >= q_idx.shape[1]) - q_idx.shape[1]
-        q, w = q_idx.contiguous(), w_idx.float().contiguous()
+        q, w = q_idx, w_idx.float()
         if missing:
             q = torch.nn.functional.pad(q, (0, 0, 0, missing))
             w = torch.nn.functional.pad(w, (0, missing))
-        return cls(q, k_idx.contiguous(), w)
+        return cls(*(aligned(x.contiguous()) for x in (q, k_idx, w)))
 
 
 def losses(
@@ -78,7 +78,7 @@ def losses(
     scores = torch.empty(slots, n, ROWS, ROWS, **fp32)
     active = torch.empty(active_shape(slots, heads, n), dtype=torch.int32, device=q.device)
     kl_parts, lse_idx = torch.empty(slots, n, ROWS, **fp32), torch.empty(len(q), **fp32)
-    minus_k = -indexer.k
+    minus_k, rounded_w = -indexer.k, indexer.w.bfloat16()
     ctas = backends.num_sms(q.device)
     target, rows, sums = _kernels(q.dtype, q.shape[2])
     q, k = aligned(q), aligned(k)
@@ -94,7 +94,7 @@ def losses(
         if query_grads:
             index_query_grad(indexer.q, indexer.k, indexer.w, own, scores[:size], active[:size], dq, dw)
         if key_grads:
-            index_key_grad(indexer.q, indexer.w, own, scores[:size], active[:size], dk)
+            index_key_grad(indexer.q, rounded_w, own, scores[:size], active[:size], dk)
     return kl, (dq, dw, dk)
 
 
