@@ -83,7 +83,7 @@ def per_head_backward(
     parts = w.new_empty(heads, keys // TILE + batch, TILE * index_dim)
     launch, launch_sum = compile_per_head_gradient(dim, index_dim), compile_per_head_key_sum(index_dim)
     counter, done = zeros[:1], zeros[1:].view(heads, count, SUM_WARPS)
-    together = _together(heads, keys // batch * index_dim * 4)
+    together = _together(heads, keys // max(batch, 1) * index_dim * 4)
     with backends.on_device(q):
         inputs = q, k, q_idx, k_idx[:, None], w, lse, lse_idx, g, slots
         launch(*inputs, counter, done, dq_idx, dw, parts, softmax_scale, together, backends.num_sms(q.device))
