@@ -1,7 +1,7 @@
 """Work and memory of the kernels that compare a head's two distributions: the attention's and its indexer's.
 
-An item is a head of a slot: up to 128 consecutive queries of a sequence, one row each. Its keys come in tiles of 64, from
-the last that a row sees down to the first.
+An item is a head of a slot: up to 128 consecutive queries of a sequence, one row each. Its keys come in tiles of 64,
+from the last that a row sees down to the first.
 
 - CTAs take items from a counter in global memory, so whoever is done first takes the next. Of an item only earlier ones
   may be waited for: a CTA that has taken one is running.

@@ -4,17 +4,20 @@ dq_idx_h[t] = g w A_h[t];  dw[t, h] = g q_idx_h[t] . A_h[t];  dk_idx[s] = sum_{t
 with p and r as in per_head_kl_sm90.py, from both logs of sums, and g[t, h] the loss's own gradient.
 
 Plan
-- One pass: x and the attention's scores are computed again, D comes from registers to A += D K and by shared memory to
-  the other product. Two warpgroups score, 64 rows each, and keep A in registers; a third multiplies D by g w q, which it
-  keeps in registers for all keys of an item; a warp loads.
+- One pass: x and the attention's scores are computed again, D goes from registers to A += D K and by shared memory to
+  the other product. Two warpgroups score, 64 rows each, and keep A in registers; a third multiplies D by g w q, which
+  it keeps in registers for all keys of an item; a warp loads.
 - A tile's scores are multiplied together with the D of the tile before: that product runs beside the powers. The two
   warpgroups take turns.
-- A key's gradient is a sum over all rows. Each head has a part of its own in global memory, 64 keys as 16 KiB in the order
-  in which registers have them; slots add to it in the order of their queries, so the sum is always the same. A slot goes
-  through its keys downwards, and its successor begins two tiles above it: nobody waits but at the start. A warp publishes
-  how many tiles it has added, and waits for the same warp of the slot before. The first slot stores.
-- `compile_key_sum` adds up the heads.
+- A key's gradient is a sum over all rows. Each head has a part of its own in global memory, 64 keys as 16 KiB in the
+  order in which registers have them; slots add to it in the order of their queries, so the sum is always the same. A
+  slot goes through its keys downwards, and the one after it begins two tiles above. A warp publishes how many tiles it
+  has added, and waits for the same warp of the slot before. The first slot stores.
+- Waiting for the slot before is expensive: the more heads run through the slots together, the fewer slots of a head are
+  under way at a time. What all these heads' parts take should fit in the L2 cache.
+- per_head_key_sum_sm90.py adds up the heads.
 Shared memory: rows of both kinds, STAGES x 64 keys of both kinds, two D of 128 x 64.
+Registers: 64 scores, 16 of D, di / 2 of A, and of the rows what fits.
 Roofline (clocks for 128 rows x 64 keys, d 128, di 64): wgmma 1280; shared memory about 1100; powers 1024.
 """
 
@@ -23,7 +26,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -67,9 +70,9 @@ PART = KEYS * CHUNK  # numbers of a part of a key tile's gradient
 
 
 class PerHeadGradientSm90(PerHeadTiles):
-    def __init__(self, dim: int, index_dim: int, turns: bool):
+    def __init__(self, dim: int, index_dim: int):
         super().__init__(dim, index_dim, STAGES[dim, index_dim], SCORE_WARPS + SUM_WARPS)
-        self.turns, self.chunks = turns, index_dim // CHUNK
+        self.chunks = index_dim // CHUNK
         # Which rows fit in the registers, beside scores, D and A.
         self.held, self.index_held = dim <= 128 and index_dim == 64, index_dim == 64
 
@@ -225,9 +228,8 @@ class PerHeadGradientSm90(PerHeadTiles):
         query_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         own_row = warp * 16 + (lane >> 2)
         items, steps = Uint32(0), Uint32(0)
-        if const_expr(self.turns):
-            if side == 1:
-                cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=SCORERS * WARPGROUP)
+        if side == 1:
+            cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=SCORERS * WARPGROUP)
         item = self.next_item(memory, items)
         while item.head >= 0:
             for r in cutlass.range_constexpr(2):
@@ -255,15 +257,13 @@ class PerHeadGradientSm90(PerHeadTiles):
                 last = stage
                 if tile < item.tiles - 1:
                     last = (steps - 1) % self.stages
-                if const_expr(self.turns):
-                    cute.arch.barrier(barrier_id=TURN + side, number_of_threads=SCORERS * WARPGROUP)
+                cute.arch.barrier(barrier_id=TURN + side, number_of_threads=SCORERS * WARPGROUP)
                 cute.nvgpu.warpgroup.fence()
                 multiply(main_mma, acc, rows, rk[None, None, None, stage], True)
                 multiply(index_mma, index_acc, index_rows, rk_idx[None, None, None, stage], True)
                 # Of the tile before; for the first one, of zeros.
                 multiply(query_mma, query_acc, differences, rv[None, None, None, last], False)
-                if const_expr(self.turns):
-                    cute.arch.barrier_arrive(barrier_id=TURN + 1 - side, number_of_threads=SCORERS * WARPGROUP)
+                cute.arch.barrier_arrive(barrier_id=TURN + 1 - side, number_of_threads=SCORERS * WARPGROUP)
                 cute.nvgpu.warpgroup.wait_group(1)
                 if tile < whole:
                     self.differ(scores, index_scores, weight, base, index_base, scale)
@@ -446,7 +446,7 @@ class PerHeadGradientSm90(PerHeadTiles):
 
 
 @cached
-def compile_per_head_gradient(dim: int, index_dim: int, turns: bool = True):
+def compile_per_head_gradient(dim: int, index_dim: int):
     """-> f(q [Tq, H, d], k [Tk, Hk, d], q_idx [Tq, H, di], k_idx [Tk, 1, di], w [Tq, H], lse [H, Tq], lse_idx [H, Tq],
     g [Tq, H], slots [S, 8] int32, counter [1] and done [H, S, 4] int32 of 0, dq_idx [Tq, H, di], dw [Tq, H],
     parts [H, Tk // 64 + B, 64 di], scale, bunch, ctas): bf16, what is no row of q or k fp32."""
@@ -461,7 +461,7 @@ def compile_per_head_gradient(dim: int, index_dim: int, turns: bool = True):
     dq_idx = fake_rows((tokens, heads, index_dim))
     parts = compact(Float32, (heads, cute.sym_int(), KEYS * index_dim), stride_order=(2, 1, 0), assumed_align=16)
     outputs = dq_idx, dw, parts, Float32(1.0), Int32(1), Int32(1), fake_stream()
-    kernel = PerHeadGradientSm90(dim, index_dim, turns)
+    kernel = PerHeadGradientSm90(dim, index_dim)
     return compile_sm90(kernel, *inputs, w, lse, lse_idx, g, slots, counter, done, *outputs)
 
 

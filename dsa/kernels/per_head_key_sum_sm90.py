@@ -2,10 +2,10 @@
 order, to bf16.
 
 Plan
-- A part is as per_head_gradient_sm90.py leaves it: a tile of 64 keys by 64 channels, four numbers of a thread of 128 after
-  those of the thread before, which are the registers of a wgmma. A thread here adds up four such numbers of all heads.
-- Tiles are counted through all sequences, each of which has one more than its keys need at most; a binary search finds a
-  tile's sequence. Nobody has written to the tiles of a sequence without queries.
+- A part is as per_head_gradient_sm90.py leaves it: a tile of 64 keys by 64 channels in the order of wgmma's registers,
+  by eight keys, then by thread, four numbers each. A thread here adds up four such numbers of all heads.
+- Tiles are counted through all sequences, each of which has one more than its keys need at most; a binary search finds
+  a tile's sequence. Nobody has written to the tiles of a sequence without queries.
 Roofline: memory, H * Tk * di * 4 bytes.
 """
 

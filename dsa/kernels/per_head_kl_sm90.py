@@ -1,16 +1,15 @@
 """The warm-up loss of an indexer with as many heads as the attention has, each following its own:
-kl[t, h] = sum_s p log(p / r), p[s] = exp(scale q_h[t] . k[s] - lse[h, t]), r = softmax_s(w[t, h] relu(q_idx_h[t] . k_idx[s]))
-and r's own log of the sum, lse_idx[h, t].
+kl[t, h] = sum_s p log(p / r), p[s] = exp(scale q_h[t] . k[s] - lse[h, t]),
+r = softmax_s(w[t, h] relu(q_idx_h[t] . k_idx[s])), whose log of the sum is lse_idx[h, t]
 
 Plan
-- One pass: with a sum of e^(I - m) beside sums of p, p log p and p I, nothing is needed twice. kl = (sum p log p - sum p I)
-  / sum p + lse_idx; the division takes out what lse was rounded by, which lse_idx would otherwise multiply.
-- Two warpgroups have 64 rows each, whose operands stay in registers for the whole item, so that wgmma reads shared memory
-  for keys only. Tiles of 64 keys: a wgmma of both kinds of scores, then 64 powers a thread.
-- The warpgroups take turns on the tensor cores: one multiplies while the other computes powers.
-- m is the maximum of the tiles with hidden keys and the one behind them. From then on it stays, and a sum that grows past
-  2^60 says that it was too low: that tile is done again with a new one. So most scores are compared with nothing.
-- A quarter of the powers are polynomials: the special function unit would take longer than the tensor cores.
+- One pass: with a sum of e^(I - m) beside sums of p, p log p and p I, nothing is needed twice. kl = (sum p log p -
+  sum p I) / sum p + lse_idx; the division takes out what lse was rounded by, which lse_idx would otherwise multiply.
+- Two warpgroups have 64 rows each, whose operands stay in registers for the whole item, so that wgmma reads shared
+  memory for keys only. Tiles of 64 keys: a wgmma of both kinds of scores, then 64 powers a thread.
+- Nothing orders the warpgroups: turns on the tensor cores are no faster.
+- m is the maximum of the tiles with hidden keys and of the one behind them. From then on it stays, and a sum that grows
+  past 2^60 says that it was too low: that tile is done again with a new one. So most scores are compared with nothing.
 - relu(x) is (x + |x|) / 2, the half in w: the maximum runs at half the rate.
 Shared memory: rows of both kinds, STAGES x 64 keys of both kinds. Registers: 64 scores, d / 4 + di / 4 of rows.
 Roofline (clocks for 128 rows x 64 keys, d 128, di 64): wgmma 768; 2 x 8192 powers 1024 of the special function unit.
@@ -21,11 +20,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.per_head_arguments import fake_inputs, fake_stream, fake_by_head, fake_by_query
+from dsa.cute.per_head_arguments import fake_by_head, fake_by_query, fake_inputs, fake_stream
 from dsa.cute.per_head_tiles import (
     FACTS,
     KEYS,
@@ -52,14 +51,11 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 NOTHING = -3e38  # finite, so that a difference to it is no NaN
 MOST = 2.0**60
-TURN = 1  # named barriers: the turn of warpgroup i is TURN + i
-PAIRS = KEYS // 8
 
 
 class PerHeadKlSm90(PerHeadTiles):
-    def __init__(self, dim: int, index_dim: int, turns: bool = True):
+    def __init__(self, dim: int, index_dim: int):
         super().__init__(dim, index_dim, STAGES[dim, index_dim], MATH_WARPS)
-        self.turns = turns
 
     @cute.jit
     def __call__(
@@ -121,7 +117,6 @@ class PerHeadKlSm90(PerHeadTiles):
 
     @cute.jit
     def math(self, memory: Memory, mma, w, lse, kl, lse_idx, scale, tid, warp, lane):
-        side = warp // 4
         thr = mma.get_slice(tid)
         rk = mma.make_fragment_B(thr.partition_B(memory.k))
         rk_idx = mma.make_fragment_B(thr.partition_B(memory.k_idx))
@@ -136,9 +131,6 @@ class PerHeadKlSm90(PerHeadTiles):
         sums = cute.make_rmem_tensor((2, 4), Float32)
         own_row = warp * 16 + (lane >> 2)
         items, stage, phase = Uint32(0), Int32(0), Int32(0)
-        if const_expr(self.turns):
-            if side == 1:
-                cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=GROUPS * WARPGROUP)
         item = self.next_item(memory, items)
         while item.head >= 0:
             for r in cutlass.range_constexpr(2):
@@ -159,13 +151,9 @@ class PerHeadKlSm90(PerHeadTiles):
             for n in cutlass.range(item.tiles, unroll=1):
                 tile = item.tiles - 1 - n
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
-                if const_expr(self.turns):
-                    cute.arch.barrier(barrier_id=TURN + side, number_of_threads=GROUPS * WARPGROUP)
                 cute.nvgpu.warpgroup.fence()
                 multiply(mma, acc, rows, rk[None, None, None, stage], True)
                 multiply(mma, index_acc, index_rows, rk_idx[None, None, None, stage], True)
-                if const_expr(self.turns):
-                    cute.arch.barrier_arrive(barrier_id=TURN + 1 - side, number_of_threads=GROUPS * WARPGROUP)
                 cute.nvgpu.warpgroup.wait_group(0)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(memory.empty + stage)
@@ -249,10 +237,10 @@ class PerHeadKlSm90(PerHeadTiles):
 
 
 @cached
-def compile_per_head_kl(dim: int, index_dim: int, turns: bool = True):
-    """-> f(q [Tq, H, d], k [Tk, Hk, d], q_idx [Tq, H, di], k_idx [Tk, 1, di], w [Tq, H], lse [H, Tq], slots [S, 8] int32,
-    counter [1] int32 of 0, kl [Tq, H], lse_idx [H, Tq], scale, bunch, ctas): bf16, what is no row of q or k fp32.
-    slots: see dsa.ops._warmup_per_head; bunch: a divisor of H."""
+def compile_per_head_kl(dim: int, index_dim: int):
+    """-> f(q [Tq, H, d], k [Tk, Hk, d], q_idx [Tq, H, di], k_idx [Tk, 1, di], w [Tq, H], lse [H, Tq],
+    slots [S, 8] int32, counter [1] int32 of 0, kl [Tq, H], lse_idx [H, Tq], scale, bunch, ctas): bf16, what is no row
+    of q or k fp32. slots: see dsa.ops._warmup_per_head; bunch: a divisor of H."""
     tokens, keys, heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
     inputs = fake_inputs(tokens, keys, heads, dim, index_dim)
     w, kl = (fake_by_query(tokens, heads) for _ in range(2))
@@ -260,7 +248,7 @@ def compile_per_head_kl(dim: int, index_dim: int, turns: bool = True):
     slots = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(), 8), stride_order=(1, 0), assumed_align=16)
     counter = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
     arguments = (*inputs, w, lse, slots, counter, kl, lse_idx, Float32(1.0), Int32(1), Int32(1), fake_stream())
-    return compile_sm90(PerHeadKlSm90(dim, index_dim, turns), *arguments)
+    return compile_sm90(PerHeadKlSm90(dim, index_dim), *arguments)
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -14,7 +14,10 @@ from ._kernel_arguments import check_rows, check_same_device, dtype_name
 
 DIMS = (64, 128, 192)
 INDEX_DIMS = (64, 128)
-MOST_TOGETHER = 8  # heads that run through the slots together
+# Heads that run through the slots together: a slot's gradients wait for those of the slot before, and rarely if there
+# are many; but what they add to should fit in the L2 cache.
+LEAST_TOGETHER, MOST_TOGETHER = 16, 64
+CACHE_BYTES = 32 << 20
 TILE = 64
 SUM_WARPS = 4
 
@@ -29,7 +32,7 @@ def per_head_forward(
     slots: torch.Tensor,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(kl [Tq, H], lse_idx [H, Tq]), fp32: see `compile_per_head_kl`; w fp32 [Tq, H], lse fp32 [H, Tq] of the attention."""
+    """(kl [Tq, H], lse_idx [H, Tq]), fp32; w fp32 [Tq, H], lse fp32 [H, Tq] of the attention, +inf without keys."""
     _check(q, k, q_idx, k_idx, w, lse, slots)
     tokens, heads, _ = q.shape
     if k.shape[0] == 0 or q.numel() == 0:
@@ -40,10 +43,8 @@ def per_head_forward(
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     launch = compile_per_head_kl(q.shape[2], q_idx.shape[2])
     with backends.on_device(q):
-        launch(
-            *(q, k, q_idx, k_idx[:, None], w, lse, slots, counter, kl, lse_idx, softmax_scale, _together(heads)),
-            backends.num_sms(q.device),
-        )
+        inputs = q, k, q_idx, k_idx[:, None], w, lse, slots
+        launch(*inputs, counter, kl, lse_idx, softmax_scale, _together(heads), backends.num_sms(q.device))
     return kl, lse_idx
 
 
@@ -75,35 +76,25 @@ def per_head_backward(
     from dsa.kernels.per_head_gradient_sm90 import compile_per_head_gradient
     from dsa.kernels.per_head_key_sum_sm90 import compile_per_head_key_sum
 
-    count = len(slots)
+    count, batch = len(slots), len(cu_seqlens_k) - 1
     dq_idx, dw = q_idx.new_empty(tokens, heads, index_dim), w.new_empty(tokens, heads)
     dk_idx = k_idx.new_empty(keys, index_dim)
     zeros = torch.zeros(1 + heads * count * SUM_WARPS, dtype=torch.int32, device=q.device)
-    parts = w.new_empty(heads, keys // TILE + len(cu_seqlens_k) - 1, TILE * index_dim)
+    parts = w.new_empty(heads, keys // TILE + batch, TILE * index_dim)
     launch, launch_sum = compile_per_head_gradient(dim, index_dim), compile_per_head_key_sum(index_dim)
+    counter, done = zeros[:1], zeros[1:].view(heads, count, SUM_WARPS)
+    together = _together(heads, keys // max(batch, 1) * index_dim * 4)
     with backends.on_device(q):
-        launch(
-            *(
-                q,
-                k,
-                q_idx,
-                k_idx[:, None],
-                w,
-                lse,
-                lse_idx,
-                g,
-                slots,
-                zeros[:1],
-                zeros[1:].view(heads, count, SUM_WARPS),
-            ),
-            *(dq_idx, dw, parts, softmax_scale, _together(heads), backends.num_sms(q.device)),
-        )
+        inputs = q, k, q_idx, k_idx[:, None], w, lse, lse_idx, g, slots
+        launch(*inputs, counter, done, dq_idx, dw, parts, softmax_scale, together, backends.num_sms(q.device))
         launch_sum(parts, cu_seqlens_q, cu_seqlens_k, dk_idx)
     return dq_idx, dk_idx, dw
 
 
-def _together(heads: int) -> int:
-    return next(n for n in range(min(MOST_TOGETHER, heads), 0, -1) if heads % n == 0)
+def _together(heads: int, bytes_of_head: int = 0) -> int:
+    """A divisor of `heads`. bytes_of_head: a sequence's part of a head, which slot after slot adds to."""
+    most = max(LEAST_TOGETHER, min(MOST_TOGETHER, CACHE_BYTES // max(bytes_of_head, 1)))
+    return next(n for n in range(min(most, heads), 0, -1) if heads % n == 0)
 
 
 def _check(q, k, q_idx, k_idx, w, lse, slots) -> None:
