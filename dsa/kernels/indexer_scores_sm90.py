@@ -30,7 +30,7 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.head_sum import quad_transpose
 from dsa.cute.indexer_bits import negated_head_sum, sign_bits, word_place
-from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots
+from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots, fake_tiles
 from dsa.cute.indexer_units import Units, fake_tickets
 from dsa.cute.ring import advance
 from dsa.cute.score_tile import REGISTERS, SHARED_BYTES, WARPGROUP, init_ring, multiply, tile_load
@@ -261,7 +261,7 @@ def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
     """-> f(q [Tq * H, D] bf16, minus_k [Tk, D] bf16, w [Tq, H], slots [S, 8], scores [S, N, 128, 128],
     active uint32 [S, 2 H, 2 N, 128], tickets int32 [1] of 0, ctas); Tq, Tk, S, N > 0. Rows of q and minus_k begin at
     multiples of 16 bytes."""
-    queries, count, tiles, blocks = (cute.sym_int() for _ in range(4))
+    queries, count, blocks = (cute.sym_int() for _ in range(3))
 
     def fake(dtype, shape, stride, align):
         return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
@@ -269,13 +269,7 @@ def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
     q = fake(BFloat16, (cute.sym_int(), dim), (dim, 1), 16)
     k = fake(BFloat16, (cute.sym_int(), dim), (cute.sym_int64(divisibility=8), 1), 16)
     weights = fake(Float32, (queries, heads), (cute.sym_int64(), 1), 4)
-    tile = SLOT_ROWS * SLOT_ROWS
-    scores = fake(
-        Float32,
-        (count, tiles, SLOT_ROWS, SLOT_ROWS),
-        (cute.sym_int64(divisibility=tile), tile, SLOT_ROWS, 1),
-        16,
-    )
+    scores = fake_tiles(Float32, SLOT_ROWS, SLOT_ROWS)
     stride = cute.sym_int64(divisibility=WARPGROUP)
     groups = SLOT_ROWS * heads // GROUP
     active = fake(

@@ -1,4 +1,4 @@
-"""The warm-up's bridge on the CPU: dispatch, what the kernels do not take, chunks, padding, absorbed attention's keys."""
+"""The warm-up's bridge on the CPU: dispatch, errors, chunks, padding, and the keys of absorbed attention."""
 
 import pytest
 import torch
