@@ -130,7 +130,7 @@ class WarmupTargetSm90:
         if warp >= MATH_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp == MATH_WARPS:
-                self.produce(q_atom, mq, k_atom, mk, slots, tiles, group, heads, sq, sk, barriers, lane)
+                self.produce(q_atom, mq, k_atom, mk, slots, tiles, scores, group, heads, sq, sk, barriers, lane)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
             self.math(
@@ -150,7 +150,7 @@ class WarmupTargetSm90:
         return slot, index - tiles[slot]
 
     @cute.jit
-    def produce(self, q_atom, mq, k_atom, mk, slots, tiles, group, heads, sq, sk, barriers, lane):
+    def produce(self, q_atom, mq, k_atom, mk, slots, tiles, scores, group, heads, sq, sk, barriers, lane):
         q_full, q_empty, k_full, k_empty = barriers
         one = cute.make_layout(1)
         first, _, _ = cute.arch.block_idx()
@@ -160,6 +160,8 @@ class WarmupTargetSm90:
         for index in cutlass.range(tiles[0] + first, tiles[tiles.shape[0] - 1], ctas, unroll=1):
             slot, key_tile = self.find(index, slot, tiles, lane)
             whose = load_slot(slots, slot)
+            with cute.arch.elect_one():
+                prefetch(scores[slot, key_tile, None, None].iterator, SLOT_ROWS * SLOT_ROWS * 4)
             key = whose.first_k + key_tile * SLOT_ROWS
             gq = cute.local_tile(cute.domain_offset((whose.first_q, 0, 0), mq), (SLOT_ROWS, self.unit), (0, None, None))
             gk = cute.local_tile(cute.domain_offset((key, 0, 0), mk), (SLOT_ROWS, self.unit), (0, None, None))
@@ -392,6 +394,15 @@ class WarmupTargetSm90:
             kl += cute.arch.shuffle_sync_bfly(kl, offset=2)
             if lane % 4 == 0:
                 kl_parts[slot, key_tile, row] = kl
+
+
+@cute.jit
+def prefetch(address, size: cutlass.Constexpr):
+    """Into the L2 cache: `size` bytes, which are wanted when all heads are through."""
+    cute.arch.inline_ptx(
+        f"cp.async.bulk.prefetch.L2.global [{{$r0}}], {size};",
+        read_only_args=[address.toint()],
+    )
 
 
 @cute.jit
