@@ -11,6 +11,11 @@ from dsa_layers.tiny import write_tiny_checkpoint
 torch.set_num_threads(1)
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A function's name, which is the same in every process; where tests run in several, they go by their ids."""
+    return getattr(val, "__name__", None)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
     """The tiny FP8 checkpoint, to be read only."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Int32, Uint32
 
 from dsa.cute.block_scan import warp_scan
 from dsa.cute.ring import advance
@@ -38,7 +38,6 @@ class Schedule:
     causal: Int32
     rows: cutlass.Constexpr[int]
     keys: cutlass.Constexpr[int]
-    dynamic: cutlass.Constexpr[bool]
 
     @cute.jit
     def run(self, facts: cute.Tensor, full: cute.Pointer, empty: cute.Pointer, lane):
@@ -72,12 +71,9 @@ class Schedule:
             if lane == 0:
                 cute.arch.mbarrier_arrive(full + at)
             at, phase = advance(at, phase, FACTS)
-            if const_expr(self.dynamic):
-                if lane == 0:
-                    index = ctas + cute.arch.atomic_add(self.counter.iterator, Int32(1))
-                index = cute.arch.shuffle_sync(index, 0)
-            else:
-                index += ctas
+            if lane == 0:
+                index = ctas + cute.arch.atomic_add(self.counter.iterator, Int32(1))
+            index = cute.arch.shuffle_sync(index, 0)
 
     @cute.jit
     def describe(self, facts: cute.Tensor, at, sequence, local, lane):

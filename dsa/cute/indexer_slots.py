@@ -52,11 +52,15 @@ def load_slot(slots: cute.Tensor, index: Int32) -> Slot:
     return Slot(*[words[i] for i in range(SLOT_FIELDS)])
 
 
-@cute.jit
-def snake(wave, ctas, cta):
-    """The unit that a CTA has in a wave of them: what is heavy in one wave is light in the next."""
-    return wave * ctas + (ctas - 1 - cta if wave % 2 == 1 else cta)
-
-
 def fake_slots() -> cute.Tensor:
     return cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), SLOT_FIELDS), (SLOT_FIELDS, 1), assumed_align=16)
+
+
+def fake_tiles(dtype: type[cutlass.Numeric], *of_a_tile: int) -> cute.Tensor:
+    """[S, N, *of_a_tile], a tile of each slot and 128 keys: contiguous but for the slots, whose tiles may be fewer."""
+    strides = [1]
+    for extent in of_a_tile[::-1]:
+        strides.insert(0, strides[0] * extent)
+    shape = cute.sym_int(), cute.sym_int(), *of_a_tile
+    stride = cute.sym_int64(divisibility=strides[0]), *strides
+    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16)

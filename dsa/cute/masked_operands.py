@@ -28,9 +28,7 @@ def load_doubled(address: Int32):
 @cute.jit
 def multiply_pairs(a: Uint32, b: Uint32) -> Uint32:
     """Products of two pairs of bf16, rounded."""
-    return cute.arch.inline_ptx(
-        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
-    )
+    return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
 @cute.jit

@@ -2,7 +2,7 @@
 out[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h']) v[j, h'], h' = h // (H / Hk), over the keys j that query t sees.
 
 Plan
-- A tile is ROWS query rows of one head; each math warpgroup has 64 of them. It walks the tile's blocks of KEYS keys from
+- A tile is ROWS query rows of one head; each math warpgroup has 64 of them. It walks the tile's blocks of 128 keys from
   the last to the first: what the mask cuts comes at once.
 - While a block's softmax is computed the tensor cores have the product of the block before with its values, and in
   front of it that of the next block's scores: both are started together. Warpgroups take turns in starting them.
@@ -13,9 +13,11 @@ Plan
   L2 cache holds, have their tiles taken together, the longest first. One puts zeros over the rows of the last block of
   values that belong to no key of the sequence, as 0 * NaN is NaN.
 - Results go through shared memory, a warp's 16 rows at a time, to be stored 128 bytes in a row.
-Shared memory: Q_SLOTS x ROWS x D, K_STAGES x KEYS x D, V_STAGES x KEYS x DV, 2 KiB a math warp for results, barriers.
-Registers: KEYS / 2 scores, KEYS / 4 powers and DV / 2 sums a math thread, of 240 (two warpgroups) or 160 (three).
-Roofline: 4096 FLOP a clock and SM; of D = DV = 128, shared memory is busy 112 of 128 bytes a clock meanwhile.
+Shared memory: Q_SLOTS x ROWS x D, two blocks of keys and two of values, 2 KiB a math warp for results, barriers.
+Registers: 64 scores, 32 pairs of powers and DV / 2 sums a math thread, of 240 (two warpgroups) or 160 (three). Of
+D = 192 queries go to registers, too, so that wgmma reads less shared memory and their slot is soon free.
+Roofline: power. 4096 FLOP a clock and SM, and an H200 falls to 1.5 GHz at it, as for cuBLAS, of which 90% is reached.
+Shared memory is busy 112 of 128 bytes a clock meanwhile (D = DV = 128).
 """
 
 from collections.abc import Callable
@@ -46,11 +48,14 @@ from dsa.cute.attention_tiles import (
 )
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
+from dsa.cute.matrix_load import load_matrices
 from dsa.cute.matrix_store import pack, store_matrices
 from dsa.cute.ring import advance
 from dsa.cute.shared_bytes import load_16
 
 WARPGROUP = 128
+KEYS = 128  # of a block
+STAGES = 2  # blocks of keys, and of values, in shared memory
 SHARED_BYTES = 232448
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # by math warpgroups: of a math thread and of the others
 LAG = 8.0  # the most, in powers of two, that a power may exceed 1 by
@@ -62,18 +67,14 @@ OUT_ROWS, OUT_COLUMNS = 16, 64  # results of a warp on their way out
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """dim, value_dim: of a head; groups: math warpgroups of 64 rows; keys: of a block; slots, stages: of the rings."""
+    """dim, value_dim: of a head; groups: math warpgroups of 64 rows; q_slots: tiles whose queries are in shared memory
+    at a time; held: from there they go to registers."""
 
     dim: int
     value_dim: int
-    groups: int = 2
-    keys: int = 128
-    q_slots: int = 2
-    k_stages: int = 2
-    v_stages: int = 2
-    turns: bool = True
-    dynamic: bool = True
-    late: bool = True
+    groups: int
+    q_slots: int
+    held: bool
 
     @property
     def rows(self) -> int:
@@ -86,7 +87,7 @@ class AttentionConfig:
     def fits(self) -> bool:
         """Whether shared memory holds it."""
         queries = self.q_slots * self.rows * self.dim
-        loaded = self.k_stages * self.keys * self.dim + self.v_stages * self.keys * self.value_dim
+        loaded = STAGES * KEYS * (self.dim + self.value_dim)
         staged = 4 * self.groups * OUT_ROWS * OUT_COLUMNS
         return 2 * (queries + loaded + staged) + 3 * 1024 <= SHARED_BYTES
 
@@ -94,7 +95,7 @@ class AttentionConfig:
 class AttentionForwardSm90:
     def __init__(self, dtype: type[cutlass.Numeric], cfg: AttentionConfig):
         self.dtype, self.cfg = dtype, cfg
-        self.rows, self.keys, self.dim, self.value_dim = cfg.rows, cfg.keys, cfg.dim, cfg.value_dim
+        self.rows, self.dim, self.value_dim = cfg.rows, cfg.dim, cfg.value_dim
         self.math_warps = 4 * cfg.groups
 
     @cute.jit
@@ -115,22 +116,16 @@ class AttentionForwardSm90:
         stream,
     ):
         cfg = self.cfg
-        q_layout = sm90.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, (self.rows, self.keys, self.dim), self.dtype, cfg.q_slots
-        )
-        k_layout = sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (self.rows, self.keys, self.dim), self.dtype, cfg.k_stages
-        )
-        v_layout = sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (self.rows, self.keys, self.value_dim), self.dtype, cfg.v_stages
-        )
+        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (self.rows, KEYS, self.dim), self.dtype, cfg.q_slots)
+        k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, KEYS, self.dim), self.dtype, STAGES)
+        v_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, KEYS, self.value_dim), self.dtype, STAGES)
         ratio = q.shape[1] // k.shape[1]
         loads = [
             head_load(x, layout, shape)
             for x, layout, shape in (
                 (q, q_layout, (self.rows, self.dim)),
-                (k, k_layout, (self.keys, self.dim)),
-                (v, v_layout, (self.keys, self.value_dim)),
+                (k, k_layout, (KEYS, self.dim)),
+                (v, v_layout, (KEYS, self.value_dim)),
             )
         ]
 
@@ -138,11 +133,11 @@ class AttentionForwardSm90:
         class Storage:
             q_full: cute.struct.MemRange[Int64, cfg.q_slots]
             q_empty: cute.struct.MemRange[Int64, cfg.q_slots]
-            k_full: cute.struct.MemRange[Int64, cfg.k_stages]
-            k_empty: cute.struct.MemRange[Int64, cfg.k_stages]
-            v_full: cute.struct.MemRange[Int64, cfg.v_stages]
-            v_empty: cute.struct.MemRange[Int64, cfg.v_stages]
-            v_loaded: cute.struct.MemRange[Int64, cfg.v_stages]
+            k_full: cute.struct.MemRange[Int64, STAGES]
+            k_empty: cute.struct.MemRange[Int64, STAGES]
+            v_full: cute.struct.MemRange[Int64, STAGES]
+            v_empty: cute.struct.MemRange[Int64, STAGES]
+            v_loaded: cute.struct.MemRange[Int64, STAGES]
             facts_full: cute.struct.MemRange[Int64, FACTS]
             facts_empty: cute.struct.MemRange[Int64, FACTS]
             facts: cute.struct.MemRange[Int32, FIELDS * FACTS]
@@ -194,11 +189,11 @@ class AttentionForwardSm90:
             for atom in (q_atom, k_atom, v_atom):
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if tid == 0:
-            for ring, stages in (("q", cfg.q_slots), ("k", cfg.k_stages), ("v", cfg.v_stages)):
+            for ring, stages in (("q", cfg.q_slots), ("k", STAGES), ("v", STAGES)):
                 for i in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(getattr(storage, f"{ring}_full").data_ptr() + i, 1)
                     cute.arch.mbarrier_init(getattr(storage, f"{ring}_empty").data_ptr() + i, self.math_warps)
-            for i in cutlass.range_constexpr(cfg.v_stages):
+            for i in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(storage.v_loaded.data_ptr() + i, 1)
             for i in cutlass.range_constexpr(FACTS):
                 cute.arch.mbarrier_init(storage.facts_full.data_ptr() + i, 1)
@@ -213,7 +208,7 @@ class AttentionForwardSm90:
             elif warp == self.math_warps + 1:
                 schedule = Schedule(
                     *(cu_q, cu_k, counter, Int32(out.shape[1]), group, ratio, causal),
-                    *(self.rows, self.keys, cfg.dynamic),
+                    *(self.rows, KEYS),
                 )
                 schedule.run(facts, storage.facts_full.data_ptr(), storage.facts_empty.data_ptr(), lane)
             elif warp == self.math_warps + 2:
@@ -226,8 +221,8 @@ class AttentionForwardSm90:
     def load(self, storage, q_atom, mq, k_atom, mk, v_atom, mv, facts, sq, sk, sv):
         """The loading warp."""
         cfg, width = self.cfg, self.dtype.width // 8
-        q_bytes, k_bytes = self.rows * self.dim * width, self.keys * self.dim * width
-        v_bytes = self.keys * self.value_dim * width
+        q_bytes, k_bytes = self.rows * self.dim * width, KEYS * self.dim * width
+        v_bytes = KEYS * self.value_dim * width
         at, at_phase = Int32(0), Int32(0)
         q_place, k_place, v_place = (Int32(0), Int32(0)), (Int32(0), Int32(0)), (Int32(0), Int32(0))
         blocks = Int32(1)
@@ -241,8 +236,8 @@ class AttentionForwardSm90:
             at, at_phase = advance(at, at_phase, FACTS)
             if blocks > 0:
                 tq, gq = blocks_of(q_atom, mq, sq, query, head, (self.rows, self.dim))
-                tk, gk = blocks_of(k_atom, mk, sk, key, kv_head, (self.keys, self.dim))
-                tv, gv = blocks_of(v_atom, mv, sv, key, kv_head, (self.keys, self.value_dim))
+                tk, gk = blocks_of(k_atom, mk, sk, key, kv_head, (KEYS, self.dim))
+                tv, gv = blocks_of(v_atom, mv, sv, key, kv_head, (KEYS, self.value_dim))
                 slot, phase = q_place
                 cute.arch.mbarrier_wait(storage.q_empty.data_ptr() + slot, phase ^ 1)
                 full = storage.q_full.data_ptr() + slot
@@ -258,22 +253,21 @@ class AttentionForwardSm90:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(k_full, k_bytes)
                     cute.copy(k_atom, gk[None, n], tk[None, stage], tma_bar_ptr=k_full)
-                    k_place = advance(stage, k_phase, cfg.k_stages)
+                    k_place = advance(stage, k_phase, STAGES)
                     v_stage, v_phase = v_place
                     cute.arch.mbarrier_wait(storage.v_empty.data_ptr() + v_stage, v_phase ^ 1)
                     v_full = storage.v_full.data_ptr() + v_stage
-                    if i == 0 and value_rows < self.keys:
+                    if i == 0 and value_rows < KEYS:
                         v_full = storage.v_loaded.data_ptr() + v_stage
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(v_full, v_bytes)
                     cute.copy(v_atom, gv[None, n], tv[None, v_stage], tma_bar_ptr=v_full)
-                    v_place = advance(v_stage, v_phase, cfg.v_stages)
+                    v_place = advance(v_stage, v_phase, STAGES)
 
     @cute.jit
     def clear(self, storage, facts, sv, lane):
         """The warp that clears values which no key of the sequence has."""
         at, at_phase, blocks, stage, phases = Int32(0), Int32(0), Int32(1), Int32(0), Int32(0)
-        stages = self.cfg.v_stages
         while blocks > 0:
             cute.arch.mbarrier_wait(storage.facts_full.data_ptr() + at, at_phase)
             blocks, value_rows = facts[BLOCKS, at], facts[VALUE_ROWS, at]
@@ -282,20 +276,21 @@ class AttentionForwardSm90:
                 cute.arch.mbarrier_arrive(storage.facts_empty.data_ptr() + at)
             at, at_phase = advance(at, at_phase, FACTS)
             if blocks > 0:
-                if value_rows < self.keys:
+                if value_rows < KEYS:
                     cute.arch.mbarrier_wait(storage.v_loaded.data_ptr() + stage, (phases >> stage) & 1)
                     phases = phases ^ (1 << stage)
-                    clear_values(sv, stage, value_rows, self.keys, self.value_dim, lane)
+                    clear_values(sv, stage, value_rows, KEYS, self.value_dim, lane)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(storage.v_full.data_ptr() + stage)
-                stage = (stage + blocks) % stages
+                stage = (stage + blocks) % STAGES
 
     def score_mma(self) -> cute.TiledMma:
-        major = cute.nvgpu.OperandMajorMode.K
+        major, sources = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource
+        source = sources.RMEM if self.cfg.held else sources.SMEM
         return sm90.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, major, major, Float32, (self.cfg.groups, 1, 1), (64, self.keys))
+            *(self.dtype, self.dtype, major, major, Float32, (self.cfg.groups, 1, 1), (64, KEYS), source)
         )
 
     def value_mma(self) -> cute.TiledMma:
@@ -312,15 +307,18 @@ class AttentionForwardSm90:
         score_mma, value_mma = self.score_mma(), self.value_mma()
         score_thr, value_thr = score_mma.get_slice(tid), value_mma.get_slice(tid)
         values = cute.make_tensor(sv.iterator, cute.select(sv.layout, mode=[1, 0, 2]))
-        rq = score_mma.make_fragment_A(score_thr.partition_A(sq))
+        if const_expr(cfg.held):
+            rq = cute.make_rmem_tensor(score_thr.partition_shape_A((self.rows, self.dim)), self.dtype)
+        else:
+            rq = score_mma.make_fragment_A(score_thr.partition_A(sq))
         rk = score_mma.make_fragment_B(score_thr.partition_B(sk))
         rv = value_mma.make_fragment_B(value_thr.partition_B(values))
-        scores = cute.make_rmem_tensor(score_thr.partition_shape_C((self.rows, self.keys)), Float32)
+        scores = cute.make_rmem_tensor(score_thr.partition_shape_C((self.rows, KEYS)), Float32)
         sums = cute.make_rmem_tensor(value_thr.partition_shape_C((self.rows, self.value_dim)), Float32)
-        powers = cute.make_rmem_tensor(value_thr.partition_shape_A((self.rows, self.keys)), self.dtype)
-        s = cute.make_tensor(scores.iterator, cute.make_layout(self.keys // 2))
+        powers = cute.make_rmem_tensor(value_thr.partition_shape_A((self.rows, KEYS)), self.dtype)
+        s = cute.make_tensor(scores.iterator, cute.make_layout(KEYS // 2))
         o = cute.make_tensor(sums.iterator, cute.make_layout(self.value_dim // 2))
-        p = cute.make_tensor(cute.recast_ptr(powers.iterator, dtype=Uint32), cute.make_layout(self.keys // 4))
+        p = cute.make_tensor(cute.recast_ptr(powers.iterator, dtype=Uint32), cute.make_layout(KEYS // 4))
         top, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
         factor = cute.make_rmem_tensor((2,), Float32)
         limits = cute.make_rmem_tensor((2,), Int32)
@@ -333,9 +331,8 @@ class AttentionForwardSm90:
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
 
-        if const_expr(cfg.turns):
-            if group == groups - 1:
-                self.pass_turn(group)
+        if group == groups - 1:
+            self.pass_turn(group)
         at, at_phase = Int32(0), Int32(0)
         slot, slot_phase, k_stage, k_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         v_stage, v_phase = Int32(0), Int32(0)
@@ -344,28 +341,29 @@ class AttentionForwardSm90:
         if blocks > 0:
             cute.arch.mbarrier_wait(q_full + slot, slot_phase)
             cute.arch.mbarrier_wait(k_full + k_stage, k_phase)
+        self.take_queries(rq, sq, slot, warp, lane)
         cute.nvgpu.warpgroup.fence()
         self.start_scores(scores, rq, rk, slot, k_stage)
         cute.nvgpu.warpgroup.wait_group(0)
         while blocks > 0:
             # This tile's first scores are there.
             release(k_empty + k_stage)
-            k_stage, k_phase = advance(k_stage, k_phase, cfg.k_stages)
-            if blocks == 1:
+            k_stage, k_phase = advance(k_stage, k_phase, STAGES)
+            if cfg.held or blocks == 1:
                 release(q_empty + slot)
             key_count = facts[KEY_COUNT, at]
             first = facts[FIRST, at]
             for r in cutlass.range_constexpr(2):
                 limits[r] = cutlass.min(key_count, first + own_row + 8 * r) - 2 * (lane & 3)
             clear = cutlass.min(key_count, first + 64 * group)
-            key = (blocks - 1) * self.keys
+            key = (blocks - 1) * KEYS
             top.fill(NOTHING)
             total.fill(0.0)
             o.fill(0.0)
             self.softmax(s, top, total, factor, limits, clear, key, scale)
             self.pack_powers(s, p)
             for _ in cutlass.range(blocks - 1, unroll=1):
-                key -= self.keys
+                key -= KEYS
                 cute.arch.mbarrier_wait(k_full + k_stage, k_phase)
                 self.take_turn(group)
                 cute.nvgpu.warpgroup.fence()
@@ -375,23 +373,20 @@ class AttentionForwardSm90:
                 self.pass_turn(group)
                 cute.nvgpu.warpgroup.wait_group(1)
                 release(k_empty + k_stage)
-                k_stage, k_phase = advance(k_stage, k_phase, cfg.k_stages)
-                if key == 0:
-                    release(q_empty + slot)
+                k_stage, k_phase = advance(k_stage, k_phase, STAGES)
+                if const_expr(not cfg.held):
+                    if key == 0:
+                        release(q_empty + slot)
                 rose = self.softmax(s, top, total, factor, limits, clear, key, scale)
                 # A wait of its own for each case: in front of the branch it would be moved before most powers.
-                if const_expr(not cfg.late):
-                    cute.nvgpu.warpgroup.wait_group(0)
                 if rose:
-                    if const_expr(cfg.late):
-                        cute.nvgpu.warpgroup.wait_group(0)
+                    cute.nvgpu.warpgroup.wait_group(0)
                     for i in cutlass.range_constexpr(self.value_dim // 2):
                         o[i] *= factor[i // 2 % 2]
                 else:
-                    if const_expr(cfg.late):
-                        cute.nvgpu.warpgroup.wait_group(0)
+                    cute.nvgpu.warpgroup.wait_group(0)
                 release(v_empty + v_stage)
-                v_stage, v_phase = advance(v_stage, v_phase, cfg.v_stages)
+                v_stage, v_phase = advance(v_stage, v_phase, STAGES)
                 self.pack_powers(s, p)
 
             last = at
@@ -402,6 +397,7 @@ class AttentionForwardSm90:
             if blocks > 0:
                 cute.arch.mbarrier_wait(q_full + slot, slot_phase)
                 cute.arch.mbarrier_wait(k_full + k_stage, k_phase)
+            self.take_queries(rq, sq, slot, warp, lane)
             self.take_turn(group)
             # Behind the last tile these are scores of what happens to be there, which nobody reads.
             cute.nvgpu.warpgroup.fence()
@@ -411,32 +407,43 @@ class AttentionForwardSm90:
             self.pass_turn(group)
             cute.nvgpu.warpgroup.wait_group(0)
             release(v_empty + v_stage)
-            v_stage, v_phase = advance(v_stage, v_phase, cfg.v_stages)
+            v_stage, v_phase = advance(v_stage, v_phase, STAGES)
             self.store(o, top, total, out, lse, facts, last, staged, own_row, warp, lane)
             release(facts_empty + last)
 
     @cute.jit
     def take_turn(self, group):
-        if const_expr(self.cfg.turns):
-            cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=2 * WARPGROUP)
+        cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def pass_turn(self, group):
-        if const_expr(self.cfg.turns):
-            following = 0 if group == self.cfg.groups - 1 else group + 1
-            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + following, number_of_threads=2 * WARPGROUP)
+        following = 0 if group == self.cfg.groups - 1 else group + 1
+        cute.arch.barrier_arrive(barrier_id=FIRST_TURN + following, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def take_queries(self, rq, sq, slot, warp, lane):
+        """A warp's 16 rows of a tile's queries to registers, if that is where they are used."""
+        if const_expr(self.cfg.held):
+            words = cute.make_tensor(cute.recast_ptr(rq.iterator, dtype=Uint32), cute.make_layout((4, self.dim // 16)))
+            row = warp * 16 + lane % 16
+            start = Int32(sq.iterator.toint()) + slot * (self.rows * self.dim * 2) + row * 128
+            for step in cutlass.range_constexpr(self.dim // 16):
+                chunk = (step % 4 * 2 + lane // 16) ^ (row % 8)
+                for i, word in enumerate(load_matrices(start + step // 4 * (self.rows * 128) + chunk * 16)):
+                    words[i, step] = word
 
     @cute.jit
     def start_scores(self, scores, rq, rk, slot, stage):
         mma = self.score_mma()  # what is set inside a loop cannot be used behind it
         for step in cutlass.range_constexpr(self.dim // 16):
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-            cute.gemm(mma, scores, rq[None, None, step, slot], rk[None, None, step, stage], scores)
+            place = (None, None, step) if self.cfg.held else (None, None, step, slot)
+            cute.gemm(mma, scores, rq[place], rk[None, None, step, stage], scores)
         cute.nvgpu.warpgroup.commit_group()
 
     @cute.jit
     def start_sums(self, mma, sums, powers, rv, stage):
-        for step in cutlass.range_constexpr(self.keys // 16):
+        for step in cutlass.range_constexpr(KEYS // 16):
             cute.gemm(mma, sums, powers[None, None, step], rv[None, None, step, stage], sums)
         cute.nvgpu.warpgroup.commit_group()
 
@@ -447,14 +454,14 @@ class AttentionForwardSm90:
         limits   how many keys the lane's two rows see, less the lane's first column
         clear    how many keys all rows of the warpgroup see
         """
-        if key + self.keys > clear:
-            for i in cutlass.range_constexpr(self.keys // 2):
+        if key + KEYS > clear:
+            for i in cutlass.range_constexpr(KEYS // 2):
                 if limits[i // 2 % 2] - key <= i // 4 * 8 + i % 2:
                     s[i] = -Float32(float("inf"))
         highest = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(2):
             value = s[2 * r]
-            for i in cutlass.range_constexpr(1, self.keys // 4):
+            for i in cutlass.range_constexpr(1, KEYS // 4):
                 value = cute.arch.fmax(value, s[i // 2 * 4 + 2 * r + i % 2])
             value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
             highest[r] = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2)) * scale
@@ -466,15 +473,15 @@ class AttentionForwardSm90:
                     factor[r] = cute.math.exp2(top[r] - highest[r], fastmath=True)
                     top[r] = highest[r]
                     total[r] *= factor[r]
-        for i in cutlass.range_constexpr(self.keys // 2):
+        for i in cutlass.range_constexpr(KEYS // 2):
             s[i] = cute.math.exp2(cute.math.fma(s[i], scale, -top[i // 2 % 2]), fastmath=True)
-        for i in cutlass.range_constexpr(self.keys // 2):
+        for i in cutlass.range_constexpr(KEYS // 2):
             total[i // 2 % 2] += s[i]
         return rose
 
     @cute.jit
     def pack_powers(self, s, p):
-        for i in cutlass.range_constexpr(self.keys // 4):
+        for i in cutlass.range_constexpr(KEYS // 4):
             p[i] = pack(s[2 * i], s[2 * i + 1], self.dtype)
 
     @cute.jit
@@ -569,9 +576,9 @@ def compile_attention_forward(dtype: str, config: AttentionConfig):
 
 
 CONFIGS = {
-    (64, 64): AttentionConfig(64, 64, groups=3),
-    (128, 128): AttentionConfig(128, 128),
-    (192, 128): AttentionConfig(192, 128, q_slots=1),
+    (64, 64): AttentionConfig(64, 64, groups=3, q_slots=2, held=False),
+    (128, 128): AttentionConfig(128, 128, groups=2, q_slots=2, held=False),
+    (192, 128): AttentionConfig(192, 128, groups=2, q_slots=1, held=True),
 }
 
 

@@ -4,9 +4,9 @@ Plan
 - Keys are the rows of a product whose inner dimension are the flat (query, head) columns, 64 at a time. A math
   warpgroup has the sums of 128 keys, two tiles of 64 x D, in registers; the queries pass by through shared memory, read
   by all warpgroups as the operand B, with the channels as columns.
-- The operand A, dI w where a head is active, is made in registers. The bits of q . k are stored as exactly the lane that
-  needs them has them (dsa/cute/indexer_bits.py); a shift, a byte permutation that spreads signs and an AND make two
-  numbers of 16 bits; dI comes by a transposing ldmatrix, which leaves it twice in a word; products with w round to bf16.
+- The operand A, dI w where a head is active, is made in registers. The bits of q . k are stored as the very lane that
+  needs them has had them (dsa/cute/indexer_bits.py); a shift, a byte permutation that spreads signs and an AND make two
+  numbers of 16 bits; dI comes by a transposing ldmatrix, twice in a word; products with w round to bf16.
 - While a warpgroup makes one tile's operand, its other tile's wgmma runs, or another warpgroup's.
 - CTAs have even shares of all (block of keys, group of columns) pairs (dsa/cute/indexer_runs.py). A block that one CTA
   has alone it adds to dk; of the others there are partial sums, which a second kernel adds in a fixed order.
@@ -154,9 +154,7 @@ class IndexerKeyGradSm90:
         if tid < 32:
             sums[tid] = 0
         cute.arch.sync_threads()
-        share = self.walk.share(
-            slots, before, sums, found, cta, meta.shape[0], tid, self.threads, warp, lane
-        )
+        share = self.walk.share(slots, before, sums, found, cta, meta.shape[0], tid, self.threads, warp, lane)
 
         if warp >= self.math_warps:
             cute.arch.setmaxregister_decrease(self.other_registers)
@@ -205,9 +203,7 @@ class IndexerKeyGradSm90:
                     cute.arch.mbarrier_arrive_and_expect_tx(
                         barrier, self.q_bytes + weights + pairs + tiles * (2 * WORDS)
                     )
-                    bulk_load(
-                        w_memory + stage * self.w_bytes, w.iterator + Int64(flat + at * GROUP), weights, barrier
-                    )
+                    bulk_load(w_memory + stage * self.w_bytes, w.iterator + Int64(flat + at * GROUP), weights, barrier)
                     for tile in cutlass.range_constexpr(self.groups):
                         if tile < tiles:
                             source = di[slot, block * self.groups + tile, own * self.queries, None].iterator
@@ -272,15 +268,14 @@ class IndexerKeyGradSm90:
             for acc in flats:
                 acc.fill(0.0)
             key = block * self.keys + tile * TILE
-            seen_from = self.walk.first_group(run.seen, run.step, key)
-            if key >= run.visible:
-                seen_from = end
+            # The groups from which on the first, the second 64 of the keys are seen.
+            seen_from, both_from = self.seen_from(run, key, end), self.seen_from(run, key + BLOCK, end)
             for at in cutlass.range(group, end, unroll=1):
                 cute.arch.mbarrier_wait(full + stage, phase)
-                if at >= seen_from:
-                    self.add(
-                        mma, accs, operands, words, rb, stage, w_at, di_at, word_at
-                    )
+                if at >= both_from:
+                    self.add(2, mma, accs, operands, words, rb, stage, w_at, di_at, word_at)
+                elif at >= seen_from:
+                    self.add(1, mma, accs, operands, words, rb, stage, w_at, di_at, word_at)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(empty + stage)
                 stage, phase = advance(stage, phase, self.stages)
@@ -311,14 +306,19 @@ class IndexerKeyGradSm90:
             first, block, group, left = self.walk.following(run, slots, block, left)
 
     @cute.jit
-    def add(self, mma, accs, operands, words, rb, stage, w_at, di_at, word_at):
-        """Add the products of a stage's columns to this warpgroup's two tiles."""
+    def seen_from(self, run, key, end):
+        """The first group that sees a key; `end` if none does."""
+        return self.walk.first_group(run.seen, run.step, key) if key < run.visible else end
+
+    @cute.jit
+    def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, w_at, di_at, word_at):
+        """Add the products of a stage's columns to this warpgroup's first tile, or to both."""
         w_here, di_here = w_at + stage * self.w_bytes, di_at + stage * self.di_bytes
         word_here = word_at + stage * self.word_bytes
         w = [*load_pairs(w_here), *load_pairs(w_here + 64)]
         if const_expr(self.queries == 1):
             doubled = load_doubled(di_here)
-        for b in cutlass.range_constexpr(2):
+        for b in cutlass.range_constexpr(blocks):
             word = load_4(word_here + b * WORDS)
             own = words[b]
             for query in cutlass.range_constexpr(self.queries):
@@ -387,9 +387,9 @@ class IndexerKeyGradSm90:
 
 @cached
 def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig):
-    """-> f(q [Tq * H, D] bf16, w [Tq * H] bf16, slots [S, 8], di bf16 [S, N, 128, 128], active uint32 [S, 2 H, 2 N, 128],
-    dk [Tk, D] fp32, parts [ctas, 2, keys, D] fp32, meta int32 [ctas, 8]); S up to 1024. Rows of q begin at multiples of
-    16 bytes."""
+    """-> f(q [Tq * H, D] bf16, w [Tq * H] bf16, slots [S, 8], di bf16 [S, N, 128, 128],
+    active uint32 [S, 2 H, 2 N, 128], dk [Tk, D] fp32, parts [ctas, 2, keys, D] fp32, meta int32 [ctas, 8]); S up to
+    1024. Rows of q begin at multiples of 16 bytes."""
     columns, tokens, count, tiles, blocks, ctas = (cute.sym_int() for _ in range(6))
 
     def fake(dtype, shape, stride, align):

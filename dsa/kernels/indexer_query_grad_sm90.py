@@ -4,17 +4,19 @@ dq_h[t] = w[t, h] g_h[t] in bf16 and dw[t, h] = q_h[t] . g_h[t] in fp32.
 Plan
 - Rows of a product are flat (query, head) pairs, 64 at a time, its inner dimension are keys, its columns channels. A
   math warpgroup has `held` such groups of 64 rows in registers, HELD x 64 x D, while all keys that they see pass by
-  through shared memory, 128 at a time, read by both warpgroups as the operand B.
+  through shared memory, 128 at a time, read by all warpgroups as the operand B.
 - The operand A, dI where a head is active, is made in registers. A lane reads the words of bits of two neighbouring
   keys (dsa/cute/indexer_bits.py), takes the bytes of its row out of both, and spreads signs to masks of 16 bits; pairs
   of dI, the same for all heads of a query, come by ldmatrix.
-- While a warpgroup makes one group's operand, another group's wgmma runs, or the other warpgroup's.
+- While a warpgroup makes one group's operand, its other group's wgmma runs, or another warpgroup's.
 - A unit's own q waits in shared memory, put there by each warp for its rows when the unit begins, for dw; dq leaves by
   the same way. dw needs no products again, as sum_j dI relu(q . k) = q . g.
 - One warp loads k by TMA, dI and bits by bulk copies. Keys behind a sequence's last are another's: they are overwritten
-  by zeros, as 0 * NaN would be NaN. Persistent CTAs; the longest units first.
+  by zeros, as 0 * NaN would be NaN.
+- Persistent CTAs; a unit of work is the queries of all warpgroups' groups (indexer_units.py).
 Shared memory: STAGES of 128 x D x 2 bytes of k, 256 a query of dI, 1 KiB a group of bits; 128 x D a group for q and dq.
-Registers: HELD x D / 2 sums, 32 of operands, 8 or 16 of dI, of 232; 40 for the others.
+Registers: HELD x D / 2 sums, HELD x 16 of operands, 8 or 16 of dI, of 232 (two warpgroups) or 112; 40 or 32 for the
+others.
 Roofline: tensor cores, 256 clocks for 64 rows x 64 keys at D 128; beside them 52 instructions of a warp.
 """
 
@@ -29,10 +31,12 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.async_copy import async_load_16, bulk_load
+from dsa.cute.async_copy import bulk_load
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.gather import gather_16
 from dsa.cute.indexer_bits import permute
-from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots, load_slot, snake
+from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots
+from dsa.cute.indexer_units import Units, fake_tickets
 from dsa.cute.masked_operands import load_pairs, load_word_pair
 from dsa.cute.matrix_load import load_matrices
 from dsa.cute.matrix_store import pack, store_matrices
@@ -77,7 +81,7 @@ class IndexerQueryGradSm90:
         self.math_registers, self.other_registers = REGISTERS[cfg.groups]
         self.k_bytes, self.di_bytes, self.word_bytes = cfg.stage_bytes(heads, dim)
         self.block_q = cfg.columns * GROUP // heads
-        self.units_a_slot = SLOT_ROWS // self.block_q
+        self.units = Units(self.block_q)
         self.chunks = dim // 8  # of 16 bytes of a row
         self.staged = ROWS * dim * 2  # bytes of a warp's rows of a group
 
@@ -92,6 +96,7 @@ class IndexerQueryGradSm90:
         active: cute.Tensor,
         dq: cute.Tensor,
         dw: cute.Tensor,
+        tickets: cute.Tensor,
         ctas: Int32,
         stream,
     ):
@@ -107,13 +112,14 @@ class IndexerQueryGradSm90:
             # The last one tells the loading warp itself of what it is to change.
             full: cute.struct.MemRange[Int64, self.stages + 1]
             empty: cute.struct.MemRange[Int64, self.stages]
+            units: self.units.storage()
             di: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.di_bytes], 128]
             words: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.word_bytes], 128]
             q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, 4 * self.columns * self.staged], 128]
             k: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(k_layout)], 1024]
 
         self.storage = Storage
-        self.kernel(q, k_atom, k_tma, w, slots, di, active, dq, dw, mma, k_layout).launch(
+        self.kernel(q, k_atom, k_tma, w, slots, di, active, dq, dw, tickets, mma, k_layout).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -129,6 +135,7 @@ class IndexerQueryGradSm90:
         active: cute.Tensor,
         dq: cute.Tensor,
         dw: cute.Tensor,
+        tickets: cute.Tensor,
         mma: cute.TiledMma,
         k_layout: cute.ComposedLayout,
     ):
@@ -144,46 +151,30 @@ class IndexerQueryGradSm90:
         if tid == 0:
             init_ring(full, empty, self.stages, self.math_warps)
             cute.arch.mbarrier_init(full + self.stages, 1)
+            self.units.init(storage.units, self.math_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp >= self.math_warps:
             cute.arch.setmaxregister_decrease(self.other_registers)
             if warp == self.math_warps:
-                self.produce(k_atom, mk, slots, di, active, sk, k_memory, di_memory, word_memory, full, empty, lane)
+                memory = (k_memory, di_memory, word_memory)
+                self.produce(k_atom, mk, slots, tickets, storage.units, di, active, sk, memory, full, empty, lane)
         else:
             cute.arch.setmaxregister_increase(self.math_registers)
             staged = storage.q.data_ptr() + warp * (self.held * self.staged)
-            memory = (Int32(di_memory.toint()), Int32(word_memory.toint()), staged)
-            self.math(q, w, slots, dq, dw, mma, sk, memory, full, empty, tid, warp, lane)
+            math_memory = (Int32(di_memory.toint()), Int32(word_memory.toint()), staged)
+            self.math(q, w, dq, dw, mma, storage.units, sk, math_memory, full, empty, tid, warp, lane)
 
     @cute.jit
-    def unit(self, index, slots):
-        """Of unit `index`: its slot and the slot's number, its first row, and whether there is such a row. Later
-        queries come first: in a causal batch they see the most."""
-        count = slots.shape[0]
-        number, row, there = Int32(0), Int32(0), Int32(0)
-        if index < count * self.units_a_slot:
-            number = count - 1 - index // self.units_a_slot
-            row = (self.units_a_slot - 1 - index % self.units_a_slot) * self.block_q
-        slot = load_slot(slots, number)
-        if index < count * self.units_a_slot and row < slot.rows:
-            there = Int32(1)
-        return slot, number, row, there
-
-    @cute.jit
-    def waves(self, slots, ctas):
-        return cute.ceil_div(slots.shape[0] * self.units_a_slot, ctas)
-
-    @cute.jit
-    def produce(self, k_atom, mk, slots, di, active, sk, k_memory, di_memory, word_memory, full, empty, lane):
+    def produce(self, k_atom, mk, slots, tickets, storage, di, active, sk, memory, full, empty, lane):
+        k_memory, di_memory, word_memory = memory
         one = cute.make_layout(1)
-        block_index, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         stage, phase, landed_phase = Int32(0), Int32(0), Int32(0)
-        for wave in cutlass.range(self.waves(slots, ctas), unroll=1):
-            slot, number, row, there = self.unit(snake(wave, ctas, block_index), slots)
-            if there > 0:
+        number, unit_place = Int32(0), (Int32(0), Int32(0))
+        while number >= 0:
+            number, slot, row, unit_place = self.units.name(storage, tickets, slots, unit_place, lane)
+            if number >= 0:
                 first = row * self.heads // GROUP
                 gk = cute.local_tile(cute.domain_offset((slot.first_k, 0), mk), (TILE, self.dim), (None, 0))
                 tks, tkg = cute.nvgpu.cpasync.tma_partition(
@@ -217,19 +208,18 @@ class IndexerQueryGradSm90:
                     stage, phase = advance(stage, phase, self.stages)
 
     @cute.jit
-    def math(self, q, w, slots, dq, dw, mma, sk, memory, full, empty, tid, warp, lane):
+    def math(self, q, w, dq, dw, mma, storage, sk, memory, full, empty, tid, warp, lane):
         di_memory, word_memory, staged = memory
         thr = mma.get_slice(tid % WARPGROUP)
         channels = cute.make_tensor(sk.iterator, cute.select(sk.layout, mode=[1, 0, 2]))
         rb = mma.make_fragment_B(thr.partition_B(channels))
         shape = thr.partition_shape_A((BLOCK, GROUP))
-        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(2)]
+        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(self.held)]
         words = [cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(32)), Uint32) for x in operands]
         accs = [cute.make_rmem_tensor(thr.partition_shape_C((BLOCK, self.dim)), Float32) for _ in range(self.held)]
         flats = [cute.make_tensor(x.iterator, cute.make_layout(self.dim // 2)) for x in accs]
+        weights = cute.make_rmem_tensor((2 * self.held,), Float32)
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        block_index, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         own_warp, side = warp % 4, warp // 4
         # Of the unit's rows: the first of this warp, in the first of its groups.
         own = side * (self.held * GROUP) + own_warp * ROWS
@@ -239,37 +229,39 @@ class IndexerQueryGradSm90:
         taken = Uint32(0x6420) + Uint32(0x1111) * Uint32((lane >> 2) & 1)
         shift = Uint32(2 * own_warp)
         stage, phase = Int32(0), Int32(0)
-        for wave in cutlass.range(self.waves(slots, ctas), unroll=1):
-            slot, _, row, there = self.unit(snake(wave, ctas, block_index), slots)
-            if there > 0:
-                flat_row = (slot.first_q + row) * self.heads + own
-                end = (slot.first_q + slot.rows) * self.heads
+        number, unit_place = Int32(0), (Int32(0), Int32(0))
+        while number >= 0:
+            unit, unit_place = self.units.read(storage, unit_place)
+            number = unit.slot
+            if number >= 0:
+                flat_row = (unit.first_q + unit.row) * self.heads + own
+                end = (unit.first_q + unit.rows) * self.heads
                 self.request(q, flat_row, end, staged, lane)
+                for i in cutlass.range_constexpr(2 * self.held):
+                    weights[i] = w[cutlass.min(flat_row + i // 2 * GROUP + i % 2 * 8 + (lane >> 2), end - 1)]
                 for acc in flats:
                     acc.fill(0.0)
-                visible = slot.seen_by(row, self.block_q)
+                visible = unit.visible
                 for tile in cutlass.range(cute.ceil_div(visible, TILE), unroll=1):
                     cute.arch.mbarrier_wait(full + stage, phase)
                     for b in cutlass.range_constexpr(2):
                         if tile * TILE + b * BLOCK < visible:
-                            at = (di_at + stage * self.di_bytes + b * 128, word_at + stage * self.word_bytes + b * WORDS)
-                            self.add(mma, accs, operands, words, rb, stage, b, at, taken, shift)
+                            di_here = di_at + (stage * self.di_bytes + b * 128)
+                            word_here = word_at + (stage * self.word_bytes + b * WORDS)
+                            self.add(mma, accs, operands, words, rb, stage, b, di_here, word_here, taken, shift)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(empty + stage)
                     stage, phase = advance(stage, phase, self.stages)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_warp()
-                self.finish(flats, w, dq, dw, flat_row, end, staged, lane)
+                self.finish(flats, weights, dq, dw, flat_row, end, staged, lane)
 
     @cute.jit
-    def add(self, mma, accs, operands, words, rb, stage, b: cutlass.Constexpr, at, taken, shift):
+    def add(self, mma, accs, operands, words, rb, stage, b: cutlass.Constexpr, di_here, word_here, taken, shift):
         """Add the products with 64 keys of a stage to this warpgroup's groups."""
-        di_here, word_here = at
         halves = 2 if self.heads < 16 else 1
         for i in cutlass.range_constexpr(self.held):
-            if const_expr(i >= 2):
-                cute.nvgpu.warpgroup.wait_group(1)  # which reads the operand's registers
-            own = words[i % 2]
+            own = words[i]
             pairs = []
             for half in cutlass.range_constexpr(halves):
                 address = di_here + (i * GROUP + 8 * half) // self.heads * (TILE * 2)
@@ -285,7 +277,7 @@ class IndexerQueryGradSm90:
             cute.nvgpu.warpgroup.fence()
             for step in cutlass.range_constexpr(BLOCK // 16):
                 keys = rb[None, None, b * (BLOCK // 16) + step, stage]
-                cute.gemm(mma, accs[i], operands[i % 2][None, None, step], keys, accs[i])
+                cute.gemm(mma, accs[i], operands[i][None, None, step], keys, accs[i])
             cute.nvgpu.warpgroup.commit_group()
         cute.nvgpu.warpgroup.wait_group(0)
 
@@ -295,55 +287,72 @@ class IndexerQueryGradSm90:
         return row * (self.dim * 2) + (chunk ^ (row & 7)) * 16
 
     @cute.jit
-    def request(self, q, flat_row, end, staged, lane):
-        """Start loading this warp's rows of q."""
-        for i in cutlass.range_constexpr(self.held):
-            for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
-                row, chunk = (first + lane) // self.chunks, (first + lane) % self.chunks
-                if flat_row + i * GROUP + row < end:
-                    source = q[flat_row + i * GROUP + row, None].iterator + chunk * 8
-                    async_load_16(staged + (i * self.staged + self.place(row, chunk)), source)
+    def own_place(self, first: cutlass.Constexpr, lane):
+        """The same of a lane's 16 bytes, number first + lane of all rows'."""
+        return self.place(first // self.chunks + lane // self.chunks, lane % self.chunks)
 
     @cute.jit
-    def finish(self, flats, w, dq, dw, flat_row, end, staged, lane):
-        """dw and dq of this warp's rows."""
-        eight = cute.make_rmem_tensor((4,), Uint32)
-        weights = cute.make_rmem_tensor((2 * self.held,), Float32)
-        own = lane >> 2
+    def request(self, q, flat_row, end, staged, lane):
+        """Start loading this warp's rows of q, zeros where there is none: 16 heads of a query, or 8 of two."""
+        source = Int64(q[flat_row, None].iterator.toint()) + lane * 16
         for i in cutlass.range_constexpr(self.held):
-            for half in cutlass.range_constexpr(2):
-                weights[2 * i + half] = w[cutlass.min(flat_row + i * GROUP + own + 8 * half, end - 1)]
-        for i in cutlass.range_constexpr(self.held):
-            memory = Int32(staged.toint()) + i * self.staged
-            flat, sums = flats[i], [Float32(0.0), Float32(0.0)]
-            for n in cutlass.range_constexpr(self.dim // 16):
-                address = memory + self.place(lane & 15, 2 * n + (lane >> 4))
-                loaded = load_matrices(address)
-                results = []
-                for m in cutlass.range_constexpr(4):
-                    half, at = m % 2, 4 * (2 * n + m // 2) + 2 * (m % 2)
-                    low, high = as_float(loaded[m] << 16), as_float(loaded[m] & Uint32(0xFFFF0000))
-                    sums[half] = cute.math.fma(low, flat[at], sums[half])
-                    sums[half] = cute.math.fma(high, flat[at + 1], sums[half])
-                    weight = weights[2 * i + half]
-                    results.append(pack(flat[at] * weight, flat[at + 1] * weight, BFloat16))
-                store_matrices(address, results)
-            for half in cutlass.range_constexpr(2):
-                total = sums[half] + cute.arch.shuffle_sync_bfly(sums[half], offset=1)
-                total += cute.arch.shuffle_sync_bfly(total, offset=2)
-                row = flat_row + i * GROUP + own + 8 * half
-                if (lane & 3) == 0 and row < end:
-                    dw[row] = total
-            cute.arch.sync_warp()
             for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
-                row, chunk = (first + lane) // self.chunks, (first + lane) % self.chunks
-                if flat_row + i * GROUP + row < end:
-                    loaded = load_16(memory + self.place(row, chunk))
-                    for n in cutlass.range_constexpr(4):
-                        eight[n] = loaded[n]
-                    target = cute.local_tile(dq[flat_row + i * GROUP + row, None], (8,), (chunk,))
-                    cute.autovec_copy(cute.recast_tensor(eight, BFloat16), target)
-            cute.arch.sync_warp()
+                row = flat_row + i * GROUP
+                if const_expr(self.heads < ROWS):
+                    row += first // self.chunks + lane // self.chunks
+                target = Int32(staged.toint()) + (i * self.staged + self.own_place(first, lane))
+                gather_16(target, source + (i * GROUP * self.dim * 2 + first * 16), row < end)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def finish(self, flats, weights, dq, dw, flat_row, end, staged, lane):
+        """dw and dq of this warp's rows."""
+        for i in cutlass.range_constexpr(self.held):
+            if flat_row + i * GROUP < end:
+                self.finish_group(flats[i], weights, dq, dw, i, flat_row, end, staged, lane)
+
+    @cute.jit
+    def finish_group(self, flat, weights, dq, dw, i: cutlass.Constexpr, flat_row, end, staged, lane):
+        memory = Int32(staged.toint()) + i * self.staged
+        sums = [Float32(0.0), Float32(0.0)]
+        for n in cutlass.range_constexpr(self.dim // 16):
+            address = memory + self.place(lane & 15, 2 * n + (lane >> 4))
+            loaded = load_matrices(address)
+            results = []
+            for m in cutlass.range_constexpr(4):
+                half, at = m % 2, 4 * (2 * n + m // 2) + 2 * (m % 2)
+                low, high = as_float(loaded[m] << 16), as_float(loaded[m] & Uint32(0xFFFF0000))
+                sums[half] = cute.math.fma(low, flat[at], sums[half])
+                sums[half] = cute.math.fma(high, flat[at + 1], sums[half])
+                weight = weights[2 * i + half]
+                results.append(pack(flat[at] * weight, flat[at + 1] * weight, BFloat16))
+            store_matrices(address, results)
+        cute.arch.sync_warp()
+        target = dq[flat_row, None].iterator + lane * 8
+        for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
+            vector = load_16(memory + self.own_place(first, lane))
+            place = target + (i * GROUP * self.dim + first * 8)
+            if const_expr(self.heads >= ROWS):
+                store_global_16(place, vector)
+            else:
+                if flat_row + (i * GROUP + first // self.chunks) + lane // self.chunks < end:
+                    store_global_16(place, vector)
+        for half in cutlass.range_constexpr(2):
+            total = sums[half] + cute.arch.shuffle_sync_bfly(sums[half], offset=1)
+            total += cute.arch.shuffle_sync_bfly(total, offset=2)
+            row = flat_row + (i * GROUP + 8 * half) + (lane >> 2)
+            if (lane & 3) == 0 and row < end:
+                dw[row] = total
+        cute.arch.sync_warp()
+
+
+@cute.jit
+def store_global_16(target: cute.Pointer, words):
+    """Four words to the 16 bytes at a multiple of 16."""
+    cute.arch.inline_ptx(
+        "st.global.v4.b32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};",
+        read_only_args=[Int64(target.toint()), *words],
+    )
 
 
 @cute.jit
@@ -354,16 +363,15 @@ def as_float(bits: Uint32) -> Float32:
 @cached
 def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradConfig):
     """-> f(q [Tq * H, D] bf16, k [Tk, D] bf16, w [Tq * H] fp32, slots [S, 8], di bf16 [S, N, 128, 128],
-    active uint32 [S, 2 H, 2 N, 128], dq [Tq * H, D] bf16, dw [Tq * H] fp32, ctas); rows of q, k and dq begin at
-    multiples of 16 bytes."""
+    active uint32 [S, 2 H, 2 N, 128], dq [Tq * H, D] bf16, dw [Tq * H] fp32, tickets int32 [1] of 0, ctas); rows of q, k
+    and dq begin at multiples of 16 bytes."""
     rows, count, tiles, blocks = (cute.sym_int() for _ in range(4))
 
     def fake(dtype, shape, stride, align):
         return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
 
-    row_stride = cute.sym_int64(divisibility=8)
-    q, dq = fake(BFloat16, (rows, dim), (dim, 1), 16), fake(BFloat16, (rows, dim), (dim, 1), 16)
-    k = fake(BFloat16, (cute.sym_int(), dim), (row_stride, 1), 16)
+    # Offsets in q may pass 32 bits.
+    q, k, dq = (fake(BFloat16, (n, dim), (cute.sym_int64(divisibility=8), 1), 16) for n in (rows, cute.sym_int(), rows))
     w, dw = fake(Float32, (rows,), (1,), 4), fake(Float32, (rows,), (1,), 4)
     tile = SLOT_ROWS * SLOT_ROWS
     strides = cute.sym_int64(divisibility=2 * tile), 2 * tile, SLOT_ROWS, 1
@@ -372,14 +380,15 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
     active = fake(Uint32, (count, SLOT_ROWS * heads // GROUP, blocks, WARPGROUP), strides, 16)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = IndexerQueryGradSm90(heads, dim, config)
-    return compile_sm90(kernel, q, k, w, fake_slots(), di, active, dq, dw, Int32(1), stream)
+    return compile_sm90(kernel, q, k, w, fake_slots(), di, active, dq, dw, fake_tickets(), Int32(1), stream)
 
 
 def choose_config(heads: int, dim: int) -> IndexerQueryGradConfig:
-    """As many stages as there is room for, 8 at most."""
-    held = 2 if dim == 128 else 4
+    """The measured winner: four warpgroups hide what lies between two wgmma best, if their registers suffice. As many
+    stages as there is room for, 8 at most."""
+    groups, held = (2, 2) if dim == 128 else (4, 1)
     return max(
-        (c for n in range(2, 9) if (c := IndexerQueryGradConfig(2, held, n)).shared(heads, dim) <= SHARED_BYTES),
+        (c for n in range(2, 9) if (c := IndexerQueryGradConfig(groups, held, n)).shared(heads, dim) <= SHARED_BYTES),
         key=lambda config: config.stages,
     )
 

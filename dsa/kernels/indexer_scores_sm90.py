@@ -2,13 +2,13 @@
 one bit for each (query, head, key): whether q_h[t] . k[j] > 0, which is all that the gradients need of the products.
 
 Plan
-- As the FP8 scores (fp8_mqa_logits_sm90.py): rows of a wgmma tile are 64 keys, its N columns the heads of N / H queries,
-  so that the sum over heads is multiply-adds in registers and a transposing shuffle over the quad. Warpgroups take the
-  key tiles in turns; a tile's last steps run under the next tile's wgmma.
-- Keys come with their sign turned. The accumulators hold -q . k, whose sign bit is set where a head is active, not for a
-  product of 0: a funnel shift an accumulator collects 32 of them to a word (dsa/cute/indexer_bits.py), stored as it is.
+- As the FP8 scores (fp8_mqa_logits_sm90.py): rows of a wgmma tile are 64 keys, its N columns the heads of N / H
+  queries, so that the sum over heads is multiply-adds in registers and a transposing shuffle over the quad. Warpgroups
+  take the key tiles in turns; a tile's last steps run under the next tile's wgmma.
+- Keys come with their sign turned. The accumulators hold -q . k, whose sign bit is set where a head is active, not for
+  a product of 0: a funnel shift an accumulator collects 32 of them to a word (dsa/cute/indexer_bits.py).
 - One warp loads by TMA: queries double-buffered, keys through a ring of 64-key stages for each warpgroup.
-- Persistent CTAs; a unit of work is N / H queries of a slot with all keys that one of them sees, the longest first.
+- Persistent CTAs; a unit of work is N / H queries of a slot with all keys that one of them sees (indexer_units.py).
   What lies in a tile beyond a query's keys, or in the unit beyond its rows, is written as it comes, or not at all.
 Shared memory: 2 x N x D x 2 bytes of queries, GROUPS x STAGES x 64 x D x 2 of keys, barriers (at most 225 KiB).
 Registers: N / 2 accumulators and N / 4 weights a math thread, of 232 (two warpgroups) or 160; 40 or 32 for the others.
@@ -22,7 +22,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -30,7 +30,8 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.head_sum import quad_transpose
 from dsa.cute.indexer_bits import negated_head_sum, sign_bits, word_place
-from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots, load_slot, snake
+from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots, fake_tiles
+from dsa.cute.indexer_units import Units, fake_tickets
 from dsa.cute.ring import advance
 from dsa.cute.score_tile import REGISTERS, SHARED_BYTES, WARPGROUP, init_ring, multiply, tile_load
 
@@ -59,8 +60,7 @@ class IndexerScoresSm90:
         self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
         self.math_registers, self.other_registers = REGISTERS[cfg.groups]
         self.block_q = cfg.columns // heads
-        self.units_a_slot = SLOT_ROWS // self.block_q
-        self.lane_q = self.block_q // 4  # queries that a lane stores: every fourth
+        self.units = Units(self.block_q)
         self.words = cfg.columns // GROUP
 
     @cute.jit
@@ -72,6 +72,7 @@ class IndexerScoresSm90:
         slots: cute.Tensor,
         scores: cute.Tensor,
         active: cute.Tensor,
+        tickets: cute.Tensor,
         ctas: Int32,
         stream,
     ):
@@ -88,13 +89,14 @@ class IndexerScoresSm90:
             k_empty: cute.struct.MemRange[cutlass.Int64, self.stages]
             q_full: cute.struct.MemRange[cutlass.Int64, 2]
             q_empty: cute.struct.MemRange[cutlass.Int64, 2]
+            units: self.units.storage()
             q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(k_layout)], 1024]
 
         self.storage = Storage
-        self.kernel(q_atom, q_tma, k_atom, k_tma, weights, slots, scores, active, mma, q_layout, k_layout).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
-        )
+        self.kernel(
+            q_atom, q_tma, k_atom, k_tma, weights, slots, scores, active, tickets, mma, q_layout, k_layout
+        ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -107,6 +109,7 @@ class IndexerScoresSm90:
         slots: cute.Tensor,
         scores: cute.Tensor,
         active: cute.Tensor,
+        tickets: cute.Tensor,
         mma: cute.TiledMma,
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
@@ -117,6 +120,7 @@ class IndexerScoresSm90:
         storage = SmemAllocator().allocate(self.storage)
         k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
+        rings = (k_full, k_empty, q_full, q_empty)
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
 
@@ -126,45 +130,28 @@ class IndexerScoresSm90:
         if tid == 0:
             init_ring(k_full, k_empty, self.stages, 4)
             init_ring(q_full, q_empty, 2, self.math_warps)
+            self.units.init(storage.units, self.math_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp >= self.math_warps:
             cute.arch.setmaxregister_decrease(self.other_registers)
             if warp == self.math_warps:
-                self.produce(q_atom, mq, k_atom, mk, slots, sq, sk, k_full, k_empty, q_full, q_empty)
+                self.produce(q_atom, mq, k_atom, mk, slots, tickets, storage.units, sq, sk, rings, lane)
         else:
             cute.arch.setmaxregister_increase(self.math_registers)
-            rings = (k_full, k_empty, q_full, q_empty)
-            self.math(weights, slots, scores, active, mma, sq, sk, rings, tid, warp, lane)
+            self.math(weights, scores, active, mma, storage.units, sq, sk, rings, tid, warp, lane)
 
     @cute.jit
-    def unit(self, index, slots):
-        """Of unit `index`: its slot and the slot's number, its first row, and its number of key tiles. Later queries
-        come first: in a causal batch they see the most."""
-        count = slots.shape[0]
-        number, row, tiles = Int32(0), Int32(0), Int32(0)
-        if index < count * self.units_a_slot:
-            number = count - 1 - index // self.units_a_slot
-            row = (self.units_a_slot - 1 - index % self.units_a_slot) * self.block_q
-        slot = load_slot(slots, number)
-        if index < count * self.units_a_slot:
-            tiles = cute.ceil_div(slot.seen_by(row, self.block_q), BLOCK)
-        return slot, number, row, tiles
-
-    @cute.jit
-    def waves(self, slots, ctas):
-        return cute.ceil_div(slots.shape[0] * self.units_a_slot, ctas)
-
-    @cute.jit
-    def produce(self, q_atom, mq, k_atom, mk, slots, sq, sk, k_full, k_empty, q_full, q_empty):
+    def produce(self, q_atom, mq, k_atom, mk, slots, tickets, storage, sq, sk, rings, lane):
+        k_full, k_empty, q_full, q_empty = rings
         one = cute.make_layout(1)
-        block_index, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         place, place_phase, group, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        for wave in cutlass.range(self.waves(slots, ctas), unroll=1):
-            slot, _, row, tiles = self.unit(snake(wave, ctas, block_index), slots)
-            if tiles > 0:
+        number, unit_place = Int32(0), (Int32(0), Int32(0))
+        while number >= 0:
+            number, slot, row, unit_place = self.units.name(storage, tickets, slots, unit_place, lane)
+            tiles = cute.ceil_div(slot.seen_by(row, self.block_q), BLOCK)
+            if number >= 0 and tiles > 0:
                 flat = (slot.first_q + row) * self.heads
                 gq = cute.local_tile(cute.domain_offset((flat, 0), mq), (self.n, self.dim), (0, 0))
                 gk = cute.local_tile(cute.domain_offset((slot.first_k, 0), mk), (BLOCK, self.dim), (None, 0))
@@ -191,7 +178,7 @@ class IndexerScoresSm90:
                         turn, phase = advance(turn, phase, self.group_stages)
 
     @cute.jit
-    def math(self, weights, slots, scores, active, mma, sq, sk, rings, tid, warp, lane):
+    def math(self, weights, scores, active, mma, storage, sq, sk, rings, tid, warp, lane):
         k_full, k_empty, q_full, q_empty = rings
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
@@ -203,23 +190,25 @@ class IndexerScoresSm90:
         w = cute.make_rmem_tensor((self.n // 4,), Float32)
         queries = weights.shape[0]
         quad = lane & 3
-        block_index, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         own_ring = warp // 4 * self.group_stages
         own_key = (warp % 4) * 16 + (lane >> 2)
         own_word = (warp % 4) * 32 + word_place(lane)
         place, place_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
         # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
         mine = warp // 4
-        for wave in cutlass.range(self.waves(slots, ctas), unroll=1):
-            slot, number, row, tiles = self.unit(snake(wave, ctas, block_index), slots)
-            if tiles > 0:
-                # A lane's scores: of row quad of the unit, and of its first key.
+        number, unit_place = Int32(0), (Int32(0), Int32(0))
+        while number >= 0:
+            unit, unit_place = self.units.read(storage, unit_place)
+            number, row, tiles = unit.slot, unit.row, cute.ceil_div(unit.visible, BLOCK)
+            if number >= 0 and tiles > 0:
+                # A lane's scores: of every fourth query and of both keys, or of two queries it has one and a key.
                 own_scores = scores[number, None, row + quad, own_key].iterator
+                if const_expr(self.block_q == 2):
+                    own_scores = scores[number, None, row + (quad >> 1), own_key + 8 * (quad & 1)].iterator
                 own_active = active[number, row * self.heads // GROUP, None, own_word].iterator
                 word_stride = active.stride[1]
                 for j in cutlass.range_constexpr(self.n // 8):
-                    t = cutlass.min(slot.first_q + row + j * 8 // self.heads, queries - 1)
+                    t = cutlass.min(unit.first_q + row + j * 8 // self.heads, queries - 1)
                     for c in cutlass.range_constexpr(2):
                         w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
                 cute.arch.mbarrier_wait(q_full + place, place_phase)
@@ -258,17 +247,21 @@ class IndexerScoresSm90:
             for group in cutlass.range_constexpr(self.words):
                 (own_active + (group * word_stride + tile * WARPGROUP)).store(words[group])
             first = own_scores + ((tile >> 1) * (SLOT_ROWS * SLOT_ROWS) + (tile & 1) * BLOCK)
-            for i in cutlass.range_constexpr(self.lane_q):
-                for half in cutlass.range_constexpr(2):
-                    value = quad_transpose(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
-                    (first + (4 * i * SLOT_ROWS + 8 * half)).store(value)
+            if const_expr(self.block_q == 2):
+                first.store(quad_transpose(*(sums[i] for i in range(4)), upper, odd))
+            else:
+                for i in cutlass.range_constexpr(self.block_q // 4):
+                    for half in cutlass.range_constexpr(2):
+                        value = quad_transpose(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
+                        (first + (4 * i * SLOT_ROWS + 8 * half)).store(value)
 
 
 @cached
 def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
     """-> f(q [Tq * H, D] bf16, minus_k [Tk, D] bf16, w [Tq, H], slots [S, 8], scores [S, N, 128, 128],
-    active uint32 [S, 2 H, 2 N, 128], ctas); Tq, Tk, S, N > 0. Rows of q and minus_k begin at multiples of 16 bytes."""
-    queries, count, tiles, blocks = (cute.sym_int() for _ in range(4))
+    active uint32 [S, 2 H, 2 N, 128], tickets int32 [1] of 0, ctas); Tq, Tk, S, N > 0. Rows of q and minus_k begin at
+    multiples of 16 bytes."""
+    queries, count, blocks = (cute.sym_int() for _ in range(3))
 
     def fake(dtype, shape, stride, align):
         return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
@@ -276,13 +269,7 @@ def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
     q = fake(BFloat16, (cute.sym_int(), dim), (dim, 1), 16)
     k = fake(BFloat16, (cute.sym_int(), dim), (cute.sym_int64(divisibility=8), 1), 16)
     weights = fake(Float32, (queries, heads), (cute.sym_int64(), 1), 4)
-    tile = SLOT_ROWS * SLOT_ROWS
-    scores = fake(
-        Float32,
-        (count, tiles, SLOT_ROWS, SLOT_ROWS),
-        (cute.sym_int64(divisibility=tile), tile, SLOT_ROWS, 1),
-        16,
-    )
+    scores = fake_tiles(Float32, SLOT_ROWS, SLOT_ROWS)
     stride = cute.sym_int64(divisibility=WARPGROUP)
     groups = SLOT_ROWS * heads // GROUP
     active = fake(
@@ -290,7 +277,7 @@ def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = IndexerScoresSm90(heads, dim, config)
-    return compile_sm90(kernel, q, k, weights, fake_slots(), scores, active, Int32(1), stream)
+    return compile_sm90(kernel, q, k, weights, fake_slots(), scores, active, fake_tickets(), Int32(1), stream)
 
 
 def choose_config(heads: int, dim: int) -> IndexerScoresConfig:
@@ -298,7 +285,11 @@ def choose_config(heads: int, dim: int) -> IndexerScoresConfig:
     many stages as there is room for, 6 at most."""
     columns, groups = (256, 2) if heads == 64 else (128, 3)
     return max(
-        (config for stages in range(1, 7) if (config := IndexerScoresConfig(columns, groups, stages)).shared(dim) <= SHARED_BYTES),
+        (
+            config
+            for stages in range(1, 7)
+            if (config := IndexerScoresConfig(columns, groups, stages)).shared(dim) <= SHARED_BYTES
+        ),
         key=lambda config: config.stages,
     )
 
@@ -306,5 +297,7 @@ def choose_config(heads: int, dim: int) -> IndexerScoresConfig:
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_indexer_scores, (heads, dim, choose_config(heads, dim))) for heads in (8, 16, 32, 64) for dim in (64, 128)
+        (compile_indexer_scores, (heads, dim, choose_config(heads, dim)))
+        for heads in (8, 16, 32, 64)
+        for dim in (64, 128)
     ]

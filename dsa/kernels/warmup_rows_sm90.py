@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.indexer_slots import SLOT_ROWS, fake_slots, load_slot
+from dsa.cute.indexer_slots import SLOT_ROWS, fake_slots, fake_tiles, load_slot
 
 WARPS = 8
 LOG2E = 1.4426950408889634
@@ -84,20 +84,18 @@ class WarmupKlSm90:
             kl[slot.first_q + row] = total
 
 
-def _fake(element, shape, stride, align=4):
-    return cute.runtime.make_fake_tensor(element, shape, stride, assumed_align=align)
+def _fake_rows():
+    return cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (1,), assumed_align=4)
 
 
 @cached
 def compile_warmup_lse():
     """-> f(scores [S, N, 128, 128], slots [S, 8] int32, lse_idx [Tq]); fp32."""
-    count, most = cute.sym_int(), cute.sym_int()
-    strides = cute.sym_int64(divisibility=SLOT_ROWS * SLOT_ROWS), SLOT_ROWS * SLOT_ROWS, SLOT_ROWS, 1
     return compile_sm90(
         WarmupLseSm90(),
-        _fake(Float32, (count, most, SLOT_ROWS, SLOT_ROWS), strides, 16),
+        fake_tiles(Float32, SLOT_ROWS, SLOT_ROWS),
         fake_slots(),
-        _fake(Float32, (cute.sym_int(),), (1,)),
+        _fake_rows(),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
@@ -105,12 +103,11 @@ def compile_warmup_lse():
 @cached
 def compile_warmup_kl():
     """-> f(kl_parts [S, N, 128], slots [S, 8] int32, kl [Tq]); fp32."""
-    count, most = cute.sym_int(), cute.sym_int()
     return compile_sm90(
         WarmupKlSm90(),
-        _fake(Float32, (count, most, SLOT_ROWS), (cute.sym_int64(divisibility=SLOT_ROWS), SLOT_ROWS, 1)),
+        fake_tiles(Float32, SLOT_ROWS),
         fake_slots(),
-        _fake(Float32, (cute.sym_int(),), (1,)),
+        _fake_rows(),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 

@@ -27,7 +27,7 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.add_power import add_power
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
-from dsa.cute.indexer_slots import SLOT_ROWS, fake_slots, load_slot
+from dsa.cute.indexer_slots import SLOT_ROWS, fake_slots, fake_tiles, load_slot
 from dsa.cute.matrix_store import pack
 from dsa.cute.register_pressure import computed_here
 from dsa.cute.ring import advance
@@ -409,12 +409,10 @@ def compile_warmup_target(dtype: str, dim: int):
     """-> f(q [Tq, H, d], k [Tk, Hk, d], lse [H, Tq], lse_idx [Tq], upstream [Tq], slots [S, 8], tiles [S + 1], scores
     [S, N, 128, 128], kl_parts [S, N, 128], scale, H / Hk, ctas); numbers fp32 unless they are q's and k's."""
     kind = cute_dtype(dtype)
-    queries, count, most = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    queries = cute.sym_int()
 
     def fake(element, shape, stride, align):
         return cute.runtime.make_fake_tensor(element, shape, stride, assumed_align=align)
-
-    tile_strides = cute.sym_int64(divisibility=SLOT_ROWS * SLOT_ROWS), SLOT_ROWS * SLOT_ROWS
 
     def rows_of_heads(length):
         strides = cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1
@@ -427,13 +425,8 @@ def compile_warmup_target(dtype: str, dim: int):
         *(fake(Float32, (queries,), (1,), 4) for _ in range(2)),
         fake_slots(),
         fake(Int32, (cute.sym_int(),), (1,), 4),
-        fake(
-            Float32,
-            (count, most, SLOT_ROWS, SLOT_ROWS),
-            (cute.sym_int64(divisibility=SLOT_ROWS * SLOT_ROWS), SLOT_ROWS * SLOT_ROWS, SLOT_ROWS, 1),
-            16,
-        ),
-        fake(Float32, (count, most, SLOT_ROWS), (cute.sym_int64(divisibility=SLOT_ROWS), SLOT_ROWS, 1), 4),
+        fake_tiles(Float32, SLOT_ROWS, SLOT_ROWS),
+        fake_tiles(Float32, SLOT_ROWS),
         *(Float32(0.0), Int32(1), Int32(1)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     )

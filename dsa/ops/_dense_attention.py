@@ -27,8 +27,8 @@ def attention_forward(
     softmax_scale: float,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'], h' = h // (H / Hk), over keys j that t sees:
-    those of its sequence, or if `causal` of these the ones with j - n_k <= t - n_q, of n_q queries and n_k keys.
+    """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'], h' = h // (H / Hk), over the keys j
+    that t sees: its sequence's n_k, or if `causal` of these the ones with j - n_k <= t - n_q, of n_q queries.
 
     q             [Tq, H, d], k [Tk, Hk, d], v [Tk, Hk, dv], bf16 or fp16; (d, dv): (64, 64), (128, 128) or (192, 128)
     cu_seqlens_*  int32 [B + 1], from 0 to at most T*: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1] - 1

@@ -7,6 +7,8 @@ slots   int32 [S, 8]
 scores  fp32 [S, N, 128 (row), 128 (key)], N tiles at least as many as a slot has. For the gradients the first half of
         each tile's bytes holds dI instead, bf16 [128, 128]: 0 for keys that a row does not see and for missing rows
 active  int32 [S, 2 Hi, 2 N, 128]: bits (dsa/cute/indexer_bits.py), written by `index_scores`, read by the gradients
+
+Nothing is checked here. Tensors are contiguous, at multiples of 16 bytes and on one device; Hi of HEADS, di 64 or 128.
 """
 
 import functools
@@ -15,11 +17,8 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_rows, check_same_device
-from reference.checks import check_tensor
 
-HEADS, DIMS = (8, 16, 32, 64), (64, 128)
+HEADS = 8, 16, 32, 64
 ROWS = 128  # of a slot, and keys of a tile
 
 
@@ -41,17 +40,16 @@ def index_scores(
     q_idx        bf16 [Tq, Hi, di], contiguous; w fp32 [Tq, Hi]
     minus_k_idx  bf16 [Tk, di], k_idx with its sign turned: a product's sign bit then says whether the head is active
 
-    Of a tile that a slot visits, scores of keys that a row does not see and of missing rows are anything, or not written.
+    Of a tile that a slot visits, scores of keys that a row does not see and of missing rows are anything.
     """
-    _check(q_idx, slots, scores, active, minus_k_idx=minus_k_idx, w=w)
-    check_tensor("w", w, (torch.float32,), tuple(q_idx.shape[:2]))
     tokens, heads, dim = q_idx.shape
     if 0 in (tokens, len(minus_k_idx), len(slots)):
         return
     launch, units = _scores_kernel(heads, dim)
     with backends.on_device(q_idx):
         ctas = min(backends.num_sms(q_idx.device), units * len(slots))
-        launch(q_idx.view(-1, dim), rows_at_16_bytes(minus_k_idx), w, slots, scores, active.view(torch.uint32), ctas)
+        flat = q_idx.view(-1, dim), minus_k_idx, w, slots, scores, active.view(torch.uint32)
+        launch(*flat, _tickets(q_idx), ctas)
 
 
 def index_query_grad(
@@ -69,12 +67,6 @@ def index_query_grad(
 
     q_idx, dq contiguous; k_idx bf16 [Tk, di]; w, dw fp32, contiguous.
     """
-    _check(q_idx, slots, scores, active, k_idx=k_idx, w=w, dq=dq, dw=dw)
-    for name, x in (("w", w), ("dw", dw)):
-        check_tensor(name, x, (torch.float32,), tuple(q_idx.shape[:2]))
-        _check_contiguous(name, x)
-    check_tensor("dq", dq, (torch.bfloat16,), tuple(q_idx.shape))
-    _check_contiguous("dq", dq)
     tokens, heads, dim = q_idx.shape
     if 0 in (tokens, len(slots)):
         return
@@ -85,8 +77,8 @@ def index_query_grad(
     launch, units = _query_kernel(heads, dim)
     with backends.on_device(q_idx):
         ctas = min(backends.num_sms(q_idx.device), units * len(slots))
-        flat = q_idx.view(-1, dim), rows_at_16_bytes(k_idx), w.view(-1), slots, _gradients(scores), active.view(torch.uint32)
-        launch(*flat, dq.view(-1, dim), dw.view(-1), ctas)
+        flat = q_idx.view(-1, dim), k_idx, w.view(-1), slots, _gradients(scores), active.view(torch.uint32)
+        launch(*flat, dq.view(-1, dim), dw.view(-1), _tickets(q_idx), ctas)
 
 
 def index_key_grad(
@@ -99,25 +91,26 @@ def index_key_grad(
 ) -> None:
     """dk[j] += sum_{t, h} dI[t, j] w[t, h] q_idx_h[t] over what is active, dk fp32 [Tk, di]. The same bits every time.
 
-    q_idx contiguous; w [Tq, Hi], fp32 or bf16: used in bf16.
+    q_idx contiguous; w [Tq, Hi] bf16, contiguous.
     """
-    _check(q_idx, slots, scores, active, w=w, dk=dk)
-    check_tensor("dk", dk, (torch.float32,), ("Tk", q_idx.shape[2]))
-    check_rows("dk", dk)
     tokens, heads, dim = q_idx.shape
-    check_tensor("w", w, (torch.float32, torch.bfloat16), (tokens, heads))
     if 0 in (tokens, len(dk), len(slots)):
         return
     launch, keys, most_slots = _key_kernel(heads, dim)
     with backends.on_device(q_idx):
         ctas = backends.num_sms(q_idx.device)
-        flat, weights = q_idx.view(-1, dim), w.to(torch.bfloat16).contiguous().view(-1)
+        flat, weights = q_idx.view(-1, dim), w.view(-1)
         parts = torch.empty(ctas, 2, keys, dim, dtype=torch.float32, device=q_idx.device)
         meta = torch.empty(ctas, 8, dtype=torch.int32, device=q_idx.device)
         di, words = _gradients(scores), active.view(torch.uint32)
         for first in range(0, len(slots), most_slots):
             some = slice(first, first + most_slots)
             launch(flat, weights, slots[some], di[some], words[some], dk, parts, meta)
+
+
+def _tickets(like: torch.Tensor) -> torch.Tensor:
+    """From which a launch's CTAs draw their units of work."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
 def _gradients(scores: torch.Tensor) -> torch.Tensor:
@@ -151,29 +144,3 @@ def _key_kernel(heads: int, dim: int) -> tuple[Callable[..., None], int, int]:
 
     config = kernels.choose_config(heads, dim)
     return kernels.compile_indexer_key_grad(heads, dim, config), config.keys, kernels.MOST_SLOTS
-
-
-def _check(q_idx, slots, scores, active, **others: torch.Tensor) -> None:
-    """What the kernels ask of all three functions' tensors."""
-    check_tensor("q_idx", q_idx, (torch.bfloat16,), ("Tq", "Hi", "di"))
-    tokens, heads, dim = q_idx.shape
-    if heads not in HEADS:
-        raise ValueError(f"q_idx: the Hopper kernel takes {HEADS} heads, got {heads}")
-    if dim not in DIMS:
-        raise ValueError(f"q_idx: the Hopper kernel takes head dimensions {DIMS}, got {dim}")
-    check_tensor("slots", slots, (torch.int32,), ("S", 8))
-    check_tensor("scores", scores, (torch.float32,), (len(slots), "N", ROWS, ROWS))
-    check_tensor("active", active, (torch.int32,), active_shape(len(slots), heads, scores.shape[1]))
-    for name, x in (("q_idx", q_idx), ("slots", slots), ("scores", scores), ("active", active)):
-        _check_contiguous(name, x)
-        check_rows(name, x)
-    for name in ("k_idx", "minus_k_idx"):
-        if name in others:
-            check_tensor(name, others[name], (torch.bfloat16,), ("Tk", dim))
-            check_rows(name, others[name])
-    check_same_device(("q_idx", q_idx), slots=slots, scores=scores, active=active, **others)
-
-
-def _check_contiguous(name: str, x: torch.Tensor) -> None:
-    if not x.is_contiguous():
-        raise ValueError(f"{name}: must be contiguous, got shape {list(x.shape)} with strides {list(x.stride())}")

@@ -3,6 +3,7 @@
 import torch
 
 from dsa.ops import _dense_attention
+from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.sparse_mla_attention import gradients as sparse_gradients
 
@@ -67,6 +68,12 @@ def _selections(sequences: Sequences, queries: int, causal: bool):
     for begin in range(0, queries, step):
         rows = slice(begin, min(begin + step, queries))
         yield rows, (first[rows, None] + offsets)[:, None], visible[rows]
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it, with rows at multiples of 16 bytes."""
+    same = rows_at_16_bytes(x)
+    return x.clone(memory_format=torch.contiguous_format) if same is None else same
 
 
 def _flash_backward(

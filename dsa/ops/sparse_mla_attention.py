@@ -100,7 +100,10 @@ def gradients(
     """(dq, dkv, the sink's gradient or None) by the Hopper kernels. lse, dlse [Tq, H] fp32; others as of the op."""
     tokens, heads, dim = q.shape
     keys, picks = len(kv), indices.shape[2]
-    dq, dkv = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(kv, memory_format=torch.contiguous_format)
+    dq, dkv = (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        torch.empty_like(kv, memory_format=torch.contiguous_format),
+    )
     if 0 in (tokens, heads, keys, picks):
         return dq.zero_(), dkv.zero_(), None if sink is None else torch.zeros_like(sink)
     dout = torch.zeros_like(out) if dout is None else _rows(dout.to(q.dtype))

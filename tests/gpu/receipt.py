@@ -16,7 +16,7 @@ from dsa.source_digest import _dump, _tree, has_kernel, modules_used_by, source_
 HERE = Path(__file__).parent
 PATH = HERE / "receipt.json"
 TUNED = HERE.parent.parent / "dsa" / "tuned"
-PARTS = ("_sparse",)
+PARTS = ("_sparse", "_forward", "_gradient", "_per_head")
 GENERATION = "generation"
 LAYERS = HERE.parent.parent / "dsa_layers"
 # What no pass of a model runs.

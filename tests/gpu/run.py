@@ -18,13 +18,19 @@ from benchmarks.harness import case
 from dsa.source_digest import modules_used_by
 from tests.gpu import receipt
 
+SHARDS = 8
+
 
 class _Outcome:
     """A pytest plugin that counts the tests and keeps the worst recorded error."""
 
     def __init__(self) -> None:
+        self.ids: list[str] = []
         self.tests = self.failed = 0
         self.worst = 0.0
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.ids = [item.nodeid for item in items]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.failed += report.failed
@@ -53,11 +59,31 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
     compile_function(*arguments)  # its result, a loaded kernel, does not travel between processes
 
 
-def run_op(name: str) -> dict:
+def _test(*arguments: str) -> tuple[int, _Outcome]:
     outcome = _Outcome()
-    code = pytest.main(["-q", "-x", "--tb=short", str(receipt.HERE / f"test_{name}.py")], plugins=[outcome])
-    if code != 0 and not outcome.failed:
-        raise RuntimeError(f"{name}: pytest stopped with {code!r}")
+    return pytest.main(["-q", "-x", "--tb=short", *arguments], plugins=[outcome]), outcome
+
+
+def _run_tests(name: str) -> _Outcome:
+    """An op's tests, in several processes: most of their time is the host's."""
+    path = str(receipt.HERE / f"test_{name}.py")
+    ids = _test("--collect-only", path)[1].ids
+    context = multiprocessing.get_context("spawn")
+    total = _Outcome()
+    with concurrent.futures.ProcessPoolExecutor(SHARDS, mp_context=context) as pool:
+        shards = [ids[i::SHARDS] for i in range(SHARDS)]
+        for future in [pool.submit(_test, *shard) for shard in shards if shard]:
+            code, outcome = future.result()
+            if code != 0 and not outcome.failed:
+                raise RuntimeError(f"{name}: pytest stopped with {code!r}")
+            total.tests += outcome.tests
+            total.failed += outcome.failed
+            total.worst = max(total.worst, outcome.worst)
+    return total
+
+
+def run_op(name: str) -> dict:
+    outcome = _run_tests(name)
     rows = case.run(name) if not outcome.failed and name in case.benchmarked_ops() else []
     return {
         "digest": receipt.digest(name),

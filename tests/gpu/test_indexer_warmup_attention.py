@@ -109,7 +109,7 @@ def test_many_sequences():
 
 def test_chunks(monkeypatch):
     """A workspace of three slots gives the same bits."""
-    from dsa.ops import indexer_warmup_attention as op
+    from dsa.ops import _warmup_sum as op
 
     case = Case(LENGTHS)
     whole = case.run()
@@ -252,7 +252,7 @@ def test_nothing():
     [
         ({"q": torch.randn(4, 2, 96), "k": torch.randn(4, 1, 96)}, "q, v: the Hopper kernel takes channels"),
         (
-            {"q_idx": torch.randn(4, 2, 32), "k_idx": torch.randn(4, 32)},
+            {"q_idx": torch.randn(4, 8, 32), "k_idx": torch.randn(4, 32)},
             "q_idx: the Hopper kernel takes di of 64 or 128",
         ),
         (

@@ -10,7 +10,6 @@ from dsa.kernels import moe_gate_sm90, sort_by_expert_sm90
 @pytest.mark.parametrize(
     "compile_function, arguments",
     [*moe_gate_sm90.shipped_variants(), *sort_by_expert_sm90.shipped_variants()],
-    ids=str,
 )
 def test_sass(compile_function, arguments):
     sass = disassemble(cubin(compile_function, *arguments))

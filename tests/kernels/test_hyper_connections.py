@@ -8,7 +8,7 @@ from dsa.kernels import hyper_connections_sm90 as kernels
 from dsa.ops import hyper_connections as op
 
 
-@pytest.mark.parametrize(("compile_function", "arguments"), kernels.shipped_variants(), ids=str)
+@pytest.mark.parametrize(("compile_function", "arguments"), kernels.shipped_variants())
 def test_sass(compile_function, arguments):
     sass = disassemble(cubin(compile_function, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]

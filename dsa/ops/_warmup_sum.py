@@ -1,0 +1,136 @@
+"""The warm-up's loss against all heads together, and its gradients: launches, a chunk of queries after the other."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dsa import backends
+from dsa.ops._indexer_gradient import HEADS, active_shape, index_key_grad, index_query_grad, index_scores
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._packed_attention import Sequences, aligned
+
+ROWS = 128  # queries of a slot, and keys of a tile
+LEAST_WORKSPACE = 192 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Slots of the packed queries, and the key tiles before each. Nothing of it is known to the host."""
+
+    slots: torch.Tensor
+    tiles: torch.Tensor
+    most_tiles: int
+
+    def chunks(self, bytes_of_slot: int, budget: int) -> list[slice]:
+        """Ranges of slots, as even as they can be."""
+        count = len(self.slots)
+        each = max(1, budget // max(bytes_of_slot, 1))
+        pieces = -(-count // each)
+        each = -(-count // pieces)
+        return [slice(i, min(i + each, count)) for i in range(0, count, each)]
+
+    def only_if(self, wanted: torch.Tensor) -> "Plan":
+        """The same plan, or one of no work if `wanted`, a bool on the device, is false."""
+        return Plan(self.slots * wanted, self.tiles * wanted, self.most_tiles)
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The indexer's tensors as the kernels take them, index heads padded to a number that they take; w fp32."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    w: torch.Tensor
+
+    @classmethod
+    def of(cls, q_idx: torch.Tensor, k_idx: torch.Tensor, w_idx: torch.Tensor) -> "Indexer":
+        missing = next(heads for heads in HEADS if heads >= q_idx.shape[1]) - q_idx.shape[1]
+        q, w = q_idx, w_idx.float()
+        if missing:
+            q = torch.nn.functional.pad(q, (0, 0, 0, missing))
+            w = torch.nn.functional.pad(w, (0, missing))
+        return cls(*(aligned(x.contiguous()) for x in (q, k_idx, w)))
+
+
+def losses(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    indexer: Indexer,
+    plan: Plan,
+    upstream: torch.Tensor,
+    query_grads: bool,
+    key_grads: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+    """kl [Tq] and the gradients of sum_t upstream[t] kl[t]: of q_idx bf16, of w_idx and k_idx fp32."""
+    heads, n = indexer.q.shape[1], plan.most_tiles
+    fp32 = {"dtype": torch.float32, "device": q.device}
+    kl = torch.zeros(len(q), **fp32)
+    dq, dw = (torch.empty_like(indexer.q), torch.empty_like(indexer.w)) if query_grads else (None, None)
+    dk = torch.zeros(indexer.k.shape, **fp32) if key_grads else None
+    if 0 in (len(q), len(k), len(plan.slots), n):
+        return kl, tuple(None if x is None else x.zero_() for x in (dq, dw, dk))
+    chunks = plan.chunks(n * ROWS * ROWS * (4 + heads // 8), max(LEAST_WORKSPACE, _share_of_inputs(q, k, indexer)))
+    slots = chunks[0].stop
+    scores = torch.empty(slots, n, ROWS, ROWS, **fp32)
+    active = torch.empty(active_shape(slots, heads, n), dtype=torch.int32, device=q.device)
+    kl_parts, lse_idx = torch.empty(slots, n, ROWS, **fp32), torch.empty(len(q), **fp32)
+    minus_k, rounded_w = -indexer.k, indexer.w.bfloat16()
+    ctas = backends.num_sms(q.device)
+    target, rows, sums = _kernels(q.dtype, q.shape[2])
+    q, k = aligned(q), aligned(k)
+    for chunk in chunks:
+        own, size = plan.slots[chunk], chunk.stop - chunk.start
+        tiles = plan.tiles[chunk.start : chunk.stop + 1]
+        index_scores(indexer.q, minus_k, indexer.w, own, scores[:size], active[:size])
+        with backends.on_device(q):
+            rows(scores[:size], own, lse_idx)
+            of_heads = q, k, lse, lse_idx, upstream
+            target(*of_heads, own, tiles, scores[:size], kl_parts[:size], scale, q.shape[1] // k.shape[1], ctas)
+            sums(kl_parts[:size], own, kl)
+        if query_grads:
+            index_query_grad(indexer.q, indexer.k, indexer.w, own, scores[:size], active[:size], dq, dw)
+        if key_grads:
+            index_key_grad(indexer.q, rounded_w, own, scores[:size], active[:size], dk)
+    return kl, (dq, dw, dk)
+
+
+def _share_of_inputs(q: torch.Tensor, k: torch.Tensor, indexer: Indexer) -> int:
+    """Half of their bytes: with more tiles a chunk the multiprocessors have more even shares."""
+    return sum(x.numel() * x.element_size() for x in (q, k, indexer.q)) // 2
+
+
+def tiles_of(max_seqlen_k: int) -> int:
+    return -(-max_seqlen_k // ROWS)
+
+
+def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> Plan:
+    cu_seqlens_q, cu_seqlens_k, _, max_seqlen_k = sequences
+    batch = len(cu_seqlens_q) - 1
+    count = queries // ROWS + batch if batch else 0
+    ints = {"dtype": torch.int32, "device": cu_seqlens_q.device}
+    slots, tiles = torch.empty(count, 8, **ints), torch.empty(count + 1, **ints)
+    if count:
+        before = torch.empty(batch, **ints)
+        with backends.on_device(slots):
+            numbers = int(causal), queries, keys, tiles_of(max_seqlen_k)
+            _plan_kernel()(cu_seqlens_q, cu_seqlens_k, before, slots, tiles, *numbers)
+    return Plan(slots, tiles, tiles_of(max_seqlen_k))
+
+
+@functools.cache
+def _plan_kernel() -> Callable[..., None]:
+    from dsa.kernels.query_slots_sm90 import compile_query_slots
+
+    return compile_query_slots()
+
+
+@functools.cache
+def _kernels(dtype: torch.dtype, dim: int) -> tuple[Callable[..., None], ...]:
+    from dsa.kernels import warmup_rows_sm90 as rows
+    from dsa.kernels import warmup_target_sm90 as target
+
+    return target.compile_warmup_target(dtype_name(dtype), dim), rows.compile_warmup_lse(), rows.compile_warmup_kl()
