@@ -14,7 +14,7 @@ BIN := .venv/bin
 	touch $@
 
 demo: .venv/installed
-	$(BIN)/dsa generate --prompt "class Queue:" --max-new-tokens 300 --temperature 0.6 --seed 1
+	$(BIN)/dsa generate --prompt "def merge(left, right):" --max-new-tokens 300 --temperature 0.6 --seed 1
 
 test: .venv/installed
 	$(BIN)/ruff check .

@@ -106,11 +106,13 @@ def test_metrics(out):
 
 def test_what_is_written(out):
     metrics = json.loads((out / "model" / "metrics.json").read_text())
+    text = report.tables(metrics, list(csv.DictReader((out / "losses.csv").open())))
+    assert text.count("nan") == 0 and f"{metrics['held_out']['loss']['sparse, top-k, FP8']:.4f}" in text
     assert (out / "losses.png").stat().st_size > 10_000
-    assert (out / "table.md").read_text() == report.tables(metrics)
-    assert (out / "model" / "README.md").read_text() == report.card(metrics)
+    assert (out / "table.md").read_text() == text
+    assert (out / "model" / "README.md").read_text() == report.card(metrics, text)
     document = f"a\n{report.BEGIN_MARK}\nold\n{report.END_MARK}\nb\n"
-    assert report.fill(document, metrics) == document.replace("old\n", report.tables(metrics))
+    assert report.fill(document, text) == document.replace("old\n", text)
 
 
 def test_the_checkpoint_generates(out):

@@ -30,22 +30,26 @@ _RECALLS = {
 _STAGES = {"dense": "dense", "warmup": "warm-up", "sparse": "sparse"}
 
 
-def write(out: Path) -> None:
-    """table.md, losses.png if there is matplotlib, and the checkpoint's README.md."""
+def write(out: Path) -> str:
+    """table.md, losses.png if there is matplotlib, and the checkpoint's README.md. Returns the tables."""
     metrics = json.loads((out / "model" / "metrics.json").read_text())
-    (out / "table.md").write_text(tables(metrics))
-    (out / "model" / "README.md").write_text(card(metrics))
+    with (out / "losses.csv").open(newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    text = tables(metrics, rows)
+    (out / "table.md").write_text(text)
+    (out / "model" / "README.md").write_text(card(metrics, text))
     try:
         import matplotlib
     except ImportError:
         print("no losses.png: matplotlib is not installed")
-        return
+        return text
     matplotlib.use("Agg")
-    _plot(out / "losses.csv", metrics["held_out"]["while_dense"], out / "losses.png")
+    _plot(rows, metrics["held_out"]["while_dense"], out / "losses.png")
+    return text
 
 
-def tables(metrics: dict) -> str:
-    """Held-out losses, recall by layer, and what the stages took."""
+def tables(metrics: dict, rows: list[dict[str, str]]) -> str:
+    """Held-out losses, recall by layer, and what the stages took. rows: of losses.csv."""
     top_k, length = metrics["model"]["index_topk"], metrics["plan"]["length"]
     lines = [
         f"Held-out language loss, {metrics['held_out']['bytes']} bytes in sequences of {length}, top-k {top_k}:",
@@ -64,53 +68,59 @@ def tables(metrics: dict) -> str:
         "| | " + " | ".join(f"layer {i}" for i in layers) + " | mean |",
         "|---|" + "---|" * (len(layers) + 1),
     ]
-    lines += [_shares(_RECALLS[stage], shares["indexer"]) for stage, shares in metrics["recall"].items()]
-    last = [*metrics["recall"].values()][-1]
-    lines += [_shares("the best keys (oracle), at the end", last["oracle"]), _shares("random keys", last["random"])]
-    lines += ["", f"On one {metrics['machine']}:", "", "| stage | steps | bytes | seconds |", "|---|---|---|---|"]
+    for stage, shares in metrics["recall"].items():
+        lines += [_shares(_RECALLS[stage], shares["indexer"]), _shares("the best keys then (oracle)", shares["oracle"])]
+    lines += [_shares("random keys", shares["random"]), "", f"On one {metrics['machine']}:", ""]
+    lines += ["| stage | steps | bytes | seconds | training loss at its end |", "|---|---|---|---|---|"]
+    for name, stage in metrics["stages"].items():
+        last = _smooth([float(row["language loss"]) for row in rows if row["stage"] == name])[-1]
+        size, seconds = f"{stage['tokens'] / 1e6:.1f}M", f"{stage['seconds']:.0f}"
+        lines += [f"| {_STAGES[name]} | {stage['steps']} | {size} | {seconds} | {last:.3f} |"]
+    lines += [f"| all, with measuring | | | {metrics['seconds']:.0f} | |"]
+    watched = metrics["held_out"]["while_dense"]
+    step, lowest = min(watched, key=lambda point: point[1])
     lines += [
-        f"| {_STAGES[name]} | {stage['steps']} | {stage['tokens'] / 1e6:.1f}M | {stage['seconds']:.0f} |"
-        for name, stage in metrics["stages"].items()
+        "",
+        f"Some of the held-out sequences while the dense stage ran: {lowest:.3f} at their lowest, after {step + 1} "
+        f"steps, {watched[-1][1]:.3f} at its end.",
     ]
-    lines += [f"| all, with measuring | | | {metrics['seconds']:.0f} |"]
     return "\n".join(lines) + "\n"
 
 
-def card(metrics: dict) -> str:
-    """The model card."""
+def card(metrics: dict, text: str) -> str:
+    """The model card around the tables."""
     data = metrics["data"]
     parameters = metrics["model"]["parameters"] / 1e6
     return f"""# A small model of Python source
 
 DeepSeek-V3.2's architecture over bytes, {parameters:.1f}M parameters in the published FP8 format, trained from scratch
 by `examples/train_indexer.py` of the `dsa` repository: dense, then its indexers alone, then sparse. It writes text that
-looks like Python; it is for demonstrations and tests, and knows nothing.
+looks like Python, partly the library's own, which it has seen many times; it is for demonstrations and tests.
 
 - Context: {metrics["plan"]["length"]} bytes. A token is a byte; token 256 comes before a file and ends one.
 - Data: {data["source"]}; {data["train_files"]} files, {data["train_bytes"] / 1e6:.1f} MB. Held out:
   {len(data["held_out_files"])} files, {data["held_out_bytes"] / 1e6:.2f} MB, named in `metrics.json`.
-- Licence of the data: {data["licence"]}; `LICENSE.python.txt`. `metrics.json` quotes
-  the beginning of a held-out file under it.
+- Licence of the data, in `LICENSE.python.txt`:
+  {data["licence"]}.
+  `metrics.json` quotes the beginning of a held-out file under it.
 
-{tables(metrics)}"""
+{text}"""
 
 
-def fill(document: str, metrics: dict) -> str:
+def fill(document: str, text: str) -> str:
     """`document` with the tables between its marks renewed."""
     before, _, rest = document.partition(BEGIN_MARK)
     _, _, after = rest.partition(END_MARK)
-    return f"{before}{BEGIN_MARK}\n{tables(metrics)}{END_MARK}{after}"
+    return f"{before}{BEGIN_MARK}\n{text}{END_MARK}{after}"
 
 
 def _shares(name: str, values: list[float]) -> str:
     return f"| {name} | " + " | ".join(f"{v:.3f}" for v in [*values, sum(values) / len(values)]) + " |"
 
 
-def _plot(source: Path, held_out: list[tuple[int, float]], target: Path) -> None:
+def _plot(rows: list[dict[str, str]], held_out: list[tuple[int, float]], target: Path) -> None:
     from matplotlib import pyplot
 
-    with source.open(newline="") as handle:
-        rows = list(csv.DictReader(handle))
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     panels = (("language loss", "nats a byte"), ("indexer loss", "KL in nats a token, summed over layers"))
     for axis, (column, unit) in zip(axes, panels):
@@ -141,7 +151,6 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    run = Path(sys.argv[1])
-    write(run)
+    written = write(Path(sys.argv[1]))
     for document in map(Path, sys.argv[2:]):
-        document.write_text(fill(document.read_text(), json.loads((run / "model" / "metrics.json").read_text())))
+        document.write_text(fill(document.read_text(), written))

@@ -26,7 +26,7 @@ class Plan:
     """Of each stage: steps, the highest learning rate, sequences a step; the bytes of a sequence; fields of the model's
     configuration that differ from small_model.FIELDS."""
 
-    steps: tuple[int, int, int] = (3500, 500, 500)
+    steps: tuple[int, int, int] = (5000, 1000, 1150)
     rates: tuple[float, float, float] = (2e-3, 1e-3, 2e-4)
     batch: tuple[int, int, int] = (32, 8, 8)
     length: int = 2048
