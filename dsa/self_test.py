@@ -401,15 +401,34 @@ def _indexer_training(device: str) -> None:
     # The same, with all keys of the last query named, in another order and beside two that are none.
     kv, one = torch.randn(7, 1, 16, device=device), slice(4, 5)
     picks = torch.tensor([[[6, -1, 5, 7]]], dtype=torch.int32, device=device)
-    sink = torch.randn(4, device=device)
-    out, lse = dsa.sparse_mla_attention(q[one], kv, picks, 0.25, 8, sink)
     logits = 0.25 * q[4].double() @ kv[5:, 0].double().T
-    assert_close("sparse lse", lse[:, 0], logits.logsumexp(-1), abs_tol=1e-5, rel_tol=1e-5)
-    weights = torch.cat((logits, sink[:, None].double()), 1).softmax(-1)[:, :2]
-    assert_close("sparse out", out[0], weights @ kv[5:, 0, :8].double(), abs_tol=1e-5, rel_tol=1e-5)
     kl = dsa.sparse_indexer_loss(q[one], kv, q_idx[one], k_idx, w_idx[one], picks, 0.25)
     p, scores = logits.softmax(-1).mean(0), w_idx[4].double() @ (q_idx[4].double() @ k_idx[5:].double().T).relu()
     assert_close("sparse kl", kl[0], (p * (p.log() - scores.log_softmax(0))).sum(), abs_tol=1e-5, rel_tol=1e-4)
+
+
+def _sparse_mla_attention(device: str) -> None:
+    """Results and gradients of two queries, one of which has no keys, by the definition in float64."""
+    q, kv = torch.randn(2, H, D, device=device).bfloat16(), torch.randn(90, 1, D, device=device).bfloat16()
+    picks = torch.full((2, 1, 70), -1, dtype=torch.int32, device=device)
+    picks[0, 0, :50] = torch.randperm(90, device=device)[:50]
+    sink, leaves = torch.full((H,), 4.0, device=device), [x.requires_grad_() for x in (q, kv)]
+    sink.requires_grad_()
+    out, lse = dsa.sparse_mla_attention(*leaves, picks, D**-0.5, D_V, sink)
+    dout = torch.randn_like(out)
+    dq, dkv, dsink = torch.autograd.grad(out, (*leaves, sink), dout)
+    wide = [x.detach().double().requires_grad_() for x in (*leaves, sink)]
+    keys = wide[1][picks[0, 0, :50].long(), 0]
+    logits = wide[0][0] @ keys.T * D**-0.5
+    expected = torch.cat((logits, wide[2][:, None]), 1).softmax(-1)[:, :50] @ keys[:, :D_V]
+    gradients = torch.autograd.grad(expected, wide, dout[0].double())
+    assert_close("out", out[0], expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
+    _check_lse("lse", lse[:, 0], logits.logsumexp(-1))
+    for name, got, true in zip(("dq", "dkv", "dsink"), (dq, dkv, dsink), gradients):
+        if (error := ((got.double() - true).norm() / true.norm()).item()) > 1e-2:
+            raise AssertionError(f"{name}: {error:.2e} from the definition")
+    if any(x.ne(0).any() for x in (out[1], dq[1])):
+        raise AssertionError("not zeros without keys")
 
 
 SELF_TESTS: dict[str, Callable[[str], None]] = {
@@ -428,6 +447,7 @@ SELF_TESTS: dict[str, Callable[[str], None]] = {
     "topk_indices": _topk_indices,
     "flash_mla_with_kvcache": _flash_mla_with_kvcache,
     "flash_mla_sparse_fwd": _flash_mla_sparse_fwd,
+    "sparse_mla_attention": _sparse_mla_attention,
     "window_indices": _window_indices,
     "sliding_window_attention": _sliding_window_attention,
     "merge_attention": _merge_attention,
