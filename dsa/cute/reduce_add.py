@@ -1,4 +1,4 @@
-"""Sums in global memory: fp32 numbers added to what is there, by the L2 cache, in no order."""
+"""fp32 numbers from registers to global memory, 16 bytes a lane: added by the L2 cache, in no order, or stored."""
 
 import cutlass.cute as cute
 from cutlass import Int64

@@ -7,19 +7,21 @@ of a query and the keys j of its list; l and e, in which are the attention sink 
 sparse_mla_backward_sums_sm90.py, and dKV goes there.
 
 Plan
-- A CTA has 64 heads of a query, in shared memory: Q and dO, and one tile of 64 of its keys. Two warpgroups own the tiles
-  in turns, a third one gathers keys.
-- The owner of a tile has its keys as rows: S^T = K Q^T and dP^T = K dO^T, so that P^T and dS^T lie in its registers as the
-  operands of dKV = P^T dO + dS^T Q need them. Only dS goes through shared memory, to both warpgroups: each has half of
-  the channels of dQ += dS K in registers, for the whole query.
+- A CTA has 64 heads of a query, in shared memory: Q and dO, and one tile of 64 of its keys. Two warpgroups own the
+  tiles in turns, a third one gathers keys.
+- The owner of a tile has its keys as rows: S^T = K Q^T and dP^T = K dO^T, so that P^T lies in its registers as the
+  operand of dKV = P^T dO + dS^T Q. dS goes through shared memory, to both warpgroups: each has half of the channels of
+  dQ += dS K in registers, for the whole query.
 - Then the keys are done with, and the next tile's come in, while its owner multiplies 64 channels of dKV at a time and
   adds them to global memory by vector reductions from registers; the other warpgroup scores the next tile meanwhile.
 - Sums of dKV are in fp32, in the order in which a thread holds them: of 16 neighbours, lane q of four has 2q, 2q + 1,
   2q + 8, 2q + 9, which it adds as 16 bytes. `ordered` stores them to rows of their own instead, to be summed in order.
-- A row of keys that there are not is zeros in shared memory, has p = 0 and is not added.
+- Vector reductions are fastest on whole lines of 128 bytes: lanes exchange numbers, so that eight of them have a line.
+- A row for which there is no key is zeros in shared memory, has P = 0, and is added to a row behind the keys.
 Shared memory: Q 72 KiB, dO 64, K 72, dS of each owner 8, where dQ is staged at the end (d 576).
-Registers: 144 of dQ, 32 of P^T and dS^T, 32 of dKV in a math thread, of 232.
-Roofline: of a tile of 576 channels wgmma takes 5504 clocks; operands from shared memory 4700; reductions are 144 KiB.
+Registers: 144 of dQ, 16 of P^T, 32 of dKV in a math thread, of 232; or 32 of S and 16 of dP, which comes in parts.
+Roofline: reductions, 144 KiB a tile of 576 channels: 8800 clocks at the 3.8 TB/s that the L2 cache adds (it stores
+4.6 TB/s). wgmma takes 5504, its operands about 6000 of shared memory.
 """
 
 from collections.abc import Callable
@@ -54,14 +56,15 @@ MATH_REGISTERS, LOADER_REGISTERS = 232, 40
 WARP_KEYS = TILE // 4
 INDEX_SLOTS = 4
 NUMBER_BYTES = HEADS * 8
-K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
 STAGED = 32  # channels of dQ that a warp stages at a time
+K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Shared memory. Chunks of 64 channels: k, q, do [64, 64, 8]; rope parts k_rope, q_rope [64, 32, 2]; ds [keys, heads].
-    numbers: the address of l / ln 2 and e of each head; rows [64, INDEX_SLOTS]: a tile's keys, -1 for none."""
+    """Shared memory. Chunks of 64 channels: k, q, do [64, 64, 8]; rope parts k_rope, q_rope [64, 32, 2]; k_half [64,
+    256, 2] is k. ds [keys, heads, 2], of each warpgroup's tiles. numbers: the address of l / ln 2 and e of each head;
+    rows [64, INDEX_SLOTS]: a tile's keys, -1 for none."""
 
     k: cute.Tensor
     k_rope: cute.Tensor
@@ -101,10 +104,9 @@ class Plan:
 
     @cute.jit
     def unit(self, block, turn):
-        """(number of a unit, its query, its first head)"""
-        number = block + turn * self.ctas
-        query, tile = divmod(number, self.across)
-        return number, query, tile * HEADS
+        """(query, first head) of a unit."""
+        query, tile = divmod(block + turn * self.ctas, self.across)
+        return query, tile * HEADS
 
 
 class SparseMlaBackwardSm90:
@@ -113,7 +115,7 @@ class SparseMlaBackwardSm90:
     def __init__(self, dtype: type[cutlass.Numeric], channels: int, ordered: bool):
         self.dtype, self.channels, self.ordered = dtype, channels, ordered
         self.rope = channels > VALUE
-        self.parts = 2 if self.rope else 1
+        self.parts = 2 if self.rope else 1  # of dP
         # Chunks of a tile in the order in which they come and are scored: halves, each with its half of the rope part.
         self.order = [0, 1, 2, 3, "rope0", 4, 5, 6, 7, "rope1"] if self.rope else list(range(CHUNKS))
 
@@ -244,7 +246,8 @@ class SparseMlaBackwardSm90:
             self.load(atoms, sources, q, kv, dout, numbers, indices, plan, memory, barriers, warp - 8, lane)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            self.math(kv, dq, dkv, scale, scale_log2, plan, memory, barriers, tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
+            thread = (tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
+            self.math(kv.shape[0], dq, dkv, scale, scale_log2, plan, memory, barriers, *thread)
 
     # The loading warpgroup.
 
@@ -255,7 +258,7 @@ class SparseMlaBackwardSm90:
         block, _, _ = cute.arch.block_idx()
         count, turn = Int32(0), Int32(0)
         while plan.has(block, turn):
-            _, query, first = plan.unit(block, turn)
+            query, first = plan.unit(block, turn)
             index = self.index_of(indices, query, warp * WARP_KEYS + (lane & (WARP_KEYS - 1)))
             for tile in cutlass.range(plan.tiles, unroll=1):
                 present = index >= 0 and index < kv.shape[0]
@@ -286,7 +289,7 @@ class SparseMlaBackwardSm90:
     @cute.jit
     def request_query(self, q, dout, plan: Plan, block, turn, warp, lane):
         """The unit's rows will be in the L2 cache when its turn comes."""
-        _, query, first = plan.unit(block, turn)
+        query, first = plan.unit(block, turn)
         head = first + (warp & 1) * 32 + lane
         if head < q.shape[1]:
             if warp < 2:
@@ -357,7 +360,9 @@ class SparseMlaBackwardSm90:
     # The two math warpgroups.
 
     @cute.jit
-    def math(self, kv, dq, dkv, scale, scale_log2, plan: Plan, memory: Memory, barriers: Barriers, tid, warp, lane, side):
+    def math(
+        self, keys, dq, dkv, scale, scale_log2, plan: Plan, memory: Memory, barriers: Barriers, tid, warp, lane, side
+    ):
         block, _, _ = cute.arch.block_idx()
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
@@ -378,20 +383,21 @@ class SparseMlaBackwardSm90:
                     place = Int32(0)
                     if const_expr(self.ordered):
                         place = (block + (count >> 2) * plan.ctas) * plan.tiles + tile
-                    self.add_dkv(p, dkv, kv.shape[0], place, memory, count, tid, warp, lane, side)
+                    self.add_dkv(p, dkv, keys, place, memory, count, tid, warp, lane, side)
                 count = (count & -4) | ((count + 1) & 3)
             if (count & 1) != side:
-                # The last tile was this one's: before its dS makes room for dQ, the other must have read it.
-                cute.arch.mbarrier_wait(barriers.k_empty + (side ^ 1), (count & 1) ^ 1)
+                # The last tile was this one's: before its dS makes room for dQ, all must have multiplied with it.
+                for half in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_wait(barriers.k_empty + half, (count & 1) ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(barriers.q_empty)
-            _, query, first = plan.unit(block, count >> 2)
+            query, first = plan.unit(block, count >> 2)
             self.store_dq(flat, flat_rope, dq, query, first, memory, side, warp, lane)
             count += 4
 
     @cute.jit
     def score(self, p, scale, scale_log2, memory: Memory, barriers: Barriers, count, tid, warp, lane, side):
-        """P^T of a tile, in 16 bits, as an operand; dS to shared memory."""
+        """P^T of a tile, in 16 bits, to p, an operand in registers; dS to shared memory."""
         mma = self.product(K_MAJOR, K_MAJOR, HEADS)
         thr = mma.get_slice(tid)
         rk, rq = mma.make_fragment_A(thr.partition_A(memory.k)), mma.make_fragment_B(thr.partition_B(memory.q))
@@ -399,7 +405,7 @@ class SparseMlaBackwardSm90:
         rq_rope = mma.make_fragment_B(thr.partition_B(memory.q_rope))
         s = cute.make_rmem_tensor(thr.partition_shape_C((TILE, HEADS)), Float32)
         powers = cute.make_tensor(s.iterator, cute.make_layout(HEADS // 2))
-        # Of known addresses ptxas would keep all chunks' descriptors in registers, those of S for dP.
+        # Of addresses that it knows ptxas would keep all chunks' descriptors in registers, those of S for dP.
         phase = count & 1
         zero = computed_here(phase) >> 1
         for n, chunk in enumerate(self.order):
@@ -499,7 +505,8 @@ class SparseMlaBackwardSm90:
         rope_ds = rope.make_fragment_A(thr_rope.partition_A(turned_ds))
         rk_rope = rope.make_fragment_B(thr_rope.partition_B(turned_rope))
         acc = cute.make_tensor(flat.iterator, cute.make_layout(thr.partition_shape_C((HEADS, HALF))))
-        acc_rope = cute.make_tensor(flat_rope.iterator, cute.make_layout(thr_rope.partition_shape_C((HEADS, ROPE_HALF))))
+        rope_shape = thr_rope.partition_shape_C((HEADS, ROPE_HALF))
+        acc_rope = cute.make_tensor(flat_rope.iterator, cute.make_layout(rope_shape))
         cute.arch.mbarrier_wait(barriers.ds_full, count & 1)
         cute.nvgpu.warpgroup.fence()
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
@@ -507,7 +514,8 @@ class SparseMlaBackwardSm90:
         for step in cutlass.range_constexpr(TILE // 16):
             cute.gemm(mma, acc, rds[None, None, step, count & 1], rk[None, None, step, side], acc)
             if const_expr(self.rope):
-                cute.gemm(rope, acc_rope, rope_ds[None, None, step, count & 1], rk_rope[None, None, step, side], acc_rope)
+                a, b = rope_ds[None, None, step, count & 1], rk_rope[None, None, step, side]
+                cute.gemm(rope, acc_rope, a, b, acc_rope)
         cute.nvgpu.warpgroup.commit_group()
         cute.nvgpu.warpgroup.wait_group(0)
         with cute.arch.elect_one():
@@ -571,6 +579,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def add_columns(self, flat, columns: cutlass.Constexpr, first: cutlass.Constexpr, targets, odd):
+        """Add a product of so many columns to channels `first` on of the lane's rows and their neighbours."""
         for line in cutlass.range_constexpr(columns // 32):
             for r in cutlass.range_constexpr(2):
                 even_row, odd_row = [], []
@@ -589,10 +598,11 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def store_dq(self, flat, flat_rope, dq, query, first, memory: Memory, side, warp, lane):
-        """This warp's 16 heads of its half of the channels, by way of 1 KiB of shared memory."""
+        """This warp's 16 heads of its half of the channels, by way of 1 KiB of shared memory, where dS of its own keys
+        was: another warp may still be multiplying with its keys' dS for dKV, or be at the next query's already."""
         staging = cute.recast_ptr(memory.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         lane, warp = computed_here(lane), computed_here(warp)
-        staging += side * (TILE * HEADS) + warp * (16 * STAGED)
+        staging += side * (TILE * HEADS) + warp * (16 * HEADS)
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for i in cutlass.range_constexpr(HALF // STAGED + (1 if self.rope else 0)):
             source, base = flat, i * 16
@@ -600,7 +610,8 @@ class SparseMlaBackwardSm90:
             if const_expr(i == HALF // STAGED):
                 source, base, channel = flat_rope, 0, VALUE + side * ROPE_HALF
             for j in cutlass.range_constexpr(2):
-                words = [pack(source[base + 8 * j + 2 * n], source[base + 8 * j + 2 * n + 1], self.dtype) for n in range(4)]
+                places = [base + 8 * j + 2 * n for n in range(4)]
+                words = [pack(source[at], source[at + 1], self.dtype) for at in places]
                 place = self.staged(lane & 15, 2 * j + (lane >> 4))
                 store_matrices(Int32((staging + place).toint()), words)
             cute.arch.sync_warp()
@@ -615,7 +626,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def staged(self, row, vector):
-        """Of 8 numbers, in 16 rows of 32."""
+        """Where the 8 numbers number `vector` of a row are, in 16 rows of 32."""
         return row * STAGED + (vector ^ ((row >> 1) & 3)) * 8
 
 

@@ -7,8 +7,8 @@ Behind: dKV's sums in fp32, in the order in which threads hold them, to 16 bits;
 added up in the list's order.
 
 Plan
-- delta: a warp a head, 16 channels a lane. Heads that fill up the last 64 get l = inf, so that they count nothing. So do
-  those without keys.
+- delta: a warp a head, 16 channels a lane. Heads that fill up the last 64 get l = inf, so that they count nothing; so
+  do those without keys.
 - A share below 2^-64 is taken for 2^-64: P, which is share * exp(z - lse), is then off by less than that, and dlse /
   share stays a number.
 - Of 16 numbers of dKV in a row, quarter q holds channels 2q, 2q + 1, 2q + 8, 2q + 9: a thread has 16 and turns them.
@@ -56,9 +56,7 @@ class BackwardInputsSm90:
         self.kernel(
             *(out, dout, lse, dlse, sink, scale, numbers, dsink),
             cute.fast_divmod_create_divisor_v2(padded),
-        ).launch(
-            grid=(cute.ceil_div(out.shape[0] * padded, WARPS), 1, 1), block=(WARP * WARPS, 1, 1), stream=stream
-        )
+        ).launch(grid=(cute.ceil_div(out.shape[0] * padded, WARPS), 1, 1), block=(WARP * WARPS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(

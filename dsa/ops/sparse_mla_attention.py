@@ -100,10 +100,7 @@ def gradients(
     """(dq, dkv, the sink's gradient or None) by the Hopper kernels. lse, dlse [Tq, H] fp32; others as of the op."""
     tokens, heads, dim = q.shape
     keys, picks = len(kv), indices.shape[2]
-    dq, dkv = (
-        torch.empty_like(q, memory_format=torch.contiguous_format),
-        torch.empty_like(kv, memory_format=torch.contiguous_format),
-    )
+    dq, dkv = q.new_empty(q.shape), kv.new_empty(kv.shape)
     if 0 in (tokens, heads, keys, picks):
         return dq.zero_(), dkv.zero_(), None if sink is None else torch.zeros_like(sink)
     dout = torch.zeros_like(out) if dout is None else _rows(dout.to(q.dtype))
@@ -153,8 +150,8 @@ def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor,
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x with rows at multiples of 16 bytes."""
-    aligned = rows_at_16_bytes(x)
+    """x with rows at multiples of 16 bytes, none of them in several places, which TMA would not take."""
+    aligned = None if 0 in x.stride() else rows_at_16_bytes(x)
     return x.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
 
 

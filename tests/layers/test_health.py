@@ -88,6 +88,18 @@ def empty_rows(position, value):
     return wrong
 
 
+def steeper(position):
+    """The same numbers with gradients 5 % too large."""
+
+    def wrong(result, arguments):
+        changed = list(result)
+        x = result[position]
+        changed[position] = x.detach() + (x - x.detach()) * 1.05
+        return tuple(changed)
+
+    return wrong
+
+
 def without_sink(result, arguments):
     """The first head, which the sink is to halve, is whole."""
     return torch.cat((result[0][:, :1] * 2, result[0][:, 1:]), 1), result[1]
@@ -130,7 +142,8 @@ WRONG = {
     "warm-up lse": ("indexer_warmup_attention", "indexer_warmup_attention", scaled(1)),
     "warm-up loss": ("indexer_warmup_attention", "indexer_warmup_attention", scaled(2)),
     "training's sparse attention": ("sparse_mla_attention", "sparse_mla_attention", scaled(0)),
-    "training's sparse lse": ("sparse_mla_attention", "sparse_mla_attention", scaled(1)),
+    "training's sparse lse": ("sparse_mla_attention", "sparse_mla_attention", shifted_lse(1)),
+    "training's sparse gradients": ("sparse_mla_attention", "sparse_mla_attention", steeper(0)),
     "sparse loss": ("sparse_indexer_loss", "sparse_indexer_loss", scaled(None)),
     "gate's experts": ("expert_routing", "moe_gate", lambda r, a: (15 - r[0], r[1])),
     "gate's weights": ("expert_routing", "moe_gate", scaled(1)),
