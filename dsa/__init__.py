@@ -15,6 +15,7 @@ from dsa.ops.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_log
 from dsa.ops.hyper_connections import hyper_collapse, hyper_expand
 from dsa.ops.indexer_cache import read_indexer_cache, write_indexer_cache
 from dsa.ops.indexer_inputs import quantize_indexer_queries, write_indexer_keys
+from dsa.ops.indexer_topk import indexer_topk
 from dsa.ops.indexer_warmup_attention import indexer_warmup_attention
 from dsa.ops.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.ops.merge_attention import merge_attention
@@ -52,6 +53,7 @@ __all__ = [
     "grouped_fp8_gemm_nt",
     "hyper_collapse",
     "hyper_expand",
+    "indexer_topk",
     "indexer_warmup_attention",
     "make_v4_cache",
     "merge_attention",

@@ -405,6 +405,21 @@ def _indexer_warmup_attention(device: str) -> None:
         assert_close(name, x, y, abs_tol=1e-2, rel_tol=2e-2, cos_tol=2e-4)
 
 
+def _indexer_topk(device: str) -> None:
+    """Two sequences, causal; scores of small whole numbers, many of them equal: each query's keys by the definition."""
+    q, k = (torch.randint(-1, 2, shape, device=device).bfloat16() for shape in ((9, 8, 64), (40, 64)))
+    w = torch.randint(-4, 5, (9, 8), device=device) / 8
+    bounds = [torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 5, 9), (0, 30, 40))]
+    picks = dsa.indexer_topk(q, k, w, 12, *bounds, 5, 30)[:, 0].tolist()
+    for t in range(9):
+        first, seen = (0, 26 + t) if t < 5 else (30, 2 + t)
+        scores = (w[t, :, None] * (q[t].float() @ k[first : first + seen].float().T).relu()).sum(0).tolist()
+        best = sorted(sorted(range(seen), key=lambda s, of=scores: (-of[s], s))[:12])
+        expected = [first + s for s in best] + [-1] * (12 - len(best))
+        if picks[t] != expected:
+            raise AssertionError(f"query {t}: picked {picks[t]}, expected {expected}")
+
+
 def _sparse_indexer_loss(device: str) -> None:
     """A query of two keys, one of them twice, beside what is none, and the gradients, by the definitions in float64."""
     q, kv = torch.randn(1, H, D, device=device).bfloat16(), torch.randn(9, 1, D, device=device).bfloat16()
@@ -455,7 +470,7 @@ SELF_TESTS: dict[str, Callable[[str], None]] = {
     "swiglu_cast_to_fp8": _swiglu_cast_to_fp8,
     "combine_experts": _combine_experts,
     "indexer_warmup_attention": _indexer_warmup_attention,
-    "sparse_mla_attention": _sparse_mla_attention,
+    "indexer_topk": _indexer_topk,
     "sparse_indexer_loss": _sparse_indexer_loss,
     "fp8_mqa_logits": _fp8_mqa_logits,
     "fp8_paged_mqa_logits": _fp8_paged_mqa_logits,

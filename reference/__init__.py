@@ -17,7 +17,7 @@ from .hyper_connections import hyper_collapse, hyper_expand
 from .indexer_cache import read_indexer_cache, write_indexer_cache
 from .indexer_inputs import quantize_indexer_queries, write_indexer_keys
 from .indexer_logits import fp8_mqa_logits, mqa_logits
-from .indexer_training import indexer_warmup_attention, sparse_indexer_loss, sparse_mla_attention
+from .indexer_training import indexer_topk, indexer_warmup_attention, sparse_indexer_loss, sparse_mla_attention
 from .kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from .mla_cache_inputs import write_mla_cache
 from .mla_decode import flash_mla_with_kvcache
@@ -51,6 +51,7 @@ __all__ = [
     "hadamard_transform",
     "hyper_collapse",
     "hyper_expand",
+    "indexer_topk",
     "indexer_warmup_attention",
     "make_v4_cache",
     "merge_attention",

@@ -9,7 +9,8 @@ Everything is computed in fp32, of float64 inputs in float64, and differentiable
 
 import torch
 
-from .checks import FLOATS, INT32, check_tensor
+from .checks import FLOATS, INT32, check_positive, check_tensor
+from .topk import topk_indices
 
 DTYPES = (*FLOATS, torch.float64)
 TARGETS = ("sum", "per_head")
@@ -71,6 +72,45 @@ def indexer_warmup_attention(
         else:
             kls.append(_kl(weights.detach(), scores, visible).T)
     return torch.cat(outs).to(q.dtype), torch.cat(lses, 1), torch.cat(kls)
+
+
+def indexer_topk(
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    top_k: int,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = True,
+) -> torch.Tensor:
+    """The top_k keys s of each query t of packed sequences by I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s]).
+
+    Arguments as of `indexer_warmup_attention`, and what a query sees, too. Scores are not quantised.
+
+    Returns int32 [Tq, 1, top_k]: rows of k_idx, in their order, then -1 for the keys that there are not. Of equal
+    scores the lowest index is picked; NaN never. No gradients. Raises TypeError or ValueError for other types, dtypes
+    and shapes.
+    """
+    check_indexer(q_idx, k_idx, w_idx, len(q_idx), len(k_idx))
+    check_bounds(cu_seqlens_q, cu_seqlens_k, len(q_idx), len(k_idx))
+    check_positive("top_k", top_k)
+    picks = [torch.full((0, top_k), -1, dtype=torch.int32, device=q_idx.device)]
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    work = _work_dtype(q_idx)
+    with torch.no_grad():
+        for begin_q, end_q, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+            queries, keys = slice(begin_q, end_q), slice(begin_k, end_k)
+            m, n = end_q - begin_q, end_k - begin_k
+            dots = torch.relu(torch.einsum("tjd,sd->jts", q_idx[queries].to(work), k_idx[keys].to(work)))
+            scores = (dots * w_idx[queries].to(work).T[..., None]).sum(0).float()
+            lengths = torch.full((m,), n, dtype=torch.int32, device=q_idx.device)
+            if causal:
+                lengths = (n - m + 1 + torch.arange(m, device=q_idx.device)).clamp(0, n).int()
+            own = topk_indices(scores, top_k, lengths=lengths)
+            picks.append(torch.where(own < 0, own, own + begin_k))
+    return torch.cat(picks)[:, None]
 
 
 def sparse_mla_attention(
@@ -191,6 +231,11 @@ def check_warmup(q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k, targe
         raise ValueError(f"target: must be one of {', '.join(TARGETS)}, got {target!r}")
     if target == "per_head" and q_idx.shape[1] != heads:
         raise ValueError(f"q_idx: target 'per_head' needs q's {heads} heads, got {q_idx.shape[1]}")
+    check_bounds(cu_seqlens_q, cu_seqlens_k, tokens, keys)
+
+
+def check_bounds(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, tokens: int, keys: int) -> None:
+    """Where packed sequences begin; values are looked at on a CPU only."""
     check_tensor("cu_seqlens_q", cu_seqlens_q, INT32, ("B + 1",))
     check_tensor("cu_seqlens_k", cu_seqlens_k, INT32, tuple(cu_seqlens_q.shape))
     for name, x, end in (("cu_seqlens_q", cu_seqlens_q, tokens), ("cu_seqlens_k", cu_seqlens_k, keys)):

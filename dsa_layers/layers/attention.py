@@ -156,29 +156,20 @@ class DSAAttention(nn.Module):
         q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
         kv = self._norm_and_rotate(self.kv_a_proj_with_mqa(x), cos, sin)
         indexer = self.indexer.project(x.detach(), qr.detach(), cos, sin)
-        scale = self.softmax_scale
+        scale, bounds, longest = self.softmax_scale, batch.cu_query_lens, max(batch.query_lens)
+        sequences = bounds, bounds, longest, longest
         if self.indexer_stage.name == "warmup":
             k, v = self._expand(kv)
-            bounds, longest = batch.cu_query_lens, max(batch.query_lens)
-            rest = (bounds, bounds, longest, longest, scale)
-            out, _, kl = dsa.indexer_warmup_attention(torch.cat((q_nope, q_pe), -1), k, v, *indexer, *rest)
+            out, _, kl = dsa.indexer_warmup_attention(torch.cat((q_nope, q_pe), -1), k, v, *indexer, *sequences, scale)
         else:
             w_uk, w_uv = self._up_projections(x.dtype)
             q = torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
-            picks = self._picks(indexer, batch)
+            picks = dsa.indexer_topk(*(x.detach() for x in indexer), self.indexer.top_k, *sequences)
             attended, lse = dsa.sparse_mla_attention(q, kv[:, None], picks, scale, self.kv_lora_rank)
             out = torch.einsum("thc,hvc->thv", attended, w_uv)
             kl = dsa.sparse_indexer_loss(q.detach(), kv[:, None].detach(), *indexer, picks, scale, lse.detach())
         self.indexer_stage.add(kl)
         return self.o_proj(out.flatten(-2))
-
-    @torch.no_grad()
-    def _picks(self, indexer: tuple[torch.Tensor, ...], batch: TokenBatch) -> torch.Tensor:
-        """The packed keys that each token attends to by the indexer's scores: int32 [T, 1, top_k], -1 for none."""
-        starts, lengths = batch.key_starts, batch.visible_keys
-        scores = dsa.mqa_logits(*indexer, starts, starts + lengths)
-        picks = dsa.topk_indices(scores, self.indexer.top_k, starts=starts, lengths=lengths)
-        return torch.where(picks < 0, picks, picks + starts[:, None])[:, None]
 
     def _select(
         self,

@@ -138,6 +138,7 @@ WRONG = {
     "product": ("fp8_gemm_nt", "fp8_gemm_nt", scaled(None)),
     "product's first row": ("fp8_gemm_nt", "fp8_gemm_nt", noisy_first_row),
     "grouped product": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", scaled(None)),
+    "training's selection": ("indexer_topk", "indexer_topk", next_key),
     "warm-up attention": ("indexer_warmup_attention", "indexer_warmup_attention", scaled(0)),
     "warm-up lse": ("indexer_warmup_attention", "indexer_warmup_attention", scaled(1)),
     "warm-up loss": ("indexer_warmup_attention", "indexer_warmup_attention", scaled(2)),
