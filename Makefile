@@ -19,7 +19,7 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -30,7 +30,9 @@ def _functions(name: str) -> str:
     if name == receipt.GENERATION:
         return "generation: `dsa_layers.Generator`"
     module = importlib.import_module(receipt.op_module(name))
-    public = [f for f in dsa.__all__ if f not in NOT_OPS and getattr(module, f, None) is getattr(dsa, f)]
+    there = {f: getattr(dsa, f) for f in dsa.__all__ if f not in NOT_OPS and hasattr(module, f)}
+    # Not what an op takes from another one's module.
+    public = [f for f, x in there.items() if x.__module__ == module.__name__ or not x.__module__.startswith("dsa.ops.")]
     part = name.removeprefix(receipt.op_module(name).rpartition(".")[2]).strip("_")
     return ", ".join(f"`{f}`" for f in public) + (f" ({part})" if part else "")
 
