@@ -9,7 +9,7 @@ from dsa.kernels import sparse_mla_backward_sums_sm90 as sums
 from dsa.ops import sparse_mla_attention as op
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()], ids=str)
+@pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()])
 def test_sass(arguments):
     _, channels, ordered = arguments
     sass = disassemble(cubin(kernels.compile_sparse_mla_backward, *arguments))
@@ -26,7 +26,7 @@ def test_sass(arguments):
     assert given <= sass.registers * kernels.THREADS // kernels.WARPGROUP
 
 
-@pytest.mark.parametrize(("compile_function", "arguments"), sums.shipped_variants(), ids=str)
+@pytest.mark.parametrize(("compile_function", "arguments"), sums.shipped_variants())
 def test_before_and_behind(compile_function, arguments):
     assert disassemble(cubin(compile_function, *arguments)).stack == 0
 
