@@ -1,5 +1,8 @@
 """Training the indexers of a small model: who learns from what, and that they learn."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -103,3 +106,26 @@ def test_errors():
     model.layers[1].indexer = None
     with pytest.raises(ValueError, match="model: has layers that share an indexer"):
         IndexerStage(model, "sparse")
+
+
+def test_the_functions_of_the_documentation():
+    """Its example runs as it stands there, and its losses train the indexer alone."""
+    text = (Path(__file__).parents[2] / "docs" / "indexer-training.md").read_text()
+    (code,) = re.findall(r"own\n\n```python\n(.*?)```", text, re.S)
+    names = {}
+    exec(code, names)
+    torch.manual_seed(0)
+    tokens, heads = 12, 4
+    x, qr = torch.randn(tokens, 512, requires_grad=True), torch.randn(tokens, 256, requires_grad=True)
+    q, k, v = (torch.randn(tokens, n, d, requires_grad=True) for n, d in ((heads, 32), (2, 32), (2, 16)))
+    absorbed, kv = (torch.randn(tokens, n, 576, requires_grad=True) for n in (heads, 1))
+    cos, sin = RotaryEmbedding(rope_frequencies(64, 10000.0))(torch.arange(tokens))
+    sequences = torch.tensor([0, 7, 12], dtype=torch.int32), 7
+    dense, dense_loss = names["warmup"](x, qr, q, k, v, cos, sin, *sequences)
+    chosen, sparse_loss = names["sparse"](x, qr, absorbed, kv, cos, sin, *sequences, 0.05)
+    assert dense.shape == (tokens, heads, 16) and chosen.shape == (tokens, heads, 512)
+    learned = list(names["indexer"].parameters())
+    for loss in (dense_loss, sparse_loss):
+        assert all(g is not None for g in torch.autograd.grad(loss, learned, retain_graph=True))
+        others = torch.autograd.grad(loss, (x, qr, q, k, v, absorbed, kv), allow_unused=True, retain_graph=True)
+        assert all(g is None or not g.any() for g in others)
