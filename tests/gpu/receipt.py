@@ -20,7 +20,7 @@ PARTS = ("_sparse", "_forward", "_gradient", "_per_head")
 GENERATION = "generation"
 LAYERS = HERE.parent.parent / "dsa_layers"
 # What no pass of a model runs.
-NOT_RUN = ("cli.py", "export.py", "health.py", "tiny")
+NOT_RUN = ("cli.py", "export.py", "health.py", "indexer_stage.py", "tiny")
 
 
 def load() -> dict[str, Any]:
