@@ -225,6 +225,16 @@ def test_deterministic_repeats():
         torch.use_deterministic_algorithms(False)
 
 
+def test_deterministic_parts_of_more_than_2_31_numbers():
+    """Lists so long that the rows of as many queries as are worked on at a time need offsets of 64 bits."""
+    tokens = torch.cuda.get_device_properties(0).multi_processor_count
+    q, kv, indices, _ = inputs(tokens, 16, 300, 2**31 // 576 // tokens + 64)
+    dout = torch.randn(tokens, 16, D_V, device="cuda").bfloat16()
+    first = gradients(dsa.sparse_mla_attention, q, kv, indices, None, dout, None, deterministic=True)
+    free = gradients(dsa.sparse_mla_attention, q, kv, indices, None, dout, None)
+    assert torch.equal(first[2], free[2]) and distance(first[3], free[3]) < 1e-3
+
+
 def test_finite_differences():
     """A step along a random direction changes a loss by what the gradients say."""
     q, kv, indices, sink = inputs(16, 64, 100, 64, dtype=FP16, sink=True, share=0)
