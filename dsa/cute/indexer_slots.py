@@ -32,8 +32,9 @@ class Slot:
 
     @cute.jit
     def visible(self, row):
-        """How many keys row `row` sees."""
-        return cutlass.max(cutlass.min(self.seen + self.step * row, self.keys), 0)
+        """How many keys row `row` sees in the tiles that its slot visits: too few if the sequence is too long."""
+        there = cutlass.min(self.keys, self.key_tiles * SLOT_ROWS)
+        return cutlass.max(cutlass.min(self.seen + self.step * row, there), 0)
 
     @cute.jit
     def seen_by(self, row, count):

@@ -42,6 +42,14 @@ def test_chunks(monkeypatch):
     assert torch.equal(dsa.indexer_topk(*arguments), whole)
 
 
+def test_a_sequence_longer_than_said_leaves_the_others_alone():
+    arguments = inputs([(300, 300), (100, 100)] * 20)
+    whole = expected(arguments).view(20, 400, 1, 50)
+    got = dsa.indexer_topk(*arguments[:-2], 128, 128).view(20, 400, 1, 50)
+    assert torch.equal(got[:, :128], whole[:, :128]) and torch.equal(got[:, 300:], whole[:, 300:])
+    assert (got[:, 128:300] == -1).all()
+
+
 def test_nothing():
     for lengths in ([(0, 0)], [(5, 0)], [(0, 5)]):
         assert (dsa.indexer_topk(*inputs(lengths)) == -1).all()
