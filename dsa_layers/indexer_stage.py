@@ -34,7 +34,7 @@ class IndexerStage:
         self.name = name
         self._layers = [module for module in model.modules() if isinstance(module, DSAAttention)]
         if not self._layers:
-            raise ValueError("model: has no attention with an indexer")
+            raise ValueError("model: has no DSAAttention, whose indexers are trained here")
         if any(layer.indexer is None for layer in self._layers):
             raise ValueError("model: has layers that share an indexer, which have none to train")
         self._kls: list[torch.Tensor] = []

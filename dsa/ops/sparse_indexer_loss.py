@@ -132,7 +132,7 @@ def backward(
     sums = torch.zeros(k_idx.shape, dtype=torch.int64 if deterministic else torch.float32, device=q_idx.device)
     unit = inverse = None
     if deterministic:
-        unit, inverse = _units(q_idx, weights, grad, indices.numel())
+        unit, inverse = _units(q_idx, weights, grad, d_scores, indices.numel())
     launch = _backward_kernel(q_idx.shape[2], deterministic)
     with backends.on_device(q_idx):
         launch(
@@ -144,14 +144,17 @@ def backward(
     return dq, dk.to(k_idx.dtype), dw.to(w_idx.dtype)
 
 
-def _units(q: torch.Tensor, w: torch.Tensor, g: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _units(
+    q: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_scores: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """How many units 1 is [1] and what one is [1]: so many that a sum of `most` parts of a gradient has room."""
     # A part is g sum_i d a w q with |d| <= 1, of which d and g w q are rounded to bf16.
     bound = 1.02 * g.abs().amax() * w.abs().sum(1).amax() * torch.stack(torch.aminmax(q)).abs().amax()
     exponent = SUM_BITS - most.bit_length() - torch.frexp(bound)[1]
     unit = torch.ldexp(torch.ones_like(bound), exponent.clamp(-UNIT_BITS, UNIT_BITS)).view(1)
-    # Where the bound is no number, no sum is.
-    return unit, 1 / unit.double() + (bound - bound)
+    # Where the bound is no number, no sum is; nor where d_scores are none, which integers would turn to 0. They are
+    # none of a whole query, so that its first tells.
+    return unit, 1 / unit.double() + (bound - bound) + 0 * d_scores[:, 0].sum()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def test_errors():
     model = Small(6)
     with pytest.raises(ValueError, match="name: must be one of warmup, sparse, got 'dense'"):
         IndexerStage(model, "dense")
-    with pytest.raises(ValueError, match="model: has no attention"):
+    with pytest.raises(ValueError, match="model: has no DSAAttention"):
         IndexerStage(nn.Linear(2, 2), "warmup")
     with pytest.raises(RuntimeError, match="loss: no pass since"):
         IndexerStage(model, "warmup").loss()

@@ -138,12 +138,15 @@ def test_deterministic_as_pytorch_is_told(launches):
 
 
 def test_units_of_numbers_that_are_none():
-    q, w = torch.randn(3, 2, 4), torch.randn(3, 2)
+    q, w, d = torch.randn(3, 2, 4), torch.randn(3, 2), torch.randn(3, 64).bfloat16()
     for g in (torch.full((3,), math.inf), torch.full((3,), math.nan)):
-        assert op._units(q, w, g, 100)[1].isnan().all()
+        assert op._units(q, w, g, d, 100)[1].isnan().all()
     for g in (torch.zeros(3), torch.full((3,), 1e-38), torch.full((3,), 1e37)):
-        unit, inverse = op._units(q, w, g, 100)
+        unit, inverse = op._units(q, w, g, d, 100)
         assert unit.isfinite().all() and unit > 0 and inverse.isfinite().all()
+    d[1] = math.nan
+    unit, inverse = op._units(q, w, torch.ones(3), d, 100)
+    assert unit.isfinite().all() and inverse.isnan().all()
 
 
 def test_what_is_copied(launches):
