@@ -24,7 +24,8 @@ class IndexerStage:
 
     The inputs of an indexer are constants, and so is what it follows: the loss reaches the indexers' parameters and no
     others, and the language model's loss reaches all others. Scores are not quantised. Layers that share an indexer
-    (IndexShare) cannot be trained so.
+    (IndexShare) cannot be trained so. Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False), if
+    the backward pass is inside of the `with`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
 
@@ -49,14 +50,17 @@ class IndexerStage:
     ) -> None:
         for layer in self._layers:
             layer.indexer_stage = None
+        if error is not None:
+            self._kls.clear()
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of the indexers."""
         return [parameter for layer in self._layers for parameter in layer.indexer.parameters()]
 
     def add(self, kl: torch.Tensor) -> None:
-        """A layer's loss of every token."""
-        self._kls.append(kl)
+        """A layer's loss of every token. Not what a backward pass computes again for checkpointed activations."""
+        if torch._C._current_graph_task_id() == -1:
+            self._kls.append(kl)
 
     def loss(self) -> torch.Tensor:
         """The layers' losses since it was last asked for, summed, and averaged over tokens."""

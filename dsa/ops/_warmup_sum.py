@@ -71,7 +71,7 @@ def losses(
     kl = torch.zeros(len(q), **fp32)
     dq, dw = (torch.empty_like(indexer.q), torch.empty_like(indexer.w)) if query_grads else (None, None)
     dk = torch.zeros(indexer.k.shape, **fp32) if key_grads else None
-    if 0 in (len(q), len(k), len(plan.slots), n):
+    if 0 in (len(q), len(k), len(plan.slots)):
         return kl, tuple(None if x is None else x.zero_() for x in (dq, dw, dk))
     chunks = plan.chunks(n * ROWS * ROWS * (4 + heads // 8), max(LEAST_WORKSPACE, _share_of_inputs(q, k, indexer)))
     slots = chunks[0].stop
@@ -104,7 +104,7 @@ def _share_of_inputs(q: torch.Tensor, k: torch.Tensor, indexer: Indexer) -> int:
 
 
 def tiles_of(max_seqlen_k: int) -> int:
-    return -(-max_seqlen_k // ROWS)
+    return max(1, -(-max_seqlen_k // ROWS))
 
 
 def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> Plan:

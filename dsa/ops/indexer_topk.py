@@ -29,7 +29,7 @@ def indexer_topk(
     q_idx         [Tq, Hi, di]; k_idx [Tk, di]; w_idx [Tq, Hi], of any sign
     top_k         how many to pick, at least 1, possibly more than a sequence has
     cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
-    max_seqlen_*  no sequence is longer; a query that sees more keys selects none
+    max_seqlen_*  no sequence is longer; a query that sees more keys than these, rounded up to 128, selects none
     causal        a sequence's last query sees all its keys, each one before it one fewer
 
     Returns int32 [Tq, 1, top_k]: rows of k_idx, in their order, then -1 for the keys that there are not. Of equal
@@ -62,7 +62,7 @@ def _select(indexer: Indexer, plan: Plan, top_k: int) -> torch.Tensor:
     device = indexer.q.device
     # One row more than there are, for what is no query.
     picks = torch.full((queries + 1, top_k), -1, dtype=torch.int32, device=device)
-    if 0 in (queries, len(indexer.k), len(plan.slots), n):
+    if 0 in (queries, len(indexer.k), len(plan.slots)):
         return picks[:queries, None]
     # Scores as tiles and as rows, and the bits of active heads, which nobody reads here.
     chunks = plan.chunks(n * ROWS * ROWS * (8 + heads // 8), LEAST_WORKSPACE)

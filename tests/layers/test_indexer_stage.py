@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dsa_layers.indexer_stage import IndexerStage
 from dsa_layers.layers.attention import DSAAttention
@@ -106,6 +107,37 @@ def test_errors():
     model.layers[1].indexer = None
     with pytest.raises(ValueError, match="model: has layers that share an indexer"):
         IndexerStage(model, "sparse")
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_checkpointed_activations(name, monkeypatch):
+    """The same gradients, pass after pass, though layers run again in the backward pass."""
+    model, (tokens, batch) = Small(6), inputs()
+
+    def gradients():
+        with IndexerStage(model, name) as stage:
+            out = model(tokens, batch)
+            (out.square().mean() + stage.loss()).backward()
+            found = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+        return found
+
+    expected = gradients()
+    forward = DSAAttention.forward
+    monkeypatch.setattr(DSAAttention, "forward", lambda *a: checkpoint(forward, *a, use_reentrant=False))
+    for _ in range(2):
+        for got, other in zip(gradients(), expected):
+            assert torch.allclose(got, other, atol=1e-6)
+
+
+def test_a_pass_that_fails_leaves_nothing():
+    model, (tokens, batch) = Small(6), inputs()
+    stage = IndexerStage(model, "sparse")
+    with pytest.raises(ZeroDivisionError), stage:
+        model(tokens, batch)
+        1 / 0  # noqa: B018
+    with pytest.raises(RuntimeError, match="loss: no pass"):
+        stage.loss()
 
 
 def test_the_functions_of_the_documentation():
