@@ -222,8 +222,9 @@ def test_repeats_are_the_same_bits():
         assert all(torch.equal(x, y) for x, y in zip(first, case.run()))
 
 
-def test_nan_stays_in_its_sequence():
-    case = Case([(200, 200), (150, 150), (140, 140)])
+@pytest.mark.parametrize("index, target", [((8, 64), "sum"), ((4, 64), "per_head"), ((4, 128), "per_head")])
+def test_nan_stays_in_its_sequence(index, target):
+    case = Case([(200, 200), (150, 150), (140, 140)], index=index, target=target)
     clean = case.run()
     case.q_idx[220], case.k_idx[240], case.q[260] = torch.nan, torch.nan, torch.nan
     marked = case.run()
