@@ -55,7 +55,7 @@ from dsa.cute.per_head_tiles import (
     score_mma,
 )
 from dsa.cute.register_pressure import computed_here
-from dsa.cute.shared_bytes import load_16
+from dsa.cute.shared_bytes import load_16, store_16
 
 SCORERS = 2
 SCORE_WARPS, SUM_WARPS = 4 * SCORERS, 4
@@ -242,6 +242,8 @@ class PerHeadGradientSm90(PerHeadTiles):
             query_acc.fill(0.0)
             words.fill(0)
             whole = item.limit(0) >> 6  # tiles that all rows see all keys of
+            if item.count < ROWS:
+                whole = Int32(0)  # what is loaded for missing rows is another sequence's: D is 0 there, whatever it is
             cute.arch.mbarrier_wait(memory.q_full, items % 2)
             if const_expr(self.held):
                 load_operand(row_words, memory.q, warp * 16, lane)
@@ -257,6 +259,8 @@ class PerHeadGradientSm90(PerHeadTiles):
                 last = stage
                 if tile < item.tiles - 1:
                     last = (steps - 1) % self.stages
+                else:
+                    self.clear_keys(memory, items, tile, stage, tid)
                 cute.arch.barrier(barrier_id=TURN + side, number_of_threads=SCORERS * WARPGROUP)
                 cute.nvgpu.warpgroup.fence()
                 multiply(main_mma, acc, rows, rk[None, None, None, stage], True)
@@ -300,6 +304,19 @@ class PerHeadGradientSm90(PerHeadTiles):
             self.release(memory.facts_empty + items % FACTS)
             items += 1
             item = self.next_item(memory, items)
+
+    @cute.jit
+    def clear_keys(self, memory: Memory, items, tile, stage, tid):
+        """Zeros over the index keys behind the sequence's: D is 0 there, but 0 * NaN would be NaN. Each scoring
+        warpgroup does it before its first product with D, and needs a barrier of its own threads behind."""
+        behind = self.item(memory, items).length - tile * KEYS
+        if behind < KEYS:
+            zero = Uint32(0)
+            start = Int32(memory.k_idx.iterator.toint()) + stage * (KEYS * self.index_dim * 2)
+            for chunk in cutlass.range_constexpr(self.chunks):
+                for place in cutlass.range(behind * 8 + tid % WARPGROUP, KEYS * 8, WARPGROUP, unroll=1):
+                    store_16(start + chunk * (KEYS * CHUNK * 2) + place * 16, [zero, zero, zero, zero])
+            cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def differ(self, scores, index_scores, weight, base, index_base, scale, limits: cutlass.Constexpr = None):
@@ -437,11 +454,12 @@ class PerHeadGradientSm90(PerHeadTiles):
 
     @cute.jit
     def scale_operand(self, numbers, words, factors, lane):
-        """Multiply rows, which are an operand's columns, by their factors."""
+        """Multiply rows, which are an operand's columns, by their factors; what has the factor 0 may be NaN."""
         flat = cute.make_tensor(numbers.iterator, cute.make_layout(2 * cute.size(words)))
         for i in cutlass.range_constexpr(cute.size(words)):
             row = i // 4 * 16 + i // 2 % 2 * 8 + (lane & 3) * 2
-            pair = [flat[2 * i + e].to(Float32) * factors[row + e] for e in range(2)]
+            both = [factors[row + e] for e in range(2)]
+            pair = [flat[2 * i + e].to(Float32) * x if x != 0.0 else Float32(0.0) for e, x in enumerate(both)]
             words[i] = pack(pair[0], pair[1], DTYPE)
 
 

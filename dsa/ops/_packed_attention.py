@@ -71,8 +71,8 @@ def _selections(sequences: Sequences, queries: int, causal: bool):
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it, with rows at multiples of 16 bytes."""
-    same = rows_at_16_bytes(x)
+    """x, or a copy of it, as TMA can read it: rows at multiples of 16 bytes, and no stride of 0."""
+    same = None if 0 in x.stride() else rows_at_16_bytes(x)
     return x.clone(memory_format=torch.contiguous_format) if same is None else same
 
 
@@ -87,7 +87,11 @@ def _flash_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By PyTorch's flash attention, whose queries and values have as many channels: values are padded."""
+    """By PyTorch's flash attention, whose queries and values have as many channels: values are padded. It wants rows at
+    multiples of 16 bytes, and some keys: without them its grid is empty, which is an error."""
+    if 0 in (len(q), len(k)):
+        return tuple(torch.zeros_like(x) for x in (q, k, v))
+    q, k, v = (aligned(x) for x in (q, k, v))
     dim, missing = v.shape[2], q.shape[2] - v.shape[2]
     if missing:
         grad, v, out = (torch.nn.functional.pad(x, (0, missing)) for x in (grad, v, out))
@@ -96,6 +100,6 @@ def _flash_backward(
         q.new_empty(0, dtype=torch.uint64),
     )  # of dropout, which there is none of
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(grad.contiguous(), q, k, v, out, lse, *sequences, 0.0, causal, *unused), scale=scale
+        *(aligned(grad.contiguous()), q, k, v, out, lse, *sequences, 0.0, causal, *unused), scale=scale
     )
     return dq, dk, dv[..., :dim]

@@ -188,6 +188,33 @@ def test_attention_gradients(dims):
         assert relative(x, y) < 2e-2
 
 
+@pytest.mark.parametrize("target", ["sum", "per_head"])
+def test_strides(target):
+    """Rows at no multiple of 16 bytes, and heads that share their rows."""
+    case = Case([(200, 200), (60, 130)], 4, 4, index=(4, 64), target=target)
+    case.k, case.q_idx = case.k[:, :1].expand(case.k.shape), case.q_idx[:, :1].expand(case.q_idx.shape)
+    odd = [torch.cat([x[..., :1], x], -1)[..., 1:] for x in case.inputs()]
+    shared = [case.q, case.k, odd[2], case.q_idx, odd[4], case.w_idx]
+    contiguous, results = [x.contiguous() for x in case.inputs()], []
+    for inputs in (contiguous, odd, shared):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, lse, kl = dsa.indexer_warmup_attention(*leaves, *case.rest)
+        grads = torch.autograd.grad(out.float().sum() + (kl * case.per_token).sum(), leaves)
+        results.append((out, lse, kl, *grads))
+    for result in results[1:]:
+        for x, y in zip(result, results[0]):
+            assert relative(x, y) < 4e-3
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (576, 512)])
+def test_attention_gradients_without_keys(dims):
+    case = Case([(5, 0), (3, 0)], dims=dims)
+    q, k = case.q.requires_grad_(), case.k.requires_grad_()
+    v = k[..., : dims[1]] if dims[0] == 576 else case.v
+    out, _, _ = dsa.indexer_warmup_attention(q, k, v, *case.inputs()[3:], *case.rest)
+    assert not torch.autograd.grad(out.sum(), q)[0].any()
+
+
 def test_repeats_are_the_same_bits():
     case = Case([(700, 700), (33, 900)], heads=16, index=(64, 128))
     first = case.run()
@@ -195,8 +222,9 @@ def test_repeats_are_the_same_bits():
         assert all(torch.equal(x, y) for x, y in zip(first, case.run()))
 
 
-def test_nan_stays_in_its_sequence():
-    case = Case([(200, 200), (150, 150), (140, 140)])
+@pytest.mark.parametrize("index, target", [((8, 64), "sum"), ((4, 64), "per_head"), ((4, 128), "per_head")])
+def test_nan_stays_in_its_sequence(index, target):
+    case = Case([(200, 200), (150, 150), (140, 140)], index=index, target=target)
     clean = case.run()
     case.q_idx[220], case.k_idx[240], case.q[260] = torch.nan, torch.nan, torch.nan
     marked = case.run()

@@ -113,3 +113,40 @@ def test_absorbed_attention_selects_what_a_query_sees(monkeypatch, causal):
             expected[t + i] = list(range(first, first + (max(0, m - n + i + 1) if causal else m)))
         t, first = t + n, first + m
     assert found == expected | {t: [], t + 1: []}
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(3, 0), (0, 3)])
+def test_attention_without_queries_or_keys_has_gradients_of_zero(queries, keys):
+    q, k, v, out = (
+        torch.randn(n, 2, d, dtype=BF16) for n, d in zip((queries, keys, keys, queries), (192, 192, 128, 128))
+    )
+    bounds = [torch.tensor([0, n], dtype=torch.int32) for n in (queries, keys)]
+    lse = torch.full((2, queries), torch.inf)
+    grads = _packed_attention.attention_backward(out, q, k, v, out, lse, (*bounds, queries, keys), 0.125, True)
+    for grad, x in zip(grads, (q, k, v)):
+        assert grad.shape == x.shape and not grad.any()
+
+
+def test_flash_attention_is_given_rows_at_16_bytes(monkeypatch):
+    given = []
+
+    def flash(grad, q, k, v, *_, **__):
+        given.extend((grad, q, k, v))
+        return q, k, v
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash)
+    odd = torch.randn(5, 2, 65, dtype=BF16)[..., 1:]
+    same = torch.randn(5, 2, 64, dtype=BF16)
+    bounds = [torch.tensor([0, 5], dtype=torch.int32)] * 2
+    _packed_attention.attention_backward(
+        odd, odd, odd.mT.contiguous().mT, same, same, torch.zeros(2, 5), (*bounds, 5, 5), 0.125, True
+    )
+    for x, original in zip(given, (odd, odd, odd, same)):
+        assert torch.equal(x, original) and x.stride()[1:] == (64, 1) and x.data_ptr() % 16 == 0
+
+
+def test_rows_in_several_places_are_copied():
+    x = torch.randn(5, 1, 64, dtype=BF16).expand(5, 4, 64)
+    copy = _packed_attention.aligned(x)
+    assert torch.equal(copy, x) and copy.is_contiguous()
+    assert _packed_attention.aligned(copy) is copy
