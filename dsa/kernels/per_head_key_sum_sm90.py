@@ -44,7 +44,7 @@ class PerHeadKeySumSm90:
                 high = middle - 1
         first = begins_k[low]
         key = first + (tile - (first >> 6) - low) * KEYS
-        end = begins_k[low + 1]
+        end = cutlass.min(begins_k[low + 1], dk_idx.shape[0])
         if key < end:
             sums = cute.make_rmem_tensor((4,), Float32)
             sums.fill(0.0)

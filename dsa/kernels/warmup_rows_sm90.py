@@ -26,13 +26,13 @@ class WarmupLseSm90:
     @cute.jit
     def __call__(self, scores: cute.Tensor, slots: cute.Tensor, lse_idx: cute.Tensor, stream):
         self.kernel(scores, slots, lse_idx).launch(
-            grid=(SLOT_ROWS // WARPS, slots.shape[0], 1), block=(32 * WARPS, 1, 1), stream=stream
+            grid=(slots.shape[0], SLOT_ROWS // WARPS, 1), block=(32 * WARPS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, scores: cute.Tensor, slots: cute.Tensor, lse_idx: cute.Tensor):
         tid, _, _ = cute.arch.thread_idx()
-        part, index, _ = cute.arch.block_idx()
+        index, part, _ = cute.arch.block_idx()
         lane, row = tid % 32, part * WARPS + tid // 32
         slot = load_slot(slots, index)
         if row < slot.rows:

@@ -18,7 +18,7 @@ def attention_forward(
     """(out [Tq, H, dv], lse [H, Tq]). sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return _dense_attention.attention_forward(q, k, v, *sequences, scale, causal)
-    out = q.new_empty(*q.shape[:2], v.shape[2])
+    out, k = q.new_empty(*q.shape[:2], v.shape[2]), aligned(k)
     lse = q.new_empty(len(q), q.shape[1], dtype=torch.float32)
     for rows, indices, visible in _selections(sequences, len(q), causal):
         out[rows], _, lse[rows] = flash_mla_sparse_fwd(q[rows], k, indices, scale, topk_length=visible)
@@ -40,6 +40,7 @@ def attention_backward(
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return _flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
     dq, dk = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+    k = aligned(k)
     lse = lse.T.contiguous()
     for rows, indices, visible in _selections(sequences, len(q), causal):
         seen = torch.arange(indices.shape[2], device=q.device) < visible[:, None, None]
@@ -62,7 +63,7 @@ def _selections(sequences: Sequences, queries: int, causal: bool):
     visible = keys
     if causal:
         visible = (keys - cu_q.diff()[own] + row - cu_q[:-1][own] + 1).clamp(min=0).minimum(keys)
-    visible = visible.masked_fill(sequence >= len(cu_q) - 1, 0).int()
+    visible = visible.masked_fill(sequence >= len(cu_q) - 1, 0).clamp(max=most).int()
     offsets = torch.arange(most, device=cu_q.device, dtype=torch.int32)
     step = max(1, MOST_INDICES // max(most, 1))
     for begin in range(0, queries, step):
@@ -95,10 +96,7 @@ def _flash_backward(
     dim, missing = v.shape[2], q.shape[2] - v.shape[2]
     if missing:
         grad, v, out = (torch.nn.functional.pad(x, (0, missing)) for x in (grad, v, out))
-    unused = (
-        q.new_empty(2, dtype=torch.uint64),
-        q.new_empty(0, dtype=torch.uint64),
-    )  # of dropout, which there is none of
+    unused = [q.new_empty(n, dtype=torch.uint64) for n in (2, 0)]  # of dropout, which there is none of
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *(aligned(grad.contiguous()), q, k, v, out, lse, *sequences, 0.0, causal, *unused), scale=scale
     )

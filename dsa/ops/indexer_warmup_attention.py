@@ -41,7 +41,7 @@ def indexer_warmup_attention(
     q             [Tq, H, d]; k [Tk, Hk, d], v [Tk, Hk, dv], H a multiple of Hk: head h attends to head h // (H / Hk)
     q_idx         [Tq, Hi, di]; k_idx [Tk, di]; w_idx [Tq, Hi], of any sign
     cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
-    max_seqlen_*  no sequence is longer; the losses of one that is are NaN
+    max_seqlen_*  no sequence is longer; on Hopper the losses of one with more keys are NaN for "sum"
     causal        a sequence's last query sees all its keys, each one before it one fewer
 
     Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] fp32 (natural log) and kl fp32 [Tq] or [Tq, H]. A query without
@@ -50,7 +50,8 @@ def indexer_warmup_attention(
     On Hopper: bf16, w_idx also fp32; other dtypes run the PyTorch reference, with a warning. (d, dv) = (64, 64), (128,
     128), (192, 128) or (576, 512), the last with Hk = 1, target "sum", and v a view of k, whose gradient then has v's
     in it. di 64 or 128; up to 64 index heads for "sum" (8, 16, 32 and 64 without padding). Nothing is S x S: the
-    workspace is a chunk of queries by all keys, about half of the inputs. "sum" computes the indexer's gradients with
+    workspace is a chunk of queries by all keys, about half of the inputs, or for "per_head" Tk di numbers a head in the
+    backward pass. "sum" computes the indexer's gradients with
     the loss, for equal weights of all tokens, and keeps them; a backward pass scales them, and computes k_idx's again
     if the weights differ: `kl.sum()` says that they do not, `kl.mean()` lets the device find out. lse has no gradient,
     and nothing a second one. k's and v's gradients are PyTorch's flash attention's; all else is deterministic.
