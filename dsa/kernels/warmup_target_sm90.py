@@ -6,12 +6,16 @@ dI[t, s] = g[t] (exp(I - lse_I) - p)
 Plan
 - A tile has 128 queries of a slot and 128 keys; CTAs take those that exist in turns. Per head: S = Q K^T by wgmma, then
   its powers are added up in registers. Nothing of a head is kept.
-- Two accumulators: while a head's powers are computed, the next one's product is under way, and another warpgroup's.
-- One warp loads by TMA: Q of every head, K once for all heads that share it.
+- Up to 128 channels: two accumulators. While a head's powers are computed, the next one's product is under way, and
+  another warpgroup's. 192 and 576 channels: one, in parts of 64 channels, beside the other warpgroup's powers.
+- One warp loads by TMA: Q of every head, K once for all heads that share it. It also asks for the tile's scores, which
+  are wanted at the end, to be brought to the L2 cache.
 - What a row must not see is taken out at the end, of the sum: whatever lies there, it meets nothing else.
 - dI replaces the scores in place, in bf16: all of them are read before any is written.
+Constraints: bf16; RINGS has the numbers of channels. Any number of heads.
 Shared memory: 192 or 208 KiB of rings. Registers: 64 sums and 2 x 64 accumulators of 240.
-Roofline: of a head of 128 channels wgmma takes 1024 clocks, the powers 1024 of the special function units.
+Roofline: of a head of 128 channels wgmma takes 1024 clocks, the powers 1024 of the special function units; measured
+2000.
 """
 
 from collections.abc import Callable

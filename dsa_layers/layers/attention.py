@@ -164,7 +164,7 @@ class DSAAttention(nn.Module):
         else:
             w_uk, w_uv = self._up_projections(x.dtype)
             q = torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
-            picks = dsa.indexer_topk(*(x.detach() for x in indexer), self.indexer.top_k, *sequences)
+            picks = dsa.indexer_topk(*indexer, self.indexer.top_k, *sequences)
             attended, lse = dsa.sparse_mla_attention(q, kv[:, None], picks, scale, self.kv_lora_rank)
             out = torch.einsum("thc,hvc->thv", attended, w_uv)
             kl = dsa.sparse_indexer_loss(q.detach(), kv[:, None].detach(), *indexer, picks, scale, lse.detach())

@@ -56,9 +56,8 @@ class LightningIndexer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) of the scores sum_h w_h relu(q_h . k), not
         quantised, with gradients."""
-        q = dsa.apply_rotary(self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), cos, sin, **self.rope)
-        weights = linear_fp32(x, self.weights_proj.weight) * (self.n_heads**-0.5 * self.head_dim**-0.5)
-        return q, self._keys(x, cos, sin), weights
+        q, weights = self._queries(x, qr)
+        return dsa.apply_rotary(q, cos, sin, **self.rope), self._keys(x, cos, sin), weights
 
     @torch.no_grad()
     def forward(
@@ -72,9 +71,7 @@ class LightningIndexer(nn.Module):
         *,
         paged_slots: bool = False,
     ) -> torch.Tensor:
-        q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim))
-        weights = linear_fp32(x, self.weights_proj.weight)
-        weights = weights * (self.n_heads**-0.5 * self.head_dim**-0.5)
+        q, weights = self._queries(x, qr)
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, **self.rope)
         else:
@@ -101,6 +98,11 @@ class LightningIndexer(nn.Module):
             dsa.write_indexer_keys(self.wk(x), *affine, cos, sin, cache.index, batch.slots, eps=norm.eps, **self.rope)
         else:
             dsa.write_kv_cache(self._keys(x, cos, sin), cache.index, batch.slots)
+
+    def _queries(self, x: torch.Tensor, qr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(q [T, n_heads, head_dim] before rope, w fp32 [T, n_heads])."""
+        q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim))
+        return q, linear_fp32(x, self.weights_proj.weight) * (self.n_heads**-0.5 * self.head_dim**-0.5)
 
     def _keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> k [T, head_dim], before quantisation."""
