@@ -415,8 +415,8 @@ def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig)
 
 
 def choose_config(heads: int, dim: int) -> IndexerKeyGradConfig:
-    """As many stages as there is room for, 12 at most."""
-    groups = 2
+    """As many stages as there is room for, 12 at most. Where a stage is small, more keys share its queries."""
+    groups = 3 if heads <= 16 and dim == 64 else 2
     return max(
         (c for n in range(2, 13) if (c := IndexerKeyGradConfig(groups, n)).shared(heads, dim) <= SHARED_BYTES),
         key=lambda config: config.stages,

@@ -9,6 +9,7 @@ from dsa.ops.sparse_mla_attention import gradients as sparse_gradients
 
 ABSORBED = 576, 512
 MOST_INDICES = 16 << 20  # of a chunk of queries, with all their keys
+MOST_NUMBERS = 1 << 31  # that flash attention's backward pass can count
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 
 
@@ -88,10 +89,50 @@ def _flash_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By PyTorch's flash attention, whose queries and values have as many channels: values are padded. It wants rows at
-    multiples of 16 bytes, and some keys: without them its grid is empty, which is an error."""
+    """By PyTorch's flash attention, for as many heads at a time as it counts right: its fp32 sums of q's gradient have
+    32-bit offsets. Without keys its grid is empty, which is an error."""
     if 0 in (len(q), len(k)):
         return tuple(torch.zeros_like(x) for x in (q, k, v))
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    together = _heads_together(heads, group, (len(q) + 128 * len(sequences[0])) * -(-q.shape[2] // 64) * 64)
+    if together == heads:
+        return _flash_backward_of_heads(grad, q, k, v, out, lse, sequences, scale, causal)
+    dq, sums = torch.empty_like(q), torch.float32 if together < group else k.dtype
+    dk, dv = torch.zeros(k.shape, dtype=sums, device=k.device), torch.zeros(v.shape, dtype=sums, device=k.device)
+    for first in range(0, heads, together):
+        own = slice(first, first + together)
+        shared = slice(first // group, -(-own.stop // group))
+        of_heads = grad[:, own], q[:, own], k[:, shared], v[:, shared], out[:, own], lse[own]
+        dq[:, own], dk_part, dv_part = _flash_backward_of_heads(*of_heads, sequences, scale, causal)
+        dk[:, shared] += dk_part
+        dv[:, shared] += dv_part
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _heads_together(heads: int, group: int, numbers: int) -> int:
+    """How many heads, of `numbers` each, stay below MOST_NUMBERS: all of them, whole groups that share keys, or an even
+    part of a group."""
+    most = max(1, (MOST_NUMBERS - 1) // numbers)
+    if most >= heads:
+        return heads
+    if most >= group:
+        return most // group * group
+    return next(n for n in range(most, 0, -1) if group % n == 0)
+
+
+def _flash_backward_of_heads(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """PyTorch's takes queries and values of as many channels: values are padded. It wants rows at multiples of 16
+    bytes."""
     q, k, v = (aligned(x) for x in (q, k, v))
     dim, missing = v.shape[2], q.shape[2] - v.shape[2]
     if missing:

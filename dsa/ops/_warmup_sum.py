@@ -13,6 +13,7 @@ from dsa.ops._packed_attention import Sequences, aligned
 
 ROWS = 128  # queries of a slot, and keys of a tile
 LEAST_WORKSPACE = 192 << 20  # bytes
+SHARE = 15 / 16
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,12 @@ def losses(
     indexer: Indexer,
     plan: Plan,
     upstream: torch.Tensor,
+    budget: int,
     query_grads: bool,
     key_grads: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
-    """kl [Tq] and the gradients of sum_t upstream[t] kl[t]: of q_idx bf16, of w_idx and k_idx fp32."""
+    """kl [Tq] and the gradients of sum_t upstream[t] kl[t]: of q_idx bf16, of w_idx and k_idx fp32. budget: bytes of
+    the workspace, if a slot has fewer."""
     heads, n = indexer.q.shape[1], plan.most_tiles
     fp32 = {"dtype": torch.float32, "device": q.device}
     kl = torch.zeros(len(q), **fp32)
@@ -73,7 +76,7 @@ def losses(
     dk = torch.zeros(indexer.k.shape, **fp32) if key_grads else None
     if 0 in (len(q), len(k), len(plan.slots)):
         return kl, tuple(None if x is None else x.zero_() for x in (dq, dw, dk))
-    chunks = plan.chunks(n * ROWS * ROWS * (4 + heads // 8), max(LEAST_WORKSPACE, _share_of_inputs(q, k, indexer)))
+    chunks = plan.chunks(n * ROWS * ROWS * (4 + heads // 8), budget)
     slots = chunks[0].stop
     scores = torch.empty(slots, n, ROWS, ROWS, **fp32)
     active = torch.empty(active_shape(slots, heads, n), dtype=torch.int32, device=q.device)
@@ -98,9 +101,10 @@ def losses(
     return kl, (dq, dw, dk)
 
 
-def _share_of_inputs(q: torch.Tensor, k: torch.Tensor, indexer: Indexer) -> int:
-    """Half of their bytes: with more tiles a chunk the multiprocessors have more even shares."""
-    return sum(x.numel() * x.element_size() for x in (q, k, indexer.q)) // 2
+def workspace(*inputs: torch.Tensor) -> int:
+    """Bytes: a bit less than the inputs, so that with what is returned the op takes less than twice theirs. Few chunks
+    leave few multiprocessors idle."""
+    return max(LEAST_WORKSPACE, int(sum(x.numel() * x.element_size() for x in inputs) * SHARE))
 
 
 def tiles_of(max_seqlen_k: int) -> int:

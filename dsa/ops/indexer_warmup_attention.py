@@ -9,7 +9,7 @@ from dsa.ops._indexer_gradient import HEADS
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
 from dsa.ops._packed_attention import ABSORBED, Sequences, aligned, attention_backward, attention_forward
 from dsa.ops._warmup_per_head import per_head_backward, per_head_forward
-from dsa.ops._warmup_sum import Indexer, Plan, losses, make_plan, tiles_of
+from dsa.ops._warmup_sum import Indexer, Plan, losses, make_plan, tiles_of, workspace
 from reference import indexer_training as reference
 
 DIMS = (64, 64), (128, 128), (192, 128), (576, 512)
@@ -119,7 +119,8 @@ class _Sum(_Warmup):
         wants = any(ctx.needs_input_grad[3:6])
         ones = q.new_ones(len(q), dtype=torch.float32)
         indexer = Indexer.of(q_idx, k_idx, w_idx)
-        kl, grads = losses(q, k, lse, scale, indexer, plan, ones, wants, wants)
+        budget = workspace(q, k, v, q_idx, k_idx, w_idx)
+        kl, grads = losses(q, k, lse, scale, indexer, plan, ones, budget, wants, wants)
         saved = q, k, v, q_idx, k_idx, w_idx, out, lse, *sequences[:2], plan.slots, plan.tiles
         ctx.save_for_backward(*saved, *(grads if wants else ()))
         return out, lse, kl
@@ -147,7 +148,8 @@ class _Sum(_Warmup):
                     differ = (grad_kl != grad_kl[0]).any()
                     plan = Plan(slots, tiles, tiles_of(ctx.rest[0][1])).only_if(differ)
                     indexer, upstream = Indexer.of(q_idx, k_idx, w_idx), grad_kl.float().contiguous()
-                    _, again = losses(q, k, lse, ctx.rest[1], indexer, plan, upstream, False, True)
+                    budget = workspace(q, k, v, q_idx, k_idx, w_idx)
+                    _, again = losses(q, k, lse, ctx.rest[1], indexer, plan, upstream, budget, False, True)
                     dk_idx = torch.where(differ, again[2].to(k_idx.dtype), dk_idx)
         return *of_attention, dq_idx, dk_idx, dw_idx, None, None, None
 

@@ -117,10 +117,9 @@ def main(names: list[str]) -> int:
     }
     compile_all(names or receipt.tested_ops())
     for name in names or receipt.tested_ops():
-        data["ops"][name] = run_op(name)
+        data["ops"] = dict(sorted((data["ops"] | {name: run_op(name)}).items()))
+        receipt.PATH.write_text(json.dumps(data, indent=1) + "\n")  # now: what comes after may fail
         print_table(name, data["ops"][name]["bench"])
-    data["ops"] = dict(sorted(data["ops"].items()))
-    receipt.PATH.write_text(json.dumps(data, indent=1) + "\n")
     failed = [name for name, op in data["ops"].items() if op["failed"]]
     print(f"failed: {', '.join(failed)}" if failed else "all passed")
     return 1 if failed else 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import dsa
+from dsa.ops import _packed_attention
 from dsa.testing import poison_free_memory
 from reference import indexer_training as reference
 
@@ -114,7 +115,7 @@ def test_chunks(monkeypatch):
     case = Case(LENGTHS)
     whole = case.run()
     monkeypatch.setattr(op, "LEAST_WORKSPACE", 3 * 5 * 128 * 128 * 5)
-    monkeypatch.setattr(op, "_share_of_inputs", lambda *_: 0)
+    monkeypatch.setattr(op, "SHARE", 0)
     assert all(torch.equal(x, y) for x, y in zip(whole[:4], case.run()[:4]))
     assert relative(case.run()[4], whole[4]) < 1e-3 and torch.equal(case.run()[5], whole[5])
 
@@ -169,10 +170,17 @@ def test_finite_differences():
         assert abs(losses[0] - losses[1] - slope) < 0.05 * size + 0.02 * abs(slope), name
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (576, 512)])
-def test_attention_gradients(dims):
-    """In bf16 by PyTorch's flash attention, or the sparse one's backward: beside float64."""
-    case = Case([(200, 200), (60, 130), (1, 1)], 4, 1, dims)
+@pytest.mark.parametrize(
+    ("dims", "key_heads", "together"),
+    [((64, 64), 1, 4), ((128, 128), 1, 4), ((192, 128), 1, 4), ((576, 512), 1, 4)]
+    + [((192, 128), 4, 3), ((128, 128), 2, 3), ((64, 64), 1, 3)],
+)
+def test_attention_gradients(monkeypatch, dims, key_heads, together):
+    """In bf16 by PyTorch's flash attention, of all heads or some at a time, or the sparse one's backward: beside
+    float64."""
+    case = Case([(200, 200), (60, 130), (1, 1)], 4, key_heads, dims)
+    if together < 4:
+        monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", (together + 1) * (len(case.q) + 512) * dims[0])
     leaves, exact = (
         [x.detach().to(d).requires_grad_() for x in (case.q, case.k)] for d in (torch.bfloat16, torch.float64)
     )

@@ -145,6 +145,31 @@ def test_flash_attention_is_given_rows_at_16_bytes(monkeypatch):
         assert torch.equal(x, original) and x.stride()[1:] == (64, 1) and x.data_ptr() % 16 == 0
 
 
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "most", "expected"),
+    [(6, 6, 9, [6]), (6, 6, 4, [4, 2]), (6, 2, 4, [3, 3]), (6, 1, 5, [3, 3]), (6, 2, 1, [1] * 6), (6, 3, 0, [1] * 6)],
+)
+def test_flash_attention_is_given_as_many_heads_as_it_can_count(monkeypatch, heads, key_heads, most, expected):
+    q, grad = (torch.randn(4, heads, 64, dtype=BF16) for _ in range(2))
+    k, v = (torch.randn(4, key_heads, 64, dtype=BF16) for _ in range(2))
+    given = []
+
+    def flash(grad, q, k, v, *_, **__):
+        """Gradients of sum(grad q k v) with each head's own k and v."""
+        given.append(q.shape[1])
+        q, k, v = (x.float().requires_grad_() for x in (q, k, v))
+        wide = [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)]
+        return tuple(x.to(BF16) for x in torch.autograd.grad((grad.float() * q * wide[0] * wide[1]).sum(), (q, k, v)))
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash)
+    monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", most * (4 + 2 * 128) * 64 + 1)
+    bounds = [torch.tensor([0, 4], dtype=torch.int32)] * 2
+    got = _packed_attention.attention_backward(grad, q, k, v, q, torch.zeros(heads, 4), (*bounds, 4, 4), 0.125, True)
+    assert given == expected
+    for x, y in zip(got, flash(grad, q, k, v)):
+        torch.testing.assert_close(x, y, atol=0.05, rtol=2e-2)
+
+
 def test_rows_in_several_places_are_copied():
     x = torch.randn(5, 1, 64, dtype=BF16).expand(5, 4, 64)
     copy = _packed_attention.aligned(x)
