@@ -7,6 +7,7 @@ import torch
 
 import dsa
 from benchmarks.harness.case import Call, Case
+from dsa.ops._packed_attention import flash_backward
 from dsa.testing import assert_close
 from reference import indexer_training as reference
 
@@ -46,17 +47,17 @@ class _Inputs:
     def bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v, *self.indexer))
 
-    def flash(self) -> tuple[Call, Call]:
+    def fa2(self) -> tuple[Call, Call]:
         """FA2's forward and backward, with values of as many channels as keys."""
         v = torch.nn.functional.pad(self.v, (0, self.q.shape[2] - self.v.shape[2]))
         flags = {"scale": self.scale}
         forward = partial(
             torch.ops.aten._flash_attention_forward, self.q, self.k, v, *self.sequences, 0.0, True, False, **flags
         )
-        out, lse, state, unused, _ = forward()
+        out, lse, *_ = forward()
         grad = torch.randn_like(out)
-        tensors = grad, self.q, self.k, v, out, lse, *self.sequences, 0.0, True, state, unused
-        return forward, partial(torch.ops.aten._flash_attention_backward, *tensors, **flags)
+        tensors = grad, self.q, self.k, v, out, lse, self.sequences, self.scale, True
+        return forward, partial(flash_backward, *tensors)
 
 
 def _extra_memory(inputs: _Inputs) -> float:
@@ -72,14 +73,14 @@ def case(which: str, batch: int, *model: int | str) -> Case:
     inputs = _Inputs(batch, *model)
     heads, key_heads, d, dv, index_heads, di, target = model
     memory = _extra_memory(inputs)
-    flash_forward, flash_backward = inputs.flash()
+    fa2_forward, fa2_backward = inputs.fa2()
     pairs = batch * SEQUENCE * (SEQUENCE + 1) // 2
     if which == "forward":
-        calls: dict[str, list[Call]] = {"dsa": [inputs.ours], "FA2 forward": [flash_forward]}
+        calls: dict[str, list[Call]] = {"dsa": [inputs.ours], "FA2 forward": [fa2_forward]}
     else:
         kl = inputs.ours()[2].sum()
         ours = partial(torch.autograd.grad, kl, inputs.indexer, retain_graph=True)
-        calls = {"dsa": [ours], "FA2 backward": [flash_backward]}
+        calls = {"dsa": [ours], "FA2 backward": [fa2_backward]}
 
     def figure(ms: float) -> str:
         if which == "backward":

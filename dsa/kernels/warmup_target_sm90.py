@@ -38,7 +38,7 @@ from dsa.cute.ring import advance
 from dsa.cute.score_tile import SHARED_BYTES, WARPGROUP, init_ring, tile_load
 
 # By the heads' channels: those of a stage, and stages of queries and of keys. Keys of 576 channels are there once.
-RINGS = {64: (64, 8, 5), 128: (128, 4, 2), 192: (64, 7, 6), 576: (64, 4, 9)}
+RINGS = {64: (64, 8, 5), 128: (128, 3, 3), 192: (64, 7, 6), 576: (64, 4, 9)}
 MATH_WARPS = 8
 THREADS = 3 * WARPGROUP
 REGISTERS = 240, 24
@@ -232,7 +232,7 @@ class WarmupTargetSm90:
         ring = (Int32(0), Int32(0), Int32(0), Int32(0))
         slot = Int32(0)
         for index in cutlass.range(tiles[0] + first, tiles[tiles.shape[0] - 1], ctas, unroll=1):
-            slot, key_tile = self.find(index, slot, tiles, lane)
+            slot, _ = self.find(index, slot, tiles, lane)
             whose = load_slot(slots, slot)
             rows = [whose.first_q + cutlass.min(own_row + 8 * r, whose.rows - 1) for r in range(2)]
             sums.fill(0.0)
@@ -242,17 +242,21 @@ class WarmupTargetSm90:
                     less, at = self.load_lse(lse, at, h, heads)
                     ring = self.multiply_parts(accs[0], rq, rk, barriers, ring, h, group, heads)
                     self.add(sums, accs[0], less, scale)
+                slot = computed_here(slot)  # what follows from it is found again: registers are short in between
+                own = self.load_tile(scores, lse_idx, upstream, slots, tiles, slot, index, rows, own_row, lane)
             else:
-                ring = self.add_overlapped(sums, accs, lse, rq, rk, barriers, ring, rows, scale, group, heads)
-            slot = computed_here(slot)  # what follows from it is found again: registers are short in between
-            key_tile = index - tiles[slot]
-            of_tile = scores[slot, key_tile, None, None]
-            whose = load_slot(slots, slot)
-            self.finish(sums, of_tile, kl_parts, lse_idx, upstream, whose, slot, key_tile, rows, heads, own_row, lane)
+                ring, less = self.add_overlapped(sums, accs, lse, rq, rk, barriers, ring, rows, scale, group, heads)
+                slot = computed_here(slot)  # what follows from it is found again: registers are short in between
+                own = self.load_tile(scores, lse_idx, upstream, slots, tiles, slot, index, rows, own_row, lane)
+                ring = self.done(barriers, ring, heads - 1 + (heads & 1), group, heads)
+                if heads & 1 == 0:
+                    self.add(sums, accs[1], less, scale)
+            self.finish(sums, own, kl_parts, heads, own_row, lane)
 
     @cute.jit
     def add_overlapped(self, sums, accs, lse, rq, rk, barriers, ring, rows, scale, group, heads):
-        """All heads, one's powers beside the next one's product. An odd number of them is padded."""
+        """All heads but the last, one's powers beside the next one's product. An odd number of them is padded. What is
+        left: the last product is under way; its LSE is returned."""
         padded = heads + (heads & 1)
         less, at = self.load_lse(lse, rows, Int32(0), heads)
         self.ready(barriers, ring)
@@ -271,10 +275,30 @@ class WarmupTargetSm90:
         self.multiply(accs[1], rq, rk, ring)
         ahead, at = self.load_lse(lse, at, padded - 1, heads)
         self.add(sums, accs[0], less, scale)
-        ring = self.done(barriers, ring, padded - 1, group, heads)
-        if heads & 1 == 0:
-            self.add(sums, accs[1], ahead, scale)
-        return ring
+        return ring, ahead
+
+    @cute.jit
+    def load_tile(self, scores, lse_idx, upstream, slots, tiles, slot, index, rows, own_row, lane):
+        """What the tile's end needs: where the scores lie, slot and tile, pairs of scores [2, 16, 2 (row)], and of both
+        rows their LSE, g, and how many of the tile's keys they see."""
+        key_tile = index - tiles[slot]
+        of_tile = scores[slot, key_tile, None, None]
+        pairs = cute.make_rmem_tensor((2, SLOT_ROWS // 8, 2), Float32)
+        for r in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(SLOT_ROWS // 8):
+                place = (own_row + 8 * r) * SLOT_ROWS + 8 * j + lane % 4 * 2
+                pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + place)
+        # All have read: what is written lies where others' scores were. Also, no load is put off until it is needed, as
+        # what else the rows need is loaded behind the barrier.
+        cute.arch.barrier(barrier_id=READ_BARRIER, number_of_threads=2 * WARPGROUP)
+        whose = load_slot(slots, slot)
+        limits = []
+        for r in cutlass.range_constexpr(2):
+            row = own_row + 8 * r
+            limit = cutlass.min(whose.seen + whose.step * row, whose.keys) - key_tile * SLOT_ROWS
+            limits.append(limit if row < whose.rows else Int32(0))
+        numbers = [lse_idx[rows[r]] for r in range(2)], [upstream[rows[r]] for r in range(2)]
+        return (of_tile.iterator, slot, key_tile), pairs, *numbers, limits
 
     @cute.jit
     def ready(self, barriers, ring):
@@ -363,23 +387,13 @@ class WarmupTargetSm90:
             sums[i] = add_power(sums[i], flat[i], scale, more[i // 2 % 2])
 
     @cute.jit
-    def finish(self, sums, of_tile, kl_parts, lse_idx, upstream, whose, slot, key_tile, rows, heads, own_row, lane):
+    def finish(self, sums, own, kl_parts, heads, own_row, lane):
         """The loss of a tile's rows, and the scores' gradient in their place."""
         share = 1.0 / Float32(heads)
-        pairs = cute.make_rmem_tensor((2, SLOT_ROWS // 8, 2), Float32)
+        (place, slot, key_tile), pairs, lse_idx, upstream, limits = own
+        target = cute.recast_ptr(place, dtype=Uint32)
         for r in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(SLOT_ROWS // 8):
-                place = (own_row + 8 * r) * SLOT_ROWS + 8 * j + lane % 4 * 2
-                pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + place)
-        # All have read: what is written lies where others' scores were. Also, no load is put off until it is needed.
-        cute.arch.barrier(barrier_id=READ_BARRIER, number_of_threads=2 * WARPGROUP)
-        target = cute.recast_ptr(of_tile.iterator, dtype=Uint32)
-        for r in cutlass.range_constexpr(2):
-            row = own_row + 8 * r
-            limit = cutlass.min(whose.seen + whose.step * row, whose.keys) - key_tile * SLOT_ROWS
-            if row >= whose.rows:
-                limit = Int32(0)
-            own_lse, factor = lse_idx[rows[r]], upstream[rows[r]]
+            row, limit, own_lse, factor = own_row + 8 * r, limits[r], lse_idx[r], upstream[r]
             kl = Float32(0.0)
             for j in cutlass.range_constexpr(SLOT_ROWS // 8):
                 both = []

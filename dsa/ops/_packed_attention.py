@@ -39,7 +39,7 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k and v. Absorbed, k's has v's in it, and v's is None: v is a view of k."""
     if (q.shape[2], v.shape[2]) != ABSORBED:
-        return _flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
+        return flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
     dq, dk = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=k.device)
     k = aligned(k)
     lse = lse.T.contiguous()
@@ -78,7 +78,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format) if same is None else same
 
 
-def _flash_backward(
+def flash_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,

@@ -172,8 +172,10 @@ def test_finite_differences():
 
 @pytest.mark.parametrize(
     ("dims", "key_heads", "together"),
-    [((64, 64), 1, 4), ((128, 128), 1, 4), ((192, 128), 1, 4), ((576, 512), 1, 4)]
-    + [((192, 128), 4, 3), ((128, 128), 2, 3), ((64, 64), 1, 3)],
+    [
+        *(((64, 64), 1, 4), ((128, 128), 1, 4), ((192, 128), 1, 4), ((576, 512), 1, 4)),
+        *(((192, 128), 4, 3), ((128, 128), 2, 3), ((64, 64), 1, 3)),
+    ],
 )
 def test_attention_gradients(monkeypatch, dims, key_heads, together):
     """In bf16 by PyTorch's flash attention, of all heads or some at a time, or the sparse one's backward: beside
