@@ -79,8 +79,10 @@ def compile_per_head_key_sum(index_dim: int):
     """-> f(parts fp32 [H, Tk // 64 + B, 64 di], cu_seqlens_q and cu_seqlens_k int32 [B + 1], dk_idx bf16 [Tk, di])."""
     compact = cute.runtime.make_fake_compact_tensor
     bounds = cute.sym_int()
-    parts = compact(
-        Float32, (cute.sym_int(), cute.sym_int(), KEYS * index_dim), stride_order=(2, 1, 0), assumed_align=16
+    part = KEYS * index_dim
+    # A head's stride has 64 bits: 2^31 numbers are 262144 keys of 64 heads x 128.
+    parts = cute.runtime.make_fake_tensor(
+        Float32, (cute.sym_int(), cute.sym_int(), part), (cute.sym_int64(divisibility=4), part, 1), assumed_align=16
     )
     begins = [compact(Int32, (bounds,), assumed_align=4) for _ in range(2)]
     dk_idx = compact(BFloat16, (cute.sym_int(), index_dim), stride_order=(1, 0), assumed_align=16)

@@ -14,6 +14,8 @@ Plan
   dQ += dS K in registers, for the whole query.
 - Then the keys are done with, and the next tile's come in, while its owner multiplies 64 channels of dKV at a time and
   adds them to global memory by vector reductions from registers; the other warpgroup scores the next tile meanwhile.
+- Behind a query's last tile each chunk of Q and dO makes room for the next query's as soon as its dKV is multiplied, so
+  that the other warpgroup scores the next query's first tile meanwhile.
 - Sums of dKV are in fp32, in the order in which a thread holds them: of 16 neighbours, lane q of four has 2q, 2q + 1,
   2q + 8, 2q + 9, which it adds as 16 bytes. `ordered` stores them to rows of their own instead, to be summed in order.
 - Vector reductions are fastest on whole lines of 128 bytes: lanes exchange numbers, so that eight of them have a line.
@@ -79,7 +81,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Barriers:
-    """q_full, q_empty; k_full: of each chunk and each half of the rope part; k_empty: of each half; ds_full."""
+    """q_full, q_empty: of each chunk of Q and dO, and of Q's rope part; k_full: of each chunk and each half of the rope
+    part; k_empty: of each half; ds_full."""
 
     q_full: cute.Pointer
     q_empty: cute.Pointer
@@ -116,6 +119,8 @@ class SparseMlaBackwardSm90:
         self.dtype, self.channels, self.ordered = dtype, channels, ordered
         self.rope = channels > VALUE
         self.parts = 2 if self.rope else 1  # of dP
+        # Of Q and dO, in the order in which a query's last tile is through with them.
+        self.query_parts = [*([CHUNKS] if self.rope else []), *range(CHUNKS)]
         # Chunks of a tile in the order in which they come and are scored: halves, each with its half of the rope part.
         self.order = [0, 1, 2, 3, "rope0", 4, 5, 6, 7, "rope1"] if self.rope else list(range(CHUNKS))
 
@@ -162,8 +167,8 @@ class SparseMlaBackwardSm90:
 
         @cute.struct
         class Storage:
-            q_full: cute.struct.MemRange[Int64, 1]
-            q_empty: cute.struct.MemRange[Int64, 1]
+            q_full: cute.struct.MemRange[Int64, CHUNKS + 1]
+            q_empty: cute.struct.MemRange[Int64, CHUNKS + 1]
             k_full: cute.struct.MemRange[Int64, CHUNKS + 2]
             k_empty: cute.struct.MemRange[Int64, 2]
             ds_full: cute.struct.MemRange[Int64, 1]
@@ -230,8 +235,9 @@ class SparseMlaBackwardSm90:
             *(storage.k_empty.data_ptr(), storage.ds_full.data_ptr()),
         )
         if tid == 0:
-            cute.arch.mbarrier_init(barriers.q_full, 1)
-            cute.arch.mbarrier_init(barriers.q_empty, 8)
+            for i in cutlass.range_constexpr(CHUNKS + 1):
+                cute.arch.mbarrier_init(barriers.q_full + i, 1)
+                cute.arch.mbarrier_init(barriers.q_empty + i, 8)
             for i in cutlass.range_constexpr(CHUNKS + 2):
                 # With the first chunk the loading warps say which keys there are.
                 cute.arch.mbarrier_init(barriers.k_full + i, WARPGROUP + 4 if i == 0 else WARPGROUP)
@@ -280,8 +286,7 @@ class SparseMlaBackwardSm90:
                 count += 1
                 if tile == 0:
                     if warp == 0:
-                        cute.arch.mbarrier_wait(barriers.q_empty, (turn & 1) ^ 1)
-                        self.load_query(atoms, sources, numbers, memory, barriers, query, first)
+                        self.load_query(atoms, sources, numbers, memory, barriers, query, first, turn)
                     if plan.has(block, turn + 1):
                         self.request_query(q, dout, plan, block, turn + 1, warp, computed_here(lane))
             turn += 1
@@ -305,24 +310,29 @@ class SparseMlaBackwardSm90:
         return index
 
     @cute.jit
-    def load_query(self, atoms, sources, numbers, memory: Memory, barriers: Barriers, query, first):
-        """Q, dO and the numbers of 64 heads; heads beyond the last are zeros, and have numbers that give p = 0."""
-        with cute.arch.elect_one():
-            size = 2 * HEADS * (self.channels + VALUE) + NUMBER_BYTES
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full, size)
-            source = Int64(numbers[query, first // HEADS, None].iterator.toint())
-            bulk_gather(memory.numbers, source, Int32(NUMBER_BYTES), barriers.q_full)
+    def load_query(self, atoms, sources, numbers, memory: Memory, barriers: Barriers, query, first, turn):
+        """Q, dO and the numbers of 64 heads, a part as soon as the last query's is done with; heads beyond the last are
+        zeros, and have numbers that give p = 0."""
         one = cute.make_layout(1)
-        loads = [(0, memory.q, CHUNK, 0, CHUNKS), (2, memory.do, CHUNK, 0, CHUNKS)]
-        if const_expr(self.rope):
-            loads.append((1, memory.q_rope, ROPE_HALF, VALUE // ROPE_HALF, 2))
-        for n, target, columns, begin, count in loads:
-            tiles = cute.local_tile(sources[n], (HEADS, columns), (first // HEADS, None, query))
-            to, source = cute.nvgpu.cpasync.tma_partition(
-                atoms[n], 0, one, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
-            )
-            for i in cutlass.range_constexpr(count):
-                cute.copy(atoms[n], source[None, begin + i], to[None, i], tma_bar_ptr=barriers.q_full)
+        q, do = ((0, memory.q, CHUNK), (2, memory.do, CHUNK))
+        for part in self.query_parts:
+            rope, is_first = part == CHUNKS, part == self.query_parts[0]
+            loads = [(1, memory.q_rope, ROPE_HALF, i, VALUE // ROPE_HALF + i) for i in range(2)]
+            if const_expr(not rope):
+                loads = [(*q, part, part), (*do, part, part)]
+            cute.arch.mbarrier_wait(barriers.q_empty + part, (turn & 1) ^ 1)
+            size = sum(2 * HEADS * columns for _, _, columns, _, _ in loads) + (NUMBER_BYTES if is_first else 0)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full + part, size)
+                if const_expr(is_first):
+                    source = Int64(numbers[query, first // HEADS, None].iterator.toint())
+                    bulk_gather(memory.numbers, source, Int32(NUMBER_BYTES), barriers.q_full + part)
+            for n, target, columns, to, begin in loads:
+                tiles = cute.local_tile(sources[n], (HEADS, columns), (first // HEADS, None, query))
+                own, source = cute.nvgpu.cpasync.tma_partition(
+                    atoms[n], 0, one, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
+                )
+                cute.copy(atoms[n], source[None, begin], own[None, to], tma_bar_ptr=barriers.q_full + part)
 
     @cute.jit
     def gather_half(
@@ -372,31 +382,36 @@ class SparseMlaBackwardSm90:
         while plan.has(block, count >> 2):
             flat.fill(0.0)
             flat_rope.fill(0.0)
-            cute.arch.mbarrier_wait(barriers.q_full, (count >> 2) & 1)
+            if (count & 1) != side:
+                for part in self.query_parts:
+                    cute.arch.mbarrier_wait(barriers.q_full + part, (count >> 2) & 1)
             for tile in cutlass.range(plan.tiles, unroll=1):
                 # Tiles belong to the two in turns, over the whole life of the CTA.
                 p = cute.make_rmem_tensor(p_shape, self.dtype)
                 if (count & 1) == side:
-                    self.score(p, scale, scale_log2, memory, barriers, count, tid, warp, lane, side)
+                    self.score(p, scale, scale_log2, memory, barriers, count, tile, tid, warp, lane, side)
                 self.add_dq(flat, flat_rope, memory, barriers, count, tid, side)
                 if (count & 1) == side:
                     place = Int32(0)
                     if const_expr(self.ordered):
                         place = (block + (count >> 2) * plan.ctas) * plan.tiles + tile
-                    self.add_dkv(p, dkv, keys, place, memory, count, tid, warp, lane, side)
+                    last = tile == plan.tiles - 1
+                    self.add_dkv(p, dkv, keys, place, memory, barriers, count, last, tid, warp, lane, side)
                 count = (count & -4) | ((count + 1) & 3)
             if (count & 1) != side:
                 # The last tile was this one's: before its dS makes room for dQ, all must have multiplied with it.
                 for half in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_wait(barriers.k_empty + half, (count & 1) ^ 1)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(barriers.q_empty)
+            else:
+                with cute.arch.elect_one():
+                    for part in self.query_parts:
+                        cute.arch.mbarrier_arrive(barriers.q_empty + part)
             query, first = plan.unit(block, count >> 2)
             self.store_dq(flat, flat_rope, dq, query, first, memory, side, warp, lane)
             count += 4
 
     @cute.jit
-    def score(self, p, scale, scale_log2, memory: Memory, barriers: Barriers, count, tid, warp, lane, side):
+    def score(self, p, scale, scale_log2, memory: Memory, barriers: Barriers, count, tile, tid, warp, lane, side):
         """P^T of a tile, in 16 bits, to p, an operand in registers; dS to shared memory."""
         mma = self.product(K_MAJOR, K_MAJOR, HEADS)
         thr = mma.get_slice(tid)
@@ -411,9 +426,14 @@ class SparseMlaBackwardSm90:
         for n, chunk in enumerate(self.order):
             if const_expr(isinstance(chunk, str)):
                 half = int(chunk[-1])
+                if const_expr(half == 0):
+                    if tile == 0:
+                        cute.arch.mbarrier_wait(barriers.q_full + CHUNKS, (count >> 2) & 1)
                 cute.arch.mbarrier_wait(barriers.k_full + (CHUNKS + half), phase)
                 pairs = [(rk_rope[None, None, i, half], rq_rope[None, None, i, half]) for i in range(ROPE_HALF // 16)]
             else:
+                if tile == 0:
+                    cute.arch.mbarrier_wait(barriers.q_full + chunk, (count >> 2) & 1)
                 cute.arch.mbarrier_wait(barriers.k_full + chunk, phase)
                 own = zero + chunk
                 pairs = [(rk[None, None, i, own], rq[None, None, i, own]) for i in range(CHUNK // 16)]
@@ -522,8 +542,9 @@ class SparseMlaBackwardSm90:
             cute.arch.mbarrier_arrive(barriers.k_empty + side)
 
     @cute.jit
-    def add_dkv(self, p, dkv, keys, place, memory: Memory, count, tid, warp, lane, side):
-        """dKV of a tile's keys += P^T dO + dS^T Q. place: of the tile among all, for rows of its own."""
+    def add_dkv(self, p, dkv, keys, place, memory: Memory, barriers: Barriers, count, last, tid, warp, lane, side):
+        """dKV of a tile's keys += P^T dO + dS^T Q. place: of the tile among all, for rows of its own. last: of the
+        query's, after which its Q and dO make room for the next one's."""
         lane = computed_here(lane)
         # Lanes l and l ^ 4 have neighbouring rows, and add to both of them together: 128 bytes of each.
         odd = (lane >> 2) & 1
@@ -551,17 +572,6 @@ class SparseMlaBackwardSm90:
         flat = cute.make_tensor(acc.iterator, cute.make_layout(CHUNK // 2))
         with_ds.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         zero = computed_here(slot) >> 2
-        for chunk in cutlass.range_constexpr(CHUNKS):
-            own = zero + chunk
-            cute.nvgpu.warpgroup.fence()
-            for step in cutlass.range_constexpr(HEADS // 16):
-                with_p.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                cute.gemm(with_p, acc, p[None, None, step], rdo[None, None, step, own], acc)
-            for step in cutlass.range_constexpr(HEADS // 16):
-                cute.gemm(with_ds, acc, rds[None, None, step, side], rq[None, None, step, own], acc)
-            cute.nvgpu.warpgroup.commit_group()
-            cute.nvgpu.warpgroup.wait_group(0)
-            self.add_columns(flat, CHUNK, chunk * CHUNK, targets, odd)
         if const_expr(self.rope):
             rope = self.product(K_MAJOR, MN_MAJOR, ROPE_HALF)
             thr_rope = rope.get_slice(tid)
@@ -575,7 +585,28 @@ class SparseMlaBackwardSm90:
                     cute.gemm(rope, part, rds[None, None, step, side], rq_rope[None, None, step, half], part)
                 cute.nvgpu.warpgroup.commit_group()
                 cute.nvgpu.warpgroup.wait_group(0)
+                if const_expr(half == 1):
+                    self.release(barriers.q_empty + CHUNKS, last)
                 self.add_columns(flat, ROPE_HALF, VALUE + half * ROPE_HALF, targets, odd)
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            own = zero + chunk
+            cute.nvgpu.warpgroup.fence()
+            for step in cutlass.range_constexpr(HEADS // 16):
+                with_p.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
+                cute.gemm(with_p, acc, p[None, None, step], rdo[None, None, step, own], acc)
+            for step in cutlass.range_constexpr(HEADS // 16):
+                cute.gemm(with_ds, acc, rds[None, None, step, side], rq[None, None, step, own], acc)
+            cute.nvgpu.warpgroup.commit_group()
+            cute.nvgpu.warpgroup.wait_group(0)
+            self.release(barriers.q_empty + chunk, last)
+            self.add_columns(flat, CHUNK, chunk * CHUNK, targets, odd)
+
+    @cute.jit
+    def release(self, barrier, last):
+        """A part of Q and dO, behind a query's last tile."""
+        with cute.arch.elect_one():
+            if last:
+                cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def add_columns(self, flat, columns: cutlass.Constexpr, first: cutlass.Constexpr, targets, odd):

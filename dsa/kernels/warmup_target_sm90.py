@@ -9,7 +9,7 @@ Plan
 - Up to 128 channels: two accumulators. While a head's powers are computed, the next one's product is under way, and
   another warpgroup's. 192 and 576 channels: one, in parts of 64 channels, beside the other warpgroup's powers.
 - One warp loads by TMA: Q of every head, K once for all heads that share it. It also asks for the tile's scores, which
-  are wanted at the end, to be brought to the L2 cache.
+  are wanted at the end, to be brought to the L2 cache; the others load them beside the last head's product.
 - What a row must not see is taken out at the end, of the sum: whatever lies there, it meets nothing else.
 - dI replaces the scores in place, in bf16: all of them are read before any is written.
 Constraints: bf16; RINGS has the numbers of channels. Any number of heads.
