@@ -27,12 +27,14 @@ THROUGHPUT = r"prefill: \d+ tokens, [\d.]+ tokens/s; decode: \d+ tokens, [\d.]+ 
 
 @pytest.fixture(scope="module")
 def greedy(checkpoint):
-    """What the library gives for PROMPT, as it stands and as a user's message."""
+    """What the library gives for PROMPT, as it stands and as a user's message, and how many tokens are decoded: it may
+    end early, as its tokens depend on this project's text."""
     tokenizer = Tokenizer(checkpoint)
     generator = Generator(load_model(checkpoint, progress=False), tokenizer, cache_tokens=1024)
     prompts = [PROMPT, tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}])]
     raw, chat = generator.generate(prompts, SamplingParams(max_new_tokens=TOKENS))
-    return {"raw": raw.text, "chat": chat.text}
+    decoded = {"raw decoded": len(raw.tokens) - 1, "chat decoded": len(chat.tokens) - 1}
+    return {"raw": raw.text, "chat": chat.text, **decoded}
 
 
 @pytest.fixture
@@ -67,9 +69,9 @@ def test_one_prompt_is_streamed_and_followed_by_the_throughput(checkpoint, greed
         patch.setattr(sys, "stdout", output := Output())
         assert generate(checkpoint, "--raw") == 0
     assert output.getvalue() == greedy["raw"] + "\n"
-    assert len(set(pieces)) > 3  # seen as it came, not at the end
+    assert len(set(pieces)) > min(3, greedy["raw decoded"] - 1)  # seen as it came, not at the end
     *_, last = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(THROUGHPUT, last) and f"decode: {TOKENS - 1} tokens" in last
+    assert re.fullmatch(THROUGHPUT, last) and f"decode: {greedy['raw decoded']} tokens" in last
 
 
 def test_the_chat_template_is_the_default(checkpoint, greedy, capsys):
@@ -84,7 +86,7 @@ def test_a_batch_prints_each_prompt_and_its_completion(checkpoint, greedy, capsy
     block = f"[{PROMPT}]\n{greedy['chat']}\n\n"
     assert captured.out.startswith(block + "[a]\n") and captured.out.endswith("\n\n" + block)
     decoded = int(re.search(r"decode: (\d+) tokens", captured.err)[1])
-    assert 2 * (TOKENS - 1) <= decoded <= 3 * (TOKENS - 1)  # the middle one may end early: its text depends on ours
+    assert 0 <= decoded - 2 * greedy["chat decoded"] <= TOKENS - 1
 
 
 def test_stop(checkpoint, greedy, capsys):
