@@ -13,7 +13,8 @@ Plan
 - One warp loads: q by TMA; w, dI and bits by bulk copies. Columns behind a run's last are of queries of another
   sequence: they are overwritten by zeros, as 0 * NaN would be NaN.
 Shared memory: STAGES of 64 x D x 2 bytes of q, 128 of w, 256 a query and warpgroup of dI, 1 KiB a warpgroup of bits.
-Registers: D accumulators, 32 of operands, 8 of w, 4 to 16 of dI, of 232 with two warpgroups.
+Registers: D accumulators, 32 of operands, 8 of w, 4 to 16 of dI, of 232 with two warpgroups,
+160 with three, at D 64.
 Roofline: tensor cores, 256 clocks for 64 keys x 64 columns at D 128; beside them 62 instructions of a warp.
 """
 

@@ -50,12 +50,11 @@ def indexer_warmup_attention(
     On Hopper: bf16, w_idx also fp32; other dtypes run the PyTorch reference, with a warning. (d, dv) = (64, 64), (128,
     128), (192, 128) or (576, 512), the last with Hk = 1, target "sum", and v a view of k, whose gradient then has v's
     in it. di 64 or 128; up to 64 index heads for "sum" (8, 16, 32 and 64 without padding). Nothing is S x S: the
-    workspace is a chunk of queries by all keys, about half of the inputs, or for "per_head" Tk di numbers a head in the
-    backward pass. "sum" computes the indexer's gradients with
-    the loss, for equal weights of all tokens, and keeps them; a backward pass scales them, and computes k_idx's again
-    if the weights differ: `kl.sum()` says that they do not, `kl.mean()` lets the device find out. lse has no gradient,
-    and nothing a second one. k's and v's gradients are PyTorch's flash attention's; all else is deterministic.
-    CUDA-graph safe, no host synchronisation.
+    workspace is a chunk of queries by all keys, at most 15/16 of the inputs or 192 MiB, or for "per_head" Tk di numbers
+    a head in the backward pass. "sum" computes the indexer's gradients with the loss, for equal weights of all tokens,
+    and keeps them; a backward pass scales them, and computes k_idx's again if the weights differ: `kl.sum()` says that
+    they do not, `kl.mean()` lets the device find out. lse has no gradient, and nothing a second one. k's and v's
+    gradients are PyTorch's flash attention's; all else is deterministic. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1; "per_head" is tl-dsa-warmup-lightning-indexer's.
     """
     tensors = q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k

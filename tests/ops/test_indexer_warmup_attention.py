@@ -154,19 +154,21 @@ def test_flash_attention_is_given_as_many_heads_as_it_can_count(monkeypatch, hea
     k, v = (torch.randn(4, key_heads, 64, dtype=BF16) for _ in range(2))
     given = []
 
-    def flash(grad, q, k, v, *_, **__):
-        """Gradients of sum(grad q k v) with each head's own k and v."""
+    def flash(grad, q, k, v, out, lse, *_, **__):
+        """Gradients of sum(grad q k v) with each head's own k and v, times what else a head has."""
         given.append(q.shape[1])
+        grad = grad.float() * out.float() * lse.T[..., None]
         q, k, v = (x.float().requires_grad_() for x in (q, k, v))
         wide = [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)]
-        return tuple(x.to(BF16) for x in torch.autograd.grad((grad.float() * q * wide[0] * wide[1]).sum(), (q, k, v)))
+        return tuple(x.to(BF16) for x in torch.autograd.grad((grad * q * wide[0] * wide[1]).sum(), (q, k, v)))
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash)
     monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", most * (4 + 2 * 128) * 64 + 1)
     bounds = [torch.tensor([0, 4], dtype=torch.int32)] * 2
-    got = _packed_attention.attention_backward(grad, q, k, v, q, torch.zeros(heads, 4), (*bounds, 4, 4), 0.125, True)
+    out, lse = torch.rand(4, heads, 64).bfloat16() + 0.5, torch.rand(heads, 4) + 0.5
+    got = _packed_attention.attention_backward(grad, q, k, v, out, lse, (*bounds, 4, 4), 0.125, True)
     assert given == expected
-    for x, y in zip(got, flash(grad, q, k, v)):
+    for x, y in zip(got, flash(grad, q, k, v, out, lse)):
         torch.testing.assert_close(x, y, atol=0.05, rtol=2e-2)
 
 
