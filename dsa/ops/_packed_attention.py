@@ -9,7 +9,7 @@ from dsa.ops.sparse_mla_attention import gradients as sparse_gradients
 
 ABSORBED = 576, 512
 MOST_INDICES = 16 << 20  # of a chunk of queries, with all their keys
-MOST_NUMBERS = 1 << 31  # that flash attention's backward pass counts right, before flash-attention's commit b62d93f3 (2026)
+MOST_NUMBERS = 1 << 31  # that flash attention's backward pass counts right, before its commit b62d93f3 (2026)
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 
 
