@@ -53,8 +53,9 @@ def indexer_warmup_attention(
     workspace is a chunk of queries by all keys, at most 15/16 of the inputs or 192 MiB, or for "per_head" Tk di numbers
     a head in the backward pass. "sum" computes the indexer's gradients with the loss, for equal weights of all tokens,
     and keeps them; a backward pass scales them, and computes k_idx's again if the weights differ: `kl.sum()` says that
-    they do not, `kl.mean()` lets the device find out. lse has no gradient, and nothing a second one. k's and v's
-    gradients are PyTorch's flash attention's; all else is deterministic. CUDA-graph safe, no host synchronisation.
+    they do not, `kl.mean()` lets the device find out. lse has no gradient, and nothing a second one. q's, k's and v's
+    gradients are PyTorch's flash attention's, or at (576, 512) those of `sparse_mla_attention`: sums in no order; all
+    else is deterministic. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1; "per_head" is tl-dsa-warmup-lightning-indexer's.
     """
     tensors = q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k
