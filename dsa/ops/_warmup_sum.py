@@ -10,7 +10,8 @@ import torch
 from dsa import backends
 from dsa.ops._indexer_gradient import HEADS, active_shape, index_key_grad, index_query_grad, index_scores
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops._packed_attention import Sequences, aligned
+from dsa.ops._packed_attention import Sequences
+from dsa.ops._tma_rows import tma_rows
 
 ROWS = 128  # queries of a slot, and keys of a tile
 LEAST_WORKSPACE = 192 << 20  # bytes
@@ -58,7 +59,7 @@ class Indexer:
         if missing:
             q = torch.nn.functional.pad(q, (0, 0, 0, missing))
             w = torch.nn.functional.pad(w, (0, missing))
-        return cls(*(aligned(x.contiguous()) for x in (q, k_idx, w)))
+        return cls(*(tma_rows(x.contiguous()) for x in (q, k_idx, w)))
 
 
 def losses(
@@ -90,7 +91,7 @@ def losses(
     kl_parts, lse_idx = torch.empty(slots, n, ROWS, **fp32), torch.empty(len(q), **fp32)
     minus_k, rounded_w = -indexer.k, indexer.w.bfloat16()
     target, rows, sums = _kernels(q.dtype, q.shape[2])
-    q, k = aligned(q), aligned(k)
+    q, k = tma_rows(q), tma_rows(k)
     for chunk in chunks:
         own, size = plan.slots[chunk], chunk.stop - chunk.start
         tiles = plan.tiles[chunk.start : chunk.stop + 1]

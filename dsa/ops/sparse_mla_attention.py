@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
 from dsa.ops._sparse_attention import D_V, DIMS, DTYPES, inner_contiguous
+from dsa.ops._tma_rows import tma_rows
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from reference import indexer_training as reference
 from reference.checks import check_tensor
@@ -105,8 +105,8 @@ def gradients(
     dq, dkv = q.new_empty(q.shape), kv.new_empty(kv.shape)
     if 0 in (tokens, heads, keys, picks):
         return dq.zero_(), dkv.zero_(), None if sink is None else torch.zeros_like(sink)
-    dout = torch.zeros_like(out) if dout is None else _rows(dout.to(q.dtype))
-    q, rows, picked = _rows(q), _rows(kv.squeeze(1)), inner_contiguous(indices.squeeze(1))
+    dout = torch.zeros_like(out) if dout is None else tma_rows(dout.to(q.dtype))
+    q, rows, picked = tma_rows(q), tma_rows(kv.squeeze(1)), inner_contiguous(indices.squeeze(1))
     blocks, tiles = -(-heads // HEADS), -(-picks // TILE)
     numbers = q.new_empty(tokens, blocks, 2 * HEADS, dtype=torch.float32)
     shares = None if sink is None else torch.empty_like(lse)
@@ -154,12 +154,6 @@ def _lists(indices: torch.Tensor, keys: int, blocks: int) -> tuple[torch.Tensor,
     query, pick = order // picks, order % picks
     tile = query * -(-picks // TILE) + pick // TILE
     return (tile * blocks * TILE + pick % TILE).int(), bounds
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x with rows at multiples of 16 bytes, none of them in several places, which TMA would not take."""
-    aligned = None if 0 in x.stride() else rows_at_16_bytes(x)
-    return x.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
 
 
 def _check_kernel_takes(
