@@ -54,7 +54,6 @@ class Shares:
 
 @cute.jit
 def shares_of(items: Int32, count: cute.FastDivmodDivisorV2, workers: Int32) -> Shares:
-    """With an item for each worker at least, two workers at most have parts of one."""
     turns = cutlass.max(items // workers - 1, 0)
     left = (items - turns * workers) * count.divisor
     return Shares(

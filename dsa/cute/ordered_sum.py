@@ -26,7 +26,7 @@ def _vector(target: cute.Pointer, values, instruction: cutlass.Constexpr):
 
 @cute.jit
 def publish(target: cute.Pointer, count: Int32):
-    """What the warp has added or stored so far is there for whoever reads `count`. A warp's work."""
+    """What the warp has added so far is there for whoever reads `count`. A warp's work."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.fence_acq_rel_gpu()

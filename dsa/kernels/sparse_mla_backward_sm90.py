@@ -445,8 +445,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def add_kept(self, flat, flat_rope, parts, flags, block, warp, lane):
-        """What CTA `block` has kept, or will, for which it waits for nobody. It may not run yet: CTAs begin in their
-        order, so that only the last ones that run can wait for one that does not; the others end and make room."""
+        """What CTA `block` has kept, or will, which depends on nobody."""
         await_count(flags.iterator + (8 * block + warp), Int32(0), Int32(1))
         for target, i, place in self.kept(flat, flat_rope, parts, block, warp, lane):
             for n, number in enumerate(load_4(place)):

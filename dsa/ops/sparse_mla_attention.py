@@ -44,8 +44,7 @@ def sparse_mla_attention(
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads (multiples of 64 fill the tensor cores), any K and Tk,
     softmax_scale above 0. Forward as `flash_mla_sparse_fwd`. Backward: P and dS are rounded to q's dtype before they
     are multiplied; dkv is summed in fp32, in no order unless `deterministic`; dq and attn_sink's gradient are
-    bit-identical from run to run in any case, but only with `deterministic` the same whatever other queries the call
-    has, and whatever the GPU. Workspace: 4 Tk d bytes, 8 for each head of a query, and 20 MB;
+    bit-identical from run to run in any case. Workspace: 4 Tk d bytes, 8 for each head of a query, and 20 MB;
     `deterministic` about 5 MB a multiprocessor for K = 2048 besides. A sink that outweighs the keys by 2^64 counts as
     2^64. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
@@ -112,14 +111,14 @@ def gradients(
     shares = None if sink is None else torch.empty_like(lse)
     name, sms = dtype_name(q.dtype), backends.num_sms(q.device)
     of_queries = q, dout, numbers, picked, dq
-    most = min(max(1, sms // blocks), tokens)  # queries that have a multiprocessor for each of their blocks of heads
-    # dQ of queries that two CTAs share. If there are as many CTAs as blocks of queries none is, and no flag is set.
-    parts = q.new_empty(most * blocks, WARPS, PART * dim, dtype=torch.float32)
-    flags = torch.zeros(most * blocks * WARPS, dtype=torch.int32, device=q.device)
 
     def launch(some: slice, sums: torch.Tensor, groups: int) -> None:
         q, dout, numbers, picked, dq = (x[some] for x in of_queries)
-        limits = scale, scale * math.log2(math.e), groups * blocks
+        ctas = groups * blocks
+        # dQ of queries that two CTAs share.
+        parts = torch.empty(ctas, WARPS, PART * dim, dtype=torch.float32, device=q.device)
+        flags = torch.zeros(ctas * WARPS, dtype=torch.int32, device=q.device)
+        limits = scale, scale * math.log2(math.e), ctas
         _kernel(name, dim, deterministic)(q, rows, dout, numbers, picked, dq, sums, parts, flags, *limits)
 
     with backends.on_device(q):
@@ -127,18 +126,20 @@ def gradients(
             *(out, dout, lse, None if dlse is None else dlse.float()),
             *(None if sink is None else sink.float(), scale, numbers, shares),
         )
+        most = max(1, sms // blocks)  # queries at a time that have a multiprocessor for each of their blocks of heads
         if deterministic:
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
-            found = q.new_empty(most * tiles * blocks * TILE, dim, dtype=torch.float32)
+            found = q.new_empty(min(most, tokens) * tiles * blocks * TILE, dim, dtype=torch.float32)
             for first in range(0, tokens, most):
                 part = slice(first, min(first + most, tokens))
                 launch(part, found, part.stop - first)
                 order, bounds = _lists(picked[part], keys, blocks)
                 _sum_kernel(dim)(found, order, bounds, blocks, TILE, sums)
         else:
+            groups = min(most, tokens)
             # Behind the keys a row for each CTA, to which it adds what is no key.
-            sums = q.new_zeros(keys + most * blocks, dim, dtype=torch.float32)
-            launch(slice(None), sums, most)
+            sums = q.new_zeros(keys + groups * blocks, dim, dtype=torch.float32)
+            launch(slice(None), sums, groups)
         _turn_kernel(name, dim)(sums, dkv.squeeze(1))
     return dq, dkv, None if sink is None else shares.sum(0).to(sink.dtype)
 

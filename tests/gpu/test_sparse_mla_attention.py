@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import dsa
-from dsa.ops import sparse_mla_attention as op
 from dsa.testing import poison_free_memory
 from reference import indexer_training as reference
 
@@ -217,25 +216,13 @@ def test_deterministic_repeats():
     for _ in range(3):
         assert all(map(torch.equal, first, gradients(*arguments, deterministic=True)))
     free = gradients(*arguments)
-    for _ in range(5):
-        # Only dkv's order is free. Of some queries two multiprocessors have a part of dq each.
-        again = gradients(*arguments)
-        assert torch.equal(again[2], free[2]) and torch.equal(again[4], free[4])
-        assert distance(again[3], first[3]) < 1e-3
-    assert torch.equal(first[4], free[4]) and distance(free[2], first[2]) < 1e-3
+    # Only dkv's order is free.
+    assert torch.equal(first[2], free[2]) and torch.equal(first[4], free[4]) and distance(free[3], first[3]) < 1e-3
     torch.use_deterministic_algorithms(True)
     try:
         assert all(map(torch.equal, first, gradients(*arguments)))
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("share", [4, 1 / 20])
-def test_more_and_fewer_ctas_than_multiprocessors(monkeypatch, share, record_error):
-    """Those that come later have what others wait for; and many queries a CTA."""
-    count = int(share * torch.cuda.get_device_properties(0).multi_processor_count)
-    monkeypatch.setattr(op.backends, "num_sms", lambda _: count)
-    check(*inputs(700, 80, 400, 200, sink=True), record_error, of=("out", "lse"))
 
 
 def test_deterministic_parts_of_more_than_2_31_numbers():

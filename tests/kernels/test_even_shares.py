@@ -54,12 +54,9 @@ def test_every_step_is_one_workers(parts_of, data):
     assert steps == list(range(items * count))
     for worker, place, here, late in parts:
         assert place // count == (place + here - 1) // count and late == (place % count != 0)
-        # At most one part of a worker is handed over, which then ends its item.
-        assert not (late and (place + here) % count)
         # What is cut goes on with the next worker, which begins with it: its first place that is not a turn's.
         if (place + here) % count:
             assert [worker + 1, place + here] in [part[:2] for part in parts]
-    assert all(sum(late for w, _, _, late in parts if w == worker) <= 1 for worker in range(workers))
     amounts = [sum(here for w, _, here, _ in parts if w == worker) for worker in range(workers)]
     assert max(amounts) - min(amounts) <= 1
 
