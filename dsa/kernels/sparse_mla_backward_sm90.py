@@ -39,7 +39,6 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dtypes import cute_dtype
-from dsa.cute.even_shares import Shares, shares_of
 from dsa.cute.gather import arrive_when_gathered, bulk_gather, gather_16, prefetch_to_l2
 from dsa.cute.latent_queries import swizzled
 from dsa.cute.matrix_store import pack, store_matrices
@@ -94,15 +93,54 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Plan:
-    """The CTAs of a block of 64 heads are every across-th one. They share the queries' tiles of keys."""
+    """All queries' tiles of keys are a line, `count` a query. The CTAs of a block of 64 heads, every across-th one,
+    take queries in turns, neighbours at the same time, for their keys are often the same ones. From `even` on each has
+    one share, of `share` tiles or one more, which is a query's at least: only its first and its last one may be cut."""
 
-    shares: Shares
+    tiles: cute.FastDivmodDivisorV2
     across: cute.FastDivmodDivisorV2
+    count: Int32
+    even: Int32
+    step: Int32
+    share: Int32
+    rest: Int32
 
     @cute.jit
-    def worker(self, block):
-        """Found again where it is needed: registers are short in between."""
-        return computed_here(block) // self.across
+    def begin(self, block):
+        """Where a CTA's share begins."""
+        group = computed_here(block) // self.across
+        return self.even + group * self.share + cutlass.min(group, self.rest)
+
+    @cute.jit
+    def end(self, block):
+        """Where a CTA's work ends."""
+        return self.begin(block + self.across.divisor)
+
+    @cute.jit
+    def first(self, block):
+        """Where it begins."""
+        place = computed_here(block) // self.across * self.count
+        return place if place < self.even else self.begin(block)
+
+    @cute.jit
+    def tiles_here(self, block, place):
+        """How many of a query's tiles are left at a place, and of the CTA's share."""
+        return cutlass.min(self.count - place % self.tiles, self.end(block) - place)
+
+    @cute.jit
+    def following(self, block, place):
+        """Where a CTA goes on behind a query, or its part of one, that ends at `place`."""
+        if place <= self.even:
+            place += self.step
+            if place >= self.even:
+                place = self.begin(block)
+        return place
+
+    @cute.jit
+    def begins_late(self, block, place):
+        """Whether a CTA's part of the query that it leaves at `place` lacks the first keys."""
+        begin = self.begin(block)
+        return begin < place and (place - 1) // self.tiles * self.count < begin
 
 
 class SparseMlaBackwardSm90:
@@ -180,8 +218,12 @@ class SparseMlaBackwardSm90:
         rope_atom, rope_tma = self.load_atom(q, rope_layout, ROPE_HALF)
         do_atom, do_tma = self.load_atom(dout, layout, CHUNK)
         across, tiles = cute.ceil_div(q.shape[1], HEADS), cute.ceil_div(indices.shape[1], TILE)
-        tiles, across = (cute.fast_divmod_create_divisor_v2(x) for x in (tiles, across))
-        plan = Plan(shares_of(q.shape[0], tiles, ctas // across), across)
+        groups = ctas // across
+        turns = q.shape[0] // groups - 1
+        left = (q.shape[0] - turns * groups) * tiles
+        divisors = [cute.fast_divmod_create_divisor_v2(x) for x in (tiles, across)]
+        shares = left // groups, left % groups
+        plan = Plan(*divisors, tiles, turns * groups * tiles, (groups - 1) * tiles, *shares)
         self.kernel(
             *((q_atom, rope_atom, do_atom), (q_tma, rope_tma, do_tma)),
             *(q, kv, dout, numbers, indices, dq, dkv, parts, flags, scale, scale_log2, plan),
@@ -257,10 +299,9 @@ class SparseMlaBackwardSm90:
         # In one register: two bits of the number of tiles so far, one of the queries', whether a query is new, and its
         # tiles to come.
         count = Int32(0)
-        shares, tiles = plan.shares, plan.shares.count
-        query, tile = divmod(shares.first(plan.worker(block)), tiles)
-        while query * tiles.divisor + tile < shares.begin(plan.worker(block) + 1):
-            count |= 8 | shares.here(plan.worker(block), query * tiles.divisor + tile) << 4
+        query, tile = divmod(plan.first(block), plan.tiles)
+        while query * plan.count + tile < plan.end(block):
+            count |= 8 | plan.tiles_here(block, query * plan.count + tile) << 4
             index = self.index_of(indices, query, tile * TILE + warp * WARP_KEYS + (lane & (WARP_KEYS - 1)))
             while count >= 16:
                 count -= 16
@@ -288,11 +329,10 @@ class SparseMlaBackwardSm90:
                     if warp == 0:
                         cute.arch.mbarrier_wait(barriers.q_empty, ((count >> 2) & 1) ^ 1)
                         self.load_query(atoms, sources, numbers, memory, barriers, query, first_head)
-                    end = query * tiles.divisor + tile + (count >> 4)
-                    place = shares.following(plan.worker(block), end)
-                    if place < shares.begin(plan.worker(block) + 1):
-                        self.request_query(q, dout, place // tiles, first_head, warp, computed_here(lane))
-            query, tile = divmod(shares.following(plan.worker(block), query * tiles.divisor + tile), tiles)
+                    place = plan.following(block, query * plan.count + tile + (count >> 4))
+                    if place < plan.end(block):
+                        self.request_query(q, dout, place // plan.tiles, first_head, warp, computed_here(lane))
+            query, tile = divmod(plan.following(block, query * plan.count + tile), plan.tiles)
             count ^= 4
 
     @cute.jit
@@ -390,10 +430,9 @@ class SparseMlaBackwardSm90:
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
         p_shape = self.dkv_product(CHUNK).get_slice(tid).partition_shape_A((TILE, HEADS))
         # In one register: two bits of the number of tiles so far, one of the queries', and the query's tiles to come.
-        shares = plan.shares
-        count, place = Int32(0), shares.first(plan.worker(block))
-        while place < shares.begin(plan.worker(block) + 1):
-            count |= shares.here(plan.worker(block), place) << 3
+        count, place = Int32(0), plan.first(block)
+        while place < plan.end(block):
+            count |= plan.tiles_here(block, place) << 3
             flat.fill(0.0)
             flat_rope.fill(0.0)
             cute.arch.mbarrier_wait(barriers.q_full, (count >> 2) & 1)
@@ -417,14 +456,14 @@ class SparseMlaBackwardSm90:
                     cute.arch.mbarrier_wait(barriers.k_empty + half, (count & 1) ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(barriers.q_empty)
-            if shares.begins_late(plan.worker(block), place):
+            if plan.begins_late(block, place):
                 self.keep(flat, flat_rope, parts, flags, block, 4 * side + warp, lane)
             else:
-                if place % shares.count != 0:
+                if place % plan.tiles != 0:
                     self.add_kept(flat, flat_rope, parts, flags, block + plan.across.divisor, 4 * side + warp, lane)
-                query, first = (place - 1) // shares.count, block % plan.across * HEADS
+                query, first = (place - 1) // plan.tiles, block % plan.across * HEADS
                 self.store_dq(flat, flat_rope, dq, query, first, memory, side, warp, lane)
-            place = shares.following(plan.worker(block), place)
+            place = plan.following(block, place)
             count ^= 4
 
     @cute.jit
