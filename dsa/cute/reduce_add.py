@@ -1,8 +1,7 @@
-"""fp32 numbers from registers to global memory, 16 bytes a lane: added by the L2 cache, in no order, or stored; and
-from there, whatever the L1 cache has."""
+"""fp32 numbers from registers to global memory, 16 bytes a lane: added by the L2 cache, in no order, or stored."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Int64
 
 
 @cute.jit
@@ -20,14 +19,4 @@ def store_4(target: Int64, numbers):
     cute.arch.inline_ptx(
         "st.global.v4.f32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};",
         read_only_args=[target, *numbers],
-    )
-
-
-@cute.jit
-def load_4(source: Int64):
-    """Four numbers at `source`, a multiple of 16."""
-    return cute.arch.inline_ptx(
-        "ld.global.cg.v4.f32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
-        write_only_types=[Float32] * 4,
-        read_only_args=[source],
     )

@@ -9,13 +9,13 @@ sparse_mla_backward_sums_sm90.py, and dKV goes there.
 Plan
 - A CTA has 64 heads of a query, in shared memory: Q and dO, and one tile of 64 of its keys. Two warpgroups own the
   tiles in turns, a third one gathers keys.
-- CTAs take queries in turns, and of the last ones have even shares of their tiles. A query that is cut has its later
-  keys at the beginning of one CTA's share, which keeps their dQ in fp32 for the CTA that ends with its first keys.
 - The owner of a tile has its keys as rows: S^T = K Q^T and dP^T = K dO^T, so that P^T lies in its registers as the
   operand of dKV = P^T dO + dS^T Q. dS goes through shared memory, to both warpgroups: each has half of the channels of
   dQ += dS K in registers, for the whole query.
 - Then the keys are done with, and the next tile's come in, while its owner multiplies 64 channels of dKV at a time and
   adds them to global memory by vector reductions from registers; the other warpgroup scores the next tile meanwhile.
+- Behind a query's last tile each chunk of Q and dO makes room for the next query's as soon as its dKV is multiplied, so
+  that the other warpgroup scores the next query's first tile meanwhile.
 - Sums of dKV are in fp32, in the order in which a thread holds them: of 16 neighbours, lane q of four has 2q, 2q + 1,
   2q + 8, 2q + 9, which it adds as 16 bytes. `ordered` stores them to rows of their own instead, to be summed in order.
 - Vector reductions are fastest on whole lines of 128 bytes: lanes exchange numbers, so that eight of them have a line.
@@ -42,8 +42,7 @@ from dsa.cute.dtypes import cute_dtype
 from dsa.cute.gather import arrive_when_gathered, bulk_gather, gather_16, prefetch_to_l2
 from dsa.cute.latent_queries import swizzled
 from dsa.cute.matrix_store import pack, store_matrices
-from dsa.cute.ordered_sum import await_count, publish
-from dsa.cute.reduce_add import add_4, load_4, store_4
+from dsa.cute.reduce_add import add_4, store_4
 from dsa.cute.register_pressure import computed_here
 from dsa.cute.sparse_arguments import fake, fake_stream, strides
 
@@ -82,7 +81,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Barriers:
-    """q_full, q_empty; k_full: of each chunk and each half of the rope part; k_empty: of each half; ds_full."""
+    """q_full, q_empty: of each chunk of Q and dO, and of Q's rope part; k_full: of each chunk and each half of the rope
+    part; k_empty: of each half; ds_full."""
 
     q_full: cute.Pointer
     q_empty: cute.Pointer
@@ -93,54 +93,23 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Plan:
-    """All queries' tiles of keys are a line, `count` a query. The CTAs of a block of 64 heads, every across-th one,
-    take queries in turns, neighbours at the same time, for their keys are often the same ones. From `even` on each has
-    one share, of `share` tiles or one more, which is a query's at least: only its first and its last one may be cut."""
+    """A unit is 64 heads of a query, its heads' blocks `across`; a CTA has every ctas-th one."""
 
-    tiles: cute.FastDivmodDivisorV2
+    units: Int32
+    tiles: Int32
+    ctas: Int32
     across: cute.FastDivmodDivisorV2
-    count: Int32
-    even: Int32
-    step: Int32
-    share: Int32
-    rest: Int32
 
     @cute.jit
-    def begin(self, block):
-        """Where a CTA's share begins."""
-        group = computed_here(block) // self.across
-        return self.even + group * self.share + cutlass.min(group, self.rest)
+    def has(self, block, turn):
+        """Whether there is such a unit."""
+        return block + turn * self.ctas < self.units
 
     @cute.jit
-    def end(self, block):
-        """Where a CTA's work ends."""
-        return self.begin(block + self.across.divisor)
-
-    @cute.jit
-    def first(self, block):
-        """Where it begins."""
-        place = computed_here(block) // self.across * self.count
-        return place if place < self.even else self.begin(block)
-
-    @cute.jit
-    def tiles_here(self, block, place):
-        """How many of a query's tiles are left at a place, and of the CTA's share."""
-        return cutlass.min(self.count - place % self.tiles, self.end(block) - place)
-
-    @cute.jit
-    def following(self, block, place):
-        """Where a CTA goes on behind a query, or its part of one, that ends at `place`."""
-        if place <= self.even:
-            place += self.step
-            if place >= self.even:
-                place = self.begin(block)
-        return place
-
-    @cute.jit
-    def begins_late(self, block, place):
-        """Whether a CTA's part of the query that it leaves at `place` lacks the first keys."""
-        begin = self.begin(block)
-        return begin < place and (place - 1) // self.tiles * self.count < begin
+    def unit(self, block, turn):
+        """(query, first head) of a unit."""
+        query, tile = divmod(block + turn * self.ctas, self.across)
+        return query, tile * HEADS
 
 
 class SparseMlaBackwardSm90:
@@ -150,6 +119,8 @@ class SparseMlaBackwardSm90:
         self.dtype, self.channels, self.ordered = dtype, channels, ordered
         self.rope = channels > VALUE
         self.parts = 2 if self.rope else 1  # of dP
+        # Of Q and dO, in the order in which a query's last tile is through with them.
+        self.query_parts = [*([CHUNKS] if self.rope else []), *range(CHUNKS)]
         # Chunks of a tile in the order in which they come and are scored: halves, each with its half of the rope part.
         self.order = [0, 1, 2, 3, "rope0", 4, 5, 6, 7, "rope1"] if self.rope else list(range(CHUNKS))
 
@@ -184,8 +155,6 @@ class SparseMlaBackwardSm90:
         indices: cute.Tensor,
         dq: cute.Tensor,
         dkv: cute.Tensor,
-        parts: cute.Tensor,
-        flags: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
         ctas: Int32,
@@ -198,8 +167,8 @@ class SparseMlaBackwardSm90:
 
         @cute.struct
         class Storage:
-            q_full: cute.struct.MemRange[Int64, 1]
-            q_empty: cute.struct.MemRange[Int64, 1]
+            q_full: cute.struct.MemRange[Int64, CHUNKS + 1]
+            q_empty: cute.struct.MemRange[Int64, CHUNKS + 1]
             k_full: cute.struct.MemRange[Int64, CHUNKS + 2]
             k_empty: cute.struct.MemRange[Int64, 2]
             ds_full: cute.struct.MemRange[Int64, 1]
@@ -217,16 +186,14 @@ class SparseMlaBackwardSm90:
         q_atom, q_tma = self.load_atom(q, layout, CHUNK)
         rope_atom, rope_tma = self.load_atom(q, rope_layout, ROPE_HALF)
         do_atom, do_tma = self.load_atom(dout, layout, CHUNK)
-        across, tiles = cute.ceil_div(q.shape[1], HEADS), cute.ceil_div(indices.shape[1], TILE)
-        groups = ctas // across
-        turns = q.shape[0] // groups - 1
-        left = (q.shape[0] - turns * groups) * tiles
-        divisors = [cute.fast_divmod_create_divisor_v2(x) for x in (tiles, across)]
-        shares = left // groups, left % groups
-        plan = Plan(*divisors, tiles, turns * groups * tiles, (groups - 1) * tiles, *shares)
+        across = cute.ceil_div(q.shape[1], HEADS)
+        plan = Plan(
+            *(q.shape[0] * across, cute.ceil_div(indices.shape[1], TILE), ctas),
+            cute.fast_divmod_create_divisor_v2(across),
+        )
         self.kernel(
             *((q_atom, rope_atom, do_atom), (q_tma, rope_tma, do_tma)),
-            *(q, kv, dout, numbers, indices, dq, dkv, parts, flags, scale, scale_log2, plan),
+            *(q, kv, dout, numbers, indices, dq, dkv, scale, scale_log2, plan),
             *((layout, rope_layout, half_layout, ds_layout),),
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
 
@@ -242,8 +209,6 @@ class SparseMlaBackwardSm90:
         indices: cute.Tensor,
         dq: cute.Tensor,
         dkv: cute.Tensor,
-        parts: cute.Tensor,
-        flags: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
         plan: Plan,
@@ -270,8 +235,9 @@ class SparseMlaBackwardSm90:
             *(storage.k_empty.data_ptr(), storage.ds_full.data_ptr()),
         )
         if tid == 0:
-            cute.arch.mbarrier_init(barriers.q_full, 1)
-            cute.arch.mbarrier_init(barriers.q_empty, 8)
+            for i in cutlass.range_constexpr(CHUNKS + 1):
+                cute.arch.mbarrier_init(barriers.q_full + i, 1)
+                cute.arch.mbarrier_init(barriers.q_empty + i, 8)
             for i in cutlass.range_constexpr(CHUNKS + 2):
                 # With the first chunk the loading warps say which keys there are.
                 cute.arch.mbarrier_init(barriers.k_full + i, WARPGROUP + 4 if i == 0 else WARPGROUP)
@@ -287,7 +253,7 @@ class SparseMlaBackwardSm90:
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             thread = (tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
-            self.math(kv.shape[0], dq, dkv, parts, flags, scale, scale_log2, plan, memory, barriers, *thread)
+            self.math(kv.shape[0], dq, dkv, scale, scale_log2, plan, memory, barriers, *thread)
 
     # The loading warpgroup.
 
@@ -296,23 +262,18 @@ class SparseMlaBackwardSm90:
         self, atoms, sources, q, kv, dout, numbers, indices, plan: Plan, memory: Memory, barriers: Barriers, warp, lane
     ):
         block, _, _ = cute.arch.block_idx()
-        # In one register: two bits of the number of tiles so far, one of the queries', whether a query is new, and its
-        # tiles to come.
-        count = Int32(0)
-        query, tile = divmod(plan.first(block), plan.tiles)
-        while query * plan.count + tile < plan.end(block):
-            count |= 8 | plan.tiles_here(block, query * plan.count + tile) << 4
-            index = self.index_of(indices, query, tile * TILE + warp * WARP_KEYS + (lane & (WARP_KEYS - 1)))
-            while count >= 16:
-                count -= 16
-                tile += 1
+        count, turn = Int32(0), Int32(0)
+        while plan.has(block, turn):
+            query, first = plan.unit(block, turn)
+            index = self.index_of(indices, query, warp * WARP_KEYS + (lane & (WARP_KEYS - 1)))
+            for tile in cutlass.range(plan.tiles, unroll=1):
                 present = index >= 0 and index < kv.shape[0]
                 row = index if present else Int32(-1)
                 address = kv[cutlass.max(row, 0), None].iterator.toint()
                 bits = Uint32(cute.arch.vote_ballot_sync(present)) & 0xFFFF
                 # The next tile's indices are on their way while these keys are asked for.
                 own = computed_here(lane) & (WARP_KEYS - 1)
-                index = self.index_of(indices, query, tile * TILE + warp * WARP_KEYS + own)
+                index = self.index_of(indices, query, (tile + 1) * TILE + warp * WARP_KEYS + own)
                 for half in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_wait(barriers.k_empty + half, (count & 1) ^ 1)
                     if const_expr(half == 0):
@@ -322,22 +283,18 @@ class SparseMlaBackwardSm90:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(barriers.k_full)
                     self.gather_half(memory, barriers, half, address, bits, warp, computed_here(lane))
-                count = (count & -4) | ((count + 1) & 3)
-                if count & 8 != 0:
-                    count -= 8
-                    first_head = computed_here(block) % plan.across * HEADS
+                count += 1
+                if tile == 0:
                     if warp == 0:
-                        cute.arch.mbarrier_wait(barriers.q_empty, ((count >> 2) & 1) ^ 1)
-                        self.load_query(atoms, sources, numbers, memory, barriers, query, first_head)
-                    place = plan.following(block, query * plan.count + tile + (count >> 4))
-                    if place < plan.end(block):
-                        self.request_query(q, dout, place // plan.tiles, first_head, warp, computed_here(lane))
-            query, tile = divmod(plan.following(block, query * plan.count + tile), plan.tiles)
-            count ^= 4
+                        self.load_query(atoms, sources, numbers, memory, barriers, query, first, turn)
+                    if plan.has(block, turn + 1):
+                        self.request_query(q, dout, plan, block, turn + 1, warp, computed_here(lane))
+            turn += 1
 
     @cute.jit
-    def request_query(self, q, dout, query, first, warp, lane):
-        """The query's rows will be in the L2 cache when its turn comes."""
+    def request_query(self, q, dout, plan: Plan, block, turn, warp, lane):
+        """The unit's rows will be in the L2 cache when its turn comes."""
+        query, first = plan.unit(block, turn)
         head = first + (warp & 1) * 32 + lane
         if head < q.shape[1]:
             if warp < 2:
@@ -353,24 +310,29 @@ class SparseMlaBackwardSm90:
         return index
 
     @cute.jit
-    def load_query(self, atoms, sources, numbers, memory: Memory, barriers: Barriers, query, first):
-        """Q, dO and the numbers of 64 heads; heads beyond the last are zeros, and have numbers that give p = 0."""
-        with cute.arch.elect_one():
-            size = 2 * HEADS * (self.channels + VALUE) + NUMBER_BYTES
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full, size)
-            source = Int64(numbers[query, first // HEADS, None].iterator.toint())
-            bulk_gather(memory.numbers, source, Int32(NUMBER_BYTES), barriers.q_full)
+    def load_query(self, atoms, sources, numbers, memory: Memory, barriers: Barriers, query, first, turn):
+        """Q, dO and the numbers of 64 heads, a part as soon as the last query's is done with; heads beyond the last are
+        zeros, and have numbers that give p = 0."""
         one = cute.make_layout(1)
-        loads = [(0, memory.q, CHUNK, 0, CHUNKS), (2, memory.do, CHUNK, 0, CHUNKS)]
-        if const_expr(self.rope):
-            loads.append((1, memory.q_rope, ROPE_HALF, VALUE // ROPE_HALF, 2))
-        for n, target, columns, begin, count in loads:
-            tiles = cute.local_tile(sources[n], (HEADS, columns), (first // HEADS, None, query))
-            to, source = cute.nvgpu.cpasync.tma_partition(
-                atoms[n], 0, one, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
-            )
-            for i in cutlass.range_constexpr(count):
-                cute.copy(atoms[n], source[None, begin + i], to[None, i], tma_bar_ptr=barriers.q_full)
+        q, do = ((0, memory.q, CHUNK), (2, memory.do, CHUNK))
+        for part in self.query_parts:
+            rope, is_first = part == CHUNKS, part == self.query_parts[0]
+            loads = [(1, memory.q_rope, ROPE_HALF, i, VALUE // ROPE_HALF + i) for i in range(2)]
+            if const_expr(not rope):
+                loads = [(*q, part, part), (*do, part, part)]
+            cute.arch.mbarrier_wait(barriers.q_empty + part, (turn & 1) ^ 1)
+            size = sum(2 * HEADS * columns for _, _, columns, _, _ in loads) + (NUMBER_BYTES if is_first else 0)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full + part, size)
+                if const_expr(is_first):
+                    source = Int64(numbers[query, first // HEADS, None].iterator.toint())
+                    bulk_gather(memory.numbers, source, Int32(NUMBER_BYTES), barriers.q_full + part)
+            for n, target, columns, to, begin in loads:
+                tiles = cute.local_tile(sources[n], (HEADS, columns), (first // HEADS, None, query))
+                own, source = cute.nvgpu.cpasync.tma_partition(
+                    atoms[n], 0, one, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
+                )
+                cute.copy(atoms[n], source[None, begin], own[None, to], tma_bar_ptr=barriers.q_full + part)
 
     @cute.jit
     def gather_half(
@@ -409,89 +371,47 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def math(
-        self,
-        keys,
-        dq,
-        dkv,
-        parts,
-        flags,
-        scale,
-        scale_log2,
-        plan: Plan,
-        memory: Memory,
-        barriers: Barriers,
-        tid,
-        warp,
-        lane,
-        side,
+        self, keys, dq, dkv, scale, scale_log2, plan: Plan, memory: Memory, barriers: Barriers, tid, warp, lane, side
     ):
         block, _, _ = cute.arch.block_idx()
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
         p_shape = self.dkv_product(CHUNK).get_slice(tid).partition_shape_A((TILE, HEADS))
-        # In one register: two bits of the number of tiles so far, one of the queries', and the query's tiles to come.
-        count, place = Int32(0), plan.first(block)
-        while place < plan.end(block):
-            count |= plan.tiles_here(block, place) << 3
+        # The number of the turn, and in two bits that of the tiles so far: one register for both.
+        count = Int32(0)
+        while plan.has(block, count >> 2):
             flat.fill(0.0)
             flat_rope.fill(0.0)
-            cute.arch.mbarrier_wait(barriers.q_full, (count >> 2) & 1)
-            while count >= 8:
-                count -= 8
+            if (count & 1) != side:
+                for part in self.query_parts:
+                    cute.arch.mbarrier_wait(barriers.q_full + part, (count >> 2) & 1)
+            for tile in cutlass.range(plan.tiles, unroll=1):
                 # Tiles belong to the two in turns, over the whole life of the CTA.
-                place += 1
                 p = cute.make_rmem_tensor(p_shape, self.dtype)
                 if (count & 1) == side:
-                    self.score(p, scale, scale_log2, memory, barriers, count, tid, warp, lane, side)
+                    self.score(p, scale, scale_log2, memory, barriers, count, tile, tid, warp, lane, side)
                 self.add_dq(flat, flat_rope, memory, barriers, count, tid, side)
                 if (count & 1) == side:
-                    number = Int32(0)
+                    place = Int32(0)
                     if const_expr(self.ordered):
-                        number = (place - 1) * plan.across.divisor + computed_here(block) % plan.across
-                    self.add_dkv(p, dkv, keys, number, memory, count, tid, warp, lane, side)
+                        place = (block + (count >> 2) * plan.ctas) * plan.tiles + tile
+                    last = tile == plan.tiles - 1
+                    self.add_dkv(p, dkv, keys, place, memory, barriers, count, last, tid, warp, lane, side)
                 count = (count & -4) | ((count + 1) & 3)
             if (count & 1) != side:
                 # The last tile was this one's: before its dS makes room for dQ, all must have multiplied with it.
                 for half in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_wait(barriers.k_empty + half, (count & 1) ^ 1)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(barriers.q_empty)
-            if plan.begins_late(block, place):
-                self.keep(flat, flat_rope, parts, flags, block, 4 * side + warp, lane)
             else:
-                if place % plan.tiles != 0:
-                    self.add_kept(flat, flat_rope, parts, flags, block + plan.across.divisor, 4 * side + warp, lane)
-                query, first = (place - 1) // plan.tiles, block % plan.across * HEADS
-                self.store_dq(flat, flat_rope, dq, query, first, memory, side, warp, lane)
-            place = plan.following(block, place)
-            count ^= 4
+                with cute.arch.elect_one():
+                    for part in self.query_parts:
+                        cute.arch.mbarrier_arrive(barriers.q_empty + part)
+            query, first = plan.unit(block, count >> 2)
+            self.store_dq(flat, flat_rope, dq, query, first, memory, side, warp, lane)
+            count += 4
 
     @cute.jit
-    def kept(self, flat, flat_rope, parts, block, warp, lane):
-        """Four numbers each of a warp's part of dQ: where from, and where a lane keeps them."""
-        start = Int64(parts[block, warp, None].iterator.toint()) + 16 * lane
-        places = [(flat, i) for i in range(HALF // 8)]
-        if const_expr(self.rope):
-            places += [(flat_rope, i) for i in range(ROPE_HALF // 8)]
-        return [(source, 4 * i, start + 512 * n) for n, (source, i) in enumerate(places)]
-
-    @cute.jit
-    def keep(self, flat, flat_rope, parts, flags, block, warp, lane):
-        """dQ of a query's later keys, for the CTA that has its first ones."""
-        for source, i, place in self.kept(flat, flat_rope, parts, block, warp, lane):
-            store_4(place, [source[i + n] for n in range(4)])
-        publish(flags.iterator + (8 * block + warp), Int32(1))
-
-    @cute.jit
-    def add_kept(self, flat, flat_rope, parts, flags, block, warp, lane):
-        """What CTA `block` has kept, or will, which depends on nobody."""
-        await_count(flags.iterator + (8 * block + warp), Int32(0), Int32(1))
-        for target, i, place in self.kept(flat, flat_rope, parts, block, warp, lane):
-            for n, number in enumerate(load_4(place)):
-                target[i + n] += number
-
-    @cute.jit
-    def score(self, p, scale, scale_log2, memory: Memory, barriers: Barriers, count, tid, warp, lane, side):
+    def score(self, p, scale, scale_log2, memory: Memory, barriers: Barriers, count, tile, tid, warp, lane, side):
         """P^T of a tile, in 16 bits, to p, an operand in registers; dS to shared memory."""
         mma = self.product(K_MAJOR, K_MAJOR, HEADS)
         thr = mma.get_slice(tid)
@@ -506,9 +426,14 @@ class SparseMlaBackwardSm90:
         for n, chunk in enumerate(self.order):
             if const_expr(isinstance(chunk, str)):
                 half = int(chunk[-1])
+                if const_expr(half == 0):
+                    if tile == 0:
+                        cute.arch.mbarrier_wait(barriers.q_full + CHUNKS, (count >> 2) & 1)
                 cute.arch.mbarrier_wait(barriers.k_full + (CHUNKS + half), phase)
                 pairs = [(rk_rope[None, None, i, half], rq_rope[None, None, i, half]) for i in range(ROPE_HALF // 16)]
             else:
+                if tile == 0:
+                    cute.arch.mbarrier_wait(barriers.q_full + chunk, (count >> 2) & 1)
                 cute.arch.mbarrier_wait(barriers.k_full + chunk, phase)
                 own = zero + chunk
                 pairs = [(rk[None, None, i, own], rq[None, None, i, own]) for i in range(CHUNK // 16)]
@@ -617,8 +542,9 @@ class SparseMlaBackwardSm90:
             cute.arch.mbarrier_arrive(barriers.k_empty + side)
 
     @cute.jit
-    def add_dkv(self, p, dkv, keys, place, memory: Memory, count, tid, warp, lane, side):
-        """dKV of a tile's keys += P^T dO + dS^T Q. place: of the tile among all, for rows of its own."""
+    def add_dkv(self, p, dkv, keys, place, memory: Memory, barriers: Barriers, count, last, tid, warp, lane, side):
+        """dKV of a tile's keys += P^T dO + dS^T Q. place: of the tile among all, for rows of its own. last: of the
+        query's, after which its Q and dO make room for the next one's."""
         lane = computed_here(lane)
         # Lanes l and l ^ 4 have neighbouring rows, and add to both of them together: 128 bytes of each.
         odd = (lane >> 2) & 1
@@ -646,17 +572,6 @@ class SparseMlaBackwardSm90:
         flat = cute.make_tensor(acc.iterator, cute.make_layout(CHUNK // 2))
         with_ds.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         zero = computed_here(slot) >> 2
-        for chunk in cutlass.range_constexpr(CHUNKS):
-            own = zero + chunk
-            cute.nvgpu.warpgroup.fence()
-            for step in cutlass.range_constexpr(HEADS // 16):
-                with_p.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                cute.gemm(with_p, acc, p[None, None, step], rdo[None, None, step, own], acc)
-            for step in cutlass.range_constexpr(HEADS // 16):
-                cute.gemm(with_ds, acc, rds[None, None, step, side], rq[None, None, step, own], acc)
-            cute.nvgpu.warpgroup.commit_group()
-            cute.nvgpu.warpgroup.wait_group(0)
-            self.add_columns(flat, CHUNK, chunk * CHUNK, targets, odd)
         if const_expr(self.rope):
             rope = self.product(K_MAJOR, MN_MAJOR, ROPE_HALF)
             thr_rope = rope.get_slice(tid)
@@ -670,7 +585,28 @@ class SparseMlaBackwardSm90:
                     cute.gemm(rope, part, rds[None, None, step, side], rq_rope[None, None, step, half], part)
                 cute.nvgpu.warpgroup.commit_group()
                 cute.nvgpu.warpgroup.wait_group(0)
+                if const_expr(half == 1):
+                    self.release(barriers.q_empty + CHUNKS, last)
                 self.add_columns(flat, ROPE_HALF, VALUE + half * ROPE_HALF, targets, odd)
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            own = zero + chunk
+            cute.nvgpu.warpgroup.fence()
+            for step in cutlass.range_constexpr(HEADS // 16):
+                with_p.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
+                cute.gemm(with_p, acc, p[None, None, step], rdo[None, None, step, own], acc)
+            for step in cutlass.range_constexpr(HEADS // 16):
+                cute.gemm(with_ds, acc, rds[None, None, step, side], rq[None, None, step, own], acc)
+            cute.nvgpu.warpgroup.commit_group()
+            cute.nvgpu.warpgroup.wait_group(0)
+            self.release(barriers.q_empty + chunk, last)
+            self.add_columns(flat, CHUNK, chunk * CHUNK, targets, odd)
+
+    @cute.jit
+    def release(self, barrier, last):
+        """A part of Q and dO, behind a query's last tile."""
+        with cute.arch.elect_one():
+            if last:
+                cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def add_columns(self, flat, columns: cutlass.Constexpr, first: cutlass.Constexpr, targets, odd):
@@ -728,8 +664,7 @@ class SparseMlaBackwardSm90:
 @cached
 def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
     """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], numbers [T, ceil(H / 64), 128], indices [T, K], dq [T, H, d],
-    dkv [Tk + ctas, d], parts [ctas, 8, 128 d / 16], flags [8 ctas] int32 of 0, scale, scale / ln 2, ctas); numbers, dkv
-    and parts fp32. ctas is a multiple of ceil(H / 64), T of them at most."""
+    dkv [Tk + ctas, d] fp32, scale, scale / ln 2, ctas)."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
 
@@ -746,8 +681,6 @@ def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
         fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
         rows(channels, queries, heads),
         fake(Float32, (cute.sym_int(), channels), (channels, 1), 16),
-        fake(Float32, (cute.sym_int(), 8, 8 * channels), (*strides(1, 4), 8 * channels, 1), 16),
-        fake(Int32, (cute.sym_int(),), (1,), 4),
         *(Float32(0.0), Float32(0.0), Int32(1), fake_stream()),
     )
 

@@ -15,7 +15,6 @@ from reference import indexer_training as reference
 from reference.checks import check_tensor
 
 HEADS, TILE = 64, 64  # of a CTA's unit of work
-WARPS, PART = 8, 8  # that have dQ in registers; numbers of it of one of them, a channel
 
 
 def sparse_mla_attention(
@@ -44,9 +43,9 @@ def sparse_mla_attention(
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads (multiples of 64 fill the tensor cores), any K and Tk,
     softmax_scale above 0. Forward as `flash_mla_sparse_fwd`. Backward: P and dS are rounded to q's dtype before they
     are multiplied; dkv is summed in fp32, in no order unless `deterministic`; dq and attn_sink's gradient are
-    bit-identical from run to run in any case. Workspace: 4 Tk d bytes, 8 for each head of a query, and 20 MB;
-    `deterministic` about 5 MB a multiprocessor for K = 2048 besides. A sink that outweighs the keys by 2^64 counts as
-    2^64. CUDA-graph safe, no host synchronisation.
+    bit-identical from run to run in any case. Workspace: 4 Tk d bytes and 8 for each head of a query; `deterministic`
+    about 5 MB a multiprocessor for K = 2048 besides. A sink that outweighs the keys by 2^64 counts as 2^64. CUDA-graph
+    safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     arguments = (q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
@@ -110,51 +109,44 @@ def gradients(
     numbers = q.new_empty(tokens, blocks, 2 * HEADS, dtype=torch.float32)
     shares = None if sink is None else torch.empty_like(lse)
     name, sms = dtype_name(q.dtype), backends.num_sms(q.device)
-    of_queries = q, dout, numbers, picked, dq
-
-    def launch(some: slice, sums: torch.Tensor, groups: int) -> None:
-        q, dout, numbers, picked, dq = (x[some] for x in of_queries)
-        ctas = groups * blocks
-        # dQ of queries that two CTAs share.
-        parts = torch.empty(ctas, WARPS, PART * dim, dtype=torch.float32, device=q.device)
-        flags = torch.zeros(ctas * WARPS, dtype=torch.int32, device=q.device)
-        limits = scale, scale * math.log2(math.e), ctas
-        _kernel(name, dim, deterministic)(q, rows, dout, numbers, picked, dq, sums, parts, flags, *limits)
-
+    limits = (scale, scale * math.log2(math.e))
     with backends.on_device(q):
         _inputs_kernel(name, sink is not None, dlse is not None)(
             *(out, dout, lse, None if dlse is None else dlse.float()),
             *(None if sink is None else sink.float(), scale, numbers, shares),
         )
-        most = max(1, sms // blocks)  # queries at a time that have a multiprocessor for each of their blocks of heads
+        launch = _kernel(name, dim, deterministic)
         if deterministic:
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
-            found = q.new_empty(min(most, tokens) * tiles * blocks * TILE, dim, dtype=torch.float32)
+            most = -(-sms // blocks)  # queries at a time: a unit for each multiprocessor
+            found = q.new_empty(min(most, tokens) * blocks * tiles * TILE, dim, dtype=torch.float32)
             for first in range(0, tokens, most):
                 part = slice(first, min(first + most, tokens))
-                launch(part, found, part.stop - first)
-                order, bounds = _lists(picked[part], keys, blocks)
-                _sum_kernel(dim)(found, order, bounds, blocks, TILE, sums)
+                count = part.stop - first
+                launch(
+                    *(q[part], rows, dout[part], numbers[part], picked[part], dq[part], found),
+                    *(*limits, min(sms, count * blocks)),
+                )
+                order, bounds = _lists(picked[part], keys, blocks * tiles * TILE)
+                _sum_kernel(dim)(found, order, bounds, blocks, tiles * TILE, sums)
         else:
-            groups = min(most, tokens)
+            ctas = min(sms, tokens * blocks)
             # Behind the keys a row for each CTA, to which it adds what is no key.
-            sums = q.new_zeros(keys + groups * blocks, dim, dtype=torch.float32)
-            launch(slice(None), sums, groups)
+            sums = q.new_zeros(keys + ctas, dim, dtype=torch.float32)
+            launch(q, rows, dout, numbers, picked, dq, sums, *limits, ctas)
         _turn_kernel(name, dim)(sums, dkv.squeeze(1))
     return dq, dkv, None if sink is None else shares.sum(0).to(sink.dtype)
 
 
-def _lists(indices: torch.Tensor, keys: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows of the parts of dkv in the order of their keys, where each key's begin and end), of the first block of
-    heads; a tile has `blocks` times 64 rows."""
+def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of the parts of dkv in the order of their keys, where each key's begin and end); a query has `stride`
+    rows, its picks first."""
     picks = indices.shape[1]
     flat = indices.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < keys), flat, keys)
     ordered, order = torch.sort(flat, stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(keys + 1, device=flat.device, dtype=flat.dtype), out_int32=True)
-    query, pick = order // picks, order % picks
-    tile = query * -(-picks // TILE) + pick // TILE
-    return (tile * blocks * TILE + pick % TILE).int(), bounds
+    return (order // picks * stride + order % picks).int(), bounds
 
 
 def _check_kernel_takes(

@@ -75,12 +75,10 @@ def test_what_is_launched(launches, d, sink):
         ("_turn_kernel", ("bfloat16", d)),
     )
     assert main[:2] == ("_kernel", ("bfloat16", d, False))
-    *_, dq, sums, parts, flags, scale, scale_log2, ctas = main[2]
+    *_, dq, sums, scale, scale_log2, ctas = main[2]
     assert dq.shape == q.shape and (scale, ctas) == (0.1, 3) and scale_log2 == pytest.approx(0.1 / 0.6931472)
     # A row for each CTA behind the keys'.
     assert sums.shape == (7 + 3, d) and sums.eq(0).all()
-    # dQ of 64 heads in eight warps.
-    assert parts.numel() == ctas * 64 * d and len(flags) == ctas * 8 and flags.eq(0).all()
 
 
 def test_deterministic_works_on_some_queries_at_a_time(launches):
@@ -106,12 +104,9 @@ def test_torch_may_ask_for_it(launches):
 
 def test_lists_name_every_pick_of_a_key():
     indices = torch.tensor([[3, 0, 9, 3], [0, -1, 3, 1]], dtype=torch.int32)
-    order, bounds = op._lists(indices, 5, 3)
+    order, bounds = op._lists(indices, 5, 100)
     assert bounds.tolist() == [0, 2, 3, 3, 6, 6] and bounds.dtype == order.dtype == torch.int32
-    assert order.tolist()[:6] == [1, 192, 195, 0, 3, 194]
-    # 100 picks are two tiles a query; two blocks of heads: 128 rows a tile.
-    order, _ = op._lists(torch.arange(200, dtype=torch.int32).view(2, 100), 200, 2)
-    assert order[[0, 63, 64, 99, 100, 199]].tolist() == [0, 63, 128, 163, 256, 419]
+    assert order.tolist()[:6] == [1, 100, 103, 0, 3, 102]
 
 
 @pytest.mark.parametrize("empty", ["tokens", "heads", "keys", "k"])
