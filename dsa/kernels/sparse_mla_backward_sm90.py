@@ -14,6 +14,8 @@ Plan
   dQ += dS K in registers, for the whole query.
 - Then the keys are done with, and the next tile's come in, while its owner multiplies 64 channels of dKV at a time and
   adds them to global memory by vector reductions from registers; the other warpgroup scores the next tile meanwhile.
+- A CTA draws its next 64 heads of a query when it has asked for the last keys of the current ones: multiprocessors that
+  are nearer to the L2 cache compute more of them.
 - Behind a query's last tile each chunk of Q and dO makes room for the next query's as soon as its dKV is multiplied, so
   that the other warpgroup scores the next query's first tile meanwhile.
 - Sums of dKV are in fp32, in the order in which a thread holds them: of 16 neighbours, lane q of four has 2q, 2q + 1,
@@ -66,7 +68,7 @@ K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.M
 class Memory:
     """Shared memory. Chunks of 64 channels: k, q, do [64, 64, 8]; rope parts k_rope, q_rope [64, 32, 2]; k_half [64,
     256, 2] is k. ds [keys, heads, 2], of each warpgroup's tiles. numbers: the address of l / ln 2 and e of each head;
-    rows [64, INDEX_SLOTS]: a tile's keys, -1 for none."""
+    rows [64, INDEX_SLOTS]: a tile's keys, -1 for none. units [2]: the numbers of the current unit and the next."""
 
     k: cute.Tensor
     k_rope: cute.Tensor
@@ -77,13 +79,16 @@ class Memory:
     ds: cute.Tensor
     numbers: Int32
     rows: cute.Tensor
+    units: cute.Tensor
 
 
 @dataclass(frozen=True)
 class Barriers:
-    """q_full, q_empty: of each chunk of Q and dO, and of Q's rope part; k_full: of each chunk and each half of the rope
+    """unit_full, unit_empty: of each place for a unit's number; q_full, q_empty: of each chunk of Q and dO, and of Q's rope part; k_full: of each chunk and each half of the rope
     part; k_empty: of each half; ds_full."""
 
+    unit_full: cute.Pointer
+    unit_empty: cute.Pointer
     q_full: cute.Pointer
     q_empty: cute.Pointer
     k_full: cute.Pointer
@@ -93,7 +98,7 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Plan:
-    """A unit is 64 heads of a query, its heads' blocks `across`; a CTA has every ctas-th one."""
+    """A unit is 64 heads of a query, its heads' blocks `across`. Each CTA begins with that of its own number."""
 
     units: Int32
     tiles: Int32
@@ -101,14 +106,9 @@ class Plan:
     across: cute.FastDivmodDivisorV2
 
     @cute.jit
-    def has(self, block, turn):
-        """Whether there is such a unit."""
-        return block + turn * self.ctas < self.units
-
-    @cute.jit
-    def unit(self, block, turn):
+    def unit(self, number):
         """(query, first head) of a unit."""
-        query, tile = divmod(block + turn * self.ctas, self.across)
+        query, tile = divmod(number, self.across)
         return query, tile * HEADS
 
 
@@ -155,6 +155,7 @@ class SparseMlaBackwardSm90:
         indices: cute.Tensor,
         dq: cute.Tensor,
         dkv: cute.Tensor,
+        counter: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
         ctas: Int32,
@@ -167,11 +168,14 @@ class SparseMlaBackwardSm90:
 
         @cute.struct
         class Storage:
+            unit_full: cute.struct.MemRange[Int64, 2]
+            unit_empty: cute.struct.MemRange[Int64, 2]
             q_full: cute.struct.MemRange[Int64, CHUNKS + 1]
             q_empty: cute.struct.MemRange[Int64, CHUNKS + 1]
             k_full: cute.struct.MemRange[Int64, CHUNKS + 2]
             k_empty: cute.struct.MemRange[Int64, 2]
             ds_full: cute.struct.MemRange[Int64, 1]
+            units: cute.struct.MemRange[Int32, 2]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, TILE * INDEX_SLOTS], 16]
             numbers: cute.struct.Align[cute.struct.MemRange[Float32, HEADS * 2], 16]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
@@ -193,7 +197,7 @@ class SparseMlaBackwardSm90:
         )
         self.kernel(
             *((q_atom, rope_atom, do_atom), (q_tma, rope_tma, do_tma)),
-            *(q, kv, dout, numbers, indices, dq, dkv, scale, scale_log2, plan),
+            *(q, kv, dout, numbers, indices, dq, dkv, counter, scale, scale_log2, plan),
             *((layout, rope_layout, half_layout, ds_layout),),
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
 
@@ -209,6 +213,7 @@ class SparseMlaBackwardSm90:
         indices: cute.Tensor,
         dq: cute.Tensor,
         dkv: cute.Tensor,
+        counter: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
         plan: Plan,
@@ -229,12 +234,17 @@ class SparseMlaBackwardSm90:
             storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner),
             Int32(storage.numbers.data_ptr().toint()),
             storage.rows.get_tensor(cute.make_layout((TILE, INDEX_SLOTS))),
+            storage.units.get_tensor(cute.make_layout(2)),
         )
         barriers = Barriers(
+            *(storage.unit_full.data_ptr(), storage.unit_empty.data_ptr()),
             *(storage.q_full.data_ptr(), storage.q_empty.data_ptr(), storage.k_full.data_ptr()),
             *(storage.k_empty.data_ptr(), storage.ds_full.data_ptr()),
         )
         if tid == 0:
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(barriers.unit_full + i, 1)
+                cute.arch.mbarrier_init(barriers.unit_empty + i, 12)
             for i in cutlass.range_constexpr(CHUNKS + 1):
                 cute.arch.mbarrier_init(barriers.q_full + i, 1)
                 cute.arch.mbarrier_init(barriers.q_empty + i, 8)
@@ -249,7 +259,7 @@ class SparseMlaBackwardSm90:
 
         if warp >= 8:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            self.load(atoms, sources, q, kv, dout, numbers, indices, plan, memory, barriers, warp - 8, lane)
+            self.load(atoms, sources, q, kv, dout, numbers, indices, counter, plan, memory, barriers, warp - 8, lane)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             thread = (tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
@@ -259,13 +269,29 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def load(
-        self, atoms, sources, q, kv, dout, numbers, indices, plan: Plan, memory: Memory, barriers: Barriers, warp, lane
+        self,
+        atoms,
+        sources,
+        q,
+        kv,
+        dout,
+        numbers,
+        indices,
+        counter,
+        plan: Plan,
+        memory: Memory,
+        barriers: Barriers,
+        warp,
+        lane,
     ):
         block, _, _ = cute.arch.block_idx()
-        count, turn = Int32(0), Int32(0)
-        while plan.has(block, turn):
-            query, first = plan.unit(block, turn)
-            index = self.index_of(indices, query, warp * WARP_KEYS + (lane & (WARP_KEYS - 1)))
+        if warp == 0:
+            self.name_unit(memory, barriers, Int32(block), 0, lane)
+        # The number of the turn, and in two bits that of the tiles so far: one register for both.
+        count = Int32(0)
+        while self.unit(memory, barriers, count >> 2) < plan.units:
+            query, _ = plan.unit(memory.units[(count >> 2) & 1])
+            index = self.index_of(indices, query, warp * WARP_KEYS + (computed_here(lane) & (WARP_KEYS - 1)))
             for tile in cutlass.range(plan.tiles, unroll=1):
                 present = index >= 0 and index < kv.shape[0]
                 row = index if present else Int32(-1)
@@ -283,20 +309,52 @@ class SparseMlaBackwardSm90:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(barriers.k_full)
                     self.gather_half(memory, barriers, half, address, bits, warp, computed_here(lane))
-                count += 1
-                if tile == 0:
-                    if warp == 0:
-                        self.load_query(atoms, sources, numbers, memory, barriers, query, first, turn)
-                    if plan.has(block, turn + 1):
-                        self.request_query(q, dout, plan, block, turn + 1, warp, computed_here(lane))
-            turn += 1
+                if warp == 0:
+                    if tile == 0:
+                        self.load_query(atoms, sources, numbers, plan, memory, barriers, count >> 2)
+                    if tile == (3 * plan.tiles) >> 2:
+                        self.name_unit(memory, barriers, self.draw(counter, plan, lane), (count >> 2) + 1, lane)
+                count = (count & -4) | ((count + 1) & 3)
+            self.leave_unit(barriers, count >> 2)
+            count += 4
+            self.request_query(q, dout, plan, self.unit(memory, barriers, count >> 2), warp, computed_here(lane))
 
     @cute.jit
-    def request_query(self, q, dout, plan: Plan, block, turn, warp, lane):
-        """The unit's rows will be in the L2 cache when its turn comes."""
-        query, first = plan.unit(block, turn)
+    def draw(self, counter: cute.Tensor, plan: Plan, lane):
+        """The number of the next unit, if there are so many. Lane 0 has it."""
+        number = Int32(0)
+        if lane == 0:
+            number = plan.ctas + cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return number
+
+    @cute.jit
+    def name_unit(self, memory: Memory, barriers: Barriers, number, turn, lane):
+        """Tell all warps the number of their unit of a turn."""
+        at = turn & 1
+        cute.arch.mbarrier_wait(barriers.unit_empty + at, ((turn >> 1) & 1) ^ 1)
+        if lane == 0:
+            memory.units[at] = number
+            cute.arch.mbarrier_arrive(barriers.unit_full + at)
+
+    @cute.jit
+    def unit(self, memory: Memory, barriers: Barriers, turn):
+        """The number of a turn's unit, all units or more if there is none left."""
+        cute.arch.mbarrier_wait(barriers.unit_full + (turn & 1), (turn >> 1) & 1)
+        return memory.units[turn & 1]
+
+    @cute.jit
+    def leave_unit(self, barriers: Barriers, turn):
+        """This warp needs the number no more."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barriers.unit_empty + (turn & 1))
+
+    @cute.jit
+    def request_query(self, q, dout, plan: Plan, unit, warp, lane):
+        """A unit's rows will be in the L2 cache when they are asked for."""
+        query, first = plan.unit(unit)
         head = first + (warp & 1) * 32 + lane
-        if head < q.shape[1]:
+        if query < q.shape[0] and head < q.shape[1]:
             if warp < 2:
                 prefetch_to_l2(Int64(q[query, head, None].iterator.toint()), Int32(2 * self.channels))
             else:
@@ -310,9 +368,10 @@ class SparseMlaBackwardSm90:
         return index
 
     @cute.jit
-    def load_query(self, atoms, sources, numbers, memory: Memory, barriers: Barriers, query, first, turn):
+    def load_query(self, atoms, sources, numbers, plan: Plan, memory: Memory, barriers: Barriers, turn):
         """Q, dO and the numbers of 64 heads, a part as soon as the last query's is done with; heads beyond the last are
         zeros, and have numbers that give p = 0."""
+        query, first = plan.unit(memory.units[turn & 1])
         one = cute.make_layout(1)
         q, do = ((0, memory.q, CHUNK), (2, memory.do, CHUNK))
         for part in self.query_parts:
@@ -373,13 +432,12 @@ class SparseMlaBackwardSm90:
     def math(
         self, keys, dq, dkv, scale, scale_log2, plan: Plan, memory: Memory, barriers: Barriers, tid, warp, lane, side
     ):
-        block, _, _ = cute.arch.block_idx()
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
         p_shape = self.dkv_product(CHUNK).get_slice(tid).partition_shape_A((TILE, HEADS))
         # The number of the turn, and in two bits that of the tiles so far: one register for both.
         count = Int32(0)
-        while plan.has(block, count >> 2):
+        while self.unit(memory, barriers, count >> 2) < plan.units:
             flat.fill(0.0)
             flat_rope.fill(0.0)
             if (count & 1) != side:
@@ -394,7 +452,7 @@ class SparseMlaBackwardSm90:
                 if (count & 1) == side:
                     place = Int32(0)
                     if const_expr(self.ordered):
-                        place = (block + (count >> 2) * plan.ctas) * plan.tiles + tile
+                        place = memory.units[(count >> 2) & 1] * plan.tiles + tile
                     last = tile == plan.tiles - 1
                     self.add_dkv(p, dkv, keys, place, memory, barriers, count, last, tid, warp, lane, side)
                 count = (count & -4) | ((count + 1) & 3)
@@ -406,7 +464,8 @@ class SparseMlaBackwardSm90:
                 with cute.arch.elect_one():
                     for part in self.query_parts:
                         cute.arch.mbarrier_arrive(barriers.q_empty + part)
-            query, first = plan.unit(block, count >> 2)
+            query, first = plan.unit(memory.units[(count >> 2) & 1])
+            self.leave_unit(barriers, count >> 2)
             self.store_dq(flat, flat_rope, dq, query, first, memory, side, warp, lane)
             count += 4
 
@@ -664,7 +723,7 @@ class SparseMlaBackwardSm90:
 @cached
 def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
     """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], numbers [T, ceil(H / 64), 128], indices [T, K], dq [T, H, d],
-    dkv [Tk + ctas, d] fp32, scale, scale / ln 2, ctas)."""
+    dkv [Tk + ctas, d] fp32, counter [1], 0 at first, scale, scale / ln 2, ctas)."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
 
@@ -681,6 +740,7 @@ def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
         fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
         rows(channels, queries, heads),
         fake(Float32, (cute.sym_int(), channels), (channels, 1), 16),
+        fake(Int32, (1,), (1,), 4),
         *(Float32(0.0), Float32(0.0), Int32(1), fake_stream()),
     )
 

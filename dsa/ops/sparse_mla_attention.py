@@ -109,7 +109,7 @@ def gradients(
     numbers = q.new_empty(tokens, blocks, 2 * HEADS, dtype=torch.float32)
     shares = None if sink is None else torch.empty_like(lse)
     name, sms = dtype_name(q.dtype), backends.num_sms(q.device)
-    limits = (scale, scale * math.log2(math.e))
+    scales = (scale, scale * math.log2(math.e))
     with backends.on_device(q):
         _inputs_kernel(name, sink is not None, dlse is not None)(
             *(out, dout, lse, None if dlse is None else dlse.float()),
@@ -120,20 +120,20 @@ def gradients(
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
             most = -(-sms // blocks)  # queries at a time: a unit for each multiprocessor
             found = q.new_empty(min(most, tokens) * blocks * tiles * TILE, dim, dtype=torch.float32)
-            for first in range(0, tokens, most):
+            counters = torch.zeros(-(-tokens // most), 1, dtype=torch.int32, device=q.device)
+            for n, first in enumerate(range(0, tokens, most)):
                 part = slice(first, min(first + most, tokens))
-                count = part.stop - first
-                launch(
-                    *(q[part], rows, dout[part], numbers[part], picked[part], dq[part], found),
-                    *(*limits, min(sms, count * blocks)),
-                )
+                ctas = min(sms, (part.stop - first) * blocks)
+                of_part = q[part], rows, dout[part], numbers[part], picked[part], dq[part], found
+                launch(*of_part, counters[n], *scales, ctas)
                 order, bounds = _lists(picked[part], keys, blocks * tiles * TILE)
                 _sum_kernel(dim)(found, order, bounds, blocks, tiles * TILE, sums)
         else:
             ctas = min(sms, tokens * blocks)
             # Behind the keys a row for each CTA, to which it adds what is no key.
             sums = q.new_zeros(keys + ctas, dim, dtype=torch.float32)
-            launch(q, rows, dout, numbers, picked, dq, sums, *limits, ctas)
+            counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+            launch(q, rows, dout, numbers, picked, dq, sums, counter, *scales, ctas)
         _turn_kernel(name, dim)(sums, dkv.squeeze(1))
     return dq, dkv, None if sink is None else shares.sum(0).to(sink.dtype)
 
