@@ -12,10 +12,11 @@ Plan
 - The owner of a tile has its keys as rows: S^T = K Q^T and dP^T = K dO^T, so that P^T lies in its registers as the
   operand of dKV = P^T dO + dS^T Q. dS goes through shared memory, to both warpgroups: each has half of the channels of
   dQ += dS K in registers, for the whole query.
-- Then the keys are done with, and the next tile's come in, while its owner multiplies 64 channels of dKV at a time and
-  adds them to global memory by vector reductions from registers; the other warpgroup scores the next tile meanwhile.
-- A CTA draws its next 64 heads of a query when it has asked for the last keys of the current ones: multiprocessors that
-  are nearer to the L2 cache compute more of them.
+- Then the keys are done with, and the next tile's come in, while its owner multiplies a strip of dKV's channels at a
+  time and adds it to global memory by vector reductions from registers; the other warpgroup scores the next tile
+  meanwhile.
+- A CTA draws the next 64 heads of a query while it works on some: reductions into the L2 cache are not equally fast
+  from all multiprocessors, and with equal shares the fastest are through 5% before the slowest.
 - Behind a query's last tile each chunk of Q and dO makes room for the next query's as soon as its dKV is multiplied, so
   that the other warpgroup scores the next query's first tile meanwhile.
 - Sums of dKV are in fp32, in the order in which a thread holds them: of 16 neighbours, lane q of four has 2q, 2q + 1,
@@ -23,7 +24,8 @@ Plan
 - Vector reductions are fastest on whole lines of 128 bytes: lanes exchange numbers, so that eight of them have a line.
 - A row for which there is no key is zeros in shared memory, has P = 0, and is added to a row behind the keys.
 Shared memory: Q 72 KiB, dO 64, K 72, dS of each owner 8, where dQ is staged at the end (d 576).
-Registers: 144 of dQ, 16 of P^T, 32 of dKV in a math thread, of 232; or 32 of S and 16 of dP, which comes in parts.
+Registers: 144 of dQ, 16 each of P^T, dS^T and dKV in a math thread, of 232; or 32 of S and 16 of dP, which comes in
+parts (d 576). 128 of dQ, 16 of P^T and 32 of dKV, or 32 each of S and dP (d 512).
 Roofline: reductions, 144 KiB a tile of 576 channels: 8800 clocks at the 3.8 TB/s that the L2 cache adds (it stores
 4.6 TB/s). wgmma takes 5504, its operands about 6000 of shared memory.
 """
@@ -66,9 +68,10 @@ K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.M
 
 @dataclass(frozen=True)
 class Memory:
-    """Shared memory. Chunks of 64 channels: k, q, do [64, 64, 8]; rope parts k_rope, q_rope [64, 32, 2]; k_half [64,
-    256, 2] is k. ds [keys, heads, 2], of each warpgroup's tiles. numbers: the address of l / ln 2 and e of each head;
-    rows [64, INDEX_SLOTS]: a tile's keys, -1 for none. units [2]: the numbers of the current unit and the next."""
+    """Shared memory. k: chunks of 64 channels [64, 64, 8], its rope part k_rope [64, 32, 2]; k_half [64, 256, 2] is k.
+    q, do: strips [64, 64, 8], or of 32 channels with q's rope part behind the others [64, 32, 18 and 16]. ds [keys,
+    heads, 2], of each warpgroup's tiles. numbers: the address of l / ln 2 and e of each head; rows [64, INDEX_SLOTS]: a
+    tile's keys, -1 for none. units [2]: the numbers of the current unit and the next."""
 
     k: cute.Tensor
     k_rope: cute.Tensor
@@ -83,8 +86,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Barriers:
-    """unit_full, unit_empty: of each place for a unit's number; q_full, q_empty: of each chunk of Q and dO, and of Q's rope part; k_full: of each chunk and each half of the rope
-    part; k_empty: of each half; ds_full."""
+    """unit_full, unit_empty: of each place for a unit's number; q_full, q_empty: of each chunk of Q and dO, and of Q's
+    rope part; k_full: of each chunk and each half of the rope part; k_empty: of each half; ds_full."""
 
     unit_full: cute.Pointer
     unit_empty: cute.Pointer
@@ -118,8 +121,8 @@ class SparseMlaBackwardSm90:
         self.dtype, self.channels, self.ordered = dtype, channels, ordered
         self.rope = channels > VALUE
         self.parts = 2 if self.rope else 1  # of dP
-        # Channels of dKV at a time: 64, or 32 and dS^T for it in registers, too. With a rope part the latter takes 8% less
-        # time, without it 5% more.
+        # Channels of dKV at a time: 64, or 32 with dS^T for it in registers, too. With a rope part the latter takes 8%
+        # less time, without it 5% more.
         self.strip = 32 if self.rope else 64
         # Of Q and dO, in the order in which a query's last tile is through with them.
         self.query_parts = [*([CHUNKS] if self.rope else []), *range(CHUNKS)]
@@ -244,7 +247,7 @@ class SparseMlaBackwardSm90:
         if tid == 0:
             for i in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(barriers.unit_full + i, 1)
-                cute.arch.mbarrier_init(barriers.unit_empty + i, 12)
+                cute.arch.mbarrier_init(barriers.unit_empty + i, THREADS // 32)
             for i in cutlass.range_constexpr(CHUNKS + 1):
                 cute.arch.mbarrier_init(barriers.q_full + i, 1)
                 cute.arch.mbarrier_init(barriers.q_empty + i, 8)
@@ -259,7 +262,8 @@ class SparseMlaBackwardSm90:
 
         if warp >= 8:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            self.load(atoms, sources, q, kv, dout, numbers, indices, counter, plan, memory, barriers, warp - 8, lane)
+            inputs = (q, kv, dout, numbers, indices, counter)
+            self.load(atoms, sources, inputs, plan, memory, barriers, warp - 8, lane)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             thread = (tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
@@ -268,22 +272,8 @@ class SparseMlaBackwardSm90:
     # The loading warpgroup.
 
     @cute.jit
-    def load(
-        self,
-        atoms,
-        sources,
-        q,
-        kv,
-        dout,
-        numbers,
-        indices,
-        counter,
-        plan: Plan,
-        memory: Memory,
-        barriers: Barriers,
-        warp,
-        lane,
-    ):
+    def load(self, atoms, sources, inputs, plan: Plan, memory: Memory, barriers: Barriers, warp, lane):
+        q, kv, dout, numbers, indices, counter = inputs
         block, _, _ = cute.arch.block_idx()
         if warp == 0:
             self.name_unit(memory, barriers, Int32(block), 0, lane)
@@ -312,6 +302,7 @@ class SparseMlaBackwardSm90:
                 if warp == 0:
                     if tile == 0:
                         self.load_query(atoms, sources, numbers, plan, memory, barriers, count >> 2)
+                    # Late, so that who is slow does not draw what others could begin sooner.
                     if tile == (3 * plan.tiles) >> 2:
                         self.name_unit(memory, barriers, self.draw(counter, plan, lane), (count >> 2) + 1, lane)
                 count = (count & -4) | ((count + 1) & 3)
@@ -376,8 +367,8 @@ class SparseMlaBackwardSm90:
         for part in self.query_parts:
             is_first = part == self.query_parts[0]
             some = CHUNK // self.strip
-            found = ((0, memory.q), (1, memory.do)) if part < CHUNKS else ((0, memory.q),)
-            strips = [(n, x, part * some + i) for n, x in found for i in range(some)]
+            targets = (memory.q, memory.do) if part < CHUNKS else (memory.q,)
+            strips = [(n, x, part * some + i) for n, x in enumerate(targets) for i in range(some)]
             cute.arch.mbarrier_wait(barriers.q_empty + part, (turn & 1) ^ 1)
             size = len(strips) * 2 * HEADS * self.strip + (NUMBER_BYTES if is_first else 0)
             with cute.arch.elect_one():
@@ -470,7 +461,8 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def score(self, p, ds, scale, scale_log2, memory: Memory, barriers: Barriers, count, tile, tid, warp, lane, side):
-        """P^T of a tile, in 16 bits, to p, an operand in registers; dS to shared memory."""
+        """P^T of a tile, in 16 bits, to p, an operand in registers; dS to shared memory and, if there is a rope part,
+        dS^T to ds."""
         mma = self.product(K_MAJOR, K_MAJOR, HEADS)
         thr = mma.get_slice(tid)
         rk, rq = mma.make_fragment_A(thr.partition_A(memory.k)), mma.make_fragment_B(thr.partition_B(memory.q))
@@ -562,7 +554,8 @@ class SparseMlaBackwardSm90:
     def start_dp(self, mma, dp, rv, memory: Memory, thr, count, part: cutlass.Constexpr):
         """Start dP^T = K dO^T of a part of the heads."""
         heads = HEADS // self.parts
-        rdo = mma.make_fragment_B(thr.partition_B(cute.local_tile(memory.do, (heads, self.strip, VALUE // self.strip), (part, 0, 0))))
+        rows = cute.local_tile(memory.do, (heads, self.strip, VALUE // self.strip), (part, 0, 0))
+        rdo = mma.make_fragment_B(thr.partition_B(rows))
         zero = computed_here(count & 1) >> (2 + part)
         cute.nvgpu.warpgroup.fence()
         for chunk in range(CHUNKS):
@@ -725,7 +718,7 @@ class SparseMlaBackwardSm90:
 @cached
 def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
     """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], numbers [T, ceil(H / 64), 128], indices [T, K], dq [T, H, d],
-    dkv [Tk + ctas, d] fp32, counter [1], 0 at first, scale, scale / ln 2, ctas)."""
+    dkv [Tk + ctas, d] fp32, counter [1] int32, 0 at first, scale, scale / ln 2, ctas)."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
 
