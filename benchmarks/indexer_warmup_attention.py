@@ -1,5 +1,6 @@
 """The warm-up of the indexer beside PyTorch's flash attention (FA2): attention, loss and the indexer's gradients beside
-FA2's forward, the backward pass of the loss beside FA2's. Ratios are FA2's time / ours."""
+FA2's forward, as CUDA graphs; the backward pass of the loss beside FA2's, of its sum and, "weighted", of a sum with
+weights that differ. Ratios are FA2's time / ours."""
 
 from functools import partial
 
@@ -20,7 +21,8 @@ MODELS = [
     (128, 128, 128, 128, 64, 64, "sum"),
     (128, 128, 192, 128, 64, 128, "sum"),
 ]
-SHAPES = [(which, batch, *model) for batch in (4, 16, 64) for model in MODELS for which in ("forward", "backward")]
+PASSES = {"sum": ("forward", "backward", "weighted backward"), "per_head": ("forward", "backward")}
+SHAPES = [(which, batch, *model) for batch in (4, 16, 64) for model in MODELS for which in PASSES[model[-1]]]
 
 
 class _Inputs:
@@ -78,12 +80,14 @@ def case(which: str, batch: int, *model: int | str) -> Case:
     if which == "forward":
         calls: dict[str, list[Call]] = {"dsa": [inputs.ours], "FA2 forward": [fa2_forward]}
     else:
-        kl = inputs.ours()[2].sum()
-        ours = partial(torch.autograd.grad, kl, inputs.indexer, retain_graph=True)
+        kl = inputs.ours()[2]
+        weights = torch.ones_like(kl) if which == "backward" else torch.rand_like(kl)
+        total = kl.sum() if which == "backward" else (kl * weights).sum()
+        ours = partial(torch.autograd.grad, total, inputs.indexer, retain_graph=True)
         calls = {"dsa": [ours], "FA2 backward": [fa2_backward]}
 
     def figure(ms: float) -> str:
-        if which == "backward":
+        if which != "forward":
             return f"{ms * 1e3 / batch / SEQUENCE:.3f} us a token"
         # What the loss needs besides attention: scores of all heads and of the indexer, and two products with dI.
         rate = 2 * pairs * (heads * (2 * d + dv) + 3 * index_heads * di) / (ms * 1e-3)
@@ -99,7 +103,7 @@ def case(which: str, batch: int, *model: int | str) -> Case:
         if which == "forward":
             assert_close("kl", got[2][first].detach(), expected[2].detach(), abs_tol=1e-4, rel_tol=1e-3, cos_tol=1e-5)
         else:
-            dq = torch.autograd.grad(expected[2].sum(), learned[0])[0]
+            dq = torch.autograd.grad((expected[2] * weights[first]).sum(), learned[0])[0]
             assert_close("dq_idx", got[0][first].float(), dq, abs_tol=1e-1, rel_tol=0.05, cos_tol=1e-4)
 
     small = heads * index_heads <= 64 * 64

@@ -8,16 +8,20 @@ Plan
 - A math warpgroup owns 64 rows of a tile. Per block of 128 channels: four wgmma into fresh accumulators, whose products
   are scaled and added in fp32 while another warpgroup has the tensor cores. The tensor cores' own sum keeps about 14
   bits: 128 channels are what may be left to it.
-- Few rows get narrow tiles: enough of them to keep all SMs loading weights. A sum's order is the same in all.
+- Many rows get tiles of 128 x 256, a warpgroup's columns in two parts, as each of its wgmma reads the 64 rows again and
+  shared memory is what they wait for. Few rows get narrow tiles: enough of them to keep all SMs loading weights. A
+  sum's order is the same in all.
+- Scales are loaded four blocks at a time: a row's lie in a line of their own, and each line that a warp touches costs
+  a clock of the L1 cache, which is the shared memory that wgmma reads from. One block at a time they would be a sixth
+  of its time.
 - One warp loads by TMA through a ring of stages that runs over tile after tile.
 - 16-bit results go through shared memory, a warp's 16 rows at a time, to be stored 128 bytes in a row.
 - Persistent CTAs walk the tiles, those of a matrix together and its tiles of rows innermost: a tile of weights comes
   from memory once. Which matrix a tile belongs to is found by a warp that compares 32 prefix sums at a time.
 Shared memory: STAGES x (64 GROUPS + COLUMNS) x 128 bytes, 2 KiB a math warp for results, prefix sums, barriers.
-Registers: COLUMNS / 2 sums and 64 accumulators a math thread, of 240; 24 for the others.
-Roofline: for many rows a matrix shared memory, 128 bytes a clock: of a block of 128 x 128 wgmma reads 384 clocks' worth
-and TMA writes 256, where the tensor cores have 512; each row's scales, in lines of their own, add 128. For few rows
-memory: b once.
+Registers: COLUMNS / 2 sums and 32 or 64 accumulators a math thread, of 240; 24 for the others.
+Roofline: for many rows a matrix shared memory, 128 bytes a clock: 1152 clocks a block of 128 x 256, of which wgmma has
+1024; for few rows memory: b once.
 """
 
 from collections.abc import Callable
@@ -41,6 +45,8 @@ from dsa.cute.shared_bytes import load_16
 
 BLOCK = 128
 MOST_MATRICES = 1024
+WIDTH = 128  # columns that a warpgroup multiplies at a time
+SCALES = 4  # blocks whose scales a thread loads at a time
 # Results of a warp on their way out: rows, and columns of 2 bytes.
 OUT_ROWS, OUT_COLUMNS = 16, 64
 REGISTERS = 240, 24
@@ -57,7 +63,7 @@ class Fp8GemmConfig:
     @property
     def together(self) -> int:
         """Blocks of channels multiplied before the first of them is added: what hides a narrow tile's latency."""
-        return 128 // self.columns
+        return max(1, WIDTH // self.columns)
 
     @property
     def threads(self) -> int:
@@ -70,7 +76,7 @@ class Fp8GemmConfig:
         return loaded + staged + 4 * (MOST_MATRICES + 64) + 16 * self.stages + 3 * 1024 <= SHARED_BYTES
 
 
-CONFIGS = Fp8GemmConfig(1, 64, 12), Fp8GemmConfig(1, 128, 8), Fp8GemmConfig(2, 128, 6)
+CONFIGS = Fp8GemmConfig(1, 64, 12), Fp8GemmConfig(1, 128, 8), Fp8GemmConfig(2, 128, 6), Fp8GemmConfig(2, 256, 4)
 
 
 class Fp8GemmSm90:
@@ -78,7 +84,8 @@ class Fp8GemmSm90:
         self.out_dtype = out_dtype
         self.rows, self.columns, self.stages = 64 * cfg.groups, cfg.columns, cfg.stages
         self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
-        self.together = cfg.together
+        self.together, self.width = cfg.together, min(WIDTH, cfg.columns)
+        self.parts = cfg.columns // self.width
 
     @cute.jit
     def __call__(
@@ -152,7 +159,8 @@ class Fp8GemmSm90:
         if warp >= self.math_warps:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp == self.math_warps:
-                self.produce(a_atom, ma, b_atom, mb, ends, out, tiles, total, sa, sb, full, empty, lane)
+                blocks = a_scale.shape[1]
+                self.produce(a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, full, empty, lane)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
             staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
@@ -202,7 +210,7 @@ class Fp8GemmSm90:
         return e, begin + local % down * self.rows, end, local // down * self.columns
 
     @cute.jit
-    def produce(self, a_atom, ma, b_atom, mb, ends, out, tiles, total, sa, sb, full, empty, lane):
+    def produce(self, a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, full, empty, lane):
         one = cute.make_layout(1)
         block_index, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -220,8 +228,7 @@ class Fp8GemmSm90:
             tbs, tbg = cute.nvgpu.cpasync.tma_partition(
                 b_atom, 0, one, cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
             )
-            blocks = cute.ceil_div(ma.shape[1], BLOCK)
-            for block in cutlass.range(cute.round_up(blocks, self.together), unroll=1):
+            for block in cutlass.range(blocks, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (self.rows + self.columns) * BLOCK)
@@ -233,12 +240,13 @@ class Fp8GemmSm90:
     def math(self, a_scale, b_scale, ends, out, tiles, total, sa, sb, full, empty, staged, tid, warp, lane):
         major = cute.nvgpu.OperandMajorMode.K
         mma = sm90.make_trivial_tiled_mma(
-            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.rows // 64, 1, 1), (64, self.columns))
+            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.rows // 64, 1, 1), (64, self.width))
         )
         thr_mma = mma.get_slice(tid)
         ra = mma.make_fragment_A(thr_mma.partition_A(sa))
-        rb = mma.make_fragment_B(thr_mma.partition_B(sb))
-        shape = thr_mma.partition_shape_C((self.rows, self.columns))
+        parts = [cute.local_tile(sb, (self.width, BLOCK, self.stages), (part, 0, 0)) for part in range(self.parts)]
+        rb = [mma.make_fragment_B(thr_mma.partition_B(part)) for part in parts]
+        shape = thr_mma.partition_shape_C((self.rows, self.width))
         acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.together)]
         sums = cute.make_rmem_tensor((self.columns // 2,), Float32)
         own_row = warp * 16 + (lane >> 2)
@@ -251,7 +259,9 @@ class Fp8GemmSm90:
             sums.fill(0.0)
             # What lies beyond the rows has no scale and is not stored.
             of_rows = [a_scale[cutlass.min(row + own_row + 8 * half, end - 1), None] for half in range(2)]
-            of = (*of_rows, b_scale[e, column // BLOCK, None])
+            last = b_scale.shape[1] - 1
+            of_parts = [b_scale[e, cutlass.min(column // BLOCK + part, last), None] for part in range(self.parts)]
+            of = (*of_rows, *of_parts)
             place = self.sum_blocks(mma, acc, ra, rb, sums, of, full, empty, place)
             if cutlass.const_expr(self.out_dtype.width == 16):
                 self.store_rows(sums, out, row + warp * 16, end, column, staged, lane)
@@ -262,34 +272,38 @@ class Fp8GemmSm90:
     def sum_blocks(self, mma, acc, ra, rb, sums, of, full, empty, place):
         """Add up a tile's blocks. of: the scales of the rows `row` and `row` + 8 of this thread, and of the columns."""
         stage, phase = place
-        blocks = of[0].shape[0]
-        scales = cute.make_rmem_tensor((self.together, 3), Float32)
-        # A block's scales are on their way while the one before it is multiplied.
-        ahead = cute.make_rmem_tensor((self.together, 3), Float32)
-        self.load_scales(ahead, of, 0)
-        for first in cutlass.range(0, blocks, self.together, unroll=1):
-            stages = []
-            for i in cutlass.range_constexpr(self.together):
-                cute.arch.mbarrier_wait(full + stage, phase)
-                multiply(mma, acc[i], ra, rb, stage, stage)
-                stages.append(stage)
-                stage, phase = advance(stage, phase, self.stages)
-            for i in cutlass.range_constexpr(cute.size(scales)):
-                scales[i] = ahead[i]
-            self.load_scales(ahead, of, first + self.together)
-            for i in cutlass.range_constexpr(self.together):
-                cute.nvgpu.warpgroup.wait_group(self.together - 1 - i)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(empty + stages[i])
-                add_scaled(sums, acc[i], scales[i, 0] * scales[i, 2], scales[i, 1] * scales[i, 2])
+        groups = of[0].shape[0] // SCALES
+        scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in of]
+        self.load_scales(scales, of, 0)
+        # The next blocks' are on their way while these are multiplied: all of them, if there are registers for both.
+        load_at = 0 if self.parts == 1 else SCALES - self.together
+        for group in cutlass.range(groups, unroll=1):
+            held = [[x[i] for x in scales] for i in range(SCALES)]
+            for first in cutlass.range_constexpr(0, SCALES, self.together):
+                stages = []
+                for i in cutlass.range_constexpr(self.together):
+                    cute.arch.mbarrier_wait(full + stage, phase)
+                    multiply(mma, acc[i], ra, rb[0], stage, stage)
+                    stages.append(stage)
+                    stage, phase = advance(stage, phase, self.stages)
+                if cutlass.const_expr(first == load_at):
+                    self.load_scales(scales, of, cutlass.min(group + 1, groups - 1))
+                for i in cutlass.range_constexpr(self.together):
+                    for part in cutlass.range_constexpr(self.parts):
+                        if cutlass.const_expr(part > 0):
+                            multiply(mma, acc[i], ra, rb[part], stages[i], stages[i])
+                        cute.nvgpu.warpgroup.wait_group(self.together - 1 - i)
+                        if cutlass.const_expr(part == self.parts - 1):
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_arrive(empty + stages[i])
+                        of_rows = [held[first + i][half] * held[first + i][2 + part] for half in range(2)]
+                        add_scaled(sums, part * self.width // 2, acc[i], *of_rows)
         return stage, phase
 
     @cute.jit
-    def load_scales(self, scales, of, first):
-        """Of the blocks from `first` on that there are."""
-        for i in cutlass.range_constexpr(self.together):
-            for j in cutlass.range_constexpr(3):
-                scales[i, j] = of[j][cutlass.min(first + i, of[j].shape[0] - 1)]
+    def load_scales(self, target, of, group):
+        for j in cutlass.range_constexpr(len(of)):
+            cute.autovec_copy(cute.local_tile(of[j], (SCALES,), (group,)), target[j])
 
     @cute.jit
     def store_rows(self, sums, out, row, end, column, staged, lane):
@@ -332,28 +346,30 @@ class Fp8GemmSm90:
 
 
 @cute.jit
-def add_scaled(sums, acc, of_row: Float32, of_row_8: Float32):
-    """sums += acc, scaled: pairs of columns of a row and of the row 8 below it take turns."""
-    products = cute.make_tensor(acc.iterator, sums.layout)
-    for i in cutlass.range_constexpr(cute.size(sums)):
-        sums[i] += products[i] * (of_row_8 if i // 2 % 2 else of_row)
+def add_scaled(sums, first: cutlass.Constexpr, acc, of_row: Float32, of_row_8: Float32):
+    """sums[first + i] += acc[i], scaled: pairs of columns of a row and of the row 8 below it take turns."""
+    products = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        sums[first + i] += products[i] * (of_row_8 if i // 2 % 2 else of_row)
 
 
 @cached
 def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
-    """-> f(a [M, K] e4m3, a_scale [M, ceil(K / 128)], b [E * N, K] e4m3, b_scale [E, ceil(N / 128), ceil(K / 128)],
-    ends [E] int32 ascending, the last at most M, out [M, N], ctas); E up to 1024; M, N, K > 0. K is a multiple of 16, N
-    of 8; rows of a, b and out start at multiples of 16 bytes."""
-    rows, columns, channels, blocks, matrices = (cute.sym_int() for _ in range(5))
+    """-> f(a [M, K] e4m3, a_scale [M, G], b [E * N, K] e4m3, b_scale [E, ceil(N / 128), G], ends [E] int32 ascending,
+    the last at most M, out [M, N], ctas); E up to 1024; M, N, K > 0. K is a multiple of 16, N of 8; G is ceil(K / 128),
+    rounded up to a multiple of 4 with finite scales; rows of all but ends start at multiples of 16 bytes."""
+    rows, columns, channels, matrices = (cute.sym_int() for _ in range(4))
+    blocks = cute.sym_int(divisibility=SCALES)
     out_type = cute_dtype(out_dtype)
 
     def fake(dtype, shape, stride, align):
         return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
 
     a = fake(Float8E4M3FN, (rows, channels), (cute.sym_int64(divisibility=16), 1), 16)
-    a_scale = fake(Float32, (rows, blocks), (cute.sym_int64(), 1), 4)
+    a_scale = fake(Float32, (rows, blocks), (cute.sym_int64(divisibility=SCALES), 1), 16)
     b = fake(Float8E4M3FN, (cute.sym_int(), channels), (cute.sym_int64(divisibility=16), 1), 16)
-    b_scale = fake(Float32, (matrices, cute.sym_int(), blocks), (cute.sym_int64(), cute.sym_int64(), 1), 4)
+    strides = cute.sym_int64(divisibility=SCALES), cute.sym_int64(divisibility=SCALES), 1
+    b_scale = fake(Float32, (matrices, cute.sym_int(), blocks), strides, 16)
     ends = fake(Int32, (matrices,), (1,), 4)
     out = fake(out_type, (rows, columns), (cute.sym_int64(divisibility=128 // out_type.width), 1), 16)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -361,16 +377,19 @@ def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
 
 
 def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
-    """For `rows` in all, as many for each matrix: what takes the fewest clocks a block of channels, over all tiles that
-    a multiprocessor gets in turn. Measured: 38 bytes a clock come in while wgmma reads."""
+    """For `rows` in all, as many for each matrix: what takes the fewest clocks of shared memory a block of channels,
+    over all tiles that a multiprocessor gets in turn. It moves 128 bytes a clock: what TMA writes, and what every wgmma
+    reads, its 64 rows and its columns."""
     used = max(min(rows, matrices), 1)
     each = -(-rows // used)
     candidates = [config for config in CONFIGS if config.groups == 1 or each > 64]
 
     def clocks(config: Fp8GemmConfig) -> float:
         tiles = used * -(-each // (64 * config.groups)) * -(-columns // config.columns)
-        load = (64 * config.groups + config.columns) * BLOCK / 38
-        return -(-tiles // multiprocessors) * load
+        width = min(WIDTH, config.columns)
+        read = config.groups * config.columns // width * (64 + width) * BLOCK
+        written = (64 * config.groups + config.columns) * BLOCK
+        return -(-tiles // multiprocessors) * (read + written) / 128
 
     return min(candidates, key=clocks)
 

@@ -12,8 +12,11 @@ Plan
 - The owner of a tile has its keys as rows: S^T = K Q^T and dP^T = K dO^T, so that P^T lies in its registers as the
   operand of dKV = P^T dO + dS^T Q. dS goes through shared memory, to both warpgroups: each has half of the channels of
   dQ += dS K in registers, for the whole query.
-- Then the keys are done with, and the next tile's come in, while its owner multiplies 64 channels of dKV at a time and
-  adds them to global memory by vector reductions from registers; the other warpgroup scores the next tile meanwhile.
+- Then the keys are done with, and the next tile's come in, while its owner multiplies a strip of dKV's channels at a
+  time and adds it to global memory by vector reductions from registers; the other warpgroup scores the next tile
+  meanwhile.
+- A CTA draws the next 64 heads of a query while it works on some: reductions into the L2 cache are not equally fast
+  from all multiprocessors, and with equal shares the fastest are through 5% before the slowest.
 - Behind a query's last tile each chunk of Q and dO makes room for the next query's as soon as its dKV is multiplied, so
   that the other warpgroup scores the next query's first tile meanwhile.
 - Sums of dKV are in fp32, in the order in which a thread holds them: of 16 neighbours, lane q of four has 2q, 2q + 1,
@@ -21,7 +24,8 @@ Plan
 - Vector reductions are fastest on whole lines of 128 bytes: lanes exchange numbers, so that eight of them have a line.
 - A row for which there is no key is zeros in shared memory, has P = 0, and is added to a row behind the keys.
 Shared memory: Q 72 KiB, dO 64, K 72, dS of each owner 8, where dQ is staged at the end (d 576).
-Registers: 144 of dQ, 16 of P^T, 32 of dKV in a math thread, of 232; or 32 of S and 16 of dP, which comes in parts.
+Registers: 144 of dQ, 16 each of P^T, dS^T and dKV in a math thread, of 232; or 32 of S and 16 of dP, which comes in
+parts (d 576). 128 of dQ, 16 of P^T and 32 of dKV, or 32 each of S and dP (d 512).
 Roofline: reductions, 144 KiB a tile of 576 channels: 8800 clocks at the 3.8 TB/s that the L2 cache adds (it stores
 4.6 TB/s). wgmma takes 5504, its operands about 6000 of shared memory.
 """
@@ -64,26 +68,29 @@ K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.M
 
 @dataclass(frozen=True)
 class Memory:
-    """Shared memory. Chunks of 64 channels: k, q, do [64, 64, 8]; rope parts k_rope, q_rope [64, 32, 2]; k_half [64,
-    256, 2] is k. ds [keys, heads, 2], of each warpgroup's tiles. numbers: the address of l / ln 2 and e of each head;
-    rows [64, INDEX_SLOTS]: a tile's keys, -1 for none."""
+    """Shared memory. k: chunks of 64 channels [64, 64, 8], its rope part k_rope [64, 32, 2]; k_half [64, 256, 2] is k.
+    q, do: strips [64, 64, 8], or of 32 channels with q's rope part behind the others [64, 32, 18 and 16]. ds [keys,
+    heads, 2], of each warpgroup's tiles. numbers: the address of l / ln 2 and e of each head; rows [64, INDEX_SLOTS]: a
+    tile's keys, -1 for none. units [2]: the numbers of the current unit and the next."""
 
     k: cute.Tensor
     k_rope: cute.Tensor
     k_half: cute.Tensor
     q: cute.Tensor
-    q_rope: cute.Tensor
     do: cute.Tensor
     ds: cute.Tensor
     numbers: Int32
     rows: cute.Tensor
+    units: cute.Tensor
 
 
 @dataclass(frozen=True)
 class Barriers:
-    """q_full, q_empty: of each chunk of Q and dO, and of Q's rope part; k_full: of each chunk and each half of the rope
-    part; k_empty: of each half; ds_full."""
+    """unit_full, unit_empty: of each place for a unit's number; q_full, q_empty: of each chunk of Q and dO, and of Q's
+    rope part; k_full: of each chunk and each half of the rope part; k_empty: of each half; ds_full."""
 
+    unit_full: cute.Pointer
+    unit_empty: cute.Pointer
     q_full: cute.Pointer
     q_empty: cute.Pointer
     k_full: cute.Pointer
@@ -93,7 +100,7 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Plan:
-    """A unit is 64 heads of a query, its heads' blocks `across`; a CTA has every ctas-th one."""
+    """A unit is 64 heads of a query, its heads' blocks `across`. Each CTA begins with that of its own number."""
 
     units: Int32
     tiles: Int32
@@ -101,14 +108,9 @@ class Plan:
     across: cute.FastDivmodDivisorV2
 
     @cute.jit
-    def has(self, block, turn):
-        """Whether there is such a unit."""
-        return block + turn * self.ctas < self.units
-
-    @cute.jit
-    def unit(self, block, turn):
+    def unit(self, number):
         """(query, first head) of a unit."""
-        query, tile = divmod(block + turn * self.ctas, self.across)
+        query, tile = divmod(number, self.across)
         return query, tile * HEADS
 
 
@@ -119,6 +121,9 @@ class SparseMlaBackwardSm90:
         self.dtype, self.channels, self.ordered = dtype, channels, ordered
         self.rope = channels > VALUE
         self.parts = 2 if self.rope else 1  # of dP
+        # Channels of dKV at a time: 64, or 32 with dS^T for it in registers, too. With a rope part the latter takes 8%
+        # less time, without it 5% more.
+        self.strip = 32 if self.rope else 64
         # Of Q and dO, in the order in which a query's last tile is through with them.
         self.query_parts = [*([CHUNKS] if self.rope else []), *range(CHUNKS)]
         # Chunks of a tile in the order in which they come and are scored: halves, each with its half of the rope part.
@@ -137,12 +142,12 @@ class SparseMlaBackwardSm90:
         """[64, columns, count], rows of `columns` numbers."""
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, 64, columns), self.dtype, count)
 
-    def load_atom(self, x: cute.Tensor, layout: cute.ComposedLayout, columns: int):
-        """The TMA load of 64 heads x columns, and x [T, H, d] as it takes it, [H, d, T]."""
+    def load_atom(self, x: cute.Tensor, layout: cute.ComposedLayout):
+        """The TMA load of 64 heads x a strip, and x [T, H, d] as it takes it, [H, d, T]."""
         turned = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0]))
         load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
         layout = cute.slice_(layout, (None, None, 0))
-        info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, turned, layout, (HEADS, columns))
+        info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, turned, layout, (HEADS, self.strip))
         return info[0], info[1]
 
     @cute.jit
@@ -155,53 +160,56 @@ class SparseMlaBackwardSm90:
         indices: cute.Tensor,
         dq: cute.Tensor,
         dkv: cute.Tensor,
+        counter: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
         ctas: Int32,
         stream,
     ):
         layout, rope_layout = self.chunks_layout(CHUNK, CHUNKS), self.chunks_layout(ROPE_HALF, 2)
+        q_layout, do_layout = (self.chunks_layout(self.strip, d // self.strip) for d in (self.channels, VALUE))
         half_layout = self.chunks_layout(HALF, 2)
         ds_layout = self.chunks_layout(CHUNK, 2)
         rope_size = cute.cosize(rope_layout) if self.rope else 8
 
         @cute.struct
         class Storage:
+            unit_full: cute.struct.MemRange[Int64, 2]
+            unit_empty: cute.struct.MemRange[Int64, 2]
             q_full: cute.struct.MemRange[Int64, CHUNKS + 1]
             q_empty: cute.struct.MemRange[Int64, CHUNKS + 1]
             k_full: cute.struct.MemRange[Int64, CHUNKS + 2]
             k_empty: cute.struct.MemRange[Int64, 2]
             ds_full: cute.struct.MemRange[Int64, 1]
+            units: cute.struct.MemRange[Int32, 2]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, TILE * INDEX_SLOTS], 16]
             numbers: cute.struct.Align[cute.struct.MemRange[Float32, HEADS * 2], 16]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
             k_rope: cute.struct.Align[cute.struct.MemRange[self.dtype, rope_size], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
-            q_rope: cute.struct.Align[cute.struct.MemRange[self.dtype, rope_size], 1024]
-            do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
+            do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(do_layout)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ds_layout)], 1024]
 
         assert Storage.size_in_bytes() <= 232448
         self.storage = Storage
-        q_atom, q_tma = self.load_atom(q, layout, CHUNK)
-        rope_atom, rope_tma = self.load_atom(q, rope_layout, ROPE_HALF)
-        do_atom, do_tma = self.load_atom(dout, layout, CHUNK)
+        q_atom, q_tma = self.load_atom(q, q_layout)
+        do_atom, do_tma = self.load_atom(dout, do_layout)
         across = cute.ceil_div(q.shape[1], HEADS)
         plan = Plan(
             *(q.shape[0] * across, cute.ceil_div(indices.shape[1], TILE), ctas),
             cute.fast_divmod_create_divisor_v2(across),
         )
         self.kernel(
-            *((q_atom, rope_atom, do_atom), (q_tma, rope_tma, do_tma)),
-            *(q, kv, dout, numbers, indices, dq, dkv, scale, scale_log2, plan),
-            *((layout, rope_layout, half_layout, ds_layout),),
+            *((q_atom, do_atom), (q_tma, do_tma)),
+            *(q, kv, dout, numbers, indices, dq, dkv, counter, scale, scale_log2, plan),
+            *((layout, rope_layout, half_layout, q_layout, do_layout, ds_layout),),
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
         self,
-        atoms: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
-        sources: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        atoms: tuple[cute.CopyAtom, cute.CopyAtom],
+        sources: tuple[cute.Tensor, cute.Tensor],
         q: cute.Tensor,
         kv: cute.Tensor,
         dout: cute.Tensor,
@@ -209,32 +217,37 @@ class SparseMlaBackwardSm90:
         indices: cute.Tensor,
         dq: cute.Tensor,
         dkv: cute.Tensor,
+        counter: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
         plan: Plan,
-        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout],
+        layouts: tuple[cute.ComposedLayout, ...],
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
-        layout, rope_layout, half_layout, ds_layout = layouts
+        layout, rope_layout, half_layout, q_layout, do_layout, ds_layout = layouts
         memory = Memory(
             storage.k.get_tensor(layout.outer, swizzle=layout.inner),
             storage.k_rope.get_tensor(rope_layout.outer, swizzle=rope_layout.inner),
             storage.k.get_tensor(half_layout.outer, swizzle=half_layout.inner),
-            storage.q.get_tensor(layout.outer, swizzle=layout.inner),
-            storage.q_rope.get_tensor(rope_layout.outer, swizzle=rope_layout.inner),
-            storage.do.get_tensor(layout.outer, swizzle=layout.inner),
+            storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
+            storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner),
             storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner),
             Int32(storage.numbers.data_ptr().toint()),
             storage.rows.get_tensor(cute.make_layout((TILE, INDEX_SLOTS))),
+            storage.units.get_tensor(cute.make_layout(2)),
         )
         barriers = Barriers(
+            *(storage.unit_full.data_ptr(), storage.unit_empty.data_ptr()),
             *(storage.q_full.data_ptr(), storage.q_empty.data_ptr(), storage.k_full.data_ptr()),
             *(storage.k_empty.data_ptr(), storage.ds_full.data_ptr()),
         )
         if tid == 0:
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(barriers.unit_full + i, 1)
+                cute.arch.mbarrier_init(barriers.unit_empty + i, THREADS // 32)
             for i in cutlass.range_constexpr(CHUNKS + 1):
                 cute.arch.mbarrier_init(barriers.q_full + i, 1)
                 cute.arch.mbarrier_init(barriers.q_empty + i, 8)
@@ -249,7 +262,8 @@ class SparseMlaBackwardSm90:
 
         if warp >= 8:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            self.load(atoms, sources, q, kv, dout, numbers, indices, plan, memory, barriers, warp - 8, lane)
+            inputs = (q, kv, dout, numbers, indices, counter)
+            self.load(atoms, sources, inputs, plan, memory, barriers, warp - 8, lane)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             thread = (tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
@@ -258,14 +272,16 @@ class SparseMlaBackwardSm90:
     # The loading warpgroup.
 
     @cute.jit
-    def load(
-        self, atoms, sources, q, kv, dout, numbers, indices, plan: Plan, memory: Memory, barriers: Barriers, warp, lane
-    ):
+    def load(self, atoms, sources, inputs, plan: Plan, memory: Memory, barriers: Barriers, warp, lane):
+        q, kv, dout, numbers, indices, counter = inputs
         block, _, _ = cute.arch.block_idx()
-        count, turn = Int32(0), Int32(0)
-        while plan.has(block, turn):
-            query, first = plan.unit(block, turn)
-            index = self.index_of(indices, query, warp * WARP_KEYS + (lane & (WARP_KEYS - 1)))
+        if warp == 0:
+            self.name_unit(memory, barriers, Int32(block), 0, lane)
+        # The number of the turn, and in two bits that of the tiles so far: one register for both.
+        count = Int32(0)
+        while self.unit(memory, barriers, count >> 2) < plan.units:
+            query, _ = plan.unit(memory.units[(count >> 2) & 1])
+            index = self.index_of(indices, query, warp * WARP_KEYS + (computed_here(lane) & (WARP_KEYS - 1)))
             for tile in cutlass.range(plan.tiles, unroll=1):
                 present = index >= 0 and index < kv.shape[0]
                 row = index if present else Int32(-1)
@@ -283,20 +299,53 @@ class SparseMlaBackwardSm90:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(barriers.k_full)
                     self.gather_half(memory, barriers, half, address, bits, warp, computed_here(lane))
-                count += 1
-                if tile == 0:
-                    if warp == 0:
-                        self.load_query(atoms, sources, numbers, memory, barriers, query, first, turn)
-                    if plan.has(block, turn + 1):
-                        self.request_query(q, dout, plan, block, turn + 1, warp, computed_here(lane))
-            turn += 1
+                if warp == 0:
+                    if tile == 0:
+                        self.load_query(atoms, sources, numbers, plan, memory, barriers, count >> 2)
+                    # Late, so that who is slow does not draw what others could begin sooner.
+                    if tile == (3 * plan.tiles) >> 2:
+                        self.name_unit(memory, barriers, self.draw(counter, plan, lane), (count >> 2) + 1, lane)
+                count = (count & -4) | ((count + 1) & 3)
+            self.leave_unit(barriers, count >> 2)
+            count += 4
+            self.request_query(q, dout, plan, self.unit(memory, barriers, count >> 2), warp, computed_here(lane))
 
     @cute.jit
-    def request_query(self, q, dout, plan: Plan, block, turn, warp, lane):
-        """The unit's rows will be in the L2 cache when its turn comes."""
-        query, first = plan.unit(block, turn)
+    def draw(self, counter: cute.Tensor, plan: Plan, lane):
+        """The number of the next unit, if there are so many. Lane 0 has it."""
+        number = Int32(0)
+        if lane == 0:
+            number = plan.ctas + cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return number
+
+    @cute.jit
+    def name_unit(self, memory: Memory, barriers: Barriers, number, turn, lane):
+        """Tell all warps the number of their unit of a turn."""
+        at = turn & 1
+        cute.arch.mbarrier_wait(barriers.unit_empty + at, ((turn >> 1) & 1) ^ 1)
+        if lane == 0:
+            memory.units[at] = number
+            cute.arch.mbarrier_arrive(barriers.unit_full + at)
+
+    @cute.jit
+    def unit(self, memory: Memory, barriers: Barriers, turn):
+        """The number of a turn's unit, all units or more if there is none left."""
+        cute.arch.mbarrier_wait(barriers.unit_full + (turn & 1), (turn >> 1) & 1)
+        return memory.units[turn & 1]
+
+    @cute.jit
+    def leave_unit(self, barriers: Barriers, turn):
+        """This warp needs the number no more."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barriers.unit_empty + (turn & 1))
+
+    @cute.jit
+    def request_query(self, q, dout, plan: Plan, unit, warp, lane):
+        """A unit's rows will be in the L2 cache when they are asked for."""
+        query, first = plan.unit(unit)
         head = first + (warp & 1) * 32 + lane
-        if head < q.shape[1]:
+        if query < q.shape[0] and head < q.shape[1]:
             if warp < 2:
                 prefetch_to_l2(Int64(q[query, head, None].iterator.toint()), Int32(2 * self.channels))
             else:
@@ -310,29 +359,29 @@ class SparseMlaBackwardSm90:
         return index
 
     @cute.jit
-    def load_query(self, atoms, sources, numbers, memory: Memory, barriers: Barriers, query, first, turn):
+    def load_query(self, atoms, sources, numbers, plan: Plan, memory: Memory, barriers: Barriers, turn):
         """Q, dO and the numbers of 64 heads, a part as soon as the last query's is done with; heads beyond the last are
         zeros, and have numbers that give p = 0."""
+        query, first = plan.unit(memory.units[turn & 1])
         one = cute.make_layout(1)
-        q, do = ((0, memory.q, CHUNK), (2, memory.do, CHUNK))
         for part in self.query_parts:
-            rope, is_first = part == CHUNKS, part == self.query_parts[0]
-            loads = [(1, memory.q_rope, ROPE_HALF, i, VALUE // ROPE_HALF + i) for i in range(2)]
-            if const_expr(not rope):
-                loads = [(*q, part, part), (*do, part, part)]
+            is_first = part == self.query_parts[0]
+            some = CHUNK // self.strip
+            targets = (memory.q, memory.do) if part < CHUNKS else (memory.q,)
+            strips = [(n, x, part * some + i) for n, x in enumerate(targets) for i in range(some)]
             cute.arch.mbarrier_wait(barriers.q_empty + part, (turn & 1) ^ 1)
-            size = sum(2 * HEADS * columns for _, _, columns, _, _ in loads) + (NUMBER_BYTES if is_first else 0)
+            size = len(strips) * 2 * HEADS * self.strip + (NUMBER_BYTES if is_first else 0)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full + part, size)
                 if const_expr(is_first):
                     source = Int64(numbers[query, first // HEADS, None].iterator.toint())
                     bulk_gather(memory.numbers, source, Int32(NUMBER_BYTES), barriers.q_full + part)
-            for n, target, columns, to, begin in loads:
-                tiles = cute.local_tile(sources[n], (HEADS, columns), (first // HEADS, None, query))
+            for n, target, strip in strips:
+                tiles = cute.local_tile(sources[n], (HEADS, self.strip), (first // HEADS, None, query))
                 own, source = cute.nvgpu.cpasync.tma_partition(
                     atoms[n], 0, one, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
                 )
-                cute.copy(atoms[n], source[None, begin], own[None, to], tma_bar_ptr=barriers.q_full + part)
+                cute.copy(atoms[n], source[None, strip], own[None, strip], tma_bar_ptr=barriers.q_full + part)
 
     @cute.jit
     def gather_half(
@@ -373,13 +422,12 @@ class SparseMlaBackwardSm90:
     def math(
         self, keys, dq, dkv, scale, scale_log2, plan: Plan, memory: Memory, barriers: Barriers, tid, warp, lane, side
     ):
-        block, _, _ = cute.arch.block_idx()
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
         p_shape = self.dkv_product(CHUNK).get_slice(tid).partition_shape_A((TILE, HEADS))
         # The number of the turn, and in two bits that of the tiles so far: one register for both.
         count = Int32(0)
-        while plan.has(block, count >> 2):
+        while self.unit(memory, barriers, count >> 2) < plan.units:
             flat.fill(0.0)
             flat_rope.fill(0.0)
             if (count & 1) != side:
@@ -387,16 +435,16 @@ class SparseMlaBackwardSm90:
                     cute.arch.mbarrier_wait(barriers.q_full + part, (count >> 2) & 1)
             for tile in cutlass.range(plan.tiles, unroll=1):
                 # Tiles belong to the two in turns, over the whole life of the CTA.
-                p = cute.make_rmem_tensor(p_shape, self.dtype)
+                p, ds = (cute.make_rmem_tensor(p_shape, self.dtype) for _ in range(2))
                 if (count & 1) == side:
-                    self.score(p, scale, scale_log2, memory, barriers, count, tile, tid, warp, lane, side)
+                    self.score(p, ds, scale, scale_log2, memory, barriers, count, tile, tid, warp, lane, side)
                 self.add_dq(flat, flat_rope, memory, barriers, count, tid, side)
                 if (count & 1) == side:
                     place = Int32(0)
                     if const_expr(self.ordered):
-                        place = (block + (count >> 2) * plan.ctas) * plan.tiles + tile
+                        place = memory.units[(count >> 2) & 1] * plan.tiles + tile
                     last = tile == plan.tiles - 1
-                    self.add_dkv(p, dkv, keys, place, memory, barriers, count, last, tid, warp, lane, side)
+                    self.add_dkv(p, ds, dkv, keys, place, memory, barriers, count, last, tid, warp, lane, side)
                 count = (count & -4) | ((count + 1) & 3)
             if (count & 1) != side:
                 # The last tile was this one's: before its dS makes room for dQ, all must have multiplied with it.
@@ -406,18 +454,19 @@ class SparseMlaBackwardSm90:
                 with cute.arch.elect_one():
                     for part in self.query_parts:
                         cute.arch.mbarrier_arrive(barriers.q_empty + part)
-            query, first = plan.unit(block, count >> 2)
+            query, first = plan.unit(memory.units[(count >> 2) & 1])
+            self.leave_unit(barriers, count >> 2)
             self.store_dq(flat, flat_rope, dq, query, first, memory, side, warp, lane)
             count += 4
 
     @cute.jit
-    def score(self, p, scale, scale_log2, memory: Memory, barriers: Barriers, count, tile, tid, warp, lane, side):
-        """P^T of a tile, in 16 bits, to p, an operand in registers; dS to shared memory."""
+    def score(self, p, ds, scale, scale_log2, memory: Memory, barriers: Barriers, count, tile, tid, warp, lane, side):
+        """P^T of a tile, in 16 bits, to p, an operand in registers; dS to shared memory and, if there is a rope part,
+        dS^T to ds."""
         mma = self.product(K_MAJOR, K_MAJOR, HEADS)
         thr = mma.get_slice(tid)
         rk, rq = mma.make_fragment_A(thr.partition_A(memory.k)), mma.make_fragment_B(thr.partition_B(memory.q))
         rk_rope = mma.make_fragment_A(thr.partition_A(memory.k_rope))
-        rq_rope = mma.make_fragment_B(thr.partition_B(memory.q_rope))
         s = cute.make_rmem_tensor(thr.partition_shape_C((TILE, HEADS)), Float32)
         powers = cute.make_tensor(s.iterator, cute.make_layout(HEADS // 2))
         # Of addresses that it knows ptxas would keep all chunks' descriptors in registers, those of S for dP.
@@ -430,13 +479,19 @@ class SparseMlaBackwardSm90:
                     if tile == 0:
                         cute.arch.mbarrier_wait(barriers.q_full + CHUNKS, (count >> 2) & 1)
                 cute.arch.mbarrier_wait(barriers.k_full + (CHUNKS + half), phase)
-                pairs = [(rk_rope[None, None, i, half], rq_rope[None, None, i, half]) for i in range(ROPE_HALF // 16)]
+                first = VALUE + half * ROPE_HALF
+                pairs = [
+                    (rk_rope[None, None, i, half], self.step_of(rq, zero, first + 16 * i))
+                    for i in range(ROPE_HALF // 16)
+                ]
             else:
                 if tile == 0:
                     cute.arch.mbarrier_wait(barriers.q_full + chunk, (count >> 2) & 1)
                 cute.arch.mbarrier_wait(barriers.k_full + chunk, phase)
                 own = zero + chunk
-                pairs = [(rk[None, None, i, own], rq[None, None, i, own]) for i in range(CHUNK // 16)]
+                pairs = [
+                    (rk[None, None, i, own], self.step_of(rq, zero, chunk * CHUNK + 16 * i)) for i in range(CHUNK // 16)
+                ]
             if const_expr(n == 0):
                 cute.nvgpu.warpgroup.fence()
             for i, (a, b) in enumerate(pairs):
@@ -460,7 +515,9 @@ class SparseMlaBackwardSm90:
             for i in cutlass.range_constexpr(HEADS // 2):
                 if missing[i // 2 % 2]:
                     powers[i] = -Float32(float("inf"))
-        p_words = cute.make_tensor(cute.recast_ptr(p.iterator, dtype=Uint32), cute.make_layout(HEADS // 4))
+        p_words, ds_words = (
+            cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Uint32), cute.make_layout(HEADS // 4)) for x in (p, ds)
+        )
         start = Int32(memory.ds.iterator.toint()) + side * (2 * TILE * HEADS)
         row = warp * 16 + (lane & 15)
         for part in cutlass.range_constexpr(self.parts):
@@ -483,6 +540,8 @@ class SparseMlaBackwardSm90:
                             weights.append(powers[at])
                         p_words[2 * j + r] = pack(*weights, self.dtype)
                         words.append(pack(*slopes, self.dtype))
+                        if const_expr(self.rope):
+                            ds_words[2 * j + r] = words[-1]
                 store_matrices(start + 2 * swizzled(row, 2 * i + (lane >> 4)), words)
             if const_expr(part + 1 < self.parts):
                 self.start_dp(part_mma, dp, rv, memory, thr_part, count, part + 1)
@@ -495,14 +554,19 @@ class SparseMlaBackwardSm90:
     def start_dp(self, mma, dp, rv, memory: Memory, thr, count, part: cutlass.Constexpr):
         """Start dP^T = K dO^T of a part of the heads."""
         heads = HEADS // self.parts
-        rdo = mma.make_fragment_B(thr.partition_B(cute.local_tile(memory.do, (heads, CHUNK, CHUNKS), (part, 0, 0))))
+        rows = cute.local_tile(memory.do, (heads, self.strip, VALUE // self.strip), (part, 0, 0))
+        rdo = mma.make_fragment_B(thr.partition_B(rows))
         zero = computed_here(count & 1) >> (2 + part)
         cute.nvgpu.warpgroup.fence()
         for chunk in range(CHUNKS):
             for i in range(CHUNK // 16):
                 mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, chunk + i > 0)
-                cute.gemm(mma, dp, rv[None, None, i, zero + chunk], rdo[None, None, i, zero + chunk], dp)
+                cute.gemm(mma, dp, rv[None, None, i, zero + chunk], self.step_of(rdo, zero, chunk * CHUNK + 16 * i), dp)
         cute.nvgpu.warpgroup.commit_group()
+
+    def step_of(self, fragment, zero, channel: int):
+        """Of an operand in strips: the 16 channels from `channel` on."""
+        return fragment[None, None, channel % self.strip // 16, zero + channel // self.strip]
 
     @cute.jit
     def pair_of_numbers(self, memory: Memory, j: cutlass.Constexpr, lane):
@@ -542,7 +606,7 @@ class SparseMlaBackwardSm90:
             cute.arch.mbarrier_arrive(barriers.k_empty + side)
 
     @cute.jit
-    def add_dkv(self, p, dkv, keys, place, memory: Memory, barriers: Barriers, count, last, tid, warp, lane, side):
+    def add_dkv(self, p, ds, dkv, keys, place, memory: Memory, barriers: Barriers, count, last, tid, warp, lane, side):
         """dKV of a tile's keys += P^T dO + dS^T Q. place: of the tile among all, for rows of its own. last: of the
         query's, after which its Q and dO make room for the next one's."""
         lane = computed_here(lane)
@@ -563,43 +627,32 @@ class SparseMlaBackwardSm90:
                     number = Int64(row if row >= 0 else keys + block)
                 # Of a row's 32 numbers, the lane adds its own row's first half and the other row's second one.
                 targets.append(start + (number * stride + (odd ^ i) * 64))
-        with_p, with_ds = self.dkv_product(CHUNK), self.product(K_MAJOR, MN_MAJOR, CHUNK)
+        with_p = with_ds = self.dkv_product(self.strip)
+        if const_expr(not self.rope):
+            with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip)
         thr = with_ds.get_slice(tid)
         turned = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2])) for x in (memory.do, memory.q)]
         rdo, rq = (with_ds.make_fragment_B(thr.partition_B(x)) for x in turned)
-        rds = with_ds.make_fragment_A(thr.partition_A(memory.ds))
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, CHUNK)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(CHUNK // 2))
-        with_ds.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        rds = with_ds.make_fragment_A(thr.partition_A(memory.ds)) if not self.rope else None
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, self.strip)), Float32)
         zero = computed_here(slot) >> 2
-        if const_expr(self.rope):
-            rope = self.product(K_MAJOR, MN_MAJOR, ROPE_HALF)
-            thr_rope = rope.get_slice(tid)
-            turned_rope = cute.make_tensor(memory.q_rope.iterator, cute.select(memory.q_rope.layout, mode=[1, 0, 2]))
-            rq_rope = rope.make_fragment_B(thr_rope.partition_B(turned_rope))
-            part = cute.make_tensor(acc.iterator, cute.make_layout(thr_rope.partition_shape_C((TILE, ROPE_HALF))))
-            for half in cutlass.range_constexpr(2):
-                cute.nvgpu.warpgroup.fence()
-                for step in cutlass.range_constexpr(HEADS // 16):
-                    rope.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                    cute.gemm(rope, part, rds[None, None, step, side], rq_rope[None, None, step, half], part)
-                cute.nvgpu.warpgroup.commit_group()
-                cute.nvgpu.warpgroup.wait_group(0)
-                if const_expr(half == 1):
-                    self.release(barriers.q_empty + CHUNKS, last)
-                self.add_columns(flat, ROPE_HALF, VALUE + half * ROPE_HALF, targets, odd)
-        for chunk in cutlass.range_constexpr(CHUNKS):
-            own = zero + chunk
+        # The rope part first: its chunk of Q is the first that is scored of the next query.
+        for first in [*range(VALUE, self.channels, self.strip), *range(0, VALUE, self.strip)]:
+            strip, valued = zero + first // self.strip, first < VALUE
             cute.nvgpu.warpgroup.fence()
+            if const_expr(valued):
+                for step in cutlass.range_constexpr(HEADS // 16):
+                    with_p.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
+                    cute.gemm(with_p, acc, p[None, None, step], rdo[None, None, step, strip], acc)
             for step in cutlass.range_constexpr(HEADS // 16):
-                with_p.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                cute.gemm(with_p, acc, p[None, None, step], rdo[None, None, step, own], acc)
-            for step in cutlass.range_constexpr(HEADS // 16):
-                cute.gemm(with_ds, acc, rds[None, None, step, side], rq[None, None, step, own], acc)
+                with_ds.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, valued or step > 0)
+                weights = ds[None, None, step] if const_expr(self.rope) else rds[None, None, step, side]
+                cute.gemm(with_ds, acc, weights, rq[None, None, step, strip], acc)
             cute.nvgpu.warpgroup.commit_group()
             cute.nvgpu.warpgroup.wait_group(0)
-            self.release(barriers.q_empty + chunk, last)
-            self.add_columns(flat, CHUNK, chunk * CHUNK, targets, odd)
+            if const_expr((first + self.strip) % CHUNK == 0):
+                self.release(barriers.q_empty + first // CHUNK, last)
+            self.add_columns(acc, first, targets, odd)
 
     @cute.jit
     def release(self, barrier, last):
@@ -609,9 +662,10 @@ class SparseMlaBackwardSm90:
                 cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def add_columns(self, flat, columns: cutlass.Constexpr, first: cutlass.Constexpr, targets, odd):
-        """Add a product of so many columns to channels `first` on of the lane's rows and their neighbours."""
-        for line in cutlass.range_constexpr(columns // 32):
+    def add_columns(self, acc, first: cutlass.Constexpr, targets, odd):
+        """Add a strip to channels `first` on of the lane's rows and their neighbours."""
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.strip // 2))
+        for line in cutlass.range_constexpr(self.strip // 32):
             for r in cutlass.range_constexpr(2):
                 even_row, odd_row = [], []
                 for n in cutlass.range_constexpr(4):
@@ -664,7 +718,7 @@ class SparseMlaBackwardSm90:
 @cached
 def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
     """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], numbers [T, ceil(H / 64), 128], indices [T, K], dq [T, H, d],
-    dkv [Tk + ctas, d] fp32, scale, scale / ln 2, ctas)."""
+    dkv [Tk + ctas, d] fp32, counter [1] int32, 0 at first, scale, scale / ln 2, ctas)."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
 
@@ -681,6 +735,7 @@ def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
         fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
         rows(channels, queries, heads),
         fake(Float32, (cute.sym_int(), channels), (channels, 1), 16),
+        fake(Int32, (1,), (1,), 4),
         *(Float32(0.0), Float32(0.0), Int32(1), fake_stream()),
     )
 

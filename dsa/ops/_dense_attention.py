@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._tma_rows import tma_rows
 
 DIMS = (64, 64), (128, 128), (192, 128)
 DTYPES = torch.bfloat16, torch.float16
@@ -54,7 +54,7 @@ def attention_forward(
     launch = _kernel(q.dtype, dim, value_dim)
     with backends.on_device(q):
         launch(
-            *(_rows(x) for x in (q, k, v)),
+            *(tma_rows(x) for x in (q, k, v)),
             *(x.contiguous() for x in (cu_seqlens_q, cu_seqlens_k)),
             *(out, lse, counter, softmax_scale * LOG2E, int(causal), group, backends.num_sms(q.device)),
         )
@@ -89,14 +89,6 @@ def check(
             raise ValueError(f"{name}: must be [B + 1], the same B for queries and keys, got shape {list(x.shape)}")
     if not 0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: must be positive and finite, got {softmax_scale}")
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as TMA can read it: rows at multiples of 16 bytes, and no stride of 0."""
-    aligned = rows_at_16_bytes(x)
-    if aligned is None or 0 in aligned.stride():
-        return x.clone(memory_format=torch.contiguous_format)
-    return aligned
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import torch
 
 from dsa.ops import _dense_attention
-from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._tma_rows import tma_rows
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.sparse_mla_attention import gradients as sparse_gradients
 
@@ -19,7 +19,7 @@ def attention_forward(
     """(out [Tq, H, dv], lse [H, Tq]). sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return _dense_attention.attention_forward(q, k, v, *sequences, scale, causal)
-    out, k = q.new_empty(*q.shape[:2], v.shape[2]), aligned(k)
+    out, k = q.new_empty(*q.shape[:2], v.shape[2]), tma_rows(k)
     lse = q.new_empty(len(q), q.shape[1], dtype=torch.float32)
     for rows, indices, visible in _selections(sequences, len(q), causal):
         out[rows], _, lse[rows] = flash_mla_sparse_fwd(q[rows], k, indices, scale, topk_length=visible)
@@ -41,7 +41,7 @@ def attention_backward(
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
     dq, dk = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=k.device)
-    k = aligned(k)
+    k = tma_rows(k)
     lse = lse.T.contiguous()
     for rows, indices, visible in _selections(sequences, len(q), causal):
         seen = torch.arange(indices.shape[2], device=q.device) < visible[:, None, None]
@@ -72,12 +72,6 @@ def _selections(sequences: Sequences, queries: int, causal: bool):
         yield rows, (first[rows, None] + offsets)[:, None], visible[rows]
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it, as TMA can read it: rows at multiples of 16 bytes, and no stride of 0."""
-    same = None if 0 in x.stride() else rows_at_16_bytes(x)
-    return x.clone(memory_format=torch.contiguous_format) if same is None else same
-
-
 def flash_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -96,14 +90,14 @@ def flash_backward(
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     together = _heads_together(heads, group, (len(q) + 128 * len(sequences[0])) * -(-q.shape[2] // 64) * 64)
     if together == heads:
-        return _flash_backward_of_heads(grad, q, k, v, out, lse, sequences, scale, causal)
+        return _flash_backward_of_heads((grad, q, k, v, out, lse), sequences, scale, causal)
     dq, sums = torch.empty_like(q), torch.float32 if together < group else k.dtype
     dk, dv = torch.zeros(k.shape, dtype=sums, device=k.device), torch.zeros(v.shape, dtype=sums, device=k.device)
     for first in range(0, heads, together):
         own = slice(first, first + together)
         shared = slice(first // group, -(-own.stop // group))
         of_heads = grad[:, own], q[:, own], k[:, shared], v[:, shared], out[:, own], lse[own]
-        dq[:, own], dk_part, dv_part = _flash_backward_of_heads(*of_heads, sequences, scale, causal)
+        dq[:, own], dk_part, dv_part = _flash_backward_of_heads(of_heads, sequences, scale, causal)
         dk[:, shared] += dk_part
         dv[:, shared] += dv_part
     return dq, dk.to(k.dtype), dv.to(v.dtype)
@@ -121,24 +115,17 @@ def _heads_together(heads: int, group: int, numbers: int) -> int:
 
 
 def _flash_backward_of_heads(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sequences: Sequences,
-    scale: float,
-    causal: bool,
+    tensors: tuple[torch.Tensor, ...], sequences: Sequences, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """PyTorch's takes queries and values of as many channels: values are padded. It wants rows at multiples of 16
-    bytes."""
-    q, k, v = (aligned(x) for x in (q, k, v))
+    """tensors: grad, q, k, v, out, lse. PyTorch's takes queries and values of as many channels: values are padded. It
+    wants rows at multiples of 16 bytes."""
+    grad, q, k, v, out, lse = tensors
+    q, k, v = (tma_rows(x) for x in (q, k, v))
     dim, missing = v.shape[2], q.shape[2] - v.shape[2]
     if missing:
         grad, v, out = (torch.nn.functional.pad(x, (0, missing)) for x in (grad, v, out))
     unused = [q.new_empty(n, dtype=torch.uint64) for n in (2, 0)]  # of dropout, which there is none of
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(aligned(grad.contiguous()), q, k, v, out, lse, *sequences, 0.0, causal, *unused), scale=scale
+        *(tma_rows(grad.contiguous()), q, k, v, out, lse, *sequences, 0.0, causal, *unused), scale=scale
     )
     return dq, dk, dv[..., :dim]

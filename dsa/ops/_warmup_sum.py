@@ -1,6 +1,7 @@
 """The warm-up's loss against all heads together, and its gradients: launches, a chunk of queries after the other."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ import torch
 from dsa import backends
 from dsa.ops._indexer_gradient import HEADS, active_shape, index_key_grad, index_query_grad, index_scores
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops._packed_attention import Sequences, aligned
+from dsa.ops._packed_attention import Sequences
+from dsa.ops._tma_rows import tma_rows
 
 ROWS = 128  # queries of a slot, and keys of a tile
 LEAST_WORKSPACE = 192 << 20  # bytes
@@ -24,13 +26,18 @@ class Plan:
     tiles: torch.Tensor
     most_tiles: int
 
-    def chunks(self, bytes_of_slot: int, budget: int) -> list[slice]:
-        """Ranges of slots, as even as they can be."""
+    def chunks(self, bytes_of_slot: int, budget: int, workers: int = 0) -> list[slice]:
+        """Ranges of slots, as even as they can be. For workers that take a tile each in turns, of all ranges but the
+        last they take whole turns, if the sequences are causal and as long as the longest."""
         count = len(self.slots)
-        each = max(1, budget // max(bytes_of_slot, 1))
-        pieces = -(-count // each)
+        most = max(1, budget // max(bytes_of_slot, 1))
+        pieces = -(-count // most)
         each = -(-count // pieces)
-        return [slice(i, min(i + each, count)) for i in range(0, count, each)]
+        turn = 2 * workers / (self.most_tiles + 1)  # slots
+        whole = int(each // turn * turn) if turn else 0
+        last = count - (pieces - 1) * whole
+        begins = range(0, count - last + 1, whole) if whole and 0 < last <= most else range(0, count, each)
+        return [slice(begin, end) for begin, end in itertools.pairwise([*begins, count])]
 
     def only_if(self, wanted: torch.Tensor) -> "Plan":
         """The same plan, or one of no work if `wanted`, a bool on the device, is false."""
@@ -52,7 +59,7 @@ class Indexer:
         if missing:
             q = torch.nn.functional.pad(q, (0, 0, 0, missing))
             w = torch.nn.functional.pad(w, (0, missing))
-        return cls(*(aligned(x.contiguous()) for x in (q, k_idx, w)))
+        return cls(*(tma_rows(x.contiguous()) for x in (q, k_idx, w)))
 
 
 def losses(
@@ -76,15 +83,15 @@ def losses(
     dk = torch.zeros(indexer.k.shape, **fp32) if key_grads else None
     if 0 in (len(q), len(k), len(plan.slots)):
         return kl, tuple(None if x is None else x.zero_() for x in (dq, dw, dk))
-    chunks = plan.chunks(n * ROWS * ROWS * (4 + heads // 8), budget)
-    slots = chunks[0].stop
+    ctas = backends.num_sms(q.device)
+    chunks = plan.chunks(n * ROWS * ROWS * (4 + heads // 8), budget, ctas)
+    slots = max(chunk.stop - chunk.start for chunk in chunks)
     scores = torch.empty(slots, n, ROWS, ROWS, **fp32)
     active = torch.empty(active_shape(slots, heads, n), dtype=torch.int32, device=q.device)
     kl_parts, lse_idx = torch.empty(slots, n, ROWS, **fp32), torch.empty(len(q), **fp32)
     minus_k, rounded_w = -indexer.k, indexer.w.bfloat16()
-    ctas = backends.num_sms(q.device)
     target, rows, sums = _kernels(q.dtype, q.shape[2])
-    q, k = aligned(q), aligned(k)
+    q, k = tma_rows(q), tma_rows(k)
     for chunk in chunks:
         own, size = plan.slots[chunk], chunk.stop - chunk.start
         tiles = plan.tiles[chunk.start : chunk.stop + 1]

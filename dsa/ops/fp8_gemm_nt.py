@@ -103,7 +103,15 @@ def _launch(
     multiprocessors = backends.num_sms(q.device)
     launch = _kernel(out.dtype, rows, columns, matrices, multiprocessors)
     with backends.on_device(q):
-        launch(q, s.contiguous(), w.view(-1, channels), ws.contiguous(), ends, out, multiprocessors)
+        launch(q, _scales(s), w.view(-1, channels), _scales(ws), ends, out, multiprocessors)
+
+
+def _scales(x: torch.Tensor) -> torch.Tensor:
+    """x [..., G] as the kernel takes it: contiguous, from a multiple of 16 bytes on, G a multiple of 4."""
+    if x.shape[-1] % 4:
+        return torch.nn.functional.pad(x, (0, -x.shape[-1] % 4))
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 @functools.lru_cache(4096)

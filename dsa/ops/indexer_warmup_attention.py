@@ -7,7 +7,8 @@ import torch
 from dsa import backends
 from dsa.ops._indexer_gradient import HEADS
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
-from dsa.ops._packed_attention import ABSORBED, Sequences, aligned, attention_backward, attention_forward
+from dsa.ops._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
+from dsa.ops._tma_rows import tma_rows
 from dsa.ops._warmup_per_head import per_head_backward, per_head_forward
 from dsa.ops._warmup_sum import Indexer, Plan, losses, make_plan, tiles_of, workspace
 from reference import indexer_training as reference
@@ -169,7 +170,7 @@ class _PerHead(_Warmup):
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         out, lse, plan = _Warmup.attend(ctx, q, k, v, sequences, scale, causal)
-        inputs = aligned(q), aligned(k), aligned(q_idx), aligned(k_idx), w_idx.float().contiguous(), lse
+        inputs = tma_rows(q), tma_rows(k), tma_rows(q_idx), tma_rows(k_idx), w_idx.float().contiguous(), lse
         kl, lse_idx = per_head_forward(*inputs, plan.slots, scale)
         ctx.save_for_backward(q, k, v, q_idx, k_idx, w_idx, out, lse, *sequences[:2], plan.slots, lse_idx)
         return out, lse, kl
@@ -183,7 +184,7 @@ class _PerHead(_Warmup):
         of_attention = _Warmup.attention_grads(ctx, grad_out, (q, k, v, out, lse), bounds)
         dq_idx = dk_idx = dw_idx = None
         if grad_kl is not None and any(ctx.needs_input_grad[3:6]):
-            inputs = aligned(q), aligned(k), aligned(q_idx), aligned(k_idx), w_idx.float().contiguous(), lse
+            inputs = tma_rows(q), tma_rows(k), tma_rows(q_idx), tma_rows(k_idx), w_idx.float().contiguous(), lse
             grads = per_head_backward(*inputs, lse_idx, grad_kl.float().contiguous(), slots, *bounds, ctx.rest[1])
             dq_idx, dk_idx, dw_idx = (g.to(x.dtype) for g, x in zip(grads, (q_idx, k_idx, w_idx)))
         return *of_attention, dq_idx, dk_idx, dw_idx, None, None, None

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
 from dsa.ops._sparse_attention import D_V, DIMS, DTYPES, inner_contiguous
+from dsa.ops._tma_rows import tma_rows
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from reference import indexer_training as reference
 from reference.checks import check_tensor
@@ -103,13 +103,13 @@ def gradients(
     dq, dkv = q.new_empty(q.shape), kv.new_empty(kv.shape)
     if 0 in (tokens, heads, keys, picks):
         return dq.zero_(), dkv.zero_(), None if sink is None else torch.zeros_like(sink)
-    dout = torch.zeros_like(out) if dout is None else _rows(dout.to(q.dtype))
-    q, rows, picked = _rows(q), _rows(kv.squeeze(1)), inner_contiguous(indices.squeeze(1))
+    dout = torch.zeros_like(out) if dout is None else tma_rows(dout.to(q.dtype))
+    q, rows, picked = tma_rows(q), tma_rows(kv.squeeze(1)), inner_contiguous(indices.squeeze(1))
     blocks, tiles = -(-heads // HEADS), -(-picks // TILE)
     numbers = q.new_empty(tokens, blocks, 2 * HEADS, dtype=torch.float32)
     shares = None if sink is None else torch.empty_like(lse)
     name, sms = dtype_name(q.dtype), backends.num_sms(q.device)
-    limits = (scale, scale * math.log2(math.e))
+    scales = (scale, scale * math.log2(math.e))
     with backends.on_device(q):
         _inputs_kernel(name, sink is not None, dlse is not None)(
             *(out, dout, lse, None if dlse is None else dlse.float()),
@@ -120,20 +120,20 @@ def gradients(
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
             most = -(-sms // blocks)  # queries at a time: a unit for each multiprocessor
             found = q.new_empty(min(most, tokens) * blocks * tiles * TILE, dim, dtype=torch.float32)
-            for first in range(0, tokens, most):
+            counters = torch.zeros(-(-tokens // most), 1, dtype=torch.int32, device=q.device)
+            for n, first in enumerate(range(0, tokens, most)):
                 part = slice(first, min(first + most, tokens))
-                count = part.stop - first
-                launch(
-                    *(q[part], rows, dout[part], numbers[part], picked[part], dq[part], found),
-                    *(*limits, min(sms, count * blocks)),
-                )
+                ctas = min(sms, (part.stop - first) * blocks)
+                of_part = q[part], rows, dout[part], numbers[part], picked[part], dq[part], found
+                launch(*of_part, counters[n], *scales, ctas)
                 order, bounds = _lists(picked[part], keys, blocks * tiles * TILE)
                 _sum_kernel(dim)(found, order, bounds, blocks, tiles * TILE, sums)
         else:
             ctas = min(sms, tokens * blocks)
             # Behind the keys a row for each CTA, to which it adds what is no key.
             sums = q.new_zeros(keys + ctas, dim, dtype=torch.float32)
-            launch(q, rows, dout, numbers, picked, dq, sums, *limits, ctas)
+            counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+            launch(q, rows, dout, numbers, picked, dq, sums, counter, *scales, ctas)
         _turn_kernel(name, dim)(sums, dkv.squeeze(1))
     return dq, dkv, None if sink is None else shares.sum(0).to(sink.dtype)
 
@@ -147,12 +147,6 @@ def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor,
     ordered, order = torch.sort(flat, stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(keys + 1, device=flat.device, dtype=flat.dtype), out_int32=True)
     return (order // picks * stride + order % picks).int(), bounds
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x with rows at multiples of 16 bytes, none of them in several places, which TMA would not take."""
-    aligned = None if 0 in x.stride() else rows_at_16_bytes(x)
-    return x.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
 
 
 def _check_kernel_takes(

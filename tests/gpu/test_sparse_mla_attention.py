@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dsa
+from dsa.ops import sparse_mla_attention as op
 from dsa.testing import poison_free_memory
 from reference import indexer_training as reference
 
@@ -223,6 +224,21 @@ def test_deterministic_repeats():
         assert all(map(torch.equal, first, gradients(*arguments)))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("share", [4, 1 / 20])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_more_and_fewer_ctas_than_multiprocessors(monkeypatch, share, deterministic):
+    """Many queries a CTA, and CTAs that begin when there are none left to draw; dq is the same whoever computes it."""
+    q, kv, indices, sink = inputs(700, 80, 400, 200, sink=True)
+    out, lse = dsa.sparse_mla_attention(q, kv, indices, 0.1, D_V, sink)
+    arguments = (q, kv, indices, 0.1, sink, out, lse.T, torch.randn_like(out), None, deterministic)
+    dq, dkv, dsink = op.gradients(*arguments)
+    count = int(share * torch.cuda.get_device_properties(0).multi_processor_count)
+    monkeypatch.setattr(op.backends, "num_sms", lambda _: count)
+    again = op.gradients(*arguments)
+    assert torch.equal(dq, again[0]) and torch.equal(dsink, again[2])
+    assert distance(again[1], dkv) < 1e-3
 
 
 def test_deterministic_parts_of_more_than_2_31_numbers():

@@ -13,10 +13,10 @@ def test_sass(arguments):
     _, config = arguments
     sass = disassemble(cubin(kernels.compile_fp8_gemm, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    assert sass.instructions["QGMMA"] == kernels.BLOCK // 32 * config.together
+    assert sass.instructions["QGMMA"] == kernels.BLOCK // 32 * kernels.SCALES * -(-config.columns // kernels.WIDTH)
     assert sass.instructions["UTMALDG"] == 2
     # One multiply-add an accumulator: the compiler has neither split them nor left any out.
-    assert sass.instructions["FFMA"] == config.columns // 2 * config.together
+    assert sass.instructions["FFMA"] == config.columns // 2 * kernels.SCALES
     assert sass.registers * config.threads <= 65536
     assert config.fits()
 

@@ -50,14 +50,3 @@ def test_values(changed, message):
 def test_types(changed, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         op.check(**arguments(**changed))
-
-
-def test_rows_as_tma_reads_them():
-    x = torch.randn(6, 4, 128).bfloat16()
-    assert op._rows(x) is x
-    by_head = x.transpose(0, 1)
-    assert op._rows(by_head).data_ptr() == x.data_ptr()
-    odd = torch.randn(6, 4, 131).bfloat16()[..., :128]
-    for other in (odd, x[:, :1].expand(6, 4, 128), x[..., 1:65], x.mT):
-        got = op._rows(other)
-        assert torch.equal(got, other) and got.is_contiguous() and got.data_ptr() % 16 == 0

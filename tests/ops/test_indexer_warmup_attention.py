@@ -1,11 +1,13 @@
 """The warm-up's bridge on the CPU: dispatch, errors, chunks, padding, and the keys of absorbed attention."""
 
+import math
+
 import pytest
 import torch
 
 import dsa
 from dsa import backends
-from dsa.ops import _packed_attention, _warmup_sum
+from dsa.ops import _packed_attention, _tma_rows, _warmup_sum
 from dsa.ops import indexer_warmup_attention as op
 from reference import indexer_training as reference
 
@@ -78,6 +80,27 @@ def test_chunks_are_even_and_within_the_budget(count, budget):
     assert [c.start for c in chunks] == [sum(sizes[:i]) for i in range(len(sizes))] and sum(sizes) == count
     assert max(sizes) <= max(1, budget // 10) and max(sizes) - sizes[-1] < len(sizes)
     assert all(size == sizes[0] for size in sizes[:-1])
+
+
+@pytest.mark.parametrize("budget", [10, 70, 333, 610, 1220, 10**9])
+@pytest.mark.parametrize("count", [1, 5, 68, 272])
+@pytest.mark.parametrize(("tiles", "workers"), [(16, 132), (1, 7), (64, 3), (300, 132)])
+def test_chunks_are_whole_turns_of_tiles(count, budget, tiles, workers):
+    plan = _warmup_sum.Plan(torch.zeros(count, 8), torch.zeros(count + 1), tiles)
+    even, chunks = plan.chunks(10, budget), plan.chunks(10, budget, workers)
+    sizes = [c.stop - c.start for c in chunks]
+    assert [c.start for c in chunks] == [sum(sizes[:i]) for i in range(len(sizes))] and sum(sizes) == count
+    assert min(sizes) > 0 and max(sizes) <= max(1, budget // 10) and len(chunks) >= len(even)
+    turn = 2 * workers / (tiles + 1)
+    if len(chunks) > 1 and chunks != even:
+        assert len(set(sizes[:-1])) == 1 and sizes[0] == int(math.ceil(sizes[0] / turn) * turn)
+
+
+def test_two_sequences_of_16_tiles_take_no_turn_more_than_their_tiles():
+    """8192 tokens: 544 tiles on 132 multiprocessors; 272 of them twice would be six turns."""
+    sizes = [c.stop - c.start for c in _warmup_sum.Plan(torch.zeros(68, 8), torch.zeros(69), 16).chunks(10, 600, 132)]
+    tiles = [i % 16 + 1 for i in range(64)] + [0] * 4
+    assert [-(-sum(tiles[:31]) // 132), -(-sum(tiles[31:]) // 132)] == [2, 3] and sizes == [31, 37]
 
 
 def test_a_plan_of_no_work():
@@ -174,6 +197,6 @@ def test_flash_attention_is_given_as_many_heads_as_it_can_count(monkeypatch, hea
 
 def test_rows_in_several_places_are_copied():
     x = torch.randn(5, 1, 64, dtype=BF16).expand(5, 4, 64)
-    copy = _packed_attention.aligned(x)
+    copy = _tma_rows.tma_rows(x)
     assert torch.equal(copy, x) and copy.is_contiguous()
-    assert _packed_attention.aligned(copy) is copy
+    assert _tma_rows.tma_rows(copy) is copy

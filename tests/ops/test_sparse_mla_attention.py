@@ -75,10 +75,11 @@ def test_what_is_launched(launches, d, sink):
         ("_turn_kernel", ("bfloat16", d)),
     )
     assert main[:2] == ("_kernel", ("bfloat16", d, False))
-    *_, dq, sums, scale, scale_log2, ctas = main[2]
+    *_, dq, sums, counter, scale, scale_log2, ctas = main[2]
     assert dq.shape == q.shape and (scale, ctas) == (0.1, 3) and scale_log2 == pytest.approx(0.1 / 0.6931472)
     # A row for each CTA behind the keys'.
     assert sums.shape == (7 + 3, d) and sums.eq(0).all()
+    assert (counter.shape, counter.dtype) == ((1,), torch.int32) and counter.eq(0).all()
 
 
 def test_deterministic_works_on_some_queries_at_a_time(launches):
@@ -89,6 +90,9 @@ def test_deterministic_works_on_some_queries_at_a_time(launches):
     assert names == ["_inputs_kernel", *["_kernel", "_sum_kernel"] * 3, "_turn_kernel"]
     assert [len(arguments[0]) for name, _, arguments in launches if name == "_kernel"] == [66, 66, 18]
     assert [variant for name, variant, _ in launches if name == "_kernel"] == [("bfloat16", 576, True)] * 3
+    # Each launch counts its units from 0.
+    counters = [arguments[7] for name, _, arguments in launches if name == "_kernel"]
+    assert all(x.eq(0).all() for x in counters) and len({x.data_ptr() for x in counters}) == 3
 
 
 def test_torch_may_ask_for_it(launches):
