@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import BFloat16, Int32
 
 SLOT_ROWS = 128
 SLOT_FIELDS = 8
@@ -55,6 +55,20 @@ def load_slot(slots: cute.Tensor, index: Int32) -> Slot:
 
 def fake_slots() -> cute.Tensor:
     return cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), SLOT_FIELDS), (SLOT_FIELDS, 1), assumed_align=16)
+
+
+def fake_gradients() -> cute.Tensor:
+    """dI of tiles, bf16 [S, N, 2, 64, 128], each 64 rows where the scores of these rows were."""
+    half = SLOT_ROWS * SLOT_ROWS
+    shape = cute.sym_int(), cute.sym_int(), 2, SLOT_ROWS // 2, SLOT_ROWS
+    stride = cute.sym_int64(divisibility=2 * half), 2 * half, half, SLOT_ROWS, 1
+    return cute.runtime.make_fake_tensor(BFloat16, shape, stride, assumed_align=16)
+
+
+@cute.jit
+def gradients_of(di: cute.Tensor, slot, tile, row):
+    """Where dI of a tile's rows from `row` on lies, up to the 64th or the 128th row."""
+    return di[slot, tile, row >> 6, row & 63, None].iterator
 
 
 def fake_tiles(dtype: type[cutlass.Numeric], *of_a_tile: int) -> cute.Tensor:

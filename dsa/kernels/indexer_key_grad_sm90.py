@@ -33,7 +33,7 @@ from dsa.cute.async_copy import bulk_load
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.indexer_bits import permute, word_place
 from dsa.cute.indexer_runs import MOST_SLOTS, RunWalk
-from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots
+from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_gradients, fake_slots, gradients_of
 from dsa.cute.masked_operands import load_doubled, load_pairs, multiply_pairs
 from dsa.cute.ring import advance
 from dsa.cute.score_tile import REGISTERS, SHARED_BYTES, WARPGROUP, init_ring, tile_load
@@ -207,7 +207,7 @@ class IndexerKeyGradSm90:
                     bulk_load(w_memory + stage * self.w_bytes, w.iterator + Int64(flat + at * GROUP), weights, barrier)
                     for tile in cutlass.range_constexpr(self.groups):
                         if tile < tiles:
-                            source = di[slot, block * self.groups + tile, own * self.queries, None].iterator
+                            source = gradients_of(di, slot, block * self.groups + tile, own * self.queries)
                             target = di_memory + (stage * self.di_bytes + tile * (self.queries * TILE * 2))
                             bulk_load(target, source, Int32(self.queries * TILE * 2), barrier)
                     if tiles > 0:
@@ -388,23 +388,16 @@ class IndexerKeyGradSm90:
 
 @cached
 def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig):
-    """-> f(q [Tq * H, D] bf16, w [Tq * H] bf16, slots [S, 8], di bf16 [S, N, 128, 128],
+    """-> f(q [Tq * H, D] bf16, w [Tq * H] bf16, slots [S, 8], di bf16 [S, N, 2, 64, 128],
     active uint32 [S, 2 H, 2 N, 128], dk [Tk, D] fp32, parts [ctas, 2, keys, D] fp32, meta int32 [ctas, 8]); S up to
     1024. Rows of q begin at multiples of 16 bytes."""
-    columns, tokens, count, tiles, blocks, ctas = (cute.sym_int() for _ in range(6))
+    columns, tokens, count, blocks, ctas = (cute.sym_int() for _ in range(5))
 
     def fake(dtype, shape, stride, align):
         return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
 
     q = fake(BFloat16, (cute.sym_int(), dim), (dim, 1), 16)
     w = fake(BFloat16, (columns,), (1,), 16)
-    tile = SLOT_ROWS * SLOT_ROWS
-    di = fake(
-        BFloat16,
-        (count, tiles, SLOT_ROWS, SLOT_ROWS),
-        (cute.sym_int64(divisibility=2 * tile), 2 * tile, SLOT_ROWS, 1),
-        16,
-    )
     strides = cute.sym_int64(divisibility=WARPGROUP), cute.sym_int64(divisibility=WARPGROUP), WARPGROUP, 1
     active = fake(Uint32, (count, SLOT_ROWS * heads // GROUP, blocks, WARPGROUP), strides, 16)
     dk = fake(Float32, (tokens, dim), (cute.sym_int64(divisibility=4), 1), 16)
@@ -412,7 +405,7 @@ def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig)
     meta = fake(Int32, (ctas, META), (META, 1), 16)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = IndexerKeyGradSm90(heads, dim, config)
-    return compile_sm90(kernel, q, w, fake_slots(), di, active, dk, parts, meta, stream)
+    return compile_sm90(kernel, q, w, fake_slots(), fake_gradients(), active, dk, parts, meta, stream)
 
 
 def choose_config(heads: int, dim: int) -> IndexerKeyGradConfig:

@@ -35,7 +35,7 @@ from dsa.cute.async_copy import bulk_load
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.gather import gather_16
 from dsa.cute.indexer_bits import permute
-from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_slots
+from dsa.cute.indexer_slots import BLOCK, GROUP, SLOT_ROWS, fake_gradients, fake_slots, gradients_of
 from dsa.cute.indexer_units import Units, fake_tickets
 from dsa.cute.masked_operands import load_pairs, load_word_pair
 from dsa.cute.matrix_load import load_matrices
@@ -186,7 +186,7 @@ class IndexerQueryGradSm90:
                     barrier = full + (stage if keys == TILE else self.stages)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.k_bytes + self.di_bytes + self.word_bytes)
-                        source = di[number, tile, row, None].iterator
+                        source = gradients_of(di, number, tile, row)
                         bulk_load(di_memory + stage * self.di_bytes, source, Int32(self.di_bytes), barrier)
                         for i in cutlass.range_constexpr(self.columns):
                             source = active[number, first + i, 2 * tile, None].iterator
@@ -362,10 +362,10 @@ def as_float(bits: Uint32) -> Float32:
 
 @cached
 def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradConfig):
-    """-> f(q [Tq * H, D] bf16, k [Tk, D] bf16, w [Tq * H] fp32, slots [S, 8], di bf16 [S, N, 128, 128],
+    """-> f(q [Tq * H, D] bf16, k [Tk, D] bf16, w [Tq * H] fp32, slots [S, 8], di bf16 [S, N, 2, 64, 128],
     active uint32 [S, 2 H, 2 N, 128], dq [Tq * H, D] bf16, dw [Tq * H] fp32, tickets int32 [1] of 0, ctas); rows of q, k
     and dq begin at multiples of 16 bytes."""
-    rows, count, tiles, blocks = (cute.sym_int() for _ in range(4))
+    rows, count, blocks = (cute.sym_int() for _ in range(3))
 
     def fake(dtype, shape, stride, align):
         return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
@@ -373,14 +373,13 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
     # Offsets in q may pass 32 bits.
     q, k, dq = (fake(BFloat16, (n, dim), (cute.sym_int64(divisibility=8), 1), 16) for n in (rows, cute.sym_int(), rows))
     w, dw = fake(Float32, (rows,), (1,), 4), fake(Float32, (rows,), (1,), 4)
-    tile = SLOT_ROWS * SLOT_ROWS
-    strides = cute.sym_int64(divisibility=2 * tile), 2 * tile, SLOT_ROWS, 1
-    di = fake(BFloat16, (count, tiles, SLOT_ROWS, SLOT_ROWS), strides, 16)
     strides = cute.sym_int64(divisibility=WARPGROUP), cute.sym_int64(divisibility=WARPGROUP), WARPGROUP, 1
     active = fake(Uint32, (count, SLOT_ROWS * heads // GROUP, blocks, WARPGROUP), strides, 16)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = IndexerQueryGradSm90(heads, dim, config)
-    return compile_sm90(kernel, q, k, w, fake_slots(), di, active, dq, dw, fake_tickets(), Int32(1), stream)
+    return compile_sm90(
+        kernel, q, k, w, fake_slots(), fake_gradients(), active, dq, dw, fake_tickets(), Int32(1), stream
+    )
 
 
 def choose_config(heads: int, dim: int) -> IndexerQueryGradConfig:

@@ -11,7 +11,8 @@ Plan
 - One warp loads by TMA: Q of every head, K once for all heads that share it. It also asks for the tile's scores, which
   are wanted at the end, to be brought to the L2 cache; the others load them beside the last head's product.
 - What a row must not see is taken out at the end, of the sum: whatever lies there, it meets nothing else.
-- dI replaces the scores in place, in bf16: all of them are read before any is written.
+- dI replaces the scores in place, in bf16, a warpgroup's 64 rows those of the same rows: it reads all of them before it
+  writes any, and begins the next tile while the other one is still at this one.
 Constraints: bf16; RINGS has the numbers of channels. Any number of heads.
 Shared memory: 192 or 208 KiB of rings. Registers: 64 sums and 2 x 64 accumulators of 240.
 Roofline: of a head of 128 channels wgmma takes 1024 clocks, the powers 1024 of the special function units; measured
@@ -45,7 +46,7 @@ REGISTERS = 240, 24
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 TINY = 1.2e-38
-READ_BARRIER = 1
+READ_BARRIER = 1  # and 2, of the second warpgroup
 
 
 class WarmupTargetSm90:
@@ -279,7 +280,7 @@ class WarmupTargetSm90:
 
     @cute.jit
     def load_tile(self, scores, lse_idx, upstream, slots, tiles, slot, index, rows, own_row, lane):
-        """What the tile's end needs: where the scores lie, slot and tile, pairs of scores [2, 16, 2 (row)], and of both
+        """What the tile's end needs: where dI goes, slot and tile, pairs of scores [2, 16, 2 (row)], and of both
         rows their LSE, g, and how many of the tile's keys they see."""
         key_tile = index - tiles[slot]
         of_tile = scores[slot, key_tile, None, None]
@@ -288,9 +289,9 @@ class WarmupTargetSm90:
             for j in cutlass.range_constexpr(SLOT_ROWS // 8):
                 place = (own_row + 8 * r) * SLOT_ROWS + 8 * j + lane % 4 * 2
                 pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + place)
-        # All have read: what is written lies where others' scores were. Also, no load is put off until it is needed, as
-        # what else the rows need is loaded behind the barrier.
-        cute.arch.barrier(barrier_id=READ_BARRIER, number_of_threads=2 * WARPGROUP)
+        # The warpgroup has read: what is written lies where others' scores were. Also, no load is put off until it is
+        # needed, as what else the rows need is loaded behind the barrier.
+        cute.arch.barrier(barrier_id=READ_BARRIER + (computed_here(own_row) >> 6), number_of_threads=WARPGROUP)
         whose = load_slot(slots, slot)
         limits = []
         for r in cutlass.range_constexpr(2):
@@ -298,7 +299,9 @@ class WarmupTargetSm90:
             limit = cutlass.min(whose.seen + whose.step * row, whose.keys) - key_tile * SLOT_ROWS
             limits.append(limit if row < whose.rows else Int32(0))
         numbers = [lse_idx[rows[r]] for r in range(2)], [upstream[rows[r]] for r in range(2)]
-        return (of_tile.iterator, slot, key_tile), pairs, *numbers, limits
+        # Where dI of row 0 would lie if all rows' followed on these of the warpgroup's.
+        target = of_tile.iterator + (computed_here(own_row) >> 6) * (SLOT_ROWS * SLOT_ROWS // 4)
+        return (target, slot, key_tile), pairs, *numbers, limits
 
     @cute.jit
     def ready(self, barriers, ring):

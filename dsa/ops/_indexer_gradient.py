@@ -4,8 +4,9 @@ A *slot* is 128 consecutive queries of a sequence (dsa/cute/indexer_slots.py has
 of a slot has its rows and the keys 128 j to 128 j + 127 of its sequence, and exists for j < key_tiles.
 
 slots   int32 [S, 8]
-scores  fp32 [S, N, 128 (row), 128 (key)], N tiles at least as many as a slot has. For the gradients the first half of
-        each tile's bytes holds dI instead, bf16 [128, 128]: 0 for keys that a row does not see and for missing rows
+scores  fp32 [S, N, 128 (row), 128 (key)], N tiles at least as many as a slot has. For the gradients each 64 rows of a
+        tile have their dI in the first half of their bytes instead, bf16 [64, 128]: 0 for keys that a row does not see
+        and for missing rows
 active  int32 [S, 2 Hi, 2 N, 128]: bits (dsa/cute/indexer_bits.py), written by `index_scores`, read by the gradients
 
 Nothing is checked here. Tensors are contiguous, at multiples of 16 bytes and on one device; Hi of HEADS, di 64 or 128.
@@ -77,7 +78,7 @@ def index_query_grad(
     launch, units = _query_kernel(heads, dim)
     with backends.on_device(q_idx):
         ctas = min(backends.num_sms(q_idx.device), units * len(slots))
-        flat = q_idx.view(-1, dim), k_idx, w.view(-1), slots, _gradients(scores), active.view(torch.uint32)
+        flat = q_idx.view(-1, dim), k_idx, w.view(-1), slots, gradients_in(scores), active.view(torch.uint32)
         launch(*flat, dq.view(-1, dim), dw.view(-1), _tickets(q_idx), ctas)
 
 
@@ -102,7 +103,7 @@ def index_key_grad(
         flat, weights = q_idx.view(-1, dim), w.view(-1)
         parts = torch.empty(ctas, 2, keys, dim, dtype=torch.float32, device=q_idx.device)
         meta = torch.empty(ctas, 8, dtype=torch.int32, device=q_idx.device)
-        di, words = _gradients(scores), active.view(torch.uint32)
+        di, words = gradients_in(scores), active.view(torch.uint32)
         for first in range(0, len(slots), most_slots):
             some = slice(first, first + most_slots)
             launch(flat, weights, slots[some], di[some], words[some], dk, parts, meta)
@@ -113,11 +114,11 @@ def _tickets(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
-def _gradients(scores: torch.Tensor) -> torch.Tensor:
-    """dI in the memory of `scores`: bf16 [S, N, 128, 128]."""
+def gradients_in(scores: torch.Tensor) -> torch.Tensor:
+    """dI in the memory of `scores`: bf16 [S, N, 2, 64 (row), 128 (key)]."""
     halves = scores.view(torch.bfloat16)
-    stride = halves.stride()
-    return halves.as_strided(scores.shape, (stride[0], stride[1], ROWS, 1))
+    slot, tile, *_ = halves.stride()
+    return halves.as_strided((*scores.shape[:2], 2, ROWS // 2, ROWS), (slot, tile, ROWS * ROWS, ROWS, 1))
 
 
 @functools.cache

@@ -80,9 +80,10 @@ class Problem:
 
     def put_di(self):
         """dI where the gradients' kernels read it, NaN everywhere else."""
-        halves = self.scores.view(torch.bfloat16).fill_(torch.nan).view(*self.scores.shape[:2], -1)
+        self.scores.view(torch.bfloat16).fill_(torch.nan)
+        di = ops.gradients_in(self.scores)
         for _, s, j, _ in self.tiles():
-            halves[s, j, : ROWS * ROWS] = self.di[s, j].view(-1)
+            di[s, j] = self.di[s, j].view(di.shape[2:])
 
     def expected(self, bits):
         """dq, dw, dk in float64 of dI and the bits."""
