@@ -67,7 +67,7 @@ def fake_gradients() -> cute.Tensor:
 
 @cute.jit
 def gradients_of(di: cute.Tensor, slot, tile, row):
-    """Where dI of a tile's rows from `row` on lies, up to the 64th or the 128th row."""
+    """Where dI of a tile's rows from `row` on begins. Rows follow on one another up to the 64th, and from it on."""
     return di[slot, tile, row >> 6, row & 63, None].iterator
 
 

@@ -33,7 +33,8 @@ def sparse_mla_attention(
     indices        [Tq, 1, K] int32; below 0 or from Tk on is no key. A key named twice counts twice
     softmax_scale  multiplies the logits
     attn_sink      [H] or None: a logit in the softmax without a value, out is scaled by e^lse / (e^lse + e^sink)
-    deterministic  dkv's sums in a fixed order: bit-identical from run to run, several times slower. None: as
+    deterministic  dkv's sums in a fixed order: bit-identical from run to run, several times slower. The order depends
+                   on how many queries there are and how many multiprocessors. None: as
                    torch.are_deterministic_algorithms_enabled() says when the gradient is computed
 
     Returns out [Tq, H, d_v] in q's dtype and lse [H, Tq] fp32 (natural log), without the sink; out 0 and lse +inf

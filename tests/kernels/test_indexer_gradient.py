@@ -3,6 +3,7 @@
 import pytest
 
 from dsa.cute.compile_cache import cubin
+from dsa.cute.indexer_slots import GROUP, SLOT_ROWS
 from dsa.cute.sass import disassemble
 from dsa.cute.score_tile import SHARED_BYTES
 from dsa.kernels import indexer_key_grad_sm90, indexer_query_grad_sm90, indexer_scores_sm90
@@ -37,6 +38,8 @@ def test_query_grad(arguments):
     assert instructions["HGMMA"] == 2 * config.held * 4
     assert instructions["WARPGROUP"] == 2 * (config.held + 1)
     assert config.shared(heads, dim) <= SHARED_BYTES
+    # dI of a unit's rows is copied at once: they are in one of a tile's two parts of 64 rows.
+    assert SLOT_ROWS // 2 * heads % (config.columns * GROUP) == 0
 
 
 @variants(indexer_key_grad_sm90)

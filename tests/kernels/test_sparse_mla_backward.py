@@ -19,8 +19,7 @@ def test_sass(arguments):
     # Sums of 16 bytes a lane, or stores to rows of their own.
     assert bool(sass.instructions["REDG"]) != ordered
     # Where registers do not suffice, the assembler waits behind every product: two instructions more for each.
-    if not ordered:
-        assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
+    assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     assert sass.registers * kernels.THREADS <= 65536
     given = 2 * kernels.MATH_REGISTERS + kernels.LOADER_REGISTERS
     assert given <= sass.registers * kernels.THREADS // kernels.WARPGROUP

@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa import backends
-from dsa.ops import _packed_attention, _tma_rows, _warmup_sum
+from dsa.ops import _packed_attention, _warmup_sum
 from dsa.ops import indexer_warmup_attention as op
 from reference import indexer_training as reference
 
@@ -193,10 +193,3 @@ def test_flash_attention_is_given_as_many_heads_as_it_can_count(monkeypatch, hea
     assert given == expected
     for x, y in zip(got, flash(grad, q, k, v, out, lse)):
         torch.testing.assert_close(x, y, atol=0.05, rtol=2e-2)
-
-
-def test_rows_in_several_places_are_copied():
-    x = torch.randn(5, 1, 64, dtype=BF16).expand(5, 4, 64)
-    copy = _tma_rows.tma_rows(x)
-    assert torch.equal(copy, x) and copy.is_contiguous()
-    assert _tma_rows.tma_rows(copy) is copy
