@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("dsa", "reference")
+PACKAGES = ("dsa",)
 
 
 def _path_of(module: str) -> Path | None:

@@ -142,7 +142,7 @@ def _check(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     if args.op == "e2e":
         return _bench_e2e(args)
-    from benchmarks.harness import case, plot, profile, table
+    from dsa_bench.harness import case, plot, profile, table
 
     module = case.load(args.op)
     _need_a_gpu("a benchmark")
@@ -160,7 +160,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _bench_e2e(args: argparse.Namespace) -> int:
-    from benchmarks.e2e import plot, report, table
+    from dsa_bench.e2e import plot, report, table
 
     if args.profile:
         raise ValueError("--profile: is for one op; e2e splits every row by part")
@@ -178,7 +178,7 @@ def _bench_e2e(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from benchmarks.harness import case, tune
+    from dsa_bench.harness import case, tune
 
     case.load(args.op)
     _need_a_gpu("tuning")

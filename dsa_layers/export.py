@@ -12,7 +12,7 @@ from dsa_layers.checkpoint import SCALE_SUFFIX, SINGLE_NAME
 from dsa_layers.config import read_config
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
 from dsa_layers.models.fused_experts import split_experts
-from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
+from dsa_layers.vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 

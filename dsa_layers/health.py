@@ -13,7 +13,7 @@ from dsa import backends
 from dsa.self_test import SELF_TESTS
 from dsa.source_digest import has_kernel
 
-_PACKAGES = ("dsa", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "safetensors", "tokenizers")
+_PACKAGES = ("dsa-kernels", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "safetensors", "tokenizers")
 
 
 def check() -> bool:

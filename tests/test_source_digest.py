@@ -86,11 +86,11 @@ def test_empty_values_differ(tree):
     assert len({tree({"dsa/ops/entry.py": f"def f():\n    return {value}\n"}) for value in returns}) == len(returns)
 
 
-# Each reaches dsa/ops/other.py or reference/maths.py, to which a line is then added.
+# Each reaches dsa/ops/other.py or dsa/reference/maths.py, to which a line is then added.
 IMPORTS = {
     "import a.b": ("import dsa.ops.other\n", "dsa/ops/other.py"),
-    "import a.b as c": ("import os, reference.maths as m\n", "reference/maths.py"),
-    "from a import submodule": ("from reference import maths as reference\n", "reference/maths.py"),
+    "import a.b as c": ("import os, dsa.reference.maths as m\n", "dsa/reference/maths.py"),
+    "from a import submodule": ("from dsa.reference import maths as reference\n", "dsa/reference/maths.py"),
     "from a.b import name": ("from dsa.ops.other import VALUE\n", "dsa/ops/other.py"),
     "from . import x": ("from . import other\n", "dsa/ops/other.py"),
     "from .x import name": ("from .other import VALUE\n", "dsa/ops/other.py"),
@@ -99,10 +99,10 @@ IMPORTS = {
     "second name": ("from dsa.ops import unrelated, other\n", "dsa/ops/other.py"),
     "in a function": ("def f():\n    from dsa.ops.other import VALUE\n\n    return VALUE\n", "dsa/ops/other.py"),
     "in a branch": ("try:\n    import dsa.ops.other\nexcept ImportError:\n    pass\n", "dsa/ops/other.py"),
-    "name of a package": ("from reference import exported\n", "reference/__init__.py"),
-    "through a package": ("from reference import exported\n", "reference/maths.py"),
-    "through a module": ("import dsa.ops.middle\n", "reference/maths.py"),
-    "all names": ("from reference import *\n", "reference/maths.py"),
+    "name of a package": ("from dsa.reference import exported\n", "dsa/reference/__init__.py"),
+    "through a package": ("from dsa.reference import exported\n", "dsa/reference/maths.py"),
+    "through a module": ("import dsa.ops.middle\n", "dsa/reference/maths.py"),
+    "all names": ("from dsa.reference import *\n", "dsa/reference/maths.py"),
 }
 
 FILES = {
@@ -110,9 +110,9 @@ FILES = {
     "dsa/ops/__init__.py": "VALUE = 1\n",
     "dsa/ops/other.py": "VALUE = 1\n",
     "dsa/ops/unrelated.py": "VALUE = 1\n",
-    "dsa/ops/middle.py": "def f():\n    from reference import maths\n",
-    "reference/__init__.py": "from .maths import VALUE as exported\n\nVALUE = 1\n",
-    "reference/maths.py": "VALUE = 1\n",
+    "dsa/ops/middle.py": "def f():\n    from dsa.reference import maths\n",
+    "dsa/reference/__init__.py": "from .maths import VALUE as exported\n\nVALUE = 1\n",
+    "dsa/reference/maths.py": "VALUE = 1\n",
 }
 
 
@@ -126,7 +126,9 @@ def test_imported_code_counts(tree, entry, path):
 def test_modules_that_are_not_imported_do_not_count(tree):
     before = tree({**FILES, "dsa/ops/entry.py": "import torch\nfrom dsa.ops import other\n"})
     assert digests.modules_used_by(ENTRY) == (ENTRY, "dsa.ops.other")
-    assert tree({"dsa/ops/unrelated.py": "VALUE = 2\n", "torch.py": "VALUE = 2\n", "reference/maths.py": ""}) == before
+    assert (
+        tree({"dsa/ops/unrelated.py": "VALUE = 2\n", "torch.py": "VALUE = 2\n", "dsa/reference/maths.py": ""}) == before
+    )
 
 
 def test_modules_that_import_each_other(tree):
@@ -162,7 +164,7 @@ def test_every_version_of_python_gives_the_same_digest(tree, monkeypatch):
 
 @pytest.mark.parametrize("module", ["dsa.ops.nothing", "torch", "dsa_layers.cli", "dsa.ops.topk_indices.topk_indices"])
 def test_unknown_modules_are_errors(module):
-    with pytest.raises(ValueError, match=f"module: '{module}' is not a module of dsa or reference"):
+    with pytest.raises(ValueError, match=f"module: '{module}' is not a module of dsa"):
         digests.source_digest(module)
 
 
@@ -188,10 +190,10 @@ def test_the_digest_of_an_op_covers_its_kernel_and_its_reference_and_no_other_op
         "dsa.cute.compile_cache",
         "dsa.cute.dtypes",
         "dsa.backends",
-        "reference.fp8_cast",
-        "reference.hadamard",
+        "dsa.reference.fp8_cast",
+        "dsa.reference.hadamard",
     }
     # What bridges share has a name with an underscore.
     ops = {name for name in used if name.startswith("dsa.ops.") and not name.startswith("dsa.ops._")}
     assert ops == {"dsa.ops.per_token_cast_to_fp8"}
-    assert not used & {"dsa", "reference", "reference.topk"}
+    assert not used & {"dsa", "dsa.reference", "dsa.reference.topk"}

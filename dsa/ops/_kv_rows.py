@@ -4,7 +4,7 @@ import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_rows, dtype_name, pages_as_rows, unit_inner
-from reference.kv_cache import BYTE_DTYPES, V4_BYTES, V4_ROW
+from dsa.reference.kv_cache import BYTE_DTYPES, V4_BYTES, V4_ROW
 
 
 def layout_name(cache: torch.Tensor) -> str:

@@ -8,7 +8,7 @@ from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
 from dsa.ops._sparse_attention import D_V, DIMS, DTYPES, Results, Selection, attend, inner_contiguous
-from reference import mla_decode as reference
+from dsa.reference import mla_decode as reference
 
 
 def decode(

@@ -8,7 +8,7 @@ import torch
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
-from reference import expert_sum as reference
+from dsa.reference import expert_sum as reference
 
 CHANNEL_MULTIPLE = 8
 CTA_BYTES = 2048  # of a token's channels

@@ -9,7 +9,7 @@ from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name, pages_as_rows
 from dsa.ops._kv_rows import cache_rows, slot_words
-from reference import compressed_kv as reference
+from dsa.reference import compressed_kv as reference
 
 compress_kv = reference.compress_kv
 

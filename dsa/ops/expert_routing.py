@@ -7,7 +7,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
-from reference import expert_routing as reference
+from dsa.reference import expert_routing as reference
 
 MOST_EXPERTS, MOST_PICKS, MOST_GROUPS = 1024, 32, 32
 

@@ -11,9 +11,9 @@ from dsa.ops import _sparse_decode
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name, unit_inner
 from dsa.ops._known_calls import KnownCalls, signature
-from reference import mla_decode as reference
-from reference import mla_metadata
-from reference.mla_metadata import FlashMLASchedMeta
+from dsa.reference import mla_decode as reference
+from dsa.reference import mla_metadata
+from dsa.reference.mla_metadata import FlashMLASchedMeta
 
 D, D_V, PAGE_MULTIPLE = 576, 512, 16
 DTYPES = (torch.bfloat16, torch.float16)

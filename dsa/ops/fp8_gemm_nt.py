@@ -9,8 +9,8 @@ import torch
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
-from reference import fp8_cast
-from reference import fp8_gemm as reference
+from dsa.reference import fp8_cast
+from dsa.reference import fp8_gemm as reference
 
 per_block_cast_to_fp8 = fp8_cast.per_block_cast_to_fp8
 dequantize_per_block = fp8_cast.dequantize_per_block

@@ -7,7 +7,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._kernel_arguments import dtype_name
-from reference import indexer_logits as reference
+from dsa.reference import indexer_logits as reference
 
 HEADS, DIMS = (8, 16, 32, 64), (32, 64, 128)
 

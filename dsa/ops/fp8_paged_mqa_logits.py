@@ -7,8 +7,8 @@ import torch
 
 from dsa import backends
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
-from reference import paged_indexer_logits as reference
-from reference.indexer_logits import row_stride
+from dsa.reference import paged_indexer_logits as reference
+from dsa.reference.indexer_logits import row_stride
 
 HEADS, DIMS, NEXT_N, PAGE_SIZES = (8, 16, 32, 64), (32, 64, 128), (1, 2, 3, 4), (32, 64)
 

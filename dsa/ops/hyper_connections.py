@@ -8,7 +8,7 @@ import torch
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name
-from reference import hyper_connections as reference
+from dsa.reference import hyper_connections as reference
 
 STREAMS, CHANNEL_MULTIPLE = 4, 8
 # Collapse: threads of a CTA, and vectors of 16 bytes that each has of a stream.

@@ -7,7 +7,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name, pages_as_rows
-from reference import indexer_cache as reference
+from dsa.reference import indexer_cache as reference
 
 DIMS = (32, 64, 128)
 

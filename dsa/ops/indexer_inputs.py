@@ -7,7 +7,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name, pages_as_rows, unit_inner
-from reference import indexer_inputs as reference
+from dsa.reference import indexer_inputs as reference
 
 ROTATED = (32, 64, 128)
 

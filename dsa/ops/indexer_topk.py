@@ -7,8 +7,8 @@ from dsa.ops._indexer_gradient import HEADS, active_shape, index_scores
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
 from dsa.ops._warmup_sum import LEAST_WORKSPACE, ROWS, Indexer, Plan, make_plan
 from dsa.ops.topk_indices import MAX_K, topk_indices
-from reference import indexer_training as reference
-from reference.checks import check_positive
+from dsa.reference import indexer_training as reference
+from dsa.reference.checks import check_positive
 
 DIMS = 64, 128
 

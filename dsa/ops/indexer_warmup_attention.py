@@ -11,7 +11,7 @@ from dsa.ops._packed_attention import ABSORBED, Sequences, attention_backward, a
 from dsa.ops._tma_rows import tma_rows
 from dsa.ops._warmup_per_head import per_head_backward, per_head_forward
 from dsa.ops._warmup_sum import Indexer, Plan, losses, make_plan, tiles_of, workspace
-from reference import indexer_training as reference
+from dsa.reference import indexer_training as reference
 
 DIMS = (64, 64), (128, 128), (192, 128), (576, 512)
 INDEX_DIMS = 64, 128

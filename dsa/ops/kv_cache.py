@@ -8,7 +8,7 @@ import torch
 from dsa import backends
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
 from dsa.ops._kv_rows import cache_rows, float_rows, layout_name, slot_words
-from reference import kv_cache as reference
+from dsa.reference import kv_cache as reference
 
 make_v4_cache = reference.make_v4_cache
 

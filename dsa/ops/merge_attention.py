@@ -8,7 +8,7 @@ import torch
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
-from reference import sliding_window as reference
+from dsa.reference import sliding_window as reference
 
 MOST_BRANCHES, CHANNEL_MULTIPLE = 4, 8
 MOST_ROWS = 2**31 - 8

@@ -8,8 +8,8 @@ import torch
 from dsa import backends
 from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name
 from dsa.ops._kv_rows import cache_rows, float_rows, layout_name, slot_words
-from reference import mla_cache_inputs as reference
-from reference.kv_cache import BYTE_DTYPES
+from dsa.reference import mla_cache_inputs as reference
+from dsa.reference.kv_cache import BYTE_DTYPES
 
 NORMED, ROTATED, DIMS = 512, 64, (576, 512)
 

@@ -7,8 +7,8 @@ import torch
 
 from dsa import backends
 from dsa.ops._kernel_arguments import dtype_name
-from reference import fp8_cast as reference
-from reference.checks import check_tensor
+from dsa.reference import fp8_cast as reference
+from dsa.reference.checks import check_tensor
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUP = 128

@@ -8,7 +8,7 @@ import torch
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name
-from reference import norm as reference
+from dsa.reference import norm as reference
 
 CHANNEL_MULTIPLE = 8
 MOST_CHANNELS = {torch.bfloat16: 32768, torch.float16: 32768, torch.float32: 16384}

@@ -8,8 +8,8 @@ import torch
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name, unit_inner
-from reference import rotary as reference
-from reference.checks import check_tensor
+from dsa.reference import rotary as reference
+from dsa.reference.checks import check_tensor
 
 WIDE = 4
 MOST_UNITS = 2**31 - 512

@@ -13,8 +13,8 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
 from dsa.ops._known_calls import KnownCalls, signature
 from dsa.ops._sparse_attention import D_V, DIMS, Results, Selection, attend, inner_contiguous
-from reference import sliding_window as reference
-from reference import window_decode
+from dsa.reference import sliding_window as reference
+from dsa.reference import window_decode
 
 
 def sliding_window_attention(

@@ -11,7 +11,7 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device
 from dsa.ops._sparse_attention import inner_contiguous
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
-from reference import indexer_training as reference
+from dsa.reference import indexer_training as reference
 
 DIMS, INDEX_DIMS = (576, 512), (64, 128)
 TILE = 64  # keys of a kernel's tile, heads of a row tile

@@ -11,8 +11,8 @@ from dsa.ops._kernel_arguments import check_same_device, dtype_name
 from dsa.ops._sparse_attention import D_V, DIMS, DTYPES, inner_contiguous
 from dsa.ops._tma_rows import tma_rows
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
-from reference import indexer_training as reference
-from reference.checks import check_tensor
+from dsa.reference import indexer_training as reference
+from dsa.reference.checks import check_tensor
 
 HEADS, TILE = 64, 64  # of a CTA's unit of work
 

@@ -8,7 +8,7 @@ import torch
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
-from reference import swiglu_cast as reference
+from dsa.reference import swiglu_cast as reference
 
 GROUP, CHANNEL_MULTIPLE = 128, 8
 

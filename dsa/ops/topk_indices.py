@@ -7,7 +7,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._kernel_arguments import check_same_device, dtype_name, unit_inner
-from reference import topk as reference
+from dsa.reference import topk as reference
 
 MAX_K, MAX_COLS = 4096, 2**30
 

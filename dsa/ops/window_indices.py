@@ -7,7 +7,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._kernel_arguments import check_same_device
-from reference import window_selection as reference
+from dsa.reference import window_selection as reference
 
 MOST = 2**30  # queries, columns, keys of a page
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import vendored
-from vendored.deepseek_v4_manifest import deepseek_v4_tensor_manifest
-from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
-from vendored.glm_moe_dsa_manifest import glm_moe_dsa_tensor_manifest
+from dsa_layers import vendored
+from dsa_layers.vendored.deepseek_v4_manifest import deepseek_v4_tensor_manifest
+from dsa_layers.vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
+from dsa_layers.vendored.glm_moe_dsa_manifest import glm_moe_dsa_tensor_manifest
 
 VOCAB_SIZE = 2048
 

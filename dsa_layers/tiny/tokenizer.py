@@ -61,7 +61,7 @@ def _corpus() -> list[Path]:
     root = package.parent
     if not (root / "pyproject.toml").exists():
         return sorted(package.rglob("*.py"))
-    sources = ("dsa", "dsa_layers", "reference", "vendored")
+    sources = ("dsa", "dsa_layers")
     return sorted(
         [
             *root.glob("*.md"),

@@ -10,7 +10,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
-import vendored
+from dsa_layers import vendored
 from dsa_layers.config import read_config
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
 from dsa_layers.models.precision import Precision

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import dsa
-from benchmarks.e2e import peers, plot, report, table
-from benchmarks.e2e.parts import PARTS
-from benchmarks.e2e.runs import Run
+from dsa_bench.e2e import peers, plot, report, table
+from dsa_bench.e2e.parts import PARTS
+from dsa_bench.e2e.runs import Run
 from dsa_layers.cli import main
 
 PARTS_MS = dict(zip(PARTS, (0.5, 0.25, 2.0, 4.0, 0.25)))

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from benchmarks.harness import case, profile, tune
-from benchmarks.harness.table import print_table
 from dsa.cute import tuning
 from dsa.kernels import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90, indexer_cache_sm90
+from dsa_bench.harness import case, profile, tune
+from dsa_bench.harness.table import print_table
 
 
 def test_a_row_names_the_best_peer(monkeypatch):

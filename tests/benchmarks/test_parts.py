@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.e2e.parts import PARTS, _announced, by_part
+from dsa_bench.e2e.parts import PARTS, _announced, by_part
 from dsa_layers.models.loading import load_model
 from dsa_layers.sequence_batch import SequenceBatch
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.e2e.runs import decode, prefill
-from benchmarks.e2e.stacks import STACKS, skeleton, stack
+from dsa_bench.e2e.runs import decode, prefill
+from dsa_bench.e2e.stacks import STACKS, skeleton, stack
 from dsa_layers.layers.moe import MoE
 from dsa_layers.sequence_batch import SequenceBatch
 

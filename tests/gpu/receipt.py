@@ -1,6 +1,6 @@
 """The GPU receipt: which code was tested on a GPU, with what outcome, and how fast it was.
 
-`tests/gpu/test_NAME.py` and `benchmarks/NAME.py` belong to the op NAME, whose code is `dsa/ops/NAME.py` (a suffix
+`tests/gpu/test_NAME.py` and `dsa_bench/NAME.py` belong to the op NAME, whose code is `dsa/ops/NAME.py` (a suffix
 of PARTS names a part of an op). The digest covers that module, everything of this project that it imports, and the
 tile configurations that its kernels load. `tests/gpu/test_generation.py` belongs to the models: its digest covers all
 ops and the layers.

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import case
 from dsa.source_digest import modules_used_by
+from dsa_bench.harness import case
 from tests.gpu import receipt
 
 SHARDS = 8
@@ -99,8 +99,8 @@ def main(names: list[str]) -> int:
     import cutlass
     import torch
 
-    from benchmarks.harness.table import print_table
     from dsa import backends
+    from dsa_bench.harness.table import print_table
 
     if reason := backends.why_no_kernels():
         print(f"the GPU tests need a Hopper GPU: {reason}", file=sys.stderr)

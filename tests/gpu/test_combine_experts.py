@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import expert_sum as reference
 from dsa.testing import poison_free_memory
-from reference import expert_sum as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NAN, INF = math.nan, math.inf

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import compressed_kv as reference
 from dsa.testing import assert_close, poison_free_memory
-from reference import compressed_kv as reference
 
 PAGES, PAGE, LANES = 40, 64, 9
 # channels, tokens of a block, overlap; the cache's layout

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import mla_prefill as reference
 from dsa.testing import assert_close, poison_free_memory
-from reference import mla_prefill as reference
 from tests.gpu import tiny_model
 
 D_V, TILE = 512, 64

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import kv_cache
+from dsa.reference import mla_decode as reference
 from dsa.testing import assert_close, poison_free_memory, poisoned
-from reference import kv_cache
-from reference import mla_decode as reference
 from tests.gpu import tiny_model
 
 D_V = 512

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import indexer_logits as reference
 from dsa.testing import calc_diff, poison_free_memory
-from reference import indexer_logits as reference
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 3e-5}
 

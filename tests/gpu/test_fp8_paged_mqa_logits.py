@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import paged_indexer_logits as reference
+from dsa.reference.indexer_cache import write_indexer_cache
 from dsa.testing import calc_diff, poison_free_memory, poisoned
-from reference import paged_indexer_logits as reference
-from reference.indexer_cache import write_indexer_cache
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 3e-5}
 GARBAGE = torch.tensor([-1, 10**8, -(2**31)], dtype=torch.int32)

@@ -9,6 +9,7 @@ import dsa
 from dsa import backends
 from dsa.kernels import topk_indices_sm90 as kernels
 from dsa.ops import flash_mla_with_kvcache, topk_indices
+from dsa.reference import topk_indices as reference
 from dsa.testing import assert_close, calc_diff
 from dsa_layers import generation
 from dsa_layers.decode_step import DecodeStep
@@ -17,7 +18,6 @@ from dsa_layers.models.loading import load_model
 from dsa_layers.sampling import SamplingParams
 from dsa_layers.sequence_batch import SequenceBatch
 from dsa_layers.tiny import write_tiny_checkpoint
-from reference import topk_indices as reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]

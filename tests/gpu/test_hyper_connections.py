@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import hyper_connections as reference
 from dsa.testing import assert_close, poison_free_memory
 from dsa_layers.layers.hyper_connections import HyperConnection
-from reference import hyper_connections as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # A result rounds once, of sums in another order: to its neighbour now and then.

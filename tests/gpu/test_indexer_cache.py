@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import indexer_cache as reference
 from dsa.testing import poisoned
-from reference import indexer_cache as reference
 
 
 def case(tokens, dim=128, page_size=64):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import indexer_inputs as reference
+from dsa.reference.indexer_cache import read_indexer_cache
 from dsa.testing import calc_diff, poison_free_memory, poisoned
-from reference import indexer_inputs as reference
-from reference.indexer_cache import read_indexer_cache
 
 
 def on_cpu(function, *arguments, **options):

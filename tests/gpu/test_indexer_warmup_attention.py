@@ -5,8 +5,8 @@ import torch
 
 import dsa
 from dsa.ops import _packed_attention
+from dsa.reference import indexer_training as reference
 from dsa.testing import poison_free_memory
-from reference import indexer_training as reference
 
 LENGTHS = [(300, 300), (0, 5), (513, 513), (1, 1), (128, 128), (5, 200), (300, 3), (7, 0), (129, 129)]
 INDEXER = "q_idx", "k_idx", "w_idx"

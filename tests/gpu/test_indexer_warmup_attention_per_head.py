@@ -5,8 +5,8 @@ import torch
 
 from dsa.ops import _warmup_per_head as bridge
 from dsa.ops._warmup_per_head import per_head_backward, per_head_forward
+from dsa.reference import indexer_training as reference
 from dsa.testing import poison_free_memory
-from reference import indexer_training as reference
 
 DIMS = [(64, 64), (64, 128), (128, 64), (128, 128), (192, 64), (192, 128)]
 NAMES = "kl", "dq_idx", "dk_idx", "dw"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import kv_cache as reference
 from dsa.testing import poison_free_memory, poisoned
-from reference import kv_cache as reference
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 LAYOUTS = ["bfloat16", "float16", "float32", "v32", "v4"]

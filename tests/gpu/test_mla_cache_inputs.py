@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import mla_cache_inputs as reference
 from dsa.testing import calc_diff, poison_free_memory, poisoned
-from reference import mla_cache_inputs as reference
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 # The cache's layout and d.

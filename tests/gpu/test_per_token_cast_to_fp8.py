@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import fp8_cast as reference
 from dsa.testing import poison_free_memory
-from reference import fp8_cast as reference
 
 
 def check(x, use_ue8m0, hadamard, record_error=None):

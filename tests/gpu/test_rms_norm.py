@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import norm as reference
 from dsa.testing import assert_close, poison_free_memory
-from reference import norm as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Half a unit in the last place of the result, or what fp32 loses on the way.

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import rotary as reference
 from dsa.testing import poison_free_memory
-from reference import rotary as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 KINDS = [(True, "first"), (True, "last"), (False, "first"), (False, "last")]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import kv_cache, window_decode
+from dsa.reference import sliding_window as reference
 from dsa.testing import assert_close, poison_free_memory, poisoned
-from reference import kv_cache, window_decode
-from reference import sliding_window as reference
 
 D_V = 512
 PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import indexer_training as reference
 from dsa.testing import poison_free_memory
-from reference import indexer_training as reference
 
 NAN, INF = math.nan, math.inf
 GRADIENTS = "dq_idx", "dk_idx", "dw_idx"

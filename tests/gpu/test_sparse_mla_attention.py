@@ -7,8 +7,8 @@ import torch
 
 import dsa
 from dsa.ops import sparse_mla_attention as op
+from dsa.reference import indexer_training as reference
 from dsa.testing import poison_free_memory
-from reference import indexer_training as reference
 
 D_V, TILE = 512, 64
 BF16, FP16 = torch.bfloat16, torch.float16

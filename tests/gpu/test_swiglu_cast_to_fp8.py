@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import swiglu_cast as reference
+from dsa.reference.fp8_cast import per_token_cast_to_fp8
 from dsa.testing import poison_free_memory
-from reference import swiglu_cast as reference
-from reference.fp8_cast import per_token_cast_to_fp8
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NAN, INF = float("nan"), float("inf")

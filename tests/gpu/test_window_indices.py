@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference import window_selection as reference
 from dsa.testing import poison_free_memory
-from reference import window_selection as reference
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 GARBAGE = [INT_MIN, INT_MAX, -1, 0, 1, 7, 1000, INT_MIN + 1, INT_MAX - 1, 2**30]

@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import Path
 
-import vendored
+from dsa_layers import vendored
 from dsa_layers.models.fused_experts import split_experts
 
 PINNED = Path(vendored.__file__).parent

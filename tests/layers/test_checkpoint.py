@@ -14,7 +14,7 @@ from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, Checkpoin
 from dsa_layers.config import read_config
 from dsa_layers.fp4 import dequantize_fp4, widen_fp4
 from dsa_layers.tiny import write_tiny_checkpoint
-from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
+from dsa_layers.vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 
 FP8 = torch.float8_e4m3fn
 

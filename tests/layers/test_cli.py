@@ -9,10 +9,10 @@ import warnings
 import pytest
 import torch
 
-from benchmarks import per_token_cast_to_fp8 as benchmark
-from benchmarks.harness import case
 from dsa import backends
 from dsa.self_test import SELF_TESTS
+from dsa_bench import per_token_cast_to_fp8 as benchmark
+from dsa_bench.harness import case
 from dsa_layers import health
 from dsa_layers.cli import main
 from dsa_layers.generation import Generator, TokenEvent

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from dsa_layers.config import ConfigError, QuantizationConfig, RopeConfig, YarnConfig, read_config
+from dsa_layers.vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 from tests.layers.listings import PINNED, read_listing
-from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 
 PUBLISHED = json.loads((PINNED / "deepseek_v32_config.json").read_text())
 ABSENT = object()

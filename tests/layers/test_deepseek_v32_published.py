@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-import vendored
+from dsa_layers import vendored
 from dsa_layers.config import read_config
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 from tests.layers.listings import parts
-from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
 

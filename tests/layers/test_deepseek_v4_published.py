@@ -9,8 +9,8 @@ import torch
 
 from dsa_layers.config import QuantizationConfig, RopeConfig, YarnConfig, read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
+from dsa_layers.vendored.deepseek_v4_manifest import deepseek_v4_tensor_manifest
 from tests.layers.listings import PINNED, parts, read_listing
-from vendored.deepseek_v4_manifest import deepseek_v4_tensor_manifest
 
 # How the model holds what is stored: FP4 widened to FP8, scales and norms in fp32.
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-import vendored
+from dsa_layers import vendored
 from dsa_layers.config import ConfigError, GlmMoeDsaConfig, RopeConfig, SparseMLAConfig, read_config
 
 PINNED = Path(vendored.__file__).parent

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import vendored
+from dsa_layers import vendored
 from dsa_layers.config import read_config
 from dsa_layers.models.glm_moe_dsa import GlmMoeDsaForCausalLM
+from dsa_layers.vendored.glm_moe_dsa_manifest import glm_moe_dsa_tensor_manifest
 from tests.layers.listings import parts
-from vendored.glm_moe_dsa_manifest import glm_moe_dsa_tensor_manifest
 
 PINNED = Path(vendored.__file__).parent
 

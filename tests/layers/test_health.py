@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import dsa
-import reference
-from dsa import backends
+from dsa import backends, reference
 from dsa.self_test import SELF_TESTS
 from dsa_layers import health
 from dsa_layers.cli import main

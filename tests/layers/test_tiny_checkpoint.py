@@ -13,7 +13,7 @@ from dsa_layers.config import QuantizationConfig, YarnConfig, read_config
 from dsa_layers.tiny import tokenizer as tiny_tokenizer
 from dsa_layers.tiny import write_tiny_checkpoint, writer
 from dsa_layers.tokenizer import Tokenizer
-from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
+from dsa_layers.vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
 
 
 @pytest.fixture(scope="module")

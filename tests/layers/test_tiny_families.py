@@ -16,9 +16,9 @@ from dsa_layers.models.loading import load_model
 from dsa_layers.sampling import SamplingParams
 from dsa_layers.tiny import write_tiny_checkpoint
 from dsa_layers.tokenizer import Tokenizer
-from vendored.deepseek_v4_manifest import deepseek_v4_tensor_manifest
-from vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
-from vendored.glm_moe_dsa_manifest import glm_moe_dsa_tensor_manifest
+from dsa_layers.vendored.deepseek_v4_manifest import deepseek_v4_tensor_manifest
+from dsa_layers.vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
+from dsa_layers.vendored.glm_moe_dsa_manifest import glm_moe_dsa_tensor_manifest
 
 MANIFESTS = {
     "deepseek_v32": deepseek_v32_tensor_manifest,

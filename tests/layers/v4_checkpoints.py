@@ -13,8 +13,8 @@ from dsa_layers.checkpoint import SINGLE_NAME
 from dsa_layers.config import read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.precision import Precision
+from dsa_layers.vendored.deepseek_v4_manifest import deepseek_v4_tensor_manifest
 from tests.layers.listings import PINNED, parts
-from vendored.deepseek_v4_manifest import deepseek_v4_tensor_manifest
 
 SMALL = {
     "vocab_size": 256, "hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4,

@@ -8,7 +8,7 @@ import torch
 import dsa
 from dsa.kernels import combine_experts_sm90 as kernels
 from dsa.ops import combine_experts as op
-from reference import expert_sum as reference
+from dsa.reference import expert_sum as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import dsa
-import reference
-from dsa import backends
+from dsa import backends, reference
 from dsa.ops import expert_routing as op
 
 

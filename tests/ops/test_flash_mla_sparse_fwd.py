@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsa
-import reference
+from dsa import reference
 from dsa.cute import latent_tiles
 from dsa.kernels import mla_combine_sm90, sparse_mla_bytes_sm90, sparse_mla_few_sm90, sparse_mla_sm90
 from dsa.ops import _sparse_attention as launch

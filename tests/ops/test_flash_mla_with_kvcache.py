@@ -11,8 +11,8 @@ import dsa
 from dsa.cute import latent_tiles
 from dsa.kernels import mla_combine_sm90, mla_decode_sm90, mla_plan_sm90
 from dsa.ops import flash_mla_with_kvcache as op
-from reference import mla_decode as reference
-from reference import mla_metadata
+from dsa.reference import mla_decode as reference
+from dsa.reference import mla_metadata
 
 DECODE, PLAN = torch.ops.dsa.dense_mla_decode, torch.ops.dsa.mla_metadata
 D, D_V = 576, 512

@@ -5,7 +5,7 @@ import torch
 
 import dsa
 from dsa.ops import fp8_mqa_logits as op
-from reference import indexer_logits as reference
+from dsa.reference import indexer_logits as reference
 
 
 def inputs(queries=5, keys=70, heads=8, dim=32):

@@ -7,8 +7,8 @@ import torch
 
 import dsa
 from dsa.ops import fp8_paged_mqa_logits as op
-from reference import paged_indexer_logits as reference
-from reference import write_indexer_cache
+from dsa.reference import paged_indexer_logits as reference
+from dsa.reference import write_indexer_cache
 
 SCORES, PLAN = torch.ops.dsa.fp8_paged_mqa_logits, torch.ops.dsa.get_paged_mqa_logits_metadata
 PER_QUERY = torch.tensor([[70, 3], [0, 64], [1, 100]], dtype=torch.int32)

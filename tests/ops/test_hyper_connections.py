@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dsa
-import reference
+from dsa import reference
 from dsa.ops import hyper_connections as op
 
 

@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa.ops import indexer_cache as op
-from reference import indexer_cache as reference
+from dsa.reference import indexer_cache as reference
 
 WRITE, READ = torch.ops.dsa.write_indexer_cache, torch.ops.dsa.read_indexer_cache
 

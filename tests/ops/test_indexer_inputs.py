@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa.ops import indexer_inputs as op
-from reference import indexer_inputs as reference
+from dsa.reference import indexer_inputs as reference
 
 OPTIONS = [{}, {"interleaved": True, "dims": "last", "use_ue8m0": False}]
 QUERIES, KEYS = torch.ops.dsa.quantize_indexer_queries, torch.ops.dsa.write_indexer_keys

@@ -9,7 +9,7 @@ import dsa
 from dsa import backends
 from dsa.ops import _packed_attention, _warmup_sum
 from dsa.ops import indexer_warmup_attention as op
-from reference import indexer_training as reference
+from dsa.reference import indexer_training as reference
 
 BF16 = torch.bfloat16
 

@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa.ops import kv_cache as op
-from reference import kv_cache as reference
+from dsa.reference import kv_cache as reference
 
 WRITE, READ = torch.ops.dsa.write_kv_cache, torch.ops.dsa.read_kv_cache
 LAYOUTS = ["float", "v32", "v4"]

@@ -9,7 +9,7 @@ import torch
 import dsa
 from dsa.kernels import merge_attention_sm90 as kernels
 from dsa.ops import merge_attention as op
-from reference import sliding_window as reference
+from dsa.reference import sliding_window as reference
 
 MERGE = torch.ops.dsa.merge_attention
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa.ops import mla_cache_inputs as op
-from reference import mla_cache_inputs as reference
+from dsa.reference import mla_cache_inputs as reference
 
 WRITE = torch.ops.dsa.write_mla_cache
 NAMES = ("kv", "norm_weight", "cos", "sin", "cache", "slots")

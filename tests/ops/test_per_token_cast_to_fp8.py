@@ -5,7 +5,7 @@ import torch
 
 import dsa
 from dsa import backends
-from reference import fp8_cast
+from dsa.reference import fp8_cast
 
 
 def test_runs_the_reference_without_a_gpu():

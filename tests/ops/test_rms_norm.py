@@ -8,7 +8,7 @@ import torch
 import dsa
 from dsa.kernels import rms_norm_sm90 as kernels
 from dsa.ops import rms_norm as op
-from reference import norm as reference
+from dsa.reference import norm as reference
 
 NORM = torch.ops.dsa.rms_norm
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

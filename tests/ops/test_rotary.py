@@ -9,7 +9,7 @@ import torch
 import dsa
 from dsa.kernels import rotary_sm90 as kernels
 from dsa.ops import rotary as op
-from reference import rotary as reference
+from dsa.reference import rotary as reference
 
 ROTATE, INTO = torch.ops.dsa.apply_rotary, torch.ops.dsa.apply_rotary_out
 KINDS = [(True, "first"), (True, "last"), (False, "first"), (False, "last")]

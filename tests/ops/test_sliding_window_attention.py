@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsa
-import reference
+from dsa import reference
 from dsa.ops import _sparse_attention as launch
 from dsa.ops import sliding_window_attention as op
 from dsa.ops import window_indices as lists_op

@@ -12,7 +12,7 @@ from dsa import backends
 from dsa.cute import gathered_rows
 from dsa.kernels import sparse_indexer_grad_sm90, sparse_indexer_target_sm90
 from dsa.ops import sparse_indexer_loss as op
-from reference import indexer_training as reference
+from dsa.reference import indexer_training as reference
 
 
 def inputs(queries=5, heads=20, d=576, keys=30, k=70, index_heads=8, di=64, dtype=torch.bfloat16):

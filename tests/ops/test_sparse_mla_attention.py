@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import dsa
-import reference
-from dsa import backends
+from dsa import backends, reference
 from dsa.ops import sparse_mla_attention as op
 
 BF16 = torch.bfloat16

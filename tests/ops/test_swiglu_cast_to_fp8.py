@@ -9,7 +9,7 @@ import torch
 import dsa
 from dsa.kernels import swiglu_cast_sm90 as kernels
 from dsa.ops import swiglu_cast_to_fp8 as op
-from reference import swiglu_cast as reference
+from dsa.reference import swiglu_cast as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import dsa
 from dsa.kernels import topk_indices_sm90 as kernels
 from dsa.ops import topk_indices as op
-from reference import topk as reference
+from dsa.reference import topk as reference
 
 INF, NAN = math.inf, math.nan
 

@@ -8,7 +8,7 @@ import torch
 import dsa
 from dsa.kernels import window_indices_sm90 as kernels
 from dsa.ops import window_indices as op
-from reference import window_selection as reference
+from dsa.reference import window_selection as reference
 
 INDICES, SLOTS = torch.ops.dsa.window_indices, torch.ops.dsa.window_slots
 

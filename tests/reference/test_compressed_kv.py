@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-import reference
+from dsa import reference
 
 M, D, R = 4, 8, 4
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from reference import moe_gate, sort_by_expert
+from dsa.reference import moe_gate, sort_by_expert
 
 
 @pytest.mark.parametrize("n_group, topk_group", [(1, 1), (4, 2), (4, 4), (8, 3)])

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from reference import combine_experts
+from dsa.reference import combine_experts
 
 
 def summed(y, rows, weights, shared):

@@ -1,8 +1,8 @@
-"""What `reference` exports."""
+"""What `dsa.reference` exports."""
 
 from pathlib import Path
 
-import reference
+from dsa import reference
 
 
 def test_every_exported_name_exists_and_is_documented():
@@ -11,6 +11,6 @@ def test_every_exported_name_exists_and_is_documented():
 
 
 def test_no_exported_name_hides_a_module():
-    # `from reference import topk` must stay the module whatever functions it holds.
+    # `from dsa.reference import topk` must stay the module whatever functions it holds.
     modules = {path.stem for path in Path(reference.__file__).parent.glob("*.py")}
     assert modules.isdisjoint(reference.__all__)

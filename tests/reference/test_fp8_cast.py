@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from reference import (
+from dsa.reference import (
     ceil_to_ue8m0,
     dequantize_per_block,
     dequantize_per_token,

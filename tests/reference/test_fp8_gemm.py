@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from reference import fp8_gemm_nt, grouped_fp8_gemm_nt
+from dsa.reference import fp8_gemm_nt, grouped_fp8_gemm_nt
 
 
 def operands(m, n, k, seed=0):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from reference import hadamard_transform
+from dsa.reference import hadamard_transform
 
 
 def sylvester(n):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-import reference
+from dsa import reference
 
 EPS, HC_EPS = 1e-3, 1e-2  # large, so that leaving one out shows
 

@@ -3,7 +3,7 @@ import struct
 import pytest
 import torch
 
-from reference import read_indexer_cache, write_indexer_cache
+from dsa.reference import read_indexer_cache, write_indexer_cache
 
 
 def e4m3(*bytes_):

@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from reference import quantize_indexer_queries, write_indexer_keys
+from dsa.reference import quantize_indexer_queries, write_indexer_keys
 
 from . import e4m3
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from reference import fp8_mqa_logits, indexer_logits, mqa_logits
+from dsa.reference import fp8_mqa_logits, indexer_logits, mqa_logits
 
 
 def i32(*values):

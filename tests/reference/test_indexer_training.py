@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from reference.indexer_training import indexer_warmup_attention, sparse_indexer_loss, sparse_mla_attention
+from dsa.reference.indexer_training import indexer_warmup_attention, sparse_indexer_loss, sparse_mla_attention
 
 F64 = torch.float64
 

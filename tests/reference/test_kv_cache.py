@@ -4,7 +4,7 @@ import struct
 import pytest
 import torch
 
-from reference import make_v4_cache, read_kv_cache, write_kv_cache
+from dsa.reference import make_v4_cache, read_kv_cache, write_kv_cache
 
 from . import e4m3
 

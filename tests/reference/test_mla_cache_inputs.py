@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from reference import make_v4_cache, read_kv_cache, write_kv_cache, write_mla_cache
+from dsa.reference import make_v4_cache, read_kv_cache, write_kv_cache, write_mla_cache
 
 P = 4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

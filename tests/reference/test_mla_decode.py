@@ -4,7 +4,7 @@ import struct
 import pytest
 import torch
 
-from reference import flash_mla_with_kvcache, make_v4_cache, mla_decode
+from dsa.reference import flash_mla_with_kvcache, make_v4_cache, mla_decode
 
 from . import e4m3
 from .attention_oracle import assert_near, attend_one, attend_rows

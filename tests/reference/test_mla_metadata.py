@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from reference import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
+from dsa.reference import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
 
 
 def i32(values):

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from reference import flash_mla_sparse_fwd, softmax_attention
+from dsa.reference import flash_mla_sparse_fwd, softmax_attention
 
 from .attention_oracle import assert_near, attend_rows
 

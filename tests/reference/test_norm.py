@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from reference import rms_norm
+from dsa.reference import rms_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

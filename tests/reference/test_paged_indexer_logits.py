@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 
-from reference import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
+from dsa.reference import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 
 from . import e4m3
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from reference import apply_rotary
+from dsa.reference import apply_rotary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from reference import merge_attention, sliding_window_attention, window_indices, window_sparse_attention
+from dsa.reference import merge_attention, sliding_window_attention, window_indices, window_sparse_attention
 
 from .attention_oracle import assert_near, attend_one, attend_rows
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from reference import per_token_cast_to_fp8, swiglu_cast_to_fp8
+from dsa.reference import per_token_cast_to_fp8, swiglu_cast_to_fp8
 
 
 def same(got, expected):

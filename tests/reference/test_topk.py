@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-from reference import topk, topk_indices
+from dsa.reference import topk, topk_indices
 
 INF, NAN = math.inf, math.nan
 

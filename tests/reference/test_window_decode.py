@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from reference import kv_cache, sliding_window_decode
+from dsa.reference import kv_cache, sliding_window_decode
 
 from .attention_oracle import assert_near, attend_rows
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from reference import window_indices, window_slots
+from dsa.reference import window_indices, window_slots
 
 
 def i32(values):

@@ -1,0 +1,66 @@
+"""A few layers of the published models, of every kind that they have, with their real sizes and random weights."""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsa_layers import vendored
+from dsa_layers.config import read_config
+from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
+from dsa_layers.models.loading import MODELS
+from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
+
+# The pinned configuration, and the fields in which the stack differs from it.
+STACKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "V3.2": ("deepseek_v32_config.json", {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
+    "V4-Flash": (
+        "deepseek_v4_flash_config.json",
+        {"num_hidden_layers": 5, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 4, 128]},
+    ),
+}
+
+
+def skeleton(name: str, **changes: Any) -> SparseMLAForCausalLM | DeepseekV4ForCausalLM:
+    """The model of a stack on the meta device, in the published precision. changes: further fields."""
+    file, fields = STACKS[name]
+    published = json.loads((Path(vendored.__file__).parent / file).read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(published | fields | changes))
+        config = read_config(directory)
+    with torch.device("meta"):
+        return MODELS[type(config)](config)
+
+
+@torch.no_grad()
+def stack(
+    name: str, device: torch.device | str = "cuda", **changes: Any
+) -> SparseMLAForCausalLM | DeepseekV4ForCausalLM:
+    """The same with weights, drawn on `device`."""
+    model = skeleton(name, **changes).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for key, parameter in model.named_parameters():
+        _draw(key, parameter.data, model.config, generator)
+    model.init_buffers(device)
+    return model.eval()
+
+
+def _draw(name: str, values: torch.Tensor, config: Any, generator: torch.Generator) -> None:
+    """Of unit gain, so that activations stay of order 1 from layer to layer."""
+    if values.dtype == torch.float8_e4m3fn:
+        # Any sign, exponents for 1/4 to 1, any fraction: bytes at random, since nothing draws FP8.
+        bits = values.view(torch.uint8).random_(0, 32, generator=generator)
+        bits.add_(bits & 0x10, alpha=7).add_(0x28)
+    elif name.endswith("_scale_inv"):
+        columns = 128 * values.shape[-1]
+        values.fill_(2.0 ** round(math.log2(columns**-0.5 / 0.55)))
+    elif name.endswith("tid2eid"):
+        picks = torch.rand(len(values), config.n_routed_experts, generator=generator, device=values.device).argsort(-1)
+        values.copy_(picks[:, : values.shape[1]])
+    elif values.dim() >= 2:
+        values.normal_(std=1.0 if "embed" in name else values.shape[-1] ** -0.5, generator=generator)
+    else:
+        values.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)

@@ -1,0 +1,43 @@
+"""Rows of a stack as printed lines and as CSV."""
+
+import csv
+from pathlib import Path
+
+from dsa_bench.e2e.parts import PARTS
+from dsa_bench.e2e.report import Row
+
+
+def head() -> str:
+    parts = "".join(f"{part:>10}" for part in PARTS)
+    return f"{'model':<9} {'run':<22}{'ms':>10}{'tokens/s':>11} | {parts} | the peers' time / ours"
+
+
+def line(row: Row) -> str:
+    parts = "".join(f"{row['parts'][part]:10.3f}" for part in PARTS)
+    text = f"{row['model']:<9} {row['run']:<22}{row['ms']:10.3f}{rate(row):11.0f} | {parts} | "
+    if row["peer_ms"] is None:
+        return text + "no peer"
+    ratios = ", ".join(
+        f"{part} {row['peer_parts'][part] / row['parts'][part]:.2f}"
+        for part in PARTS
+        if row["parts"][part] > 0 and part in ("indexer", "top-k", "attention")
+    )
+    return f"{text}{row['peer_ms'] / row['ms']:.2f} ({ratios})"
+
+
+def rate(row: Row) -> float:
+    """Tokens a second."""
+    return row["tokens"] / row["ms"] * 1e3
+
+
+def write_csv(rows: list[Row], path: Path) -> None:
+    """A line a run; the peers' cells are empty where there are none."""
+    with path.open("w", newline="") as handle:
+        writer = csv.writer(handle)
+        ours, peers = ([f"{prefix}{part} ms" for part in PARTS] for prefix in ("", "peers' "))
+        writer.writerow(["model", "run", "tokens/s", "ms", *ours, "peers' ms", *peers])
+        for row in rows:
+            theirs = row["peer_parts"] or dict.fromkeys(PARTS, "")
+            cells = [row["parts"][part] for part in PARTS], [theirs[part] for part in PARTS]
+            peer_ms = "" if row["peer_ms"] is None else row["peer_ms"]
+            writer.writerow([row["model"], row["run"], rate(row), row["ms"], *cells[0], peer_ms, *cells[1]])

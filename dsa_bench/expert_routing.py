@@ -1,0 +1,38 @@
+"""The gate and the sort by expert, beside the same in PyTorch."""
+
+from functools import partial
+
+import torch
+
+import dsa
+from dsa_bench.harness.case import Call, Case
+
+# tokens, experts, picks, groups, groups that stay, scores; "sort" sorts the picks instead
+SHAPES = [
+    *((tokens, 256, 8, 8, 4, "sigmoid") for tokens in (1, 128, 4096)),
+    *((tokens, 256, 6, 1, 1, "sqrtsoftplus") for tokens in (1, 128, 4096)),
+    *((tokens, 256, 8, 8, 4, "sort") for tokens in (1, 128, 4096)),
+]
+
+
+def case(tokens: int, experts: int, picks: int, groups: int, stay: int, scores: str) -> Case:
+    logits = torch.randn(tokens, experts, device="cuda")
+    bias = torch.randn(experts, device="cuda")
+    kind = "sigmoid" if scores == "sort" else scores
+    gate = partial(dsa.moe_gate, logits, bias, picks, scores=kind, n_group=groups, topk_group=stay)
+    call: Call = gate if scores != "sort" else partial(dsa.sort_by_expert, gate()[0], experts)
+
+    def in_torch() -> object:
+        with dsa.use_backend("reference"):
+            return call()
+
+    calls = {"dsa": [call] * 8}
+    if scores != "sort":  # whose reference counts with a synchronisation
+        calls["torch"] = [in_torch] * 8
+
+    def check(got: tuple[torch.Tensor, ...]) -> None:
+        if scores == "sort" and not all(torch.equal(a, b) for a, b in zip(got, in_torch())):
+            raise AssertionError("not the reference's order")
+
+    name = f"{tokens} tokens, {picks} of {experts} experts, {scores}"
+    return Case(name, calls, lambda ms: f"{ms * 1e3:.1f} us", check, graph=True)

@@ -1,0 +1,81 @@
+"""Where an op's time goes: the torch profiler's table, and what ncu says the multiprocessors were busy with.
+
+`python -m dsa_bench.harness.profile OP` calls the op's first case a few times: what ncu looks at.
+"""
+
+import csv
+import shutil
+import subprocess
+import sys
+
+import torch
+
+from dsa_bench.harness.case import Case, load
+
+CALLS = 3
+# What a kernel may be limited by, as a share of its peak.
+METRICS = {
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe",
+    "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue slots",
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed": "L2",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "DRAM",
+}
+
+
+def torch_table(case: Case) -> str:
+    """The torch profiler's table of a few calls: kernels, copies and the host's part."""
+    calls = case.calls["dsa"]
+    calls[0]()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for i in range(CALLS):
+            calls[i % len(calls)]()
+        torch.cuda.synchronize()
+    return profile.key_averages().table(sort_by="cuda_time_total", row_limit=12, max_name_column_width=60)
+
+
+def ncu_table(op: str) -> str:
+    """Shares of peak of every kernel that the op launches, or a line that says why there are none."""
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        return "ncu is not on the PATH: no shares of the tensor pipe, issue slots, L2 and DRAM"
+    command = [ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "-k", "regex:cutlass"]
+    command += ["--metrics", ",".join(["gpu__time_duration.sum", *METRICS])]
+    run = subprocess.run(
+        [*command, sys.executable, "-m", "dsa_bench.harness.profile", op], capture_output=True, text=True
+    )
+    rows = list(csv.DictReader(line for line in run.stdout.splitlines() if line.startswith('"')))
+    if run.returncode or not rows:
+        return f"ncu failed ({run.returncode}): {(run.stderr or run.stdout)[-500:].strip()}"
+    return ncu_report(rows)
+
+
+def ncu_report(rows: list[dict[str, str]]) -> str:
+    """The last launch of each kernel; a metric that this GPU does not have is left out."""
+    last = {row["Kernel Name"]: row for row in rows if row["Kernel Name"]}
+    lines = []
+    for name, row in last.items():
+        shares = {label: _number(row.get(metric, "")) for metric, label in METRICS.items()}
+        known = ", ".join(f"{label} {share:.0f}%" for label, share in shares.items() if share is not None)
+        lines.append(f"{_number(row['gpu__time_duration.sum']) / 1e3:9.1f} us  {known}  {name[:80]}")
+    return "\n".join(lines)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def main(op: str) -> None:
+    module = load(op)
+    calls = module.case(*module.SHAPES[0]).calls["dsa"]
+    for i in range(CALLS):
+        calls[i % len(calls)]()
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,159 @@
+"""Search an op's tile configurations on the GPU at hand, and write the winners as the data that the op loads."""
+
+import concurrent.futures
+import datetime
+import importlib
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsa.testing import bench
+from dsa_bench.harness.case import Call, Case, load
+
+
+@dataclass(frozen=True)
+class TuningClass:
+    """One class of shapes that share a configuration.
+
+    fits    which configurations the hardware takes
+    shapes  a shape of the benchmark -> the arguments of the compile function before the configuration
+    """
+
+    fits: Callable[[Any], bool]
+    shapes: dict[tuple[Any, ...], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What the tuner asks of an op: its configuration's dataclass, its `compile_*` function, its classes of shapes."""
+
+    config_type: type
+    compile_function: Callable[..., Any]
+    classes: dict[str, TuningClass]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A configuration's outcome on a class: milliseconds of each shape, or why there are none."""
+
+    config: Any
+    registers: str
+    ms: tuple[float, ...] = ()
+    figure: str = ""
+    failure: str = ""
+
+    @property
+    def score(self) -> float:
+        """The product of the times: the smallest has the smallest geometric mean."""
+        product = 1.0
+        for ms in self.ms:
+            product *= ms
+        return product if self.ms else float("inf")
+
+
+def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
+    """Compile all candidates of `op` in parallel processes, time those that are correct, print them by class, and
+    write the winners to `output`, by default the package's own data."""
+    from dsa.cute import tuning
+
+    module = load(op)
+    if not hasattr(module, "tuning"):
+        raise ValueError(f"{op}: its benchmark has no tuning()")
+    plan: Tuning = module.tuning()
+    everything = tuning.candidates(plan.config_type)
+    todo = [
+        (name, config, arguments)
+        for name, shapes in plan.classes.items()
+        for config in everything
+        if shapes.fits(config)
+        for arguments in shapes.shapes.values()
+    ]
+    jobs = jobs or len(os.sched_getaffinity(0))
+    print(f"{op}: compiling {len(todo)} kernels in {jobs} processes")
+    # Fresh processes: the DSL compiles in one thread, and CUDA does not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        work = [pool.submit(_compile, plan.compile_function, (*args, config)) for _, config, args in todo]
+        compiled = [future.result() for future in work]
+    registers: dict[tuple[str, Any], str] = {}
+    for (name, config, _), outcome in zip(todo, compiled):
+        registers[name, config] = max(registers.get((name, config), ""), outcome)
+
+    winners = {}
+    for name, shapes in plan.classes.items():
+        cases = [module.case(*shape) for shape in shapes.shapes]
+        trials = _try_all(op, name, {c: registers[name, c] for c in everything if (name, c) in registers}, cases)
+        trials.sort(key=lambda trial: trial.score)
+        print_trials(name, [case.name for case in cases], trials)
+        if not trials or not trials[0].ms:
+            raise RuntimeError(f"{op}: no configuration of class {name!r} is correct")
+        winners[name] = trials[0].config
+    note = {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
+    path = output or tuning.TUNED / f"{op}.json"
+    tuning.write(op, winners, note, path)
+    print(f"wrote {path}")
+
+
+def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+    """Compile into the cache; the registers of a thread at launch, or "fails" and the reason's last line."""
+    from dsa.cute.compile_cache import cubin
+    from dsa.cute.sass import disassemble
+
+    try:
+        compile_function(*arguments)
+        return str(disassemble(cubin(compile_function, *arguments)).registers)
+    except FileNotFoundError:  # no disassembler: the registers stay unknown
+        return "-"
+    except Exception as error:  # whatever the compiler says of one candidate must not end the search
+        return f"fails: {str(error).strip().splitlines()[-1][:80]}"
+
+
+def _try_all(op: str, shape_class: str, registers: dict[Any, str], cases: Sequence[Case]) -> list[Trial]:
+    """Check every configuration on every case; then time those that are correct, in turns, so that clocks and heat fall
+    on all alike."""
+    failures = {config: outcome for config, outcome in registers.items() if outcome.startswith("fails")}
+    for config in registers.keys() - failures.keys():
+        try:
+            for case in cases:
+                case.check(_under(op, shape_class, config, case.calls["dsa"][0])())
+        except AssertionError as error:
+            failures[config] = f"wrong: {error}"
+    correct = [config for config in registers if config not in failures]
+    times: dict[Any, list[float]] = {config: [] for config in correct}
+    for case in cases:
+        calls = {config: [_under(op, shape_class, config, call) for call in case.calls["dsa"]] for config in correct}
+        for config, ms in bench(calls, repeats=case.repeats, graph=case.graph).items():
+            times[config].append(ms)
+    return [Trial(config, registers[config], tuple(ms), cases[0].figure(ms[0])) for config, ms in times.items()] + [
+        Trial(config, "-", failure=failure) for config, failure in failures.items()
+    ]
+
+
+def _under(op: str, shape_class: str, config: Any, call: Call) -> Call:
+    """The call with this configuration on trial. The op's bridge must forget the kernel that it has at hand."""
+    from dsa.cute import tuning
+
+    forget = importlib.import_module(f"dsa.ops.{op}")._kernel.cache_clear
+
+    def run() -> object:
+        with tuning.trial(op, shape_class, config):
+            forget()
+            try:
+                return call()
+            finally:
+                forget()
+
+    return run
+
+
+def print_trials(name: str, shapes: Sequence[str], trials: Sequence[Trial]) -> None:
+    print(f"\n{name}: ms at " + "; ".join(shapes))
+    for trial in trials:
+        fields = " ".join(f"{value:>4}" for value in astuple(trial.config))
+        times = "  ".join(f"{ms:9.4f}" for ms in trial.ms)
+        print(f"  {fields}   {trial.registers:>3} registers  {times}  {trial.figure}{trial.failure}")

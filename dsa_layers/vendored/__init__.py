@@ -1,0 +1,1 @@
+"""Facts about third-party formats, pinned with their sources (README.md). No third-party code."""
