@@ -1,0 +1,5 @@
+"""TODO."""
+
+from tests.hostile import IndexArgument
+
+ARGUMENTS: list[IndexArgument] = []
