@@ -22,6 +22,7 @@ WARPS = 4
 MOST_EXPERTS, MOST_PICKS, MOST_GROUPS = 1024, 32, 32
 LOWEST = -(2**31)  # below the order of -inf: no candidate
 LAST = 2**31 - 1
+LEAST_SUM = 1e-20  # added to the sum that weights are divided by, so that no sum is 0
 
 
 class MoeGateSm90:
@@ -134,8 +135,7 @@ class MoeGateSm90:
             own_score = value if lane == k else own_score
         factor = scale
         if const_expr(self.normalise):
-            tiny = Float32(1e-20 if self.scores == "sqrtsoftplus" else 0.0)
-            factor = scale / (cute.arch.warp_reduction_sum(own_score) + tiny)
+            factor = scale / (cute.arch.warp_reduction_sum(own_score) + Float32(LEAST_SUM))
         if lane < self.top_k:
             picks[token, lane] = Int64(own_pick)
             weights[token, lane] = own_score * factor

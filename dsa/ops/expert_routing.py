@@ -27,8 +27,8 @@ def moe_gate(
 
     s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias: a group of E / n_group experts is
     worth its two best, the best topk_group groups stay, and the top_k best experts in them win, the best first.
-    Their weights are s without the bias, divided by their sum if `normalise` (plus 1e-20 after the softplus), times
-    `scale`. Of equal ones the lowest number wins.
+    Their weights are s without the bias, divided by their sum plus 1e-20 if `normalise`, times `scale`: a token whose
+    scores are all 0 has weights of 0. Of equal ones the lowest number wins.
 
     logits      fp32 [T, E]
     bias        fp32 [E]
@@ -41,7 +41,8 @@ def moe_gate(
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, s to a few parts in 10^6; E up to 1024, top_k and n_group up to 32. Deterministic. CUDA-graph
     safe.
-    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's.
+    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is transformers',
+    in every family.
     """
     op = torch.ops.dsa.moe_gate if torch.compiler.is_compiling() else _gate
     return op(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)

@@ -5,6 +5,8 @@ import torch
 from .checks import check_tensor
 
 SCORES = ("sigmoid", "sqrtsoftplus")
+# Added to the sum that weights are divided by, so that no sum is 0.
+LEAST_SUM = 1e-20
 _F32, _INTS = (torch.float32,), (torch.int32, torch.int64)
 
 
@@ -23,14 +25,15 @@ def moe_gate(
 
     s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias: a group of E / n_group experts is
     worth its two best, the best topk_group groups stay, and the top_k best experts in them win, the best first.
-    Their weights are s without the bias, divided by their sum if `normalise`, times `scale`. Of equal ones the lowest
-    number wins.
+    Their weights are s without the bias, divided by their sum plus 1e-20 if `normalise`, times `scale`: a token whose
+    scores are all 0 has weights of 0. Of equal ones the lowest number wins.
 
     logits  fp32 [T, E]; bias fp32 [E]
     Returns experts int64 [T, top_k] and weights fp32 [T, top_k]. A NaN is above all numbers. Differentiable in logits,
     through the weights.
     Raises TypeError or ValueError for other types, dtypes and shapes.
-    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's.
+    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is transformers',
+    in every family.
     """
     check_gate(logits, bias, top_k, scores, n_group, topk_group)
     s = torch.sigmoid(logits) if scores == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
@@ -43,7 +46,7 @@ def moe_gate(
     experts = _best(choice, top_k)
     weights = s.gather(-1, experts)
     if normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if scores == "sqrtsoftplus" else 0.0))
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
     return experts, weights * scale
 
 

@@ -48,7 +48,7 @@ class GroupedSigmoidRouter(nn.Module):
 
     s = sigmoid(x W^T) in fp32. Experts are chosen by s + bias: a group's score is the sum of its two best, the best
     `topk_group` of `n_group` groups stay, and the `top_k` best experts in them win. Their weights are s without the
-    bias, divided by their sum if `normalise`, times `scale`.
+    bias, divided by their sum plus 1e-20 if `normalise`, times `scale`.
 
     x [T, hidden] -> (experts int64 [T, top_k], weights fp32 [T, top_k]).
     Parameters: weight [n_experts, hidden], e_score_correction_bias fp32 [n_experts].
@@ -85,7 +85,7 @@ class SqrtSoftplusRouter(nn.Module):
     """Which experts a token goes to, and with what weights: DeepSeek-V4's.
 
     s = sqrt(softplus(x W^T)) in fp32; the `top_k` largest s + bias win, or with a table, `hash_tokens`, the experts
-    that it names for the token. Their weights are s without the bias, divided by their sum, times `scale`.
+    that it names for the token. Their weights are s without the bias, divided by their sum plus 1e-20, times `scale`.
 
     x [T, hidden], tokens int64 [T] -> (experts int64 [T, top_k], weights fp32 [T, top_k]).
     Parameters: weight [n_experts, hidden]; bias fp32 [n_experts], or tid2eid int64 [hash_tokens, top_k].

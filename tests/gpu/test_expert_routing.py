@@ -72,7 +72,20 @@ def test_infinities_and_nan_stay_in_their_rows(variant):
     for row in (0, 5):
         assert torch.equal(picks[row], clean[0][row]) and torch.equal(weights[row], clean[1][row])
     assert ((picks >= 0) & (picks < experts)).all() and picks[2, 0] == 7
+    assert (weights[1] == 0).all()
     assert weights[2].isnan().any() and weights[3].isnan().all() and weights[4].isfinite().all()
+
+
+@pytest.mark.parametrize(("scores", "logit"), [("sigmoid", -46.0), ("sqrtsoftplus", -86.0)])
+def test_1e_20_is_added_to_the_sum(scores, logit):
+    """Where the scores are not much larger than that, it shows."""
+    logits, bias = torch.full((3, 256), logit, device="cuda"), torch.zeros(256, device="cuda")
+    variant = {"top_k": 8, "scores": scores, "scale": 2.5}
+    _, weights = gate(logits, bias, variant)
+    with dsa.use_backend("reference"):
+        _, expected = gate(logits, bias, variant)
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=0)
+    assert (weights.sum(1) < 2.49).all()
 
 
 def test_gate_of_strided_rows_repeats_itself_and_replays():

@@ -31,6 +31,26 @@ def test_equal_ones_by_number_and_weights_by_their_sum():
     assert experts.tolist() == [[0, 1, 2]] and torch.allclose(weights, torch.full((1, 3), 1 / 3))
 
 
+@pytest.mark.parametrize("scores", ["sigmoid", "sqrtsoftplus"])
+def test_scores_of_0_have_weights_of_0(scores):
+    """The sum that they are divided by is never 0."""
+    logits = torch.full((2, 8), -torch.inf)
+    logits[1, 2] = 0.0
+    bias = torch.tensor([0.0, 3.0, -3.0, 2.0, 0.0, 0.0, 0.0, 0.0])
+    experts, weights = moe_gate(logits, bias, 2, scores=scores, scale=2.5)
+    assert experts.tolist() == [[1, 3], [1, 3]] and weights.tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("scores", ["sigmoid", "sqrtsoftplus"])
+def test_1e_20_is_added_to_the_sum(scores):
+    """Where the scores are not much larger than that, it shows."""
+    logits = torch.full((1, 8), -46.0 if scores == "sigmoid" else -86.0)
+    s = logits.double().exp() ** (1 if scores == "sigmoid" else 0.5)
+    _, weights = moe_gate(logits, torch.zeros(8), 2, scores=scores, scale=2.5)
+    torch.testing.assert_close(weights.double(), (2.5 * s / (2 * s + 1e-20))[:, :2], rtol=1e-5, atol=0)
+    assert 1 < weights.sum() < 2.48
+
+
 def test_gate_gives_gradients():
     logits = torch.randn(3, 8, dtype=torch.float32, requires_grad=True)
     moe_gate(logits, torch.zeros(8), 2)[1].square().sum().backward()
