@@ -5,7 +5,7 @@ from dsa_layers.config.sparse_mla import SparseMLAConfig, read_sparse_mla
 
 
 class DeepseekV32Config(SparseMLAConfig):
-    """Every layer has an indexer, whose rope turns channels (i, i + dim / 2); all RMSNorms have the same eps."""
+    """Every layer has an indexer, whose rope turns channels (i, i + dim / 2)."""
 
 
 def read_deepseek_v32(fields: Fields, generation: Fields | None) -> DeepseekV32Config:
@@ -20,5 +20,4 @@ def read_deepseek_v32(fields: Fields, generation: Fields | None) -> DeepseekV32C
         generation,
         indexer_types=("full",) * fields.integer("num_hidden_layers"),
         indexer_rope_interleave=False,
-        latent_norm_eps=fields.positive("rms_norm_eps"),
     )

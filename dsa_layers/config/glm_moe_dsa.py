@@ -3,18 +3,12 @@
 from dsa_layers.config.fields import Fields
 from dsa_layers.config.sparse_mla import SparseMLAConfig, read_sparse_mla
 
-# transformers builds q_a_layernorm and kv_a_layernorm with this eps whatever rms_norm_eps says, 1e-5 as published; here
-# as there. Engines that take rms_norm_eps get latents that are smaller by 4.5e-6 / (mean square before the norm) of
-# themselves, which bf16 does not show where that mean square is above 0.003.
-LATENT_NORM_EPS = 1e-6
-
 # Of index_topk_pattern.
 _LETTERS = {"F": "full", "S": "shared"}
 
 
 class GlmMoeDsaConfig(SparseMLAConfig):
-    """The indexer's rope turns channels (2i, 2i + 1), in GLM-5.2 some layers have no indexer, and the RMSNorms of the
-    latents have an eps of their own."""
+    """The indexer's rope turns channels (2i, 2i + 1), and in GLM-5.2 some layers have no indexer."""
 
 
 def read_glm_moe_dsa(fields: Fields, generation: Fields | None) -> GlmMoeDsaConfig:
@@ -30,7 +24,6 @@ def read_glm_moe_dsa(fields: Fields, generation: Fields | None) -> GlmMoeDsaConf
         generation,
         indexer_types=_read_indexer_types(fields),
         indexer_rope_interleave=fields.one_of("indexer_rope_interleave", (True,), default=True),
-        latent_norm_eps=LATENT_NORM_EPS,
     )
 
 

@@ -13,6 +13,12 @@ from dsa_layers.config.parts import (
     read_token_ids,
 )
 
+# transformers builds q_a_layernorm and kv_a_layernorm with this eps whatever rms_norm_eps says, and so does DeepSeek's
+# inference code; here as there. GLM-5 publishes an rms_norm_eps of 1e-5: engines that take it for the latents too get
+# latents that are smaller by 4.5e-6 / (mean square before the norm) of themselves, which bf16 does not show where that
+# mean square is above 0.003.
+LATENT_NORM_EPS = 1e-6
+
 
 @dataclass(frozen=True)
 class SparseMLAConfig:
@@ -75,7 +81,6 @@ def read_sparse_mla(
     *,
     indexer_types: tuple[str, ...],
     indexer_rope_interleave: bool,
-    latent_norm_eps: float,
 ) -> Config:
     """A `family` from the fields that all families write alike. What they write in their own ways comes as arguments,
     read from `fields` before: fields that nobody has read by then are rejected."""
@@ -114,7 +119,7 @@ def read_sparse_mla(
         qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
         v_head_dim=fields.integer("v_head_dim"),
         rms_norm_eps=fields.positive("rms_norm_eps"),
-        latent_norm_eps=latent_norm_eps,
+        latent_norm_eps=LATENT_NORM_EPS,
         index_n_heads=fields.integer("index_n_heads"),
         index_head_dim=fields.integer("index_head_dim"),
         index_topk=fields.integer("index_topk"),

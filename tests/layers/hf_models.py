@@ -8,7 +8,8 @@ import torch
 def deepseek_v32(directory: Path, **changes):
     """A random DeepseekV32ForCausalLM, saved to `directory`, in fp32.
 
-    32 index heads: with few, whole stretches of keys score exactly 0 and top-k is decided by tie order.
+    32 index heads: with few, whole stretches of keys score exactly 0 and top-k is decided by tie order. An eps that the
+    norms of the latents do not have.
     """
     from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
@@ -18,7 +19,7 @@ def deepseek_v32(directory: Path, **changes):
         "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
         "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
         "index_n_heads": 32, "index_head_dim": 32, "index_topk": 8, "max_position_embeddings": 512,
-        "eos_token_id": None, "bos_token_id": 0, "attn_implementation": "eager",
+        "rms_norm_eps": 1e-2, "eos_token_id": None, "bos_token_id": 0, "attn_implementation": "eager",
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -62,7 +63,8 @@ def _draw_and_save(build, directory: Path):
 
 
 def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
-    """A random DeepseekV4ForCausalLM, saved to `directory`, in fp32: every kind of layer, and experts by hash."""
+    """A random DeepseekV4ForCausalLM, saved to `directory`, in fp32: every kind of layer, experts by hash, and an eps
+    that is not the usual one."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     fields = {
@@ -71,7 +73,8 @@ def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
         "o_lora_rank": 16, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
         "compress_ratios": [0, 4, 128, 4, 128], "compress_rate_hca": 16, "num_hash_layers": 2, "sliding_window": 8,
         "index_n_heads": 32, "index_head_dim": 16, "index_topk": 4, "max_position_embeddings": 512, "hc_mult": 4,
-        "swiglu_limit": 0.5, "bos_token_id": 0, "eos_token_id": None, "attn_implementation": "eager",
+        "swiglu_limit": 0.5, "rms_norm_eps": 1e-2, "bos_token_id": 0, "eos_token_id": None,
+        "attn_implementation": "eager",
         "rope_parameters": {
             "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32, "beta_fast": 32,
             "beta_slow": 1,
