@@ -15,6 +15,9 @@ import torch
 
 Results = Sequence[torch.Tensor]
 
+# Ops that are PyTorch by design on every device and read their integers on the host.
+IN_PYTORCH = ("compress_kv",)
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -89,12 +92,18 @@ def check(argument: IndexArgument, device: str) -> int:
     expected = [x.clone() for x in prepared.run(prepared.valid)]
     count = 0
     for what, tensor, rest in changed(prepared):
-        results = prepared.run(tensor)
+        count += 1
+        try:
+            results = prepared.run(tensor)
+        except ValueError as error:
+            # Where contents can be looked at they may be refused, by the argument's name.
+            assert device == "cpu" or argument.op in IN_PYTORCH, f"{argument}: {what}: {error}"
+            assert str(error).startswith(f"{argument.argument.split()[0]}: "), f"{argument}: {what}: {error}"
+            continue
         if device == "cuda":
             torch.cuda.synchronize()
         for i, (got, right) in enumerate(zip(rest(results), rest(expected), strict=True)):
             _same(f"{argument}: {what}: result {i}", got, right, prepared.exact)
-        count += 1
     return count
 
 
