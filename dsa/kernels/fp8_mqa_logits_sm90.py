@@ -212,14 +212,22 @@ class Fp8MqaLogitsSm90:
         low, high = Int32(NEVER), Int32(0)
         t = block * self.block_q + lane
         if lane < self.block_q and t < queries:
-            start, end = cutlass.max(starts[t], 0), cutlass.min(ends[t], keys)
-            if start < end:
-                low, high = start, end
+            start, length = self.seen(starts, ends, t, keys)
+            if length > 0:
+                low, high = start, start + length
         low = cute.arch.warp_redux_sync(low, "min")
         high = cute.arch.warp_redux_sync(high, "max")
         first = cutlass.max(low // TILE, first_tile)
         last = cutlass.min(cute.ceil_div(high, TILE), first_tile + chunk)
         return block, first, cutlass.max(last, first), first_tile
+
+    @cute.jit
+    def seen(self, starts, ends, t, keys):
+        """(the first key that query t sees, how many keys), inside the keys whatever the ranges say. Both ends are
+        clipped before they are subtracted: the difference of any two int32 may be none."""
+        start = cutlass.min(cutlass.max(starts[t], 0), keys)
+        end = cutlass.min(cutlass.max(ends[t], start), keys)
+        return start, end - start
 
     @cute.jit
     def units(self, keys, chunk, out):
@@ -279,8 +287,7 @@ class Fp8MqaLogitsSm90:
                 if t < out.shape[0]:
                     if const_expr(self.compressed):
                         # Column j of row t is key starts[t] + j: everything from the row's length on is -inf.
-                        start = cutlass.max(starts[t], 0)
-                        length = cutlass.max(cutlass.min(ends[t], keys) - start, 0)
+                        _, length = self.seen(starts, ends, t, keys)
                         for c in cutlass.range(cutlass.max(low, length) + thread, high, FILL_THREADS, unroll=1):
                             out[t, c] = minus[0]
                     else:
@@ -322,8 +329,9 @@ class Fp8MqaLogitsSm90:
                     # A span below 0 marks a query past the end, which has no row.
                     lows[i], spans[i] = Int32(0), Int32(-1)
                     if t < queries:
-                        lows[i] = cutlass.max(starts[t], 0)
-                        spans[i] = cutlass.max(cutlass.min(ends[t], keys) - lows[i], 0)
+                        lows[i], spans[i] = self.seen(starts, ends, t, keys)
+                        if const_expr(self.compressed):
+                            spans[i] = cutlass.min(spans[i], out.shape[1])
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
                 for j in cutlass.range_constexpr(self.n // 8):
                     t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)

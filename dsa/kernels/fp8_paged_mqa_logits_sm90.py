@@ -210,10 +210,16 @@ class Fp8PagedMqaLogitsSm90:
     def limit(self, lengths, sequence, row: cutlass.Constexpr, capacity):
         """How many keys row `row` of a sequence sees. One length a sequence belongs to its last row."""
         columns = lengths.shape[1]
-        length = lengths[sequence, cutlass.min(row, columns - 1)]
+        # Not below 0 before the subtraction, which would make the lowest int32 a large number.
+        length = cutlass.max(lengths[sequence, cutlass.min(row, columns - 1)], 0)
         if columns < self.next_n:
             length += row + 1 - self.next_n
         return cutlass.max(cutlass.min(length, capacity), 0)
+
+    @cute.jit
+    def tile_of_split(self, split):
+        """The first tile of a split of the schedule, clipped so that the product is an int32."""
+        return cutlass.max(cutlass.min(split, NEVER // SPLIT), 0) * (SPLIT // TILE)
 
     @cute.jit
     def page_number(self, block_table, sequence, index):
@@ -268,9 +274,8 @@ class Fp8PagedMqaLogitsSm90:
         page_bytes = self.page * (self.dim + 4)
         batch, pages = lengths.shape[0], cache.shape[0]
         # A schedule of other lengths, or no schedule at all, must not lead outside the block table.
-        first_seq = cutlass.max(begins[0], 0)
-        first_tile = cutlass.max(cutlass.min(begins[1], NEVER // SPLIT), 0) * (SPLIT // TILE)
-        last_seq, end_tile = ends[0], cutlass.min(ends[1], NEVER // SPLIT) * (SPLIT // TILE)
+        first_seq, first_tile = cutlass.max(begins[0], 0), self.tile_of_split(begins[1])
+        last_seq, end_tile = cutlass.max(cutlass.min(ends[0], batch), -1), self.tile_of_split(ends[1])
         stop = cutlass.min(last_seq + 1, batch)
         slot, slot_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
         # A lane's page among those of the next 32 / pages_a_tile tiles of this warpgroup, counted from its first.

@@ -5,6 +5,8 @@ Plan
   sums gives where each sequence's splits end.
 - Boundary i of the plan is a split number known from the total; thread i finds the sequence that holds it by binary
   search over the scanned ends, once its 1024 sequences are there.
+- A sequence has at most (2^31 - 1) / B splits, so that no sum of them wraps: the scores do not depend on it, because
+  a sequence is worked on to its end by the multiprocessor that begins the next one.
 Shared memory: 1024 ends and 32 sums. Constraints: none on the number of sequences or multiprocessors.
 Roofline: latency, a few microseconds.
 """
@@ -23,6 +25,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 THREADS = 1024
 WARPS = THREADS // 32
 SPLIT = 256
+MOST_SPLITS = 2**31 - 1
 
 
 class PagedMqaLogitsMetadataSm90:
@@ -38,10 +41,11 @@ class PagedMqaLogitsMetadataSm90:
         ends = smem.allocate_tensor(Int32, cute.make_layout(THREADS), 16)
         sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
         batch = lengths.shape[0]
+        most = MOST_SPLITS // cutlass.max(batch, 1)
 
         own = Int32(0)
         for b in cutlass.range(tid, batch, THREADS, unroll=1):
-            own += self.splits(lengths, b)
+            own += self.splits(lengths, b, most)
         total = before_and_all(own, sums, lane, warp)[1]
         cute.arch.sync_threads()
         boundaries = plan.shape[0]
@@ -52,7 +56,7 @@ class PagedMqaLogitsMetadataSm90:
         for base in cutlass.range(0, batch, THREADS, unroll=1):
             own = Int32(0)
             if base + tid < batch:
-                own = self.splits(lengths, base + tid)
+                own = self.splits(lengths, base + tid, most)
             earlier, here = before_and_all(own, sums, lane, warp)
             ends[tid] = earlier + own
             cute.arch.sync_threads()
@@ -79,12 +83,12 @@ class PagedMqaLogitsMetadataSm90:
                 plan[i, 1] = Int32(0)
 
     @cute.jit
-    def splits(self, lengths, b):
+    def splits(self, lengths, b, most):
         longest = Int32(0)
         for i in cutlass.range(lengths.shape[1], unroll=1):
             longest = cutlass.max(longest, lengths[b, i])
         # Not (longest + 255) // 256, which a length near 2^31 would wrap.
-        return longest // SPLIT + cutlass.min(longest % SPLIT, 1)
+        return cutlass.min(longest // SPLIT + cutlass.min(longest % SPLIT, 1), most)
 
 
 @cached

@@ -23,7 +23,8 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     Returns [num_sms + 1, 2] int32. Row i is (sequence, split): the work is the splits of 256 keys of sequence 0, then
     of sequence 1 and so on, ceil(length / 256) each and none for an empty sequence, and row i is the first split of
     SM i. Every SM gets total // num_sms splits, the last total % num_sms of them one more. The last row is (B, 0), as
-    is the row of every SM when there is no work. All the queries of a sequence share its splits.
+    is the row of every SM when there is no work. All the queries of a sequence share its splits. A sequence counts for
+    at most (2^31 - 1) // B splits, so that their total is an int32.
     One kernel, no host synchronisation: captured in a CUDA graph with the scores, it plans anew at every replay.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepGEMM's function of this name, whose plan for next_n <= 2 this is.
@@ -56,7 +57,8 @@ def fp8_paged_mqa_logits(
     block_table      [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past a
                      row's keys mean nothing; a page outside the cache is not read
     schedule_meta    [SMs + 1, 2] int32, contiguous, from `get_paged_mqa_logits_metadata` for these lengths; or None:
-                     planned here. The scores do not depend on the number of SMs
+                     planned here. The scores do not depend on the number of SMs. A plan for other lengths, or none at
+                     all, leaves scores unwritten, and does no other harm
     max_context_len  columns of the result; keys beyond them are left out
     clean_logits     True: columns past a row's keys are -inf. False: they are unspecified
     logits_dtype     torch.float32 or torch.bfloat16: the sum is fp32, rounded once

@@ -28,8 +28,8 @@ def fp8_mqa_logits(
     q                   [S, H, D] e4m3; its scale belongs in `weights`
     kv                  (k [Skv, D] e4m3, k_scale [Skv] fp32)
     weights             [S, H] fp32, may be negative
-    cu_seq_len_k_start  [S] int32, ks: the first key that query t sees, at least 0
-    cu_seq_len_k_end    [S] int32, ke: one past the last. ke <= ks means none; a ke beyond Skv means Skv. The rows'
+    cu_seq_len_k_start  [S] int32, ks: the first key that query t sees
+    cu_seq_len_k_end    [S] int32, ke: one past the last. ke <= ks means none; both are clipped to [0, Skv]. The rows'
                         ranges need no order
     clean_logits        True: positions outside [ks, ke) are -inf. False: they are unspecified
     max_seqlen_k        0: the result is [S, Skv]. Above 0 it is [S, max_seqlen_k], and column j stands for key
@@ -142,7 +142,7 @@ def _fill(
 ) -> None:
     """Writes the scores into `logits`, which holds -inf, some queries at a time so that memory stays bounded."""
     keys = k.shape[0]
-    starts, ends = starts.long(), ends.long().clamp_max(keys)
+    starts, ends = starts.long().clamp(0, keys), ends.long().clamp_max(keys)
     chunk = max(1, _CHUNK // max(1, q.shape[1] * keys))
     for first in range(0, q.shape[0], chunk):
         rows = slice(first, first + chunk)

@@ -7,6 +7,7 @@ from .indexer_cache import check_cache, read_indexer_cache
 from .indexer_logits import check_logits_dtype, head_weighted_logits, padded_logits
 
 SPLIT_KV = 256
+MOST_SPLITS = 2**31 - 1  # of all sequences
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
@@ -19,7 +20,8 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     Returns [num_sms + 1, 2] int32. Row i is (sequence, split): the work is the splits of 256 keys of sequence 0, then
     of sequence 1 and so on, ceil(length / 256) each and none for an empty sequence, and row i is the first split of
     SM i. Every SM gets total // num_sms splits, the last total % num_sms of them one more. The last row is (B, 0), as
-    is the row of every SM when there is no work. All the queries of a sequence share its splits.
+    is the row of every SM when there is no work. All the queries of a sequence share its splits. A sequence counts for
+    at most (2^31 - 1) // B splits, so that their total is an int32.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepGEMM's function of this name, whose plan for next_n <= 2 this is.
     """
@@ -27,7 +29,7 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     lengths = context_lens.long().clamp_min(0)
     if lengths.dim() == 2:
         lengths = lengths.amax(1)
-    splits = (lengths + SPLIT_KV - 1) // SPLIT_KV
+    splits = ((lengths + SPLIT_KV - 1) // SPLIT_KV).clamp_max(MOST_SPLITS // max(len(lengths), 1))
     ends = splits.cumsum(0)
     total = splits.sum()
     sm = torch.arange(num_sms + 1, device=context_lens.device)
