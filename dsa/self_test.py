@@ -1,6 +1,13 @@
-"""A quick test of every public op on one device, against short float64 formulas. `dsa check` runs it."""
+"""A quick test of every public op on one device, against short float64 formulas. `dsa check` runs it.
 
-from collections.abc import Callable
+Tolerances are those of the ops' contracts, for kernels on a GPU as for references on a CPU:
+- attention rounds its softmax weights, the values of an FP8 cache and its result: `_check_attention`;
+- FP8 products are summed in about 14 bits within a block of 128 channels: `_check_product`;
+- quantised numbers are each off by up to 2^-4, but in no direction: `_check_rounded` allows the one and not the other.
+A result that is 1% too large, a key too many or a tile too few is outside of all of them.
+"""
+
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -10,19 +17,52 @@ from dsa.testing import assert_close, calc_diff
 D, D_V, H = 576, 512, 16
 
 
-def _attention(q: torch.Tensor, kv: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [H, D], kv [N, D] -> out [H, D_V] and lse [H] in float64."""
-    logits, kv = q.double() @ kv.double().T * scale, kv.double()
-    return logits.softmax(-1) @ kv[:, :D_V], logits.logsumexp(-1)
+def _attention(q: torch.Tensor, kv: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [H, D], kv [N, D] -> out [H, D_V], lse [H] and size [H, D_V] = sum_j p_j |v_j|, in float64."""
+    logits, v = q.double() @ kv.double().T * scale, kv.double()[:, :D_V]
+    p = logits.softmax(-1)
+    return p @ v, logits.logsumexp(-1), p @ v.abs()
+
+
+def _rows(parts: Iterable[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """The results of `_attention` for several queries, stacked."""
+    return [torch.stack(part) for part in zip(*parts)]
+
+
+def _check_attention(name: str, got: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, cos_tol: float) -> None:
+    """Each softmax weight, value and result may be off by half a step of bf16, 2^-9; cos_tol: the peers' own."""
+    error = (got.double() - expected).abs()
+    if not (error <= 3 * 2**-9 * size).all():
+        raise AssertionError(f"{name}: off by up to {(error / size).nan_to_num(0.0).max():.3g} of the values' size")
+    _check_diff(name, got, expected, cos_tol)
 
 
 def _check_lse(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     assert_close(name, got, expected, abs_tol=1e-6, rel_tol=8.01 / 65536)
 
 
-def _check_logits(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-    if (diff := calc_diff(got, expected)) > 5e-6:
-        raise AssertionError(f"{name}: calc_diff {diff:.3g} is above 5e-6")
+def _check_diff(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float = 5e-6) -> None:
+    if not (diff := calc_diff(got, expected)) <= tolerance:
+        raise AssertionError(f"{name}: calc_diff {diff:.3g} is above {tolerance}")
+
+
+def _check_rounded(
+    name: str, got: torch.Tensor, expected: torch.Tensor, abs_tol: float, rel_tol: float, cos_tol: float
+) -> None:
+    """Errors of rounding single numbers point in no direction: the mean ratio of numbers that are not small is 1."""
+    assert_close(name, got, expected, abs_tol=abs_tol, rel_tol=rel_tol, cos_tol=cos_tol)
+    got, expected = got.double().to(expected.device), expected.double()
+    large = expected.abs() > expected.abs().max() / 20
+    if abs((ratio := (got[large] / expected[large]).mean().item()) - 1) > 4e-3:
+        raise AssertionError(f"{name}: {ratio:.4f} times what it should be")
+
+
+def _check_product(name: str, got: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> None:
+    """size: the root of the summed squares of what each number is a sum of."""
+    error = (got.double() - expected).abs()
+    if not (error <= 4e-3 * size).all():
+        raise AssertionError(f"{name}: off by up to {(error / size).max():.3g} of the size of its products")
+    _check_diff(name, got, expected, 1e-7)
 
 
 def _hadamard() -> torch.Tensor:
@@ -35,11 +75,11 @@ def _per_token_cast_to_fp8(device: str) -> None:
     x = torch.randn(33, 256, device=device).bfloat16()
     q, scale = dsa.per_token_cast_to_fp8(x)
     back = q.double() * scale.double().repeat_interleave(128, -1)
-    assert_close("x", back, x.double(), abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
+    _check_rounded("x", back, x.double(), abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
     q, scale = dsa.per_token_cast_to_fp8(x, hadamard=True)
     back = q.double().cpu() * scale.double().cpu().repeat_interleave(128, -1)
     expected = (x.double().cpu().view(33, 2, 128) @ _hadamard()).view(33, 256)
-    assert_close("Hadamard x", back, expected, abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
+    _check_rounded("Hadamard x", back, expected, abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
 
 
 def _index_case(device: str) -> tuple[torch.Tensor, ...]:
@@ -56,9 +96,9 @@ def _fp8_mqa_logits(device: str) -> None:
     got = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends)
     column = torch.arange(100, device=device)
     expected = expected.masked_fill((column < starts[:, None]) | (column >= ends[:, None]), -torch.inf)
-    _check_logits("logits", got, expected)
+    _check_diff("logits", got, expected)
     got = dsa.mqa_logits(q.bfloat16(), k.bfloat16(), weights, starts, ends)
-    _check_logits("mqa_logits", got, expected / scale)
+    _check_diff("mqa_logits", got, expected / scale)
 
 
 def _fp8_paged_mqa_logits(device: str) -> None:
@@ -72,7 +112,7 @@ def _fp8_paged_mqa_logits(device: str) -> None:
     got = dsa.fp8_paged_mqa_logits(q[:, None], cache, weights, lengths, table, plan, 128, clean_logits=True)
     expected = torch.nn.functional.pad(expected, (0, 28))
     expected = expected.masked_fill(torch.arange(128, device=device) >= lengths[:, None], -torch.inf)
-    _check_logits("logits", got, expected)
+    _check_diff("logits", got, expected)
 
 
 def _indexer_inputs(device: str) -> None:
@@ -88,7 +128,7 @@ def _indexer_inputs(device: str) -> None:
     weights, gain, bias = (torch.randn(n, device=device) for n in ((40, 16), 128, 128))
     q8, w8 = dsa.quantize_indexer_queries(q, weights, cos, sin)
     back = q8.double() * (w8 / weights).double()[..., None]
-    assert_close("q", back.cpu(), turned(q.double().cpu()), abs_tol=3e-2, rel_tol=0.075, cos_tol=2e-3)
+    _check_rounded("q", back.cpu(), turned(q.double().cpu()), abs_tol=3e-2, rel_tol=0.075, cos_tol=2e-3)
     cache = torch.full((3, 64, 1, 132), 0xFF, dtype=torch.uint8, device=device)
     slots = torch.arange(40, device=device) + 50
     dsa.write_indexer_keys(k, gain, bias, cos, sin, cache, slots)
@@ -97,7 +137,7 @@ def _indexer_inputs(device: str) -> None:
     x = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
     expected = turned((x * gain.double().cpu() + bias.double().cpu())[:, None])[:, 0]
     back = k8.double().cpu() * scale.double().cpu()[:, None]
-    assert_close("k", back, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
+    _check_rounded("k", back, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
 
 
 def _mla_cache_inputs(device: str) -> None:
@@ -113,9 +153,12 @@ def _mla_cache_inputs(device: str) -> None:
         x[:, :512] *= gain.double() / (x[:, :512].square().mean(1, keepdim=True) + 1e-6).sqrt()
         pair = torch.complex(x[:, -64::2], x[:, -63::2]) * torch.exp(1j * angles.double())
         x[:, -64:] = torch.view_as_real(pair).flatten(1)
-        assert_close("out", out, x, abs_tol=6e-2, rel_tol=2**-6, cos_tol=1e-4)
-        rel_tol, cos_tol = (0.075, 2e-3) if cache is v4 else (2**-6, 1e-4)
-        assert_close("cache", dsa.read_kv_cache(cache, slots), x, abs_tol=6e-2, rel_tol=rel_tol, cos_tol=cos_tol)
+        assert_close("out", out, x, abs_tol=4e-2, rel_tol=2**-7, cos_tol=1e-5)
+        back = dsa.read_kv_cache(cache, slots)
+        if cache is v4:
+            _check_rounded("FP8 cache", back, x, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
+        else:
+            assert_close("cache", back, x, abs_tol=4e-2, rel_tol=2**-7, cos_tol=1e-5)
 
 
 def _compressed_kv(device: str) -> None:
@@ -146,13 +189,13 @@ def _compressed_kv(device: str) -> None:
         pair = torch.complex(x[:, -64::2], x[:, -63::2]) * torch.exp(1j * angles[3::4].double().to(device))
         x[:, -64:] = torch.view_as_real(pair).flatten(1)
         if kind == "floats":
-            assert_close("entries", cache[0, :10, 0], x, abs_tol=6e-2, rel_tol=2**-6, cos_tol=1e-4)
+            assert_close("entries", cache[0, :10, 0], x, abs_tol=1e-3, rel_tol=2**-7, cos_tol=1e-5)
         else:
             x = x.cpu() @ _hadamard()
             values, scales = cache.flatten().split((64 * d, 64 * 4))
             back = values.view(torch.float8_e4m3fn).view(64, d).double() * scales.view(torch.float32)[:, None]
             back = back[:10].cpu()
-            assert_close("FP8 entries", back, x, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
+            _check_rounded("FP8 entries", back, x, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
 
 
 def _hyper_connections(device: str) -> None:
@@ -190,9 +233,9 @@ def _flash_mla_with_kvcache(device: str) -> None:
     table = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
     length = torch.tensor([100], dtype=torch.int32, device=device)
     keys = torch.cat((cache[2, :, 0], cache[0, :36, 0]))
-    expected, expected_lse = _attention(q[0, 0], keys, D**-0.5)
+    expected, expected_lse, size = _attention(q[0, 0], keys, D**-0.5)
     out, lse = dsa.flash_mla_with_kvcache(q, cache, table, length, D_V, dsa.get_mla_metadata()[0])
-    assert_close("dense", out[0, 0], expected, abs_tol=8e-4, rel_tol=2.01 / 128, cos_tol=5e-6)
+    _check_attention("dense", out[0, 0], expected, size, 5e-6)
     _check_lse("dense lse", lse[0, :, 0], expected_lse)
     pages = torch.full((3, 64, 1, 656), 0xFF, dtype=torch.uint8, device=device)
     slots = torch.arange(100, device=device) + 64
@@ -200,8 +243,8 @@ def _flash_mla_with_kvcache(device: str) -> None:
     out, lse = dsa.flash_mla_with_kvcache(
         q, pages, None, None, D_V, dsa.get_mla_metadata()[0], is_fp8_kvcache=True, indices=slots.int().view(1, 1, -1)
     )
-    expected, expected_lse = _attention(q[0, 0], dsa.read_kv_cache(pages, slots), D**-0.5)
-    assert_close("sparse", out[0, 0], expected, abs_tol=1e-3, rel_tol=2.01 / 128, cos_tol=5e-6)
+    expected, expected_lse, size = _attention(q[0, 0], dsa.read_kv_cache(pages, slots), D**-0.5)
+    _check_attention("sparse", out[0, 0], expected, size, 5e-6)
     _check_lse("sparse lse", lse[0, :, 0], expected_lse)
 
 
@@ -211,9 +254,9 @@ def _flash_mla_sparse_fwd(device: str) -> None:
     indices[0, 0, :50] = torch.randperm(200, device=device)[:50]
     out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, D**-0.5)
     keys = kv[indices[0, 0, :50].long(), 0]
-    expected, expected_lse = _attention(q[0], keys, D**-0.5)
+    expected, expected_lse, size = _attention(q[0], keys, D**-0.5)
     empty, infinite = torch.zeros_like(expected), torch.full_like(expected_lse, torch.inf)
-    assert_close("out", out, torch.stack((expected, empty)), abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
+    _check_attention("out", out, torch.stack((expected, empty)), torch.stack((size, empty)), 7e-6)
     _check_lse("lse", lse, torch.stack((expected_lse, infinite)))
     largest = (q[0].double() @ keys.double().T * D**-0.5).amax(-1)
     _check_lse("max_logits", max_logits, torch.stack((largest, -infinite)))
@@ -245,8 +288,8 @@ def _sliding_window_attention(device: str) -> None:
     ends = torch.tensor([0, 40], dtype=torch.int32, device=device)
     windows = [kv[max(0, t - 7) : t + 1, 0] for t in range(40)]
     out, lse = dsa.sliding_window_attention(q, kv, ends, ends, 8, D_V**-0.5)
-    expected, expected_lse = map(torch.stack, zip(*(_attention(*row, D_V**-0.5) for row in zip(q, windows))))
-    assert_close("out", out, expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
+    expected, expected_lse, size = _rows(_attention(*row, D_V**-0.5) for row in zip(q, windows))
+    _check_attention("out", out, expected, size, 7e-6)
     _check_lse("lse", lse, expected_lse)
 
     table = torch.tensor([[1, 0, 2]], dtype=torch.int32, device=device)
@@ -256,31 +299,31 @@ def _sliding_window_attention(device: str) -> None:
     for where, pages in ((table, cache), (None, ring)):
         length = torch.full((1,), 40, dtype=torch.int32, device=device)
         out, lse = dsa.sliding_window_decode(q[None, 38:], pages, where, length, 8, D_V**-0.5)
-        assert_close("decode", out[0], expected[38:], abs_tol=1e-3, rel_tol=2.01 / 128, cos_tol=5e-6)
+        _check_attention("decode", out[0], expected[38:], size[38:], 5e-6)
         _check_lse("decode lse", lse[0].T, expected_lse[38:])
 
     more = torch.randn(30, 1, D_V, device=device).bfloat16()
     picks = torch.rand(40, 30, device=device).argsort(1)[:, :5].int()
     keys = [torch.cat((near, more[p.long(), 0])) for near, p in zip(windows, picks)]
-    expected, expected_lse = map(torch.stack, zip(*(_attention(*row, D_V**-0.5) for row in zip(q, keys))))
+    expected, expected_lse, size = _rows(_attention(*row, D_V**-0.5) for row in zip(q, keys))
     sink = torch.full((H,), -torch.inf, device=device)
     sink[0] = expected_lse[:, 0].mean()
     share = expected_lse[:, 0].exp() / (expected_lse[:, 0].exp() + sink[0].double().exp())
     expected[:, 0] *= share[:, None]
     out, lse = dsa.window_sparse_attention(q, kv, ends, ends, 8, more, picks, D_V**-0.5, attn_sink=sink)
-    assert_close("out with selected", out, expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
+    _check_attention("out with selected", out, expected, size, 7e-6)
     _check_lse("lse with selected", lse, expected_lse)
 
 
 def _merge_attention(device: str) -> None:
     """Attention in two parts, and a row whose parts are both empty, with a sink that halves the first head."""
     q, kv = torch.randn(H, D, device=device), torch.randn(40, D, device=device)
-    expected, expected_lse = _attention(q, kv, D**-0.5)
+    expected, expected_lse, _ = _attention(q, kv, D**-0.5)
     sink = torch.full((H,), -torch.inf, device=device)
     sink[0], expected[0] = expected_lse[0], expected[0] / 2
     outs, lses = [], []
     for keys, mark in zip(kv.split((32, 8)), (torch.inf, -torch.inf)):
-        out, lse = (x.float() for x in _attention(q, keys, D**-0.5))
+        out, lse, _ = (x.float() for x in _attention(q, keys, D**-0.5))
         outs.append(torch.stack((out, torch.full_like(out, torch.nan))))
         lses.append(torch.stack((lse, torch.full_like(lse, mark))))
     out, lse = dsa.merge_attention(outs, lses, sink)
@@ -291,12 +334,13 @@ def _merge_attention(device: str) -> None:
 def _fp8_gemm_nt(device: str) -> None:
     x, w = torch.randn(5, 384, device=device), torch.randn(200, 384, device=device)
     a, b = dsa.per_token_cast_to_fp8(x, False), dsa.per_block_cast_to_fp8(w, False)
-    expected = (a[0].double() * a[1].double().repeat_interleave(128, 1)) @ dsa.dequantize_per_block(*b).double().T
-    assert_close("y", dsa.fp8_gemm_nt(a, b, torch.float32), expected, abs_tol=4e-3, rel_tol=1e-4)
+    wide = a[0].double() * a[1].double().repeat_interleave(128, 1), dsa.dequantize_per_block(*b).double().T
+    expected, size = wide[0] @ wide[1], (wide[0].square() @ wide[1].square()).sqrt()
+    _check_product("y", dsa.fp8_gemm_nt(a, b, torch.float32), expected, size)
     ends = torch.tensor((2, 2, 5), dtype=torch.int32, device=device)
     weights = b[0].expand(3, -1, -1).contiguous(), b[1] * torch.tensor((1.0, 8.0, 2.0), device=device)[:, None, None]
-    expected = torch.cat((expected[:2], 2 * expected[2:]))
-    assert_close("y", dsa.grouped_fp8_gemm_nt(a, weights, ends, torch.float32), expected, abs_tol=8e-3, rel_tol=1e-4)
+    expected, size = (torch.cat((x[:2], 2 * x[2:])) for x in (expected, size))
+    _check_product("grouped y", dsa.grouped_fp8_gemm_nt(a, weights, ends, torch.float32), expected, size)
 
 
 def _expert_routing(device: str) -> None:
@@ -363,8 +407,11 @@ def _swiglu_cast_to_fp8(device: str) -> None:
         if limit is not None:
             g, u = g.clamp(max=limit), u.clamp(-limit, limit)
         back = q.double() * scale.double().repeat_interleave(128, -1)[:, :200]
-        name = "h" if limit is None else "limited h"
-        assert_close(name, back, g / (1 + (-g).exp()) * u, abs_tol=4e-2, rel_tol=0.075, cos_tol=2e-3)
+        expected, tolerance = g / (1 + (-g).exp()) * u, {"abs_tol": 4e-2, "rel_tol": 0.075, "cos_tol": 2e-3}
+        if limit is None:
+            _check_rounded("h", back, expected, **tolerance)
+        else:  # many numbers are the limit, and all of these are rounded alike
+            assert_close("limited h", back, expected, **tolerance)
 
 
 def _combine_experts(device: str) -> None:
@@ -402,7 +449,7 @@ def _indexer_warmup_attention(device: str) -> None:
     expected = torch.stack(losses)
     assert_close("kl", kl, expected.detach(), abs_tol=2e-5, rel_tol=1e-3)
     for name, x, y in zip(("dq_idx", "dk_idx", "dw_idx"), got, torch.autograd.grad(expected.sum(), exact)):
-        assert_close(name, x, y, abs_tol=1e-2, rel_tol=2e-2, cos_tol=2e-4)
+        _check_rounded(name, x, y, abs_tol=1e-2, rel_tol=2e-2, cos_tol=2e-4)
 
 
 def _indexer_topk(device: str) -> None:
@@ -424,7 +471,7 @@ def _sparse_indexer_loss(device: str) -> None:
     """A query of two keys, one of them twice, beside what is none, and the gradients, by the definitions in float64."""
     q, kv = torch.randn(1, H, D, device=device).bfloat16(), torch.randn(9, 1, D, device=device).bfloat16()
     q_idx, k_idx = torch.randn(1, 8, 64, device=device).bfloat16(), torch.randn(9, 64, device=device).bfloat16()
-    w, scale = torch.randn(1, 8, device=device) / 8, 2 * D**-0.5
+    w, scale = torch.randn(1, 8, device=device) / 8, 8 * D**-0.5
     picks = torch.tensor([[[6, -1, 5, 9, 5]]], dtype=torch.int32, device=device)
     learned = [x.requires_grad_() for x in (q_idx, k_idx, w)]
     kl = dsa.sparse_indexer_loss(q, kv, *learned, picks, scale)
@@ -436,7 +483,7 @@ def _sparse_indexer_loss(device: str) -> None:
     expected = (p * (p.log() - scores.log_softmax(0))).sum()
     assert_close("sparse kl", kl[0], expected.detach(), abs_tol=2e-5, rel_tol=1e-3)
     for name, x, y in zip(("dq_idx", "dk_idx", "dw_idx"), got, torch.autograd.grad(expected, exact)):
-        assert_close(name, x, y, abs_tol=1e-2, rel_tol=2e-2, cos_tol=2e-4)
+        _check_rounded(name, x, y, abs_tol=1e-2, rel_tol=2e-2, cos_tol=2e-4)
 
 
 def _sparse_mla_attention(device: str) -> None:
@@ -452,12 +499,13 @@ def _sparse_mla_attention(device: str) -> None:
     wide = [x.detach().double().requires_grad_() for x in (*leaves, sink)]
     keys = wide[1][picks[0, 0, :50].long(), 0]
     logits = wide[0][0] @ keys.T * D**-0.5
-    expected = torch.cat((logits, wide[2][:, None]), 1).softmax(-1)[:, :50] @ keys[:, :D_V]
+    p = torch.cat((logits, wide[2][:, None]), 1).softmax(-1)[:, :50]
+    expected = p @ keys[:, :D_V]
     gradients = torch.autograd.grad(expected, wide, dout[0].double())
-    assert_close("out", out[0], expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
+    _check_attention("out", out[0], expected, p @ keys[:, :D_V].abs(), 7e-6)
     _check_lse("lse", lse[:, 0], logits.logsumexp(-1))
     for name, got, true in zip(("dq", "dkv", "dsink"), (dq, dkv, dsink), gradients):
-        if (error := ((got.double() - true).norm() / true.norm()).item()) > 1e-2:
+        if (error := ((got.double() - true).norm() / true.norm()).item()) > 7e-3:
             raise AssertionError(f"{name}: {error:.2e} from the definition")
     if any(x.ne(0).any() for x in (out[1], dq[1])):
         raise AssertionError("not zeros without keys")

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="print versions, GPU and backend, and test every op")
     check.set_defaults(run=_check)
+    check.add_argument("--seeds", type=_positive, default=1, help="test every op with that many sets of random numbers")
 
     bench = commands.add_parser("bench", help="time an op beside its peers (needs a Hopper GPU)")
     bench.set_defaults(run=_bench)
@@ -136,7 +137,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from dsa_layers.health import check
 
-    return 0 if check() else 1
+    return 0 if check(args.seeds) else 1
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -16,8 +16,8 @@ from dsa.source_digest import has_kernel
 _PACKAGES = ("dsa-kernels", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "safetensors", "tokenizers")
 
 
-def check() -> bool:
-    """Print the report; True if every op passed."""
+def check(seeds: int = 1) -> bool:
+    """Print the report; True if every op passed, each with the random numbers of that many seeds."""
     print(f"python {platform.python_version()}")
     for package in _PACKAGES:
         try:
@@ -30,8 +30,7 @@ def check() -> bool:
     print(f"backend: {dsa.backend()}" + (f" ({reason})" if reason else ""))
     print(f"compile cache: {_cache_state()}")
     device = "cuda" if on_gpu else "cpu"
-    torch.manual_seed(0)
-    passed = [_run(name, device) for name in SELF_TESTS]
+    passed = [_run(name, device, seeds) for name in SELF_TESTS]
     print(f"{sum(passed)} of {len(passed)} ops passed")
     return all(passed)
 
@@ -51,15 +50,18 @@ def _cache_state() -> str:
     return f"{directory}, {len(kernels)} kernels, {size / 1e6:.1f} MB{state}"
 
 
-def _run(name: str, device: str) -> bool:
+def _run(name: str, device: str, seeds: int) -> bool:
     started = time.perf_counter()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about ops without a kernel: the column below says it
-            SELF_TESTS[name](device)
-        outcome = "ok"
-    except Exception as error:
-        outcome = f"FAILED: {type(error).__name__}: {error}"
+    outcome = "ok"
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about ops without a kernel: the column below says it
+                SELF_TESTS[name](device)
+        except Exception as error:
+            outcome = f"FAILED{f' with seed {seed}' if seed else ''}: {type(error).__name__}: {error}"
+            break
     how = "kernel" if device == "cuda" and dsa.backend() == "cute" and has_kernel(name) else "reference"
     print(f"  {name:<28} {how:<9} {time.perf_counter() - started:6.2f} s  {outcome}")
     return outcome == "ok"
