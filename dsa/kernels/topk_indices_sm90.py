@@ -55,6 +55,7 @@ ITEMS = 32  # numbers of a list that a thread has bits for
 CUT = 4  # entries a thread looks at, at a time, in cutting a list
 SAMPLE = 4096  # numbers at most; any list has room for them
 MARGIN = 4.5  # standard deviations of independent numbers
+SLOT_LIMIT = 2**31  # what int32 cannot hold
 READINGS = 3  # of a row, at most: two with a threshold, one without
 # What the caller gives, as bits of `options`.
 STARTS, LENGTHS, PAGED, ROW_TO_SEQ, BY_VALUE, VALUES = (1 << i for i in range(6))
@@ -599,10 +600,13 @@ class TopkIndicesSm90:
         known = sequence >= 0 and sequence < block_table.shape[0] and last >= 0
         if known:
             for i in cutlass.range(tid, found, self.threads, unroll=4):
-                # No branch around the load, so that several are under way.
-                page, offset = divmod(words[i] + to_index, divisor)
+                # A start far below 0 makes the sum wrap. No branch around the load, so that several are under way.
+                index = words[i] + to_index
+                page, offset = divmod(cutlass.max(index, 0), divisor)
                 physical = block_table[sequence, cutlass.min(page, last)]
-                words[i] = physical * page_size + offset if page <= last and physical >= 0 else -1
+                slot = Int64(physical) * page_size + offset
+                exists = index >= 0 and page <= last and physical >= 0 and slot < Int64(SLOT_LIMIT)
+                words[i] = Int32(slot) if exists else Int32(-1)
         else:
             for i in cutlass.range(tid, found, self.threads, unroll=1):
                 words[i] = Int32(-1)

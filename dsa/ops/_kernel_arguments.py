@@ -28,9 +28,18 @@ def check_rows(name: str, x: torch.Tensor) -> None:
         )
 
 
+def check_slot_count(name: str, cache: torch.Tensor) -> None:
+    """The kernels find a slot's page by a division of 32 bits."""
+    if cache.shape[0] * cache.shape[1] > 2**31:
+        raise ValueError(f"{name}: the Hopper kernel takes at most 2^31 slots, got shape {list(cache.shape)}")
+
+
 def pages_as_rows(name: str, cache: torch.Tensor) -> torch.Tensor:
     """A paged cache, each page contiguous, as [pages, bytes]; pages start at multiples of 16 bytes."""
+    check_slot_count(name, cache)
     pages, width = cache.shape[0], cache.shape[1] * cache.shape[2] * cache.shape[3]
+    if width >= 2**31:  # the kernels count a page's bytes in 32 bits
+        raise ValueError(f"{name}: the Hopper kernel takes pages below 2^31 bytes, got shape {list(cache.shape)}")
     stride = cache.stride(0) if pages > 1 else width + -width % 16  # a single page's stride means nothing
     if cache.data_ptr() % 16 or stride % 16:
         raise ValueError(

@@ -3,7 +3,7 @@
 import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_rows, dtype_name, pages_as_rows, unit_inner
+from dsa.ops._kernel_arguments import check_rows, check_slot_count, dtype_name, pages_as_rows, unit_inner
 from dsa.reference.kv_cache import BYTE_DTYPES, V4_BYTES, V4_ROW
 
 
@@ -25,6 +25,7 @@ def cache_rows(cache: torch.Tensor) -> torch.Tensor:
         if cache.shape[3] == V4_BYTES:
             whole = pages_as_rows("cache", cache)
             return whole.as_strided((pages, page_size, V4_ROW), (whole.stride(0), V4_ROW, 1))
+    check_slot_count("cache", cache)
     check_rows("cache", cache)
     return rows_at_16_bytes(cache.select(2, 0))
 

@@ -42,7 +42,8 @@ def topk_indices(
     Rows with fewer than k candidates end in -1, and values are -inf where the index is -1. Of equal scores the lowest
     index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is never picked, so a row may
     have less than k indices on its account. With block_table, an index whose page is negative or outside the
-    table, or whose row_to_seq names no sequence, becomes -1 in its place: the order is still that of the indices.
+    table, whose slot is 2^31 or more, or whose row_to_seq names no sequence, becomes -1 in its place: the order is still
+    that of the indices.
     Prefill: starts and lengths of each query's keys. Decode: lengths alone. Speculative decode, next_n rows a
     sequence: lengths of each row, and row_to_seq = r // next_n.
 

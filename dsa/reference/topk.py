@@ -7,6 +7,8 @@ from .checks import INT32, check_positive, check_tensor
 # Scores sorted at a time: the sort's int64 indices take 8 bytes each.
 _CHUNK = 2**24
 _NEVER = torch.iinfo(torch.int32).min
+# The first slot that int32 cannot hold.
+_SLOT_LIMIT = 2**31
 
 
 def topk_indices(
@@ -39,7 +41,8 @@ def topk_indices(
     Rows with fewer than k candidates end in -1, and values are -inf where the index is -1. Of equal scores the lowest
     index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is never picked, so a row may
     have less than k indices on its account. With block_table, an index whose page is negative or outside the
-    table, or whose row_to_seq names no sequence, becomes -1 in its place: the order is still that of the indices.
+    table, whose slot is 2^31 or more, or whose row_to_seq names no sequence, becomes -1 in its place: the order is still
+    that of the indices.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     """
     check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq)
@@ -110,7 +113,8 @@ def _to_slots(
     known = (indices >= 0) & (sequence >= 0) & (sequence < sequences) & (page < max_pages)
     slots = torch.full_like(indices, -1)
     physical = block_table[sequence[known], page[known]].long()
-    slots[known] = torch.where(physical >= 0, physical * page_size + indices[known] % page_size, -1)
+    slot = physical * page_size + indices[known] % page_size
+    slots[known] = torch.where((physical >= 0) & (slot < _SLOT_LIMIT), slot, -1)
     return slots
 
 

@@ -4,7 +4,7 @@ import torch
 
 from .checks import INT32, check_tensor
 
-# A slot that is at least this cannot be said in int32.
+# The first slot that int32 cannot hold.
 _SLOT_LIMIT = 2**31
 
 

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name, pages_as_rows, unit_inner
+from dsa.ops._kernel_arguments import (
+    check_rows,
+    check_same_device,
+    check_slot_count,
+    dtype_name,
+    pages_as_rows,
+    unit_inner,
+)
 
 
 def shifted(x, elements):
@@ -104,3 +111,14 @@ def test_unit_inner():
     column = matrix[:, 2:3].as_strided((3, 1), (4, 9))
     assert unit_inner(column).stride() == (4, 1) and unit_inner(column).tolist() == column.tolist()
     assert unit_inner(matrix[0, ::4]).stride() == (1,)
+
+
+def test_caches_that_32_bits_can_count():
+    one = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
+    assert check_slot_count("cache", one.expand(2**25, 64, 1, 132)) is None
+    with pytest.raises(ValueError, match=r"cache: the Hopper kernel takes at most 2\^31 slots, got shape \[33554433, "):
+        check_slot_count("cache", one.expand(2**25 + 1, 64, 1, 132))
+    with pytest.raises(ValueError, match=r"cache: the Hopper kernel takes at most 2\^31 slots"):
+        pages_as_rows("cache", one.expand(2**25 + 1, 64, 1, 132))
+    with pytest.raises(ValueError, match=r"cache: the Hopper kernel takes pages below 2\^31 bytes, got shape \[1, "):
+        pages_as_rows("cache", one.expand(1, 2**24, 1, 132))
