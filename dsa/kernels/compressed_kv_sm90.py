@@ -7,7 +7,8 @@ Plan
 - The first group then has the row: norm by a sum over its warps, rope within a thread, and rounding as the cache has
   it: a scale for 64 channels is 16 lanes' business, the Hadamard transform a warp's.
 - A CTA has an entry; the first of each sequence has two, for those alone are made of the state's tokens, and then
-  overwrites it with the new ones. Which sequence a CTA works for it finds by a scan over all of them.
+  overwrites it with the new ones. Which sequence a CTA works for it finds by a scan over all of them. There are as
+  many CTAs as sequences in order can ask for; where boundaries are wrong and sequences overlap, CTAs have several.
 Shared memory: GROUPS x 3 x d numbers. Constraints: m = 4 with overlap and d of 512 or 128, m = 128 without and d = 512;
 rope turns 64 channels in neighbouring pairs; rows at multiples of 16 bytes.
 Roofline: memory, two projections of a token read once (of overlapping blocks one half each).
@@ -33,6 +34,8 @@ OWN = 4  # channels of a thread
 TOGETHER = 8  # slots read at once
 LOG2E = 1.4426950408889634
 WARP = 32
+MOST_POSITIONS = 2**31 - 512  # of a sequence: a block or two beyond them is still an int32
+MOST_ITEMS = 2**30  # of all sequences, of which only overlapping ones could have more
 # Entries that there are kernels for: (channels, tokens, whether blocks overlap).
 KINDS = ((512, 4, True), (512, 128, False), (128, 4, True))
 DTYPES = ("float32", "bfloat16")
@@ -99,42 +102,50 @@ class WriteCompressedKvSm90:
 
         @cute.struct
         class Storage:
-            found: cute.struct.MemRange[Int32, 2]
+            found: cute.struct.MemRange[Int32, 3]
             squares: cute.struct.MemRange[Float32, 4]
             parts: cute.struct.Align[cute.struct.MemRange[Float32, self.groups * 3 * self.dim], 16]
 
         storage = SmemAllocator().allocate(Storage)
-        found = storage.found.get_tensor(cute.make_layout(2))
+        found = storage.found.get_tensor(cute.make_layout(3))
         squares = storage.squares.get_tensor(cute.make_layout(4))
         parts = storage.parts.get_tensor(cute.make_layout((self.dim, 3, self.groups)))
-        if tid < WARP:
-            self.find(found, cu_seqlens, starts, lanes, kv.shape[0], state.shape[0], block, tid)
-        cute.arch.sync_threads()
-        sequence, item = found[0], found[1]
-        if sequence >= 0:
-            low, length, start = self.bounds(cu_seqlens, starts, sequence, kv.shape[0])
-            first, count = start // self.ratio, (start + length) // self.ratio - start // self.ratio
-            lane = lanes[sequence]
-            # The first item has the first two entries.
-            begin, end = item + 1, cutlass.min(item + 2, count)
-            if item == 0:
-                begin = Int32(0)
-            for n in cutlass.range(begin, end, unroll=1):
-                self.entry(
-                    *(kv, gate, ape, weight, cos, sin, cache, slots, state, squares, parts),
-                    *(first + n, low, start, lane, page_size, divisor, eps, tid),
-                )
-            if item == 0:
-                # All have read what is overwritten now.
-                cute.arch.sync_threads()
-                self.keep(kv, gate, ape, state, low, start, length, lane, tid)
+        ctas, _, _ = cute.arch.grid_dim()
+        number, total = block, block + 1
+        while number < total:
+            if tid < WARP:
+                self.find(found, cu_seqlens, starts, lanes, kv.shape[0], state.shape[0], number, tid)
+            cute.arch.sync_threads()
+            sequence, item, total = found[0], found[1], found[2]
+            if sequence >= 0:
+                low, length, start = self.bounds(cu_seqlens, starts, sequence, kv.shape[0])
+                first, count = start // self.ratio, (start + length) // self.ratio - start // self.ratio
+                lane = lanes[sequence]
+                # The first item has the first two entries.
+                begin, end = item + 1, cutlass.min(item + 2, count)
+                if item == 0:
+                    begin = Int32(0)
+                for n in cutlass.range(begin, end, unroll=1):
+                    self.entry(
+                        *(kv, gate, ape, weight, cos, sin, cache, slots, state, squares, parts),
+                        *(first + n, low, start, lane, page_size, divisor, eps, tid),
+                    )
+                if item == 0:
+                    # All have read what is overwritten now.
+                    cute.arch.sync_threads()
+                    self.keep(kv, gate, ape, state, low, start, length, lane, tid)
+            number += ctas
+            # All have read what is found anew now.
+            cute.arch.sync_threads()
 
     @cute.jit
     def bounds(self, cu_seqlens: cute.Tensor, starts: cute.Tensor, sequence, tokens):
-        """(first new token, how many, tokens before) of a sequence; inside the tensors, whatever the arguments say."""
-        low = cutlass.min(cutlass.max(cu_seqlens[sequence], 0), tokens)
-        high = cutlass.min(cutlass.max(cu_seqlens[sequence + 1], low), tokens)
-        return low, high - low, cutlass.max(starts[sequence], 0)
+        """(first new token, how many, tokens before) of a sequence; inside the tensors, whatever the arguments say. One
+        whose boundaries decrease or are outside has no new tokens, so that it takes none of the others'."""
+        low, high = cu_seqlens[sequence], cu_seqlens[sequence + 1]
+        if low < 0 or low > high or high > tokens:
+            low, high = Int32(0), Int32(0)
+        return low, high - low, cutlass.max(cutlass.min(starts[sequence], MOST_POSITIONS - tokens), 0)
 
     @cute.jit
     def find(
@@ -145,11 +156,11 @@ class WriteCompressedKvSm90:
         lanes: cute.Tensor,
         tokens,
         all_lanes,
-        block,
+        number,
         lane,
     ):
-        """(sequence, its item) of CTA number `block`; sequence -1: there are less. Sequences of no lane are left out. A
-        warp's work."""
+        """(sequence, its item) of item `number` of all, and how many there are; sequence -1: less. Sequences of no lane
+        are left out. A warp's work."""
         if lane == 0:
             found[0] = Int32(-1)
         cute.arch.sync_warp()
@@ -166,10 +177,12 @@ class WriteCompressedKvSm90:
                 other = cute.arch.shuffle_sync_up(total, offset=1 << log, mask_and_clamp=0)
                 if lane >= 1 << log:
                     total += other
-            own = block - before - (total - items)
+            own = number - before - (total - items)
             if own >= 0 and own < items:
                 found[0], found[1] = b, own
-            before += cute.arch.shuffle_sync(total, WARP - 1)
+            before = cutlass.min(before + cute.arch.shuffle_sync(total, WARP - 1), MOST_ITEMS)
+        if lane == 0:
+            found[2] = before
 
     @cute.jit
     def entry(
@@ -245,7 +258,7 @@ class WriteCompressedKvSm90:
                 squares[tid // WARP] = square
             cute.arch.sync_threads()
             square = squares[0] + squares[1] + squares[2] + squares[3]
-        token = low + (number + 1) * self.ratio - 1 - start
+        token = low + ((number + 1) * self.ratio - 1 - start)
         if group == 0:
             self.store(acc, square, weight, cos, sin, cache, slots, token, kv, page_size, divisor, eps, own)
 
@@ -274,7 +287,7 @@ class WriteCompressedKvSm90:
         for i in cutlass.range_constexpr(OWN):
             k[i, j], z[i, j] = Float32(0.0), Float32(-3e38)
         if position >= start:
-            row = low + position - start
+            row = low + (position - start)
             numbers, weights = [cute.make_rmem_tensor((OWN,), kv.element_type) for _ in range(2)]
             bias = cute.make_rmem_tensor((OWN,), Float32)
             cute.autovec_copy(cute.local_tile(kv[row, None], (OWN,), (at,)), numbers)

@@ -52,18 +52,21 @@ def write_compressed_kv(
                  power-of-two scale each
     slots        [T] int32 or int64: page * P + offset for a token that ends a block; -1 skips its entry, and is what
                  the others have
-    cu_seqlens   [B + 1] int32: sequence b has the tokens cu_seqlens[b] up to cu_seqlens[b + 1]
-    starts       [B] int32: tokens of each sequence before these, which are in `state`
+    cu_seqlens   [B + 1] int32, from at least 0 to at most T, not decreasing: sequence b has the tokens cu_seqlens[b] up
+                 to cu_seqlens[b + 1]
+    starts       [B] int32, at least 0, and with T below 2^31 - 512: tokens of each sequence before these, which are in
+                 `state`
     state        [S, n, 2, c] fp32, n = m, or 2 m with overlap: KV and Z of the token at position p in row p mod n of
                  the sequence's lane. The new tokens' are written
-    lanes        [B] int32: the lane of each sequence in `state`, all different
+    lanes        [B] int32: the lane of each sequence in `state`, from 0 to S - 1, all different
     overlap      whether an entry is made of two blocks
     eps          added to the mean of the squares
 
     Sum, norm and rope are fp32 and round once, to kv's dtype. Not differentiable; `compress_kv` is. Raises TypeError or
-    ValueError for other types, dtypes, shapes and strides; the reference also for slots below -1 or beyond the cache,
-    which the kernel skips, as it does sequences of lanes outside the state. Of decreasing cu_seqlens and negative
-    starts it makes unspecified entries, from these tensors alone.
+    ValueError for other types, dtypes, shapes and strides; the reference also for slots below -1 or beyond the cache
+    and for other integers than these. The kernel skips such slots and sequences of such lanes, takes a sequence whose
+    boundaries decrease or are outside for one without new tokens, and makes unspecified entries of the tokens of such
+    starts; all else is as it would be.
     On Hopper: one kernel; kv fp32 or bf16; d = 512 with m = 4 and overlap or m = 128 without, into floats or 584 bytes,
     and d = 128 with m = 4 and overlap, into bf16 or 132 bytes; R = 64; rows and pages at multiples of 16 bytes. Another
     order of sums than the reference's, so that now and then a number rounds to its neighbour. Deterministic. CUDA-graph

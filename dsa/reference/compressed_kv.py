@@ -31,20 +31,23 @@ def compress_kv(
 
     kv, gate    [T, c] fp32, bf16 or fp16: projections of new tokens, the sequences one after another
     ape         [m, c] fp32
-    cu_seqlens  [B + 1] int32: sequence b has the tokens cu_seqlens[b] up to cu_seqlens[b + 1]
-    starts      [B] int32: tokens of each sequence before these, which are in `state`
+    cu_seqlens  [B + 1] int32, from at least 0 to at most T, not decreasing: sequence b has the tokens cu_seqlens[b] up
+                to cu_seqlens[b + 1]
+    starts      [B] int32, at least 0: tokens of each sequence before these, which are in `state`
     state       [S, n, 2, c] fp32, n = m, or 2 m with overlap: KV and Z of the token at position p in row p mod n of
                 the sequence's lane. The new tokens' are written. None: all sequences begin here
-    lanes       [B] int32: the lane of each sequence in `state`, all different
+    lanes       [B] int32: the lane of each sequence in `state`, from 0 to S - 1, all different
 
     Returns (entries [N, d] fp32, tokens [N] int64, the new tokens that end their blocks, ascending). Gradients flow to
-    kv, gate and ape. Raises TypeError or ValueError for other types, dtypes and shapes.
+    kv, gate and ape. Raises TypeError or ValueError for other types, dtypes, shapes and integers; then nothing is
+    written.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     d = check_compress(kv, gate, ape, cu_seqlens, starts, state, lanes, overlap)
     m, overlap = ape.shape[0], d < kv.shape[1]
     entries, tokens = [kv.new_empty(0, d, dtype=torch.float32)], [torch.empty(0, dtype=torch.int64, device=kv.device)]
     bounds, first = cu_seqlens.tolist(), starts.tolist()
+    _check_sequences(bounds, first, None if lanes is None else lanes.tolist(), kv, state)
     for b, (start, low, high) in enumerate(zip(first, bounds, bounds[1:])):
         # From the first token that an entry of these can be made of: in block start // m, or the one before.
         begin = max(start // m - overlap, 0) * m
@@ -104,7 +107,7 @@ def write_compressed_kv(
     eps          added to the mean of the squares
 
     Sum, norm and rope are fp32 and round once, to kv's dtype. Raises TypeError or ValueError for other types, dtypes
-    and shapes, and for slots below -1 or beyond the cache.
+    and shapes, for slots below -1 or beyond the cache, and for integers as `compress_kv` does; then nothing is written.
     """
     check_write_compressed(
         kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes, overlap
@@ -123,6 +126,18 @@ def write_compressed_kv(
 def is_index_cache(cache: torch.Tensor, d: int) -> bool:
     """Whether a cache holds d e4m3 numbers and a scale an entry."""
     return cache.dtype == torch.uint8 and cache.shape[-1] == d + 4
+
+
+def _check_sequences(
+    bounds: list[int], starts: list[int], lanes: list[int] | None, kv: torch.Tensor, state: torch.Tensor | None
+) -> None:
+    """The values of the integers of `compress_kv`."""
+    if bounds[0] < 0 or bounds[-1] > len(kv) or bounds != sorted(bounds):
+        raise ValueError(f"cu_seqlens: must not decrease, from at least 0 to at most T={len(kv)}, got {bounds}")
+    if any(start < 0 or (start and lanes is None) for start in starts):
+        raise ValueError(f"starts: must be at least 0, and 0 without a state, got {starts}")
+    if lanes is not None and (any(not 0 <= lane < len(state) for lane in lanes) or len(set(lanes)) != len(lanes)):
+        raise ValueError(f"lanes: must be different numbers from 0 to {len(state) - 1}, got {lanes}")
 
 
 def check_compress(
