@@ -11,12 +11,13 @@ from pathlib import Path
 
 from dsa_layers.config.deepseek_v4 import DeepseekV4Config, read_deepseek_v4
 from dsa_layers.config.deepseek_v32 import DeepseekV32Config, read_deepseek_v32
-from dsa_layers.config.fields import ConfigError, read_object
+from dsa_layers.config.fields import MAX_EXPERTS, ConfigError, read_object
 from dsa_layers.config.glm_moe_dsa import GlmMoeDsaConfig, read_glm_moe_dsa
 from dsa_layers.config.parts import QuantizationConfig, RopeConfig, YarnConfig
 from dsa_layers.config.sparse_mla import SparseMLAConfig
 
 __all__ = [
+    "MAX_EXPERTS",
     "ConfigError",
     "DeepseekV4Config",
     "DeepseekV32Config",

@@ -1,6 +1,7 @@
 """The configuration of DeepSeek-V3.2."""
 
 from dsa_layers.config.fields import Fields
+from dsa_layers.config.parts import read_layers
 from dsa_layers.config.sparse_mla import SparseMLAConfig, read_sparse_mla
 
 
@@ -18,6 +19,6 @@ def read_deepseek_v32(fields: Fields, generation: Fields | None) -> DeepseekV32C
         DeepseekV32Config,
         fields,
         generation,
-        indexer_types=("full",) * fields.integer("num_hidden_layers"),
+        indexer_types=("full",) * read_layers(fields),
         indexer_rope_interleave=False,
     )

@@ -3,19 +3,36 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsa_layers.config.fields import NO_INFLUENCE, Fields
+from dsa_layers.config.fields import (
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_SHARED_EXPERTS,
+    MAX_TOKENS,
+    NO_INFLUENCE,
+    Fields,
+)
 from dsa_layers.config.parts import (
     QuantizationConfig,
     RopeConfig,
     read_dtype,
+    read_layers,
+    read_mtp_layers,
     read_quantization,
     read_rope_type,
+    read_theta,
     read_token_ids,
+    read_vocab_size,
     read_yarn,
 )
+from dsa_layers.untrusted_files import shown
 
 # Layers by how many tokens an entry stands for, and as transformers names them; 0: the window alone.
 LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+# A sequence's ring of keys, and what a compressor keeps of unfinished blocks, are as long as these.
+MAX_WINDOW = 2**16
+MAX_RATE = 2**12
+MAX_STREAMS = 2**6
 
 # What later releases put their drafter's dimensions in.
 DSPARK = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
@@ -83,9 +100,9 @@ def read_deepseek_v4(fields: Fields, generation: Fields | None) -> DeepseekV4Con
     fields.one_of("topk_method", ("noaux_tc",), default="noaux_tc")
     fields.one_of("norm_topk_prob", (True,), default=True)
     fields.one_of("router_jitter_noise", (0,), default=0)
-    vocab_size, layers = fields.integer("vocab_size"), fields.integer("num_hidden_layers")
+    vocab_size, layers = read_vocab_size(fields), read_layers(fields)
     bos, eos = read_token_ids(fields, generation, vocab_size)
-    mtp = fields.integer("num_nextn_predict_layers", minimum=0, default=0)
+    mtp = read_mtp_layers(fields)
     head_dim = fields.integer("head_dim")
     rope_dim = _rope_dim(fields, head_dim)
     rope, compress_rope = _ropes(fields, rope_dim / head_dim)
@@ -94,29 +111,29 @@ def read_deepseek_v4(fields: Fields, generation: Fields | None) -> DeepseekV4Con
         hidden_size=fields.integer("hidden_size"),
         moe_intermediate_size=fields.integer("moe_intermediate_size"),
         num_hidden_layers=layers,
-        num_attention_heads=fields.integer("num_attention_heads"),
+        num_attention_heads=fields.integer("num_attention_heads", maximum=MAX_HEADS),
         head_dim=head_dim,
         qk_rope_head_dim=rope_dim,
         q_lora_rank=fields.integer("q_lora_rank"),
         o_groups=fields.integer("o_groups"),
         o_lora_rank=fields.integer("o_lora_rank"),
-        sliding_window=fields.integer("sliding_window"),
+        sliding_window=fields.integer("sliding_window", maximum=MAX_WINDOW),
         layer_types=_layer_types(fields, layers, mtp),
         compress_rates=_compress_rates(fields),
         hash_layers=_hash_layers(fields, layers),
-        n_routed_experts=fields.integer("n_routed_experts"),
-        n_shared_experts=fields.integer("n_shared_experts"),
+        n_routed_experts=fields.integer("n_routed_experts", maximum=MAX_EXPERTS),
+        n_shared_experts=fields.integer("n_shared_experts", maximum=MAX_SHARED_EXPERTS),
         num_experts_per_tok=fields.integer("num_experts_per_tok"),
         routed_scaling_factor=fields.positive("routed_scaling_factor"),
         swiglu_limit=fields.positive("swiglu_limit"),
-        index_n_heads=fields.integer("index_n_heads"),
+        index_n_heads=fields.integer("index_n_heads", maximum=MAX_HEADS),
         index_head_dim=fields.integer("index_head_dim"),
         index_topk=fields.integer("index_topk"),
-        hc_mult=fields.integer("hc_mult"),
-        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters"),
-        hc_eps=fields.positive("hc_eps"),
-        rms_norm_eps=fields.positive("rms_norm_eps"),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
+        hc_mult=fields.integer("hc_mult", maximum=MAX_STREAMS),
+        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", maximum=1000),
+        hc_eps=fields.epsilon("hc_eps"),
+        rms_norm_eps=fields.epsilon("rms_norm_eps"),
+        max_position_embeddings=fields.integer("max_position_embeddings", maximum=MAX_TOKENS),
         rope=rope,
         compress_rope=compress_rope,
         tie_word_embeddings=fields.one_of("tie_word_embeddings", (False,), default=False),
@@ -146,7 +163,7 @@ def _quantization(fields: Fields) -> QuantizationConfig | None:
 
 def _rope_dim(fields: Fields, head_dim: int) -> int:
     """Published: qk_rope_head_dim. transformers: a part of head_dim."""
-    part = fields.positive("partial_rotary_factor", default=1.0)
+    part = fields.positive("partial_rotary_factor", default=1.0, maximum=1.0)
     rope_dim = fields.integer("qk_rope_head_dim", default=int(head_dim * part))
     if "partial_rotary_factor" in fields and int(head_dim * part) != rope_dim:
         raise fields.error("partial_rotary_factor", f"is {part}", f"qk_rope_head_dim={rope_dim} / head_dim={head_dim}")
@@ -173,7 +190,7 @@ def _compress_rates(fields: Fields) -> dict[str, int]:
     rates = {name: ratio for name, ratio in LAYER_TYPES.items() if ratio}
     given = fields.object("compress_rates")
     if given is not None:
-        rates = {name: given.integer(name, default=ratio) for name, ratio in rates.items()}
+        rates = {name: given.integer(name, default=ratio, maximum=MAX_RATE) for name, ratio in rates.items()}
         given.reject_unread()
     return rates
 
@@ -193,7 +210,7 @@ def _ropes(fields: Fields, part: float) -> tuple[RopeConfig, RopeConfig]:
     rope_parameters, by `main` and `compress`."""
     nested = fields.object("rope_parameters")
     if nested is None:
-        theta, compress_theta = fields.positive("rope_theta"), fields.positive("compress_rope_theta")
+        theta, compress_theta = read_theta(fields, "rope_theta"), read_theta(fields, "compress_rope_theta")
         scaling = fields.object("rope_scaling")
         yarn = None
         if scaling is not None:
@@ -205,7 +222,7 @@ def _ropes(fields: Fields, part: float) -> tuple[RopeConfig, RopeConfig]:
         one = nested.object(name)
         if one is None:
             raise nested.error(name, "is missing", "an object")
-        theta = one.positive("rope_theta")
+        theta = read_theta(one, "rope_theta")
         fields.one_of(theta_field, (theta,), default=theta)
         one.one_of("partial_rotary_factor", (part,), default=part)
         # The published model does not multiply cos and sin by YaRN's factor.
@@ -218,9 +235,10 @@ def _ropes(fields: Fields, part: float) -> tuple[RopeConfig, RopeConfig]:
 
 
 def _check_list(fields: Fields, name: str, values: list[Any], accepted: tuple, lengths: tuple[int, ...]) -> None:
-    if len(values) not in lengths or any(value not in accepted for value in values):
+    kinds = {type(value) for value in accepted}  # 0, False and 0.0 are equal
+    if len(values) not in lengths or any(type(value) not in kinds or value not in accepted for value in values):
         listed = " or ".join(map(str, dict.fromkeys(lengths)))
-        raise fields.error(name, f"is {values}", f"{listed} of {', '.join(map(repr, accepted))}")
+        raise fields.error(name, f"is {shown(values)}", f"{listed} of {', '.join(map(repr, accepted))}")
 
 
 def _check_consistency(fields: Fields, config: DeepseekV4Config) -> None:

@@ -1,10 +1,21 @@
 """JSON objects whose fields are taken by name and checked, so that none goes unread."""
 
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from dsa_layers.untrusted_files import read_json_object, shown
+
+# Numbers are limited one by one, each far beyond what any model has, so that no tensor of a model can have 2^63 bytes
+# or be enumerated for long. What a checkpoint's files hold limits the rest.
+MAX_DIMENSION = 2**20
+MAX_HEADS = 2**12
+MAX_EXPERTS = 2**16
+MAX_SHARED_EXPERTS = 2**10
+MAX_LAYERS = 2**10
+MAX_TOKENS = 2**31 - 1  # positions are int32
+
+_MAX_BYTES = 2**20
 
 # Fields with no influence on inference: where the file came from, how training ran, what a forward returns by default.
 NO_INFLUENCE = frozenset(
@@ -51,7 +62,10 @@ class Fields:
         return self._values.get(name) is not None
 
     def error(self, name: str, problem: str, accepted: str) -> ConfigError:
-        return ConfigError(f"{self._path}: field '{self._prefix}{name}' {problem}; accepted: {accepted}")
+        return ConfigError(f"{self._path}: field {self._named(name)} {problem}; accepted: {accepted}")
+
+    def _named(self, name: str) -> str:
+        return shown(self._prefix + name)
 
     def _take(self, name: str, default: Any, accepted: str) -> Any:
         self._taken.add(name)
@@ -63,38 +77,39 @@ class Fields:
         return default
 
     def one_of(self, name: str, accepted: tuple, default: Any = _REQUIRED) -> Any:
-        listed = ", ".join(map(repr, accepted))
+        listed = ", ".join(map(shown, accepted))
         value = self._take(name, default, listed)
         if name not in self:
             return value
-        # 0 == False in Python, but not in a configuration.
-        if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in accepted):
-            raise self.error(name, f"is {value!r}", listed)
-        return value
+        for choice in accepted:
+            # 0 == False in Python, but not in a configuration.
+            if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+                return choice
+        raise self.error(name, f"is {shown(value)}", listed)
 
     def boolean(self, name: str) -> bool:
         return self.one_of(name, (True, False))
 
-    def integer(self, name: str, minimum: int = 1, default: Any = _REQUIRED) -> int:
-        accepted = f"an integer of at least {minimum}"
+    def integer(self, name: str, minimum: int = 1, default: Any = _REQUIRED, *, maximum: int = MAX_DIMENSION) -> int:
+        accepted = f"an integer of at least {minimum}, up to {maximum}"
         value = self._take(name, default, accepted)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.error(name, f"is {value!r}", accepted)
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.error(name, f"is {shown(value)}", accepted)
         return value
 
-    def positive(self, name: str, default: Any = _REQUIRED) -> float:
-        accepted = "a finite number above 0"
+    def positive(self, name: str, default: Any = _REQUIRED, *, minimum: float = 1e-9, maximum: float = 1e9) -> float:
+        accepted = f"a finite number above 0, from {minimum:g} to {maximum:g}"
         value = self._take(name, default, accepted)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
-            raise self.error(name, f"is {value!r}", accepted)
+        # Comparing is exact: an integer that no float can hold is not converted, and NaN is in no range.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.error(name, f"is {shown(value)}", accepted)
         return float(value)
 
     def strings(self, name: str) -> tuple[str, ...]:
         """The strings in a list; () for null."""
         value = self._take(name, None, "")
         if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise self.error(name, f"is {value!r}", "a list of strings, or null")
+            raise self.error(name, f"is {shown(value)}", "a list of strings, or null")
         return tuple(value or ())
 
     def each_of(self, name: str, accepted: tuple[str, ...], count: int) -> tuple[str, ...] | None:
@@ -104,12 +119,12 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list | str):
-            raise self.error(name, f"is {value!r}", listed)
+            raise self.error(name, f"is {shown(value)}", listed)
         if len(value) != count:
             raise self.error(name, f"has {len(value)} items", listed)
         for item in value:
             if item not in accepted:
-                raise self.error(name, f"holds {item!r}", listed)
+                raise self.error(name, f"holds {shown(item)}", listed)
         return tuple(value)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
@@ -118,39 +133,36 @@ class Fields:
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for token_id in ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
-                raise self.error(name, f"is {value!r}", f"token ids in [0, vocab_size={vocab_size}), or null")
+                raise self.error(name, f"is {shown(value)}", f"token ids in [0, vocab_size={vocab_size}), or null")
         return tuple(ids)
+
+    def epsilon(self, name: str) -> float:
+        """What is added to a denominator: fp32 holds it, and it does not drown what it is added to."""
+        return self.positive(name, minimum=1e-30, maximum=1.0)
 
     def items(self, name: str) -> list[Any] | None:
         value = self._take(name, None, "")
         if value is not None and not isinstance(value, list):
-            raise self.error(name, f"is {value!r}", "a list or null")
+            raise self.error(name, f"is {shown(value)}", "a list or null")
         return value
 
     def object(self, name: str) -> "Fields | None":
         value = self._take(name, None, "")
         if value is not None and not isinstance(value, dict):
-            raise self.error(name, f"is {value!r}", "an object or null")
+            raise self.error(name, f"is {shown(value)}", "an object or null")
         return None if value is None else Fields(value, self._path, f"{self._prefix}{name}.")
 
     def reject_unread(self, ignored: frozenset[str] = frozenset()) -> None:
         for name in self._values:
             if name not in self._taken and name not in ignored:
                 raise ConfigError(
-                    f"{self._path}: field '{self._prefix}{name}' is not supported: it is neither read nor known to "
-                    f"have no influence on inference (got {self._values[name]!r})"
+                    f"{self._path}: field {self._named(name)} is not supported: it is neither read nor known to "
+                    f"have no influence on inference (got {shown(self._values[name])})"
                 )
 
 
 def read_object(path: Path) -> Fields:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return Fields(read_json_object(path, ConfigError, _MAX_BYTES), path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a checkpoint directory holds a config.json") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object, got {type(value).__name__}")
-    return Fields(value, path)

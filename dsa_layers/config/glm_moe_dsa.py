@@ -1,6 +1,7 @@
 """The configuration of the GLM-5 family: GLM-5, 5.1 and 5.2."""
 
 from dsa_layers.config.fields import Fields
+from dsa_layers.config.parts import read_layers
 from dsa_layers.config.sparse_mla import SparseMLAConfig, read_sparse_mla
 
 # Of index_topk_pattern.
@@ -29,7 +30,7 @@ def read_glm_moe_dsa(fields: Fields, generation: Fields | None) -> GlmMoeDsaConf
 
 def _read_indexer_types(fields: Fields) -> tuple[str, ...]:
     """Which layers have an indexer. Three fields can say it, and those that are given must agree."""
-    layers = fields.integer("num_hidden_layers")
+    layers = read_layers(fields)
     frequency = fields.integer("index_topk_freq", default=1)
     # The first `offset` layers have one, and every frequency-th counted from the last of them.
     offset = fields.integer("index_skip_topk_offset", minimum=0, default=2)

@@ -3,7 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from dsa_layers.config.fields import Fields
+from dsa_layers.config.fields import MAX_LAYERS, MAX_TOKENS, Fields
+from dsa_layers.untrusted_files import shown
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ def read_rope(fields: Fields) -> RopeConfig:
     if nested is not None and scaling is not None:
         raise fields.error("rope_scaling", "and field 'rope_parameters' are both given", "one of them")
     if nested is not None and "rope_theta" in nested:
-        theta = nested.positive("rope_theta")
+        theta = read_theta(nested, "rope_theta")
         fields.one_of("rope_theta", (theta,), default=theta)
     else:
-        theta = fields.positive("rope_theta")
+        theta = read_theta(fields, "rope_theta")
     parameters = nested if nested is not None else scaling
     if parameters is None:
         return RopeConfig(theta, yarn=None)
@@ -70,6 +71,11 @@ def read_rope(fields: Fields) -> RopeConfig:
     yarn = read_yarn(parameters, with_mscale=True) if read_rope_type(parameters) == "yarn" else None
     parameters.reject_unread()
     return RopeConfig(theta, yarn)
+
+
+def read_theta(fields: Fields, name: str) -> float:
+    """A base of frequencies. YaRN divides by its logarithm."""
+    return fields.positive(name, minimum=2.0, maximum=1e30)
 
 
 def read_rope_type(parameters: Fields) -> str:
@@ -84,12 +90,12 @@ def read_rope_type(parameters: Fields) -> str:
 def read_yarn(parameters: Fields, *, with_mscale: bool) -> YarnConfig:
     """with_mscale: the softmax scale and the angles depend on it; else they do not, and mscale is 0."""
     yarn = YarnConfig(
-        factor=parameters.positive("factor"),
-        original_max_position_embeddings=parameters.integer("original_max_position_embeddings"),
+        factor=parameters.positive("factor", maximum=1e6),
+        original_max_position_embeddings=parameters.integer("original_max_position_embeddings", maximum=MAX_TOKENS),
         beta_fast=parameters.positive("beta_fast", default=32.0),
         beta_slow=parameters.positive("beta_slow", default=1.0),
-        mscale=parameters.positive("mscale") if with_mscale else 0.0,
-        mscale_all_dim=parameters.positive("mscale_all_dim") if with_mscale else 0.0,
+        mscale=parameters.positive("mscale", maximum=1e3) if with_mscale else 0.0,
+        mscale_all_dim=parameters.positive("mscale_all_dim", maximum=1e3) if with_mscale else 0.0,
     )
     if yarn.factor < 1:
         raise parameters.error("factor", f"is {yarn.factor}", "a number of at least 1")
@@ -115,7 +121,7 @@ def read_quantization(fields: Fields, expert_dtypes: tuple[str, ...] = ("fp8",))
         if not _NEVER_QUANTIZED.fullmatch(module):
             raise quantization.error(
                 "modules_to_not_convert",
-                f"holds {module!r}",
+                f"holds {shown(module)}",
                 "'lm_head', 'model.embed_tokens', and of each layer the norms, mlp.gate, the indexer's weights_proj "
                 "and eh_proj",
             )
@@ -134,11 +140,23 @@ def read_dtype(fields: Fields) -> str:
     return dtype
 
 
+def read_vocab_size(fields: Fields) -> int:
+    return fields.integer("vocab_size", maximum=2**24)
+
+
+def read_layers(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+
+
+def read_mtp_layers(fields: Fields) -> int:
+    return fields.integer("num_nextn_predict_layers", minimum=0, default=0, maximum=16)
+
+
 def read_token_ids(fields: Fields, generation: Fields | None, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
     """(bos_token_id, the ids that end a sequence); generation_config.json's ends replace config.json's."""
     bos = fields.token_ids("bos_token_id", vocab_size)
     if len(bos) > 1:
-        raise fields.error("bos_token_id", f"is {list(bos)}", "one token id, or null")
+        raise fields.error("bos_token_id", f"is {shown(list(bos))}", "one token id, or null")
     eos = fields.token_ids("eos_token_id", vocab_size)
     if generation is not None:
         eos = generation.token_ids("eos_token_id", vocab_size) or eos

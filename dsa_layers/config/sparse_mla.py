@@ -3,14 +3,17 @@
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dsa_layers.config.fields import NO_INFLUENCE, Fields
+from dsa_layers.config.fields import MAX_EXPERTS, MAX_HEADS, MAX_SHARED_EXPERTS, MAX_TOKENS, NO_INFLUENCE, Fields
 from dsa_layers.config.parts import (
     QuantizationConfig,
     RopeConfig,
     read_dtype,
+    read_layers,
+    read_mtp_layers,
     read_quantization,
     read_rope,
     read_token_ids,
+    read_vocab_size,
 )
 
 # transformers builds q_a_layernorm and kv_a_layernorm with this eps whatever rms_norm_eps says, and so does DeepSeek's
@@ -94,18 +97,18 @@ def read_sparse_mla(
     # MLA rotates pairs (2i, 2i + 1). Some configurations write that down.
     fields.one_of("rope_interleave", (True,), default=True)
 
-    vocab_size = fields.integer("vocab_size")
+    vocab_size = read_vocab_size(fields)
     bos, eos = read_token_ids(fields, generation, vocab_size)
     config = family(
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
         moe_intermediate_size=fields.integer("moe_intermediate_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers"),
-        num_attention_heads=fields.integer("num_attention_heads"),
+        num_hidden_layers=read_layers(fields),
+        num_attention_heads=fields.integer("num_attention_heads", maximum=MAX_HEADS),
         first_k_dense_replace=fields.integer("first_k_dense_replace", minimum=0),
-        n_routed_experts=fields.integer("n_routed_experts"),
-        n_shared_experts=fields.integer("n_shared_experts"),
+        n_routed_experts=fields.integer("n_routed_experts", maximum=MAX_EXPERTS),
+        n_shared_experts=fields.integer("n_shared_experts", maximum=MAX_SHARED_EXPERTS),
         num_experts_per_tok=fields.integer("num_experts_per_tok"),
         n_group=fields.integer("n_group"),
         topk_group=fields.integer("topk_group"),
@@ -118,19 +121,19 @@ def read_sparse_mla(
         qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
         qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
         v_head_dim=fields.integer("v_head_dim"),
-        rms_norm_eps=fields.positive("rms_norm_eps"),
+        rms_norm_eps=fields.epsilon("rms_norm_eps"),
         latent_norm_eps=LATENT_NORM_EPS,
-        index_n_heads=fields.integer("index_n_heads"),
+        index_n_heads=fields.integer("index_n_heads", maximum=MAX_HEADS),
         index_head_dim=fields.integer("index_head_dim"),
         index_topk=fields.integer("index_topk"),
         indexer_types=indexer_types,
         indexer_rope_interleave=indexer_rope_interleave,
-        max_position_embeddings=fields.integer("max_position_embeddings"),
+        max_position_embeddings=fields.integer("max_position_embeddings", maximum=MAX_TOKENS),
         rope=read_rope(fields),
         tie_word_embeddings=fields.one_of("tie_word_embeddings", (False,), default=False),
         bos_token_id=bos,
         eos_token_ids=eos,
-        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", minimum=0, default=0),
+        num_nextn_predict_layers=read_mtp_layers(fields),
         quantization=read_quantization(fields),
         dtype=read_dtype(fields),
     )

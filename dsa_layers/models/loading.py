@@ -2,13 +2,16 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Literal
 
 import torch
 
-from dsa_layers.checkpoint import load_weights
+from dsa_layers.checkpoint import Checkpoint, load_weights
 from dsa_layers.config import DeepseekV4Config, DeepseekV32Config, GlmMoeDsaConfig, read_config
+from dsa_layers.models.checks import check_expert_tables, check_layers, check_quantised_sizes
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
 from dsa_layers.models.fused_experts import split_experts
@@ -46,11 +49,16 @@ def load_model(
         precision = replace(precision, fp8_linear=False, fp8_indexer=False, kv_cache="model")
     if kv_cache is not None:
         precision = replace(precision, kv_cache=kv_cache)
+    check_quantised_sizes(config, precision, Path(directory) / "config.json")
+    checkpoint = Checkpoint(directory)
+    check_layers(config, checkpoint)
     with torch.device("meta"):
         model = MODELS[type(config)](config, precision)
     if config.num_nextn_predict_layers and progress:
         print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
-    names = {"skip": model.skips, "name_of": model.name_of, "parts_of": split_experts}
-    load_weights(model, directory, device=device, progress=progress, **names)
+    parts_of = partial(split_experts, experts=config.n_routed_experts)
+    names = {"skip": model.skips, "name_of": model.name_of, "parts_of": parts_of}
+    load_weights(model, checkpoint, device=device, progress=progress, **names)
+    check_expert_tables(model, checkpoint.directory)
     model.init_buffers(device)
     return model.eval()

@@ -9,8 +9,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dsa import dequantize_per_block, per_block_cast_to_fp8
-from dsa_layers import checkpoint as checkpoint_module
 from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, CheckpointError, load_weights
+from dsa_layers.checkpoint import directory as directory_module
+from dsa_layers.checkpoint import weights as weights_module
 from dsa_layers.config import read_config
 from dsa_layers.fp4 import dequantize_fp4, widen_fp4
 from dsa_layers.tiny import write_tiny_checkpoint
@@ -157,7 +158,7 @@ def test_progress_counts_every_byte_once(tmp_path, shards, monkeypatch, dtype):
     write(tmp_path, *shards, {"mtp": torch.ones(100)})
     stored = {**shards[0], **shards[1]}
     tqdm = MagicMock()
-    monkeypatch.setattr(checkpoint_module, "tqdm", tqdm)
+    monkeypatch.setattr(weights_module, "tqdm", tqdm)
     tensors = {**like(stored), "layer.proj.weight": ((576, 256), dtype)}
     if dtype != FP8:
         del tensors["layer.proj.weight_scale_inv"]
@@ -172,9 +173,9 @@ def test_reads_file_by_file(tmp_path, monkeypatch):
     names = [f"{layer}.{leaf}" for layer in range(3) for leaf in "zya"]
     write(tmp_path, *({name: torch.ones(2) for name in names if name.startswith(str(layer))} for layer in range(3)))
     opened = []
-    original = checkpoint_module.safe_open
+    original = directory_module.safe_open
     monkeypatch.setattr(
-        checkpoint_module, "safe_open", lambda path, **options: opened.append(path.name) or original(path, **options)
+        directory_module, "safe_open", lambda path, **options: opened.append(path.name) or original(path, **options)
     )
     load_weights(stand_in(dict.fromkeys(reversed(names), ((2,), torch.float32))), tmp_path, progress=False)
     assert opened == ["1.st", "2.st", "3.st"]
@@ -192,7 +193,7 @@ def test_failing_read_leaves_the_model_on_meta(tmp_path, shards, monkeypatch):
                 raise SafetensorError("input/output error")
             return load_file(self.path)[name]
 
-    monkeypatch.setattr(checkpoint_module, "safe_open", Failing)
+    monkeypatch.setattr(directory_module, "safe_open", Failing)
     message = failure(stand_in(like({**shards[0], **shards[1]})), tmp_path)
     assert f"{tmp_path / '2.st'}: cannot read layer.ids (I64 [5]): input/output error" in message
 
@@ -405,7 +406,7 @@ def test_slices(tmp_path, monkeypatch):
     values = torch.arange(24).view(4, 6).float()
     save_file({"a": values}, tmp_path / SINGLE_NAME)
     tqdm = MagicMock()
-    monkeypatch.setattr(checkpoint_module, "tqdm", tqdm)
+    monkeypatch.setattr(weights_module, "tqdm", tqdm)
     model = stand_in({"a.top": ((2, 6), F32), "a.bottom": ((2, 6), BF16)})
     load_weights(model, tmp_path, parts_of=rows_of)
     assert torch.equal(model.a.top, values[:2]) and torch.equal(model.a.bottom, values[2:].bfloat16())
@@ -506,8 +507,14 @@ def truncate(path, size):
         (lambda p: truncate(p, 20), "truncated: 20 bytes, its header alone needs"),
         (lambda p: truncate(p, 3), "truncated: 3 bytes"),
         (lambda p: p.write_bytes(p.read_bytes() + b"x"), "too long: "),
-        (lambda p: p.write_bytes((5).to_bytes(8, "little") + b"hello"), "not a safetensors file: JSONDecodeError"),
-        (lambda p: edit_header(p, lambda h: h["norm.weight"].pop("dtype")), "not a safetensors file: KeyError"),
+        (
+            lambda p: p.write_bytes((5).to_bytes(8, "little") + b"hello"),
+            "not a safetensors file: byte 0 of its header should begin a",
+        ),
+        (
+            lambda p: edit_header(p, lambda h: h["norm.weight"].pop("dtype")),
+            "has the fields ['shape', 'data_offsets']; accepted: ",
+        ),
         (lambda p: edit_header(p, lambda h: h["norm.weight"].update(shape=[5])), "norm.weight is F32 [5] but has 16"),
         (lambda p: edit_header(p, lambda h: h.pop("layer.ids")), "starts at byte 40 of the data, expected 0"),
     ],
@@ -516,7 +523,7 @@ def test_damaged_file(tmp_path, shards, damage, expected, monkeypatch):
     write(tmp_path, *shards)
     Checkpoint(tmp_path)
     damage(tmp_path / "2.st")
-    monkeypatch.setattr(checkpoint_module, "safe_open", lambda *arguments, **options: pytest.fail("opened for reading"))
+    monkeypatch.setattr(directory_module, "safe_open", lambda *arguments, **options: pytest.fail("opened for reading"))
     message = failure(stand_in(like({**shards[0], **shards[1]})), tmp_path)
     assert message.startswith(f"{tmp_path}: 1 problem, nothing was loaded:\n  2.st: ")
     assert expected in message
@@ -538,12 +545,15 @@ def test_every_damaged_file_is_named(tmp_path, shards):
         ({"weight_map": {"a": "1.st", "b": "1.st", "x": "2.st"}}, "1.st: lacks b"),
         ({"weight_map": {"a": "1.st", "b": "1.st", "x": "2.st"}}, "found in 2.st"),
         ({"weight_map": {"b": "2.st", "c": "1.st"}}, f"1.st: holds a, which {INDEX_NAME} does not list"),
-        ('{"weight_map": {"a": "1.st", "b": "2.st", "b": "1.st"}}', f"b: listed twice in {INDEX_NAME}"),
+        (
+            '{"weight_map": {"a": "1.st", "b": "2.st", "b": "1.st"}}',
+            f"{INDEX_NAME}: 'b' is listed twice in one JSON object",
+        ),
         ({"weight_map": {"a": "../1.st"}}, "'../1.st' is not the name of a file in this directory"),
         ({"weight_map": ["a"]}, 'expected {"weight_map": {tensor: file, ...}}'),
-        ({"weight_map": {"a": 1}}, "a file name that is not a string"),
-        ({}, "KeyError: 'weight_map'"),
-        ("{", "JSONDecodeError"),
+        ({"weight_map": {"a": 1}}, "weight_map gives a the file 1; accepted: a file's name"),
+        ({}, "got the fields []"),
+        ("{", "not valid JSON: Expecting property name"),
     ],
 )
 def test_index_that_disagrees(tmp_path, index, expected):

@@ -1,0 +1,121 @@
+"""A directory of safetensors files as one mapping from names to tensors."""
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dsa_layers.checkpoint.errors import CheckpointError, Problems
+from dsa_layers.checkpoint.header import TensorInfo, name_problem, read_header
+from dsa_layers.untrusted_files import read_json_object, shown
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+# Of all files together. The largest published checkpoint has 145,000.
+MAX_TENSORS = 2**19
+_MAX_INDEX = 2**25  # bytes
+
+Index = tuple[int | slice, ...]
+
+
+class Checkpoint:
+    """The tensors in a directory of safetensors files, known from their headers; read one by one when asked for.
+
+    `tensors` maps each name to its TensorInfo, in the order of the files and of the data inside each.
+    Raises CheckpointError if the directory holds no checkpoint or two, if the index and the files disagree, or if a
+    file is missing, malformed, or has another size than its header says.
+    """
+
+    def __init__(self, directory: str | PathLike[str]) -> None:
+        self.directory = Path(directory)
+        index, single = self.directory / INDEX_NAME, self.directory / SINGLE_NAME
+        try:
+            has_index, has_single = index.exists(), single.exists()
+        except OSError as error:
+            raise CheckpointError(f"{self.directory}: cannot be read: {error}") from error
+        if has_index and has_single:
+            raise CheckpointError(f"{self.directory}: holds both {INDEX_NAME} and {SINGLE_NAME}; keep one of them")
+        if not has_index and not has_single:
+            raise CheckpointError(f"{self.directory}: holds no {INDEX_NAME} and no {SINGLE_NAME}")
+        problems = Problems()
+        weight_map = _read_index(index, problems) if has_index else None
+        files = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
+        self.tensors: dict[str, TensorInfo] = {}
+        self._open: tuple[str, Any] | None = None
+        held: set[tuple[str, str]] = set()
+        unreadable: set[str] = set()
+        for file in files:
+            try:
+                entries = read_header(self.directory, file)
+            except FileNotFoundError:
+                problems.add(f"{file}: missing, though {INDEX_NAME} lists it")
+                unreadable.add(file)
+                continue
+            except CheckpointError as error:
+                problems.add(str(error))
+                unreadable.add(file)
+                continue
+            if len(self.tensors) + len(entries) > MAX_TENSORS:
+                count = len(self.tensors) + len(entries)
+                raise CheckpointError(f"{self.directory / file}: makes it {count} tensors; accepted: {MAX_TENSORS}")
+            for name, info in entries:
+                held.add((name, file))
+                if name in self.tensors:
+                    problems.add(f"{name}: in two files, {self.tensors[name].file} and {file}")
+                elif weight_map is not None and name not in weight_map:
+                    problems.add(f"{file}: holds {name}, which {INDEX_NAME} does not list")
+                self.tensors[name] = info
+        for name, file in (weight_map or {}).items():
+            if file not in unreadable and (name, file) not in held:
+                found = f"found in {self.tensors[name].file}" if name in self.tensors else "found in no file"
+                problems.add(f"{file}: lacks {name}, which {INDEX_NAME} puts there; {found}")
+        problems.raise_if_any(self.directory)
+
+    def read(self, name: str, device: str | torch.device = "cpu", index: Index = ()) -> torch.Tensor:
+        """The tensor `name`, as stored, or of it the slice `index`, in fresh memory on `device`.
+
+        Packed FP4 comes as uint8, two values a byte. Raises CheckpointError if it cannot be read.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.directory}: holds no tensor {name}")
+        info = self.tensors[name]
+        try:
+            if self._open is None or self._open[0] != info.file:
+                self._open = (info.file, safe_open(self.directory / info.file, framework="pt"))
+            stored = self._open[1].get_slice(name)[index] if index else self._open[1].get_tensor(name)
+            if info.dtype == "F4":
+                stored = stored.view(torch.uint8)
+            # What get_tensor returns on the CPU is a window on the mapped file; the copy outlives the file.
+            return torch.empty(stored.shape, dtype=stored.dtype, device=device).copy_(stored)
+        except (OSError, SafetensorError, RuntimeError, MemoryError) as error:
+            raise CheckpointError(f"{self.directory / info.file}: cannot read {name} ({info}): {error}") from error
+
+
+def _read_index(path: Path, problems: Problems) -> dict[str, str]:
+    """The file of each tensor. Files of which nothing good can come are left out and reported."""
+    index = read_json_object(path, CheckpointError, _MAX_INDEX)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        found = f"weight_map {shown(weight_map)}" if "weight_map" in index else f"the fields {shown(list(index))}"
+        raise CheckpointError(f'{path}: expected {{"weight_map": {{tensor: file, ...}}}}, got {found}')
+    files: dict[str, str] = {}
+    refused: dict[str, None] = {}
+    for name, file in weight_map.items():
+        if problem := name_problem(name):
+            raise CheckpointError(f"{path}: holds {problem}")
+        if not isinstance(file, str):
+            raise CheckpointError(f"{path}: weight_map gives {name} the file {shown(file)}; accepted: a file's name")
+        if _is_file_name(file):
+            files[name] = file
+        else:
+            refused[file] = None
+    for file in sorted(refused):
+        problems.add(f"{path.name}: {shown(file)} is not the name of a file in this directory")
+    return files
+
+
+def _is_file_name(file: str) -> bool:
+    return bool(file) and file.isprintable() and file not in (".", "..") and not set(file) & set("/\\")

@@ -1,0 +1,33 @@
+"""How checkpoints are refused."""
+
+from pathlib import Path
+
+_SHOWN_PROBLEMS = 10
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded. Names files and tensors, what was expected and what was found."""
+
+
+class Problems:
+    """What is wrong with a checkpoint, gathered so that all of it is reported at once: the first ten problems in full,
+    and how many more there are."""
+
+    def __init__(self) -> None:
+        self._shown: list[str] = []
+        self._count = 0
+
+    def add(self, problem: str) -> None:
+        self._count += 1
+        if len(self._shown) < _SHOWN_PROBLEMS:
+            self._shown.append(problem)
+
+    def raise_if_any(self, directory: Path) -> None:
+        """Raises one CheckpointError for all problems."""
+        if not self._count:
+            return
+        lines = self._shown.copy()
+        if self._count > len(lines):
+            lines.append(f"and {self._count - len(lines)} more")
+        count = "1 problem" if self._count == 1 else f"{self._count} problems"
+        raise CheckpointError(f"{directory}: {count}, nothing was loaded:\n" + "\n".join(f"  {line}" for line in lines))

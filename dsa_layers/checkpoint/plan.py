@@ -1,0 +1,197 @@
+"""How the tensors of a model are made of those of a checkpoint, decided from names, shapes and dtypes alone."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from dsa import dequantize_per_block
+from dsa_layers.checkpoint.directory import Index
+from dsa_layers.checkpoint.errors import Problems
+from dsa_layers.checkpoint.header import TensorInfo
+from dsa_layers.fp4 import GROUP, dequantize_fp4, widen_fp4
+
+SCALE_SUFFIX = "_scale_inv"
+
+_BLOCK = 128
+
+_FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+_EXACT = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+_EXACT |= {torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+_EXACT |= {torch.float8_e8m0fnu: "F8_E8M0"}
+
+# What two FP4 values a byte are called, and the columns that one column of it stands for: I8 says nothing of FP4.
+_PACKED = {"I8": 2, "F4": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor of the model, or the slice `index` of it that the checkpoint holds as one tensor.
+
+    shape: of the slice; whole: of the tensor `name`, which it is part of.
+    """
+
+    name: str
+    index: Index
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of the checkpoint, or the slice `index` of it, by the model's name for it. info: of the slice."""
+
+    name: str
+    stored: str
+    index: Index
+    info: TensorInfo
+
+    @classmethod
+    def of(cls, name: str, stored: str, index: Index, whole: TensorInfo) -> "Part":
+        """whole: of the tensor `stored`."""
+        if not index:
+            return cls(name, stored, index, whole)
+        shape = sliced(whole.shape, index)
+        size = whole.size * math.prod(shape) // max(math.prod(whole.shape), 1)
+        return cls(name, stored, index, replace(whole, shape=shape, size=size))
+
+    @property
+    def label(self) -> str:
+        """The model's name, and the checkpoint's if it is another."""
+        if not self.index:
+            return self.name if self.stored == self.name else f"{self.name} (stored as {self.stored})"
+        places = (f"{i.start or 0}:{i.stop or ''}" if isinstance(i, slice) else str(i) for i in self.index)
+        return f"{self.name} (stored as {self.stored}[{', '.join(places)}])"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values, unpacked."""
+        *rows, columns = self.info.shape or (1,)
+        return (*rows, columns * _PACKED[self.info.dtype]) if self.is_packed else self.info.shape
+
+    @property
+    def is_packed(self) -> bool:
+        return self.info.dtype in _PACKED and len(self.info.shape) == 2
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Parts to read, and the model's tensors that `make` makes of them."""
+
+    parts: tuple[Part, ...]
+    make: Callable[..., dict[str, torch.Tensor]]
+
+
+def sliced(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    """The shape of the slice `index` of a tensor."""
+    kept = (len(range(*place.indices(n))) for n, place in zip(shape, index) if isinstance(place, slice))
+    return (*kept, *shape[len(index) :])
+
+
+def make_plan(wanted: dict[str, Target], parts: dict[str, Part], problems: Problems) -> list[Step]:
+    """How to make every tensor of the model, in the order of the files; what stands against it goes to `problems`."""
+    steps: list[Step] = []
+    accounted: set[str] = set()  # in the model or the checkpoint, whether all is well with it or not
+    for name, part in parts.items():
+        if name not in wanted:
+            continue
+        target = wanted[name]
+        weight = name.removesuffix(SCALE_SUFFIX)
+        if weight != name and weight in wanted and _is_widened(parts.get(weight), wanted[weight]):
+            continue  # follows from the weight
+        to_float, to_fp8 = target.dtype in _FLOATS, target.dtype == torch.float8_e4m3fn
+        scale_name = name + SCALE_SUFFIX
+        scale = parts.get(scale_name)
+        accounted.add(name)
+        problem = _mismatch(part, target)
+        if to_float and part.info.dtype == "F8_E4M3":
+            accounted.add(scale_name)
+            problem = problem or _scale_problem(part, scale, ("F32", "F8_E8M0"), (_BLOCK, _BLOCK))
+            make = partial(_dequantize, name, target.dtype, dequantize_per_block)
+        elif part.is_packed and (to_float or to_fp8):
+            accounted.add(scale_name)
+            problem = problem or _scale_problem(part, scale, ("F8_E8M0",), (1, GROUP))
+            make = partial(_widen, name) if to_fp8 else partial(_dequantize, name, target.dtype, dequantize_fp4)
+        else:
+            scale = None
+            make = partial(_cast, name, target.dtype)
+        if problem:
+            problems.add(f"{part.info.file}: {problem}")
+            continue
+        steps.append(Step((part,) if scale is None else (part, scale), make))
+
+    for name, target in wanted.items():
+        if name not in accounted:
+            described = f"{_FLOATS.get(target.dtype) or _EXACT.get(target.dtype, target.dtype)} {list(target.shape)}"
+            problems.add(f"{name}: missing; the model expects {described}")
+    for name, part in parts.items():
+        if name not in accounted:
+            problems.add(f"{part.info.file}: unexpected {part.label} ({part.info})")
+    return steps
+
+
+def _is_widened(part: Part | None, target: Target) -> bool:
+    return part is not None and part.is_packed and target.dtype == torch.float8_e4m3fn
+
+
+def _cast(name: str, dtype: torch.dtype, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype)}
+
+
+def _dequantize(
+    name: str, dtype: torch.dtype, dequantize: Callable[..., torch.Tensor], q: torch.Tensor, scale: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    return {name: dequantize(q, scale, dtype)}
+
+
+def _widen(name: str, packed: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    q, block_scale = widen_fp4(packed, scale)
+    return {name: q, name + SCALE_SUFFIX: block_scale}
+
+
+def _mismatch(part: Part, target: Target) -> str | None:
+    info, label = part.info, part.label
+    may_be_packed = target.dtype in _FLOATS or target.dtype == torch.float8_e4m3fn
+    shape = part.shape if may_be_packed else info.shape
+    if shape != target.shape:
+        stands_for = f", FP4 values of {list(shape)}" if shape != info.shape else ""
+        return f"{label} has shape {list(info.shape)}{stands_for}; the model expects {list(target.shape)}"
+    if may_be_packed and part.is_packed:
+        return None
+    if may_be_packed and info.dtype == "F8_E4M3":
+        # A block that is cut has no scale of its own.
+        cut = [i.start for i in part.index if isinstance(i, slice) and (i.start or 0) % _BLOCK]
+        return f"{label} is {info.dtype} and cut at {cut[0]}, inside a block of {_BLOCK}" if cut else None
+    if target.dtype in _FLOATS:
+        # A scale is multiplied in fp32 by every backend: from fewer bits it would be another scale.
+        accepted = {"F32", "F8_E8M0"} if part.name.endswith(SCALE_SUFFIX) else {*_FLOATS.values(), "F8_E4M3"}
+    else:
+        accepted = {_EXACT.get(target.dtype)}
+    if info.dtype in accepted:
+        return None
+    if target.dtype == torch.float8_e4m3fn and info.dtype in _FLOATS.values():
+        return (
+            f"{label} is {info.dtype}; the model expects F8_E4M3. For a checkpoint that is not quantised, "
+            "build the model in the dequantised mode"
+        )
+    return f"{label} is {info.dtype}; the model's {target.dtype} accepts {', '.join(sorted(map(str, accepted)))}"
+
+
+def _scale_problem(part: Part, scale: Part | None, dtypes: tuple[str, ...], block: tuple[int, int]) -> str | None:
+    """block: the rows and columns of the weight that share a scale."""
+    if len(part.info.shape) != 2:
+        return f"{part.label} is {part.info}; only a matrix can be dequantised"
+    shape = [-(-size // of) for size, of in zip(part.shape, block)]
+    expected = f"{' or '.join(dtypes)} {shape}"
+    if scale is None:
+        return (
+            f"{part.label} is {part.info.dtype} and its scale {part.name}{SCALE_SUFFIX} is missing; expected {expected}"
+        )
+    if scale.info.dtype not in dtypes or list(scale.info.shape) != shape:
+        return f"{scale.label} is {scale.info}; expected {expected} for the {list(part.info.shape)} weight"
+    if part.is_packed and part.shape[1] % GROUP:
+        return f"{part.label} is {part.info}; FP4 has groups of {GROUP} columns, got {part.shape[1]} columns"
+    return None

@@ -1,0 +1,94 @@
+"""Files of a checkpoint, which a stranger may have written: read within bounds, and shown within bounds in messages.
+
+What reading costs follows from the file's size, which is limited, and from no number inside it.
+"""
+
+import json
+import reprlib
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+# An upper bound of the values in a JSON file: an empty list is 2 bytes there and 64 in memory. The index of the largest
+# published checkpoint holds 145,000.
+MAX_JSON_VALUES = 1_000_000
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def file_size(path: Path, error: type[ValueError]) -> int:
+    """Bytes in the file `path`. Raises FileNotFoundError, or `error` for what is no file and for a git-LFS pointer."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise error(f"{path}: cannot be read: it is no regular file")
+        with path.open("rb") as stream:
+            head = stream.read(len(_LFS_POINTER))
+    except FileNotFoundError:
+        raise
+    except OSError as problem:
+        raise error(f"{path}: cannot be read: {problem}") from problem
+    if head == _LFS_POINTER:
+        raise error(f"{path}: is a git-LFS pointer in place of the file; `git lfs pull` fetches the file itself")
+    return status.st_size
+
+
+def read_file(path: Path, error: type[ValueError], max_bytes: int) -> bytes:
+    """The content of `path`. Raises as `file_size` does, and `error` for more than `max_bytes`."""
+    size = file_size(path, error)
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(max_bytes + 1) if size <= max_bytes else None
+    except OSError as problem:
+        raise error(f"{path}: cannot be read: {problem}") from problem
+    if content is None or len(content) > max_bytes:
+        raise error(f"{path}: has {size} bytes; accepted: at most {max_bytes}")
+    return content
+
+
+def read_text(path: Path, error: type[ValueError], max_bytes: int) -> str:
+    """The content of `path`, which must be UTF-8. Raises as `read_file` does."""
+    try:
+        return read_file(path, error, max_bytes).decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise error(f"{path}: cannot be read: {problem}") from problem
+
+
+def read_json_object(path: Path, error: type[ValueError], max_bytes: int) -> dict[str, Any]:
+    """The JSON object in `path`. Raises as `read_text` does, and `error` for anything else than one JSON object, for
+    names that come twice in it, and for nesting, numbers or counts beyond what is accepted."""
+    text = read_text(path, error, max_bytes)
+    if sum(map(text.count, "[{,")) > MAX_JSON_VALUES:
+        raise error(f"{path}: holds too many values; accepted: at most {MAX_JSON_VALUES}")
+    twice: list[str] = []
+
+    def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs) and not twice:
+            twice.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        return values
+
+    try:
+        value = json.loads(text, object_pairs_hook=to_dict)
+    except RecursionError:
+        raise error(f"{path}: not valid JSON: it is nested too deeply") from None
+    except ValueError as problem:  # also an integer of more digits than Python reads
+        raise error(f"{path}: not valid JSON: {problem}") from problem
+    if not isinstance(value, dict):
+        raise error(f"{path}: must hold a JSON object, got {type(value).__name__}")
+    if twice:
+        raise error(f"{path}: {shown(twice[0])} is listed twice in one JSON object")
+    return value
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 200
+_REPR.maxlong = 60
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 8
+_REPR.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """`value` as a message shows it: its repr, shortened in the middle or after the first items if it is long."""
+    return _REPR.repr(value)
