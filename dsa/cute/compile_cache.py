@@ -3,12 +3,19 @@
 A kernel module decorates each of its `compile_*` functions, whose arguments are only dtypes, ints, bools and frozen
 dataclasses of these, with `@cached`. The first call in a process loads an object file (about a millisecond) if one was
 written under the same key, else it compiles (seconds) and writes one. The key covers the kernel's source and that of
-the helpers it imports, the arguments, the versions of the DSL, of TVM-FFI and of Python, and the host's CPU.
+the helpers it imports, the arguments, the versions of the DSL, of its CUDA tools and of TVM-FFI, the DSL's settings in
+the environment, and the host's architecture. Neither Python's version nor the CPU's is in it: an object file refers to
+nothing of Python's, and its host code runs on every CPU of the architecture. So a cache that was filled on one machine
+serves another.
+
+An object file is native code: it is loaded only if no other user can have written it (`private_files`). Whatever goes
+wrong with the disk costs a warning and the time to compile, never the kernel.
 
 Why not quack-kernels' cache, which is close to this one: it requires einops and a torch extension, and its key covers
 that package's sources rather than one kernel's, so that any change there would recompile everything here.
 
-Environment: DSA_CACHE_DIR moves the directory (default $XDG_CACHE_HOME/dsa or ~/.cache/dsa); empty turns the disk off.
+Environment: DSA_CACHE_DIR moves the directory (default $XDG_CACHE_HOME/dsa or ~/.cache/dsa; $TMPDIR/dsa-<uid> for a
+user without a home); empty turns the disk off.
 """
 
 import contextlib
@@ -17,7 +24,6 @@ import functools
 import hashlib
 import os
 import platform
-import sys
 import tempfile
 import threading
 import warnings
@@ -29,20 +35,32 @@ import cutlass
 import cutlass.cute as cute
 import tvm_ffi
 
+from dsa.cute.object_file import cubin_in, write_object_file
+from dsa.cute.private_files import create_private_file, open_lock, private_folder, read_private_file
 from dsa.source_digest import source_digest
 
 ARCH = "sm_90a"
+_OPTIONS = f"--gpu-arch {ARCH} --enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
 _ENTRY = "dsa_kernel"
+_ADVICE = "set DSA_CACHE_DIR to keep kernels from one process to the next"
+# Settings of the DSL that do not change what is compiled: _OPTIONS name the architecture, and the others say what the
+# DSL prints, and where it keeps files of its own.
+_HARMLESS = ("ARCH", "CACHE_DIR", "DUMP_DIR", "FILTER_STACKTRACE", "KEEP", "LOG_", "PRINT_", "SHOW_STACKTRACE")
 _compile_lock = threading.RLock()  # cute.compile is not thread-safe
-_dump_dir: Path | None = None
+_warned: set[str] = set()
 
 
 def cache_dir() -> Path | None:
     """The directory of the object files, or None when DSA_CACHE_DIR is set and empty."""
     chosen = os.environ.get("DSA_CACHE_DIR")
-    if chosen is not None:
-        return Path(chosen).expanduser() if chosen else None
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsa"
+    if chosen == "":
+        return None
+    try:
+        if chosen is not None:
+            return Path(chosen).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsa"
+    except RuntimeError:  # neither HOME nor an entry in the password file
+        return Path(os.environ.get("TMPDIR") or "/tmp") / f"dsa-{os.geteuid()}"
 
 
 def compile_sm90(function: Callable, *args: Any) -> Any:
@@ -50,98 +68,7 @@ def compile_sm90(function: Callable, *args: Any) -> Any:
 
     Arguments are fake tensors, ints and a fake stream. The result is called with torch tensors and ints.
     """
-    options = f"--gpu-arch {ARCH} --enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
-    if _dump_dir is not None:
-        options += f" --keep-cubin --dump-dir {_dump_dir}"
-    return cute.compile(function, *args, options=options)
-
-
-def cubin(compile_function: Callable, *args: Any) -> bytes:
-    """The machine code that a `@cached` compile function gives for these arguments; always compiles anew."""
-    global _dump_dir
-    with _compile_lock, tempfile.TemporaryDirectory() as directory:
-        _dump_dir = Path(directory)
-        try:
-            return compile_function.__wrapped__(*args).artifacts.CUBIN
-        finally:
-            _dump_dir = None
-
-
-@functools.cache
-def _host() -> str:
-    """The CPU's architecture and instruction sets: the host code in an object file uses those of its builder."""
-    flags = ""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
-        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {flags}"
-
-
-def _key(function: Callable, args: tuple) -> str:
-    versions = (cutlass.__version__, tvm_ffi.__version__, sys.version_info[:2], ARCH, _host())
-    text = repr((function.__module__, function.__qualname__, args, source_digest(function.__module__), versions))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Hold an advisory lock, so that processes which start together compile a kernel once. It dies with its holder.
-
-    Where it cannot be had (a full disk, a file system without locks), all of them compile, which is harmless.
-    """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            fcntl.flock(stack.enter_context(open(path, "w")), fcntl.LOCK_EX)
-        yield
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _load(directory: Path, stem: str) -> Any:
-    """The kernel in the object file `stem`.<digest of its bytes>.o, or None if there is none.
-
-    A file whose bytes are not those of its name would crash the process rather than fail to load: it is removed.
-    """
-    for path in directory.glob(f"{stem}.*.o"):
-        problem = "it is damaged"
-        try:
-            if path.suffixes[-2] == f".{_digest(path)}":
-                return cute.runtime.load_module(str(path), enable_tvm_ffi=True)[_ENTRY]
-        except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        warnings.warn(f"dsa: {path} cannot be loaded ({problem}); compiling again", RuntimeWarning, stacklevel=2)
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return None
-
-
-def _load_or_compile(compile_function: Callable, args: tuple, directory: Path) -> Any:
-    stem = f"{compile_function.__name__.removeprefix('compile_')}-{_key(compile_function, args)}"
-    if (kernel := _load(directory, stem)) is not None:
-        return kernel
-    if not _writable(directory):
-        warnings.warn(
-            f"dsa: the compile cache {directory} is not writable; set DSA_CACHE_DIR to keep kernels from one process "
-            "to the next",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return compile_function(*args)
-    with _exclusive(directory / f"{stem}.lock"):
-        if (kernel := _load(directory, stem)) is not None:
-            return kernel
-        kernel = compile_function(*args)
-        # A reader must never see half a file: write beside it and rename.
-        partial = directory / f"{stem}.{os.getpid()}.part"
-        try:
-            kernel.export_to_c(object_file_path=str(partial), function_name=_ENTRY)
-            os.replace(partial, directory / f"{stem}.{_digest(partial)}.o")
-        except OSError as error:
-            warnings.warn(f"dsa: {directory} cannot be written to ({error})", RuntimeWarning, stacklevel=2)
-        finally:
-            partial.unlink(missing_ok=True)
-        return kernel
+    return cute.compile(function, *args, options=_OPTIONS)
 
 
 def cached(compile_function: Callable) -> Callable:
@@ -155,20 +82,165 @@ def cached(compile_function: Callable) -> Callable:
             return kernel
         with _compile_lock:
             if args not in memory:
-                directory = cache_dir()
-                memory[args] = (
-                    compile_function(*args)
-                    if directory is None
-                    else _load_or_compile(compile_function, args, directory)
-                )
+                memory[args] = _load_or_compile(compile_function, args)
             return memory[args]
 
     return get
 
 
-def _writable(directory: Path) -> bool:
+def cubin(compile_function: Callable, *args: Any) -> bytes:
+    """The machine code that a `@cached` compile function gives for these arguments, from its object file: the one on
+    disk, or a new one, which is kept there."""
+    function = compile_function.__wrapped__
+    stem = _stem(function, args)
+    with _compile_lock, contextlib.ExitStack() as stack:
+        directory = _usable_directory()
+        if directory is None or not _writable(directory):
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
+        stack.enter_context(_exclusive(directory / f"{stem}.lock"))
+        found = _find(directory, stem)
+        content = found[1] if found else _write(function(*args), directory, stem)
+    return cubin_in(content)
+
+
+def _load_or_compile(compile_function: Callable, args: tuple) -> Any:
+    directory = _usable_directory()
+    if directory is None:
+        return compile_function(*args)
+    stem = _stem(compile_function, args)
+    if (kernel := _load(directory, stem)) is not None:
+        return kernel
+    if not _writable(directory):
+        _warn_once(f"the compile cache {directory} is not writable; {_ADVICE}")
+        return compile_function(*args)
+    with _exclusive(directory / f"{stem}.lock"):
+        if (kernel := _load(directory, stem)) is not None:
+            return kernel
+        kernel = compile_function(*args)
+        try:
+            _write(kernel, directory, stem)
+        except Exception as error:  # the disk's or the exporter's
+            _warn_once(f"the compile cache {directory} cannot be written to ({_of(error)}); {_ADVICE}")
+        return kernel
+
+
+def _usable_directory() -> Path | None:
+    """The cache's folder, if it is on and nobody else can have written to it."""
+    directory = cache_dir()
+    if directory is None:
+        return None
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
+        return private_folder(directory)
+    except OSError as error:
+        _warn_once(f"the compile cache {directory} is not used ({_of(error)}); {_ADVICE}")
+        return None
+
+
+def _writable(directory: Path) -> bool:
     return os.access(directory, os.W_OK)
+
+
+def _stem(function: Callable, args: tuple) -> str:
+    return f"{function.__name__.removeprefix('compile_')}-{_key(function, args)}"
+
+
+def _key(function: Callable, args: tuple) -> str:
+    tools = (cutlass.__version__, str(cutlass.CUDA_VERSION), tvm_ffi.__version__, _OPTIONS, platform.machine())
+    text = repr(
+        (function.__module__, function.__qualname__, args, source_digest(function.__module__), tools, _settings())
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _settings() -> list[tuple[str, str]]:
+    """What the environment tells the DSL: line information, assertions, options of the compiler."""
+    prefix = "CUTE_DSL_"
+    return sorted(
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(prefix) and not name.removeprefix(prefix).startswith(_HARMLESS)
+    )
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Hold an advisory lock, so that processes which start together compile a kernel once. It dies with its holder.
+
+    Where it cannot be had (a full disk, a file system without locks), all of them compile, which is harmless.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            handle = open_lock(path)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _find(directory: Path, stem: str) -> tuple[Path, bytes] | None:
+    """The object file `stem`.<digest of its bytes>.o and its bytes, or None if there is none.
+
+    One that others may have written is removed, and so is one whose bytes are not those of its name, which would crash
+    the process rather than fail to load.
+    """
+    for path in directory.glob(f"{stem}.*.o"):
+        try:
+            content = read_private_file(path)
+        except FileNotFoundError:  # another process has removed it
+            continue
+        except OSError as error:
+            _remove(path, _of(error))
+            continue
+        if path.suffixes[-2] == f".{_digest(content)}":
+            return path, content
+        _remove(path, "it is damaged")
+    return None
+
+
+def _load(directory: Path, stem: str) -> Any:
+    """The kernel of the object file, or None if there is none that can be loaded."""
+    found = _find(directory, stem)
+    if found is None:
+        return None
+    path = found[0]
+    try:
+        return cute.runtime.load_module(str(path), enable_tvm_ffi=True)[_ENTRY]
+    except Exception as error:
+        _remove(path, _of(error))
+        return None
+
+
+def _remove(path: Path, reason: str) -> None:
+    warnings.warn(f"dsa: {path} cannot be loaded ({reason}); compiling again", RuntimeWarning, stacklevel=2)
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _write(kernel: Any, directory: Path, stem: str) -> bytes:
+    """Keep the kernel's object file; returns its bytes. A reader must never see half a file: written beside it, and
+    renamed."""
+    partial = create_private_file(directory, f"{stem}.")
+    try:
+        write_object_file(kernel, partial, _ENTRY)
+        content = partial.read_bytes()
+        os.replace(partial, directory / f"{stem}.{_digest(content)}.o")
+        return content
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _warn_once(text: str) -> None:
+    """At the first kernel that it concerns: there may be dozens."""
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(f"dsa: {text}", RuntimeWarning, stacklevel=2)
+
+
+def _of(error: Exception) -> str:
+    """An OSError's own words, or an error's name and the first line of its text."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

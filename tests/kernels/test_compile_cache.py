@@ -3,68 +3,26 @@
 import dataclasses
 import errno
 import fcntl
-import functools
 import hashlib
 import os
 import platform
+import pwd
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
 import pytest
 import tvm_ffi
 
-from dsa.cute import compile_cache
-from dsa.cute.compile_cache import cached, compile_sm90, cubin
-from dsa.kernels import per_token_cast_to_fp8_sm90 as kernels
+from dsa.cute import compile_cache, private_files
+from dsa.cute.compile_cache import compile_sm90
+from tests.kernels.cached_casts import ARGS, ORIGINAL, OTHER_ARGS, StubKernel, counted, objects
 
-ORIGINAL = kernels.compile_per_token_cast_to_fp8.__wrapped__
-ARGS = kernels.shipped_variants()[0][1]
-OTHER_ARGS = kernels.shipped_variants()[-1][1]
-
-
-@pytest.fixture(autouse=True)
-def directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def counted(compile_function=ORIGINAL):
-    """A new cache in front of the FP8 cast's compile function, and the list of what it then really compiles."""
-    compiled = []
-
-    @functools.wraps(ORIGINAL)
-    def counting(*args):
-        compiled.append(args)
-        return compile_function(*args)
-
-    return cached(counting), compiled
-
-
-class StubKernel:
-    """Writes its object file in two halves and looks at the directory in between."""
-
-    def __init__(self, fails_with=None):
-        self.fails_with = fails_with
-        self.seen = None
-
-    def export_to_c(self, object_file_path, function_name):
-        with open(object_file_path, "wb") as file:
-            file.write(b"first half,")
-            file.flush()
-            self.seen = [path.suffix for path in Path(object_file_path).parent.iterdir()]
-            if self.fails_with is not None:
-                raise self.fails_with
-            file.write(b" second half")
-
-
-def objects(directory):
-    return sorted(directory.glob("*.o"))
+pytestmark = pytest.mark.usefixtures("directory")
 
 
 def test_memory(directory):
@@ -178,12 +136,33 @@ def test_no_reader_sees_half_a_file(directory):
     assert sorted(p.suffix for p in directory.iterdir()) == [".lock", ".o"]
 
 
-def test_a_full_disk_costs_the_file_and_not_the_kernel(directory):
-    kernel = StubKernel(OSError(errno.ENOSPC, "No space left on device"))
-    get, _ = counted(lambda *args: kernel)
-    with pytest.warns(RuntimeWarning, match=r"cannot be written to \(.*No space left on device\)"):
-        assert get(*ARGS) is kernel
-    assert [p.suffix for p in directory.iterdir()] == [".lock"]
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (RuntimeError("no exporter\nfor this"), "RuntimeError: no exporter"),
+        (AssertionError(), "AssertionError: "),
+    ],
+    ids=str,
+)
+def test_a_failed_export_costs_the_file_and_not_the_kernel(directory, error, said):
+    kernel = StubKernel(error)
+    get, compiled = counted(lambda *args: kernel)
+    with pytest.warns(RuntimeWarning, match=rf"cannot be written to \({said}\); set DSA_CACHE_DIR") as warned:
+        assert get(*ARGS) is kernel and get(*OTHER_ARGS) is kernel
+    assert len(warned) == 1 and compiled == [ARGS, OTHER_ARGS]
+    assert [p.suffix for p in directory.iterdir()] == [".lock", ".lock"]
+
+
+def test_a_disk_that_became_read_only_costs_the_file_and_not_the_kernel(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(private_files.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(compile_cache, "open_lock", refuse)
+    kernel = StubKernel()
+    with pytest.warns(RuntimeWarning, match=r"cannot be written to \(Read-only file system\)"):
+        assert counted(lambda *args: kernel)[0](*ARGS) is kernel
 
 
 def test_an_interrupted_write_leaves_nothing_and_is_tried_again(directory):
@@ -230,9 +209,10 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path / "file" / "cache"))
     get, compiled = counted()
-    with pytest.warns(RuntimeWarning, match="file/cache is not writable; set DSA_CACHE_DIR") as warned:
+    with pytest.warns(RuntimeWarning, match=r"file/cache is not used \(Not a directory\); set DSA_CACHE_DIR") as warned:
         kernel = get(*ARGS)
-    assert get(*ARGS) is kernel and compiled == [ARGS] and len(warned) == 1
+        get(*OTHER_ARGS)
+    assert get(*ARGS) is kernel and compiled == [ARGS, OTHER_ARGS] and len(warned) == 1
 
 
 def test_a_directory_that_can_only_be_read_is_read(directory, monkeypatch):
@@ -241,6 +221,9 @@ def test_a_directory_that_can_only_be_read_is_read(directory, monkeypatch):
     get, compiled = counted()
     get(*ARGS)
     assert compiled == []
+    with pytest.warns(RuntimeWarning, match="cache is not writable; set DSA_CACHE_DIR"):
+        get(*OTHER_ARGS)
+    assert compiled == [OTHER_ARGS] and len(objects(directory)) == 1
 
 
 def test_the_key_covers_what_is_compiled(monkeypatch):
@@ -257,15 +240,21 @@ def test_the_key_covers_what_is_compiled(monkeypatch):
     for owner, name, value in (
         (compile_cache, "source_digest", lambda module: f"another digest of {module}"),
         (cutlass, "__version__", "9.9"),
+        (cutlass, "CUDA_VERSION", "12.9"),
         (tvm_ffi, "__version__", "9.9"),
-        (compile_cache, "sys", SimpleNamespace(version_info=(3, 99, 0))),
-        (compile_cache, "ARCH", "sm_100a"),
-        (compile_cache, "_host", lambda: "another CPU"),
+        (compile_cache, "_OPTIONS", "--gpu-arch sm_100a"),
+        (platform, "machine", lambda: "another architecture"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             keys.append(compile_cache._key(ORIGINAL, ARGS))
-    assert len(set(keys)) == len(keys) == 9
+    for name in ("CUTE_DSL_LINEINFO", "CUTE_DSL_ENABLE_ASSERTIONS", "CUTE_DSL_COMPILER_OPT"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            keys.append(compile_cache._key(ORIGINAL, ARGS))
+    assert len(set(keys)) == len(keys) == 12
+    for name in ("CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_LOG_LEVEL"):
+        monkeypatch.setenv(name, "1")
     assert compile_cache._key(ORIGINAL, ARGS) == keys[0]
 
 
@@ -274,13 +263,6 @@ def test_the_key_covers_the_source_of_the_kernel_and_of_no_other_module(monkeypa
     monkeypatch.setattr(compile_cache, "source_digest", lambda module: asked.append(module) or "digest")
     compile_cache._key(ORIGINAL, ARGS)
     assert asked == ["dsa.kernels.per_token_cast_to_fp8_sm90"]
-
-
-def test_the_host_is_named_with_its_instruction_sets():
-    host = compile_cache._host()
-    assert host.startswith(platform.machine())
-    if platform.machine() == "x86_64" and os.path.exists("/proc/cpuinfo"):
-        assert " sse2 " in host
 
 
 @pytest.mark.parametrize(
@@ -300,6 +282,27 @@ def test_where_the_directory_is(monkeypatch, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert compile_cache.cache_dir() == (expected and Path(expected))
+
+
+@pytest.mark.parametrize("chosen", [None, "~/kernels"])
+def test_a_user_without_a_home(tmp_path, monkeypatch, chosen):
+    """As in a container with any number for a user: neither HOME nor an entry in the password file."""
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for name in ("HOME", "XDG_CACHE_HOME", "DSA_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("DSA_CACHE_DIR", chosen)
+    directory = tmp_path / f"dsa-{os.geteuid()}"
+    assert compile_cache.cache_dir() == directory
+    counted()[0](*ARGS)
+    get, compiled = counted()
+    get(*ARGS)
+    assert compiled == [] and len(objects(directory)) == 1
 
 
 @cute.kernel
@@ -329,17 +332,3 @@ def test_a_kernel_that_spills_does_not_compile():
     assert callable(compile_reverse(64))
     with pytest.raises(Exception, match="Registers are spilled to local memory"):
         compile_reverse(300)
-
-
-def test_cubin_is_compiled_anew_and_not_cached(directory):
-    get, compiled = counted()
-    code = cubin(get, *ARGS)
-    assert code.startswith(b"\x7fELF") and cubin(get, *ARGS) == code
-    assert len(compiled) == 2 and not directory.exists() and compile_cache._dump_dir is None
-
-    def fail(*args):
-        raise RuntimeError("spilled")
-
-    with pytest.raises(RuntimeError, match="spilled"):
-        cubin(counted(fail)[0], *ARGS)
-    assert compile_cache._dump_dir is None

@@ -1,0 +1,53 @@
+"""Object files: host code that other machines run too, and the cubin in them."""
+
+import re
+
+import pytest
+
+from dsa.cute import compile_cache
+from dsa.cute.compile_cache import cubin
+from dsa.cute.object_file import cubin_in, write_object_file
+from tests.kernels.cached_casts import ARGS, ORIGINAL, counted, objects
+
+pytestmark = pytest.mark.usefixtures("directory")
+
+
+def test_another_machine_can_load_an_object_file(directory, tmp_path):
+    """The key has neither Python's version nor the CPU's: the file must not depend on them."""
+    kernel = ORIGINAL(*ARGS)
+    write_object_file(kernel, tmp_path / "kernel.o", "entry")
+    assert not re.search(rb"\0_?Py[A-Z_]", (tmp_path / "kernel.o").read_bytes())
+    write_object_file(kernel, tmp_path / "kernel.ll", "entry")  # the same code as text
+    lines = (tmp_path / "kernel.ll").read_text().splitlines()
+    portable = [line.split()[1] for line in lines if line.startswith("attributes") and '"target-cpu"="generic"' in line]
+    defined = [line.removesuffix(" {").split()[-1] for line in lines if line.startswith("define ")]
+    assert len(defined) > 5 and set(defined) <= set(portable)
+    assert "x86-64" not in "".join(lines) and "+avx" not in "".join(lines)
+
+
+def test_cubin_is_that_of_the_object_file(directory, monkeypatch):
+    get, compiled = counted()
+    code = cubin(get, *ARGS)
+    (path,) = objects(directory)
+    assert code[:4] == b"\x7fELF" and path.read_bytes().count(code) == 1 and compiled == [ARGS]
+    assert callable(get(*ARGS)) and cubin(get, *ARGS) == code and compiled == [ARGS]
+    monkeypatch.setenv("DSA_CACHE_DIR", "")
+    assert cubin(get, *ARGS) == code and compiled == [ARGS, ARGS]
+
+    def fail(*args):
+        raise RuntimeError("spilled")
+
+    with pytest.raises(RuntimeError, match="spilled"):
+        cubin(counted(fail)[0], *ARGS)
+
+
+def test_cubin_is_what_the_compiler_keeps(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_cache, "_OPTIONS", f"{compile_cache._OPTIONS} --keep-cubin --dump-dir {tmp_path}")
+    kernel = ORIGINAL(*ARGS)
+    write_object_file(kernel, tmp_path / "kernel.o", "entry")
+    assert cubin_in((tmp_path / "kernel.o").read_bytes()) == kernel.artifacts.CUBIN
+
+
+def test_an_object_file_without_a_cubin_is_an_error():
+    with pytest.raises(ValueError, match="object_file: must have one cubin in it, got 0"):
+        cubin_in(b"\x7fELF" * 20)
