@@ -4,8 +4,9 @@ indices[t] = k0 + max(0, p - window + 1), ..., k0 + p     slots[b, i] = where th
 
 Plan
 - A warp a query: it finds the first and the last position, and its lanes write neighbouring columns.
-- The sequence of a packed query is found by binary search, by all lanes alike: warps of the same sequences find its
-  boundaries in the L1 cache.
+- The sequence of a packed query is found by comparing it with all boundaries, 32 at a time: warps find them in the L1
+  cache. A binary search would read less of a thousand of them, but follow a wrong one away from sequences beside which
+  all is right.
 - A page's number is loaded for each key, without a branch around it, so that several loads are under way; neighbours
   are mostly in the same page. A ring has no table: page b is sequence b's.
 - Positions are found in 64 bits, so that no content of cu_seqlens or cache_seqlens, whatever it is, overflows. A slot
@@ -29,6 +30,7 @@ LANES = 32
 UNROLL = 4
 MOST = 2**30  # queries, columns, keys of a page: a step beyond one of these is still an int32
 SLOT_LIMIT = 2**31
+LOWEST = -(2**31)
 
 
 @cute.jit
@@ -63,21 +65,27 @@ class WindowIndicesSm90:
     def kernel(self, q_starts: cute.Tensor, k_starts: cute.Tensor, indices: cute.Tensor):
         t, lane = _my_query()
         if t < indices.shape[0]:
-            sequences, window = q_starts.shape[0] - 1, indices.shape[1]
-            # The first boundary beyond t. Of numbers in any order: one beyond t, behind one that is not.
-            low, high = Int32(0), sequences + 1
-            while low < high:
-                middle = (low + high) // 2
-                if q_starts[middle] <= t:
-                    low = middle + 1
-                else:
-                    high = middle
+            window = indices.shape[1]
+            b = self.sequence(q_starts, t, lane)
             first, count = Int32(0), Int32(0)
-            if low > 0 and low <= sequences:
-                last = Int64(k_starts[low]) - (Int64(q_starts[low]) - t)
-                first, count = _seen(Int64(k_starts[low - 1]), last, window)
+            if b >= 0:
+                last = Int64(k_starts[b + 1]) - (Int64(q_starts[b + 1]) - t)
+                first, count = _seen(Int64(k_starts[b]), last, window)
             for column in cutlass.range(lane, window, LANES, unroll=UNROLL):
                 indices[t, column] = first + column if column < count else Int32(-1)
+
+    @cute.jit
+    def sequence(self, q_starts: cute.Tensor, t, lane):
+        """The sequence of query t, or -1: of those that have queries, the one that begins last of those that do not
+        begin behind t, if it does not end before. So wrong boundaries take no queries from sequences behind them."""
+        own, begins = Int32(-1), Int32(LOWEST)
+        for b in cutlass.range(lane, q_starts.shape[0] - 1, LANES, unroll=UNROLL):
+            low, high = q_starts[b], q_starts[b + 1]
+            better = low <= t and low < high and low >= begins
+            own, begins = b if better else own, low if better else begins
+        latest = cute.arch.warp_redux_sync(begins, "max")
+        own = cute.arch.warp_redux_sync(own if begins == latest else Int32(-1), "max")
+        return own if own >= 0 and t < q_starts[own + 1] else Int32(-1)
 
 
 class WindowSlotsSm90:

@@ -24,9 +24,10 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     window        keys that a query sees at most, itself included; at least 1
 
     Returns [total_q, window] int32, contiguous: rows of keys as `sliding_window_attention` sees them, ascending, with
-    -1 behind the last one. Each is below the largest number in cu_seqlens_k, and so an int32. Of decreasing or negative
-    numbers it is unspecified which keys are listed; an index is then still -1 or at least 0, and no memory but that of
-    the arguments is read.
+    -1 behind the last one. Each is below the largest number in cu_seqlens_k, and so an int32. In any order of
+    boundaries a query belongs to the sequence with queries that begins last before it, if that ends behind it: a
+    boundary below 0 or beyond total_q spoils the lists of the sequences beside it alone. An index is then still -1 or
+    at least 0, and no memory but that of the arguments is read.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, any strides, total_q and window up to 2^30. Deterministic. CUDA-graph safe with new
     cu_seqlens, no host synchronisation, no workspace.

@@ -20,8 +20,9 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     window        keys that a query sees at most, itself included; at least 1
 
     Returns [total_q, window] int32, ascending, with -1 behind the last key. Each index is below the largest number in
-    cu_seqlens_k. Of decreasing or negative numbers it is unspecified which keys are listed; an index is then still -1
-    or at least 0.
+    cu_seqlens_k. In any order of boundaries a query belongs to the sequence with queries that begins last before it, if
+    that ends behind it: a boundary below 0 or beyond total_q spoils the lists of the sequences beside it alone. An
+    index is then still -1 or at least 0.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
@@ -30,9 +31,11 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     if len(q_starts) == 1:
         return torch.full((total_q, window), -1, dtype=torch.int32, device=q_starts.device)
     t = torch.arange(total_q, device=q_starts.device)
-    found = torch.searchsorted(q_starts, t, right=True) - 1
-    b = found.clamp(0, len(q_starts) - 2)
-    known = (found == b) & (q_starts[b] <= t) & (t < q_starts[b + 1])
+    begins = q_starts[:-1].masked_fill(q_starts[:-1] >= q_starts[1:], _SLOT_LIMIT)
+    begins, order = begins.sort(stable=True)
+    place = torch.searchsorted(begins, t, right=True) - 1
+    b = order[place.clamp(min=0)]
+    known = (place >= 0) & (t < q_starts[b + 1])
     last = k_starts[b + 1] - (q_starts[b + 1] - t)
     first = torch.maximum(k_starts[b], last - window + 1).clamp(min=0)
     index = first[:, None] + torch.arange(window, device=t.device)

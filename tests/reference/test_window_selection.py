@@ -64,6 +64,18 @@ def test_numbers_in_any_order_name_no_negative_key(seed):
     assert ((beside == -1) | (beside == got[:, :-1] + 1) & (got[:, :-1] >= 0)).all()
 
 
+@pytest.mark.parametrize("wrong", [-1, -(2**31), 13, 2**31 - 1])
+@pytest.mark.parametrize("place", range(len(CU_Q)))
+def test_a_boundary_outside_spoils_the_sequences_beside_it_alone(place, wrong):
+    right = window_indices(i32(CU_Q), i32(CU_K), 12, 5)
+    spoiled = i32(CU_Q)
+    spoiled[place] = wrong
+    got = window_indices(spoiled, i32(CU_K), 12, 5)
+    others = torch.ones(12, dtype=torch.bool)
+    others[CU_Q[max(place - 1, 0)] : CU_Q[min(place + 1, 5)]] = False
+    assert torch.equal(got[others], right[others])
+
+
 LENGTHS = [0, 1, 2, 5, 9, 12, 13, 40, -3, -(2**31), 2**31 - 1]
 
 
