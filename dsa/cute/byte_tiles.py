@@ -97,7 +97,7 @@ class ByteTiles(GatheredTiles):
     def address_of(self, selection: Selection, page, offset):
         if const_expr(self.rope):
             return selection.cache[page, offset, None].iterator.toint()
-        return selection.cache[page, 0, None].iterator.toint() + offset * V4_ROW
+        return selection.cache[page, 0, None].iterator.toint() + Int64(offset) * V4_ROW
 
     @cute.jit
     def scales_of(self, selection: Selection, page, offset):
@@ -105,7 +105,7 @@ class ByteTiles(GatheredTiles):
         if const_expr(self.rope):
             return selection.cache.iterator.toint()
         start = selection.cache[page, 0, None].iterator.toint()
-        return start + selection.cache.shape[1] * V4_ROW + offset * 8
+        return start + Int64(selection.cache.shape[1]) * V4_ROW + Int64(offset) * 8
 
     @cute.jit
     def request_row(self, q, query, first_row, warp, lane):

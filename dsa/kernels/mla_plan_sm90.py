@@ -7,6 +7,8 @@ Plan
   sequence costs OVERHEAD again, every part takes at least the mean, and the last one reaches the end.
 - A cut says where a piece begins. The last piece of a sequence goes to its end, wherever that is when the plan is used:
   a plan of other lengths is out of balance, not wrong.
+- So a length, which may be any number, counts as at most MOST_TILES tiles a sequence of the batch: their sum is a number
+  of 32 bits.
 Shared memory: MAX_BATCH + 1 sums. Constraints: MAX_BATCH sequences.
 Roofline: latency: 26 us for 132 parts, 14 for 66; the parts are found one after the other.
 """
@@ -25,6 +27,7 @@ from dsa.cute.latent_tiles import NEVER, TILE
 
 THREADS = 1024
 MAX_BATCH = 32768
+MOST_TILES = 2**30  # of all sequences together
 
 
 class MlaPlanSm90:
@@ -44,11 +47,13 @@ class MlaPlanSm90:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         batch = lengths.shape[0]
-        total = Int32(0)
+        total, most = Int32(0), MOST_TILES // batch
         for base in cutlass.range(0, batch, THREADS, unroll=1):
             own = Int32(0)
             if base + tid < batch:
-                own = (cutlass.max(lengths[base + tid], 0) + TILE - 1) // TILE + overhead
+                # Rounded up without a sum beyond 32 bits.
+                tiles = (cutlass.max(lengths[base + tid], 0) - 1) // TILE + 1
+                own = cutlass.min(tiles, most) + overhead
             earlier, here = before_and_all(own, sums, lane, warp)
             if base + tid < batch:
                 before[base + tid] = total + earlier

@@ -5,7 +5,7 @@ Plan
 - A part is as per_head_gradient_sm90.py leaves it: a tile of 64 keys by 64 channels in the order of wgmma's registers,
   by eight keys, then by thread, four numbers each. A thread here adds up four such numbers of all heads.
 - Tiles are counted through all sequences, each of which has one more than its keys need at most; a binary search finds
-  a tile's sequence. Nobody has written to the tiles of a sequence without queries.
+  a tile's sequence. Nobody has written to the tiles of a sequence without queries. Keys of no sequence are left out.
 Roofline: memory, H * Tk * di * 4 bytes.
 """
 
@@ -45,7 +45,7 @@ class PerHeadKeySumSm90:
         first = begins_k[low]
         key = first + (tile - (first >> 6) - low) * KEYS
         end = cutlass.min(begins_k[low + 1], dk_idx.shape[0])
-        if key < end:
+        if first <= key and key < end:
             sums = cute.make_rmem_tensor((4,), Float32)
             sums.fill(0.0)
             if begins_q[low + 1] > begins_q[low]:

@@ -9,6 +9,7 @@ import torch
 from dsa import backends
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
 from dsa.ops._tma_rows import tma_rows
+from dsa.ops._uncovered_rows import fill_uncovered
 
 DIMS = (64, 64), (128, 128), (192, 128)
 DTYPES = torch.bfloat16, torch.float16
@@ -31,11 +32,12 @@ def attention_forward(
     that t sees: its sequence's n_k, or if `causal` of these the ones with j - n_k <= t - n_q, of n_q queries.
 
     q             [Tq, H, d], k [Tk, Hk, d], v [Tk, Hk, dv], bf16 or fp16; (d, dv): (64, 64), (128, 128) or (192, 128)
-    cu_seqlens_*  int32 [B + 1], from 0 to at most T*: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1] - 1
+    cu_seqlens_*  int32 [B + 1], ascending from at least 0 to at most T*, as `make_plan` gives them: sequence b is rows
+                  cu_seqlens[b] to cu_seqlens[b + 1] - 1
     max_seqlen_*  at least the longest sequence's length; what they say decides the order of work only
 
-    Returns out [Tq, H, dv] and lse [H, Tq] fp32 (natural log). A row without keys gives 0 and +inf; rows of no sequence
-    are not written. Rows of k and v that belong to no sequence may hold anything.
+    Returns out [Tq, H, dv] and lse [H, Tq] fp32 (natural log). A row without keys gives 0 and +inf, and so does
+    one of no sequence. Rows of k and v that belong to no sequence may hold anything.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     Deterministic. CUDA-graph safe.
     """
@@ -44,9 +46,9 @@ def attention_forward(
     (tokens, heads, dim), (keys, kv_heads, value_dim) = q.shape, v.shape
     out = q.new_empty(tokens, heads, value_dim)
     lse = q.new_empty(heads, tokens, dtype=torch.float32)
-    if out.numel() == 0 or len(cu_seqlens_q) == 1:
+    if out.numel() == 0:
         return out, lse
-    if keys == 0:
+    if keys == 0 or len(cu_seqlens_q) == 1:
         return out.zero_(), lse.fill_(math.inf)
     key_bytes = max(max_seqlen_k, 1) * (dim + value_dim) * k.element_size()
     group = max(1, min(kv_heads, L2_BYTES // key_bytes)) * (heads // kv_heads)
@@ -58,6 +60,7 @@ def attention_forward(
             *(x.contiguous() for x in (cu_seqlens_q, cu_seqlens_k)),
             *(out, lse, counter, softmax_scale * LOG2E, int(causal), group, backends.num_sms(q.device)),
         )
+    fill_uncovered(cu_seqlens_q, (out, 0.0), (lse.T, math.inf))
     return out, lse
 
 

@@ -4,6 +4,7 @@ import torch
 
 from dsa.ops import _dense_attention
 from dsa.ops._tma_rows import tma_rows
+from dsa.ops._uncovered_rows import fill_uncovered
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.sparse_mla_attention import gradients as sparse_gradients
 
@@ -16,7 +17,8 @@ Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [Tq, H, dv], lse [H, Tq]). sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"""
+    """(out [Tq, H, dv], lse [H, Tq]). sequences: cu_seqlens_q, cu_seqlens_k, which ascend inside the tensors,
+    max_seqlen_q, max_seqlen_k"""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return _dense_attention.attention_forward(q, k, v, *sequences, scale, causal)
     out, k = q.new_empty(*q.shape[:2], v.shape[2]), tma_rows(k)
@@ -58,13 +60,16 @@ def _selections(sequences: Sequences, queries: int, causal: bool):
     if queries == 0:
         return
     row = torch.arange(queries, device=cu_q.device, dtype=torch.int32)
-    sequence = torch.searchsorted(cu_q[1:].contiguous(), row, right=True, out_int32=True)
-    own = sequence.clamp(max=len(cu_q) - 2).long()
-    first, keys = cu_k[:-1][own], cu_k.diff()[own]
+    # Before the first sequence and behind the last one there is a sequence without keys.
+    sequence = torch.searchsorted(cu_q, row, right=True, out_int32=True).long()
+    ends = torch.nn.functional.pad(cu_q, (1, 0)), torch.nn.functional.pad(cu_q, (0, 1), value=queries)
+    begin, end = (x[sequence] for x in ends)
+    first = torch.nn.functional.pad(cu_k, (1, 0))[sequence]
+    keys = torch.nn.functional.pad(cu_k.diff(), (1, 1))[sequence]
     visible = keys
     if causal:
-        visible = (keys - cu_q.diff()[own] + row - cu_q[:-1][own] + 1).clamp(min=0).minimum(keys)
-    visible = visible.masked_fill(sequence >= len(cu_q) - 1, 0).clamp(max=most).int()
+        visible = (keys - (end - begin) + row - begin + 1).clamp(min=0).minimum(keys)
+    visible = visible.clamp(max=most)
     offsets = torch.arange(most, device=cu_q.device, dtype=torch.int32)
     step = max(1, MOST_INDICES // max(most, 1))
     for begin in range(0, queries, step):
@@ -84,14 +89,33 @@ def flash_backward(
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """By PyTorch's flash attention, for as many heads at a time as it counts right: its fp32 sums of q's gradient have
-    32-bit offsets. Without keys its grid is empty, which is an error."""
-    if 0 in (len(q), len(k)):
+    32-bit offsets. Without keys its grid is empty, and without sequences it has none, which are errors. What is in no
+    sequence, and of a sequence what is behind its longest length, it does not write."""
+    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = sequences
+    if 0 in (len(q), len(k), len(cu_seqlens_q) - 1):
         return tuple(torch.zeros_like(x) for x in (q, k, v))
+    dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
+    fill_uncovered(cu_seqlens_q, (dq, 0.0), most=longest_q)
+    fill_uncovered(cu_seqlens_k, (dk, 0.0), (dv, 0.0), most=longest_k)
+    return dq, dk, dv
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     together = _heads_together(heads, group, (len(q) + 128 * len(sequences[0])) * -(-q.shape[2] // 64) * 64)
     if together == heads:
         return _flash_backward_of_heads((grad, q, k, v, out, lse), sequences, scale, causal)
-    dq, sums = torch.empty_like(q), torch.float32 if together < group else k.dtype
+    dq, sums = q.new_empty(q.shape), torch.float32 if together < group else k.dtype
     dk, dv = torch.zeros(k.shape, dtype=sums, device=k.device), torch.zeros(v.shape, dtype=sums, device=k.device)
     for first in range(0, heads, together):
         own = slice(first, first + together)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.ops._uncovered_rows import fill_uncovered
 
 # Heads that run through the slots together: a slot's gradients wait for those of the slot before, and rarely if there
 # are many; but what they add to should fit in the L2 cache.
@@ -38,7 +39,8 @@ def per_head_forward(
     tokens, heads, _ = q.shape
     if k.shape[0] == 0 or q.numel() == 0:
         return w.new_zeros(tokens, heads), w.new_full((heads, tokens), torch.inf)
-    kl, lse_idx = w.new_empty(tokens, heads), w.new_empty(heads, tokens)
+    # Of queries in no slot the former is 0, and nobody reads the latter.
+    kl, lse_idx = w.new_zeros(tokens, heads), w.new_empty(heads, tokens)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     launch, _, _ = _kernels(q.shape[2], q_idx.shape[2])
     with backends.on_device(q):
@@ -61,7 +63,8 @@ def per_head_backward(
     cu_seqlens_k: torch.Tensor,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq_idx [Tq, H, di], dk_idx [Tk, di] in bf16, dw [Tq, H] in fp32) for g fp32 [Tq, H], the gradient of kl."""
+    """(dq_idx [Tq, H, di], dk_idx [Tk, di] in bf16, dw [Tq, H] in fp32) for g fp32 [Tq, H], the gradient of kl. The
+    slots are those of cu_seqlens_*, which ascend inside the tensors."""
     (tokens, heads, dim), (keys, index_dim) = q.shape, k_idx.shape
     if keys == 0 or q.numel() == 0:
         return torch.zeros_like(q_idx), torch.zeros_like(k_idx), torch.zeros_like(w)
@@ -77,6 +80,8 @@ def per_head_backward(
         inputs = q, k, q_idx, k_idx[:, None], w, lse, lse_idx, g, slots
         launch(*inputs, counter, done, dq_idx, dw, parts, softmax_scale, together, backends.num_sms(q.device))
         launch_sum(parts, cu_seqlens_q, cu_seqlens_k, dk_idx)
+    fill_uncovered(cu_seqlens_q, (dq_idx, 0.0), (dw, 0.0))
+    fill_uncovered(cu_seqlens_k, (dk_idx, 0.0))
     return dq_idx, dk_idx, dw
 
 

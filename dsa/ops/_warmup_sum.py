@@ -74,8 +74,8 @@ def losses(
     query_grads: bool,
     key_grads: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
-    """kl [Tq] and the gradients of sum_t upstream[t] kl[t]: of q_idx bf16, of w_idx and k_idx fp32. budget: bytes of
-    the workspace, if a slot has fewer."""
+    """kl [Tq] and the gradients of sum_t upstream[t] kl[t]: of q_idx bf16, of w_idx and k_idx fp32. Of
+    queries in no slot the former two are not written. budget: bytes of the workspace, if a slot has fewer."""
     heads, n = indexer.q.shape[1], plan.most_tiles
     fp32 = {"dtype": torch.float32, "device": q.device}
     kl = torch.zeros(len(q), **fp32)
@@ -118,18 +118,22 @@ def tiles_of(max_seqlen_k: int) -> int:
     return max(1, -(-max_seqlen_k // ROWS))
 
 
-def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> Plan:
-    cu_seqlens_q, cu_seqlens_k, _, max_seqlen_k = sequences
+def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tuple[Plan, Sequences]:
+    """The plan, and the sequences with bounds that ascend from 0 to `queries` or `keys` at most, whatever cu_seqlens
+    hold: all that is read or written by them is inside the tensors."""
+    cu_seqlens_q, cu_seqlens_k, *longest = sequences
+    most_tiles = tiles_of(longest[1])
     batch = len(cu_seqlens_q) - 1
     count = queries // ROWS + batch if batch else 0
     ints = {"dtype": torch.int32, "device": cu_seqlens_q.device}
     slots, tiles = torch.empty(count, 8, **ints), torch.empty(count + 1, **ints)
+    bounds = (torch.empty if batch else torch.zeros)(2, batch + 1, **ints)
     if count:
         before = torch.empty(batch, **ints)
         with backends.on_device(slots):
-            numbers = int(causal), queries, keys, tiles_of(max_seqlen_k)
-            _plan_kernel()(cu_seqlens_q, cu_seqlens_k, before, slots, tiles, *numbers)
-    return Plan(slots, tiles, tiles_of(max_seqlen_k))
+            numbers = int(causal), queries, keys, most_tiles
+            _plan_kernel()(cu_seqlens_q, cu_seqlens_k, bounds, before, slots, tiles, *numbers)
+    return Plan(slots, tiles, most_tiles), (*bounds.unbind(), *longest)
 
 
 @functools.cache

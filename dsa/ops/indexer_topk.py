@@ -34,7 +34,8 @@ def indexer_topk(
 
     Returns int32 [Tq, 1, top_k]: rows of k_idx, in their order, then -1 for the keys that there are not. Of equal
     scores the lowest index is picked; NaN never. No gradients. Raises TypeError or ValueError for other types, dtypes,
-    shapes and devices.
+    shapes and devices, and where the reference runs, for other contents of cu_seqlens, which the kernels take as those
+    of `indexer_warmup_attention` do. A query of no sequence selects none.
     On Hopper: bf16 (w_idx also fp32), di 64 or 128, up to 64 heads, top_k up to 4096; other dtypes run the PyTorch
     reference, with a warning. Products are bf16's, sums fp32. The workspace is a chunk of queries by all keys, 192 MiB
     or a chunk's least. CUDA-graph safe, no host synchronisation.
@@ -53,7 +54,7 @@ def indexer_topk(
         return reference.indexer_topk(*arguments)
     _check_kernel_takes(*tensors, top_k, *bounds)
     sequences = *(x.contiguous() for x in bounds), max_seqlen_q, max_seqlen_k
-    plan = make_plan(sequences, len(q_idx), len(k_idx), causal)
+    plan, _ = make_plan(sequences, len(q_idx), len(k_idx), causal)
     return _select(Indexer.of(*(x.detach() for x in tensors)), plan, top_k)
 
 

@@ -9,6 +9,7 @@ from dsa.ops._indexer_gradient import HEADS
 from dsa.ops._kernel_arguments import check_same_device, dtype_name
 from dsa.ops._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
 from dsa.ops._tma_rows import tma_rows
+from dsa.ops._uncovered_rows import fill_uncovered
 from dsa.ops._warmup_per_head import per_head_backward, per_head_forward
 from dsa.ops._warmup_sum import Indexer, Plan, losses, make_plan, tiles_of, workspace
 from dsa.reference import indexer_training as reference
@@ -42,12 +43,15 @@ def indexer_warmup_attention(
     q             [Tq, H, d]; k [Tk, Hk, d], v [Tk, Hk, dv], H a multiple of Hk: head h attends to head h // (H / Hk)
     q_idx         [Tq, Hi, di]; k_idx [Tk, di]; w_idx [Tq, Hi], of any sign
     cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
-    max_seqlen_*  no sequence is longer; on Hopper the losses of one with more keys are NaN for "sum"
+    max_seqlen_*  no sequence is longer; on Hopper the losses of one with more keys are NaN for "sum", and gradients of
+                  q, k and v are 0 behind so many rows
     causal        a sequence's last query sees all its keys, each one before it one fewer
 
     Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] fp32 (natural log) and kl fp32 [Tq] or [Tq, H]. A query without
     keys has out 0, lse +inf and kl 0. Gradients of out reach q, k and v; those of kl reach q_idx, k_idx and w_idx only.
-    Raises TypeError or ValueError for other types, dtypes, shapes and devices.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for other
+    contents of cu_seqlens. The kernels take a number outside the tensor, or below an earlier one, for the one before
+    it; what is in no sequence has empty rows and gradients of 0.
     On Hopper: bf16, w_idx also fp32; other dtypes run the PyTorch reference, with a warning. (d, dv) = (64, 64), (128,
     128), (192, 128) or (576, 512), the last with Hk = 1, target "sum", and v a view of k, whose gradient then has v's
     in it. di 64 or 128; up to 64 index heads for "sum" (8, 16, 32 and 64 without padding). Nothing is S x S: the
@@ -85,12 +89,14 @@ class _Warmup(torch.autograd.Function):
         sequences: Sequences,
         scale: float,
         causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, Plan]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Plan, tuple[torch.Tensor, torch.Tensor]]:
+        """out, lse, the plan, and the bounds of the sequences, which are always inside the tensors."""
         ctx.set_materialize_grads(False)
         ctx.rest = sequences[2:], scale, causal
+        plan, sequences = make_plan(sequences, len(q), len(k), causal)
         out, lse = attention_forward(q, k, v, sequences, scale, causal)
         ctx.mark_non_differentiable(lse)
-        return out, lse, make_plan(sequences, len(q), len(k), causal)
+        return out, lse, plan, sequences[:2]
 
     @staticmethod
     def attention_grads(
@@ -116,13 +122,16 @@ class _Sum(_Warmup):
         scale: float,
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        out, lse, plan = _Warmup.attend(ctx, q, k, v, sequences, scale, causal)
+        out, lse, plan, bounds = _Warmup.attend(ctx, q, k, v, sequences, scale, causal)
         wants = any(ctx.needs_input_grad[3:6])
         ones = q.new_ones(len(q), dtype=torch.float32)
         indexer = Indexer.of(q_idx, k_idx, w_idx)
         budget = workspace(q, k, v, q_idx, k_idx, w_idx)
         kl, grads = losses(q, k, lse, scale, indexer, plan, ones, budget, wants, wants)
-        saved = q, k, v, q_idx, k_idx, w_idx, out, lse, *sequences[:2], plan.slots, plan.tiles
+        if wants:
+            dq, dw, _ = grads
+            fill_uncovered(bounds[0], (dq, 0.0), (dw, 0.0))
+        saved = q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, plan.slots, plan.tiles
         ctx.save_for_backward(*saved, *(grads if wants else ()))
         return out, lse, kl
 
@@ -169,10 +178,10 @@ class _PerHead(_Warmup):
         scale: float,
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        out, lse, plan = _Warmup.attend(ctx, q, k, v, sequences, scale, causal)
+        out, lse, plan, bounds = _Warmup.attend(ctx, q, k, v, sequences, scale, causal)
         inputs = tma_rows(q), tma_rows(k), tma_rows(q_idx), tma_rows(k_idx), w_idx.float().contiguous(), lse
         kl, lse_idx = per_head_forward(*inputs, plan.slots, scale)
-        ctx.save_for_backward(q, k, v, q_idx, k_idx, w_idx, out, lse, *sequences[:2], plan.slots, lse_idx)
+        ctx.save_for_backward(q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, plan.slots, lse_idx)
         return out, lse, kl
 
     @staticmethod

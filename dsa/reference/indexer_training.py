@@ -51,9 +51,9 @@ def indexer_warmup_attention(
     """
     check_warmup(q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k, target)
     work = _work_dtype(q)
-    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    outs, lses, kls = [], [], []
-    for begin_q, end_q, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+    outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(q.shape[1], 0, dtype=work)]
+    kls = [q.new_zeros((0,) if target == "sum" else (0, q.shape[1]), dtype=work)]
+    for begin_q, end_q, begin_k, end_k in _ranges(cu_seqlens_q, cu_seqlens_k, len(q), len(k)):
         queries, keys = slice(begin_q, end_q), slice(begin_k, end_k)
         m, n = end_q - begin_q, end_k - begin_k
         visible = torch.ones(m, n, dtype=torch.bool, device=q.device)
@@ -97,10 +97,9 @@ def indexer_topk(
     check_bounds(cu_seqlens_q, cu_seqlens_k, len(q_idx), len(k_idx))
     check_positive("top_k", top_k)
     picks = [torch.full((0, top_k), -1, dtype=torch.int32, device=q_idx.device)]
-    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     work = _work_dtype(q_idx)
     with torch.no_grad():
-        for begin_q, end_q, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+        for begin_q, end_q, begin_k, end_k in _ranges(cu_seqlens_q, cu_seqlens_k, len(q_idx), len(k_idx)):
             queries, keys = slice(begin_q, end_q), slice(begin_k, end_k)
             m, n = end_q - begin_q, end_k - begin_k
             dots = torch.relu(torch.einsum("tjd,sd->jts", q_idx[queries].to(work), k_idx[keys].to(work)))
@@ -133,7 +132,7 @@ def sparse_mla_attention(
     check_sparse(q, kv, indices)
     work = _work_dtype(q)
     index, valid = _selected(indices, len(kv))
-    rows = kv[:, 0].to(work)[index]
+    rows = _rows(kv[:, 0].to(work), index)
     logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work), rows)
     weights, lse = _masked_softmax(logits, valid)
     out = torch.einsum("htj,tjd->thd", weights, rows[..., :d_v])
@@ -174,7 +173,7 @@ def sparse_indexer_loss(
     work = _work_dtype(q)
     index, valid = _selected(indices, len(kv))
     with torch.no_grad():
-        logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work), kv[:, 0].to(work)[index])
+        logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work), _rows(kv[:, 0].to(work), index))
         own_weights, own_lse = _masked_softmax(logits, valid)
         if lse is not None:
             # Each head's share of its whole softmax, in logs: all of them may be tiny.
@@ -182,7 +181,7 @@ def sparse_indexer_loss(
             own_weights = own_weights * torch.softmax(share, 0)[..., None]
         p = own_weights.sum(0)
         p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(work).tiny)
-    dots = torch.relu(torch.einsum("tid,tjd->itj", q_idx.to(work), k_idx.to(work)[index]))
+    dots = torch.relu(torch.einsum("tid,tjd->itj", q_idx.to(work), _rows(k_idx.to(work), index)))
     return _kl(p, (dots * w_idx.to(work).T[..., None]).sum(0), valid)
 
 
@@ -211,10 +210,15 @@ def _kl(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.T
 
 
 def _selected(indices: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows [Tq, K] that exist, which of them are meant)."""
+    """(rows [Tq, K], `keys` where there is none, and where there are)."""
     index = indices[:, 0].long()
     valid = (index >= 0) & (index < keys)
-    return index.masked_fill(~valid, 0), valid
+    return index.masked_fill(~valid, keys), valid
+
+
+def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of x, and zeros for the one behind its last."""
+    return torch.nn.functional.pad(x, (0, 0, 0, 1))[index]
 
 
 def check_warmup(q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k, target) -> None:
@@ -239,8 +243,21 @@ def check_bounds(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, tokens:
     check_tensor("cu_seqlens_q", cu_seqlens_q, INT32, ("B + 1",))
     check_tensor("cu_seqlens_k", cu_seqlens_k, INT32, tuple(cu_seqlens_q.shape))
     for name, x, end in (("cu_seqlens_q", cu_seqlens_q, tokens), ("cu_seqlens_k", cu_seqlens_k, keys)):
-        if x.device.type == "cpu" and (len(x) == 0 or x[0] != 0 or x[-1] != end or (x.diff() < 0).any()):
-            raise ValueError(f"{name}: must ascend from 0 to {end}, got {x.tolist()}")
+        if x.device.type == "cpu":
+            _ascending(name, x, end)
+
+
+def _ascending(name: str, x: torch.Tensor, end: int) -> list[int]:
+    numbers = x.tolist()
+    if not numbers or numbers[0] != 0 or numbers[-1] != end or numbers != sorted(numbers):
+        raise ValueError(f"{name}: must ascend from 0 to {end}, got {numbers}")
+    return numbers
+
+
+def _ranges(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, tokens: int, keys: int):
+    """(first query, end, first key, end) of each sequence."""
+    q, k = _ascending("cu_seqlens_q", cu_seqlens_q, tokens), _ascending("cu_seqlens_k", cu_seqlens_k, keys)
+    return zip(q, q[1:], k, k[1:])
 
 
 def check_indexer(q_idx, k_idx, w_idx, tokens: int, keys: int) -> None:

@@ -31,7 +31,8 @@ def plan_of(sequences, queries, keys, causal):
             last = min(max(seen + causal * (count - 1), 0), n)
             slots.append([first_q + i, count, first_k, n, seen, int(causal), -(-last // 128), 0])
     slots.append([0] * 7 + [-1])
-    return op.Plan(torch.tensor(slots, dtype=torch.int32), torch.zeros(len(slots) + 1), -(-longest // 128))
+    plan = op.Plan(torch.tensor(slots, dtype=torch.int32), torch.zeros(len(slots) + 1), -(-longest // 128))
+    return plan, sequences
 
 
 def scores_of(q, minus_k, w, slots, scores, active):

@@ -123,14 +123,14 @@ def test_index_heads_are_padded_with_heads_of_no_weight():
 def test_absorbed_attention_selects_what_a_query_sees(monkeypatch, causal):
     monkeypatch.setattr(_packed_attention, "MOST_INDICES", 30)
     lengths = [(3, 5), (0, 2), (4, 2), (1, 1), (2, 0)]
-    bounds = [torch.tensor([0, *side]).cumsum(0).int() for side in zip(*lengths)]
-    queries = int(bounds[0][-1]) + 2  # of which two are in no sequence
+    bounds = [torch.tensor([1, *side]).cumsum(0).int() for side in zip(*lengths)]
+    queries = int(bounds[0][-1]) + 2  # of which the first and the last two are in no sequence
     found = {}
     for rows, indices, visible in _packed_attention._selections((*bounds, 4, 5), queries, causal):
         assert indices.shape == (rows.stop - rows.start, 1, 5) and indices.dtype == visible.dtype == torch.int32
         for t, picks, count in zip(range(rows.start, rows.stop), indices[:, 0].tolist(), visible.tolist()):
             found[t] = picks[:count]
-    expected, t, first = {}, 0, 0
+    expected, t, first = {0: []}, 1, 1
     for n, m in lengths:
         for i in range(n):
             expected[t + i] = list(range(first, first + (max(0, m - n + i + 1) if causal else m)))
@@ -138,12 +138,19 @@ def test_absorbed_attention_selects_what_a_query_sees(monkeypatch, causal):
     assert found == expected | {t: [], t + 1: []}
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(3, 0), (0, 3)])
-def test_attention_without_queries_or_keys_has_gradients_of_zero(queries, keys):
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_sequences_no_query_selects_a_key(causal):
+    nothing = torch.zeros(1, dtype=torch.int32)
+    (selection,) = _packed_attention._selections((nothing, nothing, 4, 5), 3, causal)
+    assert selection[0] == slice(0, 3) and selection[1].shape == (3, 1, 5) and selection[2].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("queries", "keys", "batch"), [(3, 0, 1), (0, 3, 1), (3, 3, 0)])
+def test_attention_without_queries_keys_or_sequences_has_gradients_of_zero(queries, keys, batch):
     q, k, v, out = (
         torch.randn(n, 2, d, dtype=BF16) for n, d in zip((queries, keys, keys, queries), (192, 192, 128, 128))
     )
-    bounds = [torch.tensor([0, n], dtype=torch.int32) for n in (queries, keys)]
+    bounds = [torch.tensor([0, n][: batch + 1], dtype=torch.int32) for n in (queries, keys)]
     lse = torch.full((2, queries), torch.inf)
     grads = _packed_attention.attention_backward(out, q, k, v, out, lse, (*bounds, queries, keys), 0.125, True)
     for grad, x in zip(grads, (q, k, v)):
@@ -158,6 +165,7 @@ def test_flash_attention_is_given_rows_at_16_bytes(monkeypatch):
         return q, k, v
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash)
+    monkeypatch.setattr(_packed_attention, "fill_uncovered", lambda *_, **__: None)
     odd = torch.randn(5, 2, 65, dtype=BF16)[..., 1:]
     same = torch.randn(5, 2, 64, dtype=BF16)
     bounds = [torch.tensor([0, 5], dtype=torch.int32)] * 2
@@ -186,6 +194,7 @@ def test_flash_attention_is_given_as_many_heads_as_it_can_count(monkeypatch, hea
         return tuple(x.to(BF16) for x in torch.autograd.grad((grad * q * wide[0] * wide[1]).sum(), (q, k, v)))
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash)
+    monkeypatch.setattr(_packed_attention, "fill_uncovered", lambda *_, **__: None)
     monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", most * (4 + 2 * 128) * 64 + 1)
     bounds = [torch.tensor([0, 4], dtype=torch.int32)] * 2
     out, lse = torch.rand(4, heads, 64).bfloat16() + 0.5, torch.rand(heads, 4) + 0.5

@@ -130,6 +130,29 @@ def test_sparse_attention_gradients(sink):
     assert torch.allclose(out[1, 0], whole.softmax(0)[:2] @ kv[seen, 0, :4])
 
 
+def test_what_no_index_names_reaches_nothing():
+    """NaN in the first row, where an index that is no key might look; and no rows at all."""
+    (q, kv, q_idx, k_idx, w_idx), indices = sparse_inputs()
+    indices[indices == 0] = -1
+    kv, k_idx = (x.detach().index_fill(0, torch.tensor(0), torch.nan) for x in (kv, k_idx))
+    for results in (
+        sparse_mla_attention(q, kv, indices, 0.4, 4),
+        [sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, 0.4)],
+    ):
+        assert not any(x.isnan().any() for x in results)
+    out, lse = sparse_mla_attention(q, kv[:0], indices, 0.4, 4)
+    assert not out.any() and lse.eq(torch.inf).all()
+    assert not sparse_indexer_loss(q, kv[:0], q_idx, k_idx[:0], w_idx, indices, 0.4).any()
+
+
+@pytest.mark.parametrize("target", ["sum", "per_head"])
+def test_warmup_without_sequences(target):
+    tensors, _ = warmup_inputs([0], [0], index_heads=4)
+    nothing = torch.zeros(1, dtype=torch.int32)
+    out, lse, kl = indexer_warmup_attention(*tensors, nothing, nothing, 0, 0, 0.5, True, target)
+    assert out.shape == (0, 4, 6) and lse.shape == (4, 0) and kl.shape == ((0,) if target == "sum" else (0, 4))
+
+
 @pytest.mark.parametrize("joint", [False, True])
 def test_sparse_loss(joint):
     (q, kv, q_idx, k_idx, w_idx), indices = sparse_inputs()
