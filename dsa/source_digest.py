@@ -1,21 +1,23 @@
 """A digest of what a module's code does: its syntax tree and those of the modules of this project that it imports.
 
 Comments, layout and docstrings do not count, so a corrected sentence keeps compiled kernels and GPU receipts valid,
-and any change that could alter a result does not. Nothing is imported to compute it.
+and any change that could alter a result does not. Nothing is imported to compute it. The same trees tell which
+functions have kernels.
 """
 
 import ast
 import functools
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("dsa",)
 
 
-def _path_of(module: str) -> Path | None:
-    """The file of a module of this project, or None for one from elsewhere (or an attribute of a module)."""
-    if module.partition(".")[0] not in PACKAGES:
+def _path_of(module: str, packages: tuple[str, ...] = PACKAGES) -> Path | None:
+    """The file of a module of these packages, or None for one from elsewhere (or an attribute of a module)."""
+    if module.partition(".")[0] not in packages:
         return None
     stem = _ROOT.joinpath(*module.split("."))
     for path in (stem.with_suffix(".py"), stem / "__init__.py"):
@@ -47,48 +49,109 @@ def _dump(node: object) -> str:
     return f"[{', '.join(map(_dump, node))}]" if isinstance(node, list) else repr(node)
 
 
-def _imports(module: str, path: Path) -> set[str]:
-    """Every module of this project that `module` imports, at its top or inside a function."""
+def _imports(module: str, path: Path, packages: tuple[str, ...]) -> set[str]:
+    """Every module of these packages that `module` imports, at its top or inside a function."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")
-                parents = parents[: len(parents) - node.level + 1]
-                base = ".".join([*parents, base] if base else parents)
+            base = _base(node, package)
             # `from package import name`: name is a submodule or something that the package defines.
-            found |= {f"{base}.{alias.name}" if _path_of(f"{base}.{alias.name}") else base for alias in node.names}
-    return {name for name in found if _path_of(name)}
+            names = (f"{base}.{alias.name}" for alias in node.names)
+            found |= {name if _path_of(name, packages) else base for name in names}
+    return {name for name in found if _path_of(name, packages)}
+
+
+def _base(node: ast.ImportFrom, package: str) -> str:
+    """The absolute name of what a module of `package` imports from."""
+    if not node.level:
+        return node.module or ""
+    parents = package.split(".")
+    parents = parents[: len(parents) - node.level + 1]
+    return ".".join([*parents, node.module] if node.module else parents)
 
 
 @functools.cache
-def modules_used_by(module: str) -> tuple[str, ...]:
-    """The modules of this project that `module` needs, itself included, sorted."""
+def modules_used_by(module: str, packages: tuple[str, ...] = PACKAGES) -> tuple[str, ...]:
+    """The modules of these packages that `module` needs, itself included, sorted."""
     seen, todo = set(), [module]
     while todo:
         name = todo.pop()
-        path = _path_of(name)
+        path = _path_of(name, packages)
         if path is None:
-            raise ValueError(f"module: {name!r} is not a module of {' or '.join(PACKAGES)}")
+            raise ValueError(f"module: {name!r} is not a module of {' or '.join(packages)}")
         if name not in seen:
             seen.add(name)
-            todo.extend(_imports(name, path) - seen)
+            todo.extend(_imports(name, path, packages) - seen)
     return tuple(sorted(seen))
+
+
+def digest_of(modules: Iterable[str]) -> str:
+    """SHA-256, 16 hex digits, over the syntax trees of modules of this project, whichever their package."""
+    h = hashlib.sha256()
+    for name in modules:
+        h.update(f"{name}\n{_module_text(name)}\n".encode())
+    return h.hexdigest()[:16]
+
+
+@functools.cache
+def _module_text(name: str) -> str:
+    return _dump(_tree(_path_of(name, (name.partition(".")[0],))))
 
 
 @functools.cache
 def source_digest(module: str) -> str:
-    """SHA-256, 16 hex digits, over the syntax trees of `modules_used_by(module)`."""
-    h = hashlib.sha256()
-    for name in modules_used_by(module):
-        h.update(f"{name}\n{_dump(_tree(_path_of(name)))}\n".encode())
-    return h.hexdigest()[:16]
+    """The digest of `modules_used_by(module)`."""
+    return digest_of(modules_used_by(module))
 
 
 def has_kernel(op: str) -> bool:
     """Whether `dsa.ops.<op>` reaches a CuTe DSL kernel."""
     return any(name.startswith("dsa.kernels.") for name in modules_used_by(f"dsa.ops.{op}"))
+
+
+@functools.cache
+def functions_with_kernels(module: str) -> frozenset[str]:
+    """The names that a bridge defines at its top whose code reaches a CuTe DSL kernel, there or through a name of
+    another bridge."""
+    package, tree = module.rpartition(".")[0], _tree(_path_of(module))
+    reaching = _kernel_names(tree.body, package)
+    definitions = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            definitions[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            definitions[node.targets[0].id] = node.value
+    while True:
+        found = {
+            name
+            for name, node in definitions.items()
+            if name not in reaching
+            and (
+                _kernel_names(ast.walk(node), package)
+                or any(isinstance(part, ast.Name) and part.id in reaching for part in ast.walk(node))
+            )
+        }
+        if not found:
+            return frozenset(reaching & definitions.keys())
+        reaching |= found
+
+
+def _kernel_names(nodes: Iterable[ast.AST], package: str) -> set[str]:
+    """What the import statements among these nodes bind that is a kernel's, or a bridge's function that has one."""
+    found = set()
+    for node in nodes:
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        base = _base(node, package)
+        for alias in node.names:
+            bound, whole = alias.asname or alias.name, f"{base}.{alias.name}"
+            if base == "dsa.kernels" or base.startswith("dsa.kernels."):
+                found.add(bound)
+            elif base.startswith("dsa.ops.") and alias.name in functions_with_kernels(base):
+                found.add(bound)
+            elif base == "dsa.ops" and _path_of(whole) and functions_with_kernels(whole):
+                found.add(bound)
+    return found

@@ -1,43 +1,140 @@
-"""Nobody is told that a kernel works on a GPU when that code never ran there."""
+"""Nobody is told that a kernel works on a GPU when that code never ran there, or was never judged by these tests."""
 
+import re
 import shutil
 
 import pytest
 
-from dsa.source_digest import _tree
+from dsa import source_digest
+from dsa_bench.harness import case
 from tests.gpu import receipt, status_table
 
 
+def entries():
+    return receipt.load()["entries"]
+
+
 @pytest.mark.parametrize("name", receipt.ops_with_kernels())
-def test_every_kernel_has_gpu_tests_and_a_receipt(name):
-    names = [n for n in receipt.tested_ops() if receipt.op_module(n) == f"dsa.ops.{name}"]
+def test_every_kernel_has_gpu_tests(name):
+    names = [n for n in receipt.tested() if receipt.op_module(n) == f"dsa.ops.{name}"]
     assert names, f"dsa.ops.{name} has a kernel and no tests/gpu/test_{name}.py"
-    for n in names:
-        assert n in receipt.load()["ops"], f"{n}: run `python -m tests.gpu.run {n}` on a Hopper GPU"
 
 
-@pytest.mark.parametrize("name", receipt.load()["ops"])
+def test_every_test_on_a_gpu_is_an_entry():
+    assert entries().keys() == set(receipt.tested()), "run `python -m tests.gpu.run` on a Hopper GPU"
+
+
+@pytest.mark.parametrize("name", receipt.tested())
 def test_receipt_is_of_this_code(name):
-    entry = receipt.load()["ops"][name]
+    entry = entries()[name]
     if entry["unverified"]:
         return
     assert entry["digest"] == receipt.digest(name), f"{name}: run `python -m tests.gpu.run {name}` on a Hopper GPU"
-    assert entry["tests"] > 0 and entry["failed"] == 0
+    assert entry["tests"] > 0 or not receipt.test_files(name)
+    assert entry["failed"] == 0
+    assert entry["bench"] or not (name == "e2e" or name in case.benchmarked_ops())
+    assert re.fullmatch(r"[0-9a-f]{12,40}", entry["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"]) and "H200" in entry["device"]
 
 
-def test_generation_has_a_receipt_that_a_layer_or_an_op_ends(tmp_path, monkeypatch):
-    entry = receipt.load()["ops"][receipt.GENERATION]
-    assert entry["tests"] > 0 and not entry["failed"]
-    layers = shutil.copytree(receipt.LAYERS, tmp_path / "layers")
-    monkeypatch.setattr(receipt, "LAYERS", layers)
-    digest = receipt.digest(receipt.GENERATION)
-    for path, changes in (("cli.py", False), ("generation.py", True), ("layers/norm.py", True)):
-        (layers / path).write_text((layers / path).read_text() + "\nNEW = 1\n")
-        _tree.cache_clear()
-        assert (receipt.digest(receipt.GENERATION) != digest) is changes
-        digest = receipt.digest(receipt.GENERATION)
-    monkeypatch.setattr(receipt, "source_digest", lambda module: "0" * 16)
-    assert receipt.digest(receipt.GENERATION) != digest
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """A copy of this project. Call it with a file, what to replace there and by what."""
+    for package in ("dsa", "dsa_layers", "dsa_bench", "tests", "docs"):
+        leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png", "*.json")
+        shutil.copytree(receipt.ROOT / package, tmp_path / package, ignore=leave)
+    shutil.copytree(receipt.TUNED, tmp_path / "dsa" / "tuned", dirs_exist_ok=True)
+    shutil.copy(receipt.ROOT / "README.md", tmp_path)
+    monkeypatch.setattr(source_digest, "_ROOT", tmp_path)
+    monkeypatch.setattr(receipt, "ROOT", tmp_path)
+    monkeypatch.setattr(receipt, "HERE", tmp_path / "tests" / "gpu")
+    monkeypatch.setattr(receipt, "TUNED", tmp_path / "dsa" / "tuned")
+    monkeypatch.setattr(receipt, "LAYERS", tmp_path / "dsa_layers")
+
+    def clear():
+        for function in (source_digest._tree, source_digest._module_text, source_digest.modules_used_by):
+            function.cache_clear()
+
+    def change(file, old, new):
+        path = tmp_path / file
+        assert old in path.read_text(), f"{file} has no {old!r}"
+        path.write_text(path.read_text().replace(old, new))
+        clear()
+
+    clear()
+    yield change
+    clear()
+
+
+# What is changed, and entries that this ends and does not end.
+CHANGES = {
+    "a kernel": (
+        ("dsa/kernels/rms_norm_sm90.py", "import cutlass\n", "import cutlass\nNEW = 1\n"),
+        ("rms_norm", "generation", "fuzz", "hostile_contents", "user_commands", "e2e", "several_gpus"),
+        ("topk_indices", "fp8_gemm_nt"),
+    ),
+    "a reference": (
+        ("dsa/reference/norm.py", "import torch\n", "import torch\nNEW = 1\n"),
+        ("rms_norm",),
+        ("topk_indices",),
+    ),
+    "a tuned configuration": (
+        ("dsa/tuned/fp8_mqa_logits.json", '"winners": {', '"winners": {"new": 1, '),
+        ("fp8_mqa_logits", "generation"),
+        ("rms_norm",),
+    ),
+    "a gutted test": (
+        ("tests/gpu/test_rms_norm.py", "    assert ", "    assert True or "),
+        ("rms_norm", "several_gpus"),
+        ("topk_indices", "generation"),
+    ),
+    "a tolerance": (
+        ("tests/gpu/test_flash_mla_sparse_fwd.py", '"abs_tol": 8e-4', '"abs_tol": 8e-1'),
+        ("flash_mla_sparse_fwd",),
+        ("flash_mla_with_kvcache",),
+    ),
+    "what compares": (("dsa/testing.py", "error > abs_tol", "error > 2 * abs_tol"), receipt.tested(), ()),
+    "the tests' frame": (
+        ("tests/gpu/conftest.py", "manual_seed(0)", "manual_seed(1)"),
+        ("rms_norm", "generation", "user_commands", "hostile_contents"),
+        ("e2e",),
+    ),
+    "a benchmark": (
+        ("dsa_bench/rms_norm.py", "SHAPES = ", "SHAPES = SMALLER = "),
+        ("rms_norm",),
+        ("topk_indices", "generation", "e2e"),
+    ),
+    "hostile contents": (
+        ("tests/hostile/__init__.py", "2**30", "2**29"),
+        ("hostile_contents",),
+        ("rms_norm", "generation"),
+    ),
+    "a layer": (
+        ("dsa_layers/layers/norm.py", "import torch\n", "import torch\nNEW = 1\n"),
+        ("generation", "user_commands", "e2e"),
+        ("rms_norm", "fuzz"),
+    ),
+    "the command": (
+        ("dsa_layers/cli.py", "import sys\n", "import sys\nNEW = 1\n"),
+        ("user_commands",),
+        ("generation", "e2e"),
+    ),
+    "the self tests": (("dsa/self_test.py", "4e-3", "4e-2"), ("user_commands",), ("generation", "rms_norm")),
+    "an example": (
+        ("README.md", "```python\n", "```python\nNEW = 1\n"),
+        ("user_commands",),
+        ("generation", "rms_norm"),
+    ),
+    "a document": (("README.md", "## Status", "## State"), (), receipt.tested()),
+}
+
+
+@pytest.mark.parametrize(("change", "ends", "keeps"), CHANGES.values(), ids=CHANGES)
+def test_what_ends_an_entry(copy, change, ends, keeps):
+    before = {name: receipt.digest(name) for name in (*ends, *keeps)}
+    copy(*change)
+    after = {name: receipt.digest(name) for name in before}
+    assert {name for name in before if before[name] != after[name]} == set(ends)
 
 
 def test_status_table_of_the_readme_is_generated():
@@ -46,7 +143,12 @@ def test_status_table_of_the_readme_is_generated():
 
 
 def test_a_changed_digest_is_noticed(monkeypatch):
-    (name, *_) = receipt.load()["ops"]
-    monkeypatch.setattr(receipt, "digest", lambda name: "0" * 16)
-    with pytest.raises(AssertionError, match=r"tests\.gpu\.run"):
-        test_receipt_is_of_this_code(name)
+    valid = {"unverified": None, "digest": "1" * 16, "tests": 1, "failed": 0, "bench": [{}]}
+    valid |= {"commit": "0" * 12, "date": "2026-01-01", "device": "1 x NVIDIA H200"}
+    monkeypatch.setattr(receipt, "load", lambda: {"entries": {"rms_norm": valid}})
+    monkeypatch.setattr(receipt, "digest", lambda name: "1" * 16)
+    test_receipt_is_of_this_code("rms_norm")
+    for change in ({"digest": "0" * 16}, {"failed": 1}, {"tests": 0}, {"bench": []}, {"commit": "1234-changed"}):
+        monkeypatch.setattr(receipt, "load", lambda change=change: {"entries": {"rms_norm": valid | change}})
+        with pytest.raises(AssertionError):
+            test_receipt_is_of_this_code("rms_norm")

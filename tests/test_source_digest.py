@@ -10,7 +10,8 @@ ENTRY = "dsa.ops.entry"
 
 
 def clear():
-    for function in (digests._tree, digests.modules_used_by, digests.source_digest):
+    cached = (digests._tree, digests._module_text, digests.modules_used_by, digests.source_digest)
+    for function in (*cached, digests.functions_with_kernels):
         function.cache_clear()
 
 
@@ -173,6 +174,24 @@ def test_an_op_has_a_kernel_if_it_reaches_one(tree):
     assert not digests.has_kernel("entry")
     tree({"dsa/cute/helper.py": "from dsa.kernels import cast_sm90\n", "dsa/kernels/cast_sm90.py": ""})
     assert digests.has_kernel("entry")
+
+
+FUNCTIONS = {
+    "dsa/ops/entry.py": "from dsa.ops import other\nfrom dsa.ops.shared import launch\nfrom dsa import reference\n\n"
+    "plain = reference.plain\n\ndef direct():\n    return _kernel()\n\ndef _kernel():\n"
+    "    from dsa.kernels.cast_sm90 import compile_cast\n\n    return compile_cast\n\n"
+    "def shared():\n    launch()\n\ndef through_a_module():\n    other.run()\n\ndef no_kernel():\n    plain()\n",
+    "dsa/ops/shared.py": "def launch():\n    from dsa.kernels import cast_sm90 as kernels\n\n    kernels.run()\n",
+    "dsa/ops/other.py": "from dsa.ops.shared import launch\n\ndef run():\n    launch()\n",
+    "dsa/kernels/cast_sm90.py": "def compile_cast():\n    pass\n",
+    "dsa/reference/__init__.py": "",
+}
+
+
+def test_which_functions_have_kernels(tree):
+    tree({"dsa/ops/__init__.py": "", **FUNCTIONS})
+    found = digests.functions_with_kernels(ENTRY)
+    assert found == {"direct", "_kernel", "shared", "through_a_module"}
 
 
 def test_which_ops_have_kernels():

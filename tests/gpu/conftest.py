@@ -13,6 +13,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
+            elif item.get_closest_marker("several_gpus") and torch.cuda.device_count() < 2:
+                item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
 
 
 @pytest.fixture(autouse=True)

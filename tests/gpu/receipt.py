@@ -1,30 +1,47 @@
-"""The GPU receipt: which code was tested on a GPU, with what outcome, and how fast it was.
+"""The GPU receipt: which code was tested on a GPU, by which tests, with what outcome, and how fast it was.
 
-`tests/gpu/test_NAME.py` and `dsa_bench/NAME.py` belong to the op NAME, whose code is `dsa/ops/NAME.py` (a suffix
-of PARTS names a part of an op). The digest covers that module, everything of this project that it imports, and the
-tile configurations that its kernels load. `tests/gpu/test_generation.py` belongs to the models: its digest covers all
-ops and the layers.
+`tests/gpu/test_NAME.py` and `dsa_bench/NAME.py` belong to the op NAME, whose code is `dsa/ops/NAME.py` (a suffix of
+PARTS names a part of an op). Entries of WHOLES are of more than one op. An entry's digest covers
+- the code: what the entry is about, with everything of this project that it imports, and the tile configurations that
+  its kernels load;
+- the judges: its test file, conftest and benchmark, with the modules of tests/, dsa_bench/ and dsa.testing that they
+  import. A test that is weaker than the one that ran ends the entry, as a changed kernel does.
 """
 
 import hashlib
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dsa.source_digest import _dump, _tree, has_kernel, modules_used_by, source_digest
+from dsa.source_digest import digest_of, has_kernel, modules_used_by
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
 PATH = HERE / "receipt.json"
-TUNED = HERE.parent.parent / "dsa" / "tuned"
+TUNED = ROOT / "dsa" / "tuned"
+LAYERS = ROOT / "dsa_layers"
 PARTS = ("_sparse", "_forward", "_gradient", "_per_head")
-GENERATION = "generation"
-LAYERS = HERE.parent.parent / "dsa_layers"
+WHOLES = {
+    "e2e": "whole passes: `dsa bench e2e`",
+    "fuzz": "all ops: mutated calls",
+    "generation": "generation: `dsa_layers.Generator`",
+    "hostile_contents": "all ops: hostile index contents under compute-sanitizer",
+    "several_gpus": "ops on a GPU that is not the current one",
+    "user_commands": "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents",
+}
+SEVERAL_GPUS = "pytest.mark.several_gpus"
 # What no pass of a model runs.
-NOT_RUN = ("cli.py", "export.py", "health.py", "indexer_stage.py", "tiny")
+NOT_RUN = ("cli.py", "export.py", "health.py", "indexer_stage.py", "tiny", "vendored")
 
 
 def load() -> dict[str, Any]:
-    return json.loads(PATH.read_text()) if PATH.exists() else {"ops": {}}
+    return json.loads(PATH.read_text()) if PATH.exists() else {"entries": {}}
+
+
+def save(data: dict[str, Any]) -> None:
+    PATH.write_text(json.dumps({"entries": dict(sorted(data["entries"].items()))}, indent=1) + "\n")
 
 
 def op_module(name: str) -> str:
@@ -33,33 +50,78 @@ def op_module(name: str) -> str:
     return f"dsa.ops.{name}"
 
 
-def digest(name: str) -> str:
-    if name == GENERATION:
-        return _digest_of_generation()
-    h = hashlib.sha256(source_digest(op_module(name)).encode())
-    for module in modules_used_by(op_module(name)):
-        data = TUNED / f"{module.rpartition('.')[2].removesuffix('_sm90')}.json"
-        if module.startswith("dsa.kernels.") and data.exists():
-            h.update(json.dumps(json.loads(data.read_text())["winners"], sort_keys=True).encode())
-    return h.hexdigest()[:16]
+def test_files(name: str) -> list[Path]:
+    """The files whose tests an entry runs."""
+    if name == "several_gpus":
+        return [path for path in sorted(HERE.glob("test_*.py")) if SEVERAL_GPUS in path.read_text()]
+    path = HERE / f"test_{name}.py"
+    return [path] if path.exists() else []
 
 
-def _digest_of_generation() -> str:
-    ops = sorted({op_module(name) for name in tested_ops() if name != GENERATION})
-    h = hashlib.sha256("".join(map(source_digest, ops)).encode())
-    for path in sorted(LAYERS.rglob("*.py")):
-        place = path.relative_to(LAYERS)
-        if place.parts[0] not in NOT_RUN:
-            h.update(f"{place.as_posix()}\n{_dump(_tree(path))}\n".encode())
-    return h.hexdigest()[:16]
-
-
-def tested_ops() -> list[str]:
-    """The ops that have GPU tests, and generation."""
-    return sorted(path.stem.removeprefix("test_") for path in HERE.glob("test_*.py"))
+def tested() -> list[str]:
+    """Every entry that a complete receipt has."""
+    return sorted({path.stem.removeprefix("test_") for path in HERE.glob("test_*.py")} | WHOLES.keys())
 
 
 def ops_with_kernels() -> list[str]:
-    """The op modules that reach a kernel: each needs a receipt."""
-    ops = (path.stem for path in (HERE.parent.parent / "dsa" / "ops").glob("[!_]*.py"))
-    return sorted(filter(has_kernel, ops))
+    """The op modules that reach a kernel: each needs an entry."""
+    return sorted(filter(has_kernel, _op_names()))
+
+
+def _op_names() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "dsa" / "ops").glob("[!_]*.py"))
+
+
+def digest(name: str) -> str:
+    code, judges = code_modules(name), judge_modules(name)
+    h = hashlib.sha256(f"{digest_of(code)} {digest_of(judges)}".encode())
+    for module in code:
+        data = TUNED / f"{module.rpartition('.')[2].removesuffix('_sm90')}.json"
+        if module.startswith("dsa.kernels.") and data.exists():
+            h.update(json.dumps(json.loads(data.read_text())["winners"], sort_keys=True).encode())
+    if name == "user_commands":
+        h.update("\n".join(python_blocks()).encode())
+    return h.hexdigest()[:16]
+
+
+def code_modules(name: str) -> list[str]:
+    """The modules of dsa and dsa_layers that an entry is about."""
+    if name == "several_gpus":
+        return _closure(op_module(path.stem.removeprefix("test_")) for path in test_files(name))
+    if name not in WHOLES:
+        return _closure([op_module(name)])
+    ops = _closure(f"dsa.ops.{op}" for op in _op_names())
+    if name in ("e2e", "generation"):
+        return [*ops, *_layers(NOT_RUN)]
+    return [*ops, "dsa.self_test", *_layers(())] if name == "user_commands" else ops
+
+
+def _layers(left_out: tuple[str, ...]) -> list[str]:
+    places = (path.relative_to(LAYERS) for path in sorted(LAYERS.rglob("*.py")))
+    return [
+        ".".join(("dsa_layers", *place.with_suffix("").parts)).removesuffix(".__init__")
+        for place in places
+        if place.parts[0] not in left_out
+    ]
+
+
+def judge_modules(name: str) -> list[str]:
+    """The modules that decide whether an entry's tests pass and what its figures are."""
+    roots = [f"tests.gpu.{path.stem}" for path in test_files(name)]
+    if roots:
+        roots += ["tests.conftest", "tests.gpu.conftest"]
+    if (ROOT / "dsa_bench" / f"{name}.py").exists():
+        roots.append(f"dsa_bench.{name}")
+    if name == "e2e":
+        roots.append("dsa_bench.e2e.report")
+    return [*_closure(roots, ("tests", "dsa_bench")), "dsa.testing"]
+
+
+def _closure(roots: Iterable[str], packages: tuple[str, ...] = ("dsa",)) -> list[str]:
+    return sorted({module for root in roots for module in modules_used_by(root, packages)})
+
+
+def python_blocks() -> list[str]:
+    """Every Python block of the README and the documents, in their order."""
+    texts = (path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+    return [block for text in texts for block in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)]

@@ -1,48 +1,58 @@
-"""Run the GPU tests and benchmarks of some ops, or of all, and write the receipt.
+"""Run the GPU tests and benchmarks of some entries of the receipt, or of all, and write them into it.
 
-usage: python -m tests.gpu.run [OP...]
+usage: python -m tests.gpu.run [--commit COMMIT] [--no-bench] [ENTRY...]
+
+COMMIT is the one whose tree this is; where git can tell, it need not be given. `several_gpus` needs two GPUs and is
+left out where there is one; `hostile_contents` runs under compute-sanitizer.
 """
 
+import argparse
 import concurrent.futures
 import datetime
 import importlib
-import json
 import multiprocessing
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
-
-import pytest
+from xml.etree import ElementTree
 
 from dsa.source_digest import modules_used_by
 from dsa_bench.harness import case
 from tests.gpu import receipt
 
 SHARDS = 8
+MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
 
 
-class _Outcome:
-    """A pytest plugin that counts the tests and keeps the worst recorded error."""
+@dataclass
+class Outcome:
+    tests: int = 0
+    skipped: int = 0
+    failed: list[str] = field(default_factory=list)
+    worst: float = 0.0
 
-    def __init__(self) -> None:
-        self.ids: list[str] = []
-        self.tests = self.failed = 0
-        self.worst = 0.0
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        self.ids = [item.nodeid for item in items]
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.failed += report.failed
-        if report.when == "call":
+    def add(self, report: Path) -> None:
+        for test in ElementTree.parse(report).iter("testcase"):
+            if test.find("skipped") is not None:
+                self.skipped += 1
+                continue
             self.tests += 1
-            self.worst = max([self.worst, *(value for key, value in report.user_properties if key == "error")])
+            if test.find("failure") is not None or test.find("error") is not None:
+                self.failed.append(test.get("name"))
+            errors = [float(p.get("value")) for p in test.iter("property") if p.get("name") == "error"]
+            self.worst = max([self.worst, *errors])
 
 
 def compile_all(names: list[str]) -> None:
     """Compile what the ops' kernels ship into the cache, in parallel: one after the other they take minutes."""
-    # A model needs few of all ops' variants: these compile when it asks for them.
-    ops = [receipt.op_module(name) for name in names if name != receipt.GENERATION]
+    # What runs models or all ops needs few of their variants: these compile when they are asked for.
+    ops = [receipt.op_module(name) for name in names if name not in receipt.WHOLES]
     modules = {m for op in ops for m in modules_used_by(op) if m.startswith("dsa.kernels.")}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(mp_context=context) as pool:
@@ -59,43 +69,91 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
     compile_function(*arguments)  # its result, a loaded kernel, does not travel between processes
 
 
-def _test(*arguments: str) -> tuple[int, _Outcome]:
-    outcome = _Outcome()
-    return pytest.main(["-q", "-x", "--tb=short", *arguments], plugins=[outcome]), outcome
+def run_tests(name: str) -> Outcome:
+    """An entry's tests, in several processes: most of their time is the host's."""
+    marks = ["-m", "several_gpus" if name == "several_gpus" else "not several_gpus"]
+    paths = [str(path) for path in receipt.test_files(name)]
+    if not paths:
+        return Outcome()
+    ids = _collected([*marks, *paths])
+    prefix, environment = (), dict(os.environ)
+    if name == "hostile_contents":
+        prefix, environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = MEMCHECK, "1"
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory() as directory, concurrent.futures.ThreadPoolExecutor(SHARDS) as pool:
+
+        def shard(i: int) -> Path:
+            report = Path(directory, f"{i}.xml")
+            command = [*prefix, sys.executable, "-m", "pytest", "-q", "--tb=short", "--maxfail=10", *marks]
+            done = subprocess.run(
+                [*command, f"--junitxml={report}", *ids[i::SHARDS]], env=environment, capture_output=True, text=True
+            )
+            if done.returncode:
+                print(f"{name}: pytest gave {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}", flush=True)
+            if done.returncode not in (0, 1) and not report.exists():
+                raise RuntimeError(f"{name}: pytest stopped with {done.returncode}")
+            if done.returncode == 99:
+                outcome.failed.append("compute-sanitizer found errors")
+            return report
+
+        for report in pool.map(shard, range(min(SHARDS, len(ids)))):
+            outcome.add(report)
+    return outcome
 
 
-def _run_tests(name: str) -> _Outcome:
-    """An op's tests, in several processes: most of their time is the host's."""
-    path = str(receipt.HERE / f"test_{name}.py")
-    ids = _test("--collect-only", path)[1].ids
-    context = multiprocessing.get_context("spawn")
-    total = _Outcome()
-    with concurrent.futures.ProcessPoolExecutor(SHARDS, mp_context=context) as pool:
-        shards = [ids[i::SHARDS] for i in range(SHARDS)]
-        for future in [pool.submit(_test, *shard) for shard in shards if shard]:
-            code, outcome = future.result()
-            if code != 0 and not outcome.failed:
-                raise RuntimeError(f"{name}: pytest stopped with {code!r}")
-            total.tests += outcome.tests
-            total.failed += outcome.failed
-            total.worst = max(total.worst, outcome.worst)
-    return total
+def _collected(arguments: list[str]) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    ids = [line for line in done.stdout.splitlines() if "::" in line]
+    if done.returncode not in (0, 5):
+        raise RuntimeError(f"pytest could not collect {arguments}:\n{done.stdout}{done.stderr}")
+    return ids
 
 
-def run_op(name: str) -> dict:
-    outcome = _run_tests(name)
-    rows = case.run(name) if not outcome.failed and name in case.benchmarked_ops() else []
+def rows_of(name: str) -> list[dict]:
+    if name == "e2e":
+        from dsa_bench.e2e import report
+
+        return list(report.rows())
+    return case.run(name) if name in case.benchmarked_ops() else []
+
+
+def run_entry(name: str, bench: bool) -> dict[str, Any]:
+    started = time.monotonic()
+    outcome = run_tests(name)
+    rows = rows_of(name) if bench and not outcome.failed else []
+    for failed in outcome.failed:
+        print(f"{name}: FAILED {failed}")
     return {
         "digest": receipt.digest(name),
         "tests": outcome.tests,
-        "failed": outcome.failed,
+        "skipped": outcome.skipped,
+        "failed": len(outcome.failed),
         "worst_error": outcome.worst,
+        "seconds": round(time.monotonic() - started, 1),
         "unverified": None,
         "bench": rows,
     }
 
 
-def main(names: list[str]) -> int:
+def commit_of_this_tree() -> str | None:
+    """What git says, with a mark where files differ from it; None where it says nothing."""
+    try:
+        git = ["git", "-C", str(receipt.ROOT)]
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("-changed" if changed.stdout.strip() else "")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.run", description=__doc__.splitlines()[0])
+    parser.add_argument("entries", nargs="*", metavar="ENTRY")
+    parser.add_argument("--commit", default=commit_of_this_tree(), help="default: what git says")
+    parser.add_argument("--no-bench", action="store_true", help="tests alone: keeps no figures")
+    args = parser.parse_args(arguments)
+
     import cutlass
     import torch
 
@@ -103,24 +161,32 @@ def main(names: list[str]) -> int:
     from dsa_bench.harness.table import print_table
 
     if reason := backends.why_no_kernels():
-        print(f"the GPU tests need a Hopper GPU: {reason}", file=sys.stderr)
-        return 2
-    if unknown := set(names) - set(receipt.tested_ops()):
-        print(f"no GPU tests for {', '.join(sorted(unknown))}; there are {receipt.tested_ops()}", file=sys.stderr)
-        return 2
-    data = receipt.load()
-    data |= {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "dsl": cutlass.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-    compile_all(names or receipt.tested_ops())
-    for name in names or receipt.tested_ops():
-        data["ops"] = dict(sorted((data["ops"] | {name: run_op(name)}).items()))
-        receipt.PATH.write_text(json.dumps(data, indent=1) + "\n")  # now: what comes after may fail
-        print_table(name, data["ops"][name]["bench"])
-    failed = [name for name, op in data["ops"].items() if op["failed"]]
+        parser.error(f"the GPU tests need a Hopper GPU: {reason}")
+    if not args.commit:
+        parser.error("--commit: git does not tell the commit here; give it")
+    if unknown := set(args.entries) - set(receipt.tested()):
+        parser.error(f"no GPU tests for {', '.join(sorted(unknown))}; there are {', '.join(receipt.tested())}")
+    names = args.entries or [
+        name for name in receipt.tested() if name != "several_gpus" or torch.cuda.device_count() > 1
+    ]
+    compile_all(names)
+    failed = []
+    for name in names:
+        entry = {
+            "date": datetime.date.today().isoformat(),
+            "commit": args.commit,
+            "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
+            "torch": torch.__version__,
+            "dsl": cutlass.__version__,
+        } | run_entry(name, not args.no_bench)
+        data = receipt.load()
+        data["entries"][name] = entry
+        receipt.save(data)  # now: what comes after may fail
+        print(f"{name}: {entry['tests']} tests, {entry['failed']} failed, {entry['seconds']} s", flush=True)
+        if name in case.benchmarked_ops():
+            print_table(name, entry["bench"])
+        if entry["failed"]:
+            failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else "all passed")
     return 1 if failed else 0
 

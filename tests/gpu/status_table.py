@@ -7,49 +7,74 @@ import importlib
 from typing import Any
 
 import dsa
+from dsa.source_digest import functions_with_kernels
 from tests.gpu import receipt
 
-README = receipt.HERE.parent.parent / "README.md"
+README = receipt.ROOT / "README.md"
 BEGIN, END = "<!-- status table: python -m tests.gpu.status_table -->", "<!-- end of status table -->"
 # Helpers of the ops rather than ops.
-NOT_OPS = {"backend", "make_v4_cache", "mqa_logits", "num_sms", "use_backend"}
+NOT_OPS = {"FlashMLASchedMeta", "backend", "make_v4_cache", "num_sms", "use_backend"}
+HEAD = """\
+| op | on Hopper | tests on a GPU | figure | speed-up over the best peer | over plain PyTorch | run |
+|---|---|---|---|---|---|---|"""
 
 
 def table(data: dict[str, Any]) -> str:
-    """A row for each module of dsa.ops, with the public functions that it has, and for each part of one."""
-    modules = [p.stem for p in (receipt.HERE.parent.parent / "dsa" / "ops").glob("[!_]*.py") if _functions(p.stem)]
-    lines = [
-        "| op | on Hopper | GPU tests | figure | time of the best peer, all shapes |",
-        "|---|---|---|---|---|",
-    ]
-    names = sorted({*modules, *data["ops"]})
-    return "\n".join([*lines, *(_row(name, data["ops"].get(name)) for name in names)])
+    """A row for each module of dsa.ops, with the public functions that it has, for each part of one, and for each
+    entry of more than one op."""
+    modules = [p.stem for p in (receipt.ROOT / "dsa" / "ops").glob("[!_]*.py") if public_functions(p.stem)]
+    names = sorted({*modules, *data["entries"]} - receipt.WHOLES.keys()) + list(receipt.WHOLES)
+    return "\n".join([HEAD, *(_row(name, data["entries"].get(name)) for name in names)])
 
 
-def _functions(name: str) -> str:
-    if name == receipt.GENERATION:
-        return "generation: `dsa_layers.Generator`"
+def public_functions(name: str) -> list[str]:
+    """The functions of dsa that an op's module defines."""
     module = importlib.import_module(receipt.op_module(name))
     there = {f: getattr(dsa, f) for f in dsa.__all__ if f not in NOT_OPS and hasattr(module, f)}
     # Not what an op takes from another one's module.
-    public = [f for f, x in there.items() if x.__module__ == module.__name__ or not x.__module__.startswith("dsa.ops.")]
-    part = name.removeprefix(receipt.op_module(name).rpartition(".")[2]).strip("_")
-    return ", ".join(f"`{f}`" for f in public) + (f" ({part})" if part else "")
+    return [f for f, x in there.items() if x.__module__ == module.__name__ or not x.__module__.startswith("dsa.ops.")]
 
 
 def _row(name: str, entry: dict[str, Any] | None) -> str:
     if entry is None:
-        return f"| {_functions(name)} | PyTorch reference | | | |"
+        return f"| {_label(name)} | {_implementations(name)} | none | | | | |"
     if entry["unverified"]:
-        return f"| {_functions(name)} | kernel, unverified: {entry['unverified']} | | | |"
-    ratios = [row["ratio"] for row in entry["bench"] if row["ratio"] is not None]
-    rows = entry["bench"]  # a benchmark lists its most telling shape first
-    figures = f"{rows[0]['figure']} ({rows[0]['shape']})" if rows else ""
-    names = ", ".join(sorted({row["peer"] for row in rows if row["peer"]}))
-    peers = f"{names}: {min(ratios):.2f} to {max(ratios):.2f} times ours" if ratios else ""
-    what = "ops' kernels" if name == receipt.GENERATION else "kernel"
-    tests = f"{entry['tests'] - entry['failed']} of {entry['tests']}"
-    return f"| {_functions(name)} | {what} | {tests} | {figures} | {peers} |"
+        return f"| {_label(name)} | {_implementations(name)} | unverified: {entry['unverified']} | | | | |"
+    rows = entry["bench"]
+    figure = f"{rows[0]['figure']} ({rows[0]['shape']})" if rows and "figure" in rows[0] else ""
+    tests = f"{entry['tests'] - entry['failed']} of {entry['tests']}" if entry["tests"] else ""
+    if entry["skipped"]:
+        tests += f", {entry['skipped']} skipped"
+    run = f"{entry['date']}, {entry['commit'][:9]}"
+    speed_ups = _speed_up(rows, "peer", "ratio"), _speed_up(rows, "baseline", "baseline_ratio")
+    return f"| {' | '.join((_label(name), _implementations(name), tests, figure, *speed_ups, run))} |"
+
+
+def _label(name: str) -> str:
+    if name in receipt.WHOLES:
+        return receipt.WHOLES[name]
+    part = name.removeprefix(receipt.op_module(name).rpartition(".")[2]).strip("_")
+    return ", ".join(f"`{f}`" for f in public_functions(name)) + (f" ({part})" if part else "")
+
+
+def _implementations(name: str) -> str:
+    """Kernel or PyTorch, by function where a module has both."""
+    if name in receipt.WHOLES:
+        return ""
+    public, with_kernel = public_functions(name), functions_with_kernels(receipt.op_module(name))
+    plain = [f"`{f}`" for f in public if f not in with_kernel]
+    if len(plain) == len(public):
+        return "PyTorch"
+    return "kernel" + (f"; PyTorch: {', '.join(plain)}" if plain else "")
+
+
+def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
+    """The range over all shapes of how many times as fast ours is as the best of the others."""
+    ratios = [row[ratio] for row in rows if row.get(ratio) is not None]
+    if not ratios:
+        return ""
+    names = ", ".join(sorted({row[name] for row in rows if row.get(name)}))
+    return f"{min(ratios):.2f} to {max(ratios):.2f} ({names})"
 
 
 def inserted(text: str) -> str:
@@ -57,7 +82,10 @@ def inserted(text: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     data = receipt.load()
-    note = f"Measured on one {data['device']}, torch {data['torch']}, CuTe DSL {data['dsl']}, {data['date']}."
+    verified = [entry for entry in data["entries"].values() if not entry["unverified"]]
+    places = sorted({f"{e['device']}, torch {e['torch']}, CuTe DSL {e['dsl']}" for e in verified})
+    note = f"Measured on {'; '.join(places)}. " if places else ""
+    note += "A speed-up is the other's time over ours in the same run, over all shapes; the best of all peers counts."
     return f"{before}{BEGIN}\n{table(data)}\n\n{note}\n{END}{after}"
 
 

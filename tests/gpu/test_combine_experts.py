@@ -150,7 +150,7 @@ def test_side_stream():
     assert torch.equal(got, 2 * expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
     tensors = inputs(30, 8, 512)
     expected = dsa.combine_experts(*tensors)

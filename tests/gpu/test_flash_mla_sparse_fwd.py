@@ -343,7 +343,7 @@ def test_another_stream():
         assert_same(results, expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
     q, kv, indices = inputs(30, 64)
     expected = run(q, kv, indices)

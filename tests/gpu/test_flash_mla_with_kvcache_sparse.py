@@ -587,7 +587,7 @@ def test_another_stream():
         assert_same(results, expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
     case = Case("656 bytes", 3, 2, 128, 2048)
     expected = case.run()

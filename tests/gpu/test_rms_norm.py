@@ -169,7 +169,7 @@ def test_side_stream():
     compare(got, x, weight)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.several_gpus
 def test_a_tensor_on_another_gpu_than_the_current_one():
     x, weight = (t.to("cuda:1") for t in inputs((40, 1536)))
     with torch.cuda.device(0):

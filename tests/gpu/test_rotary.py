@@ -205,7 +205,7 @@ def test_side_stream():
     assert torch.equal(got.cpu(), expected_of(x, cos, sin, (True, "first")))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.several_gpus
 def test_a_tensor_on_another_gpu_than_the_current_one():
     x, cos, sin = (t.to("cuda:1") for t in inputs((40, 8, 128)))
     with torch.cuda.device(0):

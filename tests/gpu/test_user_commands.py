@@ -1,0 +1,61 @@
+"""What a user runs first, as the user runs it: commands in processes of their own, and the documents' Python."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu.receipt import ROOT, python_blocks
+
+README = (ROOT / "README.md").read_text()
+GENERATE = [line for line in re.findall(r"^dsa generate .*", README, re.M) if "CHECKPOINT" not in line]
+
+
+def dsa_command(line, directory):
+    """The outcome of a line of the README."""
+    words = shlex.split(line, comments=True)
+    assert words[0] == "dsa"
+    command = [sys.executable, "-m", "dsa_layers.cli", *words[1:]]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(autouse=True)
+def _this_checkout(monkeypatch):
+    """The commands run in another folder, with this checkout's code."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
+
+
+def test_check_with_20_seeds(tmp_path):
+    report = dsa_command("dsa check --seeds 20", tmp_path).stdout
+    found = dict(re.findall(r"^  (\w+) +(kernel|reference) +[\d.]+ s  ok$", report, re.M))
+    assert set(found.values()) == {"kernel"}
+    assert report.endswith(f"{len(found)} of {len(found)} ops passed\n")
+
+
+def test_the_shipped_model_writes(tmp_path):
+    (line,) = [line for line in GENERATE if " ." not in line and "GLM" not in line]
+    done = dsa_command(line, tmp_path)
+    assert len(done.stdout) > 200 and "backend cute" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["tiny-v32", "tiny-glm", "tiny-v4"])
+def test_the_tiny_families(name, tmp_path):
+    lines = [line for line in re.findall(r"^dsa (?:tiny|generate) \..*", README, re.M) if f" .{name} " in f"{line} "]
+    assert [line.split()[1] for line in lines] == ["tiny", "generate"]
+    dsa_command(lines[0], tmp_path)
+    done = dsa_command(lines[1], tmp_path)
+    assert done.stdout and "backend cute" in done.stderr
+
+
+@pytest.mark.parametrize("i", range(len(python_blocks())))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_documents_python(i, device, tmp_path):
+    """As it stands there, and with the GPU as torch's default device."""
+    code = f"import torch\ntorch.set_default_device({device!r})\n{python_blocks()[i]}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
