@@ -13,7 +13,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32
 from dsa.cute.indexer_page import find_slot
 
 # The roundings of `quantize`, here for groups of other sizes.
-from dsa.cute.quantize import AMAX_MIN, _ceil_to_ue8m0, _div_by_448, _divide
+from dsa.cute.quantize import AMAX_MIN, _ceil_to_ue8m0, scale_of, scale_values
 
 WARP = 32
 ROPE = 64
@@ -149,14 +149,14 @@ class ByteRow(WarpRow):
 
 @cute.jit
 def _quantize(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """v <- v / scale, and the scale of what `lanes` lanes hold: amax / 448, amax at least 1e-4, or the power of two
-    above. NaN stays."""
+    """v <- v * (1 / scale), and the scale of what `lanes` lanes hold: amax / 448, amax at least 1e-4, or the power of
+    two above. NaN stays."""
     amax = Float32(AMAX_MIN)
     for i in cutlass.range_constexpr(cute.size(v)):
         amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)
     for log in cutlass.range_constexpr(lanes.bit_length() - 1):
         amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << log), nan=True)
-    scale = _div_by_448(amax)
+    scale = scale_of(amax)
     if const_expr(use_ue8m0):
         scale = _ceil_to_ue8m0(scale)
         # The approximate reciprocal is exact for powers of two, 0 for infinity and NaN for NaN.
@@ -164,5 +164,5 @@ def _quantize(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Const
         for i in cutlass.range_constexpr(cute.size(v)):
             v[i] = v[i] * inverse
     else:
-        _divide(v, scale)
+        scale_values(v, scale)
     return scale

@@ -1,7 +1,7 @@
 """FP8 e4m3 quantisation of a group of 128 channels that a few neighbouring lanes hold in registers.
 
 A lane has `channels` consecutive channels as fp32; GROUP / channels lanes make a group. The order of the operations and
-their fp32 arithmetic are the references', so results agree bit for bit.
+their fp32 arithmetic are those of the references on a GPU, so results agree bit for bit.
 """
 
 import cutlass
@@ -51,31 +51,17 @@ def round_to(v: cute.Tensor, dtype: cutlass.Constexpr):
 
 
 @cute.jit
-def _divide(v: cute.Tensor, scale: Float32):
-    """v <- v / scale, correctly rounded (Markstein): a third of the instructions of a division an element.
-
-    With the signs as they stand, -0 stays -0. For an infinite scale the residual must not become 0 * infinity.
-    """
+def scale_values(v: cute.Tensor, scale: Float32):
+    """v <- v times the correctly rounded 1 / scale, not v / scale: DeepGEMM's bytes are of the product."""
     reciprocal = Float32(1.0) / scale
-    finite = scale
-    if scale == Float32(float("inf")):
-        finite = Float32(0.0)
     for i in cutlass.range_constexpr(cute.size(v)):
-        quotient = v[i] * reciprocal
-        residual = cute.math.fma(quotient, finite, -v[i])
-        v[i] = cute.math.fma(-residual, reciprocal, quotient)
+        v[i] = v[i] * reciprocal
 
 
 @cute.jit
-def _div_by_448(amax: Float32) -> Float32:
-    """amax / 448, correctly rounded without the division's slow path; infinity and NaN stay."""
-    reciprocal = Float32(1.0 / E4M3_MAX)
-    quotient = amax * reciprocal
-    remainder = cute.math.fma(-quotient, Float32(E4M3_MAX), amax)
-    result = amax
-    if amax < Float32(float("inf")):
-        result = cute.math.fma(remainder, reciprocal, quotient)
-    return result
+def scale_of(amax: Float32) -> Float32:
+    """amax / 448 as PyTorch divides by a number on a GPU: by multiplying with its reciprocal, rounded to fp32."""
+    return amax * Float32(1.0 / E4M3_MAX)
 
 
 @cute.jit
@@ -91,7 +77,8 @@ def _ceil_to_ue8m0(scale: Float32) -> Float32:
 
 @cute.jit
 def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """v <- v / scale, and the group's scale: amax / 448, amax at least 1e-4, or the power of two above. NaN stays."""
+    """v <- v * (1 / scale), and the group's scale: amax / 448, amax at least 1e-4, or the power of two above. NaN
+    stays."""
     amax = Float32(AMAX_MIN)
     for i in cutlass.range_constexpr(channels):
         amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)
@@ -99,11 +86,11 @@ def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Con
     while const_expr(lane_bit < GROUP // channels):
         amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=lane_bit), nan=True)
         lane_bit *= 2
-    scale = _div_by_448(amax)
+    scale = scale_of(amax)
     if const_expr(use_ue8m0):
         scale = _ceil_to_ue8m0(scale)
         # The approximate reciprocal is exact for powers of two, 0 for infinity and NaN for NaN.
         v.store(v.load() * cute.arch.rcp_approx(scale))
     else:
-        _divide(v, scale)
+        scale_values(v, scale)
     return scale

@@ -1,6 +1,6 @@
 """SwiGLU and the cast of its result to FP8 e4m3 with one scale per token and 128 channels, in one pass.
 
-h = silu(gate) * up, rounded to the operands' dtype;   scale = max(amax(|h|), 1e-4) / 448;   q = e4m3(h / scale)
+h = silu(gate) * up, rounded to the operands' dtype;   scale = max(amax(|h|), 1e-4) / 448;   q = e4m3(h * (1 / scale))
 
 Plan
 - A group of 128 channels belongs to 8 lanes of one warp, each with 16 consecutive channels of gate and of up. The

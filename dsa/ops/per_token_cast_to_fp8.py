@@ -8,16 +8,14 @@ import torch
 from dsa import backends
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference import fp8_cast as reference
-from dsa.reference.checks import check_tensor
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUP = 128
 
 
 def per_token_cast_to_fp8(
     x: torch.Tensor, use_ue8m0: bool = True, gran_k: int = 128, *, hadamard: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q = round_to_e4m3(x / scale), scale = max(amax(|x|), 1e-4) / 448 over each token's groups of 128 channels.
+    """q = round_to_e4m3(x * (1 / scale)), scale = max(amax(|x|), 1e-4) / 448 over each token's groups of 128 channels.
 
     x          [..., K] bf16, fp16 or fp32, K a multiple of 128, last dimension contiguous
     use_ue8m0  True: scale is the next power of two at or above that figure; False: the figure itself
@@ -27,9 +25,12 @@ def per_token_cast_to_fp8(
 
     Returns q [..., K] float8_e4m3fn and scale [..., K / 128] float32, both contiguous; x ~ q * scale (the scale
     multiplies). NaN in a group makes its scale and values NaN; infinity makes the scale infinite. Not differentiable.
-    Empty x gives empty results. Raises ValueError or TypeError for any other dtype, K, stride or gran_k.
-    On Hopper: one kernel, any number of tokens, rows with any stride that is a multiple of 16 bytes; exactly the
-    reference's bits. CUDA-graph safe, no host synchronisation.
+    Empty x gives empty results. Raises ValueError or TypeError for any other dtype, K, stride, gran_k or flag.
+    Groups of NaN or infinity apart, the bytes are those of DeepGEMM's function on the same device; that divides by 448
+    on a CPU and multiplies with 1 / 448 on a GPU, as PyTorch does, so that without ue8m0 a scale's last bit may differ
+    between the two.
+    On Hopper: one kernel, any number of tokens, rows with any stride that is a multiple of 16 bytes; exactly the bits
+    of the reference on that GPU. CUDA-graph safe, no host synchronisation.
     Source: DeepGEMM's function of this name and `act_quant` / `rotate_activation` of DeepSeek-V3.2's inference code.
     """
     if torch.compiler.is_compiling():
@@ -37,24 +38,22 @@ def per_token_cast_to_fp8(
     return _cast(x, use_ue8m0, gran_k, hadamard)
 
 
-def _check(x: torch.Tensor, gran_k: int) -> None:
-    check_tensor("x", x, _DTYPES, x.shape if isinstance(x, torch.Tensor) else ())
+def _check(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> None:
+    reference.check_per_token(x, use_ue8m0, gran_k, hadamard)
     if gran_k != GROUP:
         raise ValueError(f"gran_k: must be {GROUP}, got {gran_k}")
-    if x.dim() == 0 or x.shape[-1] % GROUP:
-        raise ValueError(f"x: the last dimension must be a multiple of {GROUP}, got shape {list(x.shape)}")
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(f"x: the last dimension must be contiguous, got strides {list(x.stride())}")
 
 
 def _cast(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(x, gran_k)
+    _check(x, use_ue8m0, gran_k, hadamard)
     if not backends.runs_kernel("per_token_cast_to_fp8", x):
         return reference.per_token_cast_to_fp8(x, use_ue8m0, gran_k, hadamard=hadamard)
     q, scale = _allocate(x)
     if x.numel():
         rows = _as_rows(x)
-        launch = _kernel(x.dtype, bool(use_ue8m0), bool(hadamard), x.numel().bit_length())
+        launch = _kernel(x.dtype, use_ue8m0, hadamard, x.numel().bit_length())
         with backends.on_device(x):
             if x.dim() == 2:
                 launch(rows, q, scale)
@@ -101,5 +100,5 @@ torch.library.custom_op("dsa::per_token_cast_to_fp8", mutates_args=())(_cast)
 
 @torch.library.register_fake("dsa::per_token_cast_to_fp8")
 def _(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(x, gran_k)
+    _check(x, use_ue8m0, gran_k, hadamard)
     return _allocate(x)

@@ -16,7 +16,7 @@ GROUP, CHANNEL_MULTIPLE = 128, 8
 def swiglu_cast_to_fp8(
     gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool = True, *, limit: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q = round_to_e4m3(h / scale) of h = silu(gate) * up: `per_token_cast_to_fp8(h, use_ue8m0)` without h in memory.
+    """q = round_to_e4m3(h * (1 / scale)) of h = silu(gate) * up: `per_token_cast_to_fp8(h, use_ue8m0)` in one pass.
 
     gate, up   [..., I] bf16, fp16 or fp32, both of one dtype; the halves of a [..., 2 I] tensor are read where they are
     use_ue8m0  True: scale is the next power of two at or above max(amax(|h|), 1e-4) / 448; False: the figure itself
@@ -29,7 +29,8 @@ def swiglu_cast_to_fp8(
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and limits.
     On Hopper: one kernel, I a multiple of 8, contiguous channels and rows at multiples of 16 bytes (the dimensions
     before the last mergeable into one). The fp32 value of h is within 2^-20 of the exact one, or 1e-36 * max(|up|, 1),
-    before it is rounded; q and scale are then exactly the cast's bits. CUDA-graph safe, no host synchronisation.
+    before it is rounded; q and scale are then exactly the cast's bits on that GPU. CUDA-graph safe, no host
+    synchronisation.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     if torch.compiler.is_compiling():

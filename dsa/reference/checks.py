@@ -1,27 +1,126 @@
-"""Argument checks of the references. Every message names the argument, says what it got and what is accepted."""
+"""Argument checks of the references and of the ops. Every message names the argument, what it got and what is accepted.
 
-from collections.abc import Sequence
+Numbers may also be ones that torch.compile does not know yet (SymInt, SymFloat).
+"""
+
+from collections.abc import Iterable, Sequence
 
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INT32 = (torch.int32,)
+INT_MAX = 2**31 - 1  # of every int: what kernels take, and what an int32 can count
+_FP32_MAX = torch.finfo(torch.float32).max
 
 
-def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype], shape: Sequence[int | str]) -> None:
-    """`value` is a tensor of one of `dtypes` and of `shape`: an int is a size it must have, a str names any size."""
+def check_tensor(
+    name: str, value: object, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], sizes_of: str = ""
+) -> None:
+    """`value` is a tensor of one of `dtypes` and of `shape`: an int is a size it must have, a str names any size.
+
+    sizes_of  the arguments that the sizes come from: either they or this one may be the wrong one
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
-        accepted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise ValueError(f"{name}: dtype must be {accepted}, got {str(value.dtype).removeprefix('torch.')}")
+        raise ValueError(f"{name}: dtype must be {_names(dtypes)}, got {_names((value.dtype,))}")
     wrong = [want for want, got in zip(shape, value.shape) if isinstance(want, int) and want != got]
     if value.dim() != len(shape) or wrong:
-        raise ValueError(f"{name}: shape must be [{', '.join(map(str, shape))}], got {list(value.shape)}")
+        origin = f" (sizes as of {sizes_of})" if sizes_of else ""
+        raise ValueError(f"{name}: shape must be [{', '.join(map(str, shape))}], got {list(value.shape)}{origin}")
 
 
-def check_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_same_dtype(first: tuple[str, torch.Tensor], **others: torch.Tensor | None) -> None:
+    """All tensors have the first one's dtype."""
+    name, tensor = first
+    for other, value in others.items():
+        if value is not None and value.dtype != tensor.dtype:
+            raise ValueError(f"{other}: dtype must be {name}'s {_names((tensor.dtype,))}, got {_names((value.dtype,))}")
+
+
+def check_same_device(first: tuple[str, torch.Tensor], **others: torch.Tensor | None) -> None:
+    """All tensors are on the first one's device, which is one that has memory."""
+    name, tensor = first
+    device = tensor.device
+    if device.type == "meta":
+        raise ValueError(f"{name}: must be on a device with memory, got one on meta")
+    for other, value in others.items():
+        if value is not None and value.device != device:
+            raise ValueError(f"{other}: must be on {name}'s device {device}, got {value.device}")
+
+
+def check_writable(name: str, value: torch.Tensor) -> None:
+    """An op may write to `value` in place: no two of its numbers share memory, and autograd does not watch it."""
+    strides = value.stride()
+    if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, value.shape)):
+        raise ValueError(f"{name}: its numbers must not share memory, got strides {list(strides)}")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: is written in place, must not require gradients; use torch.no_grad()")
+
+
+def check_int(name: str, value: object, least: int, most: int = INT_MAX) -> None:
+    """`value` is an int from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name}: must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name}: must be at least {least}, got {_shown(value)}")
+    if value > most:
+        raise ValueError(f"{name}: must be at most {most}, got {_shown(value)}")
+
+
+def check_positive(name: str, value: object, most: int = INT_MAX) -> None:
+    check_int(name, value, 1, most)
+
+
+def check_number(name: str, value: object, least: float | None = None) -> None:
+    """`value` is a finite number of fp32, and at least `least` if that is given."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: must be a number, got {type(value).__name__}")
+    if not -_FP32_MAX <= value <= _FP32_MAX:  # NaN is not
+        raise ValueError(f"{name}: must be finite in fp32, got {_shown(value)}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}: must be at least {least}, got {_shown(value)}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """`value` is True or False, not merely something that counts as one of them."""
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise TypeError(f"{name}: must be True or False, got {type(value).__name__}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """`value` is one of some strings."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: must be {_listed(map(repr, choices))}, got {type(value).__name__}")
+    if value not in choices:
+        raise ValueError(f"{name}: must be {_listed(map(repr, choices))}, got {value!r}")
+
+
+def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None:
+    """`value` is one of some dtypes."""
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name}: must be a torch.dtype, got {type(value).__name__}")
+    if value not in dtypes:
+        raise ValueError(f"{name}: must be {_names(dtypes)}, got {_names((value,))}")
+
+
+def check_pair(name: str, value: object, what: str) -> tuple:
+    """The two tensors of an operand."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        got = f"{len(value)} of them" if isinstance(value, (tuple, list)) else type(value).__name__
+        raise TypeError(f"{name}: must be a pair {what}, got {got}")
+    return tuple(value)
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return _listed(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _listed(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _shown(value: object) -> object:
+    """`value` for a message. Python refuses to write down an int of more than some thousand digits."""
+    return f"an int of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 128 else value

@@ -13,7 +13,7 @@ Source: FlashMLA's FP8 caches.
 
 import torch
 
-from .checks import FLOATS, check_positive, check_tensor
+from .checks import FLOATS, check_dtype, check_positive, check_tensor
 from .fp8_cast import per_token_cast_to_fp8
 from .indexer_cache import check_writable_slots, split_slots
 
@@ -125,11 +125,7 @@ def check_read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> 
     check_tensor("slots", slots, _SLOTS, tuple(slots.shape) if isinstance(slots, torch.Tensor) else ("T",))
     if _is_v4(cache):
         _check_v4_strides(cache)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype: must be a torch.dtype, got {type(dtype).__name__}")
-    if dtype not in FLOATS:
-        accepted = " or ".join(str(f).removeprefix("torch.") for f in FLOATS)
-        raise ValueError(f"dtype: must be {accepted}, got {str(dtype).removeprefix('torch.')}")
+    check_dtype("dtype", dtype, FLOATS)
     return d
 
 

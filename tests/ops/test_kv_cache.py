@@ -119,7 +119,7 @@ def test_fake_calls_check_their_arguments():
         WRITE(kv[:, :512], poisoned_cache("v4").to("meta"), slots, False)
     with pytest.raises(ValueError, match="slots: dtype must be int32 or int64, got int16"):
         READ(cache, slots.short(), torch.float32)
-    with pytest.raises(ValueError, match="dtype: must be float32 or bfloat16 or float16, got uint8"):
+    with pytest.raises(ValueError, match="dtype: must be float32, bfloat16 or float16, got uint8"):
         READ(cache, slots, torch.uint8)
 
 

@@ -27,7 +27,9 @@ def test_is_one_node_of_a_compiled_graph():
     [
         (([1.0],), TypeError, "x: must be a torch.Tensor, got list"),
         ((torch.zeros(2, 128, dtype=torch.int32),), (TypeError, ValueError), "x: .*int32"),
-        ((torch.zeros(2, 100),), ValueError, r"x: the last dimension must be a multiple of 128, got shape \[2, 100\]"),
+        ((torch.zeros(2, 100),), ValueError, "x: the last dimension must be a multiple of gran_k=128, got 100"),
+        ((torch.zeros(2, 128), 1), TypeError, "use_ue8m0: must be True or False, got int"),
+        ((torch.zeros(2, 128, device="meta"),), ValueError, "x: must be on a device with memory"),
         ((torch.tensor(1.0),), ValueError, "x: the last dimension"),
         ((torch.zeros(128, 128).T,), ValueError, r"x: the last dimension must be contiguous, got strides \[1, 128\]"),
         ((torch.zeros(2, 128), True, 64), ValueError, "gran_k: must be 128, got 64"),

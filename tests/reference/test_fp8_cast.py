@@ -79,6 +79,27 @@ def test_random_rows_against_an_exhaustive_search(use_ue8m0):
             assert q[r, g * 128 : (g + 1) * 128].float().tolist() == [e4m3.encode_value(v) for v in quotients]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_values_are_products_with_the_reciprocal(dtype):
+    """DeepGEMM's bytes: for bf16 one in two thousand is another than the quotient's."""
+    x = torch.randn(4096, 128).to(dtype)
+    q, scale = per_token_cast_to_fp8(x, use_ue8m0=False)
+    assert torch.equal(scale, x.abs().amax(1, keepdim=True).float() / 448.0)
+    as_bytes = [y.to(torch.float8_e4m3fn).view(torch.uint8) for y in (x * (1.0 / scale), x.float() / scale)]
+    assert torch.equal(q.view(torch.uint8), as_bytes[0])
+    assert dtype != torch.bfloat16 or not torch.equal(*as_bytes)
+    blocks, scales = per_block_cast_to_fp8(x, use_ue8m0=False)
+    full = scales.repeat_interleave(128, 0)
+    assert torch.equal(blocks.view(torch.uint8), (x * (1.0 / full)).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_a_block_larger_than_the_weight_is_the_weight():
+    w = torch.randn(3, 200)
+    whole, scale = per_block_cast_to_fp8(w, block=2**31 - 1)
+    assert scale.shape == (1, 1)
+    assert torch.equal(dequantize_per_block(whole, scale, block=2**31 - 1), whole.float() * scale)
+
+
 def test_a_scale_that_is_not_a_power_of_two_reaches_448():
     q, scale = per_token_cast_to_fp8(row(3.0, -3.0, 1.5), use_ue8m0=False)
     assert scale.item() == pytest.approx(3 / 448, rel=1e-6)
@@ -142,5 +163,25 @@ def test_no_rows():
 def test_refuses_bad_arguments():
     with pytest.raises(ValueError, match="x: the last dimension must be a multiple of gran_k=128, got 100"):
         per_token_cast_to_fp8(torch.zeros(2, 100))
+    for arguments, message in (
+        ((torch.zeros(2, 3, 128),), r"w: shape must be \[O, I\], got \[2, 3, 128\]"),
+        ((torch.zeros(2, 128, dtype=torch.int32),), "w: dtype must be float32, bfloat16 or float16, got int32"),
+        (([[1.0]],), "w: must be a torch.Tensor, got list"),
+        ((torch.zeros(2, 128), 1), "use_ue8m0: must be True or False, got int"),
+        ((torch.zeros(2, 128), True, 0), "block: must be at least 1, got 0"),
+        ((torch.zeros(2, 128), True, 1.0), "block: must be an int, got float"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            per_block_cast_to_fp8(*arguments)
+    q, scale = per_block_cast_to_fp8(torch.zeros(130, 128))
+    for arguments, message in (
+        ((q.float(), scale), "q: dtype must be float8_e4m3fn, got float32"),
+        ((q, scale.double()), "scale: dtype must be float32 or float8_e8m0fnu, got float64"),
+        ((q, scale.to("meta")), "scale: must be on q's device cpu, got meta"),
+        ((q, scale, torch.int32), "dtype: must be float32, bfloat16, float16 or float64, got int32"),
+        ((q, None), "scale: must be a torch.Tensor, got NoneType"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            dequantize_per_block(*arguments)
     with pytest.raises(ValueError, match=r"scale: must be \[5, 1\].* got \[4, 1\]"):
         dequantize_per_block(torch.zeros(576, 128).to(torch.float8_e4m3fn), torch.ones(4, 1))

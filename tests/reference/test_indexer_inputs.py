@@ -223,7 +223,7 @@ BAD_ROPE = [
     ("name", "value", "error", "message"),
     [
         ("q", [1.0], TypeError, "q: must be a torch.Tensor, got list"),
-        ("q", torch.zeros(2, 3, D).double(), ValueError, "q: dtype must be float32 or bfloat16 or float16"),
+        ("q", torch.zeros(2, 3, D).double(), ValueError, "q: dtype must be float32, bfloat16 or float16"),
         ("q", torch.zeros(2, D), ValueError, r"q: shape must be \[T, H, 128\], got \[2, 128\]"),
         ("q", torch.zeros(2, 3, 64), ValueError, r"q: shape must be \[T, H, 128\], got \[2, 3, 64\]"),
         ("weights", 1.0, TypeError, "weights: must be a torch.Tensor, got float"),

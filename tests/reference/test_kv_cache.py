@@ -206,7 +206,7 @@ def test_refuses_bad_arguments():
         read_kv_cache(torch.zeros(1, 2, 1, 600, dtype=torch.uint8)[..., :584], torch.tensor([0]))
     with pytest.raises(TypeError, match=r"slots: must be a torch.Tensor, got list"):
         read_kv_cache(v32, [0])
-    with pytest.raises(ValueError, match="dtype: must be float32 or bfloat16 or float16, got float64"):
+    with pytest.raises(ValueError, match="dtype: must be float32, bfloat16 or float16, got float64"):
         read_kv_cache(v32, torch.tensor([0]), dtype=torch.float64)
     with pytest.raises(TypeError, match=r"dtype: must be a torch\.dtype, got str"):
         read_kv_cache(v32, torch.tensor([0]), dtype="float16")

@@ -136,5 +136,5 @@ def test_refuses_bad_arguments():
         flash_mla_sparse_fwd(q, kv, INDICES, 1.0, 16, torch.zeros(4).bfloat16())
     with pytest.raises(ValueError, match=r"topk_length: shape must be \[5\], got \[4\]"):
         flash_mla_sparse_fwd(q, kv, INDICES, 1.0, 16, None, i32([1] * 4))
-    with pytest.raises(ValueError, match="q: dtype must be float32 or bfloat16 or float16, got float64"):
+    with pytest.raises(ValueError, match="q: dtype must be float32, bfloat16 or float16, got float64"):
         flash_mla_sparse_fwd(q.double(), kv, INDICES, 1.0, 16)
