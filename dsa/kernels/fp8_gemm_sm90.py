@@ -45,6 +45,7 @@ from dsa.cute.shared_bytes import load_16
 
 BLOCK = 128
 MOST_MATRICES = 1024
+MOST_TILES = 2**30
 WIDTH = 128  # columns that a warpgroup multiplies at a time
 SCALES = 4  # blocks whose scales a thread loads at a time
 # Results of a warp on their way out: rows, and columns of 2 bytes.
@@ -154,7 +155,7 @@ class Fp8GemmSm90:
         if tid < 32:
             sums[tid] = 0
         cute.arch.sync_threads()
-        total = self.count_tiles(ends, out.shape[0], tiles, sums, tid, lane, warp)
+        total = self.count_tiles(ends, *out.shape, tiles, sums, tid, lane, warp)
 
         if warp >= self.math_warps:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
@@ -167,20 +168,22 @@ class Fp8GemmSm90:
             self.math(a_scale, b_scale, ends, out, tiles, total, sa, sb, full, empty, staged, tid, warp, lane)
 
     @cute.jit
-    def count_tiles(self, ends, rows, tiles, sums, tid, lane, warp):
+    def count_tiles(self, ends, rows, columns, tiles, sums, tid, lane, warp):
         """Fill in the tiles of rows before each matrix; returns those of all."""
         count = ends.shape[0]
+        # Matrices that overlap, as ends that decrease make them, could have more tiles than an int32 holds.
+        most = MOST_TILES // cute.ceil_div(columns, self.columns)
         total = Int32(0)
         for first in cutlass.range(0, count, self.threads, unroll=1):
             e = first + tid
             own = Int32(0)
             if e < count:
                 begin, end = self.bounds(ends, e, rows)
-                own = cute.ceil_div(cutlass.max(end - begin, 0), self.rows)
+                own = cute.ceil_div(end - begin, self.rows)
             before, of_all = before_and_all(own, sums, lane, warp)
             if e < count:
-                tiles[e] = total + before
-            total += of_all
+                tiles[e] = cutlass.min(total + before, most)
+            total = cutlass.min(total + of_all, most)
             cute.arch.sync_threads()
         if tid < 32:
             tiles[count + tid] = total
@@ -189,11 +192,16 @@ class Fp8GemmSm90:
 
     @cute.jit
     def bounds(self, ends, e, rows):
-        """Where the rows of matrix e begin and end; inside the rows that there are, whatever `ends` says."""
-        begin = Int32(0)
+        """Where the rows of matrix e begin and end; inside the rows that there are, whatever `ends` says. If its ends
+        decrease or are outside it has none, and takes none of the others'; the last may end beyond the rows."""
+        begin, end = Int32(0), ends[e]
         if e > 0:
-            begin = cutlass.min(cutlass.max(ends[e - 1], 0), rows)
-        return begin, cutlass.min(cutlass.max(ends[e], 0), rows)
+            begin = ends[e - 1]
+        if e == ends.shape[0] - 1:
+            end = cutlass.min(end, rows)
+        if begin < 0 or begin > end or end > rows:
+            begin, end = Int32(0), Int32(0)
+        return begin, end
 
     @cute.jit
     def place(self, index, e, ends, out, tiles, lane):
@@ -356,7 +364,7 @@ def add_scaled(sums, first: cutlass.Constexpr, acc, of_row: Float32, of_row_8: F
 @cached
 def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
     """-> f(a [M, K] e4m3, a_scale [M, G], b [E * N, K] e4m3, b_scale [E, ceil(N / 128), G], ends [E] int32 ascending,
-    the last at most M, out [M, N], ctas); E up to 1024; M, N, K > 0. K is a multiple of 16, N of 8; G is ceil(K / 128),
+    out [M, N], ctas); E up to 1024, M up to 2^27; M, N, K > 0. K is a multiple of 16, N of 8; G is ceil(K / 128),
     rounded up to a multiple of 4 with finite scales; rows of all but ends start at multiples of 16 bytes."""
     rows, columns, channels, matrices = (cute.sym_int() for _ in range(4))
     blocks = cute.sym_int(divisibility=SCALES)

@@ -17,6 +17,7 @@ dequantize_per_block = fp8_cast.dequantize_per_block
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
 MOST_MATRICES = 1024
+MOST_ROWS = 2**27
 
 
 def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -49,7 +50,8 @@ def grouped_fp8_gemm_nt(
 
     Returns [M, N]. A row's result depends on no other row.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices, and for ends that are not so; on a GPU
-    these are not looked at by the host: rows that are no weight's are then undefined, and nothing else is touched.
+    these are not looked at by the host: a weight whose ends decrease or are outside then has no rows, and what is in
+    rows that are no weight's is undefined.
     On Hopper: one kernel, no padding of rows and no host synchronisation; limits as of `fp8_gemm_nt`, E up to 1024.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index a row.
     """
@@ -96,6 +98,8 @@ def _launch(
         raise ValueError(
             f"b[0]: the kernel takes K that is a multiple of 16 and N of 8, got [N, K] = [{columns}, {channels}]"
         )
+    if rows > MOST_ROWS:
+        raise ValueError(f"a[0]: the kernel takes at most {MOST_ROWS} rows, got {rows}")
     if not w.is_contiguous() or w.data_ptr() % 16:
         raise ValueError(f"b[0]: must be contiguous, from a multiple of 16 bytes on, got strides {list(w.stride())}")
     aligned = rows_at_16_bytes(q)

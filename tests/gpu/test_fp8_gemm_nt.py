@@ -107,12 +107,36 @@ def test_every_tile_gives_the_same_bits(out_dtype, monkeypatch):
         assert torch.equal(dsa.grouped_fp8_gemm_nt(a, b, ends, out_dtype), expected)
 
 
-def test_nothing_outside_the_rows_is_written():
-    """Whatever the ends say: what they miss stays as it was, and no other memory is touched."""
-    a, b = operands(64, 128, 128, 4)
-    for wrong in ([10, 5, 200, 300], [-5, 10, 2**31 - 1, 64], [64, 0, 0, 0]):
-        dsa.grouped_fp8_gemm_nt(a, b, torch.tensor(wrong, dtype=torch.int32, device="cuda"))
-        torch.cuda.synchronize()
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("ends", "rows_of"),
+    [
+        ([10, 5, 200, 300], {0: (0, 10)}),
+        ([-5, 10, 2**31 - 1, 64], {}),
+        ([-(2**31), 2**31 - 1, 20, 64], {3: (20, 64)}),
+        ([64, 0, 0, 0], {0: (0, 64)}),
+        ([10, 20, 30, 2**31 - 1], {0: (0, 10), 1: (10, 20), 2: (20, 30), 3: (30, 64)}),
+        ([10, 10, 17, 33], {0: (0, 10), 2: (10, 17), 3: (17, 33)}),
+    ],
+    ids=str,
+)
+def test_nothing_outside_the_rows_is_written(ends, rows_of, out_dtype):
+    """Whatever the ends say: rows that are a weight's are right, rows that are none's stay as they were, and so do the
+    rows in memory before and behind."""
+    rows, columns = 64, 136
+    a, b = operands(rows, columns, 128, 4)
+    expected = torch.full((3 * rows, columns), 7.0, dtype=out_dtype, device="cuda")
+    for e, (begin, end) in rows_of.items():
+        part = slice(begin, end)
+        expected[rows:][part] = dsa.fp8_gemm_nt((a[0][part], a[1][part]), (b[0][e], b[1][e]), out_dtype)
+    for config in kernels.CONFIGS:
+        launch = kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
+        guarded = torch.full_like(expected, 7.0)
+        (q, s), (w, ws) = a, b
+        numbers = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        multiprocessors = dsa.num_sms(q.device)
+        launch(q, op._scales(s), w.view(-1, 128), op._scales(ws), numbers, guarded[rows : 2 * rows], multiprocessors)
+        assert torch.equal(guarded, expected)
 
 
 def test_strided_rows_leading_dimensions_and_empty_inputs():
