@@ -1,17 +1,22 @@
 """Text to token ids and back, with the tokenizer and the chat template that a checkpoint carries."""
 
-import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dsa_layers.chat_template import ChatTemplate, ChatTemplateError
+from dsa_layers.untrusted_files import read_json_object, read_text, shown
 
 _REPLACEMENT = "\ufffd"
+
+# Bytes. The largest published tokenizers have 35 MB.
+_MAX_TOKENIZER = 2**27
+_MAX_CONFIG = 2**23
+_MAX_TEMPLATE = 2**20
 
 
 class TokenizerError(ValueError):
@@ -24,42 +29,43 @@ class Tokenizer:
     bos_token_id, eos_token_id: None if tokenizer_config.json names no such token.
     The chat template is chat_template.jinja if there is one, else tokenizer_config.json's `chat_template`: a string, or
     a list of {"name", "template"} of which "default" is taken. It is a program that came with the checkpoint; it runs
-    in jinja2's sandbox.
+    in jinja2's sandbox, in a process of its own with half a second and 200 MB (`ChatTemplate`).
+    tokenizer.json's own padding and truncation are not applied: a prompt is encoded whole.
     Raises TokenizerError (a ValueError) that names the file that is missing or malformed.
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
         directory = Path(directory)
         tokenizer_path, config_path = directory / "tokenizer.json", directory / "tokenizer_config.json"
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(_read_text(tokenizer_path))
-        except TokenizerError:
-            raise
-        except Exception as error:  # the only type that the library raises
-            raise TokenizerError(f"{tokenizer_path}: not a tokenizer: {error}") from error
-        try:
-            config = json.loads(_read_text(config_path))
-        except json.JSONDecodeError as error:
-            raise TokenizerError(f"{config_path}: not valid JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise TokenizerError(f"{config_path}: must hold a JSON object, got {type(config).__name__}")
+        self._tokenizer_path = tokenizer_path
+        with _missing(tokenizer_path):
+            content = read_text(tokenizer_path, TokenizerError, _MAX_TOKENIZER)
+        with _failures(f"{tokenizer_path}: not a tokenizer"):
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+        with _missing(config_path):
+            config = read_json_object(config_path, TokenizerError, _MAX_CONFIG)
 
         # The ending also has "add_bos_token": true, which is no token.
         named = {
             name: value
             for name, value in config.items()
-            if name.endswith("_token") and value not in (None, True, False)
+            if name.endswith("_token") and value is not None and not isinstance(value, bool)
         }
         self._special = {name: _token_text(config_path, name, value) for name, value in named.items()}
         self.bos_token_id = self._token_id("bos_token", config_path)
         self.eos_token_id = self._token_id("eos_token", config_path)
         template_path = directory / "chat_template.jinja"
         if template_path.exists():
-            template, self._template_path = _read_text(template_path), template_path
+            template = read_text(template_path, TokenizerError, _MAX_TEMPLATE)
+            self._template_path = template_path
         else:
             template, self._template_path = _chat_template(config_path, config), config_path
-        self._template = None if template is None else self._compile(template)
-        added = self._tokenizer.get_added_tokens_decoder()
+        with self._template_failures():
+            self._template = None if template is None else ChatTemplate(template)
+        with _failures(f"{tokenizer_path}: not a tokenizer"):
+            added = self._tokenizer.get_added_tokens_decoder()
         self._skipped = {token_id for token_id, token in added.items() if token.special}
 
     @property
@@ -76,15 +82,21 @@ class Tokenizer:
 
         add_bos puts the beginning-of-sequence id in front if there is one and the text does not begin with it already.
         What tokenizer.json would itself add around a text is left out, so BOS never comes twice and EOS never at all.
+        Raises TokenizerError if the tokenizer cannot encode it.
         """
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _failures(f"{self._tokenizer_path}: cannot encode a text of {len(text)} characters"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens and ids that are no token. Invalid UTF-8 becomes U+FFFD."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        """The text of `ids`, without special tokens and ids that are no token. Invalid UTF-8 becomes U+FFFD.
+
+        Raises TokenizerError if the tokenizer cannot decode them.
+        """
+        with _failures(f"{self._tokenizer_path}: cannot decode {len(ids)} ids"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def stream(self) -> "StreamDecoder":
         """A decoder for ids that come one by one."""
@@ -94,16 +106,13 @@ class Tokenizer:
         """The prompt for `messages`, each {"role": ..., "content": ...}, by the checkpoint's chat template.
 
         add_generation_prompt ends it where the assistant's answer begins. Templates write BOS themselves, as text.
-        Raises TokenizerError if there is no template or if it refuses the messages.
+        Raises TokenizerError if there is no template, if it refuses the messages, or if it takes more than it may.
         """
         if self._template is None:
             raise TokenizerError(f"{self._template_path}: holds no chat_template, and there is no chat_template.jinja")
-        try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._special
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise TokenizerError(f"{self._template_path}: chat template: {error}") from error
+        variables = {**self._special, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        with self._template_failures():
+            return self._template.render(variables)
 
     def emits_text(self, token_id: int) -> bool:
         """False for the ids that `decode` leaves out."""
@@ -111,22 +120,19 @@ class Tokenizer:
 
     def _token_id(self, name: str, path: Path) -> int | None:
         text = self._special.get(name)
-        token_id = None if text is None else self._tokenizer.token_to_id(text)
-        if text is not None and token_id is None:
-            raise TokenizerError(f"{path}: {name} {text!r} is no token of {path.with_name('tokenizer.json')}")
+        if text is None:
+            return None
+        with _failures(f"{path}: {name} {shown(text)} cannot be looked up"):
+            token_id = self._tokenizer.token_to_id(text)
+        if token_id is None:
+            raise TokenizerError(f"{path}: {name} {shown(text)} is no token of {self._tokenizer_path}")
         return token_id
 
-    def _compile(self, source: str) -> jinja2.Template:
-        # The environment that chat templates are written for: transformers' own.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+    @contextmanager
+    def _template_failures(self) -> Iterator[None]:
         try:
-            return environment.from_string(source)
-        except jinja2.TemplateError as error:
+            yield
+        except ChatTemplateError as error:
             raise TokenizerError(f"{self._template_path}: chat template: {error}") from error
 
 
@@ -184,43 +190,47 @@ class StreamDecoder:
                 return
 
 
-def _read_text(path: Path) -> str:
+@contextmanager
+def _missing(path: Path) -> Iterator[None]:
     try:
-        return path.read_text(encoding="utf-8")
+        yield
     except FileNotFoundError:
         raise TokenizerError(f"{path}: no such file; a checkpoint needs it to turn text into tokens") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path}: cannot be read: {error}") from error
+
+
+@contextmanager
+def _failures(problem: str) -> Iterator[None]:
+    """What the tokenizers library raises, as TokenizerError: Exception itself, and for what its authors thought
+    impossible an exception that is none."""
+    try:
+        yield
+    except Exception as error:
+        raise TokenizerError(f"{problem}: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{problem}: {error}") from error
 
 
 def _token_text(path: Path, name: str, value: Any) -> str:
     """A special token's text, written as a string or as {"content": ...}."""
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str):
-        raise TokenizerError(f"{path}: {name} is {value!r}; accepted: a string, an object with 'content', or null")
+        raise TokenizerError(f"{path}: {name} is {shown(value)}; accepted: a string, an object with 'content', or null")
     return text
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        if "default" not in named:
-            raise TokenizerError(f"{path}: chat_template names {list(named)}; accepted: a list with 'default'")
-        template = named["default"]
+        named = [entry for entry in template if isinstance(entry, dict)]
+        default = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        if not default:
+            names = shown([entry.get("name") for entry in named])
+            raise TokenizerError(f"{path}: chat_template names {names}; accepted: a list with 'default'")
+        template = default[-1]
     if template is not None and not isinstance(template, str):
-        raise TokenizerError(f"{path}: chat_template is {template!r}; accepted: a string or a list of named strings")
+        raise TokenizerError(
+            f"{path}: chat_template is {shown(template)}; accepted: a string or a list of named strings"
+        )
     return template
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    # jinja2's own escapes <, >, & and ' for HTML; a prompt is no HTML.
-    return json.dumps(value, **{"ensure_ascii": False, **options})
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
