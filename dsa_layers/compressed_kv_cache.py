@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 import dsa
-from dsa_layers.kv_cache import PageAllocator
+from dsa_layers.kv_cache import PageAllocator, check_sizes, check_storage
 from dsa_layers.layers.compressed_attention import CompressedLayerCache
 from dsa_layers.layers.compressor import EntryCache
 
@@ -28,6 +28,7 @@ class CompressedKVCache:
     layers: of each, the shapes of its entries and of its indexer's, or None.
     entries, index: "fp8" for the byte layouts (584 bytes an entry or token, and index_dim + 4), or the float dtype to
     store. Memory is not cleared: what an unused slot holds never reaches a result.
+    Raises TypeError or ValueError for sizes and kinds that make no cache.
     """
 
     def __init__(
@@ -43,6 +44,9 @@ class CompressedKVCache:
         index: torch.dtype | Literal["fp8"] = "fp8",
         device: torch.device | str = "cpu",
     ) -> None:
+        check_sizes(num_pages, page_size, lanes)
+        check_storage("entries", entries)
+        check_storage("index", index)
         if entries == "fp8" and dim != 512:
             raise ValueError(f"dim: must be 512 (448 and 64 rope) for the FP8 layout, got {dim}")
         for shape in (shape for pair in layers for shape in pair if shape is not None):

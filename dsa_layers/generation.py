@@ -1,45 +1,57 @@
 """Text generation: prompts of different lengths, packed without padding, over a paged cache."""
 
+import contextlib
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import GeneratorType
 from typing import Literal
 
 import torch
 
+from dsa_layers.arguments import flag, integer, shown
+from dsa_layers.compressed_kv_cache import CompressedKVCache
 from dsa_layers.decode_step import DecodeStep
-from dsa_layers.kv_cache import OutOfPages
+from dsa_layers.kv_cache import MOST_SLOTS, OutOfPages, PagedKVCache
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
+from dsa_layers.prompts import encode_prompts
 from dsa_layers.sampling import SamplingParams, random_stream, sample
 from dsa_layers.sequence_batch import SequenceBatch
 from dsa_layers.stop_strings import StopStrings
 from dsa_layers.tokenizer import Tokenizer
 
 GREEDY = SamplingParams()
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "error"]
 
 
 @dataclass(frozen=True)
 class TokenEvent:
     """One new token of one sequence. text: what can be shown by now; it may lag behind tokens, and joins up to the
-    sequence's text. finish_reason: set with the last token."""
+    sequence's text. finish_reason: set with the last event of a sequence. "error": the sequence ends here for the
+    reason that `error` tells, without another token."""
 
     sequence: int
-    token: int
+    token: int | None
     text: str
     finish_reason: FinishReason | None
+    error: str | None = None
 
 
 @dataclass
 class Completion:
-    """A finished sequence. tokens: the new ones, with the end-of-sequence token if that ended it."""
+    """A finished sequence. tokens: the new ones, with the end-of-sequence token if that ended it.
+    finish_reason: "eos", "stop" (a stop string), "length" (max_new_tokens, or the model's context), or "error": its
+    logits were not finite, as `error` says; tokens and text are what came before."""
 
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
+    error: str | None = None
 
 
 @dataclass
@@ -80,6 +92,37 @@ class _Sequence:
         return self.cached < self.prompt_len
 
 
+class TokenStream(Iterator[TokenEvent]):
+    """The events of a call of `Generator.stream`, in the order in which their tokens are computed.
+
+    It takes the generator's cache when its first event is asked for. The cache is free again after its last event,
+    after an error, after `close`, and when nothing refers to the stream any more.
+    """
+
+    def __init__(self, generator: "Generator", sequences: list[_Sequence]) -> None:
+        self._generator, self._sequences = generator, sequences
+        self._events: GeneratorType | None = None
+        self._closed = False
+
+    def __next__(self) -> TokenEvent:
+        if self._closed:
+            raise StopIteration
+        if self._events is None:
+            self._events = self._generator._begin(self, self._sequences)
+        return next(self._events)
+
+    def close(self) -> None:
+        """End here: no event follows, and the cache is free."""
+        self._closed = True
+        if self._events is not None:
+            self._events.close()
+
+    @property
+    def holds_cache(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._events is not None and self._events.gi_frame is not None
+
+
 class Generator:
     """Continues prompts with a model.
 
@@ -92,6 +135,11 @@ class Generator:
     cuda_graphs    on a GPU, decoding passes are captured and replayed (`DecodeStep`); False runs them as Python
 
     A sequence reserves pages for its prompt and all its new tokens when it starts, so none is ever evicted.
+
+    One call of `generate` or `stream` runs at a time. Another one, of whatever thread, is refused with a RuntimeError
+    until the first has ended: it cannot wait, since a stream goes on only when its reader asks for the next event, and
+    that reader may be the very thread that would wait. `close_stream` ends a stream that nobody reads any more.
+    Threads that share a generator take turns by a lock of their own, or send their prompts in one call.
     """
 
     def __init__(
@@ -105,24 +153,40 @@ class Generator:
         prefill_chunk: int = 2048,
         cuda_graphs: bool = True,
     ) -> None:
+        if not isinstance(model, SparseMLAForCausalLM | DeepseekV4ForCausalLM):
+            raise TypeError(f"model: must be a model as load_model returns it, got {type(model).__name__}")
+        if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "stream")):
+            raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
         page_size = model.page_size if page_size is None else page_size
-        sizes = {"cache_tokens": cache_tokens, "page_size": page_size, "max_sequences": max_sequences}
-        for name, value in {**sizes, "prefill_chunk": prefill_chunk}.items():
-            if value < 1:
-                raise ValueError(f"{name}: must be at least 1, got {value}")
+        page_size = integer("page_size", page_size, at_least=1, at_most=MOST_SLOTS // 4)
+        cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=MOST_SLOTS - 2 * page_size)
+        max_sequences = integer("max_sequences", max_sequences, at_least=1)
+        self.prefill_chunk = integer("prefill_chunk", prefill_chunk, at_least=1)
         self.model = model
         self.tokenizer = tokenizer
-        self.prefill_chunk = prefill_chunk
         self.device = next(model.parameters()).device
         pages = -(-cache_tokens // page_size)
-        # One page and one lane more than sequences may take: DecodeStep's own.
-        self.cache = model.make_cache(pages + 1, page_size, self.device, lanes=max_sequences + 1)
-        self._decode = DecodeStep(model, self.cache, capture=cuda_graphs)
+        # Each sequence has a page or more. One page and one lane more than sequences may take: DecodeStep's own.
+        self.cache = self._make_cache(pages + 1, page_size, min(max_sequences, pages) + 1)
+        self._decode = DecodeStep(model, self.cache, capture=flag("cuda_graphs", cuda_graphs))
         self._capacity = pages
         self.throughput = Throughput()
         self._eos = set(model.config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self._eos.add(tokenizer.eos_token_id)
+        self._lock = threading.Lock()
+        self._stream: weakref.ref[TokenStream] | None = None
+
+    def _make_cache(self, pages: int, page_size: int, lanes: int) -> PagedKVCache | CompressedKVCache:
+        try:
+            return self.model.make_cache(pages, page_size, self.device, lanes=lanes)
+        except (RuntimeError, MemoryError) as error:
+            size = self.model.make_cache(pages, page_size, "meta", lanes=lanes).nbytes
+            tokens = (pages - 1) * page_size
+            raise ValueError(
+                f"cache_tokens: a cache of {tokens} tokens takes {size / 1e9:.1f} GB, which cannot be allocated on "
+                f"{self.device}: {shown(str(error))}"
+            ) from error
 
     def generate(
         self,
@@ -134,48 +198,76 @@ class Generator:
         """Completions of all prompts, in their order. prompts, params: as for `stream`."""
         encoded = self._encode(prompts)
         completions = [Completion(len(ids)) for ids in encoded]
-        for event in self.stream(encoded, params):
-            done = completions[event.sequence]
-            done.tokens.append(event.token)
-            done.text += event.text
-            done.finish_reason = event.finish_reason
-            if on_event is not None:
-                on_event(event)
+        with contextlib.closing(self.stream(encoded, params)) as events:
+            for event in events:
+                done = completions[event.sequence]
+                if event.token is not None:
+                    done.tokens.append(event.token)
+                done.text += event.text
+                done.finish_reason, done.error = event.finish_reason, event.error
+                if on_event is not None:
+                    on_event(event)
         return completions
 
-    @torch.inference_mode()
     def stream(
         self,
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
-    ) -> Iterator[TokenEvent]:
-        """Events as tokens come. prompts: texts, or lists of token ids; params: for all, or one a prompt.
+    ) -> TokenStream:
+        """Events as tokens come. prompts: texts, or lists, arrays or tensors of token ids; params: for all, or one a
+        prompt.
 
-        Raises ValueError for an empty prompt, a token outside the vocabulary, or a prompt that leaves no room for a
-        token in the model's context; OutOfPages for a sequence that the whole cache cannot hold. All before any work.
+        A sequence whose logits are not finite ends with finish_reason "error"; the others go on.
+
+        Raises, before it returns, TypeError or ValueError for prompts and params of other kinds, an empty prompt, a
+        token outside the vocabulary, a text that is not Unicode, and a prompt that leaves no room for a token in the
+        model's context; OutOfPages for a sequence that the whole cache cannot hold. The first event raises RuntimeError
+        while another stream of this generator is open; it may be asked for again once that one has ended.
         """
-        waiting = deque(self._sequences(prompts, params))
+        return TokenStream(self, self._sequences(prompts, params))
+
+    def close_stream(self) -> None:
+        """End the stream that is open, if there is one."""
+        stream = self._open_stream()
+        if stream is not None:
+            stream.close()
+
+    def _open_stream(self) -> TokenStream | None:
+        stream = None if self._stream is None else self._stream()
+        return stream if stream is not None and stream.holds_cache else None
+
+    def _begin(self, stream: TokenStream, sequences: list[_Sequence]) -> GeneratorType:
+        """The events of the stream, which is from now on the open one."""
+        with self._lock:
+            if self._open_stream() is not None:
+                raise RuntimeError(
+                    "stream: another stream of this generator is open and holds the cache; read it to its end or close "
+                    "it first (Generator.close_stream())"
+                )
+            self._stream = weakref.ref(stream)
+            return self._events(sequences)
+
+    @torch.inference_mode()
+    def _events(self, sequences: list[_Sequence]) -> Iterator[TokenEvent]:
+        waiting = deque(sequences)
         running: list[_Sequence] = []
         self.throughput = Throughput()
         try:
             while waiting or running:
                 self._admit(waiting, running)
+                if not running:
+                    raise OutOfPages(
+                        f"prompts[{waiting[0].index}]: needs {self._pages(waiting[0].limit)} pages, and "
+                        f"{self.cache.allocator.free} of the cache's {self._capacity} are free: others than this "
+                        "generator have taken some, for which it cannot wait"
+                    )
                 yield from self._step(running)
         finally:
-            for sequence in running:
+            for sequence in sequences:
                 self._release(sequence)
 
     def _encode(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        if isinstance(prompts, str):
-            raise TypeError("prompts: must be a list of prompts, got one string")
-        encoded = []
-        for i, prompt in enumerate(prompts):
-            if isinstance(prompt, str) and self.tokenizer is None:
-                raise ValueError(f"prompts[{i}]: must be token ids for a generator without a tokenizer, got a string")
-            if len(prompt) == 0:
-                raise ValueError(f"prompts[{i}]: is empty; a prompt needs at least one token")
-            encoded.append(self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt))
-        return encoded
+        return encode_prompts(prompts, self.tokenizer, self.model.config.vocab_size)
 
     def _sequences(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
@@ -183,15 +275,15 @@ class Generator:
         encoded = self._encode(prompts)
         if isinstance(params, SamplingParams):
             params = [params] * len(encoded)
+        if not isinstance(params, Sequence) or any(not isinstance(one, SamplingParams) for one in params):
+            raise TypeError(f"params: must be SamplingParams, or a list of them, got {shown(params)}")
         if len(params) != len(encoded):
             raise ValueError(
                 f"params: must be one for all prompts or one for each of {len(encoded)}, got {len(params)}"
             )
-        context, vocab = self.model.config.max_position_embeddings, self.model.config.vocab_size
+        context = self.model.config.max_position_embeddings
         sequences = []
         for i, (ids, one) in enumerate(zip(encoded, params)):
-            if outside := [t for t in ids if not 0 <= t < vocab]:
-                raise ValueError(f"prompts[{i}]: token {outside[0]} is outside the model's vocabulary of {vocab}")
             if len(ids) >= context:
                 raise ValueError(f"prompts[{i}]: has {len(ids)} tokens; the model's context holds {context}")
             if one.stop and self.tokenizer is None:
@@ -220,8 +312,12 @@ class Generator:
             running.append(sequence)
 
     def _release(self, sequence: _Sequence) -> None:
-        self.cache.allocator.release(sequence.pages)
-        self.cache.lanes.release([sequence.lane])
+        """Its pages and its lane go back, if it has any."""
+        pages, lane = sequence.pages, sequence.lane
+        sequence.pages, sequence.lane = [], -1
+        self.cache.allocator.release(pages)
+        if lane >= 0:
+            self.cache.lanes.release([lane])
 
     def _step(self, running: list[_Sequence]) -> list[TokenEvent]:
         """One pass: a chunk of the prompts that are not in the cache yet, else one token for every sequence."""
@@ -238,7 +334,7 @@ class Generator:
             rows, sequences = zip(*ready)
             logits = logits if len(rows) == len(work) else logits[list(rows)]
             tokens = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
-            events = [self._extend(s, token) for s, token in zip(sequences, tokens)]
+            events = [self._fail(s) if token is None else self._extend(s, token) for s, token in zip(sequences, tokens)]
         for event in events:
             if event.finish_reason:
                 done = next(s for s in running if s.index == event.sequence)
@@ -284,3 +380,10 @@ class Generator:
             reason = "length"
         text, stopped = s.text.push(token, last=reason is not None)
         return TokenEvent(s.index, token, text, "stop" if stopped else reason)
+
+    def _fail(self, s: _Sequence) -> TokenEvent:
+        error = (
+            f"prompts[{s.index}]: its logits after {len(s.tokens)} tokens hold NaN or infinity: the weights do, or an "
+            "activation overflowed"
+        )
+        return TokenEvent(s.index, None, s.text.finish(), "error", error)

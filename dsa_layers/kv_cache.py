@@ -6,7 +6,12 @@ from typing import Literal
 
 import torch
 
+from dsa_layers.arguments import integer, shown
+
 LATENT_FP8_BYTES = 656
+# A slot, page * page_size + offset, is an int32.
+MOST_SLOTS = 2**31
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -34,16 +39,35 @@ class LayerCache:
         return self.index.dtype == torch.uint8
 
 
+def check_sizes(num_pages: int, page_size: int, lanes: int) -> None:
+    """Raises TypeError or ValueError for sizes that make no cache, and for more slots than int32 can number."""
+    integer("num_pages", num_pages, at_least=0)
+    integer("page_size", page_size, at_least=1)
+    integer("lanes", lanes, at_least=0)
+    if num_pages * page_size > MOST_SLOTS:
+        raise ValueError(
+            f"num_pages: must be at most {MOST_SLOTS // page_size}, so that slots are int32, for pages of {page_size} "
+            f"tokens, got {shown(num_pages)}"
+        )
+
+
+def check_storage(name: str, kind: torch.dtype | str) -> None:
+    """Raises ValueError for what a cache cannot store in."""
+    if kind != "fp8" and kind not in _FLOATS:
+        raise ValueError(f"{name}: must be 'fp8', torch.bfloat16, torch.float16 or torch.float32, got {kind!r}")
+
+
 class OutOfPages(RuntimeError):
     """The cache has fewer free pages than a sequence needs."""
 
 
 class PageAllocator:
-    """Hands out the numbers of free pages."""
+    """Hands out the numbers of free pages, each to one owner at a time."""
 
     def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self.num_pages = integer("num_pages", num_pages, at_least=0)
+        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._used: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -51,14 +75,21 @@ class PageAllocator:
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages, lowest numbers first; OutOfPages if there are fewer, and then none is taken."""
-        if count > len(self._free):
+        if integer("count", count, at_least=0) > len(self._free):
             raise OutOfPages(f"{count} pages are needed and {len(self._free)} of {self.num_pages} are free")
-        return [self._free.pop() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(count)]
+        self._used.update(pages)
+        return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back; ValueError for a page that is not in use."""
-        if wrong := sorted({p for p in pages if not 0 <= p < self.num_pages} | (set(pages) & set(self._free))):
+        """Give pages back. ValueError, and none is given back, for one that is not in use or that is named twice: a
+        page in two hands would mix two sequences."""
+        pages = [integer(f"pages[{i}]", page) for i, page in enumerate(pages)]
+        if wrong := sorted(set(pages) - self._used):
             raise ValueError(f"pages: {wrong} are not in use")
+        if len(set(pages)) < len(pages):
+            raise ValueError(f"pages: must name each page once, got {pages}")
+        self._used.difference_update(pages)
         self._free.extend(reversed(pages))
 
 
@@ -69,6 +100,7 @@ class PagedKVCache:
     index_layers: the layers that have index pages; all of them if None.
     lanes: sequences at a time; nothing is kept by lane.
     Memory is not cleared: what an unused slot holds never reaches a result.
+    Raises TypeError or ValueError for sizes and kinds that make no cache.
     """
 
     def __init__(
@@ -85,6 +117,9 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
         lanes: int = 64,
     ) -> None:
+        check_sizes(num_pages, page_size, lanes)
+        check_storage("latent", latent)
+        check_storage("index", index)
         if latent == "fp8" and latent_dim != 576:
             raise ValueError(f"latent_dim: must be 576 (512 and 64 rope) for the FP8 layout, got {latent_dim}")
         pages = (num_pages, page_size, 1)

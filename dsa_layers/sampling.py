@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dsa_layers.arguments import integer, number, shown
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -16,7 +18,10 @@ class SamplingParams:
     top_p           sample among the fewest tokens whose probabilities reach top_p; 1 keeps all. Applied after top_k
     seed            of the sequence's own random stream: its result does not depend on what else is in the batch.
                     None draws a fresh one
-    stop            strings that end the sequence; they are not part of its text
+    stop            strings that end the sequence; they are not part of its text. A string that is not in a list is one
+                    stop string, as vLLM and transformers take it. None: no strings
+
+    Raises TypeError or ValueError that names the parameter. Numbers may be numpy's; a bool is no number.
     """
 
     max_new_tokens: int = 256
@@ -24,21 +29,39 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: str | Sequence[str] | None = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: must be at least 1, got {self.max_new_tokens}")
+        checked = {
+            "max_new_tokens": integer("max_new_tokens", self.max_new_tokens, at_least=1),
+            "temperature": number("temperature", self.temperature),
+            "top_k": integer("top_k", self.top_k),
+            "top_p": number("top_p", self.top_p),
+            "seed": self.seed if self.seed is None else integer("seed", self.seed),
+            "stop": _stop_strings(self.stop),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature: must be a finite number of at least 0, got {self.temperature}")
         if self.top_k < 0:
-            raise ValueError(f"top_k: must be at least 0 (0 keeps all tokens), got {self.top_k}")
+            raise ValueError(f"top_k: must be at least 0 (0 keeps all tokens), got {shown(self.top_k)}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed: must be at least 0 and below 2^63, got {self.seed}")
-        if any(not text for text in self.stop):
-            raise ValueError("stop: strings must not be empty")
+            raise ValueError(f"seed: must be at least 0 and below 2^63, got {shown(self.seed)}")
+
+
+def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or isinstance(strings, bytes | bytearray):
+        raise TypeError(f"stop: must be a string or a list of strings, got {shown(stop)}")
+    for i, text in enumerate(strings):
+        if not isinstance(text, str):
+            raise TypeError(f"stop[{i}]: must be a string, got {shown(text)}")
+    if any(not text for text in strings):
+        raise ValueError("stop: strings must not be empty")
+    return tuple(strings)
 
 
 def random_stream(params: SamplingParams) -> torch.Generator:
@@ -51,17 +74,20 @@ def random_stream(params: SamplingParams) -> torch.Generator:
     return generator
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]) -> list[int]:
-    """A token of each row of logits [B, vocab_size], fp32. Raises ValueError if they hold NaN.
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
+) -> list[int | None]:
+    """A token of each row of logits [B, vocab_size], fp32; None for a row that no token can be chosen from, because it
+    holds a NaN or an infinity, or nothing but minus infinity. Other rows are chosen as they are without it. Single
+    tokens of minus infinity are never drawn.
 
     One transfer from the device, and another one of the rows that are not greedy, if any.
     """
     # The maximum of a row that holds a NaN is NaN.
-    largest, tokens = logits.max(-1)
-    tokens = torch.where(largest.isnan(), -1, tokens).tolist()
-    if -1 in tokens:
-        raise ValueError("logits: hold NaN; the weights or an activation overflowed")
-    drawn = [row for row, one in enumerate(params) if one.temperature > 0]
+    largest, best = logits.max(-1)
+    tokens: list[int | None] = torch.where(largest.isfinite(), best, -1).tolist()
+    tokens = [None if token < 0 else token for token in tokens]
+    drawn = [row for row, one in enumerate(params) if one.temperature > 0 and tokens[row] is not None]
     if drawn:
         for row, values in zip(drawn, logits[drawn].cpu()):
             tokens[row] = _draw(values, params[row], generators[row])
@@ -71,7 +97,7 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], generators: S
 def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
     logits, tokens = logits.sort(descending=True, stable=True)
     if params.top_k:
-        logits, tokens = logits[: params.top_k], tokens[: params.top_k]
+        logits, tokens = (x[: min(params.top_k, len(x))] for x in (logits, tokens))
     # Relative to the largest: a tiny temperature must not overflow.
     probabilities = torch.softmax((logits - logits[0]).double() / params.temperature, 0)
     if params.top_p < 1:

@@ -29,6 +29,13 @@ class StopStrings:
         text, self._held = self._held[:keep], self._held[keep:]
         return text, bool(found)
 
+    def finish(self) -> str:
+        """The text that is still held back, for a sequence that ends without a token."""
+        if self._decoder is None:
+            return ""
+        text, self._held = self._held + self._decoder.flush(), ""
+        return text
+
     def _undecided(self) -> int:
         """The length of the longest end of the held text that begins a stop string."""
         return max(

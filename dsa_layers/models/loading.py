@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from dsa_layers.arguments import flag
 from dsa_layers.checkpoint import Checkpoint, load_weights
 from dsa_layers.config import DeepseekV4Config, DeepseekV32Config, GlmMoeDsaConfig, read_config
 from dsa_layers.models.checks import check_expert_tables, check_layers, check_quantised_sizes
@@ -16,7 +17,7 @@ from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
 from dsa_layers.models.fused_experts import split_experts
 from dsa_layers.models.glm_moe_dsa import GlmMoeDsaForCausalLM
-from dsa_layers.models.precision import Precision
+from dsa_layers.models.precision import Precision, check_device
 from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
 
 MODELS = {
@@ -41,8 +42,11 @@ def load_model(
     dequantize  FP8 and FP4 weights become `dtype` weights, and neither activations nor index keys are quantised
     kv_cache    how latents are cached (see Precision); "fp8" for FP8 checkpoints, "model" for others if None
 
-    Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor; nothing is half-loaded.
+    Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor, and ValueError or TypeError
+    that name any other argument; nothing is half-loaded.
     """
+    device = check_device(device)
+    flag("dequantize", dequantize)
     config = read_config(directory)
     precision = Precision.of(config, dtype)
     if dequantize:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsa_layers.compressed_kv_cache import CompressedKVCache
 from dsa_layers.kv_cache import OutOfPages, PageAllocator, PagedKVCache
 from dsa_layers.sequence_batch import SequenceBatch
 
@@ -60,6 +61,64 @@ def test_releasing_a_free_page_is_an_error():
     for wrong in (own, [7]):
         with pytest.raises(ValueError, match="are not in use"):
             pages.release(wrong)
+
+
+def test_a_page_is_never_in_two_hands():
+    """Neither released twice nor named twice in a call; what is refused changes nothing."""
+    pages = PageAllocator(4)
+    own = pages.allocate(3)
+    for wrong, error, message in [
+        ([0, 1, 0], ValueError, r"pages: must name each page once, got \[0, 1, 0\]"),
+        ([0, 3], ValueError, r"pages: \[3\] are not in use"),
+        ([-1], ValueError, r"pages: \[-1\] are not in use"),
+        ([0, 1.0], TypeError, r"pages\[1\]: must be an integer, got 1.0"),
+        ([True], TypeError, r"pages\[0\]: must be an integer, got True"),
+    ]:
+        with pytest.raises(error, match=message):
+            pages.release(wrong)
+        assert pages.free == 1
+    pages.release(own)
+    pages.release([])
+    assert sorted(pages.allocate(4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "message"),
+    [(-1, ValueError, "count: must be at least 0, got -1"), (1.0, TypeError, "count: must be an integer, got 1.0")],
+)
+def test_impossible_counts(count, error, message):
+    with pytest.raises(error, match=message):
+        PageAllocator(4).allocate(count)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_pages": -1}, ValueError, "num_pages: must be at least 0, got -1"),
+        (
+            {"num_pages": 2**26},
+            ValueError,
+            "num_pages: must be at most 33554432, so that slots are int32, for pages of 64",
+        ),
+        ({"page_size": 0}, ValueError, "page_size: must be at least 1, got 0"),
+        ({"lanes": 1.5}, TypeError, "lanes: must be an integer, got 1.5"),
+        ({"latent": "int4"}, ValueError, "latent: must be 'fp8', torch.bfloat16, .*, got 'int4'"),
+        ({"index": torch.int8}, ValueError, "index: must be 'fp8', torch.bfloat16, .*, got torch.int8"),
+    ],
+)
+def test_impossible_caches(change, error, message):
+    with pytest.raises(error, match=message):
+        PagedKVCache(**{"num_layers": 1, "num_pages": 2} | change)
+
+
+def test_impossible_compressed_caches():
+    options = {"window": 8, "dim": 512}
+    with pytest.raises(ValueError, match=r"entries: must be 'fp8', torch.bfloat16, .*, got 'int4'"):
+        CompressedKVCache([], 2, 256, 1, **options, entries="int4")
+    with pytest.raises(ValueError, match="page_size: must be at least 1, got 0"):
+        CompressedKVCache([], 2, 0, 1, **options)
+    with pytest.raises(ValueError, match="num_pages: must be at most 8388608"):
+        CompressedKVCache([], 2**24, 256, 1, **options)
 
 
 def test_cache_shapes():

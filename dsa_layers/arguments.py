@@ -1,0 +1,48 @@
+"""Checks of arguments, whose errors name the argument, what it got and what is accepted."""
+
+import math
+import numbers
+import operator
+from typing import Any
+
+
+def integer(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:
+    """`value` as an int. TypeError for what is no integer, a bool among them; ValueError outside the bounds."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: must be an integer, got {value}")
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: must be an integer, got {shown(value)}") from None
+    if at_least is not None and value < at_least:
+        raise ValueError(f"{name}: must be at least {at_least}, got {shown(value)}")
+    if at_most is not None and value > at_most:
+        raise ValueError(f"{name}: must be at most {at_most}, got {shown(value)}")
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    """`value` as a float, infinite where it is too large for one. TypeError for what is no real number."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name}: must be a number, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value`, if it is True or False; else TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: must be True or False, got {shown(value)}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """`value` as an error message shows it: on one line, and short."""
+    try:
+        text = repr(value)
+    except ValueError:  # it holds an integer of more digits than Python writes
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
