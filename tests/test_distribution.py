@@ -1,0 +1,78 @@
+"""What is installed: three packages that get along with a user's own modules, with all their files."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import setuptools
+
+import dsa
+from dsa_layers.cli import main
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+# Modules that a user may well have beside a script, and that this project once had at its top.
+NAMES = (
+    *("reference", "vendored", "benchmarks", "tests", "utils", "config", "layers", "models", "kernels", "ops", "cute"),
+    *("testing", "backends", "generation", "checkpoint", "tokenizer", "sampling", "harness", "examples", "peers"),
+)
+
+
+def packages():
+    return setuptools.find_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"])
+
+
+def test_top_level_names():
+    assert {name.partition(".")[0] for name in packages()} == {"dsa", "dsa_layers", "dsa_bench"}
+
+
+def test_every_file_of_the_packages_is_installed():
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    given = {path for package, globs in data.items() for glob in globs for path in (ROOT / package).glob(glob)}
+    installed = set(packages())
+    for package in ("dsa", "dsa_layers", "dsa_bench"):
+        for path in (ROOT / package).rglob("*"):
+            if path.is_dir() or "__pycache__" in path.parts:
+                continue
+            folder = ".".join(path.parent.relative_to(ROOT).parts)
+            assert folder in installed or path in given, f"{folder} has no __init__.py"
+            assert path.suffix == ".py" or path in given, f"{path} is not in package-data"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import dsa",
+        "import dsa, torch; dsa.per_token_cast_to_fp8(torch.randn(2, 128)); dsa.rms_norm(torch.randn(2, 128), None)",
+        "import dsa_layers, dsa_layers.generation, dsa_layers.models.loading, dsa_layers.tiny, dsa_layers.health",
+        "from dsa_layers.cli import main; main(['check'])",
+        "from dsa_bench.harness import case; [case.load(op) for op in case.benchmarked_ops()]",
+    ],
+)
+def test_beside_modules_of_the_users_own(tmp_path, code):
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the user\\'s own {name}.py was imported')\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_requirements_of_linux_are_marked():
+    """On macOS the references run, without what exists for Linux alone."""
+    for requirement in PROJECT["project"]["dependencies"]:
+        name = requirement.partition(">")[0].partition("[")[0]
+        assert name.startswith(("nvidia-", "apache-tvm", "cuda-")) == ("sys_platform == 'linux'" in requirement)
+
+
+def test_one_version(capsys):
+    assert PROJECT["project"]["version"] == dsa.__version__
+    newest = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    assert newest.startswith(f"## {dsa.__version__}")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert dsa.__version__ in capsys.readouterr().out
+
+
+def test_the_readme_says_how_to_install():
+    assert f"pip install {PROJECT['project']['name']}" in (ROOT / "README.md").read_text()
