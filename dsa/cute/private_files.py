@@ -26,7 +26,7 @@ def private_folder(directory: Path) -> Path:
         existing = existing.parent
     for folder in reversed(missing):
         folder.mkdir(mode=0o700, exist_ok=True)
-    directory = directory.resolve(strict=True)
+    directory = Path(os.path.realpath(directory, strict=True))  # Path.resolve raises no OSError for a loop of links
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory} is not a folder")
     for above in directory.parents:
