@@ -37,4 +37,5 @@ def case(tokens: int, k: int, channels: int) -> Case:
     def check(got: torch.Tensor) -> None:
         assert_close("out", got, _torch(*inputs[0]), abs_tol=1e-5, rel_tol=2.01 / 256, cos_tol=5e-6)
 
-    return Case(f"{tokens} tokens, {k} experts, {channels} channels, bf16, shared", calls, figure, check, graph=True)
+    name = f"{tokens} tokens, {k} experts, {channels} channels, bf16, shared"
+    return Case(name, calls, figure, check, graph=True, baselines=frozenset({"torch"}))

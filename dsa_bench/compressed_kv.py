@@ -78,4 +78,5 @@ def case(tokens: int, sequences: int, d: int, m: int, layout: str) -> Case:
         return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
 
     name = f"{sequences} x {tokens} tokens, {d} channels of {m}, {layout}"
-    return Case(name, {"dsa": ours, "separate": separate}, figure, graph=True)
+    calls, baselines = {"dsa": ours, "separate": separate}, frozenset({"separate"})
+    return Case(name, calls, figure, graph=True, baselines=baselines)

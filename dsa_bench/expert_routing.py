@@ -35,4 +35,4 @@ def case(tokens: int, experts: int, picks: int, groups: int, stay: int, scores: 
             raise AssertionError("not the reference's order")
 
     name = f"{tokens} tokens, {picks} of {experts} experts, {scores}"
-    return Case(name, calls, lambda ms: f"{ms * 1e3:.1f} us", check, graph=True)
+    return Case(name, calls, lambda ms: f"{ms * 1e3:.1f} us", check, graph=True, baselines=frozenset({"torch"}))

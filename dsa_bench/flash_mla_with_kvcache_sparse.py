@@ -1,5 +1,5 @@
-"""MLA decoding over selected keys of an FP8 cache (656 bytes a token) beside FlashMLA, which takes 64 and 128 heads:
-others are padded to 64, outside the timing.
+"""MLA decoding over selected keys of an FP8 cache (656 bytes a token) beside both builds of FlashMLA, which take 64 and
+128 heads: others are padded, outside the timing.
 
 Each sequence selects random keys of its own part of one cache, and every call of a graph has other parts.
 """
@@ -11,6 +11,7 @@ import torch
 import dsa
 from dsa.testing import assert_close, bf16_gemm_rate, copy_bandwidth
 from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import flash_mla
 
 # sequences, heads, query tokens, selected keys, keys of a sequence
 SHAPES = [
@@ -49,27 +50,13 @@ def _ours(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> Call:
     return partial(dsa.flash_mla_with_kvcache, q, kv, None, None, D_V, plan, None, is_fp8_kvcache=True, indices=indices)
 
 
-def _flash_mla(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> Call | None:
-    try:
-        from vllm.third_party.flashmla import flash_mla_interface as flash_mla
-    except ImportError:
-        return None
-    q = torch.nn.functional.pad(q, (0, 0, 0, -q.shape[2] % 64))
-    plan, _ = flash_mla.get_mla_metadata()
-    return partial(
-        flash_mla.flash_mla_with_kvcache, q, kv, None, None, D_V, plan, None, is_fp8_kvcache=True, indices=indices
-    )
-
-
 def case(batch: int, heads: int, queries: int, selected: int, keys: int) -> Case:
     moved = batch * queries * selected * BYTES
     count = max(1, min(32, int(_FRESH_BYTES // moved)))
     kv = _cache(count * batch * keys)
     inputs = [_inputs(kv, i * batch, batch, heads, queries, selected, keys) for i in range(count)]
-    calls: dict[str, list[Call]] = {"dsa": [_ours(*i) for i in inputs]}
-    if (peer := _flash_mla(*inputs[0])) is not None:
-        name = "FlashMLA, padded to 64" if heads % 64 else "flashmla"
-        calls[name] = [peer, *(_flash_mla(*i) for i in inputs[1:])]
+    peers = flash_mla.sparse_decode(inputs)
+    calls: dict[str, list[Call]] = {"dsa": [_ours(*i) for i in inputs], **peers.calls}
     flops = 2 * batch * queries * selected * heads * (D + D_V)
 
     def figure(ms: float) -> str:
@@ -86,4 +73,4 @@ def case(batch: int, heads: int, queries: int, selected: int, keys: int) -> Case
         assert_close("lse", got[1][:1], expected[1], abs_tol=1e-6, rel_tol=8.01 / 65536)
 
     name = f"B {batch}, {heads} heads, s_q {queries}, k {selected}, {keys} keys"
-    return Case(name, calls, figure, check, graph=True)
+    return Case(name, calls, figure, check, graph=True, failed=peers.failed)

@@ -1,6 +1,7 @@
-"""FP8 products: TFLOP/s and bytes, one matrix and the experts of a mixture, beside DeepGEMM and torch."""
+"""FP8 products: TFLOP/s and bytes, one matrix and the experts of a mixture, beside DeepGEMM's builds and cuBLASLt."""
 
 from functools import cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,6 +9,8 @@ import torch
 import dsa
 from dsa.testing import calc_diff, copy_bandwidth, fp8_gemm_rate
 from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import agreement, deep_gemm
+from dsa_bench.peers.library import Library, Peers
 
 if TYPE_CHECKING:
     from dsa.ops.fp8_gemm_nt import Scaled
@@ -21,47 +24,32 @@ SHAPES = [
     *((rows, 4096, 7168, 256, 8) for rows in (1, 64, 128, 4096, 16384)),
     *((rows, 7168, 2048, 256, 8) for rows in (1, 64, 128, 4096, 16384)),
 ]
+CUBLAS = Library("cuBLASLt", ("torch",))
 _tensor_ceiling, _memory_ceiling = cache(fp8_gemm_rate), cache(copy_bandwidth)
 
 
-def _deepgemm(a: "Scaled", b: "Scaled", ends: torch.Tensor | None, columns: int) -> dict[str, Call]:
-    """With its scales laid out beforehand, and its groups' rows padded to multiples of 128, as it takes them."""
-    try:
-        import deep_gemm
-    except ImportError:
-        return {}
-    if ends is None:
-        out = torch.empty(len(a[0]), columns, dtype=torch.bfloat16, device="cuda")
-        return {"deepgemm": partial(deep_gemm.fp8_gemm_nt, (a[0], _laid_out(a[1])), b, out)}
-    sizes = ends.diff(prepend=ends.new_zeros(1))
-    padded = (sizes + 127) // 128 * 128
-    groups = torch.repeat_interleave(torch.arange(len(ends), device="cuda", dtype=torch.int32), padded)
-    starts = padded.cumsum(0) - padded
-    rows = torch.arange(len(a[0]), device="cuda") + torch.repeat_interleave(starts - (ends - sizes), sizes)
-    q = torch.zeros(len(groups), a[0].shape[1], dtype=torch.uint8, device="cuda")
-    q[rows] = a[0].view(torch.uint8)
-    s = torch.ones(len(groups), a[1].shape[1], device="cuda")
-    s[rows] = a[1]
-    out = torch.empty(len(groups), columns, dtype=torch.bfloat16, device="cuda")
-    operand = q.view(torch.float8_e4m3fn), _laid_out(s)
-    return {"deepgemm": partial(deep_gemm.m_grouped_fp8_gemm_nt_contiguous, operand, b, out, groups)}
+def _cublas(a: "Scaled", b: "Scaled") -> Peers:
+    """torch's block-scaled product, where this build of it has one."""
+
+    def make(module: ModuleType, a: "Scaled", b: "Scaled") -> Call:
+        columns = a[1].t().contiguous().t()
+        return partial(module._scaled_mm, a[0], b[0].t(), columns, b[1].t(), out_dtype=torch.bfloat16)
+
+    peers = Peers()
+    peers.add(CUBLAS, make, [(a, b)])
+    return peers
 
 
-def _laid_out(scales: torch.Tensor) -> torch.Tensor:
-    import deep_gemm
+def _agree(got: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
+    """A peer's result may be (rows between padding, where ours are)."""
+    out, rows = got if isinstance(got, tuple) else (got, None)
+    some = agreement.some(len(ours))
+    agreement.close(out[some] if rows is None else out[rows[some]], ours[some])
 
-    return deep_gemm.get_mn_major_tma_aligned_tensor(scales)
 
-
-def _torch(a: "Scaled", b: "Scaled") -> dict[str, Call]:
-    """Its block-scaled product, where this build of it has one."""
-    columns = a[1].t().contiguous().t()
-    call = partial(torch._scaled_mm, a[0], b[0].t(), columns, b[1].t(), out_dtype=torch.bfloat16)
-    try:
-        call()
-    except RuntimeError:
-        return {}
-    return {"torch": call}
+def prepare() -> None:
+    """One product after the other, DeepGEMM's would keep nvcc busy for minutes."""
+    deep_gemm.compile_products((m, n, k) for m, n, k, experts, _ in SHAPES if experts is None)
 
 
 def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int | None) -> Case:
@@ -96,9 +84,11 @@ def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int
         if not (diff := calc_diff(got, expected)) < 1e-5:
             raise AssertionError(f"calc_diff {diff:.2g}")
 
-    calls = {"dsa": [partial(product, *arguments)]}
-    calls |= {name: [call] for name, call in _deepgemm(a, b, ends, columns).items()}
-    if ends is None:
-        calls |= {name: [call] for name, call in _torch(a, b).items()}
+    every = [deep_gemm.product(a, b), _cublas(a, b)] if ends is None else [deep_gemm.grouped_product(a, b, ends)]
+    calls: dict[str, list[Call]] = {"dsa": [partial(product, *arguments)]}
+    failed: dict[str, str] = {}
+    for peers in every:
+        calls |= peers.calls
+        failed |= peers.failed
     name = f"{rows} x {columns} x {channels}" + ("" if experts is None else f", {top_k} of {experts} experts")
-    return Case(name, calls, figure, check, graph=rows <= 128, repeats=15)
+    return Case(name, calls, figure, check, graph=rows <= 128, repeats=15, failed=failed, agree=_agree)

@@ -8,59 +8,25 @@ import torch
 import dsa
 from dsa.testing import calc_diff, fp8_gemm_rate
 from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import agreement, cudnn, deep_gemm
 
 if TYPE_CHECKING:
     from dsa_bench.harness.tune import Tuning
 
-# queries, keys, heads, head dimension; causal
+# queries, keys, heads, head dimension, whether pairs out of range become -inf; causal
 SHAPES = [
-    (4096, 32768, 64, 128),
-    (2048, 8192, 64, 128),
-    (4096, 131072, 64, 128),
-    (8192, 65536, 32, 128),
-    (4096, 8192, 32, 64),
+    (4096, 32768, 64, 128, True),
+    (2048, 8192, 64, 128, True),
+    (4096, 131072, 64, 128, True),
+    (8192, 65536, 32, 128, True),
+    (4096, 8192, 32, 64, True),
+    (4096, 32768, 64, 128, False),
+    (2048, 8192, 64, 128, False),
 ]
 _ceiling = cache(fp8_gemm_rate)
 
 
-def _peers(
-    q: torch.Tensor, kv: Any, weights: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
-) -> dict[str, Call]:
-    peers: dict[str, Call] = {}
-    try:
-        import deep_gemm
-
-        peers["deepgemm"] = partial(deep_gemm.fp8_mqa_logits, q, kv, weights, starts, ends, clean_logits=True)
-    except ImportError:
-        pass
-    try:
-        from cudnn import DSA
-    except ImportError:
-        return peers
-    queries, heads, _ = q.shape
-    offset = torch.full((1,), len(kv[0]) - queries, dtype=torch.int32, device="cuda")
-    # It takes the queries' scales apart; its keys are causal from `offset` on.
-    call = partial(
-        DSA.indexer_forward_wrapper,
-        q[None],
-        kv[0][None, :, None],
-        weights[None],
-        ratio=1,
-        qhead_per_kv_head=heads,
-        precision="fp8",
-        q_scale=torch.ones(1, queries, heads, device="cuda"),
-        k_scale=kv[1][None, :, None],
-        q_causal_offsets=offset,
-    )
-    try:
-        call()
-        peers["cudnn-frontend"] = call
-    except Exception:  # it takes some shapes only, and says so in as many ways
-        pass
-    return peers
-
-
-def case(queries: int, keys: int, heads: int, dim: int) -> Case:
+def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True) -> Case:
     q = torch.randn(queries, heads, dim, device="cuda").to(torch.float8_e4m3fn)
     kv = torch.randn(keys, dim, device="cuda").to(torch.float8_e4m3fn), torch.rand(keys, device="cuda") + 0.5
     weights = torch.randn(queries, heads, device="cuda")
@@ -68,6 +34,8 @@ def case(queries: int, keys: int, heads: int, dim: int) -> Case:
     ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
     arguments = (q, kv, weights, starts, ends)
     flop = 2 * int((ends - starts).sum()) * heads * dim
+    scores = partial(dsa.fp8_mqa_logits, *arguments, clean_logits=clean)
+    both = [deep_gemm.mqa_logits(*arguments, clean), cudnn.indexer_scores(q, kv, weights)]
 
     def figure(ms: float) -> str:
         rate = flop / (ms * 1e-3)
@@ -75,13 +43,28 @@ def case(queries: int, keys: int, heads: int, dim: int) -> Case:
 
     def check(got: torch.Tensor) -> None:
         with dsa.use_backend("reference"):
-            expected = dsa.fp8_mqa_logits(*arguments)
-        if not (diff := calc_diff(got, expected)) < 5e-6:
+            expected = scores()
+        seen = slice(None) if clean else _seen(ends, keys)
+        if not (diff := calc_diff(got[seen], expected[seen])) < 5e-6:
             raise AssertionError(f"calc_diff {diff:.2g}")
 
-    calls = {"dsa": [partial(dsa.fp8_mqa_logits, *arguments)]}
-    calls |= {name: [call] for name, call in _peers(*arguments).items()}
-    return Case(f"{queries} x {keys}, H {heads}, D {dim}, causal, cleaned", calls, figure, check, repeats=15)
+    def agree(got: Any, ours: torch.Tensor) -> None:
+        """On the pairs in range: cuDNN's rows see a key more, and DeepGEMM 2.8.1 leaves the others as they were."""
+        rows = agreement.some(queries)
+        seen = _seen(ends[rows], keys)
+        agreement.close(agreement.first(got).reshape(queries, keys)[rows][seen], ours[rows][seen])
+
+    calls: dict[str, list[Call]] = {"dsa": [scores]}
+    failed: dict[str, str] = {}
+    for peers in both:
+        calls |= peers.calls
+        failed |= peers.failed
+    name = f"{queries} x {keys}, H {heads}, D {dim}, causal, {'cleaned' if clean else 'not cleaned'}"
+    return Case(name, calls, figure, check, repeats=15, failed=failed, agree=agree)
+
+
+def _seen(ends: torch.Tensor, keys: int) -> torch.Tensor:
+    return torch.arange(keys, device=ends.device) < ends[:, None]
 
 
 def tuning() -> "Tuning":

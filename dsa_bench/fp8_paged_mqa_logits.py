@@ -1,4 +1,4 @@
-"""Index scores over paged keys: bytes a second, beside DeepGEMM; and the plan."""
+"""Index scores over paged keys: bytes a second, beside both builds of DeepGEMM; and the plan."""
 
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -8,6 +8,7 @@ import torch
 import dsa
 from dsa.testing import calc_diff, copy_bandwidth
 from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import agreement, deep_gemm
 
 if TYPE_CHECKING:
     from dsa_bench.harness.tune import Tuning
@@ -27,6 +28,7 @@ SHAPES = [
     (128, 1, 0, 64),
 ]
 DIM, PAGE = 128, 64
+_PLANS = 8  # in a graph
 _FRESH_BYTES = 128 << 20  # of inputs in a graph: more than the L2 cache holds
 _ceiling = cache(copy_bandwidth)
 
@@ -51,41 +53,27 @@ def _call(q, cache, weights, lengths, table, columns) -> Call:
     return partial(dsa.fp8_paged_mqa_logits, q, cache, weights, lengths, table, plan, columns)
 
 
-def _peer(q, cache, weights, lengths, table, columns) -> Call | None:
-    try:
-        import deep_gemm
-    except ImportError:
-        return None
-    if q.shape[1] > 2:  # its Hopper kernel takes no more
-        return None
-    lengths = lengths[:, None].expand(-1, q.shape[1]).contiguous()
-    plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE, deep_gemm.get_num_sms())
-    return partial(deep_gemm.fp8_paged_mqa_logits, q, cache, weights, lengths, table, plan, columns, clean_logits=False)
-
-
 def _plan_case(batch: int) -> Case:
     lengths = torch.randint(1, 32768, (batch,), dtype=torch.int32, device="cuda")
-    calls: dict[str, list[Call]] = {
-        "dsa": [partial(dsa.get_paged_mqa_logits_metadata, lengths, PAGE, dsa.num_sms("cuda"))] * 8
-    }
-    try:
-        import deep_gemm
+    peers = deep_gemm.plans(lengths, PAGE, _PLANS)
+    ours = partial(dsa.get_paged_mqa_logits_metadata, lengths, PAGE, dsa.num_sms("cuda"))
 
-        sms = deep_gemm.get_num_sms()
-        peer = partial(deep_gemm.get_paged_mqa_logits_metadata, lengths[:, None].contiguous(), PAGE, sms)
-        calls["deepgemm"] = [peer] * 8
-    except ImportError:
-        pass
-    return Case(f"the plan, B {batch}", calls, lambda ms: f"{ms * 1e3:.1f} us", graph=True)
+    def agree(got: torch.Tensor, ours: torch.Tensor) -> None:
+        """Work is cut in other places: a part of the GPU has a row in all of them."""
+        if got.shape != ours.shape:
+            raise AssertionError(f"differs: shape {list(got.shape)}, where ours is {list(ours.shape)}")
+
+    calls = {"dsa": [ours] * _PLANS, **peers.calls}
+    figure = lambda ms: f"{ms * 1e3:.1f} us"  # noqa: E731
+    return Case(f"the plan, B {batch}", calls, figure, graph=True, failed=peers.failed, agree=agree)
 
 
 def case(batch: int, next_n: int, mean: int, heads: int) -> Case:
     if mean == 0:
         return _plan_case(batch)
     inputs = [_inputs(batch, next_n, mean, heads) for _ in range(max(2, _FRESH_BYTES // (batch * mean * (DIM + 4))))]
-    calls: dict[str, list[Call]] = {"dsa": [_call(*i) for i in inputs]}
-    if (peer := _peer(*inputs[0])) is not None:
-        calls["deepgemm"] = [peer, *(_peer(*i) for i in inputs[1:])]
+    peers = deep_gemm.paged_mqa_logits(inputs)
+    calls: dict[str, list[Call]] = {"dsa": [_call(*i) for i in inputs], **peers.calls}
     keys = sum(int(i[3].sum()) for i in inputs) / len(inputs)
 
     def figure(ms: float) -> str:
@@ -98,8 +86,16 @@ def case(batch: int, next_n: int, mean: int, heads: int) -> Case:
         if not (diff := calc_diff(torch.where(expected == -torch.inf, expected, got), expected)) < 5e-6:
             raise AssertionError(f"calc_diff {diff:.2g}")
 
+    def agree(got: torch.Tensor, ours: torch.Tensor) -> None:
+        """On the keys that a row sees."""
+        *_, lengths, _, columns = inputs[0]
+        rows = agreement.some(len(ours))
+        visible = deep_gemm.visible_keys(lengths, next_n).flatten()[rows]
+        seen = torch.arange(columns, device=ours.device) < visible[:, None]
+        agreement.close(got[rows][seen], ours[rows][seen])
+
     name = f"B {batch}, next_n {next_n}, mean context {mean}, H {heads}, D {DIM}"
-    return Case(name, calls, figure, check, graph=True)
+    return Case(name, calls, figure, check, graph=True, failed=peers.failed, agree=agree)
 
 
 def tuning() -> "Tuning":

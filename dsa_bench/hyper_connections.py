@@ -34,4 +34,5 @@ def case(op: str, tokens: int, d: int) -> Case:
         rate = size / (ms * 1e-3)
         return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
 
-    return Case(f"{op} of {tokens} tokens, D {d}, bf16", {"dsa": ours, "torch": torchs}, figure, graph=True)
+    calls, baselines = {"dsa": ours, "torch": torchs}, frozenset({"torch"})
+    return Case(f"{op} of {tokens} tokens, D {d}, bf16", calls, figure, graph=True, baselines=baselines)

@@ -54,4 +54,5 @@ def case(tokens: int, what: str) -> Case:
 
     name = f"{what} of {tokens} tokens{f', H {HEADS}' if what == 'queries' else ''}, bf16"
     fused, separate = map(list, zip(*pairs))
-    return Case(name, {"dsa": fused, "separate": separate}, figure, graph=True)
+    calls, baselines = {"dsa": fused, "separate": separate}, frozenset({"separate"})
+    return Case(name, calls, figure, graph=True, baselines=baselines)

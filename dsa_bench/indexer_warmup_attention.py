@@ -1,6 +1,6 @@
-"""The warm-up of the indexer beside PyTorch's flash attention (FA2): attention, loss and the indexer's gradients beside
-FA2's forward, as CUDA graphs; the backward pass of the loss beside FA2's, of its sum and, "weighted", of a sum with
-weights that differ. Ratios are FA2's time / ours."""
+"""The warm-up of the indexer, on the scale of PyTorch's flash attention (FA2), which is a part of it: attention, loss
+and the indexer's gradients beside FA2's forward, as CUDA graphs; the backward pass of the loss beside FA2's, of its sum
+and, "weighted", of a sum with weights that differ. Ratios are FA2's time / ours."""
 
 from functools import partial
 
@@ -109,4 +109,5 @@ def case(which: str, batch: int, *model: int | str) -> Case:
     small = heads * index_heads <= 64 * 64
     name = f"{which}, {target}, {batch} x {SEQUENCE}, {heads} heads of {d}/{dv}, {key_heads} of keys"
     name += f", index {index_heads} x {di}"
-    return Case(name, calls, figure, check if small and batch == 4 else None, graph=which == "forward", repeats=5)
+    known, attention = check if small and batch == 4 else None, frozenset({"FA2 forward", "FA2 backward"})
+    return Case(name, calls, figure, known, graph=which == "forward", repeats=5, yardsticks=attention)

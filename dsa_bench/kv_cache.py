@@ -94,4 +94,5 @@ def case(tokens: int, what: str, layout: str) -> Case:
         rate = size / (ms * 1e-3)
         return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
 
-    return Case(f"{what} {tokens} tokens, {layout}", {"dsa": ours, "torch": plain}, figure, graph=True)
+    calls, baselines = {"dsa": ours, "torch": plain}, frozenset({"torch"})
+    return Case(f"{what} {tokens} tokens, {layout}", calls, figure, graph=True, baselines=baselines)

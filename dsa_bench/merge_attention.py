@@ -7,6 +7,8 @@ import torch
 import dsa
 from dsa.testing import assert_close, copy_bandwidth
 from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import operators
+from dsa_bench.peers.library import Peers
 
 # tokens, heads, branches, with a sink: a prefill chunk, decode batches
 SHAPES = [
@@ -29,38 +31,12 @@ def _branches(tokens: int, heads: int, count: int) -> Branches:
     return outs, [torch.randn(tokens, heads, device="cuda") for _ in range(count)]
 
 
-def _peers(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> dict[str, Call]:
-    """The kernels of vLLM, which has its LSEs [heads, tokens], and SGLang, where their operators can be loaded."""
-    try:
-        import peer_topk  # noqa: F401  (loads both operator libraries)
-    except (ImportError, OSError):
-        return {}
-    (a, b), (log_a, log_b) = outs, lses
-    out, lse = torch.empty_like(a), torch.empty_like(log_a)
-    turned = [x.T.contiguous() for x in (lse, log_a, log_b)]
-    calls: dict[str, Call] = {
-        "vllm": lambda: torch.ops._C.merge_attn_states(out, turned[0], a, turned[1], b, turned[2]),
-        "sglang": lambda: torch.ops.sgl_kernel.merge_state_v2(a, log_a, b, log_b, out, lse),
-    }
-    return {name: call for name, call in calls.items() if _runs(call)}
-
-
-def _runs(call: Call) -> bool:
-    try:
-        call()
-        return True
-    except (AttributeError, RuntimeError):  # a build without the operator, or with other arguments
-        return False
-
-
 def case(tokens: int, heads: int, count: int, with_sink: bool) -> Case:
     size = tokens * heads * ((count + 1) * (2 * D_V + 4))
     inputs = [_branches(tokens, heads, count) for _ in range(min(64, max(2, int(_FRESH_BYTES / size))))]
     sink = torch.randn(heads, device="cuda") if with_sink else None
-    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.merge_attention, *i, sink) for i in inputs]}
-    if count == 2 and not with_sink:
-        peers = [_peers(*i) for i in inputs]
-        calls |= {name: [p[name] for p in peers] for name in peers[0]}
+    peers = operators.merge(inputs) if count == 2 and not with_sink else Peers()
+    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.merge_attention, *i, sink) for i in inputs], **peers.calls}
 
     def figure(ms: float) -> str:
         rate = size / (ms * 1e-3)
@@ -73,4 +49,4 @@ def case(tokens: int, heads: int, count: int, with_sink: bool) -> Case:
         assert_close("lse", got[1], expected[1], abs_tol=1e-6, rel_tol=1e-6)
 
     name = f"{tokens} tokens, {heads} heads, {count} branches{', sink' if with_sink else ''}, bf16"
-    return Case(name, calls, figure, check, graph=True)
+    return Case(name, calls, figure, check, graph=True, failed=peers.failed)

@@ -57,4 +57,5 @@ def case(tokens: int, layout: str, keep: bool) -> Case:
         return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
 
     name = f"{tokens} tokens, {layout}{', rows kept' if keep else ''}"
-    return Case(name, {"dsa": ours, "separate": separate}, figure, graph=True)
+    calls, baselines = {"dsa": ours, "separate": separate}, frozenset({"separate"})
+    return Case(name, calls, figure, graph=True, baselines=baselines)

@@ -7,6 +7,8 @@ import torch
 import dsa
 from dsa.testing import copy_bandwidth
 from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import operators
+from dsa_bench.peers.library import Peers
 
 # tokens, channels, Hadamard, power-of-two scales: activations of V3.2's linears, a prefill chunk's index queries,
 # decode batches
@@ -27,38 +29,15 @@ _FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
 _ceiling = cache(copy_bandwidth)
 
 
-def _peers(x: torch.Tensor, use_ue8m0: bool) -> dict[str, Call]:
-    """The kernels of vLLM and SGLang for the same job, where their operators can be loaded."""
-    try:
-        import peer_topk  # noqa: F401  (loads both operator libraries)
-    except (ImportError, OSError):
-        return {}
-    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device="cuda")
-    scale = torch.empty((x.shape[0], x.shape[1] // 128), dtype=torch.float32, device="cuda")
-    common = (x, q, scale, 128, 1e-4, -448.0, 448.0, use_ue8m0)
-    calls = {
-        "vllm": partial(torch.ops._C.per_token_group_fp8_quant, *common, False, False),
-        "sglang": partial(torch.ops.sgl_kernel.sgl_per_token_group_quant_8bit, *common),
-    }
-    return {name: call for name, call in calls.items() if _runs(call)}
-
-
-def _runs(call: Call) -> bool:
-    try:
-        call()
-        return True
-    except RuntimeError:  # a peer that takes no fp32 buffer for ue8m0 scales, say
-        return False
-
-
 def case(tokens: int, channels: int, hadamard: bool, use_ue8m0: bool) -> Case:
     size = tokens * channels * (2 + 1 + 4 / 128)
     inputs = 1 if size > _FRESH_BYTES else min(64, max(2, int(_FRESH_BYTES / size)))
     xs = [torch.randn(tokens, channels, device="cuda").bfloat16() for _ in range(inputs)]
-    calls = {"dsa": [partial(dsa.per_token_cast_to_fp8, x, use_ue8m0, hadamard=hadamard) for x in xs]}
-    if not hadamard:
-        peers = [_peers(x, use_ue8m0) for x in xs]
-        calls |= {name: [p[name] for p in peers] for name in peers[0]}
+    peers = Peers() if hadamard else operators.cast([(x, use_ue8m0) for x in xs])
+    calls: dict[str, list[Call]] = {
+        "dsa": [partial(dsa.per_token_cast_to_fp8, x, use_ue8m0, hadamard=hadamard) for x in xs],
+        **peers.calls,
+    }
 
     def figure(ms: float) -> str:
         rate = size / (ms * 1e-3)
@@ -66,4 +45,4 @@ def case(tokens: int, channels: int, hadamard: bool, use_ue8m0: bool) -> Case:
 
     scales = "ue8m0" if use_ue8m0 else "fp32"
     name = f"{tokens} x {channels} bf16, {scales}{', Hadamard' if hadamard else ''}"
-    return Case(name, calls, figure, graph=len(xs) > 1)
+    return Case(name, calls, figure, graph=len(xs) > 1, failed=peers.failed)

@@ -51,4 +51,5 @@ def case(rows: int, channels: int, weighted: bool) -> Case:
         "torch": [torch_norm(*i) for i in inputs],
         "formula": [partial(reference.rms_norm, *i, EPS) for i in inputs],
     }
-    return Case(f"{rows} x {channels} bf16{', weights' if weighted else ''}", calls, figure, check, graph=True)
+    name, baselines = f"{rows} x {channels} bf16{', weights' if weighted else ''}", frozenset({"torch", "formula"})
+    return Case(name, calls, figure, check, graph=True, baselines=baselines)

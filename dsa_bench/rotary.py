@@ -51,4 +51,4 @@ def case(tokens: int, heads: int, channels: int, interleaved: bool, dims: str, i
     }
     pairs = "neighbours" if interleaved else "halves"
     name = f"{tokens} x {heads} x {channels} bf16, {dims} {ROTATED} in {pairs}{', in place' if in_place else ''}"
-    return Case(name, calls, figure, check, graph=True)
+    return Case(name, calls, figure, check, graph=True, baselines=frozenset({"formula"}))

@@ -1,8 +1,10 @@
-"""Attention to windows of 128 latents: prefill beside torch's flash attention with the same window, and beside two
-branches merged; decoding from V4's cache.
+"""Attention to windows of 128 latents, beside FlashMLA over the same keys as lists: prefill, prefill with selected keys
+in the same softmax, decoding from V4's cache.
 
-Flash attention's heads have at most 256 channels, of which it scores and sums all. Rates are what to compare, then:
-FLOP of the pairs inside the window, by the channels that each has.
+FlashMLA's lists are made outside the timing, ours inside; with selected keys it gets both kinds in one tensor. For
+scale, torch's flash attention with the same window, and two branches of ours merged. Flash attention's heads have at
+most 256 channels, of which it scores and sums all: rates are what to compare, FLOP of the pairs inside the window by
+the channels that each has.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import torch
 import dsa
 from dsa.testing import assert_close, bf16_gemm_rate
 from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import flash_mla
 
 # what; tokens of one sequence, or sequences; heads
 SHAPES = [
@@ -21,7 +24,8 @@ SHAPES = [
     *(("decode", 64, heads) for heads in (128, 64)),
 ]
 D, WINDOW, SELECTED, PAGE, KEYS = 512, 128, 512, 64, 1024
-FLASH, FLASH_D = "torch flash, d 256", 256
+FLASH, FLASH_D, MERGED = "torch flash, d 256", 256, "two branches merged"
+YARDSTICKS = frozenset({FLASH, MERGED})
 _FRESH_BYTES = 150e6  # of keys and queries in a graph: more than the L2 cache holds
 _gemm = cache(bf16_gemm_rate)
 
@@ -58,19 +62,25 @@ def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert_close("out", got, expected, abs_tol=1e-3, rel_tol=3.01 / 128, cos_tol=7e-6)
 
 
-def _prefill(tokens: int, heads: int, selects: bool) -> Case:
+def _prefill(tokens: int, heads: int, selected: int) -> Case:
+    selects = selected > 0
     q, kv, ends = _random(tokens, heads, D), _random(tokens, 1, D), torch.tensor([0, tokens]).int().cuda()
     arguments = (q, kv, ends, ends, WINDOW)
     pairs = tokens * WINDOW - WINDOW * (WINDOW - 1) // 2
+    near = dsa.window_indices(ends, ends, tokens, WINDOW)
     if selects:
         compressed = _random(tokens // 4, 1, D)
-        indices = torch.rand(tokens, tokens // 4, device="cuda").topk(SELECTED, dim=1).indices.int()
+        indices = torch.rand(tokens, tokens // 4, device="cuda").topk(selected, dim=1).indices.int()
+        peers = flash_mla.sparse_prefill(
+            [(q, torch.cat((kv, compressed)), torch.cat((near, indices + tokens), 1)[:, None], D**-0.5)]
+        )
         calls: dict[str, list[Call]] = {
             "dsa": [partial(dsa.window_sparse_attention, *arguments, compressed, indices, D**-0.5)],
-            "two branches merged": [partial(_merged, arguments, compressed, indices)],
+            MERGED: [partial(_merged, arguments, compressed, indices)],
         }
-        pairs += tokens * SELECTED
+        pairs += tokens * selected
     else:
+        peers = flash_mla.sparse_prefill([(q, kv, near[:, None], D**-0.5)])
         calls = {"dsa": [partial(dsa.sliding_window_attention, *arguments, D**-0.5)]}
         calls |= {name: [call] for name, call in _flash(1, tokens, tokens, heads).items()}
 
@@ -85,9 +95,10 @@ def _prefill(tokens: int, heads: int, selects: bool) -> Case:
                 expected = dsa.sliding_window_attention(*some, D**-0.5)
         _close(got[0][-64:], expected[0])
 
-    name = f"prefill of {tokens}{', 512 selected' if selects else ''}, {heads} heads, window {WINDOW}"
+    name = f"prefill of {tokens}{f', {selected} selected' if selects else ''}, {heads} heads, window {WINDOW}"
     flops = {} if selects else {FLASH: 2 * pairs * heads * 2 * FLASH_D}
-    return Case(name, calls, _rate(2 * pairs * heads * 2 * D), check, repeats=15, flops=flops)
+    others = {"yardsticks": YARDSTICKS, "flops": flops, "failed": peers.failed}
+    return Case(name, calls | peers.calls, _rate(2 * pairs * heads * 2 * D), check, repeats=15, **others)
 
 
 def _merged(arguments: tuple, compressed: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +119,10 @@ def _decode(batch: int, heads: int) -> Case:
     inputs = [(_random(batch, 1, heads, D), kv, table, lengths, WINDOW, D**-0.5) for table in tables]
     decode = partial(dsa.sliding_window_decode, is_fp8_kvcache=True)
     calls: dict[str, list[Call]] = {"dsa": [partial(decode, *i) for i in inputs]}
-    if peer := _flash(batch, 1, KEYS, heads):
-        calls[FLASH] = [peer[FLASH], *(_flash(batch, 1, KEYS, heads)[FLASH] for _ in range(count - 1))]
+    slots = [dsa.window_slots(table, lengths, 1, PAGE, WINDOW) for table in tables]
+    peers = flash_mla.sparse_decode([(q, kv, slot) for (q, *_), slot in zip(inputs, slots)])
+    if flash := _flash(batch, 1, KEYS, heads):
+        calls[FLASH] = [flash[FLASH], *(_flash(batch, 1, KEYS, heads)[FLASH] for _ in range(count - 1))]
     pairs = batch * WINDOW
 
     def figure(ms: float) -> str:
@@ -122,10 +135,12 @@ def _decode(batch: int, heads: int) -> Case:
         _close(got[0][:4], expected[0])
 
     name = f"decode B {batch}, {heads} heads, window {WINDOW}, 584 bytes a key"
-    return Case(name, calls, figure, check, graph=True, flops={FLASH: 2 * pairs * heads * 2 * FLASH_D})
+    flops = {FLASH: 2 * pairs * heads * 2 * FLASH_D}
+    others = {"yardsticks": YARDSTICKS, "flops": flops, "failed": peers.failed}
+    return Case(name, calls | peers.calls, figure, check, graph=True, **others)
 
 
 def case(what: str, count: int, heads: int) -> Case:
     if what == "decode":
         return _decode(count, heads)
-    return _prefill(count, heads, "selected" in what)
+    return _prefill(count, heads, SELECTED if "selected" in what else 0)

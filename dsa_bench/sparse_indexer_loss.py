@@ -64,4 +64,5 @@ def case(which: str, keys: int, d: int, heads: int, selected: int) -> Case:
 
     attention = partial(dsa.flash_mla_sparse_fwd, q, kv, indices, scale)
     name = f"{which}, {QUERIES} queries, {keys} keys, d {d}, {heads} heads, k {selected}"
-    return Case(name, {"dsa": [ours], "attention forward": [attention]}, figure, check, repeats=10)
+    calls, scale_of = {"dsa": [ours], "attention forward": [attention]}, frozenset({"attention forward"})
+    return Case(name, calls, figure, check, repeats=10, yardsticks=scale_of)

@@ -8,6 +8,7 @@ import dsa
 from dsa.ops.sparse_mla_attention import gradients
 from dsa.testing import bf16_gemm_rate
 from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import cudnn
 
 # d, heads, selected keys, deterministic
 SHAPES = [
@@ -26,15 +27,6 @@ def _indices(selected: int) -> torch.Tensor:
     return torch.cat(parts)[:, None].contiguous()
 
 
-def _cudnn(q, kv, indices, scale: float, sink, out, lse, dout) -> dict[str, Call]:
-    try:
-        from cudnn import DSA
-    except ImportError:
-        return {}
-    arguments = (q, kv.squeeze(1), out, dout, lse, sink, indices.squeeze(1))
-    return {"cuDNN-FE": partial(DSA.sparse_attention_backward_wrapper, *arguments, softmax_scale=scale)}
-
-
 def case(d: int, heads: int, selected: int, deterministic: bool) -> Case:
     q = torch.randn(QUERIES, heads, d, device="cuda", dtype=torch.bfloat16) / 10
     kv = torch.randn(KEYS, 1, d, device="cuda", dtype=torch.bfloat16) / 10
@@ -42,8 +34,8 @@ def case(d: int, heads: int, selected: int, deterministic: bool) -> Case:
     out, _, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, attn_sink=sink)
     dout = torch.randn_like(out)
     inputs = (q, kv, indices, scale, sink, out, lse, dout)
-    calls: dict[str, list[Call]] = {"dsa": [partial(gradients, *inputs, None, deterministic)]}
-    calls |= {name: [call] for name, call in _cudnn(*inputs).items()}
+    peers = cudnn.attention_backward(*inputs)
+    calls: dict[str, list[Call]] = {"dsa": [partial(gradients, *inputs, None, deterministic)], **peers.calls}
     flops = 2 * QUERIES * selected * heads * (3 * d + 2 * D_V)
 
     def figure(ms: float) -> str:
@@ -61,4 +53,5 @@ def case(d: int, heads: int, selected: int, deterministic: bool) -> Case:
             raise AssertionError(f"dq: {error.item():.2e} from the reference")
 
     kind = ", deterministic" if deterministic else ""
-    return Case(f"{QUERIES} queries, d {d}, {heads} heads, k {selected}{kind}", calls, figure, check, repeats=5)
+    name = f"{QUERIES} queries, d {d}, {heads} heads, k {selected}{kind}"
+    return Case(name, calls, figure, check, repeats=5, failed=peers.failed)

@@ -53,6 +53,5 @@ def case(rows: int, channels: int, use_ue8m0: bool, limit: float | None) -> Case
         torch.testing.assert_close(back, expected, rtol=0.13, atol=1e-2)
 
     bound = "" if limit is None else f", limit {limit:g}"
-    return Case(
-        f"{rows} x {channels} bf16, {'ue8m0' if use_ue8m0 else 'fp32'}{bound}", calls, figure, check, graph=True
-    )
+    name = f"{rows} x {channels} bf16, {'ue8m0' if use_ue8m0 else 'fp32'}{bound}"
+    return Case(name, calls, figure, check, graph=True, baselines=frozenset({"torch"}))

@@ -1,16 +1,18 @@
-"""Top-k selection: bytes of scores a second, beside vLLM's, SGLang's, cuDNN-frontend's and torch's.
+"""Top-k selection: bytes of scores a second, beside vLLM's, SGLang's and cuDNN-frontend's, and torch's.
 
 The peers promise no order among equal scores, and leave their indices in any order; ours are exact and ascending.
 """
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 
 import dsa
 from dsa.testing import copy_bandwidth
 from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import agreement, cudnn, operators
 
 # rows, columns, scores, k
 SHAPES = [
@@ -31,7 +33,7 @@ SHAPES = [
     (64, 131072, "normal", 512),
 ]
 _FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
-_WORKSPACE = 1 << 20
+_RECALL = 0.98  # of the selected scores that a peer must have
 _ceiling = cache(copy_bandwidth)
 
 
@@ -56,46 +58,15 @@ _SCORES: dict[str, Callable[[int, int], torch.Tensor]] = {
 }
 
 
-def _peers(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> dict[str, Call]:
-    rows, cols = scores.shape
-    peers: dict[str, Call] = {"torch.topk": partial(torch.topk, scores, k, dim=-1, sorted=False)}
-    try:
-        from cudnn import DSA
-
-        peers["cudnn"] = partial(DSA.indexer_top_k_wrapper, scores, lengths, k, return_val=False)
-        peers["cudnn deterministic"] = partial(peers["cudnn"], deterministic=True)
-    except ImportError:
-        pass
-    try:
-        import peer_topk  # noqa: F401  (loads both operator libraries)
-    except ImportError:
-        return peers
-    vllm, stride = torch.ops._C, scores.stride(0)
-    out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
-    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device="cuda")
-    starts = torch.zeros_like(lengths)
-    peers["vllm prefill"] = partial(vllm.top_k_per_row_prefill, scores, starts, lengths, out, rows, stride, 1, k)
-    peers["vllm decode"] = partial(vllm.top_k_per_row_decode, scores, 1, lengths, out, rows, stride, 1, k)
-    if scores.is_contiguous():
-        peers["vllm persistent"] = partial(vllm.persistent_topk, scores, lengths, out, workspace, k, cols)
-        if rows <= 64:
-            peers["vllm cooperative"] = partial(vllm.cooperative_topk, scores, lengths, out, workspace, k, cols)
-    if k == 2048:
-        peers["sglang"] = partial(torch.ops.sgl_kernel.fast_topk, scores, out, lengths, None)
-    return peers
-
-
-def _runs(call: Call, graph: bool) -> bool:
-    """Whether a peer takes the shape, and a graph if it must."""
-    try:
-        call()
-        torch.cuda.synchronize()
-        if graph:
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                call()
-    except Exception:
-        return False
-    return True
+def _agree(scores: torch.Tensor, got: Any, ours: torch.Tensor) -> None:
+    """The same scores are selected, but for a few: some peers compare with fewer bits, and ties may be other keys."""
+    rows = agreement.some(len(ours))
+    picks = agreement.first(got)[rows]
+    if not ((picks >= 0) & (picks < scores.shape[1])).all():
+        raise AssertionError("differs: an index outside the row")
+    theirs, own = (scores[rows].gather(1, x.long()).sort(1).values for x in (picks, ours[rows]))
+    if (same := (theirs == own).float().mean().item()) < _RECALL:
+        raise AssertionError(f"differs: {same:.1%} of the selected scores are ours")
 
 
 def case(rows: int, cols: int, kind: str, k: int) -> Case:
@@ -105,11 +76,16 @@ def case(rows: int, cols: int, kind: str, k: int) -> Case:
     inputs = [_SCORES[kind](rows, cols) for _ in range(copies)]
     lengths = torch.full((rows,), cols, dtype=torch.int32, device="cuda")
     calls: dict[str, list[Call]] = {"dsa": [partial(dsa.topk_indices, x, k, lengths=lengths) for x in inputs]}
-    peers = [_peers(x, lengths, k) for x in inputs]
-    calls |= {name: [p[name] for p in peers] for name, call in peers[0].items() if _runs(call, graph)}
+    calls["torch.topk"] = [partial(torch.topk, x, k, dim=-1, sorted=False) for x in inputs]
+    failed: dict[str, str] = {}
+    for peers in (maker([(x, lengths, k) for x in inputs]) for maker in (operators.topk, cudnn.topk)):
+        calls |= peers.calls
+        failed |= peers.failed
 
     def figure(ms: float) -> str:
         rate = size / (ms * 1e-3)
         return f"{rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
 
-    return Case(f"{rows} x {cols}, k {k}, {kind} scores", calls, figure, graph=graph)
+    name, baselines = f"{rows} x {cols}, k {k}, {kind} scores", frozenset({"torch.topk"})
+    agree = partial(_agree, inputs[0])
+    return Case(name, calls, figure, graph=graph, baselines=baselines, failed=failed, agree=agree)

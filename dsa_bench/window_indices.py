@@ -42,4 +42,5 @@ def case(what: str, count: int) -> Case:
         if not torch.equal(got, functions["torch"](*inputs[0])):
             raise AssertionError("not the reference's list")
 
-    return Case(f"{what} of {count}, window {WINDOW}", calls, figure, check, graph=True)
+    baselines = frozenset({"torch"})
+    return Case(f"{what} of {count}, window {WINDOW}", calls, figure, check, graph=True, baselines=baselines)

@@ -1,7 +1,9 @@
-"""Rows of a benchmark as a picture: milliseconds a shape, ours beside the peers."""
+"""Rows of a benchmark as a picture: milliseconds a shape, ours beside the peers and plain PyTorch."""
 
 from pathlib import Path
 from typing import Any
+
+from dsa_bench.harness import table
 
 
 def write_png(name: str, rows: list[dict[str, Any]], path: Path) -> None:
@@ -12,11 +14,11 @@ def write_png(name: str, rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = ["dsa", *dict.fromkeys(peer for r in rows for peer in r["peers"])]
+    names = ["dsa", *(name for name in table.everyone(rows) if any(table.of(r, name) for r in rows))]
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.5 * len(rows)), layout="constrained")
     height = 0.8 / len(names)
     for i, who in enumerate(names):
-        times = [r["ms"] if who == "dsa" else r["peers"].get(who, {}).get("ms", 0) for r in rows]
+        times = [r["ms"] if who == "dsa" else table.of(r, who).get("ms", 0) for r in rows]
         places = [row + height * (i - (len(names) - 1) / 2) for row in range(len(rows))]
         bars = axes.barh(places, times, height, label=who)
         if who == "dsa":

@@ -1,30 +1,54 @@
 """Rows of a benchmark as a printed table and as CSV."""
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+KINDS = {"peers": "", "baselines": "plain: ", "yardsticks": "for scale: "}
 
 
 def print_table(name: str, rows: list[dict[str, Any]]) -> None:
     print(f"\n{name}")
     for r in rows:
-        peers = "; ".join(f"{peer} {_figures(p)}" for peer, p in r["peers"].items())
-        print(f"  {r['shape']:<48} {r['ms']:9.4f} ms  {r['figure']:<34} {peers or 'no peer'}")
+        print(f"  {r['shape']:<48} {r['ms']:9.4f} ms  {r['figure']:<34} {' | '.join(_others(r))}")
 
 
-def _figures(peer: dict[str, float]) -> str:
-    rate = f" {peer['tflops']:.0f} TFLOP/s," if "tflops" in peer else ""
-    return f"{peer['ms']:.4f} ms,{rate} ratio {peer['ratio']:.2f}"
+def _others(row: dict[str, Any]) -> Iterator[str]:
+    """Peers, then what is plain PyTorch, then what only gives the scale, then what could not be timed."""
+    for kind, label in KINDS.items():
+        if row[kind]:
+            yield label + "; ".join(f"{name} {_figures(p)}" for name, p in row[kind].items())
+        elif kind == "peers":
+            yield "no peer"
+    for name, why in row["failed"].items():
+        yield f"{name} {why}"
+
+
+def _figures(other: dict[str, float]) -> str:
+    rate = f" {other['tflops']:.0f} TFLOP/s," if "tflops" in other else ""
+    return f"{other['ms']:.4f} ms,{rate} ratio {other['ratio']:.2f}"
+
+
+def everyone(rows: list[dict[str, Any]]) -> list[str]:
+    """Who stands beside ours in some row, peers first."""
+    kinds = [list(row[kind]) for kind in KINDS for row in rows]
+    return list(dict.fromkeys(name for names in [*kinds, *(row["failed"] for row in rows)] for name in names))
+
+
+def of(row: dict[str, Any], name: str) -> dict[str, float]:
+    """Figures of one beside ours; empty where it was not timed."""
+    return next((row[kind][name] for kind in KINDS if name in row[kind]), {})
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    """One line a shape; two columns for each peer."""
-    names = list(dict.fromkeys(peer for r in rows for peer in r["peers"]))
+    """One line a shape; two columns for each peer, baseline and yardstick. One that was not timed has the reason, or
+    nothing where it was not asked."""
+    names = everyone(rows)
     with path.open("w", newline="") as handle:
         writer = csv.writer(handle)
-        columns = [column for peer in names for column in (f"{peer} ms", f"{peer} ratio")]
+        columns = [column for name in names for column in (f"{name} ms", f"{name} ratio")]
         writer.writerow(["shape", "ms", "figure", *columns])
         for r in rows:
-            peers = [r["peers"].get(peer, {}) for peer in names]
-            cells = [p.get(key, "") for p in peers for key in ("ms", "ratio")]
-            writer.writerow([r["shape"], r["ms"], r["figure"], *cells])
+            cells = [(of(r, name).get("ms", r["failed"].get(name, "")), of(r, name).get("ratio", "")) for name in names]
+            writer.writerow([r["shape"], r["ms"], r["figure"], *(cell for pair in cells for cell in pair)])

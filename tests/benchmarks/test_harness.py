@@ -1,5 +1,6 @@
 """Rows, profiles' reports and the tuner, without a GPU."""
 
+import csv
 import json
 
 import pytest
@@ -7,23 +8,135 @@ import torch
 
 from dsa.cute import tuning
 from dsa.kernels import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90, indexer_cache_sm90
-from dsa_bench.harness import case, profile, tune
+from dsa_bench.harness import case, plot, profile, table, tune
 from dsa_bench.harness.table import print_table
 
 
-def test_a_row_names_the_best_peer(monkeypatch):
-    monkeypatch.setattr(case, "bench", lambda calls, **options: {"dsa": 2.0, "slow": 4.0, "fast": 1.0})
-    row = case.Case("shape", {}, lambda ms: f"{ms} ms").row()
-    assert (row["peer"], row["peer_ms"], row["ratio"], row["figure"]) == ("fast", 1.0, 0.5, "2.0 ms")
+class Timed:
+    """Stands for the GPU's clock: what is asked to be timed takes these milliseconds."""
+
+    def __init__(self, monkeypatch, **ms):
+        self.ms, self.asked = ms, []
+        monkeypatch.setattr(case, "bench", self.bench)
+
+    def bench(self, calls, *, repeats, graph):
+        self.asked = list(calls)
+        return {name: self.ms[name] for name in calls}
+
+
+def a_case(*names, **options):
+    """Everyone's result is 0, 1, ..., 9."""
+    calls = {name: [lambda: torch.arange(10.0)] for name in ("dsa", *names)}
+    return case.Case("shape", calls, lambda ms: f"{ms} ms", **options)
+
+
+def test_a_row_tells_peers_baselines_and_yardsticks_apart(monkeypatch):
+    Timed(monkeypatch, dsa=2.0, slow=4.0, fast=1.0, torch=8.0, formula=9.0, FA2=0.5)
+    others = {"baselines": frozenset({"torch", "formula"}), "yardsticks": frozenset({"FA2"})}
+    row = a_case("slow", "torch", "fast", "formula", "FA2", **others).row()
+    assert (row["shape"], row["ms"], row["figure"], row["failed"]) == ("shape", 2.0, "2.0 ms", {})
     assert row["peers"] == {"slow": {"ms": 4.0, "ratio": 2.0}, "fast": {"ms": 1.0, "ratio": 0.5}}
+    assert (row["peer"], row["peer_ms"], row["ratio"]) == ("fast", 1.0, 0.5)
+    assert row["baselines"] == {"torch": {"ms": 8.0, "ratio": 4.0}, "formula": {"ms": 9.0, "ratio": 4.5}}
+    assert (row["baseline"], row["baseline_ms"], row["baseline_ratio"]) == ("torch", 8.0, 4.0)
+    assert row["yardsticks"] == {"FA2": {"ms": 0.5, "ratio": 0.25}}
+    assert json.loads(json.dumps(row)) == row
 
 
-def test_a_peer_with_other_work_has_its_rate(monkeypatch, capsys):
-    monkeypatch.setattr(case, "bench", lambda calls, **options: {"dsa": 2.0, "half": 1.0, "same": 3.0})
-    row = case.Case("shape", {}, lambda ms: f"{ms} ms", flops={"half": 5e11}).row()
-    assert row["peers"] == {"half": {"ms": 1.0, "ratio": 0.5, "tflops": 500.0}, "same": {"ms": 3.0, "ratio": 1.5}}
+def test_a_row_without_others(monkeypatch):
+    Timed(monkeypatch, dsa=2.0, torch=1.0)
+    alone, plain = a_case().row(), a_case("torch", baselines=frozenset({"torch"})).row()
+    assert (alone["peer"], alone["ratio"], alone["baseline"], alone["baseline_ratio"]) == (None,) * 4
+    assert (plain["peer"], plain["ratio"], plain["baseline"], plain["baseline_ratio"]) == (None, None, "torch", 0.5)
+
+
+def test_a_peer_that_fails_is_named_and_does_not_end_the_run(monkeypatch, capsys):
+    timed = Timed(monkeypatch, dsa=2.0, right=3.0)
+    one = a_case("right", "raises", "late", "wrong", "asserts", failed={"broken": "failed: no libcuda"})
+
+    def refuse():
+        raise RuntimeError("Unsupported h_q: 16\nstack")
+
+    def say_nothing():
+        raise AssertionError
+
+    one.calls["raises"][:] = [refuse]
+    one.calls["late"].append(refuse)
+    one.calls["wrong"][:] = [lambda: torch.arange(10.0).flip(0)]
+    one.calls["asserts"][:] = [say_nothing]
+    row = one.row()
+    assert timed.asked == ["dsa", "right"] and row["peer"] == "right"
+    assert row["failed"].pop("wrong").startswith("differs by 0.")
+    assert row["failed"] == {
+        "broken": "failed: no libcuda",
+        "raises": "failed: Unsupported h_q: 16",
+        "late": "failed: Unsupported h_q: 16",
+        "asserts": "failed: AssertionError",
+    }
     print_table("op", [row])
-    assert "half 1.0000 ms, 500 TFLOP/s, ratio 0.50; same 3.0000 ms, ratio 1.50" in capsys.readouterr().out
+    assert "right 3.0000 ms, ratio 1.50 | broken failed: no libcuda | raises failed: Unsup" in capsys.readouterr().out
+
+
+def test_ours_must_not_fail(monkeypatch):
+    Timed(monkeypatch, dsa=2.0)
+    one = a_case("peer")
+    one.calls["dsa"][:] = [lambda: 1 / 0]
+    with pytest.raises(ZeroDivisionError):
+        one.row()
+
+
+def test_peers_are_compared_as_the_case_says(monkeypatch):
+    Timed(monkeypatch, dsa=1.0, peer=1.0)
+
+    def never(got, ours):
+        raise AssertionError("differs: never alike")
+
+    assert a_case("peer", agree=never).row()["failed"] == {"peer": "differs: never alike"}
+    assert a_case("plain", baselines=frozenset({"plain"}), agree=never).tried() == {}
+    assert a_case("peer").tried(torch.arange(10.0) + 1)["peer"].startswith("differs by")
+
+
+def test_one_with_other_work_has_its_rate(monkeypatch, capsys):
+    Timed(monkeypatch, dsa=2.0, half=1.0, same=3.0)
+    row = a_case("half", "same", flops={"half": 5e11}, yardsticks=frozenset({"half"})).row()
+    assert row["yardsticks"] == {"half": {"ms": 1.0, "ratio": 0.5, "tflops": 500.0}}
+    assert row["peers"] == {"same": {"ms": 3.0, "ratio": 1.5}}
+    print_table("op", [row])
+    expected = "same 3.0000 ms, ratio 1.50 | for scale: half 1.0000 ms, 500 TFLOP/s, ratio 0.50"
+    assert expected in capsys.readouterr().out
+
+
+def test_tables_and_pictures_have_everyone(monkeypatch, tmp_path, capsys):
+    Timed(monkeypatch, dsa=2.0, peer=1.0, torch=8.0, FA2=4.0)
+    kinds = {"baselines": frozenset({"torch"}), "yardsticks": frozenset({"FA2"})}
+    rows = [
+        a_case("torch", "FA2", **kinds, failed={"peer": "failed: no, thanks"}).row(),
+        a_case("peer", "torch", **kinds).row(),
+    ]
+    print_table("op", rows)
+    shown = capsys.readouterr().out
+    assert "no peer | plain: torch 8.0000 ms, ratio 4.00 | for scale: FA2 4.0000 ms, ratio 2.00 | peer failed:" in shown
+    table.write_csv(rows, tmp_path / "rows.csv")
+    first, second = csv.DictReader((tmp_path / "rows.csv").open())
+    assert list(first) == [
+        "shape",
+        "ms",
+        "figure",
+        *(f"{n} {x}" for n in ("peer", "torch", "FA2") for x in ("ms", "ratio")),
+    ]
+    assert (first["peer ms"], first["peer ratio"], first["FA2 ratio"]) == ("failed: no, thanks", "", "2.0")
+    assert (second["peer ms"], second["torch ratio"], second["FA2 ms"]) == ("1.0", "4.0", "")
+    plot.write_png("op", rows, tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_compiles_in_parallel_does_so_before_the_first_case(monkeypatch):
+    Timed(monkeypatch, dsa=1.0)
+    module, order = case.load("fp8_gemm_nt"), []
+    monkeypatch.setattr(module, "SHAPES", [(1,), (2,)])
+    monkeypatch.setattr(module, "prepare", lambda: order.append("prepare"))
+    monkeypatch.setattr(module, "case", lambda n: order.append(n) or a_case())
+    assert len(case.run("fp8_gemm_nt")) == 2 and order == ["prepare", 1, 2]
 
 
 def test_ncu_report_shows_each_kernel_once_and_leaves_out_unknown_metrics():

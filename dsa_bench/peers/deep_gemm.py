@@ -1,0 +1,191 @@
+"""DeepGEMM: 2.8.1, as vLLM ships it, and the older build that SGLang ships, whose index scores can be cleaned.
+
+Facts, on Hopper:
+- index scores: 32 or 64 heads of 32, 64 or 128 channels, weights fp32. 2.8.1 takes the queries as (q, None) and gives
+  compressed rows that are not cleaned: column j of a row is its key start + j, and beyond its end nothing is written;
+  `max_seqlen_k` bounds a row and must be positive
+- paged scores: pages of 64 keys, lengths [B, next_n], next_n 1 or 2, in 2.8.1 also 4, whose plan is for half as many
+  multiprocessors, since two share a task
+- products: rows' scales fp32, laid out column by column beforehand, matrices' scales [n / 128, k / 128], results bf16;
+  groups' rows begin at multiples of 128, or all groups have the same number of rows and a count (masked)
+- nvcc compiles at a first call
+"""
+
+import concurrent.futures
+import multiprocessing
+from collections.abc import Iterable
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from dsa_bench.peers.library import Call, Library, Peers
+
+NEW = Library("deepgemm 2.8.1", ("deep_gemm28", "vllm.third_party.deep_gemm"))
+OLD = Library("deepgemm", ("deep_gemm",))
+BUILDS = (NEW, OLD)  # the newest first
+ALIGNMENT = 128  # of a group's first row
+_PROCESSES = 8
+Scaled = tuple[torch.Tensor, torch.Tensor]
+
+
+def mqa_logits(q: torch.Tensor, kv: Scaled, weights, starts, ends, clean: bool) -> Peers:
+    """`fp8_mqa_logits` of both; starts must be 0, so that compressed rows are rows of all keys. 2.8.1 never cleans."""
+    peers = Peers()
+    inputs = [(q, kv, weights, starts, ends)]
+    peers.add(NEW, new_mqa_logits, inputs, f"{NEW.name}, not cleaned" if clean else NEW.name)
+    peers.add(OLD, partial(_old_mqa_logits, clean), inputs)
+    return peers
+
+
+def new_mqa_logits(module: ModuleType, q, kv, weights, starts, ends) -> Call:
+    return partial(module.fp8_fp4_mqa_logits, (q, None), kv, weights, starts, ends, len(kv[0]))
+
+
+def _old_mqa_logits(clean: bool, module: ModuleType, q, kv, weights, starts, ends) -> Call:
+    return partial(module.fp8_mqa_logits, q, kv, weights, starts, ends, clean_logits=clean)
+
+
+def paged_mqa_logits(inputs: Iterable[tuple]) -> Peers:
+    """`fp8_paged_mqa_logits` of (q, pages, weights, lengths [B], block_table, columns), with plans made beforehand."""
+    inputs, peers = list(inputs), Peers()
+    next_n = inputs[0][0].shape[1]
+    if next_n in (1, 2, 4):
+        peers.add(NEW, _new_paged_mqa_logits, inputs)
+    if next_n in (1, 2):
+        peers.add(OLD, _old_paged_mqa_logits, inputs)
+    return peers
+
+
+def _new_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table, columns) -> Call:
+    visible = visible_keys(lengths, q.shape[1])
+    plan = new_plan(module, visible, pages.shape[1], module.get_num_sms())
+    return partial(module.fp8_fp4_paged_mqa_logits, (q, None), pages, weights, visible, table, plan, columns)
+
+
+def _old_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table, columns) -> Call:
+    visible = visible_keys(lengths, q.shape[1])
+    plan = module.get_paged_mqa_logits_metadata(visible, pages.shape[1], module.get_num_sms())
+    arguments = (q, pages, weights, visible, table, plan, columns)
+    return partial(module.fp8_paged_mqa_logits, *arguments, clean_logits=False)
+
+
+def visible_keys(lengths: torch.Tensor, next_n: int) -> torch.Tensor:
+    """lengths [B] -> the keys that each of a sequence's last next_n tokens sees, int32 [B, next_n]."""
+    steps = torch.arange(1 - next_n, 1, dtype=torch.int32, device=lengths.device)
+    return lengths[:, None] + steps
+
+
+def new_plan(module: ModuleType, visible: torch.Tensor, page: int, sms: int) -> torch.Tensor:
+    return module.get_paged_mqa_logits_metadata(visible, page, sms // (2 if visible.shape[1] == 4 else 1))
+
+
+def plans(lengths: torch.Tensor, page: int, copies: int) -> Peers:
+    """The plan of paged scores, one query a sequence, so many times."""
+    peers = Peers()
+    for library in BUILDS:
+        peers.add(library, _plan, [(lengths[:, None].contiguous(), page)] * copies)
+    return peers
+
+
+def _plan(module: ModuleType, visible: torch.Tensor, page: int) -> Call:
+    return partial(module.get_paged_mqa_logits_metadata, visible, page, module.get_num_sms())
+
+
+def product(a: Scaled, b: Scaled) -> Peers:
+    """`fp8_gemm_nt`: results are (out, None)."""
+    peers = Peers()
+    for library in BUILDS:
+        peers.add(library, _product, [(a, b)])
+    return peers
+
+
+def _product(module: ModuleType, a: Scaled, b: Scaled) -> Call:
+    out = torch.empty(len(a[0]), len(b[0]), dtype=torch.bfloat16, device=a[0].device)
+    operand = a[0], module.get_mn_major_tma_aligned_tensor(a[1])
+    return partial(_into, out, None, partial(module.fp8_gemm_nt, operand, b, out))
+
+
+def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor) -> Peers:
+    """`m_grouped_fp8_gemm_nt_contiguous`, and of few rows 2.8.1's masked product too. Results are (out, the rows of out
+    that are ours)."""
+    peers, inputs = Peers(), [(a, b, ends)]
+    for library in BUILDS:
+        peers.add(library, _contiguous, inputs)
+    most = int(ends.diff(prepend=ends.new_zeros(1)).max())
+    if most <= ALIGNMENT:
+        peers.add(NEW, _masked, inputs, f"{NEW.name}, masked")
+    return peers
+
+
+def _contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    padded = (sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    groups = torch.repeat_interleave(torch.arange(len(ends), device=ends.device, dtype=torch.int32), padded)
+    rows = _places(ends, padded.cumsum(0) - padded)
+    q, s = _spread(a, rows, len(groups))
+    out = torch.empty(len(groups), b[0].shape[1], dtype=torch.bfloat16, device=q.device)
+    operand = q, module.get_mn_major_tma_aligned_tensor(s)
+    return partial(_into, out, rows, partial(module.m_grouped_fp8_gemm_nt_contiguous, operand, b, out, groups))
+
+
+def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
+    count = len(ends)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).to(torch.int32)
+    rows = _places(ends, torch.arange(count, device=ends.device) * ALIGNMENT)
+    q, s = (x.unflatten(0, (count, ALIGNMENT)) for x in _spread(a, rows, count * ALIGNMENT))
+    out = torch.empty(count, ALIGNMENT, b[0].shape[1], dtype=torch.bfloat16, device=q.device)
+    operand, expected = (q, module.get_mn_major_tma_aligned_tensor(s)), max(1, -(-len(a[0]) // count))
+    call = partial(module.m_grouped_fp8_gemm_nt_masked, operand, b, out, sizes, expected)
+    return partial(_into, out.flatten(0, 1), rows, call)
+
+
+def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Where our rows, one group after the other, lie if the groups begin at `starts`."""
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    moved = torch.repeat_interleave(starts - (ends - sizes), sizes)
+    return torch.arange(len(moved), device=ends.device) + moved
+
+
+def _spread(a: Scaled, rows: torch.Tensor, count: int) -> Scaled:
+    """Rows and their scales at these places of `count`, others 0 and 1."""
+    q = torch.zeros(count, a[0].shape[1], dtype=torch.uint8, device=a[0].device)
+    q[rows] = a[0].view(torch.uint8)
+    s = torch.ones(count, a[1].shape[1], device=a[1].device)
+    s[rows] = a[1]
+    return q.view(torch.float8_e4m3fn), s
+
+
+def _into(out: torch.Tensor, rows: torch.Tensor | None, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    call()
+    return out, rows
+
+
+def compile_products(shapes: Iterable[tuple[int, int, int]], device: str = "cuda") -> None:
+    """Lets nvcc compile the products of these (rows, columns, channels), in parallel processes: one after the other
+    they take seconds each. What fails here fails again where it is reported."""
+    context = multiprocessing.get_context("spawn")
+    if not (shapes := sorted(set(shapes))) or all(_quiet(library.load) is None for library in BUILDS):
+        return
+    with concurrent.futures.ProcessPoolExecutor(min(_PROCESSES, len(shapes)), mp_context=context) as pool:
+        for future in [pool.submit(_compile, *shape, device) for shape in shapes]:
+            _quiet(future.result)
+
+
+def _compile(rows: int, columns: int, channels: int, device: str) -> None:
+    def scaled(n: int, scales: int) -> Scaled:
+        q = torch.zeros(n, channels, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        return q, torch.ones(scales, channels // 128, device=device)
+
+    peers = product(scaled(rows, rows), scaled(columns, -(-columns // 128)))
+    for calls in peers.calls.values():
+        _quiet(calls[0])
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _quiet(call: Call) -> object:
+    try:
+        return call()
+    except Exception:
+        return None

@@ -1,0 +1,76 @@
+"""FlashMLA as SGLang maintains it (sgl-flash-mla, whose Hopper kernels want `use_legacy=True`) and as vLLM ships it.
+
+Facts of both, on Hopper: dense pages of 64 keys and d 576 or 512; sparse attention takes 64 and 128 heads, vLLM's
+prefill also 8, 16 and 32; indices in multiples of 128 in prefill and of 64 in decoding; plans are made by the first
+call that gets one. SGLang's prefill returns a list. Other head counts are padded to 64 before the timing.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from dsa_bench.peers.library import Call, Library, Peers
+
+SGL = Library("sgl-flash-mla", ("flash_mla",))
+VLLM = Library("flashmla", ("vllm.third_party.flashmla.flash_mla_interface",))
+BUILDS = (SGL, VLLM)  # the newest first
+OPTIONS = {SGL: {"use_legacy": True}, VLLM: {}}
+FEW_HEADS = (8, 16, 32)  # that vLLM's prefill takes as they are
+D_V = 512
+Inputs = tuple[torch.Tensor, ...]
+
+
+def sparse_prefill(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]) -> Peers:
+    """`flash_mla_sparse_fwd` of (q [tokens, heads, d], kv, indices, scale)."""
+    inputs, peers = list(inputs), Peers()
+    heads = inputs[0][0].shape[1]
+    for library in BUILDS:
+        peers.add(library, partial(_sparse_prefill, library), [_padded(i, 1) for i in inputs], _name(library, heads))
+    if heads in FEW_HEADS:
+        peers.add(VLLM, partial(_sparse_prefill, VLLM), inputs)
+    return peers
+
+
+def dense_decode(inputs: Iterable[Inputs]) -> Peers:
+    """`flash_mla_with_kvcache` of (q [B, s_q, heads, d], pages, block_table, lengths), causal."""
+    inputs, peers = list(inputs), Peers()
+    for library in BUILDS:
+        peers.add(library, partial(_dense_decode, library), inputs)
+    return peers
+
+
+def sparse_decode(inputs: Iterable[Inputs]) -> Peers:
+    """`flash_mla_with_kvcache` of (q [B, s_q, heads, d], pages of bytes, indices)."""
+    inputs, peers = list(inputs), Peers()
+    heads = inputs[0][0].shape[2]
+    for library in BUILDS:
+        peers.add(library, partial(_sparse_decode, library), [_padded(i, 2) for i in inputs], _name(library, heads))
+    return peers
+
+
+def _name(library: Library, heads: int) -> str:
+    return f"{library.name}, padded to 64" if heads % 64 else library.name
+
+
+def _padded(inputs: Sequence, dim: int) -> tuple:
+    """The queries with heads added up to a multiple of 64."""
+    q, *rest = inputs
+    return torch.nn.functional.pad(q, (0, 0, 0, -q.shape[dim] % 64)), *rest
+
+
+def _sparse_prefill(library: Library, module: ModuleType, q, kv, indices, scale: float) -> Call:
+    return partial(module.flash_mla_sparse_fwd, q, kv, indices, scale, d_v=D_V, **OPTIONS[library])
+
+
+def _dense_decode(library: Library, module: ModuleType, q, pages, table, lengths) -> Call:
+    plan, _ = module.get_mla_metadata()
+    decode, options = module.flash_mla_with_kvcache, OPTIONS[library]
+    return partial(decode, q, pages, table, lengths, D_V, plan, None, causal=True, **options)
+
+
+def _sparse_decode(library: Library, module: ModuleType, q, pages, indices) -> Call:
+    plan, _ = module.get_mla_metadata()
+    options = {"is_fp8_kvcache": True, "indices": indices, **OPTIONS[library]}
+    return partial(module.flash_mla_with_kvcache, q, pages, None, None, D_V, plan, None, **options)

@@ -1,0 +1,175 @@
+"""How peers are imported and called, and what becomes of one that cannot be, raises, or computes something else."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from dsa_bench.harness import case as cases
+from dsa_bench.peers import deep_gemm, flash_mla, library, probe
+from dsa_bench.peers.agreement import agree
+from dsa_bench.peers.library import Library, Peers
+
+# Small enough for a CPU; every peer and every kind of argument.
+SHAPES = {
+    "flash_mla_sparse_fwd": [(256, 576, 64, 128, 64), (256, 512, 16, 128, 64)],
+    "flash_mla_with_kvcache": [(2, 128, 16, 2)],
+    "flash_mla_with_kvcache_sparse": [(2, 64, 2, 64, 128), (1, 16, 1, 64, 128)],
+    "fp8_gemm_nt": [(5, 192, 256, None, None), (6, 192, 256, 4, 2), (300, 192, 256, 4, 2)],
+    "fp8_mqa_logits": [(16, 64, 32, 32, True), (16, 64, 64, 64, False)],
+    "fp8_paged_mqa_logits": [*((2, n, 100, 32) for n in (1, 2, 3, 4)), (4, 1, 0, 32)],
+    "merge_attention": [(8, 2, 2, False)],
+    "per_token_cast_to_fp8": [(8, 256, False, ue8m0) for ue8m0 in (True, False)],
+    "sliding_window_attention": [("prefill", 140, 64), ("prefill, selected", 600, 64), ("decode", 2, 64)],
+    "topk_indices": [(4, 2500, "normal", 2048), (70, 200, "plateau", 16)],
+}
+EVERYONE = {
+    "flash_mla_sparse_fwd": {
+        *("sgl-flash-mla", "flashmla"),
+        *("sgl-flash-mla, padded to 64", "flashmla, padded to 64"),
+    },
+    "flash_mla_with_kvcache": {"sgl-flash-mla", "flashmla"},
+    "flash_mla_with_kvcache_sparse": {
+        *("sgl-flash-mla", "flashmla"),
+        *("sgl-flash-mla, padded to 64", "flashmla, padded to 64"),
+    },
+    "fp8_gemm_nt": {"deepgemm 2.8.1", "deepgemm", "deepgemm 2.8.1, masked", "cuBLASLt"},
+    "fp8_mqa_logits": {"deepgemm 2.8.1, not cleaned", "deepgemm 2.8.1", "deepgemm", "cuDNN-FE"},
+    "fp8_paged_mqa_logits": {"deepgemm 2.8.1", "deepgemm"},
+    "merge_attention": {"vllm", "sglang"},
+    "per_token_cast_to_fp8": {"vllm", "sglang"},
+    "sliding_window_attention": {"sgl-flash-mla", "flashmla"},
+    "topk_indices": {
+        *("vllm prefill", "vllm decode", "vllm persistent", "vllm cooperative", "sglang"),
+        *("cuDNN-FE", "cuDNN-FE deterministic"),
+    },
+}
+
+
+@pytest.fixture
+def small(monkeypatch, on_cpu):
+    monkeypatch.setattr(probe, "SHAPES", SHAPES)
+    monkeypatch.setattr(cases.load("sliding_window_attention"), "SELECTED", 128)
+    monkeypatch.setattr(cases.load("flash_mla_with_kvcache_sparse"), "_cache", a_small_cache)
+    # This build of torch has no block-scaled product for a CPU.
+    product = types.ModuleType("torch with a product")
+    product._scaled_mm = scaled_mm
+    monkeypatch.setitem(sys.modules, "torch with a product", product)
+    monkeypatch.setattr(cases.load("fp8_gemm_nt"), "CUBLAS", Library("cuBLASLt", ("torch with a product",)))
+
+
+def a_small_cache(rows):
+    import dsa
+
+    pages = torch.zeros(rows // 64, 64, 1, 656, dtype=torch.uint8)
+    dsa.write_kv_cache(torch.randn(rows, 576, dtype=torch.bfloat16) / 10, pages, torch.arange(rows))
+    return pages
+
+
+def scaled_mm(a, b, scale_a, scale_b, out_dtype):
+    wide = scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, : b.shape[1]]
+    return (a.float() * scale_a.repeat_interleave(128, 1) @ (b.float() * wide)).to(out_dtype)
+
+
+@pytest.mark.parametrize("op", SHAPES)
+def test_every_peer_is_called_as_it_demands_and_agrees(op, monkeypatch, peers, small):
+    monkeypatch.setattr(probe, "SHAPES", {op: SHAPES[op]})
+    found = list(probe.outcomes())
+    assert all(outcome == "ok" for *_, outcome in found), found
+    assert {name for _, _, name, _ in found} == EVERYONE[op]
+
+
+def test_all_peers_functions_are_probed():
+    """The real shapes of the probe cover the same ops, and each is one that has peers."""
+    assert SHAPES.keys() | probe.KERNEL_ALONE == probe.SHAPES.keys()
+    for op, shapes in probe.SHAPES.items():
+        assert len({len(shape) for shape in shapes}) == 1, op
+
+
+def test_without_peers_there_is_nothing_to_report(no_peers, small, capsys, monkeypatch):
+    monkeypatch.setattr(probe, "SHAPES", {"fp8_mqa_logits": [(16, 64, 32, 32, True)]})
+    assert probe.main() == 0
+    names = ["sgl-flash-mla", "flashmla", "deepgemm 2.8.1", "deepgemm", "vllm and sglang", "cuDNN-FE"]
+    assert capsys.readouterr().out.splitlines() == [f"{name}: not installed" for name in names]
+
+
+def test_the_probe_tells_what_is_wrong(peers, small, capsys, monkeypatch):
+    def refuse(*arguments, **options):
+        raise RuntimeError("Unsupported arch\nand a stack")
+
+    right = peers["deep_gemm28"].fp8_fp4_mqa_logits
+    peers["deep_gemm28"].fp8_fp4_mqa_logits = lambda *arguments: right(*arguments).roll(1, 1)
+    peers["deep_gemm"].fp8_mqa_logits = refuse
+    del peers["cudnn"].DSA
+    monkeypatch.setattr(probe, "SHAPES", {"fp8_mqa_logits": [(16, 64, 32, 32, False)]})
+    assert probe.main() == 1
+    new, old, cudnn = sorted(capsys.readouterr().out.splitlines(), key=lambda line: -line.find("differs"))
+    assert new.startswith("deepgemm 2.8.1") and "differs by " in new
+    assert any(line.endswith("failed: Unsupported arch") for line in (old, cudnn))
+    assert any(line.endswith("failed: module 'cudnn' has no attribute 'DSA'") for line in (old, cudnn))
+
+
+def test_a_broken_library_is_not_taken_for_a_missing_one(monkeypatch, tmp_path, capsys):
+    (tmp_path / "broken_peer.py").write_text("raise OSError('libcuda.so.1: no such file')")
+    (tmp_path / "needy_peer.py").write_text("import a_module_that_nobody_has")
+    monkeypatch.syspath_prepend(tmp_path)
+    peers = Peers()
+    for name in ("broken_peer", "needy_peer", "absent_peer", "absent_peer.inside"):
+        peers.add(Library(name, (name,)), lambda module: pytest.fail("called"), [()])
+    assert peers.calls == {}
+    assert peers.failed == {
+        "broken_peer": "failed: libcuda.so.1: no such file",
+        "needy_peer": "failed: No module named 'a_module_that_nobody_has'",
+    }
+    monkeypatch.setattr(probe, "LIBRARIES", (Library("a", ("broken_peer",)), Library("b", ("absent_peer",))))
+    assert probe.missing() == ["a: failed: libcuda.so.1: no such file", "b: not installed"]
+
+
+def test_a_library_may_be_installed_in_several_places(monkeypatch):
+    monkeypatch.setitem(sys.modules, "here", None)
+    monkeypatch.setitem(sys.modules, "there", types.ModuleType("there"))
+    assert Library("it", ("here", "there")).load() is sys.modules["there"]
+    assert Library("it", ("here",)).load() is None
+
+
+def test_newest_builds_come_first():
+    assert flash_mla.BUILDS[0].modules == ("flash_mla",) and deep_gemm.BUILDS[0].modules[0] == "deep_gemm28"
+
+
+def test_what_a_queries_rows_see():
+    lengths = torch.tensor([5, 9], dtype=torch.int32)
+    assert deep_gemm.visible_keys(lengths, 3).tolist() == [[3, 4, 5], [7, 8, 9]]
+    assert deep_gemm.visible_keys(lengths, 3).dtype == torch.int32
+
+
+def test_agreement_is_loose_but_no_more():
+    ours = torch.randn(100, 6, 8)
+    agree(ours + 1e-3 * torch.randn_like(ours), ours)
+    agree((torch.cat((ours, ours), 1), "lse"), (ours, "other"))  # padded behind ours
+    for got, message in [
+        (ours.roll(1, 2), "differs by"),
+        (ours * 1.1, "differs by"),
+        (ours[:, :, :4], r"differs: shape \[100, 6, 4\], where ours is \[100, 6, 8\]"),
+        (torch.where(ours > 2, torch.nan, ours), "differs by inf"),
+    ]:
+        with pytest.raises(AssertionError, match=message):
+            agree(got, ours)
+
+
+def test_a_reason_is_one_line():
+    assert library.reason(RuntimeError("\n one\ntwo")) == "one" and library.reason(KeyError()) == "KeyError"
+    assert len(library.reason(ValueError("x" * 1000))) == 200
+
+
+def test_compiling_beforehand_calls_every_build(peers, monkeypatch):
+    called = []
+    for name in ("deep_gemm", "deep_gemm28"):
+        monkeypatch.setattr(peers[name], "fp8_gemm_nt", lambda a, b, d, name=name: called.append((name, *d.shape)))
+    deep_gemm._compile(3, 192, 256, "cpu")
+    assert sorted(called) == [("deep_gemm", 3, 192), ("deep_gemm28", 3, 192)]
+
+
+def test_without_deep_gemm_nothing_is_compiled_beforehand(no_peers, monkeypatch):
+    monkeypatch.setattr(deep_gemm.concurrent.futures, "ProcessPoolExecutor", lambda *a, **o: pytest.fail("a pool"))
+    deep_gemm.compile_products([(1, 128, 128)])
