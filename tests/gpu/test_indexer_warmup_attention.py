@@ -5,6 +5,7 @@ import torch
 
 import dsa
 from dsa.ops import _packed_attention
+from dsa.ops._warmup_sum import make_plan
 from dsa.reference import indexer_training as reference
 from dsa.testing import poison_free_memory
 
@@ -225,6 +226,55 @@ def test_attention_gradients_without_keys(dims):
     assert not torch.autograd.grad(out.sum(), q)[0].any()
 
 
+@pytest.mark.parametrize("dims, target", [((64, 64), "sum"), ((192, 128), "per_head"), ((576, 512), "sum")])
+def test_rows_of_no_sequence_are_empty(dims, target):
+    """Rows before the first sequence and behind the last one, whose keys are NaN: as if they were not there."""
+    case = Case([(200, 200), (5, 60)], dims=dims, index=(4, 64), target=target)
+    before, behind = 3, 130
+    grad = torch.randn(len(case.q), 4, dims[1], device="cuda").bfloat16()
+
+    def run(more):
+        def wide(x, value):
+            edges = [x.new_full((n, *x.shape[1:]), value) for n in ((before, behind) if more else (0, 0))]
+            return torch.cat((edges[0], x.detach(), edges[1]))
+
+        of_keys = [i in (1, 2, 4) for i in range(6)]
+        leaves = [wide(x, torch.nan if of_key else 7.0) for x, of_key in zip(case.inputs(), of_keys)]
+        leaves = [x.requires_grad_() for x in leaves]
+        if dims[0] == 576:
+            leaves[2] = leaves[1][..., : dims[1]]
+        bounds = [x + before * more for x in case.rest[:2]]
+        poison_free_memory(mebibytes=256)
+        out, lse, kl = dsa.indexer_warmup_attention(*leaves, *bounds, *case.rest[2:])
+        poison_free_memory(mebibytes=256)
+        loss = (out * wide(grad, 1.0)).sum() + (kl * wide(case.per_token, 1.0)).sum()
+        inputs = [x for x in leaves if x.is_leaf]
+        return out, lse.T, kl, *torch.autograd.grad(loss, inputs)
+
+    for i, (x, inner) in enumerate(zip(run(True), run(False))):
+        assert relative(x[before:-behind].nan_to_num(posinf=1e3), inner.nan_to_num(posinf=1e3)) < 4e-3
+        for edge in (x[:before], x[-behind:]):
+            assert edge.eq(torch.inf).all() if i == 1 else not edge.any()
+
+
+@pytest.mark.parametrize("batch", [1, 5, 1023, 1024, 2500])
+def test_bounds_ascend_inside_the_tensors(batch):
+    torch.manual_seed(batch)
+    tokens = 3 * batch
+    right = torch.sort(torch.randint(0, tokens + 1, (2, batch + 1))).values
+    hostile = torch.tensor([-1, -(2**31), 2**31 - 1, tokens + 1, 0, tokens])
+    wrong = torch.where(torch.rand(2, batch + 1) < 0.3, hostile[torch.randint(0, 6, (2, batch + 1))], right)
+    for numbers in (right, wrong, torch.randint(-(2**31), 2**31, (2, batch + 1)), right.flip(1)):
+        expected = numbers.masked_fill((numbers < 0) | (numbers > tokens), 0).cummax(1).values
+        plan, bounds = make_plan((*numbers.int().cuda(), tokens, tokens), tokens, tokens, True)
+        assert torch.equal(torch.stack(bounds[:2]).cpu().long(), expected)
+        used = plan.slots[plan.slots[:, 1] > 0].cpu()
+        first, rows, first_key, keys = used[:, :4].unbind(1)
+        assert rows.sum() == expected[0, -1] - expected[0, 0] and (rows <= 128).all()
+        assert (first >= 0).all() and (first + rows <= tokens).all()
+        assert (first_key >= 0).all() and (first_key + keys <= tokens).all()
+
+
 def test_repeats_are_the_same_bits():
     case = Case([(700, 700), (33, 900)], heads=16, index=(64, 128))
     first = case.run()
@@ -273,8 +323,13 @@ def test_a_graph_takes_new_data():
 def test_a_sequence_longer_than_said_is_nan():
     case = Case([(300, 300), (128, 128)])
     bounds = case.rest[:2]
-    kl = dsa.indexer_warmup_attention(*case.inputs(), *bounds, 128, 128, *case.rest[4:])[2]
+    q = case.q.requires_grad_()
+    poison_free_memory(mebibytes=64)
+    out, _, kl = dsa.indexer_warmup_attention(q, *case.inputs()[1:], *bounds, 128, 128, *case.rest[4:])
     assert kl[128:300].isnan().all() and not kl[300:].isnan().any()
+    poison_free_memory(mebibytes=64)
+    (grad,) = torch.autograd.grad(out.float().sum(), q)
+    assert not grad[128:300].any() and not grad[300:].isnan().any()
 
 
 def test_nothing():
