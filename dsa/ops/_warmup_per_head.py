@@ -37,7 +37,7 @@ def per_head_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(kl [Tq, H], lse_idx [H, Tq]), fp32; w fp32 [Tq, H], lse fp32 [H, Tq] of the attention, +inf without keys."""
     tokens, heads, _ = q.shape
-    if k.shape[0] == 0 or q.numel() == 0:
+    if 0 in (len(k), q.numel(), len(slots)):
         return w.new_zeros(tokens, heads), w.new_full((heads, tokens), torch.inf)
     # Of queries in no slot the former is 0, and nobody reads the latter.
     kl, lse_idx = w.new_zeros(tokens, heads), w.new_empty(heads, tokens)
@@ -66,7 +66,7 @@ def per_head_backward(
     """(dq_idx [Tq, H, di], dk_idx [Tk, di] in bf16, dw [Tq, H] in fp32) for g fp32 [Tq, H], the gradient of kl. The
     slots are those of cu_seqlens_*, which ascend inside the tensors."""
     (tokens, heads, dim), (keys, index_dim) = q.shape, k_idx.shape
-    if keys == 0 or q.numel() == 0:
+    if 0 in (keys, q.numel(), len(slots)):
         return torch.zeros_like(q_idx), torch.zeros_like(k_idx), torch.zeros_like(w)
     count, batch = len(slots), len(cu_seqlens_k) - 1
     dq_idx, dw = q_idx.new_empty(tokens, heads, index_dim), w.new_empty(tokens, heads)

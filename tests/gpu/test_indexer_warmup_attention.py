@@ -332,6 +332,19 @@ def test_a_sequence_longer_than_said_is_nan():
     assert not grad[128:300].any() and not grad[300:].isnan().any()
 
 
+@pytest.mark.parametrize("dims, target", [((64, 64), "sum"), ((192, 128), "per_head"), ((576, 512), "sum")])
+def test_without_sequences(dims, target):
+    case = Case([(5, 7)], dims=dims, index=(4, 64), target=target)
+    bounds = [x[:1] for x in case.rest[:2]]
+    leaves = [x.detach().requires_grad_() for x in case.inputs()]
+    if dims[0] == 576:
+        leaves[2] = leaves[1][..., : dims[1]]
+    poison_free_memory(mebibytes=64)
+    out, lse, kl = dsa.indexer_warmup_attention(*leaves, *bounds, *case.rest[2:])
+    grads = torch.autograd.grad(out.sum() + kl.sum(), [x for x in leaves if x.is_leaf])
+    assert lse.eq(torch.inf).all() and not any(x.any() for x in (out, kl, *grads))
+
+
 def test_nothing():
     case = Case([(0, 0)])
     out, lse, kl = dsa.indexer_warmup_attention(*case.inputs(), *case.rest)
