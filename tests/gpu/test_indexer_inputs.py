@@ -143,7 +143,8 @@ def test_key_counts(tokens):
     got = poisoned(shape, torch.uint8, "cuda")
     expected = written_keys(*arguments, got, slots)
     dsa.write_indexer_keys(*arguments, got, slots)
-    assert (got != expected).float().mean() < 2e-3
+    # Of what is written, or of few rows a number or two.
+    assert (got != expected).sum() <= 2 + 2e-3 * 132 * tokens
 
 
 def test_pages_far_apart():

@@ -230,10 +230,12 @@ def test_pages_far_apart(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_pages(layout):
-    cache = poisoned_cache(layout, 1)[:0]
+    whole = poisoned_cache(layout, 1)
+    cache, before = whole[:0], whole.clone()
     got = dsa.read_kv_cache(cache, torch.zeros(5, dtype=torch.int64, device="cuda"), dtype=torch.bfloat16)
     assert got.shape == (5, dim(layout)) and not got.any()
-    dsa.write_kv_cache(random_rows(5, dim(layout)), cache, torch.full((5,), -1, device="cuda"))
+    dsa.write_kv_cache(random_rows(5, dim(layout)), cache, torch.tensor([0, -1, 5, 63, 64], device="cuda"))
+    assert same_bits(whole, before)
 
 
 @pytest.mark.parametrize("layout", ["bfloat16", "v32", "v4"])

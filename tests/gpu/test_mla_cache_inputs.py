@@ -165,11 +165,13 @@ def test_what_is_no_number(dtype, d):
 
 def test_no_pages():
     kv, *inputs = case(5)
-    cache, slots = poisoned_cache("v32", 576, 1)[:0], torch.full((5,), -1, device="cuda")
+    whole, slots = poisoned_cache("v32", 576, 1), torch.tensor([0, -1, 5, 63, 64], device="cuda")
+    cache, before = whole[:0], whole.clone()
     out = torch.full_like(kv, torch.nan)
     dsa.write_mla_cache(kv, *inputs, cache, slots, out=out)
     assert_rows(out, rows_on_cpu(kv, *inputs))
     dsa.write_mla_cache(kv, *inputs, cache, slots)
+    assert same_bits(whole, before)
 
 
 @pytest.mark.parametrize(("layout", "d"), [("bfloat16", 512), ("v32", 576), ("v4", 512)])
