@@ -1,5 +1,7 @@
 """The index-score kernel against the reference, both on the GPU: calc_diff below 5e-6 with the -inf mask equal."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -82,6 +84,20 @@ def test_varlen_sequences():
 
 def test_compressed_wider_than_the_keys():
     check(*inputs(6, 100), int32([0, 10, 20, 30, 99, 100]), int32([100] * 6), max_seqlen_k=1000)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("columns", [1, 63, 64, 100, 257])
+def test_keys_that_do_not_fit_are_left_out(columns, clean):
+    starts, ends = int32([0, 0, 5, 990, 300, 999]), int32([1000, 64, 900, 1000, 2000, 1000])
+    check(*inputs(6, 1000), starts, ends, max_seqlen_k=columns, clean_logits=clean)
+
+
+@pytest.mark.parametrize("columns", [0, 100])
+def test_ranges_of_any_numbers(columns):
+    garbage = [-(2**31), 2**31 - 1, -1, 0, 1, 64, 299, 300, 301, 2**30]
+    starts, ends = (int32([a for pair in product(garbage, garbage) for a in pair][i::2]) for i in range(2))
+    check(*inputs(100, 300, 8), starts, ends, max_seqlen_k=columns)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 100), (5, 0), (0, 0)])

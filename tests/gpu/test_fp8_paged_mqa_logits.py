@@ -261,7 +261,7 @@ def test_metadata(sms):
             shape = (batch,) if columns is None else (batch, columns)
             lengths = torch.randint(-50, 3000, shape, device="cuda", dtype=torch.int32)
             lengths[torch.rand(shape, device="cuda") < 0.4] = 0
-            for case in (lengths, torch.zeros_like(lengths), lengths.clamp_max(257)):
+            for case in (lengths, torch.zeros_like(lengths), lengths.clamp_max(257), lengths * 2**22 - 1):
                 got = dsa.get_paged_mqa_logits_metadata(case, 64, sms)
                 assert torch.equal(got, reference.get_paged_mqa_logits_metadata(case, 64, sms))
     strided = torch.arange(600, dtype=torch.int32, device="cuda").view(300, 2)

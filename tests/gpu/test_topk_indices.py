@@ -155,7 +155,7 @@ def test_slots(config):
     rows, cols, pages = 6, 30000, 469
     scores = torch.randn(rows, cols, device="cuda")
     table = torch.randperm(2 * pages, device="cuda", dtype=torch.int32)[: 2 * pages].view(2, pages)
-    table[0, 5], table[1, 7] = -1, -(2**31)
+    table[0, 5], table[1, 7], table[0, 9], table[1, 3] = -1, -(2**31), 2**31 - 1, 2**25
     row_to_seq = i32([0, 1, 0, 1, -1, 2])
     lengths = i32([30000, 20000, 3, 0, 500, 600])
     for by_value in (False, True):
