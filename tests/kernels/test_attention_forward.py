@@ -1,14 +1,13 @@
 """Every shipped variant of the attention forward compiles to sm_90a: wgmma in flight beside the softmax, no spills."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import attention_forward_sm90 as kernels
 from dsa.ops import _dense_attention as op
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", [arguments for _, arguments in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_attention_forward)
 def test_sass(arguments):
     _, config = arguments
     sass = disassemble(cubin(kernels.compile_attention_forward, *arguments))

@@ -1,13 +1,12 @@
 """Every shipped variant of the experts' sum compiles to sm_90a without spills, with a turn's copies in flight."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import combine_experts_sm90 as kernels
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", [arguments for _, arguments in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_combine_experts)
 def test_sass(arguments):
     dtype, _, shared = arguments
     sass = disassemble(cubin(kernels.compile_combine_experts, *arguments))

@@ -1,14 +1,13 @@
 """The shipped variants of the compressor compile to sm_90a: wide loads, no spills."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import compressed_kv_sm90 as kernels
 from dsa.ops import compressed_kv as op
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_write_compressed_kv)
 def test_sass(arguments):
     sass = disassemble(cubin(kernels.compile_write_compressed_kv, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]

@@ -1,16 +1,12 @@
 """Every shipped variant of the gate and of the sort compiles to sm_90a without spills."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import moe_gate_sm90, sort_by_expert_sm90
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize(
-    "compile_function, arguments",
-    [*moe_gate_sm90.shipped_variants(), *sort_by_expert_sm90.shipped_variants()],
-)
+@shipped(moe_gate_sm90.compile_moe_gate, sort_by_expert_sm90.compile_sort_by_expert)
 def test_sass(compile_function, arguments):
     sass = disassemble(cubin(compile_function, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]

@@ -1,14 +1,13 @@
 """Every shipped variant of the FP8 product compiles to sm_90a: FP8 wgmma, TMA, no spills, room in shared memory."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import fp8_gemm_sm90 as kernels
 from dsa.ops import fp8_gemm_nt as op
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", [arguments for _, arguments in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_fp8_gemm)
 def test_sass(arguments):
     _, config = arguments
     sass = disassemble(cubin(kernels.compile_fp8_gemm, *arguments))

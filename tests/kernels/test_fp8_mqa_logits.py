@@ -5,9 +5,10 @@ import pytest
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import fp8_mqa_logits_sm90 as kernels
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", [arguments for _, arguments in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_fp8_mqa_logits)
 def test_sass(arguments):
     heads, dim, _, _, _, config = arguments
     sass = disassemble(cubin(kernels.compile_fp8_mqa_logits, *arguments))

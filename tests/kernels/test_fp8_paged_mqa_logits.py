@@ -1,17 +1,13 @@
 """The shipped variants of the paged index scores, and of their plan, compile to sm_90a: FP8 wgmma, TMA, no spills."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import fp8_paged_mqa_logits_sm90 as kernels
 from dsa.kernels import paged_mqa_logits_metadata_sm90 as metadata
-
-# All heads, dimensions and next_n; page size and result type, which only change loads and stores, by turns.
-VARIANTS = [v for _, v in kernels.shipped_variants() if (v[3], v[4]) in ((64, "float32"), (32, "bfloat16"))]
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", VARIANTS, ids=str)
+@shipped(kernels.compile_fp8_paged_mqa_logits)
 def test_sass(arguments):
     heads, dim, next_n, page_size, _, config = arguments
     sass = disassemble(cubin(kernels.compile_fp8_paged_mqa_logits, *arguments))
@@ -25,7 +21,7 @@ def test_sass(arguments):
     assert config.fits(heads * next_n)
 
 
-def test_plan_sass():
-    ((compile_function, arguments),) = metadata.shipped_variants()
-    sass = disassemble(cubin(compile_function, *arguments))
+@shipped(metadata.compile_paged_mqa_logits_metadata)
+def test_plan_sass(arguments):
+    sass = disassemble(cubin(metadata.compile_paged_mqa_logits_metadata, *arguments))
     assert sass.stack == 0 and sass.registers <= 64

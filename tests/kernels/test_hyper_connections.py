@@ -1,14 +1,13 @@
 """The shipped variants of the hyper-connections compile to sm_90a: streams read once in wide loads, no spills."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import hyper_connections_sm90 as kernels
 from dsa.ops import hyper_connections as op
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize(("compile_function", "arguments"), kernels.shipped_variants())
+@shipped(kernels.compile_hyper_collapse, kernels.compile_hyper_expand)
 def test_sass(compile_function, arguments):
     sass = disassemble(cubin(compile_function, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]

@@ -1,12 +1,11 @@
 """Every shipped variant of the indexer's training kernels compiles to sm_90a: wgmma in groups, TMA, no spills."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.indexer_slots import GROUP, SLOT_ROWS
 from dsa.cute.sass import disassemble
 from dsa.cute.score_tile import SHARED_BYTES
 from dsa.kernels import indexer_key_grad_sm90, indexer_query_grad_sm90, indexer_scores_sm90
+from tests.kernels.variants import shipped
 
 
 def sass_of(compile_function, arguments):
@@ -15,11 +14,7 @@ def sass_of(compile_function, arguments):
     return sass.instructions
 
 
-def variants(kernels):
-    return pytest.mark.parametrize("arguments", [arguments for _, arguments in kernels.shipped_variants()], ids=str)
-
-
-@variants(indexer_scores_sm90)
+@shipped(indexer_scores_sm90.compile_indexer_scores)
 def test_scores(arguments):
     _, dim, config = arguments
     instructions = sass_of(indexer_scores_sm90.compile_indexer_scores, arguments)
@@ -30,7 +25,7 @@ def test_scores(arguments):
     assert config.shared(dim) <= SHARED_BYTES
 
 
-@variants(indexer_query_grad_sm90)
+@shipped(indexer_query_grad_sm90.compile_indexer_query_grad)
 def test_query_grad(arguments):
     heads, dim, config = arguments
     instructions = sass_of(indexer_query_grad_sm90.compile_indexer_query_grad, arguments)
@@ -42,7 +37,7 @@ def test_query_grad(arguments):
     assert SLOT_ROWS // 2 * heads % (config.columns * GROUP) == 0
 
 
-@variants(indexer_key_grad_sm90)
+@shipped(indexer_key_grad_sm90.compile_indexer_key_grad)
 def test_key_grad(arguments):
     heads, dim, config = arguments
     instructions = sass_of(indexer_key_grad_sm90.compile_indexer_key_grad, arguments)

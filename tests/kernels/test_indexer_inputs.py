@@ -1,11 +1,10 @@
 """The shipped variants of the indexer's fused inputs and cache copies compile to sm_90a without spills."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import indexer_cache_sm90 as cache_kernels
 from dsa.kernels import indexer_inputs_sm90 as kernels
+from tests.kernels.variants import shipped
 
 WIDE_LOADS = {"bfloat16": 2, "float16": 2, "float32": 4}  # of 16 bytes, for a lane's 16 channels
 
@@ -14,11 +13,7 @@ def angle_loads(rotated, interleaved):
     return 2 * (2 if interleaved else 4)
 
 
-def shipped(compile_function):
-    return [arguments for function, arguments in kernels.shipped_variants() if function is compile_function]
-
-
-@pytest.mark.parametrize("arguments", shipped(kernels.compile_quantize_indexer_queries), ids=str)
+@shipped(kernels.compile_quantize_indexer_queries)
 def test_queries(arguments):
     dtype, rotated, interleaved, *_ = arguments
     sass = disassemble(cubin(kernels.compile_quantize_indexer_queries, *arguments))
@@ -28,9 +23,7 @@ def test_queries(arguments):
     assert sass.instructions["STG"] == 2 and sass.instructions["F2FP"] >= 8
 
 
-@pytest.mark.parametrize(
-    "arguments", [v for v in shipped(kernels.compile_write_indexer_keys) if v[2] == 64 and v[5]], ids=str
-)
+@shipped(kernels.compile_write_indexer_keys)
 def test_keys(arguments):
     dtype, _, rotated, interleaved, *_ = arguments
     sass = disassemble(cubin(kernels.compile_write_indexer_keys, *arguments))
@@ -40,7 +33,7 @@ def test_keys(arguments):
     assert sass.instructions["STG"] == 2 and sass.instructions["F2FP"] >= 8
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in cache_kernels.shipped_variants()], ids=str)
+@shipped(cache_kernels.compile_indexer_cache)
 def test_cache(arguments):
     sass = disassemble(cubin(cache_kernels.compile_indexer_cache, *arguments))
     assert sass.stack == 0 and sass.registers <= 32 and sass.instructions["STG"] == 2

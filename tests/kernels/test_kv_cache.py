@@ -1,16 +1,11 @@
 """The shipped variants of the MLA cache's kernels compile to sm_90a without spills, with wide loads and stores."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import kv_cache_sm90 as kernels
+from tests.kernels.variants import shipped
 
 SLOT = 2  # loads: the second is skipped for int32
-
-
-def shipped(compile_function):
-    return [arguments for function, arguments in kernels.shipped_variants() if function is compile_function]
 
 
 def steps(dtype):
@@ -31,7 +26,7 @@ def loads_and_stores(compile_function, arguments):
     return instructions["LDG"], instructions["STG"]
 
 
-@pytest.mark.parametrize("arguments", shipped(kernels.compile_write_kv_cache), ids=str)
+@shipped(kernels.compile_write_kv_cache)
 def test_write(arguments):
     dtype, layout, _ = arguments
     loads, stores = loads_and_stores(kernels.compile_write_kv_cache, arguments)
@@ -42,7 +37,7 @@ def test_write(arguments):
         assert (loads, stores) == (steps(dtype) + 1 + SLOT, 2 * steps(dtype) + 1)
 
 
-@pytest.mark.parametrize("arguments", shipped(kernels.compile_read_kv_cache), ids=str)
+@shipped(kernels.compile_read_kv_cache)
 def test_read(arguments):
     layout, dtype = arguments
     loads, stores = loads_and_stores(kernels.compile_read_kv_cache, arguments)
@@ -52,7 +47,7 @@ def test_read(arguments):
         assert (loads, stores) == (2 * steps(dtype) + 1 + SLOT, steps(dtype) + 1)
 
 
-@pytest.mark.parametrize("arguments", shipped(kernels.compile_write_mla_cache), ids=str)
+@shipped(kernels.compile_write_mla_cache)
 def test_write_from_the_projection(arguments):
     dtype, layout, channels, interleaved, _ = arguments
     loads, stores = loads_and_stores(kernels.compile_write_mla_cache, arguments)

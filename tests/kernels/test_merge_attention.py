@@ -1,15 +1,14 @@
 """The shipped variants of the merge compile to sm_90a without spills, with loads and stores of 16 bytes."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import merge_attention_sm90 as kernels
+from tests.kernels.variants import shipped
 
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_merge_attention)
 def test_sass(arguments):
     dtype, branches, sink = arguments
     sass = disassemble(cubin(kernels.compile_merge_attention, *arguments))

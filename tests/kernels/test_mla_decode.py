@@ -8,11 +8,12 @@ from dsa.cute.sass import disassemble
 from dsa.kernels import mla_combine_sm90 as combine
 from dsa.kernels import mla_decode_sm90 as kernels
 from dsa.kernels import mla_plan_sm90 as plan
+from tests.kernels.variants import shipped
 
 K16 = 16  # channels or keys of a wgmma instruction
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_mla_decode)
 def test_decode_sass(arguments):
     _, box, cluster = arguments
     sass = disassemble(cubin(kernels.compile_mla_decode, *arguments))
@@ -33,11 +34,10 @@ def test_a_cluster_has_row_tiles_of_one_sequence(rows):
     assert ("bfloat16", 64, cluster) in [arguments for _, arguments in kernels.shipped_variants()]
 
 
-@pytest.mark.parametrize("module", [combine, plan])
-def test_small_kernels_sass(module):
-    for compile_function, arguments in module.shipped_variants():
-        sass = disassemble(cubin(compile_function, *arguments))
-        assert sass.stack == 0 and sass.registers <= 128
+@shipped(combine.compile_mla_combine, plan.compile_mla_plan)
+def test_small_kernels_sass(compile_function, arguments):
+    sass = disassemble(cubin(compile_function, *arguments))
+    assert sass.stack == 0 and sass.registers <= 128
 
 
 @pytest.mark.parametrize(("splits", "rows"), [(0, 16), (1, 4096), (8, 512), (132, 1), (32, 10**6)])

@@ -1,18 +1,17 @@
 """The shipped variants of the per-head warm-up loss's kernels compile to sm_90a: wgmma in flight, no spills."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import per_head_gradient_sm90 as gradient
 from dsa.kernels import per_head_key_sum_sm90 as key_sum
 from dsa.kernels import per_head_kl_sm90 as kl
+from tests.kernels.variants import shipped
 
 K16 = 16  # channels, keys or rows of a wgmma instruction
 ALL = 65536 // 128  # registers of a multiprocessor, for each thread of a warpgroup
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in kl.shipped_variants()], ids=str)
+@shipped(kl.compile_per_head_kl)
 def test_kl_sass(arguments):
     sass = disassemble(cubin(kl.compile_per_head_kl, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
@@ -22,7 +21,7 @@ def test_kl_sass(arguments):
     assert kl.GROUPS * kl.REGISTERS[0] + kl.REGISTERS[1] <= ALL
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in gradient.shipped_variants()], ids=str)
+@shipped(gradient.compile_per_head_gradient)
 def test_gradient_sass(arguments):
     sass = disassemble(cubin(gradient.compile_per_head_gradient, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
@@ -36,7 +35,7 @@ def test_gradient_sass(arguments):
     assert gradient.SCORERS * score + add + load <= ALL
 
 
-def test_key_sum_sass():
-    for compile_function, arguments in key_sum.shipped_variants():
-        sass = disassemble(cubin(compile_function, *arguments))
-        assert sass.stack == 0 and sass.registers <= 128
+@shipped(key_sum.compile_per_head_key_sum)
+def test_key_sum_sass(arguments):
+    sass = disassemble(cubin(key_sum.compile_per_head_key_sum, *arguments))
+    assert sass.stack == 0 and sass.registers <= 128

@@ -1,14 +1,14 @@
 """Every shipped variant of the FP8 cast compiles to sm_90a without spills, with wide loads and hardware conversion."""
 
 import numpy as np
-import pytest
 
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import per_token_cast_to_fp8_sm90 as kernels
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", [arguments for _, arguments in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_per_token_cast_to_fp8)
 def test_sass(arguments):
     sass = disassemble(cubin(kernels.compile_per_token_cast_to_fp8, *arguments))
     config = arguments[3]
@@ -21,7 +21,7 @@ def test_sass(arguments):
 
 
 def test_powers_of_two_do_not_depend_on_how_448_divides():
-    """The kernel multiplies with 1 / 448 in fp32, a CPU divides: for every mantissa the next power of two is the same."""
+    """The kernel multiplies with 1 / 448 in fp32, a CPU divides: for all mantissas the next power of two is one."""
     amax = (np.arange(1 << 23, dtype=np.uint32) | np.uint32(127 << 23)).view(np.float32)
     product, quotient = amax * np.float32(1 / 448), amax / np.float32(448)
     assert not np.array_equal(product, quotient)

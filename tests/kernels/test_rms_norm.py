@@ -5,9 +5,10 @@ import pytest
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import rms_norm_sm90 as kernels
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_rms_norm)
 def test_sass(arguments):
     dtype, weighted, config = arguments
     sass = disassemble(cubin(kernels.compile_rms_norm, *arguments))

@@ -1,13 +1,12 @@
 """The shipped variants of the rotation compile to sm_90a without spills, with wide loads and unfused products."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import rotary_sm90 as kernels
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_apply_rotary)
 def test_sass(arguments):
     dtype, interleaved, config = arguments
     sass = disassemble(cubin(kernels.compile_apply_rotary, *arguments))

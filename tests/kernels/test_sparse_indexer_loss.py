@@ -1,18 +1,17 @@
 """The kernels of the sparse stage's loss compile to sm_90a: wgmma without waits between them, gathers, no spills."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.gathered_rows import CHUNK, LANE_ROWS, TILE
 from dsa.cute.sass import disassemble
 from dsa.kernels import sparse_indexer_grad_sm90 as grad
 from dsa.kernels import sparse_indexer_target_sm90 as target
+from tests.kernels.variants import shipped
 
 K16 = 16  # channels, keys or heads of a wgmma instruction
 ALL = 65536 // 128  # registers of a multiprocessor, for each thread of a warpgroup
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in target.shipped_variants()], ids=str)
+@shipped(target.compile_sparse_indexer_target)
 def test_target_sass(arguments):
     channels, row_tiles, index_channels = arguments
     sass = disassemble(cubin(target.compile_sparse_indexer_target, *arguments))
@@ -29,7 +28,7 @@ def test_target_sass(arguments):
     assert 2 * target.ATTENTION_REGISTERS + target.INDEX_REGISTERS + target.LOADER_REGISTERS <= ALL
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in grad.shipped_variants()], ids=str)
+@shipped(grad.compile_sparse_indexer_grad)
 def test_grad_sass(arguments):
     channels, fixed = arguments
     sass = disassemble(cubin(grad.compile_sparse_indexer_grad, *arguments))

@@ -1,7 +1,5 @@
 """The shipped variants of sparse MLA attention and of its end compile to sm_90a: wgmma, gathers, no spills."""
 
-import pytest
-
 from dsa.cute.column_attention import SCORERS
 from dsa.cute.compile_cache import cubin
 from dsa.cute.latent_attention import LOADER_REGISTERS, OUTPUT_REGISTERS, SCORE_REGISTERS
@@ -11,12 +9,13 @@ from dsa.kernels import sparse_mla_bytes_sm90 as of_bytes
 from dsa.kernels import sparse_mla_combine_sm90 as combine
 from dsa.kernels import sparse_mla_few_sm90 as few
 from dsa.kernels import sparse_mla_sm90 as kernels
+from tests.kernels.variants import shipped
 
 K16 = 16  # channels or keys of a wgmma instruction
 ALL = 65536 // 128  # registers of a multiprocessor, for each thread of a warpgroup
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_sparse_mla)
 def test_sass(arguments):
     _, channels, *_ = arguments
     sass = disassemble(cubin(kernels.compile_sparse_mla, *arguments))
@@ -29,7 +28,7 @@ def test_sass(arguments):
     assert SCORE_REGISTERS + 2 * OUTPUT_REGISTERS + LOADER_REGISTERS <= ALL
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in few.shipped_variants()], ids=str)
+@shipped(few.compile_sparse_mla_few)
 def test_few_heads_sass(arguments):
     _, channels, *_ = arguments
     sass = disassemble(cubin(few.compile_sparse_mla_few, *arguments))
@@ -44,7 +43,7 @@ def test_few_heads_sass(arguments):
     assert given <= sass.registers * warpgroups
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in of_bytes.shipped_variants()], ids=str)
+@shipped(of_bytes.compile_sparse_mla_bytes)
 def test_of_bytes_sass(arguments):
     channels, rows, _ = arguments
     sass = disassemble(cubin(of_bytes.compile_sparse_mla_bytes, *arguments))
@@ -62,7 +61,7 @@ def test_of_bytes_sass(arguments):
     assert scorers * score + 2 * output + loader <= sass.registers * (scorers + 3)
 
 
-def test_the_end_sass():
-    for compile_function, arguments in combine.shipped_variants():
-        sass = disassemble(cubin(compile_function, *arguments))
-        assert sass.stack == 0 and sass.registers <= 128
+@shipped(combine.compile_sparse_mla_combine)
+def test_the_end_sass(arguments):
+    sass = disassemble(cubin(combine.compile_sparse_mla_combine, *arguments))
+    assert sass.stack == 0 and sass.registers <= 128

@@ -1,15 +1,14 @@
 """The kernels of sparse MLA attention's gradients compile to sm_90a: wgmma not waited for one by one, no spills."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import sparse_mla_backward_sm90 as kernels
 from dsa.kernels import sparse_mla_backward_sums_sm90 as sums
 from dsa.ops import sparse_mla_attention as op
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()])
+@shipped(kernels.compile_sparse_mla_backward)
 def test_sass(arguments):
     _, channels, ordered = arguments
     sass = disassemble(cubin(kernels.compile_sparse_mla_backward, *arguments))
@@ -25,7 +24,7 @@ def test_sass(arguments):
     assert given <= sass.registers * kernels.THREADS // kernels.WARPGROUP
 
 
-@pytest.mark.parametrize(("compile_function", "arguments"), sums.shipped_variants())
+@shipped(sums.compile_backward_inputs, sums.compile_turn_sums, sums.compile_sum_lists)
 def test_before_and_behind(compile_function, arguments):
     assert disassemble(cubin(compile_function, *arguments)).stack == 0
 

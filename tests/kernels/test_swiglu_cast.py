@@ -1,13 +1,12 @@
 """Every shipped variant of SwiGLU with a cast compiles to sm_90a without spills, with wide loads and few registers."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import swiglu_cast_sm90 as kernels
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", [arguments for _, arguments in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_swiglu_cast)
 def test_sass(arguments):
     dtype, use_ue8m0, _, ragged = arguments
     sass = disassemble(cubin(kernels.compile_swiglu_cast, *arguments))

@@ -6,11 +6,12 @@ from cutlass import BFloat16, Float32
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import topk_indices_sm90 as kernels
+from tests.kernels.variants import shipped
 
 SHARED_BYTES = 232448
 
 
-@pytest.mark.parametrize("arguments", [v for _, v in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_topk_indices)
 def test_sass(arguments):
     _, config = arguments
     sass = disassemble(cubin(kernels.compile_topk_indices, *arguments))

@@ -1,14 +1,13 @@
 """Every shipped variant of the warm-up's own kernels compiles to sm_90a: wgmma, TMA, no spills, wgmma in groups."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import query_slots_sm90, warmup_rows_sm90
 from dsa.kernels import warmup_target_sm90 as kernels
+from tests.kernels.variants import shipped
 
 
-@pytest.mark.parametrize("arguments", [arguments for _, arguments in kernels.shipped_variants()], ids=str)
+@shipped(kernels.compile_warmup_target)
 def test_target(arguments):
     _, dim = arguments
     unit, query_stages, key_stages = kernels.RINGS[dim]
@@ -24,9 +23,7 @@ def test_target(arguments):
     assert (query_stages + key_stages) * kernels.SLOT_ROWS * unit * 2 <= 13 * 16384
 
 
-@pytest.mark.parametrize(
-    ("compile_function", "arguments"), [*warmup_rows_sm90.shipped_variants(), *query_slots_sm90.shipped_variants()]
-)
+@shipped(warmup_rows_sm90.compile_warmup_lse, warmup_rows_sm90.compile_warmup_kl, query_slots_sm90.compile_query_slots)
 def test_small_kernels(compile_function, arguments):
     sass = disassemble(cubin(compile_function, *arguments))
     assert sass.stack == 0 and sass.registers <= 64

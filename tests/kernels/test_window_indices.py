@@ -1,10 +1,9 @@
 """The shipped variants of the window's lists compile to sm_90a without spills, and load pages together."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels import window_indices_sm90 as kernels
+from tests.kernels.variants import shipped
 
 
 def instructions_of(compile_function, *arguments):
@@ -14,15 +13,17 @@ def instructions_of(compile_function, *arguments):
     return sass.instructions
 
 
-def test_indices():
-    instructions = instructions_of(kernels.compile_window_indices)
+@shipped(kernels.compile_window_indices)
+def test_indices(arguments):
+    instructions = instructions_of(kernels.compile_window_indices, *arguments)
     # The boundaries of several sequences at once, and those of the one that it finds.
     assert (instructions["LDG"], instructions["STG"]) == (2 * kernels.UNROLL + 4, kernels.UNROLL)
 
 
-@pytest.mark.parametrize("ring", [False, True])
-def test_slots(ring):
-    instructions = instructions_of(kernels.compile_window_slots, ring)
+@shipped(kernels.compile_window_slots)
+def test_slots(arguments):
+    (ring,) = arguments
+    instructions = instructions_of(kernels.compile_window_slots, *arguments)
     # The length, and of pages their numbers.
     assert (instructions["LDG"], instructions["STG"]) == (1 if ring else 1 + kernels.UNROLL, kernels.UNROLL)
 
