@@ -1,5 +1,236 @@
-"""TODO."""
+"""Hostile contents for all ops but attention and training: scores, selection, caches, windows, experts, products.
 
-from tests.hostile import IndexArgument
+Sizes that real kernels fix are theirs (channels, page sizes, heads); all others are as small as they can be.
+"""
 
-ARGUMENTS: list[IndexArgument] = []
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+import dsa
+from tests.hostile import IndexArgument, Prepared, Results, caches
+from tests.hostile.places import BOTH, int32, own_row, places, randn, rows_but
+from tests.hostile.unconcerned import everything, nothing
+
+E4M3 = torch.float8_e4m3fn
+PAGE = 64
+
+
+def mqa_ranges(device: str, argument: str, unquantised: bool = False, columns: int = 0) -> Prepared:
+    queries, keys = 9, 200
+    q, k = randn(queries, 64, 128, device=device), randn(keys, 128, device=device)
+    weights, scale = randn(queries, 64, device=device), torch.rand(keys).to(device)
+    ranges = {
+        "cu_seq_len_k_start": int32(range(0, 9 * 7, 7), device),
+        "cu_seq_len_k_end": int32(range(100, 100 + 9 * 12, 12), device),
+    }
+
+    def run(given: torch.Tensor) -> Results:
+        named = ranges | {argument: given}
+        if unquantised:
+            return [dsa.mqa_logits(q, k, weights, **named)]
+        return [dsa.fp8_mqa_logits(q.to(E4M3), (k.to(E4M3), scale), weights, **named, max_seqlen_k=columns)]
+
+    # In PyTorch all ranges together say which keys are multiplied at a time, and so how sums are rounded.
+    return Prepared(run, ranges[argument], own_row(queries), exact=device == "cuda" and not unquantised)
+
+
+def paged_scores(device: str, argument: str, next_n: int = 1, a_query: bool = False) -> Prepared:
+    lengths = [130, 70, 5, 190]
+    batch, max_pages = len(lengths), 3
+    q, weights = randn(batch, next_n, 64, 128, device=device), randn(batch * next_n, 64, device=device)
+    cache = torch.randint(0, 0x70, (7, PAGE, 1, 132), dtype=torch.uint8).to(device)
+    table = int32([[5, 0, 2], [1, 6, 4], [3, 2, 5], [6, 1, 0]], device)
+    context_lens = int32(lengths, device)
+    if a_query:
+        context_lens = context_lens[:, None].repeat(1, next_n)
+    named = {
+        "context_lens": context_lens,
+        "block_table": table,
+        "schedule_meta": dsa.get_paged_mqa_logits_metadata(context_lens, PAGE, 7),
+    }
+
+    def run(given: torch.Tensor) -> Results:
+        own = named | {argument: given}
+        if argument != "schedule_meta":
+            own["schedule_meta"] = dsa.get_paged_mqa_logits_metadata(own["context_lens"], PAGE, 7)
+        scores = dsa.fp8_paged_mqa_logits(
+            *(q.to(E4M3), cache, weights),
+            **own,
+            max_context_len=max_pages * PAGE,
+            clean_logits=True,
+        )
+        return [scores.unflatten(0, (batch, next_n))]
+
+    if argument == "schedule_meta":
+        # Any of its numbers may leave out any scores.
+        rows = len(named[argument])
+        where = {f"{row}, {column}": ((row, column), nothing) for row in (0, 3, rows - 1) for column in (0, 1)}
+    else:
+        where = own_row(batch, None if named[argument].dim() == 1 else 0)
+    return Prepared(run, named[argument], where)
+
+
+def plan(device: str, next_n: int | None) -> Prepared:
+    shape = (300,) if next_n is None else (300, next_n)
+    lengths = torch.randint(0, 5000, shape, dtype=torch.int32).to(device)
+
+    def run(given: torch.Tensor) -> Results:
+        found = dsa.get_paged_mqa_logits_metadata(given, PAGE, 132).long()
+        sequences, splits = found.unbind(1)
+        # A plan in order: sequences that there are, and none of their splits before the first.
+        order = (sequences[1:] > sequences[:-1]) | (sequences[1:] == sequences[:-1]) & (splits[1:] >= splits[:-1])
+        inside = (sequences >= 0) & (sequences <= len(given)) & (splits >= 0) & (splits < 2**23)
+        return [torch.stack((order.all(), inside.all(), sequences[-1] == len(given)))]
+
+    return Prepared(run, lengths, places(300, lambda i: everything, None if next_n is None else 0))
+
+
+# Selection
+
+
+def topk(device: str, argument: str, cols: int = 300, paged: bool = False, by_value: bool = False) -> Prepared:
+    rows, k = 5, 33
+    scores = randn(rows, cols, device=device)
+    named = {
+        "starts": int32([0, 3, 50, 99, 1], device),
+        "lengths": int32([cols, 100, 20, 150, 299], device),
+    }
+    if paged:
+        named["block_table"] = torch.randint(0, 1000, (2, -(-cols // PAGE)), dtype=torch.int32).to(device)
+        named["row_to_seq"] = int32([0, 1, 0, 0, 1], device)
+
+    def run(given: torch.Tensor) -> Results:
+        own = named | {argument: given}
+        return dsa.topk_indices(
+            scores, k, **own, page_size=PAGE if paged else None, sorted=by_value, return_values=True
+        )
+
+    if argument == "block_table":
+        where = {
+            "a page of the first": ((0, 1), rows_but([0, 2, 3])),
+            "the last page of the second": ((1, named[argument].shape[1] - 1), rows_but([1, 4])),
+        }
+    else:
+        where = own_row(rows)
+    return Prepared(run, named[argument], where)
+
+
+def window_keys(device: str, argument: str) -> Prepared:
+    bounds = [0, 3, 3, 9, 17, 30]
+    named = {"cu_seqlens_q": int32(bounds, device), "cu_seqlens_k": int32([2 * x for x in bounds], device)}
+
+    def run(given: torch.Tensor) -> Results:
+        return [dsa.window_indices(**(named | {argument: given}), total_q=30, window=40)]
+
+    def rest(i: int) -> Callable[[Results], Results]:
+        return rows_but(range(bounds[max(i - 1, 0)], bounds[min(i + 1, len(bounds) - 1)]))
+
+    where = {f"boundary {i}": (i, rest(i)) for i in range(len(bounds))}
+    return Prepared(run, named[argument], where)
+
+
+def window_places(device: str, argument: str) -> Prepared:
+    table = torch.randint(0, 1000, (5, 4), dtype=torch.int32).to(device)
+    named = {"block_table": table, "cache_seqlens": int32([3, 0, 64, 129, 250], device)}
+
+    def run(given: torch.Tensor) -> Results:
+        own = named | {argument: given}
+        found = [dsa.window_slots(**own, s_q=2, page_size=PAGE, window=40)]
+        if argument == "cache_seqlens":
+            found.append(dsa.window_slots(None, given, 2, PAGE, 40))
+        return found
+
+    return Prepared(run, named[argument], own_row(5, 1 if argument == "block_table" else None))
+
+
+# Experts and products
+
+
+def sorting(device: str, dtype: torch.dtype) -> Prepared:
+    experts = torch.randint(0, 4, (40,)).to(dtype).to(device)
+
+    def run(given: torch.Tensor) -> Results:
+        return dsa.sort_by_expert(given, 4)
+
+    def rest(i: int) -> Callable[[Results], Results]:
+        """Counts of the other experts, and the order within them."""
+        kept = experts.long() != experts[i]
+        others = [e for e in range(4) if e != int(experts[i])]
+
+        def of(results: Results) -> Results:
+            order, rows, ends = (x.long() for x in results)
+            begins = torch.nn.functional.pad(ends, (1, 0))[:-1]
+            return [
+                (ends - begins)[others],
+                (rows - begins[experts.long()])[kept],
+                order[rows[kept]],
+                order.sort().values,
+            ]
+
+        return of
+
+    return Prepared(run, experts, places(40, rest))
+
+
+def combining(device: str, dtype: torch.dtype) -> Prepared:
+    y = randn(20, 512, device=device, dtype=torch.bfloat16)
+    shared = randn(6, 512, device=device, dtype=torch.bfloat16)
+    rows, weights = torch.randint(0, 20, (6, 9)).to(dtype).to(device), torch.rand(6, 9).to(device)
+
+    def run(given: torch.Tensor) -> Results:
+        return [dsa.combine_experts(y, given, weights, shared), dsa.combine_experts(y, given, weights)]
+
+    return Prepared(run, rows, own_row(6, 8))
+
+
+def products(device: str) -> Prepared:
+    ends = [10, 70, 70, 90]
+    a = randn(90, 256, device=device).to(E4M3), torch.rand(90, 2).to(device)
+    b = randn(4, 136, 256, device=device).to(E4M3), torch.rand(4, 2, 2).to(device)
+
+    def run(given: torch.Tensor) -> Results:
+        return [dsa.grouped_fp8_gemm_nt(a, b, given)]
+
+    def rest(e: int) -> Callable[[Results], Results]:
+        begins = [0, *ends]
+        return rows_but(range(begins[e], begins[min(e + 2, len(ends))]))
+
+    return Prepared(run, int32(ends, device), {f"end {e}": (e, rest(e)) for e in range(4)})
+
+
+RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end")
+
+ARGUMENTS: list[IndexArgument] = [
+    *(IndexArgument("fp8_mqa_logits", x, partial(mqa_ranges, argument=x)) for x in RANGES),
+    *(IndexArgument("fp8_mqa_logits", f"{x} compressed", partial(mqa_ranges, argument=x, columns=60)) for x in RANGES),
+    *(IndexArgument("mqa_logits", x, partial(mqa_ranges, argument=x, unquantised=True)) for x in RANGES),
+    *(
+        IndexArgument("fp8_paged_mqa_logits", f"{x} of {n}", partial(paged_scores, argument=x, next_n=n))
+        for x in ("context_lens", "block_table", "schedule_meta")
+        for n in (1, 4)
+    ),
+    IndexArgument(
+        "fp8_paged_mqa_logits",
+        "context_lens a query",
+        partial(paged_scores, argument="context_lens", next_n=2, a_query=True),
+    ),
+    IndexArgument("get_paged_mqa_logits_metadata", "context_lens", partial(plan, next_n=None)),
+    IndexArgument("get_paged_mqa_logits_metadata", "context_lens a query", partial(plan, next_n=2)),
+    *(IndexArgument("topk_indices", x, partial(topk, argument=x)) for x in ("starts", "lengths")),
+    *(
+        IndexArgument("topk_indices", f"{x} of long rows", partial(topk, argument=x, cols=20000, by_value=True))
+        for x in ("starts", "lengths")
+    ),
+    *(
+        IndexArgument("topk_indices", f"{x} paged", partial(topk, argument=x, paged=True))
+        for x in ("starts", "lengths", "block_table", "row_to_seq")
+    ),
+    *(IndexArgument("window_indices", x, partial(window_keys, argument=x)) for x in ("cu_seqlens_q", "cu_seqlens_k")),
+    *(IndexArgument("window_slots", x, partial(window_places, argument=x)) for x in ("block_table", "cache_seqlens")),
+    *(IndexArgument("sort_by_expert", f"experts {name}", partial(sorting, dtype=x)) for name, x in BOTH.items()),
+    *(IndexArgument("combine_experts", f"rows {name}", partial(combining, dtype=x)) for name, x in BOTH.items()),
+    IndexArgument("grouped_fp8_gemm_nt", "ends", products),
+    *caches.ARGUMENTS,
+]
