@@ -1,9 +1,10 @@
 # make demo: install into .venv and let the small model of Python source that comes with dsa write some.
-# make test: install into .venv and run every test that needs no GPU.
+# make test: install into .venv and run the tests that need no GPU, on a sample of the kernels' variants.
+# make test-all: the same on all of their variants.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-all lint format clean
 .DELETE_ON_ERROR:
 
 # torch first and pinned: a plain requirement takes a CPU wheel that lies on disk; a range would take the newest CUDA build.
@@ -16,10 +17,12 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/dsa generate --prompt "def merge(left, right):" --max-new-tokens 300 --temperature 0.6 --seed 1
 
-test: .venv/installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
+# Neighbouring tests stay in one process, which makes what they share once; idle processes take from busy ones.
+test: lint
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
+test-all: lint
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all-variants
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -37,13 +37,17 @@ def corpus(tmp_path_factory):
     (root / "test").mkdir()
     (root / "test" / "left_out.py").write_text("x = 1\n" * 100)
     (root / "short.py").write_text("x = 1\n")
-    return read_corpus(root)
+    return read_corpus(root, sample_bytes=256)
 
 
 @pytest.fixture(scope="module")
 def out(corpus, tmp_path_factory):
+    """A run that measures on few sequences: on a CPU that takes longer than its training."""
     directory = tmp_path_factory.mktemp("run")
-    train_indexer.run(directory, PLAN, "cpu", corpus)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_indexer, "RECALL_SEQUENCES", 4)
+        patch.setattr(train_indexer, "LOSS_SEQUENCES", 8)
+        train_indexer.run(directory, PLAN, "cpu", corpus)
     return directory
 
 
@@ -52,7 +56,7 @@ def test_files_are_held_out_whole(corpus):
     assert facts["train_files"] == 21 and facts["held_out_files"] == ["file10.py"]
     assert int((corpus.train == BEGIN).sum()) == 21 and int((corpus.held_out == BEGIN).sum()) == 1
     text = bytes(corpus.held_out[1:].tolist()).decode()
-    assert text.startswith(corpus.sample) and len(corpus.sample) == 1024
+    assert text.startswith(corpus.sample) and len(corpus.sample) == 256
     assert "PSF" in facts["licence"]
 
 
