@@ -4,9 +4,9 @@ indices[t] = k0 + max(0, p - window + 1), ..., k0 + p     slots[b, i] = where th
 
 Plan
 - A warp a query: it finds the first and the last position, and its lanes write neighbouring columns.
-- The sequence of a packed query is found by comparing it with all boundaries, 32 at a time: warps find them in the L1
-  cache. A binary search would read less of a thousand of them, but follow a wrong one away from sequences beside which
-  all is right.
+- The sequence of a packed query is found by comparing the query with all boundaries, 32 at a time, which come from the
+  L1 cache. A binary search would compare with fewer of them where there are hundreds, but a single wrong boundary would
+  mislead it for queries of other sequences, too.
 - A page's number is loaded for each key, without a branch around it, so that several loads are under way; neighbours
   are mostly in the same page. A ring has no table: page b is sequence b's.
 - Positions are found in 64 bits, so that no content of cu_seqlens or cache_seqlens, whatever it is, overflows. A slot
