@@ -1,131 +1,214 @@
 """A model's layers on the peers' kernels: while this lasts, the ops are theirs where they can be imported.
 
-DeepGEMM gives the index scores and the FP8 linear layers, vLLM the top-k, FlashMLA the sparse attention: what engines
-run DeepSeek-V3.2 with. The experts' grouped products stay ours, since a peer's need rows that are padded by kernels of
-the engine's own, and so do cache writers and the rest.
+DeepGEMM gives the index scores and the FP8 linear layers, vLLM the top-k, FlashMLA the attention to selected keys, each
+in the newest build that is installed: what engines run DeepSeek-V3.2 with. In V4's prefill the window's keys and the
+compressed entries are put into one tensor for FlashMLA, where an engine has them. The experts' grouped products stay
+ours, since a peer's need rows that are padded by kernels of the engine's own, and so do cache writers and the rest.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 
 import dsa
+from dsa_bench.peers import deep_gemm, flash_mla, operators
+from dsa_bench.peers.library import Library, reason
+
+Op = Callable[..., Any]
+
+
+@dataclass
+class Replaced:
+    """ops: the replaced ops -> the library that they are from. failed: libraries that could not be imported -> why."""
+
+    ops: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def libraries(self) -> list[str]:
+        return sorted(set(self.ops.values()))
 
 
 @contextlib.contextmanager
-def peer_kernels() -> Iterator[list[str]]:
-    """Gives the names of the ops that are replaced; none if no peer can be imported."""
-    ours = {name: getattr(dsa, name) for name in _OPS}
-    replaced = {name: op for name, make in _OPS.items() if (op := make(ours[name])) is not None}
-    for name, op in replaced.items():
-        setattr(dsa, name, op)
+def peer_kernels() -> Iterator[Replaced]:
+    """Tells what is replaced: nothing, if no peer can be imported."""
+    replaced = Replaced()
+    ours = {name: getattr(dsa, name) for name in ("topk_indices", *(name for _, ops in _GROUPS for name in ops))}
+    for builds, ops in _GROUPS:
+        library, module = _newest(builds, replaced.failed)
+        for name, make in ops.items() if library else ():
+            setattr(dsa, name, make(library, module, ours[name]))
+            replaced.ops[name] = library.name
+    selects = _newest((operators.OPERATORS,), replaced.failed)[0] is not None
+    if selects:
+        replaced.ops["topk_indices"] = "vllm"
+    if replaced.ops:
+        dsa.topk_indices = _selection(selects, ours["topk_indices"])
     try:
-        yield list(replaced)
+        yield replaced
     finally:
         for name, op in ours.items():
             setattr(dsa, name, op)
 
 
-def _scores(ours: Callable[..., Any]) -> Callable[..., Any] | None:
-    gemm = _deep_gemm()
-    return None if gemm is None else gemm.fp8_mqa_logits
+def _newest(builds: Sequence[Library], failed: dict[str, str]) -> tuple[Library | None, ModuleType | None]:
+    """The first that is installed and not broken."""
+    for library in builds:
+        try:
+            if (module := library.load()) is not None:
+                return library, module
+        except Exception as error:  # whatever an import raises
+            failed[library.name] = f"failed: {reason(error)}"
+    return None, None
 
 
-def _plan(ours: Callable[..., Any]) -> Callable[..., Any] | None:
-    gemm = _deep_gemm()
-    if gemm is None:
-        return None
-    return lambda lengths, page_size, sms: gemm.get_paged_mqa_logits_metadata(lengths[:, None], page_size, sms)
+def _scores(library: Library, module: ModuleType, ours: Op) -> Op:
+    if library == deep_gemm.OLD:
+        return module.fp8_mqa_logits
 
-
-def _paged_scores(ours: Callable[..., Any]) -> Callable[..., Any] | None:
-    gemm = _deep_gemm()
-    if gemm is None:
-        return None
-
-    def scores(q, cache, weights, lengths, table, plan, columns):
-        return gemm.fp8_paged_mqa_logits(q, cache, weights, lengths[:, None], table, plan, columns, clean_logits=False)
+    def scores(q, kv, weights, starts, ends, clean_logits=False):
+        found = deep_gemm.new_mqa_logits(module, q, kv, weights, starts, ends)()
+        # The rows begin at their first key: the selection must know.
+        found.rows_begin_at_start = True
+        return found
 
     return scores
 
 
-def _linear(ours: Callable[..., Any]) -> Callable[..., Any] | None:
-    gemm = _deep_gemm()
-    if gemm is None:
-        return None
+def _plan(library: Library, module: ModuleType, ours: Op) -> Op:
+    return lambda lengths, page_size, sms: module.get_paged_mqa_logits_metadata(lengths[:, None], page_size, sms)
 
+
+def _paged_scores(library: Library, module: ModuleType, ours: Op) -> Op:
+    if library == deep_gemm.OLD:
+        theirs = partial(module.fp8_paged_mqa_logits, clean_logits=False)
+        return lambda q, cache, weights, lengths, *rest: theirs(q, cache, weights, lengths[:, None], *rest)
+    theirs = module.fp8_fp4_paged_mqa_logits
+    return lambda q, cache, weights, lengths, *rest: theirs((q, None), cache, weights, lengths[:, None], *rest)
+
+
+def _linear(library: Library, module: ModuleType, ours: Op) -> Op:
     def product(a, b, out_dtype=torch.bfloat16):
+        if out_dtype != torch.bfloat16:
+            return ours(a, b, out_dtype)
         out = torch.empty(len(a[0]), len(b[0]), dtype=out_dtype, device=a[0].device)
-        gemm.fp8_gemm_nt(a, b, out)
+        module.fp8_gemm_nt(a, b, out)
         return out
 
     return product
 
 
-def _topk(ours: Callable[..., Any]) -> Callable[..., Any] | None:
-    try:
-        import peer_topk  # noqa: F401  (loads the operator library)
-    except ImportError:
-        return None
+def _selection(theirs: bool, ours: Op) -> Op:
+    """vLLM's, or else ours, over scores of either build of DeepGEMM or of ours."""
 
-    def select(scores, k, *, lengths, starts=None, block_table=None, page_size=None, row_to_seq=None):
-        rows, stride = len(scores), scores.stride(0)
-        picks = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
-        if starts is None:
-            torch.ops._C.top_k_per_row_decode(scores, 1, lengths, picks, rows, stride, 1, k)
-        else:
-            torch.ops._C.top_k_per_row_prefill(scores, starts, starts + lengths, picks, rows, stride, 1, k)
-        if block_table is None:
-            return picks
-        table = block_table if row_to_seq is None else block_table[row_to_seq.long()]
-        pages = table.gather(1, (picks // page_size).clamp(0).long())
-        return torch.where(picks < 0, picks, pages * page_size + picks % page_size)
+    def select(scores, k, *, lengths, starts=None, **paging):
+        if getattr(scores, "rows_begin_at_start", False):
+            starts = torch.zeros_like(starts)
+        if not theirs:
+            return ours(scores, k, lengths=lengths, starts=starts, **paging)
+        return _slots(_picks(scores, k, lengths, starts), **paging)
 
     return select
 
 
-def _prefill(ours: Callable[..., Any]) -> Callable[..., Any] | None:
-    mla = _flash_mla()
-    return None if mla is None else mla.flash_mla_sparse_fwd
+def _picks(scores: torch.Tensor, k: int, lengths: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    rows, stride = len(scores), scores.stride(0)
+    picks = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    if starts is None:
+        torch.ops._C.top_k_per_row_decode(scores, 1, lengths, picks, rows, stride, 1, k)
+    else:
+        torch.ops._C.top_k_per_row_prefill(scores, starts, starts + lengths, picks, rows, stride, 1, k)
+    return picks
 
 
-def _decode(ours: Callable[..., Any]) -> Callable[..., Any] | None:
-    mla = _flash_mla()
-    if mla is None:
-        return None
+def _slots(picks: torch.Tensor, block_table=None, page_size=None, row_to_seq=None) -> torch.Tensor:
+    if block_table is None:
+        return picks
+    table = block_table if row_to_seq is None else block_table[row_to_seq.long()]
+    pages = table.gather(1, (picks // page_size).clamp(0).long())
+    return torch.where(picks < 0, picks, pages * page_size + picks % page_size)
 
-    def attend(q, cache, table, lengths, d_v, plan, num_splits=None, **options):
-        if options.get("indices") is None:
-            return ours(q, cache, table, lengths, d_v, plan, num_splits, **options)
-        return mla.flash_mla_with_kvcache(q, cache, None, None, d_v, mla.get_mla_metadata()[0], None, **options)
+
+def _prefill(library: Library, module: ModuleType, ours: Op) -> Op:
+    return partial(module.flash_mla_sparse_fwd, **flash_mla.OPTIONS[library])
+
+
+def _window(library: Library, module: ModuleType, ours: Op) -> Op:
+    prefill = _prefill(library, module, ours)
+
+    def attend(q, kv, cu_q, cu_k, window, scale, d_v=512, sink=None, *, indices):
+        out, _, lse = prefill(q, kv, _lists(indices)[:, None], scale, d_v, sink)
+        return out, lse
 
     return attend
 
 
-def _deep_gemm() -> Any:
-    try:
-        import deep_gemm
-    except ImportError:
-        return None
-    return deep_gemm
+def _window_sparse(library: Library, module: ModuleType, ours: Op) -> Op:
+    prefill = _prefill(library, module, ours)
+
+    def attend(q, kv, cu_q, cu_k, window, compressed, picks, scale, d_v=512, sink=None, *, window_indices):
+        keys = torch.cat((kv, compressed))
+        lists = _lists(torch.cat((window_indices, torch.where(picks < 0, picks, picks + len(kv))), 1))
+        out, _, lse = prefill(q, keys, lists[:, None], scale, d_v, sink)
+        return out, lse
+
+    return attend
 
 
-def _flash_mla() -> Any:
-    try:
-        from vllm.third_party.flashmla import flash_mla_interface
-    except ImportError:
-        return None
-    return flash_mla_interface
+def _lists(indices: torch.Tensor) -> torch.Tensor:
+    """With -1 up to a length that FlashMLA takes."""
+    return torch.nn.functional.pad(indices, (0, -indices.shape[1] % 128), value=-1)
 
 
-_OPS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any] | None]] = {
-    "fp8_mqa_logits": _scores,
-    "get_paged_mqa_logits_metadata": _plan,
-    "fp8_paged_mqa_logits": _paged_scores,
-    "topk_indices": _topk,
-    "flash_mla_sparse_fwd": _prefill,
-    "flash_mla_with_kvcache": _decode,
-    "fp8_gemm_nt": _linear,
-}
+def _decode(library: Library, module: ModuleType, ours: Op) -> Op:
+    plans: dict[tuple, Any] = {}
+
+    def attend(q, cache, table, lengths, d_v, plan, num_splits=None, **options):
+        if options.get("indices") is None:
+            return ours(q, cache, table, lengths, d_v, plan, num_splits, **options)
+        plan = _plan_of(plans, module, q, cache, options)
+        options |= flash_mla.OPTIONS[library]
+        return module.flash_mla_with_kvcache(q, cache, None, None, d_v, plan, None, **options)
+
+    return attend
+
+
+def _plan_of(plans: dict[tuple, Any], module: ModuleType, q: torch.Tensor, cache: torch.Tensor, options: dict) -> Any:
+    """Of a call over selected keys a plan depends on shapes alone: the first such call makes it, not one in a graph,
+    whose memory is the graph's."""
+    tensors = (cache, options["indices"], options.get("extra_k_cache"), options.get("extra_indices_in_kvcache"))
+    key = (q.shape, *(None if x is None else x.shape[1:] for x in tensors))
+    if key in plans:
+        return plans[key]
+    made, _ = module.get_mla_metadata()
+    if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        plans[key] = made
+    return made
+
+
+Make = Callable[[Library, ModuleType, Op], Op]
+_GROUPS: tuple[tuple[Sequence[Library], Mapping[str, Make]], ...] = (
+    (
+        deep_gemm.BUILDS,
+        {
+            "fp8_mqa_logits": _scores,
+            "get_paged_mqa_logits_metadata": _plan,
+            "fp8_paged_mqa_logits": _paged_scores,
+            "fp8_gemm_nt": _linear,
+        },
+    ),
+    (
+        flash_mla.BUILDS,
+        {
+            "flash_mla_sparse_fwd": _prefill,
+            "flash_mla_with_kvcache": _decode,
+            "sliding_window_attention": _window,
+            "window_sparse_attention": _window_sparse,
+        },
+    ),
+)

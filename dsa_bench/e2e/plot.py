@@ -4,7 +4,6 @@ from pathlib import Path
 
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.report import Row
-from dsa_bench.e2e.table import rate
 
 
 def write_png(rows: list[Row], path: Path) -> None:
@@ -29,7 +28,9 @@ def write_png(rows: list[Row], path: Path) -> None:
             if row["peer_parts"]:
                 _bar(axis, place + 0.2, row["peer_parts"], whole, 0.5)
             longest = max(whole, sum((row["peer_parts"] or row["parts"]).values())) / whole
-            axis.text(longest + 0.02, place, f"{row['ms']:.4g} ms, {rate(row):.0f} tokens/s", fontsize=7, va="center")
+            axis.text(
+                longest + 0.02, place, f"{row['ms']:.4g} ms, {row['tokens/s']:.0f} tokens/s", fontsize=7, va="center"
+            )
         axis.set_yticks(range(len(shown)), [row["run"] for row in shown], fontsize=8)
         axis.invert_yaxis()
         axis.set_title(model)

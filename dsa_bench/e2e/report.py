@@ -1,23 +1,36 @@
 """The rows of a stack: prompts and decoding steps, their time by part, and the peers' time beside it."""
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from dsa.testing import calc_diff
 from dsa_bench.e2e.parts import gpu_ms
-from dsa_bench.e2e.peers import peer_kernels
+from dsa_bench.e2e.peers import Replaced, peer_kernels
 from dsa_bench.e2e.runs import Model, Run, decode, milliseconds, prefill
-from dsa_bench.e2e.stacks import STACKS, stack
+from dsa_bench.e2e.stacks import STACKS, linear_shapes, stack
+from dsa_bench.peers.deep_gemm import compile_products
+from dsa_bench.peers.library import reason
 
 # Tokens of a prompt, all of which are computed; and sequences by the tokens that they already have.
 PROMPTS = (4096, 16384, 65536, 131072)
-STEPS = tuple((count, context) for context in (4096, 32768, 131072) for count in (1, 8, 32, 128))
+COUNTS, CONTEXTS = (1, 8, 32, 128), (4096, 32768, 131072)
+STEPS = tuple((count, context) for context in CONTEXTS for count in COUNTS)
+# A part of these for a machine that is only lent: `rows(**SHORT)`.
+SHORT = {"prompts": PROMPTS[:2], "steps": tuple(step for step in STEPS if step[1] <= 32768)}
 CHUNK = 8192
-LONG = 32768
+LONG = 32768  # tokens of a prompt that is timed once
 Row = dict[str, Any]
+
+# What a run took on an H200, in ms: of a prompt, for a token and for the square of its number; of a step, for one
+# sequence more and for all together (docs/e2e.md). And in seconds what a model and a run take beside the passes.
+_PROMPT_MS = {"V3.2": (1.2e-2, 2.9e-8), "V4-Flash": (7.3e-3, 3.4e-9)}
+_STEP_MS = {"V3.2": (0.08, 2.5), "V4-Flash": (0.06, 2.5)}
+_MODEL_SECONDS, _RUN_SECONDS = 60.0, 4.0
 
 
 def rows(
@@ -25,42 +38,104 @@ def rows(
     prompts: Sequence[int] = PROMPTS,
     steps: Sequence[tuple[int, int]] = STEPS,
 ) -> Iterator[Row]:
-    """{"model", "run", "tokens", "ms", "parts": {part: ms}, "peer_ms", "peer_parts"} of every prompt and step.
+    """{"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "parts", "peer", "peers", "peer_ms", "ratio",
+    "peer_parts", "difference", "failed"} of every prompt and step; shapes are named like "V3.2 prefill 4096" and
+    "V4-Flash decode 8 x 4096". A run that does not fit the GPU's memory is left out. `estimated_seconds` tells what a
+    choice takes.
 
-    ms on the GPU's clock, of a decoding step as one graph; parts are of kernels alone. peer_ms and peer_parts are None
-    where no peer can be imported. A run that does not fit the GPU's memory is left out.
+    ms          on the GPU's clock, of a decoding step as one graph
+    parts       {part: ms} of kernels alone
+    peer_ms, peer_parts, ratio  of the same pass with the peers' kernels, ratio = peer_ms / ms; None without peers
+    peers, peer the libraries that these are from, as a list and in words
+    difference  `calc_diff` of their logits and ours, which ties in selections and routing make large without any error;
+                None where one has NaN or infinity, and the other not
+    failed      {what: why} of libraries that are installed and could not be used
     """
     for name in names:
-        yield from _of_model(name, prompts, steps)
+        model = stack(name)
+        products = [(m, *shape) for m in _row_counts(prompts, steps) for shape in linear_shapes(model)]
+        compile_products(products)
+        for run, tokens, make, repeats in _runs(model, prompts, steps):
+            yield from _measured(name, run, tokens, model, make, repeats)
+        del model
         _free()
 
 
-def _of_model(name: str, prompts: Sequence[int], steps: Sequence[tuple[int, int]]) -> Iterator[Row]:
-    model = stack(name)
+def estimated_seconds(
+    names: Sequence[str] = tuple(STACKS),
+    prompts: Sequence[int] = PROMPTS,
+    steps: Sequence[tuple[int, int]] = STEPS,
+) -> float:
+    """About how long `rows` takes of these on an H200, with peers; compiling beforehand is not in it."""
+    seconds = 0.0
+    for name in names:
+        of_prompts = [(_repeats(n), n * _PROMPT_MS[name][0] + n**2 * _PROMPT_MS[name][1]) for n in prompts]
+        of_steps = [(5, _STEP_MS[name][1] + n * _STEP_MS[name][0]) for n, _ in steps]
+        # Each is run once more before it is timed, twice without counting, and once in the profiler.
+        passes = sum((repeats + 4) * ms for repeats, ms in (*of_prompts, *of_steps))
+        seconds += _MODEL_SECONDS + 2 * (passes / 1000 + _RUN_SECONDS * (len(prompts) + len(steps)))
+    return seconds
+
+
+def _repeats(tokens: int) -> int:
+    return 3 if tokens <= LONG else 1
+
+
+def _row_counts(prompts: Sequence[int], steps: Sequence[tuple[int, int]]) -> set[int]:
+    """Rows of the linear layers' products."""
+    return {min(n, CHUNK) for n in prompts} | {count for count, _ in steps}
+
+
+def _runs(
+    model: Model, prompts: Sequence[int], steps: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, int, Callable[[], Run], int]]:
+    """(run, tokens of a pass, what makes it, repeats)."""
     for tokens in prompts:
-        make, repeats = partial(prefill, model, tokens, CHUNK), 3 if tokens <= LONG else 1
-        yield from _measured(name, f"prefill {tokens}", tokens, model, make, repeats)
+        yield f"prefill {tokens}", tokens, partial(prefill, model, tokens, CHUNK), _repeats(tokens)
     for count, context in steps:
-        make = partial(decode, model, count, context)
-        yield from _measured(name, f"decode {count} x {context}", count, model, make, 5)
+        yield f"decode {count} x {context}", count, partial(decode, model, count, context), 5
 
 
-def _measured(name: str, label: str, tokens: int, model: Model, make: Callable[[], Run], repeats: int) -> Iterator[Row]:
+def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[], Run], repeats: int) -> Iterator[Row]:
+    logits: list[torch.Tensor] = []
+
     def measure() -> tuple[float, dict[str, float]]:
-        run = make()
-        return milliseconds(run.timed, repeats), gpu_ms(model, run.launched)
+        torch.manual_seed(0)
+        this = make()
+        ms = milliseconds(this.timed, repeats)
+        return ms, gpu_ms(model, lambda: logits.append(this.launched()))
 
     try:
         ms, parts = measure()
         _free()
         with peer_kernels() as replaced:
-            peer_ms, peer_parts = measure() if replaced else (None, None)
+            beside = _of_peers(measure, replaced, ms, logits)
     except torch.OutOfMemoryError:
         return
     finally:
         _free()
-    row = {"model": name, "run": label, "tokens": tokens, "ms": ms, "parts": parts}
-    yield row | {"peer_ms": peer_ms, "peer_parts": peer_parts}
+    rate = tokens / ms * 1e3
+    row = {"shape": f"{name} {run}", "model": name, "run": run, "tokens": tokens, "ms": ms, "tokens/s": rate}
+    yield row | {"figure": f"{rate:.0f} tokens/s", "parts": parts, **beside}
+
+
+def _of_peers(
+    measure: Callable[[], tuple[float, dict[str, float]]], replaced: Replaced, ms: float, logits: list[torch.Tensor]
+) -> Row:
+    row: Row = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference"))
+    row |= {"peers": [], "failed": replaced.failed}
+    if not replaced.ops:
+        return row
+    try:
+        peer_ms, peer_parts = measure()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a peer may say no in any way, and must not end the other runs
+        return row | {"failed": {**replaced.failed, "the pass": f"failed: {reason(error)}"}}
+    difference = calc_diff(logits[1], logits[0])
+    row["difference"] = difference if math.isfinite(difference) else None
+    row |= {"peers": replaced.libraries, "peer": ", ".join(replaced.libraries)}
+    return row | {"peer_ms": peer_ms, "ratio": peer_ms / ms, "peer_parts": peer_parts}
 
 
 def _free() -> None:

@@ -12,7 +12,7 @@ from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
 from dsa_layers.sequence_batch import SequenceBatch
 
 Model = SparseMLAForCausalLM | DeepseekV4ForCausalLM
-Call = Callable[[], object]
+Call = Callable[[], torch.Tensor]
 
 
 @dataclass
@@ -30,7 +30,8 @@ class Cached:
 
 @dataclass(frozen=True)
 class Run:
-    """What is timed, and the same where every kernel is launched by Python, so that its part is known."""
+    """What is timed, and the same where every kernel is launched by Python, so that its part is known. Both return the
+    logits."""
 
     timed: Call
     launched: Call
@@ -44,18 +45,18 @@ def prefill(model: Model, tokens: int, chunk: int) -> Run:
     prompt = torch.arange(tokens, device=device) % model.config.vocab_size
 
     @torch.inference_mode()
-    def run() -> None:
+    def run() -> torch.Tensor:
         for begin in range(0, tokens, chunk):
             end = min(begin + chunk, tokens)
             batch = SequenceBatch.paged([end - begin], [end], pages, cache.page_size, device, [0])
-            model(prompt[begin:end], batch, cache)
+            logits = model(prompt[begin:end], batch, cache)
+        return logits
 
     return Run(run, run)
 
 
 def decode(model: Model, count: int, context: int) -> Run:
-    """A token for each of so many sequences of `context` tokens, whose caches hold bytes at random; timed as a graph.
-    Both calls return the logits."""
+    """A token for each of so many sequences of `context` tokens, whose caches hold bytes at random; as a graph."""
     device = next(model.parameters()).device
     each = -(-context // model.page_size)
     cache = model.make_cache(count * each + 2, device=device, lanes=count + 2)

@@ -10,6 +10,7 @@ import torch
 
 from dsa_layers import vendored
 from dsa_layers.config import read_config
+from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.loading import MODELS
 from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
@@ -33,6 +34,12 @@ def skeleton(name: str, **changes: Any) -> SparseMLAForCausalLM | DeepseekV4ForC
         config = read_config(directory)
     with torch.device("meta"):
         return MODELS[type(config)](config)
+
+
+def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
+    """(columns, channels) of the FP8 linear layers."""
+    weights = (module.weight for module in model.modules() if isinstance(module, BlockFP8Linear))
+    return sorted({(len(weight), weight.shape[1]) for weight in weights})
 
 
 @torch.no_grad()

@@ -14,20 +14,16 @@ def head() -> str:
 
 def line(row: Row) -> str:
     parts = "".join(f"{row['parts'][part]:10.3f}" for part in PARTS)
-    text = f"{row['model']:<9} {row['run']:<22}{row['ms']:10.3f}{rate(row):11.0f} | {parts} | "
+    text = f"{row['model']:<9} {row['run']:<22}{row['ms']:10.3f}{row['tokens/s']:11.0f} | {parts} | "
+    failed = "".join(f"; {name} {why}" for name, why in row["failed"].items())
     if row["peer_ms"] is None:
-        return text + "no peer"
+        return text + "no peer" + failed
     ratios = ", ".join(
         f"{part} {row['peer_parts'][part] / row['parts'][part]:.2f}"
         for part in PARTS
         if row["parts"][part] > 0 and part in ("indexer", "top-k", "attention")
     )
-    return f"{text}{row['peer_ms'] / row['ms']:.2f} ({ratios})"
-
-
-def rate(row: Row) -> float:
-    """Tokens a second."""
-    return row["tokens"] / row["ms"] * 1e3
+    return f"{text}{row['ratio']:.2f} ({ratios}; {', '.join(row['peers'])}){failed}"
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
@@ -40,4 +36,4 @@ def write_csv(rows: list[Row], path: Path) -> None:
             theirs = row["peer_parts"] or dict.fromkeys(PARTS, "")
             cells = [row["parts"][part] for part in PARTS], [theirs[part] for part in PARTS]
             peer_ms = "" if row["peer_ms"] is None else row["peer_ms"]
-            writer.writerow([row["model"], row["run"], rate(row), row["ms"], *cells[0], peer_ms, *cells[1]])
+            writer.writerow([row["model"], row["run"], row["tokens/s"], row["ms"], *cells[0], peer_ms, *cells[1]])

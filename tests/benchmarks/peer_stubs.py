@@ -8,7 +8,17 @@ from collections.abc import Callable
 
 import torch
 
-import dsa
+# By name: while a model runs on peers' kernels, the ops of `dsa` are the peers'.
+from dsa import (
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    get_paged_mqa_logits_metadata,
+    merge_attention,
+    per_token_cast_to_fp8,
+    topk_indices,
+)
 
 FP8, INT = torch.float8_e4m3fn, torch.int32
 SMS = 132
@@ -30,7 +40,7 @@ def flash_mla(*, use_legacy: bool, heads: tuple[int, ...] = (64, 128)) -> types.
         assert q.shape[1] in (*heads, 64, 128), f"Unsupported h_q: {q.shape[1]}"
         assert indices.shape == (len(q), 1, indices.shape[2]) and indices.stride(-1) == 1 and d_v == 512
         assert indices.shape[2] % 128 == 0 and q.shape[2] == kv.shape[2] and q.shape[2] in (512, 576)
-        return list(dsa.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v))
+        return list(flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length))
 
     def decode(
         q,
@@ -63,7 +73,7 @@ def flash_mla(*, use_legacy: bool, heads: tuple[int, ...] = (64, 128)) -> types.
             assert indices.dtype == INT and indices.shape[:2] == q.shape[:2] and indices.shape[2] % 64 == 0
         arguments = (q, k_cache, block_table, cache_seqlens, head_dim_v, None, None, softmax_scale, causal)
         extra = {"extra_k_cache": extra_k_cache, "extra_indices_in_kvcache": extra_indices_in_kvcache}
-        return dsa.flash_mla_with_kvcache(*arguments, bool(is_fp8_kvcache), indices, attn_sink, **extra)
+        return flash_mla_with_kvcache(*arguments, bool(is_fp8_kvcache), indices, attn_sink, **extra)
 
     module.get_mla_metadata = lambda *arguments, **options: (Plan(), None)
     module.flash_mla_sparse_fwd, module.flash_mla_with_kvcache = sparse, decode
@@ -94,8 +104,8 @@ def _plan(context_lens, block_kv, num_sms, indices=None):
 
 
 def _paged(q, cache, weights, lengths, table, columns):
-    plan = dsa.get_paged_mqa_logits_metadata(lengths[:, -1].contiguous(), cache.shape[1], SMS)
-    scores = dsa.fp8_paged_mqa_logits(q, cache, weights, lengths[:, -1].contiguous(), table, plan, columns)
+    plan = get_paged_mqa_logits_metadata(lengths[:, -1].contiguous(), cache.shape[1], SMS)
+    scores = fp8_paged_mqa_logits(q, cache, weights, lengths[:, -1].contiguous(), table, plan, columns)
     return torch.where(scores == -torch.inf, torch.nan, scores)  # nothing is written there
 
 
@@ -109,7 +119,8 @@ def _check_product(a, b, d) -> None:
     assert a[0].dtype == b[0].dtype == FP8 and a[0].is_contiguous() and b[0].is_contiguous()
     assert d.dtype == torch.bfloat16 and d.stride(-1) == 1 and d.shape == (*a[0].shape[:-1], b[0].shape[-2])
     assert a[1].shape == (*a[0].shape[:-1], a[0].shape[-1] // 128) and a[1].dtype == torch.float32
-    assert a[1].stride(-2) == 1 and a[1].stride(-1) % 4 == 0
+    # Row by row, which the library changes in every call, or laid out beforehand.
+    assert a[1].is_contiguous() or (a[1].stride(-2) == 1 and a[1].stride(-1) % 4 == 0)
     assert b[1].shape == (*b[0].shape[:-2], -(-b[0].shape[-2] // 128), b[0].shape[-1] // 128) and b[1].is_contiguous()
 
 
@@ -158,7 +169,7 @@ def deep_gemm() -> types.ModuleType:
 
     def scores(q, kv, weights, starts, ends, clean_logits=True, max_seqlen_k=0):
         _check_scores(q, kv, weights, starts, ends)
-        found = dsa.fp8_mqa_logits(q, kv, weights, starts, ends)
+        found = fp8_mqa_logits(q, kv, weights, starts, ends)
         return found if clean_logits else torch.where(found == -torch.inf, torch.nan, found)
 
     def paged(q, cache, weights, lengths, table, plan, columns, clean_logits=False):
@@ -178,7 +189,7 @@ def deep_gemm28() -> types.ModuleType:
         assert scale is None and schedule is None and max_seqlen_k > 0
         _check_scores(q, kv, weights, starts, ends)
         assert (ends - starts).max() <= max_seqlen_k
-        found, out = dsa.fp8_mqa_logits(q, kv, weights, starts, ends), torch.full((len(q), max_seqlen_k), torch.nan)
+        found, out = fp8_mqa_logits(q, kv, weights, starts, ends), torch.full((len(q), max_seqlen_k), torch.nan)
         for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist())):
             out[row, : end - start] = found[row, start:end]
         return out
@@ -197,7 +208,7 @@ def deep_gemm28() -> types.ModuleType:
 def vllm_operators() -> types.SimpleNamespace:
     def prefill(scores, starts, ends, out, rows, stride, inner, k):
         assert (rows, stride, inner) == (len(scores), *scores.stride()) and out.shape == (rows, k) and out.dtype == INT
-        out.copy_(_topk(scores, ends - starts, k))
+        out.copy_(_topk(scores, ends - starts, k, starts))
 
     def decode(scores, next_n, lengths, out, rows, stride, inner, k):
         assert next_n == 1
@@ -212,7 +223,7 @@ def vllm_operators() -> types.SimpleNamespace:
 
     def merge(out, lse, a, log_a, b, log_b, prefill_tokens_with_context, output_scale=None):
         assert lse.shape == log_a.shape == log_b.shape == (a.shape[1], len(a)) and prefill_tokens_with_context is None
-        found = dsa.merge_attention([a, b], [log_a.T.contiguous(), log_b.T.contiguous()])
+        found = merge_attention([a, b], [log_a.T.contiguous(), log_b.T.contiguous()])
         out.copy_(found[0])
         lse.copy_(found[1].T)
 
@@ -233,20 +244,20 @@ def sglang_operators() -> types.SimpleNamespace:
 
     def merge(a, log_a, b, log_b, out, lse):
         assert lse.shape == log_a.shape == log_b.shape == a.shape[:2]
-        for target, found in zip((out, lse), dsa.merge_attention([a, b], [log_a, log_b])):
+        for target, found in zip((out, lse), merge_attention([a, b], [log_a, log_b])):
             target.copy_(found)
 
     return types.SimpleNamespace(fast_topk=topk, merge_state_v2=merge, sgl_per_token_group_quant_8bit=_cast)
 
 
-def _topk(scores, lengths, k):
+def _topk(scores, lengths, k, starts=None):
     """In another order than ours."""
-    return dsa.topk_indices(scores, k, lengths=lengths).flip(1)
+    return topk_indices(scores, k, lengths=lengths, starts=starts).flip(1)
 
 
 def _cast(x, q, s, group, eps, low, high, ue8m0):
     assert (group, low, high) == (128, -448.0, 448.0) and q.dtype == FP8 and s.shape == (len(x), x.shape[1] // 128)
-    for target, found in zip((q.view(torch.uint8), s), dsa.per_token_cast_to_fp8(x, ue8m0)):
+    for target, found in zip((q.view(torch.uint8), s), per_token_cast_to_fp8(x, ue8m0)):
         target.copy_(found.view(target.dtype))
 
 
@@ -259,7 +270,7 @@ def cudnn() -> types.ModuleType:
         assert k_scale.shape == k.shape[:3] and q_causal_offsets.dtype == INT
         ends = torch.arange(tokens, dtype=INT) + q_causal_offsets + 1
         kv = k[0, :, 0], k_scale[0, :, 0].contiguous()
-        return {0: dsa.fp8_mqa_logits(q[0], kv, w[0], torch.zeros_like(ends), ends)[None]}
+        return {0: fp8_mqa_logits(q[0], kv, w[0], torch.zeros_like(ends), ends)[None]}
 
     def topk(scores, lengths, k, return_val, deterministic):
         assert return_val is False

@@ -1,5 +1,6 @@
 """How peers are imported and called, and what becomes of one that cannot be, raises, or computes something else."""
 
+import functools
 import sys
 import types
 
@@ -21,7 +22,7 @@ SHAPES = {
     "fp8_paged_mqa_logits": [*((2, n, 100, 32) for n in (1, 2, 3, 4)), (4, 1, 0, 32)],
     "merge_attention": [(8, 2, 2, False)],
     "per_token_cast_to_fp8": [(8, 256, False, ue8m0) for ue8m0 in (True, False)],
-    "sliding_window_attention": [("prefill", 140, 64), ("prefill, selected", 600, 64), ("decode", 2, 64)],
+    "sliding_window_attention": [("prefill", 130, 64), ("prefill, selected", 512, 64), ("decode", 2, 64)],
     "topk_indices": [(4, 2500, "normal", 2048), (70, 200, "plateau", 16)],
 }
 EVERYONE = {
@@ -155,6 +156,23 @@ def test_agreement_is_loose_but_no_more():
     ]:
         with pytest.raises(AssertionError, match=message):
             agree(got, ours)
+
+
+def test_selections_agree_up_to_ties_and_a_few_keys():
+    scores = torch.randn(3, 400).relu()
+    compare = functools.partial(cases.load("topk_indices")._agree, scores)
+    order = scores.argsort(1, descending=True)
+    ours = order[:, :100].int()
+    compare({0: ours.flip(1)}, ours)
+    compare(torch.cat((ours[:, :99], order[:, 100:101].int()), 1), ours)
+    for got, message in [
+        (order[:, 20:120], r"differs: 80.0% of the keys are as high as ours"),
+        (ours[:, :1].expand(3, 100), "differs: a key is there twice"),
+        (ours - 1000, "differs: not 100 keys of each row"),
+        (ours[:, :50], "differs: not 100 keys of each row"),
+    ]:
+        with pytest.raises(AssertionError, match=message):
+            compare(got, ours)
 
 
 def test_a_reason_is_one_line():

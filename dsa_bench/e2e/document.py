@@ -1,0 +1,85 @@
+"""The tables of docs/e2e.md, written from the receipt's entry `e2e`.
+
+usage: python -m dsa_bench.e2e.document RECEIPT DOCUMENT
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsa_bench.e2e.parts import PARTS
+from dsa_bench.e2e.report import Row
+
+BEGIN, END = "<!-- e2e tables -->", "<!-- end of e2e tables -->"
+BESIDE = ("indexer", "top-k", "attention")  # parts whose kernels are the peers'
+
+
+def generated(entry: Mapping[str, Any]) -> str:
+    """What stands between the marks: where and when, a table for each model, and what the peers' kernels change.
+
+    entry: {"bench": the rows, "device", "date", "commit", "torch", "dsl"}.
+    """
+    rows: Sequence[Row] = entry["bench"]
+    if not rows:
+        raise ValueError("entry: must have rows in 'bench', got none")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    place = f"Measured on {entry['device']}, torch {entry['torch']}, CuTe DSL {entry['dsl']}, on {entry['date']}"
+    sections = [f"{place}, of commit {entry['commit']}."]
+    for model in models:
+        of_model = [row for row in rows if row["model"] == model]
+        sections += [f"## {model}", _table(of_model), *_sentences(of_model)]
+    return "\n\n".join(sections)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    head = ["run", "ms", "tokens/s", *PARTS, "peers, whole pass", *BESIDE]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(_cells(row))} |" for row in rows)])
+
+
+def _cells(row: Row) -> list[str]:
+    cells = [row["run"], f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}", *(f"{row['parts'][part]:.3f}" for part in PARTS)]
+    if row["ratio"] is None:
+        return [*cells, *[""] * (1 + len(BESIDE))]
+    ratios = (row["peer_parts"][part] / row["parts"][part] if row["parts"][part] else None for part in BESIDE)
+    return [*cells, f"{row['ratio']:.2f}", *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)]
+
+
+def _sentences(rows: Sequence[Row]) -> list[str]:
+    """A line on prompts, one on steps, and which peers these are; what could not be used."""
+    lines = []
+    for kind, what in (("prefill", "a prompt"), ("decode", "a decoding step")):
+        ratios = [row["ratio"] for row in rows if row["run"].startswith(kind) and row["ratio"] is not None]
+        if ratios:
+            least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+            span = least if least == most else f"{least} to {most}"
+            lines.append(f"- With the peers' kernels {what} takes {span} times as long as with ours.")
+    libraries = sorted({library for row in rows for library in row["peers"]})
+    if libraries:
+        lines.append(f"- The peers are {', '.join(libraries)}.")
+    reasons = dict.fromkeys((name, why) for row in rows for name, why in row["failed"].items())
+    for name, why in reasons:
+        runs = [row["run"] for row in rows if row["failed"].get(name) == why]
+        where = "" if len(runs) == len(rows) else f" in {', '.join(runs)}"
+        lines.append(f"- Not beside ours: {name}{where}, {why}.")
+    return ["\n".join(lines)] if lines else []
+
+
+def inserted(text: str, entry: Mapping[str, Any]) -> str:
+    """The document's text with the entry's tables between the marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"text: must have the lines {BEGIN!r} and {END!r}, in this order")
+    return f"{before}{BEGIN}\n\n{generated(entry)}\n\n{END}{after}"
+
+
+def main(receipt: Path, document: Path) -> None:
+    entry = json.loads(receipt.read_text(encoding="utf-8"))["entries"]["e2e"]
+    document.write_text(inserted(document.read_text(encoding="utf-8"), entry), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
