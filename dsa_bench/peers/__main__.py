@@ -1,7 +1,11 @@
-"""`python -m dsa_bench.peers`: what `probe` says."""
+"""`python -m dsa_bench.peers [OP...]`: what `probe` says, of all ops or of some."""
 
 import sys
 
+from dsa import backends
 from dsa_bench.peers.probe import main
 
-sys.exit(main())
+if reason := backends.why_no_kernels():
+    print(f"the peers need a Hopper GPU: {reason}", file=sys.stderr)
+    sys.exit(2)
+sys.exit(main(sys.argv[1:]))

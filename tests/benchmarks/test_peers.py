@@ -111,6 +111,16 @@ def test_the_probe_tells_what_is_wrong(peers, small, capsys, monkeypatch):
     assert any(line.endswith("failed: module 'cudnn' has no attribute 'DSA'") for line in (old, cudnn))
 
 
+def test_the_probe_goes_on_where_ours_fails(peers, small, capsys, monkeypatch):
+    monkeypatch.setattr(cases.load("merge_attention"), "_branches", lambda *shape: 1 / 0)
+    assert probe.main(["merge_attention", "per_token_cast_to_fp8"]) == 1
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("dsa ") and first.endswith("failed: division by zero")
+    assert len(rest) == 4 and all(line.endswith(" ok") for line in rest)
+    with pytest.raises(ValueError, match=r"ops: must be of .*, got nothing"):
+        probe.main(["nothing"])
+
+
 def test_a_broken_library_is_not_taken_for_a_missing_one(monkeypatch, tmp_path, capsys):
     (tmp_path / "broken_peer.py").write_text("raise OSError('libcuda.so.1: no such file')")
     (tmp_path / "needy_peer.py").write_text("import a_module_that_nobody_has")
