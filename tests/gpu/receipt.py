@@ -93,7 +93,7 @@ def code_modules(name: str) -> list[str]:
     ops = _closure(f"dsa.ops.{op}" for op in _op_names())
     if name in ("e2e", "generation"):
         return [*ops, *_layers(NOT_RUN)]
-    return [*ops, "dsa.self_test", *_layers(())] if name == "user_commands" else ops
+    return [*_closure(["dsa.self_test"]), *_layers(())] if name == "user_commands" else ops
 
 
 def _layers(left_out: tuple[str, ...]) -> list[str]:

@@ -102,10 +102,10 @@ def run_tests(name: str) -> Outcome:
 
 
 def _collected(arguments: list[str]) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", *arguments]
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     ids = [line for line in done.stdout.splitlines() if "::" in line]
-    if done.returncode not in (0, 5):
+    if done.returncode or not ids:
         raise RuntimeError(f"pytest could not collect {arguments}:\n{done.stdout}{done.stderr}")
     return ids
 

@@ -1,0 +1,83 @@
+"""Norm, rotation, SwiGLU, hyper connections."""
+
+import torch
+
+import dsa
+from dsa.self_test.comparisons import check_rounded
+from dsa.testing import assert_close
+
+
+def _rms_norm(device: str) -> None:
+    x, weight = 3 * torch.randn(40, 2, 1536, device=device).bfloat16(), torch.randn(1536, device=device)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-2).sqrt()
+    assert_close("y", dsa.rms_norm(x, None, 1e-2), expected, abs_tol=1e-6, rel_tol=2**-7, cos_tol=5e-6)
+    assert_close(
+        "y", dsa.rms_norm(x, weight, 1e-2), expected * weight.double(), abs_tol=1e-6, rel_tol=2**-7, cos_tol=5e-6
+    )
+
+
+def _rotary(device: str) -> None:
+    """Neighbours and halves, first and last; and the same in place, in a part of a wider tensor."""
+    x, angles = torch.randn(9, 3, 96, device=device).bfloat16(), torch.randn(9, 32, device=device)
+    turn = torch.exp(1j * angles.double().cpu())[:, None]
+    for interleaved, dims in ((True, "first"), (True, "last"), (False, "first"), (False, "last")):
+        begin = 32 if dims == "last" else 0
+        expected = x.double().cpu()
+        part = expected[..., begin : begin + 64]
+        pair = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+        turned = torch.complex(*(p.contiguous() for p in pair)) * turn
+        expected[..., begin : begin + 64] = (
+            torch.view_as_real(turned).flatten(-2) if interleaved else torch.cat((turned.real, turned.imag), -1)
+        )
+        kind = {"interleaved": interleaved, "dims": dims}
+        wide = torch.nn.functional.pad(x, (0, 32))
+        part = wide[..., :96]
+        new = dsa.apply_rotary(x, angles.cos(), angles.sin(), **kind)
+        dsa.apply_rotary(part, angles.cos(), angles.sin(), **kind, out=part)
+        for name, got in (("rotated", new), ("rotated in place", part)):
+            assert_close(name, got.cpu(), expected, abs_tol=1e-6, rel_tol=2**-7, cos_tol=5e-6)
+
+
+def _swiglu_cast_to_fp8(device: str) -> None:
+    """The halves of one tensor, with a last block that ends early; then with a limit that many exceed."""
+    gate, up = (2 * torch.randn(33, 400, device=device)).bfloat16().chunk(2, -1)
+    for limit in (None, 1.0):
+        q, scale = dsa.swiglu_cast_to_fp8(gate, up, limit=limit)
+        g, u = gate.double(), up.double()
+        if limit is not None:
+            g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+        back = q.double() * scale.double().repeat_interleave(128, -1)[:, :200]
+        expected, tolerance = g / (1 + (-g).exp()) * u, {"abs_tol": 4e-2, "rel_tol": 0.075, "cos_tol": 2e-3}
+        if limit is None:
+            check_rounded("h", back, expected, **tolerance)
+        else:  # many numbers are the limit, and all of these are rounded alike
+            assert_close("limited h", back, expected, **tolerance)
+
+
+def _hyper_connections(device: str) -> None:
+    """Four streams of three tokens, and what a sublayer gives back; Sinkhorn in float64, as the definition has it."""
+    streams, y = (torch.randn(s, device=device).bfloat16() for s in ((3, 4, 264), (3, 264)))
+    mix, base, scale = torch.randn(3, 24, device=device), torch.randn(24, device=device), torch.rand(3, device=device)
+    x, post, comb = dsa.hyper_collapse(streams, mix, base, scale)
+    v = streams.double()
+    z = mix.double() / (v.square().mean((1, 2)) + 1e-6).sqrt()[:, None]
+    z = z * scale.double().repeat_interleave(torch.tensor((4, 4, 16), device=device)) + base.double()
+    pre, given = 1 / (1 + (-z[:, :4]).exp()) + 1e-6, 2 / (1 + (-z[:, 4:8]).exp())
+    weights = z[:, 8:].view(3, 4, 4).softmax(2) + 1e-6
+    for step in range(39):
+        weights = weights / (weights.sum(1 + step % 2, keepdim=True) + 1e-6)
+    assert_close("x", x, (pre[..., None] * v).sum(1), abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5)
+    assert_close("post", post, given, abs_tol=1e-5, rel_tol=1e-4)
+    assert_close("comb", comb, weights, abs_tol=1e-5, rel_tol=1e-4)
+    expected = post.double()[..., None] * y.double()[:, None] + comb.double().transpose(1, 2) @ v
+    assert_close(
+        "streams", dsa.hyper_expand(y, streams, post, comb), expected, abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5
+    )
+
+
+TESTS = {
+    "rms_norm": _rms_norm,
+    "rotary": _rotary,
+    "swiglu_cast_to_fp8": _swiglu_cast_to_fp8,
+    "hyper_connections": _hyper_connections,
+}

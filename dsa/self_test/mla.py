@@ -1,0 +1,120 @@
+"""Attention over caches, selections and windows."""
+
+import torch
+
+import dsa
+from dsa.self_test.comparisons import D_V, D, H, attention, check_attention, check_lse, rows
+from dsa.testing import assert_close
+
+
+def _flash_mla_with_kvcache(device: str) -> None:
+    q = torch.randn(1, 1, H, D, device=device).bfloat16()
+    cache = torch.randn(3, 64, 1, D, device=device).bfloat16()
+    table = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
+    length = torch.tensor([100], dtype=torch.int32, device=device)
+    keys = torch.cat((cache[2, :, 0], cache[0, :36, 0]))
+    expected, expected_lse, size = attention(q[0, 0], keys, D**-0.5)
+    out, lse = dsa.flash_mla_with_kvcache(q, cache, table, length, D_V, dsa.get_mla_metadata()[0])
+    check_attention("dense", out[0, 0], expected, size, 5e-6)
+    check_lse("dense lse", lse[0, :, 0], expected_lse)
+    pages = torch.full((3, 64, 1, 656), 0xFF, dtype=torch.uint8, device=device)
+    slots = torch.arange(100, device=device) + 64
+    dsa.write_kv_cache(keys, pages, slots)
+    out, lse = dsa.flash_mla_with_kvcache(
+        q, pages, None, None, D_V, dsa.get_mla_metadata()[0], is_fp8_kvcache=True, indices=slots.int().view(1, 1, -1)
+    )
+    expected, expected_lse, size = attention(q[0, 0], dsa.read_kv_cache(pages, slots), D**-0.5)
+    check_attention("sparse", out[0, 0], expected, size, 5e-6)
+    check_lse("sparse lse", lse[0, :, 0], expected_lse)
+
+
+def _flash_mla_sparse_fwd(device: str) -> None:
+    q, kv = torch.randn(2, H, D, device=device).bfloat16(), torch.randn(200, 1, D, device=device).bfloat16()
+    indices = torch.full((2, 1, 64), -1, dtype=torch.int32, device=device)
+    indices[0, 0, :50] = torch.randperm(200, device=device)[:50]
+    out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, D**-0.5)
+    keys = kv[indices[0, 0, :50].long(), 0]
+    expected, expected_lse, size = attention(q[0], keys, D**-0.5)
+    empty, infinite = torch.zeros_like(expected), torch.full_like(expected_lse, torch.inf)
+    check_attention("out", out, torch.stack((expected, empty)), torch.stack((size, empty)), 7e-6)
+    check_lse("lse", lse, torch.stack((expected_lse, infinite)))
+    largest = (q[0].double() @ keys.double().T * D**-0.5).amax(-1)
+    check_lse("max_logits", max_logits, torch.stack((largest, -infinite)))
+
+
+def _window_indices(device: str) -> None:
+    """Three sequences, one of them without queries, and queries of none; pages, one of which is missing, and rings."""
+    q_ends, k_ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 5, 5, 12], [0, 9, 11, 18]))
+    got = dsa.window_indices(q_ends, k_ends, 14, 4)
+    last = [4, 5, 6, 7, 8, *range(11, 18)]
+    rows = [[j for j in range(p - 3, p + 1) if j >= (0 if p < 9 else 11)] for p in last]
+    expected = [row + [-1] * (4 - len(row)) for row in [*rows, [], []]]
+    if got.tolist() != expected:
+        raise AssertionError("not the keys of the windows")
+    lengths = torch.tensor([20, 0, 3], dtype=torch.int32, device=device)
+    table = torch.tensor([[7, -1, 2], [0, 1, 3], [5, 4, 6]], dtype=torch.int32, device=device)
+    pages = [[[61, 62, 63, *[-1] * 8, 16, 17, 18], [62, 63, *[-1] * 8, 16, 17, 18, 19]], [[-1] * 14] * 2]
+    pages += [[[40, 41, *[-1] * 12], [40, 41, 42, *[-1] * 11]]]
+    if dsa.window_slots(table, lengths, 2, 8, 14).tolist() != pages:
+        raise AssertionError("not the slots of the pages")
+    ring = [[[5, 6, 7, 0, 1, 2], [6, 7, 0, 1, 2, 3]], [[-1] * 6] * 2, [[16, 17, *[-1] * 4], [16, 17, 18, *[-1] * 3]]]
+    if dsa.window_slots(None, lengths, 2, 8, 6).tolist() != ring:
+        raise AssertionError("not the slots of the rings")
+
+
+def _sliding_window_attention(device: str) -> None:
+    """The window alone; with selected keys and a sink that halves the first head; and in a cache."""
+    q, kv = torch.randn(40, H, D_V, device=device).bfloat16(), torch.randn(40, 1, D_V, device=device).bfloat16()
+    ends = torch.tensor([0, 40], dtype=torch.int32, device=device)
+    windows = [kv[max(0, t - 7) : t + 1, 0] for t in range(40)]
+    out, lse = dsa.sliding_window_attention(q, kv, ends, ends, 8, D_V**-0.5)
+    expected, expected_lse, size = rows(attention(*row, D_V**-0.5) for row in zip(q, windows))
+    check_attention("out", out, expected, size, 7e-6)
+    check_lse("lse", lse, expected_lse)
+
+    table = torch.tensor([[1, 0, 2]], dtype=torch.int32, device=device)
+    cache = kv.new_full((3, 16, 1, D_V), torch.nan)
+    dsa.write_kv_cache(kv[:, 0], cache, table[0].repeat_interleave(16)[:40] * 16 + torch.arange(40, device=device) % 16)
+    ring = kv[24:].roll(24, 0)[None]
+    for where, pages in ((table, cache), (None, ring)):
+        length = torch.full((1,), 40, dtype=torch.int32, device=device)
+        out, lse = dsa.sliding_window_decode(q[None, 38:], pages, where, length, 8, D_V**-0.5)
+        check_attention("decode", out[0], expected[38:], size[38:], 5e-6)
+        check_lse("decode lse", lse[0].T, expected_lse[38:])
+
+    more = torch.randn(30, 1, D_V, device=device).bfloat16()
+    picks = torch.rand(40, 30, device=device).argsort(1)[:, :5].int()
+    keys = [torch.cat((near, more[p.long(), 0])) for near, p in zip(windows, picks)]
+    expected, expected_lse, size = rows(attention(*row, D_V**-0.5) for row in zip(q, keys))
+    sink = torch.full((H,), -torch.inf, device=device)
+    sink[0] = expected_lse[:, 0].mean()
+    share = expected_lse[:, 0].exp() / (expected_lse[:, 0].exp() + sink[0].double().exp())
+    expected[:, 0] *= share[:, None]
+    out, lse = dsa.window_sparse_attention(q, kv, ends, ends, 8, more, picks, D_V**-0.5, attn_sink=sink)
+    check_attention("out with selected", out, expected, size, 7e-6)
+    check_lse("lse with selected", lse, expected_lse)
+
+
+def _merge_attention(device: str) -> None:
+    """Attention in two parts, and a row whose parts are both empty, with a sink that halves the first head."""
+    q, kv = torch.randn(H, D, device=device), torch.randn(40, D, device=device)
+    expected, expected_lse, _ = attention(q, kv, D**-0.5)
+    sink = torch.full((H,), -torch.inf, device=device)
+    sink[0], expected[0] = expected_lse[0], expected[0] / 2
+    outs, lses = [], []
+    for keys, mark in zip(kv.split((32, 8)), (torch.inf, -torch.inf)):
+        out, lse, _ = (x.float() for x in attention(q, keys, D**-0.5))
+        outs.append(torch.stack((out, torch.full_like(out, torch.nan))))
+        lses.append(torch.stack((lse, torch.full_like(lse, mark))))
+    out, lse = dsa.merge_attention(outs, lses, sink)
+    assert_close("out", out, torch.stack((expected, torch.zeros_like(expected))), abs_tol=1e-5, rel_tol=1e-4)
+    check_lse("lse", lse, torch.stack((expected_lse, torch.full_like(expected_lse, torch.inf))))
+
+
+TESTS = {
+    "flash_mla_with_kvcache": _flash_mla_with_kvcache,
+    "flash_mla_sparse_fwd": _flash_mla_sparse_fwd,
+    "window_indices": _window_indices,
+    "sliding_window_attention": _sliding_window_attention,
+    "merge_attention": _merge_attention,
+}

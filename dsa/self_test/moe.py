@@ -1,0 +1,47 @@
+"""Gate, order of experts, and the sum of what they give."""
+
+import torch
+
+import dsa
+from dsa.testing import assert_close
+
+
+def _expert_routing(device: str) -> None:
+    # Two of four groups of four stay: by their two best, 1.5 and 1.15, not by the one that has 0.9 alone.
+    chosen_by = torch.tensor([[0.9, 0.1, 0, 0, 0.8, 0.7, 0, 0, 0.5, 0.4, 0, 0, 0.6, 0.55, 0.05, 0]], device=device)
+    logits = torch.randn(1, 16, device=device)
+    s = torch.sigmoid(logits)
+    options = {"n_group": 4, "topk_group": 2, "scale": 2.5}
+    experts, weights = dsa.moe_gate(logits, (chosen_by - s)[0], 3, **options)
+    if experts.tolist() != [[4, 5, 12]]:
+        raise AssertionError(f"experts: expected 4, 5, 12, got {experts.tolist()}")
+    picked = s.gather(1, experts)
+    assert_close("weights", weights, 2.5 * picked / picked.sum(), abs_tol=0.0, rel_tol=1e-5)
+    logits = torch.tensor([[-9.0, 3.0, 1.0, 25.0]], device=device)
+    experts, weights = dsa.moe_gate(logits, torch.zeros(4, device=device), 4, scores="sqrtsoftplus", normalise=False)
+    if experts.tolist() != [[3, 1, 2, 0]]:
+        raise AssertionError(f"experts: expected 3, 1, 2, 0, got {experts.tolist()}")
+    expected = torch.log1p(logits.double().exp()).sqrt().gather(1, experts)
+    assert_close("weights", weights, expected, abs_tol=0.0, rel_tol=1e-5)
+    found = dsa.sort_by_expert(torch.tensor([[2, 0], [7, 2], [0, -1]], device=device), 4)
+    expected_parts = ([1, 4, 0, 3, 2, 5], [[2, 0], [-1, 3], [1, -1]], [2, 2, 4, 4])
+    for name, x, expected_part in zip(("order", "rows", "ends"), found, expected_parts):
+        if x.tolist() != expected_part:
+            raise AssertionError(f"{name}: expected {expected_part}, got {x.tolist()}")
+
+
+def _combine_experts(device: str) -> None:
+    """Three rows a token, one of them outside, and the shared expert's."""
+    y, shared = torch.randn(50, 72, device=device), torch.randn(20, 72, device=device)
+    rows, weights = torch.randint(50, (20, 3), device=device, dtype=torch.int32), torch.rand(20, 3, device=device)
+    expected = (y.double()[rows.long()] * weights.double()[..., None])[:, :2].sum(1)
+    rows[:, 2] = torch.tensor([-1, 50], device=device).repeat(10)
+    assert_close("out", dsa.combine_experts(y, rows, weights), expected, abs_tol=1e-5, rel_tol=1e-5)
+    got = dsa.combine_experts(y, rows, weights, shared)
+    assert_close("out with shared", got, expected + shared.double(), abs_tol=1e-5, rel_tol=1e-5)
+
+
+TESTS = {
+    "expert_routing": _expert_routing,
+    "combine_experts": _combine_experts,
+}
