@@ -8,15 +8,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dsa_layers.checkpoint.errors import CheckpointError, Problems
-from dsa_layers.checkpoint.header import TensorInfo, name_problem, read_header
+from dsa_layers.checkpoint.header import MAX_TENSORS, TensorInfo, name_problem, read_header
 from dsa_layers.untrusted_files import read_json_object, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# Of all files together. The largest published checkpoint has 145,000.
-MAX_TENSORS = 2**19
 _MAX_INDEX = 2**25  # bytes
+_MAX_FILES = 2**12  # the largest published checkpoints have fewer than 200
+_MAX_FILE_NAME = 255
 
 Index = tuple[int | slice, ...]
 
@@ -59,8 +59,7 @@ class Checkpoint:
                 unreadable.add(file)
                 continue
             if len(self.tensors) + len(entries) > MAX_TENSORS:
-                count = len(self.tensors) + len(entries)
-                raise CheckpointError(f"{self.directory / file}: makes it {count} tensors; accepted: {MAX_TENSORS}")
+                raise CheckpointError(f"{self.directory}: holds more than {MAX_TENSORS} tensors")
             for name, info in entries:
                 held.add((name, file))
                 if name in self.tensors:
@@ -114,8 +113,12 @@ def _read_index(path: Path, problems: Problems) -> dict[str, str]:
             refused[file] = None
     for file in sorted(refused):
         problems.add(f"{path.name}: {shown(file)} is not the name of a file in this directory")
+    count = len(set(files.values()))
+    if count > _MAX_FILES:
+        raise CheckpointError(f"{path}: names {count} files; accepted: at most {_MAX_FILES}")
     return files
 
 
 def _is_file_name(file: str) -> bool:
-    return bool(file) and file.isprintable() and file not in (".", "..") and not set(file) & set("/\\")
+    short = 0 < len(file.encode("utf-8", "replace")) <= _MAX_FILE_NAME
+    return short and file.isprintable() and file not in (".", "..") and not set(file) & set("/\\")

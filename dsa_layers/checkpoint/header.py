@@ -18,10 +18,11 @@ from dsa_layers.untrusted_files import file_size, shown
 
 MAX_HEADER = 100_000_000  # bytes; the safetensors library has the same limit
 MAX_NAME = 1024  # bytes, as written in JSON
+MAX_TENSORS = 2**18  # of a checkpoint; the largest that is published has 145,000
 
 _MAX_ENTRY = 2048
 _MAX_METADATA = 2**20
-_MAX_ELEMENTS = 2**63 - 1  # torch counts in int64
+_MAX_COUNT = 2**63 - 1  # torch counts elements, and files their bytes, in int64
 
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
 _BITS |= dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8)
@@ -71,6 +72,8 @@ def read_header(directory: Path, file: str) -> list[tuple[str, TensorInfo]]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
+    if header.count(b'"data_offsets"') > MAX_TENSORS:
+        raise CheckpointError(f"{file}: holds more than {MAX_TENSORS} tensors")
     entries: dict[str, TensorInfo] = {}
     for name, fields in _entries(file, header):
         if name in entries:
@@ -125,13 +128,13 @@ def _entries(file: str, header: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parsed(file: str, header: bytes, name: re.Match[bytes], entry: re.Match[bytes]) -> tuple[str, dict[str, Any]]:
     try:
-        ((text, fields),) = json.loads(b"{%b}" % header[name.start() : entry.end()]).items()
+        ((text, fields),) = json.loads(f"{{{header[name.start() : entry.end()].decode()}}}").items()
     except (ValueError, RecursionError) as error:
         raise _malformed(file, header, name.start(), "JSON", error) from error
     if problem := name_problem(text):
         raise CheckpointError(f"{file}: holds {problem}")
-    # A field that comes twice is no third one, but a third colon: none of the values may hold one.
-    if fields.keys() != _FIELDS or entry[0].count(b":") != len(_FIELDS):
+    # The names as they are written: without escapes, and none twice. None of the values may hold a quoted name.
+    if fields.keys() != _FIELDS or any(entry[0].count(b'"%b"' % name.encode()) != 1 for name in _FIELDS):
         raise CheckpointError(f"{file}: {text} has the fields {shown(list(fields))}; accepted: {sorted(_FIELDS)}")
     return text, fields
 
@@ -161,14 +164,14 @@ def _tensor_info(file: str, name: str, fields: dict[str, Any]) -> TensorInfo:
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise CheckpointError(f"{file}: {name} has dtype {shown(dtype)}; accepted: {', '.join(_BITS)}")
     # A dimension of 0 does not excuse the others: views and slices multiply them without it.
-    if not _are_counts(shape) or math.prod(n for n in shape if n) > _MAX_ELEMENTS:
+    if not _are_counts(shape) or math.prod(n for n in shape if n) > _MAX_COUNT:
         raise CheckpointError(
             f"{file}: {name} has shape {shown(shape)}; accepted: a list of integers of at least 0, "
             "with a product below 2^63"
         )
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _are_counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= _MAX_COUNT:
         raise CheckpointError(
-            f"{file}: {name} has data_offsets {shown(offsets)}; accepted: [begin, end], integers of at least 0"
+            f"{file}: {name} has data_offsets {shown(offsets)}; accepted: [begin, end], integers from 0 to 2^63"
         )
     info = TensorInfo(file, dtype, tuple(shape), offsets[0], offsets[1] - offsets[0])
     if 8 * info.size != _BITS[dtype] * math.prod(shape):

@@ -6,9 +6,13 @@ from os import PathLike
 import torch
 from tqdm import tqdm
 
-from dsa_layers.checkpoint.directory import MAX_TENSORS, Checkpoint, Index
+from dsa_layers.checkpoint.directory import Checkpoint, Index
 from dsa_layers.checkpoint.errors import CheckpointError, Problems
+from dsa_layers.checkpoint.header import MAX_TENSORS
 from dsa_layers.checkpoint.plan import Part, Target, make_plan, sliced
+
+# A model that needs so many tensors, and four times what the files hold, is not compared with them one by one.
+_LISTED_TENSORS = 2**14
 
 PartsOf = Callable[[str, tuple[int, ...]], dict[str, Index]]
 
@@ -53,7 +57,7 @@ def load_weights(
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     problems = Problems()
     parts = _parts(checkpoint, skip, name_of, parts_of, problems)
-    wanted = _targets(model, checkpoint, parts_of)
+    wanted = _targets(model, checkpoint, parts_of, 4 * len(parts) + _LISTED_TENSORS)
     steps = make_plan(wanted, parts, problems)
     problems.raise_if_any(checkpoint.directory)
 
@@ -101,17 +105,17 @@ def _parts(
     return parts
 
 
-def _targets(model: torch.nn.Module, checkpoint: Checkpoint, parts_of: PartsOf) -> dict[str, Target]:
-    """The model's tensors, cut as the checkpoint's are."""
+def _targets(model: torch.nn.Module, checkpoint: Checkpoint, parts_of: PartsOf, most: int) -> dict[str, Target]:
+    """The model's tensors, cut as the checkpoint's are. Raises CheckpointError if these are more than `most`."""
     targets: dict[str, Target] = {}
     for name, tensor in model.state_dict().items():
         whole = tuple(tensor.shape)
         for piece, index in parts_of(name, whole).items():
             targets[piece] = Target(name, index, sliced(whole, index), whole, tensor.dtype)
-        if len(targets) > MAX_TENSORS:
+        if len(targets) > most:
             raise CheckpointError(
-                f"{checkpoint.directory}: the model that config.json describes is made of more than {MAX_TENSORS} "
-                f"tensors; the files hold {len(checkpoint.tensors)}"
+                f"{checkpoint.directory}: the model that config.json describes is made of more than {most} tensors; "
+                f"the files hold {len(checkpoint.tensors)}"
             )
     return targets
 

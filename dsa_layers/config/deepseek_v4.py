@@ -6,6 +6,7 @@ from typing import Any
 from dsa_layers.config.fields import (
     MAX_EXPERTS,
     MAX_HEADS,
+    MAX_SELECTED,
     MAX_SHARED_EXPERTS,
     MAX_TOKENS,
     NO_INFLUENCE,
@@ -30,7 +31,7 @@ from dsa_layers.untrusted_files import shown
 LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
 # A sequence's ring of keys, and what a compressor keeps of unfinished blocks, are as long as these.
-MAX_WINDOW = 2**16
+MAX_WINDOW = 2**13
 MAX_RATE = 2**12
 MAX_STREAMS = 2**6
 
@@ -128,7 +129,7 @@ def read_deepseek_v4(fields: Fields, generation: Fields | None) -> DeepseekV4Con
         swiglu_limit=fields.positive("swiglu_limit"),
         index_n_heads=fields.integer("index_n_heads", maximum=MAX_HEADS),
         index_head_dim=fields.integer("index_head_dim"),
-        index_topk=fields.integer("index_topk"),
+        index_topk=fields.integer("index_topk", maximum=MAX_SELECTED),
         hc_mult=fields.integer("hc_mult", maximum=MAX_STREAMS),
         hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters", maximum=1000),
         hc_eps=fields.epsilon("hc_eps"),

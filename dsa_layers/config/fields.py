@@ -10,9 +10,10 @@ from dsa_layers.untrusted_files import read_json_object, shown
 # or be enumerated for long. What a checkpoint's files hold limits the rest.
 MAX_DIMENSION = 2**20
 MAX_HEADS = 2**12
-MAX_EXPERTS = 2**16
+MAX_EXPERTS = 2**13
 MAX_SHARED_EXPERTS = 2**10
-MAX_LAYERS = 2**10
+MAX_LAYERS = 2**8
+MAX_SELECTED = 2**16  # tokens that a query attends to: its row of indices is as long
 MAX_TOKENS = 2**31 - 1  # positions are int32
 
 _MAX_BYTES = 2**20

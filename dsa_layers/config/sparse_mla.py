@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dsa_layers.config.fields import MAX_EXPERTS, MAX_HEADS, MAX_SHARED_EXPERTS, MAX_TOKENS, NO_INFLUENCE, Fields
+from dsa_layers.config.fields import (
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_SELECTED,
+    MAX_SHARED_EXPERTS,
+    MAX_TOKENS,
+    NO_INFLUENCE,
+    Fields,
+)
 from dsa_layers.config.parts import (
     QuantizationConfig,
     RopeConfig,
@@ -125,7 +133,7 @@ def read_sparse_mla(
         latent_norm_eps=LATENT_NORM_EPS,
         index_n_heads=fields.integer("index_n_heads", maximum=MAX_HEADS),
         index_head_dim=fields.integer("index_head_dim"),
-        index_topk=fields.integer("index_topk"),
+        index_topk=fields.integer("index_topk", maximum=MAX_SELECTED),
         indexer_types=indexer_types,
         indexer_rope_interleave=indexer_rope_interleave,
         max_position_embeddings=fields.integer("max_position_embeddings", maximum=MAX_TOKENS),

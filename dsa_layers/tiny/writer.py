@@ -72,7 +72,7 @@ def _previous_files(directory: Path) -> list[Path]:
     try:
         index = json.loads((directory / INDEX_NAME).read_bytes())
         ours = {*_METADATA_FILES, *index["weight_map"].values()} if index["metadata"]["writer"] == _WRITER else set()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         ours = set()
     others = [path.name for path in present if path.name not in ours]
     if others:
