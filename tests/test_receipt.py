@@ -119,7 +119,11 @@ CHANGES = {
         ("user_commands",),
         ("generation", "e2e"),
     ),
-    "the self tests": (("dsa/self_test/comparisons.py", "4e-3", "4e-2"), ("user_commands",), ("generation", "rms_norm")),
+    "the self tests": (
+        ("dsa/self_test/comparisons.py", "4e-3", "4e-2"),
+        ("user_commands",),
+        ("generation", "rms_norm"),
+    ),
     "an example": (
         ("README.md", "```python\n", "```python\nNEW = 1\n"),
         ("user_commands",),
