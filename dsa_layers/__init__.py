@@ -1,9 +1,35 @@
-"""Layers, models, loaders and generation on top of `dsa`'s ops."""
+"""Layers, models, loaders and generation on top of `dsa`'s ops.
 
-from dsa_layers.generation import Completion, Generator
-from dsa_layers.models.loading import load_model
-from dsa_layers.sampling import SamplingParams
-from dsa_layers.sequence_batch import SequenceBatch
-from dsa_layers.tokenizer import Tokenizer
+The names below are imported when they are first used: `import dsa_layers` alone does not import torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsa_layers.generation import Completion, Generator
+    from dsa_layers.models.loading import load_model
+    from dsa_layers.sampling import SamplingParams
+    from dsa_layers.sequence_batch import SequenceBatch
+    from dsa_layers.tokenizer import Tokenizer
 
 __all__ = ["Completion", "Generator", "SamplingParams", "SequenceBatch", "Tokenizer", "load_model"]
+
+_MODULES = {
+    "Completion": "dsa_layers.generation",
+    "Generator": "dsa_layers.generation",
+    "SamplingParams": "dsa_layers.sampling",
+    "SequenceBatch": "dsa_layers.sequence_batch",
+    "Tokenizer": "dsa_layers.tokenizer",
+    "load_model": "dsa_layers.models.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,38 +1,115 @@
 """The `dsa` command: generate, check, bench, tune, tiny."""
 
+# Nothing here is slow to import: torch comes in when a command runs, so that Ctrl-C is caught from the beginning.
 import argparse
+import contextlib
+import importlib.util
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsa_layers.arguments import shown
+
 # Trained by examples/train_indexer.py; its README.md is the model card.
 SHIPPED_MODEL = Path(__file__).parent / "stdlib_model"
+INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # what a shell calls them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 for something that failed, 2 for a wrong call or input."""
-    args = _parser().parse_args(argv)
-    warnings.showwarning = lambda message, *_: print(f"Warning: {message}", file=sys.stderr)
+    """Returns the exit code: 0, 1 for something that failed, 2 for a wrong call or input; 130 after Ctrl-C, and 141
+    where nobody reads the output any more, as of a filter that ends so."""
+    command = "dsa"
     try:
-        return args.run(args)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"dsa {args.command}: {error}", file=sys.stderr)
-        return 2
+        if argv is None:
+            _prepare_streams()
+        try:
+            args = _parser().parse_args(argv)
+        finally:  # it exits after --help and --version
+            sys.stdout.flush()
+        command = f"dsa {args.command}"
+        warnings.showwarning = lambda message, *_: _say(f"Warning: {message}")
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
+        _say("")
+        return INTERRUPTED
+    except BrokenPipeError:
+        return NO_READER
+    except OSError as error:
+        _say(f"{command}: {f'{error.filename}: {error.strerror}' if error.filename else error}")
+        return 2
+    except (ValueError, ImportError) as error:
+        _say(f"{command}: {error}")
+        return 2
+    except (RuntimeError, MemoryError) as error:
+        _say(f"{command}: {str(error) or 'out of memory'}")
+        return 1
+    finally:
+        _drop_unwritten()
+        if argv is None:
+            # Another Ctrl-C ends the process at once, without a traceback of what Python tidies up.
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _say(line: str) -> None:
+    """To the standard error, if somebody reads it."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)
+
+
+def _prepare_streams() -> None:
+    """What a terminal's encoding lacks is shown as a question mark; a stream that the caller has closed takes all."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _drop_unwritten() -> None:
+    """What the standard output cannot take is lost quietly: Python would print a traceback about it on its way out."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors are one line."""
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import importlib.metadata
+
+        try:
+            version = importlib.metadata.version("dsa-kernels")
+        except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+            from dsa import __version__ as version
+        print(f"dsa {version}")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dsa", description=__doc__.splitlines()[0])
+    parser = _Parser(prog="dsa", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True)
 
     generate = commands.add_parser("generate", help="continue prompts with a checkpoint")
     generate.set_defaults(run=_generate)
     generate.add_argument(
         "checkpoint",
-        type=Path,
+        type=_path,
         nargs="?",
         default=SHIPPED_MODEL,
         help="directory with config.json and safetensors; default: a small model of Python source that comes with dsa",
@@ -42,8 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-new-tokens", type=_positive, default=256)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--top-k", type=int, default=0)
-    generate.add_argument("--seed", type=int)
+    generate.add_argument("--top-k", type=_integer, default=0)
+    generate.add_argument("--seed", type=_integer)
     generate.add_argument("--stop", action="append", default=[], help="end at this string; may be repeated")
     generate.add_argument("--device", help="cuda or cpu; default: cuda where there is a GPU")
     generate.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
@@ -59,8 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time an op beside its peers (needs a Hopper GPU)")
     bench.set_defaults(run=_bench)
     bench.add_argument("op", help="an op, or e2e: layers of V3.2 and V4-Flash with their real sizes, by part")
-    bench.add_argument("--csv", type=Path, help="also write the rows to this file")
-    bench.add_argument("--png", type=Path, help="also draw the rows into this file (needs matplotlib)")
+    bench.add_argument("--csv", type=_path, help="also write the rows to this file")
+    bench.add_argument("--png", type=_path, help="also draw the rows into this file (needs matplotlib)")
     bench.add_argument(
         "--profile", action="store_true", help="where the first shape's time goes, by the torch profiler and ncu"
     )
@@ -68,22 +145,64 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser("tune", help="search an op's tile configurations (needs a Hopper GPU)")
     tune.set_defaults(run=_tune)
     tune.add_argument("op")
-    tune.add_argument("--output", type=Path, help="write the winners here; default: the data that the op loads")
+    tune.add_argument("--output", type=_path, help="write the winners here; default: the data that the op loads")
     tune.add_argument("--jobs", type=_positive, help="compiling processes; default: one a core")
 
     tiny = commands.add_parser("tiny", help="write a small random checkpoint in a family's published format")
     tiny.set_defaults(run=_tiny)
-    tiny.add_argument("directory", type=Path)
+    tiny.add_argument("directory", type=_path)
     tiny.add_argument("--model", choices=("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), default="deepseek_v32")
-    tiny.add_argument("--seed", type=int, default=0)
+    tiny.add_argument("--seed", type=_seed, default=0)
     return parser
 
 
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text[:60]!r}") from None
+
+
 def _positive(text: str) -> int:
-    value = int(text)
+    value = _integer(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def _seed(text: str) -> int:
+    value = _integer(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 2^63, got {value}")
+    return value
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return Path(text)
+
+
+def _check_output(option: str, path: Path | None) -> None:
+    """Raises ValueError for a file that cannot be written, before the work whose result it would hold."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option}: must be a file, got the directory {path}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option}: {path} cannot be written")
+
+
+def _text(option: str, text: str) -> str:
+    """The text of an option. Bytes unknown to the locale come as surrogates; ValueError if they are no UTF-8."""
+    if not any("\ud800" <= character <= "\udfff" for character in text):
+        return text
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        raise ValueError(f"{option}: must be UTF-8, got {shown(text)}") from None
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -91,25 +210,29 @@ def _generate(args: argparse.Namespace) -> int:
 
     import dsa
     from dsa_layers.generation import Generator, TokenEvent
+    from dsa_layers.kv_cache import OutOfPages
     from dsa_layers.models.loading import load_model
+    from dsa_layers.models.precision import check_device
     from dsa_layers.sampling import SamplingParams
     from dsa_layers.tokenizer import Tokenizer
 
-    params = SamplingParams(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed, tuple(args.stop))
-    if any(not prompt for prompt in args.prompt):
+    texts = [_text("--prompt", text) for text in args.prompt]
+    stop = [_text("--stop", text) for text in args.stop]
+    params = SamplingParams(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed, stop)
+    if not all(texts):
         raise ValueError("--prompt: must not be empty")
     if not args.checkpoint.is_dir():
         raise ValueError(f"{args.checkpoint}: no such directory; a checkpoint holds config.json and safetensors")
-    on_gpu = torch.cuda.is_available()
-    device = args.device or ("cuda" if on_gpu else "cpu")
-    if device.partition(":")[0] not in ("cuda", "cpu"):
-        raise ValueError(f"--device: must be cuda or cpu, got {device!r}")
-    if device.startswith("cuda") and not on_gpu:
-        raise ValueError(f"--device: got {device!r}, but torch sees no CUDA GPU")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device is None else args.device
+    try:
+        check_device(device)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
+    backend = dsa.backend() if device.startswith("cuda") else "reference"
     tokenizer = Tokenizer(args.checkpoint)
-    prompts = args.prompt
+    prompts = texts
     if tokenizer.has_chat_template and not args.raw:
-        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in prompts]
+        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
     model = load_model(
         args.checkpoint,
         device=device,
@@ -123,15 +246,20 @@ def _generate(args: argparse.Namespace) -> int:
         print(event.text, end="", flush=True)
 
     single = len(prompts) == 1
-    completions = generator.generate(prompts, params, on_event=show if single else None)
+    try:
+        completions = generator.generate(prompts, params, on_event=show if single else None)
+    except OutOfPages as error:
+        raise ValueError(error) from None
     if single:
         print()
     else:
-        for prompt, completion in zip(args.prompt, completions):
+        for prompt, completion in zip(texts, completions):
             print(f"[{prompt}]\n{completion.text}\n")
-    backend = dsa.backend() if device.startswith("cuda") else "reference"
-    print(f"{generator.throughput} ({device}, backend {backend})", file=sys.stderr)
-    return 0
+    _say(f"{generator.throughput} ({device}, backend {backend})")
+    failures = [completion.error for completion in completions if completion.error is not None]
+    for failure in failures:
+        _say(f"dsa generate: {failure}")
+    return 1 if failures else 0
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -146,6 +274,7 @@ def _bench(args: argparse.Namespace) -> int:
     from dsa_bench.harness import case, plot, profile, table
 
     module = case.load(args.op)
+    _check_outputs(args)
     _need_a_gpu("a benchmark")
     if args.profile:
         first = module.case(*module.SHAPES[0])
@@ -160,11 +289,21 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_outputs(args: argparse.Namespace) -> None:
+    if args.profile and (args.csv or args.png):
+        raise ValueError("--profile: prints where the time goes; it writes no --csv and no --png")
+    _check_output("--csv", args.csv)
+    _check_output("--png", args.png)
+    if args.png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png: needs matplotlib: pip install matplotlib")
+
+
 def _bench_e2e(args: argparse.Namespace) -> int:
     from dsa_bench.e2e import plot, report, table
 
     if args.profile:
         raise ValueError("--profile: is for one op; e2e splits every row by part")
+    _check_outputs(args)
     _need_a_gpu("a benchmark")
     print(table.head())
     rows = []
@@ -182,6 +321,7 @@ def _tune(args: argparse.Namespace) -> int:
     from dsa_bench.harness import case, tune
 
     case.load(args.op)
+    _check_output("--output", args.output)
     _need_a_gpu("tuning")
     tune.tune(args.op, args.output, args.jobs)
     return 0
@@ -191,12 +331,14 @@ def _need_a_gpu(what: str) -> None:
     from dsa import backends
 
     if reason := backends.why_no_kernels():
-        raise RuntimeError(f"{what} needs a Hopper GPU: {reason}")
+        raise ValueError(f"{what} needs a Hopper GPU: {reason}")
 
 
 def _tiny(args: argparse.Namespace) -> int:
     from dsa_layers.tiny import write_tiny_checkpoint
 
+    if args.directory.exists() and not args.directory.is_dir():
+        raise ValueError(f"directory: must be a directory, got the file {args.directory}")
     write_tiny_checkpoint(args.directory, model=args.model, seed=args.seed)
     print(f"wrote {args.directory}")
     return 0

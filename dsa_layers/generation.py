@@ -185,7 +185,7 @@ class Generator:
             tokens = (pages - 1) * page_size
             raise ValueError(
                 f"cache_tokens: a cache of {tokens} tokens takes {size / 1e9:.1f} GB, which cannot be allocated on "
-                f"{self.device}: {shown(str(error))}"
+                f"{self.device}"
             ) from error
 
     def generate(

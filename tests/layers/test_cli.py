@@ -1,14 +1,21 @@
 """The `dsa` command, run in this process: what it prints, where, and with which exit code."""
 
+import importlib.metadata
 import io
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
+import dsa
 from dsa import backends
 from dsa.self_test import SELF_TESTS
 from dsa_bench import per_token_cast_to_fp8 as benchmark
@@ -143,7 +150,15 @@ def error(capsys):
         (("--temperature", "-1"), "temperature: must be a finite number of at least 0, got -1.0"),
         (("--seed", "-1"), "seed: must be at least 0 and below 2^63, got -1"),
         (("--stop", ""), "stop: strings must not be empty"),
-        (("--device", "gpu"), "--device: must be cuda or cpu, got 'gpu'"),
+        (("--stop", "\udcff"), r"--stop: must be UTF-8, got '\udcff'"),
+        (("--prompt", "ab\udcc3("), r"--prompt: must be UTF-8, got 'ab\udcc3('"),
+        (("--seed", "9" * 30), f"seed: must be at least 0 and below 2^63, got {'9' * 30}"),
+        (("--top-p", "nan"), "top_p: must be above 0 and at most 1, got nan"),
+        (("--top-k", "-1"), "top_k: must be at least 0 (0 keeps all tokens), got -1"),
+        (("--device", "gpu"), "--device: must be cpu, cuda or cuda:N, got 'gpu'"),
+        (("--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
+        (("--device", "cpu:2"), "--device: must be cpu, cuda or cuda:N, got 'cpu:2'"),
+        (("--device", ""), "--device: must be cpu, cuda or cuda:N, got ''"),
         (("--device", "cuda:1"), "--device: got 'cuda:1', but torch sees no CUDA GPU"),
     ],
 )
@@ -155,14 +170,32 @@ def test_wrong_options(checkpoint, monkeypatch, capsys, options, expected):
 
 @pytest.mark.parametrize("option", ["--max-new-tokens", "--cache-tokens", "--prefill-chunk"])
 def test_sizes_are_positive(checkpoint, capsys, option):
-    with pytest.raises(SystemExit, match="2"):
-        generate(checkpoint, option, "0")
-    assert f"argument {option}: must be at least 1, got 0" in capsys.readouterr().err
+    for value, problem in [
+        ("0", "must be at least 1, got 0"),
+        ("-5", "must be at least 1, got -5"),
+        ("1e3", "must be an integer, got '1e3'"),
+        ("9" * 5000, f"must be an integer, got '{'9' * 60}'"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            generate(checkpoint, option, value)
+        assert error(capsys) == f"dsa generate: argument {option}: {problem} (see dsa generate --help)"
+
+
+def test_a_prompt_in_utf8_under_another_locale(checkpoint, greedy, monkeypatch, capsys):
+    """Its bytes come as surrogates."""
+    prompts = []
+    monkeypatch.setattr(Generator, "generate", lambda self, texts, *rest, **more: prompts.extend(texts) or [])
+    assert generate(checkpoint, "--raw", prompts=("d\udcc3\udca9f",)) == 0
+    assert prompts == ["déf"]
 
 
 def test_a_missing_directory(tmp_path, capsys):
-    assert generate(tmp_path / "nowhere") == 2
-    assert error(capsys).startswith(f"dsa generate: {tmp_path / 'nowhere'}: no such directory")
+    (tmp_path / "file").touch()
+    for name in ("nowhere", "file", "file/within"):
+        assert generate(tmp_path / name) == 2
+        assert error(capsys).startswith(f"dsa generate: {tmp_path / name}: no such directory")
+    assert generate("a" * 300) == 2
+    assert error(capsys) == f"dsa generate: {'a' * 300}: File name too long"
 
 
 def test_a_directory_without_a_tokenizer(damaged, capsys):
@@ -190,6 +223,47 @@ def test_a_truncated_shard(damaged, capsys):
     assert problem.startswith(f"  {shard.name}: truncated: ")
 
 
+def test_a_cache_that_is_too_large(checkpoint, capsys):
+    assert generate(checkpoint, "--cache-tokens", 2**31) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line == "dsa generate: cache_tokens: must be at most 2147483520, got 2147483648"
+
+
+@pytest.mark.parametrize("prompts", [(PROMPT,), (PROMPT, "a")])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_are_a_failure(damaged, capsys, prompts, temperature):
+    """Of weights that hold a NaN: one line a sequence on the standard error, and the exit code of a failure."""
+    from safetensors.torch import load_file, save_file
+
+    for path in damaged.glob("*.safetensors"):
+        tensors = load_file(path)
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"][3] = torch.nan
+            path.unlink()
+            save_file(tensors, path, metadata={"format": "pt"})
+    assert generate(damaged, "--temperature", temperature, prompts=prompts) == 1
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()[-len(prompts) :]
+    for i, line in enumerate(lines):
+        assert re.fullmatch(
+            rf"dsa generate: prompts\[{i}\]: its logits after \d+ tokens hold NaN or infinity: .*", line
+        )
+    assert "Traceback" not in captured.err
+    assert captured.out == ("\n" if len(prompts) == 1 else "".join(f"[{p}]\n\n\n" for p in prompts))
+
+
+def test_a_failure_is_no_wrong_call(checkpoint, monkeypatch, capsys):
+    for raised, line in [(RuntimeError("CUDA error"), "CUDA error"), (MemoryError(), "out of memory")]:
+
+        def stream(self, prompts, params, raised=raised):
+            raise raised
+            yield
+
+        monkeypatch.setattr(Generator, "stream", stream)
+        assert generate(checkpoint) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == f"dsa generate: {line}"
+
+
 def test_a_cache_that_cannot_hold_the_prompt(checkpoint, capsys):
     assert generate(checkpoint, "--max-new-tokens", 200, "--cache-tokens", 128) == 2
     captured = capsys.readouterr()
@@ -209,13 +283,41 @@ def test_a_cache_that_cannot_hold_the_prompt(checkpoint, capsys):
         (["generate", "x"], "required: --prompt"),
         (["tiny", "x", "--model", "llama"], "--model: invalid choice: 'llama'"),
         (["generate", "x", "--prompt", "y", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
-        (["generate", "x", "--prompt", "y", "--top-k", "many"], "--top-k: invalid int value: 'many'"),
+        (["generate", "x", "--prompt", "y", "--top-k", "many"], "--top-k: must be an integer, got 'many'"),
+        (["generate", "x", "--prompt", "y", "--temperature", "hot"], "--temperature: invalid float value: 'hot'"),
+        (["generate", "x", "--prompt", "y", "--kv-cache", "int4"], "--kv-cache: invalid choice: 'int4'"),
+        (["generate", "", "--prompt", "y"], "checkpoint: must not be empty"),
+        (["check", "more"], "unrecognized arguments: more"),
+        (["bench"], "required: op"),
+        (["tune", "x", "--jobs", "0"], "--jobs: must be at least 1, got 0"),
+        (["tiny", ""], "directory: must not be empty"),
+        (["tiny", "x", "--seed", "-1"], r"--seed: must be at least 0 and below 2^63, got -1"),
+        (["tiny", "x", "--seed", "9" * 30], r"--seed: must be at least 0 and below 2^63, got 999"),
+        (["tiny", "x", "--seed", "1.5"], "--seed: must be an integer, got '1.5'"),
     ],
 )
 def test_wrong_calls(capsys, arguments, shown):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
-    assert exit.value.code == 2 and shown in capsys.readouterr().err
+    assert exit.value.code == 2 and shown in error(capsys)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0 and capsys.readouterr().out == f"dsa {dsa.__version__}\n"
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == dsa.__version__
+
+
+def test_version_of_a_checkout_that_is_not_installed(monkeypatch, capsys):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"dsa {dsa.__version__}\n"
 
 
 def test_control_c(checkpoint, monkeypatch, capsys):
@@ -229,8 +331,72 @@ def test_control_c(checkpoint, monkeypatch, capsys):
     assert captured.out == "begun" and captured.err.endswith("\n") and "Traceback" not in captured.err
 
 
+def start(arguments, *flags, **options):
+    """The command as a process of its own."""
+    call = [sys.executable, *flags, "-m", "dsa_layers.cli", *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | options.pop("env", {})
+    return subprocess.Popen(call, text=True, env=environment, **options)
+
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+def test_the_command_imports_nothing_slow_before_it_can_be_interrupted():
+    script = "import sys, dsa_layers.cli; sys.exit(bool({'torch', 'numpy', 'tokenizers', 'dsa'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+@pytest.mark.parametrize("prefix", ["torch.", "dsa."])
+def test_control_c_in_the_first_seconds(tmp_path, prefix):
+    """While modules are imported, as Python tells by a line for each of them."""
+    process = start(["generate", tmp_path, "--prompt", PROMPT], "-X", "importtime", **PIPES)
+    for line in process.stderr:
+        if line.rpartition("|")[2].strip().startswith(prefix):
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    rest = [line for line in err.splitlines() if line and not line.startswith("import time:")]
+    assert (process.returncode, out, rest) == (130, "", [])
+
+
+def test_a_reader_that_leaves(checkpoint):
+    """As of `dsa generate ... | head -c1`: it ends as a filter does, and says nothing."""
+    call = ["generate", checkpoint, "--device", "cpu", "--raw", "--prompt", PROMPT, "--max-new-tokens", 30]
+    process = start(call, **PIPES)
+    assert process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 141
+    assert "Traceback" not in err and "dsa generate" not in err and "Exception" not in err and "prefill" not in err
+
+
+def test_output_that_cannot_be_written():
+    """Whether it is written at once or when Python ends."""
+    with open("/dev/full", "w") as full:
+        for unbuffered in ("", "1"):
+            process = start(["--version"], stdout=full, stderr=subprocess.PIPE, env={"PYTHONUNBUFFERED": unbuffered})
+            _, err = process.communicate(timeout=60)
+            assert (process.returncode, err) == (2, "dsa: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code"), [(1, ["--version"], 0), (2, ["generate", "--prompt", "x", "--device", "tpu"], 2)]
+)
+def test_a_closed_stream(closed, arguments, code):
+    call = [sys.executable, "-m", "dsa_layers.cli", *arguments]
+    result = subprocess.run(["sh", "-c", f'"$@" {closed}>&-', "sh", *call], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+
+
+def test_an_encoding_that_lacks_letters(tmp_path):
+    process = start(["generate", tmp_path / "é", "--prompt", "x"], **PIPES, env={"PYTHONIOENCODING": "ascii"})
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == ""
+    assert err.startswith(f"dsa generate: {tmp_path}/?: no such directory")
+
+
 def test_warnings_are_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(health, "check", lambda: warnings.warn("mind this", stacklevel=1) or True)
+    monkeypatch.setattr(health, "check", lambda seeds: warnings.warn("mind this", stacklevel=1) or True)
     assert main(["check"]) == 0
     assert capsys.readouterr().err == "Warning: mind this\n"
 
@@ -250,6 +416,39 @@ def test_tiny_refuses_a_directory_with_other_files(tmp_path, capsys):
     assert main(["tiny", str(tmp_path)]) == 2
     assert error(capsys).startswith(f"dsa tiny: {tmp_path}: holds 'thesis.tex', which is not part of a tiny checkpoint")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_tiny_refuses_a_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["tiny", str(tmp_path / "file")]) == 2
+    assert error(capsys) == f"dsa tiny: directory: must be a directory, got the file {tmp_path / 'file'}"
+    assert main(["tiny", str(tmp_path / "file" / "within")]) == 2
+    assert error(capsys) == f"dsa tiny: {tmp_path / 'file' / 'within'}: Not a directory"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("bench", "rotary", "--csv"), "dsa bench: --csv: "),
+        (("bench", "rotary", "--png"), "dsa bench: --png: "),
+        (("bench", "e2e", "--csv"), "dsa bench: --csv: "),
+        (("tune", "fp8_gemm_nt", "--output"), "dsa tune: --output: "),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path, monkeypatch, capsys, arguments, shown):
+    monkeypatch.setattr(backends, "why_no_kernels", None)  # not even asked for
+    assert main([*arguments, str(tmp_path)]) == 2
+    assert error(capsys) == f"{shown}must be a file, got the directory {tmp_path}"
+    assert main([*arguments, str(tmp_path / "nowhere" / "x")]) == 2
+    assert error(capsys) == f"{shown}there is no directory {tmp_path / 'nowhere'}"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    assert main([*arguments, str(tmp_path / "x")]) == 2
+    assert error(capsys) == f"{shown}{tmp_path / 'x'} cannot be written"
+
+
+def test_a_profile_writes_no_files(tmp_path, capsys):
+    assert main(["bench", "rotary", "--profile", "--csv", str(tmp_path / "x")]) == 2
+    assert error(capsys) == "dsa bench: --profile: prints where the time goes; it writes no --csv and no --png"
 
 
 def test_check(monkeypatch, capsys):
