@@ -9,12 +9,13 @@ from typing import Any
 import tokenizers
 
 from dsa_layers.chat_template import ChatTemplate, ChatTemplateError
-from dsa_layers.untrusted_files import read_json_object, read_text, shown
+from dsa_layers.untrusted_files import check_values, read_json_object, read_text, shown
 
 _REPLACEMENT = "\ufffd"
 
-# Bytes. The largest published tokenizers have 35 MB.
-_MAX_TOKENIZER = 2**27
+# Bytes. The largest published tokenizers have 35 MB, and two million values.
+_MAX_TOKENIZER = 2**26
+_MAX_TOKENIZER_VALUES = 3_000_000
 _MAX_CONFIG = 2**23
 _MAX_TEMPLATE = 2**20
 
@@ -40,6 +41,7 @@ class Tokenizer:
         self._tokenizer_path = tokenizer_path
         with _missing(tokenizer_path):
             content = read_text(tokenizer_path, TokenizerError, _MAX_TOKENIZER)
+        check_values(tokenizer_path, content, TokenizerError, _MAX_TOKENIZER_VALUES)
         with _failures(f"{tokenizer_path}: not a tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
             self._tokenizer.no_padding()

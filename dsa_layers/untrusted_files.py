@@ -10,9 +10,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# An upper bound of the values in a JSON file: an empty list is 2 bytes there and 64 in memory. The index of the largest
-# published checkpoint holds 145,000.
-MAX_JSON_VALUES = 1_000_000
+# The index of the largest published checkpoint holds 145,000.
+_MAX_VALUES = 1_000_000
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -55,12 +54,18 @@ def read_text(path: Path, error: type[ValueError], max_bytes: int) -> str:
         raise error(f"{path}: cannot be read: {problem}") from problem
 
 
+def check_values(path: Path, text: str, error: type[ValueError], most: int) -> None:
+    """Raises `error` if the JSON `text` of `path` may hold more than `most` values: an empty list is 3 bytes there and
+    64 in memory."""
+    if sum(map(text.count, "[{,")) > most:
+        raise error(f"{path}: holds too many values; accepted: at most {most}")
+
+
 def read_json_object(path: Path, error: type[ValueError], max_bytes: int) -> dict[str, Any]:
     """The JSON object in `path`. Raises as `read_text` does, and `error` for anything else than one JSON object, for
     names that come twice in it, and for nesting, numbers or counts beyond what is accepted."""
     text = read_text(path, error, max_bytes)
-    if sum(map(text.count, "[{,")) > MAX_JSON_VALUES:
-        raise error(f"{path}: holds too many values; accepted: at most {MAX_JSON_VALUES}")
+    check_values(path, text, error, _MAX_VALUES)
     twice: list[str] = []
 
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Random damage to files of checkpoints: to what their JSON says, and to their bytes."""
+"""Random damage to files of checkpoints: to what their JSON says, and to their bytes.
+
+`make test` draws the same few examples each time; DSA_HOSTILE_EXAMPLES=4000 draws so many, and others each time.
+"""
 
 import os
 

@@ -56,6 +56,13 @@ def test_tokenizer_files_beyond_any_size(tmp_path, name):
         Tokenizer(tmp_path)
 
 
+def test_a_tokenizer_of_too_many_values(tmp_path):
+    tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model":[' + "[]," * 3_000_000)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: holds too many values; accepted: at most 3000000"):
+        Tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
