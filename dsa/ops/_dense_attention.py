@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
 from dsa.ops._uncovered_rows import fill_uncovered
+from dsa.reference.checks import check_same_device
 
 DIMS = (64, 64), (128, 128), (192, 128)
 DTYPES = torch.bfloat16, torch.float16

@@ -8,14 +8,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_same_device(first: tuple[str, torch.Tensor], **others: torch.Tensor) -> None:
-    """All tensors are on the first one's device."""
-    name, tensor = first
-    for other, value in others.items():
-        if value.device != tensor.device:
-            raise ValueError(f"{other}: must be on {name}'s device {tensor.device}, got {value.device}")
-
-
 def check_rows(name: str, x: torch.Tensor) -> None:
     """x's last dimension is contiguous and its rows start at multiples of 16 bytes."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:

@@ -6,7 +6,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._sparse_attention import D_V, DIMS, DTYPES, Results, Selection, attend, inner_contiguous
 from dsa.reference import mla_decode as reference
 
@@ -50,7 +50,6 @@ def check_kernel_takes(
     selections: tuple[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], ...],
     head_dim_v: int,
     scale: float,
-    attn_sink: torch.Tensor | None,
 ) -> None:
     """Of arguments that the reference takes, what the Hopper kernel does not."""
     if q.shape[3] not in DIMS:
@@ -59,12 +58,10 @@ def check_kernel_takes(
         raise ValueError(f"head_dim_v: the Hopper kernel takes {D_V}, got {head_dim_v}")
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {scale}")
-    named = {"attn_sink": attn_sink}
-    for prefix, (cache, indices, counts) in zip(("", "extra_"), selections):
+    for prefix, (cache, _, _) in zip(("", "extra_"), selections):
         if cache is None:
             continue
         name = f"{prefix}k_cache"
-        named |= {name: cache, f"{prefix}indices": indices, f"{prefix}topk_length": counts}
         if _is_bytes(cache):
             if q.dtype != torch.bfloat16:
                 raise ValueError(f"q: the Hopper kernel takes bfloat16 with a byte cache, got {dtype_name(q.dtype)}")
@@ -80,7 +77,6 @@ def check_kernel_takes(
                 f"{name}: channels must be contiguous and keys start at multiples of 16 bytes, got strides "
                 f"{list(cache.stride())} and an address {cache.data_ptr() % 16} bytes past one"
             )
-    check_same_device(("q", q), **{name: x for name, x in named.items() if x is not None})
 
 
 def _is_bytes(cache: torch.Tensor) -> bool:
@@ -127,7 +123,7 @@ def _checked_decode(
     """`decode` as torch.compile calls it: addresses and strides are known only now."""
     selections = ((k_cache, indices, topk_length), (extra_k_cache, extra_indices, extra_topk_length))
     if backends.runs_kernel("flash_mla_with_kvcache", q):
-        check_kernel_takes(q, selections, head_dim_v, scale, attn_sink)
+        check_kernel_takes(q, selections, head_dim_v, scale)
     return decode(q, *selections[0], *selections[1], head_dim_v, scale, attn_sink, batch_invariant)
 
 

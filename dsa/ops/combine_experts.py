@@ -7,7 +7,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference import expert_sum as reference
 
 CHANNEL_MULTIPLE = 8
@@ -48,7 +48,7 @@ def _combine(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared:
     # Nothing to sum: PyTorch's one or two kernels, and no tensor without memory goes to ours.
     if not backends.runs_kernel("combine_experts", y) or y.numel() == 0 or rows.numel() == 0:
         return reference.combine_experts(y, rows, weights, shared)
-    _check_kernel_takes(y, rows, weights, shared)
+    _check_kernel_takes(y, rows)
     out = _allocate(y, rows)
     launch = _kernel(y.dtype, rows.dtype, shared is not None)
     with backends.on_device(y):
@@ -56,11 +56,7 @@ def _combine(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared:
     return out
 
 
-def _check_kernel_takes(
-    y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
-) -> None:
-    others = {"rows": rows, "weights": weights} | ({} if shared is None else {"shared": shared})
-    check_same_device(("y", y), **others)
+def _check_kernel_takes(y: torch.Tensor, rows: torch.Tensor) -> None:
     if y.shape[1] % CHANNEL_MULTIPLE:
         raise ValueError(f"y: the Hopper kernel takes H a multiple of {CHANNEL_MULTIPLE}, got shape {list(y.shape)}")
     if len(y) > MOST:

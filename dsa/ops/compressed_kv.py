@@ -7,7 +7,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name, pages_as_rows
+from dsa.ops._kernel_arguments import check_rows, dtype_name, pages_as_rows
 from dsa.ops._kv_rows import cache_rows, slot_words
 from dsa.reference import compressed_kv as reference
 
@@ -58,9 +58,10 @@ def write_compressed_kv(
                  `state`
     state        [S, n, 2, c] fp32, n = m, or 2 m with overlap: KV and Z of the token at position p in row p mod n of
                  the sequence's lane. The new tokens' are written
-    lanes        [B] int32: the lane of each sequence in `state`, from 0 to S - 1, all different
+    lanes        [B] int32: the lane of each sequence in `state`, from 0 to S - 1. Those of one lane, as of sequences
+                 that are padding, spoil each other's state
     overlap      whether an entry is made of two blocks
-    eps          added to the mean of the squares
+    eps          added to the mean of the squares: a finite number, at least 0
 
     Sum, norm and rope are fp32 and round once, to kv's dtype. Not differentiable; `compress_kv` is. Raises TypeError or
     ValueError for other types, dtypes, shapes and strides; the reference also for slots below -1 or beyond the cache
@@ -96,12 +97,11 @@ def _write(
     eps: float,
 ) -> None:
     tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes)
-    reference.check_write_compressed(*tensors, overlap)
+    reference.check_write_compressed(*tensors, overlap, eps)
     if not backends.runs_kernel("write_compressed_kv", cache):
         return reference.write_compressed_kv(*tensors, overlap=overlap, eps=eps)
     named = {"kv": kv, "gate": gate, "ape": ape, "norm_weight": norm_weight, "cos": cos, "sin": sin, "slots": slots}
     named |= {"cu_seqlens": cu_seqlens, "starts": starts, "state": state, "lanes": lanes}
-    check_same_device(("cache", cache), **named)
     d, m = norm_weight.shape[0], ape.shape[0]
     is_index = reference.is_index_cache(cache, d)
     _check_kernel_takes(kv, cos, cache, d, m, overlap, is_index)
@@ -116,7 +116,7 @@ def _write(
     words = slot_words(slots)
     if starts.shape[0] and kv.shape[0] and cache.shape[0]:
         with backends.on_device(cache):
-            _kernel(kv.dtype, d, m, bool(overlap), layout)(
+            _kernel(kv.dtype, d, m, overlap, layout)(
                 *(kv, gate, ape, norm_weight, cos, sin, pages, words, cu_seqlens, starts, state, lanes),
                 *(cache.shape[1], float(eps)),
             )
@@ -127,7 +127,7 @@ def _check_kernel_takes(
 ) -> None:
     if kv.dtype not in DTYPES:
         raise ValueError(f"kv: the Hopper kernel takes fp32 and bf16, got {dtype_name(kv.dtype)}")
-    if (d, m, bool(overlap)) not in KINDS:
+    if (d, m, overlap) not in KINDS:
         accepted = ", ".join(f"{d} of {m} {'with' if lap else 'without'} overlap" for d, m, lap in KINDS)
         got = f"{d} of {m} {'with' if overlap else 'without'}"
         raise ValueError(f"ape: the Hopper kernel takes entries of channels and tokens {accepted}, got {got}")
@@ -163,4 +163,4 @@ def _(
     eps: float,
 ) -> None:
     tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes)
-    reference.check_write_compressed(*tensors, overlap)
+    reference.check_write_compressed(*tensors, overlap, eps)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference import expert_routing as reference
 
 MOST_EXPERTS, MOST_PICKS, MOST_GROUPS = 1024, 32, 32
@@ -72,12 +72,11 @@ def _gate(
     normalise: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_gate(logits, bias, top_k, scores, n_group, topk_group)
+    reference.check_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
     wants_gradient = torch.is_grad_enabled() and logits.requires_grad
     if wants_gradient or not backends.runs_kernel("moe_gate", logits):
         groups = {"n_group": n_group, "topk_group": topk_group}
         return reference.moe_gate(logits, bias, top_k, scores=scores, normalise=normalise, scale=scale, **groups)
-    check_same_device(("logits", logits), bias=bias)
     if logits.shape[1] > MOST_EXPERTS:
         raise ValueError(f"logits: the Hopper kernel takes up to {MOST_EXPERTS} experts, got {logits.shape[1]}")
     if top_k > MOST_PICKS:
@@ -145,7 +144,7 @@ def _(
     normalise: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_gate(logits, bias, top_k, scores, n_group, topk_group)
+    reference.check_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
     return _allocate_gate(logits, top_k)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._sparse_attention import D_V, DIMS, DTYPES, Results, Selection, attend, inner_contiguous
 from dsa.reference import mla_prefill as reference
 
@@ -25,7 +25,7 @@ def flash_mla_sparse_fwd(
     q            [s_q, h_q, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
     kv           [s_kv, 1, d] in q's dtype; a value is the first d_v numbers of its key
     indices      [s_q, 1, K] int32; negative or at least s_kv is no key. A key named twice counts twice
-    sm_scale     multiplies the logits
+    sm_scale     multiplies the logits: a finite number
     d_v          at most d
     attn_sink    [h_q] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
     topk_length  [s_q] int32 or None: only the first topk_length[t] indices count
@@ -60,7 +60,7 @@ def _forward(
     reference.check_sparse_fwd(*arguments)
     if not backends.runs_kernel("flash_mla_sparse_fwd", q):
         return reference.flash_mla_sparse_fwd(*arguments)
-    _check_kernel_takes(*arguments)
+    _check_kernel_takes(q, kv, sm_scale, d_v)
     out, max_logits, lse = _allocate(q, d_v)
     if 0 in q.shape[:2] or 0 in (kv.shape[0], indices.shape[2]):
         return out.zero_(), max_logits.fill_(-torch.inf), lse.fill_(torch.inf)
@@ -82,17 +82,11 @@ def _allocate(q: torch.Tensor, d_v: int) -> tuple[torch.Tensor, torch.Tensor, to
 def _check_kernel_takes(
     q: torch.Tensor,
     kv: torch.Tensor,
-    indices: torch.Tensor,
     sm_scale: float,
     d_v: int,
-    attn_sink: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
 ) -> None:
-    if q.dtype not in DTYPES or kv.dtype != q.dtype:
-        raise ValueError(
-            f"kv: the Hopper kernel takes q's dtype {dtype_name(q.dtype)}, bfloat16 or float16, got "
-            f"{dtype_name(kv.dtype)}"
-        )
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q: the Hopper kernel takes bfloat16 or float16, got {dtype_name(q.dtype)}")
     if q.shape[2] not in DIMS:
         raise ValueError(f"q: the Hopper kernel takes d = 576 or 512, got shape {list(q.shape)}")
     if d_v != D_V:
@@ -104,8 +98,6 @@ def _check_kernel_takes(
         )
     if not 0 < sm_scale < math.inf:
         raise ValueError(f"sm_scale: the Hopper kernel takes a positive number, got {sm_scale}")
-    optional = {"attn_sink": attn_sink, "topk_length": topk_length}
-    check_same_device(("q", q), kv=kv, indices=indices, **{n: x for n, x in optional.items() if x is not None})
 
 
 torch.library.custom_op("dsa::sparse_mla_prefill", mutates_args=())(_forward)

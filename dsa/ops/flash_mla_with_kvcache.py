@@ -9,7 +9,7 @@ import torch
 from dsa import backends
 from dsa.ops import _sparse_decode
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_same_device, dtype_name, unit_inner
+from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.ops._known_calls import KnownCalls, signature
 from dsa.reference import mla_decode as reference
 from dsa.reference import mla_metadata
@@ -82,7 +82,7 @@ def flash_mla_with_kvcache(
     head_dim_v     at most d
     tile_scheduler_metadata, num_splits  from `get_mla_metadata` in either style, or None: planned here. A
                    FlashMLASchedMeta may be used again with the same shapes only
-    softmax_scale  multiplies the logits, d^-0.5 if None
+    softmax_scale  multiplies the logits: a finite number, or None: d^-0.5
     batch_invariant  True: a sequence's result does not depend on the other sequences, bit for bit. Dense, its splits
                    then follow from its length alone (at least 4096 keys each, at most 32), and the plan is not used;
                    sparse, a query is not split. False: the result depends on the plan, or on the number of queries, by
@@ -129,13 +129,13 @@ def flash_mla_with_kvcache(
     scale = softmax_scale
     if scale is None and q.dim() == 4 and q.shape[3]:
         scale = q.shape[3] ** -0.5
-    flags = (bool(causal), bool(is_fp8_kvcache))
+    flags = (causal, is_fp8_kvcache)
     if indices is not None:
         selections = ((k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
-        return _sparse(q, *selections, head_dim_v, plan, scale, flags, attn_sink, bool(batch_invariant))
+        return _sparse(q, *selections, head_dim_v, plan, scale, flags, attn_sink, batch_invariant)
     unused = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
     dense = (q, k_cache, block_table, cache_seqlens, head_dim_v)
-    return _dense(dense, plan, scale, flags, unused, bool(batch_invariant))
+    return _dense(dense, plan, scale, flags, unused, batch_invariant)
 
 
 _UNUSED = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
@@ -159,9 +159,9 @@ def _dense(
     unused: tuple,
     batch_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call, config = _known((*dense, plan[1], scale, *flags, *unused), plan[0])
+    call, config = _known((*dense, plan[1], scale, *flags, batch_invariant, *unused), plan[0])
     if config is None:
-        config = reference.check_dense(*dense, *plan, *flags, dict(zip(_UNUSED, unused)))
+        config = reference.check_dense(*dense, *plan, *flags, scale, batch_invariant, dict(zip(_UNUSED, unused)))
         if call is not None:
             if backends.runs_kernel("flash_mla_with_kvcache", dense[0]):
                 # Before a plan is made: a call that fails must not leave one behind.
@@ -189,12 +189,16 @@ def _sparse(
     attn_sink: torch.Tensor | None,
     batch_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call, config = _known((q, *selection, *extra, head_dim_v, plan[1], scale, *flags, attn_sink), plan[0])
+    call, config = _known(
+        (q, *selection, *extra, head_dim_v, plan[1], scale, *flags, batch_invariant, attn_sink), plan[0]
+    )
     if config is None:
-        config = reference.check_sparse(q, selection, extra, head_dim_v, *plan, *flags, attn_sink)
+        config = reference.check_sparse(
+            q, selection, extra, head_dim_v, *plan, *flags, scale, batch_invariant, attn_sink
+        )
         if call is not None:
             if backends.runs_kernel("flash_mla_with_kvcache", q):
-                _sparse_decode.check_kernel_takes(q, (selection, extra), head_dim_v, scale, attn_sink)
+                _sparse_decode.check_kernel_takes(q, (selection, extra), head_dim_v, scale)
             _known_calls.remember(call, config)
     mla_metadata.remember_config(plan[0], config)
     arguments = (q, *selection, *extra, head_dim_v, scale, attn_sink, batch_invariant)
@@ -341,9 +345,10 @@ def _check_kernel_takes(
     plan: FlashMLASchedMeta | torch.Tensor | None,
     num_splits: torch.Tensor | None,
 ) -> None:
-    if k_cache.dtype != q.dtype:
+    if k_cache.dtype != q.dtype:  # bytes
         raise ValueError(
-            f"k_cache: the Hopper kernel takes q's dtype {dtype_name(q.dtype)}, got {dtype_name(k_cache.dtype)}"
+            f"k_cache: the Hopper kernel takes q's dtype {dtype_name(q.dtype)} without indices, got "
+            f"{dtype_name(k_cache.dtype)}"
         )
     if q.shape[3] != D:
         raise ValueError(f"q: the Hopper kernel takes d = {D}, got shape {list(q.shape)}")
@@ -362,17 +367,14 @@ def _check_kernel_takes(
         raise ValueError(f"block_table: rows must be contiguous, got strides {list(block_table.stride())}")
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {scale}")
-    named = {"k_cache": k_cache, "block_table": block_table, "cache_seqlens": cache_seqlens}
     if isinstance(plan, torch.Tensor):
         if not 0 < plan.shape[0] <= MAX_PARTS:
             raise ValueError(
                 f"tile_scheduler_metadata: the Hopper kernel takes 1 to {MAX_PARTS} parts, got {plan.shape[0]}"
             )
-        named |= {"tile_scheduler_metadata": plan, "num_splits": num_splits}
-        for name in ("tile_scheduler_metadata", "num_splits"):
-            if not named[name].is_contiguous():
-                raise ValueError(f"{name}: must be contiguous, got strides {list(named[name].stride())}")
-    check_same_device(("q", q), **named)
+        for name, x in (("tile_scheduler_metadata", plan), ("num_splits", num_splits)):
+            if not x.is_contiguous():
+                raise ValueError(f"{name}: must be contiguous, got strides {list(x.stride())}")
 
 
 torch.library.custom_op("dsa::mla_metadata", mutates_args=())(_metadata)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference import paged_indexer_logits as reference
 from dsa.reference.indexer_logits import row_stride
 
@@ -72,7 +72,7 @@ def fp8_paged_mqa_logits(
     Source: DeepGEMM's function of this name.
     """
     reference.check_paged_mqa_logits(
-        q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, logits_dtype
+        q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, logits_dtype
     )
     arguments = (
         *(q, kv_cache, weights, context_lens, block_table, schedule_meta),
@@ -197,12 +197,8 @@ def _check_kernel_takes(
             f"kv_cache: every page must be contiguous and start at a multiple of 16 bytes, got strides {list(stride)} "
             f"and an address {kv_cache.data_ptr() % 16} bytes past one"
         )
-    named = {"kv_cache": kv_cache, "weights": weights, "context_lens": context_lens, "block_table": block_table}
-    if schedule_meta is not None:
-        named["schedule_meta"] = schedule_meta
-        if not schedule_meta.is_contiguous():
-            raise ValueError(f"schedule_meta: must be contiguous, got strides {list(schedule_meta.stride())}")
-    check_same_device(("q", q), **named)
+    if schedule_meta is not None and not schedule_meta.is_contiguous():
+        raise ValueError(f"schedule_meta: must be contiguous, got strides {list(schedule_meta.stride())}")
 
 
 torch.library.custom_op("dsa::get_paged_mqa_logits_metadata", mutates_args=())(_metadata)

@@ -7,7 +7,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name
+from dsa.ops._kernel_arguments import check_rows, dtype_name
 from dsa.reference import hyper_connections as reference
 
 STREAMS, CHANNEL_MULTIPLE = 4, 8
@@ -38,6 +38,8 @@ def hyper_collapse(
     mix      [T, (2 + n) n] fp32: fn v, a projection of the streams
     base     [(2 + n) n] fp32
     scale    [3] fp32: of pre, post and comb
+    iterations   from 1 to 1000
+    eps, hc_eps  finite numbers, at least 0
 
     Returns x [T, D] in streams' dtype, post [T, n] and comb [T, n, n] fp32, contiguous. All is fp32 and x rounds once.
     NaN and infinities stay in their token. Differentiable: where a gradient is asked for, the PyTorch formula runs.
@@ -85,11 +87,10 @@ def _collapse(
     eps: float,
     hc_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    reference.check_collapse(streams, mix, base, scale, iterations)
+    reference.check_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
     if not backends.runs_kernel("hyper_collapse", streams) or _wants_gradient(streams, mix, base, scale):
         return reference.hyper_collapse(streams, mix, base, scale, iterations=iterations, eps=eps, hc_eps=hc_eps)
     small = {"mix": mix, "base": base, "scale": scale}
-    check_same_device(("streams", streams), **small)
     _check_kernel_takes(streams)
     tile = _tile(streams)
     rows = _rows("streams", streams)
@@ -109,7 +110,6 @@ def _expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: to
     reference.check_expand(y, streams, post, comb)
     if not backends.runs_kernel("hyper_expand", streams) or _wants_gradient(y, streams, post, comb):
         return reference.hyper_expand(y, streams, post, comb)
-    check_same_device(("streams", streams), y=y, post=post, comb=comb)
     _check_kernel_takes(streams)
     y, rows = _rows("y", y), _rows("streams", streams)
     for name, value in (("post", post), ("comb", comb)):
@@ -191,7 +191,7 @@ def _(
     eps: float,
     hc_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    reference.check_collapse(streams, mix, base, scale, iterations)
+    reference.check_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
     return _allocate(streams)
 
 

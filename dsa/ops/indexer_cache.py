@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name, pages_as_rows
+from dsa.ops._kernel_arguments import check_rows, dtype_name, pages_as_rows
 from dsa.reference import indexer_cache as reference
 
 DIMS = (32, 64, 128)
@@ -48,7 +48,6 @@ def _write(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: t
     if not backends.runs_kernel("write_indexer_cache", cache):
         return reference.write_indexer_cache(k, k_scale, cache, slots)
     _check_kernel_takes(cache, slots)
-    check_same_device(("cache", cache), k=k, k_scale=k_scale)
     check_rows("k", k)
     if k.shape[0] and cache.shape[0]:
         _launch(k, k_scale, cache, slots, True)
@@ -90,7 +89,6 @@ def _allocate(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, t
 def _check_kernel_takes(cache: torch.Tensor, slots: torch.Tensor) -> None:
     if cache.shape[3] - 4 not in DIMS:
         raise ValueError(f"cache: the Hopper kernel takes D {DIMS}, got {cache.shape[3] - 4}")
-    check_same_device(("cache", cache), slots=slots)
     if slots.shape[0] > 1 and slots.stride(0) != 1:
         raise ValueError(f"slots: must be contiguous, got strides {list(slots.stride())}")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name, pages_as_rows, unit_inner
+from dsa.ops._kernel_arguments import check_rows, dtype_name, pages_as_rows, unit_inner
 from dsa.reference import indexer_inputs as reference
 
 ROTATED = (32, 64, 128)
@@ -62,7 +62,7 @@ def write_indexer_keys(
     norm_weight  [128] fp32, and norm_bias: of the LayerNorm over the 128 channels
     cache        [pages, P, 1, 132] uint8, as `write_indexer_cache` has it
     slots        [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
-    eps          added to the variance
+    eps          added to the variance: a finite number, at least 0
     others       as `quantize_indexer_queries`
 
     LayerNorm, rope and Hadamard each round to k's dtype. Every other byte of the cache stays as it is. Raises TypeError
@@ -86,19 +86,18 @@ def _quantize(
     dims: str,
     use_ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_queries(q, weights, cos, sin, dims)
+    reference.check_queries(q, weights, cos, sin, interleaved, dims, use_ue8m0)
     if not backends.runs_kernel("quantize_indexer_queries", q):
         return reference.quantize_indexer_queries(
             q, weights, cos, sin, interleaved=interleaved, dims=dims, use_ue8m0=use_ue8m0
         )
-    check_same_device(("q", q), weights=weights, cos=cos, sin=sin)
     check_rows("q", q)
     if weights.shape[1] > 1 and weights.stride(1) != 1:
         raise ValueError(f"weights: the last dimension must be contiguous, got strides {list(weights.stride())}")
     cos, sin = _angles(cos, sin)
     q8, scaled = _allocate(q)
     if q8.numel():
-        launch = _query_kernel(q.dtype, 2 * cos.shape[1], bool(interleaved), dims == "last", bool(use_ue8m0))
+        launch = _query_kernel(q.dtype, 2 * cos.shape[1], interleaved, dims == "last", use_ue8m0)
         with backends.on_device(q):
             launch(_without_odd_strides(q), unit_inner(weights), cos, sin, q8, unit_inner(scaled))
     return q8, scaled
@@ -117,14 +116,12 @@ def _write(
     dims: str,
     use_ue8m0: bool,
 ) -> None:
-    reference.check_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, dims)
+    reference.check_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, eps, interleaved, dims, use_ue8m0)
     if not backends.runs_kernel("write_indexer_keys", cache):
         return reference.write_indexer_keys(
             *(k, norm_weight, norm_bias, cos, sin, cache, slots),
             **{"eps": eps, "interleaved": interleaved, "dims": dims, "use_ue8m0": use_ue8m0},
         )
-    tensors = {"norm_weight": norm_weight, "norm_bias": norm_bias, "cos": cos, "sin": sin, "slots": slots}
-    check_same_device(("cache", cache), k=k, **tensors)
     for name, x in (("k", k), ("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         check_rows(name, x)
     if slots.shape[0] > 1 and slots.stride(0) != 1:
@@ -132,7 +129,7 @@ def _write(
     pages = pages_as_rows("cache", cache)
     cos, sin = _angles(cos, sin)
     if k.shape[0] and cache.shape[0]:
-        launch = _key_kernel(k.dtype, slots.dtype, 2 * cos.shape[1], bool(interleaved), dims == "last", bool(use_ue8m0))
+        launch = _key_kernel(k.dtype, slots.dtype, 2 * cos.shape[1], interleaved, dims == "last", use_ue8m0)
         with backends.on_device(cache):
             k = _without_odd_strides(k)
             launch(k, norm_weight, norm_bias, cos, sin, pages, slots, cache.shape[1], float(eps))
@@ -195,7 +192,7 @@ def _(
     dims: str,
     use_ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_queries(q, weights, cos, sin, dims)
+    reference.check_queries(q, weights, cos, sin, interleaved, dims, use_ue8m0)
     return _allocate(q)
 
 
@@ -213,4 +210,4 @@ def _(
     dims: str,
     use_ue8m0: bool,
 ) -> None:
-    reference.check_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, dims)
+    reference.check_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, eps, interleaved, dims, use_ue8m0)

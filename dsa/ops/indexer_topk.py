@@ -4,11 +4,10 @@ import torch
 
 from dsa import backends
 from dsa.ops._indexer_gradient import HEADS, active_shape, index_scores
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._warmup_sum import LEAST_WORKSPACE, ROWS, Indexer, Plan, make_plan
 from dsa.ops.topk_indices import MAX_K, topk_indices
 from dsa.reference import indexer_training as reference
-from dsa.reference.checks import check_positive
 
 DIMS = 64, 128
 
@@ -26,7 +25,7 @@ def indexer_topk(
 ) -> torch.Tensor:
     """The top_k keys s of each query t of packed sequences by I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s]).
 
-    q_idx         [Tq, Hi, di]; k_idx [Tk, di]; w_idx [Tq, Hi], of any sign
+    q_idx         [Tq, Hi, di]; k_idx [Tk, di] in its dtype; w_idx [Tq, Hi] in that or fp32, of any sign
     top_k         how many to pick, at least 1, possibly more than a sequence has
     cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
     max_seqlen_*  no sequence is longer; a query that sees more keys than these, rounded up to 128, selects none
@@ -44,15 +43,13 @@ def indexer_topk(
     tensors = q_idx, k_idx, w_idx
     bounds = cu_seqlens_q, cu_seqlens_k
     arguments = *tensors, top_k, *bounds, max_seqlen_q, max_seqlen_k, causal
-    reference.check_indexer(*tensors, len(q_idx), len(k_idx))
-    reference.check_bounds(*bounds, len(q_idx), len(k_idx))
-    check_positive("top_k", top_k)
+    reference.check_indexer_topk(*arguments)
     if q_idx.dtype != torch.bfloat16:
         backends.note_reference_only(f"indexer_topk in {dtype_name(q_idx.dtype)}", q_idx)
         return reference.indexer_topk(*arguments)
     if not backends.runs_kernel("indexer_topk", q_idx):
         return reference.indexer_topk(*arguments)
-    _check_kernel_takes(*tensors, top_k, *bounds)
+    _check_kernel_takes(q_idx, top_k)
     sequences = *(x.contiguous() for x in bounds), max_seqlen_q, max_seqlen_k
     plan, _ = make_plan(sequences, len(q_idx), len(k_idx), causal)
     return _select(Indexer.of(*(x.detach() for x in tensors)), plan, top_k)
@@ -86,16 +83,10 @@ def _select(indexer: Indexer, plan: Plan, top_k: int) -> torch.Tensor:
     return picks[:queries, None]
 
 
-def _check_kernel_takes(q_idx, k_idx, w_idx, top_k, cu_seqlens_q, cu_seqlens_k) -> None:
-    if k_idx.dtype != torch.bfloat16:
-        raise ValueError(f"k_idx: the Hopper kernel takes q_idx's dtype bfloat16, got {dtype_name(k_idx.dtype)}")
-    if w_idx.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"w_idx: the Hopper kernel takes bfloat16 or float32, got {dtype_name(w_idx.dtype)}")
+def _check_kernel_takes(q_idx: torch.Tensor, top_k: int) -> None:
     if q_idx.shape[2] not in DIMS:
         raise ValueError(f"q_idx: the Hopper kernel takes di of 64 or 128, got {q_idx.shape[2]}")
     if not 1 <= q_idx.shape[1] <= HEADS[-1]:
         raise ValueError(f"q_idx: the Hopper kernel takes 1 to {HEADS[-1]} heads, got {q_idx.shape[1]}")
     if top_k > MAX_K:
         raise ValueError(f"top_k: the Hopper kernel takes up to {MAX_K}, got {top_k}")
-    others = {"k_idx": k_idx, "w_idx": w_idx, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    check_same_device(("q_idx", q_idx), **others)

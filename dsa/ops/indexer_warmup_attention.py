@@ -6,7 +6,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._indexer_gradient import HEADS
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
 from dsa.ops._tma_rows import tma_rows
 from dsa.ops._uncovered_rows import fill_uncovered
@@ -41,7 +41,8 @@ def indexer_warmup_attention(
     "per_head": kl[t, h] = KL(A_h[t] || softmax_s(w_idx[t, h] relu(q_idx_h[t] . k_idx[s]))), for as many index heads
 
     q             [Tq, H, d]; k [Tk, Hk, d], v [Tk, Hk, dv], H a multiple of Hk: head h attends to head h // (H / Hk)
-    q_idx         [Tq, Hi, di]; k_idx [Tk, di]; w_idx [Tq, Hi], of any sign
+                  k and v in q's dtype
+    q_idx         [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in that or fp32, of any sign
     cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
     max_seqlen_*  no sequence is longer; on Hopper the losses of one with more keys are NaN for "sum", and gradients of
                   q, k and v are 0 behind so many rows
@@ -65,13 +66,13 @@ def indexer_warmup_attention(
     """
     tensors = q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k
     rest = max_seqlen_q, max_seqlen_k, softmax_scale, causal, target
-    reference.check_warmup(*tensors, target)
+    reference.check_warmup(*tensors, *rest)
     if q.dtype != torch.bfloat16:
         backends.note_reference_only(f"indexer_warmup_attention in {dtype_name(q.dtype)}", q)
         return reference.indexer_warmup_attention(*tensors, *rest)
     if not backends.runs_kernel("indexer_warmup_attention", q):
         return reference.indexer_warmup_attention(*tensors, *rest)
-    _check_kernel_takes(*tensors, softmax_scale, target)
+    _check_kernel_takes(q, k, v, q_idx, softmax_scale, target)
     sequences = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k
     loss = _PerHead if target == "per_head" else _Sum
     return loss.apply(q, k, v, q_idx, k_idx, w_idx, sequences, softmax_scale, causal)
@@ -204,13 +205,9 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.
     return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 
-def _check_kernel_takes(q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k, softmax_scale, target) -> None:
-    bf16 = {"k": k, "v": v, "q_idx": q_idx, "k_idx": k_idx}
-    for name, x in bf16.items():
-        if x.dtype != torch.bfloat16:
-            raise ValueError(f"{name}: the Hopper kernel takes q's dtype bfloat16, got {dtype_name(x.dtype)}")
-    if w_idx.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"w_idx: the Hopper kernel takes bfloat16 or float32, got {dtype_name(w_idx.dtype)}")
+def _check_kernel_takes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_idx: torch.Tensor, softmax_scale: float, target: str
+) -> None:
     if (q.shape[2], v.shape[2]) not in DIMS:
         raise ValueError(
             f"q, v: the Hopper kernel takes channels (d, dv) of {', '.join(map(str, DIMS))}, got "
@@ -229,5 +226,3 @@ def _check_kernel_takes(q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k
             raise ValueError(f"k: the Hopper kernel takes one head of {ABSORBED[0]} channels, got {k.shape[1]}")
         if len(v) and (v.data_ptr() != k.data_ptr() or v.stride(0) != k.stride(0)):
             raise ValueError(f"v: the Hopper kernel takes k[..., :{ABSORBED[1]}] for keys of {ABSORBED[0]} channels")
-    others = {"w_idx": w_idx, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    check_same_device(("q", q), **bf16, **others)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._kv_rows import cache_rows, float_rows, layout_name, slot_words
 from dsa.reference import kv_cache as reference
 
@@ -55,11 +55,10 @@ def _write(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0
     reference.check_write(kv, cache, slots, use_ue8m0)
     if not backends.runs_kernel("write_kv_cache", cache):
         return reference.write_kv_cache(kv, cache, slots, use_ue8m0)
-    check_same_device(("cache", cache), kv=kv, slots=slots)
     arguments = float_rows("kv", kv), cache_rows(cache), slot_words(slots)
     if kv.numel() and cache.numel():
         quantizes = cache.dtype in reference.BYTE_DTYPES
-        launch = _write_kernel(kv.dtype, layout_name(cache), quantizes and bool(use_ue8m0))
+        launch = _write_kernel(kv.dtype, layout_name(cache), quantizes and use_ue8m0)
         with backends.on_device(cache):
             launch(*arguments)
 
@@ -68,7 +67,6 @@ def _read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch
     d = reference.check_read(cache, slots, dtype)
     if not backends.runs_kernel("read_kv_cache", cache):
         return reference.read_kv_cache(cache, slots, dtype=dtype)
-    check_same_device(("cache", cache), slots=slots)
     rows, words = cache_rows(cache), slot_words(slots)
     out = _allocate(cache, slots, d, dtype)
     if not cache.numel():

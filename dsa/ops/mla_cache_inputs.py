@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name
+from dsa.ops._kernel_arguments import check_rows, dtype_name
 from dsa.ops._kv_rows import cache_rows, float_rows, layout_name, slot_words
 from dsa.reference import mla_cache_inputs as reference
 from dsa.reference.kv_cache import BYTE_DTYPES
@@ -37,7 +37,7 @@ def write_mla_cache(
     cos, sin     [T, R / 2] fp32, R at most d: of the tokens' positions
     cache        [pages, P, 1, d | 656 | 584], as `write_kv_cache` has it
     slots        [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
-    eps          added to the mean of the squares
+    eps          added to the mean of the squares: a finite number, at least 0
     interleaved  rope turns the pairs (2i, 2i + 1); False: (i, i + R / 2)
     use_ue8m0    as `write_kv_cache` takes it
     out          [T, d] in kv's dtype, last dimension contiguous, or None: gets the rows as they are before the cache
@@ -70,14 +70,12 @@ def _write(
     use_ue8m0: bool,
     out: torch.Tensor | None,
 ) -> None:
-    reference.check_inputs(kv, norm_weight, cos, sin, cache, slots, use_ue8m0, out)
+    reference.check_inputs(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
     if not backends.runs_kernel("write_mla_cache", cache):
         return reference.write_mla_cache(
             *(kv, norm_weight, cos, sin, cache, slots),
             **{"eps": eps, "interleaved": interleaved, "use_ue8m0": use_ue8m0, "out": out},
         )
-    tensors = {"kv": kv, "norm_weight": norm_weight, "cos": cos, "sin": sin, "slots": slots}
-    check_same_device(("cache", cache), **tensors, **({} if out is None else {"out": out}))
     if kv.shape[1] not in DIMS or norm_weight.shape[0] != NORMED:
         raise ValueError(
             f"norm_weight: the Hopper kernel takes N {NORMED} of d {DIMS} channels, got {norm_weight.shape[0]} of "
@@ -92,7 +90,7 @@ def _write(
     pages, words = cache_rows(cache), slot_words(slots)
     if kv.shape[0] and (cache.shape[0] or out is not None):
         quantizes = cache.dtype in BYTE_DTYPES
-        launch = _kernel(kv.dtype, layout_name(cache), kv.shape[1], bool(interleaved), quantizes and bool(use_ue8m0))
+        launch = _kernel(kv.dtype, layout_name(cache), kv.shape[1], interleaved, quantizes and use_ue8m0)
         with backends.on_device(cache):
             launch(rows, norm_weight, cos, sin, pages, words, kept, int(out is not None), float(eps))
 
@@ -120,4 +118,4 @@ def _(
     use_ue8m0: bool,
     out: torch.Tensor | None,
 ) -> None:
-    reference.check_inputs(kv, norm_weight, cos, sin, cache, slots, use_ue8m0, out)
+    reference.check_inputs(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)

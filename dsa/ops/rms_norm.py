@@ -7,7 +7,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_rows, check_same_device, dtype_name
+from dsa.ops._kernel_arguments import check_rows, dtype_name
 from dsa.reference import norm as reference
 
 CHANNEL_MULTIPLE = 8
@@ -20,7 +20,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
 
     x       [..., D] bf16, fp16 or fp32
     weight  [D] fp32, or None for ones
-    eps     added to the mean of the squares
+    eps     added to the mean of the squares: a finite number, at least 0
 
     Returns y, contiguous, of x's shape and dtype. A NaN makes its own row NaN, and a row's result does not depend on
     the other rows. Differentiable in x and weight: where gradients are asked for, the formula runs in PyTorch.
@@ -39,7 +39,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    reference.check_rms_norm(x, weight)
+    reference.check_rms_norm(x, weight, eps)
     if not backends.runs_kernel("rms_norm", x):
         return reference.rms_norm(x, weight, eps).contiguous()
     _check_kernel_takes(x, weight)
@@ -62,7 +62,6 @@ def _check_kernel_takes(x: torch.Tensor, weight: torch.Tensor | None) -> None:
     if x.numel() // channels > MOST_ROWS:
         raise ValueError(f"x: the Hopper kernel takes at most {MOST_ROWS} rows, got shape {list(x.shape)}")
     if weight is not None:
-        check_same_device(("x", x), weight=weight)
         check_rows("weight", weight)
 
 
@@ -106,5 +105,5 @@ torch.library.custom_op("dsa::rms_norm", mutates_args=())(_norm)
 
 @torch.library.register_fake("dsa::rms_norm")
 def _(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    reference.check_rms_norm(x, weight)
+    reference.check_rms_norm(x, weight, eps)
     return _allocate(x)

@@ -7,9 +7,9 @@ import torch
 
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_same_device, dtype_name, unit_inner
+from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.reference import rotary as reference
-from dsa.reference.checks import check_tensor
+from dsa.reference.checks import FLOATS, check_same_device, check_same_dtype, check_tensor, check_writable
 
 WIDE = 4
 MOST_UNITS = 2**31 - 512
@@ -46,6 +46,8 @@ def apply_rotary(
     Source: RoFormer (arXiv 2104.09864); `apply_rotary_emb` of DeepSeek-V3.2's and V4's inference code.
     """
     wants_gradients = _wants_gradients(x, cos, sin, out)
+    if wants_gradients:
+        reference.check_rotary("x", x, cos, sin, interleaved, dims)
     if out is not None:
         if wants_gradients:
             raise ValueError("out: must be None where gradients are asked for; use torch.no_grad()")
@@ -65,7 +67,7 @@ def _wants_gradients(*tensors: torch.Tensor | None) -> bool:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str) -> torch.Tensor:
-    reference.check_rotary("x", x, cos, sin, dims)
+    reference.check_rotary("x", x, cos, sin, interleaved, dims)
     if not backends.runs_kernel("apply_rotary", x):
         return reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims)
     out = _allocate(x)
@@ -76,25 +78,26 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
 def _rotate_into(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor
 ) -> None:
-    _check(x, cos, sin, dims, out)
+    _check(x, cos, sin, interleaved, dims, out)
     if backends.runs_kernel("apply_rotary", x):
         _launch(x, cos, sin, interleaved, dims, out)
     else:
         out.copy_(reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims))
 
 
-def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dims: str, out: torch.Tensor) -> None:
-    reference.check_rotary("x", x, cos, sin, dims)
-    check_tensor("out", out, (x.dtype,), tuple(x.shape))
+def _check(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor
+) -> None:
+    reference.check_rotary("x", x, cos, sin, interleaved, dims)
+    check_tensor("out", out, FLOATS, tuple(x.shape), "x")
+    check_same_dtype(("x", x), out=out)
     check_same_device(("x", x), out=out)
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
-        raise ValueError(f"out: its numbers must not share memory, got strides {list(out.stride())}")
+    check_writable("out", out)
 
 
 def _launch(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor
 ) -> None:
-    check_same_device(("x", x), cos=cos, sin=sin)
     rotated = 2 * cos.shape[1]
     if rotated == 0:
         raise ValueError(f"cos: the Hopper kernel rotates at least 2 channels, got shape {list(cos.shape)}")
@@ -117,7 +120,7 @@ def _launch(
             f"{list(x.shape)}"
         )
     angles = (_angles(a, wide is not None) for a in (cos, sin))
-    launch = _kernel(x.dtype, bool(interleaved), wide is not None, x.numel().bit_length())
+    launch = _kernel(x.dtype, interleaved, wide is not None, x.numel().bit_length())
     with backends.on_device(x):
         launch(rows, *angles, target, begin // channels)
 
@@ -171,13 +174,13 @@ torch.library.custom_op("dsa::apply_rotary_out", mutates_args=("out",))(_rotate_
 
 @torch.library.register_fake("dsa::apply_rotary")
 def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str) -> torch.Tensor:
-    reference.check_rotary("x", x, cos, sin, dims)
+    reference.check_rotary("x", x, cos, sin, interleaved, dims)
     return _allocate(x)
 
 
 @torch.library.register_fake("dsa::apply_rotary_out")
 def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor) -> None:
-    _check(x, cos, sin, dims, out)
+    _check(x, cos, sin, interleaved, dims, out)
 
 
 def _save_angles(ctx, inputs: tuple, output: torch.Tensor) -> None:

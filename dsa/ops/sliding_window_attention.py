@@ -10,7 +10,7 @@ from dsa.ops import _sparse_decode
 # The module: by name, its ops would count as this one's.
 from dsa.ops import window_indices as window_lists
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._known_calls import KnownCalls, signature
 from dsa.ops._sparse_attention import D_V, DIMS, Results, Selection, attend, inner_contiguous
 from dsa.reference import sliding_window as reference
@@ -40,7 +40,7 @@ def sliding_window_attention(
     cu_seqlens_q   [B + 1] int32, not decreasing: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
     cu_seqlens_k   [B + 1] int32, likewise for the keys
     window         keys that a query sees at most, itself included; at least 1
-    softmax_scale  multiplies the logits
+    softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
     indices        [total_q, window] int32 or None: what `window_indices` gives for this, which is the same for all
@@ -95,7 +95,7 @@ def window_sparse_attention(
     compressed    [n, 1, d] in q's dtype, keys of any origin; a value is the first d_v numbers of its key
     indices       [total_q, K] int32, rows of compressed; negative or at least n is no key. A key named twice counts
                   twice
-    softmax_scale multiplies the logits
+    softmax_scale multiplies the logits: a finite number
     d_v           at most d
     attn_sink     [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
     topk_length   [total_q] int32 or None: only the first topk_length[t] of indices[t] count
@@ -138,7 +138,7 @@ def sliding_window_decode(
                    offset s % P of page b
     cache_seqlens  [B] int32, keys per sequence, the queries' own included; 0 is legal
     window         keys that a query sees at most, itself included; at least 1. A ring has P >= window + s_q - 1
-    softmax_scale  multiplies the logits
+    softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
 
@@ -153,7 +153,7 @@ def sliding_window_decode(
     CUDA-graph safe with new tables and lengths, no host synchronisation.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
-    arguments = (q, cache, block_table, cache_seqlens, window, softmax_scale, d_v, attn_sink, bool(is_fp8_kvcache))
+    arguments = (q, cache, block_table, cache_seqlens, window, softmax_scale, d_v, attn_sink, is_fp8_kvcache)
     if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
         if isinstance(q, torch.Tensor):
             backends.note_reference_only("sliding_window_decode in float32", q)
@@ -164,7 +164,7 @@ def sliding_window_decode(
         window_decode.check_window_decode(*arguments)
         if call is not None:
             if backends.runs_kernel("sliding_window_decode", q):
-                _check_decode(q, cache, block_table, cache_seqlens, softmax_scale, d_v, attn_sink)
+                _check_decode(q, cache, softmax_scale, d_v)
             _known_calls.remember(call, {})
     slots = window_lists.window_slots(block_table, cache_seqlens, q.shape[1], cache.shape[1], window)
     decode = torch.ops.dsa.sparse_mla_decode if compiling else _sparse_decode.decode
@@ -189,8 +189,7 @@ def _window(
     reference.check_window_attention(*packed, *options, indices)
     if q.dtype == torch.float32 or not backends.runs_kernel("sliding_window_attention", q):
         return reference.sliding_window_attention(*packed, *options, indices=indices)
-    others = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "attn_sink": attn_sink, "indices": indices}
-    _check_kernel_takes(q, {"kv": kv}, *options[:2], others)
+    _check_kernel_takes(q, {"kv": kv}, *options[:2])
     return _attend(packed, indices, None, *options)
 
 
@@ -216,9 +215,7 @@ def _window_sparse(
         return reference.window_sparse_attention(
             *packed, compressed, indices, *options, topk_length, window_indices=window_indices
         )
-    others = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "attn_sink": attn_sink, "indices": indices}
-    others |= {"topk_length": topk_length, "window_indices": window_indices}
-    _check_kernel_takes(q, {"kv": kv, "compressed": compressed}, *options[:2], others)
+    _check_kernel_takes(q, {"kv": kv, "compressed": compressed}, *options[:2])
     return _attend(packed, window_indices, selected, *options)
 
 
@@ -264,7 +261,6 @@ def _check_kernel_takes(
     keys: dict[str, torch.Tensor],
     softmax_scale: float,
     d_v: int,
-    others: dict[str, torch.Tensor | None],
 ) -> None:
     if q.shape[-1] not in DIMS:
         raise ValueError(f"q: the Hopper kernel takes d = 576 or 512, got shape {list(q.shape)}")
@@ -273,32 +269,18 @@ def _check_kernel_takes(
     if not 0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {softmax_scale}")
     for name, x in keys.items():
-        if x.dtype != q.dtype:
-            raise ValueError(
-                f"{name}: the Hopper kernel takes q's dtype {dtype_name(q.dtype)}, got {dtype_name(x.dtype)}"
-            )
         if x.numel() and rows_at_16_bytes(x) is None:
             raise ValueError(
                 f"{name}: channels must be contiguous and keys start at multiples of 16 bytes, got strides "
                 f"{list(x.stride())} and an address {x.data_ptr() % 16} bytes past one"
             )
-    check_same_device(("q", q), **keys, **{name: x for name, x in others.items() if x is not None})
 
 
-def _check_decode(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor,
-    softmax_scale: float,
-    d_v: int,
-    attn_sink: torch.Tensor | None,
-) -> None:
-    others = {"block_table": block_table, "cache_seqlens": cache_seqlens, "attn_sink": attn_sink}
+def _check_decode(q: torch.Tensor, cache: torch.Tensor, softmax_scale: float, d_v: int) -> None:
     if cache.is_floating_point() and cache.element_size() > 1:
-        _check_kernel_takes(q, {"cache": cache}, softmax_scale, d_v, others)
+        _check_kernel_takes(q, {"cache": cache}, softmax_scale, d_v)
         return
-    _check_kernel_takes(q, {}, softmax_scale, d_v, others | {"cache": cache})
+    _check_kernel_takes(q, {}, softmax_scale, d_v)
     if q.dtype != torch.bfloat16:
         raise ValueError(f"q: the Hopper kernel takes bfloat16 with a byte cache, got {dtype_name(q.dtype)}")
     _sparse_decode._check_bytes("cache", cache)

@@ -8,7 +8,6 @@ import torch
 
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_same_device
 from dsa.ops._sparse_attention import inner_contiguous
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference import indexer_training as reference
@@ -58,11 +57,11 @@ def sparse_indexer_loss(
     arguments = (q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)
     if isinstance(q, torch.Tensor) and q.dtype != torch.bfloat16:
         backends.note_reference_only(f"sparse_indexer_loss in {str(q.dtype).removeprefix('torch.')}", q)
-        return reference.sparse_indexer_loss(*arguments)
-    reference.check_sparse_loss(*arguments)
+        return reference.sparse_indexer_loss(*arguments, deterministic)
+    reference.check_sparse_loss(*arguments, deterministic)
     if not backends.runs_kernel("sparse_indexer_loss", q):
         return reference.sparse_indexer_loss(*arguments)
-    _check_kernel_takes(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)
+    _check_kernel_takes(q, kv, q_idx, k_idx, indices, softmax_scale, lse)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return _Loss.apply(*arguments, deterministic)
@@ -162,10 +161,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().clone() if aligned is None else aligned
 
 
-def _check_kernel_takes(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse) -> None:
-    for name, x in (("kv", kv), ("q_idx", q_idx), ("k_idx", k_idx)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name}: the Hopper kernel takes q's dtype bfloat16, got {x.dtype}")
+def _check_kernel_takes(q, kv, q_idx, k_idx, indices, softmax_scale, lse) -> None:
     limits = (
         ("q", q, "d = 576 or 512", q.shape[2] in DIMS),
         ("q", q, f"at most {MOST_HEADS} heads", q.shape[1] <= MOST_HEADS),
@@ -184,8 +180,6 @@ def _check_kernel_takes(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)
                 f"{name}: channels must be contiguous and keys start at multiples of 16 bytes, got strides "
                 f"{list(x.stride())} and an address {x.data_ptr() % 16} bytes past one"
             )
-    optional = {} if lse is None else {"lse": lse}
-    check_same_device(("q", q), kv=kv, q_idx=q_idx, k_idx=k_idx, w_idx=w_idx, indices=indices, **optional)
 
 
 @functools.cache

@@ -7,12 +7,11 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._sparse_attention import D_V, DIMS, DTYPES, inner_contiguous
 from dsa.ops._tma_rows import tma_rows
 from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference import indexer_training as reference
-from dsa.reference.checks import check_tensor
 
 HEADS, TILE = 64, 64  # of a CTA's unit of work
 
@@ -31,7 +30,8 @@ def sparse_mla_attention(
     q              [Tq, H, d] bf16 or fp16; fp32 and float64 run the PyTorch reference, with a warning on Hopper
     kv             [Tk, 1, d] in q's dtype; a value is the first d_v numbers of its key
     indices        [Tq, 1, K] int32; below 0 or from Tk on is no key. A key named twice counts twice
-    softmax_scale  multiplies the logits
+    softmax_scale  multiplies the logits: a finite number
+    d_v            from 1 to d
     attn_sink      [H] or None: a logit in the softmax without a value, out is scaled by e^lse / (e^lse + e^sink)
     deterministic  dkv's sums in a fixed order: bit-identical from run to run, several times slower. The order depends
                    on how many queries there are and how many multiprocessors. None: as
@@ -50,15 +50,13 @@ def sparse_mla_attention(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     arguments = (q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
-    reference.check_sparse(q, kv, indices)
-    if attn_sink is not None:
-        check_tensor("attn_sink", attn_sink, reference.DTYPES, (q.shape[1],))
+    reference.check_sparse_attention(*arguments)
     if q.dtype not in DTYPES:
         backends.note_reference_only(f"sparse_mla_attention in {dtype_name(q.dtype)}", q)
         return reference.sparse_mla_attention(*arguments)
     if not backends.runs_kernel("sparse_mla_attention", q):
         return reference.sparse_mla_attention(*arguments)
-    _check_kernel_takes(q, kv, indices, softmax_scale, d_v, attn_sink)
+    _check_kernel_takes(q, softmax_scale, d_v)
     return _SparseMlaAttention.apply(*arguments)
 
 
@@ -150,23 +148,13 @@ def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor,
     return (order // picks * stride + order % picks).int(), bounds
 
 
-def _check_kernel_takes(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    softmax_scale: float,
-    d_v: int,
-    attn_sink: torch.Tensor | None,
-) -> None:
-    if kv.dtype != q.dtype:
-        raise ValueError(f"kv: the Hopper kernel takes q's dtype {dtype_name(q.dtype)}, got {dtype_name(kv.dtype)}")
+def _check_kernel_takes(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
     if q.shape[2] not in DIMS:
         raise ValueError(f"q: the Hopper kernel takes d = 576 or 512, got shape {list(q.shape)}")
     if d_v != D_V:
         raise ValueError(f"d_v: the Hopper kernel takes {D_V}, got {d_v}")
     if not 0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {softmax_scale}")
-    check_same_device(("q", q), kv=kv, indices=indices, **({} if attn_sink is None else {"attn_sink": attn_sink}))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import torch
 
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_same_device, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference import swiglu_cast as reference
 
 GROUP, CHANNEL_MULTIPLE = 128, 8
@@ -20,7 +20,7 @@ def swiglu_cast_to_fp8(
 
     gate, up   [..., I] bf16, fp16 or fp32, both of one dtype; the halves of a [..., 2 I] tensor are read where they are
     use_ue8m0  True: scale is the next power of two at or above max(amax(|h|), 1e-4) / 448; False: the figure itself
-    limit      gate is at most that, up between -limit and limit; None: any
+    limit      gate is at most that, up between -limit and limit, a finite number above 0; None: any
 
     h is computed in fp32 and rounded to the operands' dtype. Returns q [..., I] float8_e4m3fn and scale
     [..., ceil(I / 128)] float32, both contiguous; h ~ q * scale (the scale multiplies). The last block of channels may
@@ -41,10 +41,9 @@ def swiglu_cast_to_fp8(
 def _swiglu_cast(
     gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check(gate, up, limit)
+    reference.check(gate, up, use_ue8m0, limit)
     if not backends.runs_kernel("swiglu_cast_to_fp8", gate):
         return reference.swiglu_cast_to_fp8(gate, up, use_ue8m0, limit=limit)
-    check_same_device(("gate", gate), up=up)
     channels = gate.shape[-1]
     if channels % CHANNEL_MULTIPLE:
         raise ValueError(f"gate: the Hopper kernel takes I a multiple of {CHANNEL_MULTIPLE}, got {list(gate.shape)}")
@@ -52,7 +51,7 @@ def _swiglu_cast(
     if gate.numel():
         operands = _as_rows("gate", gate), _as_rows("up", up)
         bound = None if limit is None else float(limit)
-        launch = _kernel(gate.dtype, bool(use_ue8m0), limit is not None, channels % GROUP != 0)
+        launch = _kernel(gate.dtype, use_ue8m0, limit is not None, channels % GROUP != 0)
         with backends.on_device(gate):
             launch(*operands, q.view(-1, channels), scale.view(-1, scale.shape[-1]), bound)
     return q, scale
@@ -94,5 +93,5 @@ torch.library.custom_op("dsa::swiglu_cast_to_fp8", mutates_args=())(_swiglu_cast
 
 @torch.library.register_fake("dsa::swiglu_cast_to_fp8")
 def _(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check(gate, up, limit)
+    reference.check(gate, up, use_ue8m0, limit)
     return _allocate(gate)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_same_device, dtype_name, unit_inner
+from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.reference import topk as reference
 
 MAX_K, MAX_COLS = 4096, 2**30
@@ -42,8 +42,8 @@ def topk_indices(
     Rows with fewer than k candidates end in -1, and values are -inf where the index is -1. Of equal scores the lowest
     index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is never picked, so a row may
     have less than k indices on its account. With block_table, an index whose page is negative or outside the
-    table, whose slot is 2^31 or more, or whose row_to_seq names no sequence, becomes -1 in its place: the order is still
-    that of the indices.
+    table, whose slot is 2^31 or more, or whose row_to_seq names no sequence, becomes -1 in its place: the order is
+    still that of the indices.
     Prefill: starts and lengths of each query's keys. Decode: lengths alone. Speculative decode, next_n rows a
     sequence: lengths of each row, and row_to_seq = r // next_n.
 
@@ -74,7 +74,7 @@ def _topk(
     return_values: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(indices, values), the latter empty unless asked for."""
-    reference.check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq)
+    reference.check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq, by_value, return_values)
     if not backends.runs_kernel("topk_indices", scores):
         indices, values = reference.topk_indices(
             scores,
@@ -88,7 +88,7 @@ def _topk(
             return_values=True,
         )
         return indices, values if return_values else values.new_empty(0, 0)
-    _check_kernel_takes(scores, k, starts=starts, lengths=lengths, block_table=block_table, row_to_seq=row_to_seq)
+    _check_kernel_takes(scores, k, block_table)
     rows, cols = scores.shape
     indices, values = _allocate(scores, k, return_values)
     if cols == 0:
@@ -101,8 +101,8 @@ def _topk(
                 | (lengths is not None) << 1
                 | (block_table is not None) << 2
                 | (row_to_seq is not None) << 3
-                | bool(by_value) << 4
-                | bool(return_values) << 5
+                | by_value << 4
+                | return_values << 5
             )
             _kernel(scores.dtype, rows, _vectors(scores), k, backends.num_sms(scores.device))(
                 unit_inner(scores),
@@ -147,13 +147,12 @@ def _allocate(scores: torch.Tensor, k: int, return_values: bool) -> tuple[torch.
     return indices, torch.empty(shape, dtype=torch.float32, device=scores.device)
 
 
-def _check_kernel_takes(scores: torch.Tensor, k: int, **others: torch.Tensor | None) -> None:
-    check_same_device(("scores", scores), **{name: value for name, value in others.items() if value is not None})
+def _check_kernel_takes(scores: torch.Tensor, k: int, block_table: torch.Tensor | None) -> None:
     if k > MAX_K:
         raise ValueError(f"k: the Hopper kernel takes up to {MAX_K}, got {k}")
     if scores.shape[1] >= MAX_COLS:
         raise ValueError(f"scores: the Hopper kernel takes less than {MAX_COLS} columns, got {list(scores.shape)}")
-    for name, x in (("scores", scores), ("block_table", others["block_table"])):
+    for name, x in (("scores", scores), ("block_table", block_table)):
         if x is not None and x.shape[1] > 1 and x.stride(1) != 1:
             raise ValueError(f"{name}: the last dimension must be contiguous, got strides {list(x.stride())}")
 
@@ -173,5 +172,5 @@ def _(
     by_value: bool,
     return_values: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq)
+    reference.check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq, by_value, return_values)
     return _allocate(scores, k, return_values)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.ops._kernel_arguments import check_same_device
 from dsa.reference import window_selection as reference
 
 MOST = 2**30  # queries, columns, keys of a page
@@ -69,7 +68,6 @@ def _indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: in
     if not backends.runs_kernel("window_indices", cu_seqlens_q):
         return reference.window_indices(cu_seqlens_q, cu_seqlens_k, total_q, window)
     _check_sizes(total_q=total_q, window=window)
-    check_same_device(("cu_seqlens_q", cu_seqlens_q), cu_seqlens_k=cu_seqlens_k)
     indices = cu_seqlens_q.new_empty(total_q, window)
     if total_q:
         with backends.on_device(indices):
@@ -85,8 +83,6 @@ def _slots(
         return reference.window_slots(block_table, cache_seqlens, s_q, page_size, window)
     batch = cache_seqlens.shape[0]
     _check_sizes(page_size=page_size, window=window, **{"B * s_q": batch * s_q})
-    if block_table is not None:
-        check_same_device(("cache_seqlens", cache_seqlens), block_table=block_table)
     slots = cache_seqlens.new_empty(batch, s_q, window)
     if block_table is not None and block_table.shape[1] == 0:
         return slots.fill_(-1)

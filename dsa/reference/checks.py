@@ -39,14 +39,18 @@ def check_same_dtype(first: tuple[str, torch.Tensor], **others: torch.Tensor | N
 
 
 def check_same_device(first: tuple[str, torch.Tensor], **others: torch.Tensor | None) -> None:
-    """All tensors are on the first one's device, which is one that has memory."""
+    """All tensors are on the first one's device."""
     name, tensor = first
     device = tensor.device
-    if device.type == "meta":
-        raise ValueError(f"{name}: must be on a device with memory, got one on meta")
     for other, value in others.items():
         if value is not None and value.device != device:
             raise ValueError(f"{other}: must be on {name}'s device {device}, got {value.device}")
+
+
+def check_memory(name: str, value: torch.Tensor) -> None:
+    """`value` is not on the meta device, where tensors have shapes alone. A reference asks, a launch need not."""
+    if value.is_meta:
+        raise ValueError(f"{name}: must be on a device with memory, got a tensor on meta")
 
 
 def check_writable(name: str, value: torch.Tensor) -> None:

@@ -6,9 +6,18 @@ i - 1. The token that ends a block is the first to see its entry.
 
 import torch
 
-from .checks import FLOATS, check_tensor
+from .checks import (
+    FLOATS,
+    check_flag,
+    check_memory,
+    check_number,
+    check_same_device,
+    check_same_dtype,
+    check_tensor,
+    check_writable,
+)
 from .fp8_cast import per_token_cast_to_fp8
-from .indexer_cache import check_writable_slots, write_indexer_cache
+from .indexer_cache import check_cache, check_writable_slots, write_indexer_cache
 from .kv_cache import check_write, write_kv_cache
 from .rotary import apply_rotary, check_rotary
 
@@ -29,21 +38,23 @@ def compress_kv(
     The slots of entry i are the m tokens of block i, and d = c. With overlap they are 2 m, and d = c / 2: of block
     i - 1 the first d channels of each token, of block i the last d; block -1 has no weight.
 
-    kv, gate    [T, c] fp32, bf16 or fp16: projections of new tokens, the sequences one after another
+    kv, gate    [T, c] fp32, bf16 or fp16, both of one dtype: projections of new tokens, the sequences one after another
     ape         [m, c] fp32
     cu_seqlens  [B + 1] int32, from at least 0 to at most T, not decreasing: sequence b has the tokens cu_seqlens[b] up
                 to cu_seqlens[b + 1]
     starts      [B] int32, at least 0: tokens of each sequence before these, which are in `state`
     state       [S, n, 2, c] fp32, n = m, or 2 m with overlap: KV and Z of the token at position p in row p mod n of
                 the sequence's lane. The new tokens' are written. None: all sequences begin here
-    lanes       [B] int32: the lane of each sequence in `state`, from 0 to S - 1, all different
+    lanes       [B] int32: the lane of each sequence in `state`, from 0 to S - 1. Those of one lane, as of sequences
+                that are padding, spoil each other's state
 
     Returns (entries [N, d] fp32, tokens [N] int64, the new tokens that end their blocks, ascending). Gradients flow to
-    kv, gate and ape. Raises TypeError or ValueError for other types, dtypes, shapes and integers; then nothing is
-    written.
+    kv, gate and ape. Raises TypeError or ValueError for other types, dtypes, shapes, devices and integers; then nothing
+    is written.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     d = check_compress(kv, gate, ape, cu_seqlens, starts, state, lanes, overlap)
+    check_memory("kv", kv)
     m, overlap = ape.shape[0], d < kv.shape[1]
     entries, tokens = [kv.new_empty(0, d, dtype=torch.float32)], [torch.empty(0, dtype=torch.int64, device=kv.device)]
     bounds, first = cu_seqlens.tolist(), starts.tolist()
@@ -76,6 +87,7 @@ def compress_kv(
     return torch.cat(entries), torch.cat(tokens)
 
 
+@torch.no_grad()
 def write_compressed_kv(
     kv: torch.Tensor,
     gate: torch.Tensor,
@@ -104,14 +116,16 @@ def write_compressed_kv(
                  power-of-two scale each
     slots        [T] int32 or int64: page * P + offset for a token that ends a block; -1 skips its entry, and is what
                  the others have
-    eps          added to the mean of the squares
+    eps          added to the mean of the squares: a finite number, at least 0
 
-    Sum, norm and rope are fp32 and round once, to kv's dtype. Raises TypeError or ValueError for other types, dtypes
-    and shapes, for slots below -1 or beyond the cache, and for integers as `compress_kv` does; then nothing is written.
+    Sum, norm and rope are fp32 and round once, to kv's dtype. Not differentiable. Raises TypeError or ValueError for
+    other types, dtypes, shapes and devices, for slots below -1 or beyond the cache, and for integers as `compress_kv`
+    does; then nothing is written.
     """
     check_write_compressed(
-        kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes, overlap
+        kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes, overlap, eps
     )
+    check_memory("cache", cache)
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
     entries, tokens = compress_kv(kv, gate, ape, cu_seqlens, starts, state, lanes, overlap=overlap)
     normed = entries * torch.rsqrt(entries.square().mean(-1, keepdim=True) + eps) * norm_weight
@@ -133,11 +147,11 @@ def _check_sequences(
 ) -> None:
     """The values of the integers of `compress_kv`."""
     if bounds[0] < 0 or bounds[-1] > len(kv) or bounds != sorted(bounds):
-        raise ValueError(f"cu_seqlens: must not decrease, from at least 0 to at most T={len(kv)}, got {bounds}")
+        raise ValueError(f"cu_seqlens: must not decrease, from at least 0 to at most kv's T={len(kv)}, got {bounds}")
     if any(start < 0 or (start and lanes is None) for start in starts):
         raise ValueError(f"starts: must be at least 0, and 0 without a state, got {starts}")
-    if lanes is not None and (any(not 0 <= lane < len(state) for lane in lanes) or len(set(lanes)) != len(lanes)):
-        raise ValueError(f"lanes: must be different numbers from 0 to {len(state) - 1}, got {lanes}")
+    if lanes is not None and any(not 0 <= lane < len(state) for lane in lanes):
+        raise ValueError(f"lanes: must be from 0 to {len(state) - 1}, got {lanes} (sizes as of state)")
 
 
 def check_compress(
@@ -152,20 +166,26 @@ def check_compress(
 ) -> int:
     """The checks of `compress_kv`, but for the values of its integers. -> d"""
     check_tensor("kv", kv, FLOATS, ("T", "c"))
-    check_tensor("gate", gate, FLOATS, tuple(kv.shape))
-    check_tensor("ape", ape, (torch.float32,), ("m", kv.shape[1]))
+    check_tensor("gate", gate, FLOATS, tuple(kv.shape), "kv")
+    check_same_dtype(("kv", kv), gate=gate)
+    check_tensor("ape", ape, (torch.float32,), ("m", kv.shape[1]), "kv")
     check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), ("B + 1",))
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens: must have B + 1 entries, got none")
-    check_tensor("starts", starts, (torch.int32,), (cu_seqlens.shape[0] - 1,))
+    check_tensor("starts", starts, (torch.int32,), (cu_seqlens.shape[0] - 1,), "cu_seqlens")
+    check_flag("overlap", overlap)
     m, c = ape.shape
     if m == 0 or c == 0 or (overlap and c % 2):
-        raise ValueError(f"ape: must have rows and channels, with overlap an even number, got shape {list(ape.shape)}")
+        raise ValueError(
+            f"ape: must have rows and kv's channels, with overlap an even number, got shape {list(ape.shape)}"
+        )
     if (state is None) != (lanes is None):
         raise ValueError("state, lanes: must be given together, got one of them")
     if state is not None:
-        check_tensor("state", state, (torch.float32,), ("S", 2 * m if overlap else m, 2, c))
-        check_tensor("lanes", lanes, (torch.int32,), tuple(starts.shape))
+        check_tensor("state", state, (torch.float32,), ("S", 2 * m if overlap else m, 2, c), "kv, ape and overlap")
+        check_tensor("lanes", lanes, (torch.int32,), tuple(starts.shape), "cu_seqlens and starts")
+        check_writable("state", state)
+    check_same_device(("kv", kv), gate=gate, ape=ape, cu_seqlens=cu_seqlens, starts=starts, state=state, lanes=lanes)
     return c // 2 if overlap else c
 
 
@@ -183,16 +203,24 @@ def check_write_compressed(
     state: torch.Tensor,
     lanes: torch.Tensor,
     overlap: bool,
+    eps: float,
 ) -> None:
     """The checks of `write_compressed_kv`, but for the values of its integers."""
     d = check_compress(kv, gate, ape, cu_seqlens, starts, state, lanes, overlap)
     if state is None:
         raise TypeError("state: must be a torch.Tensor, got NoneType")
-    check_tensor("norm_weight", norm_weight, (torch.float32,), (d,))
+    check_tensor("norm_weight", norm_weight, (torch.float32,), (d,), "kv and overlap")
+    check_number("eps", eps, 0)
     row = kv[:, :d]
-    check_rotary("kv", row, cos, sin, "last")
+    check_rotary("kv", row, cos, sin, True, "last")
     if isinstance(cache, torch.Tensor) and is_index_cache(cache, d):
         check_tensor("cache", cache, (torch.uint8,), ("pages", "P", 1, d + 4))
-        check_tensor("slots", slots, (torch.int32, torch.int64), (len(kv),))
+        check_tensor("slots", slots, (torch.int32, torch.int64), (len(kv),), "kv")
+        check_cache("cache", cache)
+        check_writable("cache", cache)
+        if d & (d - 1):
+            raise ValueError(f"cache: an index cache has a power of two channels an entry, kv gives {d}")
+        check_same_device(("cache", cache), kv=kv, slots=slots)
     else:
         check_write(row, cache, slots, True)
+    check_same_device(("cache", cache), norm_weight=norm_weight)

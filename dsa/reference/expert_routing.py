@@ -2,7 +2,15 @@
 
 import torch
 
-from .checks import check_tensor
+from .checks import (
+    check_choice,
+    check_flag,
+    check_memory,
+    check_number,
+    check_positive,
+    check_same_device,
+    check_tensor,
+)
 
 SCORES = ("sigmoid", "sqrtsoftplus")
 # Added to the sum that weights are divided by, so that no sum is 0.
@@ -35,7 +43,8 @@ def moe_gate(
     Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is transformers',
     in every family.
     """
-    check_gate(logits, bias, top_k, scores, n_group, topk_group)
+    check_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
+    check_memory("logits", logits)
     s = torch.sigmoid(logits) if scores == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
     choice = s + bias
     if n_group > 1:
@@ -55,20 +64,36 @@ def _best(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def check_gate(
-    logits: torch.Tensor, bias: torch.Tensor, top_k: int, scores: str, n_group: int, topk_group: int
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    scores: str,
+    n_group: int,
+    topk_group: int,
+    normalise: bool,
+    scale: float,
 ) -> None:
+    """The checks of `moe_gate`."""
     check_tensor("logits", logits, _F32, ("T", "E"))
     experts = logits.shape[1]
-    check_tensor("bias", bias, _F32, (experts,))
-    if scores not in SCORES:
-        raise ValueError(f"scores: must be one of {', '.join(SCORES)}, got {scores!r}")
-    if n_group < 1 or experts % n_group:
-        raise ValueError(f"n_group: must divide the {experts} experts, got {n_group}")
-    if not 1 <= topk_group <= n_group:
+    check_tensor("bias", bias, _F32, (experts,), "logits")
+    check_choice("scores", scores, SCORES)
+    check_positive("n_group", n_group)
+    check_positive("topk_group", topk_group)
+    check_positive("top_k", top_k)
+    check_flag("normalise", normalise)
+    check_number("scale", scale)
+    if experts % n_group:
+        raise ValueError(f"n_group: must divide the {experts} experts of logits, got {n_group}")
+    if topk_group > n_group:
         raise ValueError(f"topk_group: must be from 1 to n_group={n_group}, got {topk_group}")
-    if not 1 <= top_k <= topk_group * (experts // n_group):
-        most = topk_group * (experts // n_group)
-        raise ValueError(f"top_k: must be from 1 to the {most} experts of the groups that stay, got {top_k}")
+    most = topk_group * (experts // n_group)
+    if top_k > most:
+        raise ValueError(
+            f"top_k: must be from 1 to the {most} experts of logits in the topk_group={topk_group} groups that stay, "
+            f"got {top_k}"
+        )
+    check_same_device(("logits", logits), bias=bias)
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,6 +107,7 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     Raises TypeError or ValueError for other types and dtypes, and counts below 1.
     """
     check_experts(experts, count)
+    check_memory("experts", experts)
     flat = experts.flatten()
     flat = torch.where((flat < 0) | (flat >= count), count, flat)
     order = flat.argsort(stable=True)
@@ -92,6 +118,6 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 
 
 def check_experts(experts: torch.Tensor, count: int) -> None:
+    """The checks of `sort_by_expert`."""
     check_tensor("experts", experts, _INTS, tuple(experts.shape) if isinstance(experts, torch.Tensor) else ())
-    if count < 1:
-        raise ValueError(f"count: must be at least 1, got {count}")
+    check_positive("count", count)

@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import FLOATS, check_tensor
+from .checks import FLOATS, check_memory, check_same_device, check_same_dtype, check_tensor
 
 INDICES = (torch.int32, torch.int64)
 
@@ -22,6 +22,7 @@ def combine_experts(
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
     check(y, rows, weights, shared)
+    check_memory("y", y)
     present = (rows >= 0) & (rows < len(y))
     # The absent ones read a row of zeros behind the others.
     padded = torch.cat((y, y.new_zeros(1, y.shape[1])))
@@ -39,6 +40,8 @@ def check(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: to
     """Types, dtypes and shapes of `combine_experts`."""
     check_tensor("y", y, FLOATS, ("M", "H"))
     check_tensor("rows", rows, INDICES, ("T", "k"))
-    check_tensor("weights", weights, (torch.float32,), rows.shape)
+    check_tensor("weights", weights, (torch.float32,), tuple(rows.shape), "rows")
     if shared is not None:
-        check_tensor("shared", shared, (y.dtype,), (len(rows), y.shape[1]))
+        check_tensor("shared", shared, FLOATS, (len(rows), y.shape[1]), "rows and y")
+        check_same_dtype(("y", y), shared=shared)
+    check_same_device(("y", y), rows=rows, weights=weights, shared=shared)

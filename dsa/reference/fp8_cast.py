@@ -11,7 +11,7 @@ Source: `act_quant` of DeepSeek-V3.2's inference code; DeepGEMM's `per_token_cas
 
 import torch
 
-from .checks import FLOATS, check_dtype, check_flag, check_positive, check_same_device, check_tensor
+from .checks import FLOATS, check_dtype, check_flag, check_memory, check_positive, check_same_device, check_tensor
 from .hadamard import hadamard_transform
 
 E4M3_MAX = 448.0
@@ -44,6 +44,7 @@ def per_token_cast_to_fp8(
     Raises TypeError or ValueError for other types, dtypes and shapes.
     """
     check_per_token(x, use_ue8m0, gran_k, hadamard)
+    check_memory("x", x)
     groups = x.detach().unflatten(-1, (x.shape[-1] // gran_k, gran_k))
     if hadamard:
         groups = hadamard_transform(groups)
@@ -68,7 +69,7 @@ def per_block_cast_to_fp8(
     check_tensor("w", w, FLOATS, ("O", "I"))
     check_flag("use_ue8m0", use_ue8m0)
     check_positive("block", block)
-    check_same_device(("w", w))
+    check_memory("w", w)
     rows, cols = w.shape
     # A block that is larger than the weight is the weight.
     height, width = (max(1, min(block, size)) for size in (rows, cols))
@@ -103,6 +104,7 @@ def dequantize_per_block(
         )
     check_tensor("scale", scale, SCALES, expected)
     check_same_device(("q", q), scale=scale)
+    check_memory("q", q)
     # Index rather than divide: 576 rows have 5 scale rows, and the last block has 64 rows.
     height, width = (max(1, min(block, size)) for size in (rows, cols))
     full = scale.float().repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols]
@@ -120,4 +122,3 @@ def check_per_token(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: boo
         raise ValueError(f"x: the last dimension must be a multiple of gran_k={gran_k}, got {got}")
     if hadamard and gran_k & (gran_k - 1):
         raise ValueError(f"gran_k: must be a power of two with hadamard, got {gran_k}")
-    check_same_device(("x", x))

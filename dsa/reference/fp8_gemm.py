@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from .checks import FLOATS, check_tensor
+from .checks import FLOATS, check_dtype, check_memory, check_pair, check_same_device, check_tensor
 
 BLOCK = 128
 _E4M3 = (torch.float8_e4m3fn,)
@@ -31,6 +31,7 @@ def fp8_gemm_nt(
     """
     check(a, b, out_dtype)
     (q, s), (w, ws) = a, b
+    check_memory("a[0]", q)
     rows, groups = len(w), ws.shape[1]
     leading = q.shape[:-1]
     tokens = q.shape[:-1].numel()
@@ -51,11 +52,12 @@ def check(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Ten
     check_tensor("b[0]", w, _E4M3, ("N", "K"))
     rows, k = w.shape
     groups = -(-k // BLOCK)
-    check_tensor("b[1]", ws, _F32, (-(-rows // BLOCK), groups))
+    check_tensor("b[1]", ws, _F32, (-(-rows // BLOCK), groups), "b[0]")
     leading = tuple(q.shape[:-1]) if isinstance(q, torch.Tensor) and q.dim() else ("M",)
-    check_tensor("a[0]", q, _E4M3, (*leading, k))
-    check_tensor("a[1]", s, _F32, (*leading, groups))
-    _check_out(out_dtype)
+    check_tensor("a[0]", q, _E4M3, (*leading, k), "b[0]")
+    check_tensor("a[1]", s, _F32, (*leading, groups), "a[0]")
+    check_dtype("out_dtype", out_dtype, FLOATS)
+    check_same_device(("a[0]", q), **{"a[1]": s, "b[0]": w, "b[1]": ws})
 
 
 def grouped_fp8_gemm_nt(
@@ -77,6 +79,7 @@ def grouped_fp8_gemm_nt(
     """
     check_grouped(a, b, ends, out_dtype)
     (q, s), (w, ws) = a, b
+    check_memory("a[0]", q)
     limits = [0, *ends.tolist()]
     if limits != sorted(limits) or limits[-1] != len(q):
         raise ValueError(f"ends: must ascend from at least 0 to M={len(q)}, got {limits[1:]}")
@@ -98,20 +101,14 @@ def check_grouped(
     check_tensor("b[0]", w, _E4M3, ("E", "N", "K"))
     matrices, rows, k = w.shape
     groups = -(-k // BLOCK)
-    check_tensor("b[1]", ws, _F32, (matrices, -(-rows // BLOCK), groups))
-    check_tensor("a[0]", q, _E4M3, ("M", k))
-    check_tensor("a[1]", s, _F32, (len(q), groups))
-    check_tensor("ends", ends, (torch.int32,), (matrices,))
-    _check_out(out_dtype)
-
-
-def _check_out(out_dtype: torch.dtype) -> None:
-    if out_dtype not in FLOATS:
-        raise ValueError(f"out_dtype: must be float32, bfloat16 or float16, got {out_dtype}")
+    check_tensor("b[1]", ws, _F32, (matrices, -(-rows // BLOCK), groups), "b[0]")
+    check_tensor("a[0]", q, _E4M3, ("M", k), "b[0]")
+    check_tensor("a[1]", s, _F32, (len(q), groups), "a[0]")
+    check_tensor("ends", ends, (torch.int32,), (matrices,), "b[0]")
+    check_dtype("out_dtype", out_dtype, FLOATS)
+    check_same_device(("a[0]", q), **{"a[1]": s, "b[0]": w, "b[1]": ws, "ends": ends})
 
 
 def pair(name: str, value: object) -> tuple:
     """The two tensors of an operand."""
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise TypeError(f"{name}: must be a pair (e4m3 values, fp32 scales), got {type(value).__name__}")
-    return tuple(value)
+    return check_pair(name, value, "(e4m3 values, fp32 scales)")

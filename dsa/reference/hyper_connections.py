@@ -2,7 +2,17 @@
 
 import torch
 
-from .checks import FLOATS, check_positive, check_tensor
+from .checks import (
+    FLOATS,
+    check_memory,
+    check_number,
+    check_positive,
+    check_same_device,
+    check_same_dtype,
+    check_tensor,
+)
+
+MOST_ITERATIONS = 1000  # of Sinkhorn, which has long converged
 
 
 def hyper_collapse(
@@ -27,12 +37,15 @@ def hyper_collapse(
     mix      [T, (2 + n) n] fp32: fn v, a projection of the streams
     base     [(2 + n) n] fp32
     scale    [3] fp32: of pre, post and comb
+    iterations   from 1 to 1000
+    eps, hc_eps  finite numbers, at least 0
 
     Returns x [T, D] in streams' dtype, post [T, n] and comb [T, n, n] fp32. All is fp32 and x rounds once. Gradients
     flow to every tensor. Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
-    check_collapse(streams, mix, base, scale, iterations)
+    check_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
+    check_memory("streams", streams)
     n = streams.shape[1]
     v = streams.flatten(1).float()
     z = mix * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
@@ -60,28 +73,40 @@ def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, com
     types, dtypes and shapes.
     """
     check_expand(y, streams, post, comb)
+    check_memory("streams", streams)
     mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype)
 
 
 def check_collapse(
-    streams: torch.Tensor, mix: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, iterations: int
+    streams: torch.Tensor,
+    mix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    iterations: int,
+    eps: float,
+    hc_eps: float,
 ) -> None:
     """The checks of `hyper_collapse`."""
     n = _check_streams(streams)
-    check_tensor("mix", mix, (torch.float32,), (streams.shape[0], (2 + n) * n))
-    check_tensor("base", base, (torch.float32,), ((2 + n) * n,))
+    check_tensor("mix", mix, (torch.float32,), (streams.shape[0], (2 + n) * n), "streams")
+    check_tensor("base", base, (torch.float32,), ((2 + n) * n,), "streams")
     check_tensor("scale", scale, (torch.float32,), (3,))
-    check_positive("iterations", iterations)
+    check_positive("iterations", iterations, MOST_ITERATIONS)
+    check_number("eps", eps, 0)
+    check_number("hc_eps", hc_eps, 0)
+    check_same_device(("streams", streams), mix=mix, base=base, scale=scale)
 
 
 def check_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> None:
     """The checks of `hyper_expand`."""
     n = _check_streams(streams)
     tokens, _, channels = streams.shape
-    check_tensor("y", y, (streams.dtype,), (tokens, channels))
-    check_tensor("post", post, (torch.float32,), (tokens, n))
-    check_tensor("comb", comb, (torch.float32,), (tokens, n, n))
+    check_tensor("y", y, FLOATS, (tokens, channels), "streams")
+    check_same_dtype(("streams", streams), y=y)
+    check_tensor("post", post, (torch.float32,), (tokens, n), "streams")
+    check_tensor("comb", comb, (torch.float32,), (tokens, n, n), "streams")
+    check_same_device(("streams", streams), y=y, post=post, comb=comb)
 
 
 def _check_streams(streams: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ itself is contiguous. Source: DeepGEMM's `kv_cache` of `fp8_paged_mqa_logits`.
 
 import torch
 
-from .checks import check_tensor
+from .checks import check_memory, check_same_device, check_tensor, check_writable
 
 SLOTS = (torch.int32, torch.int64)
 
@@ -24,6 +24,7 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
     other dtypes, shapes and strides.
     """
     check_write(k, k_scale, cache, slots)
+    check_memory("cache", cache)
     values, scales = _planes(cache)
     capacity = cache.shape[0] * cache.shape[1]
     check_writable_slots(slots, capacity)
@@ -43,6 +44,7 @@ def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.
     Raises ValueError for other dtypes, shapes and strides.
     """
     check_read(cache, slots)
+    check_memory("cache", cache)
     values, scales = _planes(cache)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     page, offset = split_slots(slots[valid], cache.shape[1])
@@ -68,20 +70,23 @@ def check_writable_slots(slots: torch.Tensor, capacity: int) -> None:
 def check_write(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """The checks of `write_indexer_cache`, but for the slots' values."""
     check_tensor("k", k, (torch.float8_e4m3fn,), ("T", "D"))
-    check_tensor("k_scale", k_scale, (torch.float32,), (k.shape[0],))
-    check_tensor("slots", slots, SLOTS, (k.shape[0],))
-    check_cache("cache", cache, k.shape[1])
+    check_tensor("k_scale", k_scale, (torch.float32,), (k.shape[0],), "k")
+    check_tensor("slots", slots, SLOTS, (k.shape[0],), "k")
+    check_cache("cache", cache, k.shape[1], "k")
+    check_writable("cache", cache)
+    check_same_device(("cache", cache), slots=slots, k=k, k_scale=k_scale)
 
 
 def check_read(cache: torch.Tensor, slots: torch.Tensor) -> None:
     """The checks of `read_indexer_cache`."""
     check_tensor("slots", slots, SLOTS, ("T",))
     check_cache("cache", cache)
+    check_same_device(("cache", cache), slots=slots)
 
 
-def check_cache(name: str, cache: torch.Tensor, dim: int | None = None) -> None:
-    """`cache`, the argument `name`, is laid out as this module says, for keys of `dim` channels."""
-    check_tensor(name, cache, (torch.uint8,), ("pages", "P", 1, "D + 4" if dim is None else dim + 4))
+def check_cache(name: str, cache: torch.Tensor, dim: int | None = None, dim_of: str = "") -> None:
+    """`cache`, the argument `name`, is laid out as this module says, for keys of `dim` channels, those of `dim_of`."""
+    check_tensor(name, cache, (torch.uint8,), ("pages", "P", 1, "D + 4" if dim is None else dim + 4), dim_of)
     page_size, width = cache.shape[1], cache.shape[3]
     if width <= 4 or page_size == 0:
         raise ValueError(f"{name}: shape must be [pages, P >= 1, 1, D + 4 >= 5], got {list(cache.shape)}")

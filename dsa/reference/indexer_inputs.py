@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import FLOATS, check_tensor
+from .checks import FLOATS, check_flag, check_memory, check_number, check_same_device, check_tensor, check_writable
 from .fp8_cast import per_token_cast_to_fp8
 from .indexer_cache import SLOTS, check_cache, write_indexer_cache
 from .rotary import apply_rotary, check_rotary
@@ -10,6 +10,7 @@ from .rotary import apply_rotary, check_rotary
 DIM = 128
 
 
+@torch.no_grad()
 def quantize_indexer_queries(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -30,13 +31,15 @@ def quantize_indexer_queries(
     Rope and Hadamard each round to q's dtype. Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
-    check_queries(q, weights, cos, sin, dims)
+    check_queries(q, weights, cos, sin, interleaved, dims, use_ue8m0)
+    check_memory("q", q)
     q8, scale = per_token_cast_to_fp8(
         apply_rotary(q, cos, sin, interleaved=interleaved, dims=dims), use_ue8m0, hadamard=True
     )
     return q8, (weights * scale.squeeze(-1)).contiguous()
 
 
+@torch.no_grad()
 def write_indexer_keys(
     k: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -58,7 +61,7 @@ def write_indexer_keys(
     cos, sin     [T, R / 2] fp32, R at most 128: of the tokens' positions
     cache        [pages, P, 1, 132] uint8, laid out as `indexer_cache` says
     slots        [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
-    eps          added to the variance
+    eps          added to the variance: a finite number, at least 0
     interleaved  rope turns the pairs (2i, 2i + 1); False: (i, i + R / 2)
     dims         rope turns the "first" or the "last" R channels
     use_ue8m0    the scale is a power of two
@@ -67,18 +70,29 @@ def write_indexer_keys(
     or ValueError for other types, dtypes and shapes, and for slots below -1 or beyond the cache.
     Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
-    check_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, dims)
+    check_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, eps, interleaved, dims, use_ue8m0)
+    check_memory("cache", cache)
     normed = torch.nn.functional.layer_norm(k.float(), (DIM,), norm_weight, norm_bias, eps).to(k.dtype)
     turned = apply_rotary(normed, cos, sin, interleaved=interleaved, dims=dims)
     k8, scale = per_token_cast_to_fp8(turned, use_ue8m0, hadamard=True)
     write_indexer_cache(k8, scale.squeeze(-1), cache, slots)
 
 
-def check_queries(q: torch.Tensor, weights: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dims: str) -> None:
+def check_queries(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    dims: str,
+    use_ue8m0: bool,
+) -> None:
     """The checks of `quantize_indexer_queries`."""
     check_tensor("q", q, FLOATS, ("T", "H", DIM))
-    check_tensor("weights", weights, (torch.float32,), tuple(q.shape[:2]))
-    check_rotary("q", q, cos, sin, dims)
+    check_tensor("weights", weights, (torch.float32,), tuple(q.shape[:2]), "q")
+    check_rotary("q", q, cos, sin, interleaved, dims)
+    check_flag("use_ue8m0", use_ue8m0)
+    check_same_device(("q", q), weights=weights)
 
 
 def check_keys(
@@ -89,12 +103,19 @@ def check_keys(
     sin: torch.Tensor,
     cache: torch.Tensor,
     slots: torch.Tensor,
+    eps: float,
+    interleaved: bool,
     dims: str,
+    use_ue8m0: bool,
 ) -> None:
     """The checks of `write_indexer_keys`, but for the slots' values."""
     check_tensor("k", k, FLOATS, ("T", DIM))
     check_tensor("norm_weight", norm_weight, (torch.float32,), (DIM,))
     check_tensor("norm_bias", norm_bias, (torch.float32,), (DIM,))
-    check_rotary("k", k, cos, sin, dims)
+    check_number("eps", eps, 0)
+    check_flag("use_ue8m0", use_ue8m0)
     check_cache("cache", cache, DIM)
-    check_tensor("slots", slots, SLOTS, (k.shape[0],))
+    check_writable("cache", cache)
+    check_tensor("slots", slots, SLOTS, (k.shape[0],), "k")
+    check_same_device(("cache", cache), k=k, norm_weight=norm_weight, norm_bias=norm_bias, slots=slots)
+    check_rotary("k", k, cos, sin, interleaved, dims)

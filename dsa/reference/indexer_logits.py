@@ -2,7 +2,17 @@
 
 import torch
 
-from .checks import FLOATS, INT32, check_tensor
+from .checks import (
+    FLOATS,
+    INT32,
+    check_dtype,
+    check_flag,
+    check_int,
+    check_memory,
+    check_pair,
+    check_same_device,
+    check_tensor,
+)
 
 # Numbers in the largest [queries, H, keys] tensor: 128 MiB of fp32, and ReLU makes a second one.
 _CHUNK = 2**25
@@ -41,7 +51,9 @@ def fp8_mqa_logits(
     column. Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepGEMM's `fp8_mqa_logits`; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
-    k, k_scale = check_mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k, logits_dtype)
+    ranges = (cu_seq_len_k_start, cu_seq_len_k_end)
+    k, k_scale = check_mqa_logits(q, kv, weights, *ranges, clean_logits, max_seqlen_k, logits_dtype)
+    check_memory("q", q)
     columns, needed = logits_columns(k.shape[0], max_seqlen_k)
     logits = padded_logits(q.shape[0], columns, needed, logits_dtype, q.device)
     _fill(logits, q, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, compressed=max_seqlen_k > 0)
@@ -54,24 +66,29 @@ def check_mqa_logits(
     weights: torch.Tensor,
     cu_seq_len_k_start: torch.Tensor,
     cu_seq_len_k_end: torch.Tensor,
+    clean_logits: bool,
     max_seqlen_k: int,
     logits_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The checks of `fp8_mqa_logits`; returns (k, k_scale)."""
     check_tensor("q", q, _E4M3, ("S", "H", "D"))
-    if not isinstance(kv, tuple | list) or len(kv) != 2:
-        raise TypeError(f"kv: must be a pair (e4m3 keys, fp32 scales), got {type(kv).__name__}")
-    k, k_scale = kv
-    seq, heads, dim = q.shape
-    check_tensor("kv[0]", k, _E4M3, ("Skv", dim))
-    check_tensor("kv[1]", k_scale, _F32, (k.shape[0],))
-    check_tensor("weights", weights, _F32, (seq, heads))
-    check_tensor("cu_seq_len_k_start", cu_seq_len_k_start, INT32, (seq,))
-    check_tensor("cu_seq_len_k_end", cu_seq_len_k_end, INT32, (seq,))
-    if max_seqlen_k < 0:
-        raise ValueError(f"max_seqlen_k: must be 0 (not compressed) or positive, got {max_seqlen_k}")
-    check_logits_dtype(logits_dtype)
+    k, k_scale = check_pair("kv", kv, "(e4m3 keys, fp32 scales)")
+    check_tensor("kv[0]", k, _E4M3, ("Skv", q.shape[2]), "q")
+    check_tensor("kv[1]", k_scale, _F32, (k.shape[0],), "kv[0]")
+    _check_rows(q, weights, cu_seq_len_k_start, cu_seq_len_k_end)
+    check_flag("clean_logits", clean_logits)
+    check_int("max_seqlen_k", max_seqlen_k, 0)
+    check_dtype("logits_dtype", logits_dtype, LOGITS_DTYPES)
+    check_same_device(("q", q), **{"kv[0]": k, "kv[1]": k_scale})
     return k, k_scale
+
+
+def _check_rows(q: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> None:
+    """What goes with each query."""
+    check_tensor("weights", weights, _F32, tuple(q.shape[:2]), "q")
+    check_tensor("cu_seq_len_k_start", starts, INT32, (q.shape[0],), "q")
+    check_tensor("cu_seq_len_k_end", ends, INT32, (q.shape[0],), "q")
+    check_same_device(("q", q), weights=weights, cu_seq_len_k_start=starts, cu_seq_len_k_end=ends)
 
 
 def logits_columns(keys: int, max_seqlen_k: int) -> tuple[int, int]:
@@ -95,11 +112,11 @@ def mqa_logits(
     other types, dtypes and shapes. Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     check_tensor("q", q, FLOATS, ("S", "H", "D"))
-    check_tensor("k", k, FLOATS, ("Skv", q.shape[2]))
-    check_tensor("weights", weights, _F32, tuple(q.shape[:2]))
-    check_tensor("cu_seq_len_k_start", cu_seq_len_k_start, INT32, (q.shape[0],))
-    check_tensor("cu_seq_len_k_end", cu_seq_len_k_end, INT32, (q.shape[0],))
-    logits = torch.full((q.shape[0], k.shape[0]), -torch.inf, device=q.device)
+    check_tensor("k", k, FLOATS, ("Skv", q.shape[2]), "q")
+    _check_rows(q, weights, cu_seq_len_k_start, cu_seq_len_k_end)
+    check_same_device(("q", q), k=k)
+    check_memory("q", q)
+    logits = torch.full((q.shape[0], k.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
     _fill(logits, q, k, None, weights, cu_seq_len_k_start, cu_seq_len_k_end, compressed=False)
     return logits
 
@@ -123,11 +140,6 @@ def row_stride(needed: int, dtype: torch.dtype) -> int:
     """`needed` elements, rounded up to 1024 bytes."""
     alignment = _ROW_ALIGNMENT // dtype.itemsize
     return -(-needed // alignment) * alignment
-
-
-def check_logits_dtype(logits_dtype: torch.dtype) -> None:
-    if logits_dtype not in LOGITS_DTYPES:
-        raise ValueError(f"logits_dtype: must be float32 or bfloat16, got {logits_dtype}")
 
 
 def _fill(

@@ -9,7 +9,20 @@ Everything is computed in fp32, of float64 inputs in float64, and differentiable
 
 import torch
 
-from .checks import FLOATS, INT32, check_positive, check_tensor
+from .checks import (
+    FLOATS,
+    INT32,
+    check_choice,
+    check_flag,
+    check_int,
+    check_memory,
+    check_number,
+    check_positive,
+    check_same_device,
+    check_same_dtype,
+    check_tensor,
+)
+from .softmax_attention import check_value_dim
 from .topk import topk_indices
 
 DTYPES = (*FLOATS, torch.float64)
@@ -49,11 +62,13 @@ def indexer_warmup_attention(
     Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1; "per_head" is tl-dsa-warmup-lightning-indexer's.
     """
-    check_warmup(q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k, target)
+    numbers = (max_seqlen_q, max_seqlen_k, softmax_scale)
+    check_warmup(q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k, *numbers, causal, target)
+    check_memory("q", q)
     work = _work_dtype(q)
     outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(q.shape[1], 0, dtype=work)]
     kls = [q.new_zeros((0,) if target == "sum" else (0, q.shape[1]), dtype=work)]
-    for begin_q, end_q, begin_k, end_k in _ranges(cu_seqlens_q, cu_seqlens_k, len(q), len(k)):
+    for begin_q, end_q, begin_k, end_k in _ranges(cu_seqlens_q, cu_seqlens_k, ("q", q), ("k", k)):
         queries, keys = slice(begin_q, end_q), slice(begin_k, end_k)
         m, n = end_q - begin_q, end_k - begin_k
         visible = torch.ones(m, n, dtype=torch.bool, device=q.device)
@@ -93,13 +108,12 @@ def indexer_topk(
     scores the lowest index is picked; NaN never. No gradients. Raises TypeError or ValueError for other types, dtypes
     and shapes.
     """
-    check_indexer(q_idx, k_idx, w_idx, len(q_idx), len(k_idx))
-    check_bounds(cu_seqlens_q, cu_seqlens_k, len(q_idx), len(k_idx))
-    check_positive("top_k", top_k)
+    check_indexer_topk(q_idx, k_idx, w_idx, top_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    check_memory("q_idx", q_idx)
     picks = [torch.full((0, top_k), -1, dtype=torch.int32, device=q_idx.device)]
     work = _work_dtype(q_idx)
     with torch.no_grad():
-        for begin_q, end_q, begin_k, end_k in _ranges(cu_seqlens_q, cu_seqlens_k, len(q_idx), len(k_idx)):
+        for begin_q, end_q, begin_k, end_k in _ranges(cu_seqlens_q, cu_seqlens_k, ("q_idx", q_idx), ("k_idx", k_idx)):
             queries, keys = slice(begin_q, end_q), slice(begin_k, end_k)
             m, n = end_q - begin_q, end_k - begin_k
             dots = torch.relu(torch.einsum("tjd,sd->jts", q_idx[queries].to(work), k_idx[keys].to(work)))
@@ -129,7 +143,8 @@ def sparse_mla_attention(
     Returns out [Tq, H, d_v] in q's dtype and lse [H, Tq], without the sink; out 0 and lse +inf without keys. Gradients
     of both reach q and kv, those of out attn_sink. Raises TypeError or ValueError for other types, dtypes and shapes.
     """
-    check_sparse(q, kv, indices)
+    check_sparse_attention(q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
+    check_memory("q", q)
     work = _work_dtype(q)
     index, valid = _selected(indices, len(kv))
     rows = _rows(kv[:, 0].to(work), index)
@@ -137,7 +152,6 @@ def sparse_mla_attention(
     weights, lse = _masked_softmax(logits, valid)
     out = torch.einsum("htj,tjd->thd", weights, rows[..., :d_v])
     if attn_sink is not None:
-        check_tensor("attn_sink", attn_sink, DTYPES, (q.shape[1],))
         share = torch.sigmoid(lse.T - attn_sink.to(work))
         out = out * share.masked_fill(lse.T == torch.inf, 0.0)[..., None]
     return out.to(q.dtype), lse
@@ -169,7 +183,8 @@ def sparse_indexer_loss(
     Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
-    check_sparse_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)
+    check_sparse_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)
+    check_memory("q", q)
     work = _work_dtype(q)
     index, valid = _selected(indices, len(kv))
     with torch.no_grad():
@@ -221,62 +236,117 @@ def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, 1))[index]
 
 
-def check_warmup(q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k, target) -> None:
-    """Types, dtypes and shapes of `indexer_warmup_attention`."""
+def check_warmup(
+    q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, target
+) -> None:
+    """The checks of `indexer_warmup_attention`."""
     check_tensor("q", q, DTYPES, ("Tq", "H", "d"))
     tokens, heads, dim = q.shape
-    check_tensor("k", k, DTYPES, ("Tk", "Hk", dim))
+    check_tensor("k", k, DTYPES, ("Tk", "Hk", dim), "q")
     keys, key_heads, _ = k.shape
-    check_tensor("v", v, DTYPES, (keys, key_heads, "dv"))
+    check_tensor("v", v, DTYPES, (keys, key_heads, "dv"), "k")
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"k: its {key_heads} heads must divide q's {heads}")
-    check_indexer(q_idx, k_idx, w_idx, tokens, keys)
-    if target not in TARGETS:
-        raise ValueError(f"target: must be one of {', '.join(TARGETS)}, got {target!r}")
+    check_indexer(q_idx, k_idx, w_idx, tokens, keys, "q and k")
+    check_same_dtype(("q", q), k=k, v=v, q_idx=q_idx)
+    _check_weights(q_idx, w_idx)
+    check_longest(max_seqlen_q, max_seqlen_k, causal)
+    check_number("softmax_scale", softmax_scale)
+    check_choice("target", target, TARGETS)
     if target == "per_head" and q_idx.shape[1] != heads:
         raise ValueError(f"q_idx: target 'per_head' needs q's {heads} heads, got {q_idx.shape[1]}")
-    check_bounds(cu_seqlens_q, cu_seqlens_k, tokens, keys)
+    check_same_device(("q", q), k=k, v=v, q_idx=q_idx)
+    check_bounds(cu_seqlens_q, cu_seqlens_k, ("q", q), ("k", k))
 
 
-def check_bounds(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, tokens: int, keys: int) -> None:
-    """Where packed sequences begin; values are looked at on a CPU only."""
+def check_indexer_topk(
+    q_idx, k_idx, w_idx, top_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
+) -> None:
+    """The checks of `indexer_topk`."""
+    check_tensor("q_idx", q_idx, DTYPES, ("Tq", "Hi", "di"))
+    check_tensor("k_idx", k_idx, DTYPES, ("Tk", q_idx.shape[2]), "q_idx")
+    check_indexer(q_idx, k_idx, w_idx, len(q_idx), len(k_idx), "q_idx")
+    _check_weights(q_idx, w_idx)
+    check_positive("top_k", top_k)
+    check_longest(max_seqlen_q, max_seqlen_k, causal)
+    check_bounds(cu_seqlens_q, cu_seqlens_k, ("q_idx", q_idx), ("k_idx", k_idx))
+
+
+def check_longest(max_seqlen_q: int, max_seqlen_k: int, causal: bool) -> None:
+    check_int("max_seqlen_q", max_seqlen_q, 0)
+    check_int("max_seqlen_k", max_seqlen_k, 0)
+    check_flag("causal", causal)
+
+
+Named = tuple[str, torch.Tensor]
+
+
+def check_bounds(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, queries: Named, keys: Named) -> None:
+    """Where packed sequences begin in the rows of `queries` and `keys`; values are looked at on a CPU only."""
     check_tensor("cu_seqlens_q", cu_seqlens_q, INT32, ("B + 1",))
-    check_tensor("cu_seqlens_k", cu_seqlens_k, INT32, tuple(cu_seqlens_q.shape))
-    for name, x, end in (("cu_seqlens_q", cu_seqlens_q, tokens), ("cu_seqlens_k", cu_seqlens_k, keys)):
-        if x.device.type == "cpu":
-            _ascending(name, x, end)
+    check_tensor("cu_seqlens_k", cu_seqlens_k, INT32, tuple(cu_seqlens_q.shape), "cu_seqlens_q")
+    check_same_device(queries, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if cu_seqlens_q.device.type == "cpu":
+        _ranges(cu_seqlens_q, cu_seqlens_k, queries, keys)
 
 
-def _ascending(name: str, x: torch.Tensor, end: int) -> list[int]:
-    numbers = x.tolist()
+def _ascending(name: str, x: torch.Tensor, rows: Named) -> list[int]:
+    numbers, end = x.tolist(), len(rows[1])
     if not numbers or numbers[0] != 0 or numbers[-1] != end or numbers != sorted(numbers):
-        raise ValueError(f"{name}: must ascend from 0 to {end}, got {numbers}")
+        raise ValueError(f"{name}: must ascend from 0 to {end}, got {numbers} (sizes as of {rows[0]})")
     return numbers
 
 
-def _ranges(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, tokens: int, keys: int):
+def _ranges(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, queries: Named, keys: Named):
     """(first query, end, first key, end) of each sequence."""
-    q, k = _ascending("cu_seqlens_q", cu_seqlens_q, tokens), _ascending("cu_seqlens_k", cu_seqlens_k, keys)
+    q, k = _ascending("cu_seqlens_q", cu_seqlens_q, queries), _ascending("cu_seqlens_k", cu_seqlens_k, keys)
     return zip(q, q[1:], k, k[1:])
 
 
-def check_indexer(q_idx, k_idx, w_idx, tokens: int, keys: int) -> None:
-    check_tensor("q_idx", q_idx, DTYPES, (tokens, "Hi", "di"))
-    check_tensor("k_idx", k_idx, DTYPES, (keys, q_idx.shape[2]))
-    check_tensor("w_idx", w_idx, DTYPES, (tokens, q_idx.shape[1]))
+def check_indexer(q_idx, k_idx, w_idx, tokens: int, keys: int, sizes_of: str) -> None:
+    """The indexer's tensors for so many queries and keys, on one device; w_idx of any float dtype."""
+    check_tensor("q_idx", q_idx, DTYPES, (tokens, "Hi", "di"), sizes_of)
+    check_tensor("k_idx", k_idx, DTYPES, (keys, q_idx.shape[2]), f"{sizes_of} and q_idx")
+    check_tensor("w_idx", w_idx, DTYPES, (tokens, q_idx.shape[1]), "q_idx")
+    check_same_dtype(("q_idx", q_idx), k_idx=k_idx)
+    check_same_device(("q_idx", q_idx), k_idx=k_idx, w_idx=w_idx)
+
+
+def _check_weights(q_idx: torch.Tensor, w_idx: torch.Tensor) -> None:
+    if w_idx.dtype not in (torch.float32, q_idx.dtype):
+        own, got = (str(x.dtype).removeprefix("torch.") for x in (q_idx, w_idx))
+        raise ValueError(f"w_idx: dtype must be float32 or q_idx's {own}, got {got}")
 
 
 def check_sparse(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> None:
+    """What selected keys have to be."""
     check_tensor("q", q, DTYPES, ("Tq", "H", "d"))
-    check_tensor("kv", kv, DTYPES, ("Tk", 1, q.shape[2]))
-    check_tensor("indices", indices, INT32, (len(q), 1, "K"))
+    check_tensor("kv", kv, DTYPES, ("Tk", 1, q.shape[2]), "q")
+    check_tensor("indices", indices, INT32, (len(q), 1, "K"), "q")
+    check_same_dtype(("q", q), kv=kv)
+    check_same_device(("q", q), kv=kv, indices=indices)
 
 
-def check_sparse_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse) -> None:
-    """Types, dtypes and shapes of `sparse_indexer_loss`."""
+def check_sparse_attention(q, kv, indices, softmax_scale, d_v, attn_sink, deterministic) -> None:
+    """The checks of `sparse_mla_attention`."""
     check_sparse(q, kv, indices)
-    check_indexer(q_idx, k_idx, w_idx, len(q), len(kv))
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, float | int):
-        raise TypeError(f"softmax_scale: must be a number, got {type(softmax_scale).__name__}")
+    check_number("softmax_scale", softmax_scale)
+    check_value_dim("d_v", d_v, q.shape[2])
+    if deterministic is not None:
+        check_flag("deterministic", deterministic)
+    if attn_sink is not None:
+        check_tensor("attn_sink", attn_sink, DTYPES, (q.shape[1],), "q")
+        check_same_device(("q", q), attn_sink=attn_sink)
+
+
+def check_sparse_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic) -> None:
+    """The checks of `sparse_indexer_loss`."""
+    check_sparse(q, kv, indices)
+    check_indexer(q_idx, k_idx, w_idx, len(q), len(kv), "q and kv")
+    check_same_dtype(("q", q), q_idx=q_idx)
+    check_number("softmax_scale", softmax_scale)
+    if deterministic is not None:
+        check_flag("deterministic", deterministic)
     if lse is not None:
-        check_tensor("lse", lse, DTYPES, (q.shape[1], len(q)))
+        check_tensor("lse", lse, DTYPES, (q.shape[1], len(q)), "q")
+    check_same_device(("q", q), q_idx=q_idx, lse=lse)

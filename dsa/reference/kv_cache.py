@@ -13,7 +13,16 @@ Source: FlashMLA's FP8 caches.
 
 import torch
 
-from .checks import FLOATS, check_dtype, check_positive, check_tensor
+from .checks import (
+    FLOATS,
+    check_dtype,
+    check_flag,
+    check_memory,
+    check_positive,
+    check_same_device,
+    check_tensor,
+    check_writable,
+)
 from .fp8_cast import per_token_cast_to_fp8
 from .indexer_cache import check_writable_slots, split_slots
 
@@ -21,6 +30,7 @@ V32_BYTES, V32_DIM, V32_NOPE, V32_GROUP = 656, 576, 512, 128
 V4_BYTES, V4_DIM, V4_NOPE, V4_GROUP = 584, 512, 448, 64
 V4_ROW = V4_NOPE + 2 * (V4_DIM - V4_NOPE)
 V4_SCALE_ROW = V4_BYTES - V4_ROW
+MOST_SLOTS = 2**31  # that an int32 can number
 BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 _SLOTS = (torch.int32, torch.int64)
 
@@ -41,14 +51,21 @@ def cache_dim(cache: torch.Tensor, name: str = "cache") -> int:
 
 
 def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """A zeroed V4 cache [pages, page_size, 1, 584] uint8 whose page stride is padded to a multiple of 576 bytes."""
+    """A zeroed V4 cache [pages, page_size, 1, 584] uint8 whose page stride is padded to a multiple of 576 bytes.
+
+    At most 2^31 slots. Raises TypeError or ValueError for other numbers, and for a device that torch does not have.
+    """
     check_positive("pages", pages)
     check_positive("page_size", page_size)
+    if pages * page_size > MOST_SLOTS:
+        raise ValueError(f"pages: must be at most 2^31 slots, got {pages} of page_size {page_size}")
+    _check_device(device)
     stride = -(-page_size * V4_BYTES // V4_ROW) * V4_ROW
     data = torch.zeros(pages, stride, dtype=torch.uint8, device=device)
     return data[:, : page_size * V4_BYTES].unflatten(1, (page_size, 1, V4_BYTES))
 
 
+@torch.no_grad()
 def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool = True) -> None:
     """Writes token t's row into slot slots[t] = page * P + offset, in place.
 
@@ -63,6 +80,7 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
     a slot below -1 or beyond the cache, and for other dtypes, shapes and strides.
     """
     d = check_write(kv, cache, slots, use_ue8m0)
+    check_memory("cache", cache)
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
     keep = slots >= 0
     kv = kv[keep]
@@ -89,6 +107,7 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtyp
     Raises TypeError or ValueError for other types, dtypes, shapes and strides.
     """
     d = check_read(cache, slots, dtype)
+    check_memory("cache", cache)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     page, offset = split_slots(slots[valid], cache.shape[1])
     out = torch.zeros(*slots.shape, d, dtype=torch.float32, device=cache.device)
@@ -110,8 +129,11 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtyp
 def check_write(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool) -> int:
     """The checks of `write_kv_cache`, but for the slots' values. Returns d."""
     d = cache_dim(cache)
-    check_tensor("kv", kv, FLOATS, ("T", d))
-    check_tensor("slots", slots, _SLOTS, (kv.shape[0],))
+    check_tensor("kv", kv, FLOATS, ("T", d), "cache")
+    check_tensor("slots", slots, _SLOTS, (kv.shape[0],), "kv")
+    check_flag("use_ue8m0", use_ue8m0)
+    check_writable("cache", cache)
+    check_same_device(("cache", cache), kv=kv, slots=slots)
     if _is_v4(cache):
         _check_v4_strides(cache)
         if not use_ue8m0:
@@ -126,7 +148,18 @@ def check_read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> 
     if _is_v4(cache):
         _check_v4_strides(cache)
     check_dtype("dtype", dtype, FLOATS)
+    check_same_device(("cache", cache), slots=slots)
     return d
+
+
+def _check_device(device: object) -> None:
+    """torch can allocate on `device`."""
+    if device is not None and not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device: must be a torch.device, its name or None, got {type(device).__name__}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # without CUDA torch asserts
+        raise ValueError(f"device: torch has no {device!r} here: {str(error).splitlines()[0]}") from None
 
 
 def _is_v4(cache: torch.Tensor) -> bool:

@@ -2,11 +2,20 @@
 
 import torch
 
-from .checks import check_tensor
+from .checks import (
+    FLOATS,
+    check_memory,
+    check_number,
+    check_same_device,
+    check_same_dtype,
+    check_tensor,
+    check_writable,
+)
 from .kv_cache import check_write, write_kv_cache
 from .rotary import apply_rotary, check_rotary
 
 
+@torch.no_grad()
 def write_mla_cache(
     kv: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -30,7 +39,7 @@ def write_mla_cache(
     cos, sin     [T, R / 2] fp32, R at most d: of the tokens' positions
     cache        [pages, P, 1, d | 656 | 584], laid out as `kv_cache` says
     slots        [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
-    eps          added to the mean of the squares
+    eps          added to the mean of the squares: a finite number, at least 0
     interleaved  rope turns the pairs (2i, 2i + 1); False: (i, i + R / 2)
     use_ue8m0    as `write_kv_cache` takes it
     out          [T, d] in kv's dtype, or None: gets the rows as they are before the cache rounds them, those of skipped
@@ -41,7 +50,8 @@ def write_mla_cache(
     below -1 or beyond the cache; then nothing is written.
     Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
     """
-    check_inputs(kv, norm_weight, cos, sin, cache, slots, use_ue8m0, out)
+    check_inputs(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
+    check_memory("cache", cache)
     n = norm_weight.shape[0]
     x = kv[:, :n].float()
     normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight).to(kv.dtype)
@@ -58,6 +68,8 @@ def check_inputs(
     sin: torch.Tensor,
     cache: torch.Tensor,
     slots: torch.Tensor,
+    eps: float,
+    interleaved: bool,
     use_ue8m0: bool,
     out: torch.Tensor | None,
 ) -> None:
@@ -66,6 +78,10 @@ def check_inputs(
     check_tensor("norm_weight", norm_weight, (torch.float32,), ("N",))
     if not 1 <= norm_weight.shape[0] <= d:
         raise ValueError(f"norm_weight: must have 1 to {d} channels, as kv has them, got {norm_weight.shape[0]}")
-    check_rotary("kv", kv, cos, sin, "last")
+    check_number("eps", eps, 0)
     if out is not None:
-        check_tensor("out", out, (kv.dtype,), tuple(kv.shape))
+        check_tensor("out", out, FLOATS, tuple(kv.shape), "kv")
+        check_same_dtype(("kv", kv), out=out)
+        check_writable("out", out)
+    check_same_device(("cache", cache), norm_weight=norm_weight, out=out)
+    check_rotary("kv", kv, cos, sin, interleaved, "last")

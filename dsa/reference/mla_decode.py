@@ -2,10 +2,19 @@
 
 import torch
 
-from .checks import FLOATS, INT32, check_positive, check_tensor
+from .checks import (
+    FLOATS,
+    INT32,
+    check_flag,
+    check_memory,
+    check_number,
+    check_same_device,
+    check_same_dtype,
+    check_tensor,
+)
 from .kv_cache import BYTE_DTYPES, cache_dim, read_kv_cache
 from .mla_metadata import FlashMLASchedMeta, check_plan, remember_config
-from .softmax_attention import apply_sink, attend
+from .softmax_attention import apply_sink, attend, check_value_dim
 
 # Numbers in the largest gathered [queries, K, d] tensor: 256 MiB of fp32.
 _CHUNK = 2**26
@@ -33,13 +42,13 @@ def flash_mla_with_kvcache(
     """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
 
     q              [B, s_q, h_q, d] fp32, bf16 or fp16
-    k_cache        [pages, P, h_k, d] fp32, bf16 or fp16, or with is_fp8_kvcache [pages, P, 1, 656 | 584] bytes as
+    k_cache        [pages, P, h_k, d] in q's dtype, or with is_fp8_kvcache [pages, P, 1, 656 | 584] bytes as
                    `kv_cache` lays them out (d = 576 or 512). h_k divides h_q; query head h reads key head
                    h // (h_q / h_k). A value is the first head_dim_v numbers of its key
     head_dim_v     at most d
     tile_scheduler_metadata, num_splits  from `get_mla_metadata` in either style, or None. The result does not depend on
                    the plan; a FlashMLASchedMeta may be used again with the same shapes only
-    softmax_scale  multiplies the logits, d^-0.5 if None
+    softmax_scale  multiplies the logits: a finite number, or None: d^-0.5
     batch_invariant  changes nothing here: no result depends on another sequence
 
     Dense, if indices is None:
@@ -67,16 +76,16 @@ def flash_mla_with_kvcache(
             **{"attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache},
             **{"extra_indices_in_kvcache": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length},
         }
-        plan = (tile_scheduler_metadata, num_splits)
-        config = check_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, causal, is_fp8_kvcache, unused)
+        plan, options = (tile_scheduler_metadata, num_splits), (causal, is_fp8_kvcache, softmax_scale, batch_invariant)
+        config = check_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, *options, unused)
         remember_config(tile_scheduler_metadata, config)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         out, lse = decode_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
         return out.to(q.dtype), lse
 
     selections = [(k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)]
-    plan = (tile_scheduler_metadata, num_splits)
-    config = check_sparse(q, *selections, head_dim_v, *plan, causal, is_fp8_kvcache, attn_sink)
+    plan, options = (tile_scheduler_metadata, num_splits), (causal, is_fp8_kvcache, softmax_scale, batch_invariant)
+    config = check_sparse(q, *selections, head_dim_v, *plan, *options, attn_sink)
     remember_config(tile_scheduler_metadata, config)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     out, lse = decode_sparse(q, *selections, head_dim_v, scale, attn_sink)
@@ -93,18 +102,22 @@ def check_dense(
     num_splits: torch.Tensor | None,
     causal: bool,
     is_fp8_kvcache: bool,
+    softmax_scale: float | None,
+    batch_invariant: bool,
     unused: dict[str, torch.Tensor | None],
 ) -> dict:
     """What dense decoding asks of its arguments. Returns what a plan is to remember of them."""
+    _check_options(causal, is_fp8_kvcache, softmax_scale, batch_invariant)
     _check_queries(q, k_cache, head_dim_v, is_fp8_kvcache)
     _check_unused(unused, "indices")
     batch, _, h_q, _ = q.shape
-    check_tensor("block_table", block_table, INT32, (batch, "max_pages"))
-    check_tensor("cache_seqlens", cache_seqlens, INT32, (batch,))
+    check_tensor("block_table", block_table, INT32, (batch, "max_pages"), "q")
+    check_tensor("cache_seqlens", cache_seqlens, INT32, (batch,), "q")
     if k_cache.shape[2] == 0 or h_q % k_cache.shape[2]:
-        raise ValueError(f"k_cache: its h_k heads must divide h_q = {h_q}, got h_k = {k_cache.shape[2]}")
+        raise ValueError(f"k_cache: its h_k heads must divide q's h_q = {h_q}, got h_k = {k_cache.shape[2]}")
+    check_same_device(("q", q), k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
     shapes = {"q": tuple(q.shape), "k_cache": tuple(k_cache.shape[1:]), "causal": causal}
-    check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
+    check_plan(tile_scheduler_metadata, num_splits, q, shapes)
     return shapes
 
 
@@ -118,11 +131,12 @@ def decode_dense(
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense decoding, its arguments checked: out [B, s_q, h_q, d_v] and lse [B, h_q, s_q] fp32."""
+    check_memory("q", q)
     batch, s_q, h_q, _ = q.shape
     pages, page_size, h_k, _ = k_cache.shape
     group = h_q // h_k
-    out = torch.zeros(batch, s_q, h_q, d_v, device=q.device)
-    lse = torch.full((batch, h_q, s_q), torch.inf, device=q.device)
+    out = torch.zeros(batch, s_q, h_q, d_v, dtype=torch.float32, device=q.device)
+    lse = torch.full((batch, h_q, s_q), torch.inf, dtype=torch.float32, device=q.device)
     for b in range(batch):
         length = min(max(int(cache_seqlens[b]), 0), block_table.shape[1] * page_size)
         position = torch.arange(length, device=q.device)
@@ -152,26 +166,30 @@ def check_sparse(
     num_splits: torch.Tensor | None,
     causal: bool,
     is_fp8_kvcache: bool,
+    softmax_scale: float | None,
+    batch_invariant: bool,
     attn_sink: torch.Tensor | None,
 ) -> dict:
     """What sparse decoding asks of its arguments. Returns what a plan is to remember of them."""
+    _check_options(causal, is_fp8_kvcache, softmax_scale, batch_invariant)
     _check_queries(q, selection[0], head_dim_v, is_fp8_kvcache)
-    batch, s_q, h_q, d = q.shape
+    h_q = q.shape[2]
     if causal:
         raise ValueError("causal: must be False with indices, got True")
     if attn_sink is not None:
-        check_tensor("attn_sink", attn_sink, (torch.float32,), (h_q,))
-    _check_selection("", selection, batch, s_q)
+        check_tensor("attn_sink", attn_sink, (torch.float32,), (h_q,), "q")
+        check_same_device(("q", q), attn_sink=attn_sink)
+    _check_selection("", selection, q)
     shapes = {"q": tuple(q.shape), "k_cache": tuple(selection[0].shape[1:]), "causal": causal}
     shapes["selections"] = [(selection[0].shape[1], selection[1].shape[2])]
     if extra[0] is None:
         names = ("extra_indices_in_kvcache", "extra_topk_length")
         _check_unused(dict(zip(names, extra[1:])), "extra_k_cache")
     else:
-        _check_cache("extra_k_cache", extra[0], d, is_fp8_kvcache)
-        _check_selection("extra_", extra, batch, s_q)
+        _check_cache("extra_k_cache", extra[0], q, is_fp8_kvcache)
+        _check_selection("extra_", extra, q)
         shapes["selections"].append((extra[0].shape[1], extra[1].shape[2]))
-    check_plan(tile_scheduler_metadata, num_splits, batch, shapes)
+    check_plan(tile_scheduler_metadata, num_splits, q, shapes)
     return shapes
 
 
@@ -184,6 +202,7 @@ def decode_sparse(
     attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse decoding, its arguments checked: out [B, s_q, h_q, d_v] and lse [B, h_q, s_q] fp32."""
+    check_memory("q", q)
     selections = [(cache, _slots(cache, *rest)) for cache, *rest in (selection, extra) if cache is not None]
     out, lse = _sparse(q.flatten(0, 1), selections, d_v, scale)
     if attn_sink is not None:
@@ -197,8 +216,8 @@ def _sparse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [R, h_q, d] over (cache, slots [R, K]) pairs, -1 for no key: out [R, h_q, d_v] and lse [R, h_q]."""
     rows, h_q, d = q.shape
-    out = torch.empty(rows, h_q, d_v, device=q.device)
-    lse = torch.empty(rows, h_q, device=q.device)
+    out = torch.empty(rows, h_q, d_v, dtype=torch.float32, device=q.device)
+    lse = torch.empty(rows, h_q, dtype=torch.float32, device=q.device)
     chunk = max(1, _CHUNK // max(1, d * sum(slots.shape[1] for _, slots in selections)))
     for first in range(0, rows, chunk):
         part = slice(first, first + chunk)
@@ -208,13 +227,15 @@ def _sparse(
     return out, lse
 
 
-def _check_selection(prefix: str, selection: Selection, batch: int, s_q: int) -> None:
+def _check_selection(prefix: str, selection: Selection, q: torch.Tensor) -> None:
     cache, indices, topk_length = selection
     if cache.shape[2] != 1:
         raise ValueError(f"{prefix}k_cache: must have h_k = 1 with indices, got shape {list(cache.shape)}")
-    check_tensor(f"{prefix}indices_in_kvcache" if prefix else "indices", indices, INT32, (batch, s_q, "K"))
+    name = f"{prefix}indices_in_kvcache" if prefix else "indices"
+    check_tensor(name, indices, INT32, (*q.shape[:2], "K"), "q")
     if topk_length is not None:
-        check_tensor(f"{prefix}topk_length", topk_length, INT32, (batch,))
+        check_tensor(f"{prefix}topk_length", topk_length, INT32, (q.shape[0],), "q")
+    check_same_device(("q", q), **{f"{prefix}k_cache": cache, name: indices, f"{prefix}topk_length": topk_length})
 
 
 def _slots(cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
@@ -227,22 +248,34 @@ def _slots(cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor
 
 def _check_queries(q: torch.Tensor, k_cache: torch.Tensor, head_dim_v: int, is_fp8_kvcache: bool) -> None:
     check_tensor("q", q, FLOATS, ("B", "s_q", "h_q", "d"))
-    _check_cache("k_cache", k_cache, q.shape[3], is_fp8_kvcache)
-    check_positive("head_dim_v", head_dim_v)
-    if head_dim_v > q.shape[3]:
-        raise ValueError(f"head_dim_v: must be at most d = {q.shape[3]}, got {head_dim_v}")
+    _check_cache("k_cache", k_cache, q, is_fp8_kvcache)
+    check_value_dim("head_dim_v", head_dim_v, q.shape[3])
 
 
-def _check_cache(name: str, cache: torch.Tensor, d: int, is_fp8_kvcache: bool) -> None:
+def _check_options(causal: bool, is_fp8_kvcache: bool, softmax_scale: float | None, batch_invariant: bool) -> None:
+    check_flag("causal", causal)
+    check_flag("is_fp8_kvcache", is_fp8_kvcache)
+    check_flag("batch_invariant", batch_invariant)
+    if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale)
+
+
+def _check_cache(name: str, cache: torch.Tensor, q: torch.Tensor, is_fp8_kvcache: bool) -> None:
     check_tensor(name, cache, (*FLOATS, *BYTE_DTYPES), ("pages", "P", "h_k", "d"))
     if is_fp8_kvcache != (cache.dtype in BYTE_DTYPES):
         accepted = "uint8, int8 or float8_e4m3fn" if is_fp8_kvcache else "float32, bfloat16 or float16"
         raise ValueError(f"{name}: dtype must be {accepted} with is_fp8_kvcache={is_fp8_kvcache}, got {cache.dtype}")
-    if is_fp8_kvcache and cache.shape[2] != 1:
+    if not is_fp8_kvcache:
+        check_same_dtype(("q", q), **{name: cache})
+    elif cache.shape[2] != 1:
         raise ValueError(f"{name}: a byte cache must have h_k = 1, got shape {list(cache.shape)}")
+    if cache.shape[2] == 0:
+        raise ValueError(f"{name}: must have at least one head, got shape {list(cache.shape)}")
     cached = cache_dim(cache[:, :, :1], name)
-    if cached != d:
-        raise ValueError(f"{name}: a last dimension of {cache.shape[-1]} means d = {cached}, but q has d = {d}")
+    if cached != q.shape[3]:
+        raise ValueError(
+            f"{name}: a last dimension of {cache.shape[-1]} means d = {cached}, but q has d = {q.shape[3]}"
+        )
 
 
 def _check_unused(values: dict[str, torch.Tensor | None], needed: str) -> None:

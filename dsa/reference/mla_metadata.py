@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from .checks import INT32, check_positive, check_tensor
+from .checks import INT32, check_flag, check_memory, check_positive, check_same_device, check_tensor
 
 _META_SIZE = 8
 _TO_THE_END = 2**30
@@ -63,6 +63,9 @@ def check_metadata(
 ) -> MetadataRequest:
     """The request, or the error that its arguments call for. num_heads_q and is_fp8_kvcache change nothing."""
     check_tensor("cache_seqlens", cache_seqlens, INT32, ("B",))
+    if num_heads_q is not None:
+        check_positive("num_heads_q", num_heads_q)
+    check_flag("is_fp8_kvcache", is_fp8_kvcache)
     check_positive("num_q_tokens_per_head_k", num_q_tokens_per_head_k)
     check_positive("num_heads_k", num_heads_k)
     if topk is not None:
@@ -73,6 +76,7 @@ def check_metadata(
 def plan_one_part(request: MetadataRequest) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's plan: one part, no sequence split."""
     cache_seqlens = request.cache_seqlens
+    check_memory("cache_seqlens", cache_seqlens)
     batch = cache_seqlens.shape[0]
     part = [0, 0, batch - 1, _TO_THE_END, 0, -1, 0, 0]
     metadata = torch.tensor([part], dtype=torch.int32, device=cache_seqlens.device)
@@ -82,15 +86,20 @@ def plan_one_part(request: MetadataRequest) -> tuple[torch.Tensor, torch.Tensor]
 def check_plan(
     tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None,
     num_splits: torch.Tensor | None,
-    batch: int,
+    q: torch.Tensor,
     config: dict,
 ) -> None:
     """The plan is one that `get_mla_metadata` gives, and an object that saw a call before saw the same shapes."""
     if tile_scheduler_metadata is None:
+        if num_splits is not None:
+            raise ValueError(
+                f"num_splits: must be None without tile_scheduler_metadata, got {type(num_splits).__name__}"
+            )
         return
     if isinstance(tile_scheduler_metadata, torch.Tensor):
         check_tensor("tile_scheduler_metadata", tile_scheduler_metadata, INT32, ("num_sm_parts", _META_SIZE))
-        check_tensor("num_splits", num_splits, INT32, (batch + 1,))
+        check_tensor("num_splits", num_splits, INT32, (q.shape[0] + 1,), "q and tile_scheduler_metadata")
+        check_same_device(("q", q), tile_scheduler_metadata=tile_scheduler_metadata, num_splits=num_splits)
         return
     if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         raise TypeError(

@@ -2,8 +2,8 @@
 
 import torch
 
-from .checks import FLOATS, INT32, check_positive, check_tensor
-from .softmax_attention import apply_sink, gather_attend
+from .checks import FLOATS, INT32, check_memory, check_number, check_same_device, check_same_dtype, check_tensor
+from .softmax_attention import apply_sink, check_value_dim, gather_attend
 
 
 def flash_mla_sparse_fwd(
@@ -18,9 +18,9 @@ def flash_mla_sparse_fwd(
     """out[t] = softmax_j(sm_scale * q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t].
 
     q            [s_q, h_q, d] fp32, bf16 or fp16
-    kv           [s_kv, 1, d] fp32, bf16 or fp16; a value is the first d_v numbers of its key
+    kv           [s_kv, 1, d] in q's dtype; a value is the first d_v numbers of its key
     indices      [s_q, 1, K] int32; negative or at least s_kv is no key. A key named twice counts twice
-    sm_scale     multiplies the logits
+    sm_scale     multiplies the logits: a finite number
     d_v          at most d
     attn_sink    [h_q] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
     topk_length  [s_q] int32 or None: only the first topk_length[t] indices count
@@ -31,6 +31,7 @@ def flash_mla_sparse_fwd(
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """
     check_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    check_memory("q", q)
     index = indices.squeeze(1)
     if topk_length is not None:
         beyond = torch.arange(index.shape[1], device=index.device) >= topk_length[:, None]
@@ -53,14 +54,13 @@ def check_sparse_fwd(
     """The checks of `flash_mla_sparse_fwd`."""
     check_tensor("q", q, FLOATS, ("s_q", "h_q", "d"))
     s_q, h_q, d = q.shape
-    check_tensor("kv", kv, FLOATS, ("s_kv", 1, d))
-    check_tensor("indices", indices, INT32, (s_q, 1, "K"))
-    if not isinstance(sm_scale, (int, float)):
-        raise TypeError(f"sm_scale: must be a number, got {type(sm_scale).__name__}")
-    check_positive("d_v", d_v)
-    if d_v > d:
-        raise ValueError(f"d_v: must be at most d = {d}, got {d_v}")
+    check_tensor("kv", kv, FLOATS, ("s_kv", 1, d), "q")
+    check_tensor("indices", indices, INT32, (s_q, 1, "K"), "q")
+    check_number("sm_scale", sm_scale)
+    check_value_dim("d_v", d_v, d)
     if topk_length is not None:
-        check_tensor("topk_length", topk_length, INT32, (s_q,))
+        check_tensor("topk_length", topk_length, INT32, (s_q,), "q")
     if attn_sink is not None:
-        check_tensor("attn_sink", attn_sink, (torch.float32,), (h_q,))
+        check_tensor("attn_sink", attn_sink, (torch.float32,), (h_q,), "q")
+    check_same_dtype(("q", q), kv=kv)
+    check_same_device(("q", q), kv=kv, indices=indices, attn_sink=attn_sink, topk_length=topk_length)

@@ -2,9 +2,9 @@
 
 import torch
 
-from .checks import INT32, check_positive, check_tensor
+from .checks import INT32, check_dtype, check_flag, check_memory, check_positive, check_same_device, check_tensor
 from .indexer_cache import check_cache, read_indexer_cache
-from .indexer_logits import check_logits_dtype, head_weighted_logits, padded_logits
+from .indexer_logits import LOGITS_DTYPES, head_weighted_logits, padded_logits
 
 SPLIT_KV = 256
 MOST_SPLITS = 2**31 - 1  # of all sequences
@@ -26,6 +26,7 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     Source: DeepGEMM's function of this name, whose plan for next_n <= 2 this is.
     """
     check_metadata(context_lens, block_kv, num_sms)
+    check_memory("context_lens", context_lens)
     lengths = context_lens.long().clamp_min(0)
     if lengths.dim() == 2:
         lengths = lengths.amax(1)
@@ -72,8 +73,9 @@ def fp8_paged_mqa_logits(
     Source: DeepGEMM's function of this name.
     """
     check_paged_mqa_logits(
-        q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, logits_dtype
+        q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, logits_dtype
     )
+    check_memory("q", q)
     batch, next_n = q.shape[:2]
     lengths = context_lens.long()
     if lengths.dim() == 1:
@@ -112,25 +114,30 @@ def check_paged_mqa_logits(
     block_table: torch.Tensor,
     schedule_meta: torch.Tensor | None,
     max_context_len: int,
+    clean_logits: bool,
     logits_dtype: torch.dtype,
 ) -> None:
     """The checks of `fp8_paged_mqa_logits`."""
     check_tensor("q", q, (torch.float8_e4m3fn,), ("B", "next_n", "H", "D"))
     batch, next_n, heads, dim = q.shape
-    check_cache("kv_cache", kv_cache, dim)
-    check_tensor("weights", weights, (torch.float32,), (batch * next_n, heads))
+    check_cache("kv_cache", kv_cache, dim, "q")
+    check_tensor("weights", weights, (torch.float32,), (batch * next_n, heads), "q")
     _check_context_lens(context_lens)
     if tuple(context_lens.shape) not in ((batch,), (batch, next_n)):
         raise ValueError(
-            f"context_lens: shape must be [{batch}] or [{batch}, {next_n}], got {list(context_lens.shape)}"
+            f"context_lens: shape must be [{batch}] or [{batch}, {next_n}], got {list(context_lens.shape)} (sizes as "
+            "of q)"
         )
-    check_tensor("block_table", block_table, INT32, (batch, "max_pages"))
+    check_tensor("block_table", block_table, INT32, (batch, "max_pages"), "q")
     if schedule_meta is not None:
         check_tensor("schedule_meta", schedule_meta, INT32, ("SMs + 1", 2))
         if schedule_meta.shape[0] < 2:
             raise ValueError(f"schedule_meta: must have at least 2 rows, got shape {list(schedule_meta.shape)}")
     check_positive("max_context_len", max_context_len)
-    check_logits_dtype(logits_dtype)
+    check_flag("clean_logits", clean_logits)
+    check_dtype("logits_dtype", logits_dtype, LOGITS_DTYPES)
+    others = {"weights": weights, "context_lens": context_lens, "block_table": block_table}
+    check_same_device(("q", q), kv_cache=kv_cache, schedule_meta=schedule_meta, **others)
 
 
 def _check_context_lens(context_lens: torch.Tensor) -> None:

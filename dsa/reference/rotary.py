@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .checks import FLOATS, check_tensor
+from .checks import FLOATS, check_choice, check_flag, check_memory, check_same_device, check_tensor
 
 DIMS = ("first", "last")
 
@@ -18,8 +18,11 @@ def apply_rotary(
     x [T, ..., D] float, cos and sin fp32 [T, R / 2]. fp32 inside; returns x's shape and dtype.
     DeepSeek-V3.2 pairs interleaved in MLA and half-split in the indexer: the wrong one still runs, and answers wrongly.
     """
-    check_rotary("x", x, cos, sin, dims)
+    check_rotary("x", x, cos, sin, interleaved, dims)
+    check_memory("x", x)
     rotated = 2 * cos.shape[-1]
+    if rotated == 0:
+        return x.clone(memory_format=torch.contiguous_format)
     still = x.shape[-1] - rotated
     part, rest = (x[..., :rotated], x[..., rotated:]) if dims == "first" else (x[..., still:], x[..., :still])
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[-1],)
@@ -31,17 +34,20 @@ def apply_rotary(
     return torch.cat((turned, rest) if dims == "first" else (rest, turned), -1)
 
 
-def check_rotary(name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dims: str) -> None:
+def check_rotary(
+    name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str
+) -> None:
     """The checks of `apply_rotary`; `name` is x's."""
     shape: Sequence[int | str] = tuple(x.shape) if isinstance(x, torch.Tensor) else ()
     check_tensor(name, x, FLOATS, shape)
     if x.dim() < 2:
         raise ValueError(f"{name}: must have at least 2 dimensions, got shape {list(x.shape)}")
-    check_tensor("cos", cos, (torch.float32,), (x.shape[0], "R / 2"))
-    check_tensor("sin", sin, (torch.float32,), tuple(cos.shape))
+    check_tensor("cos", cos, (torch.float32,), (x.shape[0], "R / 2"), name)
+    check_tensor("sin", sin, (torch.float32,), tuple(cos.shape), "cos")
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
         )
-    if dims not in DIMS:
-        raise ValueError(f"dims: must be 'first' or 'last', got {dims!r}")
+    check_flag("interleaved", interleaved)
+    check_choice("dims", dims, DIMS)
+    check_same_device((name, x), cos=cos, sin=sin)

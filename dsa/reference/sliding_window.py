@@ -5,9 +5,18 @@ from collections.abc import Sequence
 
 import torch
 
-from .checks import FLOATS, INT32, check_positive, check_tensor
-from .softmax_attention import apply_sink, gather_attend
-from .window_selection import check_at_least, check_boundaries, window_indices
+from .checks import (
+    FLOATS,
+    INT32,
+    check_memory,
+    check_number,
+    check_positive,
+    check_same_device,
+    check_same_dtype,
+    check_tensor,
+)
+from .softmax_attention import apply_sink, check_value_dim, gather_attend
+from .window_selection import check_boundaries, window_indices
 
 
 def sliding_window_attention(
@@ -28,11 +37,11 @@ def sliding_window_attention(
     p = Lk - Lq + i. A query with p < 0 sees no key.
 
     q              [total_q, H, d] fp32, bf16 or fp16, the sequences one after another
-    kv             [total_k, 1, d] fp32, bf16 or fp16; a value is the first d_v numbers of its key
+    kv             [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q   [B + 1] int32: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
     cu_seqlens_k   [B + 1] int32, likewise for the keys
     window         keys that a query sees at most, itself included; at least 1
-    softmax_scale  multiplies the logits
+    softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
     indices        [total_q, window] int32 or None: what `window_indices` gives, if the caller has it
@@ -44,6 +53,7 @@ def sliding_window_attention(
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     check_window_attention(q, kv, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, d_v, attn_sink, indices)
+    check_memory("q", q)
     index = _window(q, kv, cu_seqlens_q, cu_seqlens_k, window, indices)
     out, lse, _ = gather_attend(q, kv.squeeze(1), index, softmax_scale, d_v)
     if attn_sink is not None:
@@ -72,13 +82,13 @@ def window_sparse_attention(
     compressed. One softmax over all of them, and one sink.
 
     q             [total_q, H, d] fp32, bf16 or fp16, the sequences one after another
-    kv            [total_k, 1, d] fp32, bf16 or fp16; a value is the first d_v numbers of its key
+    kv            [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q, cu_seqlens_k  [B + 1] int32, where the sequences begin in q and in kv
     window        keys of kv that a query sees at most, itself included; at least 1
-    compressed    [n, 1, d] fp32, bf16 or fp16, keys of any origin; a value is the first d_v numbers of its key
+    compressed    [n, 1, d] in q's dtype, keys of any origin; a value is the first d_v numbers of its key
     indices       [total_q, K] int32, rows of compressed; negative or at least n is no key. A key named twice counts
                   twice
-    softmax_scale multiplies the logits
+    softmax_scale multiplies the logits: a finite number
     d_v           at most d
     attn_sink     [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
     topk_length   [total_q] int32 or None: only the first topk_length[t] of indices[t] count
@@ -92,6 +102,7 @@ def window_sparse_attention(
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
     check_window_attention(*packed, softmax_scale, d_v, attn_sink, window_indices, "window_indices")
     check_selected(q, compressed, indices, topk_length)
+    check_memory("q", q)
     near = _window(*packed, window_indices)
     counts = indices.shape[1] if topk_length is None else topk_length[:, None]
     selected = (indices >= 0) & (indices < compressed.shape[0])
@@ -111,7 +122,7 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = sum_i e^(lse_i - lse) out_i with lse = log sum_i e^lse_i: attention over the union of disjoint key sets.
 
-    outs       branches [..., H, d_v] fp32, bf16 or fp16, computed without a sink
+    outs       branches [..., H, d_v] fp32, bf16 or fp16, all of one dtype, computed without a sink
     lses       their [..., H] fp32 (natural log); an infinity of either sign marks an empty branch, whose out is not
                looked at
     attn_sink  [H] fp32 or None: the merged out is scaled by e^lse / (e^lse + e^sink), once for all branches
@@ -121,6 +132,7 @@ def merge_attention(
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     check_branches(outs, lses, attn_sink)
+    check_memory("outs[0]", outs[0])
     branches = torch.stack(list(lses))
     empty = branches.isinf()
     branches = branches.masked_fill(empty, -torch.inf)
@@ -136,15 +148,23 @@ def merge_attention(
 
 def check_branches(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], attn_sink: torch.Tensor | None) -> None:
     """What `merge_attention` asks of its arguments."""
+    for name, branches in (("outs", outs), ("lses", lses)):
+        if not isinstance(branches, (list, tuple, torch.Tensor)) or (
+            isinstance(branches, torch.Tensor) and branches.dim() == 0
+        ):
+            raise TypeError(f"{name}: must be a list of tensors, got {type(branches).__name__}")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"lses: must be one for each of at least one outs, got {len(outs)} outs and {len(lses)} lses")
     known = isinstance(outs[0], torch.Tensor) and outs[0].dim() >= 2
     check_tensor("outs[0]", outs[0], FLOATS, tuple(outs[0].shape) if known else ("...", "H", "d_v"))
     for i, (out, lse) in enumerate(zip(outs, lses)):
-        check_tensor(f"outs[{i}]", out, FLOATS, tuple(outs[0].shape))
-        check_tensor(f"lses[{i}]", lse, (torch.float32,), tuple(outs[0].shape[:-1]))
+        check_tensor(f"outs[{i}]", out, FLOATS, tuple(outs[0].shape), "outs[0]")
+        check_tensor(f"lses[{i}]", lse, (torch.float32,), tuple(outs[0].shape[:-1]), "outs[0]")
+        check_same_dtype(("outs[0]", outs[0]), **{f"outs[{i}]": out})
+        check_same_device(("outs[0]", outs[0]), **{f"outs[{i}]": out, f"lses[{i}]": lse})
     if attn_sink is not None:
-        check_tensor("attn_sink", attn_sink, (torch.float32,), (outs[0].shape[-2],))
+        check_tensor("attn_sink", attn_sink, (torch.float32,), (outs[0].shape[-2],), "outs[0]")
+        check_same_device(("outs[0]", outs[0]), attn_sink=attn_sink)
 
 
 def check_window_attention(
@@ -161,33 +181,35 @@ def check_window_attention(
 ) -> None:
     """What attention to windows of packed keys asks of its arguments, but for what cu_seqlens hold."""
     check_tensor("q", q, FLOATS, ("total_q", "H", "d"))
-    check_tensor("kv", kv, FLOATS, ("total_k", 1, q.shape[2]))
+    check_tensor("kv", kv, FLOATS, ("total_k", 1, q.shape[2]), "q")
     check_boundaries(cu_seqlens_q, cu_seqlens_k)
-    check_at_least("window", window, 1)
-    check_softmax(softmax_scale, d_v, attn_sink, *q.shape[1:])
+    check_positive("window", window)
+    check_softmax(softmax_scale, d_v, attn_sink, q)
     if indices is not None:
-        check_tensor(name, indices, INT32, (q.shape[0], window))
+        check_tensor(name, indices, INT32, (q.shape[0], window), "q and window")
+    check_same_dtype(("q", q), kv=kv)
+    check_same_device(("q", q), kv=kv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **{name: indices})
 
 
 def check_selected(
     q: torch.Tensor, compressed: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None
 ) -> None:
     """What `window_sparse_attention` asks of its selected keys."""
-    check_tensor("compressed", compressed, FLOATS, ("n", 1, q.shape[2]))
-    check_tensor("indices", indices, INT32, (q.shape[0], "K"))
+    check_tensor("compressed", compressed, FLOATS, ("n", 1, q.shape[2]), "q")
+    check_tensor("indices", indices, INT32, (q.shape[0], "K"), "q")
     if topk_length is not None:
-        check_tensor("topk_length", topk_length, INT32, (q.shape[0],))
+        check_tensor("topk_length", topk_length, INT32, (q.shape[0],), "q")
+    check_same_dtype(("q", q), compressed=compressed)
+    check_same_device(("q", q), compressed=compressed, indices=indices, topk_length=topk_length)
 
 
-def check_softmax(softmax_scale: float, d_v: int, attn_sink: torch.Tensor | None, heads: int, d: int) -> None:
-    """What attention to windows asks of these, for queries of `heads` heads with d numbers."""
-    if not isinstance(softmax_scale, (int, float)):
-        raise TypeError(f"softmax_scale: must be a number, got {type(softmax_scale).__name__}")
-    check_positive("d_v", d_v)
-    if d_v > d:
-        raise ValueError(f"d_v: must be at most d = {d}, got {d_v}")
+def check_softmax(softmax_scale: float, d_v: int, attn_sink: torch.Tensor | None, q: torch.Tensor) -> None:
+    """What attention to windows asks of these, for queries q [..., H, d]."""
+    check_number("softmax_scale", softmax_scale)
+    check_value_dim("d_v", d_v, q.shape[-1])
     if attn_sink is not None:
-        check_tensor("attn_sink", attn_sink, (torch.float32,), (heads,))
+        check_tensor("attn_sink", attn_sink, (torch.float32,), (q.shape[-2],), "q")
+        check_same_device(("q", q), attn_sink=attn_sink)
 
 
 def _window(
@@ -199,10 +221,12 @@ def _window(
     indices: torch.Tensor | None,
 ) -> torch.Tensor:
     """The window's keys of each query; no more columns than there are keys."""
-    for name, cu_seqlens, total in (("q", cu_seqlens_q, q.shape[0]), ("k", cu_seqlens_k, kv.shape[0])):
-        values = cu_seqlens.tolist()
+    for name, cu_seqlens, rows, x in (("cu_seqlens_q", cu_seqlens_q, "q", q), ("cu_seqlens_k", cu_seqlens_k, "kv", kv)):
+        values, total = cu_seqlens.tolist(), x.shape[0]
         if values != sorted(values) or values[0] < 0 or values[-1] > total:
-            raise ValueError(f"cu_seqlens_{name}: must be non-decreasing numbers from 0 to {total}, got {values}")
+            raise ValueError(
+                f"{name}: must be non-decreasing numbers from 0 to {total}, got {values} (sizes as of {rows})"
+            )
     if indices is not None:
         return indices
     return window_indices(cu_seqlens_q, cu_seqlens_k, q.shape[0], max(1, min(window, kv.shape[0])))

@@ -2,25 +2,27 @@
 
 import torch
 
-from .checks import FLOATS, check_tensor
+from .checks import FLOATS, check_flag, check_memory, check_number, check_same_device, check_same_dtype, check_tensor
 from .fp8_cast import per_token_cast_to_fp8
 
 BLOCK = 128
 
 
+@torch.no_grad()
 def swiglu_cast_to_fp8(
     gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool = True, *, limit: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_token_cast_to_fp8(h, use_ue8m0)` of h = silu(gate) * up, from fp32 rounded to the operands' dtype.
 
     gate, up  [..., I] of one float dtype
-    limit     gate is at most that, up between -limit and limit; None: any
+    limit     gate is at most that, up between -limit and limit, a finite number above 0; None: any
 
     Returns q [..., I] e4m3 and scale [..., ceil(I / 128)] fp32: the last block of channels may be ragged. NaN in a
     block makes its scale and values NaN; infinity makes the scale infinite.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
-    check(gate, up, limit)
+    check(gate, up, use_ue8m0, limit)
+    check_memory("gate", gate)
     channels = gate.shape[-1]
     g, u = gate.float(), up.float()
     if limit is not None:
@@ -31,15 +33,16 @@ def swiglu_cast_to_fp8(
     return q[..., :channels].contiguous(), scale
 
 
-def check(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> None:
-    """Types, dtypes, shapes and the limit of `swiglu_cast_to_fp8`."""
-    check_tensor("gate", gate, FLOATS, gate.shape if isinstance(gate, torch.Tensor) else ())
+def check(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None) -> None:
+    """The checks of `swiglu_cast_to_fp8`."""
+    check_tensor("gate", gate, FLOATS, tuple(gate.shape) if isinstance(gate, torch.Tensor) else ())
     if gate.dim() == 0:
         raise ValueError("gate: shape must be [..., I], got []")
-    check_tensor("up", up, (gate.dtype,), gate.shape)
-    if limit is None:
-        return
-    if isinstance(limit, bool) or not isinstance(limit, int | float):
-        raise TypeError(f"limit: must be a number or None, got {type(limit).__name__}")
-    if not limit > 0:  # NaN is not
-        raise ValueError(f"limit: must be positive or None, got {limit}")
+    check_tensor("up", up, FLOATS, tuple(gate.shape), "gate")
+    check_same_dtype(("gate", gate), up=up)
+    check_same_device(("gate", gate), up=up)
+    check_flag("use_ue8m0", use_ue8m0)
+    if limit is not None:
+        check_number("limit", limit)
+        if limit <= 0:
+            raise ValueError(f"limit: must be positive or None, got {limit}")

@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import INT32, check_positive, check_tensor
+from .checks import INT32, check_flag, check_memory, check_positive, check_same_device, check_tensor
 
 # Scores sorted at a time: the sort's int64 indices take 8 bytes each.
 _CHUNK = 2**24
@@ -41,16 +41,17 @@ def topk_indices(
     Rows with fewer than k candidates end in -1, and values are -inf where the index is -1. Of equal scores the lowest
     index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is never picked, so a row may
     have less than k indices on its account. With block_table, an index whose page is negative or outside the
-    table, whose slot is 2^31 or more, or whose row_to_seq names no sequence, becomes -1 in its place: the order is still
-    that of the indices.
+    table, whose slot is 2^31 or more, or whose row_to_seq names no sequence, becomes -1 in its place: the order is
+    still that of the indices.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     """
-    check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq)
+    check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
+    check_memory("scores", scores)
     (rows, cols), device = scores.shape, scores.device
     first = torch.zeros(rows, dtype=torch.long, device=device) if starts is None else starts.long()
     count = cols - first if lengths is None else lengths.long()
     indices = torch.full((rows, k), -1, dtype=torch.long, device=device)
-    values = torch.full((rows, k), -torch.inf, device=device)
+    values = torch.full((rows, k), -torch.inf, dtype=torch.float32, device=device)
     chunk = max(1, _CHUNK // max(1, cols))
     for begin in range(0, rows, chunk):
         part = slice(begin, begin + chunk)
@@ -70,16 +71,22 @@ def check_topk(
     block_table: torch.Tensor | None,
     page_size: int | None,
     row_to_seq: torch.Tensor | None,
+    by_value: bool,
+    return_values: bool,
 ) -> None:
     """Raises what `topk_indices` raises."""
     check_tensor("scores", scores, (torch.float32, torch.bfloat16), ("rows", "cols"))
     check_positive("k", k)
     rows = scores.shape[0]
     if starts is not None:
-        check_tensor("starts", starts, INT32, (rows,))
+        check_tensor("starts", starts, INT32, (rows,), "scores")
     if lengths is not None:
-        check_tensor("lengths", lengths, INT32, (rows,))
+        check_tensor("lengths", lengths, INT32, (rows,), "scores")
+    check_flag("sorted", by_value)
+    check_flag("return_values", return_values)
     _check_paging(rows, block_table, page_size, row_to_seq)
+    others = {"starts": starts, "lengths": lengths, "block_table": block_table, "row_to_seq": row_to_seq}
+    check_same_device(("scores", scores), **others)
 
 
 def _select(
@@ -131,7 +138,7 @@ def _check_paging(
         raise ValueError("page_size: must be given with block_table, got None")
     check_positive("page_size", page_size)
     if row_to_seq is not None:
-        check_tensor("row_to_seq", row_to_seq, INT32, (rows,))
+        check_tensor("row_to_seq", row_to_seq, INT32, (rows,), "scores")
     elif block_table.shape[0] < rows:
         raise ValueError(
             f"block_table: must have a row for each of the {rows} rows of scores unless row_to_seq is given, "

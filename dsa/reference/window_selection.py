@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import INT32, check_tensor
+from .checks import INT32, check_int, check_memory, check_positive, check_same_device, check_tensor
 
 # The first slot that int32 cannot hold.
 _SLOT_LIMIT = 2**31
@@ -27,6 +27,7 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     check_indices(cu_seqlens_q, cu_seqlens_k, total_q, window)
+    check_memory("cu_seqlens_q", cu_seqlens_q)
     q_starts, k_starts = cu_seqlens_q.long(), cu_seqlens_k.long()
     if len(q_starts) == 1:
         return torch.full((total_q, window), -1, dtype=torch.int32, device=q_starts.device)
@@ -62,6 +63,7 @@ def window_slots(
     Source: the window branch of DeepSeek-V4 (arXiv 2606.19348); its public code keeps a ring, engines keep pages.
     """
     check_slots(block_table, cache_seqlens, s_q, page_size, window)
+    check_memory("cache_seqlens", cache_seqlens)
     batch, device = cache_seqlens.shape[0], cache_seqlens.device
     last = cache_seqlens.long()[:, None] - s_q + torch.arange(s_q, device=device)
     position = (last - window + 1).clamp(min=0)[..., None] + torch.arange(window, device=device)
@@ -80,8 +82,9 @@ def window_slots(
 def check_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> None:
     """The checks of `window_indices`."""
     check_boundaries(cu_seqlens_q, cu_seqlens_k)
-    check_at_least("total_q", total_q, 0)
-    check_at_least("window", window, 1)
+    check_same_device(("cu_seqlens_q", cu_seqlens_q), cu_seqlens_k=cu_seqlens_k)
+    check_int("total_q", total_q, 0)
+    check_positive("window", window)
 
 
 def check_boundaries(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
@@ -102,12 +105,13 @@ def check_slots(
 ) -> None:
     """The checks of `window_slots`."""
     check_tensor("cache_seqlens", cache_seqlens, INT32, ("B",))
-    check_at_least("s_q", s_q, 0)
-    check_at_least("page_size", page_size, 1)
-    check_at_least("window", window, 1)
+    check_int("s_q", s_q, 0)
+    check_positive("page_size", page_size)
+    check_positive("window", window)
     batch = cache_seqlens.shape[0]
     if block_table is not None:
-        check_tensor("block_table", block_table, INT32, (batch, "max_pages"))
+        check_tensor("block_table", block_table, INT32, (batch, "max_pages"), "cache_seqlens")
+        check_same_device(("cache_seqlens", cache_seqlens), block_table=block_table)
         return
     if page_size < window + s_q - 1:
         raise ValueError(
@@ -115,12 +119,7 @@ def check_slots(
             f"got {page_size}"
         )
     if batch * page_size > _SLOT_LIMIT:
-        raise ValueError(f"page_size: {batch} rings must have at most 2^31 slots together, got {page_size} each")
-
-
-def check_at_least(name: str, value: int, least: int) -> None:
-    """`value` is an int, or one that torch.compile does not know yet."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name}: must be at least {least}, got {value}")
+        raise ValueError(
+            f"page_size: the rings of cache_seqlens' {batch} sequences must have at most 2^31 slots together, got "
+            f"{page_size} each"
+        )

@@ -81,7 +81,7 @@ def test_errors():
         ((y, rows[0], weights), ValueError, r"rows: shape must be \[T, k\], got \[3\]"),
         ((y, rows, weights.bfloat16()), ValueError, "weights: dtype must be float32, got bfloat16"),
         ((y, rows, weights[:, :2]), ValueError, r"weights: shape must be \[7, 3\], got \[7, 2\]"),
-        ((y, rows, weights, shared.float()), ValueError, "shared: dtype must be bfloat16, got float32"),
+        ((y, rows, weights, shared.float()), ValueError, "shared: dtype must be y's bfloat16, got float32"),
         ((y, rows, weights, shared[:6]), ValueError, r"shared: shape must be \[7, 24\], got \[6, 24\]"),
     ]:
         with pytest.raises(error, match=message):

@@ -223,7 +223,7 @@ def test_prefill_errors(launches):
     good = {"q": q, "kv": kv, "indices": indices, "sm_scale": scale}
     for changes, message in (
         ({"q": q[0]}, "q: shape must be"),
-        ({"kv": kv.half()}, "kv: the Hopper kernel takes q's dtype bfloat16"),
+        ({"kv": kv.half()}, "kv: dtype must be q's bfloat16, got float16"),
         ({"indices": indices.long()}, "indices: dtype must be int32"),
         ({"indices": indices[:2]}, "indices: shape must be"),
         ({"sm_scale": "1"}, "sm_scale: must be a number"),
@@ -253,7 +253,7 @@ def test_decode_errors(launches):
     for changes, message in (
         ({"indices": indices.long()}, "indices: dtype must be int32"),
         ({"indices": indices[:, :1]}, "indices: shape must be"),
-        ({"cache": cache.half()}, "k_cache: the Hopper kernel takes q's dtype bfloat16"),
+        ({"cache": cache.half()}, "k_cache: dtype must be q's bfloat16, got float16"),
         ({"cache": cache.repeat_interleave(2, 3)[..., ::2]}, "k_cache: channels must be contiguous"),
         ({"cache": raw.repeat_interleave(2, 1)[:, ::2]}, "k_cache: pages of bytes must be contiguous"),
         ({"cache": torch.zeros(3, 5, 1, 584, dtype=torch.uint8), "q": v4_q}, "k_cache: pages must start at multiples"),

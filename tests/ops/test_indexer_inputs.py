@@ -190,7 +190,7 @@ def test_what_the_kernels_do_not_take(launches):
         ("k", torch.randn(5, 129)[:, :128], "k: rows must start at multiples of 16 bytes"),
         ("norm_weight", torch.rand(129)[1:], "norm_weight: rows must start at multiples of 16 bytes"),
         ("norm_bias", torch.rand(256)[::2], "norm_bias: the last dimension must be contiguous"),
-        ("sin", good["sin"].to("meta"), "sin: must be on cache's device cpu, got meta"),
+        ("sin", good["sin"].to("meta"), "sin: must be on k's device cpu, got meta"),
         ("slots", torch.arange(10)[::2], r"slots: must be contiguous, got strides \[2\]"),
         ("cache", good["cache"].new_zeros(3, 530)[:, :528].unflatten(1, (4, 1, 132)), "cache: pages must start at"),
         ("cache", good["cache"].repeat(1, 1, 1, 2)[..., :132], "cache: every page must be contiguous"),

@@ -49,8 +49,8 @@ def test_other_dtypes_are_told_of_on_hopper(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k": torch.randn(7, 2, 64)}, "k: the Hopper kernel takes q's dtype bfloat16, got float32"),
-        ({"w_idx": torch.randn(5, 8).half()}, "w_idx: the Hopper kernel takes bfloat16 or float32, got float16"),
+        ({"k": torch.randn(7, 2, 64)}, "k: dtype must be q's bfloat16, got float32"),
+        ({"w_idx": torch.randn(5, 8).half()}, "w_idx: dtype must be float32 or q_idx's bfloat16, got float16"),
         (inputs(dims=(96, 64)), r"q, v: the Hopper kernel takes channels .* got \(96, 64\)"),
         (inputs(index=(8, 32)), "q_idx: the Hopper kernel takes di of 64 or 128, got 32"),
         (inputs(index=(65, 64)), "q_idx: the Hopper kernel takes 1 to 64 heads, got 65"),

@@ -5,7 +5,6 @@ import torch
 
 from dsa.ops._kernel_arguments import (
     check_rows,
-    check_same_device,
     check_slot_count,
     dtype_name,
     pages_as_rows,
@@ -25,16 +24,6 @@ def shifted(x, elements):
 )
 def test_dtype_name(dtype, name):
     assert dtype_name(dtype) == name
-
-
-def test_same_device():
-    here, there = torch.zeros(1), torch.zeros(1, device="meta")
-    check_same_device(("q", here), k=here, weights=here)
-    check_same_device(("q", there), k=there)
-    with pytest.raises(ValueError, match="weights: must be on q's device cpu, got meta"):
-        check_same_device(("q", here), k=here, weights=there)
-    with pytest.raises(ValueError, match="slots: must be on cache's device meta, got cpu"):
-        check_same_device(("cache", there), slots=here)
 
 
 @pytest.mark.parametrize(

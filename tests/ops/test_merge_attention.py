@@ -189,7 +189,7 @@ def test_what_the_kernel_does_not_take(launches):
         ((outs * 3, lses * 3), "outs: the Hopper kernel merges 1 to 4 branches, got 6"),
         ((narrow, lses), r"outs\[0\]: the Hopper kernel takes d_v a multiple of 8, got shape \[3, 4, 12\]"),
         (([x[..., :0] for x in outs], lses), r"outs\[0\]: .* takes d_v a multiple of 8, got shape \[3, 4, 0\]"),
-        (([outs[0], outs[1].float()], lses), r"outs\[1\]: .* the dtype of outs\[0\], bfloat16, got float32"),
+        (([outs[0], outs[1].float()], lses), r"outs\[1\]: dtype must be outs\[0\]'s bfloat16, got float32"),
         (([outs[0], odd], lses), aligned + r"strides \[68, 17, 1\] and an address 0 bytes past one"),
         (([outs[0], shifted], lses), aligned + r"strides \[96, 24, 1\] and an address 8 bytes past one"),
         (([outs[0], columns], lses), aligned + r"strides \[128, 32, 2\]"),

@@ -154,7 +154,7 @@ def test_what_the_kernel_does_not_take(launches):
             {"cos": torch.zeros(5, 16), "sin": torch.zeros(5, 16)},
             "cos: the Hopper kernel rotates R 64 channels, got 32",
         ),
-        ({"sin": good["sin"].to("meta")}, "sin: must be on cache's device cpu, got meta"),
+        ({"sin": good["sin"].to("meta")}, "sin: must be on kv's device cpu, got meta"),
         ({"slots": torch.arange(10)[::2]}, r"slots: must be contiguous, got strides \[2\]"),
         ({"cache": torch.zeros(3, 4, 1, 660).byte()[..., :656]}, "cache: rows must start at multiples of 16 bytes"),
         ({"out": torch.empty(5, 580).bfloat16()[:, :576]}, "out: rows must start at multiples of 16 bytes"),

@@ -215,7 +215,7 @@ def test_bad_outs():
     x, cos, sin = inputs()
     for out, error, message in [
         ([1.0], TypeError, "out: must be a torch.Tensor, got list"),
-        (x.float(), ValueError, "out: dtype must be bfloat16, got float32"),
+        (x.float(), ValueError, "out: dtype must be x's bfloat16, got float32"),
         (x[:4], ValueError, r"out: shape must be \[5, 3, 24\], got \[4, 3, 24\]"),
         (x.to("meta"), ValueError, "out: must be on x's device cpu, got meta"),
         (x[:, :1].expand(5, 3, 24), ValueError, r"out: its numbers must not share memory, got strides \[72, 0, 1\]"),

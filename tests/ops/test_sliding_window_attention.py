@@ -224,7 +224,7 @@ def test_prefill_errors(launches):
     both = [
         ({"q": q[0]}, r"q: shape must be \[total_q, H, d\], got \[4, 512\]"),
         ({"kv": kv[:, 0]}, r"kv: shape must be \[total_k, 1, 512\], got \[20, 512\]"),
-        ({"kv": kv.half()}, "kv: the Hopper kernel takes q's dtype bfloat16, got float16"),
+        ({"kv": kv.half()}, "kv: dtype must be q's bfloat16, got float16"),
         (
             {"kv": kv.repeat_interleave(2, 2)[..., ::2]},
             r"kv: channels must be contiguous .*, got strides \[1024, 1024, 2\]",
@@ -247,7 +247,7 @@ def test_prefill_errors(launches):
     ]
     joined = [
         ({"compressed": compressed[..., :8]}, r"compressed: shape must be \[n, 1, 512\], got \[9, 1, 8\]"),
-        ({"compressed": compressed.half()}, "compressed: the Hopper kernel takes q's dtype bfloat16, got float16"),
+        ({"compressed": compressed.half()}, "compressed: dtype must be q's bfloat16, got float16"),
         ({"compressed": compressed.repeat_interleave(2, 2)[..., ::2]}, "compressed: channels must be contiguous"),
         ({"indices": indices[:2]}, r"indices: shape must be \[7, K\], got \[2, 5\]"),
         ({"indices": indices.to("meta")}, "indices: must be on q's device cpu, got meta"),
@@ -274,7 +274,7 @@ def test_decode_errors(launches):
     unaligned = torch.zeros(10, 3, 1, 584, dtype=torch.uint8)
     for changes, message in [
         ({"q": q[0]}, r"q: shape must be \[B, s_q, H, d\], got \[2, 4, 512\]"),
-        ({"cache": cache.half()}, "cache: the Hopper kernel takes q's dtype bfloat16, got float16"),
+        ({"cache": cache.half()}, "cache: dtype must be q's bfloat16, got float16"),
         ({"cache": cache.repeat_interleave(2, 3)[..., ::2]}, "cache: channels must be contiguous"),
         ({"cache": raw}, "cache: dtype must be float32, bfloat16 or float16 with is_fp8_kvcache=False, got"),
         ({"cache": raw, **fp8}, "cache: a last dimension of 656 means d = 576, but q has d = 512"),

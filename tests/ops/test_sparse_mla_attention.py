@@ -121,8 +121,16 @@ def test_nothing_to_do(launches, empty):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"kv": torch.zeros(7, 1, 576)}, ValueError, "kv: the Hopper kernel takes q's dtype bfloat16, got float32"),
-        ({"q": torch.zeros(3, 5, 64).bfloat16(), "kv": torch.zeros(7, 1, 64).bfloat16()}, ValueError, "q: .* d = 576"),
+        ({"kv": torch.zeros(7, 1, 576)}, ValueError, "kv: dtype must be q's bfloat16, got float32"),
+        (
+            {"q": torch.zeros(3, 5, 640).bfloat16(), "kv": torch.zeros(7, 1, 640).bfloat16()},
+            ValueError,
+            "q: .* d = 576",
+        ),
+        *(({"d_v": x}, ValueError, f"d_v: must be at least 1, got {x}") for x in (-1, 0)),
+        *(({"d_v": x}, ValueError, f"d_v: must be at most d = 576, got {x}") for x in (577, 10**6)),
+        *(({"softmax_scale": x}, ValueError, "softmax_scale: must be finite") for x in (float("nan"), float("inf"))),
+        ({"deterministic": 1}, TypeError, "deterministic: must be True or False, got int"),
         ({"d_v": 256}, ValueError, "d_v: the Hopper kernel takes 512, got 256"),
         ({"softmax_scale": 0.0}, ValueError, "softmax_scale: .* positive number, got 0.0"),
         ({"indices": torch.zeros(3, 1, 4)}, ValueError, "indices: dtype must be int32"),

@@ -66,12 +66,18 @@ def test_forcing_the_kernel_on_the_cpu_is_an_error():
         ([1.0], torch.zeros(2, 8), None, TypeError, "gate: must be a torch.Tensor, got list"),
         (torch.zeros(2, 8), None, None, TypeError, "up: must be a torch.Tensor, got NoneType"),
         (torch.zeros(2, 8).int(), torch.zeros(2, 8), None, ValueError, "gate: dtype must be .*got int32"),
-        (torch.zeros(2, 8), torch.zeros(2, 8).half(), None, ValueError, "up: dtype must be float32, got float16"),
+        (
+            torch.zeros(2, 8),
+            torch.zeros(2, 8).half(),
+            None,
+            ValueError,
+            "up: dtype must be gate's float32, got float16",
+        ),
         (torch.zeros(2, 8), torch.zeros(2, 9), None, ValueError, r"up: shape must be \[2, 8\], got \[2, 9\]"),
         (torch.tensor(1.0), torch.tensor(1.0), None, ValueError, r"gate: shape must be \[\.\.\., I\], got \[\]"),
         (torch.zeros(2, 8), torch.zeros(2, 8), 0.0, ValueError, "limit: must be positive or None, got 0.0"),
-        (torch.zeros(2, 8), torch.zeros(2, 8), math.nan, ValueError, "limit: must be positive or None, got nan"),
-        (torch.zeros(2, 8), torch.zeros(2, 8), "7", TypeError, "limit: must be a number or None, got str"),
+        (torch.zeros(2, 8), torch.zeros(2, 8), math.nan, ValueError, "limit: must be finite in fp32, got nan"),
+        (torch.zeros(2, 8), torch.zeros(2, 8), "7", TypeError, "limit: must be a number, got str"),
     ],
 )
 def test_errors(gate, up, limit, error, message):

@@ -62,11 +62,14 @@ def test_gate_gives_gradients():
     [
         ({"logits": torch.zeros(2, 8, dtype=torch.bfloat16)}, "logits: dtype must be float32, got bfloat16"),
         ({"bias": torch.zeros(7)}, r"bias: shape must be \[8\], got \[7\]"),
-        ({"scores": "softmax"}, "scores: must be one of sigmoid, sqrtsoftplus, got 'softmax'"),
-        ({"n_group": 3}, "n_group: must divide the 8 experts, got 3"),
+        ({"scores": "softmax"}, "scores: must be 'sigmoid' or 'sqrtsoftplus', got 'softmax'"),
+        ({"n_group": 3}, "n_group: must divide the 8 experts of logits, got 3"),
         ({"n_group": 4, "topk_group": 5}, "topk_group: must be from 1 to n_group=4, got 5"),
-        ({"n_group": 4, "top_k": 3}, "top_k: must be from 1 to the 2 experts of the groups that stay, got 3"),
-        ({"top_k": 0}, "top_k: must be from 1 to the 8 experts"),
+        (
+            {"n_group": 4, "top_k": 3},
+            "top_k: must be from 1 to the 2 experts of logits in the topk_group=1 groups that stay, got 3",
+        ),
+        ({"top_k": 0}, "top_k: must be at least 1, got 0"),
     ],
 )
 def test_gate_errors(change, message):

@@ -122,7 +122,7 @@ def test_errors_of_iterations(iterations, error):
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [
-        (0, torch.randn(3, 6).bfloat16(), "y: dtype must be float32, got bfloat16"),
+        (0, torch.randn(3, 6).bfloat16(), "y: dtype must be streams's float32, got bfloat16"),
         (0, torch.randn(2, 6), r"y: shape must be \[3, 6\]"),
         (2, torch.randn(3, 3), r"post: shape must be \[3, 4\]"),
         (3, torch.randn(3, 4, 3), r"comb: shape must be \[3, 4, 4\]"),

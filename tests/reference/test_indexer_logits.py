@@ -161,7 +161,7 @@ def test_refuses_bad_arguments():
         fp8_mqa_logits(q, (k, k_scale), weights[:, :3], ks, ke)
     with pytest.raises(ValueError, match="cu_seq_len_k_end: dtype must be int32, got int64"):
         fp8_mqa_logits(q, (k, k_scale), weights, ks, ke.long())
-    with pytest.raises(ValueError, match=r"max_seqlen_k: must be 0 \(not compressed\) or positive, got -1"):
+    with pytest.raises(ValueError, match=r"max_seqlen_k: must be at least 0, got -1"):
         fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, False, -1)
     with pytest.raises(ValueError, match="logits_dtype: must be float32 or bfloat16"):
         fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, logits_dtype=torch.float16)

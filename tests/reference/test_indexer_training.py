@@ -178,7 +178,7 @@ def test_sparse_loss(joint):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"target": "mean"}, "target: must be one of sum, per_head, got 'mean'"),
+        ({"target": "mean"}, "target: must be 'sum' or 'per_head', got 'mean'"),
         ({"target": "per_head"}, "q_idx: target 'per_head' needs q's 4 heads, got 3"),
         ({"k": torch.zeros(4, 3, 5)}, "v: shape must be|k: its 3 heads must divide q's 4"),
         ({"cu_seqlens_k": cu(3)}, r"cu_seqlens_k: must ascend from 0 to 4, got \[0, 3\]"),

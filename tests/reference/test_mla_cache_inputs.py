@@ -148,7 +148,7 @@ def test_no_tokens():
         ("slots", torch.tensor([0, 8]), ValueError, r"slots: must be -1 or in \[0, 8\), got 8"),
         ("slots", torch.tensor([-2, 0]), ValueError, r"slots: must be -1 or in \[0, 8\), got -2"),
         ("slots", torch.zeros(2), ValueError, "slots: dtype must be int32 or int64, got float32"),
-        ("out", torch.zeros(2, 576).half(), ValueError, "out: dtype must be float32, got float16"),
+        ("out", torch.zeros(2, 576).half(), ValueError, "out: dtype must be kv's float32, got float16"),
         ("out", torch.zeros(1, 576), ValueError, r"out: shape must be \[2, 576\], got \[1, 576\]"),
         ("out", 1, TypeError, "out: must be a torch.Tensor, got int"),
     ],
