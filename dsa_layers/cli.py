@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dsa_layers.arguments import shown
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:  # it exits after --help and --version
             sys.stdout.flush()
         command = f"dsa {args.command}"
+        if argv is None:
+            _import_torch()
         warnings.showwarning = lambda message, *_: _say(f"Warning: {message}")
         code = args.run(args)
         sys.stdout.flush()
@@ -52,8 +54,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_unwritten()
         if argv is None:
             # Another Ctrl-C ends the process at once, without a traceback of what Python tidies up.
-            with contextlib.suppress(ValueError):  # not in the main thread
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
+            _on_interrupt(signal.SIG_DFL)
+
+
+def _import_torch() -> None:
+    """With everything that commands need. Where Ctrl-C interrupts an import of compiled modules, the exception may be
+    taken for another one or get lost, and the command would go on; so it ends the process itself."""
+    _on_interrupt(lambda *_: os._exit(INTERRUPTED))
+    try:
+        import dsa_layers.generation  # noqa: F401
+    finally:
+        _on_interrupt(signal.default_int_handler)
+
+
+def _on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
+    """What Ctrl-C does from now on; nothing where the caller has it ignored, as shells do for background jobs."""
+    with contextlib.suppress(ValueError):  # not in the main thread
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            signal.signal(signal.SIGINT, handler)
 
 
 def _say(line: str) -> None:

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from dsa_layers.arguments import integer, shown
 from dsa_layers.token_batch import TokenBatch
 
 
@@ -34,7 +35,8 @@ class SequenceBatch(TokenBatch):
     @classmethod
     def without_cache(cls, lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
         """Whole sequences of these lengths, all of whose tokens are new."""
-        return cls(_positive("lens", lens), tuple(lens), torch.device(device))
+        lens = _positive("lens", lens)
+        return cls(lens, lens, torch.device(device))
 
     @classmethod
     def paged(
@@ -47,9 +49,17 @@ class SequenceBatch(TokenBatch):
         lanes: Sequence[int] | None = None,
     ) -> "SequenceBatch":
         """New tokens of sequences whose keys live in `pages` (physical page numbers, one list a sequence)."""
-        _positive("query_lens", query_lens)
-        if lanes is not None and (len(lanes) != len(query_lens) or len(set(lanes)) != len(lanes)):
-            raise ValueError(f"lanes: must be {len(query_lens)} different numbers, one a sequence, got {list(lanes)}")
+        query_lens, key_lens = _positive("query_lens", query_lens), _integers("key_lens", key_lens)
+        pages = [_integers(f"pages[{i}]", own) for i, own in enumerate(pages)]
+        integer("page_size", page_size, at_least=1)
+        if any(page < 0 for own in pages for page in own):
+            raise ValueError(f"pages: must be numbers of pages, at least 0, got {shown(pages)}")
+        if lanes is not None:
+            lanes = _integers("lanes", lanes)
+            if len(lanes) != len(query_lens) or len(set(lanes)) != len(lanes) or min(lanes, default=0) < 0:
+                raise ValueError(
+                    f"lanes: must be {len(query_lens)} different numbers, one a sequence, got {list(lanes)}"
+                )
         if not len(query_lens) == len(key_lens) == len(pages):
             raise ValueError(
                 f"query_lens, key_lens, pages: must have one entry a sequence, got {len(query_lens)}, "
@@ -65,8 +75,7 @@ class SequenceBatch(TokenBatch):
         table = torch.tensor([[*own, *[-1] * (width - len(own))] for own in pages], dtype=torch.int32)
         device = torch.device(device)
         table = table.reshape(len(pages), width).to(device)
-        lanes = None if lanes is None else tuple(lanes)
-        return cls(tuple(query_lens), tuple(key_lens), device, table, page_size, lanes)
+        return cls(query_lens, key_lens, device, table, page_size, lanes)
 
     @property
     def is_decode(self) -> bool:
@@ -118,6 +127,13 @@ class SequenceBatch(TokenBatch):
 
 
 def _positive(name: str, lens: Sequence[int]) -> tuple[int, ...]:
+    lens = _integers(name, lens)
     if any(n < 1 for n in lens):
         raise ValueError(f"{name}: every sequence needs at least one new token, got {list(lens)}")
-    return tuple(lens)
+    return lens
+
+
+def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise TypeError(f"{name}: must be a list of integers, got {shown(values)}")
+    return tuple(integer(f"{name}[{i}]", value) for i, value in enumerate(values))

@@ -30,11 +30,34 @@ def test_packed_tensors_by_hand():
         ),
         (([3], [2], [[1]], 4), r"key_lens\[0\]: must be between"),
         (([1, 1], [2], [[1]], 4), "must have one entry a sequence, got 2, 1 and 1"),
+        (([1], [2], [[-1]], 4), r"pages: must be numbers of pages, at least 0, got \[\(-1,\)\]"),
+        (([1], [2], [[1]], 0), "page_size: must be at least 1, got 0"),
+        (([1], [2], [[1]], 4, "cpu", [-1]), r"lanes: must be 1 different numbers, one a sequence, got \[-1\]"),
+        (([1, 1], [2, 2], [[1], [2]], 4, "cpu", [3, 3]), r"lanes: must be 2 different numbers, .*, got \[3, 3\]"),
     ],
 )
 def test_impossible_batches(arguments, message):
     with pytest.raises(ValueError, match=message):
         SequenceBatch.paged(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.0], [2], [[1]], 4), r"query_lens\[0\]: must be an integer, got 1.0"),
+        (([1], [True], [[1]], 4), r"key_lens\[0\]: must be an integer, got True"),
+        (([1], [2], [[1.5]], 4), r"pages\[0\]\[0\]: must be an integer, got 1.5"),
+        (([1], [2], [1], 4), r"pages\[0\]: must be a list of integers, got 1"),
+        ((1, [2], [[1]], 4), "query_lens: must be a list of integers, got 1"),
+        (([1], [2], [[1]], 4.0), "page_size: must be an integer, got 4.0"),
+        (([1], [2], [[1]], 4, "cpu", [None]), r"lanes\[0\]: must be an integer, got None"),
+    ],
+)
+def test_batches_of_other_types(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        SequenceBatch.paged(*arguments)
+    with pytest.raises(TypeError, match=r"lens\[1\]: must be an integer, got 2.0"):
+        SequenceBatch.without_cache([1, 2.0])
 
 
 def test_pages_are_handed_out_once():

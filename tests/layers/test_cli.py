@@ -359,6 +359,19 @@ def test_control_c_in_the_first_seconds(tmp_path, prefix):
     assert (process.returncode, out, rest) == (130, "", [])
 
 
+def test_an_interrupt_that_the_caller_has_ignored_changes_nothing(tmp_path):
+    """As a shell has it ignored for jobs in the background."""
+    call = [sys.executable, "-X", "importtime", "-m", "dsa_layers.cli", "generate", str(tmp_path), "--prompt", "x"]
+    process = subprocess.Popen(["sh", "-c", 'trap "" INT; exec "$@"', "sh", *call], text=True, **PIPES)
+    for line in process.stderr:
+        if line.rpartition("|")[2].strip().startswith("torch."):
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    *_, last = err.splitlines()
+    assert process.returncode == 2 and last.startswith(f"dsa generate: {tmp_path / 'tokenizer.json'}: no such file")
+
+
 def test_a_reader_that_leaves(checkpoint):
     """As of `dsa generate ... | head -c1`: it ends as a filter does, and says nothing."""
     call = ["generate", checkpoint, "--device", "cpu", "--raw", "--prompt", PROMPT, "--max-new-tokens", 30]
