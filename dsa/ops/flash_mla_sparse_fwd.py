@@ -9,6 +9,7 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._sparse_attention import D_V, DIMS, DTYPES, Results, Selection, attend, inner_contiguous
 from dsa.reference import mla_prefill as reference
+from dsa.reference.checks import check_same_dtype
 
 
 def flash_mla_sparse_fwd(
@@ -42,6 +43,8 @@ def flash_mla_sparse_fwd(
     """
     arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
     if isinstance(q, torch.Tensor) and q.dtype == torch.float32:
+        reference.check_sparse_fwd(*arguments)
+        check_same_dtype(("q", q), kv=kv)
         backends.note_reference_only("flash_mla_sparse_fwd in float32", q)
         return reference.flash_mla_sparse_fwd(*arguments)
     return (torch.ops.dsa.sparse_mla_prefill if torch.compiler.is_compiling() else _forward)(*arguments)

@@ -13,6 +13,7 @@ from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.ops._known_calls import KnownCalls, signature
 from dsa.reference import mla_decode as reference
 from dsa.reference import mla_metadata
+from dsa.reference.checks import check_same_dtype
 from dsa.reference.mla_metadata import FlashMLASchedMeta
 
 D, D_V, PAGE_MULTIPLE = 576, 512, 16
@@ -119,6 +120,9 @@ def flash_mla_with_kvcache(
     """
     if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
         if isinstance(q, torch.Tensor):
+            for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
+                if isinstance(cache, torch.Tensor) and cache.dtype in DTYPES:
+                    check_same_dtype(("q", q), **{name: cache})
             backends.note_reference_only("flash_mla_with_kvcache in float32", q)
         return reference.flash_mla_with_kvcache(
             *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale),

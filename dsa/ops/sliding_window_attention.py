@@ -15,6 +15,7 @@ from dsa.ops._known_calls import KnownCalls, signature
 from dsa.ops._sparse_attention import D_V, DIMS, Results, Selection, attend, inner_contiguous
 from dsa.reference import sliding_window as reference
 from dsa.reference import window_decode
+from dsa.reference.checks import check_same_dtype
 
 
 def sliding_window_attention(
@@ -156,6 +157,9 @@ def sliding_window_decode(
     arguments = (q, cache, block_table, cache_seqlens, window, softmax_scale, d_v, attn_sink, is_fp8_kvcache)
     if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
         if isinstance(q, torch.Tensor):
+            window_decode.check_window_decode(*arguments)
+            if not is_fp8_kvcache:
+                check_same_dtype(("q", q), cache=cache)
             backends.note_reference_only("sliding_window_decode in float32", q)
         return window_decode.sliding_window_decode(*arguments)
     compiling = torch.compiler.is_compiling()
@@ -187,6 +191,7 @@ def _window(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     packed, options = (q, kv, cu_seqlens_q, cu_seqlens_k, window), (softmax_scale, d_v, attn_sink)
     reference.check_window_attention(*packed, *options, indices)
+    check_same_dtype(("q", q), kv=kv)
     if q.dtype == torch.float32 or not backends.runs_kernel("sliding_window_attention", q):
         return reference.sliding_window_attention(*packed, *options, indices=indices)
     _check_kernel_takes(q, {"kv": kv}, *options[:2])
@@ -211,6 +216,7 @@ def _window_sparse(
     selected = (compressed, indices, topk_length)
     reference.check_window_attention(*packed, *options, window_indices, "window_indices")
     reference.check_selected(q, *selected)
+    check_same_dtype(("q", q), kv=kv, compressed=compressed)
     if q.dtype == torch.float32 or not backends.runs_kernel("window_sparse_attention", q):
         return reference.window_sparse_attention(
             *packed, compressed, indices, *options, topk_length, window_indices=window_indices

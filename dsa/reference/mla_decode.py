@@ -9,12 +9,11 @@ from .checks import (
     check_memory,
     check_number,
     check_same_device,
-    check_same_dtype,
     check_tensor,
 )
 from .kv_cache import BYTE_DTYPES, cache_dim, read_kv_cache
 from .mla_metadata import FlashMLASchedMeta, check_plan, remember_config
-from .softmax_attention import apply_sink, attend, check_value_dim
+from .softmax_attention import apply_sink, attend, check_keys_dtype, check_value_dim
 
 # Numbers in the largest gathered [queries, K, d] tensor: 256 MiB of fp32.
 _CHUNK = 2**26
@@ -41,7 +40,7 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
 
-    q              [B, s_q, h_q, d] fp32, bf16 or fp16
+    q              [B, s_q, h_q, d] fp32, bf16 or fp16; if fp32, keys may be of any of these
     k_cache        [pages, P, h_k, d] in q's dtype, or with is_fp8_kvcache [pages, P, 1, 656 | 584] bytes as
                    `kv_cache` lays them out (d = 576 or 512). h_k divides h_q; query head h reads key head
                    h // (h_q / h_k). A value is the first head_dim_v numbers of its key
@@ -266,7 +265,7 @@ def _check_cache(name: str, cache: torch.Tensor, q: torch.Tensor, is_fp8_kvcache
         accepted = "uint8, int8 or float8_e4m3fn" if is_fp8_kvcache else "float32, bfloat16 or float16"
         raise ValueError(f"{name}: dtype must be {accepted} with is_fp8_kvcache={is_fp8_kvcache}, got {cache.dtype}")
     if not is_fp8_kvcache:
-        check_same_dtype(("q", q), **{name: cache})
+        check_keys_dtype(q, **{name: cache})
     elif cache.shape[2] != 1:
         raise ValueError(f"{name}: a byte cache must have h_k = 1, got shape {list(cache.shape)}")
     if cache.shape[2] == 0:

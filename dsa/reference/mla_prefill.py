@@ -2,8 +2,8 @@
 
 import torch
 
-from .checks import FLOATS, INT32, check_memory, check_number, check_same_device, check_same_dtype, check_tensor
-from .softmax_attention import apply_sink, check_value_dim, gather_attend
+from .checks import FLOATS, INT32, check_memory, check_number, check_same_device, check_tensor
+from .softmax_attention import apply_sink, check_keys_dtype, check_value_dim, gather_attend
 
 
 def flash_mla_sparse_fwd(
@@ -17,7 +17,7 @@ def flash_mla_sparse_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(sm_scale * q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t].
 
-    q            [s_q, h_q, d] fp32, bf16 or fp16
+    q            [s_q, h_q, d] fp32, bf16 or fp16; if fp32, keys may be of any of these
     kv           [s_kv, 1, d] in q's dtype; a value is the first d_v numbers of its key
     indices      [s_q, 1, K] int32; negative or at least s_kv is no key. A key named twice counts twice
     sm_scale     multiplies the logits: a finite number
@@ -62,5 +62,5 @@ def check_sparse_fwd(
         check_tensor("topk_length", topk_length, INT32, (s_q,), "q")
     if attn_sink is not None:
         check_tensor("attn_sink", attn_sink, (torch.float32,), (h_q,), "q")
-    check_same_dtype(("q", q), kv=kv)
+    check_keys_dtype(q, kv=kv)
     check_same_device(("q", q), kv=kv, indices=indices, attn_sink=attn_sink, topk_length=topk_length)

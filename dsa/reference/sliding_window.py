@@ -15,7 +15,7 @@ from .checks import (
     check_same_dtype,
     check_tensor,
 )
-from .softmax_attention import apply_sink, check_value_dim, gather_attend
+from .softmax_attention import apply_sink, check_keys_dtype, check_value_dim, gather_attend
 from .window_selection import check_boundaries, window_indices
 
 
@@ -36,7 +36,7 @@ def sliding_window_attention(
     p is the query's position among its sequence's keys: queries are the last of them, so that query i of Lq has
     p = Lk - Lq + i. A query with p < 0 sees no key.
 
-    q              [total_q, H, d] fp32, bf16 or fp16, the sequences one after another
+    q              [total_q, H, d] fp32, bf16 or fp16, the sequences one after another; if fp32, keys may be of any of these
     kv             [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q   [B + 1] int32: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
     cu_seqlens_k   [B + 1] int32, likewise for the keys
@@ -81,7 +81,7 @@ def window_sparse_attention(
     The window's keys are those rows of kv that `sliding_window_attention` attends to, the others the rows indices[t] of
     compressed. One softmax over all of them, and one sink.
 
-    q             [total_q, H, d] fp32, bf16 or fp16, the sequences one after another
+    q             [total_q, H, d] fp32, bf16 or fp16, the sequences one after another; if fp32, keys may be of any of these
     kv            [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q, cu_seqlens_k  [B + 1] int32, where the sequences begin in q and in kv
     window        keys of kv that a query sees at most, itself included; at least 1
@@ -187,7 +187,7 @@ def check_window_attention(
     check_softmax(softmax_scale, d_v, attn_sink, q)
     if indices is not None:
         check_tensor(name, indices, INT32, (q.shape[0], window), "q and window")
-    check_same_dtype(("q", q), kv=kv)
+    check_keys_dtype(q, kv=kv)
     check_same_device(("q", q), kv=kv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **{name: indices})
 
 
@@ -199,7 +199,7 @@ def check_selected(
     check_tensor("indices", indices, INT32, (q.shape[0], "K"), "q")
     if topk_length is not None:
         check_tensor("topk_length", topk_length, INT32, (q.shape[0],), "q")
-    check_same_dtype(("q", q), compressed=compressed)
+    check_keys_dtype(q, compressed=compressed)
     check_same_device(("q", q), compressed=compressed, indices=indices, topk_length=topk_length)
 
 

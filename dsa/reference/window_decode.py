@@ -9,12 +9,12 @@ from .checks import (
     check_memory,
     check_positive,
     check_same_device,
-    check_same_dtype,
     check_tensor,
 )
 from .kv_cache import BYTE_DTYPES, cache_dim
 from .mla_decode import decode_sparse
 from .sliding_window import check_softmax
+from .softmax_attention import check_keys_dtype
 from .window_selection import window_slots
 
 
@@ -33,7 +33,7 @@ def sliding_window_decode(
 
     p = cache_seqlens[b] - s_q + i: the queries are the last of the cached keys. With p < 0 a query sees no key.
 
-    q              [B, s_q, H, d] fp32, bf16 or fp16
+    q              [B, s_q, H, d] fp32, bf16 or fp16; if fp32, keys may be of any of these
     cache          [pages, P, 1, d] in q's dtype, or with is_fp8_kvcache [pages, P, 1, 656 | 584] bytes as
                    `kv_cache` lays them out (d = 576 or 512); a value is the first d_v numbers of its key
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. None, a ring: it is at
@@ -77,7 +77,7 @@ def check_window_decode(
         accepted = "uint8, int8 or float8_e4m3fn" if is_fp8_kvcache else "float32, bfloat16 or float16"
         raise ValueError(f"cache: dtype must be {accepted} with is_fp8_kvcache={is_fp8_kvcache}, got {cache.dtype}")
     if not is_fp8_kvcache:
-        check_same_dtype(("q", q), cache=cache)
+        check_keys_dtype(q, cache=cache)
     if cached != d:
         raise ValueError(f"cache: a last dimension of {cache.shape[-1]} means d = {cached}, but q has d = {d}")
     if cache.shape[0] * cache.shape[1] > 2**31:

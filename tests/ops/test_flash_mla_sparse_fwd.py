@@ -324,3 +324,10 @@ def test_torch_compile():
     arguments = (*prefill_inputs(), decode_inputs()[1], decode_inputs(s_q=1)[2])
     compiled = torch.compile(attention, fullgraph=False, backend="aot_eager")
     assert_same(compiled(*arguments), attention(*arguments))
+
+
+def test_keys_in_another_dtype_are_refused_without_a_kernel_too():
+    indices = torch.zeros(2, 1, 3, dtype=torch.int32)
+    for q, kv in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)):
+        with pytest.raises(ValueError, match="kv: dtype must be q's"):
+            dsa.flash_mla_sparse_fwd(torch.zeros(2, 3, 16, dtype=q), torch.zeros(5, 1, 16, dtype=kv), indices, 1.0, 16)
