@@ -8,10 +8,12 @@ BIN := .venv/bin
 .DELETE_ON_ERROR:
 
 # torch first and pinned: a plain requirement takes a CPU wheel that lies on disk; a range would take the newest CUDA build.
+# Byte code is left to the first import: of most modules there is none, and writing it all takes half of the time.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	$(PIP_INSTALL) torch==2.13.0
+	$(PIP_INSTALL) --editable ".[test]"
 	touch $@
 
 demo: .venv/installed
