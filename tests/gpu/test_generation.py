@@ -219,3 +219,19 @@ def test_many_sequences_share_pages_and_lanes(checkpoint):
     assert [len(tokens) for tokens in first] == [one.max_new_tokens for one in params]
     assert generator.cache.allocator.free == free
     assert [c.tokens for c in generator.generate(prompts, params)] == first
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nan_ends_its_sequence_alone(family, temperature, tmp_path):
+    """Also where others take over its pages and its lane: what it left there reaches none of them."""
+    write_tiny_checkpoint(tmp_path, model=family)
+    model = without_end(load_model(tmp_path, device="cuda", progress=False))
+    embeddings = next(weight for name, weight in model.named_parameters() if "embed" in name)
+    embeddings.data[77] = torch.nan
+    prompts = [[5, 6, 7, 8] * 20, [8, 77, 9] * 30, [77], [10, 11, 12]]
+    params = [SamplingParams(6, temperature=temperature, seed=i) for i in range(4)]
+    generator = Generator(model, cache_tokens=512, max_sequences=2)
+    first, second = (generator.generate(prompts, params) for _ in range(2))
+    assert [one.finish_reason for one in first] == ["length", "error", "error", "length"] and first == second
+    assert [len(one.tokens) for one in first] == [6, 0, 0, 6]

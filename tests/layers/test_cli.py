@@ -3,10 +3,7 @@
 import importlib.metadata
 import io
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import tomllib
 import warnings
@@ -16,10 +13,7 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.self_test import SELF_TESTS
-from dsa_bench import per_token_cast_to_fp8 as benchmark
-from dsa_bench.harness import case
 from dsa_layers import health
 from dsa_layers.cli import main
 from dsa_layers.generation import Generator, TokenEvent
@@ -331,83 +325,6 @@ def test_control_c(checkpoint, monkeypatch, capsys):
     assert captured.out == "begun" and captured.err.endswith("\n") and "Traceback" not in captured.err
 
 
-def start(arguments, *flags, **options):
-    """The command as a process of its own."""
-    call = [sys.executable, *flags, "-m", "dsa_layers.cli", *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | options.pop("env", {})
-    return subprocess.Popen(call, text=True, env=environment, **options)
-
-
-PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-
-
-def test_the_command_imports_nothing_slow_before_it_can_be_interrupted():
-    script = "import sys, dsa_layers.cli; sys.exit(bool({'torch', 'numpy', 'tokenizers', 'dsa'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
-
-
-@pytest.mark.parametrize("prefix", ["torch.", "dsa."])
-def test_control_c_in_the_first_seconds(tmp_path, prefix):
-    """While modules are imported, as Python tells by a line for each of them."""
-    process = start(["generate", tmp_path, "--prompt", PROMPT], "-X", "importtime", **PIPES)
-    for line in process.stderr:
-        if line.rpartition("|")[2].strip().startswith(prefix):
-            break
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    rest = [line for line in err.splitlines() if line and not line.startswith("import time:")]
-    assert (process.returncode, out, rest) == (130, "", [])
-
-
-def test_an_interrupt_that_the_caller_has_ignored_changes_nothing(tmp_path):
-    """As a shell has it ignored for jobs in the background."""
-    call = [sys.executable, "-X", "importtime", "-m", "dsa_layers.cli", "generate", str(tmp_path), "--prompt", "x"]
-    process = subprocess.Popen(["sh", "-c", 'trap "" INT; exec "$@"', "sh", *call], text=True, **PIPES)
-    for line in process.stderr:
-        if line.rpartition("|")[2].strip().startswith("torch."):
-            break
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    *_, last = err.splitlines()
-    assert process.returncode == 2 and last.startswith(f"dsa generate: {tmp_path / 'tokenizer.json'}: no such file")
-
-
-def test_a_reader_that_leaves(checkpoint):
-    """As of `dsa generate ... | head -c1`: it ends as a filter does, and says nothing."""
-    call = ["generate", checkpoint, "--device", "cpu", "--raw", "--prompt", PROMPT, "--max-new-tokens", 30]
-    process = start(call, **PIPES)
-    assert process.stdout.read(1)
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(timeout=60) == 141
-    assert "Traceback" not in err and "dsa generate" not in err and "Exception" not in err and "prefill" not in err
-
-
-def test_output_that_cannot_be_written():
-    """Whether it is written at once or when Python ends."""
-    with open("/dev/full", "w") as full:
-        for unbuffered in ("", "1"):
-            process = start(["--version"], stdout=full, stderr=subprocess.PIPE, env={"PYTHONUNBUFFERED": unbuffered})
-            _, err = process.communicate(timeout=60)
-            assert (process.returncode, err) == (2, "dsa: [Errno 28] No space left on device\n")
-
-
-@pytest.mark.parametrize(
-    ("closed", "arguments", "code"), [(1, ["--version"], 0), (2, ["generate", "--prompt", "x", "--device", "tpu"], 2)]
-)
-def test_a_closed_stream(closed, arguments, code):
-    call = [sys.executable, "-m", "dsa_layers.cli", *arguments]
-    result = subprocess.run(["sh", "-c", f'"$@" {closed}>&-', "sh", *call], capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
-
-
-def test_an_encoding_that_lacks_letters(tmp_path):
-    process = start(["generate", tmp_path / "é", "--prompt", "x"], **PIPES, env={"PYTHONIOENCODING": "ascii"})
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and out == ""
-    assert err.startswith(f"dsa generate: {tmp_path}/?: no such directory")
-
-
 def test_warnings_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr(health, "check", lambda seeds: warnings.warn("mind this", stacklevel=1) or True)
     assert main(["check"]) == 0
@@ -439,75 +356,9 @@ def test_tiny_refuses_a_file(tmp_path, capsys):
     assert error(capsys) == f"dsa tiny: {tmp_path / 'file' / 'within'}: Not a directory"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        (("bench", "rotary", "--csv"), "dsa bench: --csv: "),
-        (("bench", "rotary", "--png"), "dsa bench: --png: "),
-        (("bench", "e2e", "--csv"), "dsa bench: --csv: "),
-        (("tune", "fp8_gemm_nt", "--output"), "dsa tune: --output: "),
-    ],
-)
-def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path, monkeypatch, capsys, arguments, shown):
-    monkeypatch.setattr(backends, "why_no_kernels", None)  # not even asked for
-    assert main([*arguments, str(tmp_path)]) == 2
-    assert error(capsys) == f"{shown}must be a file, got the directory {tmp_path}"
-    assert main([*arguments, str(tmp_path / "nowhere" / "x")]) == 2
-    assert error(capsys) == f"{shown}there is no directory {tmp_path / 'nowhere'}"
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    assert main([*arguments, str(tmp_path / "x")]) == 2
-    assert error(capsys) == f"{shown}{tmp_path / 'x'} cannot be written"
-
-
-def test_a_profile_writes_no_files(tmp_path, capsys):
-    assert main(["bench", "rotary", "--profile", "--csv", str(tmp_path / "x")]) == 2
-    assert error(capsys) == "dsa bench: --profile: prints where the time goes; it writes no --csv and no --png"
-
-
 def test_check(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["check"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  ")] == list(SELF_TESTS)
     assert lines[-1] == f"{len(SELF_TESTS)} of {len(SELF_TESTS)} ops passed"
-
-
-@pytest.mark.parametrize("command", ["bench", "tune"])
-def test_bench_and_tune_name_the_ops(command, capsys):
-    for name in ("nonsense", "harness"):
-        assert main([command, name]) == 2
-        refusal, _, ops = error(capsys).partition("; there are: ")
-        assert refusal == f"dsa {command}: no benchmark for '{name}'"
-        assert "per_token_cast_to_fp8" in ops.split(", ") and "harness" not in ops.split(", ")
-
-
-@pytest.mark.parametrize(("command", "what"), [("bench", "a benchmark"), ("tune", "tuning")])
-def test_bench_and_tune_need_a_gpu(command, what, monkeypatch, capsys):
-    monkeypatch.setattr(backends, "why_no_kernels", lambda: "torch sees no CUDA GPU")
-    assert main([command, "per_token_cast_to_fp8"]) == 2
-    assert error(capsys) == f"dsa {command}: {what} needs a Hopper GPU: torch sees no CUDA GPU"
-
-
-def test_tune_needs_an_op_with_configurations(monkeypatch, capsys):
-    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
-    assert main(["tune", "indexer_cache"]) == 2
-    assert error(capsys) == "dsa tune: indexer_cache: its benchmark has no tuning()"
-
-
-def test_bench_prints_a_table_and_writes_and_draws_it(monkeypatch, tmp_path, capsys):
-    times = iter([{"dsa": 0.5, "vllm": 0.75, "sglang": 1.0}, {"dsa": 0.25}])
-    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
-    monkeypatch.setattr(case, "bench", lambda calls, **options: next(times))
-    monkeypatch.setattr(benchmark, "SHAPES", [(8,), (9,)])
-    monkeypatch.setattr(benchmark, "case", lambda n: case.Case(f"{n} x 128", {}, lambda ms: f"{1 / ms:.0f} GB/s"))
-    files = ["--csv", str(tmp_path / "rows.csv"), "--png", str(tmp_path / "rows.png")]
-    assert main(["bench", "per_token_cast_to_fp8", *files]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(
-        r"8 x 128 +0\.5000 ms +2 GB/s +vllm 0\.7500 ms, ratio 1\.50; sglang 1\.0000 ms, ratio 2\.00", shown
-    )
-    assert re.search(r"9 x 128 +0\.2500 ms +4 GB/s +no peer", shown)
-    header, *written = (tmp_path / "rows.csv").read_text().splitlines()
-    assert header == "shape,ms,figure,vllm ms,vllm ratio,sglang ms,sglang ratio"
-    assert written == ["8 x 128,0.5,2 GB/s,0.75,1.5,1.0,2.0", "9 x 128,0.25,4 GB/s,,,,"]
-    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
