@@ -36,7 +36,7 @@ def sliding_window_attention(
     p is the query's position among its sequence's keys: queries are the last of them, so that query i of Lq has
     p = Lk - Lq + i. A query with p < 0 sees no key.
 
-    q              [total_q, H, d] fp32, bf16 or fp16, the sequences one after another; if fp32, keys may be of any of these
+    q              [total_q, H, d] fp32, bf16 or fp16, one sequence after the other; if fp32, keys may be any of these
     kv             [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q   [B + 1] int32: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
     cu_seqlens_k   [B + 1] int32, likewise for the keys
@@ -81,7 +81,7 @@ def window_sparse_attention(
     The window's keys are those rows of kv that `sliding_window_attention` attends to, the others the rows indices[t] of
     compressed. One softmax over all of them, and one sink.
 
-    q             [total_q, H, d] fp32, bf16 or fp16, the sequences one after another; if fp32, keys may be of any of these
+    q             [total_q, H, d] fp32, bf16 or fp16, one sequence after the other; if fp32, keys may be any of these
     kv            [total_k, 1, d] in q's dtype; a value is the first d_v numbers of its key
     cu_seqlens_q, cu_seqlens_k  [B + 1] int32, where the sequences begin in q and in kv
     window        keys of kv that a query sees at most, itself included; at least 1

@@ -1,0 +1,58 @@
+"""What a user sets as torch's default dtype or device changes no op's result: all that ops allocate says its own."""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import dsa
+from tests.valid_calls import CALLS, NOT_OPS
+from tests.valid_calls.description import same_bits
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+DEFAULTS = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "float64": lambda: default_dtype(torch.float64),
+    "on meta": lambda: torch.device("meta"),
+}
+
+
+def test_every_op_has_a_call_with_all_of_its_arguments():
+    assert {call.op for call in CALLS} == set(dsa.__all__) - NOT_OPS
+    for call in CALLS:
+        parameters = inspect.signature(getattr(dsa, call.op)).parameters
+        if call.op != "get_mla_metadata":  # whose signature is that of its two styles
+            assert set(call.arguments()) == set(parameters), call.name
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_calls_are_valid_and_keep_their_promises(call):
+    arguments = call.arguments()
+    found = [(tuple(x.shape), x.dtype) for x in call.run(arguments)]
+    promised = [
+        (tuple(n if m is None else m for m, n in zip(shape, got[0])), dtype)
+        for (shape, dtype), got in zip(call.promises(arguments), found, strict=True)
+    ]
+    assert found == promised
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_results_do_not_follow_the_default(call, default):
+    expected, arguments = call.results(call.arguments()), call.arguments()
+    with DEFAULTS[default]():
+        found = call.results(arguments)
+    assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))

@@ -1,0 +1,186 @@
+"""Calls of attention: dense and sparse, over windows, and the merge of its branches."""
+
+from functools import partial
+
+import torch
+
+import dsa
+from tests.valid_calls.description import F32, INT32, Maker, ValidCall, call
+
+CALLS: list[ValidCall] = []
+valid = partial(call, CALLS)
+D_V = 512
+
+
+def _prefill(a):
+    rows = tuple(a["q"].shape[:2])
+    return [((*rows, a["d_v"]), a["q"].dtype), (rows, F32)]
+
+
+def _decode(a):
+    batch, queries, heads, _ = a["q"].shape
+    d_v = a["d_v"] if "d_v" in a else a["head_dim_v"]
+    return [((batch, queries, heads, d_v), a["q"].dtype), ((batch, heads, queries), F32)]
+
+
+def _picks(new: Maker):
+    return new.ints([[[0, 3, -1, 3]], [[4, 1, 2, 0]], [[5, -1, -1, -7]]])
+
+
+@valid("flash_mla_sparse_fwd", lambda a: [*_prefill(a), _prefill(a)[1]], integers="indices topk_length")
+def _(new: Maker):
+    tensors = {"q": new.bf16(3, 2, 576), "kv": new.bf16(5, 1, 576), "indices": _picks(new)}
+    return {
+        **{**tensors, "sm_scale": 0.04, "d_v": D_V, "attn_sink": new.f32(2), "topk_length": new.ints([4, 2, 0])},
+    }
+
+
+def _trained(a):
+    (tokens, heads, _), work = a["q"].shape, torch.float64 if a["q"].dtype == torch.float64 else F32
+    return [((tokens, heads, a["d_v"]), a["q"].dtype), ((heads, tokens), work)]
+
+
+@valid("sparse_mla_attention", _trained, integers="indices")
+def _(new: Maker):
+    tensors = {"q": new.bf16(3, 2, 576), "kv": new.bf16(5, 1, 576), "indices": _picks(new)}
+    return {**tensors, "softmax_scale": 0.04, "d_v": D_V, "attn_sink": new.f32(2), "deterministic": None}
+
+
+NO_SELECTION = {
+    **dict.fromkeys(("indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache")),
+    **dict.fromkeys(("topk_length", "extra_topk_length")),
+}
+
+
+def _plan(plan=None, splits=None):
+    return {"tile_scheduler_metadata": plan, "num_splits": splits}
+
+
+@valid("flash_mla_with_kvcache dense", _decode, integers="block_table cache_seqlens")
+def _(new: Maker):
+    keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cache_seqlens": new.ints([20, 1])}
+    tensors = {"q": new.bf16(2, 2, 2, 576), "k_cache": new.float_cache(3, 16, 576), **keys, "head_dim_v": D_V}
+    options = {"softmax_scale": None, "causal": True, "is_fp8_kvcache": False, "batch_invariant": False}
+    return {**tensors, **_plan(dsa.get_mla_metadata()[0]), **options, **NO_SELECTION}
+
+
+@valid(
+    "flash_mla_with_kvcache old plan", _decode, integers="block_table cache_seqlens tile_scheduler_metadata num_splits"
+)
+def _(new: Maker):
+    keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cache_seqlens": new.ints([20, 0])}
+    tensors = {"q": new.bf16(2, 1, 4, 576), "k_cache": new.float_cache(3, 16, 576), **keys, "head_dim_v": D_V}
+    plan = _plan(*dsa.get_mla_metadata(keys["cache_seqlens"], 4, 1))
+    options = {"softmax_scale": 0.05, "causal": False, "is_fp8_kvcache": False, "batch_invariant": False}
+    return {**tensors, **plan, **options, **NO_SELECTION}
+
+
+def _selection(new: Maker, k_cache: torch.Tensor, extra: torch.Tensor, fp8: bool):
+    picks = new.ints([[[0, 30, -1]], [[47, 48, 5]]])
+    first = {"k_cache": k_cache, "indices": picks, "topk_length": new.ints([3, 2])}
+    more = {"extra_k_cache": extra, "extra_indices_in_kvcache": picks[..., :2].clone()}
+    options = {"softmax_scale": 0.05, "causal": False, "is_fp8_kvcache": fp8, "batch_invariant": True}
+    dense = {"block_table": None, "cache_seqlens": None, "head_dim_v": D_V, "attn_sink": new.f32(2)}
+    return {**dense, **first, **more, "extra_topk_length": new.ints([2, 1]), **_plan(), **options}
+
+
+SELECTED = "indices topk_length extra_indices_in_kvcache extra_topk_length"
+
+
+@valid("flash_mla_with_kvcache sparse", _decode, integers=SELECTED)
+def _(new: Maker):
+    caches = (new.float_cache(3, 16, 576), new.float_cache(2, 5, 576))
+    return {"q": new.bf16(2, 1, 2, 576), **_selection(new, *caches, False)}
+
+
+@valid("flash_mla_with_kvcache v32", _decode, integers=SELECTED)
+def _(new: Maker):
+    return {"q": new.bf16(2, 1, 2, 576), **_selection(new, new.v32_cache(3, 16), new.v32_cache(2, 5), True)}
+
+
+@valid("flash_mla_with_kvcache v4", _decode, integers=SELECTED)
+def _(new: Maker):
+    return {"q": new.bf16(2, 1, 2, 512), **_selection(new, new.v4_cache(3, 16), new.v4_cache(2, 16), True)}
+
+
+@valid(
+    "get_mla_metadata",
+    # On a GPU how many parts there are depends on its multiprocessors.
+    lambda a: [((None, 8), INT32), ((len(a["cache_seqlens"]) + 1,), INT32)],
+    integers="cache_seqlens",
+)
+def _(new: Maker):
+    heads = {"num_q_tokens_per_head_k": 4, "num_heads_k": 1, "num_heads_q": 4}
+    return {"cache_seqlens": new.ints([20, 0]), **heads, "is_fp8_kvcache": False, "topk": None}
+
+
+def _windows(new: Maker):
+    bounds = {"cu_seqlens_q": new.ints([0, 2, 4]), "cu_seqlens_k": new.ints([0, 3, 5])}
+    return {"q": new.bf16(4, 2, 512), "kv": new.bf16(5, 1, 512), **bounds, "window": 2}
+
+
+def _softmax(new: Maker):
+    return {"softmax_scale": 0.05, "d_v": D_V, "attn_sink": new.f32(2)}
+
+
+@valid("sliding_window_attention", _prefill, integers="cu_seqlens_q cu_seqlens_k")
+def _(new: Maker):
+    return {**_windows(new), **_softmax(new), "indices": None}
+
+
+@valid("sliding_window_attention listed", _prefill, integers="cu_seqlens_q cu_seqlens_k indices")
+def _(new: Maker):
+    return {**_windows(new), **_softmax(new), "indices": new.ints([[0, 1], [1, 2], [3, -1], [3, 4]])}
+
+
+@valid("window_sparse_attention", _prefill, integers="cu_seqlens_q cu_seqlens_k indices topk_length")
+def _(new: Maker):
+    picks = {
+        "indices": new.ints([[0, 2, -1], [1, 1, 3], [2, 0, 1], [-1, -1, -1]]),
+        "topk_length": new.ints([3, 2, 0, 3]),
+    }
+    return {**_windows(new), "compressed": new.bf16(3, 1, 512), **picks, **_softmax(new), "window_indices": None}
+
+
+@valid("sliding_window_decode", _decode, integers="block_table cache_seqlens")
+def _(new: Maker):
+    keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cache_seqlens": new.ints([20, 1])}
+    tensors = {"q": new.bf16(2, 2, 2, 576), "cache": new.float_cache(3, 16, 576), **keys, "window": 3}
+    return {**tensors, **_softmax(new), "is_fp8_kvcache": False}
+
+
+@valid("sliding_window_decode ring", _decode, integers="cache_seqlens")
+def _(new: Maker):
+    keys = {"block_table": None, "cache_seqlens": new.ints([20, 1])}
+    tensors = {"q": new.bf16(2, 2, 2, 512), "cache": new.v4_cache(2, 16), **keys, "window": 3}
+    return {**tensors, **_softmax(new), "is_fp8_kvcache": True}
+
+
+@valid("window_indices", lambda a: [((a["total_q"], a["window"]), INT32)], integers="cu_seqlens_q cu_seqlens_k")
+def _(new: Maker):
+    bounds = {"cu_seqlens_q": new.ints([0, 2, 4]), "cu_seqlens_k": new.ints([0, 3, 5])}
+    return {**bounds, "total_q": 6, "window": 3}
+
+
+def _slots(a):
+    return [((len(a["cache_seqlens"]), a["s_q"], a["window"]), INT32)]
+
+
+@valid("window_slots", _slots, integers="block_table cache_seqlens")
+def _(new: Maker):
+    keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cache_seqlens": new.ints([20, 1])}
+    return {**keys, "s_q": 2, "page_size": 16, "window": 3}
+
+
+@valid("window_slots ring", _slots, integers="cache_seqlens")
+def _(new: Maker):
+    return {"block_table": None, "cache_seqlens": new.ints([20, 1]), "s_q": 2, "page_size": 16, "window": 3}
+
+
+@valid(
+    "merge_attention",
+    lambda a: [(tuple(a["outs"][0].shape), a["outs"][0].dtype), (tuple(a["outs"][0].shape[:-1]), F32)],
+)
+def _(new: Maker):
+    outs, lses = [new.bf16(3, 2, 16) for _ in range(2)], [new.f32(3, 2) for _ in range(2)]
+    return {"outs": outs, "lses": lses, "attn_sink": new.f32(2)}

@@ -1,0 +1,147 @@
+"""Calls of the lightning indexer: its inputs and cache, its scores, their selection, and its training."""
+
+from functools import partial
+
+import torch
+
+from tests.valid_calls.description import BF16, F32, INT32, Maker, ValidCall, call, nothing
+
+CALLS: list[ValidCall] = []
+valid = partial(call, CALLS)
+E4M3 = torch.float8_e4m3fn
+
+
+@valid("quantize_indexer_queries", lambda a: [(tuple(a["q"].shape), E4M3), (tuple(a["q"].shape[:2]), F32)])
+def _(new: Maker):
+    options = {"interleaved": False, "dims": "first", "use_ue8m0": False}
+    return {"q": new.bf16(3, 2, 128), "weights": new.f32(3, 2), **new.angles(3), **options}
+
+
+@valid("write_indexer_keys", nothing, written="cache", integers="slots")
+def _(new: Maker):
+    options = {"eps": 1e-6, "interleaved": True, "dims": "last", "use_ue8m0": True}
+    norm = {"norm_weight": new.f32(128), "norm_bias": new.f32(128)}
+    cache = {"cache": new.index_cache(3, 16, 128), "slots": new.ints([7, -1, 40])}
+    return {"k": new.bf16(3, 128), **norm, **new.angles(3), **cache, **options}
+
+
+@valid("write_indexer_cache", nothing, written="cache", integers="slots")
+def _(new: Maker):
+    cache = {"cache": new.index_cache(3, 16, 32), "slots": new.ints([7, -1, 40], torch.int64)}
+    return {"k": new.e4m3(3, 32), "k_scale": new.positive(3), **cache}
+
+
+@valid(
+    "read_indexer_cache",
+    lambda a: [((len(a["slots"]), a["cache"].shape[3] - 4), E4M3), ((len(a["slots"]),), F32)],
+    integers="slots",
+)
+def _(new: Maker):
+    return {"cache": new.index_cache(3, 16, 32), "slots": new.ints([7, -1, 48, 40])}
+
+
+def _logits(a):
+    k = a["kv"][0] if "kv" in a else a["k"]
+    return [((len(a["q"]), a.get("max_seqlen_k") or len(k)), a.get("logits_dtype", F32))]
+
+
+def _ranges(new: Maker):
+    return {"cu_seq_len_k_start": new.ints([0, 2, 5]), "cu_seq_len_k_end": new.ints([7, 5, 5])}
+
+
+@valid("fp8_mqa_logits", _logits, integers="cu_seq_len_k_start cu_seq_len_k_end")
+def _(new: Maker):
+    kv, options = (new.e4m3(7, 32), new.positive(7)), {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32}
+    return {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new), **options}
+
+
+@valid("fp8_mqa_logits compressed", _logits, integers="cu_seq_len_k_start cu_seq_len_k_end")
+def _(new: Maker):
+    kv, options = (new.e4m3(7, 32), new.positive(7)), {"clean_logits": True, "max_seqlen_k": 5, "logits_dtype": BF16}
+    return {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new), **options}
+
+
+@valid("mqa_logits", _logits, integers="cu_seq_len_k_start cu_seq_len_k_end")
+def _(new: Maker):
+    return {"q": new.bf16(3, 8, 32), "k": new.bf16(7, 32), "weights": new.f32(3, 8), **_ranges(new)}
+
+
+@valid("get_paged_mqa_logits_metadata", lambda a: [((a["num_sms"] + 1, 2), INT32)], integers="context_lens")
+def _(new: Maker):
+    return {"context_lens": new.ints([70, 0]), "block_kv": 32, "num_sms": 5}
+
+
+@valid(
+    "fp8_paged_mqa_logits",
+    lambda a: [((a["q"].shape[0] * a["q"].shape[1], a["max_context_len"]), a["logits_dtype"])],
+    integers="context_lens block_table schedule_meta",
+)
+def _(new: Maker):
+    tensors = {"q": new.e4m3(2, 2, 8, 32), "kv_cache": new.index_cache(3, 32, 32), "weights": new.f32(4, 8)}
+    lengths = {"context_lens": new.ints([[39, 40], [0, 1]]), "block_table": new.ints([[2, 0], [1, -1]])}
+    options = {"max_context_len": 50, "clean_logits": True, "logits_dtype": F32}
+    return {**tensors, **lengths, "schedule_meta": new.ints([[0, 0], [1, 0], [2, 0]]), **options}
+
+
+def _topk(a):
+    shape = len(a["scores"]), a["k"]
+    return [(shape, INT32), (shape, F32)][: 1 + a["return_values"]]
+
+
+@valid("topk_indices", _topk, integers="starts lengths")
+def _(new: Maker):
+    part = {"starts": new.ints([0, 5, 2]), "lengths": new.ints([20, 3, 9])}
+    paging = {"block_table": None, "page_size": None, "row_to_seq": None}
+    return {"scores": new.bf16(3, 20), "k": 4, **part, **paging, "sorted": True, "return_values": True}
+
+
+@valid("topk_indices paged", _topk, integers="lengths block_table row_to_seq")
+def _(new: Maker):
+    part = {"starts": None, "lengths": new.ints([20, 3, 9])}
+    paging = {"block_table": new.ints([[2, 0, 1], [3, -1, 5]]), "page_size": 8, "row_to_seq": new.ints([1, 0, 0])}
+    return {"scores": new.f32(3, 20), "k": 4, **part, **paging, "sorted": False, "return_values": False}
+
+
+def _indexer(new: Maker, heads: int = 8):
+    return {"q_idx": new.bf16(5, heads, 64), "k_idx": new.bf16(7, 64), "w_idx": new.f32(5, heads)}
+
+
+def _packed(new: Maker):
+    bounds = {"cu_seqlens_q": new.ints([0, 3, 5]), "cu_seqlens_k": new.ints([0, 5, 7])}
+    return {**bounds, "max_seqlen_q": 3, "max_seqlen_k": 5}
+
+
+@valid("indexer_topk", lambda a: [((len(a["q_idx"]), 1, a["top_k"]), INT32)], integers="cu_seqlens_q cu_seqlens_k")
+def _(new: Maker):
+    return {**_indexer(new), "top_k": 3, **_packed(new), "causal": True}
+
+
+def _warmup(a):
+    (tokens, heads, _), work = a["q"].shape, torch.float64 if a["q"].dtype == torch.float64 else F32
+    kl = (tokens, heads) if a["target"] == "per_head" else (tokens,)
+    return [((tokens, heads, a["v"].shape[2]), a["q"].dtype), ((heads, tokens), work), (kl, work)]
+
+
+def _add_warmup(target: str) -> None:
+    @valid(f"indexer_warmup_attention {target}", _warmup, integers="cu_seqlens_q cu_seqlens_k")
+    def _(new: Maker):
+        attention = {"q": new.bf16(5, 8, 64), "k": new.bf16(7, 2, 64), "v": new.bf16(7, 2, 64)}
+        return {**attention, **_indexer(new), **_packed(new), "softmax_scale": 0.125, "causal": True, "target": target}
+
+
+for _target in ("sum", "per_head"):
+    _add_warmup(_target)
+
+
+@valid(
+    "sparse_indexer_loss",
+    lambda a: [((len(a["q"]),), torch.float64 if a["q"].dtype == torch.float64 else F32)],
+    integers="indices",
+)
+def _(new: Maker):
+    attention = {"q": new.bf16(5, 2, 512), "kv": new.bf16(7, 1, 512)}
+    picks = new.ints([[[0, 3, -1]], [[6, 6, 1]], [[7, -1, -1]], [[2, 0, 5]], [[4, 1, 3]]])
+    return {
+        **{**attention, **_indexer(new), "indices": picks, "softmax_scale": 0.04, "lse": new.f32(2, 5)},
+        "deterministic": False,
+    }
