@@ -1,15 +1,23 @@
-"""The README's examples run as they stand there."""
+"""The examples of the README and the documents run as they stand there."""
 
 import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from dsa_layers.cli import main
+from tests.gpu.receipt import python_blocks
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_the_example_runs():
+@pytest.mark.parametrize("block", python_blocks(), ids=lambda block: f"{len(block)} characters")
+def test_the_documents_python(block):
+    exec(block, {})
+
+
+def test_the_first_example():
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
     names = {}
     exec(code, names)
