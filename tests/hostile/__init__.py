@@ -26,8 +26,8 @@ class Prepared:
     run      the argument's tensor -> every tensor that the call returns or writes (caches too), made anew by each call
     valid    the argument as it should be
     places   name -> (index into `valid`, what of the results a wrong number there does not concern)
-    exact    results are compared bit by bit; False where sums are in no order or are cut elsewhere: then within 1e-2, of
-             values of order 1
+    exact    results are compared bit by bit; False where sums are in no order or are cut elsewhere: then within 1e-2,
+             of values of order 1
     """
 
     run: Callable[[torch.Tensor], Results]
