@@ -18,6 +18,7 @@ dequantize_per_block = fp8_cast.dequantize_per_block
 Scaled = tuple[torch.Tensor, torch.Tensor]
 MOST_MATRICES = 1024
 MOST_ROWS = 2**27
+_known_ends: dict[torch.device, torch.Tensor] = {}
 
 
 def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -126,10 +127,15 @@ def _kernel(
     return kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
 
 
-@functools.cache
 def _all_rows(device: torch.device) -> torch.Tensor:
-    """The end of a single matrix's rows: beyond any, which the kernel takes for the last."""
-    return torch.full((1,), 2**31 - 1, dtype=torch.int32, device=device)
+    """The end of a single matrix's rows: beyond any, which the kernel takes for the last. It is kept for later calls,
+    unless a graph is being captured, whose tensors hold nothing before its replay."""
+    ends = _known_ends.get(device)
+    if ends is None:
+        ends = torch.full((1,), 2**31 - 1, dtype=torch.int32, device=device)
+        if not torch.cuda.is_current_stream_capturing():
+            _known_ends[device] = ends
+    return ends
 
 
 torch.library.custom_op("dsa::fp8_gemm_nt", mutates_args=())(_one)
