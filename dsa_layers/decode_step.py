@@ -32,13 +32,13 @@ class _Inputs:
 
     def fill(self, sequences: Sequence[Running], padding: Running) -> None:
         rows = [*sequences, *[padding] * (self.count - len(sequences))]
-        self.tokens.copy_(torch.tensor([row.tokens[-1] for row in rows]))
-        self.key_lens.copy_(torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32))
+        self.tokens.copy_(torch.tensor([row.tokens[-1] for row in rows], dtype=torch.int64, device="cpu"))
+        self.key_lens.copy_(torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32, device="cpu"))
         if len(self._held) != len(rows) or any(a is not b for a, b in zip(self._held, rows)):
             # A sequence keeps its pages for as long as it runs.
             table = [[*row.pages[: self.pages], *[-1] * (self.pages - len(row.pages))] for row in rows]
-            self.block_table.copy_(torch.tensor(table, dtype=torch.int32))
-            self.lanes.copy_(torch.tensor([row.lane for row in rows], dtype=torch.int32))
+            self.block_table.copy_(torch.tensor(table, dtype=torch.int32, device="cpu"))
+            self.lanes.copy_(torch.tensor([row.lane for row in rows], dtype=torch.int32, device="cpu"))
             self._held = rows
 
     def batch(self) -> DecodeBatch:

@@ -48,8 +48,9 @@ class EntryBatch:
     @cached_property
     def starts(self) -> torch.Tensor:
         """int32 [T]: for each new token, the row at which its sequence begins among all entries packed."""
-        starts = torch.cumsum(torch.tensor((0, *self.lens[:-1])), 0)
-        return torch.repeat_interleave(starts, torch.tensor(self.batch.query_lens)).to(self.batch.device, torch.int32)
+        starts = torch.cumsum(torch.tensor((0, *self.lens[:-1]), dtype=torch.int64, device="cpu"), 0)
+        lens = torch.tensor(self.batch.query_lens, dtype=torch.int64, device="cpu")
+        return torch.repeat_interleave(starts, lens).to(self.batch.device, torch.int32)
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -72,8 +73,10 @@ class EntryBatch:
     @cached_property
     def all_slots(self) -> torch.Tensor:
         """int64 [sum(lens)]: the slots of all entries, sequence after sequence; -1 where it has no page."""
-        sequence = torch.repeat_interleave(torch.tensor(self.lens)).to(self.batch.device)
-        entry = torch.cat([torch.arange(n) for n in self.lens]).to(self.batch.device)
+        sequence = torch.repeat_interleave(torch.tensor(self.lens, dtype=torch.int64, device="cpu")).to(
+            self.batch.device
+        )
+        entry = torch.cat([torch.arange(n, device="cpu") for n in self.lens]).to(self.batch.device)
         return self._slots_of(sequence, entry)
 
     @cached_property

@@ -9,8 +9,8 @@ import torch
 GROUP = 32
 BLOCK = 128
 
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_BYTES = torch.arange(256)
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device="cpu")
+_BYTES = torch.arange(256, device="cpu")
 _PAIRS = torch.cat((_E2M1, -_E2M1))[torch.stack((_BYTES % 16, _BYTES // 16), -1)]
 
 # The largest e2m1 value, 6, times 2^6 is the last that e4m3 (up to 448) holds.

@@ -72,7 +72,7 @@ class SequenceBatch(TokenBatch):
                     f"its pages, got {total}"
                 )
         width = max(map(len, pages), default=0)
-        table = torch.tensor([[*own, *[-1] * (width - len(own))] for own in pages], dtype=torch.int32)
+        table = torch.tensor([[*own, *[-1] * (width - len(own))] for own in pages], dtype=torch.int32, device="cpu")
         device = torch.device(device)
         table = table.reshape(len(pages), width).to(device)
         return cls(query_lens, key_lens, device, table, page_size, lanes)
@@ -89,13 +89,15 @@ class SequenceBatch(TokenBatch):
     @cached_property
     def positions(self) -> torch.Tensor:
         """int64 [T]: each new token's position in its sequence."""
-        spans = [torch.arange(total - new, total) for new, total in zip(self.query_lens, self.key_lens)]
+        spans = [torch.arange(total - new, total, device="cpu") for new, total in zip(self.query_lens, self.key_lens)]
         return self._packed(spans)
 
     @cached_property
     def sequences(self) -> torch.Tensor:
         """int32 [T]: the sequence of each new token."""
-        return torch.repeat_interleave(torch.tensor(self.query_lens)).to(self.device, torch.int32)
+        return torch.repeat_interleave(torch.tensor(self.query_lens, dtype=torch.int64, device="cpu")).to(
+            self.device, torch.int32
+        )
 
     @cached_property
     def key_lens_tensor(self) -> torch.Tensor:
@@ -105,7 +107,9 @@ class SequenceBatch(TokenBatch):
     @cached_property
     def cu_query_lens(self) -> torch.Tensor:
         """int32 [B + 1]: where the sequences' new tokens begin among the T."""
-        return torch.tensor([0, *self.query_lens]).cumsum(0).to(self.device, torch.int32)
+        return (
+            torch.tensor([0, *self.query_lens], dtype=torch.int64, device="cpu").cumsum(0).to(self.device, torch.int32)
+        )
 
     @cached_property
     def earlier_lens_tensor(self) -> torch.Tensor:
@@ -123,7 +127,7 @@ class SequenceBatch(TokenBatch):
     @cached_property
     def last_tokens(self) -> torch.Tensor:
         """int64 [B]: the row of each sequence's last token among the T."""
-        return (torch.cumsum(torch.tensor(self.query_lens), 0) - 1).to(self.device)
+        return (torch.cumsum(torch.tensor(self.query_lens, dtype=torch.int64, device="cpu"), 0) - 1).to(self.device)
 
 
 def _positive(name: str, lens: Sequence[int]) -> tuple[int, ...]:

@@ -57,14 +57,15 @@ class TokenBatch:
     @cached_property
     def key_starts(self) -> torch.Tensor:
         """int32 [T]: for each new token, the row at which its sequence begins among all keys packed."""
-        starts = torch.cumsum(torch.tensor((0, *self.key_lens[:-1])), 0)
-        return torch.repeat_interleave(starts, torch.tensor(self.query_lens)).to(self.device, torch.int32)
+        starts = torch.cumsum(torch.tensor((0, *self.key_lens[:-1]), dtype=torch.int64, device="cpu"), 0)
+        lens = torch.tensor(self.query_lens, dtype=torch.int64, device="cpu")
+        return torch.repeat_interleave(starts, lens).to(self.device, torch.int32)
 
     @cached_property
     def key_slots(self) -> torch.Tensor:
         """int64 [sum(key_lens)]: the slots of all keys, sequence after sequence; -1 where it has no page."""
-        sequence = torch.repeat_interleave(torch.tensor(self.key_lens)).to(self.device)
-        return self._slots_of(sequence, self._packed([torch.arange(n) for n in self.key_lens]))
+        sequence = torch.repeat_interleave(torch.tensor(self.key_lens, dtype=torch.int64, device="cpu")).to(self.device)
+        return self._slots_of(sequence, self._packed([torch.arange(n, device="cpu") for n in self.key_lens]))
 
     @cached_property
     def index_schedule(self) -> torch.Tensor:
@@ -89,7 +90,7 @@ class TokenBatch:
         return {}
 
     def _packed(self, spans: list[torch.Tensor]) -> torch.Tensor:
-        return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.device)
+        return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64, device="cpu")).to(self.device)
 
     def _slots_of(self, sequence: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         page = self.block_table[sequence, position // self.page_size].long()

@@ -48,16 +48,16 @@ class WindowBatch:
         spans = []
         lens = zip(self.batch.lanes or (), self.batch.query_lens, self.batch.key_lens, self.earlier_lens)
         for lane, new, total, earlier in lens:
-            positions = torch.arange(total - new - earlier, total - new)
+            positions = torch.arange(total - new - earlier, total - new, device="cpu")
             spans.append(lane * self.window + positions % self.window)
-        return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.batch.device)
+        return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64, device="cpu")).to(self.batch.device)
 
     @cached_property
     def order(self) -> torch.Tensor:
         """int64 [sum(earlier_lens) + T]: the rows of (earlier tokens, new tokens) sequence by sequence."""
         rows, early, new = [], 0, sum(self.earlier_lens)
         for before, n in zip(self.earlier_lens, self.batch.query_lens):
-            rows += [torch.arange(early, early + before), torch.arange(new, new + n)]
+            rows += [torch.arange(a, a + b, device="cpu") for a, b in ((early, before), (new, n))]
             early, new = early + before, new + n
         return torch.cat(rows).to(self.batch.device)
 
@@ -65,7 +65,7 @@ class WindowBatch:
     def cu_keys(self) -> torch.Tensor:
         """int32 [B + 1]: where the sequences begin in that order."""
         lens = [before + n for before, n in zip(self.earlier_lens, self.batch.query_lens)]
-        return torch.tensor([0, *lens]).cumsum(0).to(self.batch.device, torch.int32)
+        return torch.tensor([0, *lens], dtype=torch.int64, device="cpu").cumsum(0).to(self.batch.device, torch.int32)
 
     @cached_property
     def indices(self) -> torch.Tensor:

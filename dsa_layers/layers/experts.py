@@ -36,11 +36,11 @@ class Experts(nn.Module):
                 raise ValueError(
                     f"hidden, inner: must be multiples of {BLOCK} for FP8 weights, got {hidden} and {inner}"
                 )
-            weight = torch.empty(count, rows, columns, dtype=None if fp8 else dtype)
+            weight = torch.empty(count, rows, columns, dtype=torch.float32 if fp8 else dtype)
             if weight.device.type != "meta":
                 nn.init.normal_(weight, std=columns**-0.5)
             if fp8:
-                scale = torch.ones(count, rows // BLOCK, columns // BLOCK)
+                scale = torch.ones(count, rows // BLOCK, columns // BLOCK, dtype=torch.float32)
                 if weight.device.type != "meta":
                     parts = [dsa.per_block_cast_to_fp8(matrix, use_ue8m0) for matrix in weight]
                     weight, scale = (torch.stack(tensors) for tensors in zip(*parts))

@@ -52,10 +52,10 @@ class BlockFP8Linear(nn.Module):
             raise ValueError(f"in_features: must be a multiple of {BLOCK}, got {in_features}")
         self.use_ue8m0 = use_ue8m0
         weight = torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn)
-        scale = torch.ones(-(-out_features // BLOCK), in_features // BLOCK)
+        scale = torch.ones(-(-out_features // BLOCK), in_features // BLOCK, dtype=torch.float32)
         if weight.device.type != "meta":
             weight, scale = dsa.per_block_cast_to_fp8(
-                torch.randn(out_features, in_features) * in_features**-0.5, use_ue8m0
+                torch.randn(out_features, in_features, dtype=torch.float32) * in_features**-0.5, use_ue8m0
             )
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)

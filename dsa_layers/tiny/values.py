@@ -48,8 +48,8 @@ def random_tensors(
 def _random_values(name: str, shape: tuple[int, ...], generator: torch.Generator, experts: int) -> torch.Tensor:
     """Values at which every part has an effect: activations of order 1, logits that spread, norms that are not 1."""
     if name.endswith("tid2eid"):
-        return torch.rand(shape[0], experts, generator=generator).argsort(-1)[:, : shape[1]].contiguous()
-    values = torch.randn(shape, generator=generator)
+        return torch.rand(shape[0], experts, generator=generator, device="cpu").argsort(-1)[:, : shape[1]].contiguous()
+    values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     if name.endswith("norm.weight") or re.search(r"hc_\w+_scale$", name):
         return 1 + 0.1 * values
     if name.endswith(("k_norm.bias", "e_score_correction_bias", "gate.bias")):
