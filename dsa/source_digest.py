@@ -28,7 +28,13 @@ def _path_of(module: str, packages: tuple[str, ...] = PACKAGES) -> Path | None:
 
 @functools.cache
 def _tree(path: Path) -> ast.Module:
-    tree = ast.parse(path.read_bytes())
+    return _parsed(path.read_bytes())
+
+
+@functools.cache
+def _parsed(source: bytes) -> ast.Module:
+    """The syntax tree without docstrings."""
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
@@ -49,14 +55,19 @@ def _dump(node: object) -> str:
     return f"[{', '.join(map(_dump, node))}]" if isinstance(node, list) else repr(node)
 
 
+@functools.cache
+def _import_statements(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def _imports(module: str, path: Path, packages: tuple[str, ...]) -> set[str]:
     """Every module of these packages that `module` imports, at its top or inside a function."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()
-    for node in ast.walk(_tree(path)):
+    for node in _import_statements(_tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = _base(node, package)
             # `from package import name`: name is a submodule or something that the package defines.
             names = (f"{base}.{alias.name}" for alias in node.names)
@@ -98,7 +109,12 @@ def digest_of(modules: Iterable[str]) -> str:
 
 @functools.cache
 def _module_text(name: str) -> str:
-    return _dump(_tree(_path_of(name, (name.partition(".")[0],))))
+    return _text(_tree(_path_of(name, (name.partition(".")[0],))))
+
+
+@functools.cache
+def _text(tree: ast.Module) -> str:
+    return _dump(tree)
 
 
 @functools.cache

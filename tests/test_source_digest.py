@@ -10,7 +10,7 @@ ENTRY = "dsa.ops.entry"
 
 
 def clear():
-    cached = (digests._tree, digests._module_text, digests.modules_used_by, digests.source_digest)
+    cached = (digests._parsed, digests._tree, digests._module_text, digests.modules_used_by, digests.source_digest)
     for function in (*cached, digests.functions_with_kernels):
         function.cache_clear()
 
