@@ -16,6 +16,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 	$(PIP_INSTALL) --editable ".[test]"
 	touch $@
 
+# The model is so small that several threads are slower than one.
+demo: export OMP_NUM_THREADS = 1
 demo: .venv/installed
 	$(BIN)/dsa generate --prompt "def merge(left, right):" --max-new-tokens 300 --temperature 0.6 --seed 1
 

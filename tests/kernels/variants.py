@@ -28,9 +28,9 @@ def shipped_variants_of(compile_function: Callable[..., Any]) -> list[Variant]:
 
 
 def sample(variants: Sequence[Variant]) -> list[Variant]:
-    """One, 2 of 6, 3 of 24, 7 of 192 variants of a compile function: those whose arguments have the lowest hashes, so
-    that a new variant moves few others out or in."""
-    count = math.ceil(math.sqrt(len(variants)) / 2)
+    """One, 2 of 16 or 6 of 192 variants of a compile function: those whose arguments have the lowest hashes, so that a
+    new variant moves few others out or in."""
+    count = max(1, math.isqrt(len(variants) // 4))
     return sorted(variants, key=_hash)[:count]
 
 
