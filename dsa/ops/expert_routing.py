@@ -88,7 +88,7 @@ def _gate(
         launch = _gate_kernel(logits.shape[1], top_k, scores, n_group, topk_group, normalise)
         rows = logits if logits.stride(-1) == 1 else logits.contiguous()
         with backends.on_device(logits):
-            launch(rows, bias.contiguous(), picks, weights, scale)
+            launch(rows, bias.contiguous(), picks, weights, float(scale))
     return picks, weights
 
 

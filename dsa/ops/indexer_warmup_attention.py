@@ -75,7 +75,7 @@ def indexer_warmup_attention(
     _check_kernel_takes(q, k, v, q_idx, softmax_scale, target)
     sequences = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k
     loss = _PerHead if target == "per_head" else _Sum
-    return loss.apply(q, k, v, q_idx, k_idx, w_idx, sequences, softmax_scale, causal)
+    return loss.apply(q, k, v, q_idx, k_idx, w_idx, sequences, float(softmax_scale), causal)
 
 
 class _Warmup(torch.autograd.Function):

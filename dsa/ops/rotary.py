@@ -50,7 +50,7 @@ def apply_rotary(
         reference.check_rotary("x", x, cos, sin, interleaved, dims)
     if out is not None:
         if wants_gradients:
-            raise ValueError("out: must be None where gradients are asked for; use torch.no_grad()")
+            raise ValueError("out: must be None where gradients of x, cos, sin or out are asked for; use no_grad")
         arguments = (x, cos, sin, interleaved, dims, out)
         torch.ops.dsa.apply_rotary_out(*arguments) if torch.compiler.is_compiling() else _rotate_into(*arguments)
         return out

@@ -108,6 +108,7 @@ def gradients(
     numbers = q.new_empty(tokens, blocks, 2 * HEADS, dtype=torch.float32)
     shares = None if sink is None else torch.empty_like(lse)
     name, sms = dtype_name(q.dtype), backends.num_sms(q.device)
+    scale = float(scale)
     scales = (scale, scale * math.log2(math.e))
     with backends.on_device(q):
         _inputs_kernel(name, sink is not None, dlse is not None)(

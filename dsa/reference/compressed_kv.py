@@ -139,7 +139,7 @@ def write_compressed_kv(
 
 def is_index_cache(cache: torch.Tensor, d: int) -> bool:
     """Whether a cache holds d e4m3 numbers and a scale an entry."""
-    return cache.dtype == torch.uint8 and cache.shape[-1] == d + 4
+    return cache.dtype == torch.uint8 and cache.dim() == 4 and cache.shape[3] == d + 4
 
 
 def _check_sequences(

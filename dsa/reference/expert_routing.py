@@ -45,6 +45,7 @@ def moe_gate(
     """
     check_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
     check_memory("logits", logits)
+    logits = logits.contiguous()  # the last bit of a sigmoid on a CPU depends on strides
     s = torch.sigmoid(logits) if scores == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
     choice = s + bias
     if n_group > 1:
@@ -90,8 +91,8 @@ def check_gate(
     most = topk_group * (experts // n_group)
     if top_k > most:
         raise ValueError(
-            f"top_k: must be from 1 to the {most} experts of logits in the topk_group={topk_group} groups that stay, "
-            f"got {top_k}"
+            f"top_k: must be from 1 to the {most} experts of logits in the topk_group={topk_group} of "
+            f"n_group={n_group} groups that stay, got {top_k}"
         )
     check_same_device(("logits", logits), bias=bias)
 

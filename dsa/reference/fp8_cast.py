@@ -99,7 +99,7 @@ def dequantize_per_block(
     expected = (-(-rows // block), -(-cols // block))
     if isinstance(scale, torch.Tensor) and tuple(scale.shape) != expected:
         raise ValueError(
-            f"scale: must be {list(expected)} for a weight q of {rows} x {cols} in {block} x {block} blocks, "
+            f"scale: must be {list(expected)} for a weight q of {rows} x {cols} in blocks of block={block}, "
             f"got {list(scale.shape)}"
         )
     check_tensor("scale", scale, SCALES, expected)

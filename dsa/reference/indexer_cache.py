@@ -64,7 +64,7 @@ def split_slots(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torc
 def check_writable_slots(slots: torch.Tensor, capacity: int) -> None:
     bad = (slots < -1) | (slots >= capacity)
     if bad.any():
-        raise ValueError(f"slots: must be -1 or in [0, {capacity}), got {slots[bad][0].item()}")
+        raise ValueError(f"slots: must be -1 or in [0, {capacity}), got {slots[bad][0].item()} (sizes as of cache)")
 
 
 def check_write(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:

@@ -47,7 +47,14 @@ def cache_dim(cache: torch.Tensor, name: str = "cache") -> int:
             f"{name}: the last dimension of a byte cache must be {V32_BYTES} (V3.2) or {V4_BYTES} (V4), "
             f"got {cache.shape[-1]}"
         )
-    return V32_DIM if cache.shape[-1] == V32_BYTES else V4_DIM
+    if cache.shape[-1] == V32_BYTES:
+        return V32_DIM
+    if (cache.shape[1] > 1 and cache.stride(1) != V4_BYTES) or cache.stride(3) != 1:
+        raise ValueError(
+            f"{name}: every page of a V4 cache must be contiguous (strides [any, {V4_BYTES}, any, 1]), "
+            f"got strides {list(cache.stride())}"
+        )
+    return V4_DIM
 
 
 def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -134,10 +141,8 @@ def check_write(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_
     check_flag("use_ue8m0", use_ue8m0)
     check_writable("cache", cache)
     check_same_device(("cache", cache), kv=kv, slots=slots)
-    if _is_v4(cache):
-        _check_v4_strides(cache)
-        if not use_ue8m0:
-            raise ValueError("use_ue8m0: must be True for the V4 layout, which stores powers of two only, got False")
+    if cache.dtype in BYTE_DTYPES and d == V4_DIM and not use_ue8m0:
+        raise ValueError("use_ue8m0: must be True for the V4 layout, which stores powers of two only, got False")
     return d
 
 
@@ -145,8 +150,6 @@ def check_read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> 
     """The checks of `read_kv_cache`. Returns d."""
     d = cache_dim(cache)
     check_tensor("slots", slots, _SLOTS, tuple(slots.shape) if isinstance(slots, torch.Tensor) else ("T",))
-    if _is_v4(cache):
-        _check_v4_strides(cache)
     check_dtype("dtype", dtype, FLOATS)
     check_same_device(("cache", cache), slots=slots)
     return d
@@ -160,18 +163,6 @@ def _check_device(device: object) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # without CUDA torch asserts
         raise ValueError(f"device: torch has no {device!r} here: {str(error).splitlines()[0]}") from None
-
-
-def _is_v4(cache: torch.Tensor) -> bool:
-    return cache.dtype in BYTE_DTYPES and cache.shape[-1] == V4_BYTES
-
-
-def _check_v4_strides(cache: torch.Tensor) -> None:
-    if (cache.shape[1] > 1 and cache.stride(1) != V4_BYTES) or cache.stride(3) != 1:
-        raise ValueError(
-            f"cache: every page of a V4 cache must be contiguous (strides [any, {V4_BYTES}, any, 1]), "
-            f"got strides {list(cache.stride())}"
-        )
 
 
 def _decode(nope: torch.Tensor, scale: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:

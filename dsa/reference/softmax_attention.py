@@ -21,7 +21,8 @@ def attend(
     """
     if kv.shape[1] == 0:
         kv, valid = kv.new_zeros(kv.shape[0], 1, kv.shape[2]), valid.new_zeros(kv.shape[0], 1)
-    logits = (q.float() @ kv.transpose(1, 2) * scale).masked_fill(~valid.unsqueeze(1), -torch.inf)
+    # Contiguous: how a product on a CPU rounds depends on strides.
+    logits = (q.float().contiguous() @ kv.transpose(1, 2) * scale).masked_fill(~valid.unsqueeze(1), -torch.inf)
     max_logits = logits.amax(2)
     lse = logits.logsumexp(2)
     empty = lse == -torch.inf

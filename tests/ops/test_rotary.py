@@ -129,7 +129,7 @@ def test_gradients_with_an_out_are_an_error():
     x, cos, sin = inputs()
     x.requires_grad_()
     out = torch.zeros(5, 3, 24).bfloat16()
-    with pytest.raises(ValueError, match="out: must be None where gradients are asked for"):
+    with pytest.raises(ValueError, match="out: must be None where gradients of x"):
         dsa.apply_rotary(x, cos, sin, interleaved=True, out=out)
     with torch.no_grad():
         assert dsa.apply_rotary(x, cos, sin, interleaved=True, out=out) is out

@@ -67,7 +67,7 @@ def test_gate_gives_gradients():
         ({"n_group": 4, "topk_group": 5}, "topk_group: must be from 1 to n_group=4, got 5"),
         (
             {"n_group": 4, "top_k": 3},
-            "top_k: must be from 1 to the 2 experts of logits in the topk_group=1 groups that stay, got 3",
+            "top_k: must be from 1 to the 2 experts of logits in the topk_group=1 of n_group=4 groups that stay, got 3",
         ),
         ({"top_k": 0}, "top_k: must be at least 1, got 0"),
     ],

@@ -1,0 +1,55 @@
+"""Wrong and odd arguments at random: one to three arguments of a valid call are changed, and the op must then give a
+right answer or refuse with a ValueError or TypeError that names one of them.
+
+A case is a number: with the seed it says everything. DSA_FUZZ_SEED is the seed, DSA_FUZZ_CASES how many cases there
+are, and DSA_FUZZ_CASE runs a single one.
+"""
+
+import os
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.fuzz.changes import Change, change
+from tests.fuzz.judge import judge
+from tests.valid_calls import CALLS, ValidCall
+
+SEED = int(os.environ.get("DSA_FUZZ_SEED", "20"))
+
+
+def numbers(shard: int, shards: int, count: int) -> list[int]:
+    """The cases of a shard, of `count` unless the environment says otherwise."""
+    one = os.environ.get("DSA_FUZZ_CASE")
+    wanted = [int(one)] if one else range(int(os.environ.get("DSA_FUZZ_CASES", count)))
+    return [number for number in wanted if number % shards == shard]
+
+
+@dataclass(frozen=True)
+class Case:
+    call: ValidCall
+    arguments: dict[str, Any]
+    changes: dict[str, Change]  # by argument
+
+    def __str__(self) -> str:
+        return f"{self.call.name} with " + ", ".join(f"{name}: {x.what}" for name, x in self.changes.items())
+
+
+def make_case(number: int, device: str) -> Case:
+    rng = random.Random(f"{SEED}/{number}")
+    call = rng.choice(CALLS)
+    arguments = call.arguments(device)
+    names = rng.sample([*arguments], min(len(arguments), rng.choice((1, 1, 2, 3))))
+    changes = {name: change(rng, arguments[name], device) for name in names}
+    return Case(call, {**arguments, **{name: x.value for name, x in changes.items()}}, changes)
+
+
+def failures(wanted: Iterable[int], device: str) -> list[str]:
+    """What is wrong with the cases of these numbers, one line each."""
+    found = []
+    for number in wanted:
+        case = make_case(number, device)
+        problem = judge(case.call, case.arguments, case.changes, device)
+        if problem:
+            found.append(f"DSA_FUZZ_SEED={SEED} DSA_FUZZ_CASE={number}: {case}: {problem}")
+    return found

@@ -1,0 +1,157 @@
+"""Whether an op did what it may do with arguments that were changed."""
+
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.fuzz.changes import Change, Kind
+from tests.valid_calls.description import ValidCall, same_bits
+
+SECONDS = {"cpu": 20, "cuda": 200}  # that a call may take: milliseconds, or what its kernels take to compile
+
+
+def judge(call: ValidCall, arguments: dict[str, Any], changes: Mapping[str, Change], device: str) -> str | None:
+    """What is wrong, if anything."""
+    before = {path: _bits(x) for path, x in _tensors(arguments)}
+    plain = {name: _plain(x) for name, x in arguments.items()}
+    try:
+        with _time_limit(SECONDS[device]):
+            found = call.run(arguments)
+            if device == "cuda":
+                torch.cuda.synchronize()
+    except (ValueError, TypeError) as error:
+        message = str(error)
+        if not any(re.search(rf"\b{name}\b", message) for name in changes):
+            return f"its {type(error).__name__} names none of them: {message}"
+        return _written(arguments, before, ())
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    kinds = {x.kind for x in changes.values()}
+    return (
+        _broken_promise(call, arguments, found)
+        or _written(arguments, before, call.written)
+        or (_not_the_same(call, plain, found, arguments, device) if kinds == {Kind.SAME} else None)
+        or (_not_fully_written(call, plain) if Kind.OTHER not in kinds and device == "cpu" else None)
+    )
+
+
+def _broken_promise(call: ValidCall, arguments: dict[str, Any], found: list[torch.Tensor]) -> str | None:
+    promised = call.promises(arguments)
+    got = [(tuple(x.shape), x.dtype) for x in found]
+    if len(got) != len(promised):
+        return f"returned {got}, promised {promised}"
+    for (shape, dtype), (own, own_dtype) in zip(promised, got):
+        if dtype != own_dtype or len(shape) != len(own) or any(m not in (None, n) for m, n in zip(shape, own)):
+            return f"returned {got}, promised {promised}"
+    devices = {x.device for _, x in _tensors(arguments)}
+    if devices and any(x.device not in devices for x in found):
+        return f"returned tensors on {[x.device for x in found]}"
+    return None
+
+
+def _written(arguments: dict[str, Any], before: Mapping[tuple, torch.Tensor], allowed: tuple[str, ...]) -> str | None:
+    for path, x in _tensors(arguments):
+        if path[0] not in allowed and x.device.type != "meta" and not torch.equal(_bits(x), before[path]):
+            return f"{path[0]} was written to"
+    return None
+
+
+def _not_the_same(
+    call: ValidCall, plain: dict[str, Any], found: list[torch.Tensor], arguments: dict[str, Any], device: str
+) -> str | None:
+    """Strides, requires_grad and the type of a sequence change no bit; on a GPU, gradients are PyTorch's business."""
+    if device == "cuda" and any(x.requires_grad for _, x in _tensors(arguments)):
+        return None
+    results = [*found, *(arguments[name] for name in call.written if arguments[name] is not None)]
+    for i, (x, y) in enumerate(zip(results, call.results(plain), strict=True)):
+        if not same_bits(x, y):
+            return f"result {i} is not that of contiguous tensors"
+    return None
+
+
+def _not_fully_written(call: ValidCall, plain: dict[str, Any]) -> str | None:
+    """What memory holds where it is allocated reaches no result."""
+    pairs = []
+    for byte in (0x55, 0xFF):
+        own = {name: _plain(x) for name, x in plain.items()}
+        with torch.no_grad(), _Uninitialised(byte):
+            pairs.append(call.results(own))
+    for i, (x, y) in enumerate(zip(*pairs, strict=True)):
+        if not same_bits(x, y):
+            return f"result {i} is not fully written"
+    return None
+
+
+class _Uninitialised(TorchDispatchMode):
+    """Memory that nobody has written holds this byte."""
+
+    def __init__(self, byte: int) -> None:
+        super().__init__()
+        self.byte = byte
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function in _ALLOCATES:
+            memory = torch.empty(0, dtype=torch.uint8, device=found.device)
+            memory.set_(found.untyped_storage()).fill_(self.byte)
+        return found
+
+
+_ALLOCATES = {
+    *(torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default),
+    *(torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default),
+}
+
+
+def _tensors(arguments: dict[str, Any]) -> Iterator[tuple[tuple, torch.Tensor]]:
+    for name, value in arguments.items():
+        for place, x in enumerate(value if isinstance(value, (list, tuple)) else (value,)):
+            if isinstance(x, torch.Tensor):
+                yield (name, place), x
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x's bytes."""
+    if x.device.type == "meta":
+        return x
+    flat = x.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8)
+
+
+def _plain(value: Any) -> Any:
+    """The same numbers without odd strides or gradients, and a new plan for one, which calls change."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(x) for x in value)
+    if hasattr(value, "have_initialized"):
+        return type(value)()
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() == 4 and value.dtype == torch.uint8 and value.shape[-1] == 584 and value.stride(-1) == 1:
+        # Pages lie as far apart as before: kernels want them at multiples of 16 bytes.
+        return value.detach().clone() if value.is_contiguous() else _padded_pages(value)
+    return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _padded_pages(cache: torch.Tensor) -> torch.Tensor:
+    pages, size = cache.shape[0], cache.shape[1] * cache.shape[3]
+    memory = cache.new_zeros(pages, size + -size % 576)
+    return memory[:, :size].unflatten(1, cache.shape[1:]).copy_(cache)
+
+
+@contextmanager
+def _time_limit(seconds: int) -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

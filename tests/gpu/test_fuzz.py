@@ -1,0 +1,15 @@
+"""Calls of the kernels with wrong and odd arguments: other strides, tensors on the CPU among those on the GPU, numbers
+that are none. `tests.fuzz` says what counts as right."""
+
+import pytest
+
+from tests.fuzz import SEED, failures, numbers
+
+SHARDS = 8
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_wrong_arguments(shard):
+    wanted = numbers(shard, SHARDS, 4_000)
+    found = failures(wanted, "cuda")
+    assert not found, f"seed {SEED}: {len(found)} of {len(wanted)} cases:\n" + "\n".join(found[:20])

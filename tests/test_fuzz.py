@@ -1,0 +1,17 @@
+"""20,000 calls of the ops with wrong and odd arguments, in shards that test processes share.
+
+More, or others: DSA_FUZZ_CASES=200000 DSA_FUZZ_SEED=7 pytest tests/test_fuzz.py. A failure says how it is repeated.
+"""
+
+import pytest
+
+from tests.fuzz import SEED, failures, numbers
+
+SHARDS = 40
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_wrong_arguments(shard):
+    wanted = numbers(shard, SHARDS, 20_000)
+    found = failures(wanted, "cpu")
+    assert not found, f"seed {SEED}: {len(found)} of {len(wanted)} cases:\n" + "\n".join(found[:20])
