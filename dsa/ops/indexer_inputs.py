@@ -34,8 +34,8 @@ def quantize_indexer_queries(
     Returns q8 [T, H, 128] float8_e4m3fn and w8 [T, H] fp32, contiguous: sum_h w8 relu(q8 . k) is the score of k, as
     `fp8_mqa_logits` computes it. Rope and Hadamard each round to q's dtype. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes and shapes.
-    On Hopper: one kernel, R in {32, 64, 128}, rows at multiples of 16 bytes; exactly the reference's bits. CUDA-graph
-    safe, no host synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
+    On Hopper: one kernel, R in {32, 64, 128}, rows at multiples of 16 bytes; exactly the bits of the reference on that
+    GPU. CUDA-graph safe, no host synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
     if torch.compiler.is_compiling():
         return torch.ops.dsa.quantize_indexer_queries(q, weights, cos, sin, interleaved, dims, use_ue8m0)

@@ -29,8 +29,8 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
     group makes its values and its scale NaN. V4's pad is written 0; every other byte of the cache stays as it is. Not
     differentiable. Raises TypeError or ValueError for other types, dtypes, shapes and strides; the reference also for
     slots below -1 or beyond the cache, which the kernel skips.
-    On Hopper: one kernel, exactly the reference's bits; rows and V4's pages at multiples of 16 bytes, float rows of a
-    multiple of 8 channels. CUDA-graph safe, no host synchronisation. Source: FlashMLA's caches.
+    On Hopper: one kernel, exactly the bits of the reference on that GPU; rows and V4's pages at multiples of 16 bytes,
+    float rows of a multiple of 8 channels. CUDA-graph safe, no host synchronisation. Source: FlashMLA's caches.
     """
     if torch.compiler.is_compiling():
         return torch.ops.dsa.write_kv_cache(kv, cache, slots, use_ue8m0)
