@@ -24,10 +24,15 @@ def check_tensor(
         raise TypeError(f"{name}: must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise ValueError(f"{name}: dtype must be {_names(dtypes)}, got {_names((value.dtype,))}")
-    wrong = [want for want, got in zip(shape, value.shape) if isinstance(want, int) and want != got]
-    if value.dim() != len(shape) or wrong:
-        origin = f" (sizes as of {sizes_of})" if sizes_of else ""
-        raise ValueError(f"{name}: shape must be [{', '.join(map(str, shape))}], got {list(value.shape)}{origin}")
+    sizes = value.shape
+    if len(sizes) == len(shape):
+        for want, got in zip(shape, sizes):
+            if want != got and isinstance(want, int):
+                break
+        else:
+            return
+    origin = f" (sizes as of {sizes_of})" if sizes_of else ""
+    raise ValueError(f"{name}: shape must be [{', '.join(map(str, shape))}], got {list(sizes)}{origin}")
 
 
 def check_same_dtype(first: tuple[str, torch.Tensor], **others: torch.Tensor | None) -> None:

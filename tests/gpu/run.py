@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,16 @@ class Outcome:
     failed: list[str] = field(default_factory=list)
     worst: float = 0.0
 
-    def add(self, report: Path) -> None:
-        for test in ElementTree.parse(report).iter("testcase"):
-            if test.find("skipped") is not None:
-                self.skipped += 1
-                continue
-            self.tests += 1
-            if test.find("failure") is not None or test.find("error") is not None:
-                self.failed.append(test.get("name"))
-            errors = [float(p.get("value")) for p in test.iter("property") if p.get("name") == "error"]
-            self.worst = max([self.worst, *errors])
+    def add(self, test: ElementTree.Element) -> None:
+        """A <testcase> of pytest's report."""
+        if test.find("skipped") is not None:
+            self.skipped += 1
+            return
+        self.tests += 1
+        if test.find("failure") is not None or test.find("error") is not None:
+            self.failed.append(test.get("name"))
+        errors = [float(p.get("value")) for p in test.iter("property") if p.get("name") == "error"]
+        self.worst = max([self.worst, *errors])
 
 
 def compile_all(names: list[str]) -> None:
@@ -69,36 +69,59 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
     compile_function(*arguments)  # its result, a loaded kernel, does not travel between processes
 
 
-def run_tests(name: str) -> Outcome:
-    """An entry's tests, in several processes: most of their time is the host's."""
-    marks = ["-m", "several_gpus" if name == "several_gpus" else "not several_gpus"]
-    paths = [str(path) for path in receipt.test_files(name)]
-    if not paths:
-        return Outcome()
+def run_tests(names: Sequence[str]) -> dict[str, Outcome]:
+    """The tests of some entries, all together in several processes: most of their time is the host's."""
+    outcomes = {name: Outcome() for name in names}
+    for marks, prefix, environment, group in _groups(names):
+        owners = {f"tests.gpu.{path.stem}": name for name in group for path in receipt.test_files(name)}
+        if group == ["several_gpus"]:
+            owners = dict.fromkeys(owners, "several_gpus")
+        if owners:
+            paths = [str(receipt.ROOT / f"{module.replace('.', '/')}.py") for module in owners]
+            _run_group(["-m", marks], prefix, os.environ | environment, paths, owners, outcomes)
+    return outcomes
+
+
+def _groups(names: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], dict[str, str], list[str]]]:
+    """(marks of the tests, command before pytest, environment, entries) of what can run together."""
+    apart = ("hostile_contents", "several_gpus")
+    yield "not several_gpus", (), {}, [name for name in names if name not in apart]
+    if "hostile_contents" in names:
+        yield "not several_gpus", MEMCHECK, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, ["hostile_contents"]
+    if "several_gpus" in names:
+        yield "several_gpus", (), {}, ["several_gpus"]
+
+
+def _run_group(
+    marks: list[str],
+    prefix: tuple[str, ...],
+    environment: dict[str, str],
+    paths: list[str],
+    owners: dict[str, str],
+    outcomes: dict[str, Outcome],
+) -> None:
     ids = _collected([*marks, *paths])
-    prefix, environment = (), dict(os.environ)
-    if name == "hostile_contents":
-        prefix, environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = MEMCHECK, "1"
-    outcome = Outcome()
     with tempfile.TemporaryDirectory() as directory, concurrent.futures.ThreadPoolExecutor(SHARDS) as pool:
 
         def shard(i: int) -> Path:
             report = Path(directory, f"{i}.xml")
             command = [*prefix, sys.executable, "-m", "pytest", "-q", "--tb=short", "--maxfail=10", *marks]
+            listed = Path(directory, f"{i}.txt")  # a command line would be too long
+            listed.write_text("\n".join(ids[i::SHARDS]))
             done = subprocess.run(
-                [*command, f"--junitxml={report}", *ids[i::SHARDS]], env=environment, capture_output=True, text=True
+                [*command, f"--junitxml={report}", f"@{listed}"], env=environment, capture_output=True, text=True
             )
             if done.returncode:
-                print(f"{name}: pytest gave {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}", flush=True)
+                print(f"pytest gave {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}", flush=True)
             if done.returncode not in (0, 1) and not report.exists():
-                raise RuntimeError(f"{name}: pytest stopped with {done.returncode}")
-            if done.returncode == 99:
-                outcome.failed.append("compute-sanitizer found errors")
+                raise RuntimeError(f"pytest stopped with {done.returncode}")
+            if prefix and done.returncode:
+                outcomes["hostile_contents"].failed.append("compute-sanitizer or a test found errors")
             return report
 
         for report in pool.map(shard, range(min(SHARDS, len(ids)))):
-            outcome.add(report)
-    return outcome
+            for test in ElementTree.parse(report).iter("testcase"):
+                outcomes[owners[test.get("classname")]].add(test)
 
 
 def _collected(arguments: list[str]) -> list[str]:
@@ -118,9 +141,9 @@ def rows_of(name: str) -> list[dict]:
     return case.run(name) if name in case.benchmarked_ops() else []
 
 
-def run_entry(name: str, bench: bool) -> dict[str, Any]:
+def run_entry(name: str, outcome: Outcome, bench: bool) -> dict[str, Any]:
+    """The receipt's entry, from the outcome of its tests; its benchmark runs here."""
     started = time.monotonic()
-    outcome = run_tests(name)
     rows = rows_of(name) if bench and not outcome.failed else []
     for failed in outcome.failed:
         print(f"{name}: FAILED {failed}")
@@ -130,7 +153,7 @@ def run_entry(name: str, bench: bool) -> dict[str, Any]:
         "skipped": outcome.skipped,
         "failed": len(outcome.failed),
         "worst_error": outcome.worst,
-        "seconds": round(time.monotonic() - started, 1),
+        "bench_seconds": round(time.monotonic() - started, 1),
         "unverified": None,
         "bench": rows,
     }
@@ -170,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
         name for name in receipt.tested() if name != "several_gpus" or torch.cuda.device_count() > 1
     ]
     compile_all(names)
-    failed = []
+    outcomes, failed = run_tests(names), []
     for name in names:
         entry = {
             "date": datetime.date.today().isoformat(),
@@ -178,11 +201,14 @@ def main(arguments: Sequence[str]) -> int:
             "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
             "torch": torch.__version__,
             "dsl": cutlass.__version__,
-        } | run_entry(name, not args.no_bench)
+        } | run_entry(name, outcomes[name], not args.no_bench)
         data = receipt.load()
         data["entries"][name] = entry
         receipt.save(data)  # now: what comes after may fail
-        print(f"{name}: {entry['tests']} tests, {entry['failed']} failed, {entry['seconds']} s", flush=True)
+        print(
+            f"{name}: {entry['tests']} tests, {entry['failed']} failed, benchmark {entry['bench_seconds']} s",
+            flush=True,
+        )
         if name in case.benchmarked_ops():
             print_table(name, entry["bench"])
         if entry["failed"]:
