@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +123,11 @@ def _run_group(
         for report in pool.map(shard, range(min(SHARDS, len(ids)))):
             for test in ElementTree.parse(report).iter("testcase"):
                 outcomes[owners[test.get("classname")]].add(test)
+    # One that ends its process, or the GPU's context, takes others with it.
+    collected = Counter(owners[i.partition("::")[0].removesuffix(".py").replace("/", ".")] for i in ids)
+    for name, count in collected.items():
+        if missing := count - outcomes[name].tests - outcomes[name].skipped:
+            outcomes[name].failed.append(f"{missing} tests did not run")
 
 
 def _collected(arguments: list[str]) -> list[str]:

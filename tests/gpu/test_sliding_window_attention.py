@@ -576,15 +576,16 @@ def test_torch_compile():
 
 def test_fp32_runs_the_reference_and_says_so():
     arguments, case = packed(), Cached("bf16, 512")
-    selected = normal(300, 1, 512), select(len(arguments[0]), 300, 50)
+    selected = normal(300, 1, 512, dtype=torch.float32), select(len(arguments[0]), 300, 50)
+    fp32 = {"q": case.q.float(), "cache": case.cache.float()}
     wide = [x.float() if x.is_floating_point() else x for x in arguments]
     for name, call, expected in (
         ("sliding_window_attention", lambda: run(wide, 9), lambda: expected_of(wide, 9)),
         ("window_sparse_attention", lambda: run(wide, 9, selected), lambda: expected_of(wide, 9, selected)),
-        ("sliding_window_decode", lambda: case.run(q=case.q.float()), None),
+        ("sliding_window_decode", lambda: case.run(**fp32), None),
     ):
         dsa.backends._warned.discard(f"{name} in float32")
         with pytest.warns(UserWarning, match=f"{name} in float32 has no Hopper kernel"):
             got = call()
-        named = case.arguments(q=case.q.float())
+        named = case.arguments(**fp32)
         assert_same(got, window_decode.sliding_window_decode(**named) if expected is None else expected())

@@ -50,7 +50,7 @@ def distance(x, y):
 def rounded_reference(q, kv, indices, scale, d_v, sink=None):
     """The reference with the weights rounded to q's dtype before they are multiplied, as every 16-bit attention."""
     index, valid = reference._selected(indices, len(kv))
-    rows = kv[:, 0][index]
+    rows = reference._rows(kv[:, 0], index)
     logits = scale * torch.einsum("thd,tjd->htj", q.float(), rows.float())
     weights, lse = reference._masked_softmax(logits, valid)
     if sink is not None:
