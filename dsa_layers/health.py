@@ -38,6 +38,7 @@ def check(seeds: int = 1) -> bool:
 def _cache_state() -> str:
     try:
         from dsa.cute.compile_cache import cache_dir
+        from dsa.cute.private_files import private_folder
     except ImportError as error:
         return f"unavailable ({error})"
     directory = cache_dir()
@@ -47,6 +48,11 @@ def _cache_state() -> str:
     size = sum(path.stat().st_size for path in kernels)
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     state = "" if existing.is_dir() and os.access(existing, os.W_OK) else ", not writable: every process compiles again"
+    if existing == directory:
+        try:
+            private_folder(directory)
+        except OSError as error:
+            state = f", not used ({error.strerror or error}): every process compiles again"
     return f"{directory}, {len(kernels)} kernels, {size / 1e6:.1f} MB{state}"
 
 

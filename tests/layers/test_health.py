@@ -389,5 +389,10 @@ def test_the_state_of_the_compile_cache(monkeypatch, tmp_path):
     (tmp_path / "b.o").write_bytes(bytes(100_000))
     (tmp_path / "b.lock").write_bytes(b"")
     assert state(tmp_path) == f"{tmp_path}, 2 kernels, 1.3 MB"
+    tmp_path.chmod(0o777)
+    assert re.fullmatch(
+        rf"{tmp_path}, 2 kernels, 1.3 MB, not used \(.*\): every process compiles again", state(tmp_path)
+    )
+    tmp_path.chmod(0o700)
     below_a_file = tmp_path / "a.o" / "cache"
     assert state(below_a_file) == f"{below_a_file}, 0 kernels, 0.0 MB, not writable: every process compiles again"
