@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from dsa import source_digest
+from dsa_bench.e2e import document
 from dsa_bench.harness import case
 from tests.gpu import receipt, status_table
 
@@ -144,6 +145,16 @@ def test_what_ends_an_entry(copy, change, ends, keeps):
 def test_status_table_of_the_readme_is_generated():
     text = status_table.README.read_text()
     assert status_table.inserted(text) == text, "run `python -m tests.gpu.status_table`"
+
+
+def test_tables_of_whole_passes_are_generated():
+    """Once the entry is verified; before, the document says itself where its tables are from."""
+    entry, text = entries()["e2e"], (receipt.ROOT / "docs" / "e2e.md").read_text()
+    if not entry["unverified"]:
+        assert document.inserted(text, entry) == text, (
+            "run `python -m dsa_bench.e2e.document tests/gpu/receipt.json docs/e2e.md`"
+        )
+    assert document.BEGIN in text
 
 
 def test_a_changed_digest_is_noticed(monkeypatch):
