@@ -10,7 +10,7 @@ import dsa
 from dsa.testing import calc_diff, copy_bandwidth, fp8_gemm_rate
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import agreement, deep_gemm
-from dsa_bench.peers.library import Library, Peers
+from dsa_bench.peers.package import Library, Peers
 
 if TYPE_CHECKING:
     from dsa.ops.fp8_gemm_nt import Scaled

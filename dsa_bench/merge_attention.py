@@ -8,7 +8,7 @@ import dsa
 from dsa.testing import assert_close, copy_bandwidth
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import operators
-from dsa_bench.peers.library import Peers
+from dsa_bench.peers.package import Peers
 
 # tokens, heads, branches, with a sink: a prefill chunk, decode batches
 SHAPES = [

@@ -8,7 +8,7 @@ import dsa
 from dsa.testing import copy_bandwidth
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import operators
-from dsa_bench.peers.library import Peers
+from dsa_bench.peers.package import Peers
 
 # tokens, channels, Hadamard, power-of-two scales: activations of V3.2's linears, a prefill chunk's index queries,
 # decode batches

@@ -17,7 +17,7 @@ import torch
 
 import dsa
 from dsa_bench.peers import deep_gemm, flash_mla, operators
-from dsa_bench.peers.library import Library, reason
+from dsa_bench.peers.package import Library, reason
 
 Op = Callable[..., Any]
 

@@ -14,7 +14,7 @@ from dsa_bench.e2e.peers import Replaced, peer_kernels
 from dsa_bench.e2e.runs import Model, Run, decode, milliseconds, prefill
 from dsa_bench.e2e.stacks import STACKS, linear_shapes, stack
 from dsa_bench.peers.deep_gemm import compile_products
-from dsa_bench.peers.library import reason
+from dsa_bench.peers.package import reason
 
 # Tokens of a prompt, all of which are computed; and sequences by the tokens that they already have.
 PROMPTS = (4096, 16384, 65536, 131072)

@@ -12,7 +12,7 @@ import torch
 import dsa_bench
 from dsa.testing import bench
 from dsa_bench.peers.agreement import agree
-from dsa_bench.peers.library import Call, reason
+from dsa_bench.peers.package import Call, reason
 
 OURS = "dsa"
 

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.peers.library import Call, Library, Peers
+from dsa_bench.peers.package import Call, Library, Peers
 
 CUDNN = Library("cuDNN-FE", ("cudnn",))
 

@@ -19,7 +19,7 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.peers.library import Call, Library, Peers
+from dsa_bench.peers.package import Call, Library, Peers
 
 NEW = Library("deepgemm 2.8.1", ("deep_gemm28", "vllm.third_party.deep_gemm"))
 OLD = Library("deepgemm", ("deep_gemm",))

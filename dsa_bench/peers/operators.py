@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.peers.library import Call, Library, Peers
+from dsa_bench.peers.package import Call, Library, Peers
 
 OPERATORS = Library("vllm and sglang", ("peer_topk",))
 _WORKSPACE = 1 << 20

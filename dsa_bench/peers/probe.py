@@ -12,7 +12,7 @@ import torch
 import dsa
 from dsa_bench.harness import case as cases
 from dsa_bench.peers import cudnn, deep_gemm, flash_mla, operators
-from dsa_bench.peers.library import reason
+from dsa_bench.peers.package import reason
 
 LIBRARIES = (*flash_mla.BUILDS, *deep_gemm.BUILDS, operators.OPERATORS, cudnn.CUDNN)
 # op -> arguments of its benchmark's case: all peers' functions, and every kind of argument that their calls depend on.

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dsa_bench.harness import case as cases
-from dsa_bench.peers import deep_gemm, flash_mla, library, probe
+from dsa_bench.peers import deep_gemm, flash_mla, package, probe
 from dsa_bench.peers.agreement import agree
-from dsa_bench.peers.library import Library, Peers
+from dsa_bench.peers.package import Library, Peers
 
 # Small enough for a CPU; every peer and every kind of argument.
 SHAPES = {
@@ -186,8 +186,8 @@ def test_selections_agree_up_to_ties_and_a_few_keys():
 
 
 def test_a_reason_is_one_line():
-    assert library.reason(RuntimeError("\n one\ntwo")) == "one" and library.reason(KeyError()) == "KeyError"
-    assert len(library.reason(ValueError("x" * 1000))) == 200
+    assert package.reason(RuntimeError("\n one\ntwo")) == "one" and package.reason(KeyError()) == "KeyError"
+    assert len(package.reason(ValueError("x" * 1000))) == 200
 
 
 def test_compiling_beforehand_calls_every_build(peers, monkeypatch):
