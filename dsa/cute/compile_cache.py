@@ -29,14 +29,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import cutlass
 import cutlass.cute as cute
 import tvm_ffi
 
 from dsa.cute.object_file import cubin_in, write_object_file
-from dsa.cute.private_files import create_private_file, open_lock, private_folder, read_private_file
+from dsa.cute.private_files import create_private_file, open_lock, open_private_file, path_of, private_folder
 from dsa.source_digest import source_digest
 
 ARCH = "sm_90a"
@@ -99,7 +99,11 @@ def cubin(compile_function: Callable, *args: Any) -> bytes:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         stack.enter_context(_exclusive(directory / f"{stem}.lock"))
         found = _find(directory, stem)
-        content = found[1] if found else _write(function(*args), directory, stem)
+        if found is None:
+            content = _write(function(*args), directory, stem)
+        else:
+            with found[1] as file:
+                content = file.read()
     return cubin_in(content)
 
 
@@ -180,22 +184,25 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _find(directory: Path, stem: str) -> tuple[Path, bytes] | None:
-    """The object file `stem`.<digest of its bytes>.o and its bytes, or None if there is none.
+def _find(directory: Path, stem: str) -> tuple[Path, BinaryIO] | None:
+    """The path of the object file `stem`.<digest of its bytes>.o and the open file, or None if there is none.
 
     One that others may have written is removed, and so is one whose bytes are not those of its name, which would crash
     the process rather than fail to load.
     """
     for path in directory.glob(f"{stem}.*.o"):
         try:
-            content = read_private_file(path)
+            file = open_private_file(path)
+            digest = _digest(file.read())
         except FileNotFoundError:  # another process has removed it
             continue
         except OSError as error:
             _remove(path, _of(error))
             continue
-        if path.suffixes[-2] == f".{_digest(content)}":
-            return path, content
+        if path.suffixes[-2] == f".{digest}":
+            file.seek(0)
+            return path, file
+        file.close()
         _remove(path, "it is damaged")
     return None
 
@@ -205,12 +212,13 @@ def _load(directory: Path, stem: str) -> Any:
     found = _find(directory, stem)
     if found is None:
         return None
-    path = found[0]
-    try:
-        return cute.runtime.load_module(str(path), enable_tvm_ffi=True)[_ENTRY]
-    except Exception as error:
-        _remove(path, _of(error))
-        return None
+    path, file = found
+    with file:
+        try:
+            return cute.runtime.load_module(str(path_of(file)), enable_tvm_ffi=True)[_ENTRY]
+        except Exception as error:
+            _remove(path, _of(error))
+            return None
 
 
 def _remove(path: Path, reason: str) -> None:
@@ -222,10 +230,11 @@ def _remove(path: Path, reason: str) -> None:
 def _write(kernel: Any, directory: Path, stem: str) -> bytes:
     """Keep the kernel's object file; returns its bytes. A reader must never see half a file: written beside it, and
     renamed."""
-    partial = create_private_file(directory, f"{stem}.")
+    file, partial = create_private_file(directory, f"{stem}.")
     try:
-        write_object_file(kernel, partial, _ENTRY)
-        content = partial.read_bytes()
+        with file:
+            write_object_file(kernel, path_of(file), _ENTRY)
+            content = file.read()
         os.replace(partial, directory / f"{stem}.{_digest(content)}.o")
         return content
     finally:

@@ -1,19 +1,21 @@
 """A folder, and files in it, that no other user can have written: what is loaded from there runs as our own code.
 
 The folder, and what is missing above it, is created with mode 0700. It is used if it belongs to this user and neither
-its group nor others may write to it. Then only this user can add, rename or replace what is in it, so a file that was
-checked is still the same when the DSL opens it again by its path.
+its group nor others may write to it. Then only this user can add, rename or replace what is in it.
 
 Whoever may rename the folder itself could put another one in its place. A folder above it that everyone may write to is
 therefore accepted only with the sticky bit, as /tmp has it, which lets nobody rename what is not theirs. The owner and
-the group of the folders above are trusted: these are root's and the user's own, and where the umask is 002 the user's
-own group may write to them. Links on the way are followed once, before anything is checked.
+the group of the folders above may still do so at any moment, such as the user whose HOME root has kept. So a file is
+opened once, and the DSL, which opens files by their paths, gets the path of the descriptor: what was checked is what is
+loaded, and what is written goes into the file that was created. Links on the way are followed once, before anything is
+checked.
 """
 
 import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -37,8 +39,8 @@ def private_folder(directory: Path) -> Path:
     return directory
 
 
-def read_private_file(path: Path) -> bytes:
-    """The bytes of a regular file of this user that nobody else may write; else an OSError says what is wrong."""
+def open_private_file(path: Path) -> BinaryIO:
+    """A regular file of this user that nobody else may write, to be read; else an OSError says what is wrong."""
     # A pipe that nobody writes to would block without O_NONBLOCK, which means nothing for regular files.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -46,17 +48,21 @@ def read_private_file(path: Path) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise PermissionError("it is not a regular file")
         _check("file", path, status)
-        with open(handle, "rb", closefd=False) as file:
-            return file.read()
-    finally:
+    except OSError:
         os.close(handle)
+        raise
+    return open(handle, "rb")
 
 
-def create_private_file(directory: Path, prefix: str) -> Path:
-    """A new, empty file of mode 0600 under a name that did not exist, not even as a link."""
+def create_private_file(directory: Path, prefix: str) -> tuple[BinaryIO, Path]:
+    """A new, empty file of mode 0600 under a name that did not exist, not even as a link; to be read."""
     handle, path = tempfile.mkstemp(prefix=prefix, suffix=".part", dir=directory)
-    os.close(handle)
-    return Path(path)
+    return open(handle, "rb"), Path(path)
+
+
+def path_of(file: BinaryIO) -> Path:
+    """A path of this very file while it is open, whatever has come to lie where it was opened."""
+    return Path(f"/proc/self/fd/{file.fileno()}")
 
 
 def open_lock(path: Path) -> int:

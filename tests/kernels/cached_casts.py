@@ -36,7 +36,7 @@ class StubKernel:
         with open(object_file_path, "wb") as file:
             file.write(b"first half,")
             file.flush()
-            self.seen = [path.suffix for path in Path(object_file_path).parent.iterdir()]
+            self.seen = [path.suffix for path in Path(object_file_path).resolve().parent.iterdir()]
             if self.fails_with is not None:
                 raise self.fails_with
             file.write(b" second half")

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 import pytest
 
 from dsa.cute import compile_cache, private_files
-from tests.kernels.cached_casts import ARGS, ORIGINAL, OTHER_ARGS, counted, objects
+from tests.kernels.cached_casts import ARGS, ORIGINAL, OTHER_ARGS, StubKernel, counted, objects
 
 pytestmark = pytest.mark.usefixtures("directory")
 
@@ -87,6 +87,42 @@ def test_links_in_the_place_of_new_files_are_not_followed(directory, tmp_path, m
     get(*ARGS)
     assert compiled == [ARGS] and len(objects(directory)) == 1
     assert not (tmp_path / "lock").exists() and victim.read_text() == "precious"
+
+
+def swapped(directory, **files):
+    """Whoever may rename what is in the folder above puts another folder there, with files of these names."""
+    directory.rename(directory.with_name("ours"))
+    directory.mkdir()
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+
+
+def test_what_was_checked_is_what_is_loaded(directory, monkeypatch):
+    counted()[0](*ARGS)
+    (path,) = objects(directory)
+    load_module = cute.runtime.load_module
+
+    def load(*args, **kwargs):
+        swapped(directory, **{path.name: b"another's code"})
+        return load_module(*args, **kwargs)
+
+    monkeypatch.setattr(cute.runtime, "load_module", load)
+    get, compiled = counted()
+    assert callable(get(*ARGS)) and compiled == []
+
+
+def test_what_is_written_goes_into_the_file_that_was_created(directory, monkeypatch):
+    written = []
+
+    def write(kernel, path, entry):
+        (partial,) = directory.glob("*.part")
+        swapped(directory, **{partial.name: b"precious"})
+        path.write_bytes(b"a kernel")
+        written.append((directory / partial.name).read_bytes())
+
+    monkeypatch.setattr(compile_cache, "write_object_file", write)
+    counted(lambda *args: StubKernel())[0](*ARGS)
+    assert written == [b"precious"]
 
 
 def test_what_is_written_is_ours_alone(directory):
@@ -174,6 +210,6 @@ def test_what_is_no_file_is_not_read(tmp_path):
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "folder"):
         with pytest.raises(PermissionError, match="it is not a regular file"):
-            private_files.read_private_file(tmp_path / name)
+            private_files.open_private_file(tmp_path / name)
     with pytest.raises(FileNotFoundError):
-        private_files.read_private_file(tmp_path / "missing")
+        private_files.open_private_file(tmp_path / "missing")
