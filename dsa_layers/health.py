@@ -44,15 +44,17 @@ def _cache_state() -> str:
     directory = cache_dir()
     if directory is None:
         return "off (DSA_CACHE_DIR is empty)"
-    kernels = list(directory.glob("*.o"))
-    size = sum(path.stat().st_size for path in kernels)
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    state = "" if existing.is_dir() and os.access(existing, os.W_OK) else ", not writable: every process compiles again"
-    if existing == directory:
-        try:
+    kernels, size, state = [], 0, ""
+    try:
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        kernels = list(directory.glob("*.o"))
+        size = sum(path.stat().st_size for path in kernels)
+        if not (existing.is_dir() and os.access(existing, os.W_OK)):
+            state = ", not writable: every process compiles again"
+        if existing == directory:
             private_folder(directory)
-        except OSError as error:
-            state = f", not used ({error.strerror or error}): every process compiles again"
+    except OSError as error:  # also where the folder cannot be looked at
+        state = f", not used ({error.strerror or error}): every process compiles again"
     return f"{directory}, {len(kernels)} kernels, {size / 1e6:.1f} MB{state}"
 
 

@@ -1,5 +1,6 @@
 """`dsa check`: every self test passes, and each fails when its op is wrong."""
 
+import errno
 import importlib.metadata
 import re
 import time
@@ -394,5 +395,16 @@ def test_the_state_of_the_compile_cache(monkeypatch, tmp_path):
         rf"{tmp_path}, 2 kernels, 1.3 MB, not used \(.*\): every process compiles again", state(tmp_path)
     )
     tmp_path.chmod(0o700)
+    too_long = tmp_path / ("x" * 300)
+    assert state(too_long) == (
+        f"{too_long}, 0 kernels, 0.0 MB, not used (File name too long): every process compiles again"
+    )
+
+    def exists(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:  # the home of somebody else, of whom HOME speaks
+        patch.setattr(Path, "exists", exists)
+        assert state("/root/.cache/dsa").endswith(", not used (Permission denied): every process compiles again")
     below_a_file = tmp_path / "a.o" / "cache"
     assert state(below_a_file) == f"{below_a_file}, 0 kernels, 0.0 MB, not writable: every process compiles again"
