@@ -12,10 +12,13 @@ import datetime
 import importlib
 import multiprocessing
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +31,9 @@ from dsa_bench.harness import case
 from tests.gpu import receipt
 
 SHARDS = 8
+# What would change which code is tested, or how many tests and cases there are.
+UNSET = ("DSA_BACKEND", "DSA_FUZZ_SEED", "DSA_FUZZ_CASES", "DSA_FUZZ_CASE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
+COMMIT = r"[0-9a-f]{12,40}(-changed)?"
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
 
 
@@ -101,6 +107,9 @@ def _run_group(
     owners: dict[str, str],
     outcomes: dict[str, Outcome],
 ) -> None:
+    def owner(test: str) -> str:
+        return owners[test.partition("::")[0].removesuffix(".py").replace("/", ".")]
+
     ids = _collected([*marks, *paths])
     with tempfile.TemporaryDirectory() as directory, concurrent.futures.ThreadPoolExecutor(SHARDS) as pool:
 
@@ -114,20 +123,23 @@ def _run_group(
             )
             if done.returncode:
                 print(f"pytest gave {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}", flush=True)
-            if done.returncode not in (0, 1) and not report.exists():
-                raise RuntimeError(f"pytest stopped with {done.returncode}")
             if prefix and done.returncode:
                 outcomes["hostile_contents"].failed.append("compute-sanitizer or a test found errors")
+            elif done.returncode not in (0, 1):  # 1: a test failed, and the report says which
+                for name in {owner(test) for test in ids[i::SHARDS]}:
+                    outcomes[name].failed.append(f"pytest ended with {done.returncode}")
             return report
 
         for report in pool.map(shard, range(min(SHARDS, len(ids)))):
-            for test in ElementTree.parse(report).iter("testcase"):
+            # A process that was ended leaves no report: its tests did not run.
+            for test in ElementTree.parse(report).iter("testcase") if report.exists() else ():
                 outcomes[owners[test.get("classname")]].add(test)
     # One that ends its process, or the GPU's context, takes others with it.
-    collected = Counter(owners[i.partition("::")[0].removesuffix(".py").replace("/", ".")] for i in ids)
-    for name, count in collected.items():
+    for name, count in Counter(map(owner, ids)).items():
         if missing := count - outcomes[name].tests - outcomes[name].skipped:
             outcomes[name].failed.append(f"{missing} tests did not run")
+        elif not outcomes[name].tests:
+            outcomes[name].failed.append(f"all of its {count} tests were skipped")
 
 
 def _collected(arguments: list[str]) -> list[str]:
@@ -150,7 +162,12 @@ def rows_of(name: str) -> list[dict]:
 def run_entry(name: str, outcome: Outcome, bench: bool) -> dict[str, Any]:
     """The receipt's entry, from the outcome of its tests; its benchmark runs here."""
     started = time.monotonic()
-    rows = rows_of(name) if bench and not outcome.failed else []
+    try:
+        rows = rows_of(name) if bench and not outcome.failed else []
+    except Exception as error:  # the entries after this one are tested already
+        traceback.print_exc()
+        rows = []
+        outcome.failed.append(f"its benchmark: {type(error).__name__}: {error}")
     for failed in outcome.failed:
         print(f"{name}: FAILED {failed}")
     return {
@@ -183,6 +200,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--no-bench", action="store_true", help="tests alone: keeps no figures")
     args = parser.parse_args(arguments)
 
+    for name in UNSET:
+        os.environ.pop(name, None)
     import cutlass
     import torch
 
@@ -193,11 +212,15 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"the GPU tests need a Hopper GPU: {reason}")
     if not args.commit:
         parser.error("--commit: git does not tell the commit here; give it")
+    if not re.fullmatch(COMMIT, args.commit):
+        parser.error(f"--commit: must be at least 12 digits of its hash, got {args.commit!r}")
     if unknown := set(args.entries) - set(receipt.tested()):
         parser.error(f"no GPU tests for {', '.join(sorted(unknown))}; there are {', '.join(receipt.tested())}")
     names = args.entries or [
         name for name in receipt.tested() if name != "several_gpus" or torch.cuda.device_count() > 1
     ]
+    if "hostile_contents" in names and not shutil.which(MEMCHECK[0]):
+        parser.error(f"hostile_contents runs under {MEMCHECK[0]}, which is not on the PATH")
     compile_all(names)
     outcomes, failed = run_tests(names), []
     for name in names:

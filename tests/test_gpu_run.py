@@ -1,0 +1,83 @@
+"""A run of the GPU tests that did not pass is not taken for one that did."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import run
+
+TESTS = ["tests/gpu/test_rms_norm.py::test_one", "tests/gpu/test_rms_norm.py::test_two"]
+
+
+def reported(test, inside=""):
+    name = test.partition("::")[2]
+    return f'<testcase classname="tests.gpu.test_rms_norm" name="{name}">{inside}</testcase>'
+
+
+def outcome(monkeypatch, cases, returncode):
+    """Of the entry rms_norm, whose two tests run in two processes that report these testcases, or nothing for None."""
+    monkeypatch.setattr(run, "_collected", lambda arguments: TESTS)
+
+    def pytest_process(command, **options):
+        (report,) = (Path(word.removeprefix("--junitxml=")) for word in command if word.startswith("--junitxml="))
+        (listed,) = (Path(word[1:]).read_text().splitlines() for word in command if word.startswith("@"))
+        inside = cases[TESTS.index(listed[0])]
+        if inside is not None:
+            report.write_text(f"<testsuites>{''.join(reported(test, inside) for test in listed)}</testsuites>")
+        return subprocess.CompletedProcess(command, returncode, "", "")
+
+    monkeypatch.setattr(run.subprocess, "run", pytest_process)
+    return run.run_tests(["rms_norm"])["rms_norm"]
+
+
+def test_a_run_that_passes(monkeypatch):
+    found = outcome(monkeypatch, ['<properties><property name="error" value="0.5"/></properties>', ""], 0)
+    assert (found.tests, found.skipped, found.failed, found.worst) == (2, 0, [], 0.5)
+
+
+def test_a_failed_test(monkeypatch):
+    assert outcome(monkeypatch, ["", "<failure/>"], 1).failed == ["test_two"]
+    assert outcome(monkeypatch, ["<error/>", ""], 1).failed == ["test_one"]
+
+
+def test_a_process_that_ends_early_leaves_the_others_results(monkeypatch):
+    found = outcome(monkeypatch, ["", None], -11)
+    assert found.tests == 1
+    assert "pytest ended with -11" in found.failed and "1 tests did not run" in found.failed
+
+
+def test_a_process_that_ends_badly_after_its_report(monkeypatch):
+    found = outcome(monkeypatch, ["", ""], 3)
+    assert found.tests == 2 and set(found.failed) == {"pytest ended with 3"}
+
+
+def test_skipped_tests_alone_are_no_evidence(monkeypatch):
+    found = outcome(monkeypatch, ["<skipped/>", "<skipped/>"], 0)
+    assert found.skipped == 2 and found.failed == ["all of its 2 tests were skipped"]
+    assert outcome(monkeypatch, ["<skipped/>", ""], 0).failed == []
+
+
+def test_a_benchmark_that_raises_fails_its_entry_alone(monkeypatch):
+    def broken(name):
+        raise RuntimeError("no such peer")
+
+    monkeypatch.setattr(run, "rows_of", broken)
+    entry = run.run_entry("rms_norm", run.Outcome(tests=3), bench=True)
+    assert (entry["tests"], entry["failed"], entry["bench"]) == (3, 1, [])
+
+
+def test_no_benchmark_behind_a_failed_test(monkeypatch):
+    monkeypatch.setattr(run, "rows_of", lambda name: pytest.fail("is not to run"))
+    assert run.run_entry("rms_norm", run.Outcome(tests=3, failed=["test_one"]), bench=True)["failed"] == 1
+
+
+def test_what_the_environment_must_not_choose(monkeypatch, capsys):
+    """Other backends, fewer cases, a part of the tests; and a commit that nobody finds again."""
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    for name in run.UNSET:
+        monkeypatch.setenv(name, "reference")
+    with pytest.raises(SystemExit):
+        run.main(["--commit", "5c525c2"])
+    assert "--commit: must be" in capsys.readouterr().err
+    assert not set(run.UNSET) & set(run.os.environ)
