@@ -10,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# The index of the largest published checkpoint holds 145,000.
 _MAX_VALUES = 1_000_000
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -61,11 +60,13 @@ def check_values(path: Path, text: str, error: type[ValueError], most: int) -> N
         raise error(f"{path}: holds too many values; accepted: at most {most}")
 
 
-def read_json_object(path: Path, error: type[ValueError], max_bytes: int) -> dict[str, Any]:
+def read_json_object(
+    path: Path, error: type[ValueError], max_bytes: int, max_values: int = _MAX_VALUES
+) -> dict[str, Any]:
     """The JSON object in `path`. Raises as `read_text` does, and `error` for anything else than one JSON object, for
     names that come twice in it, and for nesting, numbers or counts beyond what is accepted."""
     text = read_text(path, error, max_bytes)
-    check_values(path, text, error, _MAX_VALUES)
+    check_values(path, text, error, max_values)
     twice: list[str] = []
 
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

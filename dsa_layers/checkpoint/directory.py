@@ -8,13 +8,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dsa_layers.checkpoint.errors import CheckpointError, Problems
-from dsa_layers.checkpoint.header import MAX_TENSORS, TensorInfo, name_problem, read_header
+from dsa_layers.checkpoint.header import MAX_HEADER, MAX_TENSORS, TensorInfo, header_length, name_problem, read_header
 from dsa_layers.untrusted_files import read_json_object, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 _MAX_INDEX = 2**25  # bytes
+_MAX_INDEX_VALUES = MAX_TENSORS + 2**10  # their files, and metadata
 _MAX_FILES = 2**12  # the largest published checkpoints have fewer than 200
 _MAX_FILE_NAME = 255
 
@@ -47,9 +48,12 @@ class Checkpoint:
         self._open: tuple[str, Any] | None = None
         held: set[tuple[str, str]] = set()
         unreadable: set[str] = set()
+        left = MAX_HEADER
         for file in files:
             try:
-                entries = read_header(self.directory, file)
+                length = header_length(self.directory, file, left)
+                left -= length
+                entries = read_header(self.directory, file, length)
             except FileNotFoundError:
                 problems.add(f"{file}: missing, though {INDEX_NAME} lists it")
                 unreadable.add(file)
@@ -95,7 +99,7 @@ class Checkpoint:
 
 def _read_index(path: Path, problems: Problems) -> dict[str, str]:
     """The file of each tensor. Files of which nothing good can come are left out and reported."""
-    index = read_json_object(path, CheckpointError, _MAX_INDEX)
+    index = read_json_object(path, CheckpointError, _MAX_INDEX, _MAX_INDEX_VALUES)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
         found = f"weight_map {shown(weight_map)}" if "weight_map" in index else f"the fields {shown(list(index))}"

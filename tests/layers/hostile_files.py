@@ -104,6 +104,18 @@ def repeated(entry: str, size: int) -> str:
     return entry * (size // len(entry))
 
 
+def linked(count: int, size: int) -> Case:
+    """An index of `count` files, all of them links to one whose header has `size` bytes and holds nothing."""
+
+    def write(directory: Path) -> None:
+        write_safetensors(directory / "1", b"{}" + b" " * (size - 2))
+        for i in range(count):
+            (directory / f"{i}.safetensors").symlink_to("1")
+        index({"weight_map": {str(i): f"{i}.safetensors" for i in range(count)}})(directory)
+
+    return write
+
+
 SHAPES = [
     [-1],
     [2, -2],
@@ -121,7 +133,7 @@ SHAPES = [
     [HUGE],
     [math.nan],
 ]
-SHAPES += [[10**18, 10**18, 0], [0, 2**62, 2**62]]
+SHAPES += [[10**18, 10**18, 0], [0, 2**62, 2**62], [0] + [1] * 100]
 DTYPES = [[], ["F32"], None, 5, True, "F99", "", "f32", "F32\0"]
 OFFSETS = [
     [False, 4],
@@ -164,6 +176,16 @@ CASES: dict[str, tuple[Case, str]] = {
         "byte 1 of its header should begin JSON",
     ),
     "nested metadata": (header('{"__metadata__":' + DEEP), "should begin metadata"),
+    "metadata a million times": (
+        header("{" + repeated('"__metadata__":{},', 2 * 10**7)),
+        "__metadata__ is there twice",
+    ),
+    "100 MB of spaces": (header("{" + " " * (10**8 - 1)), "should begin a tensor's name"),
+    "100 MB of dimensions": (
+        header("{" + repeated('"a":{"dtype":"I8","shape":[0%s],"data_offsets":[0,0]},' % (",1" * 900), 10**8)),
+        "accepted: a list of up to 16 integers",
+    ),
+    "100 headers of 100 MB": (linked(100, 10**8), "1.safetensors: its header has 100000000 bytes, and the files'"),
     "metadata of lists": (
         header({"__metadata__": {"a": []}}),
         "__metadata__ is {'a': []}; accepted: an object of strings",
@@ -224,6 +246,10 @@ CASES |= {
 CASES["100,000 missing files"] = (
     index({"weight_map": {str(i): f"{i}.safetensors" for i in range(100_000)}}),
     "names 100000 files; accepted: at most 4096",
+)
+CASES["index of 10^6 tensors in one file"] = (
+    index('{"weight_map":{' + ",".join(f'"{i}":"missing"' for i in range(10**6)) + "}}"),
+    "holds too many values",
 )
 CASES |= {
     f"index gives {i} as a file": (index({"weight_map": {"a": value}}), "weight_map gives a the file ")
