@@ -52,6 +52,11 @@ def _compressed_kv(device: str) -> None:
         before = [torch.cat((x[:1] * 0 + pad, x[:-1]))[..., :d] for x, pad in ((k, 0), (z, -torch.inf))]
         k, z = (torch.cat((a, b[..., d:]), 1) for a, b in zip(before, (k, z)))
         x = (z.softmax(1) * k).sum(1)
+        ends, start = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 42], [0]))
+        entries, tokens = dsa.compress_kv(kv, gate, ape, ends, start, overlap=True)
+        assert_close("entries", entries, x, abs_tol=1e-5, rel_tol=1e-4)
+        if tokens.tolist() != list(range(3, 42, 4)):
+            raise AssertionError("not the tokens that end their blocks")
         x *= gain.double() / (x.square().mean(1, keepdim=True) + 1e-6).sqrt()
         pair = torch.complex(x[:, -64::2], x[:, -63::2]) * torch.exp(1j * angles[3::4].double().to(device))
         x[:, -64:] = torch.view_as_real(pair).flatten(1)

@@ -38,7 +38,8 @@ def check_attention(name: str, got: torch.Tensor, expected: torch.Tensor, size: 
 
 
 def check_lse(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert_close(name, got, expected, abs_tol=1e-6, rel_tol=8.01 / 65536)
+    """Relative: the peers' own. Absolute: a sum of 576 products of order 1 in fp32, of which a logit near 0 may be."""
+    assert_close(name, got, expected, abs_tol=1e-5, rel_tol=8.01 / 65536)
 
 
 def check_diff(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float = 5e-6) -> None:

@@ -88,6 +88,19 @@ def empty_rows(position, value):
     return wrong
 
 
+def without_infinity(result, arguments):
+    return result[0], result[1].nan_to_num(posinf=0.0)
+
+
+def scales_too_large(result, arguments):
+    """The scales of the bytes that were written to pages of 656 are 1% too large."""
+    pages = arguments[1]
+    if pages.dtype == torch.uint8:
+        scales = pages.view(-1, 656)[:, 512:528].view(torch.float32)
+        scales.mul_(1.01)
+    return result
+
+
 def steeper(position):
     """The same numbers with gradients 1 % too large."""
 
@@ -144,6 +157,7 @@ WRONG = {
     "warm-up loss": ("indexer_warmup_attention", "indexer_warmup_attention", scaled(2)),
     "training's sparse attention": ("sparse_mla_attention", "sparse_mla_attention", scaled(0)),
     "training's sparse lse": ("sparse_mla_attention", "sparse_mla_attention", shifted_lse(1)),
+    "training's lse of empty rows": ("sparse_mla_attention", "sparse_mla_attention", without_infinity),
     "training's sparse gradients": ("sparse_mla_attention", "sparse_mla_attention", steeper(0)),
     "sparse loss": ("sparse_indexer_loss", "sparse_indexer_loss", scaled(None)),
     "gate's experts": ("expert_routing", "moe_gate", lambda r, a: (15 - r[0], r[1])),
@@ -157,6 +171,9 @@ WRONG = {
     "experts' first row": ("combine_experts", "combine_experts", larger_first_row),
     "experts' sum without the shared one": ("combine_experts", "combine_experts", without_shared),
     "weights": ("fp8_gemm_nt", "dequantize_per_block", scaled(None)),
+    "weights' cast": ("fp8_gemm_nt", "per_block_cast_to_fp8", scaled(1)),
+    "entries": ("compressed_kv", "compress_kv", scaled(0)),
+    "entries' tokens": ("compressed_kv", "compress_kv", lambda r, a: (r[0], r[1] + 1)),
     "logits": ("fp8_mqa_logits", "fp8_mqa_logits", scaled(None)),
     "logits' mask": ("fp8_mqa_logits", "fp8_mqa_logits", unmasked),
     "unquantised logits": ("fp8_mqa_logits", "mqa_logits", scaled(None)),
@@ -178,6 +195,7 @@ WRONG = {
     "top-k ties": ("topk_indices", "topk_indices", last_of_equals),
     "dense decode": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", scaled(0), False)),
     "dense lse": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", shifted_lse(1), False)),
+    "latents that are written": ("flash_mla_with_kvcache", "write_kv_cache", scales_too_large),
     "sparse decode": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", scaled(0))),
     "sparse lse": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", shifted_lse(1))),
     "prefill": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", scaled(0)),
