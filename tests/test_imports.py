@@ -51,6 +51,7 @@ def test_references_import_only_torch_and_the_standard_library():
             "dsa",  # dsa.reference alone: test_direction
             "dataclasses",
             "collections",
+            "functools",
             "itertools",
         }, path
 

@@ -131,7 +131,7 @@ def flash_mla_with_kvcache(
         )
     plan = (tile_scheduler_metadata, num_splits)
     scale = softmax_scale
-    if scale is None and q.dim() == 4 and q.shape[3]:
+    if scale is None and q.dim() == 4 and not q.is_nested and q.shape[3]:
         scale = q.shape[3] ** -0.5
     flags = (causal, is_fp8_kvcache)
     if indices is not None:

@@ -9,7 +9,14 @@ from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.reference import rotary as reference
-from dsa.reference.checks import FLOATS, check_same_device, check_same_dtype, check_tensor, check_writable
+from dsa.reference.checks import (
+    FLOATS,
+    check_same_device,
+    check_same_dtype,
+    check_tensor,
+    check_updatable,
+    check_writable,
+)
 
 WIDE = 4
 MOST_UNITS = 2**31 - 512
@@ -82,6 +89,7 @@ def _rotate_into(
     if backends.runs_kernel("apply_rotary", x):
         _launch(x, cos, sin, interleaved, dims, out)
     else:
+        check_updatable("out", out)
         out.copy_(reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims))
 
 

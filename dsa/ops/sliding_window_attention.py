@@ -138,7 +138,8 @@ def sliding_window_decode(
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. None, a ring: it is at
                    offset s % P of page b
     cache_seqlens  [B] int32, keys per sequence, the queries' own included; 0 is legal
-    window         keys that a query sees at most, itself included; at least 1. A ring has P >= window + s_q - 1
+    window         keys that a query sees at most, itself included; at least 1. A ring has P >= window + s_q - 1; with a
+                   block_table, a window above max_pages * P counts as that
     softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
@@ -170,6 +171,7 @@ def sliding_window_decode(
             if backends.runs_kernel("sliding_window_decode", q):
                 _check_decode(q, cache, softmax_scale, d_v)
             _known_calls.remember(call, {})
+    window = window_decode.columns_of(window, block_table, cache)
     slots = window_lists.window_slots(block_table, cache_seqlens, q.shape[1], cache.shape[1], window)
     decode = torch.ops.dsa.sparse_mla_decode if compiling else _sparse_decode.decode
     return decode(q, cache, slots, None, None, None, None, d_v, softmax_scale, attn_sink, False)

@@ -22,6 +22,9 @@ def check_tensor(
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:  # torch crashes where it indexes some of these
+        got = "a nested tensor" if value.is_nested else f"layout {str(value.layout).removeprefix('torch.')}"
+        raise ValueError(f"{name}: must be a dense tensor, got {got}")
     if value.dtype not in dtypes:
         raise ValueError(f"{name}: dtype must be {_names(dtypes)}, got {_names((value.dtype,))}")
     sizes = value.shape
@@ -33,6 +36,11 @@ def check_tensor(
             return
     origin = f" (sizes as of {sizes_of})" if sizes_of else ""
     raise ValueError(f"{name}: shape must be [{', '.join(map(str, shape))}], got {list(sizes)}{origin}")
+
+
+def shape_of(value: object) -> tuple[int, ...]:
+    """The shape of an argument of any shape; () of what `check_tensor` refuses because it has none."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) and not value.is_nested else ()
 
 
 def check_same_dtype(first: tuple[str, torch.Tensor], **others: torch.Tensor | None) -> None:
@@ -56,6 +64,12 @@ def check_memory(name: str, value: torch.Tensor) -> None:
     """`value` is not on the meta device, where tensors have shapes alone. A reference asks, a launch need not."""
     if value.is_meta:
         raise ValueError(f"{name}: must be on a device with memory, got a tensor on meta")
+
+
+def check_updatable(name: str, value: torch.Tensor) -> None:
+    """torch lets a reference write to `value` here and now; kernels do not ask torch."""
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{name}: was made in inference mode, must be written in inference mode too")
 
 
 def check_writable(name: str, value: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ i - 1. The token that ends a block is the first to see its entry.
 
 import torch
 
+from .autocast import without_autocast
 from .checks import (
     FLOATS,
     check_flag,
@@ -14,6 +15,7 @@ from .checks import (
     check_same_device,
     check_same_dtype,
     check_tensor,
+    check_updatable,
     check_writable,
 )
 from .fp8_cast import per_token_cast_to_fp8
@@ -22,6 +24,7 @@ from .kv_cache import check_write, write_kv_cache
 from .rotary import apply_rotary, check_rotary
 
 
+@without_autocast
 def compress_kv(
     kv: torch.Tensor,
     gate: torch.Tensor,
@@ -55,6 +58,8 @@ def compress_kv(
     """
     d = check_compress(kv, gate, ape, cu_seqlens, starts, state, lanes, overlap)
     check_memory("kv", kv)
+    if state is not None:
+        check_updatable("state", state)
     m, overlap = ape.shape[0], d < kv.shape[1]
     entries, tokens = [kv.new_empty(0, d, dtype=torch.float32)], [torch.empty(0, dtype=torch.int64, device=kv.device)]
     bounds, first = cu_seqlens.tolist(), starts.tolist()
@@ -88,6 +93,7 @@ def compress_kv(
 
 
 @torch.no_grad()
+@without_autocast
 def write_compressed_kv(
     kv: torch.Tensor,
     gate: torch.Tensor,
@@ -126,6 +132,7 @@ def write_compressed_kv(
         kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes, overlap, eps
     )
     check_memory("cache", cache)
+    check_updatable("cache", cache)
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
     entries, tokens = compress_kv(kv, gate, ape, cu_seqlens, starts, state, lanes, overlap=overlap)
     normed = entries * torch.rsqrt(entries.square().mean(-1, keepdim=True) + eps) * norm_weight

@@ -2,6 +2,7 @@
 
 import torch
 
+from .autocast import without_autocast
 from .checks import (
     check_choice,
     check_flag,
@@ -10,6 +11,7 @@ from .checks import (
     check_positive,
     check_same_device,
     check_tensor,
+    shape_of,
 )
 
 SCORES = ("sigmoid", "sqrtsoftplus")
@@ -18,6 +20,7 @@ LEAST_SUM = 1e-20
 _F32, _INTS = (torch.float32,), (torch.int32, torch.int64)
 
 
+@without_autocast
 def moe_gate(
     logits: torch.Tensor,
     bias: torch.Tensor,
@@ -120,5 +123,5 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 
 def check_experts(experts: torch.Tensor, count: int) -> None:
     """The checks of `sort_by_expert`."""
-    check_tensor("experts", experts, _INTS, tuple(experts.shape) if isinstance(experts, torch.Tensor) else ())
+    check_tensor("experts", experts, _INTS, shape_of(experts))
     check_positive("count", count)

@@ -2,11 +2,13 @@
 
 import torch
 
+from .autocast import without_autocast
 from .checks import FLOATS, check_memory, check_same_device, check_same_dtype, check_tensor
 
 INDICES = (torch.int32, torch.int64)
 
 
+@without_autocast
 def combine_experts(
     y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -11,7 +11,17 @@ Source: `act_quant` of DeepSeek-V3.2's inference code; DeepGEMM's `per_token_cas
 
 import torch
 
-from .checks import FLOATS, check_dtype, check_flag, check_memory, check_positive, check_same_device, check_tensor
+from .autocast import without_autocast
+from .checks import (
+    FLOATS,
+    check_dtype,
+    check_flag,
+    check_memory,
+    check_positive,
+    check_same_device,
+    check_tensor,
+    shape_of,
+)
 from .hadamard import hadamard_transform
 
 E4M3_MAX = 448.0
@@ -34,6 +44,7 @@ def _cast(x: torch.Tensor, dims: tuple[int, ...], use_ue8m0: bool) -> tuple[torc
     return (x * (1.0 / scale)).to(torch.float8_e4m3fn), scale
 
 
+@without_autocast
 def per_token_cast_to_fp8(
     x: torch.Tensor, use_ue8m0: bool = True, gran_k: int = 128, *, hadamard: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,12 +63,14 @@ def per_token_cast_to_fp8(
     return q.flatten(-2), scale.squeeze(-1)
 
 
+@without_autocast
 def per_row_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """One scale per row, whatever its length. x: [..., K] float. Returns q [..., K] e4m3 and scale [...] fp32."""
     q, scale = _cast(x, (-1,), use_ue8m0)
     return q, scale.squeeze(-1)
 
 
+@without_autocast
 def per_block_cast_to_fp8(
     w: torch.Tensor, use_ue8m0: bool = True, block: int = 128
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,11 +92,13 @@ def per_block_cast_to_fp8(
     return q.flatten(2, 3).flatten(0, 1)[:rows, :cols].contiguous(), scale[:, 0, :, 0]
 
 
+@without_autocast
 def dequantize_per_token(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """x = q * scale. q: [..., K] e4m3, scale: [..., G] fp32 with K a multiple of G. Returns [..., K] in `dtype`."""
     return (q.float().unflatten(-1, (scale.shape[-1], -1)) * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 
+@without_autocast
 def dequantize_per_block(
     q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32, block: int = 128
 ) -> torch.Tensor:
@@ -97,7 +112,7 @@ def dequantize_per_block(
     check_dtype("dtype", dtype, (*FLOATS, torch.float64))
     rows, cols = q.shape
     expected = (-(-rows // block), -(-cols // block))
-    if isinstance(scale, torch.Tensor) and tuple(scale.shape) != expected:
+    if isinstance(scale, torch.Tensor) and not scale.is_nested and tuple(scale.shape) != expected:
         raise ValueError(
             f"scale: must be {list(expected)} for a weight q of {rows} x {cols} in blocks of block={block}, "
             f"got {list(scale.shape)}"
@@ -113,7 +128,7 @@ def dequantize_per_block(
 
 def check_per_token(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> None:
     """The checks of `per_token_cast_to_fp8`."""
-    check_tensor("x", x, FLOATS, tuple(x.shape) if isinstance(x, torch.Tensor) else ())
+    check_tensor("x", x, FLOATS, shape_of(x))
     check_flag("use_ue8m0", use_ue8m0)
     check_positive("gran_k", gran_k)
     check_flag("hadamard", hadamard)

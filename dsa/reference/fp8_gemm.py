@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import torch
 
+from .autocast import without_autocast
 from .checks import FLOATS, check_dtype, check_memory, check_pair, check_same_device, check_tensor
 
 BLOCK = 128
@@ -11,6 +12,7 @@ _E4M3 = (torch.float8_e4m3fn,)
 _F32 = (torch.float32,)
 
 
+@without_autocast
 def fp8_gemm_nt(
     a: tuple[torch.Tensor, torch.Tensor],
     b: tuple[torch.Tensor, torch.Tensor],
@@ -60,6 +62,7 @@ def check(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Ten
     check_same_device(("a[0]", q), **{"a[1]": s, "b[0]": w, "b[1]": ws})
 
 
+@without_autocast
 def grouped_fp8_gemm_nt(
     a: tuple[torch.Tensor, torch.Tensor],
     b: tuple[torch.Tensor, torch.Tensor],

@@ -2,7 +2,10 @@
 
 import torch
 
+from .autocast import without_autocast
 
+
+@without_autocast
 def hadamard_transform(x: torch.Tensor, scale: float | None = None) -> torch.Tensor:
     """y = scale * H x along the last dimension, H the Sylvester matrix H[i, j] = (-1)^popcount(i & j).
 

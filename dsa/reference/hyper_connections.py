@@ -2,6 +2,7 @@
 
 import torch
 
+from .autocast import without_autocast
 from .checks import (
     FLOATS,
     check_memory,
@@ -15,6 +16,7 @@ from .checks import (
 MOST_ITERATIONS = 1000  # of Sinkhorn, which has long converged
 
 
+@without_autocast
 def hyper_collapse(
     streams: torch.Tensor,
     mix: torch.Tensor,
@@ -61,6 +63,7 @@ def hyper_collapse(
     return torch.einsum("tk,tkd->td", pre, streams.float()).to(streams.dtype), post, comb
 
 
+@without_autocast
 def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """X'_k = post_k y + sum_j comb[j, k] X_j, in fp32, rounded once.
 

@@ -7,7 +7,7 @@ itself is contiguous. Source: DeepGEMM's `kv_cache` of `fp8_paged_mqa_logits`.
 
 import torch
 
-from .checks import check_memory, check_same_device, check_tensor, check_writable
+from .checks import check_memory, check_same_device, check_tensor, check_updatable, check_writable
 
 SLOTS = (torch.int32, torch.int64)
 
@@ -25,6 +25,7 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
     """
     check_write(k, k_scale, cache, slots)
     check_memory("cache", cache)
+    check_updatable("cache", cache)
     values, scales = _planes(cache)
     capacity = cache.shape[0] * cache.shape[1]
     check_writable_slots(slots, capacity)

@@ -2,6 +2,7 @@
 
 import torch
 
+from .autocast import without_autocast
 from .checks import FLOATS, check_flag, check_memory, check_number, check_same_device, check_tensor, check_writable
 from .fp8_cast import per_token_cast_to_fp8
 from .indexer_cache import SLOTS, check_cache, write_indexer_cache
@@ -11,6 +12,7 @@ DIM = 128
 
 
 @torch.no_grad()
+@without_autocast
 def quantize_indexer_queries(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -40,6 +42,7 @@ def quantize_indexer_queries(
 
 
 @torch.no_grad()
+@without_autocast
 def write_indexer_keys(
     k: torch.Tensor,
     norm_weight: torch.Tensor,

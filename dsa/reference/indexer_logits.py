@@ -2,6 +2,7 @@
 
 import torch
 
+from .autocast import without_autocast
 from .checks import (
     FLOATS,
     INT32,
@@ -23,6 +24,7 @@ _F32 = (torch.float32,)
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 
 
+@without_autocast
 def fp8_mqa_logits(
     q: torch.Tensor,
     kv: tuple[torch.Tensor, torch.Tensor],
@@ -98,6 +100,7 @@ def logits_columns(keys: int, max_seqlen_k: int) -> tuple[int, int]:
     return keys, keys + _SPLIT_KV
 
 
+@without_autocast
 def mqa_logits(
     q: torch.Tensor,
     k: torch.Tensor,

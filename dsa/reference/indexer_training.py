@@ -9,6 +9,7 @@ Everything is computed in fp32, of float64 inputs in float64, and differentiable
 
 import torch
 
+from .autocast import without_autocast
 from .checks import (
     FLOATS,
     INT32,
@@ -29,6 +30,7 @@ DTYPES = (*FLOATS, torch.float64)
 TARGETS = ("sum", "per_head")
 
 
+@without_autocast
 def indexer_warmup_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -89,6 +91,7 @@ def indexer_warmup_attention(
     return torch.cat(outs).to(q.dtype), torch.cat(lses, 1), torch.cat(kls)
 
 
+@without_autocast
 def indexer_topk(
     q_idx: torch.Tensor,
     k_idx: torch.Tensor,
@@ -126,6 +129,7 @@ def indexer_topk(
     return torch.cat(picks)[:, None]
 
 
+@without_autocast
 def sparse_mla_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -157,6 +161,7 @@ def sparse_mla_attention(
     return out.to(q.dtype), lse
 
 
+@without_autocast
 def sparse_indexer_loss(
     q: torch.Tensor,
     kv: torch.Tensor,

@@ -13,6 +13,7 @@ Source: FlashMLA's FP8 caches.
 
 import torch
 
+from .autocast import without_autocast
 from .checks import (
     FLOATS,
     check_dtype,
@@ -21,7 +22,9 @@ from .checks import (
     check_positive,
     check_same_device,
     check_tensor,
+    check_updatable,
     check_writable,
+    shape_of,
 )
 from .fp8_cast import per_token_cast_to_fp8
 from .indexer_cache import check_writable_slots, split_slots
@@ -73,6 +76,7 @@ def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None 
 
 
 @torch.no_grad()
+@without_autocast
 def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool = True) -> None:
     """Writes token t's row into slot slots[t] = page * P + offset, in place.
 
@@ -88,6 +92,7 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
     """
     d = check_write(kv, cache, slots, use_ue8m0)
     check_memory("cache", cache)
+    check_updatable("cache", cache)
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
     keep = slots >= 0
     kv = kv[keep]
@@ -105,6 +110,7 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
         scales[page, offset] = torch.nn.functional.pad(_as_bytes(scale.to(torch.float8_e8m0fnu)), (0, 1))
 
 
+@without_autocast
 def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The rows in `slots`, [..., d] in `dtype`: fp32, or rounded from it to bf16 or fp16.
 
@@ -149,7 +155,7 @@ def check_write(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_
 def check_read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> int:
     """The checks of `read_kv_cache`. Returns d."""
     d = cache_dim(cache)
-    check_tensor("slots", slots, _SLOTS, tuple(slots.shape) if isinstance(slots, torch.Tensor) else ("T",))
+    check_tensor("slots", slots, _SLOTS, shape_of(slots))
     check_dtype("dtype", dtype, FLOATS)
     check_same_device(("cache", cache), slots=slots)
     return d

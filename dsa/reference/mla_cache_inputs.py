@@ -2,6 +2,7 @@
 
 import torch
 
+from .autocast import without_autocast
 from .checks import (
     FLOATS,
     check_memory,
@@ -9,6 +10,7 @@ from .checks import (
     check_same_device,
     check_same_dtype,
     check_tensor,
+    check_updatable,
     check_writable,
 )
 from .kv_cache import check_write, write_kv_cache
@@ -16,6 +18,7 @@ from .rotary import apply_rotary, check_rotary
 
 
 @torch.no_grad()
+@without_autocast
 def write_mla_cache(
     kv: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -52,6 +55,9 @@ def write_mla_cache(
     """
     check_inputs(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
     check_memory("cache", cache)
+    for name, written in (("cache", cache), ("out", out)):
+        if written is not None:
+            check_updatable(name, written)
     n = norm_weight.shape[0]
     x = kv[:, :n].float()
     normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight).to(kv.dtype)

@@ -2,6 +2,7 @@
 
 import torch
 
+from .autocast import without_autocast
 from .checks import (
     FLOATS,
     INT32,
@@ -19,6 +20,7 @@ from .softmax_attention import apply_sink, attend, check_keys_dtype, check_value
 _CHUNK = 2**26
 
 
+@without_autocast
 def flash_mla_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -120,6 +122,7 @@ def check_dense(
     return shapes
 
 
+@without_autocast
 def decode_dense(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -192,6 +195,7 @@ def check_sparse(
     return shapes
 
 
+@without_autocast
 def decode_sparse(
     q: torch.Tensor,
     selection: Selection,

@@ -2,10 +2,12 @@
 
 import torch
 
+from .autocast import without_autocast
 from .checks import FLOATS, INT32, check_memory, check_number, check_same_device, check_tensor
 from .softmax_attention import apply_sink, check_keys_dtype, check_value_dim, gather_attend
 
 
+@without_autocast
 def flash_mla_sparse_fwd(
     q: torch.Tensor,
     kv: torch.Tensor,

@@ -2,9 +2,11 @@
 
 import torch
 
-from .checks import FLOATS, check_memory, check_number, check_same_device, check_tensor
+from .autocast import without_autocast
+from .checks import FLOATS, check_memory, check_number, check_same_device, check_tensor, shape_of
 
 
+@without_autocast
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
@@ -20,7 +22,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
 
 def check_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
     """The checks of `rms_norm`."""
-    check_tensor("x", x, FLOATS, tuple(x.shape) if isinstance(x, torch.Tensor) else ())
+    check_tensor("x", x, FLOATS, shape_of(x))
     if x.dim() == 0:
         raise ValueError("x: must have at least 1 dimension, got shape []")
     if weight is not None:

@@ -2,6 +2,7 @@
 
 import torch
 
+from .autocast import without_autocast
 from .checks import INT32, check_dtype, check_flag, check_memory, check_positive, check_same_device, check_tensor
 from .indexer_cache import check_cache, read_indexer_cache
 from .indexer_logits import LOGITS_DTYPES, head_weighted_logits, padded_logits
@@ -41,6 +42,7 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     return torch.stack((sequence, first - before), dim=1).int()
 
 
+@without_autocast
 def fp8_paged_mqa_logits(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

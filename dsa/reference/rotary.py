@@ -1,14 +1,14 @@
 """Rotary position embedding applied to queries or keys."""
 
-from collections.abc import Sequence
-
 import torch
 
-from .checks import FLOATS, check_choice, check_flag, check_memory, check_same_device, check_tensor
+from .autocast import without_autocast
+from .checks import FLOATS, check_choice, check_flag, check_memory, check_same_device, check_tensor, shape_of
 
 DIMS = ("first", "last")
 
 
+@without_autocast
 def apply_rotary(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, dims: str = "first"
 ) -> torch.Tensor:
@@ -38,8 +38,7 @@ def check_rotary(
     name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str
 ) -> None:
     """The checks of `apply_rotary`; `name` is x's."""
-    shape: Sequence[int | str] = tuple(x.shape) if isinstance(x, torch.Tensor) else ()
-    check_tensor(name, x, FLOATS, shape)
+    check_tensor(name, x, FLOATS, shape_of(x))
     if x.dim() < 2:
         raise ValueError(f"{name}: must have at least 2 dimensions, got shape {list(x.shape)}")
     check_tensor("cos", cos, (torch.float32,), (x.shape[0], "R / 2"), name)

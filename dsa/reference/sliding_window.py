@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .autocast import without_autocast
 from .checks import (
     FLOATS,
     INT32,
@@ -14,11 +15,13 @@ from .checks import (
     check_same_device,
     check_same_dtype,
     check_tensor,
+    shape_of,
 )
 from .softmax_attention import apply_sink, check_keys_dtype, check_value_dim, gather_attend
 from .window_selection import check_boundaries, window_indices
 
 
+@without_autocast
 def sliding_window_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -61,6 +64,7 @@ def sliding_window_attention(
     return out.to(q.dtype), lse
 
 
+@without_autocast
 def window_sparse_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -117,6 +121,7 @@ def window_sparse_attention(
     return out.to(q.dtype), lse
 
 
+@without_autocast
 def merge_attention(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], attn_sink: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,7 +160,7 @@ def check_branches(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], a
             raise TypeError(f"{name}: must be a list of tensors, got {type(branches).__name__}")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"lses: must be one for each of at least one outs, got {len(outs)} outs and {len(lses)} lses")
-    known = isinstance(outs[0], torch.Tensor) and outs[0].dim() >= 2
+    known = len(shape_of(outs[0])) >= 2
     check_tensor("outs[0]", outs[0], FLOATS, tuple(outs[0].shape) if known else ("...", "H", "d_v"))
     for i, (out, lse) in enumerate(zip(outs, lses)):
         check_tensor(f"outs[{i}]", out, FLOATS, tuple(outs[0].shape), "outs[0]")

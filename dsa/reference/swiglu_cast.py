@@ -2,13 +2,24 @@
 
 import torch
 
-from .checks import FLOATS, check_flag, check_memory, check_number, check_same_device, check_same_dtype, check_tensor
+from .autocast import without_autocast
+from .checks import (
+    FLOATS,
+    check_flag,
+    check_memory,
+    check_number,
+    check_same_device,
+    check_same_dtype,
+    check_tensor,
+    shape_of,
+)
 from .fp8_cast import per_token_cast_to_fp8
 
 BLOCK = 128
 
 
 @torch.no_grad()
+@without_autocast
 def swiglu_cast_to_fp8(
     gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool = True, *, limit: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +46,7 @@ def swiglu_cast_to_fp8(
 
 def check(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None) -> None:
     """The checks of `swiglu_cast_to_fp8`."""
-    check_tensor("gate", gate, FLOATS, tuple(gate.shape) if isinstance(gate, torch.Tensor) else ())
+    check_tensor("gate", gate, FLOATS, shape_of(gate))
     if gate.dim() == 0:
         raise ValueError("gate: shape must be [..., I], got []")
     check_tensor("up", up, FLOATS, tuple(gate.shape), "gate")

@@ -2,6 +2,7 @@
 
 import torch
 
+from .autocast import without_autocast
 from .checks import INT32, check_flag, check_memory, check_positive, check_same_device, check_tensor
 
 # Scores sorted at a time: the sort's int64 indices take 8 bytes each.
@@ -11,6 +12,7 @@ _NEVER = torch.iinfo(torch.int32).min
 _SLOT_LIMIT = 2**31
 
 
+@without_autocast
 def topk_indices(
     scores: torch.Tensor,
     k: int,

@@ -2,6 +2,7 @@
 
 import torch
 
+from .autocast import without_autocast
 from .checks import (
     FLOATS,
     INT32,
@@ -18,6 +19,7 @@ from .softmax_attention import check_keys_dtype
 from .window_selection import window_slots
 
 
+@without_autocast
 def sliding_window_decode(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -39,7 +41,8 @@ def sliding_window_decode(
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. None, a ring: it is at
                    offset s % P of page b
     cache_seqlens  [B] int32, keys per sequence, the queries' own included
-    window         keys that a query sees at most, itself included; at least 1. A ring has P >= window + s_q - 1
+    window         keys that a query sees at most, itself included; at least 1. A ring has P >= window + s_q - 1; with a
+                   block_table, a window above max_pages * P counts as that
     softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
@@ -52,9 +55,15 @@ def sliding_window_decode(
     """
     check_window_decode(q, cache, block_table, cache_seqlens, window, softmax_scale, d_v, attn_sink, is_fp8_kvcache)
     check_memory("q", q)
+    window = columns_of(window, block_table, cache)
     slots = window_slots(block_table, cache_seqlens, q.shape[1], cache.shape[1], window)
     out, lse = decode_sparse(q, (cache, slots, None), (None, None, None), d_v, softmax_scale, attn_sink)
     return out.to(q.dtype), lse
+
+
+def columns_of(window: int, block_table: torch.Tensor | None, cache: torch.Tensor) -> int:
+    """The window, or the keys that fit a sequence's row of block_table: memory is asked for no more."""
+    return window if block_table is None else min(window, max(1, block_table.shape[1] * cache.shape[1]))
 
 
 def check_window_decode(

@@ -164,6 +164,21 @@ def test_what_decoding_launches(kind, d, ring, launches):
     assert out.shape == (3, 2, 4, D_V) and lse.shape == (3, 4, 2)
 
 
+def test_decoding_lists_no_more_keys_than_a_table_has_room_for(launches):
+    q, cache, table, lengths = decode_inputs("bfloat16", 576)
+    dsa.sliding_window_decode(q, cache, table, lengths, 2**31 - 1, SCALE)
+    assert launches[0][1][2].shape == (3, 2, table.shape[1] * cache.shape[1])
+
+
+@pytest.mark.parametrize("pages", [None, 0])
+def test_a_window_of_any_size_decodes_in_little_memory(pages):
+    q, cache, table, lengths = decode_inputs("bfloat16", 576)
+    table = table[:, :pages]
+    whole = dsa.sliding_window_decode(q, cache, table, lengths, 2**31 - 1, SCALE)
+    assert_same(whole, dsa.sliding_window_decode(q, cache, table, lengths, max(1, table.shape[1] * 8), SCALE))
+    assert_same(whole, reference.sliding_window_decode(q, cache, table, lengths, 2**31 - 1, SCALE))
+
+
 @pytest.mark.parametrize("window", [1, 64, 128, 192])
 def test_queries_with_short_windows_are_not_cut(window):
     """So that in decoding, too, a result does not depend on how many there are."""

@@ -1,4 +1,5 @@
-"""What a user sets as torch's default dtype or device changes no op's result: all that ops allocate says its own."""
+"""What a user sets as torch's default dtype or device changes no op's result: all that ops allocate says its own. Nor
+does autocast, around a call or in a compiled one."""
 
 import contextlib
 import inspect
@@ -27,6 +28,8 @@ DEFAULTS = {
     "float16": lambda: default_dtype(torch.float16),
     "float64": lambda: default_dtype(torch.float64),
     "on meta": lambda: torch.device("meta"),
+    "autocast to bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast to float16": lambda: torch.autocast("cpu", dtype=torch.float16),
 }
 
 

@@ -1,0 +1,78 @@
+"""Tensors that are more or less than numbers at strides: sparse and nested ones, and those of inference mode.
+
+Every op refuses by name what it does not read. torch itself does not: indexing some of them ends the process.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.valid_calls import CALLS
+from tests.valid_calls.description import same_bits
+
+
+def _rows(x: torch.Tensor, layout: torch.layout) -> torch.Tensor:
+    if x.dim() < 2 or x.dtype not in (torch.float32, torch.bfloat16):
+        raise RuntimeError("not to be nested")
+    return torch.nested.nested_tensor(list(x), layout=layout)
+
+
+KINDS = {
+    "coo": torch.Tensor.to_sparse,
+    "csr": torch.Tensor.to_sparse_csr,
+    "mkldnn": torch.Tensor.to_mkldnn,
+    "nested": lambda x: _rows(x, torch.strided),
+    "jagged": lambda x: _rows(x, torch.jagged),
+}
+
+
+def tensors(value: Any) -> Iterator[tuple[int | None, torch.Tensor]]:
+    """The tensors of an argument, each with its place in it."""
+    if isinstance(value, torch.Tensor):
+        yield None, value
+    elif isinstance(value, (list, tuple)):
+        yield from ((i, x) for i, x in enumerate(value) if isinstance(x, torch.Tensor))
+
+
+def replaced(value: Any, place: int | None, x: torch.Tensor) -> Any:
+    """The argument with another tensor in that place."""
+    return x if place is None else type(value)([*value[:place], x, *value[place + 1 :]])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, that it may change these tensors
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_only_dense_tensors(call):
+    tried = 0
+    for name, value in call.arguments().items():
+        for place, x in tensors(value):
+            for kind in KINDS.values():
+                try:
+                    other = kind(x)
+                except (RuntimeError, IndexError):  # torch has no such tensor
+                    continue
+                tried += 1
+                with pytest.raises(ValueError, match=rf"\b{name}\b.*dense"):
+                    call.run({**call.arguments(), name: replaced(value, place, other)})
+    assert tried or call.op == "make_v4_cache"
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_tensors_of_inference_mode(call):
+    """They are read everywhere, and written in inference mode alone: then before anything else is."""
+    expected = call.results(call.arguments())
+    for name, value in call.arguments().items():
+        for place, x in tensors(value):
+            with torch.inference_mode():
+                other = x.clone()
+            arguments = {**call.arguments(), name: replaced(value, place, other)}
+            if name not in call.written:
+                assert all(map(same_bits, call.results(arguments), expected)), name
+                continue
+            before = {key: arguments[key].clone() for key in call.written if arguments[key] is not None}
+            with pytest.raises(ValueError, match=rf"\b{name}: was made in inference mode"):
+                call.run(arguments)
+            assert all(same_bits(arguments[key], x) for key, x in before.items()), name
+            with torch.inference_mode():
+                assert all(map(same_bits, call.results(arguments), expected)), name
