@@ -1,8 +1,11 @@
 """What is installed: three packages that get along with a user's own modules, with all their files."""
 
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,43 @@ def test_beside_modules_of_the_users_own(tmp_path, code):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the user\\'s own {name}.py was imported')\n")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The names in a wheel and in a source distribution that are built where an earlier version was built once."""
+    checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("out")
+    for path in ROOT.glob("[!.]*"):
+        if path.is_dir() and path.name in ("dsa", "dsa_layers", "dsa_bench", "tests", "docs", "examples"):
+            shutil.copytree(path, checkout / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.is_file():
+            shutil.copy(path, checkout)
+    (checkout / "build" / "lib" / "reference").mkdir(parents=True)
+    (checkout / "build" / "lib" / "reference" / "__init__.py").touch()
+    for kind in ("wheel", "sdist"):
+        code = f"import setuptools.build_meta as backend; backend.build_{kind}({str(out)!r})"
+        subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, check=True)
+    with zipfile.ZipFile(*out.glob("*.whl")) as wheel, tarfile.open(*out.glob("*.tar.gz")) as source:
+        return set(wheel.namelist()), {name.partition("/")[2] for name in source.getnames()}
+
+
+def test_the_wheel_has_the_packages_and_nothing_else(built):
+    wheel, _ = built
+    expected = {
+        str(path.relative_to(ROOT))
+        for package in ("dsa", "dsa_layers", "dsa_bench")
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {name for name in wheel if ".dist-info/" not in name} == expected
+
+
+def test_the_source_distribution_has_what_its_tests_need(built):
+    _, source = built
+    for folder in ("dsa", "dsa_layers", "dsa_bench", "tests", "docs", "examples"):
+        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        assert {str(path.relative_to(ROOT)) for path in files} <= source
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "pyproject.toml"} <= source
 
 
 def test_requirements_of_linux_are_marked():
