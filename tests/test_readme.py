@@ -40,5 +40,8 @@ def test_every_path_and_command_exists():
     for path in re.findall(r"^\| `([\w/.-]+)` \|", TEXT, re.M):
         if "/" in path:
             assert (root / path).exists(), path
+    contributing = (root / "CONTRIBUTING.md").read_text()
+    for path in re.findall(r"`([\w.-]+/[\w/.-]*)`", contributing):
+        assert (root / path).exists(), path
     targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"^make ([\w-]+)", TEXT, re.M)) <= targets
+    assert set(re.findall(r"^make ([\w-]+)", TEXT + contributing, re.M)) <= targets
