@@ -9,6 +9,7 @@ from tqdm import tqdm
 from dsa_layers.checkpoint.directory import Checkpoint, Index
 from dsa_layers.checkpoint.errors import CheckpointError, Problems
 from dsa_layers.checkpoint.header import MAX_TENSORS
+from dsa_layers.checkpoint.memory import memory_of
 from dsa_layers.checkpoint.plan import Part, Target, make_plan, sliced
 
 # A model that needs so many tensors, and four times what the files hold, is not compared with them one by one.
@@ -52,7 +53,8 @@ def load_weights(
 
     Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint` and for tensors that are
     missing, unexpected, refused, there twice, or of the wrong shape or dtype: these are looked for before anything is
-    read, and reported together. Also if a file then cannot be read, or FP4 weights cannot be widened without loss.
+    read, and reported together. Also for a model larger than the memory of `device`, if a file then cannot be read, or
+    if FP4 weights cannot be widened without loss.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     problems = Problems()
@@ -60,6 +62,7 @@ def load_weights(
     wanted = _targets(model, checkpoint, parts_of, 4 * len(parts) + _LISTED_TENSORS)
     steps = make_plan(wanted, parts, problems)
     problems.raise_if_any(checkpoint.directory)
+    _check_memory(model, checkpoint, device)
 
     loaded: dict[str, torch.Tensor] = {}
     total = sum(part.info.size for step in steps for part in step.parts)
@@ -118,6 +121,17 @@ def _targets(model: torch.nn.Module, checkpoint: Checkpoint, parts_of: PartsOf, 
                 f"the files hold {len(checkpoint.tensors)}"
             )
     return targets
+
+
+def _check_memory(model: torch.nn.Module, checkpoint: Checkpoint, device: str | torch.device) -> None:
+    """Raises CheckpointError for a model that `device` cannot hold, which would end the process minutes into the load:
+    files can be larger than the disk that they are on."""
+    needed, memory = sum(tensor.nbytes for tensor in model.state_dict().values()), memory_of(device)
+    if memory is not None and needed > memory:
+        raise CheckpointError(
+            f"{checkpoint.directory}: the model takes {needed / 1e9:.1f} GB; the memory of {device} is "
+            f"{memory / 1e9:.1f} GB"
+        )
 
 
 def _place(tensor: torch.Tensor, target: Target, loaded: dict[str, torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, CheckpointError
+from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, CheckpointError, load_weights, memory
 from dsa_layers.config import ConfigError, read_config
 from dsa_layers.config.fields import NO_INFLUENCE
 from dsa_layers.models.loading import load_model
@@ -254,3 +254,33 @@ def test_damaged_configs(scratch, family, data):
     for dequantize in (False, True):
         with pytest.raises((ConfigError, CheckpointError)):
             load_model(scratch, dequantize=dequantize, progress=False)
+
+
+def test_a_model_beyond_the_memory(tmp_path):
+    """A file of zeros takes no room on the disk, and would take all of the memory."""
+    rows = 10**13
+    write_safetensors(tmp_path / SINGLE_NAME, {"a": tensor("I8", [rows], [0, rows])}, rows)
+    model = torch.nn.Module()
+    model.register_buffer("a", torch.empty(rows, dtype=torch.int8, device="meta"))
+    with pytest.raises(CheckpointError, match=r"the model takes 10000\.0 GB; the memory of cpu is [\d.]+ GB"):
+        load_weights(model, tmp_path, progress=False)
+    assert model.a.is_meta
+
+
+@pytest.mark.parametrize(
+    ("totals", "limit", "expected"),
+    [
+        ("MemTotal: 100 kB\nSwapTotal: 20 kB\n", None, 120 * 1024),
+        ("MemTotal: 100 kB\nSwapTotal: 20 kB\n", "max\n", 120 * 1024),
+        ("MemTotal: 100 kB\nSwapTotal: 20 kB\n", "4096\n", 4096),
+        ("something else", "4096\n", None),
+        (None, None, None),
+    ],
+)
+def test_memory_of_a_machine(tmp_path, monkeypatch, totals, limit, expected):
+    for name, content in (("_TOTALS", totals), ("_LIMIT", limit)):
+        monkeypatch.setattr(memory, name, tmp_path / name)
+        if content is not None:
+            (tmp_path / name).write_text(content)
+    assert memory.memory_of("cpu") == expected
+    assert memory.memory_of("meta") is None
