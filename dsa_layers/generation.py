@@ -108,14 +108,24 @@ class TokenStream(Iterator[TokenEvent]):
         if self._closed:
             raise StopIteration
         if self._events is None:
-            self._events = self._generator._begin(self, self._sequences)
-        return next(self._events)
+            self._generator._begin(self, self._sequences)
+        event = next(self._events)
+        if self._closed:  # by another thread, in the meantime
+            self._events.close()
+            raise StopIteration
+        return event
 
     def close(self) -> None:
-        """End here: no event follows, and the cache is free."""
+        """End here: no event follows, and the cache is free; where another thread is at work on the next event, once
+        that is done."""
         self._closed = True
-        if self._events is not None:
+        if self._events is None:
+            return
+        try:
             self._events.close()
+        except ValueError:
+            if not self._events.gi_running:
+                raise
 
     @property
     def holds_cache(self) -> bool:
@@ -236,8 +246,8 @@ class Generator:
         stream = None if self._stream is None else self._stream()
         return stream if stream is not None and stream.holds_cache else None
 
-    def _begin(self, stream: TokenStream, sequences: list[_Sequence]) -> GeneratorType:
-        """The events of the stream, which is from now on the open one."""
+    def _begin(self, stream: TokenStream, sequences: list[_Sequence]) -> None:
+        """Gives the stream its events; it is from now on the open one."""
         with self._lock:
             if self._open_stream() is not None:
                 raise RuntimeError(
@@ -245,7 +255,7 @@ class Generator:
                     "it first (Generator.close_stream())"
                 )
             self._stream = weakref.ref(stream)
-            return self._events(sequences)
+            stream._events = self._events(sequences)
 
     @torch.inference_mode()
     def _events(self, sequences: list[_Sequence]) -> Iterator[TokenEvent]:

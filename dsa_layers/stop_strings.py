@@ -39,6 +39,11 @@ class StopStrings:
     def _undecided(self) -> int:
         """The length of the longest end of the held text that begins a stop string."""
         return max(
-            (n for text in self._stop for n in range(1, len(text)) if self._held.endswith(text[:n])),
+            (
+                n
+                for text in self._stop
+                for n in range(1, min(len(text), len(self._held) + 1))
+                if self._held.endswith(text[:n])
+            ),
             default=0,
         )

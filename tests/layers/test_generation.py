@@ -1,5 +1,7 @@
 """Generation: scheduling, stopping, streaming and failures, on the tiny FP8 checkpoint."""
 
+import time
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from dsa_layers.kv_cache import OutOfPages
 from dsa_layers.models.loading import load_model
 from dsa_layers.sampling import SamplingParams
 from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.stop_strings import StopStrings
 from dsa_layers.tokenizer import Tokenizer
 
 PROMPTS = ["The lightning indexer", "def forward(self, x): return", "a"]
@@ -128,6 +131,57 @@ def test_streams_that_end_early_make_room(model, tokenizer, greedy):
     with pytest.raises(KeyboardInterrupt) as kept:  # the traceback refers to the frames
         generator.generate(PROMPTS, params, on_event=stop)
     assert works() and kept.tb is not None
+
+
+def test_a_stream_is_open_as_soon_as_it_begins(model, tokenizer, monkeypatch):
+    """Another thread may begin one before the first event of this one is asked for."""
+    generator = Generator(model, tokenizer, cache_tokens=256)
+    first, second = (generator.stream([prompt], SamplingParams(max_new_tokens=2)) for prompt in PROMPTS[:2])
+    begin, refused = generator._begin, []
+
+    def begin_and_lose_the_turn(*arguments):
+        begun = begin(*arguments)
+        monkeypatch.setattr(generator, "_begin", begin)
+        with pytest.raises(RuntimeError, match="another stream of this generator is open") as error:
+            next(second)
+        refused.append(error)
+        return begun
+
+    monkeypatch.setattr(generator, "_begin", begin_and_lose_the_turn)
+    assert len(list(first)) == len(list(second)) == 2 and len(refused) == 1
+
+
+def test_closing_a_stream_while_a_pass_is_running(model, tokenizer, greedy, monkeypatch):
+    """As another thread does that cancels a request."""
+    generator = Generator(model, tokenizer, cache_tokens=256)
+    params = SamplingParams(max_new_tokens=10)
+    stream, prefill = generator.stream(PROMPTS, params), generator._prefill
+
+    def close_and_go_on(work):
+        generator.close_stream()
+        return prefill(work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generator, "_prefill", close_and_go_on)
+        assert list(stream) == []
+    assert generator.cache.allocator.free == 4
+    assert generator.generate([PROMPTS[0]], params)[0].tokens == greedy[0].tokens
+
+
+def test_a_stop_string_of_a_million_characters():
+    """What is held back is compared with it, not all of it with what is held back."""
+
+    class Letters:
+        def push(self, token):
+            return "a"
+
+        def flush(self):
+            return ""
+
+    text = StopStrings(Letters(), ["b" * 10**6, "ab"])
+    before = time.process_time()
+    assert "".join(text.push(0, last=i == 99)[0] for i in range(100)) == "a" * 100
+    assert time.process_time() - before < 1
 
 
 def test_a_pass_that_fails_gives_everything_back(model, tokenizer, greedy, monkeypatch):
