@@ -63,7 +63,8 @@ def _sparse_indexer_loss(device: str) -> None:
     exact = [x.detach().double().requires_grad_() for x in learned]
     scores = exact[2][0] @ (exact[0][0] @ exact[1][rows].T).relu()
     expected = (p * (p.log() - scores.log_softmax(0))).sum()
-    assert_close("sparse kl", kl[0], expected.detach(), abs_tol=2e-5, rel_tol=1e-3)
+    # Of a single number, which may be near 0, the cosine says nothing more.
+    assert_close("sparse kl", kl[0], expected.detach(), abs_tol=2e-5, rel_tol=1e-3, cos_tol=1.0)
     for name, x, y in zip(("dq_idx", "dk_idx", "dw_idx"), got, torch.autograd.grad(expected, exact)):
         check_gradient(name, x, y)
 
