@@ -44,7 +44,8 @@ def copy(tmp_path, monkeypatch):
     for package in ("dsa", "dsa_layers", "dsa_bench", "tests", "docs"):
         leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png", "*.json")
         shutil.copytree(receipt.ROOT / package, tmp_path / package, ignore=leave)
-    shutil.copytree(receipt.TUNED, tmp_path / "dsa" / "tuned", dirs_exist_ok=True)
+    for folder in ("dsa/tuned", "dsa_layers/vendored"):
+        shutil.copytree(receipt.ROOT / folder, tmp_path / folder, dirs_exist_ok=True)
     shutil.copy(receipt.ROOT / "README.md", tmp_path)
     monkeypatch.setattr(source_digest, "_ROOT", tmp_path)
     monkeypatch.setattr(receipt, "ROOT", tmp_path)
@@ -129,6 +130,36 @@ CHANGES = {
         ("README.md", "```python\n", "```python\nNEW = 1\n"),
         ("user_commands",),
         ("generation", "rms_norm"),
+    ),
+    "a command": (
+        ("README.md", "dsa generate --prompt", "dsa generate --top-p 0.9 --prompt"),
+        ("user_commands",),
+        ("generation", "rms_norm"),
+    ),
+    "every test's frame": (
+        ("tests/conftest.py", "set_num_threads(1)", "set_num_threads(2)"),
+        ("rms_norm", "fuzz"),
+        ("e2e",),
+    ),
+    "a peer's call": (
+        ("dsa_bench/peers/flash_mla.py", '"use_legacy": True', '"use_legacy": False'),
+        ("flash_mla_sparse_fwd", "flash_mla_with_kvcache", "e2e"),
+        ("rms_norm", "generation"),
+    ),
+    "how benchmarks time": (
+        ("dsa_bench/harness/case.py", "repeats: int = 20", "repeats: int = 1"),
+        ("flash_mla_sparse_fwd", "rms_norm"),
+        ("generation",),
+    ),
+    "the tiny models": (
+        ("dsa_layers/tiny/__init__.py", "from dsa_layers", "NEW = 1\nfrom dsa_layers"),
+        ("generation", "user_commands"),
+        ("e2e", "rms_norm"),
+    ),
+    "the sizes of the models": (
+        ("dsa_layers/vendored/deepseek_v32_config.json", '"num_attention_heads": 128', '"num_attention_heads": 64'),
+        ("e2e",),
+        ("rms_norm",),
     ),
     "a document": (("README.md", "## Status", "## State"), (), receipt.tested()),
 }

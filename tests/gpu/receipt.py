@@ -32,7 +32,7 @@ WHOLES = {
     "user_commands": "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents",
 }
 SEVERAL_GPUS = "pytest.mark.several_gpus"
-# What no pass of a model runs.
+# What no pass of a model runs; tests of generation run models of `tiny`.
 NOT_RUN = ("cli.py", "export.py", "health.py", "indexer_stage.py", "tiny", "vendored")
 
 
@@ -80,7 +80,10 @@ def digest(name: str) -> str:
         if module.startswith("dsa.kernels.") and data.exists():
             h.update(json.dumps(json.loads(data.read_text())["winners"], sort_keys=True).encode())
     if name == "user_commands":
-        h.update("\n".join(python_blocks()).encode())
+        h.update("\n".join([*python_blocks(), *commands()]).encode())
+    if name == "e2e":  # the models' sizes
+        for path in sorted((LAYERS / "vendored").glob("*config.json")):
+            h.update(json.dumps(json.loads(path.read_text()), sort_keys=True).encode())
     return h.hexdigest()[:16]
 
 
@@ -91,8 +94,10 @@ def code_modules(name: str) -> list[str]:
     if name not in WHOLES:
         return _closure([op_module(name)])
     ops = _closure(f"dsa.ops.{op}" for op in _op_names())
-    if name in ("e2e", "generation"):
+    if name == "e2e":
         return [*ops, *_layers(NOT_RUN)]
+    if name == "generation":
+        return [*ops, *_layers(tuple(place for place in NOT_RUN if place != "tiny"))]
     return [*_closure(["dsa.self_test"]), *_layers(())] if name == "user_commands" else ops
 
 
@@ -125,3 +130,8 @@ def python_blocks() -> list[str]:
     """Every Python block of the README and the documents, in their order."""
     texts = (path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
     return [block for text in texts for block in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)]
+
+
+def commands() -> list[str]:
+    """The README's commands that its reader can run as they are, or with a checkpoint."""
+    return re.findall(r"^dsa (?:check|generate|tiny)\b.*", (ROOT / "README.md").read_text(), re.M)
