@@ -250,6 +250,8 @@ def check_warmup(
     check_tensor("k", k, DTYPES, ("Tk", "Hk", dim), "q")
     keys, key_heads, _ = k.shape
     check_tensor("v", v, DTYPES, (keys, key_heads, "dv"), "k")
+    if heads == 0:  # their mean is what the indexer is to follow
+        raise ValueError(f"q: must have at least one head, got shape {list(q.shape)}")
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"k: its {key_heads} heads must divide q's {heads}")
     check_indexer(q_idx, k_idx, w_idx, tokens, keys, "q and k")
