@@ -180,7 +180,7 @@ def test_sparse_loss(joint):
     [
         ({"target": "mean"}, "target: must be 'sum' or 'per_head', got 'mean'"),
         ({"target": "per_head"}, "q_idx: target 'per_head' needs q's 4 heads, got 3"),
-        ({"q": torch.zeros(4, 0, 5)}, r"q: must have at least one head, got shape \[4, 0, 5\]|k: shape must be"),
+        ({"q": torch.zeros(4, 0, 5)}, r"q: must have at least one head, got shape \[4, 0, 5\]"),
         ({"k": torch.zeros(4, 3, 5)}, "v: shape must be|k: its 3 heads must divide q's 4"),
         ({"cu_seqlens_k": cu(3)}, r"cu_seqlens_k: must ascend from 0 to 4, got \[0, 3\]"),
         ({"w_idx": torch.zeros(4, 2)}, r"w_idx: shape must be \[4, 3\], got \[4, 2\]"),
