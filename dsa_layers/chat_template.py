@@ -36,7 +36,7 @@ class ChatTemplate:
         """What the template makes of `variables`: strings, numbers, None, and sequences and mappings of them.
 
         Raises ChatTemplateError if the template refuses them or fails, and after half a second of computing, at 200 MB
-        of memory, or when the text has more than 2^24 characters.
+        of memory, or when the text has 2^19 characters more than 8 times what the variables have.
         """
         return _run(self._source, variables)
 

@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 
 MAX_CPU_SECONDS = 0.5
 MAX_MEMORY = 200_000_000  # bytes
-MAX_CHARACTERS = 2**24
+# Beside what the variables hold, which a template may write several times: each character can become a token.
+MAX_CHARACTERS = 2**19
+_MAX_REPEATS = 8
 _MAX_ERROR = 500
 
 
@@ -68,11 +70,12 @@ def _render(source: str, variables: dict[str, Any] | None) -> str:
     if variables is None:
         return ""
     pieces, characters = [], 0
+    most = MAX_CHARACTERS + _MAX_REPEATS * len(json.dumps(variables, ensure_ascii=False))
     for piece in template.generate(variables):
         pieces.append(piece)
         characters += len(piece)
-        if characters > MAX_CHARACTERS:
-            raise jinja2.TemplateError(f"writes more than {MAX_CHARACTERS} characters")
+        if characters > most:
+            raise jinja2.TemplateError(f"writes more than {most} characters")
     return "".join(pieces)
 
 

@@ -1,5 +1,7 @@
 """Text to token ids and back, with the tokenizer and the chat template that a checkpoint carries."""
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -18,6 +20,9 @@ _MAX_TOKENIZER = 2**26
 _MAX_TOKENIZER_VALUES = 3_000_000
 _MAX_CONFIG = 2**23
 _MAX_TEMPLATE = 2**20
+
+# Characters that the replacements of a normalizer or decoder make of one, at most. Those in use keep the length.
+_MAX_GROWTH = 2**8
 
 
 class TokenizerError(ValueError):
@@ -46,6 +51,15 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
+        for part in ("normalizer", "decoder"):
+            with _failures(f"{tokenizer_path}: not a tokenizer"):
+                step = getattr(self._tokenizer, part)
+                growth = 1 if step is None else _growth(json.loads(step.__getstate__()))
+            if growth > _MAX_GROWTH:
+                raise TokenizerError(
+                    f"{tokenizer_path}: its {part} can make a text {growth:g} times as long; accepted: at most "
+                    f"{_MAX_GROWTH}"
+                )
         with _missing(config_path):
             config = read_json_object(config_path, TokenizerError, _MAX_CONFIG)
 
@@ -212,6 +226,18 @@ def _failures(problem: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(f"{problem}: {error}") from error
+
+
+def _growth(step: Any) -> float:
+    """How many times as long a text can be after a normalizer or decoder: replacements one after the other multiply,
+    until a letter fills the memory. A float, which thousands of them make infinite."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step), start=1.0)
+    if not isinstance(step, dict):
+        return 1.0
+    added = {"Replace": step.get("content"), "Prepend": step.get("prepend")}.get(step.get("type"))
+    own = len(added) + (step["type"] == "Prepend") if isinstance(added, str) else 1
+    return max(own, 1) * math.prod(map(_growth, step.values()), start=1.0)
 
 
 def _token_text(path: Path, name: str, value: Any) -> str:

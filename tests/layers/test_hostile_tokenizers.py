@@ -88,6 +88,26 @@ def test_tokenizers_that_cannot_be(tmp_path, changes, capfd):
         tokenizer(tmp_path, changes)
 
 
+def replace(pattern, content):
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_a_tokenizer_that_fills_the_memory(tmp_path, part):
+    """10,000 of these make 10^10000 letters of one."""
+    steps = "normalizers" if part == "normalizer" else "decoders"
+    bomb = {"type": "Sequence", steps: [replace("a", "a" * 10)] * 10_000}
+    with pytest.raises(TokenizerError, match=f"its {part} can make a text inf times as long; accepted: at most"):
+        tokenizer(tmp_path, {part: bomb})
+    harmless = tokenizer(tmp_path, {part: {"type": "Sequence", steps: [replace("b", "a"), replace(" ", "")]}})
+    assert harmless.decode(harmless.encode("ab")) in ("a a", "aa")
+
+
+def test_a_normalizer_that_puts_a_book_in_front(tmp_path):
+    with pytest.raises(TokenizerError, match="its normalizer can make a text 100001 times as long"):
+        tokenizer(tmp_path, {"normalizer": {"type": "Prepend", "prepend": "a" * 100_000}})
+
+
 def test_a_tokenizer_that_cannot_encode(tmp_path):
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot encode a text of 1 characters: "):
@@ -133,7 +153,8 @@ DOUBLING = "{% set ns = namespace(x=START) %}{% for i in range(99) %}{% set ns.x
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.5 s"),
         ("{% for i in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
-        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "writes more than 16777216 characters"),
+        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "writes more than 524424 characters"),
+        ("{{ 'ab ba' * 150000 }}", "writes more than 524424 characters"),
         ("{{ 7 ** (7 ** 9) }}", "takes more than 0.5 s"),
         ("{{ 'x' * 10**12 }}", "needs more than 200 MB"),
         ("{{ 'x' | center(10000000000) }}", "needs more than 200 MB"),
@@ -168,6 +189,14 @@ def test_what_templates_are_given():
     circle.append(circle)
     with pytest.raises(ChatTemplateError, match="cannot be given its variables: Circular reference"):
         render({"messages": circle})
+
+
+def test_long_messages_are_no_endless_template():
+    messages = [{"role": "user", "content": "é" * 3_000_000}]
+    text = ChatTemplate("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}").render(
+        {"messages": messages}
+    )
+    assert text == "é" * 6_000_000
 
 
 def test_templates_without_python(monkeypatch):
