@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -73,8 +74,9 @@ class Tokenizer:
         self.bos_token_id = self._token_id("bos_token", config_path)
         self.eos_token_id = self._token_id("eos_token", config_path)
         template_path = directory / "chat_template.jinja"
-        if template_path.exists():
-            template = read_text(template_path, TokenizerError, _MAX_TEMPLATE)
+        if os.path.lexists(template_path):  # a link to nothing is a file that was not fetched
+            with _missing(template_path):
+                template = read_text(template_path, TokenizerError, _MAX_TEMPLATE)
             self._template_path = template_path
         else:
             template, self._template_path = _chat_template(config_path, config), config_path

@@ -6,6 +6,7 @@ here nor known to have no influence on inference stops the load by its name, bec
 its configuration still runs, and answers wrongly.
 """
 
+import os
 from os import PathLike
 from pathlib import Path
 
@@ -50,5 +51,6 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
     fields = read_object(directory / "config.json")
     model_type = fields.one_of("model_type", tuple(READERS))
     generation_path = directory / "generation_config.json"
-    generation = read_object(generation_path) if generation_path.exists() else None
+    # A link to nothing is a file that was not fetched, and no absent one.
+    generation = read_object(generation_path) if os.path.lexists(generation_path) else None
     return READERS[model_type](fields, generation)

@@ -148,6 +148,15 @@ def test_every_field_of_a_config(tmp_path, family):
     assert time.process_time() - before < 0.02 * len(cases)
 
 
+@pytest.mark.parametrize("target", ["nothing", "generation_config.json"])
+def test_a_generation_config_that_is_a_link_to_nothing(tmp_path, target):
+    """Without it, other tokens would end a sequence."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["deepseek_v32"]))
+    (tmp_path / "generation_config.json").symlink_to(target)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: (no such file|cannot be read)"):
+        read_config(tmp_path)
+
+
 def test_a_config_of_many_token_ids(tmp_path):
     fields = PUBLISHED["deepseek_v32"] | {"bos_token_id": [1] * 100_000}
     (tmp_path / "config.json").write_text(json.dumps(fields))

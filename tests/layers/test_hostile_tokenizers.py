@@ -56,6 +56,14 @@ def test_tokenizer_files_beyond_any_size(tmp_path, name):
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("target", ["nothing", "chat_template.jinja"])
+def test_a_template_that_is_a_link_to_nothing(tmp_path, target):
+    """As of a download that was interrupted: not the template of tokenizer_config.json in its place."""
+    (tmp_path / "chat_template.jinja").symlink_to(target)
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: (no such file|cannot be read)"):
+        tokenizer(tmp_path, chat_template="x")
+
+
 def test_a_tokenizer_of_too_many_values(tmp_path):
     tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model":[' + "[]," * 3_000_000)
