@@ -22,14 +22,16 @@ def int32(values):
 
 def attend(q, keys, limits, scale):
     """fp64: q [s_q, h_q, d], keys [n, h_k, d], query i sees the first limits[i] -> out [s_q, h_q, 512], lse."""
-    keys = keys.double().repeat_interleave(q.shape[1] // keys.shape[1], 1)
-    logits = torch.einsum("shd,nhd->shn", q.double(), keys) * scale
-    hidden = torch.arange(len(keys), device="cuda") >= limits[:, None, None]
+    heads, (count, kv_heads, _) = q.shape[1], keys.shape
+    q, keys = q.double().unflatten(1, (kv_heads, -1)), keys.double()
+    logits = torch.einsum("skgd,nkd->skgn", q, keys).flatten(1, 2) * scale
+    hidden = torch.arange(count, device="cuda") >= limits[:, None, None]
     logits = logits.masked_fill(hidden, -math.inf)
     lse = logits.logsumexp(2)
     empty = lse == -math.inf
-    weights = (logits - lse.masked_fill(empty, 0.0).unsqueeze(2)).exp()
-    return torch.einsum("shn,nhd->shd", weights, keys[..., :D_V]), lse.masked_fill(empty, math.inf)
+    weights = (logits - lse.masked_fill(empty, 0.0).unsqueeze(2)).exp().unflatten(1, (kv_heads, heads // kv_heads))
+    out = torch.einsum("skgn,nkd->skgd", weights, keys[..., :D_V]).flatten(1, 2)
+    return out, lse.masked_fill(empty, math.inf)
 
 
 class Case:

@@ -25,6 +25,7 @@ from dsa_layers.checkpoint import load_weights
 from dsa_layers.config import read_config
 from dsa_layers.layers.moe import GroupedSigmoidRouter
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.models.fused_experts import split_experts
 from dsa_layers.models.precision import Precision
 from dsa_layers.sampling import SamplingParams
 from dsa_layers.tiny import write_tiny_checkpoint
@@ -65,9 +66,12 @@ def load(kv_cache: Literal["fp8", "model"]) -> DeepseekV32ForCausalLM:
     precision = Precision(torch.bfloat16, fp8_linear=False, fp8_indexer=True, kv_cache=kv_cache)
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_checkpoint(directory)
+        config = read_config(directory)
         with torch.device("meta"):
-            model = DeepseekV32ForCausalLM(read_config(directory), precision)
-        load_weights(model, directory, device="cuda", skip=model.skips, progress=False)
+            model = DeepseekV32ForCausalLM(config, precision)
+        parts_of = functools.partial(split_experts, experts=config.n_routed_experts)
+        names = {"skip": model.skips, "name_of": model.name_of, "parts_of": parts_of}
+        load_weights(model, directory, device="cuda", progress=False, **names)
     model.init_buffers("cuda")
     return model.eval()
 
