@@ -34,6 +34,7 @@ OWN = 4  # channels of a thread
 TOGETHER = 8  # slots read at once
 LOG2E = 1.4426950408889634
 WARP = 32
+FOUND = 6  # numbers of an item
 MOST_POSITIONS = 2**31 - 512  # of a sequence: a block or two beyond them is still an int32
 MOST_ITEMS = 2**30  # of all sequences, of which only overlapping ones could have more
 # Entries that there are kernels for: (channels, tokens, whether blocks overlap).
@@ -102,12 +103,12 @@ class WriteCompressedKvSm90:
 
         @cute.struct
         class Storage:
-            found: cute.struct.MemRange[Int32, 3]
+            found: cute.struct.MemRange[Int32, FOUND]
             squares: cute.struct.MemRange[Float32, 4]
             parts: cute.struct.Align[cute.struct.MemRange[Float32, self.groups * 3 * self.dim], 16]
 
         storage = SmemAllocator().allocate(Storage)
-        found = storage.found.get_tensor(cute.make_layout(3))
+        found = storage.found.get_tensor(cute.make_layout(FOUND))
         squares = storage.squares.get_tensor(cute.make_layout(4))
         parts = storage.parts.get_tensor(cute.make_layout((self.dim, 3, self.groups)))
         ctas, _, _ = cute.arch.grid_dim()
@@ -116,11 +117,9 @@ class WriteCompressedKvSm90:
             if tid < WARP:
                 self.find(found, cu_seqlens, starts, lanes, kv.shape[0], state.shape[0], number, tid)
             cute.arch.sync_threads()
-            sequence, item, total = found[0], found[1], found[2]
-            if sequence >= 0:
-                low, length, start = self.bounds(cu_seqlens, starts, sequence, kv.shape[0])
+            item, low, length, start, lane, total = [found[i] for i in range(FOUND)]
+            if item >= 0:
                 first, count = start // self.ratio, (start + length) // self.ratio - start // self.ratio
-                lane = lanes[sequence]
                 # The first item has the first two entries.
                 begin, end = item + 1, cutlass.min(item + 2, count)
                 if item == 0:
@@ -135,17 +134,17 @@ class WriteCompressedKvSm90:
                     cute.arch.sync_threads()
                     self.keep(kv, gate, ape, state, low, start, length, lane, tid)
             number += ctas
-            # All have read what is found anew now.
-            cute.arch.sync_threads()
+            if number < total:
+                # All have read what is found anew now.
+                cute.arch.sync_threads()
 
     @cute.jit
     def bounds(self, cu_seqlens: cute.Tensor, starts: cute.Tensor, sequence, tokens):
         """(first new token, how many, tokens before) of a sequence; inside the tensors, whatever the arguments say. One
         whose boundaries decrease or are outside has no new tokens, so that it takes none of the others'."""
-        low, high = cu_seqlens[sequence], cu_seqlens[sequence + 1]
-        if low < 0 or low > high or high > tokens:
-            low, high = Int32(0), Int32(0)
-        return low, high - low, cutlass.max(cutlass.min(starts[sequence], MOST_POSITIONS - tokens), 0)
+        low, high, start = cu_seqlens[sequence], cu_seqlens[sequence + 1], starts[sequence]
+        length = Int32(0) if low < 0 or low > high or high > tokens else high - low
+        return low, length, cutlass.max(cutlass.min(start, MOST_POSITIONS - tokens), 0)
 
     @cute.jit
     def find(
@@ -159,18 +158,20 @@ class WriteCompressedKvSm90:
         number,
         lane,
     ):
-        """(sequence, its item) of item `number` of all, and how many there are; sequence -1: less. Sequences of no lane
-        are left out. A warp's work."""
+        """Item `number` of all to `found`: which one of its sequence it is (-1: there are fewer), the sequence's bounds
+        and lane, and how many items there are. Sequences of no lane are left out. A warp's work."""
         if lane == 0:
             found[0] = Int32(-1)
         cute.arch.sync_warp()
         before = Int32(0)
         for chunk in cutlass.range(0, starts.shape[0], WARP, unroll=1):
             b = chunk + lane
-            items = Int32(0)
+            items, low, length, start, own_lane = [Int32(0) for _ in range(5)]
             if b < starts.shape[0]:
-                _, length, start = self.bounds(cu_seqlens, starts, b, tokens)
-                if lanes[b] >= 0 and lanes[b] < all_lanes:
+                # Asked for together: one after the other they would take longer than an entry.
+                own_lane = lanes[b]
+                low, length, start = self.bounds(cu_seqlens, starts, b, tokens)
+                if own_lane >= 0 and own_lane < all_lanes:
                     items = cutlass.max((start + length) // self.ratio - start // self.ratio - 1, 1)
             total = items
             for log in cutlass.range_constexpr(5):
@@ -179,10 +180,10 @@ class WriteCompressedKvSm90:
                     total += other
             own = number - before - (total - items)
             if own >= 0 and own < items:
-                found[0], found[1] = b, own
+                found[0], found[1], found[2], found[3], found[4] = own, low, length, start, own_lane
             before = cutlass.min(before + cute.arch.shuffle_sync(total, WARP - 1), MOST_ITEMS)
         if lane == 0:
-            found[2] = before
+            found[FOUND - 1] = before
 
     @cute.jit
     def entry(

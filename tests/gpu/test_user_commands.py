@@ -40,7 +40,7 @@ def test_check_with_20_seeds(tmp_path):
 def test_the_shipped_model_writes(tmp_path):
     (line,) = [line for line in GENERATE if " ." not in line and "GLM" not in line]
     done = dsa_command(line, tmp_path)
-    assert len(done.stdout) > 200 and "backend cute" in done.stderr
+    assert done.stdout.strip() and "backend cute" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["tiny-v32", "tiny-glm", "tiny-v4"])
