@@ -168,7 +168,7 @@ class WriteCompressedKvSm90:
             b = chunk + lane
             items, low, length, start, own_lane = [Int32(0) for _ in range(5)]
             if b < starts.shape[0]:
-                # Asked for together: one after the other they would take longer than an entry.
+                # All four numbers are asked for before any of them is waited for.
                 own_lane = lanes[b]
                 low, length, start = self.bounds(cu_seqlens, starts, b, tokens)
                 if own_lane >= 0 and own_lane < all_lanes:
