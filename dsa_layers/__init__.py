@@ -7,21 +7,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsa_layers.generation import Completion, Generator
-    from dsa_layers.models.loading import load_model
-    from dsa_layers.sampling import SamplingParams
-    from dsa_layers.sequence_batch import SequenceBatch
-    from dsa_layers.tokenizer import Tokenizer
+    from dsa_layers.batch.sequence_batch import SequenceBatch
+    from dsa_layers.checkpoint.loading import load_model
+    from dsa_layers.generation.generator import Completion, Generator
+    from dsa_layers.generation.sampling import SamplingParams
+    from dsa_layers.generation.tokenizer import Tokenizer
 
 __all__ = ["Completion", "Generator", "SamplingParams", "SequenceBatch", "Tokenizer", "load_model"]
 
 _MODULES = {
-    "Completion": "dsa_layers.generation",
-    "Generator": "dsa_layers.generation",
-    "SamplingParams": "dsa_layers.sampling",
-    "SequenceBatch": "dsa_layers.sequence_batch",
-    "Tokenizer": "dsa_layers.tokenizer",
-    "load_model": "dsa_layers.models.loading",
+    "Completion": "dsa_layers.generation.generator",
+    "Generator": "dsa_layers.generation.generator",
+    "SamplingParams": "dsa_layers.generation.sampling",
+    "SequenceBatch": "dsa_layers.batch.sequence_batch",
+    "Tokenizer": "dsa_layers.generation.tokenizer",
+    "load_model": "dsa_layers.checkpoint.loading",
 }
 
 

@@ -26,8 +26,8 @@ from indexer_training.measure import held_out_loss, recall
 from indexer_training.small_model import build, byte_tokenizer, fields, tokenizer_config
 from indexer_training.stages import STAGES, Plan, Row, train_stage
 
-from dsa_layers.export import save_fp8_checkpoint
-from dsa_layers.models.loading import load_model
+from dsa_layers.checkpoint.export import save_fp8_checkpoint
+from dsa_layers.checkpoint.loading import load_model
 
 # Held-out sequences that recall is measured on, and those of every loss in the tables; how often the dense stage looks
 # at the former.

@@ -12,7 +12,7 @@ import pytest
 import setuptools
 
 import dsa
-from dsa_layers.cli import main
+from dsa_layers.command.main import main
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -49,9 +49,10 @@ def test_every_file_of_the_packages_is_installed():
     [
         "import dsa",
         "import dsa, torch; dsa.per_token_cast_to_fp8(torch.randn(2, 128)); dsa.rms_norm(torch.randn(2, 128), None)",
-        "import dsa_layers, dsa_layers.generation, dsa_layers.models.loading, dsa_layers.tiny, dsa_layers.health",
-        "from dsa_layers.cli import main; main(['check'])",
-        "from dsa_bench.harness import case; [case.load(op) for op in case.benchmarked_ops()]",
+        "import dsa_layers.generation.generator, dsa_layers.checkpoint.loading, dsa_layers.tiny",
+        "import dsa_layers.command.health, dsa_bench.command",
+        "from dsa_layers.command.main import main; main(['check'])",
+        "from dsa_bench.harness import case; [case.load(op) for op in case.benchmarks()]",
     ],
 )
 def test_beside_modules_of_the_users_own(tmp_path, code):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa_layers.cli import main
+from dsa_layers.command.main import main
 from tests.gpu.receipt import python_blocks
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text()

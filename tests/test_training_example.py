@@ -18,11 +18,11 @@ from indexer_training.measure import recall  # noqa: E402
 from indexer_training.small_model import build, byte_tokenizer, fields  # noqa: E402
 from indexer_training.stages import Plan, selecting, train_stage  # noqa: E402
 
-from dsa_layers.export import save_fp8_checkpoint  # noqa: E402
-from dsa_layers.generation import Generator  # noqa: E402
-from dsa_layers.models.loading import load_model  # noqa: E402
-from dsa_layers.sampling import SamplingParams  # noqa: E402
-from dsa_layers.tokenizer import Tokenizer  # noqa: E402
+from dsa_layers.checkpoint.export import save_fp8_checkpoint  # noqa: E402
+from dsa_layers.checkpoint.loading import load_model  # noqa: E402
+from dsa_layers.generation.generator import Generator  # noqa: E402
+from dsa_layers.generation.sampling import SamplingParams  # noqa: E402
+from dsa_layers.generation.tokenizer import Tokenizer  # noqa: E402
 
 SMALL = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "index_topk": 32}
 PLAN = Plan(steps=(12, 6, 6), rates=(2e-3, 3e-3, 3e-4), batch=(2, 2, 2), length=96, fields=SMALL)

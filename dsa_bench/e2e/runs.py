@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import torch
 
 from dsa.testing import bench
-from dsa_layers.decode_step import DecodeStep
-from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
-from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
+from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
+from dsa_layers.generation.decode_step import DecodeStep
 
 Model = SparseMLAForCausalLM | DeepseekV4ForCausalLM
 Call = Callable[[], torch.Tensor]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from dsa_layers import vendored
-from dsa_layers.config import read_config
+from dsa_layers.checkpoint.loading import MODELS
+from dsa_layers.families.config import read_config
+from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
+from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
 from dsa_layers.layers.linear import BlockFP8Linear
-from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
-from dsa_layers.models.loading import MODELS
-from dsa_layers.models.sparse_mla import SparseMLAForCausalLM
 
 # The pinned configuration, and the fields in which the stack differs from it.
 STACKS: dict[str, tuple[str, dict[str, Any]]] = {

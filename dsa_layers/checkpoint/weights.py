@@ -43,7 +43,7 @@ def load_weights(
     model's is made of the checkpoint's of that name. Either function may raise CheckpointError to refuse a tensor, with
     the reason. A model tensor of dtype
     - float8_e4m3fn takes an F8_E4M3 tensor as it is; its scale `<name>_scale_inv` is a model tensor of its own. Or it
-      takes packed FP4 (`dsa_layers.fp4`), widened without loss, and the scale follows from that;
+      takes packed FP4 (`dsa_layers.checkpoint.fp4`), widened without loss, and the scale follows from that;
     - bf16, fp16, fp32 or fp64 takes a float tensor, cast, or an F8_E4M3 or FP4 matrix, dequantised with its
       `<name>_scale_inv`, which is then no model tensor;
     - any other takes its own dtype only.

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import dsa
-from dsa_layers.kv_cache import LayerCache
+from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.token_batch import TokenBatch
 
 
 class TrainingStage(Protocol):

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor, EntryCache
 from dsa_layers.layers.grouped_linear import GroupedLinear
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.token_batch import TokenBatch
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.layers.compressor import Compressor, EntryCache
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
-from dsa_layers.token_batch import TokenBatch
 
 
 class CompressedIndexer(nn.Module):

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.token_batch import TokenBatch
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from dsa_layers.kv_cache import LayerCache
+from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.token_batch import TokenBatch
 
 
 class DecoderBlock(nn.Module):

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
+from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention, CompressedLayerCache
 from dsa_layers.layers.hyper_connections import HyperConnection
 from dsa_layers.layers.moe import MoE
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.token_batch import TokenBatch
 
 
 class HyperDecoderBlock(nn.Module):

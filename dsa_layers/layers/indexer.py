@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 import dsa
-from dsa_layers.kv_cache import LayerCache
+from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
-from dsa_layers.token_batch import TokenBatch
 
 
 class LightningIndexer(nn.Module):

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dsa_layers import vendored
-from dsa_layers.vendored.deepseek_v4_manifest import deepseek_v4_tensor_manifest
-from dsa_layers.vendored.deepseek_v32_manifest import deepseek_v32_tensor_manifest
-from dsa_layers.vendored.glm_moe_dsa_manifest import glm_moe_dsa_tensor_manifest
+from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
+from dsa_layers.families.deepseek_v32.manifest import deepseek_v32_tensor_manifest
+from dsa_layers.families.glm_moe_dsa.manifest import glm_moe_dsa_tensor_manifest
 
 VOCAB_SIZE = 2048
 

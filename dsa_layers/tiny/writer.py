@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from dsa_layers.checkpoint import INDEX_NAME
-from dsa_layers.config import ModelConfig, read_config
+from dsa_layers.families.config import ModelConfig, read_config
 from dsa_layers.tiny.families import FAMILIES, VOCAB_SIZE, Manifest
 from dsa_layers.tiny.tokenizer import tokenizer_config, train_tokenizer
 from dsa_layers.tiny.values import random_tensors, scales_of

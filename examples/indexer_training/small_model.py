@@ -11,9 +11,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
 from dsa_layers import vendored
-from dsa_layers.config import read_config
-from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
-from dsa_layers.models.precision import Precision
+from dsa_layers.families.config import read_config
+from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
+from dsa_layers.families.precision import Precision
 
 from .corpus import BEGIN, VOCAB
 

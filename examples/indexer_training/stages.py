@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from dsa_layers.indexer_stage import IndexerStage
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.moe import GroupedSigmoidRouter
-from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.training.indexer_stage import IndexerStage
 
 from .corpus import draw
 

@@ -7,16 +7,17 @@ import torch
 
 import dsa
 from dsa import backends
-from dsa.kernels import topk_indices_sm90 as kernels
-from dsa.ops import flash_mla_with_kvcache, topk_indices
+from dsa.kernels.indexer import topk_indices_sm90 as kernels
+from dsa.ops.indexer import topk_indices
+from dsa.ops.mla import flash_mla_with_kvcache
 from dsa.reference import topk_indices as reference
 from dsa.testing import assert_close, calc_diff
-from dsa_layers import generation
-from dsa_layers.decode_step import DecodeStep
-from dsa_layers.generation import Generator
-from dsa_layers.models.loading import load_model
-from dsa_layers.sampling import SamplingParams
-from dsa_layers.sequence_batch import SequenceBatch
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.generation import generator as generation
+from dsa_layers.generation.decode_step import DecodeStep
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")

@@ -18,7 +18,7 @@ def dsa_command(line, directory):
     """The outcome of a line of the README."""
     words = shlex.split(line, comments=True)
     assert words[0] == "dsa"
-    command = [sys.executable, "-m", "dsa_layers.cli", *words[1:]]
+    command = [sys.executable, "-m", "dsa_layers.command.main", *words[1:]]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     return done

@@ -20,14 +20,14 @@ import torch
 import dsa
 from dsa import backends, reference
 from dsa.testing import assert_close, calc_diff
-from dsa_layers import generation
 from dsa_layers.checkpoint import load_weights
-from dsa_layers.config import read_config
+from dsa_layers.checkpoint.fused_experts import split_experts
+from dsa_layers.families.config import read_config
+from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
+from dsa_layers.families.precision import Precision
+from dsa_layers.generation import generator as generation
+from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.layers.moe import GroupedSigmoidRouter
-from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
-from dsa_layers.models.fused_experts import split_experts
-from dsa_layers.models.precision import Precision
-from dsa_layers.sampling import SamplingParams
 from dsa_layers.tiny import write_tiny_checkpoint
 
 # Two sequences longer than the 128 keys that a token selects, and a short one beside them.

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_layers.cli import SHIPPED_MODEL, main
-from dsa_layers.config import read_config
-from dsa_layers.generation import Generator
-from dsa_layers.models.loading import load_model
-from dsa_layers.sampling import SamplingParams
-from dsa_layers.sequence_batch import SequenceBatch
-from dsa_layers.tokenizer import Tokenizer
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.command.generate import SHIPPED_MODEL
+from dsa_layers.command.main import main
+from dsa_layers.families.config import read_config
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.generation.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 METRICS = json.loads((SHIPPED_MODEL / "metrics.json").read_text())

@@ -1,0 +1,1 @@
+"""Which tokens a pass computes, and where their keys are."""

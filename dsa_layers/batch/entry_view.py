@@ -1,0 +1,95 @@
+"""Where a pass's compressed entries are: one for every `ratio` tokens of a sequence."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+import dsa
+
+if TYPE_CHECKING:
+    from dsa_layers.batch.token_batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class EntryBatch:
+    """Entry i of a sequence stands for its tokens i * ratio to i * ratio + ratio - 1, and is there from the last of
+    them on. A page of the cache holds the entries of its tokens: page_size / ratio of them."""
+
+    batch: "TokenBatch"
+    ratio: int
+
+    @property
+    def page_size(self) -> int:
+        """Entries a page."""
+        return self.batch.page_size // self.ratio
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """Rows that each sequence's entries take where they are packed."""
+        return tuple(n // self.ratio for n in self.batch.key_lens)
+
+    @property
+    def most(self) -> int:
+        """No sequence has more after this pass."""
+        return self.batch.max_key_len // self.ratio
+
+    @cached_property
+    def lens_tensor(self) -> torch.Tensor:
+        """int32 [B]: entries of each sequence after this pass."""
+        return torch.div(self.batch.key_lens_tensor, self.ratio, rounding_mode="floor").to(torch.int32)
+
+    @cached_property
+    def visible(self) -> torch.Tensor:
+        """int32 [T]: how many entries of its sequence each new token may see."""
+        return torch.div(self.batch.positions + 1, self.ratio, rounding_mode="floor").to(torch.int32)
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """int32 [T]: for each new token, the row at which its sequence begins among all entries packed."""
+        starts = torch.cumsum(torch.tensor((0, *self.lens[:-1]), dtype=torch.int64, device="cpu"), 0)
+        lens = torch.tensor(self.batch.query_lens, dtype=torch.int64, device="cpu")
+        return torch.repeat_interleave(starts, lens).to(self.batch.device, torch.int32)
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """int32 [T, most]: the rows of the entries that each new token may see among all entries packed, -1 behind."""
+        columns = torch.arange(self.most, dtype=torch.int32, device=self.batch.device)
+        return torch.where(columns < self.visible[:, None], self.starts[:, None] + columns, -1)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [T]: the position of the entry that each new token may end, i.e. of its block's first token."""
+        return torch.clamp(self.batch.positions + 1 - self.ratio, min=0)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """int64 [T]: where the entry that a new token ends goes in the cache; -1 for tokens that end none."""
+        ends = (self.batch.positions + 1) % self.ratio == 0
+        entry = torch.div(self.batch.positions, self.ratio, rounding_mode="floor")
+        return torch.where(ends, self._slots_of(self.batch.sequences, entry), -1)
+
+    @cached_property
+    def all_slots(self) -> torch.Tensor:
+        """int64 [sum(lens)]: the slots of all entries, sequence after sequence; -1 where it has no page."""
+        sequence = torch.repeat_interleave(torch.tensor(self.lens, dtype=torch.int64, device="cpu")).to(
+            self.batch.device
+        )
+        entry = torch.cat([torch.arange(n, device="cpu") for n in self.lens]).to(self.batch.device)
+        return self._slots_of(sequence, entry)
+
+    @cached_property
+    def slot_table(self) -> torch.Tensor:
+        """int32 [B, 1, most]: the slots of each sequence's entries, -1 behind: what a decoding token may see."""
+        return dsa.window_slots(self.batch.block_table, self.lens_tensor, 1, self.page_size, max(self.most, 1))
+
+    @cached_property
+    def index_schedule(self) -> torch.Tensor:
+        """The plan of `dsa.fp8_paged_mqa_logits` for these entries: one for all layers of the pass."""
+        return dsa.get_paged_mqa_logits_metadata(self.lens_tensor, self.page_size, dsa.num_sms(self.batch.device))
+
+    def _slots_of(self, sequence: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
+        page = torch.div(entry, self.page_size, rounding_mode="floor")
+        page = self.batch.block_table[sequence.long(), page].long()
+        return torch.where(page < 0, -1, page * self.page_size + entry % self.page_size)

@@ -1,0 +1,143 @@
+"""Which tokens a forward pass computes: packed new tokens of several sequences, and where their keys are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from dsa_layers.arguments import integer, shown
+from dsa_layers.batch.token_batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class SequenceBatch(TokenBatch):
+    """T new tokens of B sequences, packed one sequence after the other without padding.
+
+    query_lens   new tokens of each sequence, at least 1 each; T is their sum
+    key_lens     tokens of each sequence after this pass, cached ones and new ones: the new ones are the last
+    device       where the tensors below live
+    block_table  int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end; None without a cache
+    page_size    tokens a page; 0 without a cache
+    lanes        of each sequence the number of its part of what a cache keeps by sequence, not by page; None: the cache
+                 keeps nothing so
+
+    Lengths are host numbers, so that no layer needs to ask the device for one.
+    """
+
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    device: torch.device
+    block_table: torch.Tensor | None = None
+    page_size: int = 0
+    lanes: tuple[int, ...] | None = None
+
+    @classmethod
+    def without_cache(cls, lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
+        """Whole sequences of these lengths, all of whose tokens are new."""
+        lens = _positive("lens", lens)
+        return cls(lens, lens, torch.device(device))
+
+    @classmethod
+    def paged(
+        cls,
+        query_lens: Sequence[int],
+        key_lens: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        page_size: int,
+        device: torch.device | str = "cpu",
+        lanes: Sequence[int] | None = None,
+    ) -> "SequenceBatch":
+        """New tokens of sequences whose keys live in `pages` (physical page numbers, one list a sequence)."""
+        query_lens, key_lens = _positive("query_lens", query_lens), _integers("key_lens", key_lens)
+        pages = [_integers(f"pages[{i}]", own) for i, own in enumerate(pages)]
+        integer("page_size", page_size, at_least=1)
+        if any(page < 0 for own in pages for page in own):
+            raise ValueError(f"pages: must be numbers of pages, at least 0, got {shown(pages)}")
+        if lanes is not None:
+            lanes = _integers("lanes", lanes)
+            if len(lanes) != len(query_lens) or len(set(lanes)) != len(lanes) or min(lanes, default=0) < 0:
+                raise ValueError(
+                    f"lanes: must be {len(query_lens)} different numbers, one a sequence, got {list(lanes)}"
+                )
+        if not len(query_lens) == len(key_lens) == len(pages):
+            raise ValueError(
+                f"query_lens, key_lens, pages: must have one entry a sequence, got {len(query_lens)}, "
+                f"{len(key_lens)} and {len(pages)}"
+            )
+        for i, (new, total, own) in enumerate(zip(query_lens, key_lens, pages)):
+            if total < new or len(own) * page_size < total:
+                raise ValueError(
+                    f"key_lens[{i}]: must be between query_lens[{i}]={new} and the {len(own) * page_size} tokens of "
+                    f"its pages, got {total}"
+                )
+        width = max(map(len, pages), default=0)
+        table = torch.tensor([[*own, *[-1] * (width - len(own))] for own in pages], dtype=torch.int32, device="cpu")
+        device = torch.device(device)
+        table = table.reshape(len(pages), width).to(device)
+        return cls(query_lens, key_lens, device, table, page_size, lanes)
+
+    @property
+    def is_decode(self) -> bool:
+        """One new token each."""
+        return all(n == 1 for n in self.query_lens)
+
+    @property
+    def max_key_len(self) -> int:
+        return max(self.key_lens, default=0)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [T]: each new token's position in its sequence."""
+        spans = [torch.arange(total - new, total, device="cpu") for new, total in zip(self.query_lens, self.key_lens)]
+        return self._packed(spans)
+
+    @cached_property
+    def sequences(self) -> torch.Tensor:
+        """int32 [T]: the sequence of each new token."""
+        return torch.repeat_interleave(torch.tensor(self.query_lens, dtype=torch.int64, device="cpu")).to(
+            self.device, torch.int32
+        )
+
+    @cached_property
+    def key_lens_tensor(self) -> torch.Tensor:
+        """int32 [B]: key_lens on the device."""
+        return torch.tensor(self.key_lens, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def cu_query_lens(self) -> torch.Tensor:
+        """int32 [B + 1]: where the sequences' new tokens begin among the T."""
+        return (
+            torch.tensor([0, *self.query_lens], dtype=torch.int64, device="cpu").cumsum(0).to(self.device, torch.int32)
+        )
+
+    @cached_property
+    def earlier_lens_tensor(self) -> torch.Tensor:
+        """int32 [B]: tokens of each sequence before the new ones."""
+        earlier = [total - new for new, total in zip(self.query_lens, self.key_lens)]
+        return torch.tensor(earlier, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def lanes_tensor(self) -> torch.Tensor:
+        """int32 [B]: lanes on the device."""
+        if self.lanes is None:
+            raise ValueError("lanes: are needed by this model's cache, got None")
+        return torch.tensor(self.lanes, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def last_tokens(self) -> torch.Tensor:
+        """int64 [B]: the row of each sequence's last token among the T."""
+        return (torch.cumsum(torch.tensor(self.query_lens, dtype=torch.int64, device="cpu"), 0) - 1).to(self.device)
+
+
+def _positive(name: str, lens: Sequence[int]) -> tuple[int, ...]:
+    lens = _integers(name, lens)
+    if any(n < 1 for n in lens):
+        raise ValueError(f"{name}: every sequence needs at least one new token, got {list(lens)}")
+    return lens
+
+
+def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise TypeError(f"{name}: must be a list of integers, got {shown(values)}")
+    return tuple(integer(f"{name}[{i}]", value) for i, value in enumerate(values))

@@ -1,0 +1,92 @@
+"""The caches of a model with compressed attention: rings of windows by sequence, entries by page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import dsa
+from dsa_layers.cache.kv_cache import PageAllocator, check_sizes, check_storage
+from dsa_layers.layers.compressed_attention import CompressedLayerCache
+from dsa_layers.layers.compressor import EntryCache
+
+
+@dataclass(frozen=True)
+class EntryShape:
+    """Of a compressor's entries: tokens of an entry, channels, and a lane of its state."""
+
+    ratio: int
+    dim: int
+    state: tuple[int, int, int]
+
+
+class CompressedKVCache:
+    """Windows, entries and index entries of all layers. Page p of every layer holds the entries of the same tokens;
+    lane l of every layer is a sequence's ring, and what its compressors keep of unfinished blocks.
+
+    layers: of each, the shapes of its entries and of its indexer's, or None.
+    entries, index: "fp8" for the byte layouts (584 bytes an entry or token, and index_dim + 4), or the float dtype to
+    store. Memory is not cleared: what an unused slot holds never reaches a result.
+    Raises TypeError or ValueError for sizes and kinds that make no cache.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[EntryShape | None, EntryShape | None]],
+        num_pages: int,
+        page_size: int,
+        lanes: int,
+        *,
+        window: int,
+        dim: int,
+        entries: torch.dtype | Literal["fp8"] = torch.bfloat16,
+        index: torch.dtype | Literal["fp8"] = "fp8",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_sizes(num_pages, page_size, lanes)
+        check_storage("entries", entries)
+        check_storage("index", index)
+        if entries == "fp8" and dim != 512:
+            raise ValueError(f"dim: must be 512 (448 and 64 rope) for the FP8 layout, got {dim}")
+        for shape in (shape for pair in layers for shape in pair if shape is not None):
+            if page_size % shape.ratio:
+                raise ValueError(f"page_size: must be a multiple of {shape.ratio}, an entry's tokens, got {page_size}")
+        self.page_size = page_size
+        self.allocator, self.lanes = PageAllocator(num_pages), PageAllocator(lanes)
+
+        def rows(pages: int, size: int, kind: torch.dtype | str) -> torch.Tensor:
+            if kind == "fp8":
+                return dsa.make_v4_cache(pages, size, device)
+            return torch.empty(pages, size, 1, dim, dtype=kind, device=device)
+
+        def entry_cache(shape: EntryShape | None, kind: torch.dtype | str, is_index: bool) -> EntryCache | None:
+            if shape is None:
+                return None
+            size = page_size // shape.ratio
+            if is_index:
+                width, dtype = (shape.dim + 4, torch.uint8) if kind == "fp8" else (shape.dim, kind)
+                pages = torch.empty(num_pages, size, 1, width, dtype=dtype, device=device)
+            else:
+                pages = rows(num_pages, size, kind)
+            return EntryCache(pages, torch.empty(lanes, *shape.state, dtype=torch.float32, device=device))
+
+        self._layers = [
+            CompressedLayerCache(
+                rows(lanes, window, entries), entry_cache(main, entries, False), entry_cache(indexer, index, True)
+            )
+            for main, indexer in layers
+        ]
+
+    def layer(self, i: int) -> CompressedLayerCache:
+        return self._layers[i]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds memory in."""
+        parts = [part for layer in self._layers for part in (layer.entries, layer.index_entries) if part is not None]
+        windows = [layer.window for layer in self._layers]
+        return [*windows, *(tensor for part in parts for tensor in (part.pages, part.state))]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())

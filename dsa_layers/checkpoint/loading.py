@@ -1,0 +1,68 @@
+"""From a checkpoint directory to a model that is ready to run."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from dsa_layers.arguments import flag
+from dsa_layers.checkpoint import Checkpoint, load_weights
+from dsa_layers.checkpoint.fused_experts import split_experts
+from dsa_layers.families.checks import check_expert_tables, check_layers, check_quantised_sizes
+from dsa_layers.families.config import DeepseekV4Config, DeepseekV32Config, GlmMoeDsaConfig, read_config
+from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
+from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
+from dsa_layers.families.glm_moe_dsa.model import GlmMoeDsaForCausalLM
+from dsa_layers.families.precision import Precision, check_device
+from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
+
+MODELS = {
+    DeepseekV32Config: DeepseekV32ForCausalLM,
+    DeepseekV4Config: DeepseekV4ForCausalLM,
+    GlmMoeDsaConfig: GlmMoeDsaForCausalLM,
+}
+
+
+def load_model(
+    directory: str | PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    dequantize: bool = False,
+    kv_cache: Literal["fp8", "model"] | None = None,
+    progress: bool = True,
+) -> SparseMLAForCausalLM | DeepseekV4ForCausalLM:
+    """The model of a checkpoint directory (config.json, safetensors), in evaluation mode; its class is the family's.
+
+    dtype       of activations and unquantised weights; the checkpoint's own if None
+    dequantize  FP8 and FP4 weights become `dtype` weights, and neither activations nor index keys are quantised
+    kv_cache    how latents are cached (see Precision); "fp8" for FP8 checkpoints, "model" for others if None
+
+    Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor, and ValueError or TypeError
+    that name any other argument; nothing is half-loaded.
+    """
+    device = check_device(device)
+    flag("dequantize", dequantize)
+    config = read_config(directory)
+    precision = Precision.of(config, dtype)
+    if dequantize:
+        precision = replace(precision, fp8_linear=False, fp8_indexer=False, kv_cache="model")
+    if kv_cache is not None:
+        precision = replace(precision, kv_cache=kv_cache)
+    check_quantised_sizes(config, precision, Path(directory) / "config.json")
+    checkpoint = Checkpoint(directory)
+    check_layers(config, checkpoint)
+    with torch.device("meta"):
+        model = MODELS[type(config)](config, precision)
+    if config.num_nextn_predict_layers and progress:
+        print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
+    parts_of = partial(split_experts, experts=config.n_routed_experts)
+    names = {"skip": model.skips, "name_of": model.name_of, "parts_of": parts_of}
+    load_weights(model, checkpoint, device=device, progress=progress, **names)
+    check_expert_tables(model, checkpoint.directory)
+    model.init_buffers(device)
+    return model.eval()

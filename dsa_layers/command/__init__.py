@@ -1,0 +1,1 @@
+"""The `dsa` command: `main`, and a module for each subcommand, which adds its parser and imports torch when it runs."""

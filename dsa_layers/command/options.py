@@ -1,0 +1,56 @@
+"""Values of options, checked as they are parsed, and the files and texts that they name."""
+
+import argparse
+import os
+from pathlib import Path
+
+from dsa_layers.arguments import shown
+
+
+def integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text[:60]!r}") from None
+
+
+def positive(text: str) -> int:
+    value = integer(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def seed(text: str) -> int:
+    value = integer(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 2^63, got {value}")
+    return value
+
+
+def path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return Path(text)
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Raises ValueError for a file that cannot be written, before the work whose result it would hold."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option}: must be a file, got the directory {path}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option}: {path} cannot be written")
+
+
+def text(option: str, text: str) -> str:
+    """The text of an option. Bytes unknown to the locale come as surrogates; ValueError if they are no UTF-8."""
+    if not any("\ud800" <= character <= "\udfff" for character in text):
+        return text
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        raise ValueError(f"{option}: must be UTF-8, got {shown(text)}") from None

@@ -1,0 +1,39 @@
+"""What the command does with its streams and with Ctrl-C."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+
+def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
+    """What Ctrl-C does from now on; nothing where the caller has it ignored, as shells do for background jobs."""
+    with contextlib.suppress(ValueError):  # not in the main thread
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            signal.signal(signal.SIGINT, handler)
+
+
+def say(line: str) -> None:
+    """To the standard error, if somebody reads it."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)
+
+
+def prepare_streams() -> None:
+    """What a terminal's encoding lacks is shown as a question mark; a stream that the caller has closed takes all."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def drop_unwritten() -> None:
+    """What the standard output cannot take is lost quietly: Python would print a traceback about it on its way out."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

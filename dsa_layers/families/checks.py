@@ -1,0 +1,75 @@
+"""What a checkpoint's files must be like for the model that its config.json describes."""
+
+import re
+from pathlib import Path
+
+from torch import nn
+
+from dsa_layers.checkpoint import Checkpoint, CheckpointError
+from dsa_layers.families.config import ConfigError, DeepseekV4Config, ModelConfig
+from dsa_layers.families.precision import Precision
+from dsa_layers.layers.moe import SqrtSoftplusRouter
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
+_BLOCK = 128  # columns that share a scale in FP8
+
+
+def check_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError unless the files hold something of every layer.
+
+    Making a layer takes milliseconds, so a config.json that speaks of a thousand costs nothing where they are not.
+    """
+    held = {int(match[1]) for match in map(_LAYER.search, checkpoint.tensors) if match}
+    missing = [layer for layer in range(config.num_hidden_layers) if layer not in held]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.directory}: holds no tensor of layer {missing[0]}; "
+            f"config.json has num_hidden_layers={config.num_hidden_layers}"
+        )
+
+
+def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path) -> None:
+    """Raises ConfigError for a field of `config`, read from `path`, with which nothing can be quantised."""
+
+    def refuse(name: str, problem: str, accepted: str) -> None:
+        raise ConfigError(
+            f"{path}: field '{name}' is {getattr(config, name)}{problem}; accepted: {accepted}. "
+            "Without quantisation (dequantize=True) any size will do"
+        )
+
+    if precision.fp8_indexer and config.index_head_dim.bit_count() != 1:
+        refuse("index_head_dim", "", "a power of two, as the Hadamard transform of quantised index keys needs")
+    if not precision.fp8_linear:
+        return
+    for name, width in _fp8_widths(config).items():
+        if width % _BLOCK:
+            problem = "" if width == getattr(config, name) else f", which makes a projection's input {width} wide"
+            refuse(name, problem, f"a multiple of {_BLOCK}, the columns that share a scale in FP8")
+
+
+def _fp8_widths(config: ModelConfig) -> dict[str, int]:
+    """The widths that FP8 cuts into blocks, by the field that each is to be blamed on."""
+    names = ["hidden_size", "q_lora_rank"]
+    if isinstance(config, DeepseekV4Config):
+        names += ["moe_intermediate_size", "o_lora_rank"]
+        derived = {"o_groups": config.num_attention_heads * config.head_dim // config.o_groups}
+    else:
+        names += ["kv_lora_rank"]
+        names += ["intermediate_size"] if config.first_k_dense_replace else []
+        names += ["moe_intermediate_size"] if config.first_k_dense_replace < config.num_hidden_layers else []
+        derived = {"v_head_dim": config.num_attention_heads * config.v_head_dim}
+    return {name: getattr(config, name) for name in names} | derived
+
+
+def check_expert_tables(model: nn.Module, directory: Path) -> None:
+    """Raises CheckpointError if a table of tokens' experts names one that is not there: routing would read beyond the
+    experts' weights."""
+    for name, module in model.named_modules():
+        if not isinstance(module, SqrtSoftplusRouter) or module.tid2eid is None:
+            continue
+        experts = len(module.weight)
+        low, high = (value.item() for value in module.tid2eid.aminmax())
+        if low < 0 or high >= experts:
+            raise CheckpointError(
+                f"{directory}: {name}.tid2eid names the experts {low} to {high}; the model has 0 to {experts - 1}"
+            )

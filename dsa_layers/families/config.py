@@ -1,0 +1,56 @@
+"""Model configurations, read from a checkpoint's config.json.
+
+`read_config` accepts the spellings in use: the published one (`rope_theta`, `rope_scaling`, `torch_dtype`) and the one
+that transformers 5 writes (`rope_parameters`, `dtype`, `mlp_layer_types`). It is strict: a field that is neither read
+here nor known to have no influence on inference stops the load by its name, because a model that ignores one line of
+its configuration still runs, and answers wrongly.
+"""
+
+import os
+from os import PathLike
+from pathlib import Path
+
+from dsa_layers.families.deepseek_v4.config import DeepseekV4Config, read_deepseek_v4
+from dsa_layers.families.deepseek_v32.config import DeepseekV32Config, read_deepseek_v32
+from dsa_layers.families.fields import MAX_EXPERTS, ConfigError, read_object
+from dsa_layers.families.glm_moe_dsa.config import GlmMoeDsaConfig, read_glm_moe_dsa
+from dsa_layers.families.parts import QuantizationConfig, RopeConfig, YarnConfig
+from dsa_layers.families.sparse_mla.config import SparseMLAConfig
+
+__all__ = [
+    "MAX_EXPERTS",
+    "ConfigError",
+    "DeepseekV4Config",
+    "DeepseekV32Config",
+    "GlmMoeDsaConfig",
+    "ModelConfig",
+    "QuantizationConfig",
+    "RopeConfig",
+    "SparseMLAConfig",
+    "YarnConfig",
+    "read_config",
+]
+
+READERS = {
+    "deepseek_v32": read_deepseek_v32,
+    "deepseek_v4": read_deepseek_v4,
+    "glm_moe_dsa": read_glm_moe_dsa,
+}
+ModelConfig = SparseMLAConfig | DeepseekV4Config
+
+
+def read_config(directory: str | PathLike[str]) -> ModelConfig:
+    """The configuration in `directory`/config.json, of the class of its `model_type`.
+
+    If `directory`/generation_config.json names end-of-sequence ids, they replace config.json's.
+    Raises ConfigError (a ValueError) that names the file and the field, what it holds and what is accepted: for a file
+    that is missing or not a JSON object, a model type or a value that is not supported, a field that is missing, of
+    the wrong type or unknown, and fields that contradict each other.
+    """
+    directory = Path(directory)
+    fields = read_object(directory / "config.json")
+    model_type = fields.one_of("model_type", tuple(READERS))
+    generation_path = directory / "generation_config.json"
+    # A link to nothing is a file that was not fetched, and no absent one.
+    generation = read_object(generation_path) if os.path.lexists(generation_path) else None
+    return READERS[model_type](fields, generation)

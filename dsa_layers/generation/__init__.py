@@ -1,0 +1,1 @@
+"""From prompts to text: tokenizer and chat template, passes over a cache, sampling."""

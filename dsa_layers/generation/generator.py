@@ -1,0 +1,399 @@
+"""Text generation: prompts of different lengths, packed without padding, over a paged cache."""
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import GeneratorType
+from typing import Literal
+
+import torch
+
+from dsa_layers.arguments import flag, integer, shown
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
+from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages, PagedKVCache
+from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
+from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
+from dsa_layers.generation.decode_step import DecodeStep
+from dsa_layers.generation.prompts import encode_prompts
+from dsa_layers.generation.sampling import SamplingParams, random_stream, sample
+from dsa_layers.generation.stop_strings import StopStrings
+from dsa_layers.generation.tokenizer import Tokenizer
+
+GREEDY = SamplingParams()
+FinishReason = Literal["eos", "stop", "length", "error"]
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One new token of one sequence. text: what can be shown by now; it may lag behind tokens, and joins up to the
+    sequence's text. finish_reason: set with the last event of a sequence. "error": the sequence ends here for the
+    reason that `error` tells, without another token."""
+
+    sequence: int
+    token: int | None
+    text: str
+    finish_reason: FinishReason | None
+    error: str | None = None
+
+
+@dataclass
+class Completion:
+    """A finished sequence. tokens: the new ones, with the end-of-sequence token if that ended it.
+    finish_reason: "eos", "stop" (a stop string), "length" (max_new_tokens, or the model's context), or "error": its
+    logits were not finite, as `error` says; tokens and text are what came before."""
+
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass
+class Throughput:
+    """Tokens and seconds of the passes over prompts and of those that extend sequences by one token each."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        prefill = self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+        decode = self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        return (
+            f"prefill: {self.prefill_tokens} tokens, {prefill:.1f} tokens/s; "
+            f"decode: {self.decode_tokens} tokens, {decode:.1f} tokens/s"
+        )
+
+
+class _Sequence:
+    """A sequence on its way: its tokens, its pages, and how many of its tokens are in the cache."""
+
+    def __init__(self, index: int, prompt: Sequence[int], params: SamplingParams, limit: int, text: StopStrings):
+        self.index = index
+        self.tokens = list(prompt)
+        self.prompt_len = len(prompt)
+        self.params = params
+        self.limit = limit
+        self.text = text
+        self.random = random_stream(params)
+        self.pages: list[int] = []
+        self.lane = -1
+        self.cached = 0
+
+    @property
+    def prefilling(self) -> bool:
+        return self.cached < self.prompt_len
+
+
+class TokenStream(Iterator[TokenEvent]):
+    """The events of a call of `Generator.stream`, in the order in which their tokens are computed.
+
+    It takes the generator's cache when its first event is asked for. The cache is free again after its last event,
+    after an error, after `close`, and when nothing refers to the stream any more.
+    """
+
+    def __init__(self, generator: "Generator", sequences: list[_Sequence]) -> None:
+        self._generator, self._sequences = generator, sequences
+        self._events: GeneratorType | None = None
+        self._closed = False
+
+    def __next__(self) -> TokenEvent:
+        if self._closed:
+            raise StopIteration
+        if self._events is None:
+            self._generator._begin(self, self._sequences)
+        event = next(self._events)
+        if self._closed:  # by another thread, in the meantime
+            self._events.close()
+            raise StopIteration
+        return event
+
+    def close(self) -> None:
+        """End here: no event follows, and the cache is free; where another thread is at work on the next event, once
+        that is done."""
+        self._closed = True
+        if self._events is None:
+            return
+        try:
+            self._events.close()
+        except ValueError:
+            if not self._events.gi_running:
+                raise
+
+    @property
+    def holds_cache(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._events is not None and self._events.gi_frame is not None
+
+
+class Generator:
+    """Continues prompts with a model.
+
+    model          on the device to run on
+    tokenizer      for text prompts, streamed text and stop strings; None works on token ids alone
+    cache_tokens   size of the paged cache; sequences wait for room, and one that can never fit is an error
+    page_size      tokens a page; the model's own choice if None
+    max_sequences  that run at a time; others wait
+    prefill_chunk  prompt tokens computed in one pass, over all sequences
+    cuda_graphs    on a GPU, decoding passes are captured and replayed (`DecodeStep`); False runs them as Python
+
+    A sequence reserves pages for its prompt and all its new tokens when it starts, so none is ever evicted.
+
+    One call of `generate` or `stream` runs at a time. Another one, of whatever thread, is refused with a RuntimeError
+    until the first has ended: it cannot wait, since a stream goes on only when its reader asks for the next event, and
+    that reader may be the very thread that would wait. `close_stream` ends a stream that nobody reads any more.
+    Threads that share a generator take turns by a lock of their own, or send their prompts in one call.
+    """
+
+    def __init__(
+        self,
+        model: SparseMLAForCausalLM | DeepseekV4ForCausalLM,
+        tokenizer: Tokenizer | None = None,
+        *,
+        cache_tokens: int = 65536,
+        page_size: int | None = None,
+        max_sequences: int = 64,
+        prefill_chunk: int = 2048,
+        cuda_graphs: bool = True,
+    ) -> None:
+        if not isinstance(model, SparseMLAForCausalLM | DeepseekV4ForCausalLM):
+            raise TypeError(f"model: must be a model as load_model returns it, got {type(model).__name__}")
+        if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "stream")):
+            raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
+        page_size = model.page_size if page_size is None else page_size
+        page_size = integer("page_size", page_size, at_least=1, at_most=MOST_SLOTS // 4)
+        cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=MOST_SLOTS - 2 * page_size)
+        max_sequences = integer("max_sequences", max_sequences, at_least=1)
+        self.prefill_chunk = integer("prefill_chunk", prefill_chunk, at_least=1)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.device = next(model.parameters()).device
+        pages = -(-cache_tokens // page_size)
+        # Each sequence has a page or more. One page and one lane more than sequences may take: DecodeStep's own.
+        self.cache = self._make_cache(pages + 1, page_size, min(max_sequences, pages) + 1)
+        self._decode = DecodeStep(model, self.cache, capture=flag("cuda_graphs", cuda_graphs))
+        self._capacity = pages
+        self.throughput = Throughput()
+        self._eos = set(model.config.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            self._eos.add(tokenizer.eos_token_id)
+        self._lock = threading.Lock()
+        self._stream: weakref.ref[TokenStream] | None = None
+
+    def _make_cache(self, pages: int, page_size: int, lanes: int) -> PagedKVCache | CompressedKVCache:
+        try:
+            return self.model.make_cache(pages, page_size, self.device, lanes=lanes)
+        except (RuntimeError, MemoryError) as error:
+            size = self.model.make_cache(pages, page_size, "meta", lanes=lanes).nbytes
+            tokens = (pages - 1) * page_size
+            raise ValueError(
+                f"cache_tokens: a cache of {tokens} tokens takes {size / 1e9:.1f} GB, which cannot be allocated on "
+                f"{self.device}"
+            ) from error
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        on_event: Callable[[TokenEvent], None] | None = None,
+    ) -> list[Completion]:
+        """Completions of all prompts, in their order. prompts, params: as for `stream`."""
+        encoded = self._encode(prompts)
+        completions = [Completion(len(ids)) for ids in encoded]
+        with contextlib.closing(self.stream(encoded, params)) as events:
+            for event in events:
+                done = completions[event.sequence]
+                if event.token is not None:
+                    done.tokens.append(event.token)
+                done.text += event.text
+                done.finish_reason, done.error = event.finish_reason, event.error
+                if on_event is not None:
+                    on_event(event)
+        return completions
+
+    def stream(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    ) -> TokenStream:
+        """Events as tokens come. prompts: texts, or lists, arrays or tensors of token ids; params: for all, or one a
+        prompt.
+
+        A sequence whose logits are not finite ends with finish_reason "error"; the others go on.
+
+        Raises, before it returns, TypeError or ValueError for prompts and params of other kinds, an empty prompt, a
+        token outside the vocabulary, a text that is not Unicode, and a prompt that leaves no room for a token in the
+        model's context; OutOfPages for a sequence that the whole cache cannot hold. The first event raises RuntimeError
+        while another stream of this generator is open; it may be asked for again once that one has ended.
+        """
+        return TokenStream(self, self._sequences(prompts, params))
+
+    def close_stream(self) -> None:
+        """End the stream that is open, if there is one."""
+        stream = self._open_stream()
+        if stream is not None:
+            stream.close()
+
+    def _open_stream(self) -> TokenStream | None:
+        stream = None if self._stream is None else self._stream()
+        return stream if stream is not None and stream.holds_cache else None
+
+    def _begin(self, stream: TokenStream, sequences: list[_Sequence]) -> None:
+        """Gives the stream its events; it is from now on the open one."""
+        with self._lock:
+            if self._open_stream() is not None:
+                raise RuntimeError(
+                    "stream: another stream of this generator is open and holds the cache; read it to its end or close "
+                    "it first (Generator.close_stream())"
+                )
+            self._stream = weakref.ref(stream)
+            stream._events = self._events(sequences)
+
+    @torch.inference_mode()
+    def _events(self, sequences: list[_Sequence]) -> Iterator[TokenEvent]:
+        waiting = deque(sequences)
+        running: list[_Sequence] = []
+        self.throughput = Throughput()
+        try:
+            while waiting or running:
+                self._admit(waiting, running)
+                if not running:
+                    raise OutOfPages(
+                        f"prompts[{waiting[0].index}]: needs {self._pages(waiting[0].limit)} pages, and "
+                        f"{self.cache.allocator.free} of the cache's {self._capacity} are free: others than this "
+                        "generator have taken some, for which it cannot wait"
+                    )
+                yield from self._step(running)
+        finally:
+            for sequence in sequences:
+                self._release(sequence)
+
+    def _encode(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        return encode_prompts(prompts, self.tokenizer, self.model.config.vocab_size)
+
+    def _sequences(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[_Sequence]:
+        encoded = self._encode(prompts)
+        if isinstance(params, SamplingParams):
+            params = [params] * len(encoded)
+        if not isinstance(params, Sequence) or any(not isinstance(one, SamplingParams) for one in params):
+            raise TypeError(f"params: must be SamplingParams, or a list of them, got {shown(params)}")
+        if len(params) != len(encoded):
+            raise ValueError(
+                f"params: must be one for all prompts or one for each of {len(encoded)}, got {len(params)}"
+            )
+        context = self.model.config.max_position_embeddings
+        sequences = []
+        for i, (ids, one) in enumerate(zip(encoded, params)):
+            if len(ids) >= context:
+                raise ValueError(f"prompts[{i}]: has {len(ids)} tokens; the model's context holds {context}")
+            if one.stop and self.tokenizer is None:
+                raise ValueError("params: stop strings need a tokenizer")
+            limit = min(len(ids) + one.max_new_tokens, context)
+            if self._pages(limit) > self._capacity:
+                raise OutOfPages(
+                    f"prompts[{i}]: {len(ids)} prompt tokens and {limit - len(ids)} new ones need "
+                    f"{self._pages(limit)} pages of {self.cache.page_size} tokens; the cache has "
+                    f"{self._capacity} (cache_tokens)"
+                )
+            text = StopStrings(self.tokenizer.stream() if self.tokenizer else None, one.stop)
+            sequences.append(_Sequence(i, ids, one, limit, text))
+        return sequences
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.cache.page_size)
+
+    def _admit(self, waiting: deque[_Sequence], running: list[_Sequence]) -> None:
+        """Start waiting sequences, first come first served, while their pages and a lane are free."""
+        cache = self.cache
+        while waiting and cache.lanes.free and self._pages(waiting[0].limit) <= cache.allocator.free:
+            sequence = waiting.popleft()
+            sequence.pages = cache.allocator.allocate(self._pages(sequence.limit))
+            (sequence.lane,) = cache.lanes.allocate(1)
+            running.append(sequence)
+
+    def _release(self, sequence: _Sequence) -> None:
+        """Its pages and its lane go back, if it has any."""
+        pages, lane = sequence.pages, sequence.lane
+        sequence.pages, sequence.lane = [], -1
+        self.cache.allocator.release(pages)
+        if lane >= 0:
+            self.cache.lanes.release([lane])
+
+    def _step(self, running: list[_Sequence]) -> list[TokenEvent]:
+        """One pass: a chunk of the prompts that are not in the cache yet, else one token for every sequence."""
+        started = time.perf_counter()
+        prefill = any(s.prefilling for s in running)
+        work = self._prefill_work(running) if prefill else [(s, 1) for s in running]
+        logits = self._prefill(work) if prefill else self._decode(running)
+        for s, n in work:
+            s.cached += n
+        # Of a prompt that is not in the cache yet, nothing follows.
+        ready = [(row, s) for row, (s, _) in enumerate(work) if not s.prefilling]
+        events = []
+        if ready:
+            rows, sequences = zip(*ready)
+            logits = logits if len(rows) == len(work) else logits[list(rows)]
+            tokens = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
+            events = [self._fail(s) if token is None else self._extend(s, token) for s, token in zip(sequences, tokens)]
+        for event in events:
+            if event.finish_reason:
+                done = next(s for s in running if s.index == event.sequence)
+                running.remove(done)
+                self._release(done)
+        seconds = time.perf_counter() - started
+        if prefill:
+            self.throughput.prefill_tokens += sum(n for _, n in work)
+            self.throughput.prefill_seconds += seconds
+        else:
+            self.throughput.decode_tokens += len(work)
+            self.throughput.decode_seconds += seconds
+        return events
+
+    def _prefill(self, work: list[tuple[_Sequence, int]]) -> torch.Tensor:
+        """logits fp32 [B, vocab_size] after the next n prompt tokens of each sequence."""
+        batch = SequenceBatch.paged(
+            [n for _, n in work],
+            [s.cached + n for s, n in work],
+            [s.pages for s, _ in work],
+            self.cache.page_size,
+            self.device,
+            [s.lane for s, _ in work],
+        )
+        tokens = [t for s, n in work for t in s.tokens[s.cached : s.cached + n]]
+        return self.model(torch.tensor(tokens, device=self.device), batch, self.cache)
+
+    def _prefill_work(self, running: list[_Sequence]) -> list[tuple[_Sequence, int]]:
+        work, room = [], self.prefill_chunk
+        for s in running:
+            n = min(s.prompt_len - s.cached, room)
+            if n > 0:
+                work.append((s, n))
+                room -= n
+        return work
+
+    def _extend(self, s: _Sequence, token: int) -> TokenEvent:
+        s.tokens.append(token)
+        reason: FinishReason | None = None
+        if token in self._eos:
+            reason = "eos"
+        elif len(s.tokens) >= s.limit:
+            reason = "length"
+        text, stopped = s.text.push(token, last=reason is not None)
+        return TokenEvent(s.index, token, text, "stop" if stopped else reason)
+
+    def _fail(self, s: _Sequence) -> TokenEvent:
+        error = (
+            f"prompts[{s.index}]: its logits after {len(s.tokens)} tokens hold NaN or infinity: the weights do, or an "
+            "activation overflowed"
+        )
+        return TokenEvent(s.index, None, s.text.finish(), "error", error)

@@ -1,0 +1,69 @@
+"""Prompts as users give them: texts and lists of token ids, checked before any work."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dsa_layers.arguments import integer, shown
+from dsa_layers.generation.tokenizer import Tokenizer
+
+
+def encode_prompts(
+    prompts: Sequence[str | Sequence[int]], tokenizer: Tokenizer | None, vocab_size: int
+) -> list[list[int]]:
+    """The token ids of each prompt: of a text as `tokenizer` has them, and of a list, an array or a tensor its own.
+
+    Raises TypeError or ValueError, which name the prompt and the token, for what is no text and no list of integers,
+    for empty prompts, ids outside [0, vocab_size), and texts that are not Unicode (lone surrogates).
+    """
+    if isinstance(prompts, str):
+        raise TypeError("prompts: must be a list of prompts, got one string")
+    listed = _listed(prompts)
+    if listed is None:
+        raise TypeError(f"prompts: must be a list of texts or of lists of token ids, got {shown(prompts)}")
+    encoded = []
+    for i, prompt in enumerate(listed):
+        name = f"prompts[{i}]"
+        if isinstance(prompt, str):
+            ids = _encode(name, prompt, tokenizer)
+        else:
+            ids = _token_ids(name, prompt)
+        if outside := [t for t in ids if not 0 <= t < vocab_size]:
+            raise ValueError(f"{name}: token {shown(outside[0])} is outside the model's vocabulary of {vocab_size}")
+        if not ids:
+            raise ValueError(f"{name}: is empty; a prompt needs at least one token")
+        encoded.append(ids)
+    return encoded
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raises ValueError for a text that has no UTF-8: it holds surrogates, as bytes that are not UTF-8 leave them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}: is not Unicode text: character {error.start} is the surrogate "
+            f"U+{ord(text[error.start]):04X}, as bytes that are not UTF-8 leave it"
+        ) from None
+
+
+def _encode(name: str, text: str, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise ValueError(f"{name}: must be token ids for a generator without a tokenizer, got a string")
+    if not text:
+        raise ValueError(f"{name}: is empty; a prompt needs at least one token")
+    check_unicode(name, text)
+    return tokenizer.encode(text)
+
+
+def _token_ids(name: str, prompt: Any) -> list[int]:
+    ids = _listed(prompt)
+    if ids is None:
+        raise TypeError(f"{name}: must be a text or a list of token ids, got {shown(prompt)}")
+    return [t if type(t) is int else integer(f"{name}[{j}]", t) for j, t in enumerate(ids)]
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """The items of a sequence, an array or a tensor; None for anything else."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray) else None

@@ -1,0 +1,266 @@
+"""Text to token ids and back, with the tokenizer and the chat template that a checkpoint carries."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from dsa_layers.generation.chat_template import ChatTemplate, ChatTemplateError
+from dsa_layers.untrusted_files import check_values, read_json_object, read_text, shown
+
+_REPLACEMENT = "\ufffd"
+
+# Bytes. The largest published tokenizers have 35 MB, and two million values.
+_MAX_TOKENIZER = 2**26
+_MAX_TOKENIZER_VALUES = 3_000_000
+_MAX_CONFIG = 2**23
+_MAX_TEMPLATE = 2**20
+
+# Characters that the replacements of a normalizer or decoder make of one, at most. Those in use keep the length.
+_MAX_GROWTH = 2**8
+
+
+class TokenizerError(ValueError):
+    """A tokenizer or chat template that cannot be used. Names the file, what it holds and what is accepted."""
+
+
+class Tokenizer:
+    """The tokenizer in a checkpoint directory: tokenizer.json, and tokenizer_config.json for its special tokens.
+
+    bos_token_id, eos_token_id: None if tokenizer_config.json names no such token.
+    The chat template is chat_template.jinja if there is one, else tokenizer_config.json's `chat_template`: a string, or
+    a list of {"name", "template"} of which "default" is taken. It is a program that came with the checkpoint; it runs
+    in jinja2's sandbox, in a process of its own with half a second and 200 MB (`ChatTemplate`).
+    tokenizer.json's own padding and truncation are not applied: a prompt is encoded whole.
+    Raises TokenizerError (a ValueError) that names the file that is missing or malformed.
+    """
+
+    def __init__(self, directory: str | PathLike[str]) -> None:
+        directory = Path(directory)
+        tokenizer_path, config_path = directory / "tokenizer.json", directory / "tokenizer_config.json"
+        self._tokenizer_path = tokenizer_path
+        with _missing(tokenizer_path):
+            content = read_text(tokenizer_path, TokenizerError, _MAX_TOKENIZER)
+        check_values(tokenizer_path, content, TokenizerError, _MAX_TOKENIZER_VALUES)
+        with _failures(f"{tokenizer_path}: not a tokenizer"):
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+        for part in ("normalizer", "decoder"):
+            with _failures(f"{tokenizer_path}: not a tokenizer"):
+                step = getattr(self._tokenizer, part)
+                growth = 1 if step is None else _growth(json.loads(step.__getstate__()))
+            if growth > _MAX_GROWTH:
+                raise TokenizerError(
+                    f"{tokenizer_path}: its {part} can make a text {growth:g} times as long; accepted: at most "
+                    f"{_MAX_GROWTH}"
+                )
+        with _missing(config_path):
+            config = read_json_object(config_path, TokenizerError, _MAX_CONFIG)
+
+        # The ending also has "add_bos_token": true, which is no token.
+        named = {
+            name: value
+            for name, value in config.items()
+            if name.endswith("_token") and value is not None and not isinstance(value, bool)
+        }
+        self._special = {name: _token_text(config_path, name, value) for name, value in named.items()}
+        self.bos_token_id = self._token_id("bos_token", config_path)
+        self.eos_token_id = self._token_id("eos_token", config_path)
+        template_path = directory / "chat_template.jinja"
+        if os.path.lexists(template_path):  # a link to nothing is a file that was not fetched
+            with _missing(template_path):
+                template = read_text(template_path, TokenizerError, _MAX_TEMPLATE)
+            self._template_path = template_path
+        else:
+            template, self._template_path = _chat_template(config_path, config), config_path
+        with self._template_failures():
+            self._template = None if template is None else ChatTemplate(template)
+        with _failures(f"{tokenizer_path}: not a tokenizer"):
+            added = self._tokenizer.get_added_tokens_decoder()
+        self._skipped = {token_id for token_id, token in added.items() if token.special}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, special ones included. The model may have more rows than that."""
+        return self._tokenizer.get_vocab_size()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens that are spelled out in it become their ids.
+
+        add_bos puts the beginning-of-sequence id in front if there is one and the text does not begin with it already.
+        What tokenizer.json would itself add around a text is left out, so BOS never comes twice and EOS never at all.
+        Raises TokenizerError if the tokenizer cannot encode it.
+        """
+        with _failures(f"{self._tokenizer_path}: cannot encode a text of {len(text)} characters"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            ids.insert(0, self.bos_token_id)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, without special tokens and ids that are no token. Invalid UTF-8 becomes U+FFFD.
+
+        Raises TokenizerError if the tokenizer cannot decode them.
+        """
+        with _failures(f"{self._tokenizer_path}: cannot decode {len(ids)} ids"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self) -> "StreamDecoder":
+        """A decoder for ids that come one by one."""
+        return StreamDecoder(self)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The prompt for `messages`, each {"role": ..., "content": ...}, by the checkpoint's chat template.
+
+        add_generation_prompt ends it where the assistant's answer begins. Templates write BOS themselves, as text.
+        Raises TokenizerError if there is no template, if it refuses the messages, or if it takes more than it may.
+        """
+        if self._template is None:
+            raise TokenizerError(f"{self._template_path}: holds no chat_template, and there is no chat_template.jinja")
+        variables = {**self._special, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        with self._template_failures():
+            return self._template.render(variables)
+
+    def emits_text(self, token_id: int) -> bool:
+        """False for the ids that `decode` leaves out."""
+        return token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
+
+    def _token_id(self, name: str, path: Path) -> int | None:
+        text = self._special.get(name)
+        if text is None:
+            return None
+        with _failures(f"{path}: {name} {shown(text)} cannot be looked up"):
+            token_id = self._tokenizer.token_to_id(text)
+        if token_id is None:
+            raise TokenizerError(f"{path}: {name} {shown(text)} is no token of {self._tokenizer_path}")
+        return token_id
+
+    @contextmanager
+    def _template_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except ChatTemplateError as error:
+            raise TokenizerError(f"{self._template_path}: chat template: {error}") from error
+
+
+class StreamDecoder:
+    """Decodes ids one by one; the pieces joined, with `flush`'s, are what `Tokenizer.decode` gives for all of them.
+
+    A character can span several tokens: its bytes are held back until it is complete or known to be invalid. Each push
+    decodes a window of the last tokens, not the whole text. Exact for byte-level tokenizers, DeepSeek's kind.
+    """
+
+    # A window grows only while the text ends in invalid UTF-8; beyond this many tokens its beginning is cut off.
+    _MAX_WINDOW = 16
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._context = 0  # the first tokens of the window: returned in full, kept for decoders that look back
+        self._returned = 0  # characters of the window's text
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes: often a word, "" for a special token or half a character."""
+        if not self._tokenizer.emits_text(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        # An unfinished character shows as one U+FFFD at the end. Those before it are final.
+        held = text.endswith(_REPLACEMENT)
+        piece = text[self._returned : len(text) - held]
+        self._returned += len(piece)
+        if not held:
+            self._drop(self._context)
+            self._context = len(self._window)
+        elif len(self._window) > self._MAX_WINDOW:
+            self._cut(text)
+        return piece
+
+    def flush(self) -> str:
+        """The text still held back: U+FFFD if the ids ended inside a character. The decoder then starts afresh."""
+        rest = self._tokenizer.decode(self._window)[self._returned :]
+        self._window, self._context, self._returned = [], 0, 0
+        return rest
+
+    def _drop(self, tokens: int) -> None:
+        """Forgets the first tokens of the window, whose text has been returned."""
+        self._returned -= len(self._tokenizer.decode(self._window[:tokens]))
+        del self._window[:tokens]
+
+    def _cut(self, text: str) -> None:
+        # Where the two sides decode to the whole, no character lies across the cut.
+        for tokens in range(len(self._window) - 1, 0, -1):
+            sides = (self._window[:tokens], self._window[tokens:])
+            if "".join(map(self._tokenizer.decode, sides)) == text:
+                self._drop(tokens)
+                self._context = 0
+                return
+
+
+@contextmanager
+def _missing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise TokenizerError(f"{path}: no such file; a checkpoint needs it to turn text into tokens") from None
+
+
+@contextmanager
+def _failures(problem: str) -> Iterator[None]:
+    """What the tokenizers library raises, as TokenizerError: Exception itself, and for what its authors thought
+    impossible an exception that is none."""
+    try:
+        yield
+    except Exception as error:
+        raise TokenizerError(f"{problem}: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{problem}: {error}") from error
+
+
+def _growth(step: Any) -> float:
+    """How many times as long a text can be after a normalizer or decoder: replacements one after the other multiply,
+    until a letter fills the memory. A float, which thousands of them make infinite."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step), start=1.0)
+    if not isinstance(step, dict):
+        return 1.0
+    added = {"Replace": step.get("content"), "Prepend": step.get("prepend")}.get(step.get("type"))
+    own = len(added) + (step["type"] == "Prepend") if isinstance(added, str) else 1
+    return max(own, 1) * math.prod(map(_growth, step.values()), start=1.0)
+
+
+def _token_text(path: Path, name: str, value: Any) -> str:
+    """A special token's text, written as a string or as {"content": ...}."""
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise TokenizerError(f"{path}: {name} is {shown(value)}; accepted: a string, an object with 'content', or null")
+    return text
+
+
+def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict)]
+        default = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        if not default:
+            names = shown([entry.get("name") for entry in named])
+            raise TokenizerError(f"{path}: chat_template names {names}; accepted: a list with 'default'")
+        template = default[-1]
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError(
+            f"{path}: chat_template is {shown(template)}; accepted: a string or a list of named strings"
+        )
+    return template

@@ -1,1 +1,0 @@
-"""Whole models, and how they are loaded."""

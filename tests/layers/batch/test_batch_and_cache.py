@@ -1,0 +1,160 @@
+"""Packed batches, pages and their allocator."""
+
+import pytest
+import torch
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
+from dsa_layers.cache.kv_cache import OutOfPages, PageAllocator, PagedKVCache
+
+
+def test_packed_tensors_by_hand():
+    batch = SequenceBatch.paged([2, 1], [5, 3], [[7, 2], [4]], page_size=4)
+    assert batch.positions.tolist() == [3, 4, 2]
+    assert batch.block_table.tolist() == [[7, 2], [4, -1]] and batch.block_table.dtype == torch.int32
+    assert batch.slots.tolist() == [31, 8, 18]
+    assert batch.key_slots.tolist() == [28, 29, 30, 31, 8, 16, 17, 18]
+    assert batch.key_starts.tolist() == [0, 0, 5] and batch.visible_keys.tolist() == [4, 5, 3]
+    assert batch.last_tokens.tolist() == [1, 2] and batch.key_lens_tensor.tolist() == [5, 3]
+    assert batch.max_key_len == 5 and not batch.is_decode
+    assert SequenceBatch.paged([1, 1], [5, 3], [[7, 2], [4]], 4).is_decode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0], [3], [[1]], 4), r"query_lens: every sequence needs at least one new token, got \[0\]"),
+        (
+            ([1], [5], [[1]], 4),
+            r"key_lens\[0\]: must be between query_lens\[0\]=1 and the 4 tokens of its pages, got 5",
+        ),
+        (([3], [2], [[1]], 4), r"key_lens\[0\]: must be between"),
+        (([1, 1], [2], [[1]], 4), "must have one entry a sequence, got 2, 1 and 1"),
+        (([1], [2], [[-1]], 4), r"pages: must be numbers of pages, at least 0, got \[\(-1,\)\]"),
+        (([1], [2], [[1]], 0), "page_size: must be at least 1, got 0"),
+        (([1], [2], [[1]], 4, "cpu", [-1]), r"lanes: must be 1 different numbers, one a sequence, got \[-1\]"),
+        (([1, 1], [2, 2], [[1], [2]], 4, "cpu", [3, 3]), r"lanes: must be 2 different numbers, .*, got \[3, 3\]"),
+    ],
+)
+def test_impossible_batches(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SequenceBatch.paged(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.0], [2], [[1]], 4), r"query_lens\[0\]: must be an integer, got 1.0"),
+        (([1], [True], [[1]], 4), r"key_lens\[0\]: must be an integer, got True"),
+        (([1], [2], [[1.5]], 4), r"pages\[0\]\[0\]: must be an integer, got 1.5"),
+        (([1], [2], [1], 4), r"pages\[0\]: must be a list of integers, got 1"),
+        ((1, [2], [[1]], 4), "query_lens: must be a list of integers, got 1"),
+        (([1], [2], [[1]], 4.0), "page_size: must be an integer, got 4.0"),
+        (([1], [2], [[1]], 4, "cpu", [None]), r"lanes\[0\]: must be an integer, got None"),
+    ],
+)
+def test_batches_of_other_types(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        SequenceBatch.paged(*arguments)
+    with pytest.raises(TypeError, match=r"lens\[1\]: must be an integer, got 2.0"):
+        SequenceBatch.without_cache([1, 2.0])
+
+
+def test_pages_are_handed_out_once():
+    pages = PageAllocator(4)
+    first, second = pages.allocate(2), pages.allocate(2)
+    assert sorted(first + second) == [0, 1, 2, 3] and pages.free == 0
+    with pytest.raises(OutOfPages, match="1 pages are needed and 0 of 4 are free"):
+        pages.allocate(1)
+    pages.release(first)
+    assert sorted(pages.allocate(2)) == sorted(first)
+
+
+def test_a_failed_allocation_takes_nothing():
+    pages = PageAllocator(3)
+    with pytest.raises(OutOfPages):
+        pages.allocate(4)
+    assert pages.free == 3
+
+
+def test_releasing_a_free_page_is_an_error():
+    pages = PageAllocator(3)
+    own = pages.allocate(1)
+    pages.release(own)
+    for wrong in (own, [7]):
+        with pytest.raises(ValueError, match="are not in use"):
+            pages.release(wrong)
+
+
+def test_a_page_is_never_in_two_hands():
+    """Neither released twice nor named twice in a call; what is refused changes nothing."""
+    pages = PageAllocator(4)
+    own = pages.allocate(3)
+    for wrong, error, message in [
+        ([0, 1, 0], ValueError, r"pages: must name each page once, got \[0, 1, 0\]"),
+        ([0, 3], ValueError, r"pages: \[3\] are not in use"),
+        ([-1], ValueError, r"pages: \[-1\] are not in use"),
+        ([0, 1.0], TypeError, r"pages\[1\]: must be an integer, got 1.0"),
+        ([True], TypeError, r"pages\[0\]: must be an integer, got True"),
+    ]:
+        with pytest.raises(error, match=message):
+            pages.release(wrong)
+        assert pages.free == 1
+    pages.release(own)
+    pages.release([])
+    assert sorted(pages.allocate(4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "message"),
+    [(-1, ValueError, "count: must be at least 0, got -1"), (1.0, TypeError, "count: must be an integer, got 1.0")],
+)
+def test_impossible_counts(count, error, message):
+    with pytest.raises(error, match=message):
+        PageAllocator(4).allocate(count)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_pages": -1}, ValueError, "num_pages: must be at least 0, got -1"),
+        (
+            {"num_pages": 2**26},
+            ValueError,
+            "num_pages: must be at most 33554432, so that slots are int32, for pages of 64",
+        ),
+        ({"page_size": 0}, ValueError, "page_size: must be at least 1, got 0"),
+        ({"lanes": 1.5}, TypeError, "lanes: must be an integer, got 1.5"),
+        ({"latent": "int4"}, ValueError, "latent: must be 'fp8', torch.bfloat16, .*, got 'int4'"),
+        ({"index": torch.int8}, ValueError, "index: must be 'fp8', torch.bfloat16, .*, got torch.int8"),
+    ],
+)
+def test_impossible_caches(change, error, message):
+    with pytest.raises(error, match=message):
+        PagedKVCache(**{"num_layers": 1, "num_pages": 2} | change)
+
+
+def test_impossible_compressed_caches():
+    options = {"window": 8, "dim": 512}
+    with pytest.raises(ValueError, match=r"entries: must be 'fp8', torch.bfloat16, .*, got 'int4'"):
+        CompressedKVCache([], 2, 256, 1, **options, entries="int4")
+    with pytest.raises(ValueError, match="page_size: must be at least 1, got 0"):
+        CompressedKVCache([], 2, 0, 1, **options)
+    with pytest.raises(ValueError, match="num_pages: must be at most 8388608"):
+        CompressedKVCache([], 2**24, 256, 1, **options)
+
+
+def test_cache_shapes():
+    cache = PagedKVCache(2, 5, 16, latent="fp8", index="fp8")
+    assert cache.layer(1).latent.shape == (5, 16, 1, 656) and cache.layer(1).index.shape == (5, 16, 1, 132)
+    assert cache.nbytes == 2 * 5 * 16 * (656 + 132)
+    cache = PagedKVCache(2, 5, 16, latent=torch.float32, index=torch.bfloat16, latent_dim=48, index_dim=32)
+    assert cache.layer(0).latent.shape == (5, 16, 1, 48) and cache.layer(0).index.dtype == torch.bfloat16
+    assert not cache.layer(0).latent_is_fp8 and cache.layer(0).page_size == 16
+    cache = PagedKVCache(3, 5, 16, latent="fp8", index="fp8", index_layers=[0, 2])
+    assert cache.layer(1).index is None and cache.layer(2).index.shape == (5, 16, 1, 132)
+    cache.layer(0).index.fill_(1)
+    cache.layer(2).index.fill_(2)
+    assert (cache.layer(0).index == 1).all() and cache.nbytes == 5 * 16 * (3 * 656 + 2 * 132)
+    with pytest.raises(ValueError, match="latent_dim: must be 576"):
+        PagedKVCache(1, 1, latent="fp8", latent_dim=48)

@@ -1,0 +1,36 @@
+"""Loads each directory in the directory that is its argument, within 200 MB more than it begins with, and prints for
+each how that ended: a JSON line of its name, the exception's type, the message and the seconds of computing."""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from dsa_layers.checkpoint.loading import load_model
+
+MAX_MEMORY = 200_000_000
+
+
+def main() -> None:
+    with torch.device("meta"):
+        torch.nn.Embedding(2, 2)  # the first one imports much
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux
+        used = int(status.read_text().partition("VmData:")[2].split()[0]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (used + MAX_MEMORY, -1))
+    for directory in sorted(Path(sys.argv[1]).iterdir()):
+        before = time.process_time()
+        try:
+            load_model(directory, progress=False)
+            kind, message = "none", ""
+        except BaseException as error:
+            kind, message = type(error).__name__, str(error)
+        seconds = time.process_time() - before
+        print(json.dumps([directory.name, kind, message, seconds]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""`dsa bench` and `dsa tune`, run in this process."""
+
+import os
+import re
+
+import pytest
+
+from dsa import backends
+from dsa_bench.gemm import per_token_cast_to_fp8 as benchmark
+from dsa_bench.harness import case
+from dsa_layers.command.main import main
+
+
+def error(capsys):
+    """The one line of a wrong call; nothing went to the standard output."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_bench_and_tune_name_the_ops(command, capsys):
+    for name in ("nonsense", "harness"):
+        assert main([command, name]) == 2
+        refusal, _, ops = error(capsys).partition("; there are: ")
+        assert refusal == f"dsa {command}: no benchmark for '{name}'"
+        assert "per_token_cast_to_fp8" in ops.split(", ") and "harness" not in ops.split(", ")
+
+
+@pytest.mark.parametrize(("command", "what"), [("bench", "a benchmark"), ("tune", "tuning")])
+def test_bench_and_tune_need_a_gpu(command, what, monkeypatch, capsys):
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: "torch sees no CUDA GPU")
+    assert main([command, "per_token_cast_to_fp8"]) == 2
+    assert error(capsys) == f"dsa {command}: {what} needs a Hopper GPU: torch sees no CUDA GPU"
+
+
+def test_tune_needs_an_op_with_configurations(monkeypatch, capsys):
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+    assert main(["tune", "indexer_cache"]) == 2
+    assert error(capsys) == "dsa tune: indexer_cache: its benchmark has no tuning()"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("bench", "rotary", "--csv"), "dsa bench: --csv: "),
+        (("bench", "rotary", "--png"), "dsa bench: --png: "),
+        (("bench", "e2e", "--csv"), "dsa bench: --csv: "),
+        (("tune", "fp8_gemm_nt", "--output"), "dsa tune: --output: "),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path, monkeypatch, capsys, arguments, shown):
+    monkeypatch.setattr(backends, "why_no_kernels", None)  # not even asked for
+    assert main([*arguments, str(tmp_path)]) == 2
+    assert error(capsys) == f"{shown}must be a file, got the directory {tmp_path}"
+    assert main([*arguments, str(tmp_path / "nowhere" / "x")]) == 2
+    assert error(capsys) == f"{shown}there is no directory {tmp_path / 'nowhere'}"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    assert main([*arguments, str(tmp_path / "x")]) == 2
+    assert error(capsys) == f"{shown}{tmp_path / 'x'} cannot be written"
+
+
+def test_a_profile_writes_no_files(tmp_path, capsys):
+    assert main(["bench", "rotary", "--profile", "--csv", str(tmp_path / "x")]) == 2
+    assert error(capsys) == "dsa bench: --profile: prints where the time goes; it writes no --csv and no --png"
+
+
+def test_bench_prints_a_table_and_writes_and_draws_it(monkeypatch, tmp_path, capsys):
+    times = iter([{"dsa": 0.5, "vllm": 0.75, "sglang": 1.0}, {"dsa": 0.25}])
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+    monkeypatch.setattr(case, "bench", lambda calls, **options: next(times))
+    monkeypatch.setattr(benchmark, "SHAPES", [(8,), (9,)])
+    monkeypatch.setattr(benchmark, "case", lambda n: case.Case(f"{n} x 128", {}, lambda ms: f"{1 / ms:.0f} GB/s"))
+    files = ["--csv", str(tmp_path / "rows.csv"), "--png", str(tmp_path / "rows.png")]
+    assert main(["bench", "per_token_cast_to_fp8", *files]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(
+        r"8 x 128 +0\.5000 ms +2 GB/s +vllm 0\.7500 ms, ratio 1\.50; sglang 1\.0000 ms, ratio 2\.00", shown
+    )
+    assert re.search(r"9 x 128 +0\.2500 ms +4 GB/s +no peer", shown)
+    header, *written = (tmp_path / "rows.csv").read_text().splitlines()
+    assert header == "shape,ms,figure,vllm ms,vllm ratio,sglang ms,sglang ratio"
+    assert written == ["8 x 128,0.5,2 GB/s,0.75,1.5,1.0,2.0", "9 x 128,0.25,4 GB/s,,,,"]
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")

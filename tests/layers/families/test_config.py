@@ -1,0 +1,251 @@
+import json
+import math
+import re
+
+import pytest
+
+from dsa_layers.families.config import ConfigError, QuantizationConfig, RopeConfig, YarnConfig, read_config
+from dsa_layers.families.deepseek_v32.manifest import deepseek_v32_tensor_manifest
+from tests.layers.families.listings import PINNED, read_listing
+
+PUBLISHED = json.loads((PINNED / "deepseek_v32_config.json").read_text())
+ABSENT = object()
+
+
+def read(tmp_path, generation=None, **changes):
+    """Reads the published configuration with some fields changed; a dotted name is a field of a nested object."""
+    fields = json.loads(json.dumps(PUBLISHED))
+    for name, value in changes.items():
+        *parents, last = name.split(".")
+        owner = fields
+        for parent in parents:
+            owner = owner[parent]
+        if value is ABSENT:
+            del owner[last]
+        else:
+            owner[last] = value
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return read_config(tmp_path)
+
+
+def test_published_config(tmp_path):
+    config = read(tmp_path)
+    assert (config.hidden_size, config.num_hidden_layers, config.num_nextn_predict_layers) == (7168, 61, 1)
+    assert (config.n_routed_experts, config.n_group, config.topk_group, config.num_experts_per_tok) == (256, 8, 4, 8)
+    assert (config.q_lora_rank, config.kv_lora_rank, config.index_topk) == (1536, 512, 2048)
+    assert config.rope == RopeConfig(10000.0, YarnConfig(40.0, 4096, 32.0, 1.0, 1.0, 1.0))
+    assert config.quantization == QuantizationConfig((128, 128), "ue8m0")
+    assert (config.bos_token_id, config.eos_token_ids, config.dtype) == (0, (1,), "bfloat16")
+    assert (config.scoring_func, config.topk_method) == ("sigmoid", "noaux_tc")
+    with pytest.raises(AttributeError):
+        config.hidden_size = 1
+
+
+def test_transformers_spelling_reads_the_same(tmp_path):
+    configuration = pytest.importorskip("transformers.models.deepseek_v32.configuration_deepseek_v32")
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    rewritten = tmp_path / "rewritten"
+    configuration.DeepseekV32Config.from_pretrained(tmp_path).save_pretrained(rewritten)
+    fields = json.loads((rewritten / "config.json").read_text())
+    assert "rope_parameters" in fields and "rope_scaling" not in fields and "torch_dtype" not in fields
+    assert read_config(rewritten) == read_config(tmp_path)
+
+
+def test_transformers_spelling_without_yarn_and_quantisation(tmp_path):
+    config = read(
+        tmp_path,
+        **{"rope_scaling": ABSENT, "rope_theta": ABSENT, "torch_dtype": ABSENT, "quantization_config": ABSENT},
+        rope_parameters={"rope_theta": 5e5, "rope_type": "default"},
+        dtype="float32",
+        num_nextn_predict_layers=ABSENT,
+        mlp_layer_types=["dense"] * 3 + ["sparse"] * 58,
+        head_dim=64,
+        qk_head_dim=192,
+        pad_token_id=None,
+    )
+    assert config.rope == RopeConfig(5e5, None)
+    assert (config.quantization, config.dtype, config.num_nextn_predict_layers) == (None, "float32", 0)
+
+
+def test_one_rope_theta(tmp_path):
+    with pytest.raises(ConfigError, match=r"field 'rope_theta' is 10000; accepted: 500000\.0"):
+        read(tmp_path, rope_scaling=None, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+
+
+def test_null_scaling_is_plain_rope(tmp_path):
+    assert read(tmp_path, rope_scaling=None, quantization_config=None).rope == RopeConfig(10000.0, None)
+
+
+@pytest.mark.parametrize(("value", "scale_fmt"), [("ue8m0", "ue8m0"), ("float", None), (None, None), (ABSENT, None)])
+def test_scale_fmt(tmp_path, value, scale_fmt):
+    assert read(tmp_path, **{"quantization_config.scale_fmt": value}).quantization.scale_fmt == scale_fmt
+
+
+def test_what_transformers_adds_to_a_quantisation(tmp_path):
+    added = {
+        "modules_to_not_convert": ["lm_head"],
+        "modules_to_convert": None,
+        "dequantize": False,
+        "expert_dtype": "fp8",
+    }
+    assert read(tmp_path, **{f"quantization_config.{name}": value for name, value in added.items()}) == read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config_eos", "generation", "expected"),
+    [
+        (1, None, (1,)),
+        ([1, 7], None, (1, 7)),
+        (None, None, ()),
+        (1, {"eos_token_id": [2, 3]}, (2, 3)),
+        (1, {"eos_token_id": 5, "temperature": 0.6}, (5,)),
+        (1, {"eos_token_id": None}, (1,)),
+        (1, {"temperature": 0.6}, (1,)),
+    ],
+)
+def test_eos_token_ids(tmp_path, config_eos, generation, expected):
+    assert read(tmp_path, generation, eos_token_id=config_eos).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"foo": 3}, ["field 'foo' is not supported", "got 3"]),
+        ({"rope_scaling.foo": 1}, ["field 'rope_scaling.foo' is not supported"]),
+        ({"quantization_config.foo": 1}, ["field 'quantization_config.foo' is not supported"]),
+        ({"model_type": "llama"}, ["field 'model_type' is 'llama'", "accepted: 'deepseek_v32'"]),
+        ({"model_type": ABSENT}, ["field 'model_type' is missing", "accepted: 'deepseek_v32'"]),
+        # values that would need other code
+        ({"scoring_func": "softmax"}, ["field 'scoring_func' is 'softmax'", "accepted: 'sigmoid'"]),
+        ({"topk_method": "greedy"}, ["field 'topk_method' is 'greedy'", "accepted: 'noaux_tc'"]),
+        ({"attention_bias": True}, ["field 'attention_bias' is True", "accepted: False"]),
+        ({"attention_bias": 0}, ["field 'attention_bias' is 0", "accepted: False"]),
+        ({"attention_dropout": 0.1}, ["field 'attention_dropout' is 0.1", "accepted: 0"]),
+        ({"hidden_act": "gelu"}, ["field 'hidden_act' is 'gelu'", "accepted: 'silu'"]),
+        ({"ep_size": 8}, ["field 'ep_size' is 8", "accepted: 1"]),
+        ({"moe_layer_freq": 2}, ["field 'moe_layer_freq' is 2", "accepted: 1"]),
+        ({"tie_word_embeddings": True}, ["field 'tie_word_embeddings' is True", "accepted: False"]),
+        ({"indexer_rope_interleave": True}, ["field 'indexer_rope_interleave' is True", "accepted: False"]),
+        ({"torch_dtype": "int8"}, ["field 'torch_dtype' is 'int8'", "'bfloat16', 'float16', 'float32'"]),
+        ({"dtype": "float32"}, ["field 'torch_dtype' is 'bfloat16'", "accepted: 'float32'"]),
+        ({"quantization_config.quant_method": "gptq"}, ["'quantization_config.quant_method' is 'gptq'", "'fp8'"]),
+        ({"quantization_config.fmt": "e5m2"}, ["'quantization_config.fmt' is 'e5m2'", "'e4m3'"]),
+        ({"quantization_config.activation_scheme": "static"}, ["activation_scheme' is 'static'", "'dynamic'"]),
+        ({"quantization_config.weight_block_size": [64, 64]}, ["weight_block_size' is [64, 64]", "[128, 128]"]),
+        ({"quantization_config.scale_fmt": "e8"}, ["scale_fmt' is 'e8'", "'ue8m0', 'float'"]),
+        (
+            {"quantization_config.modules_to_not_convert": ["gate"]},
+            ["modules_to_not_convert' holds 'gate'", "'lm_head'"],
+        ),
+        ({"quantization_config": "fp8"}, ["'quantization_config' is 'fp8'", "an object or null"]),
+        ({"rope_scaling.type": "linear"}, ["'rope_scaling.type' is 'linear'", "'default', 'yarn'"]),
+        ({"rope_scaling.type": ABSENT}, ["'rope_scaling.rope_type' and field 'type'", "'yarn'"]),
+        ({"rope_scaling.rope_type": "default"}, ["'rope_scaling.rope_type' and field 'type'", "'yarn'"]),
+        ({"rope_scaling.factor": 0.5}, ["'rope_scaling.factor' is 0.5", "at least 1"]),
+        ({"rope_scaling.beta_fast": 1}, ["'rope_scaling.beta_fast' is 1", "above beta_slow"]),
+        ({"rope_scaling.mscale": ABSENT}, ["'rope_scaling.mscale' is missing"]),
+        ({"rope_theta": ABSENT}, ["'rope_theta' is missing", "above 0"]),
+        ({"rope_parameters": {"rope_type": "default"}}, ["'rope_scaling' and field 'rope_parameters' are both"]),
+        # types and ranges
+        ({"hidden_size": ABSENT}, ["'hidden_size' is missing", "an integer of at least 1"]),
+        ({"hidden_size": None}, ["'hidden_size' is null"]),
+        ({"hidden_size": "7168"}, ["'hidden_size' is '7168'", "an integer"]),
+        ({"hidden_size": 7168.0}, ["'hidden_size' is 7168.0", "an integer"]),
+        ({"hidden_size": True}, ["'hidden_size' is True", "an integer"]),
+        ({"index_topk": 0}, ["'index_topk' is 0", "at least 1"]),
+        ({"rms_norm_eps": "1e-6"}, ["'rms_norm_eps' is '1e-6'", "a finite number above 0"]),
+        ({"rms_norm_eps": 0}, ["'rms_norm_eps' is 0", "above 0"]),
+        ({"routed_scaling_factor": math.nan}, ["'routed_scaling_factor' is nan", "finite"]),
+        ({"norm_topk_prob": 1}, ["'norm_topk_prob' is 1", "True, False"]),
+        ({"eos_token_id": "</s>"}, ["'eos_token_id' is '</s>'", "token ids in [0, vocab_size=129280)"]),
+        ({"eos_token_id": [1, 129280]}, ["'eos_token_id' is [1, 129280]", "vocab_size=129280"]),
+        ({"bos_token_id": -1}, ["'bos_token_id' is -1", "vocab_size=129280"]),
+        ({"bos_token_id": [0, 1]}, ["'bos_token_id' is [0, 1]", "one token id"]),
+        # fields that contradict each other
+        ({"n_group": 7}, ["'n_routed_experts' is 256", "a multiple of n_group=7"]),
+        ({"n_group": 256}, ["'n_group' is 256", "groups of 2 experts or more"]),
+        ({"topk_group": 9}, ["'topk_group' is 9", "at most n_group=8"]),
+        ({"num_experts_per_tok": 129}, ["'num_experts_per_tok' is 129", "at most 128"]),
+        ({"first_k_dense_replace": 62}, ["'first_k_dense_replace' is 62", "num_hidden_layers=61"]),
+        ({"num_key_value_heads": 8}, ["'num_key_value_heads' is 8", "accepted: 128"]),
+        ({"qk_head_dim": 128}, ["'qk_head_dim' is 128", "accepted: 192"]),
+        ({"head_dim": 128}, ["'head_dim' is 128", "accepted: 64, 192"]),
+        ({"qk_rope_head_dim": 63}, ["'qk_rope_head_dim' is 63", "an even number"]),
+        ({"index_head_dim": 32}, ["'index_head_dim' is 32", "at least qk_rope_head_dim=64"]),
+        (
+            {"mlp_layer_types": ["sparse"] * 61},
+            ["'mlp_layer_types' is ['sparse'", "['dense', 'dense', 'dense', 'sparse'"],
+        ),
+        ({"layer_types": ["full_attention"] * 61}, ["'layer_types' is ['full_attention'", "indexed_attention"]),
+    ],
+)
+def test_rejected(tmp_path, changes, parts):
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, **changes)
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_rejected_in_generation_config(tmp_path):
+    with pytest.raises(ConfigError, match=r"generation_config\.json: field 'eos_token_id' is 'x'"):
+        read(tmp_path, {"eos_token_id": "x"})
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'config.json'}: no such file")):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b'{"a": ', "not valid JSON"), (b"[1]", "must hold a JSON object, got list"), (b"\xff", "cannot be read")],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_malformed_file(tmp_path, name, content, problem):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / name}: {problem}")):
+        read_config(tmp_path)
+
+
+def test_manifest_is_the_published_listing(tmp_path):
+    manifest = deepseek_v32_tensor_manifest(read(tmp_path))
+    assert manifest == read_listing("deepseek_v32_tensors.json")
+    assert len(manifest) == 92_425
+    assert sum(math.prod(shape) for shape, _ in manifest.values()) == 685_396_921_376
+
+
+def test_parameter_count(tmp_path):
+    """Counted by hand from the architecture: DeepSeek-V3's 671.03 B, plus 0.85 B in 61 indexers, plus the MTP layer."""
+    attention = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+    indexer = 1536 * 64 * 128 + 7168 * 128 + 2 * 128 + 7168 * 64
+    layer_norms = 2 * 7168
+    dense = 3 * 7168 * 18432
+    sparse = 7168 * 256 + 256 + 257 * 3 * 7168 * 2048
+    vocabulary = 129280 * 7168
+    main = 2 * vocabulary + 7168 + 61 * (attention + indexer + layer_norms) + 3 * dense + 58 * sparse
+    mtp = attention + indexer + layer_norms + sparse + 2 * vocabulary + 2 * 7168 * 7168 + 3 * 7168
+
+    manifest = deepseek_v32_tensor_manifest(read(tmp_path))
+    counts = {"main": 0, "mtp": 0}
+    for name, (shape, _) in manifest.items():
+        if not name.endswith("_scale_inv"):
+            counts["mtp" if name.startswith("model.layers.61.") else "main"] += math.prod(shape)
+    assert counts == {"main": main, "mtp": mtp} == {"main": 671_877_944_064, "mtp": 13_477_385_728}
+    assert main - 61 * indexer == 671_026_419_200
+
+
+def test_shared_experts_are_one_wide_mlp(tmp_path):
+    manifest = deepseek_v32_tensor_manifest(read(tmp_path, n_shared_experts=2))
+    assert manifest["model.layers.3.mlp.shared_experts.down_proj.weight"] == ((7168, 4096), "F8_E4M3")
+    assert manifest["model.layers.3.mlp.shared_experts.down_proj.weight_scale_inv"] == ((56, 32), "F32")
+
+
+def test_manifest_without_quantisation(tmp_path):
+    manifest = deepseek_v32_tensor_manifest(read(tmp_path, quantization_config=None, num_nextn_predict_layers=0))
+    assert {dtype for _, dtype in manifest.values()} == {"BF16", "F32"}
+    assert not [name for name in manifest if name.endswith("_scale_inv") or name.startswith("model.layers.61.")]
+    assert manifest["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == ((576, 7168), "BF16")

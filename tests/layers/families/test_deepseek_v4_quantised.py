@@ -1,0 +1,226 @@
+"""Loading DeepSeek-V4's published layout: FP8 with E8M0 or F32 scales, and experts in FP4 or FP8."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dsa
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint import SINGLE_NAME, CheckpointError
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.families.config import ConfigError, read_config
+from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
+from dsa_layers.families.precision import Precision
+from dsa_layers.layers.linear import BlockFP8Linear, Linear
+from tests.layers.families.listings import parts
+from tests.layers.families.v4_checkpoints import write_published
+
+TOKENS = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=[("fp4", "ue8m0"), ("fp8", "ue8m0"), ("fp8", None)], ids=str)
+def checkpoint(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("v4")
+    expert_dtype, scale_fmt = request.param
+    return directory, write_published(directory, expert_dtype=expert_dtype, scale_fmt=scale_fmt)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(TOKENS, SequenceBatch.without_cache([len(TOKENS)]), all_tokens=True)
+
+
+def test_dequantised(checkpoint):
+    """Every weight is what the formats' definitions say, so the logits are equal to the last bit."""
+    directory, worth = checkpoint
+    got = load_model(directory, dtype=torch.float32, dequantize=True, progress=False)
+    expected = DeepseekV4ForCausalLM(read_config(directory), Precision(torch.float32, False, False, "model")).eval()
+    for name, tensor in parts(expected).items():
+        tensor.copy_(worth[name])
+    assert all(torch.equal(tensor, worth[name]) for name, tensor in parts(got).items())
+    assert torch.equal(logits(got), logits(expected))
+    assert logits(got).std() > 0.3
+
+
+def test_quantised(checkpoint):
+    """The same weights, in FP8 with scales that are powers of two where the checkpoint's are."""
+    directory, worth = checkpoint
+    model = load_model(directory, progress=False)
+    assert model.precision == Precision(torch.bfloat16, True, True, "fp8")
+    for name, module in model.named_modules():
+        if isinstance(module, BlockFP8Linear):
+            assert torch.equal(module.float_weight(torch.float32), worth[f"{name}.weight"]), name
+            if model.config.quantization.scale_fmt == "ue8m0":
+                assert torch.frexp(module.weight_scale_inv).mantissa.eq(0.5).all()
+        elif isinstance(module, Linear):
+            assert torch.equal(module.weight.float(), worth[f"{name}.weight"]), name
+    tensors = parts(model)
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float32 and not name.endswith("_scale_inv"):
+            assert torch.equal(tensor, worth[name]), name
+        if ".experts." in name and tensor.dtype == torch.float8_e4m3fn:
+            value = dsa.dequantize_per_block(tensor, tensors[f"{name}_scale_inv"], torch.float32)
+            assert torch.equal(value, worth[name]), name
+    # Activations are rounded to e4m3, so only close.
+    model = load_model(directory, dtype=torch.float32, progress=False)
+    rounded, exact = logits(model), logits(load_model(directory, dtype=torch.float32, dequantize=True, progress=False))
+    assert torch.nn.functional.cosine_similarity(rounded, exact).mean() > 0.9
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_experts_in_one_tensor(checkpoint, tmp_path, dequantize):
+    """As transformers holds quantised experts: their scales are in one tensor too."""
+    directory, _ = checkpoint
+    stored = load_file(directory / SINGLE_NAME)
+    fused = {name: tensor for name, tensor in stored.items() if not re.match(r"layers\.\d+\.ffn\.experts\.", name)}
+
+    def stack(layer, which, kind):
+        """[E, rows, columns] of the experts' matrices `which`, one below the other."""
+        names = [[f"layers.{layer}.ffn.experts.{e}.{w}.{kind}" for w in which] for e in range(6)]
+        dtype = stored[names[0][0]].dtype
+        return torch.stack([torch.cat([stored[n].view(torch.uint8) for n in row]) for row in names]).view(dtype)
+
+    for layer in range(4):
+        for name, which in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+            fused[f"model.layers.{layer}.mlp.experts.{name}"] = stack(layer, which, "weight")
+            fused[f"model.layers.{layer}.mlp.experts.{name}_scale_inv"] = stack(layer, which, "scale")
+    shutil.copy(directory / "config.json", tmp_path)
+    save_file(fused, tmp_path / SINGLE_NAME)
+    got = load_model(tmp_path, dequantize=dequantize, progress=False).state_dict()
+    expected = load_model(directory, dequantize=dequantize, progress=False).state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(t.view(torch.uint8), expected[name].view(torch.uint8)) for name, t in got.items())
+
+
+def test_what_is_never_fp8(checkpoint):
+    model = load_model(checkpoint[0], progress=False)
+    attention, ffn = model.layers[1].attn, model.layers[1].ffn
+    compressors = (attention.compressor, attention.indexer.compressor)
+    plain = [layer for c in compressors for layer in (c.wkv, c.wgate)] + [attention.indexer.weights_proj, model.head]
+    assert all(layer.weight.dtype == torch.bfloat16 for layer in plain) and ffn.gate.weight.dtype == torch.bfloat16
+    quantised = [attention.wq_a, attention.wq_b, attention.wkv, attention.wo_a.matrices, attention.wo_b]
+    quantised += [attention.indexer.wq_b]
+    quantised += [ffn.shared_experts.gate_proj, ffn.shared_experts.up_proj, ffn.shared_experts.down_proj]
+    assert all(isinstance(layer, BlockFP8Linear) for layer in quantised)
+
+
+def test_note_on_the_skipped_layer(checkpoint, capsys):
+    load_model(checkpoint[0])
+    assert "multi-token-prediction layer of the checkpoint is not used" in capsys.readouterr().err
+
+
+# What stops the load.
+
+
+@pytest.fixture
+def files(tmp_path):
+    write_published(tmp_path)
+    return tmp_path
+
+
+def edit(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def with_tensors(directory, **tensors):
+    stored = load_file(directory / SINGLE_NAME)
+    save_file(stored | tensors, directory / SINGLE_NAME)
+
+
+def test_fp4_too_far_apart(files):
+    stored = load_file(files / SINGLE_NAME)
+    stored["layers.1.ffn.experts.2.w2.scale"].view(torch.uint8)[130, 1] = 3
+    stored["layers.1.ffn.experts.2.w2.weight"][130, 16:32] = 0x11
+    save_file(stored, files / SINGLE_NAME)
+    with pytest.raises(CheckpointError) as error:
+        load_model(files, progress=False)
+    assert (
+        "layers.1.ffn.experts.2.down_proj.weight (stored as layers.1.ffn.experts.2.w2.weight): block [1, 0] of"
+        in str(error.value)
+    )
+    assert "scales go from 2^-124 to 2^" in str(error.value)
+    model = load_model(files, dequantize=True, dtype=torch.float32, progress=False)
+    assert model.layers[1].ffn.experts.down_proj[2, 130, 32] == 2.0**-125
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mtp.0.main_proj.weight", "mtp.0.main_norm.weight", "mtp.2.markov_head.markov_w1.weight",
+     "mtp.2.confidence_head.proj.weight"],
+)  # fmt: skip
+def test_dspark_tensors(files, name):
+    with_tensors(files, **{name: torch.ones(4, 4)})
+    message = f"{SINGLE_NAME}: {name}: belongs to the DSpark drafter, which is not supported"
+    with pytest.raises(CheckpointError, match=r"1 problem, nothing was loaded:\n  " + re.escape(message)):
+        load_model(files, progress=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.1.engram.embed.weight", "layers.3.attn.indexer.wk.weight", "layers.3.attn.indexer.k_norm.weight"]
+)
+def test_v41_tensors(files, name):
+    with_tensors(files, **{name: torch.ones(4, 4)})
+    with pytest.raises(CheckpointError, match=re.escape(f"{name}: belongs to DeepSeek-V4.1, which is not supported")):
+        load_model(files, progress=False)
+
+
+def scheme(**changes):
+    """A change of quantization_config."""
+    block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return {"quantization_config": block | changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "deepseek_v41"},
+            "field 'model_type' is 'deepseek_v41'; accepted: 'deepseek_v32', 'deepseek_v4",
+        ),
+        (
+            {"dspark_block_size": 5, "compress_ratios": [0, 4, 128, 4, 0, 0, 0]},
+            "field 'dspark_block_size' is of the DSpark drafter, which is not supported",
+        ),
+        ({"dspark_target_layer_ids": [1, 2]}, "field 'dspark_target_layer_ids' is of the DSpark drafter"),
+        (
+            scheme(weight_block_size=[32, 32]),
+            "field 'quantization_config.weight_block_size' is [32, 32]; accepted: [128, 128]",
+        ),
+        ({"expert_dtype": "nvfp4"}, "field 'expert_dtype' is 'nvfp4'; accepted: 'fp4', 'fp8'"),
+        (
+            scheme(expert_dtype="int4"),
+            "field 'quantization_config.expert_dtype' is 'int4'; accepted: 'fp4', 'fp8'",
+        ),
+        (
+            scheme(expert_dtype="fp8"),
+            "field 'expert_dtype' is 'fp4'; accepted: quantization_config.expert_dtype='fp8'",
+        ),
+        ({"engram_layer_ids": [1]}, "field 'engram_layer_ids' is not supported"),
+    ],
+)
+def test_configurations_of_variants(files, changes, message):
+    edit(files, **changes)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_model(files, progress=False)
+
+
+def test_what_transformers_adds_to_a_quantisation(files):
+    expected = read_config(files)
+    scheme = json.loads((files / "config.json").read_text())["quantization_config"]
+    added = {"modules_to_not_convert": ["lm_head"], "modules_to_convert": None, "dequantize": False}
+    edit(files, quantization_config=scheme | added | {"expert_dtype": "fp4"})
+    assert read_config(files) == expected
+    edit(files, expert_dtype=None)
+    assert read_config(files) == expected
+
+
+def test_experts_are_what_their_tensors_are(files):
+    """The earliest published configurations do not say."""
+    edit(files, expert_dtype=None)
+    assert read_config(files).quantization.expert_dtype is None
+    assert load_model(files, progress=False).layers[0].ffn.experts.gate_up_proj.dtype == torch.float8_e4m3fn

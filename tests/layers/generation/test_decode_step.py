@@ -1,0 +1,91 @@
+"""Decoding as a captured pass does it: sizes rounded up, tensors that stay. Graphs themselves need a GPU; here a pass
+that stands in for one runs again on the same tensors."""
+
+import pytest
+import torch
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.families.config import read_config
+from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
+from dsa_layers.families.precision import Precision
+from dsa_layers.generation.decode_step import DecodeStep
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from tests.layers.families import hf_models
+
+PROMPTS = [list(range(40, 110)), [7, 8, 9], list(range(5, 38)), [100] * 17, [3]]
+
+
+class Replay:
+    """A graph of `run`: its result is written to where the first one was."""
+
+    def __init__(self, run):
+        self.run, self.result = run, run()
+
+    def replay(self):
+        self.result.copy_(self.run())
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Steps behave as on a GPU; the sizes that were captured."""
+    sizes = []
+
+    def capture(self, inputs):
+        sizes.append((inputs.count, inputs.pages))
+        replay = Replay(lambda: self._run(inputs))
+        return replay, replay.result
+
+    make = DecodeStep.__init__
+
+    def init(self, *arguments, **options):
+        make(self, *arguments, **options)
+        self._captures = True
+
+    monkeypatch.setattr(DecodeStep, "__init__", init)
+    monkeypatch.setattr(DecodeStep, "_capture", capture)
+    return sizes
+
+
+@pytest.fixture(scope="module", params=["v32", "v4"])
+def model(request, checkpoint, tmp_path_factory):
+    """Activations in fp32: were they rounded to FP8, a row's tokens would depend on how many rows a product has."""
+    if request.param == "v32":
+        torch.manual_seed(0)
+        return DeepseekV32ForCausalLM(read_config(checkpoint), Precision(torch.float32, False, True, "model")).eval()
+    directory = tmp_path_factory.mktemp("v4")
+    hf_models.deepseek_v4(directory)
+    return load_model(directory, dtype=torch.float32, progress=False)
+
+
+def generate(model, limits, **options):
+    generator = Generator(model, cache_tokens=1024, page_size=64, **options)
+    params = [SamplingParams(max_new_tokens=n) for n in limits]
+    completions = generator.generate(PROMPTS, params)
+    assert generator.cache.allocator.free == 16  # whatever was padded with is no sequence's
+    return [c.tokens for c in completions]
+
+
+def test_captured_steps_give_the_same_tokens(model, captured, monkeypatch):
+    """Sequences end at different steps, so that rows are padded and refilled, and pages and lanes are taken over."""
+    limits = [70, 5, 12, 3, 40]
+    got = generate(model, limits)
+    # Five sequences, fewer and fewer; the last one comes to three pages.
+    assert captured == [(8, 2), (4, 2), (2, 2), (1, 2), (1, 4)]
+    few = generate(model, limits, max_sequences=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeStep, "__call__", eager)
+        expected = generate(model, limits)
+    assert got == expected and few == expected
+    assert [len(tokens) for tokens in got] == limits
+
+
+def eager(self, sequences):
+    """Each sequence by itself, through a batch of host lengths."""
+    rows = []
+    for s in sequences:
+        pages = [list(s.pages)]
+        batch = SequenceBatch.paged([1], [len(s.tokens)], pages, self._cache.page_size, lanes=[s.lane])
+        rows.append(self._model(torch.tensor(s.tokens[-1:]), batch, self._cache))
+    return torch.cat(rows)

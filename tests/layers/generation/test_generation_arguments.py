@@ -1,0 +1,166 @@
+"""What generation, its generator and the loader of its models refuse, and how they say so: before any work."""
+
+import pytest
+import torch
+
+from dsa_layers.cache.kv_cache import OutOfPages
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.generation.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    """Nothing quantised, in fp32: rounding cannot decide which token is the best one."""
+    return load_model(checkpoint, dtype=torch.float32, dequantize=True, progress=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint):
+    return Tokenizer(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "message"),
+    [
+        ([""], ValueError, r"prompts\[0\]: is empty"),
+        ([[1], []], ValueError, r"prompts\[1\]: is empty"),
+        ([[5, 10**6]], ValueError, r"prompts\[0\]: token 1000000 is outside the model's vocabulary"),
+        (
+            [[1] * 300],
+            OutOfPages,
+            r"prompts\[0\]: 300 prompt tokens and 250 new ones need 9 pages of 64 tokens; the cache",
+        ),
+        ("text", TypeError, "prompts: must be a list of prompts, got one string"),
+        (None, TypeError, "prompts: must be a list of texts or of lists of token ids, got None"),
+        (b"text", TypeError, "prompts: must be a list of texts or of lists of token ids, got b'text'"),
+        ({"a": [1]}, TypeError, "prompts: must be a list of texts or of lists"),
+        ([1, 2], TypeError, r"prompts\[0\]: must be a text or a list of token ids, got 1"),
+        (["a", None], TypeError, r"prompts\[1\]: must be a text or a list of token ids, got None"),
+        ([b"text"], TypeError, r"prompts\[0\]: must be a text or a list of token ids, got b'text'"),
+        ([[1, [2]]], TypeError, r"prompts\[0\]\[1\]: must be an integer, got \[2\]"),
+        ([[1, True]], TypeError, r"prompts\[0\]\[1\]: must be an integer, got True"),
+        ([[1], [2.0]], TypeError, r"prompts\[1\]\[0\]: must be an integer, got 2.0"),
+        ([["1"]], TypeError, r"prompts\[0\]\[0\]: must be an integer, got '1'"),
+        ([[1, None]], TypeError, r"prompts\[0\]\[1\]: must be an integer, got None"),
+        ([torch.tensor([0.5])], TypeError, r"prompts\[0\]\[0\]: must be an integer, got 0.5"),
+        ([torch.tensor([True])], TypeError, r"prompts\[0\]\[0\]: must be an integer, got True"),
+        ([torch.tensor(5)], TypeError, r"prompts\[0\]: must be a text or a list of token ids"),
+        ([[5, -1]], ValueError, r"prompts\[0\]: token -1 is outside the model's vocabulary of 2048"),
+        ([[2048]], ValueError, r"prompts\[0\]: token 2048 is outside"),
+        ([[10**5000]], ValueError, r"prompts\[0\]: token an integer of 16610 bits is outside"),
+        (["a\udcffb"], ValueError, r"prompts\[0\]: is not Unicode text: character 1 is the surrogate U\+DCFF"),
+    ],
+)
+def test_bad_prompts_stop_before_any_work(model, tokenizer, prompts, error, message):
+    """`stream` says so before it returns, not at the first event."""
+    generator = Generator(model, tokenizer, cache_tokens=256)
+    for run in (generator.generate, generator.stream):
+        with pytest.raises(error, match=message):
+            run(prompts, SamplingParams(max_new_tokens=250))
+    assert generator.cache.allocator.free == 4 and generator.throughput.prefill_tokens == 0
+
+
+def test_token_ids_may_be_arrays(model):
+    import numpy
+
+    generator = Generator(model, cache_tokens=256)
+    ids = [[5, 6, 7], [9, 8, 7]]
+    params = SamplingParams(max_new_tokens=3)
+    expected = generator.generate(ids, params)
+    lists = [tuple(map(tuple, ids)), [torch.tensor(row) for row in ids], torch.tensor(ids)]
+    lists += [numpy.array(ids), [list(numpy.array(row, numpy.uint16)) for row in ids]]
+    for other in lists:
+        assert generator.generate(other, params) == expected
+    assert generator.generate([]) == []
+
+
+def test_text_needs_a_tokenizer(model):
+    generator = Generator(model, cache_tokens=64)
+    with pytest.raises(
+        ValueError, match=r"prompts\[0\]: must be token ids for a generator without a tokenizer, got a string"
+    ):
+        generator.generate(["text"])
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        generator.generate([[1]], SamplingParams(max_new_tokens=1, stop=("x",)))
+    with pytest.raises(ValueError, match="params: must be one for all prompts or one for each of 1, got 2"):
+        generator.generate([[1]], [SamplingParams()] * 2)
+    with pytest.raises(ValueError, match="page_size: must be at least 1, got 0"):
+        Generator(model, page_size=0)
+
+
+@pytest.mark.parametrize("params", [None, {"temperature": 1}, [None], "greedy"])
+def test_params_of_other_types(model, params):
+    with pytest.raises(TypeError, match="params: must be SamplingParams, or a list of them, got "):
+        Generator(model, cache_tokens=64).stream([[1]], params)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": "directory"}, TypeError, "model: must be a model as load_model returns it, got str"),
+        ({"tokenizer": "directory"}, TypeError, "tokenizer: must be a dsa_layers.Tokenizer or None, got str"),
+        ({"cache_tokens": 0}, ValueError, "cache_tokens: must be at least 1, got 0"),
+        ({"cache_tokens": 2.5}, TypeError, "cache_tokens: must be an integer, got 2.5"),
+        ({"cache_tokens": 2**31}, ValueError, "cache_tokens: must be at most 2147483520, got 2147483648"),
+        ({"cache_tokens": 10**30}, ValueError, "cache_tokens: must be at most 2147483520, got 1000"),
+        ({"page_size": True}, TypeError, "page_size: must be an integer, got True"),
+        ({"page_size": 2**40}, ValueError, "page_size: must be at most"),
+        ({"max_sequences": -1}, ValueError, "max_sequences: must be at least 1, got -1"),
+        ({"prefill_chunk": "2048"}, TypeError, "prefill_chunk: must be an integer, got '2048'"),
+        ({"cuda_graphs": 1}, TypeError, "cuda_graphs: must be True or False, got 1"),
+    ],
+)
+def test_bad_options_of_a_generator(model, tokenizer, change, error, message):
+    with pytest.raises(error, match=message):
+        Generator(**{"model": model, "tokenizer": tokenizer, "cache_tokens": 256} | change)
+
+
+def test_a_cache_that_the_device_has_not_room_for(model, monkeypatch):
+    make = type(model).make_cache
+
+    def full(self, pages, page_size, device, *, lanes):
+        if torch.device(device).type != "meta":
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator:\ncan't allocate memory")
+        return make(self, pages, page_size, device, lanes=lanes)
+
+    monkeypatch.setattr(type(model), "make_cache", full)
+    with pytest.raises(
+        ValueError, match=r"cache_tokens: a cache of 1000000000 tokens takes [\d.]+ GB, which cannot be al"
+    ):
+        Generator(model, cache_tokens=10**9)
+
+
+def test_more_sequences_than_pages_take_no_room(model):
+    assert Generator(model, cache_tokens=256, max_sequences=10**18).cache.lanes.num_pages == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kv_cache": "int4"}, ValueError, "kv_cache: must be 'fp8' or 'model', got 'int4'"),
+        ({"kv_cache": ["fp8"]}, ValueError, "kv_cache: must be 'fp8' or 'model', got .'fp8'."),
+        ({"dtype": "bfloat16"}, TypeError, "dtype: must be torch.bfloat16, torch.float16 or .*, got 'bfloat16'"),
+        ({"dtype": torch.int8}, ValueError, "dtype: must be torch.bfloat16, .*, got torch.int8"),
+        ({"dtype": 0}, TypeError, "dtype: must be torch.bfloat16, .*, got 0"),
+        ({"device": "tpu"}, ValueError, "device: must be cpu, cuda or cuda:N, got 'tpu'"),
+        ({"device": "cpu:1"}, ValueError, "device: must be cpu, cuda or cuda:N, got 'cpu:1'"),
+        ({"device": "cuda"}, ValueError, "device: got 'cuda', but torch sees no CUDA GPU"),
+        ({"device": None}, TypeError, "device: must be a torch.device or its name, got None"),
+        ({"dequantize": "no"}, TypeError, "dequantize: must be True or False, got 'no'"),
+    ],
+)
+def test_bad_options_of_a_model(checkpoint, monkeypatch, options, error, message):
+    """Before any weight is read."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("dsa_layers.checkpoint.loading.load_weights", None)
+    with pytest.raises(error, match=message):
+        load_model(checkpoint, progress=False, **options)
+
+
+def test_a_gpu_that_is_not_there(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"device: got 'cuda:1', but torch sees 1 GPU$"):
+        load_model(checkpoint, device="cuda:1")

@@ -1,0 +1,244 @@
+import json
+import random
+import re
+from datetime import datetime
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from dsa_layers.generation.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+
+BOS, EOS, USER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>"
+TEXT = "The lightning indexer scores every key; the top k of them are attended to. The keys are scored by the indexer."
+MESSAGES = [{"role": "user", "content": "a < b & 'c'"}, {"role": "assistant", "content": "oui, à 😀"}]
+
+
+def byte_level(post_processor=None):
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.add_tokens([tokenizers.AddedToken(USER, special=False, normalized=False)])
+    if post_processor is not None:
+        tokenizer.post_processor = post_processor
+    return tokenizer
+
+
+def make(directory, post_processor=None, **config):
+    byte_level(post_processor).save(str(directory / "tokenizer.json"))
+    config = {"bos_token": BOS, "eos_token": EOS, "add_bos_token": True, **config}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer(directory)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return make(tmp_path)
+
+
+def test_encode_and_decode(tokenizer):
+    ids = tokenizer.encode(TEXT)
+    assert ids[0] == tokenizer.bos_token_id == 0 and tokenizer.eos_token_id == 1
+    assert tokenizer.encode(TEXT, add_bos=False) == ids[1:] and 0 not in ids[1:]
+    assert tokenizer.decode([*ids, 1]) == TEXT
+    assert tokenizer.vocab_size == 301 and tokenizer.decode([10**6]) == ""
+
+
+def test_bos_never_comes_twice(tmp_path):
+    plain = make(tmp_path).encode(TEXT)
+    adds_both = processors.TemplateProcessing(single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 0), (EOS, 1)])
+    tokenizer = make(tmp_path, adds_both)
+    assert tokenizer.encode(TEXT) == plain
+    assert tokenizer.encode(TEXT, add_bos=False) == plain[1:]
+    assert tokenizer.encode(BOS + TEXT) == plain
+
+
+@pytest.mark.parametrize("form", [str, lambda text: {"__type": "AddedToken", "content": text, "lstrip": False}])
+def test_special_tokens_as_text_or_object(tmp_path, form):
+    tokenizer = make(tmp_path, bos_token=form(BOS), eos_token=form(EOS), pad_token=form(EOS))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+
+
+def test_no_bos(tmp_path):
+    tokenizer = make(tmp_path, bos_token=None, eos_token=None)
+    assert tokenizer.bos_token_id is None and tokenizer.eos_token_id is None
+    assert tokenizer.decode(tokenizer.encode("key")) == "key" and 0 not in tokenizer.encode("key")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_missing_and_malformed_file(tmp_path, name):
+    make(tmp_path)
+    (tmp_path / name).write_text('{"half": ')
+    with pytest.raises(TokenizerError, match=re.escape(f"{tmp_path / name}: not ")):
+        Tokenizer(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(TokenizerError, match=re.escape(f"{tmp_path / name}: no such file")):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"bos_token": "<nope>"}, "bos_token '<nope>' is no token of "),
+        ({"eos_token": 5}, "eos_token is 5; accepted: a string, an object with 'content', or null"),
+        ({"eos_token": {"text": EOS}}, "accepted: a string, an object with 'content', or null"),
+        ({"chat_template": 5}, "chat_template is 5; accepted: a string or a list"),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, "names ['rag']; accepted: a list with 'default'"),
+        ({"chat_template": "{% for %}"}, "chat template: "),
+    ],
+)
+def test_rejected_config(tmp_path, config, expected):
+    with pytest.raises(
+        TokenizerError, match=re.escape(f"{tmp_path / 'tokenizer_config.json'}: ") + ".*" + re.escape(expected)
+    ):
+        make(tmp_path, **config)
+
+
+def test_config_that_is_no_object(tmp_path):
+    make(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: must hold a JSON object, got list"):
+        Tokenizer(tmp_path)
+
+
+def test_chat_template(tmp_path):
+    template = (
+        "{{ bos_token }}{% for m in messages %}\n"
+        "    {% if m.role == 'user' %}\n"
+        "<U>{{ m.content }}{% else %}\n"
+        "<A>{{ m.content }}{{ eos_token }}{% endif %}\n"
+        "    {% endfor %}\n"
+        "{% if add_generation_prompt %}<A>{% endif %}"
+    )
+    tokenizer = make(tmp_path, chat_template=template)
+    assert tokenizer.has_chat_template
+    # trim_blocks and lstrip_blocks: the template's own line breaks and indents are not in the prompt.
+    expected = f"{BOS}<U>a < b & 'c'<A>oui, à 😀{EOS}"
+    assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == expected
+    assert tokenizer.apply_chat_template(MESSAGES) == expected + "<A>"
+    ids = tokenizer.encode(tokenizer.apply_chat_template(MESSAGES))
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_chat_template_helpers(tmp_path):
+    template = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
+        "{{ strftime_now('%Y') }}{{ pad_token }}"
+    )
+    tokenizer = make(tmp_path, chat_template=template, pad_token=None)
+    year = str(datetime.now().year)
+    assert tokenizer.apply_chat_template(MESSAGES) == '{"role": "user", "content": "a < b & \'c\'"}' + year
+    assert make(tmp_path, chat_template="{{ 'à' | tojson }}").apply_chat_template([]) == '"à"'
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ raise_exception('only two roles') }}", "chat template: only two roles"),
+        ("{{ messages[0]['name'] + 'x' }}", "chat template: .*has no attribute 'name'"),
+        ("{{ messages[0]['content'] + none }}", "chat template: "),
+        ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
+        ("{{ messages.append(1) }}", "chat template: .*'append' of 'list' object is unsafe"),
+    ],
+)
+def test_chat_template_failures(tmp_path, template, expected):
+    tokenizer = make(tmp_path, chat_template=template)
+    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: {expected}"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_where_the_chat_template_is(tmp_path):
+    tokenizer = make(tmp_path)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer_config\.json: holds no chat_template, .* chat_template\.jinja"
+    ):
+        tokenizer.apply_chat_template(MESSAGES)
+    named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "by name"}]
+    assert make(tmp_path, chat_template=named).apply_chat_template([]) == "by name"
+    (tmp_path / "chat_template.jinja").write_text("by file")
+    assert make(tmp_path, chat_template="by config").apply_chat_template([]) == "by file"
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: chat template: "):
+        Tokenizer(tmp_path)
+
+
+def byte_ids(tokenizer, content):
+    """One id per byte, merged by no rule."""
+    alphabet = byte_level().get_vocab()
+    characters = _byte_characters()
+    return [alphabet[characters[byte]] for byte in content]
+
+
+def _byte_characters():
+    """GPT-2's byte alphabet: printable bytes are themselves, the others follow from U+0100."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def streamed(tokenizer, ids):
+    stream = tokenizer.stream()
+    return [stream.push(token_id) for token_id in ids] + [stream.flush()]
+
+
+def test_stream_holds_back_unfinished_characters(tokenizer):
+    ids = byte_ids(tokenizer, "é😀a€".encode())
+    assert tokenizer.decode(ids) == "é😀a€"
+    assert streamed(tokenizer, ids) == ["", "é", "", "", "", "😀", "a", "", "", "€", ""]
+
+
+def test_stream_flushes_half_a_character(tokenizer):
+    ids = byte_ids(tokenizer, "a😀".encode()[:-1])
+    stream = tokenizer.stream()
+    assert [stream.push(token_id) for token_id in ids] == ["a", "", "", ""]
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == "" and stream.push(ids[0]) == "a"
+
+
+def test_stream_skips_special_tokens_and_holes(tokenizer):
+    first, second, third = byte_ids(tokenizer, "€".encode())
+    ids = [0, first, 1, second, 10**6, third, 1]
+    assert streamed(tokenizer, ids) == ["", "", "", "", "", "€", "", ""]
+    assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_stream_shows_a_replacement_character_that_is_meant(tokenizer):
+    ids = byte_ids(tokenizer, "a\ufffdb".encode())
+    assert "".join(streamed(tokenizer, ids)) == "a\ufffdb"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stream_equals_one_shot(tokenizer, seed):
+    """Any ids: valid text, cut characters, runs of invalid bytes longer than a window, special tokens, unknown ids."""
+    draw = random.Random(seed)
+    pieces = [
+        lambda: tokenizer.encode("naïve 😀👩‍👩‍👧 — 汉字 " + TEXT[: draw.randrange(40)], add_bos=False),
+        lambda: byte_ids(tokenizer, bytes(draw.randrange(256) for _ in range(draw.randrange(40)))),
+        lambda: byte_ids(tokenizer, bytes(draw.choice((0xE2, 0x82, 0xF0, 0x9F, 0x98, 0xC3)) for _ in range(60))),
+        lambda: byte_ids(tokenizer, bytes([draw.choice((0x80, 0xBF, 0xFF))]) * draw.randrange(50)),
+        lambda: [draw.choice((0, 1, 300, 10**6))],
+        lambda: tokenizer.encode(USER, add_bos=False),
+    ]
+    for _ in range(20):
+        ids = [token_id for _ in range(draw.randrange(12)) for token_id in draw.choice(pieces)()]
+        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("content", [TEXT.encode() * 4, "😀".encode() * 100, b"\x80" * 400, b"\xe2\x82" * 200])
+def test_stream_is_linear(tokenizer, content, monkeypatch):
+    ids = byte_ids(tokenizer, content)
+    decoded = []
+    original = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or original(self, ids))
+    stream = StreamDecoder(tokenizer)
+    text = "".join([stream.push(token_id) for token_id in ids])
+    assert max(decoded) < 40 and sum(decoded) < 60 * len(ids)
+    assert text + stream.flush() == content.decode(errors="replace")

@@ -1,0 +1,51 @@
+"""What a user sets as torch's default dtype or device changes no model: neither its tensors nor what it generates."""
+
+import pytest
+import torch
+
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.tiny import write_tiny_checkpoint
+from tests.ops.test_torch_defaults import default_dtype
+
+FAMILIES = ("deepseek_v32", "deepseek_v4")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request, checkpoint, tmp_path_factory):
+    if request.param == "deepseek_v32":
+        return checkpoint
+    made = tmp_path_factory.mktemp("tiny")
+    write_tiny_checkpoint(made, model=request.param)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return load_model(directory, progress=False)
+
+
+def completions(model, directory) -> list[list[int]]:
+    generator = Generator(model, Tokenizer(directory), cache_tokens=256, prefill_chunk=8)
+    found = generator.generate(["The lightning indexer", "a"], SamplingParams(max_new_tokens=2))
+    return [c.tokens for c in found]
+
+
+@pytest.fixture(scope="module")
+def expected(model, directory):
+    return completions(model, directory)
+
+
+def test_default_dtype(model, directory, expected):
+    with default_dtype(torch.bfloat16):
+        loaded = load_model(directory, progress=False)
+        assert completions(loaded, directory) == expected
+    for (name, x), (_, y) in zip(loaded.state_dict().items(), model.state_dict().items(), strict=True):
+        assert x.dtype == y.dtype, name
+
+
+def test_default_device(model, directory, expected):
+    with torch.device("meta"):
+        assert completions(model, directory) == expected

@@ -1,0 +1,197 @@
+"""The tiny checkpoints of all families: what they hold, and that everything runs on them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dsa import dequantize_per_block
+from dsa_layers.checkpoint import Checkpoint
+from dsa_layers.checkpoint.fp4 import dequantize_fp4
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.command import main as cli
+from dsa_layers.families.config import QuantizationConfig, read_config
+from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
+from dsa_layers.families.deepseek_v32.manifest import deepseek_v32_tensor_manifest
+from dsa_layers.families.glm_moe_dsa.manifest import glm_moe_dsa_tensor_manifest
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.tiny import write_tiny_checkpoint
+
+MANIFESTS = {
+    "deepseek_v32": deepseek_v32_tensor_manifest,
+    "glm_moe_dsa": glm_moe_dsa_tensor_manifest,
+    "deepseek_v4": deepseek_v4_tensor_manifest,
+}
+NEW = ["glm_moe_dsa", "deepseek_v4"]
+# Tokens beyond what one selects, and beyond two entries of 128.
+PROMPT = [2 + i * i % 2000 for i in range(400)]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """(family, quantised) -> its checkpoint, to be read only."""
+    made = {}
+
+    def directory(model, quantized=True):
+        if (model, quantized) not in made:
+            made[model, quantized] = tmp_path_factory.mktemp(model)
+            write_tiny_checkpoint(made[model, quantized], model=model, quantized=quantized)
+        return made[model, quantized]
+
+    return directory
+
+
+def content(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def scale_name(model, weight):
+    return weight.removesuffix("weight") + "scale" if model == "deepseek_v4" else f"{weight}_scale_inv"
+
+
+def tensors(directory):
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def test_glm_config(directories):
+    config = read_config(directories("glm_moe_dsa"))
+    assert (config.kv_lora_rank, config.qk_rope_head_dim) == (512, 64)
+    assert (config.qk_nope_head_dim, config.v_head_dim) == (192, 256)
+    assert (config.index_n_heads, config.index_head_dim) == (32, 128)
+    assert config.indexer_types == ("full", "full", "shared", "full", "shared")
+    assert (config.first_k_dense_replace, config.num_nextn_predict_layers) == (1, 1)
+    assert config.index_topk < len(PROMPT)
+    assert config.quantization == QuantizationConfig((128, 128), None)
+
+
+def test_v4_config(directories):
+    config = read_config(directories("deepseek_v4"))
+    assert (config.head_dim, config.qk_rope_head_dim, config.sliding_window) == (512, 64, 128)
+    assert (config.index_n_heads, config.index_head_dim) == (64, 128)
+    assert [config.compress_rates.get(kind, 0) for kind in config.layer_types] == [0, 4, 128, 4]
+    assert config.hash_layers == (True, False, False, False) and config.num_nextn_predict_layers == 1
+    assert config.num_attention_heads >= 8 and config.index_topk < len(PROMPT) // 4
+    assert config.quantization == QuantizationConfig((128, 128), "ue8m0", "fp4")
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("model", NEW)
+def test_holds_exactly_the_published_tensors(directories, model, quantized):
+    directory = directories(model, quantized)
+    stored = {name: (info.shape, info.dtype) for name, info in Checkpoint(directory).tensors.items()}
+    config = read_config(directory)
+    assert stored == MANIFESTS[model](config)
+    assert (config.quantization is not None) == quantized
+    dtypes = {dtype for _, dtype in stored.values()}
+    kept = {"BF16", "F32"} | ({"I64"} if model == "deepseek_v4" else set())
+    of_weights = {"F8_E4M3"} | ({"I8", "F8_E8M0"} if model == "deepseek_v4" else set())
+    assert dtypes == (kept | of_weights if quantized else kept)
+
+
+@pytest.mark.parametrize("model", NEW)
+def test_shards_keep_a_weight_with_its_scale(directories, model):
+    stored = Checkpoint(directories(model)).tensors
+    quantised = {name: info for name, info in stored.items() if info.dtype in ("F8_E4M3", "I8")}
+    assert len(quantised) > 50 and len({info.file for info in stored.values()}) > 1
+    for name, info in quantised.items():
+        assert stored[scale_name(model, name)].file == info.file, name
+
+
+@pytest.mark.parametrize("model", NEW)
+def test_unquantised_weights_are_the_same(directories, model):
+    quantized, weights = tensors(directories(model)), tensors(directories(model, False))
+    for name, weight in weights.items():
+        assert weight.isfinite().all() and weight.float().square().mean() > 1e-4, name
+        q, scale = quantized[name], quantized.get(scale_name(model, name))
+        if q.dtype == torch.int8:
+            # FP4's values lie up to 2 scales of at most amax / 3 apart; BF16 rounds the other side.
+            worth = dequantize_fp4(q, scale)
+            step = weight.float().unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1) / 3
+            assert ((worth - weight.float()).abs() <= step * 1.01).all(), name
+            assert torch.nn.functional.cosine_similarity(worth.flatten(), weight.float().flatten(), 0) > 0.99, name
+        elif q.dtype == torch.float8_e4m3fn:
+            torch.testing.assert_close(
+                dequantize_per_block(q, scale.float()), weight.float(), rtol=2**-4 + 2**-8, atol=1e-4
+            )
+        else:
+            assert torch.equal(q, weight), name
+
+
+def test_glm_scales_are_no_powers_of_two(directories):
+    scales = [t for name, t in tensors(directories("glm_moe_dsa")).items() if name.endswith("_scale_inv")]
+    assert all((s.log2() != s.log2().round()).any() for s in scales)
+
+
+def test_hash_table(directories):
+    """Every token has experts of its own, different ones, and every expert has tokens."""
+    table = tensors(directories("deepseek_v4"))["layers.0.ffn.gate.tid2eid"]
+    assert table.shape == (2048, 2) and (table[:, 0] != table[:, 1]).all()
+    assert table.unique().tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("model", NEW)
+def test_same_seed_same_bytes(directories, model, tmp_path):
+    write_tiny_checkpoint(tmp_path, model=model)
+    assert content(tmp_path) == content(directories(model))
+    write_tiny_checkpoint(tmp_path, model=model, seed=1)  # replaces its own
+    changed = {name for name, data in content(tmp_path).items() if data != content(directories(model))[name]}
+    assert changed == {name for name in content(tmp_path) if name.endswith(".safetensors")}
+
+
+@pytest.mark.parametrize(("quantized", "dequantize"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("model", MANIFESTS)
+def test_generates(directories, model, quantized, dequantize, monkeypatch):
+    loaded = load_model(directories(model, quantized), dequantize=dequantize, progress=False)
+    fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in loaded.parameters())
+    assert fp8 == (quantized and not dequantize)
+    logits, forward = [], loaded.forward
+
+    def watched(*args, **kwargs):
+        logits.append(forward(*args, **kwargs))
+        return logits[-1]
+
+    monkeypatch.setattr(loaded, "forward", watched)
+    generator = Generator(loaded, cache_tokens=1024, prefill_chunk=150)
+    (done,) = generator.generate([PROMPT], SamplingParams(max_new_tokens=4))
+    assert len(done.tokens) == 4
+    prefill, steps = logits[:3], logits[2:]
+    assert len(prefill) == 3 and len(steps) == 4
+    assert all(step.shape == (1, 2048) and step.isfinite().all() for step in logits)
+    assert [step.argmax().item() for step in steps] == done.tokens
+    # Logits that spread: the text is noise, but not of one token.
+    assert all(1 < step.std() < 4 for step in steps)
+
+
+@pytest.mark.parametrize("model", NEW)
+def test_the_command(tmp_path, model, capsys):
+    directory = tmp_path / "tiny"
+    assert cli.main(["tiny", str(directory), "--model", model]) == 0
+    assert capsys.readouterr().out == f"wrote {directory}\n"
+    options = ["--prompt", "The lightning indexer scores", "--max-new-tokens", "4", "--cache-tokens", "1024"]
+    assert cli.main(["generate", str(directory), "--device", "cpu", *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith("\n") and "decode: 3 tokens" in captured.err
+
+
+def test_one_family_replaces_another(tmp_path, directories):
+    write_tiny_checkpoint(tmp_path)
+    write_tiny_checkpoint(tmp_path, model="deepseek_v4")
+    assert content(tmp_path) == content(directories("deepseek_v4"))
+
+
+def test_tokenizer_knows_the_context(directories):
+    for model in NEW:
+        fields = json.loads((directories(model) / "tokenizer_config.json").read_text())
+        assert fields["model_max_length"] == read_config(directories(model)).max_position_embeddings
+        tokenizer = Tokenizer(directories(model))
+        assert (tokenizer.eos_token_id, read_config(directories(model)).eos_token_ids) == (1, (1,))
+
+
+def test_an_unknown_model(tmp_path):
+    expected = "model: must be one of 'deepseek_v32', 'glm_moe_dsa', 'deepseek_v4', got 'llama'"
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        write_tiny_checkpoint(tmp_path / "new", model="llama")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,163 @@
+"""Training the indexers of a small model: who learns from what, and that they learn."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.training.indexer_stage import IndexerStage
+
+
+class Small(nn.Module):
+    """Two attention layers over embedded tokens."""
+
+    def __init__(self, top_k):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 64)
+        self.layers = nn.ModuleList(self._layer(top_k) for _ in range(2))
+        self.rotary = RotaryEmbedding(rope_frequencies(16, 1e4))
+
+    def _layer(self, top_k):
+        sizes = {"q_lora_rank": 32}
+        indexer = LightningIndexer(64, 32, n_heads=4, head_dim=32, top_k=top_k, quantize=False)
+        return DSAAttention(64, 4, indexer, **sizes, kv_lora_rank=32, nope_dim=16, rope_dim=16, v_dim=16)
+
+    def forward(self, tokens, batch):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x, *self.rotary(batch.positions), batch)
+        return x
+
+
+def inputs():
+    torch.manual_seed(1)
+    return torch.randint(50, (33,)), SequenceBatch.without_cache([20, 13])
+
+
+@pytest.mark.parametrize("name, top_k", [("warmup", 100), ("sparse", 6)])
+def test_passes_are_those_of_inference(name, top_k):
+    """The same output as without a stage, where dense and sparse passes are what they are there."""
+    model, (tokens, batch) = Small(top_k), inputs()
+    expected = model(tokens, batch)
+    with IndexerStage(model, name) as stage:
+        got = model(tokens, batch)
+        assert stage.loss() > 0
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert torch.allclose(model(tokens, batch), expected)
+
+
+def test_sequences_of_one_length_attend_densely_as_by_themselves():
+    """A batch with gradients goes through one call of attention, any other through one a sequence."""
+    model, (tokens, _) = Small(100), inputs()
+    batch = SequenceBatch.without_cache([11, 11, 11])
+    got = model(tokens, batch)
+    got.square().sum().backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "indexer" not in n)
+    with torch.no_grad():
+        assert torch.allclose(got, model(tokens, batch), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_two_losses_reach_different_parameters(name):
+    model, (tokens, batch) = Small(6), inputs()
+    with IndexerStage(model, name) as stage:
+        out = model(tokens, batch)
+        indexers = {id(p) for p in stage.parameters()}
+        others = [p for p in model.parameters() if id(p) not in indexers]
+        of_loss = torch.autograd.grad(stage.loss(), stage.parameters() + others, allow_unused=True, retain_graph=True)
+        assert all(g is not None and g.abs().sum() > 0 for g in of_loss[: len(indexers)])
+        assert all(g is None for g in of_loss[len(indexers) :])
+        of_model = torch.autograd.grad(out.square().sum(), stage.parameters() + others, allow_unused=True)
+        assert all(g is None for g in of_model[: len(indexers)])
+        assert all(g is not None for g in of_model[len(indexers) :])
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_the_indexers_learn(name):
+    model, (tokens, batch) = Small(6), inputs()
+    stage = IndexerStage(model, name)
+    optimizer = torch.optim.Adam(stage.parameters(), lr=3e-3)
+    losses = []
+    with stage:
+        for _ in range(60):
+            model(tokens, batch)
+            losses.append(stage.loss())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_errors():
+    model = Small(6)
+    with pytest.raises(ValueError, match="name: must be one of warmup, sparse, got 'dense'"):
+        IndexerStage(model, "dense")
+    with pytest.raises(ValueError, match="model: has no DSAAttention"):
+        IndexerStage(nn.Linear(2, 2), "warmup")
+    with pytest.raises(RuntimeError, match="loss: no pass since"):
+        IndexerStage(model, "warmup").loss()
+    model.layers[1].indexer = None
+    with pytest.raises(ValueError, match="model: has layers that share an indexer"):
+        IndexerStage(model, "sparse")
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_checkpointed_activations(name, monkeypatch):
+    """The same gradients, pass after pass, though layers run again in the backward pass."""
+    model, (tokens, batch) = Small(6), inputs()
+
+    def gradients():
+        with IndexerStage(model, name) as stage:
+            out = model(tokens, batch)
+            (out.square().mean() + stage.loss()).backward()
+            found = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+        return found
+
+    expected = gradients()
+    forward = DSAAttention.forward
+    monkeypatch.setattr(DSAAttention, "forward", lambda *a: checkpoint(forward, *a, use_reentrant=False))
+    for _ in range(2):
+        for got, other in zip(gradients(), expected):
+            assert torch.allclose(got, other, atol=1e-6)
+
+
+def test_a_pass_that_fails_leaves_nothing():
+    model, (tokens, batch) = Small(6), inputs()
+    stage = IndexerStage(model, "sparse")
+    with pytest.raises(ZeroDivisionError), stage:
+        model(tokens, batch)
+        1 / 0  # noqa: B018
+    with pytest.raises(RuntimeError, match="loss: no pass"):
+        stage.loss()
+
+
+def test_the_functions_of_the_documentation():
+    """Its example runs as it stands there, and its losses train the indexer alone."""
+    text = (Path(__file__).parents[3] / "docs" / "indexer-training.md").read_text()
+    (code,) = re.findall(r"own\n\n```python\n(.*?)```", text, re.S)
+    names = {}
+    exec(code, names)
+    torch.manual_seed(0)
+    tokens, heads = 12, 4
+    x, qr = torch.randn(tokens, 512, requires_grad=True), torch.randn(tokens, 256, requires_grad=True)
+    q, k, v = (torch.randn(tokens, n, d, requires_grad=True) for n, d in ((heads, 32), (2, 32), (2, 16)))
+    absorbed, kv = (torch.randn(tokens, n, 576, requires_grad=True) for n in (heads, 1))
+    cos, sin = RotaryEmbedding(rope_frequencies(64, 10000.0))(torch.arange(tokens))
+    sequences = torch.tensor([0, 7, 12], dtype=torch.int32), 7
+    dense, dense_loss = names["warmup"](x, qr, q, k, v, cos, sin, *sequences)
+    chosen, sparse_loss = names["sparse"](x, qr, absorbed, kv, cos, sin, *sequences, 0.05)
+    assert dense.shape == (tokens, heads, 16) and chosen.shape == (tokens, heads, 512)
+    learned = list(names["indexer"].parameters())
+    for loss in (dense_loss, sparse_loss):
+        assert all(g is not None for g in torch.autograd.grad(loss, learned, retain_graph=True))
+        others = torch.autograd.grad(loss, (x, qr, q, k, v, absorbed, kv), allow_unused=True, retain_graph=True)
+        assert all(g is None or not g.any() for g in others)
