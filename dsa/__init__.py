@@ -4,35 +4,35 @@ Importing this package imports torch only: no CuTe DSL, no CUDA initialisation.
 """
 
 from dsa.backends import backend, num_sms, use_backend
-from dsa.ops.combine_experts import combine_experts
-from dsa.ops.compressed_kv import compress_kv, write_compressed_kv
-from dsa.ops.expert_routing import moe_gate, sort_by_expert
-from dsa.ops.flash_mla_sparse_fwd import flash_mla_sparse_fwd
-from dsa.ops.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
-from dsa.ops.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, grouped_fp8_gemm_nt, per_block_cast_to_fp8
-from dsa.ops.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
-from dsa.ops.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
-from dsa.ops.hyper_connections import hyper_collapse, hyper_expand
-from dsa.ops.indexer_cache import read_indexer_cache, write_indexer_cache
-from dsa.ops.indexer_inputs import quantize_indexer_queries, write_indexer_keys
-from dsa.ops.indexer_topk import indexer_topk
-from dsa.ops.indexer_warmup_attention import indexer_warmup_attention
-from dsa.ops.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
-from dsa.ops.merge_attention import merge_attention
-from dsa.ops.mla_cache_inputs import write_mla_cache
-from dsa.ops.per_token_cast_to_fp8 import per_token_cast_to_fp8
-from dsa.ops.rms_norm import rms_norm
-from dsa.ops.rotary import apply_rotary
-from dsa.ops.sliding_window_attention import (
+from dsa.ops.cache.compressed_kv import compress_kv, write_compressed_kv
+from dsa.ops.cache.indexer_cache import read_indexer_cache, write_indexer_cache
+from dsa.ops.cache.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
+from dsa.ops.cache.mla_cache_inputs import write_mla_cache
+from dsa.ops.elementwise.hyper_connections import hyper_collapse, hyper_expand
+from dsa.ops.elementwise.rms_norm import rms_norm
+from dsa.ops.elementwise.rotary import apply_rotary
+from dsa.ops.gemm.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, grouped_fp8_gemm_nt, per_block_cast_to_fp8
+from dsa.ops.gemm.per_token_cast_to_fp8 import per_token_cast_to_fp8
+from dsa.ops.gemm.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
+from dsa.ops.indexer.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
+from dsa.ops.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
+from dsa.ops.indexer.indexer_inputs import quantize_indexer_queries, write_indexer_keys
+from dsa.ops.indexer.topk_indices import topk_indices
+from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
+from dsa.ops.mla.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
+from dsa.ops.mla.merge_attention import merge_attention
+from dsa.ops.mla.sliding_window_attention import (
     sliding_window_attention,
     sliding_window_decode,
     window_sparse_attention,
 )
-from dsa.ops.sparse_indexer_loss import sparse_indexer_loss
-from dsa.ops.sparse_mla_attention import sparse_mla_attention
-from dsa.ops.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
-from dsa.ops.topk_indices import topk_indices
-from dsa.ops.window_indices import window_indices, window_slots
+from dsa.ops.mla.window_indices import window_indices, window_slots
+from dsa.ops.moe.combine_experts import combine_experts
+from dsa.ops.moe.expert_routing import moe_gate, sort_by_expert
+from dsa.ops.training.indexer_topk import indexer_topk
+from dsa.ops.training.indexer_warmup_attention import indexer_warmup_attention
+from dsa.ops.training.sparse_indexer_loss import sparse_indexer_loss
+from dsa.ops.training.sparse_mla_attention import sparse_mla_attention
 
 __version__ = "0.1.0"
 

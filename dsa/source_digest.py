@@ -123,9 +123,22 @@ def source_digest(module: str) -> str:
     return digest_of(modules_used_by(module))
 
 
+def op_modules() -> dict[str, str]:
+    """{op: its bridge's module}: every file of dsa/ops/FAMILY whose name does not begin with an underscore."""
+    paths = sorted((_ROOT / "dsa" / "ops").glob("*/[!_]*.py"))
+    return {path.stem: f"dsa.ops.{path.parent.name}.{path.stem}" for path in paths}
+
+
+def op_module(op: str) -> str:
+    """The module of an op's bridge, or a ValueError that lists the ops."""
+    if op not in op_modules():
+        raise ValueError(f"op: must be one of {', '.join(op_modules())}, got {op!r}")
+    return op_modules()[op]
+
+
 def has_kernel(op: str) -> bool:
-    """Whether `dsa.ops.<op>` reaches a CuTe DSL kernel."""
-    return any(name.startswith("dsa.kernels.") for name in modules_used_by(f"dsa.ops.{op}"))
+    """Whether the op's bridge reaches a CuTe DSL kernel."""
+    return any(name.startswith("dsa.kernels.") for name in modules_used_by(op_module(op)))
 
 
 @functools.cache

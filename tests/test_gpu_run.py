@@ -7,12 +7,12 @@ import pytest
 
 from tests.gpu import run
 
-TESTS = ["tests/gpu/test_rms_norm.py::test_one", "tests/gpu/test_rms_norm.py::test_two"]
+TESTS = ["tests/gpu/elementwise/test_rms_norm.py::test_one", "tests/gpu/elementwise/test_rms_norm.py::test_two"]
 
 
 def reported(test, inside=""):
     name = test.partition("::")[2]
-    return f'<testcase classname="tests.gpu.test_rms_norm" name="{name}">{inside}</testcase>'
+    return f'<testcase classname="tests.gpu.elementwise.test_rms_norm" name="{name}">{inside}</testcase>'
 
 
 def outcome(monkeypatch, cases, returncode):

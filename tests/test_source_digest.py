@@ -163,14 +163,17 @@ def test_every_version_of_python_gives_the_same_digest(tree, monkeypatch):
     assert tree({"dsa/ops/entry.py": OTHER["number"]}) != before
 
 
-@pytest.mark.parametrize("module", ["dsa.ops.nothing", "torch", "dsa_layers.cli", "dsa.ops.topk_indices.topk_indices"])
+@pytest.mark.parametrize(
+    "module", ["dsa.ops.nothing", "torch", "dsa_layers.command.main", "dsa.ops.indexer.topk_indices.topk_indices"]
+)
 def test_unknown_modules_are_errors(module):
     with pytest.raises(ValueError, match=f"module: '{module}' is not a module of dsa"):
         digests.source_digest(module)
 
 
 def test_an_op_has_a_kernel_if_it_reaches_one(tree):
-    tree({"dsa/ops/entry.py": "def f():\n    import dsa.cute.helper\n", "dsa/cute/helper.py": ""})
+    bridge = "def f():\n    import dsa.cute.helper\n"
+    tree({"dsa/ops/entry.py": "", "dsa/ops/family/entry.py": bridge, "dsa/cute/helper.py": ""})
     assert not digests.has_kernel("entry")
     tree({"dsa/cute/helper.py": "from dsa.kernels import cast_sm90\n", "dsa/kernels/cast_sm90.py": ""})
     assert digests.has_kernel("entry")
@@ -197,22 +200,22 @@ def test_which_functions_have_kernels(tree):
 def test_which_ops_have_kernels():
     assert digests.has_kernel("per_token_cast_to_fp8")
     assert digests.has_kernel("fp8_gemm_nt")
-    with pytest.raises(ValueError, match=r"dsa\.ops\.nothing"):
+    with pytest.raises(ValueError, match=r"op: must be one of .*topk_indices.*, got 'nothing'"):
         digests.has_kernel("nothing")
 
 
 def test_the_digest_of_an_op_covers_its_kernel_and_its_reference_and_no_other_op():
-    used = set(digests.modules_used_by("dsa.ops.per_token_cast_to_fp8"))
+    used = set(digests.modules_used_by("dsa.ops.gemm.per_token_cast_to_fp8"))
     assert used >= {
-        "dsa.ops.per_token_cast_to_fp8",
-        "dsa.kernels.per_token_cast_to_fp8_sm90",
+        "dsa.ops.gemm.per_token_cast_to_fp8",
+        "dsa.kernels.gemm.per_token_cast_to_fp8_sm90",
         "dsa.cute.compile_cache",
-        "dsa.cute.dtypes",
+        "dsa.cute.fake_tensors",
         "dsa.backends",
-        "dsa.reference.fp8_cast",
-        "dsa.reference.hadamard",
+        "dsa.reference.gemm.fp8_cast",
+        "dsa.reference.gemm.hadamard",
     }
     # What bridges share has a name with an underscore.
-    ops = {name for name in used if name.startswith("dsa.ops.") and not name.startswith("dsa.ops._")}
-    assert ops == {"dsa.ops.per_token_cast_to_fp8"}
-    assert not used & {"dsa", "dsa.reference", "dsa.reference.topk"}
+    ops = {name for name in used if name.startswith("dsa.ops.") and "._" not in name}
+    assert ops == {"dsa.ops.gemm.per_token_cast_to_fp8"}
+    assert not used & {"dsa", "dsa.reference", "dsa.reference.indexer.topk_indices"}

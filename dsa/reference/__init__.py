@@ -1,9 +1,13 @@
 """PyTorch references of every operation: plain fp32, no dispatch, to be read beside the papers."""
 
-from .compressed_kv import compress_kv, write_compressed_kv
-from .expert_routing import moe_gate, sort_by_expert
-from .expert_sum import combine_experts
-from .fp8_cast import (
+from dsa.reference.cache.compressed_kv import compress_kv, write_compressed_kv
+from dsa.reference.cache.indexer_cache import read_indexer_cache, write_indexer_cache
+from dsa.reference.cache.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
+from dsa.reference.cache.mla_cache_inputs import write_mla_cache
+from dsa.reference.elementwise.hyper_connections import hyper_collapse, hyper_expand
+from dsa.reference.elementwise.rms_norm import rms_norm
+from dsa.reference.elementwise.rotary import apply_rotary
+from dsa.reference.gemm.fp8_cast import (
     ceil_to_ue8m0,
     dequantize_per_block,
     dequantize_per_token,
@@ -11,26 +15,31 @@ from .fp8_cast import (
     per_row_cast_to_fp8,
     per_token_cast_to_fp8,
 )
-from .fp8_gemm import fp8_gemm_nt, grouped_fp8_gemm_nt
-from .hadamard import hadamard_transform
-from .hyper_connections import hyper_collapse, hyper_expand
-from .indexer_cache import read_indexer_cache, write_indexer_cache
-from .indexer_inputs import quantize_indexer_queries, write_indexer_keys
-from .indexer_logits import fp8_mqa_logits, mqa_logits
-from .indexer_training import indexer_topk, indexer_warmup_attention, sparse_indexer_loss, sparse_mla_attention
-from .kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
-from .mla_cache_inputs import write_mla_cache
-from .mla_decode import flash_mla_with_kvcache
-from .mla_metadata import FlashMLASchedMeta, get_mla_metadata
-from .mla_prefill import flash_mla_sparse_fwd
-from .norm import rms_norm
-from .paged_indexer_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
-from .rotary import apply_rotary
-from .sliding_window import merge_attention, sliding_window_attention, window_sparse_attention
-from .swiglu_cast import swiglu_cast_to_fp8
-from .topk import topk_indices
-from .window_decode import sliding_window_decode
-from .window_selection import window_indices, window_slots
+from dsa.reference.gemm.fp8_gemm_nt import fp8_gemm_nt, grouped_fp8_gemm_nt
+from dsa.reference.gemm.hadamard import hadamard_transform
+from dsa.reference.gemm.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
+from dsa.reference.indexer.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
+from dsa.reference.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
+from dsa.reference.indexer.indexer_inputs import quantize_indexer_queries, write_indexer_keys
+from dsa.reference.indexer.topk_indices import topk_indices
+from dsa.reference.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
+from dsa.reference.mla.flash_mla_with_kvcache import flash_mla_with_kvcache
+from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, get_mla_metadata
+from dsa.reference.mla.sliding_window_attention import (
+    merge_attention,
+    sliding_window_attention,
+    window_sparse_attention,
+)
+from dsa.reference.mla.sliding_window_decode import sliding_window_decode
+from dsa.reference.mla.window_indices import window_indices, window_slots
+from dsa.reference.moe.combine_experts import combine_experts
+from dsa.reference.moe.expert_routing import moe_gate, sort_by_expert
+from dsa.reference.training.indexer_training import (
+    indexer_topk,
+    indexer_warmup_attention,
+    sparse_indexer_loss,
+    sparse_mla_attention,
+)
 
 __all__ = [
     "FlashMLASchedMeta",

@@ -4,11 +4,13 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+import dsa.ops
 import dsa_bench
 from dsa.testing import bench
 from dsa_bench.peers.agreement import agree
@@ -113,15 +115,19 @@ def _fastest(others: Mapping[str, Mapping[str, float]]) -> tuple[str | None, flo
     return name, others[name]["ms"], others[name]["ratio"]
 
 
-def benchmarked_ops() -> list[str]:
-    return sorted(m.name for m in pkgutil.iter_modules(dsa_bench.__path__) if not m.ispkg)
+def benchmarks() -> dict[str, str]:
+    """{op: the module of its benchmark}, dsa_bench/FAMILY/OP.py with the families of dsa.ops."""
+    families = [m.name for m in pkgutil.iter_modules(dsa.ops.__path__) if m.ispkg]
+    folders = [Path(dsa_bench.__file__).parent / family for family in families]
+    paths = [path for folder in folders for path in folder.glob("[!_]*.py")]
+    return {path.stem: f"dsa_bench.{path.parent.name}.{path.stem}" for path in sorted(paths, key=lambda p: p.stem)}
 
 
 def load(op: str) -> ModuleType:
     """The benchmark module of an op, or a ValueError that lists them."""
-    if op not in benchmarked_ops():
-        raise ValueError(f"no benchmark for {op!r}; there are: {', '.join(benchmarked_ops())}")
-    return importlib.import_module(f"dsa_bench.{op}")
+    if op not in benchmarks():
+        raise ValueError(f"no benchmark for {op!r}; there are: {', '.join(benchmarks())}")
+    return importlib.import_module(benchmarks()[op])
 
 
 def run(op: str) -> list[dict[str, Any]]:

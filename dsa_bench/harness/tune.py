@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dsa.source_digest import op_module
 from dsa.testing import bench
 from dsa_bench.harness.case import Call, Case, load
 
@@ -138,7 +139,7 @@ def _under(op: str, shape_class: str, config: Any, call: Call) -> Call:
     """The call with this configuration on trial. The op's bridge must forget the kernel that it has at hand."""
     from dsa.cute import tuning
 
-    forget = importlib.import_module(f"dsa.ops.{op}")._kernel.cache_clear
+    forget = importlib.import_module(op_module(op))._kernel.cache_clear
 
     def run() -> object:
         with tuning.trial(op, shape_class, config):

@@ -1,5 +1,7 @@
 """GPU tests: skipped without a Hopper GPU; each records its worst error for the receipt."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from dsa import backends
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = backends.why_no_kernels()
     for item in items:
-        if item.path.parent.name == "gpu":
+        if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,7 +1,8 @@
 """The GPU receipt: which code was tested on a GPU, by which tests, with what outcome, and how fast it was.
 
-`tests/gpu/test_NAME.py` and `dsa_bench/NAME.py` belong to the op NAME, whose code is `dsa/ops/NAME.py` (a suffix of
-PARTS names a part of an op). Entries of WHOLES are of more than one op. An entry's digest covers
+`tests/gpu/FAMILY/test_NAME.py` and `dsa_bench/FAMILY/NAME.py` belong to the op NAME, whose code is
+`dsa/ops/FAMILY/NAME.py` (a suffix of PARTS names a part of an op). Entries of WHOLES are of more than one op. An
+entry's digest covers
 - the code: what the entry is about, with everything of this project that it imports, and the tile configurations that
   its kernels load;
 - the judges: its test file, conftest and benchmark, with the modules of tests/, dsa_bench/ and dsa.testing that they
@@ -15,7 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dsa.source_digest import digest_of, has_kernel, modules_used_by
+from dsa import source_digest
+from dsa.source_digest import digest_of, has_kernel, modules_used_by, op_modules
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -32,8 +34,9 @@ WHOLES = {
     "user_commands": "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents",
 }
 SEVERAL_GPUS = "pytest.mark.several_gpus"
-# What no pass of a model runs; tests of generation run models of `tiny`.
-NOT_RUN = ("cli.py", "export.py", "health.py", "indexer_stage.py", "tiny", "vendored")
+# Files and folders of dsa_layers that no pass of a model runs. Tests of generation run models of those in TINY.
+TINY = ("manifest.py", "tiny.py", "tiny")
+NOT_RUN = ("command", "export.py", "training", "vendored", *TINY)
 
 
 def load() -> dict[str, Any]:
@@ -45,31 +48,32 @@ def save(data: dict[str, Any]) -> None:
 
 
 def op_module(name: str) -> str:
+    """The bridge of the op that an entry is about."""
     for part in PARTS:
         name = name.removesuffix(part)
-    return f"dsa.ops.{name}"
+    return source_digest.op_module(name)
 
 
 def test_files(name: str) -> list[Path]:
     """The files whose tests an entry runs."""
     if name == "several_gpus":
-        return [path for path in sorted(HERE.glob("test_*.py")) if SEVERAL_GPUS in path.read_text()]
-    path = HERE / f"test_{name}.py"
-    return [path] if path.exists() else []
+        return [path for path in sorted(HERE.rglob("test_*.py")) if SEVERAL_GPUS in path.read_text()]
+    return list(HERE.rglob(f"test_{name}.py"))
 
 
 def tested() -> list[str]:
     """Every entry that a complete receipt has."""
-    return sorted({path.stem.removeprefix("test_") for path in HERE.glob("test_*.py")} | WHOLES.keys())
+    return sorted({path.stem.removeprefix("test_") for path in HERE.rglob("test_*.py")} | WHOLES.keys())
 
 
 def ops_with_kernels() -> list[str]:
     """The op modules that reach a kernel: each needs an entry."""
-    return sorted(filter(has_kernel, _op_names()))
+    return sorted(filter(has_kernel, op_modules()))
 
 
-def _op_names() -> list[str]:
-    return sorted(path.stem for path in (ROOT / "dsa" / "ops").glob("[!_]*.py"))
+def module_of(path: Path) -> str:
+    """The name of a module of this project."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def digest(name: str) -> str:
@@ -93,11 +97,11 @@ def code_modules(name: str) -> list[str]:
         return _closure(op_module(path.stem.removeprefix("test_")) for path in test_files(name))
     if name not in WHOLES:
         return _closure([op_module(name)])
-    ops = _closure(f"dsa.ops.{op}" for op in _op_names())
+    ops = _closure(op_modules().values())
     if name == "e2e":
         return [*ops, *_layers(NOT_RUN)]
     if name == "generation":
-        return [*ops, *_layers(tuple(place for place in NOT_RUN if place != "tiny"))]
+        return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in TINY))]
     return [*_closure(["dsa.self_test"]), *_layers(())] if name == "user_commands" else ops
 
 
@@ -106,17 +110,16 @@ def _layers(left_out: tuple[str, ...]) -> list[str]:
     return [
         ".".join(("dsa_layers", *place.with_suffix("").parts)).removesuffix(".__init__")
         for place in places
-        if place.parts[0] not in left_out
+        if not set(left_out) & set(place.parts)
     ]
 
 
 def judge_modules(name: str) -> list[str]:
     """The modules that decide whether an entry's tests pass and what its figures are."""
-    roots = [f"tests.gpu.{path.stem}" for path in test_files(name)]
+    roots = [module_of(path) for path in test_files(name)]
     if roots:
         roots += ["tests.conftest", "tests.gpu.conftest"]
-    if (ROOT / "dsa_bench" / f"{name}.py").exists():
-        roots.append(f"dsa_bench.{name}")
+    roots += [module_of(path) for path in (ROOT / "dsa_bench").glob(f"*/{name}.py")]
     if name == "e2e":
         roots.append("dsa_bench.e2e.report")
     return [*_closure(roots, ("tests", "dsa_bench")), "dsa.testing"]

@@ -80,7 +80,7 @@ def run_tests(names: Sequence[str]) -> dict[str, Outcome]:
     """The tests of some entries, all together in several processes: most of their time is the host's."""
     outcomes = {name: Outcome() for name in names}
     for marks, prefix, environment, group in _groups(names):
-        owners = {f"tests.gpu.{path.stem}": name for name in group for path in receipt.test_files(name)}
+        owners = {receipt.module_of(path): name for name in group for path in receipt.test_files(name)}
         if group == ["several_gpus"]:
             owners = dict.fromkeys(owners, "several_gpus")
         if owners:
@@ -156,7 +156,7 @@ def rows_of(name: str) -> list[dict]:
         from dsa_bench.e2e import report
 
         return list(report.rows())
-    return case.run(name) if name in case.benchmarked_ops() else []
+    return case.run(name) if name in case.benchmarks() else []
 
 
 def run_entry(name: str, outcome: Outcome, bench: bool) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def main(arguments: Sequence[str]) -> int:
             f"{name}: {entry['tests']} tests, {entry['failed']} failed, benchmark {entry['bench_seconds']} s",
             flush=True,
         )
-        if name in case.benchmarked_ops():
+        if name in case.benchmarks():
             print_table(name, entry["bench"])
         if entry["failed"]:
             failed.append(name)

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 import dsa
-from dsa.source_digest import functions_with_kernels
+from dsa.source_digest import functions_with_kernels, op_modules
 from tests.gpu import receipt
 
 README = receipt.ROOT / "README.md"
@@ -22,7 +22,7 @@ HEAD = """\
 def table(data: dict[str, Any]) -> str:
     """A row for each module of dsa.ops, with the public functions that it has, for each part of one, and for each
     entry of more than one op."""
-    modules = [p.stem for p in (receipt.ROOT / "dsa" / "ops").glob("[!_]*.py") if public_functions(p.stem)]
+    modules = [op for op in op_modules() if public_functions(op)]
     names = sorted({*modules, *data["entries"]} - receipt.WHOLES.keys()) + list(receipt.WHOLES)
     return "\n".join([HEAD, *(_row(name, data["entries"].get(name)) for name in names)])
 

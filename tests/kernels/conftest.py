@@ -1,10 +1,7 @@
-"""What tests of kernels share: parameters for `variants.shipped`, and a compile cache of a test's own."""
-
-from pathlib import Path
+"""Parameters of tests of kernels: the variants that `variants.shipped` asks for."""
 
 import pytest
 
-from dsa.cute import compile_cache
 from tests.kernels.variants import sample, shipped_variants_of
 
 
@@ -21,11 +18,3 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("compile_function", "arguments"), variants, ids=ids)
     else:
         metafunc.parametrize("arguments", [arguments for _, arguments in variants], ids=str)
-
-
-@pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compile cache of the test's own, which is not there yet."""
-    monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compile_cache, "_warned", set())
-    return tmp_path / "cache"

@@ -6,7 +6,7 @@ import pytest
 
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
-from dsa.kernels import window_indices_sm90 as kernels
+from dsa.kernels.mla import window_indices_sm90 as kernels
 from tests.kernels import machine_code
 
 

@@ -1,0 +1,82 @@
+"""Asynchronous copies from global to shared memory at addresses that only the kernel knows; tiles are TMA's."""
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+EVICT_FIRST = 0x12F0000000000000  # the encoding of the L2 policy for what is read once
+
+
+@cute.jit
+def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer):
+    """Copy `size` bytes, a multiple of 16 between addresses of 16 bytes; the barrier counts them. One thread's work."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{$r0}], [{$r1}], {$r2}, "
+        "[{$r3}], {$r4};",
+        read_only_args=[
+            Int32(target.toint()),
+            Int64(source.toint()),
+            size,
+            Int32(barrier.toint()),
+            Int64(EVICT_FIRST),
+        ],
+    )
+
+
+@cute.jit
+def async_load_16(target: cute.Pointer, source: cute.Pointer):
+    """Copy 16 bytes between addresses of 16 bytes; `cp_async_wait_group(0)` and a barrier wait for the whole CTA's."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16; cp.async.commit_group;",
+        read_only_args=[Int32(target.toint()), Int64(source.toint())],
+    )
+
+
+@cute.jit
+def gather_16(target: Int32, source: Int64, present: Boolean):
+    """Copy 16 bytes from the address `source`; where `present` is False, write zeros and read nothing."""
+    size = Int32(16) if present else Int32(0)
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[target, source, size],
+    )
+
+
+@cute.jit
+def gather_8(target: Int32, source: Int64, present: Boolean):
+    """Copy 8 bytes from the address `source`; where `present` is False, write zeros and read nothing."""
+    size = Int32(8) if present else Int32(0)
+    cute.arch.inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 8, {$r2};",
+        read_only_args=[target, source, size],
+    )
+
+
+@cute.jit
+def bulk_gather(target: Int32, source: Int64, size: Int32, barrier: cute.Pointer):
+    """Copy `size` bytes, a multiple of 16 between addresses of 16 bytes; the barrier counts them. Each lane's own."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, size, Int32(barrier.toint())],
+    )
+
+
+@cute.jit
+def arrive_when_gathered(barrier: cute.Pointer):
+    """Arrive at the barrier when all that this lane has asked for is there: one of the arrivals it was made for."""
+    cute.arch.inline_ptx(
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())]
+    )
+
+
+@cute.jit
+def arrive_when_gathered_too(barrier: cute.Pointer):
+    """The barrier's phase does not end before all that this lane has asked for is there. No arrival of those that the
+    barrier was made for, and to be called before this warp's own.
+    """
+    cute.arch.inline_ptx("cp.async.mbarrier.arrive.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())])
+
+
+@cute.jit
+def prefetch_to_l2(source: Int64, size: Int32):
+    """Ask for `size` bytes, a multiple of 16, at a multiple of 16: they will be in the L2 cache. One thread's work."""
+    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, size])

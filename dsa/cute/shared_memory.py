@@ -1,0 +1,96 @@
+"""Reads and writes of shared memory at byte addresses, where there is no tensor of one type; and 8 x 8 matrices of
+16-bit numbers between shared memory and a warp's registers, as wgmma and mma have them."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
+
+
+@cute.jit
+def load_16(address: Int32):
+    """The 16 bytes at a multiple of 16, as four words."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def load_4(address: Int32) -> Uint32:
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+@cute.jit
+def load_8(address: Int32):
+    """The 8 bytes at a multiple of 8, as two words."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {" + "{$w0}, {$w1}" + "}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address]
+    )
+
+
+@cute.jit
+def store_4(address: Int32, word: Uint32):
+    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+@cute.jit
+def store_16(address: Int32, words):
+    """Four words to the 16 bytes at a multiple of 16."""
+    cute.arch.inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};", read_only_args=[address, *words]
+    )
+
+
+@cute.jit
+def load_byte(address: Int32) -> Uint32:
+    return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+@cute.jit
+def load_matrices(address: Int32):
+    """Load 4 matrices; lane 8 i + r gives the address of row r of matrix i. -> what a lane has of each, two neighbours
+    of row lane / 4."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr):
+    """Two numbers rounded to `dtype`, bf16 or fp16, the first in the lower half."""
+    kind = "bf16x2" if const_expr(dtype is BFloat16) else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
+    )
+
+
+@cute.jit
+def store_matrices(address: Int32, words):
+    """Store 1, 2 or 4 matrices; lane 8 i + r gives the address of row r of matrix i. `words`: what a lane has of each,
+    two neighbours of a row."""
+    _store(address, words, "")
+
+
+@cute.jit
+def store_transposed(address: Int32, words):
+    """The same, transposed: what a lane has of each are two neighbours of a column."""
+    _store(address, words, ".trans")
+
+
+@cute.jit
+def _store(address: Int32, words, kind: cutlass.Constexpr):
+    count = len(words)
+    registers = ", ".join(f"{{$r{i + 1}}}" for i in range(count))
+    cute.arch.inline_ptx(
+        f"stmatrix.sync.aligned.m8n8.x{count}{kind}.shared.b16 [{{$r0}}], " + "{" + registers + "};",
+        read_only_args=[address, *words],
+    )
+
+
+@cute.jit
+def swizzled(row, vector):
+    """Where the 8 numbers number `vector` of a row are in a tile of 64 rows of 64 16-bit numbers, as wgmma reads it."""
+    return row * 64 + (vector ^ (row % 8)) * 8

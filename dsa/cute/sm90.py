@@ -1,0 +1,17 @@
+"""Hopper's numbers, and what keeps a value where the code has it."""
+
+import math
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+WARP = 32
+WARPGROUP = 128  # threads that issue a wgmma together
+SHARED_BYTES = 232448  # of a CTA, at most
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+
+
+@cute.jit
+def opaque(x: Int32):
+    """x, of which ptxas knows nothing: what follows from it is not computed before a loop and kept in registers."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(x)])

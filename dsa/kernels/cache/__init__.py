@@ -1,0 +1,1 @@
+"""CuTe DSL kernels of the paged caches: writers, readers and the compressor."""

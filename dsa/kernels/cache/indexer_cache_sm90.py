@@ -1,0 +1,100 @@
+"""The indexer's keys between rows and cache pages: read_indexer_cache gathers, write_indexer_cache scatters.
+
+Plan
+- D / 16 lanes a token, 16 bytes each, one of them also the scale; a token's page and offset by a precomputed divisor.
+- A slot outside the cache reads as zero and is not written.
+Shared memory: none. Constraints: D a multiple of 16, rows and pages at multiples of 16 bytes.
+Roofline: memory, 2 (D + 4) + 8 bytes a token.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint8, const_expr
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.indexer_page import find_slot, page_planes
+
+BYTES = 16
+THREADS = 256
+DIMS = (32, 64, 128)
+
+
+class IndexerCacheSm90:
+    def __init__(self, dim: int, write: bool):
+        self.dim, self.write = dim, write
+        self.lanes = dim // BYTES
+
+    @cute.jit
+    def __call__(
+        self, k: cute.Tensor, k_scale: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, page_size: Int32, stream
+    ):
+        divisor = cute.fast_divmod_create_divisor_v2(page_size)
+        self.kernel(k, k_scale, cache, slots, divisor, page_size).launch(
+            grid=(cute.ceil_div(k.shape[0], THREADS // self.lanes), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        k: cute.Tensor,
+        k_scale: cute.Tensor,
+        cache: cute.Tensor,
+        slots: cute.Tensor,
+        divisor: cute.FastDivmodDivisorV2,
+        page_size: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = tid % self.lanes
+        t = block * (THREADS // self.lanes) + tid // self.lanes
+        if t < k.shape[0]:
+            exists, page, offset = find_slot(cache, slots[t], page_size, divisor)
+            values, scales = page_planes(cache, page, page_size, self.dim, Uint8)
+            row = cute.local_tile(k[t, None], (BYTES,), (lane,))
+            place = cute.local_tile(values[offset, None], (BYTES,), (lane,))
+            part = cute.make_rmem_tensor((BYTES,), Uint8)
+            if const_expr(self.write):
+                if exists:
+                    cute.autovec_copy(row, part)
+                    cute.autovec_copy(part, place)
+                    if lane == 0:
+                        scales[offset] = k_scale[t]
+            else:
+                part.fill(0)
+                scale = Float32(0.0)
+                if exists:
+                    cute.autovec_copy(place, part)
+                    scale = scales[offset]
+                cute.autovec_copy(part, row)
+                if lane == 0:
+                    k_scale[t] = scale
+
+
+@cached
+def compile_indexer_cache(dim: int, slot_dtype: str, write: bool):
+    """-> f(k [T, D] uint8, k_scale [T] fp32, cache [pages, bytes] uint8, slots [T], page_size); T, pages > 0. `write`
+    copies k to the cache, else the cache to k. Rows and pages start at multiples of 16 bytes."""
+    tokens = cute.sym_int()
+
+    def fake(dtype, shape, stride, align=16):
+        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+
+    k = fake(Uint8, (tokens, dim), (cute.sym_int64(divisibility=BYTES), 1))
+    k_scale = fake(Float32, (tokens,), (cute.sym_int64(),), 4)
+    cache = fake(Uint8, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(divisibility=BYTES), 1))
+    slots = fake(cute_dtype(slot_dtype), (tokens,), (1,), 4)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return compile_sm90(IndexerCacheSm90(dim, write), k, k_scale, cache, slots, Int32(1), stream)
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the ops can ask for."""
+    return [
+        (compile_indexer_cache, (dim, slots, write))
+        for dim in DIMS
+        for slots in ("int32", "int64")
+        for write in (True, False)
+    ]

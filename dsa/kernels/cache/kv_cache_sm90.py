@@ -1,0 +1,373 @@
+"""Rows of the paged MLA cache: written, read, and written straight from their projection (norm, rope, quantisation).
+
+Plan
+- A warp a token, in registers from the loads to the stores; kv_row.py says which channels a lane holds. All
+  loads are contiguous over the warp, and none waits for another, but for those of what a slot points at.
+- Byte rows: a group's amax is a shuffle tree; the roundings are the references', so the bits are, too.
+- RMSNorm is one shuffle tree. Rope on neighbouring pairs stays in a lane; on halves it exchanges with the lane 16 away.
+  Norm and rope each round to the projection's type, as the separate operations do.
+- Float rows are copied and converted, any number of channels: 4 vectors a lane in flight.
+- A slot outside the cache is not written, and reads as zeros.
+Shared memory: none. Constraints: rows at multiples of 16 bytes; float rows of a multiple of 8 channels.
+Roofline: memory. Bytes a token from or to bf16, slots aside: 1808 (V3.2), 1608 (V4), 2304 (bf16, 576 channels); the
+projection's angles are 256 more. At the copy bandwidth a warp has about 390 issue slots for 1808 bytes. It needs 180 to
+write and 140 to read V3.2's layout, 340 from the projection, and 110 more for scales that are no powers of two.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Uint8, const_expr
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.quantize import round_to
+from dsa.cute.reductions import sum_of_warp
+from dsa.kernels.cache.kv_row import ROPE, WARP, ByteRow, WarpRow, find_row
+
+WARPS = 4
+UNROLL = 4
+FLOATS = ("bfloat16", "float16", "float32")
+BYTES = ("v32", "v4")
+NORMED = 512
+
+
+def _vector(*types: type[cutlass.Numeric]) -> int:
+    """Numbers of the widest of the types in 16 bytes."""
+    return 128 // max(t.width for t in types)
+
+
+@cute.jit
+def _my_token():
+    """(this warp's token, the lane)"""
+    tid, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    return block * WARPS + tid // WARP, tid % WARP
+
+
+def _launch(kernel, tokens: Int32, stream) -> None:
+    """A warp a token. With a bound on the CTAs, the lowest, ptxas issues all loads first; without one it saves
+    registers, and loads in four rounds."""
+    kernel.launch(
+        grid=(cute.ceil_div(tokens, WARPS), 1, 1), block=(WARPS * WARP, 1, 1), min_blocks_per_mp=1, stream=stream
+    )
+
+
+@cute.jit
+def _multiply(a: Float32, b: Float32) -> Float32:
+    """a * b, rounded: not fused with the addition behind it, which the reference rounds on its own."""
+    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+@cute.jit
+def _convert(v: cute.Tensor, dtype: cutlass.Constexpr):
+    """v in another type, through fp32; in the same type, bit for bit."""
+    if const_expr(v.element_type is dtype):
+        return v
+    out = cute.make_rmem_tensor(v.shape, dtype)
+    out.store(v.load().to(Float32).to(dtype))
+    return out
+
+
+class FloatRowsSm90:
+    """Rows of floats to a cache of floats (`write`) or from one."""
+
+    def __init__(self, row_type: type[cutlass.Numeric], cache_type: type[cutlass.Numeric], write: bool):
+        self.write, self.vector = write, _vector(row_type, cache_type)
+
+    @cute.jit
+    def __call__(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
+        divisor = cute.fast_divmod_create_divisor_v2(cache.shape[1])
+        _launch(self.kernel(rows, cache, slots, divisor), rows.shape[0], stream)
+
+    @cute.kernel
+    def kernel(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, divisor: cute.FastDivmodDivisorV2):
+        t, lane = _my_token()
+        if t < rows.shape[0]:
+            vectors = rows.shape[1] // self.vector
+            part = cute.make_rmem_tensor((self.vector, UNROLL), (rows if self.write else cache).element_type)
+            if const_expr(self.write):
+                for first in cutlass.range(0, vectors, WARP * UNROLL, unroll=1):
+                    self.load(rows[t, None], part, first + lane, vectors)
+                    # Found only now, so that the row's loads do not wait for the slot's, and none is put behind it.
+                    cute.arch.sync_warp()
+                    exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
+                    if exists:
+                        self.store(part, cache[page, offset, None], first + lane, vectors)
+            else:
+                exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
+                for first in cutlass.range(0, vectors, WARP * UNROLL, unroll=1):
+                    part.fill(0)
+                    if exists:
+                        self.load(cache[page, offset, None], part, first + lane, vectors)
+                    self.store(part, rows[t, None], first + lane, vectors)
+
+    @cute.jit
+    def load(self, row: cute.Tensor, part: cute.Tensor, first: Int32, vectors: Int32):
+        for u in cutlass.range_constexpr(UNROLL):
+            if first + u * WARP < vectors:
+                cute.autovec_copy(cute.local_tile(row, (self.vector,), (first + u * WARP,)), part[None, u])
+
+    @cute.jit
+    def store(self, part: cute.Tensor, row: cute.Tensor, first: Int32, vectors: Int32):
+        out = _convert(part, row.element_type)
+        for u in cutlass.range_constexpr(UNROLL):
+            if first + u * WARP < vectors:
+                cute.autovec_copy(out[None, u], cute.local_tile(row, (self.vector,), (first + u * WARP,)))
+
+
+class WriteByteRowsSm90:
+    def __init__(self, row_type: type[cutlass.Numeric], layout: str, use_ue8m0: bool):
+        self.row, self.use_ue8m0 = ByteRow(layout, _vector(row_type)), use_ue8m0
+
+    @cute.jit
+    def __call__(self, kv: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
+        divisor = cute.fast_divmod_create_divisor_v2(cache.shape[1])
+        _launch(self.kernel(kv, cache, slots, divisor), kv.shape[0], stream)
+
+    @cute.kernel
+    def kernel(self, kv: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, divisor: cute.FastDivmodDivisorV2):
+        t, lane = _my_token()
+        if t < kv.shape[0]:
+            raw, raw_pair = self.row.fragments(kv.element_type)
+            self.row.load(kv[t, None], raw, lane)
+            cute.autovec_copy(self.row.pair(kv[t, None], lane), raw_pair)
+            exists, page, offset = find_row(cache, slots, t, kv.shape[0], divisor)
+            # Without this the compiler loads the pair only where it is needed: behind the slot.
+            cute.arch.sync_warp()
+            v, pair = _convert(raw, Float32), _convert(raw_pair, Float32)
+            out = cute.make_rmem_tensor(v.shape, Float8E4M3FN)
+            scales = cute.make_rmem_tensor((self.row.steps,), Float32)
+            self.row.quantize(v, out, scales, self.use_ue8m0)
+            if exists:
+                self.row.write(out, scales, pair, cache, page, offset, lane)
+
+
+class ReadByteRowsSm90:
+    def __init__(self, layout: str, row_type: type[cutlass.Numeric]):
+        self.row = ByteRow(layout, _vector(row_type))
+
+    @cute.jit
+    def __call__(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
+        divisor = cute.fast_divmod_create_divisor_v2(cache.shape[1])
+        _launch(self.kernel(rows, cache, slots, divisor), rows.shape[0], stream)
+
+    @cute.kernel
+    def kernel(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, divisor: cute.FastDivmodDivisorV2):
+        t, lane = _my_token()
+        if t < rows.shape[0]:
+            v, pair = self.row.fragments(Float32)
+            v.fill(0.0)
+            pair.fill(0.0)
+            exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
+            if exists:
+                values, scales, rope = self.row.parts(cache, page, offset)
+                raw = cute.make_rmem_tensor(v.shape, Uint8)
+                self.row.load(cute.recast_tensor(values, Uint8), raw, lane)
+                raw_pair = cute.make_rmem_tensor((2,), rope.element_type)
+                cute.autovec_copy(cute.local_tile(rope, (2,), (lane,)), raw_pair)
+                v.store(cute.recast_tensor(raw, Float8E4M3FN).load().to(Float32))
+                for j in cutlass.range_constexpr(self.row.steps):
+                    scale = self.row.scale(scales, j, lane)
+                    for i in cutlass.range_constexpr(self.row.vector):
+                        v[i, j] = v[i, j] * scale
+                pair.store(raw_pair.load().to(Float32))
+            self.row.store(_convert(v, rows.element_type), rows[t, None], lane)
+            cute.autovec_copy(_convert(pair, rows.element_type), self.row.pair(rows[t, None], lane))
+
+
+class WriteMlaCacheSm90:
+    """layout: the cache's float type or byte layout. channels: 576, the norm before the rope; 512, over everything."""
+
+    def __init__(self, row_type: type[cutlass.Numeric], layout: str, channels: int, interleaved: bool, use_ue8m0: bool):
+        self.quantizes = layout in BYTES
+        self.row = ByteRow(layout, _vector(row_type)) if self.quantizes else WarpRow(channels - ROPE, _vector(row_type))
+        self.interleaved, self.use_ue8m0 = interleaved, use_ue8m0
+        self.norms_pair = channels == NORMED
+
+    @cute.jit
+    def __call__(
+        self,
+        kv: cute.Tensor,
+        weight: cute.Tensor,
+        cos: cute.Tensor,
+        sin: cute.Tensor,
+        cache: cute.Tensor,
+        slots: cute.Tensor,
+        rows: cute.Tensor,
+        keep: Int32,
+        eps: Float32,
+        stream,
+    ):
+        divisor = cute.fast_divmod_create_divisor_v2(cache.shape[1])
+        _launch(self.kernel(kv, weight, cos, sin, cache, slots, rows, keep, divisor, eps), kv.shape[0], stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        kv: cute.Tensor,
+        weight: cute.Tensor,
+        cos: cute.Tensor,
+        sin: cute.Tensor,
+        cache: cute.Tensor,
+        slots: cute.Tensor,
+        rows: cute.Tensor,
+        keep: Int32,
+        divisor: cute.FastDivmodDivisorV2,
+        eps: Float32,
+    ):
+        t, lane = _my_token()
+        if t < kv.shape[0]:
+            raw, raw_pair = self.row.fragments(kv.element_type)
+            gain, gain_pair = self.row.fragments(Float32)
+            self.row.load(kv[t, None], raw, lane)
+            cute.autovec_copy(self.row.pair(kv[t, None], lane), raw_pair)
+            self.row.load(weight, gain, lane)
+            if const_expr(self.norms_pair):
+                cute.autovec_copy(self.row.pair(weight, lane), gain_pair)
+            c, s = self.angles(cos[t, None], lane), self.angles(sin[t, None], lane)
+            exists, page, offset = find_row(cache, slots, t, kv.shape[0], divisor)
+            v, pair = _convert(raw, Float32), _convert(raw_pair, Float32)
+
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(cute.size(v)):
+                total += v[i] * v[i]
+            if const_expr(self.norms_pair):
+                total += pair[0] * pair[0] + pair[1] * pair[1]
+            inverse = cute.math.rsqrt(sum_of_warp(total) * Float32(1 / NORMED) + eps)
+            for i in cutlass.range_constexpr(cute.size(v)):
+                v[i] = v[i] * inverse * gain[i]
+            round_to(v, kv.element_type)
+            if const_expr(self.norms_pair):
+                for i in cutlass.range_constexpr(2):
+                    pair[i] = pair[i] * inverse * gain_pair[i]
+                round_to(pair, kv.element_type)
+            self.turn(pair, c, s, lane)
+            round_to(pair, kv.element_type)
+
+            if keep != 0:
+                self.row.store(_convert(v, kv.element_type), rows[t, None], lane)
+                cute.autovec_copy(_convert(pair, kv.element_type), self.row.pair(rows[t, None], lane))
+            if const_expr(self.quantizes):
+                out = cute.make_rmem_tensor(v.shape, Float8E4M3FN)
+                scales = cute.make_rmem_tensor((self.row.steps,), Float32)
+                self.row.quantize(v, out, scales, self.use_ue8m0)
+                if exists:
+                    self.row.write(out, scales, pair, cache, page, offset, lane)
+            else:
+                if exists:
+                    target = cache[page, offset, None]
+                    self.row.store(_convert(v, cache.element_type), target, lane)
+                    cute.autovec_copy(_convert(pair, cache.element_type), self.row.pair(target, lane))
+
+    @cute.jit
+    def angles(self, row: cute.Tensor, lane: Int32):
+        """The cosines, or sines, of this lane's two channels."""
+        out = cute.make_rmem_tensor((1 if self.interleaved else 2,), Float32)
+        for i in cutlass.range_constexpr(cute.size(out)):
+            out[i] = row[lane if self.interleaved else lane % (WARP // 2) * 2 + i]
+        return out
+
+    @cute.jit
+    def turn(self, pair: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
+        """Rope on this lane's two channels."""
+        if const_expr(self.interleaved):
+            a, b = pair[0], pair[1]
+            pair[0] = _multiply(a, cos[0]) - _multiply(b, sin[0])
+            pair[1] = _multiply(a, sin[0]) + _multiply(b, cos[0])
+        else:
+            for i in cutlass.range_constexpr(2):
+                turned = _multiply(cute.arch.shuffle_sync_bfly(pair[i], offset=WARP // 2), sin[i])
+                if lane < WARP // 2:
+                    turned = -turned
+                pair[i] = _multiply(pair[i], cos[i]) + turned
+
+
+def _fake(dtype, shape, stride, align=16):
+    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+
+
+def _rows(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
+    """[..., channels], each row at a multiple of 16 bytes."""
+    strides = [cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[1:]]
+    return _fake(dtype, shape, (*strides, 1))
+
+
+def _cache(layout: str, channels) -> cute.Tensor:
+    """[pages, P, channels] of floats; [pages, P, bytes of a row] of a byte layout."""
+    sizes = cute.sym_int(), cute.sym_int()
+    if layout in BYTES:
+        return _rows(Uint8, *sizes, 656 if layout == "v32" else 576)
+    return _rows(cute_dtype(layout), *sizes, channels)
+
+
+def _slots() -> cute.Tensor:
+    return _fake(Int32, (cute.sym_int(),), (1,), 4)
+
+
+def _channels(layout: str) -> Any:
+    """Of a row: fixed by a byte layout, any multiple of 8 for floats."""
+    return {"v32": 576, "v4": 512}.get(layout) or cute.sym_int(divisibility=8)
+
+
+@cached
+def compile_write_kv_cache(dtype: str, layout: str, use_ue8m0: bool):
+    """-> f(kv [T, d] dtype, cache [pages, P, row], slots [T] int32 or [2 T], the words of int64); T, pages > 0.
+
+    layout: a float dtype; "v32", row = 656 bytes; or "v4", row = 576 bytes, a page's scales behind its P rows. Rows and
+    pages start at multiples of 16 bytes. use_ue8m0 is False for floats."""
+    element, channels = cute_dtype(dtype), _channels(layout)
+    if layout in BYTES:
+        kernel = WriteByteRowsSm90(element, layout, use_ue8m0)
+    else:
+        kernel = FloatRowsSm90(element, cute_dtype(layout), True)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return compile_sm90(kernel, _rows(element, cute.sym_int(), channels), _cache(layout, channels), _slots(), stream)
+
+
+@cached
+def compile_read_kv_cache(layout: str, dtype: str):
+    """-> f(rows [T, d] dtype, cache, slots), as `compile_write_kv_cache` has them."""
+    element, channels = cute_dtype(dtype), _channels(layout)
+    if layout in BYTES:
+        kernel = ReadByteRowsSm90(layout, element)
+    else:
+        kernel = FloatRowsSm90(element, cute_dtype(layout), False)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return compile_sm90(kernel, _rows(element, cute.sym_int(), channels), _cache(layout, channels), _slots(), stream)
+
+
+@cached
+def compile_write_mla_cache(dtype: str, layout: str, channels: int, interleaved: bool, use_ue8m0: bool):
+    """-> f(kv [T, channels] dtype, weight [512] fp32, cos, sin [T, 32] fp32, cache, slots, rows [T, channels] dtype,
+    keep, eps); T, pages > 0. cache and slots as `compile_write_kv_cache` has them; rows is written if keep is not 0."""
+    element = cute_dtype(dtype)
+    tokens = cute.sym_int()
+    weight = _fake(Float32, (NORMED,), (1,))
+    angles = [_fake(Float32, (tokens, ROPE // 2), (cute.sym_int64(), cute.sym_int64()), 4) for _ in range(2)]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return compile_sm90(
+        WriteMlaCacheSm90(element, layout, channels, interleaved, use_ue8m0),
+        *(_rows(element, tokens, channels), weight, *angles, _cache(layout, channels), _slots()),
+        *(_rows(element, tokens, channels), Int32(0), Float32(0.0), stream),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the ops can ask for."""
+    scales = [("v32", True), ("v32", False), ("v4", True)]
+    stored = [*((cache, False) for cache in FLOATS), *scales]
+    rows = [*((cache, channels, False) for cache in FLOATS for channels in (576, 512))]
+    rows += [(layout, 576 if layout == "v32" else 512, use_ue8m0) for layout, use_ue8m0 in scales]
+    return [
+        *((compile_write_kv_cache, (dtype, *o)) for dtype in FLOATS for o in stored),
+        *((compile_read_kv_cache, (layout, dtype)) for layout in FLOATS + BYTES for dtype in FLOATS),
+        *(
+            (compile_write_mla_cache, (dtype, layout, channels, interleaved, use_ue8m0))
+            for dtype in FLOATS
+            for layout, channels, use_ue8m0 in rows
+            for interleaved in (True, False)
+        ),
+    ]

@@ -1,0 +1,161 @@
+"""A row of the paged MLA cache: where a page keeps its parts, and how a warp holds it in registers.
+
+A row is N channels, 512 or 448, and behind them 64 that rope turns. Of the former a lane holds V consecutive ones, 16
+bytes of the caller's numbers, and the V that lie 32 V farther, and so on; of the latter two neighbours, which are a
+pair of interleaved rope. So every access of a warp is to consecutive bytes, and channels that share a scale are in the
+same step of neighbouring lanes.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
+
+from dsa.cute.indexer_page import find_slot
+
+# The roundings of `quantize`, here for groups of other sizes.
+from dsa.cute.quantize import AMAX_MIN, _ceil_to_ue8m0, scale_of, scale_values
+
+WARP = 32
+ROPE = 64
+
+
+@cute.jit
+def find_row(cache: cute.Tensor, slots: cute.Tensor, t: Int32, tokens: Int32, divisor: cute.FastDivmodDivisorV2):
+    """(whether token t's slot is in the cache, its page, its offset in the page); a slot outside gives the first row.
+    cache [pages, P, ...]; slots [tokens] int32, or the words of int64, [2 * tokens]."""
+    wide = slots.shape[0] != tokens
+    at = 2 * t if wide else t
+    low = slots[at]
+    slot = Int64(low)
+    if wide:
+        slot = (Int64(slots[at + 1]) << 32) | Int64(low.bitcast(Uint32))
+    return find_slot(cache, slot, cache.shape[1], divisor)
+
+
+class WarpRow:
+    """A row with `nope` channels before the rope, `vector` of them a lane and step."""
+
+    def __init__(self, nope: int, vector: int):
+        self.nope, self.vector = nope, vector
+        self.vectors = nope // vector
+        self.steps = -(-self.vectors // WARP)
+
+    def fragments(self, dtype: type[cutlass.Numeric]) -> tuple[cute.Tensor, cute.Tensor]:
+        """Registers for the channels before the rope, [V, steps], and for the pair of the rope part."""
+        return cute.make_rmem_tensor((self.vector, self.steps), dtype), cute.make_rmem_tensor((2,), dtype)
+
+    @cute.jit
+    def load(self, row: cute.Tensor, v: cute.Tensor, lane: Int32):
+        """The channels before the rope; zeros where the last step has none for this lane."""
+        if const_expr(self.vectors % WARP != 0):
+            v.fill(0)
+        for j in cutlass.range_constexpr(self.steps):
+            if j * WARP + lane < self.vectors:
+                cute.autovec_copy(cute.local_tile(row, (self.vector,), (j * WARP + lane,)), v[None, j])
+
+    @cute.jit
+    def store(self, v: cute.Tensor, row: cute.Tensor, lane: Int32):
+        for j in cutlass.range_constexpr(self.steps):
+            if j * WARP + lane < self.vectors:
+                cute.autovec_copy(v[None, j], cute.local_tile(row, (self.vector,), (j * WARP + lane,)))
+
+    @cute.jit
+    def pair(self, row: cute.Tensor, lane: Int32):
+        """This lane's two rope channels of a row of floats, in place."""
+        return cute.local_tile(row, (2,), (self.nope // 2 + lane,))
+
+
+class ByteRow(WarpRow):
+    """A row of a byte layout: `nope` channels in e4m3, of which 128 (V3.2) or 64 share a scale, and 64 in bf16.
+
+    V3.2: values, 4 fp32 scales, rope in 656 bytes. V4: values and rope in 576 bytes; behind all rows of a page 8 bytes
+    for each: 7 ue8m0 scales and a zero.
+    """
+
+    def __init__(self, layout: str, vector: int):
+        self.is_v4 = layout == "v4"
+        super().__init__(448 if self.is_v4 else 512, vector)
+        self.lanes = (64 if self.is_v4 else 128) // vector  # that hold a group
+
+    @cute.jit
+    def parts(self, cache: cute.Tensor, page: Int32, offset: Int32):
+        """(values [N], scales [4] fp32 or [8] ue8m0, rope [64]) in place. cache [pages, P, 656 or 576] uint8."""
+        row = cache[page, offset, None].iterator.align(16)
+        values = cute.make_tensor(cute.recast_ptr(row, dtype=Float8E4M3FN), cute.make_layout(self.nope))
+        if const_expr(self.is_v4):
+            behind = cache[page, 0, None].iterator + cache.shape[1] * cache.shape[2] + offset * 8
+            scales = cute.make_tensor(behind, cute.make_layout(8))
+            rope = row + self.nope
+        else:
+            scales = cute.make_tensor(cute.recast_ptr(row + self.nope, dtype=Float32), cute.make_layout(4))
+            rope = row + self.nope + 16
+        return values, scales, cute.make_tensor(cute.recast_ptr(rope.align(16), dtype=BFloat16), cute.make_layout(ROPE))
+
+    @cute.jit
+    def quantize(self, v: cute.Tensor, out: cute.Tensor, scales: cute.Tensor, use_ue8m0: cutlass.Constexpr):
+        """fp32 v to e4m3 out, both [V, steps], and each step's scale."""
+        for j in cutlass.range_constexpr(self.steps):
+            scales[j] = _quantize(v[None, j], self.lanes, use_ue8m0)
+        out.store(v.load().to(Float8E4M3FN))
+
+    @cute.jit
+    def write(
+        self,
+        out: cute.Tensor,
+        scales: cute.Tensor,
+        pair: cute.Tensor,
+        cache: cute.Tensor,
+        page: Int32,
+        offset: Int32,
+        lane: Int32,
+    ):
+        """Store what `quantize` gave and the fp32 pair of the rope part."""
+        values, places, rope = self.parts(cache, page, offset)
+        self.store(out, values, lane)
+        for j in cutlass.range_constexpr(self.steps):
+            if lane % self.lanes == 0:
+                group = (j * WARP + lane) // self.lanes
+                if const_expr(self.is_v4):
+                    exponent = scales[j].bitcast(Uint32) >> 23
+                    places[group] = Uint8(exponent if group < 7 else Uint32(0))
+                else:
+                    places[group] = scales[j]
+        both = cute.make_rmem_tensor((2,), BFloat16)
+        both.store(pair.load().to(BFloat16))
+        cute.autovec_copy(both, cute.local_tile(rope, (2,), (lane,)))
+
+    @cute.jit
+    def scale(self, places: cute.Tensor, j: cutlass.Constexpr, lane: Int32) -> Float32:
+        """The scale of this lane's channels of step j."""
+        # V4's last step has fewer channels than lanes: those without one read the pad.
+        found = places[(j * WARP + lane) // self.lanes]
+        if const_expr(not self.is_v4):
+            return found
+        exponent = Uint32(found)  # first: the compiler takes a Uint8 for never equal to 255
+        bits = exponent << 23
+        if exponent == 0:
+            bits = Uint32(1 << 22)  # 2^-127 has no exponent of its own
+        if exponent == 255:
+            bits = Uint32(0x7FC00000)
+        return bits.bitcast(Float32)
+
+
+@cute.jit
+def _quantize(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
+    """v <- v * (1 / scale), and the scale of what `lanes` lanes hold: amax / 448, amax at least 1e-4, or the power of
+    two above. NaN stays."""
+    amax = Float32(AMAX_MIN)
+    for i in cutlass.range_constexpr(cute.size(v)):
+        amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)
+    for log in cutlass.range_constexpr(lanes.bit_length() - 1):
+        amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << log), nan=True)
+    scale = scale_of(amax)
+    if const_expr(use_ue8m0):
+        scale = _ceil_to_ue8m0(scale)
+        # The approximate reciprocal is exact for powers of two, 0 for infinity and NaN for NaN.
+        inverse = cute.arch.rcp_approx(scale)
+        for i in cutlass.range_constexpr(cute.size(v)):
+            v[i] = v[i] * inverse
+    else:
+        scale_values(v, scale)
+    return scale

@@ -1,0 +1,1 @@
+"""CuTe DSL kernels of norm, rotary embedding and hyper connections."""

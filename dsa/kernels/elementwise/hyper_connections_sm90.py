@@ -1,0 +1,340 @@
+"""DeepSeek-V4's hyper-connections: four residual streams to a sublayer's input, and its output back to the streams.
+
+Plan, collapse
+- A CTA has a token at a time: its threads hold all four streams in registers, 16 bytes a load, and use them twice: for
+  the mean square, whose parts of the warps meet in shared memory, and for the weighted sum. So streams are read once.
+- pre is four numbers, which every four lanes compute for themselves as soon as they have the mean square. post and comb
+  are the business of one warp at the end, a token a lane: a CTA of a long input has up to MOST_TOKENS tokens, so that
+  the time of Sinkhorn's chain of divisions, over a microsecond, is spent once for them.
+- Sinkhorn keeps the matrix A as it was and two scalings: comb = r_i A_ij c_j. Its sum over a row is r_i (A c)_i, so a
+  step is four products, an addition and a reciprocal for each r_i: less than dividing 16 numbers, and the roundings of
+  the steps do not add up.
+Plan, expand
+- A thread has 16 bytes of a token's output and of its four streams, and makes 16 bytes of each new one.
+Shared memory: a sum of each warp and token in collapse. Constraints: four streams, D a multiple of 8 and at most 2048
+vectors of 16 bytes in collapse, rows at multiples of 16 bytes.
+Roofline: memory, 5 D numbers a token in collapse and 9 D in expand. Of few tokens, latency: memory, the sum over the
+CTA, and 40 reciprocals one after the other.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.reductions import sum_of_warp
+from dsa.cute.sm90 import opaque
+
+STREAMS = 4
+COUNT = (2 + STREAMS) * STREAMS  # numbers of a token in mix
+WARP = 32
+LOG2E = 1.4426950408889634
+WORDS = 4  # of 16 bytes
+MOST_TOKENS = 4  # of a CTA of collapse
+CTAS = 1024  # of collapse, before they have more than one token: about two waves
+SHARED_PERCENT = 10  # of an SM's memory, which the DSL would ask a driver for: far more than collapse needs
+EXPAND_THREADS = 128
+DTYPES = ("bfloat16", "float16", "float32")
+# Collapse: threads of a CTA, and vectors that each has of a stream.
+TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
+
+
+@cute.jit
+def _sigmoid(z: Float32) -> Float32:
+    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(z * -LOG2E))
+
+
+class HyperCollapseSm90:
+    def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
+        self.dtype, self.threads, self.steps = dtype, threads, steps
+        self.width, self.packed, self.warps = 128 // dtype.width, 32 // dtype.width, threads // WARP
+        # So many on an SM that a thread with 8 vectors, which are 32 registers, has 64 of them, and one with 16, 128.
+        self.ctas = 2048 // (threads * steps)
+
+    @cute.jit
+    def __call__(
+        self,
+        streams: cute.Tensor,
+        mix: cute.Tensor,
+        base: cute.Tensor,
+        scale: cute.Tensor,
+        x: cute.Tensor,
+        post: cute.Tensor,
+        comb: cute.Tensor,
+        iterations: Int32,
+        eps: Float32,
+        hc_eps: Float32,
+        stream,
+    ):
+        tokens = streams.shape[0]
+        together = cutlass.min(cute.ceil_div(tokens, CTAS), MOST_TOKENS)
+        share = Float32(1.0) / Float32(STREAMS * streams.shape[2])
+        self.kernel(streams, mix, base, scale, x, post, comb, together, iterations, share, eps, hc_eps).launch(
+            grid=(cute.ceil_div(tokens, together), 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.ctas,
+            preferred_smem_carveout=SHARED_PERCENT,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        streams: cute.Tensor,
+        mix: cute.Tensor,
+        base: cute.Tensor,
+        scale: cute.Tensor,
+        x: cute.Tensor,
+        post: cute.Tensor,
+        comb: cute.Tensor,
+        together: Int32,
+        iterations: Int32,
+        share: Float32,
+        eps: Float32,
+        hc_eps: Float32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+
+        @cute.struct
+        class Storage:
+            sums: cute.struct.MemRange[Float32, MOST_TOKENS * self.warps]
+            scales: cute.struct.MemRange[Float32, MOST_TOKENS]
+
+        storage = SmemAllocator().allocate(Storage)
+        scales = storage.scales.get_tensor(cute.make_layout(MOST_TOKENS))
+        sums = storage.sums.get_tensor(cute.make_layout((self.warps, MOST_TOKENS)))
+        first = block * together
+        zero = Uint32(together >> 8)
+        i = Int32(0)
+        # Compared with what all threads have in common: a count would take a register of each.
+        while i < together and first + i < streams.shape[0]:
+            # What follows from the thread's number costs registers if it is kept from one token to the next.
+            own = opaque(tid)
+            inverse = self.collapse(
+                streams, mix, base, scale, x, sums[None, i], first + i, share, zero, eps, hc_eps, own
+            )
+            if tid == 0:
+                scales[i] = inverse
+            i += 1
+        cute.arch.sync_warp()
+        if tid < i:
+            self.mixing(mix, base, scale, post, comb, first + tid, scales[tid], iterations, hc_eps)
+
+    @cute.jit
+    def collapse(self, streams, mix, base, scale, x, sums, t, share, zero, eps, hc_eps, tid):
+        """x of token t -> 1 / sqrt(mean(v^2) + eps). Every warp puts its sum of squares into `sums`; no two tokens of a
+        CTA share one, so that a barrier a token is enough."""
+        vectors = streams.shape[2] // self.width
+        # As words: numbers of 16 bits, some of which may not have been loaded, would take a register each.
+        words = cute.make_rmem_tensor((WORDS, STREAMS, self.steps), Uint32)
+        words.fill(0)
+        for s in cutlass.range_constexpr(self.steps):
+            if tid + s * self.threads < vectors:
+                for k in cutlass.range_constexpr(STREAMS):
+                    source = cute.local_tile(streams[t, k, None], (self.width,), (tid + s * self.threads,))
+                    cute.autovec_copy(cute.recast_tensor(source, Uint32), words[None, k, s])
+        number, bias = mix[t, tid & (STREAMS - 1)] * scale[0], base[tid & (STREAMS - 1)]
+        squares = cute.make_rmem_tensor((STREAMS,), Float32)
+        squares.fill(0.0)
+        for s in cutlass.range_constexpr(self.steps):
+            for k in cutlass.range_constexpr(STREAMS):
+                for n in cutlass.range_constexpr(WORDS):
+                    v = self.numbers(words[n, k, s])
+                    for i in cutlass.range_constexpr(self.packed):
+                        squares[k] = cute.math.fma(v[i], v[i], squares[k])
+        square = sum_of_warp((squares[0] + squares[1]) + (squares[2] + squares[3]))
+        if tid & (WARP - 1) == 0:
+            sums[tid >> 5] = square
+        cute.arch.sync_threads()
+        square = sums[tid & (self.warps - 1)]
+        for log in cutlass.range_constexpr(self.warps.bit_length() - 1):
+            square += cute.arch.shuffle_sync_bfly(square, offset=1 << log)
+        inverse = cute.math.rsqrt(square * share + eps)
+        pre = cute.make_rmem_tensor((STREAMS,), Float32)
+        own = _sigmoid(number * inverse + bias) + hc_eps
+        for k in cutlass.range_constexpr(STREAMS):
+            pre[k] = cute.arch.shuffle_sync(own, k)
+        for s in cutlass.range_constexpr(self.steps):
+            out = cute.make_rmem_tensor((self.width,), Float32)
+            out.fill(0.0)
+            for n in cutlass.range_constexpr(WORDS):
+                for k in cutlass.range_constexpr(STREAMS):
+                    # `zero` makes the number another to the compiler, or it keeps all of them as fp32 over the barrier,
+                    # in twice the registers.
+                    v = self.numbers(words[n, k, s] ^ zero)
+                    for i in cutlass.range_constexpr(self.packed):
+                        at = n * self.packed + i
+                        out[at] = cute.math.fma(pre[k], v[i], out[at])
+            packed = cute.make_rmem_tensor((self.width,), self.dtype)
+            packed.store(out.load().to(self.dtype))
+            if tid + s * self.threads < vectors:
+                cute.autovec_copy(packed, cute.local_tile(x[t, None], (self.width,), (tid + s * self.threads,)))
+        return inverse
+
+    @cute.jit
+    def numbers(self, word: Uint32) -> cute.Tensor:
+        """The one or two numbers of a word."""
+        own, v = [cute.make_rmem_tensor((self.packed,), dtype) for dtype in (self.dtype, Float32)]
+        if const_expr(self.dtype is BFloat16):
+            # By hand: the compiler takes three instructions for the two.
+            v[0], v[1] = (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
+        else:
+            cute.recast_tensor(own, Uint32)[0] = word
+            v.store(own.load().to(Float32))
+        return v
+
+    @cute.jit
+    def mixing(self, mix, base, scale, post, comb, t, inverse, iterations, hc_eps):
+        """post and comb of token t, a thread's work."""
+        given = self.logits(mix, base, t, 1, inverse * scale[1])
+        for k in cutlass.range_constexpr(STREAMS):
+            given[k] = Float32(2.0) * _sigmoid(given[k])
+        a = cute.make_rmem_tensor((STREAMS, STREAMS), Float32)
+        for i in cutlass.range_constexpr(STREAMS):
+            z = self.logits(mix, base, t, 2 + i, inverse * scale[2])
+            highest = cute.arch.fmax(cute.arch.fmax(z[0], z[1]), cute.arch.fmax(z[2], z[3]))
+            total = Float32(0.0)
+            for j in cutlass.range_constexpr(STREAMS):
+                a[i, j] = cute.math.exp2((z[j] - highest) * LOG2E)
+                total += a[i, j]
+            share = cute.arch.rcp_approx(total)
+            for j in cutlass.range_constexpr(STREAMS):
+                a[i, j] = a[i, j] * share + hc_eps
+
+        rows, columns = [cute.make_rmem_tensor((STREAMS,), Float32) for _ in range(2)]
+        rows.fill(1.0)
+        columns.fill(1.0)
+        self.balance(a, rows, columns, True, hc_eps)
+        for _ in cutlass.range(iterations - 1, unroll=1):
+            self.balance(a, columns, rows, False, hc_eps)
+            self.balance(a, rows, columns, True, hc_eps)
+        out = cute.make_rmem_tensor((STREAMS * STREAMS,), Float32)
+        for i in cutlass.range_constexpr(STREAMS):
+            for j in cutlass.range_constexpr(STREAMS):
+                out[i * STREAMS + j] = rows[i] * a[i, j] * columns[j]
+        cute.autovec_copy(given, post[t, None])
+        cute.autovec_copy(out, comb[t, None])
+
+    @cute.jit
+    def logits(self, mix, base, t, part: cutlass.Constexpr, factor) -> cute.Tensor:
+        """Four neighbouring numbers of a token, scaled and with their base."""
+        z, bias = [cute.make_rmem_tensor((STREAMS,), Float32) for _ in range(2)]
+        cute.autovec_copy(cute.local_tile(mix[t, None], (STREAMS,), (part,)), z)
+        cute.autovec_copy(cute.local_tile(base, (STREAMS,), (part,)), bias)
+        z.store(z.load() * factor + bias.load())
+        return z
+
+    @cute.jit
+    def balance(self, a, across, scales, of_columns: cutlass.Constexpr, hc_eps):
+        """Divide the columns, or the rows, whose scalings are `scales`, by their sums + hc_eps."""
+        for n in cutlass.range_constexpr(STREAMS):
+            total = Float32(0.0)
+            for m in cutlass.range_constexpr(STREAMS):
+                total = cute.math.fma(a[m, n] if of_columns else a[n, m], across[m], total)
+            scales[n] = scales[n] * cute.arch.rcp_approx(cute.math.fma(scales[n], total, hc_eps))
+
+
+class HyperExpandSm90:
+    def __init__(self, dtype: type[cutlass.Numeric]):
+        self.dtype, self.width = dtype, 128 // dtype.width
+
+    @cute.jit
+    def __call__(
+        self, y: cute.Tensor, streams: cute.Tensor, post: cute.Tensor, comb: cute.Tensor, out: cute.Tensor, stream
+    ):
+        vectors = y.shape[1] // self.width
+        total = y.shape[0] * vectors
+        divisor = cute.fast_divmod_create_divisor_v2(vectors)
+        self.kernel(y, streams, post, comb, out, divisor, total).launch(
+            grid=(cute.ceil_div(total, EXPAND_THREADS), 1, 1), block=(EXPAND_THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        y: cute.Tensor,
+        streams: cute.Tensor,
+        post: cute.Tensor,
+        comb: cute.Tensor,
+        out: cute.Tensor,
+        divisor: cute.FastDivmodDivisorV2,
+        total: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        index = block * EXPAND_THREADS + tid
+        if index < total:
+            t, at = divmod(index, divisor)
+            raw = cute.make_rmem_tensor((self.width, STREAMS + 1), self.dtype)
+            for j in cutlass.range_constexpr(STREAMS):
+                cute.autovec_copy(cute.local_tile(streams[t, j, None], (self.width,), (at,)), raw[None, j])
+            cute.autovec_copy(cute.local_tile(y[t, None], (self.width,), (at,)), raw[None, STREAMS])
+            given = cute.make_rmem_tensor((STREAMS,), Float32)
+            weights = cute.make_rmem_tensor((STREAMS * STREAMS,), Float32)
+            cute.autovec_copy(post[t, None], given)
+            cute.autovec_copy(comb[t, None], weights)
+            for k in cutlass.range_constexpr(STREAMS):
+                acc = cute.make_rmem_tensor((self.width,), Float32)
+                for i in cutlass.range_constexpr(self.width):
+                    acc[i] = given[k] * raw[i, STREAMS].to(Float32)
+                    for j in cutlass.range_constexpr(STREAMS):
+                        acc[i] = cute.math.fma(weights[j * STREAMS + k], raw[i, j].to(Float32), acc[i])
+                packed = cute.make_rmem_tensor((self.width,), self.dtype)
+                packed.store(acc.load().to(self.dtype))
+                cute.autovec_copy(packed, cute.local_tile(out[t, k, None], (self.width,), (at,)))
+
+
+def _rows(element: type[cutlass.Numeric], shape: tuple, align: int = 16):
+    """A tensor of rows that start at multiples of `align` bytes, with 64-bit strides."""
+    multiple = 8 * align // element.width
+    strides = [cute.sym_int64(divisibility=multiple) for _ in shape[:-1]]
+    return cute.runtime.make_fake_tensor(element, shape, (*strides, 1), assumed_align=align)
+
+
+@cached
+def compile_hyper_collapse(dtype: str, threads: int, steps: int):
+    """-> f(streams [T, 4, D] dtype, mix [T, 24], base [24], scale [3] fp32, x [T, D] dtype, post [T, 4], comb [T, 16]
+    fp32, iterations, eps, hc_eps); T, iterations > 0, D at most threads * steps vectors of 16 bytes. Rows start at
+    multiples of 16 bytes."""
+    element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=8)
+    return compile_sm90(
+        HyperCollapseSm90(element, threads, steps),
+        _rows(element, (tokens, STREAMS, channels)),
+        _rows(Float32, (tokens, COUNT)),
+        _rows(Float32, (COUNT,)),
+        _rows(Float32, (3,), 4),
+        _rows(element, (tokens, channels)),
+        _rows(Float32, (tokens, STREAMS)),
+        _rows(Float32, (tokens, STREAMS * STREAMS)),
+        *(Int32(1), Float32(0.0), Float32(0.0)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+@cached
+def compile_hyper_expand(dtype: str):
+    """-> f(y [T, D], streams [T, 4, D] dtype, post [T, 4], comb [T, 16] fp32, out [T, 4, D] dtype); T, D > 0. Rows
+    start at multiples of 16 bytes."""
+    element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=8)
+    return compile_sm90(
+        HyperExpandSm90(element),
+        _rows(element, (tokens, channels)),
+        _rows(element, (tokens, STREAMS, channels)),
+        _rows(Float32, (tokens, STREAMS)),
+        _rows(Float32, (tokens, STREAMS * STREAMS)),
+        _rows(element, (tokens, STREAMS, channels)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the ops can ask for."""
+    return [(compile_hyper_collapse, (dtype, *tile)) for dtype in DTYPES for tile in TILES] + [
+        (compile_hyper_expand, (dtype,)) for dtype in DTYPES
+    ]

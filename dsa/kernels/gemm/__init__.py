@@ -1,0 +1,1 @@
+"""CuTe DSL kernels of FP8 products and casts."""

@@ -1,0 +1,154 @@
+"""SwiGLU and the cast of its result to FP8 e4m3 with one scale per token and 128 channels, in one pass.
+
+h = silu(gate) * up, rounded to the operands' dtype;   scale = max(amax(|h|), 1e-4) / 448;   q = e4m3(h * (1 / scale))
+
+Plan
+- A group of 128 channels belongs to 8 lanes of one warp, each with 16 consecutive channels of gate and of up. The
+  compiler may put the loads of the last of them behind the arithmetic of the first: 32 bytes in flight a thread at the
+  least, which at 40 registers (1536 threads a multiprocessor) is 48 KiB, twice what fills HBM.
+- exp is the accurate one (2 ulp in fp32, one MUFU instruction), the division a reciprocal (1 ulp) and a product: h is
+  within 2^-20 of its exact value before it is rounded. From there on the arithmetic is the cast's, bit for bit.
+- NaN passes the limits, as PyTorch's clamp has it; silu(-inf) is NaN, as -inf * 0 is.
+- Group g of the [T, ceil(I / 128)] grid is row g // ceil(I / 128), by a precomputed divisor. Rows may be strided.
+- A last block that ends early is a variant of its own: vectors of 8 channels, absent ones are zeros and not stored.
+Shared memory: none. Constraints: I a multiple of 8, innermost stride 1, rows of gate and up aligned to 16 bytes.
+Roofline: memory. Per channel of h 4 bytes in (bf16), 1 + 4 / 128 out; about 25 instructions, of the 34 that a
+multiprocessor issues in the time of these bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, const_expr
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.quantize import GROUP, quantize, round_to
+
+THREADS = 128
+CHANNELS = 16  # of a lane
+VECTOR = 8  # channels that are there or not together, where the last block may end early
+LANES = GROUP // CHANNELS
+GROUPS_PER_CTA = THREADS // LANES
+
+
+class SwigluCastSm90:
+    def __init__(self, use_ue8m0: bool, ragged: bool):
+        self.use_ue8m0 = use_ue8m0
+        self.ragged = ragged
+        self.width = VECTOR if ragged else CHANNELS
+
+    @cute.jit
+    def __call__(
+        self,
+        gate: cute.Tensor,
+        up: cute.Tensor,
+        q: cute.Tensor,
+        scale: cute.Tensor,
+        limit: Float32 | None,
+        stream,
+    ):
+        groups_per_row = scale.shape[1]
+        total = scale.shape[0] * groups_per_row
+        self.kernel(gate, up, q, scale, limit, cute.fast_divmod_create_divisor_v2(groups_per_row), total).launch(
+            grid=(cute.ceil_div(total, GROUPS_PER_CTA), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        gate: cute.Tensor,
+        up: cute.Tensor,
+        q: cute.Tensor,
+        scale: cute.Tensor,
+        limit: Float32 | None,
+        row_groups: cute.FastDivmodDivisorV2,
+        total: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = tid % LANES
+        group = block * GROUPS_PER_CTA + tid // LANES
+        # Past the end: compute the last group again, as the shuffles need all lanes, and store nothing.
+        row, col = divmod(cutlass.min(group, total - 1), row_groups)
+        channel = col * GROUP + lane * CHANNELS
+
+        gates = cute.make_rmem_tensor((CHANNELS,), gate.element_type)
+        ups = cute.make_rmem_tensor((CHANNELS,), gate.element_type)
+        self.read(gates, gate[row, None], channel)
+        self.read(ups, up[row, None], channel)
+        h = cute.make_rmem_tensor((CHANNELS,), Float32)
+        for i in cutlass.range_constexpr(CHANNELS):
+            g, u = gates[i].to(Float32), ups[i].to(Float32)
+            if const_expr(limit is not None):
+                g = cute.arch.fmin(g, limit, nan=True)
+                u = cute.arch.fmax(cute.arch.fmin(u, limit, nan=True), -limit, nan=True)
+            h[i] = g * cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(-g)) * u
+        round_to(h, gate.element_type)
+        s = quantize(h, CHANNELS, self.use_ue8m0)
+        out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)
+        out.store(h.load().to(Float8E4M3FN))
+        if group < total:
+            self.write(out, q[row, None], channel)
+            if lane == 0:
+                scale[row, col] = s
+
+    @cute.jit
+    def read(self, target: cute.Tensor, source: cute.Tensor, channel: Int32):
+        """A lane's channels from `channel` on; zeros for those beyond the row."""
+        if const_expr(self.ragged):
+            target.fill(0.0)
+        for i in cutlass.range_constexpr(CHANNELS // self.width):
+            own = cute.local_tile(target, (self.width,), (i,))
+            place = cute.local_tile(source, (self.width,), (channel // self.width + i,))
+            if const_expr(self.ragged):
+                if channel + i * self.width < source.shape[0]:
+                    cute.autovec_copy(place, own)
+            else:
+                cute.autovec_copy(place, own)
+
+    @cute.jit
+    def write(self, source: cute.Tensor, target: cute.Tensor, channel: Int32):
+        """The counterpart of `read`."""
+        for i in cutlass.range_constexpr(CHANNELS // self.width):
+            own = cute.local_tile(source, (self.width,), (i,))
+            place = cute.local_tile(target, (self.width,), (channel // self.width + i,))
+            if const_expr(self.ragged):
+                if channel + i * self.width < target.shape[0]:
+                    cute.autovec_copy(own, place)
+            else:
+                cute.autovec_copy(own, place)
+
+
+@cached
+def compile_swiglu_cast(dtype: str, use_ue8m0: bool, limited: bool, ragged: bool):
+    """-> f(gate [T, I] dtype and up, row strides multiples of 16 bytes; q [T, I] e4m3; scale [T, ceil(I / 128)] fp32;
+    limit, None unless `limited`), T * I > 0; I a multiple of 128, of 8 if `ragged`."""
+    element = cute_dtype(dtype)
+    multiple = VECTOR if ragged else GROUP
+    rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=multiple), cute.sym_int()
+
+    def operand():
+        strides = (cute.sym_int64(divisibility=128 // element.width), 1)
+        return cute.runtime.make_fake_tensor(element, (rows, cols), strides, assumed_align=16)
+
+    q = cute.runtime.make_fake_tensor(
+        Float8E4M3FN, (rows, cols), (cute.sym_int64(divisibility=multiple), 1), assumed_align=16
+    )
+    scale = cute.runtime.make_fake_tensor(Float32, (rows, groups), (cute.sym_int64(), 1), assumed_align=4)
+    limit = Float32(1.0) if limited else None
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return compile_sm90(SwigluCastSm90(use_ue8m0, ragged), operand(), operand(), q, scale, limit, stream)
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [
+        (compile_swiglu_cast, (dtype, use_ue8m0, limited, ragged))
+        for dtype in ("bfloat16", "float16", "float32")
+        for use_ue8m0 in (True, False)
+        for limited in (True, False)
+        for ragged in (True, False)
+    ]

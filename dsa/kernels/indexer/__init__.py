@@ -1,0 +1,1 @@
+"""CuTe DSL kernels of the lightning indexer: scores, top-k selection and their inputs."""

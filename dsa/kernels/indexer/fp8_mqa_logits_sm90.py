@@ -1,0 +1,443 @@
+"""Lightning-indexer scores over contiguous keys: out[t, s] = kscale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]).
+
+Plan
+- One wgmma tile has 64 keys as rows and N columns, the heads of N / H queries: a thread's
+  accumulators of one key row are heads of the same queries, so the sum over heads is fused multiply-adds in registers
+  and a transposing shuffle over the quad that leaves every lane with a query of its own.
+- The math warpgroups (two of N = 256 for 64 heads, three of N = 128 for fewer) take the key tiles in turns. A tile's
+  last steps (quad reduction, scale, mask, store) and the wait for the next keys run under the next tile's wgmma: only
+  the sums over heads stand between two of them. Passing the tensor cores on by barriers gained nothing: wgmma and the
+  sums compete for the register file (docs/kernel-notes.md).
+- One warp loads by TMA: queries double-buffered, keys through a ring of 64-key stages for each warpgroup.
+  Its three neighbours write the -inf of the columns that no query of the block sees (clean_logits), so they cost
+  no pass of their own.
+- Persistent CTAs; a unit of work is a block of queries by a chunk of keys. Tiles outside the union of the block's
+  ranges are skipped; within a tile the ranges of each query decide. All range arithmetic is signed.
+Shared memory: 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys, barriers (at most 197 KiB).
+Registers: N / 2 accumulators and N / 4 weights a math thread, of 232 (two warpgroups) or 160; 40 or 32 for the others.
+Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instruction beside it (two an accumulator:
+x + |x|, multiply-add) adds its issue clock, so about 830. Keys come from L2, 8 KB a tile.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.pipeline import advance
+from dsa.cute.reductions import head_sum, quad_transpose
+from dsa.cute.score_tile import (
+    REGISTERS,
+    SHARED_BYTES,
+    TILE,
+    WARPGROUP,
+    init_ring,
+    key_layout,
+    multiply,
+    query_layout,
+    registers_fit,
+    score_mma,
+    tile_load,
+)
+from dsa.cute.tuning import choices, tuned
+
+FILL_THREADS = 96
+NEVER = 2**30
+
+
+@dataclass(frozen=True)
+class MqaLogitsConfig:
+    """columns: N; stages: key tiles in flight for each warpgroup; groups: math warpgroups."""
+
+    columns: int = choices(128, 256)
+    stages: int = choices(2, 3, 4, 5, 6, 8)
+    groups: int = choices(2, 3)
+
+    @property
+    def threads(self) -> int:
+        return (self.groups + 1) * WARPGROUP
+
+    def fits(self, heads: int) -> bool:
+        """Whether the hardware takes it: registers, shared memory for 128 channels, four queries a block at least."""
+        shared = (2 * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
+        return registers_fit(self.columns, self.groups) and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
+
+
+class Fp8MqaLogitsSm90:
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        out_dtype: type[cutlass.Numeric],
+        clean: bool,
+        compressed: bool,
+        cfg: MqaLogitsConfig,
+    ):
+        self.heads, self.dim, self.out_dtype = heads, dim, out_dtype
+        self.clean, self.compressed = clean, compressed
+        self.n, self.group_stages, self.groups = cfg.columns, cfg.stages, cfg.groups
+        self.stages = cfg.groups * cfg.stages
+        self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
+        self.math_registers, self.other_registers = REGISTERS[cfg.groups]
+        self.block_q = cfg.columns // heads
+        self.lane_q = self.block_q // 4  # queries that a lane stores: every fourth
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        k_scale: cute.Tensor,
+        weights: cute.Tensor,
+        starts: cute.Tensor,
+        ends: cute.Tensor,
+        out: cute.Tensor,
+        fill_columns: Int32,
+        chunk: Int32,
+        ctas: Int32,
+        stream,
+    ):
+        k_layout = key_layout(TILE, self.n, self.dim, self.stages)
+        q_layout = query_layout(self.n, self.dim, 2)
+        k_atom, k_tma = tile_load(k, k_layout, (TILE, self.dim))
+        q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
+
+        @cute.struct
+        class Storage:
+            k_full: cute.struct.MemRange[cutlass.Int64, self.stages]
+            k_empty: cute.struct.MemRange[cutlass.Int64, self.stages]
+            q_full: cute.struct.MemRange[cutlass.Int64, 2]
+            q_empty: cute.struct.MemRange[cutlass.Int64, 2]
+            q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
+
+        self.storage = Storage
+        self.kernel(
+            q_atom,
+            q_tma,
+            k_atom,
+            k_tma,
+            k_scale,
+            weights,
+            starts,
+            ends,
+            out,
+            fill_columns,
+            chunk,
+            score_mma(self.n),
+            q_layout,
+            k_layout,
+        ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        mq: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        mk: cute.Tensor,
+        k_scale: cute.Tensor,
+        weights: cute.Tensor,
+        starts: cute.Tensor,
+        ends: cute.Tensor,
+        out: cute.Tensor,
+        fill_columns: Int32,
+        chunk: Int32,
+        mma: cute.TiledMma,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        storage = SmemAllocator().allocate(self.storage)
+        k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
+        q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
+        sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
+
+        if warp == self.math_warps:
+            cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
+            cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
+        if tid == 0:
+            init_ring(k_full, k_empty, self.stages, 4)
+            init_ring(q_full, q_empty, 2, self.math_warps)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp >= self.math_warps:
+            cute.arch.setmaxregister_decrease(self.other_registers)
+            if warp == self.math_warps:
+                self.produce(
+                    q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_full, k_empty, q_full, q_empty, lane
+                )
+            elif const_expr(self.clean):
+                self.fill(k_scale, starts, ends, out, fill_columns, chunk, tid - (self.math_warps + 1) * 32, lane)
+        else:
+            cute.arch.setmaxregister_increase(self.math_registers)
+            self.math(
+                k_scale,
+                weights,
+                starts,
+                ends,
+                out,
+                chunk,
+                mma,
+                sq,
+                sk,
+                k_full,
+                k_empty,
+                q_full,
+                q_empty,
+                tid,
+                warp,
+                lane,
+            )
+
+    @cute.jit
+    def unit(self, index, keys, chunk, out, starts, ends, lane):
+        """Unit `index`: its block of queries, first tile, end tile, and the first tile of its chunk. Later queries come
+        first: in a causal batch they have the longest ranges. A chunk's blocks come together: were a block's chunks
+        neighbours, an even number of CTAs would give each CTA the same chunk of every block."""
+        queries = out.shape[0]
+        blocks = cute.ceil_div(queries, self.block_q)
+        block = blocks - 1 - index % blocks
+        first_tile = (index // blocks) * chunk
+        low, high = Int32(NEVER), Int32(0)
+        t = block * self.block_q + lane
+        if lane < self.block_q and t < queries:
+            start, length = self.seen(starts, ends, t, keys)
+            if length > 0:
+                low, high = start, start + length
+        low = cute.arch.warp_redux_sync(low, "min")
+        high = cute.arch.warp_redux_sync(high, "max")
+        first = cutlass.max(low // TILE, first_tile)
+        last = cutlass.min(cute.ceil_div(high, TILE), first_tile + chunk)
+        return block, first, cutlass.max(last, first), first_tile
+
+    @cute.jit
+    def seen(self, starts, ends, t, keys):
+        """(the first key that query t sees, how many keys), inside the keys whatever the ranges say. Both ends are
+        clipped before they are subtracted: the difference of any two int32 may be none."""
+        start = cutlass.min(cutlass.max(starts[t], 0), keys)
+        end = cutlass.min(cutlass.max(ends[t], start), keys)
+        return start, end - start
+
+    @cute.jit
+    def units(self, keys, chunk, out):
+        return cute.ceil_div(out.shape[0], self.block_q) * cute.ceil_div(keys, chunk * TILE)
+
+    @cute.jit
+    def produce(self, q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_full, k_empty, q_full, q_empty, lane):
+        gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
+        gk = cute.local_tile(mk, (TILE, self.dim), (None, 0))
+        one = cute.make_layout(1)
+        tqs, tqg = cute.nvgpu.cpasync.tma_partition(
+            q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
+        )
+        tks, tkg = cute.nvgpu.cpasync.tma_partition(
+            k_atom, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2)
+        )
+        keys = mk.shape[0]
+        block_index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        slot, slot_phase, group, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
+            block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
+            if first < last:
+                cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + slot, self.n * self.dim)
+                cute.copy(q_atom, tqg[None, block], tqs[None, slot], tma_bar_ptr=q_full + slot)
+                slot, slot_phase = advance(slot, slot_phase, 2)
+                for tile in cutlass.range(first, last, unroll=1):
+                    stage = group * self.group_stages + turn
+                    cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, TILE * self.dim)
+                    cute.copy(k_atom, tkg[None, tile], tks[None, stage], tma_bar_ptr=k_full + stage)
+                    group += 1
+                    if group == self.groups:
+                        group = Int32(0)
+                        turn, phase = advance(turn, phase, self.group_stages)
+
+    @cute.jit
+    def fill(self, k_scale, starts, ends, out, fill_columns, chunk, thread, lane):
+        """-inf in the columns [0, fill_columns) that the math warps do not write."""
+        keys = k_scale.shape[0]
+        block_index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        width = 128 // self.out_dtype.width
+        minus = cute.make_rmem_tensor((width,), self.out_dtype)
+        minus.fill(-float("inf"))
+        for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
+            block, first, last, chunk_tile = self.unit(index, keys, chunk, out, starts, ends, lane)
+            low = chunk_tile * TILE
+            high = cutlass.min((chunk_tile + chunk) * TILE, fill_columns)
+            if (chunk_tile + chunk) * TILE >= keys:
+                high = fill_columns
+            for i in cutlass.range(self.block_q, unroll=1):
+                t = block * self.block_q + i
+                if t < out.shape[0]:
+                    if const_expr(self.compressed):
+                        # Column j of row t is key starts[t] + j: everything from the row's length on is -inf.
+                        _, length = self.seen(starts, ends, t, keys)
+                        for c in cutlass.range(cutlass.max(low, length) + thread, high, FILL_THREADS, unroll=1):
+                            out[t, c] = minus[0]
+                    else:
+                        row = cute.local_tile(out[t, None], (width,), (None,))
+                        for c in cutlass.range(low // width + thread, high // width, FILL_THREADS, unroll=1):
+                            if c * width < first * TILE or c * width >= last * TILE:
+                                cute.autovec_copy(minus, row[None, c])
+
+    @cute.jit
+    def math(
+        self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, k_full, k_empty, q_full, q_empty, tid, warp, lane
+    ):
+        thr_mma = mma.get_slice(tid % WARPGROUP)
+        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
+        sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
+        sums.fill(0.0)
+        scales.fill(0.0)
+        w = cute.make_rmem_tensor((self.n // 4,), Float32)
+        keys = k_scale.shape[0]
+        queries = out.shape[0]
+        quad = lane % 4
+        row_key = (warp % 4) * 16 + lane // 4
+        block_index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        own_ring = warp // 4 * self.group_stages
+        slot, slot_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
+        mine = warp // 4
+
+        lows = cute.make_rmem_tensor((self.lane_q,), Int32)
+        spans = cute.make_rmem_tensor((self.lane_q,), Int32)
+        for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
+            block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
+            if first < last:
+                for i in cutlass.range_constexpr(self.lane_q):
+                    t = block * self.block_q + quad + 4 * i
+                    # A span below 0 marks a query past the end, which has no row.
+                    lows[i], spans[i] = Int32(0), Int32(-1)
+                    if t < queries:
+                        lows[i], spans[i] = self.seen(starts, ends, t, keys)
+                        if const_expr(self.compressed):
+                            spans[i] = cutlass.min(spans[i], out.shape[1])
+                rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
+                for j in cutlass.range_constexpr(self.n // 8):
+                    t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
+                    for c in cutlass.range_constexpr(2):
+                        w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
+                cute.arch.mbarrier_wait(q_full + slot, slot_phase)
+                mine += first
+                # No tile is unfinished yet: a key beyond every span.
+                key = Int32(NEVER)
+                if mine < last:
+                    cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
+                while mine < last:
+                    stage = own_ring + turn
+                    multiply(mma, acc, ra, rb, stage, slot)
+                    # While it runs: the rest of the last tile, this one's scales, and the next one's keys.
+                    self.finish(sums, scales, lows, spans, rows, key, quad)
+                    key = mine * TILE + row_key
+                    for half in cutlass.range_constexpr(2):
+                        scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
+                    turn, phase = advance(turn, phase, self.group_stages)
+                    mine += self.groups
+                    if mine < last:
+                        cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
+                    cute.nvgpu.warpgroup.wait_group(0)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(k_empty + stage)
+                    for t in cutlass.range_constexpr(self.block_q):
+                        sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
+                self.finish(sums, scales, lows, spans, rows, key, quad)
+                mine -= last
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(q_empty + slot)
+                slot, slot_phase = advance(slot, slot_phase, 2)
+
+    @cute.jit
+    def finish(self, sums, scales, lows, spans, rows, key, quad):
+        """Add up the quads' sums over heads, give each lane its queries, scale, mask, store `key` and `key` + 8."""
+        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+        for i in cutlass.range_constexpr(self.lane_q):
+            for half in cutlass.range_constexpr(2):
+                value = quad_transpose(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
+                self.store(value * scales[half], lows[i], spans[i], rows[i], key + 8 * half)
+
+    @cute.jit
+    def store(self, value, low, span, row, key):
+        """Write the score of `key`, -inf outside the query's range; a span below 0 has no row, a key NEVER no tile."""
+        column = key - low
+        inside = Uint32(column) < Uint32(cutlass.max(span, 0))
+        if const_expr(self.compressed):
+            if inside:
+                row[column] = value.to(self.out_dtype)
+        else:
+            result = value
+            if not inside:
+                result = -Float32(float("inf"))
+            if span >= 0 and key < NEVER:
+                row[key] = result.to(self.out_dtype)
+
+
+@cached
+def compile_fp8_mqa_logits(
+    heads: int, dim: int, out_dtype: str, clean: bool, compressed: bool, config: MqaLogitsConfig
+):
+    """-> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
+    out [S, columns], fill_columns, chunk, ctas); S, Skv > 0. Rows of out start at multiples of 16 bytes and hold
+    64 * ceil(Skv / 64) columns unless compressed."""
+    queries, keys, columns = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    out_type = cute_dtype(out_dtype)
+
+    def fake(dtype, shape, stride, align):
+        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+
+    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1), 16)
+    k = fake(Float8E4M3FN, (keys, dim), (cute.sym_int64(divisibility=16), 1), 16)
+    k_scale = fake(Float32, (keys,), (1,), 4)
+    weights = fake(Float32, (queries, heads), (cute.sym_int64(), 1), 4)
+    starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
+    out = fake(out_type, (queries, columns), (cute.sym_int64(divisibility=128 // out_type.width), 1), 16)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel = Fp8MqaLogitsSm90(heads, dim, out_type, clean, compressed, config)
+    return compile_sm90(kernel, q, k, k_scale, weights, starts, ends, out, Int32(0), Int32(1), Int32(1), stream)
+
+
+def choose_config(heads: int, dim: int) -> MqaLogitsConfig:
+    """The measured winner. Fewer heads mean more queries a tile, whose ranges and reductions need registers and time:
+    smaller tiles, and a third warpgroup (docs/kernel-notes.md)."""
+    return tuned(MqaLogitsConfig, "fp8_mqa_logits", f"heads {heads}, dim {dim}")
+
+
+def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, int]:
+    """Key tiles in a unit of work, and the number of units: all tiles of a block of queries where these blocks fill
+    the GPU twice, else less."""
+    blocks = -(-queries // block_q)
+    tiles = -(-keys // TILE)
+    chunks = min(max(1, 2 * sms // blocks), max(1, tiles // 8))
+    chunk = -(-tiles // chunks)
+    return chunk, blocks * -(-tiles // chunk)
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [
+        (compile_fp8_mqa_logits, (heads, dim, dtype, clean, compressed, choose_config(heads, dim)))
+        for heads in (8, 16, 32, 64)
+        for dim in (32, 64, 128)
+        for dtype in ("float32", "bfloat16")
+        for clean in (True, False)
+        for compressed in (True, False)
+    ]

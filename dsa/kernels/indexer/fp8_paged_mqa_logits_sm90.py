@@ -1,0 +1,510 @@
+"""Lightning-indexer scores over a paged key cache.
+
+out[b n + i, s] = kscale[b, s] * sum_h w[b n + i, h] * relu(q[b, i, h] . k[b, s])
+
+Plan
+- A wgmma tile has 64 keys as rows and the N = next_n * H (query, head) pairs of one sequence as columns: the keys are
+  read once for all its queries, and the sum over heads stays in registers but for a shuffle over the quad.
+- One CTA a row of the schedule: a run of 256-key splits that begins in one sequence and ends in another.
+- The math warpgroups take the tiles in turns, and each has a loading warp and a ring of STAGES tiles of its own: with
+  one warp for all, a ring that is full holds up the others. The first of them also loads a sequence's queries by TMA,
+  weights by bulk copy and limits through a ring of SEQUENCES slots. Lengths and page numbers are read 32 at a time, so
+  that their latency shows once. A page outside the cache is not read, and its keys score -inf.
+- What the math warpgroups need to know of a sequence is in its slot, and an empty slot ends them. A tile's last steps
+  (quad reduction, scale, mask, store) run under the next tile's wgmma.
+- The loading warpgroup, done, writes -inf behind the last tile of every row (clean_logits).
+Shared memory: SEQUENCES x N x (D + 4) bytes, GROUPS x STAGES x 64 x (D + 4), barriers.
+Registers: N / 2 accumulators and N / 4 weights a math thread.
+Roofline: memory, 132 bytes a key at D 128: about 450 clocks a tile and multiprocessor. Tensor cores 2 N clocks and
+sums about N + 60 (docs/kernel-notes.md): memory up to N = 128, arithmetic beyond.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.pipeline import advance
+from dsa.cute.reductions import head_sum, quad_pair, quad_transpose
+from dsa.cute.score_tile import (
+    REGISTERS,
+    SHARED_BYTES,
+    TILE,
+    WARPGROUP,
+    init_ring,
+    key_layout,
+    multiply,
+    query_layout,
+    registers_fit,
+    score_mma,
+    tile_load,
+)
+from dsa.cute.tuning import choices, tuned
+
+SPLIT = 256
+FILL_BYTES = 8192  # of a row, a piece of work of those that fill
+NEVER = 2**30
+EVICT_FIRST = 0x12F0000000000000  # TMA's encoding of the cache policy: keys are read once
+
+
+@dataclass(frozen=True)
+class PagedMqaLogitsConfig:
+    """stages: key tiles in flight for each warpgroup; sequences: slots of queries; groups: math warpgroups."""
+
+    stages: int = choices(2, 3, 4, 5, 8)
+    sequences: int = choices(2, 4)
+    groups: int = choices(2, 3, 4)
+
+    @property
+    def threads(self) -> int:
+        return (self.groups + 1) * WARPGROUP
+
+    def fits(self, columns: int) -> bool:
+        """Whether the hardware takes it: registers, and shared memory for 128 channels."""
+        shared = (self.sequences * columns + self.groups * self.stages * TILE) * 132 + 3 * 1024
+        return registers_fit(columns, self.groups) and shared <= SHARED_BYTES
+
+
+class Fp8PagedMqaLogitsSm90:
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        next_n: int,
+        page_size: int,
+        out_dtype: type[cutlass.Numeric],
+        cfg: PagedMqaLogitsConfig,
+    ):
+        self.heads, self.dim, self.next_n, self.page = heads, dim, next_n, page_size
+        self.out_dtype = out_dtype
+        self.group_stages, self.sequences, self.groups = cfg.stages, cfg.sequences, cfg.groups
+        self.stages = cfg.groups * cfg.stages
+        self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
+        self.math_registers, self.other_registers = REGISTERS[cfg.groups]
+        self.n = next_n * heads
+        self.pages_a_tile = TILE // page_size
+        self.lane_rows = (next_n + 1) // 2  # rows of the result that a lane stores to
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        cache: cute.Tensor,
+        weights: cute.Tensor,
+        lengths: cute.Tensor,
+        block_table: cute.Tensor,
+        schedule: cute.Tensor,
+        out: cute.Tensor,
+        capacity: Int32,
+        fill_columns: Int32,
+        stream,
+    ):
+        k_layout = key_layout(TILE, self.n, self.dim, self.stages)
+        # The same bytes by pages.
+        page_layout = key_layout(self.page, self.n, self.dim, self.stages * self.pages_a_tile)
+        q_layout = query_layout(self.n, self.dim, self.sequences)
+        pages, page_stride = cache.shape[0], cache.stride[0]
+        keys = cute.make_tensor(
+            cute.recast_ptr(cache.iterator, dtype=Float8E4M3FN),
+            cute.make_layout((self.page, self.dim, pages), stride=(self.dim, 1, page_stride)),
+        )
+        k_atom, k_tma = tile_load(keys, page_layout, (self.page, self.dim))
+        q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
+
+        @cute.struct
+        class Storage:
+            k_full: cute.struct.MemRange[cutlass.Int64, self.stages]
+            k_empty: cute.struct.MemRange[cutlass.Int64, self.stages]
+            q_full: cute.struct.MemRange[cutlass.Int64, self.sequences]
+            q_empty: cute.struct.MemRange[cutlass.Int64, self.sequences]
+            # Of a tile: one bit for each of its pages that is in the cache.
+            present: cute.struct.MemRange[Uint32, self.stages]
+            # Of a sequence: its number, first tile, number of tiles (0: no more sequences), keys that each row sees.
+            facts: cute.struct.MemRange[Int32, 8 * self.sequences]
+            weights: cute.struct.Align[cute.struct.MemRange[Float32, self.n * self.sequences], 128]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, TILE * self.stages], 128]
+            q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
+
+        self.storage = Storage
+        self.kernel(
+            *(q_atom, q_tma, k_atom, k_tma, cache, weights, lengths, block_table, schedule, out),
+            *(capacity, fill_columns, score_mma(self.n), q_layout, k_layout, page_layout),
+        ).launch(grid=(schedule.shape[0] - 1, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        mq: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        mk: cute.Tensor,
+        cache: cute.Tensor,
+        weights: cute.Tensor,
+        lengths: cute.Tensor,
+        block_table: cute.Tensor,
+        schedule: cute.Tensor,
+        out: cute.Tensor,
+        capacity: Int32,
+        fill_columns: Int32,
+        mma: cute.TiledMma,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        page_layout: cute.ComposedLayout,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        storage = SmemAllocator().allocate(self.storage)
+        k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
+        q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
+        sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
+        spages = storage.k.get_tensor(page_layout.outer, swizzle=page_layout.inner)
+        present = storage.present.get_tensor(cute.make_layout(self.stages))
+        facts = storage.facts.get_tensor(cute.make_layout((8, self.sequences)))
+        sweights = storage.weights.get_tensor(cute.make_layout((self.heads, self.next_n, self.sequences)))
+        scales = storage.scales.get_tensor(cute.make_layout((self.page, self.pages_a_tile * self.stages)))
+
+        first, last = (Int32(0), Int32(0)), (Int32(0), Int32(0))
+        if warp >= self.math_warps:
+            # The loaders' chain of dependent loads (schedule, lengths and page numbers, keys) is what a short call
+            # waits for: its first link overlaps the set-up, and the lengths come to L2 meanwhile.
+            cta, _, _ = cute.arch.block_idx()
+            first, last = (schedule[cta, 0], schedule[cta, 1]), (schedule[cta + 1, 0], schedule[cta + 1, 1])
+            if warp == self.math_warps and lane * 32 < lengths.shape[0]:
+                place = (lengths.iterator + lane * 32 * lengths.stride[0]).toint()
+                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[place])
+        if warp == self.math_warps:
+            cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
+            cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
+        if tid == 0:
+            init_ring(k_full, k_empty, self.stages, 4)
+            init_ring(q_full, q_empty, self.sequences, self.math_warps)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp >= self.math_warps:
+            cute.arch.setmaxregister_decrease(self.other_registers)
+            if warp < self.math_warps + self.groups:
+                self.load(
+                    *(q_atom, mq, k_atom, mk, cache, weights, lengths, block_table, first, last, capacity),
+                    *(sq, spages, present, facts, sweights, scales, k_full, k_empty, q_full, q_empty),
+                    *(lane, warp - self.math_warps),
+                )
+            self.fill(lengths, out, capacity, fill_columns, tid % WARPGROUP)
+        else:
+            cute.arch.setmaxregister_increase(self.math_registers)
+            self.math(
+                *(out, mma, sq, sk, present, facts, sweights, scales),
+                *(k_full, k_empty, q_full, q_empty, tid, warp, lane),
+            )
+
+    @cute.jit
+    def limit(self, lengths, sequence, row: cutlass.Constexpr, capacity):
+        """How many keys row `row` of a sequence sees. One length a sequence belongs to its last row."""
+        columns = lengths.shape[1]
+        # Not below 0 before the subtraction, which would make the lowest int32 a large number.
+        length = cutlass.max(lengths[sequence, cutlass.min(row, columns - 1)], 0)
+        if columns < self.next_n:
+            length += row + 1 - self.next_n
+        return cutlass.max(cutlass.min(length, capacity), 0)
+
+    @cute.jit
+    def tile_of_split(self, split):
+        """The first tile of a split of the schedule, clipped so that the product is an int32."""
+        return cutlass.max(cutlass.min(split, NEVER // SPLIT), 0) * (SPLIT // TILE)
+
+    @cute.jit
+    def page_number(self, block_table, sequence, index):
+        page = Int32(-1)
+        if index < block_table.shape[1]:
+            page = block_table[sequence, index]
+        return page
+
+    @cute.jit
+    def load(
+        self,
+        q_atom,
+        mq,
+        k_atom,
+        mk,
+        cache,
+        weights,
+        lengths,
+        block_table,
+        begins,
+        ends,
+        capacity,
+        sq,
+        spages,
+        present,
+        facts,
+        sweights,
+        scales,
+        k_full,
+        k_empty,
+        q_full,
+        q_empty,
+        lane,
+        group,
+    ):
+        gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
+        gk = cute.local_tile(mk, (self.page, self.dim), (0, 0, None))
+        one = cute.make_layout(1)
+        tqs, tqg = cute.nvgpu.cpasync.tma_partition(
+            q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
+        )
+        tks, tkg = cute.nvgpu.cpasync.tma_partition(
+            k_atom, 0, one, cute.group_modes(spages, 0, 2), cute.group_modes(gk, 0, 2)
+        )
+        gscales = cute.make_tensor(
+            cute.recast_ptr(cache.iterator + self.page * self.dim, dtype=Float32),
+            cute.make_layout((self.page, cache.shape[0]), stride=(1, cache.stride[0] // 4)),
+        )
+        bulk = cute.nvgpu.cpasync.CopyBulkG2SOp()
+        weights_atom = cute.make_copy_atom(bulk, Float32, num_bits_per_copy=self.heads * 32)
+        scales_atom = cute.make_copy_atom(bulk, Float32, num_bits_per_copy=self.page * 32)
+        page_bytes = self.page * (self.dim + 4)
+        batch, pages = lengths.shape[0], cache.shape[0]
+        # A schedule of other lengths, or no schedule at all, must not lead outside the block table.
+        first_seq, first_tile = cutlass.max(begins[0], 0), self.tile_of_split(begins[1])
+        last_seq, end_tile = cutlass.max(cutlass.min(ends[0], batch), -1), self.tile_of_split(ends[1])
+        stop = cutlass.min(last_seq + 1, batch)
+        slot, slot_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        # A lane's page among those of the next 32 / pages_a_tile tiles of this warpgroup, counted from its first.
+        lane_page = lane // self.pages_a_tile * self.groups * self.pages_a_tile + lane % self.pages_a_tile
+        mine = group
+        # The first page numbers are asked for together with the first lengths.
+        early = Int32(-1)
+        if first_seq < batch:
+            early = self.page_number(block_table, first_seq, (first_tile + mine) * self.pages_a_tile + lane_page)
+        for base in cutlass.range(first_seq, stop, 32, unroll=1):
+            begin, end = Int32(0), Int32(0)
+            limits = [Int32(0) for _ in range(self.next_n)]
+            if base + lane < stop:
+                longest = Int32(0)
+                for i in cutlass.range_constexpr(self.next_n):
+                    limits[i] = self.limit(lengths, base + lane, i, capacity)
+                    longest = cutlass.max(longest, limits[i])
+                end = cute.ceil_div(longest, TILE)
+                if base + lane == first_seq:
+                    begin = first_tile
+                if base + lane == last_seq:
+                    end = cutlass.min(end, end_tile)
+            todo = cute.arch.vote_ballot_sync(begin < end)
+            while todo != 0:
+                source = cute.arch.popc((todo & -todo) - 1)
+                todo = todo & (todo - 1)
+                sequence = base + source
+                first = cute.arch.shuffle_sync(begin, source)
+                tiles = cute.arch.shuffle_sync(end, source) - first
+
+                if group == 0:
+                    cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
+                    values = [sequence, first, tiles]
+                    for i in cutlass.range_constexpr(self.next_n):
+                        values.append(cute.arch.shuffle_sync(limits[i], source))
+                    with cute.arch.elect_one():
+                        for i in cutlass.range_constexpr(3 + self.next_n):
+                            facts[i, slot] = values[i]
+                        cute.arch.mbarrier_arrive_and_expect_tx(q_full + slot, self.n * (self.dim + 4))
+                    cute.copy(q_atom, tqg[None, sequence], tqs[None, slot], tma_bar_ptr=q_full + slot)
+                    with cute.arch.elect_one():  # a bulk copy, unlike TMA, runs once for every lane that reaches it
+                        for i in cutlass.range_constexpr(self.next_n):
+                            row = weights[sequence * self.next_n + i, None]
+                            cute.copy(weights_atom, row, sweights[None, i, slot], mbar_ptr=q_full + slot)
+                    slot, slot_phase = advance(slot, slot_phase, self.sequences)
+
+                numbers, at = early, Int32(0)
+                if sequence != first_seq:
+                    numbers = self.page_number(block_table, sequence, (first + mine) * self.pages_a_tile + lane_page)
+                while mine < tiles:
+                    if at == 32:
+                        at = Int32(0)
+                        numbers = self.page_number(
+                            block_table, sequence, (first + mine) * self.pages_a_tile + lane_page
+                        )
+                    own = [cute.arch.shuffle_sync(numbers, at + i) for i in range(self.pages_a_tile)]
+                    bits = Uint32(0)
+                    for i in cutlass.range_constexpr(self.pages_a_tile):
+                        if own[i] >= 0 and own[i] < pages:
+                            bits |= 1 << i
+                    stage = group * self.group_stages + turn
+                    full = k_full + stage
+                    cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
+                    with cute.arch.elect_one():
+                        present[stage] = bits
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(bits) * page_bytes)
+                    for i in cutlass.range_constexpr(self.pages_a_tile):
+                        if bits & (1 << i) != 0:
+                            place = stage * self.pages_a_tile + i
+                            policy = cutlass.Int64(EVICT_FIRST)
+                            cute.copy(
+                                k_atom, tkg[None, own[i]], tks[None, place], tma_bar_ptr=full, cache_policy=policy
+                            )
+                            with cute.arch.elect_one():
+                                cute.copy(scales_atom, gscales[None, own[i]], scales[None, place], mbar_ptr=full)
+                    turn, phase = advance(turn, phase, self.group_stages)
+                    mine += self.groups
+                    at += self.pages_a_tile
+                mine -= tiles
+        if group == 0:
+            cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
+            with cute.arch.elect_one():
+                facts[2, slot] = 0
+                cute.arch.mbarrier_arrive(q_full + slot)
+
+    @cute.jit
+    def fill(self, lengths, out, capacity, fill_columns, thread):
+        """-inf in the columns [0, fill_columns) behind the last tile of every row."""
+        width = 128 // self.out_dtype.width
+        piece = FILL_BYTES * 8 // self.out_dtype.width
+        minus = cute.make_rmem_tensor((width,), self.out_dtype)
+        minus.fill(-float("inf"))
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        pieces = cute.ceil_div(fill_columns, piece)
+        for index in cutlass.range(cta, lengths.shape[0] * pieces, ctas, unroll=1):
+            sequence, low = index // pieces, index % pieces * piece
+            longest = Int32(0)
+            for i in cutlass.range_constexpr(self.next_n):
+                longest = cutlass.max(longest, self.limit(lengths, sequence, i, capacity))
+            low = cutlass.max(low, cute.ceil_div(longest, TILE) * TILE)
+            high = cutlass.min((index % pieces + 1) * piece, fill_columns)
+            for i in cutlass.range_constexpr(self.next_n):
+                row = cute.local_tile(out[sequence * self.next_n + i, None], (width,), (None,))
+                for c in cutlass.range(low // width + thread, cute.ceil_div(high, width), WARPGROUP, unroll=1):
+                    cute.autovec_copy(minus, row[None, c])
+
+    @cute.jit
+    def math(
+        self, out, mma, sq, sk, present, facts, sweights, scales, k_full, k_empty, q_full, q_empty, tid, warp, lane
+    ):
+        thr_mma = mma.get_slice(tid % WARPGROUP)
+        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
+        w = cute.make_rmem_tensor((self.n // 4,), Float32)
+        sw = cute.make_tensor(sweights.iterator, cute.make_layout((self.n, self.sequences)))
+        ss = cute.make_tensor(scales.iterator, cute.make_layout((TILE, self.stages)))
+        quad = lane % 4
+        sums = cute.make_rmem_tensor((2 * self.next_n,), Float32)
+        sums.fill(0.0)
+        scale, seen = Float32(0.0), Int32(NEVER)
+        # A lane stores one key of each of its rows: after the transposition lanes 2 and 3 of a quad have the upper half
+        # of the keys, odd lanes the second query of a pair. Without a second query they have a copy of the first.
+        key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad // 2)
+        own_page = key_in_tile // self.page
+        own_ring = warp // 4 * self.group_stages
+        slot, slot_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
+        mine, tiles = warp // 4, Int32(1)
+        limits = cute.make_rmem_tensor((self.lane_rows,), Int32)
+        while tiles > 0:
+            cute.arch.mbarrier_wait(q_full + slot, slot_phase)
+            tiles = facts[2, slot]
+            if tiles > 0:
+                sequence, first = facts[0, slot], facts[1, slot]
+                for j in cutlass.range_constexpr(self.n // 8):
+                    for c in cutlass.range_constexpr(2):
+                        w[2 * j + c] = sw[j * 8 + quad * 2 + c, slot] * 0.5
+                rows = []
+                for i in cutlass.range_constexpr(self.lane_rows):
+                    row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
+                    limits[i] = facts[3 + row, slot]
+                    rows.append(out[sequence * self.next_n + row, None])
+                # No tile is unfinished yet: a key that is stored nowhere.
+                key = Int32(NEVER)
+                if mine < tiles:
+                    cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
+                while mine < tiles:
+                    stage = own_ring + turn
+                    multiply(mma, acc, ra, rb, stage, slot)
+                    # While it runs: the rest of the last tile, and what this one's end needs.
+                    self.finish(sums, scale, seen, limits, rows, key, quad)
+                    scale = ss[key_in_tile, stage]
+                    key = (first + mine) * TILE + key_in_tile
+                    # What no row sees is as if beyond every limit.
+                    seen = key if (present[stage] >> own_page) & 1 != 0 else Int32(NEVER)
+                    turn, phase = advance(turn, phase, self.group_stages)
+                    mine += self.groups
+                    cute.nvgpu.warpgroup.wait_group(0)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(k_empty + stage)
+                    if mine < tiles:
+                        cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
+                    for i in cutlass.range_constexpr(self.next_n):
+                        sums[2 * i], sums[2 * i + 1] = head_sum(flat, w, i, self.heads)
+                self.finish(sums, scale, seen, limits, rows, key, quad)
+                mine -= tiles
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(q_empty + slot)
+                slot, slot_phase = advance(slot, slot_phase, self.sequences)
+
+    @cute.jit
+    def finish(self, sums, scale, seen, limits, rows, key, quad):
+        """Add up the quads' sums over heads, give each lane a key of its rows, scale, mask, store; NEVER: no tile."""
+        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+        for i in cutlass.range_constexpr(self.lane_rows):
+            at = 4 * i
+            if const_expr(2 * i + 1 < self.next_n):
+                value = quad_transpose(sums[at], sums[at + 2], sums[at + 1], sums[at + 3], upper, odd)
+                stores = key < NEVER
+            else:
+                value = quad_pair(sums[at], sums[at + 1], upper)
+                stores = key < NEVER and not odd
+            result = value * scale
+            if seen >= limits[i]:
+                result = -Float32(float("inf"))
+            if stores:
+                rows[i][key] = result.to(self.out_dtype)
+
+
+@cached
+def compile_fp8_paged_mqa_logits(
+    heads: int, dim: int, next_n: int, page_size: int, out_dtype: str, config: PagedMqaLogitsConfig
+):
+    """-> f(q [B * next_n * H, D] e4m3, cache [pages, P * (D + 4)] uint8, weights [B * next_n, H], lengths [B, 1 or
+    next_n], block_table [B, max_pages], schedule [CTAs + 1, 2], out [B * next_n, columns], capacity, fill_columns);
+    B, pages, max_pages > 0. Pages, rows of weights and rows of out start at multiples of 16 bytes; rows of out hold
+    64 * ceil(capacity / 64) columns."""
+    out_type = cute_dtype(out_dtype)
+
+    def fake(dtype, shape, stride, align):
+        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+
+    batch, rows = cute.sym_int(), cute.sym_int()
+    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1), 16)
+    cache = fake(cutlass.Uint8, (cute.sym_int(), page_size * (dim + 4)), (cute.sym_int64(divisibility=16), 1), 16)
+    weights = fake(Float32, (rows, heads), (cute.sym_int64(divisibility=4), 1), 16)
+    lengths = fake(Int32, (batch, cute.sym_int()), (cute.sym_int64(), 1), 4)
+    block_table = fake(Int32, (batch, cute.sym_int()), (cute.sym_int64(), 1), 4)
+    schedule = fake(Int32, (cute.sym_int(), 2), (2, 1), 4)
+    out = fake(out_type, (rows, cute.sym_int()), (cute.sym_int64(divisibility=128 // out_type.width), 1), 16)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel = Fp8PagedMqaLogitsSm90(heads, dim, next_n, page_size, out_type, config)
+    return compile_sm90(kernel, q, cache, weights, lengths, block_table, schedule, out, Int32(0), Int32(0), stream)
+
+
+def choose_config(heads: int, next_n: int) -> PagedMqaLogitsConfig:
+    """The measured winner."""
+    return tuned(PagedMqaLogitsConfig, "fp8_paged_mqa_logits", f"columns {heads * next_n}")
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [
+        (compile_fp8_paged_mqa_logits, (heads, dim, next_n, page_size, dtype, choose_config(heads, next_n)))
+        for heads in (8, 16, 32, 64)
+        for dim in (32, 64, 128)
+        for next_n in (1, 2, 3, 4)
+        for page_size in (32, 64)
+        for dtype in ("float32", "bfloat16")
+    ]

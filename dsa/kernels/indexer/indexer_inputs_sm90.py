@@ -1,0 +1,271 @@
+"""The indexer's queries and keys from their projections to FP8: norm (keys), rope, Hadamard, quantisation, store.
+
+Plan
+- A vector of 128 channels belongs to 8 lanes with 16 consecutive channels each, in registers from the load to the
+  store: one read of the projection, one write of a byte a channel.
+- LayerNorm is two shuffle trees (mean, then the centred square). Rope on neighbouring pairs stays in a lane; on halves
+  it exchanges with the lane R / 32 away. Each step rounds to the projection's type, as the separate operations do.
+- Queries: a vector is a head of a token, and its scale multiplies the head's weight. Keys: a vector is a token, and
+  goes to its slot's page, values first and scales behind; a slot outside the cache is skipped.
+Shared memory: none. Constraints: 128 channels, R of 32, 64 or 128, rows at multiples of 16 bytes.
+Roofline: memory, 3 bytes a channel (bf16), but about 32 instructions a channel fill the issue slots first: 57% of the
+copy bandwidth for long inputs. Keys are few, and cost a launch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, const_expr
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.indexer_page import find_slot, page_planes
+from dsa.cute.quantize import GROUP, hadamard, quantize, round_to
+
+CHANNELS = 16
+LANES = GROUP // CHANNELS
+THREADS = 256
+VECTORS = THREADS // LANES
+DTYPES = ("bfloat16", "float16", "float32")
+ROTATED = (32, 64, 128)
+
+
+@cute.jit
+def _multiply(a: Float32, b: Float32) -> Float32:
+    """a * b, rounded: not fused with the addition behind it, which the reference rounds on its own."""
+    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+@cute.jit
+def _rope(v: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32, kind: cutlass.Constexpr):
+    """Rotate this lane's channels v by the token's angles. kind: (R, pairs are neighbours, R are the last channels)."""
+    rotated, interleaved, last = kind
+    span = rotated // CHANNELS  # lanes that hold rotated channels
+    place = lane - (LANES - span if last else 0)
+    inside = place >= 0 and place < span
+    angles = CHANNELS // 2 if interleaved else CHANNELS
+    at = place if interleaved else place % max(span // 2, 1)
+    if not inside:
+        at = Int32(0)
+    c, s = cute.make_rmem_tensor((angles,), Float32), cute.make_rmem_tensor((angles,), Float32)
+    cute.autovec_copy(cute.local_tile(cos, (angles,), (at,)), c)
+    cute.autovec_copy(cute.local_tile(sin, (angles,), (at,)), s)
+    if const_expr(interleaved):
+        if inside:
+            for i in cutlass.range_constexpr(angles):
+                a, b = v[2 * i], v[2 * i + 1]
+                v[2 * i] = _multiply(a, c[i]) - _multiply(b, s[i])
+                v[2 * i + 1] = _multiply(a, s[i]) + _multiply(b, c[i])
+    else:
+        for i in cutlass.range_constexpr(CHANNELS):
+            other = cute.arch.shuffle_sync_bfly(v[i], offset=span // 2)
+            if inside:
+                turned = _multiply(other, s[i])
+                if place < span // 2:
+                    turned = -turned
+                v[i] = _multiply(v[i], c[i]) + turned
+
+
+class QuantizeIndexerQueriesSm90:
+    def __init__(self, kind: tuple[int, bool, bool], use_ue8m0: bool):
+        self.kind, self.use_ue8m0 = kind, use_ue8m0
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        weights: cute.Tensor,
+        cos: cute.Tensor,
+        sin: cute.Tensor,
+        q8: cute.Tensor,
+        scaled: cute.Tensor,
+        stream,
+    ):
+        heads = q.shape[1]
+        total = q.shape[0] * heads
+        divisor = cute.fast_divmod_create_divisor_v2(heads)
+        self.kernel(q, weights, cos, sin, q8, scaled, divisor, total).launch(
+            grid=(cute.ceil_div(total, VECTORS), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        weights: cute.Tensor,
+        cos: cute.Tensor,
+        sin: cute.Tensor,
+        q8: cute.Tensor,
+        scaled: cute.Tensor,
+        heads: cute.FastDivmodDivisorV2,
+        total: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = tid % LANES
+        vector = block * VECTORS + tid // LANES
+        # Past the end: the last vector again, and nothing is stored.
+        t, h = divmod(cutlass.min(vector, total - 1), heads)
+        raw = cute.make_rmem_tensor((CHANNELS,), q.element_type)
+        cute.autovec_copy(cute.local_tile(q[t, h, None], (CHANNELS,), (lane,)), raw)
+        v = cute.make_rmem_tensor((CHANNELS,), Float32)
+        v.store(raw.load().to(Float32))
+        _rope(v, cos[t, None], sin[t, None], lane, self.kind)
+        round_to(v, q.element_type)
+        hadamard(v, lane, CHANNELS)
+        round_to(v, q.element_type)
+        scale = quantize(v, CHANNELS, self.use_ue8m0)
+        out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)
+        out.store(v.load().to(Float8E4M3FN))
+        if vector < total:
+            cute.autovec_copy(out, cute.local_tile(q8[t, h, None], (CHANNELS,), (lane,)))
+            if lane == 0:
+                scaled[t, h] = weights[t, h] * scale
+
+
+class WriteIndexerKeysSm90:
+    def __init__(self, kind: tuple[int, bool, bool], use_ue8m0: bool):
+        self.kind, self.use_ue8m0 = kind, use_ue8m0
+
+    @cute.jit
+    def __call__(
+        self,
+        k: cute.Tensor,
+        weight: cute.Tensor,
+        bias: cute.Tensor,
+        cos: cute.Tensor,
+        sin: cute.Tensor,
+        cache: cute.Tensor,
+        slots: cute.Tensor,
+        page_size: Int32,
+        eps: Float32,
+        stream,
+    ):
+        divisor = cute.fast_divmod_create_divisor_v2(page_size)
+        self.kernel(k, weight, bias, cos, sin, cache, slots, divisor, page_size, eps).launch(
+            grid=(cute.ceil_div(k.shape[0], VECTORS), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        k: cute.Tensor,
+        weight: cute.Tensor,
+        bias: cute.Tensor,
+        cos: cute.Tensor,
+        sin: cute.Tensor,
+        cache: cute.Tensor,
+        slots: cute.Tensor,
+        divisor: cute.FastDivmodDivisorV2,
+        page_size: Int32,
+        eps: Float32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = tid % LANES
+        vector = block * VECTORS + tid // LANES
+        t = cutlass.min(vector, k.shape[0] - 1)
+        raw = cute.make_rmem_tensor((CHANNELS,), k.element_type)
+        w, b = cute.make_rmem_tensor((CHANNELS,), Float32), cute.make_rmem_tensor((CHANNELS,), Float32)
+        cute.autovec_copy(cute.local_tile(k[t, None], (CHANNELS,), (lane,)), raw)
+        cute.autovec_copy(cute.local_tile(weight, (CHANNELS,), (lane,)), w)
+        cute.autovec_copy(cute.local_tile(bias, (CHANNELS,), (lane,)), b)
+        v = cute.make_rmem_tensor((CHANNELS,), Float32)
+        v.store(raw.load().to(Float32))
+        mean = self.group_sum(v) * Float32(1 / GROUP)
+        square = cute.make_rmem_tensor((CHANNELS,), Float32)
+        for i in cutlass.range_constexpr(CHANNELS):
+            v[i] = v[i] - mean
+            square[i] = v[i] * v[i]
+        inverse = cute.math.rsqrt(self.group_sum(square) * Float32(1 / GROUP) + eps)
+        for i in cutlass.range_constexpr(CHANNELS):
+            v[i] = v[i] * inverse * w[i] + b[i]
+        round_to(v, k.element_type)
+        _rope(v, cos[t, None], sin[t, None], lane, self.kind)
+        round_to(v, k.element_type)
+        hadamard(v, lane, CHANNELS)
+        round_to(v, k.element_type)
+        scale = quantize(v, CHANNELS, self.use_ue8m0)
+        out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)
+        out.store(v.load().to(Float8E4M3FN))
+        exists, page, offset = find_slot(cache, slots[t], page_size, divisor)
+        if exists and vector < k.shape[0]:
+            values, scales = page_planes(cache, page, page_size, GROUP, Float8E4M3FN)
+            cute.autovec_copy(out, cute.local_tile(values[offset, None], (CHANNELS,), (lane,)))
+            if lane == 0:
+                scales[offset] = scale
+
+    @cute.jit
+    def group_sum(self, v: cute.Tensor) -> Float32:
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(CHANNELS):
+            total += v[i]
+        for log in cutlass.range_constexpr(LANES.bit_length() - 1):
+            total += cute.arch.shuffle_sync_bfly(total, offset=1 << log)
+        return total
+
+
+def _fake(dtype, shape, stride, align=16):
+    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+
+
+def _angles(tokens, rotated: int):
+    return _fake(Float32, (tokens, rotated // 2), (cute.sym_int64(divisibility=4), 1))
+
+
+@cached
+def compile_quantize_indexer_queries(dtype: str, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool):
+    """-> f(q [T, H, 128] dtype, weights [T, H] fp32, cos, sin [T, R / 2] fp32, q8 [T, H, 128] e4m3, scaled [T, H]);
+    T * H > 0. q's rows and those of cos and sin start at multiples of 16 bytes."""
+    element = cute_dtype(dtype)
+    aligned = 128 // element.width
+    tokens, heads = cute.sym_int(), cute.sym_int()
+    q = _fake(
+        element,
+        (tokens, heads, GROUP),
+        (cute.sym_int64(divisibility=aligned), cute.sym_int64(divisibility=aligned), 1),
+    )
+    weights = _fake(Float32, (tokens, heads), (cute.sym_int64(), 1), 4)
+    angles = [_angles(tokens, rotated) for _ in range(2)]
+    q8 = _fake(Float8E4M3FN, (tokens, heads, GROUP), (cute.sym_int64(divisibility=GROUP), GROUP, 1))
+    scaled = _fake(Float32, (tokens, heads), (cute.sym_int64(), 1), 4)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel = QuantizeIndexerQueriesSm90((rotated, interleaved, last), use_ue8m0)
+    return compile_sm90(kernel, q, weights, *angles, q8, scaled, stream)
+
+
+@cached
+def compile_write_indexer_keys(
+    dtype: str, slot_dtype: str, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool
+):
+    """-> f(k [T, 128] dtype, weight [128], bias [128] fp32, cos, sin [T, R / 2] fp32, cache [pages, bytes] uint8,
+    slots [T], page_size, eps); T, pages > 0. Rows and pages start at multiples of 16 bytes."""
+    element = cute_dtype(dtype)
+    tokens = cute.sym_int()
+    k = _fake(element, (tokens, GROUP), (cute.sym_int64(divisibility=128 // element.width), 1))
+    affine = [_fake(Float32, (GROUP,), (1,)) for _ in range(2)]
+    angles = [_angles(tokens, rotated) for _ in range(2)]
+    cache = _fake(cutlass.Uint8, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(divisibility=16), 1))
+    slots = _fake(cute_dtype(slot_dtype), (tokens,), (1,), 4)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel = WriteIndexerKeysSm90((rotated, interleaved, last), use_ue8m0)
+    return compile_sm90(kernel, k, *affine, *angles, cache, slots, Int32(1), Float32(0.0), stream)
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the ops can ask for."""
+    options = [
+        (rotated, interleaved, last, use_ue8m0)
+        for rotated in ROTATED
+        for interleaved in (True, False)
+        for last in (True, False)
+        for use_ue8m0 in (True, False)
+    ]
+    return [(compile_quantize_indexer_queries, (dtype, *o)) for dtype in DTYPES for o in options] + [
+        (compile_write_indexer_keys, (dtype, slots, *o))
+        for dtype in DTYPES
+        for slots in ("int32", "int64")
+        for o in options
+    ]

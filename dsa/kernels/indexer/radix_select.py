@@ -1,0 +1,233 @@
+"""The r-th largest of a list of numbers in shared memory, exactly, by counting digits.
+
+An fp32 number's bits, from the first, are a number in a system of digits: 11 bits (sign, exponent, 2 of the mantissa),
+11 and 10. A pass counts the first digits of all; a scan from the largest finds the digit of the r-th; the next pass
+counts the second digits of the numbers between this digit's smallest and largest; and so on, until the r-th and all
+that are not less than a bound are as many. Two passes do for most lists, three for any. bf16 numbers count as fp32.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+
+from dsa.cute.reductions import before_and_all
+
+BINS = 2048
+VECTOR_BYTES = 16
+MINUS_INFINITY = 0xFF800000
+
+
+@dataclass(frozen=True)
+class SelectMemory:
+    """Shared memory: counts [BINS and a little] and sums [2, 32], zero at first, and found [4]."""
+
+    counts: cute.Tensor
+    sums: cute.Tensor
+    found: cute.Tensor
+
+    @staticmethod
+    def allocate(smem) -> "SelectMemory":
+        return SelectMemory(
+            smem.allocate_tensor(Int32, cute.make_layout(BINS + 4), 16),
+            smem.allocate_tensor(Int32, cute.make_layout((2, 32), stride=(32, 1)), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(4), 16),
+        )
+
+    @cute.jit
+    def clear(self, tid, threads: cutlass.Constexpr):
+        zero = cute.make_rmem_tensor((4,), Int32)
+        zero.fill(0)
+        for i in cutlass.range(tid, BINS // 4, threads, unroll=2):
+            cute.autovec_copy(zero, cute.local_tile(self.counts, (4,), (i,)))
+        if tid < 64:
+            self.sums[tid // 32, tid % 32] = Int32(0)
+
+
+@cute.jit
+def bits_of(x: Float32) -> Uint32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[x])
+
+
+@cute.jit
+def from_bits(bits: Uint32) -> Float32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+@cute.jit
+def _canonical(x: Float32) -> Uint32:
+    """The bits of x; of 0.0 for -0.0, and all but the sign for any NaN."""
+    return cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Uint32], read_only_args=[x])
+
+
+@cute.jit
+def _count(bits: Uint32, shift: Int32, first: Uint32, counts: cute.Pointer):
+    """Count the digit (bits >> shift) - first. What is no digit goes behind them: cheaper than a branch a number."""
+    cute.arch.inline_ptx(
+        "{{ .reg .b32 d; shr.u32 d, {$r0}, {$r1}; sub.u32 d, d, {$r2}; "
+        f"min.u32 d, d, {BINS}; "
+        "mad.lo.u32 d, d, 4, {$r3}; red.shared::cta.add.u32 [d], 1; }}",
+        read_only_args=[bits, shift, first, Int32(counts.toint())],
+    )
+
+
+@cute.jit
+def next_above(x: Float32) -> Float32:
+    """The least number above x, which is not -0.0; NaN, which nothing reaches, above infinity."""
+    bits = bits_of(x)
+    return from_bits(bits - 1 if Int32(bits) < 0 else bits + 1)
+
+
+@cute.jit
+def load_vector(numbers: cute.Tensor, i) -> cute.Tensor:
+    """The i-th 16 bytes of a list in shared memory, as fp32."""
+    width = VECTOR_BYTES * 8 // numbers.element_type.width
+    raw = cute.make_rmem_tensor((width,), numbers.element_type)
+    cute.autovec_copy(cute.local_tile(numbers, (width,), (i,)), raw)
+    out = cute.make_rmem_tensor((width,), Float32)
+    out.store(raw.load().to(Float32))
+    return out
+
+
+@cute.jit
+def _find(
+    rank: Int32,
+    flip: Int32,
+    memory: SelectMemory,
+    tid,
+    threads: cutlass.Constexpr,
+    first_pass: cutlass.Constexpr,
+):
+    """(The digit of the number of this rank (1: the largest), its rank within the digit, how many have this digit,
+    whether there are as many as its rank.)
+
+    Position p of the order from the largest is digit p ^ flip. Begins and ends with a barrier; zeroes the counts.
+    """
+    own = BINS // threads
+    first = tid * own
+    width = min(own, 4)
+    vectors = own // width
+    at = (first ^ flip) // own * vectors
+    # Neighbours that read 32 bytes each begin with different halves, or they would meet in the same banks.
+    turn = (tid >> 2) & 1 if vectors == 2 else 0
+    mine = cute.make_rmem_tensor((width,), Int32)
+    total = Int32(0)
+    cute.arch.sync_threads()
+    for i in cutlass.range_constexpr(vectors):
+        cute.autovec_copy(cute.local_tile(memory.counts, (width,), (at + (i ^ turn),)), mine)
+        for j in cutlass.range_constexpr(width):
+            total += mine[j]
+    if const_expr(first_pass):
+        if tid == 0:  # the first position is that of NaN
+            total -= memory.counts[flip]
+            memory.counts[flip] = Int32(0)
+    before, all_counted = before_and_all(total, memory.sums[0, None], tid % 32, tid // 32)
+    if before < rank and rank <= before + total:
+        position = first
+        for j in cutlass.range_constexpr(own - 1):
+            behind = before + memory.counts[(first + j) ^ flip]
+            if position == first + j and behind < rank:
+                before = behind
+                position += 1
+        memory.found[0] = position ^ flip
+        memory.found[1] = rank - before
+        memory.found[2] = memory.counts[position ^ flip]
+    mine.fill(0)
+    for i in cutlass.range_constexpr(vectors):
+        cute.autovec_copy(mine, cute.local_tile(memory.counts, (width,), (at + (i ^ turn),)))
+    cute.arch.sync_threads()
+    return Uint32(memory.found[0]), memory.found[1], memory.found[2], all_counted >= rank
+
+
+@cute.jit
+def _least(prefix: Uint32, shift: Int32) -> Float32:
+    """The least number whose bits begin with the 32 - shift bits of prefix."""
+    low = prefix << Uint32(shift)
+    if Int32(low) < 0:
+        low = cutlass.min(low + ((Uint32(1) << Uint32(shift)) - 1), Uint32(MINUS_INFINITY))
+    return from_bits(low)
+
+
+@cute.jit
+def find_floor(
+    numbers: cute.Tensor,
+    vectors: Int32,
+    rank: Int32,
+    slack: Int32,
+    memory: SelectMemory,
+    tid,
+    threads: cutlass.Constexpr,
+):
+    """-> (floor, equal, excess): rank + excess of the numbers are floor or more.
+
+    excess is 0, or at most `slack` where that saves work; or, if more numbers than needed equal the one of this rank,
+    it is that number, and `equal` of those equal to it are needed.
+
+    numbers  fp32 or bf16 in shared memory, behind a barrier; NaN is never taken
+    vectors  16-byte vectors of it; rank, at least 1, is at most the numbers in them
+    """
+    width = VECTOR_BYTES * 8 // numbers.element_type.width
+    for i in cutlass.range(tid, vectors, threads, unroll=2):
+        x = load_vector(numbers, i)
+        for j in cutlass.range_constexpr(width):
+            digit = Int32(_canonical(x[j]) >> 21)
+            cute.arch.atomic_add(memory.counts.iterator + digit, Int32(1), scope="cta")
+    # The positive numbers come first, the largest bits leading; the negative ones follow, the smallest leading.
+    flip = Int32(1023) if tid * (BINS // threads) < 1024 else Int32(0)
+    prefix, rank, inside, enough = _find(rank, flip, memory, tid, threads, True)
+    shift = Int32(21)
+    if not enough:  # on account of NaN: all others are taken
+        prefix, inside = Uint32(MINUS_INFINITY >> 21), rank
+    while shift > 0 and inside - rank > slack:
+        digits = cutlass.min(shift, 11)
+        shift -= digits
+        first = prefix << Uint32(digits)
+        for i in cutlass.range(tid, vectors, threads, unroll=2):
+            x = load_vector(numbers, i)
+            for j in cutlass.range_constexpr(width):
+                _count(_canonical(x[j]), shift, first, memory.counts.iterator)
+        flip = (1 << digits) - 1
+        if prefix >> Uint32(31 - shift - digits) != 0:  # negative
+            flip = Int32(0)
+        digit, rank, inside, _ = _find(rank, flip, memory, tid, threads, False)
+        prefix = first + digit
+    return _least(prefix, shift), rank, inside - rank
+
+
+@cute.jit
+def mask_from(
+    numbers: cute.Tensor, vectors: Int32, own: Int32, floor: Float32, tid, unroll: cutlass.Constexpr = 2
+) -> Uint32:
+    """Bit j: number tid * own * width + j of the list, of the first `vectors` vectors, is floor or more.
+
+    own  vectors a thread, together at most 32 numbers. Each thread has an order of its vectors in which eight
+    neighbours read from different banks
+    """
+    width = VECTOR_BYTES * 8 // numbers.element_type.width
+    begin, end = tid * own, cutlass.max(vectors - 1, 0)
+    turn = ((tid & 7) * own) >> 3 if (own & (own - 1)) == 0 else Int32(0)
+    mask = Uint32(0)
+    for i in cutlass.range(own, unroll=unroll):
+        v = i ^ turn
+        x = load_vector(numbers, cutlass.min(begin + v, end))
+        part = Uint32(0)
+        for j in cutlass.range_constexpr(width):
+            if x[j] >= floor:
+                part |= Uint32(1 << j)
+        mask |= part << Uint32(v * width)
+    # Beyond the end it read the last vector again.
+    exist = cutlass.min(vectors - begin, own) * width
+    if exist <= 0:
+        mask = Uint32(0)
+    elif exist < 32:
+        mask &= (Uint32(1) << Uint32(exist)) - 1
+    return mask
+
+
+@cute.jit
+def lowest_bits(mask: Uint32, keep: Int32) -> Uint32:
+    """The lowest `keep` bits of those set."""
+    for _ in cutlass.range(Int32(cute.arch.popc(mask)) - keep, unroll=1):
+        mask ^= Uint32(1) << Uint32(cute.arch.bfind(mask))
+    return mask

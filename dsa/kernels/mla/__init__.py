@@ -1,0 +1,1 @@
+"""CuTe DSL kernels of multi-head latent attention, dense and sparse, its windows and merges."""

@@ -1,0 +1,204 @@
+"""The warpgroups that accumulate values of an FP8 cache: O^T += V^T P^T, and O^T to its place.
+
+Each has 256 channels x `rows` of O^T, a warp of it 64 channels, of which a lane has four from 4 (lane / 4) on,
+and those 32 further: rows lane / 4 and 8 further of the four products are the first two of these, the next two, and so
+on. A key's number is
+exact in f16, and times its scale is rounded to f16 (scale_table.py).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.pipeline import advance
+from dsa.cute.shared_memory import load_4, load_8, pack
+from dsa.cute.sm90 import opaque
+from dsa.kernels.mla.fp8_kv_rows import halves_of_two, interleave, times, times_split, times_to_f16
+from dsa.kernels.mla.fp8_kv_scale_table import TABLE_BYTES, ScaleTable
+from dsa.kernels.mla.fp8_kv_tiles import ByteRings, ByteTiles
+from dsa.kernels.mla.mla_attention import Results
+from dsa.kernels.mla.mla_tiles import CHUNK, PART, SEQUENCE, TILE, TILES, VALUE
+from dsa.kernels.mla.swap_ab_exchange import Exchange, Thread, turn
+
+HALF = VALUE // 2
+BLOCKS = VALUE // CHUNK  # of 64 channels, that are values
+K16 = 16
+
+
+class ByteValues:
+    """Keys in `memory` and `rows` heads of a query, 16, 32 or 64."""
+
+    def __init__(self, memory: ByteTiles, rows: int):
+        self.memory, self.rows, self.slots = memory, rows, memory.slots
+        self.own = rows // 4  # columns of a lane
+        self.table = ScaleTable(memory.channels)
+        # Of more heads there are no registers to read ahead, or to keep what is needed again.
+        self.ahead = memory.rope and rows < 32
+
+    def multiplication(self) -> cute.TiledMma:
+        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
+        registers, shape = cute.nvgpu.warpgroup.OperandSource.RMEM, (TILE, self.rows)
+        return sm90.make_trivial_tiled_mma(Float16, Float16, k_major, mn_major, Float32, (1, 1, 1), shape, registers)
+
+    @cute.jit
+    def run(self, results: Results, mma, raw, rings: ByteRings, exchange: Exchange, rows, group, thread: Thread):
+        """All pieces of this CTA; rows: (its first, how many there are)."""
+        first_row, heads = rows
+        thr = mma.get_slice(thread.tid)
+        rp = mma.make_fragment_B(thr.partition_B(exchange.p))
+        # Of 16 keys, two products; twice.
+        operands = cute.make_rmem_tensor((*thr.partition_shape_A((TILE, K16)), 2, 2), Float16)
+        flat = cute.make_rmem_tensor((2 * self.rows,), Float32)
+        of_product = cute.make_layout(thr.partition_shape_C((TILE, self.rows)))
+        accs = [cute.make_tensor(flat.iterator + j * (self.rows // 2), of_product) for j in range(4)]
+        slot, phase, pieces, parts, sequence = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        block = thread.side * 4 + thread.warp
+        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        while sequence >= 0:
+            at, facts_phase = turn(pieces)
+            cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
+            sequence, tiles, part = rings.facts[SEQUENCE, at], rings.facts[TILES, at], rings.facts[PART, at]
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(rings.facts_empty + at)
+            if sequence >= 0:
+                flat.fill(0.0)
+                for _ in cutlass.range_constexpr(self.memory.query_slots):
+                    # The queries, which are not for this warpgroup; but a wait must not leave out a phase.
+                    cute.arch.mbarrier_wait(rings.full + slot, phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(rings.empty + slot)
+                    slot, phase = advance(slot, phase, self.slots)
+                for _ in cutlass.range(tiles, unroll=1):
+                    cute.arch.mbarrier_wait(rings.full + slot, phase)
+                    lane = opaque(thread.lane)
+                    first = raw + slot * self.memory.slot_bytes + (lane & 3) * 2 * self.memory.pitch
+                    first += block * CHUNK + (lane >> 2) * 4
+                    numbers = self.numbers_of(first, 0, 0) if self.ahead else None
+                    place, p_phase = turn(parts)
+                    cute.arch.mbarrier_wait(exchange.p_full + place, p_phase)
+                    if exchange.changed[place] != 0:
+                        for c in cutlass.range_constexpr(self.own):
+                            factor = exchange.factors[c // 2 * 8 + (thread.lane & 3) * 2 + c % 2, place]
+                            for j in cutlass.range_constexpr(8):
+                                flat[j // 2 * (self.rows // 2) + c // 2 * 4 + j % 2 * 2 + c % 2] *= factor
+                    scales = self.table.of_block(exchange.tables + place * TABLE_BYTES, block)
+                    scales += (lane & 3) * self.table.entry
+                    self.add(accs, mma, operands, rp, first, scales, numbers, place, block, lane)
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(rings.empty + slot)
+                    cute.nvgpu.warpgroup.wait_group(0)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(exchange.p_empty + place)
+                    slot, phase = advance(slot, phase, self.slots)
+                    parts += 1
+                cute.arch.mbarrier_wait(exchange.end_full, pieces & 1)
+                channel = block * CHUNK + (thread.lane >> 2) * 4
+                for c in cutlass.range_constexpr(self.own):
+                    column = c // 2 * 8 + (thread.lane & 3) * 2 + c % 2
+                    inverse = exchange.inverses[column]
+                    numbers = []
+                    for j in cutlass.range_constexpr(8):
+                        at_ = j // 2 * (self.rows // 2) + c // 2 * 4 + j % 2 * 2 + c % 2
+                        numbers.append(flat[at_] * inverse)
+                    row = opaque(first_row + column)
+                    if row < heads:
+                        if part >= 0:
+                            self.store(numbers, results.out_parts[part, 0, row, None], channel)
+                        else:
+                            whose, query = divmod(sequence, group)
+                            self.store(numbers, results.out[whose, query, row, None], channel)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(exchange.end_empty)
+                pieces += 1
+
+    @cute.jit
+    def add(self, accs, mma, operands, rp, first, scales, numbers, place, block, lane):
+        """Start O^T += V^T P^T of the tile whose bytes and scales for the lane begin at `first` and `scales`; numbers:
+        the first of them, if they are read ahead. They have been read when this returns."""
+        # [channel of two, keys of two halves, product of two, which of the two operands]
+        words = cute.make_tensor(cute.recast_ptr(operands.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2)))
+        factors = self.factors_of(scales, 0) if self.ahead else None
+        for s in cutlass.range_constexpr(TILE // K16):
+            for half in cutlass.range_constexpr(2):
+                if const_expr(self.ahead):
+                    following, next_factors = numbers, factors
+                    if const_expr(2 * s + half + 1 < 2 * TILE // K16):
+                        following = self.numbers_of(first, s + half, 1 - half)
+                        if const_expr(half == 1):
+                            next_factors = self.factors_of(scales, s + 1)
+                    self.from_bytes(words, numbers, factors, s, half)
+                    numbers, factors = following, next_factors
+                elif const_expr(self.memory.rope):
+                    self.from_bytes(words, self.numbers_of(first, s, half), self.factors_of(scales, s), s, half)
+                elif block == BLOCKS - 1:
+                    self.from_numbers(words, first + (lane >> 2) * 4, scales, s, half)
+                else:
+                    self.from_bytes(words, self.numbers_of(first, s, half), self.factors_of(scales, s), s, half)
+                self.start(accs, mma, operands, rp, place, s, half)
+
+    def row(self, i: int, s: int) -> int:
+        """Where the i-th of a lane's four of 16 keys lies, from its first key on."""
+        return (16 * s + i % 2 + i // 2 * 8) * self.memory.pitch
+
+    def numbers_of(self, first, s: int, half: int) -> list:
+        """Four channels of each of a lane's four of 16 keys."""
+        return [load_4(first + self.row(i, s) + 32 * half) for i in range(4)]
+
+    def factors_of(self, scales, s: int) -> list:
+        """What each two of a lane's four keys are multiplied by."""
+        return [self.table.pair(scales, 8 * s + 4 * k) for k in range(2)]
+
+    @cute.jit
+    def from_bytes(self, words, numbers, factors, s: cutlass.Constexpr, half: cutlass.Constexpr):
+        """Operands of two products of 16 keys."""
+        if const_expr(s > 0):
+            cute.nvgpu.warpgroup.wait_group(1)
+        for k in cutlass.range_constexpr(2):
+            four = halves_of_two(numbers[2 * k], numbers[2 * k + 1])
+            for i in cutlass.range_constexpr(4):
+                if const_expr(self.table.split):
+                    words[i % 2, k, i // 2, half] = times_split(four[i], *factors[k])
+                else:
+                    words[i % 2, k, i // 2, half] = times(four[i], *factors[k])
+
+    @cute.jit
+    def from_numbers(self, words, first, scales, s: cutlass.Constexpr, half: cutlass.Constexpr):
+        """The same, of channels in bf16."""
+        numbers = [load_8(first + self.row(i, s) + 64 * half) for i in range(4)]
+        if const_expr(s > 0):
+            cute.nvgpu.warpgroup.wait_group(1)
+        for k in cutlass.range_constexpr(2):
+            factors = self.table.pair(scales, 8 * s + 4 * k)[0]
+            low, high = (factors << 16).bitcast(Float32), (factors & Uint32(0xFFFF0000)).bitcast(Float32)
+            for j in cutlass.range_constexpr(2):
+                pairs = interleave(numbers[2 * k][j], numbers[2 * k + 1][j])
+                for i in cutlass.range_constexpr(2):
+                    words[i, k, j, half] = times_to_f16(pairs[i], low, high)
+
+    @cute.jit
+    def start(self, accs, mma, operands, rp, place, s: cutlass.Constexpr, half: cutlass.Constexpr):
+        """Two of the four products, of 16 keys."""
+        cute.nvgpu.warpgroup.fence()
+        for j in cutlass.range_constexpr(2):
+            acc = accs[2 * half + j]
+            cute.gemm(mma, acc, operands[None, None, 0, j, half], rp[None, None, s, place], acc)
+        cute.nvgpu.warpgroup.commit_group()
+
+    @cute.jit
+    def store(self, numbers, target, channel):
+        """Twice four neighbours of a row, as bf16 or fp32."""
+        for half in cutlass.range_constexpr(2):
+            four = numbers[4 * half : 4 * half + 4]
+            part = cute.local_tile(target, (4,), (channel // 4 + 8 * half,))
+            if const_expr(target.element_type is BFloat16):
+                words = cute.make_rmem_tensor((2,), Uint32)
+                words[0], words[1] = pack(four[0], four[1], BFloat16), pack(four[2], four[3], BFloat16)
+                cute.autovec_copy(cute.recast_tensor(words, BFloat16), part)
+            else:
+                vector = cute.make_rmem_tensor((4,), Float32)
+                for j in cutlass.range_constexpr(4):
+                    vector[j] = four[j]
+                cute.autovec_copy(vector, part)

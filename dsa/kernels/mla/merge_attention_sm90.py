@@ -1,0 +1,180 @@
+"""Attention branches with disjoint keys, merged: the end of window + compressed, or of context + new tokens.
+
+lse = log sum_i e^lse_i;   out = sum_i e^(lse_i - lse) out_i, times e^lse / (e^lse + e^sink) with a sink
+
+Plan
+- A row of D channels belongs to a warp, and of every branch 16 bytes at a time to a lane, in registers from the load to
+  the store: one read of each branch, one write. A chunk is UNROLL such vectors a lane, up to 8 loads in flight.
+- The first chunk is on its way while the weights are found, by every lane of the row alike: N exponentials cost less
+  than handing weights on. They are relative to the largest LSE: a branch that alone has keys has exactly 1.
+- An empty branch (an infinity for its LSE) is loaded with the others, as its LSE comes no sooner than its out, and
+  replaced by zeros: it may be NaN.
+- Tensors are [A, B, H, D] of any strides, as decoding has its LSEs [B, H, s_q]: coordinates by precomputed divisors and
+  64-bit offsets, which a warp's row needs once.
+Shared memory: none. Constraints: 1 to MOST_BRANCHES branches of one dtype, rows at multiples of 16 bytes.
+Roofline: memory, (N + 1) * D elements a row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype
+
+WARPS = 4
+VECTOR_BITS = 128
+MOST_BRANCHES = 4
+DTYPES = ("bfloat16", "float16", "float32")
+INFINITY = float("inf")
+
+
+def unroll_of(width: int, branches: int) -> int:
+    """Vectors of a lane and branch in a chunk: what 512 channels need, 8 at most with those of the other branches."""
+    return 4 if width == 4 and branches <= 2 else 2
+
+
+class MergeAttentionSm90:
+    def __init__(self, dtype: type[cutlass.Numeric], branches: int):
+        self.dtype, self.branches, self.width = dtype, branches, VECTOR_BITS // dtype.width
+        self.unroll = unroll_of(self.width, branches)
+
+    @cute.jit
+    def __call__(
+        self,
+        outs: list[cute.Tensor],
+        lses: list[cute.Tensor],
+        attn_sink: cute.Tensor | None,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        stream,
+    ):
+        rows = out.shape[0] * out.shape[1] * out.shape[2]
+        heads = cute.fast_divmod_create_divisor_v2(out.shape[2])
+        inner = cute.fast_divmod_create_divisor_v2(out.shape[1])
+        self.kernel(outs, lses, attn_sink, out, lse, heads, inner, rows).launch(
+            grid=(cute.ceil_div(rows, WARPS), 1, 1), block=(WARPS * 32, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        outs: list[cute.Tensor],
+        lses: list[cute.Tensor],
+        attn_sink: cute.Tensor | None,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        heads: cute.FastDivmodDivisorV2,
+        inner: cute.FastDivmodDivisorV2,
+        rows: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        row, lane = block * WARPS + tid // 32, tid % 32
+        if row < rows:
+            outer, h = divmod(row, heads)
+            a, b = divmod(outer, inner)
+            vectors = out.shape[3] // self.width
+            raw = cute.make_rmem_tensor((self.width, self.branches, self.unroll), self.dtype)
+            self.read(raw, outs, a, b, h, lane, vectors)
+            logs = cute.make_rmem_tensor((self.branches,), Float32)
+            for n in cutlass.range_constexpr(self.branches):
+                logs[n] = lses[n][a, b, h]
+            sink = attn_sink[h] if const_expr(attn_sink is not None) else None
+            weights = cute.make_rmem_tensor((self.branches,), Float32)
+            whole = self.weigh(weights, logs, sink)
+            if lane == 0:
+                lse[a, b, h] = whole
+            target = out[a, b, h, None]
+            for start in cutlass.range(lane, vectors, 32 * self.unroll, unroll=1):
+                if start > lane:
+                    self.read(raw, outs, a, b, h, start, vectors)
+                for u in cutlass.range_constexpr(self.unroll):
+                    packed = self.add(raw[None, None, u], logs, weights)
+                    if start + 32 * u < vectors:
+                        cute.autovec_copy(packed, cute.local_tile(target, (self.width,), (start + 32 * u,)))
+
+    @cute.jit
+    def read(self, raw, outs, a, b, h, start, vectors):
+        for u in cutlass.range_constexpr(self.unroll):
+            # Past the end: the last vector again.
+            vector = cutlass.min(start + 32 * u, vectors - 1)
+            for n in cutlass.range_constexpr(self.branches):
+                source = cute.local_tile(outs[n][a, b, h, None], (self.width,), (vector,))
+                cute.autovec_copy(source, raw[None, n, u])
+
+    @cute.jit
+    def weigh(self, weights, logs, sink):
+        """Each branch's share of the row, 0 if it is empty; its LSE is then -inf. Returns the LSE of all."""
+        highest, amount = -Float32(INFINITY), Float32(0.0)
+        for n in cutlass.range_constexpr(self.branches):
+            logs[n] = -Float32(INFINITY) if logs[n] == INFINITY else logs[n]
+            highest = cute.arch.fmax(highest, logs[n])
+        relative = highest if highest > -Float32(INFINITY) else Float32(0.0)
+        for n in cutlass.range_constexpr(self.branches):
+            weights[n] = cute.math.exp(logs[n] - relative)
+            amount += weights[n]
+        # Without branches around them, or the sink would be loaded only here.
+        whole, factor = relative + cute.math.log(amount), amount
+        if const_expr(sink is not None):
+            factor *= Float32(1.0) + cute.math.exp(sink - whole)
+        inverse = cute.arch.rcp_approx(factor) if amount != 0.0 else Float32(0.0)
+        for n in cutlass.range_constexpr(self.branches):
+            weights[n] *= inverse
+        return whole if amount != 0.0 else Float32(INFINITY)
+
+    @cute.jit
+    def add(self, raw, logs, weights):
+        """The weighted sum of a vector's branches."""
+        acc = cute.make_rmem_tensor((self.width,), Float32)
+        acc.fill(0.0)
+        for n in cutlass.range_constexpr(self.branches):
+            own = cute.make_rmem_tensor((self.width,), self.dtype)
+            own.store(raw[None, n].load())
+            words = cute.recast_tensor(own, Uint32)
+            for i in cutlass.range_constexpr(cute.size(words)):
+                words[i] = Uint32(0) if logs[n] == -Float32(INFINITY) else words[i]
+            for i in cutlass.range_constexpr(self.width):
+                acc[i] = cute.math.fma(weights[n], own[i].to(Float32), acc[i])
+        packed = cute.make_rmem_tensor((self.width,), self.dtype)
+        packed.store(acc.load().to(self.dtype))
+        return packed
+
+
+@cached
+def compile_merge_attention(dtype: str, branches: int, sink: bool):
+    """-> f(outs, `branches` of [A, B, H, D] dtype, lses, as many of [A, B, H] fp32, attn_sink [H] fp32 or None, out
+    [A, B, H, D], lse [A, B, H]); A * B * H from 1 to 2^31 - 8, D > 0. Rows of D start at multiples of 16 bytes."""
+    element = cute_dtype(dtype)
+    width = VECTOR_BITS // element.width
+    outer, dim = [cute.sym_int() for _ in range(3)], cute.sym_int(divisibility=8)
+
+    def rows():
+        strides = [cute.sym_int64(divisibility=width) for _ in range(3)]
+        return cute.runtime.make_fake_tensor(element, (*outer, dim), (*strides, 1), assumed_align=16)
+
+    def numbers(shape):
+        strides = tuple(cute.sym_int64() for _ in shape)
+        return cute.runtime.make_fake_tensor(Float32, tuple(shape), strides, assumed_align=4)
+
+    return compile_sm90(
+        MergeAttentionSm90(element, branches),
+        [rows() for _ in range(branches)],
+        [numbers(outer) for _ in range(branches)],
+        numbers(outer[2:]) if sink else None,
+        *(rows(), numbers(outer)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [
+        (compile_merge_attention, (dtype, branches, sink))
+        for dtype in DTYPES
+        for branches in range(1, MOST_BRANCHES + 1)
+        for sink in (False, True)
+    ]

@@ -1,0 +1,123 @@
+"""The plan of MLA decoding: which keys of which sequences each part of the GPU works on.
+
+Plan
+- One CTA. All threads scan the sequences' costs, tiles of 64 keys and OVERHEAD for beginning one, into shared memory.
+- Then one warp goes through the parts: a part has a payload, the mean cost and OVERHEAD more, takes the whole sequences
+  that fit, 32 compared at a time, and cuts the next one if more than OVERHEAD is left. As what is left of a cut
+  sequence costs OVERHEAD again, every part takes at least the mean, and the last one reaches the end.
+- A cut says where a piece begins. The last piece of a sequence goes to its end, wherever that is when the plan is used:
+  a plan of other lengths is out of balance, not wrong.
+- So a length, which may be any number, counts as at most MOST_TILES tiles a sequence of the batch: their sum has 32
+  bits.
+Shared memory: MAX_BATCH + 1 sums. Constraints: MAX_BATCH sequences.
+Roofline: latency: 26 us for 132 parts, 14 for 66; the parts are found one after the other.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.reductions import before_and_all
+from dsa.kernels.mla.mla_tiles import NEVER, TILE
+
+THREADS = 1024
+MAX_BATCH = 32768
+MOST_TILES = 2**30  # of all sequences together
+
+
+class MlaPlanSm90:
+    @cute.jit
+    def __call__(self, lengths: cute.Tensor, plan: cute.Tensor, num_splits: cute.Tensor, overhead: Int32, stream):
+        self.kernel(lengths, plan, num_splits, overhead).launch(
+            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, lengths: cute.Tensor, plan: cute.Tensor, num_splits: cute.Tensor, overhead: Int32):
+        tid, _, _ = cute.arch.thread_idx()
+        lane, warp = tid % 32, tid // 32
+        smem = SmemAllocator()
+        sums = smem.allocate_tensor(Int32, cute.make_layout(32), 16)
+        before = smem.allocate_tensor(Int32, cute.make_layout(MAX_BATCH + 1), 16)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        batch = lengths.shape[0]
+        total, most = Int32(0), MOST_TILES // batch
+        for base in cutlass.range(0, batch, THREADS, unroll=1):
+            own = Int32(0)
+            if base + tid < batch:
+                # Rounded up without a sum beyond 32 bits.
+                tiles = (cutlass.max(lengths[base + tid], 0) - 1) // TILE + 1
+                own = cutlass.min(tiles, most) + overhead
+            earlier, here = before_and_all(own, sums, lane, warp)
+            if base + tid < batch:
+                before[base + tid] = total + earlier
+            total += here
+            cute.arch.sync_threads()
+        if tid == 0:
+            before[batch] = total
+        cute.arch.sync_threads()
+        if warp == 0:
+            self.cut(before, plan, num_splits, overhead, total, batch, lane)
+
+    @cute.jit
+    def cut(self, before, plan, num_splits, overhead, total, batch, lane):
+        parts = plan.shape[0]
+        payload = (total + parts - 1) // parts + overhead
+        # The part begins at tile `tile` of a sequence, as its piece number `index`. `slots`: partial results so far.
+        sequence, tile, index, slots, split_sequences = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        for part in cutlass.range(parts, unroll=1):
+            first, first_tile, first_index = sequence, tile, index
+            base = before[cutlass.min(sequence, batch)] + tile
+            fit, more = Int32(0), True
+            while more:
+                behind = sequence + fit + lane + 1
+                fits = behind <= batch
+                if fits:
+                    fits = before[behind] - base <= payload or part == parts - 1
+                count = cute.arch.popc(cute.arch.vote_ballot_sync(fits))
+                if count > 0 and fit == 0 and tile > 0:
+                    slots += index + 1
+                if lane < count:
+                    num_splits[sequence + fit + lane + 1] = slots
+                fit += count
+                more = count == 32
+            end_cut, last = Int32(NEVER), sequence + fit - 1
+            if fit > 0:
+                sequence, tile, index = sequence + fit, Int32(0), Int32(0)
+            if sequence < batch:
+                left = payload - (before[sequence] + tile - base) - overhead
+                if left > 0:
+                    if lane == 0 and tile == 0:
+                        plan[split_sequences, 5] = sequence
+                    if tile == 0:
+                        split_sequences += 1
+                    tile, index, last = tile + left, index + 1, sequence
+                    end_cut = tile
+            if lane == 0:
+                plan[part, 0], plan[part, 1], plan[part, 2] = first, first_tile, last
+                plan[part, 3], plan[part, 4] = end_cut, first_index
+        for i in cutlass.range(split_sequences + lane, parts, 32, unroll=1):
+            plan[i, 5] = -1
+        if lane == 0:
+            num_splits[0] = 0
+
+
+@cached
+def compile_mla_plan():
+    """-> f(lengths [B], plan [parts, 8], num_splits [B + 1], overhead) for 0 < B <= MAX_BATCH; int32."""
+    lengths = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), (cute.sym_int64(),), assumed_align=4)
+    plan = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), 8), (8, 1), assumed_align=4)
+    num_splits = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return compile_sm90(MlaPlanSm90(), lengths, plan, num_splits, Int32(0), stream)
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_mla_plan, ())]

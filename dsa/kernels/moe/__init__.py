@@ -1,0 +1,1 @@
+"""CuTe DSL kernels of mixtures of experts: gate, sort and combination."""

@@ -1,0 +1,165 @@
+"""The weighted sum of the rows that a token's experts computed, and of the shared expert's row.
+
+out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t])
+
+Plan
+- A thread owns 16 bytes of a token's channels, from the first load to the store: no exchange between threads. A CTA has
+  THREADS such vectors of one token; decoding's few tokens spread over ceil(H / (THREADS * channels of a vector)) CTAs
+  each.
+- BATCH rows are asked for at once, after their numbers and weights, which all threads read alike: 128 bytes in flight a
+  thread, by asynchronous copies to the thread's own part of shared memory. Loads to registers would not stay together:
+  the compiler waits for each of them rather than spend registers on several. Copies of absent rows write zeros and read
+  nothing, so that k need not be a multiple of BATCH. More rows than BATCH are further turns.
+- shared's vector is on its way from the start.
+- Products are rounded and then added, in the order of j and shared last, so the result is the reference's bit for bit.
+Shared memory: BATCH * THREADS * 16 bytes, 16 KiB. Constraints: H a multiple of 8, innermost stride 1, rows aligned to
+16 bytes.
+Roofline: memory, (k + 1) H elements a token, one more with shared; 9 instructions an element of y, of the 13 that a
+multiprocessor issues in the time of its 2 bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import gather_16
+from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.shared_memory import load_16
+
+THREADS = 128
+VECTOR_BITS = 128
+VECTOR_BYTES = VECTOR_BITS // 8
+BATCH = 8
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@cute.jit
+def product(a: Float32, b: Float32) -> Float32:
+    """a * b, rounded: not to be fused with the addition that follows."""
+    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+class CombineExpertsSm90:
+    def __init__(self, dtype: type[cutlass.Numeric]):
+        self.dtype, self.width = dtype, VECTOR_BITS // dtype.width
+
+    @cute.jit
+    def __call__(
+        self,
+        y: cute.Tensor,
+        rows: cute.Tensor,
+        weights: cute.Tensor,
+        shared: cute.Tensor | None,
+        out: cute.Tensor,
+        stream,
+    ):
+        parts = cute.ceil_div(out.shape[1], THREADS * self.width)
+
+        @cute.struct
+        class Storage:
+            gathered: cute.struct.Align[cute.struct.MemRange[Uint32, BATCH * THREADS * VECTOR_BYTES // 4], 128]
+
+        self.storage = Storage
+        self.kernel(y, rows, weights, shared, out, cute.fast_divmod_create_divisor_v2(parts)).launch(
+            grid=(out.shape[0] * parts, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        y: cute.Tensor,
+        rows: cute.Tensor,
+        weights: cute.Tensor,
+        shared: cute.Tensor | None,
+        out: cute.Tensor,
+        parts: cute.FastDivmodDivisorV2,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        token, part = divmod(block, parts)
+        vector = part * THREADS + tid
+        gathered = Int32(SmemAllocator().allocate(self.storage).gathered.data_ptr().toint()) + tid * VECTOR_BYTES
+        if vector * self.width < out.shape[1]:
+            own = cute.make_rmem_tensor((self.width,), self.dtype)
+            if const_expr(shared is not None):
+                cute.autovec_copy(cute.local_tile(shared[token, None], (self.width,), (vector,)), own)
+            acc = cute.make_rmem_tensor((self.width,), Float32)
+            acc.fill(0.0)
+            for first in cutlass.range(0, rows.shape[1], BATCH, unroll=1):
+                self.add_rows(acc, y, rows, weights, gathered, token, first, vector)
+            if const_expr(shared is not None):
+                for i in cutlass.range_constexpr(self.width):
+                    acc[i] += own[i].to(Float32)
+            own.store(acc.load().to(self.dtype))
+            cute.autovec_copy(own, cute.local_tile(out[token, None], (self.width,), (vector,)))
+
+    @cute.jit
+    def add_rows(self, acc, y, rows, weights, gathered, token, first, vector):
+        """acc += the products of the token's rows `first` to `first` + BATCH - 1, as far as there are such."""
+        row_bytes = Int64(y.stride[0]) * (self.dtype.width // 8)
+        start = y.iterator.toint() + Int64(vector) * VECTOR_BYTES
+        numbers = cute.make_rmem_tensor((BATCH,), rows.element_type)
+        factors = cute.make_rmem_tensor((BATCH,), Float32)
+        for j in cutlass.range_constexpr(BATCH):
+            numbers[j], factors[j] = rows.element_type(-1), Float32(0.0)
+            if first + j < rows.shape[1]:
+                numbers[j], factors[j] = rows[token, first + j], weights[token, first + j]
+        for j in cutlass.range_constexpr(BATCH):
+            present = numbers[j] >= 0 and numbers[j] < y.shape[0]
+            # An absent row counts as zero whatever its weight, which may be infinite.
+            factors[j] = factors[j] if present else Float32(0.0)
+            # Nor is its address formed: y's first row stands for it.
+            row = Int64(numbers[j]) if present else Int64(0)
+            gather_16(gathered + j * (THREADS * VECTOR_BYTES), start + row * row_bytes, present)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        words = cute.make_rmem_tensor((VECTOR_BYTES // 4,), Uint32)
+        for j in cutlass.range_constexpr(BATCH):
+            loaded = load_16(gathered + j * (THREADS * VECTOR_BYTES))
+            for i in cutlass.range_constexpr(cute.size(words)):
+                words[i] = loaded[i]
+            values = cute.recast_tensor(words, self.dtype)
+            for i in cutlass.range_constexpr(self.width):
+                acc[i] += product(factors[j], values[i].to(Float32))
+
+
+@cached
+def compile_combine_experts(dtype: str, index_dtype: str, shared: bool):
+    """-> f(y [M, H] dtype, rows [T, k] index_dtype, weights [T, k] fp32, shared [T, H] dtype or None, out [T, H]).
+    T, H and M are from 1 to 2^31 - 1, and so is T * ceil(H / (THREADS * channels of 16 bytes)). Rows of H start at
+    multiples of 16 bytes."""
+    element = cute_dtype(dtype)
+    sources, tokens, slots, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+
+    def fake_rows(count):
+        strides = (cute.sym_int64(divisibility=VECTOR_BITS // element.width), 1)
+        return cute.runtime.make_fake_tensor(element, (count, channels), strides, assumed_align=16)
+
+    def numbers(kind):
+        strides = (cute.sym_int64(), cute.sym_int64())
+        return cute.runtime.make_fake_tensor(kind, (tokens, slots), strides, assumed_align=kind.width // 8)
+
+    return compile_sm90(
+        CombineExpertsSm90(element),
+        fake_rows(sources),
+        numbers(cute_dtype(index_dtype)),
+        numbers(Float32),
+        fake_rows(tokens) if shared else None,
+        fake_rows(tokens),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [
+        (compile_combine_experts, (dtype, index_dtype, shared))
+        for dtype in DTYPES
+        for index_dtype in ("int32", "int64")
+        for shared in (False, True)
+    ]

@@ -1,0 +1,105 @@
+"""Entries in the order of their experts: a counting sort that keeps the order within an expert.
+
+Plan
+- A CTA an expert, and one more for entries whose expert is none; a warp of it has a part of the entries. It reads them
+  twice: first it counts those of lower experts and its own, then it places its own behind all that come before. No CTA
+  waits for another.
+Shared memory: two numbers a warp. Roofline: L2, 8 (E + 1) N bytes at int32; few entries: two latencies.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype
+
+WARPS = 8
+AHEAD = 8  # loads of a lane on their way at a time
+
+
+class SortByExpertSm90:
+    @cute.jit
+    def __call__(self, experts: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor, stream):
+        self.kernel(experts, order, rows, ends).launch(
+            grid=(ends.shape[0] + 1, 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, experts: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor):
+        tid, _, _ = cute.arch.thread_idx()
+        own, _, _ = cute.arch.block_idx()
+        warp, lane = tid // 32, tid % 32
+        smem = SmemAllocator()
+        lowers, equals = (smem.allocate_tensor(Int32, cute.make_layout(WARPS)) for _ in range(2))
+        count, entries = ends.shape[0], experts.shape[0]
+        each = cute.ceil_div(cute.ceil_div(entries, WARPS), 32) * 32
+        begin, end = warp * each, cutlass.min((warp + 1) * each, entries)
+
+        lower, equal = Int32(0), Int32(0)
+        for first in cutlass.range(begin, end, 32 * AHEAD, unroll=1):
+            found = self.read(experts, count, first + lane, end)
+            for i in cutlass.range_constexpr(AHEAD):
+                lower += Int32(found[i] < own)
+                equal += Int32(found[i] == own)
+        lower = cute.arch.warp_redux_sync(lower, "add")
+        equal = cute.arch.warp_redux_sync(equal, "add")
+        if lane == 0:
+            lowers[warp], equals[warp] = lower, equal
+        cute.arch.sync_threads()
+        row, total = Int32(0), Int32(0)
+        for w in cutlass.range_constexpr(WARPS):
+            row += lowers[w]
+            total += equals[w]
+        if own < count and tid == 0:
+            ends[own] = row + total
+        for w in cutlass.range_constexpr(WARPS):
+            row += equals[w] if w < warp else Int32(0)
+        if equal > 0:
+            for first in cutlass.range(begin, end, 32 * AHEAD, unroll=1):
+                found = self.read(experts, count, first + lane, end)
+                for i in cutlass.range_constexpr(AHEAD):
+                    mine = found[i] == own
+                    all_mine = cute.arch.vote_ballot_sync(mine)
+                    if mine:
+                        entry = first + 32 * i + lane
+                        at = row + cute.arch.popc(all_mine & ((1 << lane) - 1))
+                        order[at] = entry
+                        rows[entry] = at if own < count else Int32(-1)
+                    row += cute.arch.popc(all_mine)
+
+    @cute.jit
+    def read(self, experts, count, first, end):
+        """The experts of entries first + 32 i: `count` for none, above it from `end` on."""
+        found = cute.make_rmem_tensor((AHEAD,), Int32)
+        raw = cute.make_rmem_tensor((AHEAD,), experts.element_type)
+        for i in cutlass.range_constexpr(AHEAD):
+            raw[i] = experts[cutlass.min(first + 32 * i, end - 1)]
+        for i in cutlass.range_constexpr(AHEAD):
+            e = Int32(raw[i]) if raw[i] >= 0 and raw[i] < count else count
+            found[i] = e if first + 32 * i < end else count + 1
+        return found
+
+
+@cached
+def compile_sort_by_expert(dtype: str):
+    """-> f(experts [N] int32 or int64, order int32 [N], rows int32 [N], ends int32 [E]); N > 0, E > 0, contiguous."""
+    entries, count = cute.sym_int(), cute.sym_int()
+
+    def fake(element, length):
+        return cute.runtime.make_fake_tensor(element, (length,), (1,), assumed_align=element.width // 8)
+
+    return compile_sm90(
+        SortByExpertSm90(),
+        *(fake(cute_dtype(dtype), entries), fake(Int32, entries), fake(Int32, entries), fake(Int32, count)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_sort_by_expert, (dtype,)) for dtype in ("int32", "int64")]

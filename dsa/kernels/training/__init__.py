@@ -1,0 +1,1 @@
+"""CuTe DSL kernels of the indexer's training: warm-up, sparse stage and their gradients."""

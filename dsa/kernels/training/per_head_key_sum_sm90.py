@@ -1,0 +1,94 @@
+"""The keys' gradients of the per-head warm-up loss from the parts of the heads: dk_idx[s] = sum_h parts[h, s], in this
+order, to bf16.
+
+Plan
+- A part is as per_head_gradient_sm90.py leaves it: a tile of 64 keys by 64 channels in the order of wgmma's registers,
+  by eight keys, then by thread, four numbers each. A thread here adds up four such numbers of all heads.
+- Tiles are counted through all sequences, each of which has one more than its keys need at most; a binary search finds
+  a tile's sequence. Nobody has written to the tiles of a sequence without queries. Keys of no sequence are left out.
+Roofline: memory, H * Tk * di * 4 bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.kernels.training.per_head_arguments import fake_stream
+from dsa.kernels.training.per_head_tiles import CHUNK, KEYS, WARPGROUP
+
+THREADS = 256
+PARTS = KEYS * CHUNK // 4 // THREADS  # CTAs of a tile's chunk
+AHEAD = 8
+
+
+class PerHeadKeySumSm90:
+    @cute.jit
+    def __call__(self, parts: cute.Tensor, begins_q: cute.Tensor, begins_k: cute.Tensor, dk_idx: cute.Tensor, stream):
+        grid = parts.shape[1], dk_idx.shape[1] // CHUNK * PARTS, 1
+        self.kernel(parts, begins_q, begins_k, dk_idx).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, parts: cute.Tensor, begins_q: cute.Tensor, begins_k: cute.Tensor, dk_idx: cute.Tensor):
+        tid, _, _ = cute.arch.thread_idx()
+        tile, part, _ = cute.arch.block_idx()
+        low, high = Int32(0), Int32(begins_k.shape[0] - 2)
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if (begins_k[middle] >> 6) + middle <= tile:
+                low = middle
+            else:
+                high = middle - 1
+        first = begins_k[low]
+        key = first + (tile - (first >> 6) - low) * KEYS
+        end = cutlass.min(begins_k[low + 1], dk_idx.shape[0])
+        if first <= key and key < end:
+            sums = cute.make_rmem_tensor((4,), Float32)
+            sums.fill(0.0)
+            if begins_q[low + 1] > begins_q[low]:
+                loaded = cute.make_rmem_tensor((4, AHEAD), Float32)
+                heads = parts.shape[0]
+                whole = heads // AHEAD * AHEAD
+                for head in cutlass.range(0, whole, AHEAD, unroll=1):
+                    for i in cutlass.range_constexpr(AHEAD):
+                        own = cute.local_tile(parts[head + i, tile, None], (4,), (part * THREADS + tid,))
+                        cute.autovec_copy(own, loaded[None, i])
+                    for i in cutlass.range_constexpr(AHEAD):
+                        for j in cutlass.range_constexpr(4):
+                            sums[j] += loaded[j, i]
+                for head in cutlass.range(whole, heads, unroll=1):
+                    own = cute.local_tile(parts[head, tile, None], (4,), (part * THREADS + tid,))
+                    cute.autovec_copy(own, loaded[None, 0])
+                    for j in cutlass.range_constexpr(4):
+                        sums[j] += loaded[j, 0]
+            # The numbers of an accumulator: two neighbouring keys of a channel and of the one 8 further.
+            place = part % PARTS * THREADS + tid
+            quad, thread = place // WARPGROUP, place % WARPGROUP
+            key += quad * 8 + thread % 4 * 2
+            channel = part // PARTS * CHUNK + thread // 32 * 16 + thread % 32 // 4
+            for j in cutlass.range_constexpr(4):
+                if key + j % 2 < end:
+                    dk_idx[key + j % 2, channel + j // 2 * 8] = sums[j].to(BFloat16)
+
+
+@cached
+def compile_per_head_key_sum(index_dim: int):
+    """-> f(parts fp32 [H, Tk // 64 + B, 64 di], cu_seqlens_q and cu_seqlens_k int32 [B + 1], dk_idx bf16 [Tk, di])."""
+    compact = cute.runtime.make_fake_compact_tensor
+    bounds = cute.sym_int()
+    part = KEYS * index_dim
+    # A head's stride has 64 bits: 2^31 numbers are 262144 keys of 64 heads x 128.
+    parts = cute.runtime.make_fake_tensor(
+        Float32, (cute.sym_int(), cute.sym_int(), part), (cute.sym_int64(divisibility=4), part, 1), assumed_align=16
+    )
+    begins = [compact(Int32, (bounds,), assumed_align=4) for _ in range(2)]
+    dk_idx = compact(BFloat16, (cute.sym_int(), index_dim), stride_order=(1, 0), assumed_align=16)
+    return compile_sm90(PerHeadKeySumSm90(), parts, *begins, dk_idx, fake_stream())
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_per_head_key_sum, (64,)), (compile_per_head_key_sum, (128,))]

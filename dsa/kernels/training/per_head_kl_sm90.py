@@ -1,0 +1,256 @@
+"""The warm-up loss of an indexer with as many heads as the attention has, each following its own:
+kl[t, h] = sum_s p log(p / r), p[s] = exp(scale q_h[t] . k[s] - lse[h, t]),
+r = softmax_s(w[t, h] relu(q_idx_h[t] . k_idx[s])), whose log of the sum is lse_idx[h, t]
+
+Plan
+- One pass: with a sum of e^(I - m) beside sums of p, p log p and p I, nothing is needed twice. kl = (sum p log p -
+  sum p I) / sum p + lse_idx; the division takes out what lse was rounded by, which lse_idx would otherwise multiply.
+- Two warpgroups have 64 rows each, whose operands stay in registers for the whole item, so that wgmma reads shared
+  memory for keys only. Tiles of 64 keys: a wgmma of both kinds of scores, then 64 powers a thread.
+- Nothing orders the warpgroups: turns on the tensor cores are no faster.
+- m is the maximum of the tiles with hidden keys and of the one behind them. From then on it stays, and a sum that grows
+  past 2^60 says that it was too low: that tile is done again with a new one. So most scores are compared with nothing.
+- relu(x) is (x + |x|) / 2, the half in w: the maximum runs at half the rate.
+Shared memory: rows of both kinds, STAGES x 64 keys of both kinds. Registers: 64 scores, d / 4 + di / 4 of rows.
+Roofline (clocks for 128 rows x 64 keys, d 128, di 64): wgmma 768; 2 x 8192 powers 1024 of the special function unit.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.pipeline import advance
+from dsa.kernels.training.per_head_arguments import fake_by_head, fake_by_query, fake_inputs, fake_stream
+from dsa.kernels.training.per_head_tiles import (
+    FACTS,
+    KEYS,
+    ROWS,
+    SHARED_BYTES,
+    WARPGROUP,
+    Item,
+    Loads,
+    Memory,
+    PerHeadTiles,
+    load_operand,
+    multiply,
+    operand,
+    score_mma,
+)
+
+GROUPS = 2
+MATH_WARPS = 4 * GROUPS
+THREADS = (GROUPS + 1) * WARPGROUP
+REGISTERS = 240, 24
+STAGES = {(64, 64): 6, (64, 128): 4, (128, 64): 6, (128, 128): 4, (192, 64): 4, (192, 128): 3}
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+NOTHING = -3e38  # finite, so that a difference to it is no NaN
+MOST = 2.0**60
+
+
+class PerHeadKlSm90(PerHeadTiles):
+    def __init__(self, dim: int, index_dim: int):
+        super().__init__(dim, index_dim, STAGES[dim, index_dim], MATH_WARPS)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        q_idx: cute.Tensor,
+        k_idx: cute.Tensor,
+        w: cute.Tensor,
+        lse: cute.Tensor,
+        slots: cute.Tensor,
+        counter: cute.Tensor,
+        kl: cute.Tensor,
+        lse_idx: cute.Tensor,
+        scale: Float32,
+        bunch: Int32,
+        ctas: Int32,
+        stream,
+    ):
+        tiles = self.storage()
+        assert tiles.size_in_bytes() <= SHARED_BYTES
+        self.shared = tiles
+        loads = self.loads(q, k, q_idx, k_idx)
+        group = q.shape[1] // k.shape[1]
+        self.kernel(loads, w, lse, slots, counter, kl, lse_idx, scale * LOG2E, bunch, group, score_mma(True)).launch(
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        loads: Loads,
+        w: cute.Tensor,
+        lse: cute.Tensor,
+        slots: cute.Tensor,
+        counter: cute.Tensor,
+        kl: cute.Tensor,
+        lse_idx: cute.Tensor,
+        scale: Float32,
+        bunch: Int32,
+        group: Int32,
+        mma: cute.TiledMma,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = self.memory(SmemAllocator().allocate(self.shared))
+        if tid == 0:
+            self.init(memory, MATH_WARPS, MATH_WARPS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp >= MATH_WARPS:
+            cute.arch.setmaxregister_decrease(REGISTERS[1])
+            if warp == MATH_WARPS:
+                self.load(loads, memory, slots, counter, w.shape[1], bunch, group, lane)
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS[0])
+            self.math(memory, mma, w, lse, kl, lse_idx, scale, tid, warp, lane)
+
+    @cute.jit
+    def math(self, memory: Memory, mma, w, lse, kl, lse_idx, scale, tid, warp, lane):
+        thr = mma.get_slice(tid)
+        rk = mma.make_fragment_B(thr.partition_B(memory.k))
+        rk_idx = mma.make_fragment_B(thr.partition_B(memory.k_idx))
+        rows, row_words = operand(mma, ROWS, self.dim)
+        index_rows, index_words = operand(mma, ROWS, self.index_dim)
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, KEYS)), Float32)
+        index_acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, KEYS)), Float32)
+        scores = cute.make_tensor(acc.iterator, cute.make_layout(KEYS // 2))
+        index_scores = cute.make_tensor(index_acc.iterator, cute.make_layout(KEYS // 2))
+        # Of a lane's two rows: factors, what they see, and sums of e^(I - top), p, p log p and p I.
+        weight, base, top, limit = (cute.make_rmem_tensor((2,), x) for x in (Float32, Float32, Float32, Int32))
+        sums = cute.make_rmem_tensor((2, 4), Float32)
+        own_row = warp * 16 + (lane >> 2)
+        items, stage, phase = Uint32(0), Int32(0), Int32(0)
+        item = self.next_item(memory, items)
+        while item.head >= 0:
+            for r in cutlass.range_constexpr(2):
+                row = own_row + 8 * r
+                limit[r] = item.limit(row)
+                base[r], weight[r], top[r] = Float32(float("inf")), Float32(0.0), Float32(0.0)
+                if row < item.count:
+                    top[r] = Float32(NOTHING)
+                    base[r] = lse[item.head, item.first_q + row] * LOG2E
+                    weight[r] = w[item.first_q + row, item.head] * (0.5 * LOG2E)
+            sums.fill(0.0)
+            # All rows see all keys of the tiles below.
+            whole = item.limit(0) >> 6
+            cute.arch.mbarrier_wait(memory.q_full, items % 2)
+            load_operand(row_words, memory.q, warp * 16, lane)
+            load_operand(index_words, memory.q_idx, warp * 16, lane)
+            self.release(memory.q_empty)
+            for n in cutlass.range(item.tiles, unroll=1):
+                tile = item.tiles - 1 - n
+                cute.arch.mbarrier_wait(memory.full + stage, phase)
+                cute.nvgpu.warpgroup.fence()
+                multiply(mma, acc, rows, rk[None, None, None, stage], True)
+                multiply(mma, index_acc, index_rows, rk_idx[None, None, None, stage], True)
+                cute.nvgpu.warpgroup.wait_group(0)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(memory.empty + stage)
+                stage, phase = advance(stage, phase, self.stages)
+                careful = tile >= whole - 1
+                if not careful:
+                    careful = self.add(scores, index_scores, sums, weight, base, top, scale)
+                if careful:
+                    self.add_carefully(scores, index_scores, sums, weight, base, top, limit, scale, tile, lane)
+            self.finish(sums, weight, top, item, own_row, kl, lse_idx, lane)
+            self.release(memory.facts_empty + items % FACTS)
+            items += 1
+            item = self.next_item(memory, items)
+
+    @cute.jit
+    def add(self, scores, index_scores, sums, weight, base, top, scale):
+        """Add a tile all of whose keys are seen, unless `top` is too low for it. -> whether it is."""
+        own = cute.make_rmem_tensor((2, 4), Float32)
+        own.fill(0.0)
+        for i in cutlass.range_constexpr(KEYS // 2):
+            r = i // 2 % 2
+            twice = index_scores[i] + cute.math.absf(index_scores[i])
+            own[r, 0] += cute.math.exp2(cute.math.fma(twice, weight[r], -top[r]), fastmath=True)
+            x = cute.math.fma(scores[i], scale, -base[r])
+            p = cute.math.exp2(x, fastmath=True)
+            own[r, 1] += p
+            own[r, 2] = cute.math.fma(p, x, own[r, 2])
+            own[r, 3] = cute.math.fma(p, twice, own[r, 3])
+        again = cute.arch.vote_any_sync(own[0, 0] > MOST or own[1, 0] > MOST)
+        if not again:
+            for i in cutlass.range_constexpr(4):
+                for r in cutlass.range_constexpr(2):
+                    sums[r, i] += own[r, i]
+        return again
+
+    @cute.jit
+    def add_carefully(self, scores, index_scores, sums, weight, base, top, limit, scale, tile, lane):
+        """Add a tile, whatever is in it, after `top` has been raised to what it needs."""
+        first = tile * KEYS + (lane & 3) * 2
+        for r in cutlass.range_constexpr(2):
+            highest = Float32(NOTHING)
+            for i in cutlass.range_constexpr(KEYS // 4):
+                j = i // 2 * 4 + 2 * r + i % 2
+                twice = index_scores[j] + cute.math.absf(index_scores[j])
+                value = twice * weight[r]
+                highest = cute.arch.fmax(highest, value if first + (j // 4 * 8 + i % 2) < limit[r] else highest)
+            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=1))
+            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=2))
+            raised = cute.arch.fmax(top[r], highest)
+            sums[r, 0] *= cute.math.exp2(top[r] - raised, fastmath=True)
+            top[r] = raised
+            for i in cutlass.range_constexpr(KEYS // 4):
+                j = i // 2 * 4 + 2 * r + i % 2
+                seen = first + (j // 4 * 8 + i % 2) < limit[r]
+                twice = index_scores[j] + cute.math.absf(index_scores[j]) if seen else Float32(0.0)
+                power = cute.math.fma(twice, weight[r], -raised) if seen else Float32(NOTHING)
+                x = cute.math.fma(scores[j], scale, -base[r]) if seen else Float32(NOTHING)
+                x = cute.arch.fmax(x, NOTHING)
+                p = cute.math.exp2(x, fastmath=True)
+                sums[r, 0] += cute.math.exp2(power, fastmath=True)
+                sums[r, 1] += p
+                sums[r, 2] = cute.math.fma(p, x, sums[r, 2])
+                sums[r, 3] = cute.math.fma(p, twice, sums[r, 3])
+
+    @cute.jit
+    def finish(self, sums, weight, top, item: Item, own_row, kl, lse_idx, lane):
+        for r in cutlass.range_constexpr(2):
+            total = []
+            for i in cutlass.range_constexpr(4):
+                value = sums[r, i] + cute.arch.shuffle_sync_bfly(sums[r, i], offset=1)
+                total.append(value + cute.arch.shuffle_sync_bfly(value, offset=2))
+            row = own_row + 8 * r
+            if lane % 4 == 0 and row < item.count:
+                loss, result = Float32(0.0), Float32(float("inf"))
+                if item.limit(row) > 0:
+                    power = top[r] + cute.math.log2(total[0])
+                    loss = ((total[2] - weight[r] * total[3]) / total[1] + power) * LN2
+                    result = power * LN2
+                kl[item.first_q + row, item.head] = loss
+                lse_idx[item.head, item.first_q + row] = result
+
+
+@cached
+def compile_per_head_kl(dim: int, index_dim: int):
+    """-> f(q [Tq, H, d], k [Tk, Hk, d], q_idx [Tq, H, di], k_idx [Tk, 1, di], w [Tq, H], lse [H, Tq],
+    slots [S, 8] int32, counter [1] int32 of 0, kl [Tq, H], lse_idx [H, Tq], scale, bunch, ctas): bf16, what is no row
+    of q or k fp32. slots: see dsa.ops.training._warmup_per_head; bunch: a divisor of H."""
+    tokens, keys, heads = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    inputs = fake_inputs(tokens, keys, heads, dim, index_dim)
+    w, kl = (fake_by_query(tokens, heads) for _ in range(2))
+    lse, lse_idx = (fake_by_head(heads, tokens) for _ in range(2))
+    slots = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(), 8), stride_order=(1, 0), assumed_align=16)
+    counter = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
+    arguments = (*inputs, w, lse, slots, counter, kl, lse_idx, Float32(1.0), Int32(1), Int32(1), fake_stream())
+    return compile_sm90(PerHeadKlSm90(dim, index_dim), *arguments)
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_per_head_kl, dims) for dims in STAGES]

@@ -1,0 +1,166 @@
+"""DeepSeek-V4's compressor: every few tokens become one entry of the cache."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from dsa import backends
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import check_rows, dtype_name, pages_as_rows
+from dsa.ops.cache._kv_rows import cache_rows, slot_words
+from dsa.reference.cache import compressed_kv as reference
+
+compress_kv = reference.compress_kv
+
+ROTATED = 64
+# What there are kernels for: channels of an entry, tokens of a block, whether blocks overlap.
+KINDS = ((512, 4, True), (512, 128, False), (128, 4, True))
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def write_compressed_kv(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    state: torch.Tensor,
+    lanes: torch.Tensor,
+    *,
+    overlap: bool,
+    eps: float = 1e-6,
+) -> None:
+    """Writes rope(RMSNorm(C)) of every entry that a new token ends into that token's slot of the cache, in place.
+
+    C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the slots j of entry i; Z = gate + ape[position mod m]. The slots
+    of entry i are the m tokens of block i, and d = c. With overlap they are 2 m, and d = c / 2: of block i - 1 the
+    first d channels of each token, of block i the last d; block -1 has no weight.
+
+    kv, gate     [T, c] fp32, bf16 or fp16: projections of new tokens, the sequences one after another
+    ape          [m, c] fp32
+    norm_weight  [d] fp32
+    cos, sin     [T, R / 2] fp32: for a token that ends block i, of position i m; the others' are not used. Rope turns
+                 the last R channels in pairs (2i, 2i + 1)
+    cache        of entries, [pages, P, 1, d | 584] as `write_kv_cache` has it, or [pages, P, 1, d + 4] bytes as
+                 `write_indexer_cache` has it: then entries pass the Hadamard transform and are rounded to e4m3 with a
+                 power-of-two scale each
+    slots        [T] int32 or int64: page * P + offset for a token that ends a block; -1 skips its entry, and is what
+                 the others have
+    cu_seqlens   [B + 1] int32, from at least 0 to at most T, not decreasing: sequence b has the tokens cu_seqlens[b] up
+                 to cu_seqlens[b + 1]
+    starts       [B] int32, at least 0, and with T below 2^31 - 512: tokens of each sequence before these, which are in
+                 `state`
+    state        [S, n, 2, c] fp32, n = m, or 2 m with overlap: KV and Z of the token at position p in row p mod n of
+                 the sequence's lane. The new tokens' are written
+    lanes        [B] int32: the lane of each sequence in `state`, from 0 to S - 1. Those of one lane, as of sequences
+                 that are padding, spoil each other's state
+    overlap      whether an entry is made of two blocks
+    eps          added to the mean of the squares: a finite number, at least 0
+
+    Sum, norm and rope are fp32 and round once, to kv's dtype. Not differentiable; `compress_kv` is. Raises TypeError or
+    ValueError for other types, dtypes, shapes and strides; the reference also for slots below -1 or beyond the cache
+    and for other integers than these. The kernel skips such slots and sequences of such lanes, takes a sequence whose
+    boundaries decrease or are outside for one without new tokens, and makes unspecified entries of the tokens of such
+    starts; all else is as it would be.
+    On Hopper: one kernel; kv fp32 or bf16; d = 512 with m = 4 and overlap or m = 128 without, into floats or 584 bytes,
+    and d = 128 with m = 4 and overlap, into bf16 or 132 bytes; R = 64; rows and pages at multiples of 16 bytes. Another
+    order of sums than the reference's, so that now and then a number rounds to its neighbour. Deterministic. CUDA-graph
+    safe with new lengths and slots, no host synchronisation, no workspace.
+    Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
+    """
+    arguments = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes, overlap, eps)
+    if torch.compiler.is_compiling():
+        return torch.ops.dsa.write_compressed_kv(*arguments)
+    return _write(*arguments)
+
+
+def _write(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    state: torch.Tensor,
+    lanes: torch.Tensor,
+    overlap: bool,
+    eps: float,
+) -> None:
+    tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes)
+    reference.check_write_compressed(*tensors, overlap, eps)
+    if not backends.runs_kernel("write_compressed_kv", cache):
+        return reference.write_compressed_kv(*tensors, overlap=overlap, eps=eps)
+    named = {"kv": kv, "gate": gate, "ape": ape, "norm_weight": norm_weight, "cos": cos, "sin": sin, "slots": slots}
+    named |= {"cu_seqlens": cu_seqlens, "starts": starts, "state": state, "lanes": lanes}
+    d, m = norm_weight.shape[0], ape.shape[0]
+    is_index = reference.is_index_cache(cache, d)
+    _check_kernel_takes(kv, cos, cache, d, m, overlap, is_index)
+    for name, x in named.items():
+        if name not in ("kv", "gate", "cos", "sin", "slots") and not x.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous, got strides {list(x.stride())}")
+    for name in ("kv", "gate", "cos", "sin", "ape", "norm_weight", "state"):
+        check_rows(name, named[name])
+    kv, gate, cos, sin = (rows_at_16_bytes(x) for x in (kv, gate, cos, sin))
+    layout = "index" if is_index else "v4" if cache.dtype == torch.uint8 else dtype_name(cache.dtype)
+    pages = pages_as_rows("cache", cache).unflatten(1, (-1, d + 4)) if is_index else cache_rows(cache)
+    words = slot_words(slots)
+    if starts.shape[0] and kv.shape[0] and cache.shape[0]:
+        with backends.on_device(cache):
+            _kernel(kv.dtype, d, m, overlap, layout)(
+                *(kv, gate, ape, norm_weight, cos, sin, pages, words, cu_seqlens, starts, state, lanes),
+                *(cache.shape[1], float(eps)),
+            )
+
+
+def _check_kernel_takes(
+    kv: torch.Tensor, cos: torch.Tensor, cache: torch.Tensor, d: int, m: int, overlap: bool, is_index: bool
+) -> None:
+    if kv.dtype not in DTYPES:
+        raise ValueError(f"kv: the Hopper kernel takes fp32 and bf16, got {dtype_name(kv.dtype)}")
+    if (d, m, overlap) not in KINDS:
+        accepted = ", ".join(f"{d} of {m} {'with' if lap else 'without'} overlap" for d, m, lap in KINDS)
+        got = f"{d} of {m} {'with' if overlap else 'without'}"
+        raise ValueError(f"ape: the Hopper kernel takes entries of channels and tokens {accepted}, got {got}")
+    if 2 * cos.shape[1] != ROTATED:
+        raise ValueError(f"cos: the Hopper kernel rotates R {ROTATED} channels, got {2 * cos.shape[1]}")
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, d: int, m: int, overlap: bool, layout: str) -> Callable[..., None]:
+    from dsa.kernels.cache.compressed_kv_sm90 import compile_write_compressed_kv
+
+    return compile_write_compressed_kv(dtype_name(dtype), d, m, overlap, layout)
+
+
+torch.library.custom_op("dsa::write_compressed_kv", mutates_args=("cache", "state"))(_write)
+
+
+@torch.library.register_fake("dsa::write_compressed_kv")
+def _(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    state: torch.Tensor,
+    lanes: torch.Tensor,
+    overlap: bool,
+    eps: float,
+) -> None:
+    tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes)
+    reference.check_write_compressed(*tensors, overlap, eps)

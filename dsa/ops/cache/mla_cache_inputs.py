@@ -1,0 +1,121 @@
+"""Attention's latent projection into the cache in one pass: norm, rope, quantisation."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from dsa import backends
+from dsa.ops._kernel_arguments import check_rows, dtype_name
+from dsa.ops.cache._kv_rows import cache_rows, float_rows, layout_name, slot_words
+from dsa.reference.cache import mla_cache_inputs as reference
+from dsa.reference.cache.kv_cache import BYTE_DTYPES
+
+NORMED, ROTATED, DIMS = 512, 64, (576, 512)
+
+
+def write_mla_cache(
+    kv: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = True,
+    use_ue8m0: bool = True,
+    out: torch.Tensor | None = None,
+) -> None:
+    """Writes rope(RMSNorm(kv)) into token t's slot slots[t] = page * P + offset, in place.
+
+    RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight on the first N channels, then rope on the last R, which N may
+    include: in V3.2 kv is the latent (N = 512) and the rope key (R = 64) behind it; in V4 N = d = 512.
+
+    kv           [T, d] bf16, fp16 or fp32, last dimension contiguous: the projection
+    norm_weight  [N] fp32, N at most d
+    cos, sin     [T, R / 2] fp32, R at most d: of the tokens' positions
+    cache        [pages, P, 1, d | 656 | 584], as `write_kv_cache` has it
+    slots        [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
+    eps          added to the mean of the squares: a finite number, at least 0
+    interleaved  rope turns the pairs (2i, 2i + 1); False: (i, i + R / 2)
+    use_ue8m0    as `write_kv_cache` takes it
+    out          [T, d] in kv's dtype, last dimension contiguous, or None: gets the rows as they are before the cache
+                 rounds them, those of skipped tokens too. Must not overlap kv
+
+    Norm and rope each round to kv's dtype, as the separate operations do; what the cache stores of that is up to
+    `write_kv_cache`. Every other byte of the cache stays as it is. Not differentiable. Raises TypeError or ValueError
+    for other types, dtypes, shapes and strides; the reference also for slots below -1 or beyond the cache, which the
+    kernel skips.
+    On Hopper: one kernel, d 576 or 512, N 512, R 64; rows of kv and out, rows or V4's pages of the cache and
+    norm_weight at multiples of 16 bytes; the norm's sum in another order than the reference's, so that now and then a
+    value rounds to its neighbour. CUDA-graph safe, no host synchronisation.
+    Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
+    """
+    arguments = (kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
+    if torch.compiler.is_compiling():
+        return torch.ops.dsa.write_mla_cache(*arguments)
+    return _write(*arguments)
+
+
+def _write(
+    kv: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    interleaved: bool,
+    use_ue8m0: bool,
+    out: torch.Tensor | None,
+) -> None:
+    reference.check_inputs(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
+    if not backends.runs_kernel("write_mla_cache", cache):
+        return reference.write_mla_cache(
+            *(kv, norm_weight, cos, sin, cache, slots),
+            **{"eps": eps, "interleaved": interleaved, "use_ue8m0": use_ue8m0, "out": out},
+        )
+    if kv.shape[1] not in DIMS or norm_weight.shape[0] != NORMED:
+        raise ValueError(
+            f"norm_weight: the Hopper kernel takes N {NORMED} of d {DIMS} channels, got {norm_weight.shape[0]} of "
+            f"{kv.shape[1]}"
+        )
+    if 2 * cos.shape[1] != ROTATED:
+        raise ValueError(f"cos: the Hopper kernel rotates R {ROTATED} channels, got {2 * cos.shape[1]}")
+    check_rows("norm_weight", norm_weight)
+    rows = float_rows("kv", kv)
+    # Where nothing is kept the kernel is given a tensor that it does not touch.
+    kept = rows if out is None else float_rows("out", out)
+    pages, words = cache_rows(cache), slot_words(slots)
+    if kv.shape[0] and (cache.shape[0] or out is not None):
+        quantizes = cache.dtype in BYTE_DTYPES
+        launch = _kernel(kv.dtype, layout_name(cache), kv.shape[1], interleaved, quantizes and use_ue8m0)
+        with backends.on_device(cache):
+            launch(rows, norm_weight, cos, sin, pages, words, kept, int(out is not None), float(eps))
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, layout: str, channels: int, interleaved: bool, use_ue8m0: bool) -> Callable[..., None]:
+    from dsa.kernels.cache.kv_cache_sm90 import compile_write_mla_cache
+
+    return compile_write_mla_cache(dtype_name(dtype), layout, channels, interleaved, use_ue8m0)
+
+
+torch.library.custom_op("dsa::write_mla_cache", mutates_args=("cache", "out"))(_write)
+
+
+@torch.library.register_fake("dsa::write_mla_cache")
+def _(
+    kv: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    interleaved: bool,
+    use_ue8m0: bool,
+    out: torch.Tensor | None,
+) -> None:
+    reference.check_inputs(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)

@@ -1,0 +1,109 @@
+"""Root mean square norm, of the hidden state, of latents and of heads."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from dsa import backends
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import check_rows, dtype_name
+from dsa.reference.elementwise import rms_norm as reference
+
+CHANNEL_MULTIPLE = 8
+MOST_CHANNELS = {torch.bfloat16: 32768, torch.float16: 32768, torch.float32: 16384}
+MOST_ROWS = 2**31 - 32
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) -> torch.Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once to x's dtype.
+
+    x       [..., D] bf16, fp16 or fp32
+    weight  [D] fp32, or None for ones
+    eps     added to the mean of the squares: a finite number, at least 0
+
+    Returns y, contiguous, of x's shape and dtype. A NaN makes its own row NaN, and a row's result does not depend on
+    the other rows. Differentiable in x and weight: where gradients are asked for, the formula runs in PyTorch.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel, one read and one write of x, D a multiple of 8 up to 32768 (fp32: 16384), contiguous
+    channels, rows at any multiples of 16 bytes (of more than two dimensions before D, all but the last must be
+    mergeable into one). Deterministic; its sum is in another order than the reference's, so that now and then a value
+    rounds to its neighbour. CUDA-graph safe, no host synchronisation.
+    Source: arXiv 1910.07467; `RMSNorm` of DeepSeek-V3.2's inference code, and V4's norm of each query head.
+    """
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (x, weight)):
+        return reference.rms_norm(x, weight, eps).contiguous()
+    if torch.compiler.is_compiling():
+        return torch.ops.dsa.rms_norm(x, weight, eps)
+    return _norm(x, weight, eps)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    reference.check_rms_norm(x, weight, eps)
+    if not backends.runs_kernel("rms_norm", x):
+        return reference.rms_norm(x, weight, eps).contiguous()
+    _check_kernel_takes(x, weight)
+    out = _allocate(x)
+    if out.numel():
+        rows = _three_dims(_aligned(x))
+        launch = _kernel(x.dtype, weight is not None, x.shape[-1])
+        with backends.on_device(x):
+            launch(rows, weight, out if out.dim() == 3 else out.view(rows.shape), float(eps))
+    return out
+
+
+def _check_kernel_takes(x: torch.Tensor, weight: torch.Tensor | None) -> None:
+    channels = x.shape[-1]
+    if channels == 0 or channels % CHANNEL_MULTIPLE or channels > MOST_CHANNELS[x.dtype]:
+        raise ValueError(
+            f"x: the Hopper kernel takes a last dimension of a multiple of {CHANNEL_MULTIPLE} up to "
+            f"{MOST_CHANNELS[x.dtype]} for {dtype_name(x.dtype)}, got shape {list(x.shape)}"
+        )
+    if x.numel() // channels > MOST_ROWS:
+        raise ValueError(f"x: the Hopper kernel takes at most {MOST_ROWS} rows, got shape {list(x.shape)}")
+    if weight is not None:
+        check_rows("weight", weight)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    aligned = rows_at_16_bytes(x)
+    if aligned is None:
+        raise ValueError(
+            f"x: channels must be contiguous and rows start at multiples of 16 bytes, got strides {list(x.stride())} "
+            f"and an address {x.data_ptr() % 16} bytes past one"
+        )
+    return aligned
+
+
+def _three_dims(x: torch.Tensor) -> torch.Tensor:
+    """x with two dimensions before its last, without a copy, or a ValueError."""
+    if x.dim() <= 3:
+        return x[(None,) * (3 - x.dim())]
+    try:
+        return x.view(-1, *x.shape[-2:])
+    except RuntimeError:
+        raise ValueError(
+            f"x: the first {x.dim() - 2} dimensions must be mergeable into one with a single stride, got shape "
+            f"{list(x.shape)} with strides {list(x.stride())}"
+        ) from None
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, weighted: bool, channels: int) -> Callable[..., None]:
+    from dsa.kernels.elementwise import rms_norm_sm90 as kernels
+
+    name = dtype_name(dtype)
+    return kernels.compile_rms_norm(name, weighted, kernels.choose_config(name, channels))
+
+
+def _allocate(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+torch.library.custom_op("dsa::rms_norm", mutates_args=())(_norm)
+
+
+@torch.library.register_fake("dsa::rms_norm")
+def _(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    reference.check_rms_norm(x, weight, eps)
+    return _allocate(x)

@@ -1,0 +1,206 @@
+"""Rotary position embedding of queries, keys, or the attention's output."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from dsa import backends
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name, unit_inner
+from dsa.reference.checks import (
+    FLOATS,
+    check_same_device,
+    check_same_dtype,
+    check_tensor,
+    check_updatable,
+    check_writable,
+)
+from dsa.reference.elementwise import rotary as reference
+
+WIDE = 4
+MOST_UNITS = 2**31 - 512
+
+
+def apply_rotary(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool,
+    dims: str = "first",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotate the first or last R = 2 * cos.shape[-1] dimensions of x; the others are copied.
+
+    (a, b) -> (a cos - b sin, a sin + b cos) on pairs of channels, in fp32, rounded once to x's dtype.
+
+    x            [T, ..., D] bf16, fp16 or fp32
+    cos, sin     [T, R / 2] fp32, R at most D: of the tokens' positions. -sin turns back
+    interleaved  the pairs are (2i, 2i + 1); False: (i, i + R / 2). The wrong one still runs, and answers wrongly:
+                 DeepSeek-V3.2 pairs interleaved in MLA and half-split in the indexer
+    dims         turns the "first" or the "last" R channels
+    out          None, or a tensor of x's shape, dtype and device to write to, its rows at any stride: a part of a wider
+                 tensor, say. It may be x itself, whose other channels are then not touched; what memory that the two
+                 share in any other way holds afterwards is undefined
+
+    Returns out, or a new contiguous tensor. Differentiable in x where out is None: the gradient is turned back.
+    Raises TypeError or ValueError for other types, dtypes and shapes, and for an out where gradients are asked for.
+    On Hopper: one kernel, exactly the reference's bits. R at least 2, D even (any, in place), last dimensions of x and
+    out contiguous, all dimensions between T and D mergeable into one. Rows at multiples of 16 bytes with R and D
+    multiples of 8 are fast, others are read one channel at a time; cos and sin are copied where their rows are neither.
+    Their gradients are the reference's only. CUDA-graph safe, no host synchronisation.
+    Source: RoFormer (arXiv 2104.09864); `apply_rotary_emb` of DeepSeek-V3.2's and V4's inference code.
+    """
+    wants_gradients = _wants_gradients(x, cos, sin, out)
+    if wants_gradients:
+        reference.check_rotary("x", x, cos, sin, interleaved, dims)
+    if out is not None:
+        if wants_gradients:
+            raise ValueError("out: must be None where gradients of x, cos, sin or out are asked for; use no_grad")
+        arguments = (x, cos, sin, interleaved, dims, out)
+        torch.ops.dsa.apply_rotary_out(*arguments) if torch.compiler.is_compiling() else _rotate_into(*arguments)
+        return out
+    arguments = (x, cos, sin, interleaved, dims)
+    if torch.compiler.is_compiling() or (wants_gradients and backends.runs_kernel("apply_rotary", x)):
+        if _wants_gradients(cos, sin):
+            raise ValueError("cos: the gradients of cos and sin are the reference's only; use dsa.use_backend")
+        return torch.ops.dsa.apply_rotary(*arguments)
+    return _rotate(*arguments)
+
+
+def _wants_gradients(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str) -> torch.Tensor:
+    reference.check_rotary("x", x, cos, sin, interleaved, dims)
+    if not backends.runs_kernel("apply_rotary", x):
+        return reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims)
+    out = _allocate(x)
+    _launch(x, cos, sin, interleaved, dims, out)
+    return out
+
+
+def _rotate_into(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor
+) -> None:
+    _check(x, cos, sin, interleaved, dims, out)
+    if backends.runs_kernel("apply_rotary", x):
+        _launch(x, cos, sin, interleaved, dims, out)
+    else:
+        check_updatable("out", out)
+        out.copy_(reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims))
+
+
+def _check(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor
+) -> None:
+    reference.check_rotary("x", x, cos, sin, interleaved, dims)
+    check_tensor("out", out, FLOATS, tuple(x.shape), "x")
+    check_same_dtype(("x", x), out=out)
+    check_same_device(("x", x), out=out)
+    check_writable("out", out)
+
+
+def _launch(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor
+) -> None:
+    rotated = 2 * cos.shape[1]
+    if rotated == 0:
+        raise ValueError(f"cos: the Hopper kernel rotates at least 2 channels, got shape {list(cos.shape)}")
+    begin = x.shape[-1] - rotated if dims == "last" else 0
+    if x.data_ptr() == out.data_ptr() and x.stride() == out.stride():
+        x, out = (t[..., begin : begin + rotated] for t in (x, out))
+        begin = 0
+    if x.shape[-1] % 2:
+        raise ValueError(f"x: the Hopper kernel takes an even last dimension, got shape {list(x.shape)}")
+    if not x.numel():
+        return
+    rows, target = _heads("x", x), _heads("out", out)
+    wide = _wide(rows, target, rotated)
+    if wide is not None:
+        rows, target = wide
+    channels = 2 * WIDE if wide is not None else 2
+    if x.numel() // channels > MOST_UNITS:
+        raise ValueError(
+            f"x: the Hopper kernel takes at most {MOST_UNITS * channels} numbers in rows like these, got shape "
+            f"{list(x.shape)}"
+        )
+    angles = (_angles(a, wide is not None) for a in (cos, sin))
+    launch = _kernel(x.dtype, interleaved, wide is not None, x.numel().bit_length())
+    with backends.on_device(x):
+        launch(rows, *angles, target, begin // channels)
+
+
+def _heads(name: str, x: torch.Tensor) -> torch.Tensor:
+    """x [T, ..., D] as [T, H, D], without a copy, or a ValueError."""
+    if x.stride(-1) != 1:
+        raise ValueError(f"{name}: the last dimension must be contiguous, got strides {list(x.stride())}")
+    if x.dim() <= 3:
+        return x if x.dim() == 3 else x[:, None]
+    try:
+        return x.view(x.shape[0], -1, x.shape[-1])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: all dimensions between the first and the last must be mergeable into one with a single stride, "
+            f"got shape {list(x.shape)} with strides {list(x.stride())}"
+        ) from None
+
+
+def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both as the kernel for units of 8 channels reads them, None where it cannot."""
+    if x.shape[-1] % (2 * WIDE) or rotated % (2 * WIDE):
+        return None
+    x, out = rows_at_16_bytes(x), rows_at_16_bytes(out)
+    return None if x is None or out is None else (x, out)
+
+
+def _angles(x: torch.Tensor, wide: bool) -> torch.Tensor:
+    """cos or sin as the kernel reads it; copied where that needs another layout, being small."""
+    given = rows_at_16_bytes(x) if wide else unit_inner(x)
+    if given is None or given.stride(1) != 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    return given
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, interleaved: bool, wide: bool, size_bits: int) -> Callable[..., None]:
+    from dsa.kernels.elementwise import rotary_sm90 as kernels
+
+    name = dtype_name(dtype)
+    return kernels.compile_apply_rotary(name, interleaved, kernels.choose_config(name, wide, 1 << (size_bits - 1)))
+
+
+def _allocate(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+torch.library.custom_op("dsa::apply_rotary", mutates_args=())(_rotate)
+torch.library.custom_op("dsa::apply_rotary_out", mutates_args=("out",))(_rotate_into)
+
+
+@torch.library.register_fake("dsa::apply_rotary")
+def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str) -> torch.Tensor:
+    reference.check_rotary("x", x, cos, sin, interleaved, dims)
+    return _allocate(x)
+
+
+@torch.library.register_fake("dsa::apply_rotary_out")
+def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor) -> None:
+    _check(x, cos, sin, interleaved, dims, out)
+
+
+def _save_angles(ctx, inputs: tuple, output: torch.Tensor) -> None:
+    _, cos, sin, ctx.interleaved, ctx.dims = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _turn_back(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    # The registered op: it is traced too, and has this backward itself.
+    back = torch.ops.dsa.apply_rotary(grad.contiguous(), cos, -sin, ctx.interleaved, ctx.dims)
+    return back, None, None, None, None
+
+
+torch.library.register_autograd("dsa::apply_rotary", _turn_back, setup_context=_save_angles)

@@ -1,0 +1,1 @@
+"""Ops bridges of FP8 products and casts."""

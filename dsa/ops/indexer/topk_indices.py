@@ -1,0 +1,176 @@
+"""Exact, deterministic top-k selection."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from dsa import backends
+from dsa.ops._kernel_arguments import dtype_name, unit_inner
+from dsa.reference.indexer import topk_indices as reference
+
+MAX_K, MAX_COLS = 4096, 2**30
+
+
+def topk_indices(
+    scores: torch.Tensor,
+    k: int,
+    *,
+    starts: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    page_size: int | None = None,
+    row_to_seq: torch.Tensor | None = None,
+    sorted: bool = False,
+    return_values: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r; of equal ones the lowest index.
+
+    scores         [rows, cols] fp32 or bf16, rows any distance apart
+    k              how many to pick, at least 1, possibly above cols
+    starts         [rows] int32, the row's first column; 0 if None
+    lengths        [rows] int32, candidates of the row; cols - starts if None. Columns outside [0, cols) do not exist
+    block_table    [B, max_pages] int32, turns an index into a cache slot: block_table[b, index // page_size] *
+                   page_size + index % page_size, b = row_to_seq[r]
+    page_size      tokens per page, given with block_table
+    row_to_seq     [rows] int32, the row's sequence; row r belongs to sequence r if None
+    sorted         True: by value, largest first, ties by index. False: by index, smallest first
+    return_values  True: also return the picked scores
+
+    Returns indices [rows, k] int32, and values [rows, k] fp32 if asked. An index is relative to the row's start: 0 is
+    column starts[r]. That is what vLLM's and SGLang's prefill top-k give for ragged rows; add starts[r] for the column.
+    Rows with fewer than k candidates end in -1, and values are -inf where the index is -1. Of equal scores the lowest
+    index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is never picked, so a row may
+    have less than k indices on its account. With block_table, an index whose page is negative or outside the
+    table, whose slot is 2^31 or more, or whose row_to_seq names no sequence, becomes -1 in its place: the order is
+    still that of the indices.
+    Prefill: starts and lengths of each query's keys. Decode: lengths alone. Speculative decode, next_n rows a
+    sequence: lengths of each row, and row_to_seq = r // next_n.
+
+    Exact for any input: a row's result does not depend on the other rows, on the machine or on the run.
+    Raises TypeError or ValueError for other types, dtypes and shapes.
+    On Hopper: one kernel, the scores read once; k up to 4096, cols below 2^30, the last dimensions of scores and
+    block_table contiguous. CUDA-graph safe with new lengths, no host synchronisation, no workspace.
+    Source: the contract of vLLM's top_k_per_row_prefill / _decode and SGLang's fast_topk, with an order of ties.
+    """
+    if torch.compiler.is_compiling():
+        indices, values = torch.ops.dsa.topk_indices(
+            scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values
+        )
+    else:
+        indices, values = _topk(scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
+    return (indices, values) if return_values else indices
+
+
+def _topk(
+    scores: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    page_size: int | None,
+    row_to_seq: torch.Tensor | None,
+    by_value: bool,
+    return_values: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(indices, values), the latter empty unless asked for."""
+    reference.check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq, by_value, return_values)
+    if not backends.runs_kernel("topk_indices", scores):
+        indices, values = reference.topk_indices(
+            scores,
+            k,
+            starts=starts,
+            lengths=lengths,
+            block_table=block_table,
+            page_size=page_size,
+            row_to_seq=row_to_seq,
+            sorted=by_value,
+            return_values=True,
+        )
+        return indices, values if return_values else values.new_empty(0, 0)
+    _check_kernel_takes(scores, k, block_table)
+    rows, cols = scores.shape
+    indices, values = _allocate(scores, k, return_values)
+    if cols == 0:
+        return indices.fill_(-1), values.fill_(-torch.inf)
+    if rows:
+        with backends.on_device(scores):
+            no_integer, no_integers, no_values = _absent(scores.device)
+            options = (
+                (starts is not None)
+                | (lengths is not None) << 1
+                | (block_table is not None) << 2
+                | (row_to_seq is not None) << 3
+                | by_value << 4
+                | return_values << 5
+            )
+            _kernel(scores.dtype, rows, _vectors(scores), k, backends.num_sms(scores.device))(
+                unit_inner(scores),
+                no_integer if starts is None else starts,
+                no_integer if lengths is None else lengths,
+                no_integers if block_table is None else unit_inner(block_table),
+                no_integer if row_to_seq is None else row_to_seq,
+                indices,
+                values if return_values else no_values,
+                page_size or 1,
+                options,
+            )
+    return indices, values
+
+
+@functools.lru_cache(4096)
+def _kernel(dtype: torch.dtype, rows: int, vectors: int, k: int, multiprocessors: int) -> Callable[..., None]:
+    from dsa.kernels.indexer import topk_indices_sm90 as kernels
+
+    config = kernels.choose_config(rows, vectors, k, 8 * dtype.itemsize, multiprocessors)
+    return kernels.compile_topk_indices(dtype_name(dtype), config)
+
+
+def _vectors(scores: torch.Tensor) -> int:
+    """The most 16-byte vectors that a row touches."""
+    size = scores.element_size()
+    unaligned = scores.data_ptr() % 16 or (scores.stride(0) * size % 16 and scores.shape[0] > 1)
+    return (scores.shape[1] * size + (15 + 16 if unaligned else 15)) // 16
+
+
+@functools.cache
+def _absent(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the kernel gets, and does not read, for tensors that are not given."""
+    integers = torch.empty(1, 1, dtype=torch.int32, device=device)
+    return integers[0], integers, torch.empty(1, 1, dtype=torch.float32, device=device)
+
+
+def _allocate(scores: torch.Tensor, k: int, return_values: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = scores.shape[0]
+    indices = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    shape = (rows, k) if return_values else (0, 0)
+    return indices, torch.empty(shape, dtype=torch.float32, device=scores.device)
+
+
+def _check_kernel_takes(scores: torch.Tensor, k: int, block_table: torch.Tensor | None) -> None:
+    if k > MAX_K:
+        raise ValueError(f"k: the Hopper kernel takes up to {MAX_K}, got {k}")
+    if scores.shape[1] >= MAX_COLS:
+        raise ValueError(f"scores: the Hopper kernel takes less than {MAX_COLS} columns, got {list(scores.shape)}")
+    for name, x in (("scores", scores), ("block_table", block_table)):
+        if x is not None and x.shape[1] > 1 and x.stride(1) != 1:
+            raise ValueError(f"{name}: the last dimension must be contiguous, got strides {list(x.stride())}")
+
+
+torch.library.custom_op("dsa::topk_indices", mutates_args=())(_topk)
+
+
+@torch.library.register_fake("dsa::topk_indices")
+def _(
+    scores: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    page_size: int | None,
+    row_to_seq: torch.Tensor | None,
+    by_value: bool,
+    return_values: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    reference.check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq, by_value, return_values)
+    return _allocate(scores, k, return_values)

@@ -1,0 +1,116 @@
+"""The merge of attention branches with disjoint keys."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dsa import backends
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.reference.mla import sliding_window_attention as reference
+
+MOST_BRANCHES, CHANNEL_MULTIPLE = 4, 8
+MOST_ROWS = 2**31 - 8
+
+
+def merge_attention(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], attn_sink: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out = sum_i e^(lse_i - lse) out_i with lse = log sum_i e^lse_i: attention over the union of disjoint key sets.
+
+    outs       list of branches [..., H, d_v] bf16, fp16 or fp32, all of one dtype, computed without a sink
+    lses       their [..., H] fp32 (natural log); an infinity of either sign marks an empty branch, whose out is not
+               looked at and may hold NaN
+    attn_sink  [H] fp32 or None, any value from -inf to +inf: the merged out is scaled by e^lse / (e^lse + e^sink), once
+               for all branches
+
+    Returns out [..., H, d_v] in the first branch's dtype and lse [..., H] fp32, without the sink, both contiguous.
+    Where every branch is empty: out 0 and lse +inf. Where one is not, and without a sink: exactly that branch. All is
+    fp32 in between. Not differentiable.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel, 1 to 4 branches, d_v a multiple of 8, outs with contiguous channels and rows at
+    multiples of 16 bytes, lses and attn_sink of any strides (of more than two dimensions before H, all but the last
+    must be mergeable into one). Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
+    Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.dsa.merge_attention(list(outs), list(lses), attn_sink)
+    return _merge(outs, lses, attn_sink)
+
+
+def _merge(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], attn_sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    reference.check_branches(outs, lses, attn_sink)
+    first = outs[0]
+    if not backends.runs_kernel("merge_attention", first):
+        return reference.merge_attention(outs, lses, attn_sink)
+    _check_kernel_takes(outs)
+    out, lse = _allocate(first)
+    if out.numel():
+        branches = [_four_dims(f"outs[{i}]", _aligned(i, x), 2) for i, x in enumerate(outs)]
+        logs = [_four_dims(f"lses[{i}]", x, 1) for i, x in enumerate(lses)]
+        launch = _kernel(first.dtype, len(branches), attn_sink is not None)
+        with backends.on_device(first):
+            launch(branches, logs, attn_sink, _four_dims("out", out, 2), _four_dims("lse", lse, 1))
+    return out, lse
+
+
+def _check_kernel_takes(outs: Sequence[torch.Tensor]) -> None:
+    if len(outs) > MOST_BRANCHES:
+        raise ValueError(f"outs: the Hopper kernel merges 1 to {MOST_BRANCHES} branches, got {len(outs)}")
+    first = outs[0]
+    if first.shape[-1] == 0 or first.shape[-1] % CHANNEL_MULTIPLE:
+        raise ValueError(
+            f"outs[0]: the Hopper kernel takes d_v a multiple of {CHANNEL_MULTIPLE}, got shape {list(first.shape)}"
+        )
+    if first.numel() // first.shape[-1] > MOST_ROWS:
+        raise ValueError(f"outs[0]: the Hopper kernel takes at most {MOST_ROWS} rows, got shape {list(first.shape)}")
+
+
+def _aligned(i: int, x: torch.Tensor) -> torch.Tensor:
+    aligned = rows_at_16_bytes(x)
+    if aligned is None:
+        raise ValueError(
+            f"outs[{i}]: channels must be contiguous and rows start at multiples of 16 bytes, got strides "
+            f"{list(x.stride())} and an address {x.data_ptr() % 16} bytes past one"
+        )
+    return aligned
+
+
+def _four_dims(name: str, x: torch.Tensor, last: int) -> torch.Tensor:
+    """x with two dimensions before its `last` ones, without a copy, or a ValueError."""
+    before = x.dim() - last
+    if before <= 2:
+        return x[(None,) * (2 - before)]
+    try:
+        return x.view(-1, *x.shape[before - 1 :])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: the first {before - 1} dimensions must be mergeable into one with a single stride, got shape "
+            f"{list(x.shape)} with strides {list(x.stride())}"
+        ) from None
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, branches: int, sink: bool) -> Callable[..., None]:
+    from dsa.kernels.mla.merge_attention_sm90 import compile_merge_attention
+
+    return compile_merge_attention(dtype_name(dtype), branches, sink)
+
+
+def _allocate(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+    return out, torch.empty(first.shape[:-1], dtype=torch.float32, device=first.device)
+
+
+torch.library.custom_op("dsa::merge_attention", mutates_args=())(_merge)
+
+
+@torch.library.register_fake("dsa::merge_attention")
+def _(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], attn_sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    reference.check_branches(outs, lses, attn_sink)
+    return _allocate(outs[0])

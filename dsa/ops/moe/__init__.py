@@ -1,0 +1,1 @@
+"""Ops bridges of mixtures of experts: gate, sort and combination."""

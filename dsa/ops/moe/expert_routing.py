@@ -1,0 +1,154 @@
+"""The gate of a mixture of experts, and the sort of its entries by expert."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from dsa import backends
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.reference.moe import expert_routing as reference
+
+MOST_EXPERTS, MOST_PICKS, MOST_GROUPS = 1024, 32, 32
+
+
+def moe_gate(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    *,
+    scores: str = "sigmoid",
+    n_group: int = 1,
+    topk_group: int = 1,
+    normalise: bool = True,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which experts a token goes to, and with what weights.
+
+    s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias: a group of E / n_group experts is
+    worth its two best, the best topk_group groups stay, and the top_k best experts in them win, the best first.
+    Their weights are s without the bias, divided by their sum plus 1e-20 if `normalise`, times `scale`: a token whose
+    scores are all 0 has weights of 0. Of equal ones the lowest number wins.
+
+    logits      fp32 [T, E]
+    bias        fp32 [E]
+    top_k       experts of a token
+    scores      "sigmoid" or "sqrtsoftplus"
+    n_group     groups, each of as many experts; topk_group of them stay
+
+    Returns experts int64 [T, top_k] and weights fp32 [T, top_k]. A NaN is above all numbers; the picks are experts in
+    any case. Differentiable in logits, through the weights, where gradients are asked for: then it is the reference.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices.
+    On Hopper: one kernel, s to a few parts in 10^6; E up to 1024, top_k and n_group up to 32. Deterministic. CUDA-graph
+    safe.
+    Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is transformers',
+    in every family.
+    """
+    op = torch.ops.dsa.moe_gate if torch.compiler.is_compiling() else _gate
+    return op(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
+
+
+def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The order of entries by expert, entries of the same expert in their own order.
+
+    experts  int32 or int64, any shape of N elements; one below 0 or from `count` on is none, and comes last
+    count    E, how many experts there are
+
+    Returns order int32 [N], entry order[r] is in row r; rows int32 in the shape of experts, the row of each entry, -1
+    if its expert is none; ends int32 [E], the rows of expert e end before ends[e]: what `grouped_fp8_gemm_nt` takes.
+    Raises TypeError or ValueError for other types and dtypes, and counts below 1.
+    On Hopper: one kernel, no workspace. Deterministic. CUDA-graph safe.
+    """
+    return (torch.ops.dsa.sort_by_expert if torch.compiler.is_compiling() else _sort)(experts, count)
+
+
+def _gate(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    scores: str,
+    n_group: int,
+    topk_group: int,
+    normalise: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    reference.check_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
+    wants_gradient = torch.is_grad_enabled() and logits.requires_grad
+    if wants_gradient or not backends.runs_kernel("moe_gate", logits):
+        groups = {"n_group": n_group, "topk_group": topk_group}
+        return reference.moe_gate(logits, bias, top_k, scores=scores, normalise=normalise, scale=scale, **groups)
+    if logits.shape[1] > MOST_EXPERTS:
+        raise ValueError(f"logits: the Hopper kernel takes up to {MOST_EXPERTS} experts, got {logits.shape[1]}")
+    if top_k > MOST_PICKS:
+        raise ValueError(f"top_k: the Hopper kernel takes up to {MOST_PICKS}, got {top_k}")
+    if n_group > MOST_GROUPS:
+        raise ValueError(f"n_group: the Hopper kernel takes up to {MOST_GROUPS}, got {n_group}")
+    picks, weights = _allocate_gate(logits, top_k)
+    if len(logits):
+        launch = _gate_kernel(logits.shape[1], top_k, scores, n_group, topk_group, normalise)
+        rows = logits if logits.stride(-1) == 1 else logits.contiguous()
+        with backends.on_device(logits):
+            launch(rows, bias.contiguous(), picks, weights, float(scale))
+    return picks, weights
+
+
+def _sort(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    reference.check_experts(experts, count)
+    if not backends.runs_kernel("sort_by_expert", experts):
+        return reference.sort_by_expert(experts, count)
+    order, rows, ends = _allocate_sort(experts, count)
+    if experts.numel() == 0:
+        return order, rows, ends.zero_()
+    with backends.on_device(experts):
+        _sort_kernel(experts.dtype)(experts.contiguous().view(-1), order, rows.view(-1), ends)
+    return order, rows, ends
+
+
+@functools.cache
+def _gate_kernel(*variant: int | str | bool) -> Callable[..., None]:
+    from dsa.kernels.moe.moe_gate_sm90 import compile_moe_gate
+
+    return compile_moe_gate(*variant)
+
+
+@functools.cache
+def _sort_kernel(dtype: torch.dtype) -> Callable[..., None]:
+    from dsa.kernels.moe.sort_by_expert_sm90 import compile_sort_by_expert
+
+    return compile_sort_by_expert(dtype_name(dtype))
+
+
+def _allocate_gate(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = len(logits), top_k
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
+
+
+def _allocate_sort(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shapes = (experts.numel(),), experts.shape, (count,)
+    order, rows, ends = (experts.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return order, rows, ends
+
+
+torch.library.custom_op("dsa::moe_gate", mutates_args=())(_gate)
+torch.library.custom_op("dsa::sort_by_expert", mutates_args=())(_sort)
+
+
+@torch.library.register_fake("dsa::moe_gate")
+def _(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    scores: str,
+    n_group: int,
+    topk_group: int,
+    normalise: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    reference.check_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
+    return _allocate_gate(logits, top_k)
+
+
+@torch.library.register_fake("dsa::sort_by_expert")
+def _(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    reference.check_experts(experts, count)
+    return _allocate_sort(experts, count)

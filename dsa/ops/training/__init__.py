@@ -1,0 +1,1 @@
+"""Ops bridges of the indexer's training: warm-up, sparse stage and their gradients."""

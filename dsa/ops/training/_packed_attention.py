@@ -1,0 +1,155 @@
+"""Attention of packed sequences as training has it: for heads' own keys, and absorbed, to latents; with gradients."""
+
+import torch
+
+from dsa.ops._tma_rows import tma_rows
+from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
+from dsa.ops.training import _dense_attention
+from dsa.ops.training._uncovered_rows import fill_uncovered
+from dsa.ops.training.sparse_mla_attention import gradients as sparse_gradients
+
+ABSORBED = 576, 512
+MOST_INDICES = 16 << 20  # of a chunk of queries, with all their keys
+MOST_NUMBERS = 1 << 31  # that flash attention's backward pass counts right, before its commit b62d93f3 (2026)
+Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [Tq, H, dv], lse [H, Tq]). sequences: cu_seqlens_q, cu_seqlens_k, which ascend inside the tensors,
+    max_seqlen_q, max_seqlen_k"""
+    if (q.shape[2], v.shape[2]) != ABSORBED:
+        return _dense_attention.attention_forward(q, k, v, *sequences, scale, causal)
+    out, k = q.new_empty(*q.shape[:2], v.shape[2]), tma_rows(k)
+    lse = q.new_empty(len(q), q.shape[1], dtype=torch.float32)
+    for rows, indices, visible in _selections(sequences, len(q), causal):
+        out[rows], _, lse[rows] = flash_mla_sparse_fwd(q[rows], k, indices, scale, topk_length=visible)
+    return out, lse.T.contiguous()
+
+
+def attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of q, k and v. Absorbed, k's has v's in it, and v's is None: v is a view of k."""
+    if (q.shape[2], v.shape[2]) != ABSORBED:
+        return flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
+    dq, dk = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+    k = tma_rows(k)
+    lse = lse.T.contiguous()
+    for rows, indices, visible in _selections(sequences, len(q), causal):
+        seen = torch.arange(indices.shape[2], device=q.device) < visible[:, None, None]
+        indices = torch.where(seen, indices, -1)
+        parts = q[rows], k, indices, scale, None, out[rows], lse[rows], grad[rows], None, False
+        dq[rows], part, _ = sparse_gradients(*parts)
+        dk += part
+    return dq, dk.to(k.dtype), None
+
+
+def _selections(sequences: Sequences, queries: int, causal: bool):
+    """Chunks of queries: (which, the keys of each [n, 1, max_seqlen_k], how many of these are there [n])."""
+    cu_q, cu_k, _, most = sequences
+    if queries == 0:
+        return
+    row = torch.arange(queries, device=cu_q.device, dtype=torch.int32)
+    # Before the first sequence and behind the last one there is a sequence without keys.
+    sequence = torch.searchsorted(cu_q, row, right=True, out_int32=True).long()
+    ends = torch.nn.functional.pad(cu_q, (1, 0)), torch.nn.functional.pad(cu_q, (0, 1), value=queries)
+    begin, end = (x[sequence] for x in ends)
+    first = torch.nn.functional.pad(cu_k, (1, 0))[sequence]
+    keys = torch.nn.functional.pad(cu_k.diff(), (1, 1))[sequence]
+    visible = keys
+    if causal:
+        visible = (keys - (end - begin) + row - begin + 1).clamp(min=0).minimum(keys)
+    visible = visible.clamp(max=most)
+    offsets = torch.arange(most, device=cu_q.device, dtype=torch.int32)
+    step = max(1, MOST_INDICES // max(most, 1))
+    for begin in range(0, queries, step):
+        rows = slice(begin, min(begin + step, queries))
+        yield rows, (first[rows, None] + offsets)[:, None], visible[rows]
+
+
+def flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """By PyTorch's flash attention, for as many heads at a time as it counts right: its fp32 sums of q's gradient have
+    32-bit offsets. Without keys its grid is empty, and without sequences it has none, which are errors. What is in no
+    sequence, and of a sequence what is behind its longest length, it does not write."""
+    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = sequences
+    if 0 in (len(q), len(k), len(cu_seqlens_q) - 1):
+        return tuple(torch.zeros_like(x) for x in (q, k, v))
+    dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
+    fill_uncovered(cu_seqlens_q, (dq, 0.0), most=longest_q)
+    fill_uncovered(cu_seqlens_k, (dk, 0.0), (dv, 0.0), most=longest_k)
+    return dq, dk, dv
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    together = _heads_together(heads, group, (len(q) + 128 * len(sequences[0])) * -(-q.shape[2] // 64) * 64)
+    if together == heads:
+        return _flash_backward_of_heads((grad, q, k, v, out, lse), sequences, scale, causal)
+    dq, sums = q.new_empty(q.shape), torch.float32 if together < group else k.dtype
+    dk, dv = torch.zeros(k.shape, dtype=sums, device=k.device), torch.zeros(v.shape, dtype=sums, device=k.device)
+    for first in range(0, heads, together):
+        own = slice(first, first + together)
+        shared = slice(first // group, -(-own.stop // group))
+        of_heads = grad[:, own], q[:, own], k[:, shared], v[:, shared], out[:, own], lse[own]
+        dq[:, own], dk_part, dv_part = _flash_backward_of_heads(of_heads, sequences, scale, causal)
+        dk[:, shared] += dk_part
+        dv[:, shared] += dv_part
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _heads_together(heads: int, group: int, numbers: int) -> int:
+    """How many heads, of `numbers` each, stay below MOST_NUMBERS: all of them, whole groups that share keys, or an even
+    part of a group."""
+    most = max(1, (MOST_NUMBERS - 1) // numbers)
+    if most >= heads:
+        return heads
+    if most >= group:
+        return most // group * group
+    return next(n for n in range(most, 0, -1) if group % n == 0)
+
+
+def _flash_backward_of_heads(
+    tensors: tuple[torch.Tensor, ...], sequences: Sequences, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """tensors: grad, q, k, v, out, lse. PyTorch's takes queries and values of as many channels: values are padded. It
+    wants rows at multiples of 16 bytes."""
+    grad, q, k, v, out, lse = tensors
+    q, k, v = (tma_rows(x) for x in (q, k, v))
+    dim, missing = v.shape[2], q.shape[2] - v.shape[2]
+    if missing:
+        grad, v, out = (torch.nn.functional.pad(x, (0, missing)) for x in (grad, v, out))
+    unused = [q.new_empty(n, dtype=torch.uint64) for n in (2, 0)]  # of dropout, which there is none of
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *(tma_rows(grad.contiguous()), q, k, v, out, lse, *sequences, 0.0, causal, *unused), scale=scale
+    )
+    return dq, dk, dv[..., :dim]

@@ -1,0 +1,92 @@
+"""What training's sparse stage attends to: each query's best keys by scores that are not quantised."""
+
+import torch
+
+from dsa import backends
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.indexer.topk_indices import MAX_K, topk_indices
+from dsa.ops.training._indexer_gradient import HEADS, active_shape, index_scores
+from dsa.ops.training._warmup_sum import LEAST_WORKSPACE, ROWS, Indexer, Plan, make_plan
+from dsa.reference.training import indexer_training as reference
+
+DIMS = 64, 128
+
+
+def indexer_topk(
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    top_k: int,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = True,
+) -> torch.Tensor:
+    """The top_k keys s of each query t of packed sequences by I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s]).
+
+    q_idx         [Tq, Hi, di]; k_idx [Tk, di] in its dtype; w_idx [Tq, Hi] in that or fp32, of any sign
+    top_k         how many to pick, at least 1, possibly more than a sequence has
+    cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
+    max_seqlen_*  no sequence is longer; a query that sees more keys than these, rounded up to 128, selects none
+    causal        a sequence's last query sees all its keys, each one before it one fewer
+
+    Returns int32 [Tq, 1, top_k]: rows of k_idx, in their order, then -1 for the keys that there are not. Of equal
+    scores the lowest index is picked; NaN never. No gradients. Raises TypeError or ValueError for other types, dtypes,
+    shapes and devices, and where the reference runs, for other contents of cu_seqlens, which the kernels take as those
+    of `indexer_warmup_attention` do. A query of no sequence selects none.
+    On Hopper: bf16 (w_idx also fp32), di 64 or 128, up to 64 heads, top_k up to 4096; other dtypes run the PyTorch
+    reference, with a warning. Products are bf16's, sums fp32. The workspace is a chunk of queries by all keys, 192 MiB
+    or a chunk's least. CUDA-graph safe, no host synchronisation.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    """
+    tensors = q_idx, k_idx, w_idx
+    bounds = cu_seqlens_q, cu_seqlens_k
+    arguments = *tensors, top_k, *bounds, max_seqlen_q, max_seqlen_k, causal
+    reference.check_indexer_topk(*arguments)
+    if q_idx.dtype != torch.bfloat16:
+        backends.note_reference_only(f"indexer_topk in {dtype_name(q_idx.dtype)}", q_idx)
+        return reference.indexer_topk(*arguments)
+    if not backends.runs_kernel("indexer_topk", q_idx):
+        return reference.indexer_topk(*arguments)
+    _check_kernel_takes(q_idx, top_k)
+    sequences = *(x.contiguous() for x in bounds), max_seqlen_q, max_seqlen_k
+    plan, _ = make_plan(sequences, len(q_idx), len(k_idx), causal)
+    return _select(Indexer.of(*(x.detach() for x in tensors)), plan, top_k)
+
+
+def _select(indexer: Indexer, plan: Plan, top_k: int) -> torch.Tensor:
+    queries, heads, n = len(indexer.q), indexer.q.shape[1], plan.most_tiles
+    device = indexer.q.device
+    # One row more than there are, for what is no query.
+    picks = torch.full((queries + 1, top_k), -1, dtype=torch.int32, device=device)
+    if 0 in (queries, len(indexer.k), len(plan.slots)):
+        return picks[:queries, None]
+    # Scores as tiles and as rows, and the bits of active heads, which nobody reads here.
+    chunks = plan.chunks(n * ROWS * ROWS * (8 + heads // 8), LEAST_WORKSPACE)
+    slots = chunks[0].stop
+    scores = torch.empty(slots, n, ROWS, ROWS, dtype=torch.float32, device=device)
+    active = torch.empty(active_shape(slots, heads, n), dtype=torch.int32, device=device)
+    minus_k = -indexer.k
+    row = torch.arange(ROWS, dtype=torch.int32, device=device)
+    for chunk in chunks:
+        own, size = plan.slots[chunk], chunk.stop - chunk.start
+        index_scores(indexer.q, minus_k, indexer.w, own, scores[:size], active[:size])
+        first_query, count, first_key, keys, seen, step = (x[:, None] for x in own.unbind(1)[:6])
+        visible = (seen + step * row).clamp(min=0).minimum(keys)
+        there = row < count
+        visible = visible * (there & (visible <= n * ROWS))
+        rows = scores[:size].transpose(1, 2).reshape(size * ROWS, n * ROWS)
+        found = topk_indices(rows, top_k, lengths=visible.flatten())
+        found = torch.where(found < 0, found, found + first_key.expand(-1, ROWS).reshape(-1, 1))
+        picks[torch.where(there, first_query + row, queries).flatten().long()] = found
+    return picks[:queries, None]
+
+
+def _check_kernel_takes(q_idx: torch.Tensor, top_k: int) -> None:
+    if q_idx.shape[2] not in DIMS:
+        raise ValueError(f"q_idx: the Hopper kernel takes di of 64 or 128, got {q_idx.shape[2]}")
+    if not 1 <= q_idx.shape[1] <= HEADS[-1]:
+        raise ValueError(f"q_idx: the Hopper kernel takes 1 to {HEADS[-1]} heads, got {q_idx.shape[1]}")
+    if top_k > MAX_K:
+        raise ValueError(f"top_k: the Hopper kernel takes up to {MAX_K}, got {top_k}")

@@ -1,0 +1,228 @@
+"""The indexer's warm-up: dense attention, and the loss that makes the indexer follow it, with its gradients."""
+
+from typing import Any
+
+import torch
+
+from dsa import backends
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._tma_rows import tma_rows
+from dsa.ops.training._indexer_gradient import HEADS
+from dsa.ops.training._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
+from dsa.ops.training._uncovered_rows import fill_uncovered
+from dsa.ops.training._warmup_per_head import per_head_backward, per_head_forward
+from dsa.ops.training._warmup_sum import Indexer, Plan, losses, make_plan, tiles_of, workspace
+from dsa.reference.training import indexer_training as reference
+
+DIMS = (64, 64), (128, 128), (192, 128), (576, 512)
+INDEX_DIMS = 64, 128
+
+
+def indexer_warmup_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool = True,
+    target: str = "sum",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of packed sequences, and how far the indexer's distribution is from it.
+
+    A_h[t, s] = softmax_s(softmax_scale q_h[t] . k[s]);   out_h[t] = sum_s A_h[t, s] v[s]
+    I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s])
+    "sum": kl[t] = KL(p[t] || softmax_s(I[t])), p[t] = sum_h A_h[t] divided by its sum over s: DeepSeek-V3.2's loss
+    "per_head": kl[t, h] = KL(A_h[t] || softmax_s(w_idx[t, h] relu(q_idx_h[t] . k_idx[s]))), for as many index heads
+
+    q             [Tq, H, d]; k [Tk, Hk, d], v [Tk, Hk, dv], H a multiple of Hk: head h attends to head h // (H / Hk)
+                  k and v in q's dtype
+    q_idx         [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in that or fp32, of any sign
+    cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
+    max_seqlen_*  no sequence is longer; on Hopper the losses of one with more keys are NaN for "sum", and gradients of
+                  q, k and v are 0 behind so many rows
+    causal        a sequence's last query sees all its keys, each one before it one fewer
+
+    Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] fp32 (natural log) and kl fp32 [Tq] or [Tq, H]. A query without
+    keys has out 0, lse +inf and kl 0. Gradients of out reach q, k and v; those of kl reach q_idx, k_idx and w_idx only.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for other
+    contents of cu_seqlens. The kernels take a number outside the tensor, or below an earlier one, for the one before
+    it; what is in no sequence has empty rows and gradients of 0.
+    On Hopper: bf16, w_idx also fp32; other dtypes run the PyTorch reference, with a warning. (d, dv) = (64, 64), (128,
+    128), (192, 128) or (576, 512), the last with Hk = 1, target "sum", and v a view of k, whose gradient then has v's
+    in it. di 64 or 128; up to 64 index heads for "sum" (8, 16, 32 and 64 without padding). Nothing is S x S: the
+    workspace is a chunk of queries by all keys, at most 15/16 of the inputs or 192 MiB, or for "per_head" Tk di numbers
+    a head in the backward pass. "sum" computes the indexer's gradients with the loss, for equal weights of all tokens,
+    and keeps them; a backward pass scales them, and computes k_idx's again if the weights differ: `kl.sum()` says that
+    they do not, `kl.mean()` lets the device find out. lse has no gradient, and nothing a second one. q's, k's and v's
+    gradients are PyTorch's flash attention's, or at (576, 512) those of `sparse_mla_attention`: sums in no order; all
+    else is deterministic. CUDA-graph safe, no host synchronisation.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1; "per_head" is tl-dsa-warmup-lightning-indexer's.
+    """
+    tensors = q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k
+    rest = max_seqlen_q, max_seqlen_k, softmax_scale, causal, target
+    reference.check_warmup(*tensors, *rest)
+    if q.dtype != torch.bfloat16:
+        backends.note_reference_only(f"indexer_warmup_attention in {dtype_name(q.dtype)}", q)
+        return reference.indexer_warmup_attention(*tensors, *rest)
+    if not backends.runs_kernel("indexer_warmup_attention", q):
+        return reference.indexer_warmup_attention(*tensors, *rest)
+    _check_kernel_takes(q, k, v, q_idx, softmax_scale, target)
+    sequences = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k
+    loss = _PerHead if target == "per_head" else _Sum
+    return loss.apply(q, k, v, q_idx, k_idx, w_idx, sequences, float(softmax_scale), causal)
+
+
+class _Warmup(torch.autograd.Function):
+    """What both targets share: attention, its plan, and its gradients."""
+
+    @staticmethod
+    def attend(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, Plan, tuple[torch.Tensor, torch.Tensor]]:
+        """out, lse, the plan, and the bounds of the sequences, which are always inside the tensors."""
+        ctx.set_materialize_grads(False)
+        ctx.rest = sequences[2:], scale, causal
+        plan, sequences = make_plan(sequences, len(q), len(k), causal)
+        out, lse = attention_forward(q, k, v, sequences, scale, causal)
+        ctx.mark_non_differentiable(lse)
+        return out, lse, plan, sequences[:2]
+
+    @staticmethod
+    def attention_grads(
+        ctx: Any, grad_out: torch.Tensor | None, tensors: tuple[torch.Tensor, ...], bounds: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        if grad_out is None or not any(ctx.needs_input_grad[:3]):
+            return None, None, None
+        longest, scale, causal = ctx.rest
+        return attention_backward(grad_out, *tensors, (*bounds, *longest), scale, causal)
+
+
+class _Sum(_Warmup):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_idx: torch.Tensor,
+        k_idx: torch.Tensor,
+        w_idx: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        out, lse, plan, bounds = _Warmup.attend(ctx, q, k, v, sequences, scale, causal)
+        wants = any(ctx.needs_input_grad[3:6])
+        ones = q.new_ones(len(q), dtype=torch.float32)
+        indexer = Indexer.of(q_idx, k_idx, w_idx)
+        budget = workspace(q, k, v, q_idx, k_idx, w_idx)
+        kl, grads = losses(q, k, lse, scale, indexer, plan, ones, budget, wants, wants)
+        if wants:
+            dq, dw, _ = grads
+            fill_uncovered(bounds[0], (dq, 0.0), (dw, 0.0))
+        saved = q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, plan.slots, plan.tiles
+        ctx.save_for_backward(*saved, *(grads if wants else ()))
+        return out, lse, kl
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_out: torch.Tensor | None, _: None, grad_kl: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, slots, tiles = ctx.saved_tensors[:12]
+        of_attention = _Warmup.attention_grads(ctx, grad_out, (q, k, v, out, lse), bounds)
+        dq_idx = dk_idx = dw_idx = None
+        if grad_kl is not None and any(ctx.needs_input_grad[3:6]) and len(q):
+            dq, dw, dk = ctx.saved_tensors[12:]
+            heads = q_idx.shape[1]
+            if ctx.needs_input_grad[3]:
+                dq_idx = _scaled(dq[:, :heads], grad_kl[:, None, None], q_idx.dtype)
+            if ctx.needs_input_grad[5]:
+                dw_idx = _scaled(dw[:, :heads], grad_kl[:, None], w_idx.dtype)
+            if ctx.needs_input_grad[4]:
+                # What was kept is the sum over tokens of weight 1: right for equal weights, as `kl.sum()` gives them.
+                dk_idx = _scaled(dk, grad_kl[0], k_idx.dtype)
+                if grad_kl.stride(0) != 0:
+                    # Whether they differ only the device knows. A plan of no work costs the launches alone.
+                    differ = (grad_kl != grad_kl[0]).any()
+                    plan = Plan(slots, tiles, tiles_of(ctx.rest[0][1])).only_if(differ)
+                    indexer, upstream = Indexer.of(q_idx, k_idx, w_idx), grad_kl.float().contiguous()
+                    budget = workspace(q, k, v, q_idx, k_idx, w_idx)
+                    _, again = losses(q, k, lse, ctx.rest[1], indexer, plan, upstream, budget, False, True)
+                    dk_idx = torch.where(differ, again[2].to(k_idx.dtype), dk_idx)
+        return *of_attention, dq_idx, dk_idx, dw_idx, None, None, None
+
+
+class _PerHead(_Warmup):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_idx: torch.Tensor,
+        k_idx: torch.Tensor,
+        w_idx: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        out, lse, plan, bounds = _Warmup.attend(ctx, q, k, v, sequences, scale, causal)
+        inputs = tma_rows(q), tma_rows(k), tma_rows(q_idx), tma_rows(k_idx), w_idx.float().contiguous(), lse
+        kl, lse_idx = per_head_forward(*inputs, plan.slots, scale)
+        ctx.save_for_backward(q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, plan.slots, lse_idx)
+        return out, lse, kl
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_out: torch.Tensor | None, _: None, grad_kl: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, slots, lse_idx = ctx.saved_tensors
+        of_attention = _Warmup.attention_grads(ctx, grad_out, (q, k, v, out, lse), bounds)
+        dq_idx = dk_idx = dw_idx = None
+        if grad_kl is not None and any(ctx.needs_input_grad[3:6]):
+            inputs = tma_rows(q), tma_rows(k), tma_rows(q_idx), tma_rows(k_idx), w_idx.float().contiguous(), lse
+            grads = per_head_backward(*inputs, lse_idx, grad_kl.float().contiguous(), slots, *bounds, ctx.rest[1])
+            dq_idx, dk_idx, dw_idx = (g.to(x.dtype) for g, x in zip(grads, (q_idx, k_idx, w_idx)))
+        return *of_attention, dq_idx, dk_idx, dw_idx, None, None, None
+
+
+def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x * factor, rounded once, in one pass."""
+    return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
+
+
+def _check_kernel_takes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_idx: torch.Tensor, softmax_scale: float, target: str
+) -> None:
+    if (q.shape[2], v.shape[2]) not in DIMS:
+        raise ValueError(
+            f"q, v: the Hopper kernel takes channels (d, dv) of {', '.join(map(str, DIMS))}, got "
+            f"{(q.shape[2], v.shape[2])}"
+        )
+    if q_idx.shape[2] not in INDEX_DIMS:
+        raise ValueError(f"q_idx: the Hopper kernel takes di of 64 or 128, got {q_idx.shape[2]}")
+    if target == "per_head" and (q.shape[2], v.shape[2]) == ABSORBED:
+        raise ValueError(f"target: 'per_head' has no Hopper kernel for {ABSORBED[0]} channels")
+    if target == "sum" and not 1 <= q_idx.shape[1] <= HEADS[-1]:
+        raise ValueError(f"q_idx: the Hopper kernel takes 1 to {HEADS[-1]} heads, got {q_idx.shape[1]}")
+    if not 0 < softmax_scale < float("inf"):
+        raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {softmax_scale}")
+    if (q.shape[2], v.shape[2]) == ABSORBED:
+        if k.shape[1] != 1:
+            raise ValueError(f"k: the Hopper kernel takes one head of {ABSORBED[0]} channels, got {k.shape[1]}")
+        if len(v) and (v.data_ptr() != k.data_ptr() or v.stride(0) != k.stride(0)):
+            raise ValueError(f"v: the Hopper kernel takes k[..., :{ABSORBED[1]}] for keys of {ABSORBED[0]} channels")

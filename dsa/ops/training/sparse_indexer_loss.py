@@ -1,0 +1,196 @@
+"""The sparse stage's loss of the indexer over selected keys, and its gradients."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+from dsa import backends
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.mla._sparse_attention import inner_contiguous
+from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
+from dsa.reference.training import indexer_training as reference
+
+DIMS, INDEX_DIMS = (576, 512), (64, 128)
+TILE = 64  # keys of a kernel's tile, heads of a row tile
+MOST_HEADS, MOST_INDEX_HEADS, MOST_KEYS = 128, 64, 2048
+# Sums of integers of `fixed` gradients stay below 2^62, and their unit is a normal number of fp32.
+SUM_BITS, UNIT_BITS = 62, 126
+
+
+def sparse_indexer_loss(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    lse: torch.Tensor | None = None,
+    deterministic: bool | None = None,
+) -> torch.Tensor:
+    """kl[t] = KL(p[t] || softmax_j(I[t, j])) over the keys j in indices[t]: the sparse stage's loss of the indexer.
+
+    p[t, j] = sum_h exp(softmax_scale q_h[t] . kv[j] - lse_h[t]), divided by its sum over j
+    I[t, j] = sum_i w_idx[t, i] relu(q_idx_i[t] . k_idx[j])
+
+    q              [Tq, H, d] bf16; kv [Tk, 1, d] in q's dtype
+    q_idx          [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] of any sign and float dtype
+    indices        int32 [Tq, 1, K], below 0 or from Tk on is no key. A key named twice counts twice
+    lse            [H, Tq] of each head's whole softmax (natural log), as attention to these keys returns it. With V4's,
+                   which has its window and its sink in it, a head counts by what it gives these keys. None: of these
+                   keys alone, so that every head counts the same (V3.2); it then costs a `flash_mla_sparse_fwd`
+    deterministic  whether runs give the same gradient of k_idx bit for bit: its parts are then added as 64-bit
+                   integers. All else is deterministic. None: as torch.are_deterministic_algorithms_enabled() says
+
+    Returns kl [Tq] fp32, 0 for a query without keys, and without gradients where the heads give these keys less than
+    e^-125 of their attention. Gradients reach q_idx, k_idx and w_idx only; kept for them are the inputs they need and
+    [Tq, K] in bf16. The relu has no gradient at 0. NaN in a row that no index names reaches nothing.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: bf16, d = 576 or 512, up to 128 heads (a multiple of 64 fills the tensor cores), up to 64 index heads of
+    64 or 128 channels, K up to 2048; rows of kv and k_idx at multiples of 16 bytes. fp32 and float64 run the PyTorch
+    reference, with a warning on Hopper. One kernel forward, one backward, which adds up k_idx's gradient in fp32.
+    CUDA-graph safe, no host synchronisation.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
+    """
+    arguments = (q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)
+    if isinstance(q, torch.Tensor) and q.dtype != torch.bfloat16:
+        backends.note_reference_only(f"sparse_indexer_loss in {str(q.dtype).removeprefix('torch.')}", q)
+        return reference.sparse_indexer_loss(*arguments, deterministic)
+    reference.check_sparse_loss(*arguments, deterministic)
+    if not backends.runs_kernel("sparse_indexer_loss", q):
+        return reference.sparse_indexer_loss(*arguments)
+    _check_kernel_takes(q, kv, q_idx, k_idx, indices, softmax_scale, lse)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return _Loss.apply(*arguments, deterministic)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic):
+        kl, d_scores = forward(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)
+        ctx.save_for_backward(q_idx, k_idx, w_idx, indices, d_scores)
+        ctx.deterministic = deterministic
+        return kl
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        dq, dk, dw = backward(grad, *ctx.saved_tensors, ctx.deterministic)
+        return None, None, dq, dk, dw, None, None, None, None
+
+
+def forward(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """kl [Tq] and its gradient to I, [Tq, K rounded up to a multiple of 64] in bf16."""
+    queries, width = len(q), -(-indices.shape[2] // TILE) * TILE
+    kl = q.new_empty(queries, dtype=torch.float32)
+    d_scores = q.new_empty(queries, width)
+    if 0 in (q.numel(), kv.numel(), q_idx.numel(), width):
+        return kl.zero_(), d_scores.zero_()
+    if lse is None:
+        lse = flash_mla_sparse_fwd(q, kv, indices, softmax_scale)[2]
+    else:
+        lse = lse.float().T
+    launch = _forward_kernel(q.shape[2], -(-q.shape[1] // TILE), q_idx.shape[2])
+    with backends.on_device(q):
+        launch(
+            *(_rows(q), rows_at_16_bytes(kv[:, 0]), _rows(q_idx), rows_at_16_bytes(k_idx), w_idx.float()),
+            *(inner_contiguous(indices[:, 0]), lse, kl, d_scores),
+            *(softmax_scale * math.log2(math.e), min(queries, backends.num_sms(q.device))),
+        )
+    return kl, d_scores
+
+
+def backward(
+    grad: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    indices: torch.Tensor,
+    d_scores: torch.Tensor,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q_idx, k_idx and w_idx."""
+    queries = len(q_idx)
+    if 0 in (q_idx.numel(), k_idx.numel(), d_scores.numel()):
+        return torch.zeros_like(q_idx), torch.zeros_like(k_idx), torch.zeros_like(w_idx)
+    weights, grad = w_idx.float(), grad.float()
+    dq = torch.empty(q_idx.shape, dtype=q_idx.dtype, device=q_idx.device)
+    dw = torch.empty(w_idx.shape, dtype=torch.float32, device=q_idx.device)
+    sums = torch.zeros(k_idx.shape, dtype=torch.int64 if deterministic else torch.float32, device=q_idx.device)
+    unit = inverse = None
+    if deterministic:
+        unit, inverse = _units(q_idx, weights, grad, d_scores, indices.numel())
+    launch = _backward_kernel(q_idx.shape[2], deterministic)
+    with backends.on_device(q_idx):
+        launch(
+            *(_rows(q_idx), rows_at_16_bytes(k_idx), weights, inner_contiguous(indices[:, 0]), d_scores, grad, unit),
+            *(dq, dw, sums),
+            min(queries, backends.num_sms(q_idx.device)),
+        )
+    dk = sums if inverse is None else sums.double() * inverse
+    return dq, dk.to(k_idx.dtype), dw.to(w_idx.dtype)
+
+
+def _units(
+    q: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_scores: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many units 1 is [1] and what one is [1]: so many that a sum of `most` parts of a gradient has room."""
+    # A part is g sum_i d a w q with |d| <= 1, of which d and g w q are rounded to bf16.
+    bound = 1.02 * g.abs().amax() * w.abs().sum(1).amax() * torch.stack(torch.aminmax(q)).abs().amax()
+    exponent = SUM_BITS - most.bit_length() - torch.frexp(bound)[1]
+    unit = torch.ldexp(torch.ones_like(bound), exponent.clamp(-UNIT_BITS, UNIT_BITS)).view(1)
+    # Where the bound is no number, no sum is; nor where d_scores are none, which integers would turn to 0. They are
+    # none of a whole query, so that its first tells.
+    return unit, 1 / unit.double() + (bound - bound) + 0 * d_scores[:, 0].sum()
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    aligned = rows_at_16_bytes(x)
+    return x.contiguous().clone() if aligned is None else aligned
+
+
+def _check_kernel_takes(q, kv, q_idx, k_idx, indices, softmax_scale, lse) -> None:
+    limits = (
+        ("q", q, "d = 576 or 512", q.shape[2] in DIMS),
+        ("q", q, f"at most {MOST_HEADS} heads", q.shape[1] <= MOST_HEADS),
+        ("q_idx", q_idx, "64 or 128 channels", q_idx.shape[2] in INDEX_DIMS),
+        ("q_idx", q_idx, f"1 to {MOST_INDEX_HEADS} heads", 1 <= q_idx.shape[1] <= MOST_INDEX_HEADS),
+        ("indices", indices, f"at most {MOST_KEYS} keys of a query", indices.shape[2] <= MOST_KEYS),
+    )
+    for name, x, taken, fits in limits:
+        if not fits:
+            raise ValueError(f"{name}: the Hopper kernel takes {taken}, got shape {list(x.shape)}")
+    if not math.isfinite(softmax_scale) or (lse is None and softmax_scale <= 0):
+        raise ValueError(f"softmax_scale: must be a finite number, without lse above 0, got {softmax_scale}")
+    for name, x in (("kv", kv), ("k_idx", k_idx)):
+        if x.numel() and rows_at_16_bytes(x) is None:
+            raise ValueError(
+                f"{name}: channels must be contiguous and keys start at multiples of 16 bytes, got strides "
+                f"{list(x.stride())} and an address {x.data_ptr() % 16} bytes past one"
+            )
+
+
+@functools.cache
+def _forward_kernel(dim: int, row_tiles: int, index_dim: int) -> Callable[..., None]:
+    from dsa.kernels.training.sparse_indexer_target_sm90 import compile_sparse_indexer_target
+
+    return compile_sparse_indexer_target(dim, row_tiles, index_dim)
+
+
+@functools.cache
+def _backward_kernel(index_dim: int, fixed: bool) -> Callable[..., None]:
+    from dsa.kernels.training.sparse_indexer_grad_sm90 import compile_sparse_indexer_grad
+
+    return compile_sparse_indexer_grad(index_dim, fixed)

@@ -1,0 +1,186 @@
+"""Sparse MLA attention over selected latents, with gradients: what the sparse stage of training attends by."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+from dsa import backends
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._tma_rows import tma_rows
+from dsa.ops.mla._sparse_attention import D_V, DIMS, DTYPES, inner_contiguous
+from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
+from dsa.reference.training import indexer_training as reference
+
+HEADS, TILE = 64, 64  # of a CTA's unit of work
+
+
+def sparse_mla_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    deterministic: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out[t] = softmax_j(softmax_scale q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t], with gradients.
+
+    q              [Tq, H, d] bf16 or fp16; fp32 and float64 run the PyTorch reference, with a warning on Hopper
+    kv             [Tk, 1, d] in q's dtype; a value is the first d_v numbers of its key
+    indices        [Tq, 1, K] int32; below 0 or from Tk on is no key. A key named twice counts twice
+    softmax_scale  multiplies the logits: a finite number
+    d_v            from 1 to d
+    attn_sink      [H] or None: a logit in the softmax without a value, out is scaled by e^lse / (e^lse + e^sink)
+    deterministic  dkv's sums in a fixed order: bit-identical from run to run, several times slower. The order depends
+                   on how many queries there are and how many multiprocessors. None: as
+                   torch.are_deterministic_algorithms_enabled() says when the gradient is computed
+
+    Returns out [Tq, H, d_v] in q's dtype and lse [H, Tq] fp32 (natural log), without the sink; out 0 and lse +inf
+    without keys. Gradients of both reach q and kv, those of out attn_sink. A query without keys has zero gradients, and
+    gives none. Not twice differentiable on Hopper.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: d = 576 or 512 with d_v = 512, any number of heads (multiples of 64 fill the tensor cores), any K and Tk,
+    softmax_scale above 0. Forward as `flash_mla_sparse_fwd`. Backward: P and dS are rounded to q's dtype before they
+    are multiplied; dkv is summed in fp32, in no order unless `deterministic`; dq and attn_sink's gradient are
+    bit-identical from run to run in any case. Workspace: 4 Tk d bytes and 8 for each head of a query; `deterministic`
+    about 5 MB a multiprocessor for K = 2048 besides. A sink that outweighs the keys by 2^64 counts as 2^64. CUDA-graph
+    safe, no host synchronisation.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
+    """
+    arguments = (q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
+    reference.check_sparse_attention(*arguments)
+    if q.dtype not in DTYPES:
+        backends.note_reference_only(f"sparse_mla_attention in {dtype_name(q.dtype)}", q)
+        return reference.sparse_mla_attention(*arguments)
+    if not backends.runs_kernel("sparse_mla_attention", q):
+        return reference.sparse_mla_attention(*arguments)
+    _check_kernel_takes(q, softmax_scale, d_v)
+    return _SparseMlaAttention.apply(*arguments)
+
+
+class _SparseMlaAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, kv, indices, scale, d_v, attn_sink, deterministic):
+        sink = None if attn_sink is None else attn_sink.float()
+        out, _, lse = flash_mla_sparse_fwd(q, kv, indices, scale, d_v, sink)
+        ctx.save_for_backward(q, kv, indices, attn_sink, out, lse)
+        ctx.scale, ctx.deterministic = scale, deterministic
+        ctx.set_materialize_grads(False)
+        return out, lse.T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse):
+        q, kv, indices, sink, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 7
+        deterministic = ctx.deterministic
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        dlse = None if dlse is None else dlse.T
+        dq, dkv, dsink = gradients(q, kv, indices, ctx.scale, sink, out, lse, dout, dlse, deterministic)
+        return dq, dkv, None, None, None, dsink, None
+
+
+def gradients(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(dq, dkv, the sink's gradient or None) by the Hopper kernels. lse, dlse [Tq, H] fp32; others as of the op."""
+    tokens, heads, dim = q.shape
+    keys, picks = len(kv), indices.shape[2]
+    dq, dkv = q.new_empty(q.shape), kv.new_empty(kv.shape)
+    if 0 in (tokens, heads, keys, picks):
+        return dq.zero_(), dkv.zero_(), None if sink is None else torch.zeros_like(sink)
+    dout = torch.zeros_like(out) if dout is None else tma_rows(dout.to(q.dtype))
+    q, rows, picked = tma_rows(q), tma_rows(kv.squeeze(1)), inner_contiguous(indices.squeeze(1))
+    blocks, tiles = -(-heads // HEADS), -(-picks // TILE)
+    numbers = q.new_empty(tokens, blocks, 2 * HEADS, dtype=torch.float32)
+    shares = None if sink is None else torch.empty_like(lse)
+    name, sms = dtype_name(q.dtype), backends.num_sms(q.device)
+    scale = float(scale)
+    scales = (scale, scale * math.log2(math.e))
+    with backends.on_device(q):
+        _inputs_kernel(name, sink is not None, dlse is not None)(
+            *(out, dout, lse, None if dlse is None else dlse.float()),
+            *(None if sink is None else sink.float(), scale, numbers, shares),
+        )
+        launch = _kernel(name, dim, deterministic)
+        if deterministic:
+            sums = q.new_zeros(keys, dim, dtype=torch.float32)
+            most = -(-sms // blocks)  # queries at a time: a unit for each multiprocessor
+            found = q.new_empty(min(most, tokens) * blocks * tiles * TILE, dim, dtype=torch.float32)
+            counters = torch.zeros(-(-tokens // most), 1, dtype=torch.int32, device=q.device)
+            for n, first in enumerate(range(0, tokens, most)):
+                part = slice(first, min(first + most, tokens))
+                ctas = min(sms, (part.stop - first) * blocks)
+                of_part = q[part], rows, dout[part], numbers[part], picked[part], dq[part], found
+                launch(*of_part, counters[n], *scales, ctas)
+                order, bounds = _lists(picked[part], keys, blocks * tiles * TILE)
+                _sum_kernel(dim)(found, order, bounds, blocks, tiles * TILE, sums)
+        else:
+            ctas = min(sms, tokens * blocks)
+            # Behind the keys a row for each CTA, to which it adds what is no key.
+            sums = q.new_zeros(keys + ctas, dim, dtype=torch.float32)
+            counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+            launch(q, rows, dout, numbers, picked, dq, sums, counter, *scales, ctas)
+        _turn_kernel(name, dim)(sums, dkv.squeeze(1))
+    return dq, dkv, None if sink is None else shares.sum(0).to(sink.dtype)
+
+
+def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of the parts of dkv in the order of their keys, where each key's begin and end); a query has `stride`
+    rows, its picks first."""
+    picks = indices.shape[1]
+    flat = indices.reshape(-1)
+    flat = torch.where((flat >= 0) & (flat < keys), flat, keys)
+    ordered, order = torch.sort(flat, stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(keys + 1, device=flat.device, dtype=flat.dtype), out_int32=True)
+    return (order // picks * stride + order % picks).int(), bounds
+
+
+def _check_kernel_takes(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
+    if q.shape[2] not in DIMS:
+        raise ValueError(f"q: the Hopper kernel takes d = 576 or 512, got shape {list(q.shape)}")
+    if d_v != D_V:
+        raise ValueError(f"d_v: the Hopper kernel takes {D_V}, got {d_v}")
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {softmax_scale}")
+
+
+@functools.cache
+def _kernel(dtype: str, dim: int, ordered: bool) -> Callable[..., None]:
+    from dsa.kernels.training.sparse_mla_backward_sm90 import compile_sparse_mla_backward
+
+    return compile_sparse_mla_backward(dtype, dim, ordered)
+
+
+@functools.cache
+def _inputs_kernel(dtype: str, sink: bool, lse_grad: bool) -> Callable[..., None]:
+    from dsa.kernels.training.sparse_mla_backward_sums_sm90 import compile_backward_inputs
+
+    return compile_backward_inputs(dtype, sink, lse_grad)
+
+
+@functools.cache
+def _turn_kernel(dtype: str, dim: int) -> Callable[..., None]:
+    from dsa.kernels.training.sparse_mla_backward_sums_sm90 import compile_turn_sums
+
+    return compile_turn_sums(dtype, dim)
+
+
+@functools.cache
+def _sum_kernel(dim: int) -> Callable[..., None]:
+    from dsa.kernels.training.sparse_mla_backward_sums_sm90 import compile_sum_lists
+
+    return compile_sum_lists(dim)

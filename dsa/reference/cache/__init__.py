@@ -1,0 +1,1 @@
+"""PyTorch references of the paged caches: writers, readers and the compressor."""

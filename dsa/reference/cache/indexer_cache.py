@@ -1,0 +1,108 @@
+"""Paged cache of the lightning indexer's keys: FP8 e4m3 with one fp32 scale per token.
+
+cache is [pages, P, 1, D + 4] uint8, but the shape only counts bytes: a page holds the P x D values of all its tokens
+first, and the P fp32 scales (little endian) after them. Pages may lie any distance apart (cache.stride(0)); a page
+itself is contiguous. Source: DeepGEMM's `kv_cache` of `fp8_paged_mqa_logits`.
+"""
+
+import torch
+
+from dsa.reference.checks import check_memory, check_same_device, check_tensor, check_updatable, check_writable
+
+SLOTS = (torch.int32, torch.int64)
+
+
+def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Writes token t's key and scale into slot slots[t] = page * P + offset, in place.
+
+    k        [T, D] e4m3
+    k_scale  [T] fp32
+    cache    [pages, P, 1, D + 4] uint8, laid out as this module says
+    slots    [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
+
+    Every other byte of the cache stays as it is. Raises ValueError for a slot below -1 or beyond the cache, and for
+    other dtypes, shapes and strides.
+    """
+    check_write(k, k_scale, cache, slots)
+    check_memory("cache", cache)
+    check_updatable("cache", cache)
+    values, scales = _planes(cache)
+    capacity = cache.shape[0] * cache.shape[1]
+    check_writable_slots(slots, capacity)
+    keep = slots >= 0
+    page, offset = split_slots(slots[keep], cache.shape[1])
+    values[page, offset] = k[keep].view(torch.uint8)
+    scales[page, offset] = k_scale[keep].contiguous().view(torch.uint8).view(-1, 4)
+
+
+def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and scales in `slots`: (k [T, D] e4m3, k_scale [T] fp32).
+
+    cache  [pages, P, 1, D + 4] uint8, laid out as this module says
+    slots  [T] int32 or int64, page * P + offset; -1 or any slot outside the cache gives key 0 and scale 0, and reads
+           nothing
+
+    Raises ValueError for other dtypes, shapes and strides.
+    """
+    check_read(cache, slots)
+    check_memory("cache", cache)
+    values, scales = _planes(cache)
+    valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+    page, offset = split_slots(slots[valid], cache.shape[1])
+    k = torch.zeros(len(slots), values.shape[2], dtype=torch.uint8, device=cache.device)
+    k[valid] = values[page, offset]
+    k_scale = torch.zeros(len(slots), 4, dtype=torch.uint8, device=cache.device)
+    k_scale[valid] = scales[page, offset]
+    return k.view(torch.float8_e4m3fn), k_scale.view(torch.float32).squeeze(1)
+
+
+def split_slots(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(page, offset) of slots = page * page_size + offset, none of them negative."""
+    slots = slots.long()
+    return slots // page_size, slots % page_size
+
+
+def check_writable_slots(slots: torch.Tensor, capacity: int) -> None:
+    bad = (slots < -1) | (slots >= capacity)
+    if bad.any():
+        raise ValueError(f"slots: must be -1 or in [0, {capacity}), got {slots[bad][0].item()} (sizes as of cache)")
+
+
+def check_write(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """The checks of `write_indexer_cache`, but for the slots' values."""
+    check_tensor("k", k, (torch.float8_e4m3fn,), ("T", "D"))
+    check_tensor("k_scale", k_scale, (torch.float32,), (k.shape[0],), "k")
+    check_tensor("slots", slots, SLOTS, (k.shape[0],), "k")
+    check_cache("cache", cache, k.shape[1], "k")
+    check_writable("cache", cache)
+    check_same_device(("cache", cache), slots=slots, k=k, k_scale=k_scale)
+
+
+def check_read(cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """The checks of `read_indexer_cache`."""
+    check_tensor("slots", slots, SLOTS, ("T",))
+    check_cache("cache", cache)
+    check_same_device(("cache", cache), slots=slots)
+
+
+def check_cache(name: str, cache: torch.Tensor, dim: int | None = None, dim_of: str = "") -> None:
+    """`cache`, the argument `name`, is laid out as this module says, for keys of `dim` channels, those of `dim_of`."""
+    check_tensor(name, cache, (torch.uint8,), ("pages", "P", 1, "D + 4" if dim is None else dim + 4), dim_of)
+    page_size, width = cache.shape[1], cache.shape[3]
+    if width <= 4 or page_size == 0:
+        raise ValueError(f"{name}: shape must be [pages, P >= 1, 1, D + 4 >= 5], got {list(cache.shape)}")
+    if (page_size > 1 and cache.stride(1) != width) or cache.stride(3) != 1:
+        raise ValueError(
+            f"{name}: every page must be contiguous (strides [any, {width}, any, 1]), got strides "
+            f"{list(cache.stride())}"
+        )
+
+
+def _planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the cache's bytes: values [pages, P, D] and scales [pages, P, 4]."""
+    pages, page_size, _, width = cache.shape
+    d = width - 4
+    page_stride = cache.stride(0)
+    values = cache.as_strided((pages, page_size, d), (page_stride, d, 1), cache.storage_offset())
+    scales = cache.as_strided((pages, page_size, 4), (page_stride, 4, 1), cache.storage_offset() + page_size * d)
+    return values, scales

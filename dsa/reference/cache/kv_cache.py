@@ -1,0 +1,191 @@
+"""Paged cache of MLA's latents, one row of d numbers per token: plain floats or one of two FP8 byte layouts.
+
+The layout follows from the cache's dtype and last dimension; P is the page size.
+  float   [pages, P, 1, d] fp32, bf16 or fp16.
+  V3.2    [pages, P, 1, 656] bytes, d = 576. Per token: 512 e4m3 | 4 fp32 scales, one per 128 of them | 64 bf16 (rope).
+          The scales are fp32 numbers, not always powers of two, and count in full precision.
+  V4      [pages, P, 1, 584] bytes, d = 512. Per page: P x (448 e4m3 | 64 bf16 (rope)), then P x 8 bytes of scales:
+          7 of ue8m0, one per 64 of the e4m3, and a pad byte. The shape only counts bytes: a token's scales are not
+          beside its values. Pages may lie farther apart than P * 584 bytes (cache.stride(0)).
+Bytes are uint8, int8 or float8_e4m3fn; multi-byte numbers are little endian. Scales multiply: value = e4m3 * scale.
+Source: FlashMLA's FP8 caches.
+"""
+
+import torch
+
+from dsa.reference.autocast import without_autocast
+from dsa.reference.cache.indexer_cache import check_writable_slots, split_slots
+from dsa.reference.checks import (
+    FLOATS,
+    check_dtype,
+    check_flag,
+    check_memory,
+    check_positive,
+    check_same_device,
+    check_tensor,
+    check_updatable,
+    check_writable,
+    shape_of,
+)
+from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
+
+V32_BYTES, V32_DIM, V32_NOPE, V32_GROUP = 656, 576, 512, 128
+V4_BYTES, V4_DIM, V4_NOPE, V4_GROUP = 584, 512, 448, 64
+V4_ROW = V4_NOPE + 2 * (V4_DIM - V4_NOPE)
+V4_SCALE_ROW = V4_BYTES - V4_ROW
+MOST_SLOTS = 2**31  # that an int32 can number
+BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+_SLOTS = (torch.int32, torch.int64)
+
+
+def cache_dim(cache: torch.Tensor, name: str = "cache") -> int:
+    """d, the numbers a cached token stands for: 576 or 512 for the byte layouts, the last dimension for floats."""
+    check_tensor(name, cache, (*FLOATS, *BYTE_DTYPES), ("pages", "P", 1, "d"))
+    if cache.shape[1] == 0:
+        raise ValueError(f"{name}: a page must hold at least one token, got shape {list(cache.shape)}")
+    if cache.dtype in FLOATS:
+        return cache.shape[-1]
+    if cache.shape[-1] not in (V32_BYTES, V4_BYTES):
+        raise ValueError(
+            f"{name}: the last dimension of a byte cache must be {V32_BYTES} (V3.2) or {V4_BYTES} (V4), "
+            f"got {cache.shape[-1]}"
+        )
+    if cache.shape[-1] == V32_BYTES:
+        return V32_DIM
+    if (cache.shape[1] > 1 and cache.stride(1) != V4_BYTES) or cache.stride(3) != 1:
+        raise ValueError(
+            f"{name}: every page of a V4 cache must be contiguous (strides [any, {V4_BYTES}, any, 1]), "
+            f"got strides {list(cache.stride())}"
+        )
+    return V4_DIM
+
+
+def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """A zeroed V4 cache [pages, page_size, 1, 584] uint8 whose page stride is padded to a multiple of 576 bytes.
+
+    At most 2^31 slots. Raises TypeError or ValueError for other numbers, and for a device that torch does not have.
+    """
+    check_positive("pages", pages)
+    check_positive("page_size", page_size)
+    if pages * page_size > MOST_SLOTS:
+        raise ValueError(f"pages: must be at most 2^31 slots, got {pages} of page_size {page_size}")
+    _check_device(device)
+    stride = -(-page_size * V4_BYTES // V4_ROW) * V4_ROW
+    data = torch.zeros(pages, stride, dtype=torch.uint8, device=device)
+    return data[:, : page_size * V4_BYTES].unflatten(1, (page_size, 1, V4_BYTES))
+
+
+@torch.no_grad()
+@without_autocast
+def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool = True) -> None:
+    """Writes token t's row into slot slots[t] = page * P + offset, in place.
+
+    kv         [T, d] fp32, bf16 or fp16: the latent with its 64 rope channels last
+    cache      [pages, P, 1, d | 656 | 584], laid out as this module says
+    slots      [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
+    use_ue8m0  V3.2's scales: True rounds max(amax, 1e-4) / 448 up to a power of two, False keeps the figure itself.
+               V4 stores powers of two only and refuses False; a float cache has no scales
+
+    The e4m3 values follow `fp8_cast.per_token_cast_to_fp8`, the rope channels are rounded to bf16, a float cache
+    rounds to its dtype. V4's pad byte is written 0; every other byte of the cache stays as it is. Raises ValueError for
+    a slot below -1 or beyond the cache, and for other dtypes, shapes and strides.
+    """
+    d = check_write(kv, cache, slots, use_ue8m0)
+    check_memory("cache", cache)
+    check_updatable("cache", cache)
+    check_writable_slots(slots, cache.shape[0] * cache.shape[1])
+    keep = slots >= 0
+    kv = kv[keep]
+    page, offset = split_slots(slots[keep], cache.shape[1])
+    if cache.dtype in FLOATS:
+        cache[page, offset, 0] = kv.to(cache.dtype)
+    elif d == V32_DIM:
+        q, scale = per_token_cast_to_fp8(kv[:, :V32_NOPE], use_ue8m0, V32_GROUP)
+        row = torch.cat((_as_bytes(q), _as_bytes(scale), _as_bytes(kv[:, V32_NOPE:].bfloat16())), dim=1)
+        cache.view(torch.uint8)[page, offset, 0] = row
+    else:
+        q, scale = per_token_cast_to_fp8(kv[:, :V4_NOPE], True, V4_GROUP)
+        rows, scales = _v4_planes(cache)
+        rows[page, offset] = torch.cat((_as_bytes(q), _as_bytes(kv[:, V4_NOPE:].bfloat16())), dim=1)
+        scales[page, offset] = torch.nn.functional.pad(_as_bytes(scale.to(torch.float8_e8m0fnu)), (0, 1))
+
+
+@without_autocast
+def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The rows in `slots`, [..., d] in `dtype`: fp32, or rounded from it to bf16 or fp16.
+
+    cache  [pages, P, 1, d | 656 | 584], laid out as this module says
+    slots  [...] int32 or int64, page * P + offset; -1 or any slot outside the cache gives zeros and reads nothing
+
+    Raises TypeError or ValueError for other types, dtypes, shapes and strides.
+    """
+    d = check_read(cache, slots, dtype)
+    check_memory("cache", cache)
+    valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+    page, offset = split_slots(slots[valid], cache.shape[1])
+    out = torch.zeros(*slots.shape, d, dtype=torch.float32, device=cache.device)
+    if cache.dtype in FLOATS:
+        out[valid] = cache[page, offset, 0].float()
+    elif d == V32_DIM:
+        row = cache.view(torch.uint8)[page, offset, 0]
+        scale_end = V32_NOPE + 4 * (V32_NOPE // V32_GROUP)
+        scale = row[:, V32_NOPE:scale_end].contiguous().view(torch.float32)
+        out[valid] = _decode(row[:, :V32_NOPE], scale, row[:, scale_end:])
+    else:
+        rows, scales = _v4_planes(cache)
+        row = rows[page, offset]
+        scale = scales[page, offset][:, : V4_NOPE // V4_GROUP].contiguous().view(torch.float8_e8m0fnu).float()
+        out[valid] = _decode(row[:, :V4_NOPE], scale, row[:, V4_NOPE:])
+    return out.to(dtype)
+
+
+def check_write(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool) -> int:
+    """The checks of `write_kv_cache`, but for the slots' values. Returns d."""
+    d = cache_dim(cache)
+    check_tensor("kv", kv, FLOATS, ("T", d), "cache")
+    check_tensor("slots", slots, _SLOTS, (kv.shape[0],), "kv")
+    check_flag("use_ue8m0", use_ue8m0)
+    check_writable("cache", cache)
+    check_same_device(("cache", cache), kv=kv, slots=slots)
+    if cache.dtype in BYTE_DTYPES and d == V4_DIM and not use_ue8m0:
+        raise ValueError("use_ue8m0: must be True for the V4 layout, which stores powers of two only, got False")
+    return d
+
+
+def check_read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> int:
+    """The checks of `read_kv_cache`. Returns d."""
+    d = cache_dim(cache)
+    check_tensor("slots", slots, _SLOTS, shape_of(slots))
+    check_dtype("dtype", dtype, FLOATS)
+    check_same_device(("cache", cache), slots=slots)
+    return d
+
+
+def _check_device(device: object) -> None:
+    """torch can allocate on `device`."""
+    if device is not None and not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device: must be a torch.device, its name or None, got {type(device).__name__}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # without CUDA torch asserts
+        raise ValueError(f"device: torch has no {device!r} here: {str(error).splitlines()[0]}") from None
+
+
+def _decode(nope: torch.Tensor, scale: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """[T, d] fp32 from e4m3 bytes [T, n], fp32 scales [T, n / group] and bf16 bytes [T, 2 * rope]."""
+    values = nope.view(torch.float8_e4m3fn).float().unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)
+    return torch.cat((values.flatten(1), rope.contiguous().view(torch.bfloat16).float()), dim=1)
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def _v4_planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a V4 cache's bytes: rows [pages, P, 576] and scales [pages, P, 8]."""
+    pages, page_size = cache.shape[:2]
+    raw = cache.view(torch.uint8)
+    start, stride = raw.storage_offset(), raw.stride(0)
+    rows = raw.as_strided((pages, page_size, V4_ROW), (stride, V4_ROW, 1), start)
+    scales = raw.as_strided((pages, page_size, V4_SCALE_ROW), (stride, V4_SCALE_ROW, 1), start + page_size * V4_ROW)
+    return rows, scales

@@ -1,0 +1,1 @@
+"""PyTorch references of norm, rotary embedding and hyper connections."""

@@ -1,0 +1,60 @@
+"""Rotary position embedding applied to queries or keys."""
+
+import torch
+
+from dsa.reference.autocast import without_autocast
+from dsa.reference.checks import (
+    FLOATS,
+    check_choice,
+    check_flag,
+    check_memory,
+    check_same_device,
+    check_tensor,
+    shape_of,
+)
+
+DIMS = ("first", "last")
+
+
+@without_autocast
+def apply_rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, dims: str = "first"
+) -> torch.Tensor:
+    """Rotate the first or last R = 2 * cos.shape[-1] dimensions of x; the others pass.
+
+    (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) if `interleaved`, else (i, i + R / 2).
+    x [T, ..., D] float, cos and sin fp32 [T, R / 2]. fp32 inside; returns x's shape and dtype.
+    DeepSeek-V3.2 pairs interleaved in MLA and half-split in the indexer: the wrong one still runs, and answers wrongly.
+    """
+    check_rotary("x", x, cos, sin, interleaved, dims)
+    check_memory("x", x)
+    rotated = 2 * cos.shape[-1]
+    if rotated == 0:
+        return x.clone(memory_format=torch.contiguous_format)
+    still = x.shape[-1] - rotated
+    part, rest = (x[..., :rotated], x[..., rotated:]) if dims == "first" else (x[..., still:], x[..., :still])
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[-1],)
+    cos, sin = cos.view(shape), sin.view(shape)
+    a, b = part.float().unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.float().chunk(2, -1)
+    pair = (a * cos - b * sin, a * sin + b * cos)
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest) if dims == "first" else (rest, turned), -1)
+
+
+def check_rotary(
+    name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str
+) -> None:
+    """The checks of `apply_rotary`; `name` is x's."""
+    check_tensor(name, x, FLOATS, shape_of(x))
+    if x.dim() < 2:
+        raise ValueError(f"{name}: must have at least 2 dimensions, got shape {list(x.shape)}")
+    check_tensor("cos", cos, (torch.float32,), (x.shape[0], "R / 2"), name)
+    check_tensor("sin", sin, (torch.float32,), tuple(cos.shape), "cos")
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
+        )
+    check_flag("interleaved", interleaved)
+    check_choice("dims", dims, DIMS)
+    check_same_device((name, x), cos=cos, sin=sin)

@@ -1,0 +1,1 @@
+"""PyTorch references of FP8 products and casts."""

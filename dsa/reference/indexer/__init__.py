@@ -1,0 +1,1 @@
+"""PyTorch references of the lightning indexer: scores, top-k selection and their inputs."""

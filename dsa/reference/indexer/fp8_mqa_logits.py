@@ -1,0 +1,180 @@
+"""Scores of the lightning indexer over a contiguous key sequence: multi-query attention logits summed over heads."""
+
+import torch
+
+from dsa.reference.autocast import without_autocast
+from dsa.reference.checks import (
+    FLOATS,
+    INT32,
+    check_dtype,
+    check_flag,
+    check_int,
+    check_memory,
+    check_pair,
+    check_same_device,
+    check_tensor,
+)
+
+# Numbers in the largest [queries, H, keys] tensor: 128 MiB of fp32, and ReLU makes a second one.
+_CHUNK = 2**25
+_SPLIT_KV = 256
+_ROW_ALIGNMENT = 1024
+_E4M3 = (torch.float8_e4m3fn,)
+_F32 = (torch.float32,)
+LOGITS_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@without_autocast
+def fp8_mqa_logits(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t].
+
+    q                   [S, H, D] e4m3; its scale belongs in `weights`
+    kv                  (k [Skv, D] e4m3, k_scale [Skv] fp32)
+    weights             [S, H] fp32, may be negative
+    cu_seq_len_k_start  [S] int32, ks: the first key that query t sees
+    cu_seq_len_k_end    [S] int32, ke: one past the last. ke <= ks means none; both are clipped to [0, Skv]. The rows'
+                        ranges need no order
+    clean_logits        True: positions outside [ks, ke) are -inf. False: they are unspecified
+    max_seqlen_k        0: the result is [S, Skv]. Above 0 it is [S, max_seqlen_k], and column j stands for key
+                        ks[t] + j; keys that do not fit are left out
+    logits_dtype        float32 or bfloat16
+
+    The reference writes -inf in either case of clean_logits. The result is a view of a wider buffer whose rows start at
+    multiples of 1024 bytes. Everything is fp32, rounded to logits_dtype once. NaN in a key reaches only that key's
+    column. Raises TypeError or ValueError for other types, dtypes and shapes.
+    Source: DeepGEMM's `fp8_mqa_logits`; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
+    """
+    ranges = (cu_seq_len_k_start, cu_seq_len_k_end)
+    k, k_scale = check_mqa_logits(q, kv, weights, *ranges, clean_logits, max_seqlen_k, logits_dtype)
+    check_memory("q", q)
+    columns, needed = logits_columns(k.shape[0], max_seqlen_k)
+    logits = padded_logits(q.shape[0], columns, needed, logits_dtype, q.device)
+    _fill(logits, q, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, compressed=max_seqlen_k > 0)
+    return logits
+
+
+def check_mqa_logits(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    logits_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The checks of `fp8_mqa_logits`; returns (k, k_scale)."""
+    check_tensor("q", q, _E4M3, ("S", "H", "D"))
+    k, k_scale = check_pair("kv", kv, "(e4m3 keys, fp32 scales)")
+    check_tensor("kv[0]", k, _E4M3, ("Skv", q.shape[2]), "q")
+    check_tensor("kv[1]", k_scale, _F32, (k.shape[0],), "kv[0]")
+    _check_rows(q, weights, cu_seq_len_k_start, cu_seq_len_k_end)
+    check_flag("clean_logits", clean_logits)
+    check_int("max_seqlen_k", max_seqlen_k, 0)
+    check_dtype("logits_dtype", logits_dtype, LOGITS_DTYPES)
+    check_same_device(("q", q), **{"kv[0]": k, "kv[1]": k_scale})
+    return k, k_scale
+
+
+def _check_rows(q: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> None:
+    """What goes with each query."""
+    check_tensor("weights", weights, _F32, tuple(q.shape[:2]), "q")
+    check_tensor("cu_seq_len_k_start", starts, INT32, (q.shape[0],), "q")
+    check_tensor("cu_seq_len_k_end", ends, INT32, (q.shape[0],), "q")
+    check_same_device(("q", q), weights=weights, cu_seq_len_k_start=starts, cu_seq_len_k_end=ends)
+
+
+def logits_columns(keys: int, max_seqlen_k: int) -> tuple[int, int]:
+    """Columns of the result, and columns that its buffer has room for."""
+    if max_seqlen_k:
+        return max_seqlen_k, -(-max_seqlen_k // _SPLIT_KV) * _SPLIT_KV
+    return keys, keys + _SPLIT_KV
+
+
+@without_autocast
+def mqa_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+) -> torch.Tensor:
+    """I[t, s] = sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t], -inf elsewhere.
+
+    The unquantised form of `fp8_mqa_logits`: q [S, H, D] and k [Skv, D] are fp32, bf16 or fp16, weights [S, H] fp32,
+    ranges as there. Returns [S, Skv] fp32, differentiable in q, k and weights. Raises TypeError or ValueError for
+    other types, dtypes and shapes. Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
+    """
+    check_tensor("q", q, FLOATS, ("S", "H", "D"))
+    check_tensor("k", k, FLOATS, ("Skv", q.shape[2]), "q")
+    _check_rows(q, weights, cu_seq_len_k_start, cu_seq_len_k_end)
+    check_same_device(("q", q), k=k)
+    check_memory("q", q)
+    logits = torch.full((q.shape[0], k.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
+    _fill(logits, q, k, None, weights, cu_seq_len_k_start, cu_seq_len_k_end, compressed=False)
+    return logits
+
+
+def head_weighted_logits(
+    q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None, weights: torch.Tensor
+) -> torch.Tensor:
+    """The formula alone, without ranges: q [S, H, D], k [N, D], k_scale [N], weights [S, H] -> [S, N] fp32."""
+    dots = torch.relu(q.float() @ k.float().T)
+    logits = (weights.unsqueeze(1) @ dots).squeeze(1)
+    return logits if k_scale is None else logits * k_scale
+
+
+def padded_logits(rows: int, columns: int, needed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[rows, columns] of -inf, a view of a buffer whose row stride is `needed` rounded up to 1024 bytes."""
+    buffer = torch.full((rows, row_stride(needed, dtype)), -torch.inf, dtype=dtype, device=device)
+    return buffer[:, :columns]
+
+
+def row_stride(needed: int, dtype: torch.dtype) -> int:
+    """`needed` elements, rounded up to 1024 bytes."""
+    alignment = _ROW_ALIGNMENT // dtype.itemsize
+    return -(-needed // alignment) * alignment
+
+
+def _fill(
+    logits: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    compressed: bool,
+) -> None:
+    """Writes the scores into `logits`, which holds -inf, some queries at a time so that memory stays bounded."""
+    keys = k.shape[0]
+    starts, ends = starts.long().clamp(0, keys), ends.long().clamp_max(keys)
+    chunk = max(1, _CHUNK // max(1, q.shape[1] * keys))
+    for first in range(0, q.shape[0], chunk):
+        rows = slice(first, first + chunk)
+        ks, ke = starts[rows, None], ends[rows, None]
+        filled = ks < ke
+        if not filled.any():
+            continue
+        # Score only the keys that some query of the chunk sees.
+        low, high = int(ks[filled].min()), int(ke[filled].max())
+        scores = head_weighted_logits(
+            q[rows], k[low:high], None if k_scale is None else k_scale[low:high], weights[rows]
+        )
+        if compressed:
+            key = ks + torch.arange(logits.shape[1], device=k.device)
+            scores = scores.gather(1, (key - low).clamp(0, high - low - 1))
+            columns = slice(None)
+        else:
+            key = torch.arange(low, high, device=k.device)
+            columns = slice(low, high)
+        logits[rows, columns] = scores.masked_fill((key < ks) | (key >= ke), -torch.inf).to(logits.dtype)

@@ -1,0 +1,1 @@
+"""PyTorch references of multi-head latent attention, dense and sparse, its windows and merges."""

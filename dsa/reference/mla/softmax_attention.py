@@ -1,0 +1,66 @@
+"""Softmax attention of every query over its own list of keys: the part that the MLA references share.
+
+A key's value is its first d_v numbers. An empty row has output 0, LSE +inf and largest logit -inf.
+"""
+
+import torch
+
+from dsa.reference.checks import check_positive, check_same_dtype
+
+# Numbers in the largest gathered [queries, K, D] tensor: 256 MiB of fp32.
+_CHUNK = 2**26
+
+
+def attend(
+    q: torch.Tensor, kv: torch.Tensor, valid: torch.Tensor, scale: float, d_v: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """softmax_j(scale * q . kv[j]) kv[j, :d_v] over the valid j.
+
+    q [R, H, D] float, kv [R, K, D] fp32 with zeros where `valid` [R, K] is False: a NaN there would reach the sum.
+    Returns out [R, H, d_v], lse [R, H] (natural log) and max_logits [R, H], the largest scaled logit; all fp32.
+    """
+    if kv.shape[1] == 0:
+        kv, valid = kv.new_zeros(kv.shape[0], 1, kv.shape[2]), valid.new_zeros(kv.shape[0], 1)
+    # Contiguous: how a product on a CPU rounds depends on strides.
+    logits = (q.float().contiguous() @ kv.transpose(1, 2) * scale).masked_fill(~valid.unsqueeze(1), -torch.inf)
+    max_logits = logits.amax(2)
+    lse = logits.logsumexp(2)
+    empty = lse == -torch.inf
+    weights = (logits - lse.masked_fill(empty, 0.0).unsqueeze(2)).exp()
+    return weights @ kv[..., :d_v], lse.masked_fill(empty, torch.inf), max_logits
+
+
+def gather_attend(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float, d_v: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attend` over rows of one key tensor: q [R, H, D], kv [N, D] of any float dtype, indices [R, K] of any int dtype.
+
+    An index below 0 or at least N is no key. Works through some queries at a time so that memory stays bounded.
+    """
+    keys = kv.shape[0]
+    padded = torch.nn.functional.pad(kv.float(), (0, 0, 0, 1))  # row N: the zeros that invalid indices gather
+    chunk = max(1, _CHUNK // max(1, indices.shape[1] * kv.shape[1]))
+    parts = []
+    for q_part, index in zip(q.split(chunk), indices.long().split(chunk)):
+        valid = (index >= 0) & (index < keys)
+        parts.append(attend(q_part, padded[torch.where(valid, index, keys)], valid, scale, d_v))
+    out, lse, max_logits = (torch.cat(x) for x in zip(*parts))
+    return out, lse, max_logits
+
+
+def check_keys_dtype(q: torch.Tensor, **keys: torch.Tensor) -> None:
+    """Keys have q's dtype; those of fp32 queries, which no kernel has, any float dtype: tests of kernels need that."""
+    if q.dtype != torch.float32:
+        check_same_dtype(("q", q), **keys)
+
+
+def check_value_dim(name: str, d_v: int, d: int) -> None:
+    """d_v, the argument `name`, counts numbers of a key of d, which queries have too."""
+    check_positive(name, d_v)
+    if d_v > d:
+        raise ValueError(f"{name}: must be at most d = {d}, got {d_v} (sizes as of q)")
+
+
+def apply_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
+    """out * e^lse / (e^lse + e^sink): out [..., H, d_v], lse [..., H], attn_sink [H], -inf (no sink) to +inf (zero)."""
+    return out * torch.sigmoid(lse - attn_sink).masked_fill(lse == torch.inf, 0.0).unsqueeze(-1)

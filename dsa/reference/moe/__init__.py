@@ -1,0 +1,1 @@
+"""PyTorch references of mixtures of experts: gate, sort and combination."""

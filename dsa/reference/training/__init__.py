@@ -1,0 +1,1 @@
+"""PyTorch references of the indexer's training: warm-up, sparse stage and their gradients."""

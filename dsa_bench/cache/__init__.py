@@ -1,0 +1,1 @@
+"""Benchmarks of the paged caches: writers, readers and the compressor."""

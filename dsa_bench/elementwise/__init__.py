@@ -1,0 +1,1 @@
+"""Benchmarks of norm, rotary embedding and hyper connections."""

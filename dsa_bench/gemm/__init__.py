@@ -1,0 +1,1 @@
+"""Benchmarks of FP8 products and casts."""

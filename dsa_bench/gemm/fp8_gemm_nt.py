@@ -1,0 +1,94 @@
+"""FP8 products: TFLOP/s and bytes, one matrix and the experts of a mixture, beside DeepGEMM's builds and cuBLASLt."""
+
+from functools import cache, partial
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+import dsa
+from dsa.testing import calc_diff, copy_bandwidth, fp8_gemm_rate
+from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import agreement, deep_gemm
+from dsa_bench.peers.package import Library, Peers
+
+if TYPE_CHECKING:
+    from dsa.ops.gemm.fp8_gemm_nt import Scaled
+
+# rows, columns, channels; experts and how many of them a row goes to, or None
+# The first is the one that the status table shows.
+SHAPES = [
+    *((rows, 7168, 16384, None, None) for rows in (4096, 128, 1)),
+    *((rows, 24576, 1536, None, None) for rows in (1, 128, 4096)),
+    *((rows, 2112, 7168, None, None) for rows in (1, 128, 4096)),
+    *((rows, 4096, 7168, 256, 8) for rows in (1, 64, 128, 4096, 16384)),
+    *((rows, 7168, 2048, 256, 8) for rows in (1, 64, 128, 4096, 16384)),
+]
+CUBLAS = Library("cuBLASLt", ("torch",))
+_tensor_ceiling, _memory_ceiling = cache(fp8_gemm_rate), cache(copy_bandwidth)
+
+
+def _cublas(a: "Scaled", b: "Scaled") -> Peers:
+    """torch's block-scaled product, where this build of it has one."""
+
+    def make(module: ModuleType, a: "Scaled", b: "Scaled") -> Call:
+        columns = a[1].t().contiguous().t()
+        return partial(module._scaled_mm, a[0], b[0].t(), columns, b[1].t(), out_dtype=torch.bfloat16)
+
+    peers = Peers()
+    peers.add(CUBLAS, make, [(a, b)])
+    return peers
+
+
+def _agree(got: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
+    """A peer's result may be (rows between padding, where ours are)."""
+    out, rows = got if isinstance(got, tuple) else (got, None)
+    some = agreement.some(len(ours))
+    agreement.close(out[some] if rows is None else out[rows[some]], ours[some])
+
+
+def prepare() -> None:
+    """One product after the other, DeepGEMM's would keep nvcc busy for minutes."""
+    deep_gemm.compile_products((m, n, k) for m, n, k, experts, _ in SHAPES if experts is None)
+
+
+def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int | None) -> Case:
+    lead = () if experts is None else (experts,)
+    ends = None
+    if experts is not None:
+        picks = torch.rand(rows, experts, device="cuda").argsort(-1)[:, :top_k].flatten()
+        ends = torch.bincount(picks, minlength=experts).cumsum(0).to(torch.int32)
+    m = rows * (top_k or 1)
+    blocks = channels // 128
+    a = torch.randn(m, channels, device="cuda").to(torch.float8_e4m3fn), torch.rand(m, blocks, device="cuda") + 0.5
+    # Bytes at random, but no NaN: as many numbers as these take long to draw.
+    w = torch.randint(0, 127, (*lead, columns, channels), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    b = w, torch.rand(*lead, -(-columns // 128), blocks, device="cuda") + 0.5
+    used = 1 if ends is None else int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
+    flop = 2 * m * columns * channels
+    size = used * columns * channels + m * (channels + 2 * columns)
+
+    def figure(ms: float) -> str:
+        seconds = ms * 1e-3
+        shares = (
+            f"{flop / seconds / _tensor_ceiling():.0%} of FP8 GEMM, {size / seconds / _memory_ceiling():.0%} of copy"
+        )
+        return f"{flop / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s; {shares}"
+
+    arguments = (a, b) if ends is None else (a, b, ends)
+    product = dsa.fp8_gemm_nt if ends is None else dsa.grouped_fp8_gemm_nt
+
+    def check(got: torch.Tensor) -> None:
+        with dsa.use_backend("reference"):
+            expected = product(*arguments)
+        if not (diff := calc_diff(got, expected)) < 1e-5:
+            raise AssertionError(f"calc_diff {diff:.2g}")
+
+    every = [deep_gemm.product(a, b), _cublas(a, b)] if ends is None else [deep_gemm.grouped_product(a, b, ends)]
+    calls: dict[str, list[Call]] = {"dsa": [partial(product, *arguments)]}
+    failed: dict[str, str] = {}
+    for peers in every:
+        calls |= peers.calls
+        failed |= peers.failed
+    name = f"{rows} x {columns} x {channels}" + ("" if experts is None else f", {top_k} of {experts} experts")
+    return Case(name, calls, figure, check, graph=rows <= 128, repeats=15, failed=failed, agree=_agree)

@@ -1,0 +1,1 @@
+"""Benchmarks of the lightning indexer: scores, top-k selection and their inputs."""

@@ -1,0 +1,91 @@
+"""Index scores over contiguous keys: TFLOP/s on the pairs in range, beside DeepGEMM and cuDNN-frontend."""
+
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import dsa
+from dsa.testing import calc_diff, fp8_gemm_rate
+from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import agreement, cudnn, deep_gemm
+
+if TYPE_CHECKING:
+    from dsa_bench.harness.tune import Tuning
+
+# queries, keys, heads, head dimension, whether pairs out of range become -inf; causal
+SHAPES = [
+    (4096, 32768, 64, 128, True),
+    (2048, 8192, 64, 128, True),
+    (4096, 131072, 64, 128, True),
+    (8192, 65536, 32, 128, True),
+    (4096, 8192, 32, 64, True),
+    (4096, 32768, 64, 128, False),
+    (2048, 8192, 64, 128, False),
+]
+_ceiling = cache(fp8_gemm_rate)
+
+
+def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True) -> Case:
+    q = torch.randn(queries, heads, dim, device="cuda").to(torch.float8_e4m3fn)
+    kv = torch.randn(keys, dim, device="cuda").to(torch.float8_e4m3fn), torch.rand(keys, device="cuda") + 0.5
+    weights = torch.randn(queries, heads, device="cuda")
+    starts = torch.zeros(queries, dtype=torch.int32, device="cuda")
+    ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
+    arguments = (q, kv, weights, starts, ends)
+    flop = 2 * int((ends - starts).sum()) * heads * dim
+    scores = partial(dsa.fp8_mqa_logits, *arguments, clean_logits=clean)
+    both = [deep_gemm.mqa_logits(*arguments, clean), cudnn.indexer_scores(q, kv, weights)]
+
+    def figure(ms: float) -> str:
+        rate = flop / (ms * 1e-3)
+        return f"{rate / 1e12:.0f} TFLOP/s, {rate / _ceiling():.0%} of FP8 GEMM"
+
+    def check(got: torch.Tensor) -> None:
+        with dsa.use_backend("reference"):
+            expected = scores()
+        seen = slice(None) if clean else _seen(ends, keys)
+        if not (diff := calc_diff(got[seen], expected[seen])) < 5e-6:
+            raise AssertionError(f"calc_diff {diff:.2g}")
+
+    def agree(got: Any, ours: torch.Tensor) -> None:
+        """On the pairs in range: cuDNN's rows see a key more, and DeepGEMM 2.8.1 leaves the others as they were."""
+        rows = agreement.some(queries)
+        seen = _seen(ends[rows], keys)
+        agreement.close(agreement.first(got).reshape(queries, keys)[rows][seen], ours[rows][seen])
+
+    calls: dict[str, list[Call]] = {"dsa": [scores]}
+    failed: dict[str, str] = {}
+    for peers in both:
+        calls |= peers.calls
+        failed |= peers.failed
+    name = f"{queries} x {keys}, H {heads}, D {dim}, causal, {'cleaned' if clean else 'not cleaned'}"
+    return Case(name, calls, figure, check, repeats=15, failed=failed, agree=agree)
+
+
+def _seen(ends: torch.Tensor, keys: int) -> torch.Tensor:
+    return torch.arange(keys, device=ends.device) < ends[:, None]
+
+
+def tuning() -> "Tuning":
+    from dsa.kernels.indexer import fp8_mqa_logits_sm90 as kernels
+    from dsa_bench.harness.tune import Tuning, TuningClass
+
+    sizes = {
+        64: [(2048, 8192), (4096, 32768)],
+        32: [(4096, 8192), (4096, 32768)],
+        16: [(8192, 8192)],
+        8: [(8192, 8192)],
+    }
+    return Tuning(
+        kernels.MqaLogitsConfig,
+        kernels.compile_fp8_mqa_logits,
+        {
+            f"heads {heads}, dim {dim}": TuningClass(
+                lambda config, heads=heads: config.fits(heads),
+                {(*size, heads, dim): (heads, dim, "float32", True, False) for size in sizes[heads]},
+            )
+            for heads in sizes
+            for dim in (128, 64, 32)
+        },
+    )

@@ -1,0 +1,120 @@
+"""Index scores over paged keys: bytes a second, beside both builds of DeepGEMM; and the plan."""
+
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import dsa
+from dsa.testing import calc_diff, copy_bandwidth
+from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import agreement, deep_gemm
+
+if TYPE_CHECKING:
+    from dsa_bench.harness.tune import Tuning
+
+# batch, queries a sequence, mean context, heads; a context of 0: the plan alone
+SHAPES = [
+    (128, 1, 32768, 64),
+    (64, 1, 8192, 64),
+    (64, 1, 32768, 64),
+    (64, 2, 32768, 64),
+    (64, 4, 32768, 64),
+    (128, 1, 8192, 64),
+    (8, 1, 131072, 64),
+    (1, 1, 131072, 64),
+    (1024, 1, 2048, 64),
+    (64, 1, 32768, 32),
+    (128, 1, 0, 64),
+]
+DIM, PAGE = 128, 64
+_PLANS = 8  # in a graph
+_FRESH_BYTES = 128 << 20  # of inputs in a graph: more than the L2 cache holds
+_ceiling = cache(copy_bandwidth)
+
+
+def _inputs(batch: int, next_n: int, mean: int, heads: int) -> tuple[Any, ...]:
+    low, high = (mean, mean + 1) if batch == 1 else (int(0.7 * mean), int(1.3 * mean))
+    lengths = torch.randint(low, high, (batch,), dtype=torch.int32)
+    used = -(-lengths // PAGE)
+    pages, width = int(used.sum()), int(used.max())
+    keys = torch.randn(pages, PAGE * DIM, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = (torch.rand(pages, PAGE, device="cuda") + 0.5).view(torch.uint8)
+    cache = torch.cat((keys, scales), 1).view(pages, PAGE, 1, DIM + 4)
+    table = torch.full((batch, width), -1, dtype=torch.int32)
+    table[torch.arange(width) < used[:, None]] = torch.randperm(pages, dtype=torch.int32)
+    q = torch.randn(batch, next_n, heads, DIM, device="cuda").to(torch.float8_e4m3fn)
+    weights = torch.randn(batch * next_n, heads, device="cuda")
+    return q, cache, weights, lengths.cuda(), table.cuda(), int(lengths.max())
+
+
+def _call(q, cache, weights, lengths, table, columns) -> Call:
+    plan = dsa.get_paged_mqa_logits_metadata(lengths, PAGE, dsa.num_sms("cuda"))
+    return partial(dsa.fp8_paged_mqa_logits, q, cache, weights, lengths, table, plan, columns)
+
+
+def _plan_case(batch: int) -> Case:
+    lengths = torch.randint(1, 32768, (batch,), dtype=torch.int32, device="cuda")
+    peers = deep_gemm.plans(lengths, PAGE, _PLANS)
+    ours = partial(dsa.get_paged_mqa_logits_metadata, lengths, PAGE, dsa.num_sms("cuda"))
+
+    def agree(got: torch.Tensor, ours: torch.Tensor) -> None:
+        """Work is cut in other places: a part of the GPU has a row in all of them."""
+        if got.shape != ours.shape:
+            raise AssertionError(f"differs: shape {list(got.shape)}, where ours is {list(ours.shape)}")
+
+    calls = {"dsa": [ours] * _PLANS, **peers.calls}
+    figure = lambda ms: f"{ms * 1e3:.1f} us"  # noqa: E731
+    return Case(f"the plan, B {batch}", calls, figure, graph=True, failed=peers.failed, agree=agree)
+
+
+def case(batch: int, next_n: int, mean: int, heads: int) -> Case:
+    if mean == 0:
+        return _plan_case(batch)
+    inputs = [_inputs(batch, next_n, mean, heads) for _ in range(max(2, _FRESH_BYTES // (batch * mean * (DIM + 4))))]
+    peers = deep_gemm.paged_mqa_logits(inputs)
+    calls: dict[str, list[Call]] = {"dsa": [_call(*i) for i in inputs], **peers.calls}
+    keys = sum(int(i[3].sum()) for i in inputs) / len(inputs)
+
+    def figure(ms: float) -> str:
+        rate = keys * (DIM + 4 + 4 * next_n) / (ms * 1e-3)
+        return f"{rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
+
+    def check(got: torch.Tensor) -> None:
+        with dsa.use_backend("reference"):
+            expected = _call(*inputs[0])()
+        if not (diff := calc_diff(torch.where(expected == -torch.inf, expected, got), expected)) < 5e-6:
+            raise AssertionError(f"calc_diff {diff:.2g}")
+
+    def agree(got: torch.Tensor, ours: torch.Tensor) -> None:
+        """On the keys that a row sees."""
+        *_, lengths, _, columns = inputs[0]
+        rows = agreement.some(len(ours))
+        visible = deep_gemm.visible_keys(lengths, next_n).flatten()[rows]
+        seen = torch.arange(columns, device=ours.device) < visible[:, None]
+        agreement.close(got[rows][seen], ours[rows][seen])
+
+    name = f"B {batch}, next_n {next_n}, mean context {mean}, H {heads}, D {DIM}"
+    return Case(name, calls, figure, check, graph=True, failed=peers.failed, agree=agree)
+
+
+def tuning() -> "Tuning":
+    from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernels
+    from dsa_bench.harness.tune import Tuning, TuningClass
+
+    # Several (heads, next_n) have the same number of columns: one stands for all.
+    columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
+    return Tuning(
+        kernels.PagedMqaLogitsConfig,
+        kernels.compile_fp8_paged_mqa_logits,
+        {
+            f"columns {n}": TuningClass(
+                lambda config, n=n: config.fits(n),
+                {
+                    (batch, next_n, mean, heads): (heads, DIM, next_n, PAGE, "float32")
+                    for batch, mean in ((64, 8192), (128, 32768), (1, 131072))
+                },
+            )
+            for n, (heads, next_n) in sorted(columns.items())
+        },
+    )

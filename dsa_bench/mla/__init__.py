@@ -1,0 +1,1 @@
+"""Benchmarks of multi-head latent attention, dense and sparse, its windows and merges."""

@@ -1,0 +1,1 @@
+"""Benchmarks of mixtures of experts: gate, sort and combination."""

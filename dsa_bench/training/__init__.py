@@ -1,0 +1,1 @@
+"""Benchmarks of the indexer's training: warm-up, sparse stage and their gradients."""

@@ -1,0 +1,38 @@
+"""Training's selection: unquantised scores and top-k, beside the same by PyTorch a sequence at a time."""
+
+from functools import partial
+
+import torch
+
+import dsa
+from dsa.reference.training import indexer_training as reference
+from dsa_bench.harness.case import Case
+
+# sequences, their length, index heads, di, selected keys: V3.2's, a long one, and a small model's
+SHAPES = [(4, 2048, 64, 128, 512), (1, 16384, 64, 128, 2048), (16, 2048, 64, 128, 512), (8, 2048, 8, 128, 128)]
+
+
+def case(batch: int, length: int, heads: int, dim: int, top_k: int) -> Case:
+    tokens = batch * length
+    # Small whole numbers: scores are exact, so that the picks must be equal.
+    q, k = (torch.randint(-1, 2, shape, device="cuda").bfloat16() for shape in ((tokens, heads, dim), (tokens, dim)))
+    w = torch.randint(-4, 5, (tokens, heads), device="cuda") / 8
+    bounds = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)
+    arguments = q, k, w, top_k, bounds, bounds, length, length
+    flops = tokens * (length + 1) * heads * dim
+
+    def figure(ms: float) -> str:
+        return f"{flops / (ms * 1e-3) / 1e12:.0f} TFLOP/s of visible pairs"
+
+    def check(got: torch.Tensor) -> None:
+        first = bounds[:2]
+        own = reference.indexer_topk(q[:length], k[:length], w[:length], top_k, first, first, length, length)
+        if not torch.equal(got[:length], own):
+            raise AssertionError("other keys than the reference's")
+
+    calls = {"dsa": [partial(dsa.indexer_topk, *arguments)]}
+    if heads * length <= 64 * 2048:  # what the formula's products of all heads fit in memory for
+        calls["formula"] = [partial(reference.indexer_topk, *arguments)]
+    name = f"{batch} x {length}, index {heads} x {dim}, top {top_k}"
+    known = check if "formula" in calls else None
+    return Case(name, calls, figure, known, repeats=5, baselines=frozenset({"formula"}))

@@ -1,0 +1,113 @@
+"""The warm-up of the indexer, on the scale of PyTorch's flash attention (FA2), which is a part of it: attention, loss
+and the indexer's gradients beside FA2's forward, as CUDA graphs; the backward pass of the loss beside FA2's, of its sum
+and, "weighted", of a sum with weights that differ. Ratios are FA2's time / ours."""
+
+from functools import partial
+
+import torch
+
+import dsa
+from dsa.ops.training._packed_attention import flash_backward
+from dsa.reference.training import indexer_training as reference
+from dsa.testing import assert_close
+from dsa_bench.harness.case import Call, Case
+
+SEQUENCE = 2048
+# heads, key heads, d, dv, index heads, di, target: the public operator's shape, MHA, V3.2's
+MODELS = [
+    (64, 1, 128, 128, 64, 64, "sum"),
+    (64, 1, 128, 128, 64, 64, "per_head"),
+    (16, 16, 128, 128, 16, 64, "sum"),
+    (128, 128, 128, 128, 64, 64, "sum"),
+    (128, 128, 192, 128, 64, 128, "sum"),
+]
+PASSES = {"sum": ("forward", "backward", "weighted backward"), "per_head": ("forward", "backward")}
+SHAPES = [(which, batch, *model) for batch in (4, 16, 64) for model in MODELS for which in PASSES[model[-1]]]
+
+
+class _Inputs:
+    def __init__(self, batch, heads, key_heads, d, dv, index_heads, di, target):
+        tokens = batch * SEQUENCE
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+        self.q, self.k, self.v = normal(tokens, heads, d), normal(tokens, key_heads, d), normal(tokens, key_heads, dv)
+        self.indexer = [
+            (normal(tokens, index_heads, di) * di**-0.25).requires_grad_(),
+            (normal(tokens, di) * di**-0.25).requires_grad_(),
+            (torch.randn(tokens, index_heads, device="cuda") * index_heads**-0.5).requires_grad_(),
+        ]
+        bounds = torch.arange(0, tokens + 1, SEQUENCE, device="cuda", dtype=torch.int32)
+        self.sequences = bounds, bounds, SEQUENCE, SEQUENCE
+        self.scale, self.target = d**-0.5, target
+
+    def ours(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tensors = self.q, self.k, self.v, *self.indexer
+        return dsa.indexer_warmup_attention(*tensors, *self.sequences, self.scale, True, self.target)
+
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v, *self.indexer))
+
+    def fa2(self) -> tuple[Call, Call]:
+        """FA2's forward and backward, with values of as many channels as keys."""
+        v = torch.nn.functional.pad(self.v, (0, self.q.shape[2] - self.v.shape[2]))
+        flags = {"scale": self.scale}
+        forward = partial(
+            torch.ops.aten._flash_attention_forward, self.q, self.k, v, *self.sequences, 0.0, True, False, **flags
+        )
+        out, lse, *_ = forward()
+        grad = torch.randn_like(out)
+        tensors = grad, self.q, self.k, v, out, lse, self.sequences, self.scale, True
+        return forward, partial(flash_backward, *tensors)
+
+
+def _extra_memory(inputs: _Inputs) -> float:
+    """The most that forward and backward take beside the inputs, as a share of these."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(inputs.ours()[2].sum(), inputs.indexer)
+    return (torch.cuda.max_memory_allocated() - before) / inputs.bytes()
+
+
+def case(which: str, batch: int, *model: int | str) -> Case:
+    inputs = _Inputs(batch, *model)
+    heads, key_heads, d, dv, index_heads, di, target = model
+    memory = _extra_memory(inputs)
+    fa2_forward, fa2_backward = inputs.fa2()
+    pairs = batch * SEQUENCE * (SEQUENCE + 1) // 2
+    if which == "forward":
+        calls: dict[str, list[Call]] = {"dsa": [inputs.ours], "FA2 forward": [fa2_forward]}
+    else:
+        kl = inputs.ours()[2]
+        weights = torch.ones_like(kl) if which == "backward" else torch.rand_like(kl)
+        total = kl.sum() if which == "backward" else (kl * weights).sum()
+        ours = partial(torch.autograd.grad, total, inputs.indexer, retain_graph=True)
+        calls = {"dsa": [ours], "FA2 backward": [fa2_backward]}
+
+    def figure(ms: float) -> str:
+        if which != "forward":
+            return f"{ms * 1e3 / batch / SEQUENCE:.3f} us a token"
+        # What the loss needs besides attention: scores of all heads and of the indexer, and two products with dI.
+        rate = 2 * pairs * (heads * (2 * d + dv) + 3 * index_heads * di) / (ms * 1e-3)
+        return f"{rate / 1e12:.0f} TFLOP/s, {memory:.2f} of the inputs' memory"
+
+    def check(got: tuple[torch.Tensor, ...]) -> None:
+        first = slice(0, SEQUENCE)
+        bounds = torch.tensor([0, SEQUENCE], device="cuda", dtype=torch.int32)
+        tensors = [x[first].detach().float() for x in (inputs.q, inputs.k, inputs.v, *inputs.indexer)]
+        learned = [x.requires_grad_() for x in tensors[3:]]
+        rest = bounds, bounds, SEQUENCE, SEQUENCE, inputs.scale, True, target
+        expected = reference.indexer_warmup_attention(*tensors, *rest)
+        if which == "forward":
+            assert_close("kl", got[2][first].detach(), expected[2].detach(), abs_tol=1e-4, rel_tol=1e-3, cos_tol=1e-5)
+        else:
+            dq = torch.autograd.grad((expected[2] * weights[first]).sum(), learned[0])[0]
+            assert_close("dq_idx", got[0][first].float(), dq, abs_tol=1e-1, rel_tol=0.05, cos_tol=1e-4)
+
+    small = heads * index_heads <= 64 * 64
+    name = f"{which}, {target}, {batch} x {SEQUENCE}, {heads} heads of {d}/{dv}, {key_heads} of keys"
+    name += f", index {index_heads} x {di}"
+    known, attention = check if small and batch == 4 else None, frozenset({"FA2 forward", "FA2 backward"})
+    return Case(name, calls, figure, known, graph=which == "forward", repeats=5, yardsticks=attention)

@@ -1,0 +1,57 @@
+"""The backward of sparse MLA attention beside cuDNN-FE's for Hopper, both with a sink; FLOP as its authors count."""
+
+from functools import cache, partial
+
+import torch
+
+import dsa
+from dsa.ops.training.sparse_mla_attention import gradients
+from dsa.testing import bf16_gemm_rate
+from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import cudnn
+
+# d, heads, selected keys, deterministic
+SHAPES = [
+    (576, 128, 2048, False),
+    (576, 64, 2048, False),
+    (512, 64, 512, False),
+    (512, 128, 1024, False),
+    (576, 128, 2048, True),
+]
+QUERIES, KEYS, D_V = 8192, 8192, 512
+_ceiling = cache(bf16_gemm_rate)
+
+
+def _indices(selected: int) -> torch.Tensor:
+    parts = [torch.rand(1024, KEYS, device="cuda").topk(selected, dim=1).indices.int() for _ in range(QUERIES // 1024)]
+    return torch.cat(parts)[:, None].contiguous()
+
+
+def case(d: int, heads: int, selected: int, deterministic: bool) -> Case:
+    q = torch.randn(QUERIES, heads, d, device="cuda", dtype=torch.bfloat16) / 10
+    kv = torch.randn(KEYS, 1, d, device="cuda", dtype=torch.bfloat16) / 10
+    indices, scale, sink = _indices(selected), d**-0.5, torch.zeros(heads, device="cuda")
+    out, _, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, attn_sink=sink)
+    dout = torch.randn_like(out)
+    inputs = (q, kv, indices, scale, sink, out, lse, dout)
+    peers = cudnn.attention_backward(*inputs)
+    calls: dict[str, list[Call]] = {"dsa": [partial(gradients, *inputs, None, deterministic)], **peers.calls}
+    flops = 2 * QUERIES * selected * heads * (3 * d + 2 * D_V)
+
+    def figure(ms: float) -> str:
+        rate = flops / (ms * 1e-3)
+        return f"{rate / 1e12:.0f} TFLOP/s, {rate / _ceiling():.0%} of bf16 GEMM"
+
+    def check(got: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        some = torch.arange(0, QUERIES, QUERIES // 8, device="cuda")
+        leaf = q[some].float().requires_grad_()
+        with dsa.use_backend("reference"):
+            expected, _ = dsa.sparse_mla_attention(leaf, kv.float(), indices[some], scale, D_V, sink)
+            expected.backward(dout[some].float())
+        error = (got[0][some].float() - leaf.grad).norm() / leaf.grad.norm()
+        if not error < 1e-2:
+            raise AssertionError(f"dq: {error.item():.2e} from the reference")
+
+    kind = ", deterministic" if deterministic else ""
+    name = f"{QUERIES} queries, d {d}, {heads} heads, k {selected}{kind}"
+    return Case(name, calls, figure, check, repeats=5, failed=peers.failed)

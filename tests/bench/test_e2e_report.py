@@ -1,0 +1,312 @@
+"""The whole-model benchmark's rows as a table, CSV, picture and document, and the peers' ops in their places."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsa
+from dsa_bench.e2e import document, plot, report, stacks, table
+from dsa_bench.e2e import peers as peer_ops
+from dsa_bench.e2e.parts import PARTS
+from dsa_bench.e2e.runs import Run
+from dsa_layers.command.main import main
+from tests.bench import peer_stubs
+
+PARTS_MS = dict(zip(PARTS, (0.5, 0.25, 2.0, 4.0, 0.25)))
+ROW = {"shape": "V3.2 decode 8 x 4096", "model": "V3.2", "run": "decode 8 x 4096", "tokens": 8, "ms": 8.0}
+ROW |= {"tokens/s": 1000.0, "parts": PARTS_MS}
+ALONE = ROW | {"peer_ms": None, "ratio": None, "peer_parts": None, "peers": [], "failed": {}}
+BESIDE = ROW | {"peer_ms": 10.0, "ratio": 1.25, "peer_parts": PARTS_MS | {"top-k": 1.0}}
+BESIDE |= {"peers": ["deepgemm 2.8.1", "vllm"], "failed": {}}
+
+
+def test_lines():
+    assert table.head().index("tokens/s") < table.head().index("indexer")
+    assert " 1000 |" in table.line(ALONE) and table.line(ALONE).endswith("no peer")
+    assert table.line(ALONE | {"failed": {"vllm": "failed: no"}}).endswith("no peer; vllm failed: no")
+    assert table.line(BESIDE).endswith("1.25 (indexer 1.00, top-k 4.00, attention 1.00; deepgemm 2.8.1, vllm)")
+
+
+def test_csv_and_picture(tmp_path):
+    table.write_csv([ALONE, BESIDE], tmp_path / "rows.csv")
+    alone, beside = csv.DictReader((tmp_path / "rows.csv").open())
+    assert float(beside["peers' top-k ms"]) == 1.0 and alone["peers' top-k ms"] == alone["peers' ms"] == ""
+    assert float(alone["MoE ms"]) == 4.0 and float(alone["tokens/s"]) == 1000.0
+    plot.write_png([ALONE, BESIDE, BESIDE | {"model": "V4-Flash"}], tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_document_is_written_from_an_entry(tmp_path):
+    faster = BESIDE | {"run": "decode 1 x 4096", "ratio": 0.9, "parts": PARTS_MS | {"indexer": 0.0}}
+    prompt = BESIDE | {"run": "prefill 4096", "ratio": 1.1, "failed": {"sgl-flash-mla": "failed: no libcuda"}}
+    other = ALONE | {"model": "V4-Flash", "failed": {"the pass": "failed: no"}}
+    entry = {"bench": [prompt, BESIDE, faster, other], "device": "1 x NVIDIA H200", "date": "2026-11-23"}
+    entry |= {"commit": "abc", "torch": "2.11", "dsl": "4.8"}
+    receipt, doc = tmp_path / "receipt.json", tmp_path / "e2e.md"
+    receipt.write_text(json.dumps({"entries": {"e2e": entry}}))
+    doc.write_text(f"Before.\n{document.BEGIN}\nan old table\n{document.END}\nAfter.\n")
+    document.main(receipt, doc)
+    text = doc.read_text()
+    assert text.startswith(f"Before.\n{document.BEGIN}\n") and text.endswith(f"{document.END}\nAfter.\n")
+    assert "an old table" not in text and text.index("## V3.2") < text.index("## V4-Flash")
+    assert "Measured on 1 x NVIDIA H200, torch 2.11, CuTe DSL 4.8, on 2026-11-23, of commit abc." in text
+    lines = text.splitlines()
+    assert (
+        "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 | 1.25 | 1.00 | 4.00 | 1.00 |" in lines
+    )
+    assert "| decode 1 x 4096 | 8.00 | 1000 | 0.000 | 0.250 | 2.000 | 4.000 | 0.250 | 0.90 |  | 4.00 | 1.00 |" in lines
+    assert "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 |  |  |  |  |" in lines
+    assert all(line.count("|") == 13 for line in lines if line.startswith("|"))
+    assert "- With the peers' kernels a prompt takes 1.10 times as long as with ours." in lines
+    assert "- With the peers' kernels a decoding step takes 0.90 to 1.25 times as long as with ours." in lines
+    assert "- The peers are deepgemm 2.8.1, vllm." in lines
+    assert "- Not beside ours: sgl-flash-mla in prefill 4096, failed: no libcuda." in lines
+    assert "- Not beside ours: the pass, failed: no." in lines
+    # Written again, nothing changes.
+    document.main(receipt, doc)
+    assert doc.read_text() == text
+
+
+def test_a_document_without_marks_or_rows_is_refused():
+    with pytest.raises(ValueError, match="text: must have the lines"):
+        document.inserted(
+            "no marks", {"bench": [ALONE], **dict.fromkeys(("device", "date", "commit", "torch", "dsl"), "")}
+        )
+    with pytest.raises(ValueError, match="entry: must have rows"):
+        document.generated({"bench": []})
+
+
+def test_the_documents_marks_are_there():
+    text = (Path(__file__).parents[2] / "docs" / "e2e.md").read_text(encoding="utf-8")
+    assert text.count(document.BEGIN) == text.count(document.END) == 1
+
+
+def current():
+    names = ("topk_indices", *(name for _, ops in peer_ops._GROUPS for name in ops))
+    return {name: getattr(dsa, name) for name in names}
+
+
+def test_peers_take_the_ops_places_and_give_them_back(peers):
+    ours = current()
+    with pytest.raises(KeyError), peer_ops.peer_kernels() as replaced:
+        assert replaced.ops.keys() == ours.keys() and replaced.failed == {}
+        assert replaced.libraries == ["deepgemm 2.8.1", "sgl-flash-mla", "vllm"]
+        assert all(op is not ours[name] for name, op in current().items())
+        raise KeyError
+    assert current() == ours
+
+
+def test_older_builds_stand_in_for_newer_ones(peers, monkeypatch, tmp_path):
+    (tmp_path / "deep_gemm28.py").write_text("raise OSError('libcuda')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_gemm28")
+    monkeypatch.setitem(sys.modules, "flash_mla", None)
+    with peer_ops.peer_kernels() as replaced:
+        assert replaced.libraries == ["deepgemm", "flashmla", "vllm"]
+        assert replaced.failed == {"deepgemm 2.8.1": "failed: libcuda"}
+        assert dsa.fp8_mqa_logits is peers["deep_gemm"].fp8_mqa_logits
+
+
+def test_without_peers_nothing_is_replaced(no_peers):
+    ours = current()
+    with peer_ops.peer_kernels() as replaced:
+        assert current() == ours and not replaced.ops and not replaced.failed
+
+
+@pytest.fixture(params=["newest", "older"])
+def either_build(request, peers, monkeypatch):
+    if request.param == "older":
+        for name in ("deep_gemm28", "flash_mla"):
+            monkeypatch.setitem(sys.modules, name, None)
+
+
+def same_with_peers(call):
+    """Asserts that the call gives the same numbers with the peers' kernels, or nearly."""
+    expected = call()
+    with peer_ops.peer_kernels():
+        got = call()
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+
+
+def fp8(*shape):
+    return torch.randn(shape).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("top_k_of_vllm", [True, False])
+@pytest.mark.parametrize("paged", [True, False])
+def test_selections_of_packed_sequences(top_k_of_vllm, paged, either_build, monkeypatch):
+    """DeepGEMM 2.8.1's rows begin at their first key, which the selection knows, whoever selects."""
+    if not top_k_of_vllm:
+        monkeypatch.setitem(sys.modules, "peer_topk", None)
+    q, kv, weights = fp8(12, 32, 32), (fp8(48, 32), torch.rand(48) + 0.5), torch.rand(12, 32)
+    sequences = torch.arange(12) % 3
+    starts = torch.tensor([0, 7, 31], dtype=torch.int32)[sequences]
+    lengths = torch.full((12,), 5, dtype=torch.int32)
+    paging = {}
+    if paged:
+        table = torch.randperm(6, dtype=torch.int32).view(3, 2)
+        paging = {"block_table": table, "page_size": 4, "row_to_seq": sequences.int()}
+
+    def selected():
+        scores = dsa.fp8_mqa_logits(q, kv, weights, starts, starts + lengths, clean_logits=False)
+        return dsa.topk_indices(scores, 3, starts=starts, lengths=lengths, **paging).sort(1).values
+
+    same_with_peers(selected)
+
+
+def test_selections_from_pages(either_build):
+    q, weights = fp8(2, 1, 32, 64), torch.rand(2, 32)
+    pages = torch.zeros(4, 64, 1, 68, dtype=torch.uint8)
+    dsa.write_indexer_cache(fp8(256, 64), torch.rand(256) + 0.5, pages, torch.arange(256))
+    table, lengths = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32), torch.tensor([70, 128], dtype=torch.int32)
+
+    def selected():
+        plan = dsa.get_paged_mqa_logits_metadata(lengths, 64, peer_stubs.SMS)
+        scores = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, table, plan, 128)
+        return dsa.topk_indices(scores, 8, lengths=lengths, block_table=table, page_size=64).sort(1).values
+
+    same_with_peers(selected)
+
+
+def test_products(either_build):
+    a = fp8(5, 256), torch.rand(5, 2) + 0.5
+    b = fp8(192, 256), torch.rand(2, 2) + 0.5
+    for dtype in (torch.bfloat16, torch.float32):  # the peers' have bf16 results alone
+        same_with_peers(lambda dtype=dtype: dsa.fp8_gemm_nt(a, b, dtype))
+
+
+def bf16(*shape):
+    return torch.randn(shape, dtype=torch.bfloat16) / 10
+
+
+def test_attention_to_selected_keys(either_build):
+    q, kv, picks = bf16(6, 64, 576), bf16(300, 1, 576), torch.randint(-1, 300, (6, 1, 128), dtype=torch.int32)
+    same_with_peers(lambda: dsa.flash_mla_sparse_fwd(q, kv, picks, 0.1, 512)[0])
+
+
+def test_windows(either_build):
+    q, kv, compressed, sink = bf16(140, 64, 512), bf16(140, 1, 512), bf16(40, 1, 512), torch.randn(64)
+    ends = torch.tensor([0, 50, 140], dtype=torch.int32)
+    near, picks = dsa.window_indices(ends, ends, 140, 16), torch.randint(-1, 40, (140, 32), dtype=torch.int32)
+    common = (q, kv, ends, ends, 16)
+    same_with_peers(lambda: dsa.sliding_window_attention(*common, 0.05, 512, sink, indices=near))
+    both = (*common, compressed, picks, 0.05, 512, sink)
+    same_with_peers(lambda: dsa.window_sparse_attention(*both, window_indices=near))
+
+
+def test_decoding_and_its_plans(either_build, monkeypatch):
+    q, pages = bf16(2, 1, 64, 512), dsa.make_v4_cache(4, 64)
+    dsa.write_kv_cache(bf16(256, 512), pages, torch.arange(256))
+    indices = torch.randint(-1, 256, (2, 1, 64), dtype=torch.int32)
+    extra = {"extra_k_cache": pages, "extra_indices_in_kvcache": indices.flip(0)}
+
+    def decode(**options):
+        common = {"is_fp8_kvcache": True, "indices": indices, "attn_sink": torch.ones(64), "softmax_scale": 0.05}
+        return dsa.flash_mla_with_kvcache(q, pages, None, None, 512, None, **common, **options)
+
+    same_with_peers(decode)
+    same_with_peers(lambda: decode(**extra))
+    module = sys.modules["flash_mla"] or sys.modules["vllm.third_party.flashmla.flash_mla_interface"]
+    made, make = [], module.get_mla_metadata
+    monkeypatch.setattr(module, "get_mla_metadata", lambda: made.append(1) or make())
+    with peer_ops.peer_kernels():
+        for options in ({}, extra, {}, extra):
+            decode(**options)
+    assert len(made) == 2  # one for each kind of call
+
+
+def test_dense_decoding_stays_ours(peers):
+    q, pages = bf16(1, 1, 4, 576), bf16(2, 64, 1, 576)
+    table, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([100], dtype=torch.int32)
+    same_with_peers(lambda: dsa.flash_mla_with_kvcache(q, pages, table, lengths, 512, dsa.get_mla_metadata()[0]))
+
+
+class Machine:
+    """Stands for a GPU and a model: a pass takes 2 ms, with the peers' kernels 3."""
+
+    def __init__(self, monkeypatch):
+        self.compiled, self.fails = [], None
+        monkeypatch.setattr(report, "stack", lambda name: torch.nn.Linear(1, 1))
+        monkeypatch.setattr(report, "prefill", lambda model, tokens, chunk: self.run())
+        monkeypatch.setattr(report, "decode", self.decode)
+        monkeypatch.setattr(report, "milliseconds", lambda run, repeats: 3.0 if self.has_peers() else 2.0)
+        monkeypatch.setattr(report, "gpu_ms", self.parts)
+        monkeypatch.setattr(report, "linear_shapes", lambda model: [(256, 128)])
+        monkeypatch.setattr(report, "compile_products", lambda shapes: self.compiled.extend(shapes))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def has_peers(self):
+        return "e2e" in dsa.topk_indices.__module__
+
+    def run(self):
+        def logits():
+            if self.fails and self.has_peers():
+                raise self.fails
+            return torch.full((2,), 5.0 if self.has_peers() else 4.0)
+
+        return Run(logits, logits)
+
+    def decode(self, model, count, context):
+        if context == 64:
+            raise torch.OutOfMemoryError("too much")
+        return self.run()
+
+    def parts(self, model, call):
+        call()
+        return PARTS_MS
+
+
+def test_rows_leave_out_what_does_not_fit(monkeypatch, no_peers):
+    """Every prompt and step gets a row but one for which the memory is short."""
+    machine = Machine(monkeypatch)
+    rows = list(report.rows(["V3.2"], prompts=[32], steps=[(1, 32), (2, 64)]))
+    assert [(r["shape"], r["tokens"], r["ms"], r["tokens/s"], r["peer_ms"], r["peers"]) for r in rows] == [
+        ("V3.2 prefill 32", 32, 2.0, 16000.0, None, []),
+        ("V3.2 decode 1 x 32", 1, 2.0, 500.0, None, []),
+    ]
+    assert sorted(machine.compiled) == [(1, 256, 128), (2, 256, 128), (32, 256, 128)]
+
+
+def test_rows_beside_peers(monkeypatch, peers):
+    Machine(monkeypatch)
+    (row,) = report.rows(["V4-Flash"], prompts=[32], steps=[])
+    assert json.loads(json.dumps(row)) == row
+    assert (row["shape"], row["peer_ms"], row["ratio"], row["peer_parts"]) == (
+        "V4-Flash prefill 32",
+        3.0,
+        1.5,
+        PARTS_MS,
+    )
+    assert row["peer"] == "deepgemm 2.8.1, sgl-flash-mla, vllm" and row["failed"] == {}
+    assert row["difference"] == pytest.approx(1 - 40 / 41)
+
+
+def test_a_peer_that_fails_ends_no_other_run(monkeypatch, peers):
+    machine = Machine(monkeypatch)
+    machine.fails = RuntimeError("Unsupported h_q\nand more")
+    rows = list(report.rows(["V3.2"], prompts=[32], steps=[(1, 32)]))
+    assert [(r["peer_ms"], r["ratio"], r["peer"], r["failed"]) for r in rows] == 2 * [
+        (None, None, None, {"the pass": "failed: Unsupported h_q"})
+    ]
+
+
+def test_a_choice_of_runs_and_what_it_takes():
+    assert report.SHORT["prompts"] == (4096, 16384) and {n for _, n in report.SHORT["steps"]} == {4096, 32768}
+    assert 0 < report.estimated_seconds(["V3.2"], [4096], []) < report.estimated_seconds(**report.SHORT)
+    assert report.estimated_seconds(**report.SHORT) < report.estimated_seconds() < 900
+    assert report._row_counts([4096, 16384], [(8, 1)]) == {4096, 8192, 8}
+
+
+def test_the_linear_layers_of_a_stack():
+    shapes = stacks.linear_shapes(stacks.skeleton("V3.2"))
+    assert (2112, 7168) not in shapes and (7168, 16384) in shapes and (1536, 7168) in shapes
+    assert all(channels % 128 == 0 for _, channels in shapes)
+
+
+def test_the_command_needs_a_gpu(capsys):
+    assert main(["bench", "e2e"]) == 2 and "needs a Hopper GPU" in capsys.readouterr().err
+    assert main(["bench", "e2e", "--profile"]) == 2 and "--profile: is for one op" in capsys.readouterr().err

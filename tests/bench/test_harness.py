@@ -1,0 +1,277 @@
+"""Rows, profiles' reports and the tuner, without a GPU."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from dsa.kernels.cache import indexer_cache_sm90
+from dsa.cute import tuning
+from dsa.kernels.indexer import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90
+from dsa_bench.harness import case, plot, profile, table, tune
+from dsa_bench.harness.table import print_table
+
+
+class Timed:
+    """Stands for the GPU's clock: what is asked to be timed takes these milliseconds."""
+
+    def __init__(self, monkeypatch, **ms):
+        self.ms, self.asked = ms, []
+        monkeypatch.setattr(case, "bench", self.bench)
+
+    def bench(self, calls, *, repeats, graph):
+        self.asked = list(calls)
+        return {name: self.ms[name] for name in calls}
+
+
+def a_case(*names, **options):
+    """Everyone's result is 0, 1, ..., 9."""
+    calls = {name: [lambda: torch.arange(10.0)] for name in ("dsa", *names)}
+    return case.Case("shape", calls, lambda ms: f"{ms} ms", **options)
+
+
+def test_a_row_tells_peers_baselines_and_yardsticks_apart(monkeypatch):
+    Timed(monkeypatch, dsa=2.0, slow=4.0, fast=1.0, torch=8.0, formula=9.0, FA2=0.5)
+    others = {"baselines": frozenset({"torch", "formula"}), "yardsticks": frozenset({"FA2"})}
+    row = a_case("slow", "torch", "fast", "formula", "FA2", **others).row()
+    assert (row["shape"], row["ms"], row["figure"], row["failed"]) == ("shape", 2.0, "2.0 ms", {})
+    assert row["peers"] == {"slow": {"ms": 4.0, "ratio": 2.0}, "fast": {"ms": 1.0, "ratio": 0.5}}
+    assert (row["peer"], row["peer_ms"], row["ratio"]) == ("fast", 1.0, 0.5)
+    assert row["baselines"] == {"torch": {"ms": 8.0, "ratio": 4.0}, "formula": {"ms": 9.0, "ratio": 4.5}}
+    assert (row["baseline"], row["baseline_ms"], row["baseline_ratio"]) == ("torch", 8.0, 4.0)
+    assert row["yardsticks"] == {"FA2": {"ms": 0.5, "ratio": 0.25}}
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_a_row_without_others(monkeypatch):
+    Timed(monkeypatch, dsa=2.0, torch=1.0)
+    alone, plain = a_case().row(), a_case("torch", baselines=frozenset({"torch"})).row()
+    assert (alone["peer"], alone["ratio"], alone["baseline"], alone["baseline_ratio"]) == (None,) * 4
+    assert (plain["peer"], plain["ratio"], plain["baseline"], plain["baseline_ratio"]) == (None, None, "torch", 0.5)
+
+
+def test_a_peer_that_fails_is_named_and_does_not_end_the_run(monkeypatch, capsys):
+    timed = Timed(monkeypatch, dsa=2.0, right=3.0)
+    one = a_case("right", "raises", "late", "wrong", "asserts", failed={"broken": "failed: no libcuda"})
+
+    def refuse():
+        raise RuntimeError("Unsupported h_q: 16\nstack")
+
+    def say_nothing():
+        raise AssertionError
+
+    one.calls["raises"][:] = [refuse]
+    one.calls["late"].append(refuse)
+    one.calls["wrong"][:] = [lambda: torch.arange(10.0).flip(0)]
+    one.calls["asserts"][:] = [say_nothing]
+    row = one.row()
+    assert timed.asked == ["dsa", "right"] and row["peer"] == "right"
+    assert row["failed"].pop("wrong").startswith("differs by 0.")
+    assert row["failed"] == {
+        "broken": "failed: no libcuda",
+        "raises": "failed: Unsupported h_q: 16",
+        "late": "failed: Unsupported h_q: 16",
+        "asserts": "failed: AssertionError",
+    }
+    print_table("op", [row])
+    assert "right 3.0000 ms, ratio 1.50 | broken failed: no libcuda | raises failed: Unsup" in capsys.readouterr().out
+
+
+def test_ours_must_not_fail(monkeypatch):
+    Timed(monkeypatch, dsa=2.0)
+    one = a_case("peer")
+    one.calls["dsa"][:] = [lambda: 1 / 0]
+    with pytest.raises(ZeroDivisionError):
+        one.row()
+
+
+def test_peers_are_compared_as_the_case_says(monkeypatch):
+    Timed(monkeypatch, dsa=1.0, peer=1.0)
+
+    def never(got, ours):
+        raise AssertionError("differs: never alike")
+
+    assert a_case("peer", agree=never).row()["failed"] == {"peer": "differs: never alike"}
+    assert a_case("plain", baselines=frozenset({"plain"}), agree=never).tried() == {}
+    assert a_case("peer").tried(torch.arange(10.0) + 1)["peer"].startswith("differs by")
+
+
+def test_one_with_other_work_has_its_rate(monkeypatch, capsys):
+    Timed(monkeypatch, dsa=2.0, half=1.0, same=3.0)
+    row = a_case("half", "same", flops={"half": 5e11}, yardsticks=frozenset({"half"})).row()
+    assert row["yardsticks"] == {"half": {"ms": 1.0, "ratio": 0.5, "tflops": 500.0}}
+    assert row["peers"] == {"same": {"ms": 3.0, "ratio": 1.5}}
+    print_table("op", [row])
+    expected = "same 3.0000 ms, ratio 1.50 | for scale: half 1.0000 ms, 500 TFLOP/s, ratio 0.50"
+    assert expected in capsys.readouterr().out
+
+
+def test_tables_and_pictures_have_everyone(monkeypatch, tmp_path, capsys):
+    Timed(monkeypatch, dsa=2.0, peer=1.0, torch=8.0, FA2=4.0)
+    kinds = {"baselines": frozenset({"torch"}), "yardsticks": frozenset({"FA2"})}
+    rows = [
+        a_case("torch", "FA2", **kinds, failed={"peer": "failed: no, thanks"}).row(),
+        a_case("peer", "torch", **kinds).row(),
+    ]
+    print_table("op", rows)
+    shown = capsys.readouterr().out
+    assert "no peer | plain: torch 8.0000 ms, ratio 4.00 | for scale: FA2 4.0000 ms, ratio 2.00 | peer failed:" in shown
+    table.write_csv(rows, tmp_path / "rows.csv")
+    first, second = csv.DictReader((tmp_path / "rows.csv").open())
+    assert list(first) == [
+        "shape",
+        "ms",
+        "figure",
+        *(f"{n} {x}" for n in ("peer", "torch", "FA2") for x in ("ms", "ratio")),
+    ]
+    assert (first["peer ms"], first["peer ratio"], first["FA2 ratio"]) == ("failed: no, thanks", "", "2.0")
+    assert (second["peer ms"], second["torch ratio"], second["FA2 ms"]) == ("1.0", "4.0", "")
+    plot.write_png("op", rows, tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_compiles_in_parallel_does_so_before_the_first_case(monkeypatch):
+    Timed(monkeypatch, dsa=1.0)
+    module, order = case.load("fp8_gemm_nt"), []
+    monkeypatch.setattr(module, "SHAPES", [(1,), (2,)])
+    monkeypatch.setattr(module, "prepare", lambda: order.append("prepare"))
+    monkeypatch.setattr(module, "case", lambda n: order.append(n) or a_case())
+    assert len(case.run("fp8_gemm_nt")) == 2 and order == ["prepare", 1, 2]
+
+
+def test_ncu_report_shows_each_kernel_once_and_leaves_out_unknown_metrics():
+    pipe, issue, *_ = profile.METRICS
+    rows = [
+        {"Kernel Name": "", "gpu__time_duration.sum": "nsecond", pipe: "%"},
+        {"Kernel Name": "a", "gpu__time_duration.sum": "9,000", pipe: "1", issue: "n/a"},
+        {"Kernel Name": "a", "gpu__time_duration.sum": "1,500", pipe: "61.4", issue: "n/a"},
+        {"Kernel Name": "b", "gpu__time_duration.sum": "2000", pipe: "0", issue: "5"},
+    ]
+    a, b = profile.ncu_report(rows).splitlines()
+    assert a.split() == "1.5 us tensor pipe 61% a".split()
+    assert b.split() == "2.0 us tensor pipe 0%, issue slots 5% b".split()
+
+
+def test_without_ncu_the_profile_says_so(monkeypatch):
+    monkeypatch.setattr(profile.shutil, "which", lambda name: None)
+    assert profile.ncu_table("fp8_mqa_logits").startswith("ncu is not on the PATH")
+
+
+@pytest.mark.parametrize(
+    ("op", "config_type", "classes"),
+    [
+        (
+            "fp8_mqa_logits",
+            fp8_mqa_logits_sm90.MqaLogitsConfig,
+            {f"heads {h}, dim {d}": h for h in (8, 16, 32, 64) for d in (32, 64, 128)},
+        ),
+        (
+            "fp8_paged_mqa_logits",
+            fp8_paged_mqa_logits_sm90.PagedMqaLogitsConfig,
+            {f"columns {h * n}": h * n for h in (8, 16, 32, 64) for n in (1, 2, 3, 4)},
+        ),
+    ],
+)
+def test_shipped_winners_are_candidates_that_fit(op, config_type, classes):
+    everything = tuning.candidates(config_type)
+    assert len(everything) == len(set(everything)) > 10
+    for name, size in classes.items():
+        winner = tuning.tuned(config_type, op, name)
+        assert winner in everything and winner.fits(size)
+    assert case.load(op).tuning().classes.keys() == classes.keys()
+
+
+def test_a_trial_stands_in_for_the_winner():
+    config = fp8_mqa_logits_sm90.MqaLogitsConfig(128, 4, 2)
+    shipped = fp8_mqa_logits_sm90.choose_config(64, 128)
+    with tuning.trial("fp8_mqa_logits", "heads 64, dim 128", config):
+        assert fp8_mqa_logits_sm90.choose_config(64, 128) == config != shipped
+    assert fp8_mqa_logits_sm90.choose_config(64, 128) == shipped
+
+
+class Gpu:
+    """Stands for what the tuner asks of a GPU: a configuration of two stages is the fastest, and wrong."""
+
+    def __init__(self, monkeypatch, op):
+        self.op, self.timed = op, []
+        monkeypatch.setattr(tune, "bench", self.bench)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+        monkeypatch.setattr(case.load(op), "case", self.case)
+        monkeypatch.setattr(tune, "_compile", compile_nothing)
+
+    def config(self):
+        return fp8_mqa_logits_sm90.choose_config(8, 128)
+
+    def case(self, queries, keys, heads, dim):
+        def check(got):
+            if got.stages == 2:
+                raise AssertionError("calc_diff 1")
+
+        return case.Case("shape", {"dsa": [self.config]}, lambda ms: f"{ms:.2f}", check)
+
+    def bench(self, calls, **options):
+        for config, (call,) in calls.items():
+            assert call() == config
+            self.timed.append(config)
+        return {config: config.stages + config.groups / 10 for config in calls}
+
+
+def compile_nothing(compile_function, arguments):
+    config = arguments[-1]
+    return "fails: spilled" if config.columns == 256 else "96"
+
+
+class InThisProcess:
+    """A process pool whose work runs here."""
+
+    def __init__(self, jobs, mp_context):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, function, *arguments):
+        future = tune.concurrent.futures.Future()
+        future.set_result(tune._compile(*arguments))
+        return future
+
+
+def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, capsys):
+    gpu = Gpu(monkeypatch, "fp8_mqa_logits")
+    monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    plan = case.load("fp8_mqa_logits").tuning()
+    only = tune.Tuning(plan.config_type, plan.compile_function, {"heads 8, dim 128": plan.classes["heads 8, dim 128"]})
+    monkeypatch.setattr(case.load("fp8_mqa_logits"), "tuning", lambda: only)
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps({"winners": {"heads 8, dim 128": {"columns": 1}, "another": {"columns": 2}}}))
+    tune.tune("fp8_mqa_logits", path)
+    data = json.loads(path.read_text())
+    assert data["winners"] == {
+        "heads 8, dim 128": {"columns": 128, "stages": 3, "groups": 2},
+        "another": {"columns": 2},
+    }
+    assert data["op"] == "fp8_mqa_logits" and data["device"] == "a GPU"
+    shown = capsys.readouterr().out
+    assert "128    3    2    96 registers     3.2000  3.20" in shown
+    assert "wrong: calc_diff 1" in shown and "fails: spilled" in shown
+    assert all(config.stages != 2 and config.columns == 128 for config in gpu.timed)
+
+
+def test_the_tuner_reports_a_class_without_a_correct_configuration(monkeypatch, tmp_path):
+    Gpu(monkeypatch, "fp8_mqa_logits")
+    monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(tune, "_compile", lambda function, arguments: "fails: no memory")
+    with pytest.raises(RuntimeError, match="fp8_mqa_logits: no configuration of class 'heads 64, dim 128' is correct"):
+        tune.tune("fp8_mqa_logits", tmp_path / "data.json")
+
+
+def test_compiling_a_candidate_gives_its_registers_or_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path))
+    registers = tune._compile(indexer_cache_sm90.compile_indexer_cache, (32, "int32", True))
+    assert 10 < int(registers) <= 32 and list(tmp_path.glob("*.o"))
+    failure = tune._compile(indexer_cache_sm90.compile_indexer_cache, (32, "int8", True))
+    assert failure == "fails: 'int8'"

@@ -1,0 +1,65 @@
+"""Whose time a kernel's is."""
+
+import json
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dsa_bench.e2e.parts import PARTS, _announced, by_part
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
+
+
+def range_of(name, start, end):
+    return {"cat": "user_annotation", "name": name, "ts": start, "dur": end - start}
+
+
+def launch(correlation, ts, kind="cuda_runtime"):
+    return {"cat": kind, "name": "cudaLaunchKernel", "ts": ts, "dur": 1, "args": {"correlation": correlation}}
+
+
+def kernel(correlation, ms, kind="kernel"):
+    return {"cat": kind, "name": "k", "ts": 10**6, "dur": 1000 * ms, "args": {"correlation": correlation}}
+
+
+def test_a_kernel_is_of_the_innermost_range_around_its_launch():
+    events = [
+        *(range_of("part: attention", 10, 50), range_of("part: indexer", 20, 40), range_of("part: top-k", 30, 35)),
+        *(range_of("part: MoE", 60, 70), range_of("another", 0, 100)),
+        *(launch(1, 5), launch(2, 15), launch(3, 25, "cuda_driver"), launch(4, 32), launch(5, 38), launch(6, 45)),
+        *(launch(7, 65), launch(8, 71), {"cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2}),
+        *(kernel(i, 2**i, "gpu_memcpy" if i == 8 else "kernel") for i in range(1, 9)),
+    ]
+    assert by_part(events) == {
+        "indexer": 2**3 + 2**5,
+        "top-k": 2**4,
+        "attention": 2**2 + 2**6,
+        "MoE": 2**7,
+        "rest": 2**1 + 2**8,
+    }
+
+
+def test_a_kernel_that_nobody_launched():
+    with pytest.raises(ValueError, match="k: the trace has no launch of this kernel"):
+        by_part([kernel(1, 1.0)])
+
+
+def test_modules_announce_their_parts(checkpoint, tmp_path):
+    """Every layer of the tiny model, and nothing once the profile is over."""
+    model = load_model(checkpoint, progress=False)
+    call = torch.inference_mode()(lambda: model(torch.arange(200), SequenceBatch.without_cache([200])))
+    counts = []
+    for announced in (True, False):
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            if announced:
+                with _announced(model):
+                    call()
+            else:
+                call()
+        recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        names = [e["name"] for e in events if e.get("cat") == "user_annotation"]
+        counts.append({part: names.count(f"part: {part}") for part in PARTS})
+    assert counts[0] == {"indexer": 4, "top-k": 4, "attention": 4, "MoE": 3, "rest": 0}
+    assert counts[1] == dict.fromkeys(PARTS, 0)

@@ -1,0 +1,53 @@
+"""The stacks of the whole-model benchmark: small ones of the same fields, on the CPU."""
+
+import pytest
+import torch
+
+from dsa_bench.e2e.runs import decode, prefill
+from dsa_bench.e2e.stacks import STACKS, skeleton, stack
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.layers.moe import MoE
+
+SMALL = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 8, "vocab_size": 512, "q_lora_rank": 128}
+SMALL |= {"num_experts_per_tok": 2}
+FEWER = {
+    "V3.2": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 256,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "V4-Flash": {"num_attention_heads": 8, "o_groups": 2, "o_lora_rank": 128},
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_logits_are_of_order_one(name):
+    model = stack(name, "cpu", **SMALL, **FEWER[name])
+    with torch.inference_mode():
+        logits = model(torch.arange(300), SequenceBatch.without_cache([300]), all_tokens=True)
+    assert logits.isfinite().all() and 0.3 < logits.std() < 3
+    # Tokens matter, and so do the layers' weights.
+    assert logits.std(0).mean() > 0.1
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_every_kind_of_layer_in_little_enough_for_one_gpu(name):
+    model = skeleton(name)
+    assert 20e9 < sum(tensor.nbytes for tensor in model.state_dict().values()) < 60e9
+    if name == "V4-Flash":
+        assert len(set(model.config.layer_types)) == 3
+    else:
+        assert [isinstance(layer.mlp, MoE) for layer in model.model.layers] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_runs(name):
+    """They are passes of the model: the prompt's last chunk, and a step over caches without a NaN."""
+    model = stack(name, "cpu", **SMALL, **FEWER[name])
+    prefill(model, 70, 32).timed()
+    run = decode(model, 3, 300)
+    logits = run.timed()
+    assert logits.shape == (3, 512) and logits.isfinite().all()
+    assert torch.equal(run.launched(), logits)

@@ -1,0 +1,334 @@
+"""The compile cache: what is compiled, loaded, written and refused, in one process and between several."""
+
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import os
+import platform
+import pwd
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+import tvm_ffi
+
+from dsa.cute import compile_cache, private_files
+from dsa.cute.compile_cache import compile_sm90
+from tests.kernels.cached_casts import ARGS, ORIGINAL, OTHER_ARGS, StubKernel, counted, objects
+
+pytestmark = pytest.mark.usefixtures("directory")
+
+
+def test_memory(directory):
+    get, compiled = counted()
+    first = get(*ARGS)
+    assert get(*ARGS) is first and compiled == [ARGS]
+    assert get(*OTHER_ARGS) is not first and compiled == [ARGS, OTHER_ARGS]
+    assert get(*ARGS) is first and len(objects(directory)) == 2
+
+
+def test_threads_compile_once():
+    def slow(*args):
+        time.sleep(0.05)
+        return StubKernel()
+
+    get, compiled = counted(slow)
+    got = []
+    threads = [threading.Thread(target=lambda: got.append(get(*ARGS))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compiled) == 1 and len(got) == 4 and len(set(map(id, got))) == 1
+
+
+def test_a_file_holds_the_kernel(directory, monkeypatch):
+    get, compiled = counted()
+    get(*ARGS)
+    (path,) = objects(directory)
+    assert path.name.startswith("per_token_cast_to_fp8-") and path.read_bytes().startswith(b"\x7fELF")
+    monkeypatch.setattr(compile_cache, "_exclusive", None)  # a reader never waits
+    again, compiled_again = counted()
+    loaded = again(*ARGS)
+    assert callable(loaded) and again(*ARGS) is loaded
+    assert compiled == [ARGS] and compiled_again == []
+
+
+# Compiles once the standard input ends, slowly enough that processes which do not wait for each other overlap.
+PROCESS = """
+import sys, time
+from dsa.kernels.gemm import per_token_cast_to_fp8_sm90 as kernels
+
+def compile_sm90(*args):
+    print("compiling", flush=True)
+    time.sleep(0.3)
+    return original(*args)
+
+original, kernels.compile_sm90 = kernels.compile_sm90, compile_sm90
+print("ready", flush=True)
+sys.stdin.read()
+print(callable(kernels.compile_per_token_cast_to_fp8(*kernels.shipped_variants()[0][1])))
+"""
+
+
+def processes(count):
+    """What `count` processes that start together print."""
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", PROCESS]
+    running = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
+    ]
+    for process in running:
+        assert process.stdout.readline() == "ready\n"
+    for process in running:
+        process.stdin.close()
+    printed = [process.stdout.read().split() for process in running]
+    assert all(process.wait() == 0 for process in running)
+    return printed
+
+
+def test_processes_compile_once_between_them(directory):
+    assert sorted(processes(2)) == [["True"], ["compiling", "True"]]
+    get, compiled = counted()
+    get(*ARGS)
+    assert compiled == [] and len(objects(directory)) == 1
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "noise", "one byte"])
+def test_a_damaged_file_is_compiled_again(directory, damage):
+    counted()[0](*ARGS)
+    (path,) = objects(directory)
+    whole = path.read_bytes()
+    half = len(whole) // 2
+    flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]  # an object file still, and another kernel
+    path.write_bytes({"empty": b"", "half": whole[:half], "noise": b"no object file", "one byte": flipped}[damage])
+    get, compiled = counted()
+    with pytest.warns(RuntimeWarning, match=rf"{path.name} cannot be loaded [\s\S]*compiling again"):
+        get(*ARGS)
+    assert compiled == [ARGS] and objects(directory) == [path]
+    get, compiled = counted()
+    get(*ARGS)
+    assert compiled == []
+
+
+def test_a_file_that_is_no_kernel_is_removed(tmp_path):
+    """Whole, but not what the DSL can load: from another of its builds, say."""
+    content = b"not an object file"
+    path = tmp_path / f"kernel.{hashlib.sha256(content).hexdigest()[:16]}.o"
+    path.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match="cannot be loaded"):
+        assert compile_cache._load(tmp_path, "kernel") is None
+    assert not path.exists()
+
+
+def test_no_reader_sees_half_a_file(directory):
+    kernel = StubKernel()
+    get, _ = counted(lambda *args: kernel)
+    assert get(*ARGS) is kernel
+    assert sorted(kernel.seen) == [".lock", ".part"]
+    (path,) = objects(directory)
+    assert path.read_bytes() == b"first half, second half"
+    assert sorted(p.suffix for p in directory.iterdir()) == [".lock", ".o"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (RuntimeError("no exporter\nfor this"), "RuntimeError: no exporter"),
+        (AssertionError(), "AssertionError: "),
+    ],
+    ids=str,
+)
+def test_a_failed_export_costs_the_file_and_not_the_kernel(directory, error, said):
+    kernel = StubKernel(error)
+    get, compiled = counted(lambda *args: kernel)
+    with pytest.warns(RuntimeWarning, match=rf"cannot be written to \({said}\); set DSA_CACHE_DIR") as warned:
+        assert get(*ARGS) is kernel and get(*OTHER_ARGS) is kernel
+    assert len(warned) == 1 and compiled == [ARGS, OTHER_ARGS]
+    assert [p.suffix for p in directory.iterdir()] == [".lock", ".lock"]
+
+
+def test_a_disk_that_became_read_only_costs_the_file_and_not_the_kernel(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(private_files.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(compile_cache, "open_lock", refuse)
+    kernel = StubKernel()
+    with pytest.warns(RuntimeWarning, match=r"cannot be written to \(Read-only file system\)"):
+        assert counted(lambda *args: kernel)[0](*ARGS) is kernel
+
+
+def test_an_interrupted_write_leaves_nothing_and_is_tried_again(directory):
+    get, compiled = counted(lambda *args: StubKernel(KeyboardInterrupt() if len(compiled) == 1 else None))
+    with pytest.raises(KeyboardInterrupt):
+        get(*ARGS)
+    assert [p.suffix for p in directory.iterdir()] == [".lock"]
+    get(*ARGS)
+    assert len(compiled) == 2 and len(objects(directory)) == 1
+
+
+def test_a_file_system_without_locks(directory, monkeypatch):
+    def flock(handle, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    get, compiled = counted(lambda *args: StubKernel())
+    get(*ARGS)
+    assert compiled == [ARGS] and len(objects(directory)) == 1
+
+
+def test_a_failed_compilation_is_not_kept(directory):
+    def fail(*args):
+        raise RuntimeError("spilled")
+
+    get, compiled = counted(fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="spilled"):
+            get(*ARGS)
+    assert len(compiled) == 2 and not objects(directory)
+
+
+def test_the_disk_can_be_turned_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("DSA_CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    kernel = StubKernel()
+    get, compiled = counted(lambda *args: kernel)
+    assert get(*ARGS) is get(*ARGS) is kernel
+    assert compiled == [ARGS] and kernel.seen is None and not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    get, compiled = counted()
+    with pytest.warns(RuntimeWarning, match=r"file/cache is not used \(Not a directory\); set DSA_CACHE_DIR") as warned:
+        kernel = get(*ARGS)
+        get(*OTHER_ARGS)
+    assert get(*ARGS) is kernel and compiled == [ARGS, OTHER_ARGS] and len(warned) == 1
+
+
+def test_a_directory_that_can_only_be_read_is_read(directory, monkeypatch):
+    counted()[0](*ARGS)
+    monkeypatch.setattr(compile_cache, "_writable", lambda directory: False)
+    get, compiled = counted()
+    get(*ARGS)
+    assert compiled == []
+    with pytest.warns(RuntimeWarning, match="cache is not writable; set DSA_CACHE_DIR"):
+        get(*OTHER_ARGS)
+    assert compiled == [OTHER_ARGS] and len(objects(directory)) == 1
+
+
+def test_the_key_covers_what_is_compiled(monkeypatch):
+    config = ARGS[-1]
+    other_config = dataclasses.replace(config, threads=config.threads * 2)
+    keys = [compile_cache._key(ORIGINAL, ARGS), compile_cache._key(ORIGINAL, (*ARGS[:-1], other_config))]
+    assert compile_cache._key(ORIGINAL, (*ARGS[:-1], dataclasses.replace(config))) == keys[0]
+
+    def another_function():
+        pass
+
+    another_function.__module__ = ORIGINAL.__module__
+    keys.append(compile_cache._key(another_function, ARGS))
+    for owner, name, value in (
+        (compile_cache, "source_digest", lambda module: f"another digest of {module}"),
+        (cutlass, "__version__", "9.9"),
+        (cutlass, "CUDA_VERSION", "12.9"),
+        (tvm_ffi, "__version__", "9.9"),
+        (compile_cache, "_OPTIONS", "--gpu-arch sm_100a"),
+        (platform, "machine", lambda: "another architecture"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            keys.append(compile_cache._key(ORIGINAL, ARGS))
+    for name in ("CUTE_DSL_LINEINFO", "CUTE_DSL_ENABLE_ASSERTIONS", "CUTE_DSL_COMPILER_OPT"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            keys.append(compile_cache._key(ORIGINAL, ARGS))
+    assert len(set(keys)) == len(keys) == 12
+    for name in ("CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_LOG_LEVEL"):
+        monkeypatch.setenv(name, "1")
+    assert compile_cache._key(ORIGINAL, ARGS) == keys[0]
+
+
+def test_the_key_covers_the_source_of_the_kernel_and_of_no_other_module(monkeypatch):
+    asked = []
+    monkeypatch.setattr(compile_cache, "source_digest", lambda module: asked.append(module) or "digest")
+    compile_cache._key(ORIGINAL, ARGS)
+    assert asked == ["dsa.kernels.gemm.per_token_cast_to_fp8_sm90"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"HOME": "/home/user"}, "/home/user/.cache/dsa"),
+        ({"HOME": "/home/user", "XDG_CACHE_HOME": "/xdg"}, "/xdg/dsa"),
+        ({"HOME": "/home/user", "XDG_CACHE_HOME": ""}, "/home/user/.cache/dsa"),
+        ({"XDG_CACHE_HOME": "/xdg", "DSA_CACHE_DIR": "/kernels"}, "/kernels"),
+        ({"HOME": "/home/user", "DSA_CACHE_DIR": "~/kernels"}, "/home/user/kernels"),
+        ({"XDG_CACHE_HOME": "/xdg", "DSA_CACHE_DIR": ""}, None),
+    ],
+)
+def test_where_the_directory_is(monkeypatch, environment, expected):
+    for name in ("DSA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert compile_cache.cache_dir() == (expected and Path(expected))
+
+
+@pytest.mark.parametrize("chosen", [None, "~/kernels"])
+def test_a_user_without_a_home(tmp_path, monkeypatch, chosen):
+    """As in a container with any number for a user: neither HOME nor an entry in the password file."""
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for name in ("HOME", "XDG_CACHE_HOME", "DSA_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("DSA_CACHE_DIR", chosen)
+    directory = tmp_path / f"dsa-{os.geteuid()}"
+    assert compile_cache.cache_dir() == directory
+    counted()[0](*ARGS)
+    get, compiled = counted()
+    get(*ARGS)
+    assert compiled == [] and len(objects(directory)) == 1
+
+
+@cute.kernel
+def _reverse_kernel(x: cute.Tensor, n: cutlass.Constexpr):
+    """All n rows are read before the first is written: each thread holds n registers."""
+    thread, _, _ = cute.arch.thread_idx()
+    rows = cute.make_rmem_tensor((n,), cutlass.Float32)
+    for i in cutlass.range_constexpr(n):
+        rows[i] = x[i, thread]
+    cute.arch.sync_threads()
+    for i in cutlass.range_constexpr(n):
+        x[n - 1 - i, thread] = rows[i]
+
+
+@cute.jit
+def _reverse(x: cute.Tensor, n: cutlass.Constexpr, stream):
+    _reverse_kernel(x, n).launch(grid=(1, 1, 1), block=(128, 1, 1), stream=stream)
+
+
+def compile_reverse(n):
+    x = cute.runtime.make_fake_tensor(cutlass.Float32, (n, 128), (128, 1), assumed_align=16)
+    return compile_sm90(_reverse, x, n, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True))
+
+
+@pytest.mark.filterwarnings("ignore:This static loop")
+def test_a_kernel_that_spills_does_not_compile():
+    assert callable(compile_reverse(64))
+    with pytest.raises(Exception, match="Registers are spilled to local memory"):
+        compile_reverse(300)

@@ -1,0 +1,220 @@
+"""The compressor's kernel beside the reference: entries as the cache has them, and the state bit for bit."""
+
+import pytest
+import torch
+
+import dsa
+from dsa.reference.cache import compressed_kv as reference
+from dsa.testing import assert_close, poison_free_memory
+
+PAGES, PAGE, LANES = 40, 64, 9
+# channels, tokens of a block, overlap; the cache's layout
+KINDS = [
+    (512, 4, True, "bfloat16"),
+    (512, 4, True, "v4"),
+    (512, 128, False, "bfloat16"),
+    (512, 128, False, "v4"),
+    (128, 4, True, "bfloat16"),
+    (128, 4, True, "index"),
+    (512, 4, True, "float32"),
+    (512, 128, False, "float16"),
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def make_cache(kind, d):
+    if kind == "v4":
+        cache = dsa.make_v4_cache(PAGES, PAGE, "cuda")
+        torch.as_strided(cache, (PAGES, cache.stride(0)), (cache.stride(0), 1)).fill_(0xFF)
+        return cache
+    width, dtype = (d + 4, torch.uint8) if kind == "index" else (d, getattr(torch, kind))
+    return torch.full((PAGES, PAGE, 1, width), 0xFF if kind == "index" else torch.nan, device="cuda").to(dtype)
+
+
+class Case:
+    """Sequences of these lengths so far, in random lanes; a state that is NaN where nothing has been."""
+
+    def __init__(self, kind, dtype, sequences):
+        self.d, self.m, self.overlap, self.layout = kind
+        self.dtype, self.sequences = dtype, sequences
+        c = 2 * self.d if self.overlap else self.d
+        self.c, self.ape = c, torch.randn(self.m, c, device="cuda")
+        self.weight = torch.rand(self.d, device="cuda") + 0.5
+        self.lanes = torch.randperm(LANES, device="cuda")[:sequences].int()
+        rows = 2 * self.m if self.overlap else self.m
+        self.state = torch.full((LANES, rows, 2, c), torch.nan, device="cuda")
+        self.done = [0] * sequences
+        self.cache = make_cache(self.layout, self.d)
+        self.free = torch.randperm(PAGES * PAGE, device="cuda").tolist()
+
+    def tokens(self, new):
+        """Arguments for so many new tokens of each sequence."""
+        total = sum(new)
+        slots = torch.full((total,), -1, device="cuda")
+        row = 0
+        for start, n in zip(self.done, new):
+            for i in range(n):
+                if (start + i + 1) % self.m == 0:
+                    slots[row + i] = self.free.pop()
+            row += n
+        kv, gate = (torch.randn(total, self.c, device="cuda").to(self.dtype) for _ in range(2))
+        angles = 10 * torch.randn(total, 32, device="cuda")
+        cu = torch.tensor([0, *new], device="cuda").cumsum(0).int()
+        starts = torch.tensor(self.done, dtype=torch.int32, device="cuda")
+        self.done = [a + b for a, b in zip(self.done, new)]
+        return kv, 3 * gate, angles.cos(), angles.sin(), slots, cu, starts
+
+    def call(self, op, cache, state, kv, gate, cos, sin, slots, cu, starts):
+        op(
+            *(kv, gate, self.ape, self.weight, cos, sin, cache, slots, cu, starts, state, self.lanes),
+            overlap=self.overlap,
+        )
+
+    def check(self, new, record_error=None):
+        arguments = self.tokens(new)
+        cache, state = self.cache.clone(), self.state.clone()
+        if self.layout == "v4":
+            cache = make_cache("v4", self.d)
+            cache.copy_(self.cache)
+        poison_free_memory(mebibytes=64)
+        self.call(dsa.write_compressed_kv, self.cache, self.state, *arguments)
+        self.call(reference.write_compressed_kv, cache, state, *arguments)
+        assert torch.equal(self.state.view(torch.int32), state.view(torch.int32))
+        every = torch.arange(PAGES * PAGE, device="cuda")
+        written = arguments[4][arguments[4] >= 0]
+        others = every[~torch.isin(every, written)]
+        got, expected = self.read(self.cache, written), self.read(cache, written)
+        kept, before = self.raw(self.cache, others), self.raw(cache, others)
+        assert torch.equal(kept, before)
+        if len(written):
+            # A number may round to its neighbour: of e4m3 a sixteenth away.
+            rel = 1 / 8 if self.layout in ("v4", "index") else 2.01 / 128
+            error = assert_close("entries", got, expected, abs_tol=2e-2, rel_tol=rel, cos_tol=2e-5)
+            if record_error:
+                record_error(error)
+
+    def read(self, cache, slots):
+        if self.layout == "index":
+            k, scale = dsa.read_indexer_cache(cache, slots)
+            return k.float() * scale[:, None]
+        return dsa.read_kv_cache(cache, slots, dtype=torch.float32)
+
+    def raw(self, cache, slots):
+        """What the bytes of these slots are."""
+        if self.layout == "index":
+            k, scale = dsa.read_indexer_cache(cache, slots)
+            return torch.cat((k.view(torch.uint8), scale[:, None].view(torch.uint8)), 1)
+        if self.layout == "v4":
+            page, offset = slots // PAGE, slots % PAGE
+            rows = cache.as_strided((PAGES, PAGE, 576), (cache.stride(0), 576, 1))[page, offset]
+            scales = cache.as_strided((PAGES, PAGE, 8), (cache.stride(0), 8, 1), 576 * PAGE)
+            return torch.cat((rows, scales[page, offset]), 1)
+        return cache.view(-1, self.d)[slots].view(torch.int16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_chunks_and_single_tokens(kind, dtype, record_error):
+    case = Case(kind, dtype, 3)
+    for new in ([300, 5, 131], [1, 1, 1], [3, 0, 260], [0, 123, 1], *[[1, 1, 1]] * 6, [130, 128, 2]):
+        case.check(new, record_error)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_one_long_sequence(kind, record_error):
+    case = Case(kind, torch.bfloat16, 1)
+    case.check([5001], record_error)
+    case.check([2047], record_error)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_many_sequences(kind, record_error):
+    """More sequences than a warp has lanes; some of them without new tokens."""
+    case = Case(kind, torch.float32, 9)
+    case.lanes = torch.randperm(70, device="cuda").int()
+    case.state = torch.full((70, *case.state.shape[1:]), torch.nan, device="cuda")
+    case.done = [0] * 70
+    sizes = torch.randint(0, 12, (70,)).tolist()
+    for new in (sizes, [1] * 70, [2] * 70):
+        case.check(new, record_error)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_extremes(kind):
+    """One slot takes all the weight, by so much that the powers of the others are 0; and equal ones."""
+    case = Case(kind, torch.float32, 1)
+    kv, gate, *rest = case.tokens([2 * case.m])
+    gate[:] = 0
+    case.ape[:] = 0
+    gate[case.m + 1] = 1e4
+    case.call(dsa.write_compressed_kv, case.cache, case.state, kv, gate, *rest)
+    last = rest[2][-1:]
+    v = kv[case.m + 1, -case.d :]
+    expected = v * torch.rsqrt(v.square().mean() + 1e-6) * case.weight
+    got = case.read(case.cache, last)[0]
+    if case.layout != "index":
+        assert_close("entry", got[: case.d - 64], expected[: case.d - 64], abs_tol=2e-2, rel_tol=1 / 8, cos_tol=2e-3)
+    assert got.isfinite().all()
+
+
+def test_runs_are_bit_identical():
+    for kind in KINDS:
+        case = Case(kind, torch.bfloat16, 4)
+        case.check([200, 7, 130, 64])
+        arguments = case.tokens([70, 1, 2, 300])
+        first = None
+        for _ in range(10):
+            cache, state = make_cache(case.layout, case.d), case.state.clone()
+            case.call(dsa.write_compressed_kv, cache, state, *arguments)
+            found = (case.raw(cache, arguments[4].clamp(min=0)), state.view(torch.int32))
+            first = first or found
+            assert all(torch.equal(a, b) for a, b in zip(found, first))
+
+
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[5]], ids=str)
+def test_graph_replay_with_new_positions(kind):
+    """Single tokens: the same launch ends blocks or does not, as the lengths say."""
+    case = Case(kind, torch.bfloat16, 5)
+    case.check([5, 1, 2, 3, 4])
+    held = [x.clone() for x in case.tokens([1] * 5)]
+    case.done = [n - 1 for n in case.done]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        spare = case.cache.clone() if case.layout != "v4" else make_cache("v4", case.d)
+        case.call(dsa.write_compressed_kv, spare, case.state.clone(), *held)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            case.call(dsa.write_compressed_kv, case.cache, case.state, *held)
+    torch.cuda.synchronize()
+    for _ in range(9):
+        arguments = case.tokens([1] * 5)
+        cache, state = make_cache(case.layout, case.d), case.state.clone()
+        case.call(dsa.write_compressed_kv, cache, state, *arguments)
+        for target, value in zip(held, arguments):
+            target.copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        written = arguments[4][arguments[4] >= 0]
+        assert torch.equal(case.raw(case.cache, written), case.raw(cache, written))
+        assert torch.equal(case.state.view(torch.int32), state.view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_lies_outside_is_not_touched(kind):
+    """Slots beyond the cache, lanes beyond the state, lengths that go backwards."""
+    case = Case(kind, torch.float32, 3)
+    kv, gate, cos, sin, slots, cu, starts = case.tokens([140, 9, 130])
+    before, state = case.raw(case.cache, torch.arange(PAGES * PAGE, device="cuda")), case.state.clone()
+    slots[slots >= 0] = PAGES * PAGE + 5
+    case.call(dsa.write_compressed_kv, case.cache, case.state, kv, gate, cos, sin, slots, cu, starts)
+    assert torch.equal(case.raw(case.cache, torch.arange(PAGES * PAGE, device="cuda")), before)
+    case.state.copy_(state)
+    case.lanes = torch.tensor([-1, LANES, 2**31 - 1], dtype=torch.int32, device="cuda")
+    case.call(dsa.write_compressed_kv, case.cache, case.state, kv, gate, cos, sin, slots, cu, starts)
+    assert torch.equal(case.state.view(torch.int32), state.view(torch.int32))
+    case.lanes = torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda")
+    for wrong in ([0, 200, 100, 279], [-5, 10**9, -3, 7], [279, 0, 0, 0]):
+        cu = torch.tensor(wrong, dtype=torch.int32, device="cuda")
+        case.call(dsa.write_compressed_kv, case.cache, case.state, kv, gate, cos, sin, slots, cu, starts - 7)
+    torch.cuda.synchronize()
+    assert torch.equal(case.raw(case.cache, torch.arange(PAGES * PAGE, device="cuda")), before)

@@ -1,0 +1,203 @@
+"""The hyper-connections' kernels beside the references, and the layer's projection through bf16 parts."""
+
+import pytest
+import torch
+
+import dsa
+from dsa.reference.elementwise import hyper_connections as reference
+from dsa.testing import assert_close, poison_free_memory
+from dsa_layers.layers.hyper_connections import HyperConnection
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# A result rounds once, of sums in another order: to its neighbour now and then.
+REL = {torch.bfloat16: 2.01 / 256, torch.float16: 2.01 / 2048, torch.float32: 2e-5}
+COS = {torch.bfloat16: 1e-5, torch.float16: 1e-6, torch.float32: 1e-9}
+
+
+def collapse_inputs(tokens, d, dtype, logits=1.0):
+    streams = torch.randn(tokens, 4, d, device="cuda").to(dtype)
+    mix, base = torch.randn(tokens, 24, device="cuda") * logits, torch.randn(24, device="cuda")
+    return streams, mix, base, torch.rand(3, device="cuda") + 0.5
+
+
+def expand_inputs(tokens, d, dtype):
+    y, streams = torch.randn(tokens, d, device="cuda").to(dtype), torch.randn(tokens, 4, d, device="cuda").to(dtype)
+    return y, streams, torch.rand(tokens, 4, device="cuda") * 2, torch.rand(tokens, 4, 4, device="cuda")
+
+
+def check_collapse(got, inputs, **options):
+    """Largest error of x."""
+    expected = reference.hyper_collapse(*inputs, **options)
+    for name, ours, theirs in zip(("post", "comb"), got[1:], expected[1:]):
+        assert_close(name, ours, theirs, abs_tol=2e-6, rel_tol=3e-5)
+    dtype = inputs[0].dtype
+    return assert_close("x", got[0], expected[0], abs_tol=2e-5, rel_tol=REL[dtype], cos_tol=COS[dtype])
+
+
+def check_expand(got, inputs):
+    dtype = inputs[1].dtype
+    expected = reference.hyper_expand(*inputs)
+    return assert_close("streams", got, expected, abs_tol=2e-5, rel_tol=REL[dtype], cos_tol=COS[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [8, 256, 2056, 4096, 7168, 8192])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 128, 1025, 4096])
+def test_against_the_reference(tokens, d, dtype, record_error):
+    inputs = collapse_inputs(tokens, d, dtype)
+    poison_free_memory(mebibytes=64)
+    got = dsa.hyper_collapse(*inputs)
+    record_error(check_collapse(got, inputs))
+    inputs = expand_inputs(tokens, d, dtype)
+    poison_free_memory(mebibytes=64)
+    record_error(check_expand(dsa.hyper_expand(*inputs), inputs))
+
+
+def test_the_widest():
+    inputs = collapse_inputs(9, 16384, torch.bfloat16)
+    check_collapse(dsa.hyper_collapse(*inputs), inputs)
+
+
+@pytest.mark.parametrize(
+    "options", [{"iterations": 1}, {"iterations": 3}, {"eps": 0.5, "hc_eps": 0.1}, {"hc_eps": 0.0}]
+)
+def test_options(options):
+    inputs = collapse_inputs(50, 512, torch.float32)
+    check_collapse(dsa.hyper_collapse(*inputs, **options), inputs, **options)
+
+
+@pytest.mark.parametrize("logits", [0.0, 30.0, 1e4, 1e30])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_logits(logits, dtype):
+    inputs = collapse_inputs(600, 512, dtype, logits)
+    x, post, comb = dsa.hyper_collapse(*inputs)
+    assert x.isfinite().all() and post.isfinite().all() and comb.isfinite().all()
+    exact = reference.hyper_collapse(inputs[0].float(), *inputs[1:])
+    assert_close("x", x, exact[0], abs_tol=1e-4, rel_tol=max(REL[dtype], 1e-4), cos_tol=1e-5)
+    # Logits of 1e4 are known to 1e-3, and so are the powers of two that are nearly equal.
+    assert_close("post", post, exact[1], abs_tol=1e-4, rel_tol=1e-4)
+    assert_close("comb", comb, exact[2], abs_tol=5e-3, rel_tol=1e-3, cos_tol=1e-5)
+
+
+def test_zeros():
+    streams, mix, base, scale = collapse_inputs(5, 256, torch.bfloat16)
+    x, post, comb = dsa.hyper_collapse(streams * 0, mix, base, scale)
+    assert not x.any()
+    check_collapse((x, post, comb), (streams * 0, mix, base, scale))
+    _, streams, post, comb = expand_inputs(5, 256, torch.bfloat16)
+    assert not dsa.hyper_expand(streams[:, 0] * 0, streams * 0, post, comb).any()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("of", ["streams", "mix"])
+@pytest.mark.parametrize("tokens", [10, 4099])
+def test_what_is_not_finite_stays_in_its_token(tokens, of, value):
+    clean = collapse_inputs(tokens, 256, torch.bfloat16)
+    wrong = [x.clone() for x in clean]
+    wrong[0 if of == "streams" else 1][6].view(-1)[3] = value
+    others = torch.arange(tokens, device="cuda") != 6
+    for got, expected in zip(dsa.hyper_collapse(*wrong), dsa.hyper_collapse(*clean)):
+        assert torch.equal(got[others], expected[others])
+    expected = reference.hyper_collapse(*wrong)
+    for got, theirs in zip(dsa.hyper_collapse(*wrong), expected):
+        assert torch.equal(got[6].isnan(), theirs[6].isnan())
+    clean = expand_inputs(tokens, 256, torch.bfloat16)
+    wrong = [x.clone() for x in clean]
+    wrong[1 if of == "streams" else 3][6].view(-1)[3] = value
+    got, expected = dsa.hyper_expand(*wrong), dsa.hyper_expand(*clean)
+    assert torch.equal(got[others], expected[others]) and not got[6].isfinite().all()
+
+
+def test_rows_of_wider_tensors():
+    """What lies between the rows is NaN, and stays."""
+    for d in (8, 264, 4096):
+        wide = torch.full((30, 6, d + 64), torch.nan, device="cuda").bfloat16()
+        streams, y = wide[:, 1:5, 8 : d + 8], wide[:, 5, 8 : d + 8]
+        streams.normal_()
+        y.normal_()
+        inputs = (streams, *collapse_inputs(30, d, torch.bfloat16)[1:])
+        check_collapse(dsa.hyper_collapse(*inputs), inputs)
+        inputs = (y, streams, *expand_inputs(30, d, torch.bfloat16)[2:])
+        check_expand(dsa.hyper_expand(*inputs), inputs)
+        assert wide.isnan().sum() == 30 * (6 * (d + 64) - 5 * d)
+
+
+def test_runs_are_bit_identical_whatever_the_other_tokens():
+    for d in (256, 7168):
+        collapsed, expanded = collapse_inputs(4100, d, torch.bfloat16), expand_inputs(4100, d, torch.bfloat16)
+        whole = (*dsa.hyper_collapse(*collapsed), dsa.hyper_expand(*expanded))
+        for start, count in ((0, 4100), (0, 1), (4001, 7), (77, 2049)):
+            part = slice(start, start + count)
+            streams, mix, base, scale = collapsed
+            got = (
+                *dsa.hyper_collapse(streams[part], mix[part], base, scale),
+                dsa.hyper_expand(*(x[part] for x in expanded)),
+            )
+            assert all(torch.equal(a, b[part]) for a, b in zip(got, whole))
+
+
+def test_graph_replay_with_new_numbers():
+    collapsed, expanded = collapse_inputs(33, 4096, torch.bfloat16), expand_inputs(33, 4096, torch.bfloat16)
+
+    def run():
+        return *dsa.hyper_collapse(*collapsed), dsa.hyper_expand(*expanded)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = run()
+    for _ in range(3):
+        for old, new in zip(
+            (*collapsed, *expanded),
+            (*collapse_inputs(33, 4096, torch.bfloat16), *expand_inputs(33, 4096, torch.bfloat16)),
+        ):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(held, run()))
+
+
+def test_gradients_run_the_formula():
+    streams, *others = collapse_inputs(3, 64, torch.float32)
+
+    def gradient(ops):
+        leaf = streams.clone().requires_grad_()
+        x, post, comb = ops.hyper_collapse(leaf, *others)
+        return torch.autograd.grad(ops.hyper_expand(x, leaf, post, comb).square().sum(), leaf)[0]
+
+    torch.testing.assert_close(gradient(dsa), gradient(reference))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1000])
+def test_the_layers_projection(tokens, record_error):
+    layer = HyperConnection(4096, 4).cuda()
+    torch.nn.init.normal_(layer.fn, std=0.02)
+    streams = torch.randn(tokens, 4, 4096, device="cuda").bfloat16()
+    exact = streams.flatten(1).double() @ layer.fn.double().T
+    with torch.inference_mode():
+        # Sums of 16384 products in fp32, some of them in the tensor cores, which cut where others round.
+        record_error(assert_close("mix", layer.project(streams), exact, abs_tol=5e-4, rel_tol=1e-4))
+
+
+def test_a_captured_projection_follows_the_weights():
+    """One that was captured with parts at hand reads those that are made when weights are loaded; one that was not
+    makes them itself."""
+    layer, other = (HyperConnection(512, 4).cuda() for _ in range(2))
+    streams = torch.randn(9, 4, 512, device="cuda").bfloat16()
+    torch.nn.init.normal_(other.fn)
+    for warm in (False, True):
+        torch.nn.init.normal_(layer.fn)
+        with torch.inference_mode():
+            if warm:
+                layer.project(streams)
+            else:
+                HyperConnection(512, 4).cuda().project(streams)  # cuBLAS sets up
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                mix = layer.project(streams)
+        for source in (layer, other):
+            layer.load_state_dict(source.state_dict())
+            graph.replay()
+            torch.cuda.synchronize()
+            expected = streams.flatten(1).double() @ layer.fn.double().T
+            assert_close("mix", mix, expected, abs_tol=2e-3, rel_tol=1e-4)

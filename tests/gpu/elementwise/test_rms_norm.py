@@ -1,0 +1,195 @@
+"""The RMS norm kernel on the GPU against float64."""
+
+import math
+
+import pytest
+import torch
+
+import dsa
+from dsa.reference.elementwise import rms_norm as reference
+from dsa.testing import assert_close, poison_free_memory
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Half a unit in the last place of the result, or what fp32 loses on the way.
+ROUNDING = {torch.bfloat16: 1.01 / 256, torch.float16: 1.01 / 2048, torch.float32: 2e-6}
+NAN = torch.nan
+
+
+def inputs(shape, dtype=torch.bfloat16, weighted=True):
+    """Rows of every size."""
+    size = torch.logspace(-3, 3, math.prod(shape[:-1]), device="cuda").view(*shape[:-1], 1)
+    x = torch.randn(shape, device="cuda") * size
+    return x.to(dtype), torch.randn(shape[-1], device="cuda") if weighted else None
+
+
+def normed(x, weight, eps):
+    y = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+    return y if weight is None else y * weight.double()
+
+
+def compare(got, x, weight, eps=1e-6):
+    # fp16 has numbers below 6e-5 in steps of 6e-8.
+    return assert_close("y", got, normed(x, weight, eps), abs_tol=6e-8, rel_tol=ROUNDING[x.dtype], cos_tol=5e-6)
+
+
+def check(x, weight, eps=1e-6, record_error=None):
+    poison_free_memory(mebibytes=64)
+    got = dsa.rms_norm(x, weight, eps)
+    assert got.dtype == x.dtype and got.is_contiguous() and got.device == x.device
+    error = compare(got, x, weight, eps)
+    if record_error:
+        record_error(error)
+
+
+# The ends of what each configuration holds, for 2 and for 4 bytes, and what models have.
+LENGTHS = [8, 64, 72, 128, 136, 256, 264, 512, 520, 1024, 1032, 1536, 2048, 2056, 4096, 4104, 6144, 7168, 8192, 8200]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dim", [*LENGTHS, 16384])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lengths(dtype, dim, weighted, record_error):
+    check(*inputs((37, dim), dtype, weighted), record_error=record_error)
+
+
+@pytest.mark.parametrize("dim", [16392, 32760, 32768])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_longest_rows(dtype, dim, record_error):
+    check(*inputs((5, dim), dtype), record_error=record_error)
+
+
+@pytest.mark.parametrize(
+    "shape", [(512,), (1, 7168), (7, 1536), (4096, 1536), (4096, 64, 512), (7, 128, 64), (3, 2, 5, 64)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shapes(dtype, shape, record_error):
+    check(*inputs(shape, dtype), 1e-3, record_error)
+
+
+def test_many_rows(record_error):
+    check(*inputs((16384, 7168)), record_error=record_error)
+
+
+@pytest.mark.parametrize("shape", [(0, 512), (3, 0, 64), (0, 2, 3, 64)])
+def test_nothing_to_norm(shape):
+    assert dsa.rms_norm(torch.zeros(shape, device="cuda"), torch.zeros(shape[-1], device="cuda")).shape == shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strided_rows(dtype, record_error):
+    base, weight = inputs((60, 8, 576), dtype)
+    for x in [
+        *(base[..., :512], base[..., 64:576], base[::3, ::2, :64], base[:, :3, :512], base[:, 0], base[:, :1]),
+        *(base.transpose(0, 1)[..., 8:136], base[:1, :1].expand(60, 8, 576), base[:, 0].expand(2, 60, 576)),
+    ]:
+        check(x, weight[: x.shape[-1]], record_error=record_error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [128, 512, 1536, 7168])
+def test_nan_stays_in_its_row(dim, dtype):
+    x, weight = inputs((40, dim), dtype)
+    whole = dsa.rms_norm(x, weight)
+    x[3, 5], x[17, -1] = NAN, NAN
+    got = dsa.rms_norm(x, weight)
+    others = [i for i in range(40) if i not in (3, 17)]
+    assert got[[3, 17]].isnan().all() and torch.equal(got[others], whole[others])
+
+
+def test_infinities_and_zeros_are_as_in_the_reference():
+    x, weight = inputs((6, 512), torch.float32)
+    x[1, 4], x[2, 9], x[3], x[4, 0] = torch.inf, -torch.inf, 0.0, 1e30
+    for eps in (1e-6, 0.0):
+        expected = reference.rms_norm(x.cpu(), weight.cpu(), eps)
+        torch.testing.assert_close(dsa.rms_norm(x, weight, eps).cpu(), expected, rtol=2e-6, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("dim", [64, 512, 1536, 7168, 16384])
+def test_a_row_does_not_depend_on_the_others(dim):
+    x, weight = inputs((300, dim))
+    whole = dsa.rms_norm(x, weight)
+    assert all(torch.equal(dsa.rms_norm(x[i], weight), whole[i]) for i in (0, 1, 2, 150, 299))
+    assert torch.equal(dsa.rms_norm(x[100:117], weight), whole[100:117])
+
+
+def test_offsets_beyond_32_bits():
+    rows = 2**31 // 7168 + 50
+    x = torch.zeros(rows, 7168, dtype=torch.bfloat16, device="cuda")
+    some, weight = inputs((100, 7168))
+    x[-100:] = some
+    got = dsa.rms_norm(x, weight)
+    assert torch.equal(got[-100:], dsa.rms_norm(some, weight)) and not got[:-100].any()
+
+
+def test_twenty_runs_are_identical():
+    for shape in ((1000, 7168), (1000, 64, 512)):
+        x, weight = inputs(shape)
+        first = dsa.rms_norm(x, weight)
+        for _ in range(20):
+            assert torch.equal(first, dsa.rms_norm(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients(dtype):
+    x, weight = inputs((30, 512), dtype)
+    x.requires_grad_()
+    weight.requires_grad_()
+    grad = torch.randn(x.shape, device="cuda").to(dtype)
+    got = torch.autograd.grad(dsa.rms_norm(x, weight), (x, weight), grad)
+    a, b = (t.detach().double().requires_grad_() for t in (x, weight))
+    expected = torch.autograd.grad(normed(a, b, 1e-6), (a, b), grad.double())
+    for name, g, e in zip(("x", "weight"), got, expected, strict=True):
+        assert_close(name, g, e, abs_tol=1e-3, rel_tol=0.02, cos_tol=1e-4)
+    with torch.no_grad():
+        assert not dsa.rms_norm(x, weight).requires_grad
+
+
+def test_graph_replay_with_new_data():
+    x, weight = inputs((30, 7168))
+    dsa.rms_norm(x, weight)  # compile outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = dsa.rms_norm(x, weight)
+    for _ in range(3):
+        x.copy_(torch.randn(x.shape, device="cuda"))
+        weight.copy_(torch.randn(7168, device="cuda"))
+        graph.replay()
+        compare(got, x, weight)
+
+
+def test_side_stream():
+    x, weight = inputs((4096, 7168))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read x before the line below
+        x.add_(1)
+        got = dsa.rms_norm(x, weight)
+    stream.synchronize()
+    compare(got, x, weight)
+
+
+@pytest.mark.several_gpus
+def test_a_tensor_on_another_gpu_than_the_current_one():
+    x, weight = (t.to("cuda:1") for t in inputs((40, 1536)))
+    with torch.cuda.device(0):
+        got = dsa.rms_norm(x, weight)
+        assert torch.cuda.current_device() == 0 and got.device == x.device
+    compare(got, x, weight)
+
+
+def test_torch_compile():
+    x, weight = inputs((40, 1536))
+    compiled = torch.compile(lambda a, b: dsa.rms_norm(a, b), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight), dsa.rms_norm(x, weight))
+    assert torch.equal(compiled(x, None), dsa.rms_norm(x, None))
+
+
+def test_errors_name_the_argument():
+    x, weight = inputs((4, 512))
+    with pytest.raises(ValueError, match="x: the Hopper kernel takes a last dimension of a multiple of 8 up to 32768"):
+        dsa.rms_norm(x[:, :12], weight[:12])
+    with pytest.raises(ValueError, match="x: channels must be contiguous and rows start at multiples of 16 bytes"):
+        dsa.rms_norm(x[:, 1:9], weight[:8])
+    with pytest.raises(ValueError, match="weight: must be on x's device cuda:0, got cpu"):
+        dsa.rms_norm(x, weight.cpu())

@@ -1,0 +1,148 @@
+"""The FP8 cast kernel against the reference on the GPU, and with powers of two on the CPU: bit for bit."""
+
+import pytest
+import torch
+
+import dsa
+from dsa.reference.gemm import fp8_cast as reference
+from dsa.testing import poison_free_memory
+
+
+def check(x, use_ue8m0, hadamard, record_error=None):
+    poison_free_memory(mebibytes=64)
+    q, scale = dsa.per_token_cast_to_fp8(x, use_ue8m0, hadamard=hadamard)
+    # Without powers of two on the GPU: there PyTorch divides by 448 as the kernel does, and as it does for DeepGEMM.
+    same = x.cpu() if use_ue8m0 else x
+    expected_q, expected_scale = (t.cpu() for t in reference.per_token_cast_to_fp8(same, use_ue8m0, hadamard=hadamard))
+    got, expected = q.cpu().float(), expected_q.float()
+    if record_error and expected.numel():
+        record_error((got - expected).abs().nan_to_num().max())
+    torch.testing.assert_close(scale.cpu(), expected_scale, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    zeros = expected == 0
+    assert torch.equal(torch.signbit(got)[zeros], torch.signbit(expected)[zeros])
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 128), (3, 7168), (257, 640), (4096, 1536), (5, 64, 128)])
+def test_bits(shape, dtype, use_ue8m0, hadamard, record_error):
+    x = torch.randn(shape, device="cuda") * torch.logspace(-6, 4, shape[-2], device="cuda")[:, None]
+    check(x.to(dtype), use_ue8m0, hadamard, record_error)
+
+
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+def test_scales_at_every_power_of_two_and_beside_it(use_ue8m0, record_error):
+    amax = 448.0 * torch.exp2(torch.arange(-24, 119, dtype=torch.float64)).float()
+    amax = torch.stack([amax.nextafter(torch.zeros(1)), amax, amax.nextafter(torch.full((1,), torch.inf))])
+    x = torch.rand(*amax.shape, 128) * 2 - 1
+    x[..., 17] = 1.0
+    check((x * amax[..., None]).cuda(), use_ue8m0, False, record_error)
+
+
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_special_values(use_ue8m0, hadamard):
+    x = torch.randn(8, 256, device="cuda").bfloat16()
+    x[1] = 0.0
+    x[2] = -0.0
+    x[3, 5] = torch.nan
+    x[4, 200] = torch.inf
+    x[5, 7] = -torch.inf
+    x[6] = torch.finfo(torch.bfloat16).tiny / 4
+    x[7] = torch.finfo(torch.bfloat16).max
+    check(x, use_ue8m0, hadamard)
+
+
+def test_strided_rows_and_views():
+    base = torch.randn(64, 3 * 512 + 8, device="cuda").bfloat16()
+    check(base[:, 512:1024], True, False)
+    check(base[::3, :512], False, False)
+    check(torch.randn(6, 4, 384, device="cuda").bfloat16()[:, :, 128:256], True, True)
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (4, 0), (0, 5, 256)])
+def test_empty(shape):
+    q, scale = dsa.per_token_cast_to_fp8(torch.empty(shape, device="cuda", dtype=torch.bfloat16))
+    assert q.shape == shape and scale.shape == (*shape[:-1], shape[-1] // 128)
+
+
+def test_offsets_beyond_32_bits():
+    x = torch.zeros(340_000, 7168, device="cuda", dtype=torch.bfloat16)  # 2.4e9 elements
+    x[-3:] = torch.randn(3, 7168, device="cuda").bfloat16()
+    q, scale = dsa.per_token_cast_to_fp8(x)
+    expected_q, expected_scale = reference.per_token_cast_to_fp8(x[-3:].cpu())
+    assert torch.equal(q[-3:].cpu().float(), expected_q.float()) and torch.equal(scale[-3:].cpu(), expected_scale)
+    assert not q[1000].float().any()
+
+
+def test_twenty_runs_are_identical():
+    x = torch.randn(1000, 1536, device="cuda").bfloat16()
+    first = [t.view(torch.uint8) for t in dsa.per_token_cast_to_fp8(x, False, hadamard=True)]
+    for _ in range(20):
+        again = [t.view(torch.uint8) for t in dsa.per_token_cast_to_fp8(x, False, hadamard=True)]
+        assert all(map(torch.equal, first, again))
+
+
+def test_graph_replay_with_new_data():
+    x = torch.randn(300, 512, device="cuda").bfloat16()
+    dsa.per_token_cast_to_fp8(x)  # compile outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q, scale = dsa.per_token_cast_to_fp8(x)
+    for _ in range(3):
+        x.copy_(torch.randn(300, 512, device="cuda"))
+        graph.replay()
+        expected_q, expected_scale = reference.per_token_cast_to_fp8(x.cpu())
+        assert torch.equal(q.cpu().float(), expected_q.float()) and torch.equal(scale.cpu(), expected_scale)
+
+
+def test_side_stream():
+    x = torch.randn(4096, 7168, device="cuda").bfloat16()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read x before the doubling below
+        x.mul_(2)
+        q, _ = dsa.per_token_cast_to_fp8(x)
+    stream.synchronize()
+    assert torch.equal(q.cpu().float(), reference.per_token_cast_to_fp8(x.cpu())[0].float())
+
+
+@pytest.mark.several_gpus
+def test_a_tensor_on_another_gpu_than_the_current_one():
+    x = torch.randn(4096, 7168, device="cuda:1").bfloat16()
+    with torch.cuda.device(0):
+        q, scale = dsa.per_token_cast_to_fp8(x)
+        assert torch.cuda.current_device() == 0 and q.device == scale.device == x.device
+    assert torch.equal(q.cpu().float(), reference.per_token_cast_to_fp8(x.cpu())[0].float())
+
+
+def test_torch_compile():
+    x = torch.randn(16, 256, device="cuda").bfloat16()
+    compiled = torch.compile(lambda t: dsa.per_token_cast_to_fp8(t, hadamard=True), fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(x), dsa.per_token_cast_to_fp8(x, hadamard=True)):
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_second_process_loads_the_kernel_from_disk(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    script = "import torch, dsa; print(dsa.per_token_cast_to_fp8(torch.ones(1, 128, device='cuda'))[1].item())"
+    environment = {**os.environ, "DSA_CACHE_DIR": str(tmp_path)}
+    for _ in range(2):
+        out = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert out.returncode == 0, out.stderr
+        assert float(out.stdout) == 2.0**-8
+        (kernel,) = tmp_path.glob("*.o")
+    first = kernel.stat().st_mtime_ns
+    assert max(p.stat().st_mtime_ns for p in tmp_path.glob("*.o")) == first
+
+
+def test_errors_name_the_argument():
+    with pytest.raises(ValueError, match="x: rows must start at multiples of 16 bytes"):
+        dsa.per_token_cast_to_fp8(torch.zeros(4, 132, device="cuda", dtype=torch.bfloat16)[:, :128])
+    with pytest.raises(ValueError, match="x: all dimensions before the last"):
+        dsa.per_token_cast_to_fp8(torch.zeros(4, 6, 128, device="cuda", dtype=torch.bfloat16)[:, :3])

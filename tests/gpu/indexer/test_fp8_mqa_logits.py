@@ -1,0 +1,191 @@
+"""The index-score kernel against the reference, both on the GPU: calc_diff below 5e-6 with the -inf mask equal."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import dsa
+from dsa.reference.indexer import fp8_mqa_logits as reference
+from dsa.testing import calc_diff, poison_free_memory
+
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 3e-5}
+
+
+def inputs(queries, keys, heads=64, dim=128):
+    q = torch.randn(queries, heads, dim, device="cuda").to(torch.float8_e4m3fn)
+    k = torch.randn(keys, dim, device="cuda").to(torch.float8_e4m3fn)
+    return q, (k, torch.rand(keys, device="cuda") + 0.1), torch.randn(queries, heads, device="cuda")
+
+
+def int32(values):
+    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
+
+
+def check(q, kv, weights, starts, ends, record_error=None, **options):
+    poison_free_memory(mebibytes=64)
+    got = dsa.fp8_mqa_logits(q, kv, weights, starts, ends, **options)
+    expected = reference.fp8_mqa_logits(q, kv, weights, starts, ends, **(options | {"clean_logits": True}))
+    assert got.shape == expected.shape and got.stride() == expected.stride() and got.dtype == expected.dtype
+    if options.get("clean_logits", True):
+        assert torch.equal(got == -torch.inf, expected == -torch.inf)
+    else:
+        got = torch.where(expected == -torch.inf, -torch.inf, got)
+    diff = calc_diff(got, expected)
+    if record_error:
+        record_error(diff)
+    assert diff < TOLERANCE[got.dtype]
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_causal(heads, dim, clean, compressed, record_error):
+    queries, keys = 301, 1000
+    ends = torch.arange(queries, device="cuda", dtype=torch.int32) + keys - queries + 1
+    starts = (ends - 777).clamp_min(0)
+    options = {"clean_logits": clean, "max_seqlen_k": 777 if compressed else 0}
+    check(*inputs(queries, keys, heads, dim), starts, ends, record_error, **options)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_bfloat16_result(heads):
+    starts, ends = int32([0] * 50), int32(range(200, 250))
+    check(*inputs(50, 250, heads), starts, ends, logits_dtype=torch.bfloat16)
+    check(*inputs(50, 250, heads), starts, ends, logits_dtype=torch.bfloat16, max_seqlen_k=300)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 70000), (2, 63), (5, 64), (3, 65), (700, 129), (64, 5000)])
+def test_random_ranges(queries, keys, clean, record_error):
+    """Empty, unordered, disjoint inside one block of queries, and beyond both ends."""
+    for heads in (8, 64):
+        starts = torch.randint(-5, keys + 1, (queries,), device="cuda", dtype=torch.int32).clamp_min(0)
+        ends = torch.randint(0, keys + 100, (queries,), device="cuda", dtype=torch.int32)
+        check(*inputs(queries, keys, heads), starts, ends, record_error, clean_logits=clean)
+
+
+def test_ranges_far_apart_in_one_block():
+    """A block whose largest end is far below its smallest start, and one with a hole of many tiles."""
+    starts, ends = int32([9000, 9100, 9200, 9300, 0, 9990, 0, 9990]), int32([10, 20, 0, 64, 1, 10000, 5, 9991])
+    check(*inputs(8, 10000), starts, ends)
+    check(*inputs(8, 10000), starts, ends, max_seqlen_k=128)
+
+
+def test_varlen_sequences():
+    lens = [1, 63, 64, 65, 500, 3]
+    first = torch.cumsum(torch.tensor([0, *lens[:-1]]), 0)
+    starts = torch.repeat_interleave(first, torch.tensor(lens))
+    ends = torch.cat([f + 1 + torch.arange(n) for f, n in zip(first, lens)])
+    check(*inputs(sum(lens), sum(lens)), int32(starts), int32(ends))
+    check(*inputs(sum(lens), sum(lens)), int32(starts), int32(ends), max_seqlen_k=500)
+
+
+def test_compressed_wider_than_the_keys():
+    check(*inputs(6, 100), int32([0, 10, 20, 30, 99, 100]), int32([100] * 6), max_seqlen_k=1000)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("columns", [1, 63, 64, 100, 257])
+def test_keys_that_do_not_fit_are_left_out(columns, clean):
+    starts, ends = int32([0, 0, 5, 990, 300, 999]), int32([1000, 64, 900, 1000, 2000, 1000])
+    check(*inputs(6, 1000), starts, ends, max_seqlen_k=columns, clean_logits=clean)
+
+
+@pytest.mark.parametrize("columns", [0, 100])
+def test_ranges_of_any_numbers(columns):
+    garbage = [-(2**31), 2**31 - 1, -1, 0, 1, 64, 299, 300, 301, 2**30]
+    starts, ends = (int32([a for pair in product(garbage, garbage) for a in pair][i::2]) for i in range(2))
+    check(*inputs(100, 300, 8), starts, ends, max_seqlen_k=columns)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 100), (5, 0), (0, 0)])
+def test_empty(queries, keys):
+    starts = torch.zeros(queries, dtype=torch.int32, device="cuda")
+    for columns in (0, 64):
+        got = dsa.fp8_mqa_logits(*inputs(queries, keys), starts, starts + keys, max_seqlen_k=columns)
+        assert got.shape == (queries, columns or keys) and (got == -torch.inf).all()
+
+
+def test_strided_weights_and_keys():
+    q, (k, scale), _ = inputs(40, 300)
+    weights = torch.randn(40, 3 * 64 + 1, device="cuda")[:, 64:128]
+    wide = torch.zeros(300, 256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    wide[:, :128] = k
+    check(q, (wide[:, :128], scale), weights, int32([0] * 40), int32([300] * 40))
+
+
+def test_nan_in_a_key_reaches_only_its_column():
+    q, (k, scale), weights = inputs(20, 200)
+    k.view(torch.uint8)[77] = 0x7F
+    scale[150] = torch.nan
+    got = dsa.fp8_mqa_logits(q, (k, scale), weights, int32([0] * 20), int32([200] * 20))
+    assert torch.equal(got.isnan().any(0).nonzero()[:, 0].cpu(), torch.tensor([77, 150]))
+    assert got[:, [77, 150]].isnan().all()
+
+
+def test_a_row_of_negative_products_is_exactly_zero():
+    """ReLU's plateau: scores that tie at 0 in the reference tie at 0 here."""
+    q = torch.rand(4, 64, 128, device="cuda").add(0.1).to(torch.float8_e4m3fn)
+    k = (-torch.rand(100, 128, device="cuda") - 0.1).to(torch.float8_e4m3fn)
+    scale, weights = torch.rand(100, device="cuda"), torch.randn(4, 64, device="cuda")
+    assert not dsa.fp8_mqa_logits(q, (k, scale), weights, int32([0] * 4), int32([100] * 4)).any()
+
+
+def test_offsets_beyond_32_bits():
+    queries, keys = 40000, 60000  # 2.4e9 scores
+    q, kv, weights = inputs(queries, keys, 8, 32)
+    starts = torch.full((queries,), keys - 100, dtype=torch.int32, device="cuda")
+    got = dsa.fp8_mqa_logits(q, kv, weights, starts, starts + 100)
+    tail = [t[-50:] for t in (q, weights, starts)]
+    expected = reference.fp8_mqa_logits(tail[0], kv, tail[1], tail[2], tail[2] + 100)
+    assert calc_diff(got[-50:], expected) < 5e-6 and (got[20000, :-100] == -torch.inf).all()
+
+
+def test_twenty_runs_are_identical():
+    arguments = (*inputs(500, 3000), int32([0] * 500), int32(range(2500, 3000)))
+    first = dsa.fp8_mqa_logits(*arguments).clone()
+    assert all(torch.equal(first, dsa.fp8_mqa_logits(*arguments)) for _ in range(20))
+
+
+def test_a_row_does_not_depend_on_the_batch():
+    q, kv, weights = inputs(37, 900)
+    whole = dsa.fp8_mqa_logits(q, kv, weights, int32([5] * 37), int32([900] * 37))
+    alone = dsa.fp8_mqa_logits(q[17:18], kv, weights[17:18], int32([5]), int32([900]))
+    assert torch.equal(whole[17:18], alone)
+
+
+def test_graph_replay_with_new_ranges():
+    q, kv, weights = inputs(64, 2000)
+    starts, ends = int32([0] * 64), int32([2000] * 64)
+    dsa.fp8_mqa_logits(q, kv, weights, starts, ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = dsa.fp8_mqa_logits(q, kv, weights, starts, ends)
+    for _ in range(3):
+        starts.copy_(torch.randint(0, 2000, (64,)))
+        ends.copy_(torch.randint(0, 2000, (64,)))
+        graph.replay()
+        expected = reference.fp8_mqa_logits(q, kv, weights, starts, ends)
+        assert calc_diff(got, expected) < 5e-6
+
+
+def test_torch_compile():
+    arguments = (*inputs(9, 100), int32([0] * 9), int32([100] * 9))
+    compiled = torch.compile(lambda *a: dsa.fp8_mqa_logits(*a), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), dsa.fp8_mqa_logits(*arguments))
+
+
+def test_errors_name_the_argument():
+    q, (k, scale), weights = inputs(4, 20)
+    r = int32([0] * 4)
+    with pytest.raises(ValueError, match=r"q: the Hopper kernel takes \(8, 16, 32, 64\) heads, got 24"):
+        dsa.fp8_mqa_logits(q[:, :24].contiguous(), (k, scale), weights[:, :24], r, r)
+    with pytest.raises(ValueError, match="q: must be contiguous"):
+        dsa.fp8_mqa_logits(q[:, :32], (k, scale), weights[:, :32], r, r)
+    with pytest.raises(ValueError, match=r"kv\[1\]: must be on q's device cuda:0, got cpu"):
+        dsa.fp8_mqa_logits(q, (k, scale.cpu()), weights, r, r)
+    with pytest.raises(ValueError, match=r"kv\[0\]: rows must start at multiples of 16 bytes"):
+        wide = torch.zeros(20, 136, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+        dsa.fp8_mqa_logits(q, (wide[:, :128], scale), weights, r, r)

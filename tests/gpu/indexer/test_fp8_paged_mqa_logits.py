@@ -1,0 +1,305 @@
+"""The paged index-score kernel and its plan against the references, both on the GPU."""
+
+import pytest
+import torch
+
+import dsa
+from dsa.reference.cache.indexer_cache import write_indexer_cache
+from dsa.reference.indexer import fp8_paged_mqa_logits as reference
+from dsa.testing import calc_diff, poison_free_memory, poisoned
+
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 3e-5}
+GARBAGE = torch.tensor([-1, 10**8, -(2**31)], dtype=torch.int32)
+
+
+def int32(values):
+    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
+
+
+class Case:
+    """Sequences of random keys in random pages of a cache whose other bytes are NaN; garbage in the table's rest."""
+
+    def __init__(self, lengths, next_n=1, heads=64, dim=128, page_size=64, spare_pages=3):
+        used = [-(-n // page_size) for n in lengths]
+        width = max([*used, 1]) + 1
+        self.cache = poisoned((sum(used) + spare_pages, page_size, 1, dim + 4), torch.uint8, "cuda")
+        order = torch.randperm(len(self.cache)).tolist()
+        table = GARBAGE.repeat(len(lengths) * width)[: len(lengths) * width].view(len(lengths), width).clone()
+        slots = []
+        for b, n in enumerate(lengths):
+            own = torch.tensor([order.pop() for _ in range(used[b])], dtype=torch.int64)
+            table[b, : used[b]] = own
+            slots.append((own[:, None] * page_size + torch.arange(page_size)).view(-1)[:n])
+        slots = torch.cat(slots).cuda()
+        keys = torch.randn(len(slots), dim, device="cuda").to(torch.float8_e4m3fn)
+        write_indexer_cache(keys, torch.rand(len(slots), device="cuda") + 0.1, self.cache, slots)
+        self.table, self.lengths = table.cuda(), int32(lengths)
+        self.q = torch.randn(len(lengths), next_n, heads, dim, device="cuda").to(torch.float8_e4m3fn)
+        self.weights = torch.randn(len(lengths) * next_n, heads, device="cuda")
+
+    def arguments(self, columns, lengths=None):
+        lengths = self.lengths if lengths is None else lengths
+        plan = dsa.get_paged_mqa_logits_metadata(lengths, self.cache.shape[1], dsa.num_sms("cuda"))
+        return self.q, self.cache, self.weights, lengths, self.table, plan, columns
+
+    def check(self, record_error=None, columns=None, lengths=None, clean=True, dtype=torch.float32):
+        columns = columns or max(1, int(self.lengths.max()))
+        arguments = self.arguments(columns, lengths)
+        poison_free_memory(mebibytes=64)
+        got = dsa.fp8_paged_mqa_logits(*arguments, clean, dtype)
+        expected = reference.fp8_paged_mqa_logits(*arguments, True, dtype)
+        assert got.shape == expected.shape and got.stride() == expected.stride() and got.dtype == dtype
+        if clean:
+            assert torch.equal(got == -torch.inf, expected == -torch.inf)
+        else:
+            got = torch.where(expected == -torch.inf, -torch.inf, got)
+        diff = calc_diff(got, expected)
+        if record_error:
+            record_error(diff)
+        assert diff < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_every_shape(heads, dim, next_n, record_error):
+    lengths = [0, 1, 63, 64, 65, 257, 1000, 0, 0, 5, 4097, 2]
+    case = Case(lengths, next_n, heads, dim)
+    case.check(record_error)
+    case.check(record_error, columns=5000, clean=False)
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_small_pages(next_n, record_error):
+    for heads, dim in ((64, 128), (8, 32)):
+        Case([0, 31, 32, 33, 96, 1000, 3000], next_n, heads, dim, page_size=32).check(record_error, columns=3500)
+
+
+@pytest.mark.parametrize("page_size", [32, 64])
+@pytest.mark.parametrize("next_n", [1, 4])
+def test_bfloat16_result(next_n, page_size):
+    Case([100, 0, 777], next_n, page_size=page_size).check(dtype=torch.bfloat16, columns=1001)
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_a_length_for_every_query(next_n, record_error):
+    case = Case([5, 700, 64, 1, 300], next_n)
+    lengths = torch.stack([int32([0, 300, 64, 1, 7]), *[case.lengths] * (next_n - 1)], 1)
+    case.check(record_error, lengths=lengths, columns=800)
+    wide = torch.full((5, 9), 7, dtype=torch.int32, device="cuda")
+    wide[:, :next_n] = lengths
+    case.check(lengths=wide[:, :next_n])
+
+
+@pytest.mark.parametrize("batch", [1, 31, 33, 700, 4096])
+def test_many_sequences(batch, record_error):
+    lengths = torch.randint(0, 600, (batch,))
+    lengths[torch.rand(batch) < 0.5] = 0
+    Case(lengths.tolist(), 2, 32, 64).check(record_error, columns=640)
+
+
+def test_long_contexts(record_error):
+    Case([1 << 20]).check(record_error)
+    Case([1 << 20, 3, 1 << 18], 2, 8, 32).check(record_error)
+
+
+def test_all_lengths_zero():
+    for clean in (True, False):
+        Case([0] * 5, 2).check(clean=clean, columns=100)
+    case = Case([0] * 3)
+    case.lengths.fill_(-7)
+    case.check(columns=100)
+
+
+def test_columns_fewer_than_keys_and_a_table_too_short():
+    case = Case([1000, 500, 70], 2)
+    case.check(columns=333)
+    case.table = case.table[:, :3].clone()
+    case.check(columns=900)
+    case.table = case.table[:, :1]
+    case.check(columns=900)
+
+
+def test_pages_outside_the_cache_score_minus_infinity():
+    for page_size in (32, 64):
+        case = Case([1000, 500], 2, page_size=page_size)
+        for index, page in ((0, -1), (3, len(case.cache)), (6, 2**31 - 1), (7, -(2**31))):
+            case.table[0, index] = page
+        case.check()
+
+
+def test_a_schedule_that_makes_no_sense_does_no_harm():
+    case = Case([1000, 500, 0, 70], 2)
+    arguments = list(case.arguments(1000))
+    for low, high in ((-5, 8), (-(2**31), 2**31 - 1), (2**29, 2**30)):
+        arguments[5] = torch.randint(low, high, (200, 2), device="cuda", dtype=torch.int32)
+        got = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)
+        assert got.shape == (8, 1000) and (got[4:6] == -torch.inf).all()
+    case.check()
+
+
+def test_empty():
+    case = Case([64, 64])
+    plan = dsa.get_paged_mqa_logits_metadata(case.lengths, 64, 132)
+    none = dsa.fp8_paged_mqa_logits(case.q[:0], case.cache, case.weights[:0], case.lengths[:0], case.table[:0], plan, 9)
+    assert none.shape == (0, 9)
+    for cache, table in ((case.cache[:0], case.table), (case.cache, case.table[:, :0])):
+        got = dsa.fp8_paged_mqa_logits(case.q, cache, case.weights, case.lengths, table, plan, 70)
+        assert got.shape == (2, 70) and (got == -torch.inf).all()
+
+
+def test_cache_beyond_2_to_31_bytes():
+    """Pages far apart: the last ones begin 6 GB into the cache."""
+    small = Case([3000, 1000], 1)
+    pages = len(small.cache)
+    stride = 6 * 2**30 // pages // 16 * 16
+    wide = torch.full((pages * stride,), 0xFF, dtype=torch.uint8, device="cuda")
+    cache = wide.as_strided(small.cache.shape, (stride, *small.cache.stride()[1:]))
+    cache.copy_(small.cache)
+    small.cache = cache
+    small.check()
+
+
+def test_result_beyond_2_to_31_scores():
+    case = Case([900] * 600)
+    case.table = case.table[:, :15]
+    arguments = case.arguments(1 << 22)
+    got = dsa.fp8_paged_mqa_logits(*arguments)
+    expected = reference.fp8_paged_mqa_logits(*case.arguments(1000))
+    assert calc_diff(got[:, :900], expected[:, :900]) < 5e-6
+
+
+def test_strided_weights_and_one_page():
+    case = Case([60, 7, 64, 1], spare_pages=0)
+    for columns in (3 * 64, 3 * 64 + 1):
+        wide = torch.randn(4, columns, device="cuda")
+        case.weights = wide[:, 64:128]
+        case.check()
+    case = Case([50], spare_pages=0)
+    case.check()
+
+
+def test_nan_reaches_only_its_column():
+    case = Case([200])
+    page = case.table[0].tolist()
+    raw = case.cache.view(len(case.cache), -1)
+    raw[page[1], 13 * 128] = 0x7F  # key 77
+    raw[page[2], 64 * 128 + 4 * 22 : 64 * 128 + 4 * 23] = 0xFF  # the scale of key 150
+    got = dsa.fp8_paged_mqa_logits(*case.arguments(200))
+    assert got.isnan().nonzero()[:, 1].tolist() == [77, 150]
+
+
+def test_twenty_runs_are_identical_and_any_plan_gives_the_same():
+    case = Case([5000, 1, 0, 777, 64], 2)
+    arguments = case.arguments(5000)
+    first = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)
+    assert all(torch.equal(first, dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)) for _ in range(20))
+    for sms in (1, 7, 500):
+        plan = dsa.get_paged_mqa_logits_metadata(case.lengths, 64, sms)
+        other = dsa.fp8_paged_mqa_logits(*arguments[:5], plan, 5000, clean_logits=True)
+        assert torch.equal(first, other)
+    assert torch.equal(first, dsa.fp8_paged_mqa_logits(*arguments[:5], None, 5000, clean_logits=True))
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "next_n"), [(128, 20000, 64, 1), (64, 20000, 64, 2), (1024, 1500, 32, 1)]
+)
+def test_long_runs_at_full_bandwidth(batch, length, heads, next_n):
+    """Hundreds of tiles a warpgroup with loads that overtake each other: what wraps the rings, and once broke them."""
+    case = Case(torch.randint(length // 2, length, (batch,)).tolist(), next_n, heads)
+    arguments = case.arguments(length)
+    first = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)
+    for _ in range(300):
+        got = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)
+    assert torch.equal(first, got)
+    assert calc_diff(first, reference.fp8_paged_mqa_logits(*arguments)) < 5e-6
+
+
+def test_a_sequence_does_not_depend_on_the_batch():
+    case = Case([300, 1000, 5])
+    whole = dsa.fp8_paged_mqa_logits(*case.arguments(1000), clean_logits=True)
+    q, cache, weights, lengths, table, _, columns = case.arguments(1000)
+    alone = dsa.fp8_paged_mqa_logits(
+        q[1:2], cache, weights[1:2], lengths[1:2], table[1:2], None, columns, clean_logits=True
+    )
+    assert torch.equal(whole[1:2], alone)
+
+
+def test_agrees_with_contiguous_keys():
+    """The same keys through fp8_mqa_logits: the same bits."""
+    case = Case([1000])
+    slots = (case.table[0, :16].long()[:, None] * 64 + torch.arange(64, device="cuda")).view(-1)[:1000]
+    kv = dsa.read_indexer_cache(case.cache, slots)
+    paged = dsa.fp8_paged_mqa_logits(*case.arguments(1000))
+    straight = dsa.fp8_mqa_logits(case.q[:, 0], kv, case.weights, int32([0]), int32([1000]))
+    assert torch.equal(paged, straight)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_graph_replay_with_new_lengths(columns):
+    case = Case([2000] * 9, 2)
+    lengths = case.lengths if columns == 1 else case.lengths[:, None].expand(-1, 2).contiguous()
+    run = lambda: dsa.fp8_paged_mqa_logits(*case.arguments(2000, lengths), clean_logits=True)  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for _ in range(5):
+        lengths.copy_(torch.randint(0, 2001, lengths.shape) * (torch.rand(lengths.shape) < 0.8))
+        graph.replay()
+        expected = reference.fp8_paged_mqa_logits(*case.arguments(2000, lengths), True)
+        assert calc_diff(got, expected) < 5e-6
+    lengths.zero_()
+    graph.replay()
+    assert (got == -torch.inf).all()
+
+
+@pytest.mark.parametrize("sms", [1, 2, 78, 132, 2000])
+def test_metadata(sms):
+    for batch in (0, 1, 2, 31, 1000, 1024, 1025, 5000):
+        for columns in (None, 1, 4):
+            shape = (batch,) if columns is None else (batch, columns)
+            lengths = torch.randint(-50, 3000, shape, device="cuda", dtype=torch.int32)
+            lengths[torch.rand(shape, device="cuda") < 0.4] = 0
+            for case in (lengths, torch.zeros_like(lengths), lengths.clamp_max(257), lengths * 2**22 - 1):
+                got = dsa.get_paged_mqa_logits_metadata(case, 64, sms)
+                assert torch.equal(got, reference.get_paged_mqa_logits_metadata(case, 64, sms))
+    strided = torch.arange(600, dtype=torch.int32, device="cuda").view(300, 2)
+    for case in (strided[:, 0], strided[:, 1:]):
+        got = dsa.get_paged_mqa_logits_metadata(case, 64, sms)
+        assert torch.equal(got, reference.get_paged_mqa_logits_metadata(case.contiguous(), 64, sms))
+
+
+def test_torch_compile():
+    case = Case([100, 3])
+
+    def scores(q, cache, weights, lengths, table):
+        plan = dsa.get_paged_mqa_logits_metadata(lengths, 64, 132)
+        return dsa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, plan, 100, True)
+
+    arguments = case.arguments(100)[:5]
+    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), scores(*arguments))
+
+
+def test_errors_name_the_argument():
+    case = Case([100, 3], 2)
+    q, cache, weights, lengths, table, plan, columns = case.arguments(100)
+    call = dsa.fp8_paged_mqa_logits
+    with pytest.raises(ValueError, match=r"q: the Hopper kernel takes heads \(8, 16, 32, 64\), got 24"):
+        call(q[:, :, :24].contiguous(), cache, weights[:, :24], lengths, table, plan, columns)
+    with pytest.raises(ValueError, match=r"kv_cache: the Hopper kernel takes page sizes \(32, 64\), got 16"):
+        call(q, cache.view(-1, 16, 1, 132), weights, lengths, table, plan, columns)
+    with pytest.raises(
+        ValueError, match=r"q: the Hopper kernel takes queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5"
+    ):
+        call(q.new_zeros(2, 5, 64, 128), cache, weights.new_zeros(10, 64), lengths, table, plan, columns)
+    with pytest.raises(ValueError, match="q: must be contiguous"):
+        call(q[:, :, :32], cache, weights[:, :32], lengths, table, plan, columns)
+    with pytest.raises(ValueError, match="kv_cache: every page must be contiguous and start at a multiple of 16 bytes"):
+        shifted = cache.view(-1)[4:].as_strided((1, 64, 1, 132), (64 * 132, 132, 132, 1))
+        call(q, shifted, weights, lengths, table, plan, columns)
+    with pytest.raises(ValueError, match="context_lens: the last dimension must be contiguous"):
+        call(q, cache, weights, lengths[:, None].expand(2, 2), table, plan, columns)
+    with pytest.raises(ValueError, match="schedule_meta: must be on q's device cuda:0, got cpu"):
+        call(q, cache, weights, lengths, table, plan.cpu(), columns)

@@ -1,0 +1,286 @@
+"""The top-k kernel against the reference on the GPU: equal indices, in every variant and on every distribution."""
+
+import math
+
+import pytest
+import torch
+
+import dsa
+from dsa.kernels.indexer import topk_indices_sm90 as kernels
+from dsa.ops.indexer import topk_indices as bridge
+from dsa.reference import topk_indices as reference
+from dsa.testing import poison_free_memory
+
+INF, NAN = math.inf, math.nan
+SIZES = [(3, 5000), (2, 20000), (1, 131072), (7, 4097), (2, 8192)]
+
+
+CHOOSE = kernels.choose_config
+
+
+def forced(patch, cfg):
+    """Let the op choose this variant wherever it takes the shape."""
+
+    def choose(rows, vectors, k, width, multiprocessors):
+        fits = cfg.tile > 0 or vectors <= cfg.resident_vectors(width)
+        return cfg if fits and cfg.takes(k) else CHOOSE(rows, vectors, k, width, multiprocessors)
+
+    patch.setattr(kernels, "choose_config", choose)
+    bridge._kernel.cache_clear()
+
+
+@pytest.fixture(params=kernels.CONFIGS, ids=lambda c: f"{c.threads}-{c.tile}-{c.cluster}")
+def config(request, monkeypatch):
+    """Every variant in turn."""
+    forced(monkeypatch, request.param)
+    yield request.param
+    bridge._kernel.cache_clear()
+
+
+def most(cfg):
+    return max(k for k in (1024, 2048, 4096) if cfg.takes(k))
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def check(scores, k, **options):
+    poison_free_memory(mebibytes=8)
+    got = dsa.topk_indices(scores, k, return_values=True, **options)
+    expected = reference(scores, k, return_values=True, **options)
+    for name, g, e in zip(("indices", "values"), got, expected):
+        assert g.dtype == e.dtype and g.shape == e.shape
+        if not torch.equal(g, e):
+            row, place = (g != e).nonzero()[0].tolist()
+            raise AssertionError(
+                f"{name}: {int((g != e).sum())} differ, first in row {row} at {place}: {g[row, place - 2 : place + 3]} "
+                f"for {e[row, place - 2 : place + 3]}"
+            )
+
+
+def sampled(n):
+    """The positions that the kernel samples of a row of n numbers."""
+    pairs = min(n // 16, kernels.SAMPLE) // 8
+    i, step = torch.arange(pairs, device="cuda"), n // 8 // pairs
+    pair = i * step + (((i * 2654435761) % 2**32) * step >> 32)
+    return (8 * pair[:, None] + torch.arange(8, device="cuda")).view(-1)
+
+
+def neighbours(n, low_bits):
+    """n numbers from 1 upwards that differ in the last bits of their mantissa only."""
+    return (torch.randint(0, 2**low_bits, n, device="cuda", dtype=torch.int32) + 0x3F800000).view(torch.float32)
+
+
+DISTRIBUTIONS = {
+    "uniform": lambda r, n: torch.rand(r, n, device="cuda"),
+    "normal": lambda r, n: torch.randn(r, n, device="cuda"),
+    "one exponent": lambda r, n: 1 + torch.rand(r, n, device="cuda"),
+    "negative": lambda r, n: -torch.rand(r, n, device="cuda") - 1e-3,
+    "huge range": lambda r, n: torch.randn(r, n, device="cuda") * 10.0 ** torch.randint(-40, 38, (r, n), device="cuda"),
+    "two values": lambda r, n: (torch.rand(r, n, device="cuda") < 0.3).float() - 0.5,
+    "all equal": lambda r, n: torch.full((r, n), -7.25, device="cuda"),
+    "last bits": lambda r, n: neighbours((r, n), 5),
+    "last digit": lambda r, n: neighbours((r, n), 10),
+    "ascending": lambda r, n: torch.randn(r, n, device="cuda").sort(1).values,
+    "descending": lambda r, n: torch.randn(r, n, device="cuda").sort(1, descending=True).values,
+    "plateau of zeros": lambda r, n: torch.randn(r, n, device="cuda").mul(2).sub(2).relu(),
+    "both zeros": lambda r, n: torch.where(torch.rand(r, n, device="cuda") < 0.5, -0.0, 0.0),
+    "denormal": lambda r, n: torch.randint(-1000, 1000, (r, n), device="cuda") * 1.4e-45,
+    "infinite": lambda r, n: (torch.randn(r, n, device="cuda") * 3).round().mul(INF).nan_to_num(0.0, INF, -INF),
+    "mostly NaN": lambda r, n: torch.randn(r, n, device="cuda").where(torch.rand(r, n, device="cuda") > 0.9, NAN),
+    "all NaN": lambda r, n: torch.full((r, n), NAN, device="cuda"),
+    "all -inf": lambda r, n: torch.full((r, n), -INF, device="cuda"),
+    "spikes": lambda r, n: torch.where(torch.rand(r, n, device="cuda") < 1e-3, 1e30, torch.randn(r, n, device="cuda")),
+    "recent first": lambda r, n: torch.randn(r, n, device="cuda") + torch.arange(n, device="cuda") / n * 8,
+    "periodic": lambda r, n: torch.randn(r, n, device="cuda") + 5 * (torch.arange(n, device="cuda") % 64 == 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_distributions(config, distribution):
+    for rows, cols in SIZES:
+        scores = DISTRIBUTIONS[distribution](rows, cols)
+        for k in (1, 33, 512, min(most(config), 2048), most(config)):
+            check(scores, k)
+        check(scores.bfloat16(), 512)
+        check(scores.bfloat16(), most(config), sorted=True)
+
+
+@pytest.mark.parametrize("good", [False, True], ids=["sample all low", "sample all high"])
+def test_a_sample_that_misleads(config, good):
+    for n in (config.capacity + 4097, 60000, 300000):
+        scores = torch.randn(2, n, device="cuda")
+        scores[:, sampled(n)] += 100 if good else -100
+        for k in (1, 100, most(config)):
+            check(scores, k)
+            check(scores.sort(1).values, k)
+
+
+@pytest.mark.parametrize("k", [1, 2, 31, 32, 33, 511, 512, 1000, 1023, 1024, 2047, 2048])
+def test_k(config, k):
+    check(torch.randn(5, 3000, device="cuda"), k)
+    check(torch.randn(3, 30001, device="cuda").mul(3).round(), k, sorted=True)
+
+
+@pytest.mark.parametrize("sorted_", [False, True])
+def test_ragged_rows(config, sorted_):
+    cols = 40000
+    scores = torch.randn(64, cols, device="cuda")
+    starts = torch.randint(0, cols, (64,), device="cuda", dtype=torch.int32)
+    lengths = (torch.rand(64, device="cuda") ** 3 * (cols - starts)).int()
+    lengths[:8] = i32([0, 1, 2, 511, 512, 513, -5, cols])
+    starts[:4], starts[8:14] = 7, i32([-3, -(2**31), cols, cols - 1, 2**31 - 1, cols + 5])
+    lengths[8:14] = i32([100, 2**31 - 1, 5, 5, 5, 2**31 - 1])
+    starts[9] = -(2**30)
+    for k in (512, 2048):
+        check(scores, k, starts=starts, lengths=lengths, sorted=sorted_)
+        check(scores, k, lengths=lengths, sorted=sorted_)
+        check(scores, k, starts=starts.clamp(-100, cols + 100), sorted=sorted_)
+        check(scores.bfloat16(), k, starts=starts, lengths=lengths, sorted=sorted_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stride", [20000, 20001, 20002, 20003, 20477])
+def test_strides_and_unaligned_views(config, stride, dtype):
+    wide = torch.full((9, stride), NAN, dtype=dtype, device="cuda")
+    for first in (0, 1, 2, 3, 5, 7):
+        view = wide[:, first : first + 19990]
+        view.copy_(torch.randn(9, 19990, device="cuda"))
+        check(view, 700)
+    check(wide[:1].expand(4, -1), 700)
+
+
+def test_slots(config):
+    rows, cols, pages = 6, 30000, 469
+    scores = torch.randn(rows, cols, device="cuda")
+    table = torch.randperm(2 * pages, device="cuda", dtype=torch.int32)[: 2 * pages].view(2, pages)
+    table[0, 5], table[1, 7], table[0, 9], table[1, 3] = -1, -(2**31), 2**31 - 1, 2**25
+    row_to_seq = i32([0, 1, 0, 1, -1, 2])
+    lengths = i32([30000, 20000, 3, 0, 500, 600])
+    for by_value in (False, True):
+        for size in (64, 1, 7, 100):
+            options = {"block_table": table, "page_size": size, "row_to_seq": row_to_seq, "sorted": by_value}
+            check(scores, 512, lengths=lengths, **options)
+    own = torch.arange(rows * pages, dtype=torch.int32, device="cuda").view(rows, pages)
+    check(scores, 512, block_table=own, page_size=64)
+    check(scores, 512, block_table=table.T.contiguous()[:6], page_size=64, starts=i32([0, 5, 10, 0, 3, 1]))
+
+
+def test_a_row_alone_equals_the_row_in_a_batch():
+    """Other row counts take other variants."""
+    scores = torch.randn(300, 50000, device="cuda").mul(50).round()
+    whole = dsa.topk_indices(scores, 2048)
+    for rows in (1, 2, 8, 60, 130, 140):
+        assert torch.equal(dsa.topk_indices(scores[:rows], 2048), whole[:rows])
+    for cfg in kernels.CONFIGS:
+        with pytest.MonkeyPatch.context() as patch:
+            forced(patch, cfg)
+            assert torch.equal(dsa.topk_indices(scores[:40], 2048), whole[:40])
+    bridge._kernel.cache_clear()
+
+
+def test_runs_are_identical():
+    scores = torch.randn(200, 70000, device="cuda").mul(20).round()
+    first = dsa.topk_indices(scores, 2048, return_values=True)
+    for _ in range(20):
+        again = dsa.topk_indices(scores, 2048, return_values=True)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def test_index_scores_of_a_model():
+    """Few heads make plateaus of zeros; ragged causal rows."""
+    for heads in (8, 64):
+        q = torch.randn(500, heads, 128, device="cuda").to(torch.float8_e4m3fn)
+        k = torch.randn(9000, 128, device="cuda").to(torch.float8_e4m3fn)
+        ends = torch.arange(8500, 9000, device="cuda", dtype=torch.int32)
+        starts = torch.zeros_like(ends)
+        weights = torch.rand(500, heads, device="cuda")
+        scores = dsa.fp8_mqa_logits(q, (k, torch.ones(9000, device="cuda")), weights, starts, ends, clean_logits=False)
+        check(scores, 2048, starts=starts, lengths=ends)
+        check(scores.round(), 2048, starts=starts, lengths=ends)
+
+
+def test_many_rows():
+    scores = torch.randn(70000, 600, device="cuda")
+    check(scores, 17, lengths=torch.randint(0, 600, (70000,), device="cuda", dtype=torch.int32))
+
+
+def test_beyond_two_to_the_31():
+    wide = torch.zeros(5 * 2**30 // 2 + 8192, dtype=torch.bfloat16, device="cuda")
+    scores = wide.as_strided((3, 5000), (5 * 2**28, 1))
+    scores.copy_(torch.randn(3, 5000, device="cuda"))
+    check(scores, 100)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 140])
+def test_a_million_columns(rows):
+    scores = torch.randn(rows, 1200001, device="cuda").mul(1000).round()
+    check(scores, 2048)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(0, 10), (3, 0), (0, 0), (1, 1), (2, 7)])
+def test_small(rows, cols):
+    check(torch.randn(rows, cols, device="cuda"), 5)
+    check(torch.randn(rows, cols, device="cuda"), 5, sorted=True)
+
+
+def test_graph_replay_with_new_lengths_and_torch_compile():
+    scores = torch.randn(16, 40000, device="cuda")
+    starts, lengths = torch.zeros(16, dtype=torch.int32, device="cuda"), i32([40000] * 16)
+
+    def run():
+        return dsa.topk_indices(scores, 1024, starts=starts, lengths=lengths, return_values=True)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for _ in range(3):
+        scores.normal_()
+        starts.random_(0, 100)
+        lengths.copy_(torch.randint(0, 39900, (16,), device="cuda"))
+        graph.replay()
+        expected = reference(scores, 1024, starts=starts, lengths=lengths, return_values=True)
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")()
+    assert torch.equal(compiled[0], expected[0]) and torch.equal(compiled[1], expected[1])
+
+
+@pytest.mark.parametrize("cols", [9000, 40000])
+def test_calls_that_follow_each_other_closely(cols):
+    """The next launch begins before the last one ends: it must wait for what it reads, and for the memory it writes."""
+
+    def chain(topk):
+        scores, picked = first.clone(), []
+        for _ in range(30):
+            picked.append(topk(scores, 512))
+            scores.scatter_(1, picked[-1].long(), -5.0)
+            picked.append(topk(topk(scores, 300).float(), 100))
+        return picked
+
+    first = torch.randn(5, cols, device="cuda")
+    for got, expected in zip(chain(dsa.topk_indices), chain(reference)):
+        assert torch.equal(got, expected)
+
+
+def test_no_host_synchronisation():
+    scores, lengths = torch.randn(4, 10000, device="cuda"), i32([0, 5, 10000, 9000])
+    dsa.topk_indices(scores, 512, lengths=lengths)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        dsa.topk_indices(scores, 512, lengths=lengths)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_errors_name_the_argument():
+    scores = torch.randn(4, 10000, device="cuda")
+    with pytest.raises(ValueError, match="k: the Hopper kernel takes up to 4096, got 4097"):
+        dsa.topk_indices(scores, 4097)
+    with pytest.raises(ValueError, match="lengths: must be on scores's device cuda:0, got cpu"):
+        dsa.topk_indices(scores, 5, lengths=torch.zeros(4, dtype=torch.int32))
+    with pytest.raises(ValueError, match="scores: the last dimension must be contiguous"):
+        dsa.topk_indices(scores.T, 5)
+    with pytest.raises(ValueError, match="scores: the Hopper kernel takes less than 1073741824 columns"):
+        dsa.topk_indices(torch.empty(1, device="cuda").expand(1, 2**30), 5)

@@ -1,0 +1,618 @@
+"""MLA decoding over selected keys on the GPU against the fp32 reference: every cache layout, one cache and two."""
+
+import math
+
+import pytest
+import torch
+
+import dsa
+from dsa.reference.cache import kv_cache
+from dsa.reference.mla import flash_mla_with_kvcache as reference
+from dsa.testing import assert_close, poison_free_memory, poisoned
+from tests.gpu import tiny_model
+
+D_V = 512
+TOLERANCE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
+LSE_TOLERANCE = {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
+INF, NAN = math.inf, math.nan
+BF16, FP16 = torch.bfloat16, torch.float16
+# name -> d, dtype of q
+LAYOUTS = {
+    "bf16, 576": (576, BF16),
+    "bf16, 512": (512, BF16),
+    "fp16, 576": (576, FP16),
+    "fp16, 512": (512, FP16),
+    "656 bytes": (576, BF16),
+    "656 bytes, any scales": (576, BF16),
+    "584 bytes": (512, BF16),
+    "584 bytes, unpadded": (512, BF16),
+}
+FEW_LAYOUTS = ["bf16, 576", "fp16, 512", "656 bytes", "584 bytes"]
+
+
+def int32(values):
+    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
+
+
+def empty_cache(layout, pages, page):
+    """A cache that is NaN everywhere, between its pages too."""
+    d, dtype = LAYOUTS[layout]
+    if layout == "584 bytes":
+        cache = kv_cache.make_v4_cache(pages, page, "cuda")
+        cache.as_strided((pages * cache.stride(0),), (1,)).fill_(0xFF)
+        return cache
+    if "bytes" in layout:
+        return poisoned((pages, page, 1, int(layout[:3])), torch.uint8, "cuda")
+    return poisoned((pages, page, 1, d), dtype, "cuda")
+
+
+def make_cache(layout, rows, page):
+    """A cache of about twice `rows` rows, and the slots of those that are not NaN, in any order."""
+    pages = -(-2 * rows // page) + 1
+    cache = empty_cache(layout, pages, page)
+    slots = torch.randperm(pages * page, device="cuda")[:rows]
+    kv = (torch.randn(rows, LAYOUTS[layout][0], device="cuda") / 10).clamp(-1, 1)
+    any_scales = layout.endswith("any scales")
+    kv_cache.write_kv_cache(kv, cache, slots, use_ue8m0=not any_scales)
+    if any_scales:  # half of them by the largest number of a group, as quantised, and half of no origin
+        scales = cache.view(-1, 656)[:, 512:528].view(torch.float32)
+        some = slots[: rows // 2]
+        scales[some] = scales[some] * (0.5 + torch.rand(len(some), 4, device="cuda"))
+    return cache, slots
+
+
+def no_keys(cache):
+    """Every kind of index that is no key."""
+    size = cache.shape[0] * cache.shape[1]
+    return int32([-1, size, -(2**31), 2**31 - 1, size + 1, -2])
+
+
+def unused_slots(cache, slots):
+    """Those that hold NaN."""
+    used = torch.zeros(cache.shape[0] * cache.shape[1], dtype=torch.bool, device="cuda")
+    used[slots] = True
+    return (~used).nonzero()[:, 0]
+
+
+def v4_planes(cache):
+    """Rows [pages, P, 576] and scales [pages, P, 8] of a cache of 584 bytes a token."""
+    pages, page = cache.shape[:2]
+    rows = cache.as_strided((pages, page, 576), (cache.stride(0), 576, 1))
+    return rows, cache.as_strided((pages, page, 8), (cache.stride(0), 8, 1), 576 * page)
+
+
+def pick(slots, cache, batch, s_q, k, invalid=0.0):
+    """[batch, s_q, k] of the slots, without repetition where there are enough; that share of them no keys."""
+    if k > len(slots):
+        places = torch.randint(0, len(slots), (batch, s_q, k), device="cuda")
+    else:
+        places = torch.rand(batch * s_q, len(slots), device="cuda").argsort(1)[:, :k].view(batch, s_q, k)
+    bad = no_keys(cache)[torch.randint(6, places.shape, device="cuda")]
+    return torch.where(torch.rand(places.shape, device="cuda") < invalid, bad, slots[places].int())
+
+
+class Case:
+    """Queries with random keys of a cache; with `extra` = (k, page) also of a second one of the same layout."""
+
+    def __init__(
+        self, layout="656 bytes", batch=2, s_q=1, heads=128, k=512, page=64, rows=3000, invalid=0.05, extra=None
+    ):
+        self.layout, (self.d, dtype) = layout, LAYOUTS[layout]
+        self.q = (torch.randn(batch, s_q, heads, self.d, device="cuda") / 10).clamp(-1, 1).to(dtype)
+        self.cache, self.slots = make_cache(layout, rows, page)
+        self.options = {"indices": pick(self.slots, self.cache, batch, s_q, k, invalid)}
+        if extra is not None:
+            more, self.extra_slots = make_cache(layout, rows // 3, extra[1])
+            self.options["extra_k_cache"] = more
+            self.options["extra_indices_in_kvcache"] = pick(self.extra_slots, more, batch, s_q, extra[0], invalid)
+        self.options["is_fp8_kvcache"] = "bytes" in layout
+
+    def run(self, plan=None, splits=None, **options):
+        q, cache = options.pop("q", self.q), options.pop("k_cache", self.cache)
+        return dsa.flash_mla_with_kvcache(q, cache, None, None, D_V, plan, splits, **{**self.options, **options})
+
+    def expected(self, **options):
+        options.pop("batch_invariant", None)
+        options = {**self.options, **options}
+        return reference.flash_mla_with_kvcache(self.q.float(), self.cache, None, None, D_V, None, **options)
+
+    def check(self, record_error=None, got=None, plan=(None, None), **options):
+        poison_free_memory(mebibytes=64)
+        out, lse = self.run(*plan, **options) if got is None else got
+        expected, expected_lse = self.expected(**options)
+        assert out.dtype == self.q.dtype and out.is_contiguous() and lse.dtype == torch.float32
+        error = assert_close("out", out, expected, **TOLERANCE)
+        assert_close("lse", lse, expected_lse, **LSE_TOLERANCE)
+        if record_error:
+            record_error(error)
+        return out, lse
+
+
+def assert_same(got, expected):
+    for x, y in zip(got, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 80, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_and_heads(layout, heads, record_error):
+    Case(layout, 3, 2, heads).check(record_error, attn_sink=torch.randn(heads, device="cuda"))
+
+
+@pytest.mark.parametrize("s_q", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_queries(layout, heads, s_q, record_error):
+    Case(layout, 2, s_q, heads, 300).check(record_error)
+
+
+@pytest.mark.parametrize("page", [1, 16, 48, 64, 256])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages(layout, page, record_error):
+    if layout == "584 bytes, unpadded" and page == 1:
+        page = 2  # or pages would not start at multiples of 16 bytes
+    Case(layout, 2, 1, 64, 500, page).check(record_error)
+    Case(layout, 2, 1, 16, 200, page, extra=(100, 3 * page)).check(record_error)
+
+
+@pytest.mark.parametrize("k", [1, 3, 63, 64, 65, 127, 192, 512, 777, 1024, 2047, 2048])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_selected_keys(layout, heads, k, record_error):
+    Case(layout, 3, 1, heads, k).check(record_error)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 17, 128])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("layout", ["bf16, 576", "656 bytes, any scales", "584 bytes"])
+def test_batches(layout, heads, batch, record_error):
+    Case(layout, batch, 2 if heads == 128 else 1, heads, 2048, rows=8000).check(record_error)
+
+
+@pytest.mark.parametrize(("layout", "heads"), [("656 bytes", 16), ("584 bytes", 64), ("fp16, 576", 8)])
+def test_many_sequences(layout, heads, record_error):
+    Case(layout, 4096, 1, heads, 70).check(record_error, topk_length=torch.arange(4096, device="cuda").int() % 80)
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_splits(layout, heads, record_error):
+    """One sequence or two with as many keys as keep every multiprocessor busy, evenly and not."""
+    Case(layout, 1, 1, heads, 20_001, rows=25_000).check(record_error)
+    case = Case(layout, 2, 1, heads, 9000, rows=10_000, extra=(5000, 64))
+    case.check(record_error, topk_length=int32([9000, 40]), extra_topk_length=int32([3, 4000]))
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 128, 64), (3, 0, 128, 64), (3, 1, 0, 64), (3, 2, 128, 0)], ids=str)
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_nothing_to_do(layout, shape):
+    batch, s_q, heads, _ = shape
+    out, lse = Case(layout, *shape).check()
+    assert out.shape == (batch, s_q, heads, D_V) and lse.shape == (batch, heads, s_q)
+    assert out.eq(0).all() and lse.eq(INF).all()
+
+
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_no_keys_of_one_cache(layout, record_error):
+    """No index, or no page: what is left is the other cache."""
+    case = Case(layout, 3, 2, 64, 300, extra=(200, 16))
+    first, second = case.options["indices"], case.options["extra_indices_in_kvcache"]
+    case.check(record_error, indices=first[..., :0])
+    case.check(record_error, extra_indices_in_kvcache=second[..., :0])
+    case.check(record_error, extra_k_cache=case.options["extra_k_cache"][:0])
+    out, lse = case.check(indices=first[..., :0], extra_indices_in_kvcache=second[..., :0])
+    assert out.eq(0).all() and lse.eq(INF).all()
+    case.cache = case.cache[:0]
+    case.check(record_error)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_topk_length(layout, heads, record_error):
+    """Also that keys behind it are not looked at: they are NaN."""
+    values = [0, 1, 63, 64, 65, 500, 999, 1000, 1001, 2**31 - 1, -1, -(2**31)]
+    case = Case(layout, len(values), 2, heads, 1000, extra=(130, 16))
+    lengths, more = int32(values), int32(values).flip(0)
+    for name, cache, slots, count in (
+        ("indices", case.cache, case.slots, lengths),
+        ("extra_indices_in_kvcache", case.options["extra_k_cache"], case.extra_slots, more),
+    ):
+        beyond = torch.arange(case.options[name].shape[2], device="cuda") >= count[:, None, None]
+        case.options[name].masked_fill_(beyond, int(unused_slots(cache, slots)[0]))
+    case.check(record_error, topk_length=lengths, extra_topk_length=more)
+    clean = Case(layout, 3, 1, heads, 200, extra=(100, 16))
+    for length in (0, 1, 200, -7):
+        clean.check(record_error, topk_length=int32([length] * 3))
+        clean.check(record_error, extra_topk_length=int32([length] * 3))
+
+
+@pytest.mark.parametrize(
+    ("k", "extra"), [(128, (512, 64)), (2048, (64, 16)), (65, (1, 2)), (1, (700, 48)), (640, (333, 6))]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_second_cache(layout, k, extra, record_error):
+    case = Case(layout, 5, 2, 64, k, 256, extra=extra)
+    sink = torch.randn(64, device="cuda")
+    case.check(record_error)
+    case.check(record_error, attn_sink=sink, topk_length=int32([0, 1, k, k // 2, 9]))
+    lengths, more = int32([k, 0, 0, 5, 64]), int32([0, extra[0], 0, 3, 64])
+    case.check(record_error, attn_sink=sink, topk_length=lengths, extra_topk_length=more)
+
+
+def test_a_second_cache_is_more_of_the_first():
+    """Keys in two caches, one softmax: as if they lay in one."""
+    case = Case("bf16, 576", 4, 2, 64, 400, 64, invalid=0.0)
+    whole = case.check()
+    parts = case.options["indices"].split((150, 250), 2)
+    case.options |= {"indices": parts[0], "extra_k_cache": case.cache, "extra_indices_in_kvcache": parts[1]}
+    out, lse = case.check()
+    assert_close("out", out, whole[0], **TOLERANCE)
+    assert_close("lse", lse, whole[1], **LSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_sinks(layout, record_error):
+    sink = torch.tensor([-INF, INF, 0.0, 5.0, 6.0, 7.0, -1e30, 1e30], device="cuda")
+    case = Case(layout, 4, 2, 8)
+    case.options["indices"][2] = -1
+    out, lse = case.check(record_error, attn_sink=sink)
+    plain, plain_lse = case.run()
+    assert torch.equal(lse, plain_lse) and torch.equal(out[:, :, 0], plain[:, :, 0]) and not out[:, :, [1, 7]].any()
+    # With splits, where the sink comes in once.
+    Case(layout, 1, 1, 8, 6000, rows=7000).check(record_error, attn_sink=sink)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("invalid", [0.5, 0.98, 1.0])
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_indices_that_are_no_keys(layout, invalid, heads, record_error):
+    case = Case(layout, 3, 2, heads, 1000, invalid=invalid, extra=(200, 16))
+    case.options["indices"][1] = case.options["extra_indices_in_kvcache"][1] = -1
+    case.options["indices"][2, 0] = 2**31 - 1
+    out, lse = case.check(record_error)
+    assert out[1].eq(0).all() and lse[1].eq(INF).all()
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_tiles_without_keys(layout, heads, record_error):
+    """Keys in the last place only, in the first, in one tile of many, in every other tile, and in the second cache."""
+    case = Case(layout, 8, 1, heads, 640, invalid=0.0, extra=(100, 16))
+    place = torch.arange(640, device="cuda")
+    tile = place // 64
+    kept = [place == 639, place == 0, place == 320, tile == 9, tile == 0, tile == 5, tile % 2 == 0, place < 0]
+    bad = no_keys(case.cache)[place % 6]
+    case.options["indices"] = torch.where(torch.stack(kept)[:, None], case.options["indices"], bad)
+    case.check(record_error)
+    case.check(record_error, extra_topk_length=int32([0] * 8))
+
+
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_a_key_named_twice_counts_twice(layout, record_error):
+    case = Case(layout, 3, 1, 64, 300, rows=40)
+    case.options["indices"][0] = case.slots[0].int()
+    case.check(record_error)
+
+
+def assert_rounded_twice(out, expected):
+    """To f16's 11 bits of a number in its range, within an eighth of a unit, and then to bf16's 8."""
+    error = (out.double() - expected.double()).abs()
+    assert (error <= expected.double().abs() * (2**-8 + 9 / 8 * 2**-11)).all()
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_key_gives_its_value_exactly(layout, heads):
+    """Its first 512 numbers, in bytes e4m3 times the scale; a product that f16 does not have is rounded to it first."""
+    case = Case(layout, 30, 1, heads, 1, invalid=0.0)
+    for k, place in ((1, 0), (64, 63), (200, 131), (2000, 1999)):
+        key = pick(case.slots, case.cache, 30, 1, 1)
+        indices = no_keys(case.cache)[torch.randint(6, (30, 1, k), device="cuda")]
+        indices[:, :, place] = key[:, :, 0]
+        out, lse = case.run(indices=indices)
+        rows = kv_cache.read_kv_cache(case.cache, key[:, 0, 0])
+        expected = rows[:, None, None, :D_V].expand(-1, 1, heads, -1)
+        if layout.endswith("any scales"):
+            assert_rounded_twice(out, expected)
+        else:
+            assert torch.equal(out, expected.to(out.dtype))
+        logits = torch.einsum("bhd,bd->bh", case.q[:, 0].double(), rows.double()) * case.d**-0.5
+        assert_close("lse", lse[..., 0], logits, **LSE_TOLERANCE, cos_tol=1e-5)
+
+
+def test_scales_are_not_all_powers_of_two():
+    """What the layout with any scales is for: bf16 scales would not do."""
+    cache, slots = make_cache("656 bytes, any scales", 1000, 64)
+    scales = cache.view(-1, 656)[slots, 512:528].contiguous().view(torch.float32)
+    assert scales.isfinite().all() and (scales.bfloat16() != scales).float().mean() > 0.9
+    rows = kv_cache.read_kv_cache(cache, slots)
+    coarse = cache.clone()
+    coarse.view(-1, 656)[slots, 512:528] = scales.bfloat16().float().view(torch.uint8)
+    differ = kv_cache.read_kv_cache(coarse, slots).bfloat16() != rows.bfloat16()
+    assert differ[:, :D_V].float().mean() > 0.2
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "bytes" in name])
+def test_bytes_of_every_value(layout):
+    """All e4m3 numbers but NaN, and scales of every size, exactly."""
+    cache, slots = make_cache(layout, 254, 64)
+    bytes_ = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8, device="cuda")
+    exponent = torch.arange(254, device="cuda") // 4
+    if "656" in layout:
+        rows = cache.view(-1, 656)
+        rows[slots, :512] = torch.stack([bytes_.roll(i) for i in range(254)])[:, torch.arange(512, device="cuda") % 254]
+        scale = torch.exp2(exponent.float() - 40)[:, None].repeat(1, 4)
+        if layout.endswith("any scales"):
+            scale *= 1 + torch.rand(254, 4, device="cuda")
+        rows[slots, 512:528] = scale.view(torch.uint8)
+    else:
+        rows, scales = v4_planes(cache)
+        page, offset = slots // 64, slots % 64
+        rows[page, offset, :448] = torch.stack([bytes_.roll(i) for i in range(254)])[
+            :, torch.arange(448, device="cuda") % 254
+        ]
+        scales[page, offset, :7] = (exponent + 127 - 40).to(torch.uint8)[:, None]
+        # f16 has both parts of a key only if they are not too far apart.
+        rope = rows[page, offset, 448:].view(BF16).float() * torch.exp2(exponent - 40)[:, None]
+        rows[page, offset, 448:] = rope.bfloat16().view(torch.uint8)
+    q = torch.zeros(254, 1, 16, LAYOUTS[layout][0], dtype=BF16, device="cuda")
+    out, lse = dsa.flash_mla_with_kvcache(
+        *(q, cache, None, None, D_V, None), is_fp8_kvcache=True, indices=slots.int().view(-1, 1, 1)
+    )
+    expected = kv_cache.read_kv_cache(cache, slots)[:, None, None, :D_V].expand_as(out)
+    if layout.endswith("any scales"):
+        assert_rounded_twice(out, expected)
+    else:
+        assert torch.equal(out, expected.bfloat16())
+    assert lse.eq(0).all()
+
+
+@pytest.mark.parametrize("heads", [16, 32, 128])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "bytes" in name])
+def test_scales_that_are_far_apart(layout, heads):
+    """Within a key: what f16 does not have of the smaller ones is no more than 2^-22 of the largest."""
+    cache, slots = make_cache(layout, 60, 64)
+    apart = torch.arange(60, device="cuda") // 2.0
+    if "656" in layout:
+        rows = cache.view(-1, 656)
+        scale = rows[slots, 512:528].contiguous().view(torch.float32)
+        scale[:, 1:] *= torch.exp2(-apart)[:, None]
+        rows[slots, 512:528] = scale.view(torch.uint8)
+        largest = torch.exp2(scale.amax(1).log2().floor())
+    else:
+        rows, scales = v4_planes(cache)
+        page, offset = slots // 64, slots % 64
+        scales[page, offset, :7] = (120 - apart).to(torch.uint8)[:, None]
+        rope = rows[page, offset, 448:].contiguous().view(BF16).abs().amax(1).double()
+        largest = torch.maximum(torch.exp2(-7 - apart.floor()).double(), torch.exp2(rope.log2().floor() - 9))
+    q = torch.randn(60, 1, heads, LAYOUTS[layout][0], dtype=BF16, device="cuda")
+    out, _ = dsa.flash_mla_with_kvcache(
+        *(q, cache, None, None, D_V, None), is_fp8_kvcache=True, indices=slots.int().view(-1, 1, 1)
+    )
+    expected = kv_cache.read_kv_cache(cache, slots)[:, None, None, :D_V].expand_as(out).double()
+    error = (out.double() - expected).abs()
+    left_out = largest.double()[:, None, None, None] * 2**-22
+    assert (error <= expected.abs() * (2**-8 + 9 / 8 * 2**-11) + left_out).all()
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_that_nobody_selects(layout, heads):
+    """Whatever the unused rows hold, pad bytes included, changes no bit."""
+    case = Case(layout, 4, 2, heads, 500)
+    clean = case.check()
+    unused = unused_slots(case.cache, case.slots)
+    if "584" in layout:
+        rows, scales = v4_planes(case.cache)
+        page, offset = unused // 64, unused % 64
+        for value, scale in ((0x7F, 0xFF), (0x00, 0xFF), (0x7F, 0x7F), (0xFF, 0x00)):
+            rows[page, offset], scales[page, offset] = value, scale
+            scales[..., 7] = value
+            assert_same(case.run(), clean)
+    elif "656" in layout:
+        rows = case.cache.view(-1, 656)
+        for value, scale in ((0x7F, NAN), (0x00, NAN), (0x7F, 1.0), (0x01, INF)):
+            rows[unused] = value
+            rows[unused, 512:528] = torch.full((4,), scale, device="cuda").view(torch.uint8)
+            assert_same(case.run(), clean)
+    else:
+        for value in (NAN, INF, -INF, 0.0):
+            case.cache.view(-1, case.d)[unused] = value
+            assert_same(case.run(), clean)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_nan_reaches_the_queries_that_select_it(layout, heads):
+    case = Case(layout, 5, 2, heads, 300, invalid=0.0)
+    clean = case.run()
+    case.options["indices"][3, 1, 200] = unused_slots(case.cache, case.slots)[0].int()
+    out, lse = case.run()
+    assert out[3, 1].isnan().all() and lse[3, :, 1].isnan().all()
+    out[3, 1], lse[3, :, 1] = clean[0][3, 1], clean[1][3, :, 1]
+    assert_same((out, lse), clean)
+
+
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+@pytest.mark.parametrize(("scale", "largest"), [(100.0, 30), (24000.0, 5e3)])
+def test_large_logits(scale, largest, layout, record_error):
+    """A softmax of few keys, and powers that would overflow if they were not relative; with splits and without."""
+    for case in (Case(layout, 20, 1, 64, 500), Case(layout, 1, 1, 128, 6000, rows=7000)):
+        _, lse = case.check(record_error, softmax_scale=scale)
+        assert lse.min() > largest
+
+
+@pytest.mark.parametrize("layout", ["656 bytes", "584 bytes", "bf16, 512"])
+def test_plans_of_both_styles(layout):
+    """A plan's object is filled by the first call, and serves others with these shapes, whatever they select."""
+    case = Case(layout, 3, 2, 64, 1000)
+    old = dsa.get_mla_metadata(int32([9, 0, 5000]), 128, 1, 64, case.options["is_fp8_kvcache"], 1000)
+    new, nothing = dsa.get_mla_metadata()
+    for plan in (old, (new, nothing), (new, None), (None, None)):
+        case.check(plan=plan)
+    for invalid in (0.0, 0.9):
+        case.options["indices"] = pick(case.slots, case.cache, 3, 2, 1000, invalid)
+        case.check(plan=(new, None))
+    with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
+        case.run(new, indices=case.options["indices"][..., :999])
+
+
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+@pytest.mark.parametrize(("batch", "heads", "k"), [(3, 128, 2048), (1, 16, 9000), (200, 64, 300)])
+def test_runs_are_bit_identical(layout, batch, heads, k):
+    case = Case(layout, batch, 1, heads, k, rows=max(3000, k), extra=(100, 16))
+    first = case.run()
+    for _ in range(50):
+        assert_same(case.run(), first)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_batch_invariant(layout, heads, record_error):
+    """A sequence's result in a batch, in another order, and alone, bit for bit."""
+    case = Case(layout, 7, 2, heads, 2048)
+    lengths = int32([2048, 0, 1, 64, 1500, 65, 2000])
+    out, lse = case.check(record_error, topk_length=lengths, batch_invariant=True)
+    for rows in (torch.randperm(7, device="cuda"), *torch.arange(7, device="cuda").split(1)):
+        part = {"q": case.q[rows], "indices": case.options["indices"][rows], "topk_length": lengths[rows]}
+        got = case.run(**part, batch_invariant=True)
+        assert_same(got, (out[rows], lse[rows]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(layout):
+    """q, indices and caches as parts of larger tensors, which hold NaN and other keys beside them."""
+    case = Case(layout, 3, 2, 32, 333, 16, extra=(70, 64))
+    options = {"attn_sink": torch.randn(32, device="cuda"), "topk_length": int32([300, 5, 400])}
+    expected = case.check(**options)
+    q, indices, more = case.q, case.options["indices"], case.options["extra_indices_in_kvcache"]
+    for other in (
+        {"q": torch.nn.functional.pad(q, (8, 56), value=NAN)[..., 8 : 8 + case.d]},
+        {"q": q.transpose(1, 2).contiguous().transpose(1, 2)},
+        {"q": torch.stack((q, q * NAN), 2)[:, :, 0]},
+        {"indices": torch.nn.functional.pad(indices, (1, 2), value=5)[..., 1:334]},
+        {"indices": indices.transpose(0, 1).contiguous().transpose(0, 1)},
+        {"extra_indices_in_kvcache": torch.nn.functional.pad(more, (3, 0), value=5)[..., 3:]},
+        {"attn_sink": torch.stack((options["attn_sink"],) * 2, 1)[:, 1]},
+        {"topk_length": torch.stack((options["topk_length"],) * 2, 1)[:, 1]},
+    ):
+        assert_same(case.run(**{**options, **other}), expected)
+    for name, cache in (("k_cache", case.cache), ("extra_k_cache", case.options["extra_k_cache"])):
+        for apart in far_apart(layout, cache):
+            assert_same(case.run(**{**options, name: apart}), expected)
+
+
+def far_apart(layout, cache):
+    """The cache with other bytes between its pages; a float one also as one head of two."""
+    pages, page, _, width = cache.shape
+    stride = cache.stride(0) + 16 * 36
+    filler = 0xFF if "bytes" in layout else NAN
+    wide = torch.full((pages * stride,), filler, dtype=cache.dtype, device="cuda")
+    wide = wide.as_strided(cache.shape, (stride, width, width, 1))
+    wide.copy_(cache)
+    yield wide
+    if "bytes" not in layout:
+        heads = torch.full((pages, page, 2, width), filler, dtype=cache.dtype, device="cuda")
+        heads[:, :, 1:] = cache
+        yield heads[:, :, 1:]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("layout", ["656 bytes", "584 bytes"])
+def test_bytes_by_other_names(layout, dtype):
+    case = Case(layout, 2, 1, 64, 200, extra=(100, 16))
+    expected = case.run()
+    more = case.options["extra_k_cache"]
+    assert_same(case.run(k_cache=case.cache.view(dtype), extra_k_cache=more.view(dtype)), expected)
+
+
+@pytest.mark.parametrize("layout", ["bf16, 576", "656 bytes", "584 bytes", "584 bytes, unpadded"])
+def test_caches_beyond_2_to_the_31(layout):
+    """Numbers or bytes: the last pages of a large cache against a small one that is a copy of them."""
+    case = Case(layout, 3, 1, 64, 300, extra=(200, 64))
+    expected = case.check()
+    big = {}
+    for name, cache, indices in (
+        ("", case.cache, case.options["indices"]),
+        ("extra_", case.options["extra_k_cache"], case.options["extra_indices_in_kvcache"]),
+    ):
+        first = 2**31 // cache.stride(0) + 10
+        large = empty_cache(layout, first + len(cache), 64)
+        assert large.stride(0) * (len(large) - 1) > 2**31
+        # Bytes by pages: a V4 page is one block of them, whatever its shape says.
+        large[first:] = cache
+        moved = torch.where((indices >= 0) & (indices < 64 * len(cache)), indices + 64 * first, -1)
+        big |= {f"{name}k_cache": large, "extra_indices_in_kvcache" if name else "indices": moved}
+    assert_same(case.run(**big), expected)
+
+
+@pytest.mark.parametrize("style", ["planned in the graph", "planned before it", "no plan", "batch-invariant"])
+@pytest.mark.parametrize(
+    ("layout", "batch", "heads"), [("656 bytes", 3, 128), ("584 bytes", 40, 16), ("bf16, 576", 1, 64)]
+)
+def test_graph_replay_with_new_data(layout, batch, heads, style, record_error):
+    """New queries, keys, selections and lengths: none, few, all."""
+    case = Case(layout, batch, 2, heads, 700, extra=(300, 16))
+    lengths, more = (torch.zeros(batch, dtype=torch.int32, device="cuda") for _ in range(2))
+    options = {"topk_length": lengths, "extra_topk_length": more, "attn_sink": torch.randn(heads, device="cuda")}
+    options["batch_invariant"] = style == "batch-invariant"
+    plan = dsa.get_mla_metadata() if style == "planned before it" else (None, None)
+    case.run(*plan, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if style == "planned in the graph":
+            plan = dsa.get_mla_metadata()
+        got = case.run(*plan, **options)
+    for low, high in ((0, 1), (-5, 900), (700, 701), (0, 70)):
+        new = Case(layout, batch, 2, heads, 700, extra=(300, 16), invalid=0.1)
+        case.q.copy_(new.q)
+        case.cache.copy_(new.cache)
+        for name in ("indices", "extra_k_cache", "extra_indices_in_kvcache"):
+            case.options[name].copy_(new.options[name])
+        lengths.random_(low, high)
+        more.random_(low, high)
+        options["attn_sink"].normal_()
+        graph.replay()
+        case.check(record_error, got=got, **options)
+
+
+def test_another_stream():
+    case = Case("656 bytes", 3, 2, 128, 2048)
+    expected = case.run()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        got = [case.run() for _ in range(20)]
+        torch.cuda.current_stream().synchronize()
+    for results in got:
+        assert_same(results, expected)
+
+
+@pytest.mark.several_gpus
+def test_tensors_on_another_gpu_than_the_current_one():
+    case = Case("656 bytes", 3, 2, 128, 2048)
+    expected = case.run()
+    with torch.cuda.device(0):
+        indices = case.options["indices"].to("cuda:1")
+        got = case.run(q=case.q.to("cuda:1"), k_cache=case.cache.to("cuda:1"), indices=indices)
+    assert_same([x.cpu() for x in got], [x.cpu() for x in expected])
+
+
+def test_inputs_are_not_written():
+    case = Case("656 bytes", 3, 1, 16, extra=(100, 16))
+    names = ("indices", "extra_k_cache", "extra_indices_in_kvcache")
+    before = [x.clone() for x in (case.q, case.cache, *(case.options[n] for n in names))]
+    case.run()
+    assert_same((case.q, case.cache, *(case.options[n] for n in names)), before)
+
+
+@pytest.mark.parametrize("kv_cache", ["model", "fp8"])
+def test_decoding_of_a_model(kv_cache, record_property):
+    """24 tokens for each of three sequences, one of which has fewer keys than are selected."""
+    run, queries = tiny_model.run_beside_references(
+        *(kv_cache, 1000, 24, "flash_mla_with_kvcache"),
+        cos_tol=TOLERANCE["cos_tol"],
+        lse_rel_tol=LSE_TOLERANCE["rel_tol"],
+        report=record_property,
+    )
+    assert queries == [3] * 23 * tiny_model.LAYERS
+    assert run.launched >= tiny_model.PREFILL_OPS | tiny_model.DECODE_OPS

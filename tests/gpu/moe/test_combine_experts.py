@@ -1,0 +1,187 @@
+"""The kernel of the experts' sum against the reference: bit for bit, on the GPU."""
+
+import math
+
+import pytest
+import torch
+
+import dsa
+from dsa.reference.moe import combine_experts as reference
+from dsa.testing import poison_free_memory
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+NAN, INF = math.nan, math.inf
+
+
+def inputs(tokens, k, channels, dtype=torch.bfloat16, index_dtype=torch.int32, shared=True):
+    """As a mixture has them: every expert's output is one token's."""
+    y = torch.randn(max(tokens * k, 1), channels, device="cuda").to(dtype)
+    rows = torch.randperm(tokens * k, device="cuda").view(tokens, k).to(index_dtype)
+    weights = torch.rand(tokens, k, device="cuda")
+    return y, rows, weights, torch.randn(tokens, channels, device="cuda").to(dtype) if shared else None
+
+
+def check(y, rows, weights, shared=None, record_error=None):
+    poison_free_memory(mebibytes=64)
+    got = dsa.combine_experts(y, rows, weights, shared)
+    expected = reference.combine_experts(y, rows, weights, shared)
+    assert got.dtype == y.dtype and got.is_contiguous()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    if record_error:
+        record_error((got.float() - expected.float()).abs().nan_to_num().max() if got.numel() else 0.0)
+
+
+@pytest.mark.parametrize("with_shared", [False, True])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("k", [1, 2, 6, 7, 8, 9, 16, 33])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_variants(dtype, k, index_dtype, with_shared, record_error):
+    check(*inputs(37, k, 1536, dtype, index_dtype, with_shared), record_error)
+
+
+@pytest.mark.parametrize("channels", [8, 16, 200, 1016, 1024, 1032, 4096, 7168])
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shapes(dtype, tokens, channels, record_error):
+    check(*inputs(tokens, 8, channels, dtype), record_error)
+
+
+@pytest.mark.parametrize(("channels", "k"), [(7168, 8), (4096, 6)])
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_large(tokens, channels, k, record_error):
+    check(*inputs(tokens, k, channels), record_error)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_outside(dtype, index_dtype):
+    """Those are zero, even with weights that no sum survives; and what surrounds y is NaN."""
+    wide = torch.full((60, 1024), NAN, device="cuda", dtype=dtype)
+    wide[20:40, 64:576] = torch.randn(20, 512, device="cuda").to(dtype)
+    y = wide[20:40, 64:576]
+    rows = torch.randint(20, (50, 9), device="cuda", dtype=index_dtype)
+    weights, shared = torch.rand(50, 9, device="cuda"), torch.randn(50, 512, device="cuda").to(dtype)
+    info = torch.iinfo(index_dtype)
+    for column, (row, weight) in enumerate([(-1, INF), (20, NAN), (info.min, 1.0), (info.max, -INF)]):
+        rows[::2, 2 * column], weights[::2, 2 * column] = row, weight
+    if index_dtype == torch.int64:
+        rows[1::2, 1] = 2**32 + 3  # not row 3
+    check(y, rows, weights, shared)
+    assert dsa.combine_experts(y, rows, weights, shared).isfinite().all()
+    rows.fill_(-1)
+    assert torch.equal(dsa.combine_experts(y, rows, weights, shared), shared)
+    assert not dsa.combine_experts(y, rows, weights).any()
+
+
+def test_rows_that_are_used_twice_and_never():
+    y, _, weights, shared = inputs(100, 8, 2048)
+    check(y, torch.randint(5, (100, 8), device="cuda", dtype=torch.int32), weights, shared)
+
+
+def test_nan_and_infinity_reach_their_tokens_only():
+    y, rows, weights, shared = inputs(40, 8, 512)
+    y[rows[3, 2], 100], y[rows[5, 0], 7], weights[9, 4], shared[11, 1] = NAN, INF, NAN, -INF
+    check(y, rows, weights, shared)
+    bad = ~dsa.combine_experts(y, rows, weights, shared).isfinite()
+    assert bad.any(1).nonzero().flatten().tolist() == [3, 5, 9, 11] and bad.sum() == 512 + 3
+
+
+def test_weights_of_every_size_and_sign():
+    y, rows, weights, shared = inputs(64, 8, 1024, torch.float32)
+    check(y, rows, torch.randn_like(weights) * torch.logspace(-30, 30, 64, device="cuda")[:, None], shared)
+    check(y, rows, torch.zeros_like(weights), shared)
+
+
+def test_strides():
+    y, rows, weights, shared = inputs(50, 6, 512)
+    wide_y, wide_shared = (torch.nn.functional.pad(x, (8, 24), value=NAN)[:, 8:520] for x in (y, shared))
+    check(wide_y, rows.T.contiguous().T, weights.repeat_interleave(2, 1)[:, ::2], wide_shared)
+    check(y[::2], rows // 2, weights, shared[:1].expand(50, 512))
+    check(y[:1], rows * 0, weights, shared)
+
+
+def test_nothing():
+    y, rows, weights, shared = inputs(5, 4, 64)
+    assert dsa.combine_experts(y, rows[:0], weights[:0], shared[:0]).shape == (0, 64)
+    assert torch.equal(dsa.combine_experts(y[:0], rows, weights, shared), shared)
+    assert torch.equal(dsa.combine_experts(y, rows[:, :0], weights[:, :0], shared), shared)
+    assert not dsa.combine_experts(y, rows[:, :0], weights[:, :0]).any()
+    assert dsa.combine_experts(y[:, :0], rows, weights).shape == (5, 0)
+
+
+def test_offsets_beyond_32_bits():
+    y = torch.zeros(340_000, 7168, device="cuda", dtype=torch.bfloat16)  # 2.4e9 elements
+    y[-3:] = torch.randn(3, 7168, device="cuda").bfloat16()
+    rows = torch.tensor([[339_997, 339_999, 0], [5, 339_998, 340_000]], device="cuda", dtype=torch.int32)
+    weights = torch.rand(2, 3, device="cuda")
+    expected = reference.combine_experts(y[-3:], rows - 339_997, weights)
+    assert torch.equal(dsa.combine_experts(y, rows, weights), expected)
+
+
+def test_twenty_runs_are_identical():
+    tensors = inputs(1000, 8, 4096)
+    first = dsa.combine_experts(*tensors)
+    assert all(torch.equal(first, dsa.combine_experts(*tensors)) for _ in range(20))
+
+
+def test_graph_replay_with_new_data():
+    tensors = inputs(100, 8, 2048)
+    dsa.combine_experts(*tensors)  # compile outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = dsa.combine_experts(*tensors)
+    for _ in range(3):
+        for x, y in zip(tensors, inputs(100, 8, 2048)):
+            x.copy_(y)
+        graph.replay()
+        assert torch.equal(got, reference.combine_experts(*tensors))
+
+
+def test_side_stream():
+    y, rows, weights, _ = inputs(2000, 8, 4096)
+    expected = dsa.combine_experts(y, rows, weights)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read y before the doubling below
+        y.mul_(2)
+        got = dsa.combine_experts(y, rows, weights)
+    stream.synchronize()
+    assert torch.equal(got, 2 * expected)
+
+
+@pytest.mark.several_gpus
+def test_tensors_on_another_gpu_than_the_current_one():
+    tensors = inputs(30, 8, 512)
+    expected = dsa.combine_experts(*tensors)
+    with torch.cuda.device(0):
+        got = dsa.combine_experts(*(x.to("cuda:1") for x in tensors))
+    assert got.device.index == 1 and torch.equal(got.cpu(), expected.cpu())
+
+
+def test_torch_compile():
+    tensors = inputs(9, 6, 512)
+    compiled = torch.compile(dsa.combine_experts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), dsa.combine_experts(*tensors))
+
+
+def test_gradients():
+    y, rows, weights, shared = inputs(9, 6, 512, torch.float32)
+    for x in (y, weights, shared):
+        x.requires_grad_()
+    out = dsa.combine_experts(y, rows, weights, shared)
+    out.sum().backward()
+    assert torch.equal(shared.grad, torch.ones_like(shared))
+    torch.testing.assert_close(weights.grad, y.detach()[rows.long()].sum(-1))
+    with torch.no_grad():
+        assert torch.equal(dsa.combine_experts(y, rows, weights, shared), out)
+
+
+def test_errors_name_the_argument():
+    y, rows, weights, shared = inputs(4, 2, 64)
+    with pytest.raises(ValueError, match="rows: must be on y's device cuda:0, got cpu"):
+        dsa.combine_experts(y, rows.cpu(), weights)
+    with pytest.raises(ValueError, match="y: the Hopper kernel takes H a multiple of 8"):
+        dsa.combine_experts(y[:, :12].contiguous(), rows, weights)
+    with pytest.raises(ValueError, match="shared: channels must be contiguous and rows start at multiples of 16 bytes"):
+        dsa.combine_experts(y, rows, weights, torch.nn.functional.pad(shared, (0, 4))[:, :64])

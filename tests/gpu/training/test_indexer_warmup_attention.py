@@ -1,0 +1,375 @@
+"""The warm-up's kernels against the reference in float64, on the GPU: attention, loss, and all gradients."""
+
+import pytest
+import torch
+
+import dsa
+from dsa.ops.training import _packed_attention
+from dsa.ops.training._warmup_sum import make_plan
+from dsa.reference.training import indexer_training as reference
+from dsa.testing import poison_free_memory
+
+LENGTHS = [(300, 300), (0, 5), (513, 513), (1, 1), (128, 128), (5, 200), (300, 3), (7, 0), (129, 129)]
+INDEXER = "q_idx", "k_idx", "w_idx"
+
+
+class Case:
+    """Packed sequences, what is computed of them, and float64's answer."""
+
+    def __init__(self, lengths, heads=4, key_heads=1, dims=(128, 128), index=(8, 64), causal=True, target="sum"):
+        def normal(*shape):
+            return torch.randn(*shape, device="cuda")
+
+        bounds = [torch.tensor([0, *side], device="cuda").cumsum(0).int() for side in zip(*lengths)]
+        queries, keys = (int(x[-1]) for x in bounds)
+        (dim, value_dim), (index_heads, index_dim) = dims, index
+        self.q, self.k = normal(queries, heads, dim).bfloat16(), normal(keys, key_heads, dim).bfloat16()
+        self.v = self.k[..., :value_dim] if dim == 576 else normal(keys, key_heads, value_dim).bfloat16()
+        self.q_idx = (normal(queries, index_heads, index_dim) * index_dim**-0.25).bfloat16()
+        self.k_idx = (normal(keys, index_dim) * index_dim**-0.25).bfloat16()
+        self.w_idx = normal(queries, index_heads) * index_heads**-0.5  # of both signs
+        self.w_idx[::7] = 0.0
+        longest = [max(side) for side in zip(*lengths)]
+        self.rest = (*bounds, *longest, dim**-0.5, causal, target)
+        self.per_token = torch.rand(queries, *((heads,) if target == "per_head" else ()), device="cuda") / queries
+
+    def inputs(self):
+        return self.q, self.k, self.v, self.q_idx, self.k_idx, self.w_idx
+
+    def run(self, per_token=None):
+        """out, lse, kl and the indexer's gradients."""
+        leaves = [x.detach().requires_grad_() for x in self.inputs()[3:]]
+        poison_free_memory(mebibytes=256)
+        out, lse, kl = dsa.indexer_warmup_attention(*self.inputs()[:3], *leaves, *self.rest)
+        poison_free_memory(mebibytes=256)
+        weights = self.per_token if per_token is None else per_token
+        return out, lse, kl.detach(), *torch.autograd.grad((kl * weights).sum(), leaves)
+
+    def expected(self, dtype=torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in self.inputs()[3:]]
+        q, k, v = (x.to(dtype) for x in self.inputs()[:3])
+        if dtype == torch.bfloat16:
+            kl, out, lse = self.formula(q, k, *leaves), None, None
+        else:
+            out, lse, kl = reference.indexer_warmup_attention(q, k, v, *leaves, *self.rest)
+        return out, lse, kl.detach(), *torch.autograd.grad((kl * self.per_token.to(kl.dtype)).sum(), leaves)
+
+    def formula(self, q, k, q_idx, k_idx, w_idx):
+        """The sum's loss with every step in the inputs' dtype: what PyTorch makes of it without care."""
+        (bounds_q, bounds_k), (_, _, scale, causal, _) = (x.tolist() for x in self.rest[:2]), self.rest[2:]
+        kls = []
+        for a, b, c, d in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
+            hidden = torch.zeros(b - a, d - c, dtype=torch.bool, device="cuda")
+            if causal:
+                hidden = ~(~hidden).tril(d - c - (b - a))
+            some = (~hidden).any(-1, keepdim=True)
+            own = k[c:d].repeat_interleave(q.shape[1] // k.shape[1], 1)
+            logits = scale * torch.einsum("thd,shd->hts", q[a:b], own)
+            p = logits.masked_fill(hidden & some, -torch.inf).softmax(-1).mean(0).detach()
+            dots = torch.relu(torch.einsum("thd,sd->hts", q_idx[a:b], k_idx[c:d]))
+            scores = (dots * w_idx[a:b].T[..., None]).sum(0).masked_fill(hidden & some, -torch.inf)
+            log_q = scores.log_softmax(-1).masked_fill(hidden, 0.0) if d > c else scores
+            kls.append(((torch.special.xlogy(p, p) - p * log_q) * ~hidden).sum(-1))
+        return torch.cat(kls)
+
+
+def relative(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+def check(case, record_error=None):
+    (out, lse, kl, *grads), (e_out, e_lse, e_kl, *e_grads) = case.run(), case.expected()
+    assert not out.isnan().any() and (out.numel() == 0 or relative(out, e_out) < 4e-3)
+    torch.testing.assert_close(lse.double(), e_lse, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(kl.double(), e_kl, atol=2e-5, rtol=1e-4)
+    rough = case.expected(torch.bfloat16)[3:] if case.rest[-1] == "sum" else [None] * 3
+    for name, got, expected, loose in zip(INDEXER, grads, e_grads, rough):
+        error = relative(got, expected)
+        if record_error:
+            record_error(error)
+        assert error < 1e-2, f"{name}: relative error {error}"
+        assert loose is None or error < 2 * relative(loose, expected), f"{name}: {error} is not what bf16 can do"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("index", [(8, 64), (16, 128), (32, 64), (64, 64), (64, 128), (3, 64), (48, 128)])
+def test_index_heads(index, causal, record_error):
+    check(Case(LENGTHS, index=index, causal=causal), record_error)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (576, 512)])
+@pytest.mark.parametrize("heads, key_heads", [(1, 1), (4, 1), (6, 3), (5, 5), (64, 1)])
+def test_heads(dims, heads, key_heads, record_error):
+    if dims[0] == 576 and key_heads > 1:
+        pytest.skip("latents are one head")
+    check(Case(LENGTHS[2:6], heads, key_heads, dims), record_error)
+
+
+def test_many_sequences():
+    check(Case([(1 + i % 5, 1 + i % 7) for i in range(700)]))
+
+
+def test_chunks(monkeypatch):
+    """A workspace of three slots gives the same bits."""
+    from dsa.ops.training import _warmup_sum as op
+
+    case = Case(LENGTHS)
+    whole = case.run()
+    monkeypatch.setattr(op, "LEAST_WORKSPACE", 3 * 5 * 128 * 128 * 5)
+    monkeypatch.setattr(op, "SHARE", 0)
+    assert all(torch.equal(x, y) for x, y in zip(whole[:4], case.run()[:4]))
+    assert relative(case.run()[4], whole[4]) < 1e-3 and torch.equal(case.run()[5], whole[5])
+
+
+def test_equal_weights():
+    """The gradients that were kept with the loss, and those computed again, are the same."""
+    case = Case(LENGTHS)
+    tokens = len(case.q)
+    case.per_token = torch.full((tokens,), 1 / tokens, device="cuda")
+    check(case)
+    nearly = case.per_token.clone()
+    nearly[0] *= 1.0000002
+    same = torch.ones(1, device="cuda").expand(tokens) / tokens
+    for weights in (nearly, torch.tensor(1 / tokens, device="cuda").expand(tokens), same):
+        for got, again in zip(case.run()[3:], case.run(weights)[3:]):
+            assert relative(got, again) < 4e-3
+
+
+def test_tokens_left_out():
+    """Weights of zero: what a mask over tokens makes of the loss."""
+    case = Case([(200, 200), (150, 150)])
+    case.per_token[::2] = 0.0
+    case.per_token[200:] = 0.0
+    grads = case.run()[3:]
+    assert not grads[0][::2].any() and not grads[0][200:].any() and not grads[1][200:].any()
+    check(case)
+
+
+def test_all_mass_on_one_key():
+    case = Case([(300, 300)])
+    case.q[:] = 0.0
+    case.q[..., 0], case.k[..., 0], case.k[0, :, 0] = 100.0, -100.0, 100.0
+    check(case)
+
+
+def test_finite_differences():
+    """What the loss does along a direction, beside what the gradients say; the inputs as bf16 can take them."""
+    case = Case([(130, 130)], index=(8, 64))
+    case.per_token = torch.ones(130, device="cuda")
+    grads = case.run()[3:]
+    for i, name in enumerate(INDEXER):
+        x = getattr(case, name)
+        step = torch.randn_like(x.float()) * 0.02
+        upper, lower = (x + step).to(x.dtype), (x - step).to(x.dtype)
+        losses = []
+        for moved in (upper, lower):
+            setattr(case, name, moved)
+            losses.append(case.run()[2].double().sum())
+        setattr(case, name, x)
+        slope = ((upper.double() - lower.double()) * grads[i].double()).sum()
+        size = ((upper.double() - lower.double()) * grads[i].double()).norm()
+        assert abs(losses[0] - losses[1] - slope) < 0.05 * size + 0.02 * abs(slope), name
+
+
+@pytest.mark.parametrize(
+    ("dims", "key_heads", "together"),
+    [
+        *(((64, 64), 1, 4), ((128, 128), 1, 4), ((192, 128), 1, 4), ((576, 512), 1, 4)),
+        *(((192, 128), 4, 3), ((128, 128), 2, 3), ((64, 64), 1, 3)),
+    ],
+)
+def test_attention_gradients(monkeypatch, dims, key_heads, together):
+    """In bf16 by PyTorch's flash attention, of all heads or some at a time, or the sparse one's backward: beside
+    float64."""
+    case = Case([(200, 200), (60, 130), (1, 1)], 4, key_heads, dims)
+    if together < 4:
+        monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", (together + 1) * (len(case.q) + 512) * dims[0])
+    leaves, exact = (
+        [x.detach().to(d).requires_grad_() for x in (case.q, case.k)] for d in (torch.bfloat16, torch.float64)
+    )
+    grad = torch.randn(len(case.q), 4, dims[1], device="cuda").bfloat16()
+    got, expected = [], []
+    for (q, k), result, d in ((leaves, got, torch.bfloat16), (exact, expected, torch.float64)):
+        v = k[..., : dims[1]] if dims[0] == 576 else case.v.to(d).requires_grad_()
+        function = dsa if d == torch.bfloat16 else reference
+        indexer = [x.to(d) for x in case.inputs()[3:]] if d == torch.float64 else case.inputs()[3:]
+        out, _, _ = function.indexer_warmup_attention(q, k, v, *indexer, *case.rest)
+        result += torch.autograd.grad((out * grad.to(d)).sum(), [q, k] + ([v] if v.is_leaf else []))
+    for x, y in zip(got, expected):
+        assert relative(x, y) < 2e-2
+
+
+@pytest.mark.parametrize("target", ["sum", "per_head"])
+def test_strides(target):
+    """Rows at no multiple of 16 bytes, and heads that share their rows."""
+    case = Case([(200, 200), (60, 130)], 4, 4, index=(4, 64), target=target)
+    case.k, case.q_idx = case.k[:, :1].expand(case.k.shape), case.q_idx[:, :1].expand(case.q_idx.shape)
+    odd = [torch.cat([x[..., :1], x], -1)[..., 1:] for x in case.inputs()]
+    shared = [case.q, case.k, odd[2], case.q_idx, odd[4], case.w_idx]
+    contiguous, results = [x.contiguous() for x in case.inputs()], []
+    for inputs in (contiguous, odd, shared):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, lse, kl = dsa.indexer_warmup_attention(*leaves, *case.rest)
+        grads = torch.autograd.grad(out.float().sum() + (kl * case.per_token).sum(), leaves)
+        results.append((out, lse, kl, *grads))
+    for result in results[1:]:
+        for x, y in zip(result, results[0]):
+            assert relative(x, y) < 4e-3
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (576, 512)])
+def test_attention_gradients_without_keys(dims):
+    case = Case([(5, 0), (3, 0)], dims=dims)
+    q, k = case.q.requires_grad_(), case.k.requires_grad_()
+    v = k[..., : dims[1]] if dims[0] == 576 else case.v
+    out, _, _ = dsa.indexer_warmup_attention(q, k, v, *case.inputs()[3:], *case.rest)
+    assert not torch.autograd.grad(out.sum(), q)[0].any()
+
+
+@pytest.mark.parametrize("dims, target", [((64, 64), "sum"), ((192, 128), "per_head"), ((576, 512), "sum")])
+def test_rows_of_no_sequence_are_empty(dims, target):
+    """Rows before the first sequence and behind the last one, whose keys are NaN: as if they were not there."""
+    case = Case([(200, 200), (5, 60)], dims=dims, index=(4, 64), target=target)
+    before, behind = 3, 130
+    grad = torch.randn(len(case.q), 4, dims[1], device="cuda").bfloat16()
+
+    def run(more):
+        def wide(x, value):
+            edges = [x.new_full((n, *x.shape[1:]), value) for n in ((before, behind) if more else (0, 0))]
+            return torch.cat((edges[0], x.detach(), edges[1]))
+
+        of_keys = [i in (1, 2, 4) for i in range(6)]
+        leaves = [wide(x, torch.nan if of_key else 7.0) for x, of_key in zip(case.inputs(), of_keys)]
+        leaves = [x.requires_grad_() for x in leaves]
+        if dims[0] == 576:
+            leaves[2] = leaves[1][..., : dims[1]]
+        bounds = [x + before * more for x in case.rest[:2]]
+        poison_free_memory(mebibytes=256)
+        out, lse, kl = dsa.indexer_warmup_attention(*leaves, *bounds, *case.rest[2:])
+        poison_free_memory(mebibytes=256)
+        loss = (out * wide(grad, 1.0)).sum() + (kl * wide(case.per_token, 1.0)).sum()
+        inputs = [x for x in leaves if x.is_leaf]
+        return out, lse.T, kl, *torch.autograd.grad(loss, inputs)
+
+    for i, (x, inner) in enumerate(zip(run(True), run(False))):
+        assert relative(x[before:-behind].nan_to_num(posinf=1e3), inner.nan_to_num(posinf=1e3)) < 4e-3
+        for edge in (x[:before], x[-behind:]):
+            assert edge.eq(torch.inf).all() if i == 1 else not edge.any()
+
+
+@pytest.mark.parametrize("batch", [1, 5, 1023, 1024, 2500])
+def test_bounds_ascend_inside_the_tensors(batch):
+    torch.manual_seed(batch)
+    tokens = 3 * batch
+    right = torch.sort(torch.randint(0, tokens + 1, (2, batch + 1))).values
+    hostile = torch.tensor([-1, -(2**31), 2**31 - 1, tokens + 1, 0, tokens])
+    wrong = torch.where(torch.rand(2, batch + 1) < 0.3, hostile[torch.randint(0, 6, (2, batch + 1))], right)
+    for numbers in (right, wrong, torch.randint(-(2**31), 2**31, (2, batch + 1)), right.flip(1)):
+        expected = numbers.masked_fill((numbers < 0) | (numbers > tokens), 0).cummax(1).values
+        plan, bounds = make_plan((*numbers.int().cuda(), tokens, tokens), tokens, tokens, True)
+        assert torch.equal(torch.stack(bounds[:2]).cpu().long(), expected)
+        used = plan.slots[plan.slots[:, 1] > 0].cpu()
+        first, rows, first_key, keys = used[:, :4].unbind(1)
+        assert rows.sum() == expected[0, -1] - expected[0, 0] and (rows <= 128).all()
+        assert (first >= 0).all() and (first + rows <= tokens).all()
+        assert (first_key >= 0).all() and (first_key + keys <= tokens).all()
+
+
+def test_repeats_are_the_same_bits():
+    case = Case([(700, 700), (33, 900)], heads=16, index=(64, 128))
+    first = case.run()
+    for _ in range(3):
+        assert all(torch.equal(x, y) for x, y in zip(first, case.run()))
+
+
+@pytest.mark.parametrize("index, target", [((8, 64), "sum"), ((4, 64), "per_head"), ((4, 128), "per_head")])
+def test_nan_stays_in_its_sequence(index, target):
+    case = Case([(200, 200), (150, 150), (140, 140)], index=index, target=target)
+    clean = case.run()
+    case.q_idx[220], case.k_idx[240], case.q[260] = torch.nan, torch.nan, torch.nan
+    marked = case.run()
+    for x, y in zip(clean[2:], marked[2:]):
+        assert torch.equal(x[:200], y[:200]) and torch.equal(x[350:], y[350:])
+    assert marked[2][240:350].isnan().all()
+
+
+def test_a_graph_takes_new_data():
+    case, other = Case(LENGTHS), Case(LENGTHS)
+    inputs = [x.clone().requires_grad_(i > 2) for i, x in enumerate(case.inputs())]
+    inputs[2] = inputs[2].detach()
+    weights = case.per_token.clone()
+
+    def step():
+        out, lse, kl = dsa.indexer_warmup_attention(*inputs, *case.rest)
+        return out, lse, kl.detach(), *torch.autograd.grad((kl * weights).sum(), inputs[3:])
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    with torch.no_grad():
+        for x, y in zip(inputs, other.inputs()):
+            x.copy_(y)
+        weights.copy_(other.per_token)
+    graph.replay()
+    for x, y in zip(results, other.run()):
+        assert torch.equal(x, y)
+
+
+def test_a_sequence_longer_than_said_is_nan():
+    case = Case([(300, 300), (128, 128)])
+    bounds = case.rest[:2]
+    q = case.q.requires_grad_()
+    poison_free_memory(mebibytes=64)
+    out, _, kl = dsa.indexer_warmup_attention(q, *case.inputs()[1:], *bounds, 128, 128, *case.rest[4:])
+    assert kl[128:300].isnan().all() and not kl[300:].isnan().any()
+    poison_free_memory(mebibytes=64)
+    (grad,) = torch.autograd.grad(out.float().sum(), q)
+    assert not grad[128:300].any() and not grad[300:].isnan().any()
+
+
+@pytest.mark.parametrize("dims, target", [((64, 64), "sum"), ((192, 128), "per_head"), ((576, 512), "sum")])
+def test_without_sequences(dims, target):
+    case = Case([(5, 7)], dims=dims, index=(4, 64), target=target)
+    bounds = [x[:1] for x in case.rest[:2]]
+    leaves = [x.detach().requires_grad_() for x in case.inputs()]
+    if dims[0] == 576:
+        leaves[2] = leaves[1][..., : dims[1]]
+    poison_free_memory(mebibytes=64)
+    out, lse, kl = dsa.indexer_warmup_attention(*leaves, *bounds, *case.rest[2:])
+    grads = torch.autograd.grad(out.sum() + kl.sum(), [x for x in leaves if x.is_leaf])
+    assert lse.eq(torch.inf).all() and not any(x.any() for x in (out, kl, *grads))
+
+
+def test_nothing():
+    case = Case([(0, 0)])
+    out, lse, kl = dsa.indexer_warmup_attention(*case.inputs(), *case.rest)
+    assert out.shape == (0, 4, 128) and lse.shape == (4, 0) and kl.shape == (0,)
+    out, lse, kl, *grads = Case([(5, 0), (3, 0)]).run()
+    assert not out.any() and (lse == torch.inf).all() and not kl.any() and not any(x.any() for x in grads)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": torch.randn(4, 2, 96), "k": torch.randn(4, 1, 96)}, "q, v: the Hopper kernel takes channels"),
+        (
+            {"q_idx": torch.randn(4, 8, 32), "k_idx": torch.randn(4, 32)},
+            "q_idx: the Hopper kernel takes di of 64 or 128",
+        ),
+        (
+            {"q_idx": torch.randn(4, 65, 64), "w_idx": torch.randn(4, 65)},
+            "q_idx: the Hopper kernel takes 1 to 64 heads",
+        ),
+    ],
+)
+def test_what_the_kernel_does_not_take(change, message):
+    case = Case([(4, 4)], heads=2)
+    for name, x in change.items():
+        setattr(case, name, x.bfloat16().cuda())
+    with pytest.raises(ValueError, match=message):
+        dsa.indexer_warmup_attention(*case.inputs(), *case.rest)

@@ -1,0 +1,273 @@
+"""The training kernels of the indexer (scores, bits, gradients) against what they say they compute, in float64."""
+
+import pytest
+import torch
+
+from dsa.ops.training import _indexer_gradient as ops
+from dsa.testing import poisoned
+
+DEVICE = "cuda"
+ROWS = 128
+SEQUENCES = [  # lengths of queries and keys
+    ([300, 1, 0, 128, 200], [300, 1, 7, 128, 200]),
+    ([70, 130, 64, 5], [400, 131, 64, 3]),
+]
+
+
+def make_slots(lens_q, lens_k, causal, spare=2):
+    """int32 [S, 8], as kernels/training/indexer_slots.py has it, and the number of tiles of the longest sequence."""
+    rows, first_q, first_k = [], 0, 0
+    for b, (m, n) in enumerate(zip(lens_q, lens_k)):
+        for begin in range(0, m, ROWS):
+            count = min(ROWS, m - begin)
+            seen, step = (n - m + 1 + begin, 1) if causal else (n, 0)
+            visible = max(0, min(seen + step * (count - 1), n))
+            rows.append([first_q + begin, count, first_k, n, seen, step, -(-visible // ROWS), b])
+        first_q, first_k = first_q + m, first_k + n
+    rows += [[0, 0, 0, 0, 0, 0, 0, -1]] * spare
+    return torch.tensor(rows, dtype=torch.int32), -(-max(lens_k) // ROWS)
+
+
+def visible_mask(slot, tile):
+    """[128, 128]: which keys of a tile the rows of a slot see."""
+    _, rows, _, keys, seen, step, _, _ = slot
+    row, key = torch.arange(ROWS, device=DEVICE)[:, None], torch.arange(ROWS, device=DEVICE)[None] + tile * ROWS
+    return (row < rows) & (key < (seen + step * row).clamp(0, keys))
+
+
+def unpack(active, heads):
+    """bool [S, N, 128 (row), H, 128 (key)] of the words."""
+    slots, groups, blocks, _ = active.shape
+    words = active.view(slots, groups, blocks, 4, 4, 4, 2)  # warp, a, c, b
+    bits = torch.stack([((words >> i) & 1).byte() for i in range(32)], -1)
+    bits = bits.view(*words.shape, 2, 2, 8).flip(-1)  # half, e, j
+    bits = bits.permute(0, 1, 2, 9, 5, 8, 3, 7, 4, 6).reshape(slots, groups, blocks, 64, 64)
+    bits = bits.permute(0, 2, 4, 1, 3).reshape(slots, blocks // 2, ROWS, ROWS, heads)
+    return bits.permute(0, 1, 3, 4, 2).bool()
+
+
+class Problem:
+    """Random inputs, dI among them, and the workspaces."""
+
+    def __init__(self, heads, dim, lens_q, lens_k, causal, order=None):
+        tokens, keys = sum(lens_q), sum(lens_k)
+        self.heads, self.dim = heads, dim
+        self.q = torch.randn(tokens, heads, dim, device=DEVICE).bfloat16()
+        self.k = torch.randn(keys, dim, device=DEVICE).bfloat16()
+        self.w = torch.randn(tokens, heads, device=DEVICE).bfloat16().float()
+        self.q[tokens // 2 : tokens // 2 + 1, heads // 2] = 0
+        self.k[keys // 3 : keys // 3 + 1] = 0
+        slots, tiles = make_slots(lens_q, lens_k, causal)
+        slots = slots if order is None else slots[order(len(slots))]
+        self.rows, self.slots = slots.tolist(), slots.to(DEVICE)
+        self.scores = poisoned((len(slots), tiles, ROWS, ROWS), torch.float32, DEVICE)
+        self.active = poisoned(ops.active_shape(len(slots), heads, tiles), torch.int32, DEVICE)
+        self.di = torch.zeros(len(slots), tiles, ROWS, ROWS, dtype=torch.bfloat16, device=DEVICE)
+        for slot, s, j, _ in self.tiles():
+            self.di[s, j] = (torch.randn(ROWS, ROWS, device=DEVICE) * visible_mask(slot, j)).bfloat16()
+
+    def tiles(self):
+        """(slot's row, its number, tile, (queries, keys) there are)."""
+        for s, slot in enumerate(self.rows):
+            for j in range(slot[6]):
+                queries = slice(slot[0], slot[0] + slot[1])
+                keys = slice(slot[2] + j * ROWS, slot[2] + min((j + 1) * ROWS, slot[3]))
+                yield slot, s, j, (queries, keys)
+
+    def run_scores(self):
+        ops.index_scores(self.q, -self.k, self.w, self.slots, self.scores, self.active)
+        return self.scores.clone(), unpack(self.active, self.heads)
+
+    def put_di(self):
+        """dI where the gradients' kernels read it, NaN everywhere else."""
+        self.scores.view(torch.bfloat16).fill_(torch.nan)
+        di = ops.gradients_in(self.scores)
+        for _, s, j, _ in self.tiles():
+            di[s, j] = self.di[s, j].view(di.shape[2:])
+
+    def expected(self, bits):
+        """dq, dw, dk in float64 of dI and the bits."""
+        q, k, w = self.q.double(), self.k.double(), self.w.double()
+        g, dk = torch.zeros_like(q), torch.zeros_like(k)
+        for slot, s, j, (queries, keys) in self.tiles():
+            m, n = slot[1], keys.stop - keys.start
+            masked = self.di[s, j, :m, None, :n].double() * bits[s, j, :m, :, :n]
+            g[queries] += torch.einsum("thj,jd->thd", masked, k[keys])
+            dk[keys] += torch.einsum("thj,thd->jd", masked, w[queries, :, None] * q[queries])
+        return w[..., None] * g, (q * g).sum(-1), dk
+
+    def run_gradients(self):
+        dq, dw = poisoned(self.q.shape, torch.bfloat16, DEVICE), poisoned(self.w.shape, torch.float32, DEVICE)
+        dk = torch.zeros(self.k.shape, device=DEVICE)
+        workspaces = (self.slots, self.scores, self.active)
+        ops.index_query_grad(self.q, self.k, self.w, *workspaces, dq, dw)
+        ops.index_key_grad(self.q, self.w.bfloat16(), *workspaces, dk)
+        return dq, dw, dk
+
+
+def error(got, expected):
+    return ((got.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sequences", SEQUENCES, ids=("self", "cross"))
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_scores_and_gradients(heads, dim, sequences, causal, record_error):
+    problem = Problem(heads, dim, *sequences, causal)
+    scores, bits = problem.run_scores()
+    for slot, s, j, (queries, keys) in problem.tiles():
+        m, n = slot[1], keys.stop - keys.start
+        seen = visible_mask(slot, j)[:m, :n]
+        dots = torch.einsum("thd,jd->thj", problem.q[queries].double(), problem.k[keys].double())
+        expected = torch.einsum("thj,th->tj", dots.relu(), problem.w[queries].double())
+        assert (scores[s, j, :m, :n] - expected).masked_fill(~seen, 0.0).abs().max() < 1e-3 * dim**0.5
+        wrong = (bits[s, j, :m, :, :n] != (dots > 0)) & seen[:, None]
+        assert (dots * wrong).abs().max() < 1e-4
+    problem.put_di()
+    got, expected = problem.run_gradients(), problem.expected(bits)
+    errors = [error(x, y) for x, y in zip(got, expected)]
+    record_error(max(errors))
+    # dq is rounded to bf16, dI w too.
+    assert errors[0] < 2.5e-3 and errors[1] < 1e-5 and errors[2] < 2.5e-3, errors
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(64, 128), (64, 64), (8, 64)])
+def test_gradients_beside_autograd_in_bf16(heads, dim):
+    """Of a KL to a random target: no further from float64 than twice what PyTorch's autograd in bf16 is."""
+    tokens = 500
+    problem = Problem(heads, dim, [tokens], [tokens], True)
+    problem.q, problem.w = problem.q / dim**0.5, problem.w / heads**0.5
+    scores, _ = problem.run_scores()
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=DEVICE).tril()
+    p = torch.rand(tokens, tokens, dtype=torch.float64, device=DEVICE).masked_fill(~seen, 0.0)
+    p = p / p.sum(-1, keepdim=True)
+
+    def by_autograd(dtype):
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (problem.q, problem.k, problem.w)]
+        index = (torch.einsum("thd,jd->thj", *inputs[:2]).relu() * inputs[2][..., None]).sum(1)
+        log_q = index.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
+        return torch.autograd.grad(-(p.to(dtype) * log_q).sum(), inputs)
+
+    whole = scores.permute(0, 2, 1, 3).reshape(len(scores) * ROWS, -1)[:tokens, :tokens].double()
+    di = whole.masked_fill(~seen, -torch.inf).softmax(-1) - p
+    for slot, s, j, (queries, keys) in problem.tiles():
+        problem.di[s, j, : slot[1], : keys.stop - keys.start] = di[queries, keys].bfloat16()
+    problem.put_di()
+    dq, dw, dk = problem.run_gradients()
+    for got, expected, autograd in zip((dq, dk, dw), by_autograd(torch.float64), by_autograd(torch.bfloat16)):
+        assert error(got, expected) < 2 * error(autograd, expected)
+
+
+def test_a_product_of_zero_is_not_active():
+    problem = Problem(8, 64, [100], [100], False)
+    problem.q[:, 3] = 0
+    problem.k[50] = 0
+    _, bits = problem.run_scores()
+    assert not bits[0, 0, :100, 3, :100].any() and not bits[0, 0, :100, :, 50].any()
+
+
+def test_another_sequences_nan_stays_there():
+    """Tiles of keys and groups of heads reach into the next sequence."""
+    problem = Problem(8, 64, [61, 70], [61, 70], True)
+    problem.run_scores()
+    problem.put_di()
+    clean = problem.run_gradients()
+    problem.q[61:], problem.k[61:], problem.w[61:] = torch.nan, torch.nan, torch.nan
+    for got, before in zip(problem.run_gradients(), clean):
+        assert torch.equal(got[:61], before[:61])
+
+
+def test_a_sequence_longer_than_said_stays_in_its_tiles():
+    """Fewer tiles than its keys take: nothing is written, and nothing read, where the next slot's are."""
+    problem = Problem(8, 64, [300, 100], [300, 100], True)
+    whole, _ = problem.run_scores()
+    for row in problem.rows:
+        row[6] = min(row[6], 1)
+    problem.slots = torch.tensor(problem.rows, dtype=torch.int32, device=DEVICE)
+    problem.di = problem.di[:, :1].contiguous()
+    problem.scores = poisoned((len(problem.rows), 1, ROWS, ROWS), torch.float32, DEVICE)
+    problem.active = poisoned(ops.active_shape(len(problem.rows), 8, 1), torch.int32, DEVICE)
+    before = problem.scores.view(torch.int32).clone(), problem.active.clone()
+    scores, bits = problem.run_scores()
+    for slot, s, j, _ in problem.tiles():
+        seen = visible_mask(slot, j)
+        assert torch.equal(scores[s, j][seen], whole[s, j][seen])
+    # The last two slots are unused.
+    for x, y in zip((scores.view(torch.int32), problem.active), before):
+        assert torch.equal(x[-2:], y[-2:])
+    problem.put_di()
+    for got, expected in zip(problem.run_gradients(), problem.expected(bits)):
+        assert error(got, expected) < 2.5e-3
+
+
+def test_one_chunk_after_another_adds_to_dk():
+    problem = Problem(64, 128, [1000, 300], [1000, 300], True)
+    _, bits = problem.run_scores()
+    problem.put_di()
+    expected = problem.expected(bits)[2]
+    dk = torch.zeros(problem.k.shape, device=DEVICE)
+    for first in range(0, len(problem.rows), 3):
+        some = slice(first, first + 3)
+        chunk = problem.slots[some], problem.scores[some], problem.active[some]
+        ops.index_key_grad(problem.q, problem.w.bfloat16(), *chunk, dk)
+    assert error(dk, expected) < 2.5e-3
+
+
+def test_many_short_sequences_with_unused_slots_between():
+    """More slots than one launch of the key gradient takes, runs of one slot, and unused ones anywhere."""
+    problem = Problem(
+        8, 64, [3, 1, 2] * 350, [3, 1, 2] * 350, True, lambda n: [n - 1, *range(5), n - 2, *range(5, n - 2)]
+    )
+    _, bits = problem.run_scores()
+    problem.put_di()
+    for got, expected in zip(problem.run_gradients(), problem.expected(bits)):
+        assert error(got, expected) < 2.5e-3
+
+
+def test_runs_are_identical():
+    problem = Problem(64, 64, [1500, 700, 3], [1500, 700, 3], True)
+    problem.run_scores()
+    problem.put_di()
+    first = problem.run_gradients()
+    for _ in range(10):
+        assert all(torch.equal(a, b) for a, b in zip(first, problem.run_gradients()))
+
+
+def test_graph_replay_with_new_slots():
+    problem = Problem(64, 64, [600], [600], True)
+    problem.run_scores()
+    problem.put_di()
+    q, k, w, slots = problem.q, problem.k, problem.w, problem.slots.clone()
+    dq, dw, dk = torch.empty_like(q), torch.empty_like(w), torch.zeros(k.shape, device=DEVICE)
+
+    def step():
+        dk.zero_()
+        ops.index_query_grad(q, k, w, slots, problem.scores, problem.active, dq, dw)
+        ops.index_key_grad(q, w.bfloat16(), slots, problem.scores, problem.active, dk)
+
+    step()
+    whole = dk.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    assert torch.equal(dk, whole)
+    slots[3:] = slots[-1]
+    graph.replay()
+    assert not torch.equal(dk, whole)
+    again = dk.clone()
+    step()
+    assert torch.equal(dk, again)
+
+
+@pytest.mark.parametrize("queries", [0, 5])
+def test_empty(queries):
+    problem = Problem(16, 64, [queries], [4], True)
+    q, w, k = problem.q, problem.w, problem.k[:0]
+    dq, dw, dk = torch.ones_like(q), torch.ones_like(w), torch.ones(0, 64, device=DEVICE)
+    workspaces = (problem.slots, problem.scores, problem.active)
+    ops.index_scores(q, k, w, *workspaces)
+    ops.index_query_grad(q, k, w, *workspaces, dq, dw)
+    ops.index_key_grad(q, w.bfloat16(), *workspaces, dk)
+    assert not dq.any() and not dw.any()

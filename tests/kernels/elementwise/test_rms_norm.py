@@ -1,0 +1,40 @@
+"""The shipped variants of the RMS norm compile to sm_90a without spills, with loads and stores of 16 bytes."""
+
+import pytest
+
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+from dsa.kernels.elementwise import rms_norm_sm90 as kernels
+from tests.kernels.variants import shipped
+
+
+@shipped(kernels.compile_rms_norm)
+def test_sass(arguments):
+    dtype, weighted, config = arguments
+    sass = disassemble(cubin(kernels.compile_rms_norm, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    # 768 threads a multiprocessor; the longest rows 512.
+    assert sass.registers <= (80 if config.vectors <= kernels.MOST_EARLY else 128)
+    vectors = config.vectors
+    weight_loads = vectors * (1 if dtype == "float32" else 2) if weighted else 0
+    assert sass.instructions["LDG"] == vectors + weight_loads
+    assert sass.instructions["STG"] == vectors
+    assert sass.instructions["BAR"] == (config.lanes > kernels.WARP)
+
+
+def test_every_variant_is_shipped_once():
+    variants = [arguments for _, arguments in kernels.shipped_variants()]
+    assert len(variants) == len(set(variants)) == 3 * 2 * len(kernels.CONFIGS)
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+def test_every_row_length_has_a_configuration(dtype):
+    width = 4 if dtype == "float32" else 8
+    last = 0
+    for channels in range(8, kernels.most_channels(dtype) + 1, 8):
+        config = kernels.choose_config(dtype, channels)
+        assert config.lanes * config.vectors * width >= channels and config.threads % config.lanes == 0
+        at = kernels.CONFIGS.index(config)
+        assert at >= last
+        last = at
+    assert last == len(kernels.CONFIGS) - 1

@@ -1,0 +1,27 @@
+"""The shipped variants of the paged index scores, and of their plan, compile to sm_90a: FP8 wgmma, TMA, no spills."""
+
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernels
+from dsa.kernels.indexer import paged_mqa_logits_metadata_sm90 as metadata
+from tests.kernels.variants import shipped
+
+
+@shipped(kernels.compile_fp8_paged_mqa_logits)
+def test_sass(arguments):
+    heads, dim, next_n, page_size, _, config = arguments
+    sass = disassemble(cubin(kernels.compile_fp8_paged_mqa_logits, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.instructions["QGMMA"] == dim // 32
+    # Queries and every page of a tile by TMA; weights of every query and scales of every page by bulk copies.
+    assert sass.instructions["UTMALDG"] == 1 + 64 // page_size
+    assert sass.instructions["UBLKCP"] == next_n + 64 // page_size
+    assert sass.instructions["FFMA"] == heads * next_n // 2
+    assert sass.registers * config.threads <= 65536
+    assert config.fits(heads * next_n)
+
+
+@shipped(metadata.compile_paged_mqa_logits_metadata)
+def test_plan_sass(arguments):
+    sass = disassemble(cubin(metadata.compile_paged_mqa_logits_metadata, *arguments))
+    assert sass.stack == 0 and sass.registers <= 64

@@ -1,0 +1,25 @@
+"""Every shipped variant of the experts' sum compiles to sm_90a without spills, with a turn's copies in flight."""
+
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+from dsa.kernels.moe import combine_experts_sm90 as kernels
+from tests.kernels.variants import shipped
+
+
+@shipped(kernels.compile_combine_experts)
+def test_sass(arguments):
+    dtype, _, shared = arguments
+    sass = disassemble(cubin(kernels.compile_combine_experts, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.registers <= 48  # 10 CTAs a multiprocessor; shared memory is enough for 13
+    assert sass.instructions["LDGSTS"] == kernels.BATCH and sass.instructions["LDGDEPBAR"] == 1
+    # A row's number and weight; shared's vector.
+    assert sass.instructions["LDG"] == 2 * kernels.BATCH + shared
+    assert sass.instructions["STG"] == 1
+    # Products are rounded before they are added.
+    assert sass.instructions["FMUL"] == kernels.BATCH * (4 if dtype == "float32" else 8)
+
+
+def test_every_variant_is_shipped_once():
+    variants = [arguments for _, arguments in kernels.shipped_variants()]
+    assert len(variants) == len(set(variants)) == 3 * 2 * 2

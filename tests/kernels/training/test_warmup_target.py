@@ -1,0 +1,29 @@
+"""Every shipped variant of the warm-up's own kernels compiles to sm_90a: wgmma, TMA, no spills, wgmma in groups."""
+
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+from dsa.kernels.training import query_slots_sm90, warmup_rows_sm90
+from dsa.kernels.training import warmup_target_sm90 as kernels
+from tests.kernels.variants import shipped
+
+
+@shipped(kernels.compile_warmup_target)
+def test_target(arguments):
+    _, dim = arguments
+    unit, query_stages, key_stages = kernels.RINGS[dim]
+    sass = disassemble(cubin(kernels.compile_warmup_target, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.registers * kernels.THREADS <= 65536
+    heads_at_a_time = 1 if dim > unit else 4  # the first, two of the loop, the last
+    assert sass.instructions["HGMMA"] == dim // 16 * heads_at_a_time
+    # A wait and an arrival for each group, as written: the compiler has not put one behind every wgmma.
+    groups = dim // unit if dim > unit else heads_at_a_time
+    assert sass.instructions["WARPGROUP"] == 2 * groups
+    assert sass.instructions["UTMALDG"] == 2 * unit // 64
+    assert (query_stages + key_stages) * kernels.SLOT_ROWS * unit * 2 <= 13 * 16384
+
+
+@shipped(warmup_rows_sm90.compile_warmup_lse, warmup_rows_sm90.compile_warmup_kl, query_slots_sm90.compile_query_slots)
+def test_small_kernels(compile_function, arguments):
+    sass = disassemble(cubin(compile_function, *arguments))
+    assert sass.stack == 0 and sass.registers <= 64

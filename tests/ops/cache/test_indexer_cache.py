@@ -1,0 +1,184 @@
+"""The bridge of the indexer's key cache, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+
+import contextlib
+
+import pytest
+import torch
+
+import dsa
+from dsa.ops.cache import indexer_cache as op
+from dsa.reference.cache import indexer_cache as reference
+
+WRITE, READ = torch.ops.dsa.write_indexer_cache, torch.ops.dsa.read_indexer_cache
+
+
+def poisoned_cache(pages=3, page_size=4, dim=32):
+    return torch.full((pages, page_size, 1, dim + 4), 0xFF, dtype=torch.uint8)  # every e4m3 and every scale is NaN
+
+
+def keys(tokens=5, dim=32):
+    return torch.randn(tokens, dim).to(torch.float8_e4m3fn), torch.rand(tokens) + 0.1
+
+
+def slots_of(cache, tokens=5):
+    return torch.randperm(cache.shape[0] * cache.shape[1])[:tokens]
+
+
+def layout(x):
+    return x.shape, x.stride(), x.dtype
+
+
+def assert_same(got, expected):
+    for x, y in zip(got, expected, strict=True):
+        assert layout(x) == layout(y) and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The bridges go the kernels' way; what they would launch is listed, not run."""
+    found = []
+    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(op, "_kernel", lambda *variant: lambda *arguments: found.append((variant, arguments)))
+    return found
+
+
+def test_write_runs_the_reference_without_a_gpu():
+    cache, (k, scale) = poisoned_cache(), keys()
+    slots, expected = slots_of(cache), cache.clone()
+    slots[2] = -1
+    reference.write_indexer_cache(k, scale, expected, slots)
+    assert dsa.write_indexer_cache(k, scale, cache, slots) is None
+    assert torch.equal(cache, expected) and not cache.eq(0xFF).all()
+
+
+def test_read_runs_the_reference_without_a_gpu():
+    cache = torch.randint(256, (3, 4, 1, 36), dtype=torch.uint8)
+    slots = torch.tensor([11, -1, 0, 0, 12, 5])
+    assert_same(dsa.read_indexer_cache(cache, slots), reference.read_indexer_cache(cache, slots))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_what_is_written_is_read(dim, dtype):
+    cache, (k, scale) = poisoned_cache(dim=dim), keys(12, dim)
+    slots = slots_of(cache, 12).to(dtype)
+    dsa.write_indexer_cache(k, scale, cache, slots)
+    assert_same(dsa.read_indexer_cache(cache, slots), (k, scale))
+
+
+def test_a_compiled_graph_reads_what_it_wrote():
+    cache, (k, scale) = poisoned_cache(), keys()
+    slots, untouched = slots_of(cache), cache.clone()
+
+    def replace(k, scale, cache, slots):
+        old = dsa.read_indexer_cache(cache, slots)
+        dsa.write_indexer_cache(k, scale, cache, slots)
+        return *old, *dsa.read_indexer_cache(cache, slots)
+
+    got = torch.compile(replace, fullgraph=True, backend="aot_eager")(k, scale, cache, slots)
+    assert_same(got[:2], dsa.read_indexer_cache(untouched, slots))
+    assert_same(got[2:], (k, scale))
+    assert_same(dsa.read_indexer_cache(cache, slots), (k, scale))
+
+
+def test_registration():
+    cache, (k, scale) = poisoned_cache(), keys()
+    # torch cannot compare float8 inputs before and after, as the schema's test does.
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(WRITE.default, (k, scale, cache, slots_of(cache)), test_utils=tests)
+    torch.library.opcheck(READ.default, (torch.zeros_like(cache), slots_of(cache)))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("pages", [0, 3])
+def test_fake_results_are_laid_out_as_the_real_ones(pages, tokens):
+    cache, slots = poisoned_cache(pages), torch.arange(tokens)
+    fake = READ(cache.to("meta"), slots.to("meta"))
+    assert all(x.is_meta for x in fake)
+    assert [layout(x) for x in fake] == [layout(x) for x in dsa.read_indexer_cache(cache, slots)]
+
+
+def test_fake_calls_check_their_arguments():
+    k, scale, cache, slots = (x.to("meta") for x in (*keys(), poisoned_cache(), torch.arange(5)))
+    assert WRITE(k, scale, cache, slots) is None
+    with pytest.raises(ValueError, match=r"k_scale: shape must be \[5\], got \[4\]"):
+        WRITE(k, scale[:4], cache, slots)
+    with pytest.raises(ValueError, match="slots: dtype must be int32 or int64, got int16"):
+        READ(cache, slots.short())
+
+
+def test_forcing_the_kernels_on_the_cpu_is_an_error():
+    cache, (k, scale) = poisoned_cache(), keys()
+    with dsa.use_backend("cute"):
+        with pytest.raises(ValueError, match="write_indexer_cache: backend 'cute' was asked for, but"):
+            dsa.write_indexer_cache(k, scale, cache, slots_of(cache))
+        with pytest.raises(ValueError, match="read_indexer_cache: backend 'cute' was asked for, but"):
+            dsa.read_indexer_cache(cache, slots_of(cache))
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_a_cache_that_is_no_tensor_is_named(write):
+    with pytest.raises(TypeError, match=r"cache: must be a torch\.Tensor, got list"):
+        if write:
+            dsa.write_indexer_cache(*keys(), [1.0], torch.arange(5))
+        else:
+            dsa.read_indexer_cache([1.0], torch.arange(5))
+
+
+def test_what_the_kernel_gets(launches):
+    cache, (k, scale) = poisoned_cache(), keys()
+    slots = slots_of(cache)
+    dsa.write_indexer_cache(k, scale, cache, slots)
+    read = dsa.read_indexer_cache(cache, slots.int())
+    (write_variant, write_arguments), (read_variant, read_arguments) = launches
+    assert (write_variant, read_variant) == ((32, torch.int64, True), (32, torch.int32, False))
+    for arguments, rows in ((write_arguments, (k, scale)), (read_arguments, read)):
+        assert arguments[0].dtype == torch.uint8 and arguments[0].shape == (5, 32)
+        assert [x.data_ptr() for x in arguments[:3]] == [x.data_ptr() for x in (*rows, cache)]
+        assert layout(arguments[2]) == ((3, 144), (144, 1), torch.uint8)
+        assert torch.equal(arguments[3], slots) and arguments[4] == 4
+
+
+def test_one_token_of_any_stride(launches):
+    cache, (k, scale) = poisoned_cache(), keys()
+    dsa.write_indexer_cache(k.as_strided((1, 32), (7, 1)), scale[3:4], cache, torch.arange(3)[1:2])
+    assert launches[0][1][0].stride() == (32, 1)
+
+
+def test_nothing_to_do_launches_nothing(launches):
+    cache, (k, scale) = poisoned_cache(), keys()
+    none = torch.arange(0)
+    dsa.write_indexer_cache(k[:0], scale[:0], cache, none)
+    dsa.write_indexer_cache(k, scale, cache[:0], torch.arange(5))
+    assert dsa.read_indexer_cache(cache, none)[0].shape == (0, 32)
+    got, got_scale = dsa.read_indexer_cache(cache[:0], torch.tensor([0, 3, -1]))
+    assert got.float().eq(0).all() and got_scale.tolist() == [0.0, 0.0, 0.0]
+    assert not launches
+
+
+def test_what_the_kernel_does_not_take(launches):
+    cache, (k, scale) = poisoned_cache(), keys()
+    slots, five = torch.arange(5), torch.arange(10)[::2]
+    op._check_kernel_takes(cache, slots)
+    op._check_kernel_takes(cache, five[:1])
+    with pytest.raises(ValueError, match=r"cache: the Hopper kernel takes D \(32, 64, 128\), got 48"):
+        op._check_kernel_takes(poisoned_cache(dim=48), slots)
+    with pytest.raises(ValueError, match=r"slots: must be contiguous, got strides \[2\]"):
+        op._check_kernel_takes(cache, five)
+
+    odd = torch.zeros(5, 40, dtype=torch.uint8)[:, :32].view(torch.float8_e4m3fn)
+    far = torch.zeros(3, 152, dtype=torch.uint8)[:, :144].unflatten(1, (4, 1, 36))
+    for arguments, message in [
+        ((odd, scale, cache, slots), r"k: rows must start at multiples of 16 bytes, .* strides of \[40\] bytes"),
+        ((k, scale, cache, slots.to("meta")), "slots: must be on cache's device cpu, got meta"),
+        ((k.to("meta"), scale, cache, slots), "k: must be on cache's device cpu, got meta"),
+        ((k, scale.to("meta"), cache, slots), "k_scale: must be on cache's device cpu, got meta"),
+        ((k, scale, far, slots), "cache: pages must start at multiples of 16 bytes, .* a page stride of 152 bytes"),
+        ((k, scale[:4], cache, slots), r"k_scale: shape must be \[5\], got \[4\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dsa.write_indexer_cache(*arguments)
+    with pytest.raises(ValueError, match="cache: every page must be contiguous"):
+        dsa.read_indexer_cache(cache[:, :, :, :20], slots)
+    assert not launches

@@ -1,0 +1,140 @@
+"""The bridge of the RMS norm, on the CPU: dispatch, what it launches, gradients, torch.compile, errors with a name."""
+
+import contextlib
+
+import pytest
+import torch
+
+import dsa
+from dsa.kernels.elementwise import rms_norm_sm90 as kernels
+from dsa.ops.elementwise import rms_norm as op
+from dsa.reference.elementwise import rms_norm as reference
+
+NORM = torch.ops.dsa.rms_norm
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The bridge goes the kernel's way; what it would launch is listed, not run."""
+    found = []
+    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(op, "_kernel", lambda *variant: lambda *arguments: found.append((variant, arguments)))
+    return found
+
+
+def test_constants_are_the_kernels():
+    assert {str(d).removeprefix("torch."): n for d, n in op.MOST_CHANNELS.items()} == {
+        dtype: kernels.most_channels(dtype) for dtype in kernels.DTYPES
+    }
+    assert op.MOST_ROWS == 2**31 - 2 * max(c.threads // c.lanes for c in kernels.CONFIGS)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("shape", [(24,), (5, 24), (2, 3, 24), (0, 8), (2, 3, 4, 5, 7)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_runs_the_reference_without_a_gpu(dtype, shape, weighted):
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]) if weighted else None
+    got = dsa.rms_norm(x, weight, 1e-3)
+    assert got.dtype == dtype and torch.equal(got, reference.rms_norm(x, weight, 1e-3))
+    assert torch.equal(dsa.rms_norm(x, weight), reference.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_one_node_of_a_compiled_graph(weighted):
+    x, weight = torch.randn(3, 4, 16).bfloat16(), torch.randn(16) if weighted else None
+    compiled = torch.compile(lambda *a: dsa.rms_norm(*a, 1e-3), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight), dsa.rms_norm(x, weight, 1e-3))
+
+
+def test_registration():
+    torch.library.opcheck(NORM.default, (torch.randn(3, 16).bfloat16(), torch.randn(16), 1e-6))
+    torch.library.opcheck(NORM.default, (torch.randn(3, 16), None, 1e-6))
+
+
+def test_fake_results_are_laid_out_as_the_real_ones():
+    for x in (torch.zeros(0, 16), torch.zeros(16), torch.zeros(6, 4, 16).transpose(0, 2), torch.zeros(4, 20)[:, 2:18]):
+        fake, real = NORM(x.to("meta"), None, 1e-6), NORM(x, None, 1e-6)
+        assert fake.is_meta and (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+    with pytest.raises(ValueError, match=r"weight: shape must be \[16\], got \[8\]"):
+        NORM(torch.zeros(2, 16, device="meta"), torch.zeros(8, device="meta"), 1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_the_formulas(compiled, launches):
+    x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    function = torch.compile(dsa.rms_norm, fullgraph=True, backend="aot_eager") if compiled else dsa.rms_norm
+    got = torch.autograd.grad(function(x, weight).square().sum(), (x, weight))
+    expected = torch.autograd.grad(reference.rms_norm(x, weight).square().sum(), (x, weight))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not launches
+    with torch.no_grad():
+        assert not dsa.rms_norm(x, weight).requires_grad
+    assert len(launches) == 1
+
+
+def test_forcing_the_kernel_on_the_cpu_is_an_error():
+    with dsa.use_backend("cute"), pytest.raises(ValueError, match="rms_norm: backend 'cute' was asked for, but"):
+        dsa.rms_norm(torch.zeros(2, 8), None)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "seen"),
+    [
+        ((8,), (1, 1, 8)),
+        ((5, 8), (1, 5, 8)),
+        ((3, 5, 8), (3, 5, 8)),
+        ((2, 3, 5, 8), (6, 5, 8)),
+        ((1, 1, 1, 1, 8), (1, 1, 8)),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_the_kernel_gets(dtype, shape, seen, weighted, launches):
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]) if weighted else None
+    y = dsa.rms_norm(x, weight, 1e-5)
+    [(variant, (rows, gain, out, eps))] = launches
+    assert variant == (dtype, weighted, 8) and gain is weight and eps == 1e-5
+    assert y.shape == shape and y.dtype == dtype and y.is_contiguous()
+    assert rows.shape == out.shape == seen and rows.data_ptr() == x.data_ptr() and out.data_ptr() == y.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 16), (0, 2, 3, 8)])
+def test_nothing_to_norm(shape, launches):
+    assert dsa.rms_norm(torch.zeros(shape), torch.zeros(shape[-1])).shape == shape and not launches
+
+
+def test_parts_of_larger_tensors_are_used_where_they_are(launches):
+    x = torch.randn(6, 4, 48).bfloat16()
+    dsa.rms_norm(x[..., 8:24], None)
+    dsa.rms_norm(x[:, 1:3].transpose(0, 1), None)
+    dsa.rms_norm(x[0, 0].as_strided((1, 16), (7, 1)), None)  # the stride of a single row means nothing
+    assert [rows.stride() for _, (rows, *_) in launches][:2] == [(192, 48, 1), (48, 192, 1)]
+    assert all(stride % 8 == 0 for stride in launches[2][1][0].stride()[:-1])
+
+
+def test_what_the_kernel_does_not_take(launches):
+    x = torch.zeros(2, 3, 4, 16)
+    aligned = "x: channels must be contiguous and rows start at multiples of 16 bytes, got "
+    for arguments, message in [
+        (
+            (x[..., :12], None),
+            r"x: .* a multiple of 8 up to 16384 for float32, got shape \[2, 3, 4, 12\]",
+        ),
+        ((x[..., :0], None), "x: the Hopper kernel takes a last dimension of a multiple of 8"),
+        ((torch.zeros(1, 16392), None), "x: .* up to 16384 for float32"),
+        ((torch.zeros(1, 32776).half(), None), "x: .* up to 32768 for float16"),
+        ((torch.zeros(8).expand(2**31, 8), None), "x: the Hopper kernel takes at most 2147483616 rows"),
+        ((torch.zeros(4, 17)[:, :16], None), aligned + r"strides \[17, 1\] and an address 0 bytes past one"),
+        ((torch.zeros(4, 24)[:, 2:18], None), aligned + r"strides \[24, 1\] and an address 8 bytes past one"),
+        ((torch.zeros(4, 32)[:, ::2], None), aligned + r"strides \[32, 2\]"),
+        ((x.transpose(0, 1), None), r"x: the first 2 dimensions must be mergeable .* got shape \[3, 2, 4, 16\]"),
+        ((x, torch.zeros(16, device="meta")), "weight: must be on x's device cpu, got meta"),
+        ((x, torch.zeros(32)[::2]), "weight: the last dimension must be contiguous"),
+        ((x, torch.zeros(17)[1:]), "weight: rows must start at multiples of 16 bytes"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dsa.rms_norm(*arguments)
+    assert not launches

@@ -1,0 +1,246 @@
+"""The bridge of the rotation, on the CPU: dispatch, what it launches, gradients, torch.compile, errors with a name."""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+
+import dsa
+from dsa.kernels.elementwise import rotary_sm90 as kernels
+from dsa.ops.elementwise import rotary as op
+from dsa.reference.elementwise import rotary as reference
+
+ROTATE, INTO = torch.ops.dsa.apply_rotary, torch.ops.dsa.apply_rotary_out
+KINDS = [(True, "first"), (True, "last"), (False, "first"), (False, "last")]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def inputs(shape=(5, 3, 24), rotated=16, dtype=torch.bfloat16):
+    angles = torch.randn(shape[0], rotated // 2)
+    return torch.randn(shape).to(dtype), angles.cos(), angles.sin()
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The bridge goes the kernel's way; what it would launch is listed, not run."""
+    found = []
+    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(op, "_kernel", lambda *variant: lambda *arguments: found.append((variant, arguments)))
+    return found
+
+
+def test_constants_are_the_kernels():
+    assert op.WIDE == kernels.WIDE
+    most = max(config.units * config.threads for _, (_, _, config) in kernels.shipped_variants())
+    assert op.MOST_UNITS + most < 2**31
+
+
+@pytest.mark.parametrize(("interleaved", "dims"), KINDS)
+@pytest.mark.parametrize("shape", [(4, 16), (5, 3, 25), (2, 3, 4, 24), (0, 2, 16)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_runs_the_reference_without_a_gpu(dtype, shape, interleaved, dims):
+    x, cos, sin = inputs(shape, 16, dtype)
+    kind = {"interleaved": interleaved, "dims": dims}
+    expected = reference.apply_rotary(x, cos, sin, **kind)
+    assert torch.equal(dsa.apply_rotary(x, cos, sin, **kind), expected)
+    wide = torch.zeros(*shape[:-1], shape[-1] + 10, dtype=dtype)
+    part = wide[..., 4:-6]
+    assert dsa.apply_rotary(x, cos, sin, **kind, out=part) is part and torch.equal(part, expected)
+    assert not wide[..., :4].any() and not wide[..., -6:].any()
+    assert dsa.apply_rotary(x, cos, sin, **kind, out=x) is x and torch.equal(x, expected)
+
+
+@pytest.mark.parametrize(("interleaved", "dims"), KINDS)
+def test_one_node_of_a_compiled_graph(interleaved, dims):
+    x, cos, sin = inputs()
+    torch._dynamo.reset()  # each kind is a compilation, and there is a limit
+    rotate = partial(dsa.apply_rotary, interleaved=interleaved, dims=dims)
+    expected = rotate(x, cos, sin)
+    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, cos, sin), expected)
+    out = torch.full((5, 3, 30), torch.nan).bfloat16()
+    compiled(x, cos, sin, out=out[..., 6:])
+    assert torch.equal(out[..., 6:], expected) and out[..., :6].isnan().all()
+    compiled(x, cos, sin, out=x)
+    assert torch.equal(x, expected)
+
+
+def test_registration():
+    arguments = (*inputs(dtype=torch.float32), True, "last")
+    torch.library.opcheck(ROTATE.default, arguments)
+    torch.library.opcheck(ROTATE.default, (arguments[0].requires_grad_(), *arguments[1:]))
+    torch.library.opcheck(INTO.default, (*inputs(), False, "first", torch.zeros(5, 3, 24).bfloat16()))
+
+
+def test_fake_calls():
+    x, cos, sin = (t.to("meta") for t in inputs())
+    turned = ROTATE(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, True, "first")
+    assert turned.is_meta and turned.shape == x.shape and turned.is_contiguous() and turned.dtype == x.dtype
+    assert INTO(x, cos, sin, True, "first", x) is None
+    with pytest.raises(ValueError, match="cos: shape"):
+        ROTATE(x, cos[1:], sin, True, "first")
+    with pytest.raises(ValueError, match=r"out: shape must be \[5, 3, 24\], got \[4, 3, 24\]"):
+        INTO(x, cos, sin, True, "first", x[1:])
+
+
+@pytest.mark.parametrize("way", ["reference", "registered", "compiled"])
+@pytest.mark.parametrize(("interleaved", "dims"), KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients(dtype, interleaved, dims, way):
+    x, cos, sin = inputs(dtype=dtype)
+    x.requires_grad_()
+    kind = {"interleaved": interleaved, "dims": dims}
+    torch._dynamo.reset()
+    rotate = {
+        "reference": lambda: dsa.apply_rotary(x, cos, sin, **kind),
+        "registered": lambda: ROTATE(x, cos, sin, interleaved, dims),
+        "compiled": torch.compile(lambda: dsa.apply_rotary(x, cos, sin, **kind), fullgraph=True, backend="aot_eager"),
+    }[way]
+    grad = torch.randn(x.shape).to(dtype)
+    (expected,) = torch.autograd.grad(reference.apply_rotary(x, cos, sin, **kind), x, grad)
+    (got,) = torch.autograd.grad(rotate(), x, grad)
+    assert torch.equal(got, expected)
+    # The gradient of a sum has no memory of its own.
+    rotate().sum().backward()
+
+
+def test_second_gradients():
+    x, cos, sin = inputs((2, 8), 8, torch.float32)
+    x.requires_grad_()
+    (first,) = torch.autograd.grad(ROTATE(x, cos, sin, True, "first").square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    torch.testing.assert_close(first, 2 * x)  # a rotation keeps the length
+    torch.testing.assert_close(second, 8 * x)
+
+
+def test_gradients_with_a_kernel(launches):
+    x, cos, sin = inputs()
+    got = dsa.apply_rotary(x.requires_grad_(), cos, sin, interleaved=True)
+    assert got.grad_fn is not None and len(launches) == 1
+    with torch.no_grad():
+        assert dsa.apply_rotary(x, cos, sin, interleaved=True).grad_fn is None and len(launches) == 2
+    with pytest.raises(ValueError, match="cos: the gradients of cos and sin are the reference's only"):
+        dsa.apply_rotary(x, cos.requires_grad_(), sin, interleaved=True)
+
+
+def test_gradients_with_an_out_are_an_error():
+    x, cos, sin = inputs()
+    x.requires_grad_()
+    out = torch.zeros(5, 3, 24).bfloat16()
+    with pytest.raises(ValueError, match="out: must be None where gradients of x"):
+        dsa.apply_rotary(x, cos, sin, interleaved=True, out=out)
+    with torch.no_grad():
+        assert dsa.apply_rotary(x, cos, sin, interleaved=True, out=out) is out
+
+
+def test_gradients_of_the_angles_on_the_reference():
+    x, cos, sin = inputs(dtype=torch.float32)
+    turned = dsa.apply_rotary(x, cos.requires_grad_(), sin, interleaved=True)
+    (grad,) = torch.autograd.grad(turned.sum(), cos)
+    torch.testing.assert_close(grad, x[..., :16].unflatten(-1, (8, 2)).sum((1, 3)))
+
+
+def test_forcing_the_kernel_on_the_cpu_is_an_error():
+    with dsa.use_backend("cute"), pytest.raises(ValueError, match="apply_rotary: backend 'cute' was asked for, but"):
+        dsa.apply_rotary(*inputs(), interleaved=True)
+
+
+@pytest.mark.parametrize(("interleaved", "dims"), KINDS)
+@pytest.mark.parametrize(
+    ("shape", "seen"), [((4, 24), (4, 1, 24)), ((5, 3, 24), (5, 3, 24)), ((2, 3, 4, 24), (2, 12, 24))]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_the_kernel_gets(dtype, shape, seen, interleaved, dims, launches):
+    x, cos, sin = inputs(shape, 16, dtype)
+    y = dsa.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims)
+    [(variant, (rows, c, s, out, begin))] = launches
+    assert variant == (dtype, interleaved, True, x.numel().bit_length())
+    assert rows.shape == out.shape == seen and (c is cos, s is sin) == (True, True)
+    assert rows.data_ptr() == x.data_ptr() and out.data_ptr() == y.data_ptr() and y.is_contiguous()
+    assert begin == (1 if dims == "last" else 0)  # of 8 channels
+
+
+def test_where_16_bytes_do_not_fit_channels_are_read_one_by_one(launches):
+    x, cos, sin = inputs((4, 3, 64), 16)
+    out = torch.zeros(4, 3, 65).bfloat16()[..., :-1]
+    for case in [
+        (x, cos, sin, out),
+        (x[..., 1:25], cos, sin, None),
+        (x[..., :26], cos, sin, None),
+        (x[..., :24], cos[:, :6], sin[:, :6], None),
+        (x[:, :, :24].as_strided((4, 3, 24), (192, 63, 1)), cos, sin, None),
+    ]:
+        *arguments, target = case
+        dsa.apply_rotary(*arguments, interleaved=True, dims="last", out=target)
+    assert [variant[2] for variant, _ in launches] == [False] * 5
+    assert [arguments[-1] for _, arguments in launches] == [24, 4, 5, 6, 4]  # pairs in front of those that turn
+
+
+@pytest.mark.parametrize(("dims", "first"), [("first", 0), ("last", 8)])
+def test_in_place_only_what_turns_is_touched(dims, first, launches):
+    x, cos, sin = inputs()
+    dsa.apply_rotary(x, cos, sin, interleaved=False, dims=dims, out=x)
+    odd, *_ = inputs((5, 3, 23))
+    dsa.apply_rotary(odd, cos, sin, interleaved=False, out=odd)
+    (variant, (rows, _, _, out, begin)), (odd_variant, _) = launches
+    assert rows.shape == out.shape == (5, 3, 16) and begin == 0 and variant[2] and not odd_variant[2]
+    assert rows.data_ptr() == out.data_ptr() == x[..., first:].data_ptr()
+
+
+def test_single_elements_may_have_any_stride(launches):
+    x, cos, sin = inputs((1, 1, 24))
+    odd = x.as_strided((1, 1, 24), (7, 3, 1)), cos.as_strided((1, 8), (3, 1)), sin
+    dsa.apply_rotary(*odd, interleaved=True)
+    [(variant, (rows, c, *_))] = launches
+    assert variant[2] and all(stride % 8 == 0 for stride in rows.stride()[:-1]) and c.stride(0) % 4 == 0
+
+
+def test_angles_in_another_layout_are_copied(launches):
+    x, cos, sin = inputs()
+    dsa.apply_rotary(x, cos.T.contiguous().T, torch.nn.functional.pad(sin, (1, 0))[:, 1:], interleaved=True)
+    [(_, (_, c, s, *_))] = launches
+    assert torch.equal(c, cos) and torch.equal(s, sin) and c.is_contiguous() and s.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 24), (5, 0, 24), (0, 24)])
+def test_nothing_to_rotate(shape, launches):
+    x, cos, sin = inputs(shape)
+    assert dsa.apply_rotary(x, cos, sin, interleaved=True).shape == shape
+    assert dsa.apply_rotary(x, cos, sin, interleaved=True, out=x) is x and not launches
+
+
+def test_bad_outs():
+    x, cos, sin = inputs()
+    for out, error, message in [
+        ([1.0], TypeError, "out: must be a torch.Tensor, got list"),
+        (x.float(), ValueError, "out: dtype must be x's bfloat16, got float32"),
+        (x[:4], ValueError, r"out: shape must be \[5, 3, 24\], got \[4, 3, 24\]"),
+        (x.to("meta"), ValueError, "out: must be on x's device cpu, got meta"),
+        (x[:, :1].expand(5, 3, 24), ValueError, r"out: its numbers must not share memory, got strides \[72, 0, 1\]"),
+    ]:
+        with pytest.raises(error, match=message):
+            dsa.apply_rotary(x, cos, sin, interleaved=True, out=out)
+
+
+def test_what_the_kernel_does_not_take(launches):
+    x, cos, sin = inputs()
+    four = torch.zeros(5, 2, 3, 24).bfloat16()
+    many, angles = torch.zeros(2**20, 2**12, 22, device="meta"), torch.zeros(2**20, 8, device="meta")
+    apart = four.transpose(1, 2).contiguous().transpose(1, 2)
+    merged = r"all dimensions between the first and the last must be mergeable .* got shape \[5, 2, 3, 24\]"
+    for arguments, message in [
+        ((x[..., ::2], cos[:, :2], sin[:, :2]), r"x: the last dimension must be contiguous, got strides \[72, 24, 2\]"),
+        ((x, cos, sin, x.repeat_interleave(2, -1)[..., ::2]), "out: the last dimension must be contiguous"),
+        ((x[..., :23], cos, sin), r"x: the Hopper kernel takes an even last dimension, got shape \[5, 3, 23\]"),
+        ((x, cos[:, :0], sin[:, :0]), r"cos: the Hopper kernel rotates at least 2 channels, got shape \[5, 0\]"),
+        ((apart, cos, sin), "x: " + merged),
+        ((four, cos, sin, apart), "out: " + merged),
+        ((x, cos.to("meta"), sin), "cos: must be on x's device cpu, got meta"),
+        ((x, cos, sin.to("meta")), "sin: must be on x's device cpu, got meta"),
+        ((many, angles, angles), "x: the Hopper kernel takes at most 4294966272 numbers in rows like these"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dsa.apply_rotary(*arguments[:3], interleaved=True, out=arguments[3] if len(arguments) > 3 else None)
+    assert not launches

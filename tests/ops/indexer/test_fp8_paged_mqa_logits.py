@@ -1,0 +1,204 @@
+"""The bridge of the paged index scores, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+
+import contextlib
+
+import pytest
+import torch
+
+import dsa
+from dsa.ops.indexer import fp8_paged_mqa_logits as op
+from dsa.reference import write_indexer_cache
+from dsa.reference.indexer import fp8_paged_mqa_logits as reference
+
+SCORES, PLAN = torch.ops.dsa.fp8_paged_mqa_logits, torch.ops.dsa.get_paged_mqa_logits_metadata
+PER_QUERY = torch.tensor([[70, 3], [0, 64], [1, 100]], dtype=torch.int32)
+
+
+def inputs(next_n=2, heads=8, dim=32, page_size=32, pages=13):
+    """q, cache, weights, lengths and block table of three sequences of up to 128 keys."""
+    q = torch.randn(3, next_n, heads, dim).to(torch.float8_e4m3fn)
+    cache = torch.full((pages, page_size, 1, dim + 4), 0xFF, dtype=torch.uint8)
+    keys = torch.randn(pages * page_size, dim).to(torch.float8_e4m3fn)
+    write_indexer_cache(keys, torch.rand(len(keys)), cache, torch.arange(len(keys)))
+    table = torch.randperm(pages)[:12].view(3, 4).int()
+    return q, cache, torch.randn(3 * next_n, heads), torch.tensor([70, 0, 128], dtype=torch.int32), table
+
+
+def layout(x):
+    return x.shape, x.stride(), x.dtype
+
+
+def shifted(x, bytes_):
+    """A copy of x that starts `bytes_` past a multiple of 16 bytes."""
+    raw = x.contiguous().view(torch.uint8).flatten()
+    buffer = torch.cat((raw.new_zeros(16), raw.new_zeros(bytes_), raw))[16 + bytes_ :]
+    return buffer.as_strided(x.shape, x.contiguous().stride()) if x.dtype == torch.uint8 else buffer.view(x.dtype)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The bridges go the kernels' way; what they would launch is listed, not run."""
+    found = []
+
+    def kernel(*variant):
+        return lambda *arguments: found.append((variant, arguments))
+
+    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(op, "_kernel", kernel)
+    monkeypatch.setattr(op, "_metadata_kernel", kernel)
+    return found
+
+
+@pytest.mark.parametrize("lengths", [None, PER_QUERY])
+@pytest.mark.parametrize("options", [{}, {"clean_logits": True}, {"logits_dtype": torch.bfloat16}])
+def test_runs_the_reference_without_a_gpu(options, lengths):
+    q, cache, weights, own, table = inputs()
+    arguments = (q, cache, weights, own if lengths is None else lengths, table)
+    plan = dsa.get_paged_mqa_logits_metadata(arguments[3], 32, dsa.num_sms("cpu"))
+    assert torch.equal(plan, reference.get_paged_mqa_logits_metadata(arguments[3], 32, 132))
+    expected = reference.fp8_paged_mqa_logits(*arguments, plan, 100, **options)
+    assert expected.isfinite().any()
+    for schedule in (plan, None):
+        got = dsa.fp8_paged_mqa_logits(*arguments, schedule, 100, **options)
+        assert layout(got) == layout(expected) and torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_is_part_of_a_compiled_graph(planned):
+    def scores(q, cache, weights, lengths, table):
+        plan = dsa.get_paged_mqa_logits_metadata(lengths, 32, 7) if planned else None
+        return plan, dsa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, plan, 100, True, torch.bfloat16)
+
+    arguments = inputs()
+    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(*arguments), scores(*arguments)):
+        assert got is expected is None or (layout(got) == layout(expected) and torch.equal(got, expected))
+
+
+def test_registration():
+    *arguments, lengths, table = inputs()
+    torch.library.opcheck(PLAN.default, (lengths, 64, 5))
+    # torch cannot compare float8 inputs before and after, as the schema's test does.
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    options = (None, 70, True, torch.float32)
+    torch.library.opcheck(SCORES.default, (*arguments, PER_QUERY, table, *options), test_utils=tests)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 256, 257, 1000])
+def test_fake_results_are_laid_out_as_the_real_ones(columns, dtype):
+    arguments = (*inputs(), None, columns, False, dtype)
+    fake = SCORES(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
+    assert fake.is_meta and layout(fake) == layout(dsa.fp8_paged_mqa_logits(*arguments))
+
+
+@pytest.mark.parametrize("num_sms", [1, 132])
+def test_fake_plans_are_laid_out_as_the_real_ones(num_sms):
+    fake = PLAN(PER_QUERY.to("meta"), 64, num_sms)
+    assert fake.is_meta and layout(fake) == layout(dsa.get_paged_mqa_logits_metadata(PER_QUERY, 64, num_sms))
+
+
+def test_errors_name_the_argument():
+    q, cache, weights, lengths, table = inputs()
+    with pytest.raises(TypeError, match=r"q: must be a torch\.Tensor, got list"):
+        dsa.fp8_paged_mqa_logits([q], cache, weights, lengths, table, None, 100)
+    with pytest.raises(ValueError, match=r"weights: shape must be \[6, 8\], got \[3, 8\]"):
+        dsa.fp8_paged_mqa_logits(q, cache, weights[:3], lengths, table, None, 100)
+    with pytest.raises(ValueError, match="block_kv: must be a divisor of 256, got 96"):
+        dsa.get_paged_mqa_logits_metadata(lengths, 96, 132)
+
+
+def test_a_cache_of_broken_pages_is_named():
+    q, cache, weights, lengths, table = inputs()
+    with pytest.raises(ValueError, match="kv_cache: every page must be contiguous"):
+        dsa.fp8_paged_mqa_logits(q, torch.cat((cache, cache), -1)[..., :36], weights, lengths, table, None, 100)
+
+
+def test_forcing_the_kernels_on_the_cpu_is_an_error():
+    arguments = inputs()
+    with dsa.use_backend("cute"):
+        with pytest.raises(ValueError, match="fp8_paged_mqa_logits: backend 'cute' was asked for, but"):
+            dsa.fp8_paged_mqa_logits(*arguments, None, 100)
+        with pytest.raises(ValueError, match="get_paged_mqa_logits_metadata: backend 'cute' was asked for, but"):
+            dsa.get_paged_mqa_logits_metadata(arguments[3], 64, 132)
+
+
+def test_what_the_kernels_get(launches):
+    q, cache, weights, lengths, table = inputs()
+    out = dsa.fp8_paged_mqa_logits(q, cache, shifted(weights, 4).view(6, 8), lengths, table, None, 1000, True)
+    (_, (planned, plan)), (variant, arguments) = launches
+    assert torch.equal(planned, lengths[:, None]) and layout(plan) == ((133, 2), (2, 1), torch.int32)
+    assert variant == (8, 32, 2, 32, torch.float32)
+    flat, pages, rows, column, blocks, schedule, whole, capacity, filled = arguments
+    assert layout(flat) == ((3 * 2 * 8, 32), (32, 1), torch.float8_e4m3fn) and flat.data_ptr() == q.data_ptr()
+    assert layout(pages) == ((13, 32 * 36), (32 * 36, 1), torch.uint8) and pages.data_ptr() == cache.data_ptr()
+    assert torch.equal(rows, weights) and rows.data_ptr() % 16 == 0
+    assert torch.equal(column, lengths[:, None]) and blocks is table and schedule is plan and whole is out
+    assert (capacity, filled) == (4 * 32, 1000)
+    # Fewer columns than keys, and no fill.
+    dsa.fp8_paged_mqa_logits(q, cache, weights, PER_QUERY, table, plan, 50)
+    _, arguments = launches[2]
+    assert arguments[2] is weights and arguments[3] is PER_QUERY and arguments[7:] == (50, 0)
+    # Rows of weights 36 bytes apart.
+    dsa.fp8_paged_mqa_logits(q, cache, torch.randn(6, 9)[:, :8], lengths, table, plan, 50)
+    assert layout(launches[3][1][2]) == ((6, 8), (8, 1), torch.float32)
+
+
+def test_a_single_page_of_any_stride(launches):
+    q, cache, weights, lengths, table = inputs()
+    one = cache.as_strided((1, 32, 1, 36), (16, 36, 36, 1))
+    dsa.fp8_paged_mqa_logits(q, one, weights, lengths, table, None, 100)
+    assert launches[-1][1][1].stride() == (32 * 36, 1)
+
+
+def test_nothing_to_score_launches_nothing(launches):
+    q, cache, weights, lengths, table = inputs()
+    assert dsa.fp8_paged_mqa_logits(q[:0], cache, weights[:0], lengths[:0], table[:0], None, 9).shape == (0, 9)
+    for pages, blocks in ((cache[:0], table), (cache, table[:, :0])):
+        got = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, blocks, None, 9)
+        assert got.shape == (6, 9) and got.eq(-torch.inf).all()
+    assert not launches
+
+
+def test_what_the_kernel_does_not_take():
+    q, cache, weights, lengths, table = inputs()
+    plan = dsa.get_paged_mqa_logits_metadata(lengths, 32, 5)
+    names = ("q", "kv_cache", "weights", "context_lens", "block_table", "schedule_meta")
+    good = dict(zip(names, (q, cache, weights, lengths, table, plan)))
+    op._check_kernel_takes(**good)
+    op._check_kernel_takes(**{**good, "schedule_meta": None})
+    narrow = q.view(torch.uint8)[..., :16].contiguous().view(torch.float8_e4m3fn)
+    apart = cache.new_zeros(3, 32 * 36 + 8)[:, : 32 * 36].unflatten(1, (32, 1, 36))
+    aligned = r"kv_cache: every page must be contiguous and start at a multiple of 16 bytes, got strides "
+    for name, value, message in [
+        ("q", q.new_zeros(3, 2, 24, 32), r"q: the Hopper kernel takes heads \(8, 16, 32, 64\), got 24"),
+        ("q", narrow, r"q: the Hopper kernel takes head dimensions \(32, 64, 128\), got 16"),
+        ("q", q.new_zeros(3, 5, 8, 32), r"q: .* queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5"),
+        ("q", q.transpose(0, 1).contiguous().transpose(0, 1), "q: must be contiguous and start at .* got strides"),
+        ("q", shifted(q, 4).view(q.shape), "q: must be contiguous .* and an address 4 bytes past one"),
+        ("kv_cache", cache.view(26, 16, 1, 36), r"kv_cache: .* page sizes \(32, 64\), got 16"),
+        ("kv_cache", shifted(cache, 8), aligned + r".* an address 8 bytes past one"),
+        ("kv_cache", apart, aligned + r"\[1160, 36, 36, 1\]"),
+        ("kv_cache", torch.cat((cache, cache), -1)[..., :36], aligned + r"\[2304, 72, 72, 1\]"),
+        ("schedule_meta", plan.T.contiguous().T, r"schedule_meta: must be contiguous, got strides \[1, 6\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            op._check_kernel_takes(**{**good, name: value})
+    for name in names[1:]:
+        with pytest.raises(ValueError, match=f"{name}: must be on q's device cpu, got meta"):
+            dsa.fp8_paged_mqa_logits(**{**good, name: good[name].to("meta")}, max_context_len=5)
+
+
+def test_a_matrix_of_contiguous_rows():
+    x = torch.arange(24, dtype=torch.int32).view(4, 6)
+    assert op._matrix("x", x) is x
+    assert op._matrix("x", x[:, 1:3]).stride() == (6, 1)
+    for vector, stride in ((x[1], 1), (x[1, 1:], 1), (x[0, ::2], 2), (x[:, 4], 6), (x[0, :1].expand(3), 0)):
+        got = op._matrix("x", vector)
+        assert got.stride() == (stride, 1) and torch.equal(got, vector[:, None])
+    column = x.as_strided((4, 1), (6, 9), 3)
+    assert op._matrix("x", column).stride() == (6, 1) and torch.equal(op._matrix("x", column), column)
+    for wrong in (x.T, x[:, ::2], x[:, :1].expand(4, 2)):
+        with pytest.raises(ValueError, match=r"block_table: the last dimension must be contiguous, got strides \["):
+            op._matrix("block_table", wrong)

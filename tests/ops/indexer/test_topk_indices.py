@@ -1,0 +1,176 @@
+"""The bridge of the top-k, on the CPU: dispatch, what it launches, torch.compile, and errors that name the argument."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dsa
+from dsa.kernels.indexer import topk_indices_sm90 as kernels
+from dsa.ops.indexer import topk_indices as op
+from dsa.reference.indexer import topk_indices as reference
+
+INF, NAN = math.inf, math.nan
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The bridge goes the kernel's way; what it would launch is listed, not run."""
+    found = []
+    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(op.backends, "num_sms", lambda _: 132)
+    monkeypatch.setattr(op, "_kernel", lambda *shape: lambda *arguments: found.append((shape, arguments)))
+    return found
+
+
+NUMBERS = st.one_of(
+    st.sampled_from([0.0, -0.0, INF, -INF, NAN, 1e-45, -1e-45, 1.0]), st.floats(width=32), st.integers(-3, 3).map(float)
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    rows=st.lists(st.lists(NUMBERS, min_size=7, max_size=7), min_size=1, max_size=4),
+    k=st.integers(1, 9),
+    start=st.integers(-3, 9),
+    length=st.integers(-1, 9),
+    by_value=st.booleans(),
+)
+def test_any_row_is_sorted_as_python_sorts_it(rows, k, start, length, by_value):
+    scores, count = torch.tensor(rows), len(rows)
+    got, values = dsa.topk_indices(
+        scores, k, starts=i32([start] * count), lengths=i32([length] * count), sorted=by_value, return_values=True
+    )
+    for r, row in enumerate(scores.tolist()):
+        there = [c for c in range(max(start, 0), min(start + length, 7)) if not math.isnan(row[c])]
+        best = sorted(there, key=lambda c: (-row[c], c))[:k]
+        best = best if by_value else sorted(best)
+        padding = k - len(best)
+        assert got[r].tolist() == [c - start for c in best] + [-1] * padding
+        assert values[r].tolist() == [row[c] for c in best] + [-INF] * padding
+
+
+def test_prefill_decode_and_slots_are_one_op():
+    scores = torch.randn(4, 100)
+    lengths, table = i32([100, 0, 64, 7]), torch.randperm(8, dtype=torch.int32).view(4, 2)
+    plain = dsa.topk_indices(scores, 10, lengths=lengths)
+    slots = dsa.topk_indices(scores, 10, lengths=lengths, block_table=table, page_size=64)
+    expected = torch.where(plain < 0, -1, table.gather(1, plain.clamp_min(0).long() // 64) * 64 + plain % 64)
+    assert torch.equal(slots, expected)
+    next_n = dsa.topk_indices(
+        scores, 10, lengths=lengths, block_table=table[:2], page_size=64, row_to_seq=i32([0, 0, 1, 1])
+    )
+    assert torch.equal(next_n[0], slots[0]) and torch.equal(next_n[1], slots[1])
+
+
+def test_options_tell_the_kernel_what_is_given(launches):
+    scores, per_row, table = torch.randn(5, 72), i32([1, 2, 3, 4, 0]), torch.zeros(5, 2, dtype=torch.int32)
+    dsa.topk_indices(scores, 3)
+    dsa.topk_indices(scores, 3, starts=per_row, sorted=True)
+    dsa.topk_indices(scores, 3, lengths=per_row, return_values=True)
+    dsa.topk_indices(scores, 3, block_table=table, page_size=64, row_to_seq=per_row)
+    assert [arguments[-1] for _, arguments in launches] == [
+        0,
+        kernels.STARTS | kernels.BY_VALUE,
+        kernels.LENGTHS | kernels.VALUES,
+        kernels.PAGED | kernels.ROW_TO_SEQ,
+    ]
+    assert [arguments[-2] for _, arguments in launches] == [1, 1, 1, 64]
+    assert all(shape == (torch.float32, 5, 18, 3, 132) for shape, _ in launches)
+    first, second, third, fourth = (arguments for _, arguments in launches)
+    assert second[1] is per_row and third[2] is per_row and fourth[4] is per_row and fourth[3] is table
+    # What is not given is a tensor that is never read, always the same one.
+    assert first[1] is first[2] is third[1] and first[3] is third[3]
+    assert third[6].shape == (5, 3) and first[6].shape == (1, 1)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.bfloat16, 8)])
+def test_the_most_vectors_that_a_row_touches(dtype, width):
+    def touched(scores):
+        size, most = scores.element_size(), 0
+        for row in scores:
+            most = max(most, (row.data_ptr() % 16 + row.shape[0] * size + 15) // 16)
+        return most
+
+    for cols in (1, width - 1, width, width + 1, 10 * width):
+        for first in range(width):
+            for stride in (64 * width, 64 * width + 1, 64 * width + 3):
+                scores = torch.zeros(9 * stride, dtype=dtype)[first:].as_strided((5, cols), (stride, 1))
+                assert touched(scores) <= op._vectors(scores) <= touched(scores) + 1
+                if stride % width == 0 and first == 0:
+                    assert op._vectors(scores) == touched(scores)
+                assert touched(scores[:1]) <= op._vectors(scores[:1])
+
+
+def test_empty_shapes_launch_nothing(launches):
+    for rows, cols in ((0, 5), (3, 0), (0, 0)):
+        indices, values = dsa.topk_indices(torch.empty(rows, cols), 2, return_values=True)
+        assert indices.shape == values.shape == (rows, 2)
+        assert (indices == -1).all() and (values == -INF).all()
+    assert not launches
+
+
+def test_a_single_column_may_have_any_stride(launches):
+    dsa.topk_indices(torch.randn(4, 6).T[:, :1], 2)
+    assert launches[0][1][0].stride() == (1, 1)
+
+
+def test_torch_compile():
+    scores, lengths = torch.randn(6, 40), i32([40, 3, 0, 10, 39, 1])
+
+    def run(scores, lengths):
+        return dsa.topk_indices(scores, 5, lengths=lengths, return_values=True)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(scores, lengths)
+    expected = run(scores, lengths)
+    assert torch.equal(compiled[0], expected[0]) and torch.equal(compiled[1], expected[1])
+    table = torch.arange(6, dtype=torch.int32)[:, None]
+    operands = (scores, 5, lengths.clamp_max(3), lengths, table, 64, None, True, True)
+    torch.library.opcheck(torch.ops.dsa.topk_indices, operands)
+    torch.library.opcheck(torch.ops.dsa.topk_indices, (scores, 5, None, None, None, None, None, False, False))
+
+
+def test_errors_are_the_references(launches):
+    scores = torch.randn(4, 10)
+    for arguments, options in (
+        ((scores.half(), 3), {}),
+        ((scores[0], 3), {}),
+        ((scores, 0), {}),
+        ((scores, 2.0), {}),
+        ((scores, 3), {"lengths": i32([1, 2])}),
+        ((scores, 3), {"starts": torch.zeros(4)}),
+        ((scores, 3), {"page_size": 64}),
+        ((scores, 3), {"block_table": torch.zeros(4, 2, dtype=torch.int32)}),
+        ((scores, 3), {"block_table": torch.zeros(2, 2, dtype=torch.int32), "page_size": 64}),
+    ):
+        with pytest.raises((TypeError, ValueError)) as expected:
+            reference.topk_indices(*arguments, **options)
+        with pytest.raises(type(expected.value)) as got:
+            dsa.topk_indices(*arguments, **options)
+        assert str(got.value) == str(expected.value)
+    assert not launches
+
+
+def test_errors_of_the_kernel(launches):
+    scores = torch.randn(4, 10)
+    with pytest.raises(ValueError, match="k: the Hopper kernel takes up to 4096, got 5000"):
+        dsa.topk_indices(scores, 5000)
+    with pytest.raises(ValueError, match=r"scores: the last dimension must be contiguous, got strides \[1, 4\]"):
+        dsa.topk_indices(scores.reshape(10, 4).T, 3)
+    with pytest.raises(ValueError, match=r"block_table: the last dimension must be contiguous, got strides \[1, 4\]"):
+        dsa.topk_indices(scores, 3, block_table=torch.zeros(2, 4, dtype=torch.int32).T, page_size=64)
+    with pytest.raises(
+        ValueError, match=r"scores: the Hopper kernel takes less than 1073741824 columns, got \[1, 1073"
+    ):
+        dsa.topk_indices(torch.empty(1, dtype=torch.bfloat16).expand(1, 2**30), 3)
+    with pytest.raises(ValueError, match="lengths: must be on scores's device cpu, got meta"):
+        dsa.topk_indices(scores, 3, lengths=torch.zeros(4, dtype=torch.int32, device="meta"))
+    assert not launches

@@ -1,0 +1,335 @@
+"""The bridges of sparse MLA attention on the CPU: dispatch, what they launch, torch.compile, and errors with a name."""
+
+import contextlib
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+
+import dsa
+from dsa import reference
+from dsa.kernels.mla import mla_combine_sm90, sparse_mla_sm90
+from dsa.kernels.mla import mla_tiles as latent_tiles
+from dsa.kernels.mla import sparse_mla_fp8_kv_sm90 as sparse_mla_bytes_sm90
+from dsa.kernels.mla import sparse_mla_swap_ab_sm90 as sparse_mla_few_sm90
+from dsa.ops.mla import _sparse_attention as launch
+from dsa.ops.mla import flash_mla_sparse_fwd as prefill_op
+
+PREFILL, DECODE = torch.ops.dsa.sparse_mla_prefill, torch.ops.dsa.sparse_mla_decode
+D_V = 512
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def prefill_inputs(s_q=3, h_q=4, d=576, s_kv=20, k=7, dtype=torch.bfloat16):
+    q, kv = torch.randn(s_q, h_q, d).to(dtype), torch.randn(s_kv, 1, d).to(dtype)
+    return q, kv, torch.randint(-3, s_kv + 3, (s_q, 1, k), dtype=torch.int32), d**-0.5
+
+
+def decode_inputs(kind="bfloat16", s_q=2, h_q=4, d=576, pages=5, page_size=6, k=9):
+    """q, cache and indices of three sequences."""
+    q, kv = torch.randn(3, s_q, h_q, d).bfloat16(), torch.randn(pages * page_size, d)
+    if kind == "bytes":
+        cache = torch.zeros(pages, page_size, 1, 656, dtype=torch.uint8)
+        cache = cache if d == 576 else reference.make_v4_cache(pages, page_size)
+    else:
+        cache = torch.zeros(pages, page_size, 1, d, dtype=getattr(torch, kind))
+    reference.write_kv_cache(kv, cache, torch.arange(pages * page_size))
+    return q, cache, torch.randint(-3, pages * page_size + 3, (3, s_q, k), dtype=torch.int32)
+
+
+def decoded(q, cache, indices, meta=None, **options):
+    fp8 = cache.element_size() == 1
+    return dsa.flash_mla_with_kvcache(q, cache, None, None, D_V, meta, is_fp8_kvcache=fp8, indices=indices, **options)
+
+
+def assert_same(got, expected):
+    for x, y in zip(got, expected, strict=True):
+        assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype) and torch.equal(x, y)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The bridges go the kernels' way; what they would launch is listed by name, variant and arguments, not run."""
+    found = []
+
+    def kernel(name, *variant):
+        return lambda *arguments: found.append((name, variant, arguments))
+
+    monkeypatch.setattr(launch.backends, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(launch.backends, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(launch.backends, "num_sms", lambda _: 132)
+    monkeypatch.setattr(launch, "_kernel", lambda *key: kernel("attend", *key))
+    monkeypatch.setattr(launch, "_bytes_kernel", lambda *key: kernel("attend to bytes", *key))
+    monkeypatch.setattr(launch, "_combine_kernel", lambda *key: kernel("combine", *key))
+    return found
+
+
+def test_constants_are_the_kernels():
+    assert (latent_tiles.LATENT, latent_tiles.VALUE) == launch.DIMS and latent_tiles.VALUE == launch.D_V
+    assert (latent_tiles.TILE, sparse_mla_sm90.ROWS) == (launch.TILE, launch.ROWS)
+    assert set(launch.FEW_ROWS) == {rows for _, (_, _, rows, *_) in sparse_mla_few_sm90.shipped_variants()}
+    assert set(launch.BYTE_TIMES) == {rows for _, (_, rows, _) in sparse_mla_bytes_sm90.shipped_variants()}
+
+
+@pytest.mark.parametrize("queries", [1, 2, 31, 66, 100, 127, 132, 133, 264, 4097])
+@pytest.mark.parametrize("row_tiles", [1, 2, 3, 200])
+@pytest.mark.parametrize("tiles", [1, 2, 8, 32, 513])
+def test_shares(queries, row_tiles, tiles):
+    parts, rounds, cut = launch.shares(queries, row_tiles, tiles, 132, may_cut=True)
+    assert 1 <= parts <= max(1, 132 // row_tiles) and cut <= min(parts, mla_combine_sm90.MOST_SPLITS)
+    rest = queries - rounds * parts
+    assert rest < parts and (cut > 0) == (rest > 0)
+    if rest > 0:
+        # Every share has a tile, and the longest lasts no longer than another round of whole queries would.
+        assert rest < cut <= rest * tiles and -(-rest * tiles // cut) < tiles
+    parts, rounds, cut = launch.shares(queries, row_tiles, tiles, 132, may_cut=False)
+    assert cut == 0 and parts * (rounds - 1) < queries <= parts * rounds
+
+
+@pytest.mark.parametrize(("queries", "tiles", "parts", "rounds", "cut"), [(3, 10, 13, 0, 13), (5, 7, 2, 2, 2)])
+def test_where_shares_meet(queries, tiles, parts, rounds, cut):
+    """The arithmetic of `Share`: who has which tiles, and who owns a tile."""
+    rest = queries - rounds * parts
+    bounds = [min(part, cut) * rest * tiles // cut for part in range(cut + 2)]
+    assert bounds[0] == 0 and bounds[cut] == bounds[cut + 1] == rest * tiles and bounds[:-1] == sorted(set(bounds[:-1]))
+    for tile in range(rest * tiles):
+        owner = ((tile + 1) * cut - 1) // (rest * tiles)
+        assert bounds[owner] <= tile < bounds[owner + 1]
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "tiles", "rows"),
+    [
+        *[
+            (1, 8, 1, 16),
+            (128, 16, 32, 16),
+            (128, 17, 32, 32),
+            (128, 32, 32, 32),
+            (128, 64, 32, 64),
+            (256, 128, 32, 64),
+        ],
+        # As was measured: where multiprocessors would have no work, and where partial results are small.
+        *[(1, 128, 32, 16), (4, 128, 32, 16), (8, 128, 32, 32), (32, 128, 32, 32), (64, 64, 32, 32)],
+    ],
+)
+def test_heads_of_a_cta(queries, heads, tiles, rows):
+    assert launch.byte_rows(queries, heads, tiles, 132, may_cut=True) == rows
+    of_heads = launch.byte_rows(queries, heads, tiles, 132, may_cut=False)
+    assert of_heads >= max(rows, min(heads, 64))
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64)])
+def test_few_heads_have_a_kernel_of_their_own(launches, heads, rows):
+    arguments = prefill_inputs(h_q=heads)
+    dsa.flash_mla_sparse_fwd(*arguments)
+    ((_, variant, (q, *_)),) = launches
+    assert variant == (torch.bfloat16, 576, rows, 1, True) and q.shape[2] == heads
+
+
+@pytest.mark.parametrize("heads", [8, 20, 128])
+def test_queries_that_are_never_cut_do_not_depend_on_their_number(heads):
+    for tiles in range(1, launch.CUT + 2):
+        counts = (1, 2, 30, 131, 133, 5000)
+        assert len({launch.byte_rows(queries, heads, tiles, 132, may_cut=True) for queries in counts}) == 1
+        assert all(launch.shares(queries, heads // 16 + 1, tiles, 132, may_cut=True)[2] == 0 for queries in counts)
+
+
+def test_heads_of_a_cta_are_no_more_than_needed():
+    for queries, heads, tiles, sms, may_cut in itertools.product(
+        (1, 7, 132, 5000), (1, 16, 17, 40, 128, 300), (1, 3, 64), (1, 132), (True, False)
+    ):
+        rows = launch.byte_rows(queries, heads, tiles, sms, may_cut)
+        assert rows in (16, 32, 64) and (rows == 16 or rows < 2 * heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [576, 512])
+def test_prefill_runs_the_reference_without_a_gpu(d, dtype):
+    arguments = prefill_inputs(d=d, dtype=dtype)
+    for options in ({}, {"attn_sink": torch.randn(4), "topk_length": i32([0, 3, 9])}):
+        expected = reference.flash_mla_sparse_fwd(*arguments, **options)
+        assert_same(dsa.flash_mla_sparse_fwd(*arguments, **options), expected)
+        assert expected[0].dtype == dtype and expected[0].shape == (3, 4, D_V)
+
+
+@pytest.mark.parametrize(("kind", "d"), [("bfloat16", 576), ("bfloat16", 512), ("bytes", 576), ("bytes", 512)])
+def test_decode_runs_the_reference_without_a_gpu(kind, d):
+    q, cache, indices = decode_inputs(kind, d=d)
+    other = decode_inputs(kind, d=d, page_size=4)
+    options = {"attn_sink": torch.randn(4), "topk_length": i32([0, 3, 20]), "softmax_scale": 0.1}
+    extra = {"extra_k_cache": other[1], "extra_indices_in_kvcache": other[2], "extra_topk_length": i32([5, 0, 2])}
+    for chosen in ({}, options, options | extra):
+        expected = reference.flash_mla_with_kvcache(
+            q, cache, None, None, D_V, None, is_fp8_kvcache=kind == "bytes", indices=indices, **chosen
+        )
+        for invariant in (False, True):
+            assert_same(decoded(q, cache, indices, **chosen, batch_invariant=invariant), expected)
+
+
+def test_what_prefill_launches(launches):
+    q, kv, indices, scale = prefill_inputs(s_q=300, h_q=80, k=130)
+    sink, length = torch.randn(80), torch.full((300,), 100, dtype=torch.int32)
+    out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, 512, sink, length)
+    [(name, variant, arguments)] = launches
+    assert (name, variant) == ("attend", (torch.bfloat16, 576, 64, 1, True))
+    q_, [cache], [index], [counts], counted, sinks, has_sink, out_, lse_, *_, max_, scale_, s_q = arguments[:-3]
+    assert q_.shape == (300, 1, 80, 576) and cache.shape == (1, 20, 576) and index.shape == (300, 130)
+    assert counts.data_ptr() == length.data_ptr() and counted == 1
+    assert sinks.data_ptr() == sink.data_ptr() and has_sink == 1
+    assert (out_.data_ptr(), lse_.data_ptr(), max_.data_ptr()) == tuple(x.data_ptr() for x in (out, lse, max_logits))
+    assert scale_ == pytest.approx(scale * math.log2(math.e)) and s_q == 1 and arguments[-3:] == (66, 5, 0)
+
+
+def test_what_decoding_launches(launches):
+    q, cache, indices = decode_inputs("bytes", s_q=2, h_q=17, k=640)
+    out, lse = decoded(q, cache, indices, topk_length=i32([1, 2, 3]))
+    (name, variant, arguments), (end, _, end_arguments) = launches
+    assert (name, end, variant) == ("attend to bytes", "combine", (576, 16, 1))
+    _, [pages], [slots], _, counted, _, _, out_, lse_, out_parts, lse_parts, *_ = arguments
+    assert pages.shape == (5, 6, 656) and pages.stride() == (6 * 656, 656, 1)
+    assert slots.shape == (6, 640) and counted == 1
+    assert (out_.data_ptr(), lse_.data_ptr()) == (out.data_ptr(), lse.data_ptr())
+    # Six queries of ten tiles, two tiles a share.
+    assert arguments[-4:] == (2, 30, 0, 30) and end_arguments[-4:] == (30, 0, 10, 30)
+    assert out_parts.shape == (60, 1, 17, 512) and lse_parts.shape == (60, 1, 17)
+    launches.clear()
+    decoded(q, cache, indices, batch_invariant=True)
+    assert [name for name, _, _ in launches] == ["attend to bytes"] and launches[0][2][-3:] == (6, 1, 0)
+
+
+def test_a_list_without_keys_is_none(launches):
+    q, cache, indices = decode_inputs()
+    extra = {"extra_k_cache": cache[:0], "extra_indices_in_kvcache": indices}
+    decoded(q, cache, indices, **extra)
+    decoded(q, cache[:0], indices, extra_k_cache=cache, extra_indices_in_kvcache=indices)
+    decoded(q, cache, indices, extra_k_cache=cache, extra_indices_in_kvcache=indices)
+    assert [variant[3] for name, variant, _ in launches if name == "attend"] == [1, 1, 2]
+    launches.clear()
+    for changes in ((q, cache[:0], indices), (q, cache, indices[..., :0]), (q[:, :0], cache, indices[:, :0])):
+        out, lse = decoded(*changes)
+        assert not out.any() and (lse == math.inf).all()
+    q, kv, indices, scale = prefill_inputs()
+    for changes in ((q, kv[:0], indices), (q, kv, indices[..., :0]), (q[:0], kv, indices[:0])):
+        out, max_logits, lse = dsa.flash_mla_sparse_fwd(*changes, scale)
+        assert not out.any() and (max_logits == -math.inf).all() and (lse == math.inf).all()
+    assert not launches
+
+
+def test_prefill_errors(launches):
+    q, kv, indices, scale = prefill_inputs()
+    good = {"q": q, "kv": kv, "indices": indices, "sm_scale": scale}
+    for changes, message in (
+        ({"q": q[0]}, "q: shape must be"),
+        ({"kv": kv.half()}, "kv: dtype must be q's bfloat16, got float16"),
+        ({"indices": indices.long()}, "indices: dtype must be int32"),
+        ({"indices": indices[:2]}, "indices: shape must be"),
+        ({"sm_scale": "1"}, "sm_scale: must be a number"),
+        ({"sm_scale": 0.0}, "sm_scale: the Hopper kernel takes a positive number"),
+        ({"d_v": 256}, "d_v: the Hopper kernel takes 512, got 256"),
+        ({"d_v": 1000}, "d_v: must be at most d = 576"),
+        (
+            {"q": q[..., :320], "kv": kv[..., :320].contiguous(), "d_v": 320},
+            "q: the Hopper kernel takes d = 576 or 512",
+        ),
+        ({"kv": kv.repeat_interleave(2, 2)[..., ::2]}, "kv: channels must be contiguous"),
+        ({"topk_length": i32([1, 2])}, "topk_length: shape must be"),
+        ({"attn_sink": torch.zeros(3)}, "attn_sink: shape must be"),
+        ({"attn_sink": torch.zeros(4, device="meta")}, "attn_sink: must be on q's device"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            dsa.flash_mla_sparse_fwd(**{**good, **changes})
+    assert not launches
+
+
+def test_decode_errors(launches):
+    q, cache, indices = decode_inputs()
+    _, raw, _ = decode_inputs("bytes")
+    _, odd, _ = decode_inputs("bytes", page_size=5)
+    v4_q, v4, _ = decode_inputs("bytes", d=512)
+    good = {"q": q, "cache": cache, "indices": indices}
+    for changes, message in (
+        ({"indices": indices.long()}, "indices: dtype must be int32"),
+        ({"indices": indices[:, :1]}, "indices: shape must be"),
+        ({"cache": cache.half()}, "k_cache: dtype must be q's bfloat16, got float16"),
+        ({"cache": cache.repeat_interleave(2, 3)[..., ::2]}, "k_cache: channels must be contiguous"),
+        ({"cache": raw.repeat_interleave(2, 1)[:, ::2]}, "k_cache: pages of bytes must be contiguous"),
+        ({"cache": torch.zeros(3, 5, 1, 584, dtype=torch.uint8), "q": v4_q}, "k_cache: pages must start at multiples"),
+        ({"cache": raw, "q": q.half()}, "q: the Hopper kernel takes bfloat16 with a byte cache"),
+        ({"softmax_scale": -1.0}, "softmax_scale: the Hopper kernel takes a positive number"),
+        ({"topk_length": i32([1])}, "topk_length: shape must be"),
+        ({"attn_sink": torch.zeros(3)}, "attn_sink: shape must be"),
+        ({"extra_topk_length": i32([1, 1, 1])}, "extra_topk_length: must be None without extra_k_cache"),
+        ({"extra_k_cache": v4, "extra_indices_in_kvcache": indices}, "extra_k_cache: dtype must be"),
+        ({"attn_sink": torch.zeros(4, device="meta")}, "attn_sink: must be on q's device"),
+        ({"meta": (cache, indices)}, "tile_scheduler_metadata"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            decoded(**{**good, **changes})
+    assert not launches
+    decoded(q, odd, indices)  # 5 x 656 bytes are a multiple of 16
+    decoded(v4_q, v4, indices)
+    assert launches
+
+
+def test_a_plan_remembers_the_call(launches):
+    (q, cache, indices), (meta, _) = decode_inputs(), dsa.get_mla_metadata()
+    for _ in range(2):
+        decoded(q, cache, indices, meta)
+    with pytest.raises(ValueError, match="was first used with"):
+        decoded(q, cache, indices[..., :3], meta)
+    with pytest.raises(ValueError, match="was first used with"):
+        dsa.flash_mla_with_kvcache(q, cache, indices[:, 0].clamp(min=0), i32([1, 1, 1]), D_V, meta)
+
+
+def test_strides_that_mean_nothing(launches):
+    q, cache, indices = decode_inputs(pages=1, k=1)
+    decoded(q, cache.as_strided(cache.shape, (3, 576, 5, 1)), indices.as_strided(indices.shape, (2, 1, 7)))
+    raw = decode_inputs("bytes", pages=1)[1]
+    decoded(q, raw.as_strided(raw.shape, (5, 656, 3, 1)), indices)
+    for name, _, (_, caches, indices, *_) in launches:
+        assert name != "combine" and caches[0].stride(0) * caches[0].element_size() % 16 == 0
+        assert indices[0].stride(1) == 1
+
+
+def test_float32_runs_the_reference_and_says_so_on_a_gpu(request, monkeypatch):
+    monkeypatch.setattr(prefill_op.backends, "_warned", set())
+    arguments = prefill_inputs(dtype=torch.float32)
+    expected = reference.flash_mla_sparse_fwd(*arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(dsa.flash_mla_sparse_fwd(*arguments), expected)
+    launches = request.getfixturevalue("launches")
+    with pytest.warns(UserWarning, match="in float32 has no Hopper kernel yet") as found:
+        for _ in range(2):
+            assert_same(dsa.flash_mla_sparse_fwd(*arguments), expected)
+    assert [warning.filename for warning in found] == [__file__] and not launches
+
+
+def test_registration():
+    torch.library.opcheck(PREFILL.default, (*prefill_inputs(), D_V, torch.randn(4), i32([1, 2, 3])))
+    q, cache, indices = decode_inputs("bytes")
+    for extra in ((None, None, None), (cache, indices, i32([1, 2, 3]))):
+        arguments = (q, cache, indices, None, *extra, D_V, 0.1, torch.randn(4), False)
+        torch.library.opcheck(DECODE.default, arguments)
+
+
+def test_torch_compile():
+    def attention(q, kv, indices, scale, cache, slots):
+        first = dsa.flash_mla_sparse_fwd(q, kv, indices, scale)
+        return *first, *decoded(q[:, None] * 2, cache, slots)
+
+    arguments = (*prefill_inputs(), decode_inputs()[1], decode_inputs(s_q=1)[2])
+    compiled = torch.compile(attention, fullgraph=False, backend="aot_eager")
+    assert_same(compiled(*arguments), attention(*arguments))
+
+
+def test_keys_in_another_dtype_are_refused_without_a_kernel_too():
+    indices = torch.zeros(2, 1, 3, dtype=torch.int32)
+    for q, kv in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)):
+        with pytest.raises(ValueError, match="kv: dtype must be q's"):
+            dsa.flash_mla_sparse_fwd(torch.zeros(2, 3, 16, dtype=q), torch.zeros(5, 1, 16, dtype=kv), indices, 1.0, 16)

@@ -1,0 +1,315 @@
+"""The bridge of dense MLA decoding, on the CPU: dispatch, what it launches, torch.compile, and errors with a name."""
+
+import contextlib
+import math
+import warnings
+
+import pytest
+import torch
+
+import dsa
+from dsa.kernels.mla import mla_combine_sm90, mla_decode_sm90, mla_plan_sm90
+from dsa.kernels.mla import mla_tiles as latent_tiles
+from dsa.ops.mla import flash_mla_with_kvcache as op
+from dsa.reference.mla import flash_mla_with_kvcache as reference
+from dsa.reference.mla import mla_metadata
+
+DECODE, PLAN = torch.ops.dsa.dense_mla_decode, torch.ops.dsa.mla_metadata
+D, D_V = 576, 512
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def inputs(s_q=2, h_q=4, h_k=1, page_size=16, dtype=torch.bfloat16):
+    """q, cache, block table and lengths of three sequences, one of them empty, in tables of three pages."""
+    q, cache = torch.randn(3, s_q, h_q, D).to(dtype), torch.randn(10, page_size, h_k, D).to(dtype)
+    return q, cache, torch.randperm(10)[:9].view(3, 3).int(), i32([2 * page_size + 5, 0, page_size])
+
+
+def layout(x):
+    return x.shape, x.stride(), x.dtype
+
+
+def assert_same(got, expected):
+    for x, y in zip(got, expected, strict=True):
+        assert layout(x) == layout(y) and torch.equal(x, y)
+
+
+def wider(x, before, after):
+    """x as a part of a tensor with more in its last dimension."""
+    return torch.nn.functional.pad(x, (before, after))[..., before : before + x.shape[-1]]
+
+
+ANY_PLAN = (torch.zeros(7, 8, dtype=torch.int32), i32([0] * 4))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The bridge goes the kernels' way; what it would launch is listed by name, variant and arguments, not run."""
+    found = []
+
+    def kernel(name, *variant):
+        return lambda *arguments: found.append((name, variant, arguments))
+
+    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(op.backends, "num_sms", lambda _: 132)
+    monkeypatch.setattr(op, "_plan_kernel", lambda: kernel("plan"))
+    monkeypatch.setattr(op, "_decode_kernel", lambda *key: kernel("decode", *key))
+    monkeypatch.setattr(op, "_combine_kernel", lambda *key: kernel("combine", *key))
+    return found
+
+
+def names(launches):
+    return [name for name, _, _ in launches]
+
+
+def decoded(*arguments, **options):
+    return dsa.flash_mla_with_kvcache(*arguments[:4], D_V, *(arguments[4:] or (None,)), **options)
+
+
+def test_constants_are_the_kernels():
+    assert (op.D, op.D_V, op.TILE) == (latent_tiles.LATENT, latent_tiles.VALUE, latent_tiles.TILE)
+    assert (op.SPLIT_TILES, op.MAX_SPLITS) == (latent_tiles.SPLIT_TILES, latent_tiles.MAX_SPLITS)
+    assert (op.MAX_BATCH, op.MAX_PARTS) == (mla_plan_sm90.MAX_BATCH, mla_combine_sm90.MOST_SPLITS)
+    assert op.ROWS == mla_decode_sm90.ROWS
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softmax_scale": 0.1}])
+@pytest.mark.parametrize(("h_q", "h_k"), [(4, 1), (6, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_runs_the_reference_without_a_gpu(dtype, h_q, h_k, options):
+    arguments = inputs(h_q=h_q, h_k=h_k, dtype=dtype)
+    expected = reference.flash_mla_with_kvcache(*arguments, D_V, None, **options)
+    assert layout(expected[0]) == ((3, 2, h_q, D_V), (2 * h_q * D_V, h_q * D_V, D_V, 1), dtype)
+    assert expected[0][0].isfinite().all() and expected[0][1].eq(0).all() and expected[1][1].eq(math.inf).all()
+    of_old = (arguments[3], 2 * h_q // h_k, h_k)
+    old, new = dsa.get_mla_metadata(*of_old), dsa.get_mla_metadata()
+    assert_same(old, mla_metadata.get_mla_metadata(*of_old))
+    assert new == (dsa.FlashMLASchedMeta(), None)
+    for plan in (old, new, new, (None, None)):
+        for invariant in (False, True):
+            assert_same(decoded(*arguments, *plan, **options, batch_invariant=invariant), expected)
+    assert_same((new[0].tile_scheduler_metadata, new[0].num_splits), old)
+
+
+def test_a_plan_is_made_once_and_remembered(launches):
+    (*arguments, lengths), (meta, _) = inputs(), dsa.get_mla_metadata()
+    decoded(*arguments, lengths, meta)
+    planned, plan, num_splits, overhead = launches[0][2]
+    assert planned is lengths and plan is meta.tile_scheduler_metadata and num_splits is meta.num_splits
+    assert layout(num_splits) == ((4,), (1,), torch.int32) and overhead == op.OVERHEAD
+    decoded(*arguments, lengths + 1, meta)
+    assert names(launches) == ["plan", "decode", "combine", "decode", "combine"]
+    assert all(launches[i][2][4] is plan and launches[i][2][5] is num_splits for i in (1, 3))
+    with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
+        decoded(*inputs(s_q=1), meta)
+    # Without an object, every call plans; with an old plan, none does.
+    for _ in range(2):
+        decoded(*arguments, lengths)
+    decoded(*arguments, lengths, *(old := dsa.get_mla_metadata(lengths, 8, 1)))
+    assert names(launches[5:]) == ["plan", "decode", "combine"] * 3
+    assert all(x is y for x, y in zip(old, launches[-2][2][4:6], strict=True))
+
+
+SHAPES = [(1, 1, 1, 132), (1, 64, 1, 132), (1, 65, 1, 66), (3, 64, 1, 44), (2, 128, 8, 16), (5, 128, 2, 13)]
+
+
+@pytest.mark.parametrize(("s_q", "h_q", "h_k", "parts"), [*SHAPES, (260, 64, 1, 1)])
+def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, parts, launches):
+    arguments, rows = inputs(s_q, h_q, h_k), s_q * h_q // h_k
+    decoded(*arguments)
+    (_, _, (_, plan, _, _)), (_, key, got), _ = launches
+    assert layout(plan) == ((parts, 8), (8, 1), torch.int32) and key[2] == rows
+    assert got[8].shape == (2 * parts, h_k, rows, D_V) and got[9].shape == (2 * parts, h_k, rows)
+    assert got[8].dtype == got[9].dtype == torch.float32 and got[8].is_contiguous() and got[9].is_contiguous()
+    old = [layout(x) for x in dsa.get_mla_metadata(arguments[3], rows, h_k)]
+    assert old == [layout(x) for x in PLAN(arguments[3].to("meta"), rows, h_k)] and old[0] == layout(plan)
+    # The workspace follows the plan that is given.
+    decoded(*arguments, *ANY_PLAN)
+    assert launches[-2][2][8].shape == (14, h_k, rows, D_V)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("page_size", "box"), [(16, 16), (48, 16), (32, 32), (96, 32), (64, 64), (256, 64)])
+def test_what_the_kernels_get(page_size, box, dtype, launches):
+    q, cache, table, lengths = arguments = inputs(page_size=page_size, dtype=dtype)
+    out, lse = decoded(*arguments, causal=True, softmax_scale=0.3)
+    assert out.shape == (3, 2, 4, D_V) and out.is_contiguous() and out.dtype == dtype
+    assert layout(lse) == ((3, 4, 2), (8, 2, 1), torch.float32)
+    (_, _, (_, *plan, _)), (_, key, got), (_, other, combined) = launches
+    assert key == (dtype, box, 8) and other[0] == dtype
+    assert all(x is y for x, y in zip(got[:8], (q, cache, table, lengths, *plan, out, lse), strict=True))
+    assert got[10] == pytest.approx(0.3 / math.log(2)) and got[11:] == (True, 3 * page_size, 0)
+    assert all(x is y for x, y in zip(combined[:7], got[3:10], strict=True)) and combined[7:] == (3 * page_size, 0)
+    decoded(*arguments)
+    assert launches[4][2][10] == pytest.approx(D**-0.5 / math.log(2)) and launches[4][2][11] is False
+
+
+SPLITS = [(1, 16, 1), (256, 16, 1), (257, 16, 2), (31, 4096, 31), (32, 4096, 32), (32, 4112, 32), (4, 2**30, 32)]
+
+
+@pytest.mark.parametrize("plan", [ANY_PLAN, (None, None)])
+@pytest.mark.parametrize(("pages", "page_size", "splits"), SPLITS)
+def test_batch_invariant_splits_follow_the_capacity(pages, page_size, splits, plan, launches):
+    q, cache, _, lengths = inputs()
+    cache, table = cache[:1, :1].expand(1, page_size, 1, D), torch.zeros(3, pages, dtype=torch.int32)
+    decoded(q, cache, table, lengths, *plan, batch_invariant=True)
+    assert names(launches) == ["decode", "combine"][: 1 + (splits > 1)]
+    got, capacity = launches[0][2], min(pages * page_size, 2**31 - 64)
+    assert all(arguments[-2:] == (capacity, splits) for _, _, arguments in launches)
+    assert got[8].shape == (3 * splits, 1, 8, D_V) and got[9].shape == (3 * splits, 1, 8)
+    # The plan is not read: it is any that the kernels can be called with.
+    assert got[4] is not plan[0] and layout(got[4])[1:] == ((8, 1), torch.int32)
+
+
+def test_batch_invariant_kernels_do_not_depend_on_the_batch(launches):
+    """Nor on the width of the block table: other kernels would add the splits up in another order."""
+    (q, cache, _, lengths), tables = inputs(h_q=64), torch.zeros(3, 5000, dtype=torch.int32)
+    for batch, pages in ((1, 257), (3, 257), (3, 5000), (1, 5000)):
+        decoded(q[:batch], cache, tables[:batch, :pages], lengths[:batch], batch_invariant=True)
+    assert names(launches) == ["decode", "combine"] * 4
+    assert len({key for _, key, _ in launches[::2]}) == len({key for _, key, _ in launches[1::2]}) == 1
+
+
+@pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])
+@pytest.mark.parametrize("sizes", [(0, 2, 4, 9, 3), (3, 0, 4, 9, 3), (3, 2, 0, 9, 3), (3, 2, 4, 0, 3), (3, 2, 4, 9, 0)])
+def test_nothing_to_attend_to(sizes, style, launches):
+    (q, cache, table, lengths), (batch, s_q, h_q, pages, width) = inputs(), sizes
+    q, cache, table, lengths = q[:batch, :s_q, :h_q], cache[:pages], table[:batch, :width], lengths[:batch]
+    plan = {"old": dsa.get_mla_metadata(lengths, 8, 1), "new": dsa.get_mla_metadata()}.get(style, (None, None))
+    launches.clear()
+    out, lse = decoded(q, cache, table, lengths, *plan, batch_invariant=style == "batch-invariant")
+    assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
+    assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
+    # A plan may be made where none is given: later calls can use it.
+    assert not launches or (names(launches) == ["plan"] and style in ("new", None) and batch)
+
+
+def test_which_plans_the_kernel_makes(launches):
+    plan, num_splits = dsa.get_mla_metadata(i32([]), 16, 1)
+    assert layout(plan) == ((132, 8), (8, 1), torch.int32) and plan.eq(-1).all() and num_splits.tolist() == [0]
+    # For selected keys it is the reference's.
+    arguments = (i32([70, 0, 128]), 16, 1, 16, True, 2048)
+    assert_same(dsa.get_mla_metadata(*arguments), mla_metadata.get_mla_metadata(*arguments))
+    many = torch.zeros(32769, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"cache_seqlens: the Hopper kernel plans for at most 32768 .* got 32769"):
+        dsa.get_mla_metadata(many, 16, 1)
+    assert not launches
+    dsa.get_mla_metadata(many[1:], 16, 1)
+    assert names(launches) == ["plan"] and launches[0][2][2].shape == (32769,)
+
+
+def test_queries_are_copied_only_if_their_rows_are_not_aligned(launches):
+    q, cache, table, lengths = inputs(h_k=2)
+    channels, tokens = q.transpose(2, 3).contiguous().transpose(2, 3), q.transpose(0, 1).contiguous().transpose(0, 1)
+    for wrong in (wider(q, 1, 7), wider(q, 0, 4), wider(q, 4, 4), channels, q.repeat_interleave(2, 3)[..., ::2]):
+        decoded(wrong, cache, table, lengths)
+        got = launches[-2][2][0]
+        assert layout(got) == layout(q) and torch.equal(got, q) and got.data_ptr() % 16 == 0
+    # Parts of larger tensors are used where they are.
+    keys, rows, apart = wider(cache, 8, 56), wider(table, 1, 4), torch.stack((lengths, lengths), 1)[:, 1]
+    for right in (wider(q, 0, 8), wider(q, 8, 0), tokens, q[:, :1].expand_as(q)):
+        decoded(right, keys, rows, apart)
+        assert all(x is y for x, y in zip(launches[-2][2][:4], (right, keys, rows, apart), strict=True))
+
+
+def test_strides_of_single_elements_mean_nothing(launches):
+    q, cache, table, lengths = inputs(s_q=1, h_q=1)
+    odd_q, odd_cache = q.as_strided(q.shape, (D, 3, 1, 1)), cache.as_strided(cache.shape, (16 * D, D, 5, 1))
+    column = table.as_strided((3, 1), (3, 7))
+    for keys in (odd_cache, odd_cache[:1].as_strided((1, 16, 1, D), (9, D, 5, 1))):
+        decoded(odd_q, keys, column, lengths)
+        got_q, got_cache, got_table = launches[-2][2][:3]
+        for got, given in ((got_q, q), (got_cache, cache[: len(keys)]), (got_table, table[:, :1])):
+            assert torch.equal(got, given) and got.data_ptr() == given.data_ptr() and got.stride(-1) == 1
+        assert all(stride % 8 == 0 for x in (got_q, got_cache) for stride in x.stride()[:-1])
+
+
+def test_what_the_kernel_does_not_take(launches):
+    (q, cache, table, lengths), (plan, num_splits) = inputs(), ANY_PLAN
+    good = {"q": q, "head_dim_v": D_V, "k_cache": cache, "block_table": table, "cache_seqlens": lengths}
+    good |= {"tile_scheduler_metadata": plan, "num_splits": num_splits}
+    aligned = "k_cache: channels must be contiguous and keys start at multiples of 16 bytes, got "
+    fp8 = {"k_cache": torch.zeros(10, 16, 1, 656, dtype=torch.uint8), "is_fp8_kvcache": True}
+    positive = "softmax_scale: the Hopper kernel takes a positive number, got "
+    for changes, message in [
+        ({"k_cache": cache.half()}, "k_cache: dtype must be q's bfloat16, got float16"),
+        ({"q": q.half()}, "k_cache: dtype must be q's float16, got bfloat16"),
+        (fp8, "k_cache: the Hopper kernel takes q's dtype bfloat16 without indices, got uint8"),
+        ({"q": q[..., :512], "k_cache": cache[..., :512]}, r"q: .* takes d = 576, got shape \[3, 2, 4, 512\]"),
+        ({"head_dim_v": 256}, "head_dim_v: the Hopper kernel takes 512, got 256"),
+        ({"k_cache": cache[:, :15]}, "k_cache: the Hopper kernel takes pages of a multiple of 16 keys, got 15"),
+        ({"k_cache": wider(cache, 4, 4)}, aligned + r"strides \[9344, 584, 584, 1\] and an address 8 bytes past one"),
+        ({"k_cache": wider(cache, 0, 4)}, aligned + r"strides \[9280, 580, 580, 1\]"),
+        ({"k_cache": cache.repeat_interleave(2, 3)[..., ::2]}, aligned + r"strides \[18432, 1152, 1152, 2\]"),
+        ({"block_table": table.T.contiguous().T}, r"block_table: rows must be contiguous, got strides \[1, 3\]"),
+        *(({"softmax_scale": x}, positive + str(x)) for x in (0.0, -1.0)),
+        *(({"softmax_scale": x}, f"must be finite in fp32, got {x}") for x in (math.inf, -math.inf, math.nan)),
+        *(({"tile_scheduler_metadata": plan.repeat(n, 1)}, f"takes 1 to 160 parts, got {7 * n}") for n in (23, 0)),
+        ({"tile_scheduler_metadata": wider(plan, 0, 1)}, r"tile_scheduler_metadata: .* contiguous, got strides \[9"),
+        ({"num_splits": i32([0] * 8)[::2]}, r"num_splits: must be contiguous, got strides \[2\]"),
+        *(({name: good[name].to("meta")}, f"{name}: must be on q's device cpu, got meta") for name in [*good][2:]),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dsa.flash_mla_with_kvcache(**{**good, **changes})
+    assert not launches
+    dsa.flash_mla_with_kvcache(**good)
+    assert names(launches) == ["decode", "combine"]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_float32_runs_the_reference_and_says_so_on_a_gpu(sparse, request, monkeypatch):
+    monkeypatch.setattr(op.backends, "_warned", set())
+    arguments, options = (*inputs(dtype=torch.float32), D_V, None), {}
+    if sparse:
+        arguments = (*arguments[:2], None, None, D_V, None)
+        options["indices"] = torch.randint(-5, 200, (3, 2, 40), dtype=torch.int32)
+    expected = reference.flash_mla_with_kvcache(*arguments, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(dsa.flash_mla_with_kvcache(*arguments, **options), expected)
+    launches = request.getfixturevalue("launches")
+    with pytest.warns(UserWarning, match=r"dsa\.flash_mla_with_kvcache in float32 has no Hopper kernel yet") as found:
+        assert_same(dsa.flash_mla_with_kvcache(*arguments, **options), expected)
+        dsa.flash_mla_with_kvcache(*arguments, **options)
+    assert [warning.filename for warning in found] == [__file__] and not launches
+
+
+def test_registration():
+    *arguments, lengths = inputs()
+    torch.library.opcheck(PLAN.default, (lengths, 8, 1))
+    for plan in (ANY_PLAN, (None, None)):
+        torch.library.opcheck(DECODE.default, (*arguments, lengths, D_V, *plan, 0.1, True))
+
+
+@pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])
+def test_torch_compile(style):
+    def attention(q, cache, table, lengths, meta):
+        plan = dsa.get_mla_metadata(lengths, 8, 1) if style == "old" else (meta, None)
+        first = decoded(q, cache, table, lengths, *plan, batch_invariant=style == "batch-invariant")
+        return *first, *decoded(q * 2, cache, table, lengths, *plan)
+
+    arguments, (meta, eager) = inputs(), [dsa.FlashMLASchedMeta() if style == "new" else None for _ in range(2)]
+    compiled, expected = torch.compile(attention, fullgraph=False, backend="aot_eager"), attention(*arguments, eager)
+    for _ in range(2):
+        assert_same(compiled(*arguments, meta), expected)
+    if style == "new":
+        assert meta.config == eager.config and torch.equal(meta.tile_scheduler_metadata, eager.tile_scheduler_metadata)
+
+
+def test_a_call_like_one_before_is_not_checked_again(launches, monkeypatch):
+    (q, cache, table, lengths), checked = inputs(h_q=64), []
+    check = op.reference.check_dense
+    monkeypatch.setattr(op, "_known_calls", op.KnownCalls())
+    monkeypatch.setattr(op.reference, "check_dense", lambda *a: (checked.append(a), check(*a))[1])
+    metas = [dsa.get_mla_metadata()[0] for _ in range(2)]
+    for meta in (*metas, *metas):
+        decoded(q, cache, table, lengths, meta)
+    assert len(checked) == 1
+    with pytest.raises(ValueError, match="k_cache: channels must be contiguous"):
+        decoded(q, cache.repeat_interleave(2, 3)[..., ::2], table, lengths, metas[0])
+    with pytest.raises(ValueError, match="was first used with"):
+        decoded(q[:, :1], cache, table, lengths, metas[0])

@@ -1,0 +1,399 @@
+"""The bridges of attention to windows on the CPU: dispatch, what they launch, torch.compile, and errors with a name."""
+
+import contextlib
+import math
+import warnings
+
+import pytest
+import torch
+
+import dsa
+from dsa import reference
+from dsa.ops.mla import _sparse_attention as launch
+from dsa.ops.mla import sliding_window_attention as op
+from dsa.ops.mla import window_indices as lists_op
+
+WINDOW, SPARSE = torch.ops.dsa.sliding_window_attention, torch.ops.dsa.window_sparse_attention
+D_V, SCALE = 512, 0.05
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CU_Q, CU_K = i32([0, 3, 3, 7]), i32([0, 5, 9, 20])
+
+
+def packed(h_q=4, d=512, window=6, dtype=torch.bfloat16):
+    """q, kv, cu_seqlens and window of three sequences."""
+    q, kv = torch.randn(7, h_q, d).to(dtype), torch.randn(20, 1, d).to(dtype)
+    return q, kv, CU_Q, CU_K, window
+
+
+def selected(d=512, dtype=torch.bfloat16, k=5):
+    """compressed, indices."""
+    return torch.randn(9, 1, d).to(dtype), torch.randint(-2, 11, (7, k), dtype=torch.int32)
+
+
+def decode_inputs(kind="bfloat16", d=512, s_q=2, page_size=8, h_q=4):
+    """q, cache, block table and lengths of three sequences, one of them empty."""
+    q, pages = torch.randn(3, s_q, h_q, d).bfloat16(), 10
+    if kind == "bytes":
+        cache = torch.zeros(pages, page_size, 1, 656, dtype=torch.uint8)
+        cache = cache if d == 576 else reference.make_v4_cache(pages, page_size)
+    else:
+        cache = torch.zeros(pages, page_size, 1, d, dtype=getattr(torch, kind))
+    reference.write_kv_cache(torch.randn(pages * page_size, d), cache, torch.arange(pages * page_size))
+    return q, cache, torch.randperm(10)[:9].view(3, 3).int(), i32([3 * page_size, 0, page_size + 1])
+
+
+def decoded(q, cache, table, lengths, window=6, **options):
+    fp8 = cache.element_size() == 1
+    return dsa.sliding_window_decode(q, cache, table, lengths, window, SCALE, is_fp8_kvcache=fp8, **options)
+
+
+def layout(x):
+    return x.shape, x.stride(), x.dtype
+
+
+def assert_same(got, expected):
+    for x, y in zip(got, expected, strict=True):
+        assert layout(x) == layout(y) and torch.equal(x, y)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The bridges go the kernels' way; what they would launch is listed by name and arguments, not run."""
+    found = []
+
+    def kernel(name):
+        return lambda *arguments, **options: found.append((name, (*arguments, *options.values())))
+
+    monkeypatch.setattr(launch.backends, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(launch.backends, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(op, "attend", kernel("attend"))
+    monkeypatch.setattr(op._sparse_decode, "attend", kernel("attend"))
+    monkeypatch.setattr(lists_op, "_indices_kernel", lambda: kernel("indices"))
+    monkeypatch.setattr(lists_op, "_slots_kernel", lambda ring: kernel("ring" if ring else "pages"))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [576, 512])
+def test_prefill_runs_the_reference_without_a_gpu(d, dtype):
+    arguments, more = packed(d=d, dtype=dtype), selected(d, dtype)
+    near = dsa.window_indices(CU_Q, CU_K, 7, 6)
+    for sink in (None, torch.randn(4)):
+        expected = reference.sliding_window_attention(*arguments, SCALE, D_V, sink)
+        assert layout(expected[0]) == ((7, 4, D_V), (4 * D_V, D_V, 1), dtype)
+        assert layout(expected[1]) == ((7, 4), (4, 1), torch.float32)
+        assert_same(dsa.sliding_window_attention(*arguments, SCALE, attn_sink=sink), expected)
+        assert_same(dsa.sliding_window_attention(*arguments, SCALE, D_V, sink, indices=near), expected)
+        counts = None if sink is None else i32([0, 3, 9, -1, 5, 4, 2])
+        expected = reference.window_sparse_attention(*arguments, *more, SCALE, D_V, sink, counts)
+        assert_same(dsa.window_sparse_attention(*arguments, *more, SCALE, D_V, sink, counts), expected)
+        got = dsa.window_sparse_attention(*arguments, *more, SCALE, D_V, sink, counts, window_indices=near)
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize(("kind", "d"), [("bfloat16", 576), ("bfloat16", 512), ("bytes", 576), ("bytes", 512)])
+def test_decode_runs_the_reference_without_a_gpu(kind, d):
+    q, cache, table, lengths = decode_inputs(kind, d)
+    for where in (table, None):
+        for sink in (None, torch.randn(4)):
+            expected = reference.sliding_window_decode(
+                q, cache, where, lengths, 6, SCALE, D_V, sink, is_fp8_kvcache=kind == "bytes"
+            )
+            assert_same(decoded(q, cache, where, lengths, attn_sink=sink), expected)
+            assert expected[0].shape == (3, 2, 4, D_V) and expected[1].shape == (3, 4, 2)
+            assert expected[1][1].eq(math.inf).all()
+
+
+def test_what_a_window_launches(launches):
+    arguments, sink = packed(h_q=80, d=576), torch.randn(80)
+    out, lse = dsa.sliding_window_attention(*arguments, SCALE, D_V, sink)
+    (first, listed), (second, attended) = launches
+    assert (first, second) == ("indices", "attend")
+    assert listed[0] is CU_Q and listed[1] is CU_K and listed[2].shape == (7, 6)
+    q, [(cache, index, counts)], scale, sinks, results, may_cut = attended
+    assert q is arguments[0] and sinks is sink and scale == SCALE and not may_cut
+    assert cache.shape == (1, 20, 576) and cache.data_ptr() == arguments[1].data_ptr()
+    assert index is listed[2] and counts is None and results.max_logits is None
+    assert (results.out.data_ptr(), results.lse.data_ptr()) == (out.data_ptr(), lse.data_ptr())
+    assert (results.out.shape, results.lse.shape) == ((7, 1, 80, D_V), (7, 80, 1))
+    assert layout(out) == ((7, 80, D_V), (80 * D_V, D_V, 1), torch.bfloat16)
+    assert layout(lse) == ((7, 80), (80, 1), torch.float32)
+    launches.clear()
+    near = torch.zeros(7, 6, dtype=torch.int32)
+    dsa.sliding_window_attention(*arguments, SCALE, indices=near)
+    [(name, (_, [selection], *_))] = launches
+    assert name == "attend" and selection.indices is near
+
+
+def test_no_more_columns_than_keys(launches):
+    dsa.sliding_window_attention(*packed(window=10**9), SCALE)
+    assert launches[0][1][2].shape == (7, 20)
+
+
+def test_what_window_and_selected_launch(launches):
+    arguments, (compressed, indices) = packed(h_q=64), selected()
+    counts, near = i32([5] * 7), torch.zeros(7, 6, dtype=torch.int32)
+    dsa.window_sparse_attention(*arguments, compressed, indices, SCALE, topk_length=counts)
+    dsa.window_sparse_attention(*arguments, compressed, indices, SCALE, window_indices=near)
+    assert [name for name, _ in launches] == ["indices", "attend", "attend"]
+    for (_, attended), listed, given in zip(launches[1:], (launches[0][1][2], near), (counts, None)):
+        _, [first, second], _, sink, _, may_cut = attended
+        assert first.cache.data_ptr() == arguments[1].data_ptr() and first.indices is listed and first.counts is None
+        assert second.cache.shape == (1, 9, 512) and second.cache.data_ptr() == compressed.data_ptr()
+        assert second.indices is indices and second.counts is given and sink is None and not may_cut
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize(("kind", "d"), [("bfloat16", 576), ("bytes", 576), ("bytes", 512)])
+def test_what_decoding_launches(kind, d, ring, launches):
+    q, cache, table, lengths = decode_inputs(kind, d)
+    out, lse = decoded(q, cache, None if ring else table, lengths)
+    (first, listed), (second, attended) = launches
+    assert (first, second) == ("ring" if ring else "pages", "attend")
+    assert listed[0] is (None if ring else table) and listed[1] is lengths
+    assert listed[2].shape == (3, 2, 6) and listed[3] == 8
+    _, [selection], scale, _, results, _ = attended
+    assert selection.cache.data_ptr() == cache.data_ptr() and selection.counts is None and scale == SCALE
+    assert selection.indices.shape == (6, 6) and selection.indices.data_ptr() == listed[2].data_ptr()
+    assert (results.out.data_ptr(), results.lse.data_ptr()) == (out.data_ptr(), lse.data_ptr())
+    assert out.shape == (3, 2, 4, D_V) and lse.shape == (3, 4, 2)
+
+
+def test_decoding_lists_no_more_keys_than_a_table_has_room_for(launches):
+    q, cache, table, lengths = decode_inputs("bfloat16", 576)
+    dsa.sliding_window_decode(q, cache, table, lengths, 2**31 - 1, SCALE)
+    assert launches[0][1][2].shape == (3, 2, table.shape[1] * cache.shape[1])
+
+
+@pytest.mark.parametrize("pages", [None, 0])
+def test_a_window_of_any_size_decodes_in_little_memory(pages):
+    q, cache, table, lengths = decode_inputs("bfloat16", 576)
+    table = table[:, :pages]
+    whole = dsa.sliding_window_decode(q, cache, table, lengths, 2**31 - 1, SCALE)
+    assert_same(whole, dsa.sliding_window_decode(q, cache, table, lengths, max(1, table.shape[1] * 8), SCALE))
+    assert_same(whole, reference.sliding_window_decode(q, cache, table, lengths, 2**31 - 1, SCALE))
+
+
+@pytest.mark.parametrize("window", [1, 64, 128, 192])
+def test_queries_with_short_windows_are_not_cut(window):
+    """So that in decoding, too, a result does not depend on how many there are."""
+    for queries in range(1, 300):
+        for row_tiles in (1, 2):
+            assert launch.shares(queries, row_tiles, -(-window // launch.TILE), 132, may_cut=True)[2] == 0
+
+
+def test_nothing_to_attend_to(launches):
+    q, kv, cu_q, cu_k, window = packed()
+    compressed, indices = selected()
+    for out, lse in (
+        dsa.sliding_window_attention(q, kv[:0], cu_q, cu_k, window, SCALE),
+        dsa.sliding_window_attention(q[:0], kv, cu_q, cu_k, window, SCALE),
+        dsa.sliding_window_attention(q[:, :0], kv, cu_q, cu_k, window, SCALE),
+        dsa.window_sparse_attention(q, kv[:0], cu_q, cu_k, window, compressed[:0], indices, SCALE),
+        dsa.window_sparse_attention(q, kv[:0], cu_q, cu_k, window, compressed, indices[:, :0], SCALE),
+        dsa.window_sparse_attention(q[:0], kv, cu_q, cu_k, window, compressed, indices[:0], SCALE),
+    ):
+        assert not out.any() and (lse == math.inf).all() and out.shape[:2] == lse.shape
+    assert not launches
+    dsa.window_sparse_attention(q, kv[:0], cu_q, cu_k, window, compressed, indices, SCALE)
+    for none in ((compressed[:0], indices), (compressed, indices[:, :0])):
+        dsa.window_sparse_attention(q, kv, cu_q, cu_k, window, *none, SCALE)
+    caches = [selection.cache for name, (_, lists, *_) in launches if name == "attend" for selection in lists]
+    assert [cache.data_ptr() for cache in caches] == [compressed.data_ptr(), kv.data_ptr(), kv.data_ptr()]
+    launches.clear()
+    q, cache, table, lengths = decode_inputs()
+    for arguments in (
+        (q[:0], cache, table[:0], lengths[:0]),
+        (q[:, :0], cache, table, lengths),
+        (q, cache[:0], table, lengths),
+    ):
+        out, lse = decoded(*arguments)
+        assert not out.any() and (lse == math.inf).all()
+    assert "attend" not in [name for name, _ in launches]
+
+
+def test_parts_of_larger_tensors_are_used_where_they_are(launches):
+    q, kv, *rest = packed()
+    wide = torch.nn.functional.pad(kv, (8, 56))[..., 8:520]
+    dsa.sliding_window_attention(q, wide, *rest, SCALE)
+    _, [selection], *_ = launches[-1][1]
+    assert selection.cache.stride()[1:] == (576, 1) and selection.cache.data_ptr() == wide.data_ptr()
+    # The list and the sink are small, and copied.
+    near = torch.zeros(7, 12, dtype=torch.int32)[:, ::2]
+    dsa.sliding_window_attention(q, kv, *rest, SCALE, attn_sink=torch.randn(8)[::2], indices=near)
+    _, [selection], _, sink, *_ = launches[-1][1]
+    assert selection.indices.stride() == (6, 1) and sink.stride() == (1,)
+
+
+def test_prefill_errors(launches):
+    q, kv, *_ = packed()
+    compressed, indices = selected()
+    meta = torch.zeros(4, device="meta")
+    good = dict(zip(("q", "kv", "cu_seqlens_q", "cu_seqlens_k", "window"), packed())) | {"softmax_scale": SCALE}
+    short = {"q": q[..., :320], "kv": kv[..., :320].contiguous(), "d_v": 320}
+    both = [
+        ({"q": q[0]}, r"q: shape must be \[total_q, H, d\], got \[4, 512\]"),
+        ({"kv": kv[:, 0]}, r"kv: shape must be \[total_k, 1, 512\], got \[20, 512\]"),
+        ({"kv": kv.half()}, "kv: dtype must be q's bfloat16, got float16"),
+        (
+            {"kv": kv.repeat_interleave(2, 2)[..., ::2]},
+            r"kv: channels must be contiguous .*, got strides \[1024, 1024, 2\]",
+        ),
+        ({"cu_seqlens_q": CU_Q.long()}, "cu_seqlens_q: dtype must be int32, got int64"),
+        ({"cu_seqlens_k": CU_K[:3]}, "cu_seqlens_k: must have as many entries as cu_seqlens_q = 4, got 3"),
+        ({"cu_seqlens_k": meta.int()}, "cu_seqlens_k: must be on q's device cpu, got meta"),
+        ({"window": 0}, "window: must be at least 1, got 0"),
+        ({"window": 2.0}, "window: must be an int, got float"),
+        ({"softmax_scale": "1"}, "softmax_scale: must be a number, got str"),
+        ({"softmax_scale": 0.0}, r"softmax_scale: the Hopper kernel takes a positive number, got 0\.0"),
+        ({"d_v": 256}, "d_v: the Hopper kernel takes 512, got 256"),
+        ({"d_v": 1000}, "d_v: must be at most d = 512, got 1000"),
+        ({"attn_sink": torch.zeros(3)}, r"attn_sink: shape must be \[4\], got \[3\]"),
+        ({"attn_sink": meta}, "attn_sink: must be on q's device cpu, got meta"),
+    ]
+    alone = [
+        (short, r"q: the Hopper kernel takes d = 576 or 512, got shape \[7, 4, 320\]"),
+        ({"indices": indices}, r"indices: shape must be \[7, 6\], got \[7, 5\]"),
+    ]
+    joined = [
+        ({"compressed": compressed[..., :8]}, r"compressed: shape must be \[n, 1, 512\], got \[9, 1, 8\]"),
+        ({"compressed": compressed.half()}, "compressed: dtype must be q's bfloat16, got float16"),
+        ({"compressed": compressed.repeat_interleave(2, 2)[..., ::2]}, "compressed: channels must be contiguous"),
+        ({"indices": indices[:2]}, r"indices: shape must be \[7, K\], got \[2, 5\]"),
+        ({"indices": indices.to("meta")}, "indices: must be on q's device cpu, got meta"),
+        ({"topk_length": i32([1, 2])}, r"topk_length: shape must be \[7\], got \[2\]"),
+        ({"window_indices": indices}, r"window_indices: shape must be \[7, 6\], got \[7, 5\]"),
+    ]
+    for changes, message in both + alone:
+        with pytest.raises((ValueError, TypeError), match=message):
+            dsa.sliding_window_attention(**{**good, **changes})
+    for changes, message in both + joined:
+        with pytest.raises((ValueError, TypeError), match=message):
+            dsa.window_sparse_attention(**{**good, "compressed": compressed, "indices": indices, **changes})
+    assert not launches
+
+
+def test_decode_errors(launches):
+    q, cache, table, lengths = decode_inputs()
+    _, raw, *_ = decode_inputs("bytes", 576)
+    v4_q, *_ = decode_inputs("bytes", 512)
+    good = dict(zip(("q", "cache", "block_table", "cache_seqlens"), (q, cache, table, lengths)))
+    good |= {"window": 6, "softmax_scale": SCALE}
+    wide_q = decode_inputs(d=576)[0]
+    fp8 = {"is_fp8_kvcache": True}
+    unaligned = torch.zeros(10, 3, 1, 584, dtype=torch.uint8)
+    for changes, message in [
+        ({"q": q[0]}, r"q: shape must be \[B, s_q, H, d\], got \[2, 4, 512\]"),
+        ({"cache": cache.half()}, "cache: dtype must be q's bfloat16, got float16"),
+        ({"cache": cache.repeat_interleave(2, 3)[..., ::2]}, "cache: channels must be contiguous"),
+        ({"cache": raw}, "cache: dtype must be float32, bfloat16 or float16 with is_fp8_kvcache=False, got"),
+        ({"cache": raw, **fp8}, "cache: a last dimension of 656 means d = 576, but q has d = 512"),
+        (
+            {"cache": raw.repeat_interleave(2, 1)[:, ::2], "q": wide_q, **fp8},
+            "cache: pages of bytes must be contiguous",
+        ),
+        ({"cache": unaligned, "q": v4_q, **fp8}, "cache: pages must start at multiples of 16 bytes"),
+        (
+            {"cache": raw, "q": wide_q.half(), **fp8},
+            "q: the Hopper kernel takes bfloat16 with a byte cache, got float16",
+        ),
+        ({"block_table": table[:2]}, r"block_table: shape must be \[3, max_pages\], got \[2, 3\]"),
+        ({"block_table": table.to("meta")}, "block_table: must be on q's device cpu, got meta"),
+        ({"block_table": None, "window": 8}, r"cache: must have a page of at least window \+ s_q - 1 = 9 keys"),
+        ({"cache_seqlens": lengths[:2]}, r"cache_seqlens: shape must be \[3\], got \[2\]"),
+        ({"cache_seqlens": lengths.to("meta")}, "cache_seqlens: must be on q's device cpu, got meta"),
+        ({"softmax_scale": -1.0}, r"softmax_scale: the Hopper kernel takes a positive number, got -1\.0"),
+        ({"d_v": 256}, "d_v: the Hopper kernel takes 512, got 256"),
+        ({"attn_sink": torch.zeros(3)}, r"attn_sink: shape must be \[4\], got \[3\]"),
+        ({"q": q[..., :320], "cache": cache[..., :320], "d_v": 320}, "q: the Hopper kernel takes d = 576 or 512"),
+    ]:
+        # A call that was found wrong is found wrong again.
+        for _ in range(2):
+            with pytest.raises((ValueError, TypeError), match=message):
+                dsa.sliding_window_decode(**{**good, **changes})
+    with pytest.raises(TypeError, match=r"q: must be a torch\.Tensor, got list"):
+        dsa.sliding_window_decode(**{**good, "q": [1.0]})
+    assert not launches
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        dsa.sliding_window_decode(wide_q, raw.view(dtype), table, lengths, 6, SCALE, is_fp8_kvcache=True)
+    assert [lists[0].cache.dtype for name, (_, lists, *_) in launches if name == "attend"] == [torch.uint8] * 2
+
+
+def test_the_reference_refuses_what_cu_seqlens_hold_and_the_kernel_does_not_look(request):
+    q, kv, _, _, window = packed()
+    bad = i32([0, 9, 2, 7])
+    for cu_q, cu_k, name in ((bad, CU_K, "cu_seqlens_q"), (CU_Q, bad * 3, "cu_seqlens_k")):
+        with pytest.raises(ValueError, match=f"{name}: must be non-decreasing numbers"):
+            dsa.sliding_window_attention(q, kv, cu_q, cu_k, window, SCALE)
+    launches = request.getfixturevalue("launches")
+    dsa.sliding_window_attention(q, kv, bad, bad, window, SCALE)
+    assert [name for name, _ in launches] == ["indices", "attend"]
+
+
+def test_forcing_the_kernels_on_the_cpu_is_an_error():
+    with dsa.use_backend("cute"):
+        for name, call in (
+            ("sliding_window_attention", lambda: dsa.sliding_window_attention(*packed(), SCALE)),
+            ("window_sparse_attention", lambda: dsa.window_sparse_attention(*packed(), *selected(), SCALE)),
+            ("sliding_window_decode", lambda: decoded(*decode_inputs())),
+        ):
+            with pytest.raises(ValueError, match=f"{name}: backend 'cute' was asked for, but"):
+                call()
+
+
+def test_float32_runs_the_reference_and_says_so_on_a_gpu(request, monkeypatch):
+    monkeypatch.setattr(op.backends, "_warned", set())
+    arguments, more = packed(dtype=torch.float32), selected(dtype=torch.float32)
+    q, cache, table, lengths = decode_inputs("float32")
+    cases = {
+        "sliding_window_attention": lambda ops: ops.sliding_window_attention(*arguments, SCALE),
+        "window_sparse_attention": lambda ops: ops.window_sparse_attention(*arguments, *more, SCALE),
+        "sliding_window_decode": lambda ops: ops.sliding_window_decode(q.float(), cache, table, lengths, 6, SCALE),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in cases.values():
+            assert_same(call(dsa), call(reference))
+    launches = request.getfixturevalue("launches")
+    for name, call in cases.items():
+        with pytest.warns(UserWarning, match=f"{name} in float32 has no Hopper kernel yet") as found:
+            for _ in range(2):
+                assert_same(call(dsa), call(reference))
+        assert [warning.filename for warning in found] == [__file__]
+    assert not launches
+
+
+def test_registration():
+    arguments, more, near = packed(), selected(), dsa.window_indices(CU_Q, CU_K, 7, 6)
+    for given in (None, near):
+        torch.library.opcheck(WINDOW.default, (*arguments, SCALE, D_V, torch.randn(4), given))
+        torch.library.opcheck(SPARSE.default, (*arguments, *more, SCALE, D_V, torch.randn(4), i32([3] * 7), given))
+
+
+def test_fake_calls_check_their_arguments():
+    q, kv, cu_q, cu_k = (x.to("meta") for x in packed()[:4])
+    out, lse = WINDOW(q, kv, cu_q, cu_k, 6, SCALE, D_V, None, None)
+    assert out.shape == (7, 4, D_V) and lse.shape == (7, 4) and out.is_meta
+    with pytest.raises(ValueError, match="window: must be at least 1, got 0"):
+        WINDOW(q, kv, cu_q, cu_k, 0, SCALE, D_V, None, None)
+    with pytest.raises(ValueError, match=r"indices: shape must be \[7, K\], got \[6, 5\]"):
+        SPARSE(q, kv, cu_q, cu_k, 6, *(x.to("meta")[-6:] for x in selected()), SCALE, D_V, None, None, None)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_nodes_of_a_compiled_graph(dynamic):
+    def layer(q, kv, cu_q, cu_k, compressed, indices, cache, table, lengths):
+        near = dsa.window_indices(cu_q, cu_k, q.shape[0], 6)
+        first = dsa.sliding_window_attention(q, kv, cu_q, cu_k, 6, SCALE, indices=near)
+        second = dsa.window_sparse_attention(q, kv, cu_q, cu_k, 6, compressed, indices, SCALE, window_indices=near)
+        third = decoded(q[:6].unflatten(0, (3, 2)), cache, table, lengths)
+        return *first, *second, *third, *decoded(q[:6].unflatten(0, (3, 2)), cache, None, lengths)
+
+    arguments = (*packed()[:4], *selected(), *decode_inputs()[1:])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert_same(compiled(*arguments), layer(*arguments))

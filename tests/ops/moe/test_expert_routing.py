@@ -1,0 +1,63 @@
+"""The bridges of the gate and of the sort by expert: the reference on a CPU, torch.compile, and what kernels take."""
+
+import pytest
+import torch
+
+import dsa
+from dsa import backends, reference
+from dsa.ops.moe import expert_routing as op
+
+
+def test_the_cpu_runs_the_references():
+    torch.manual_seed(0)
+    logits, bias = torch.randn(7, 32), torch.randn(32)
+    options = {"scores": "sigmoid", "n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
+    for got, expected in zip(dsa.moe_gate(logits, bias, 3, **options), reference.moe_gate(logits, bias, 3, **options)):
+        assert torch.equal(got, expected)
+    experts = torch.randint(-1, 9, (7, 3))
+    for got, expected in zip(dsa.sort_by_expert(experts, 8), reference.sort_by_expert(experts, 8)):
+        assert torch.equal(got, expected)
+
+
+def test_compiles_into_one_graph():
+    def run(logits, bias):
+        experts, weights = dsa.moe_gate(logits, bias, 2, n_group=2, topk_group=1)
+        return (*dsa.sort_by_expert(experts, 8), weights)
+
+    torch.manual_seed(1)
+    logits, bias = torch.randn(5, 8), torch.randn(8)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(logits, bias), run(logits, bias)):
+        assert torch.equal(got, expected)
+
+
+def test_fake_tensors_have_the_results_shapes():
+    torch.library.opcheck(torch.ops.dsa.moe_gate, (torch.randn(3, 8), torch.zeros(8), 2, "sigmoid", 1, 1, True, 1.0))
+    torch.library.opcheck(torch.ops.dsa.sort_by_expert, (torch.tensor([[1, 0], [2, 2]]), 3))
+
+
+@pytest.mark.parametrize(
+    "experts, options, message",
+    [
+        (1056, {}, "logits: the Hopper kernel takes up to 1024 experts, got 1056"),
+        (64, {"top_k": 33}, "top_k: the Hopper kernel takes up to 32, got 33"),
+        (128, {"n_group": 64, "topk_group": 64}, "n_group: the Hopper kernel takes up to 32, got 64"),
+    ],
+)
+def test_what_the_kernel_takes(monkeypatch, experts, options, message):
+    monkeypatch.setattr(backends, "runs_kernel", lambda name, tensor: True)
+    with pytest.raises(ValueError, match=message):
+        dsa.moe_gate(torch.zeros(2, experts), torch.zeros(experts), **{"top_k": 2} | options)
+
+
+def test_gradients_take_the_reference(monkeypatch):
+    monkeypatch.setattr(backends, "runs_kernel", lambda name, tensor: True)
+    logits = torch.zeros(2, 8, requires_grad=True)
+    assert dsa.moe_gate(logits, torch.zeros(8), 2)[1].requires_grad
+
+
+def test_limits_are_the_kernels():
+    from dsa.kernels.moe import moe_gate_sm90 as kernels
+
+    assert (op.MOST_EXPERTS, op.MOST_PICKS) == (kernels.MOST_EXPERTS, kernels.MOST_PICKS)
+    assert op.MOST_GROUPS == kernels.MOST_GROUPS

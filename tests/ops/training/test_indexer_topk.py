@@ -1,0 +1,116 @@
+"""Training's selection on the CPU: the reference by the definition, dispatch, errors, and what becomes of tiles."""
+
+import pytest
+import torch
+
+import dsa
+from dsa import backends
+from dsa.ops.training import indexer_topk as op
+
+LENGTHS = [(300, 300), (0, 5), (129, 400), (1, 1), (5, 0), (200, 70)]
+
+
+def inputs(lengths=LENGTHS, heads=8, dim=64, dtype=torch.bfloat16):
+    """Small whole numbers: scores are exact, and many are equal."""
+    bounds = [torch.tensor([0, *side]).cumsum(0).int() for side in zip(*lengths)]
+    queries, keys = (int(x[-1]) for x in bounds)
+    q, k = (torch.randint(-1, 2, shape).to(dtype) for shape in ((queries, heads, dim), (keys, dim)))
+    w = torch.randint(-4, 5, (queries, heads)) / 8
+    longest = [max(side) for side in zip(*lengths)]
+    return [q, k, w, 50, *bounds, *longest]
+
+
+def plan_of(sequences, queries, keys, causal):
+    """What the plan's kernel writes, and a slot that is not used."""
+    cu_q, cu_k, _, longest = sequences
+    slots = []
+    for first_q, end_q, first_k, end_k in zip(cu_q.tolist(), cu_q[1:].tolist(), cu_k.tolist(), cu_k[1:].tolist()):
+        m, n = end_q - first_q, end_k - first_k
+        for i in range(0, m, 128):
+            count, seen = min(128, m - i), n - m + i + 1 if causal else n
+            last = min(max(seen + causal * (count - 1), 0), n)
+            slots.append([first_q + i, count, first_k, n, seen, int(causal), -(-last // 128), 0])
+    slots.append([0] * 7 + [-1])
+    plan = op.Plan(torch.tensor(slots, dtype=torch.int32), torch.zeros(len(slots) + 1), -(-longest // 128))
+    return plan, sequences
+
+
+def scores_of(q, minus_k, w, slots, scores, active):
+    """What the scores' kernel writes into the tiles that a slot visits; elsewhere there is no number."""
+    scores.fill_(torch.nan)
+    for s, (first_q, rows, first_k, keys, _, _, tiles, _) in enumerate(slots.tolist()):
+        for j in range(min(tiles, scores.shape[1])):
+            own = minus_k[first_k + 128 * j : first_k + min(128 * (j + 1), keys)].float()
+            dots = torch.relu(-torch.einsum("thd,sd->ths", q[first_q : first_q + rows].float(), own))
+            scores[s, j, :rows, : len(own)] = torch.einsum("ths,th->ts", dots, w[first_q : first_q + rows])
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    monkeypatch.setattr(op.backends, "runs_kernel", lambda name, *_: name == "indexer_topk")
+    monkeypatch.setattr(op, "make_plan", plan_of)
+    monkeypatch.setattr(op, "index_scores", scores_of)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [3, 8])
+@pytest.mark.parametrize("slots_a_chunk", [1, 3, 100])
+def test_tiles_give_the_references_picks(tiles, monkeypatch, causal, heads, slots_a_chunk):
+    arguments = inputs(heads=heads)
+    monkeypatch.setattr(op, "LEAST_WORKSPACE", slots_a_chunk * 4 * 128 * 128 * 9)
+    got = dsa.indexer_topk(*arguments, causal)
+    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: False)
+    assert torch.equal(got, dsa.indexer_topk(*arguments, causal))
+
+
+def test_a_query_of_a_sequence_that_is_longer_than_said_selects_nothing(tiles):
+    q, k, w, top_k, *bounds, _, _ = inputs([(300, 300), (100, 100)])
+    got = dsa.indexer_topk(q, k, w, top_k, *bounds, 128, 128)
+    assert (got[128:300] == -1).all() and (got[:128, 0, 0] >= 0).all() and (got[300:, 0, 0] >= 300).all()
+
+
+@pytest.mark.parametrize("lengths", [[(0, 0)], [(5, 0)], [(0, 5)]])
+def test_nothing(tiles, lengths):
+    arguments = inputs(lengths)
+    got = dsa.indexer_topk(*arguments)
+    assert got.shape == (lengths[0][0], 1, 50) and (got == -1).all()
+
+
+def test_by_the_definition():
+    q, k, w, _, *rest = inputs(dtype=torch.float64)
+    got = dsa.indexer_topk(q, k, w.double(), 7, *rest)
+    for t, first, seen in ((0, 0, 1), (299, 0, 300), (300, 305, 272), (428, 305, 400), (429, 705, 1), (435, 706, 0)):
+        scores = (w[t, :, None] * (q[t] @ k[first : first + seen].T).relu()).sum(0)
+        best = sorted(sorted(range(seen), key=lambda s: (-scores[s].item(), s))[:7])
+        assert got[t, 0].tolist() == [first + s for s in best] + [-1] * (7 - len(best))
+
+
+def test_other_dtypes_are_told_of_on_hopper(monkeypatch):
+    noted = []
+    monkeypatch.setattr(backends, "note_reference_only", lambda name, tensor: noted.append(name))
+    dsa.indexer_topk(*inputs(dtype=torch.float32))
+    assert noted == ["indexer_topk in float32"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (1, torch.randn(1005, 64), "k_idx: dtype must be q_idx's bfloat16, got float32"),
+        (2, torch.randn(635, 8).half(), "w_idx: dtype must be float32 or q_idx's bfloat16, got float16"),
+        (3, 5000, "top_k: the Hopper kernel takes up to 4096, got 5000"),
+        (3, 0, "top_k: "),
+        (0, torch.randn(635, 65, 64).bfloat16(), "q_idx: the Hopper kernel takes 1 to 64 heads, got 65"),
+        (0, torch.randn(635, 8, 32).bfloat16(), "q_idx: the Hopper kernel takes di of 64 or 128, got 32"),
+    ],
+)
+def test_errors(tiles, place, value, message):
+    arguments = inputs()
+    assert len(arguments[0]) == 635 and len(arguments[1]) == 776
+    arguments[place] = value
+    if place == 0:
+        arguments[1] = torch.randn(776, value.shape[2]).bfloat16()
+        arguments[2] = torch.randn(635, value.shape[1])
+    if place == 1:
+        arguments[1] = value[:776]
+    with pytest.raises(ValueError, match=message):
+        dsa.indexer_topk(*arguments)

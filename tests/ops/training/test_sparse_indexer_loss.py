@@ -1,0 +1,199 @@
+"""The bridge of the sparse stage's loss, on the CPU: dispatch, what it launches, gradients, and errors with a name."""
+
+import contextlib
+import math
+import warnings
+
+import pytest
+import torch
+
+import dsa
+from dsa import backends
+from dsa.kernels.training import gathered_rows, sparse_indexer_grad_sm90, sparse_indexer_target_sm90
+from dsa.ops.training import sparse_indexer_loss as op
+from dsa.reference.training import indexer_training as reference
+
+
+def inputs(queries=5, heads=20, d=576, keys=30, k=70, index_heads=8, di=64, dtype=torch.bfloat16):
+    q, kv = torch.randn(queries, heads, d).to(dtype), torch.randn(keys, 1, d).to(dtype)
+    q_idx, k_idx = torch.randn(queries, index_heads, di).to(dtype), torch.randn(keys, di).to(dtype)
+    indices = torch.randint(-3, keys + 3, (queries, 1, k), dtype=torch.int32)
+    return q, kv, q_idx, k_idx, torch.randn(queries, index_heads), indices, d**-0.5
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The bridge goes the kernels' way; what it would launch is listed, not run: loss 1, gradients of ones."""
+    found = []
+
+    def forward(*variant):
+        def launch(*arguments):
+            found.append((variant, arguments))
+            arguments[7].fill_(1.0)
+            arguments[8].fill_(0.5)
+
+        return launch
+
+    def backward(*variant):
+        def launch(*arguments):
+            found.append((variant, arguments))
+            for x in arguments[7:9]:
+                x.fill_(1.0)
+            arguments[9].fill_(2**40 if arguments[9].dtype == torch.int64 else 1)
+
+        return launch
+
+    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(op, "_forward_kernel", forward)
+    monkeypatch.setattr(op, "_backward_kernel", backward)
+    monkeypatch.setattr(
+        op, "flash_mla_sparse_fwd", lambda q, *_: (None, None, torch.full(q.shape[:2], 7.0)), raising=True
+    )
+    return found
+
+
+def test_constants_are_the_kernels():
+    assert gathered_rows.TILE == op.TILE and op.MOST_KEYS == sparse_indexer_target_sm90.MOST_KEYS
+    for channels in op.DIMS:
+        for row_tiles in range(1, op.MOST_HEADS // op.TILE + 1):
+            for index_channels in op.INDEX_DIMS:
+                variant = (channels, row_tiles, index_channels)
+                made = (sparse_indexer_target_sm90.compile_sparse_indexer_target, variant)
+                assert made in sparse_indexer_target_sm90.shipped_variants()
+    for variant in ((di, fixed) for di in op.INDEX_DIMS for fixed in (False, True)):
+        made = (sparse_indexer_grad_sm90.compile_sparse_indexer_grad, variant)
+        assert made in sparse_indexer_grad_sm90.shipped_variants()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_runs_the_reference_without_a_gpu(dtype):
+    tensors = inputs(dtype=dtype)
+    lse = torch.randn(20, 5)
+    for rest in ((), (lse,)):
+        assert torch.equal(dsa.sparse_indexer_loss(*tensors, *rest), reference.sparse_indexer_loss(*tensors, *rest))
+    q_idx = tensors[2].requires_grad_()
+    dsa.sparse_indexer_loss(*tensors, deterministic=True).sum().backward()
+    assert q_idx.grad.isfinite().all()
+
+
+def test_other_dtypes_say_that_they_run_the_reference(launches, monkeypatch):
+    monkeypatch.setattr(backends, "_warned", set())
+    with pytest.warns(UserWarning, match="sparse_indexer_loss in float32 has no Hopper"):
+        dsa.sparse_indexer_loss(*inputs(dtype=torch.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dsa.sparse_indexer_loss(*inputs(dtype=torch.float32))
+    assert not launches
+
+
+@pytest.mark.parametrize("heads, row_tiles", [(1, 1), (64, 1), (65, 2), (128, 2)])
+@pytest.mark.parametrize("k, width", [(1, 64), (64, 64), (70, 128), (2048, 2048)])
+def test_forward_launch(launches, heads, row_tiles, k, width):
+    tensors = q, kv, q_idx, k_idx, w, indices, scale = inputs(heads=heads, k=k)
+    kl = dsa.sparse_indexer_loss(*tensors)
+    lse = torch.randn(heads, 5)
+    dsa.sparse_indexer_loss(*tensors, lse)
+    (variant, arguments), (_, with_lse) = launches
+    assert variant == (576, row_tiles, 64) and torch.equal(kl, torch.ones(5))
+    for x, y in zip(arguments, (q, kv[:, 0], q_idx, k_idx, w, indices[:, 0], torch.full((5, heads), 7.0))):
+        assert torch.equal(x, y)
+    assert arguments[8].shape == (5, width) and arguments[8].dtype == torch.bfloat16
+    assert math.isclose(arguments[9], scale / math.log(2)) and arguments[10] == 5
+    assert torch.equal(with_lse[6], lse.T)
+
+
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(launches, deterministic, w_dtype):
+    q, kv, q_idx, k_idx, w, indices, scale = inputs()
+    learned = [x.requires_grad_() for x in (q_idx, k_idx, w.to(w_dtype))]
+    kl = dsa.sparse_indexer_loss(q.requires_grad_(), kv, *learned, indices, scale, None, deterministic)
+    (kl * torch.arange(5)).sum().backward()
+    variant, arguments = launches[1]
+    assert variant == (64, deterministic) and q.grad is None
+    assert torch.equal(arguments[5], torch.arange(5.0)) and (arguments[4] == 0.5).all()
+    for x, y in zip((q_idx.grad, learned[2].grad), (q_idx, learned[2])):
+        assert x.dtype == y.dtype and (x == 1).all()
+    assert k_idx.grad.dtype == torch.bfloat16
+    if deterministic:
+        # Parts of the bound, as many as there are indices, have room; and halves of them have not twice as much.
+        unit, bound = arguments[6].item(), 4 * w.abs().sum(1).max().item() * q_idx.abs().max().item()
+        assert 2**58 <= 350 * bound * unit < 2**62
+        assert torch.allclose(k_idx.grad.float(), torch.full_like(k_idx, 2**40 / unit).float(), rtol=2**-8)
+    else:
+        assert arguments[6] is None and (k_idx.grad == 1).all()
+
+
+def test_deterministic_as_pytorch_is_told(launches):
+    for told in (True, False):
+        torch.use_deterministic_algorithms(told)
+        try:
+            tensors = inputs()
+            dsa.sparse_indexer_loss(*tensors[:3], tensors[3].requires_grad_(), *tensors[4:]).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert launches[-1][0] == (64, told)
+
+
+def test_units_of_numbers_that_are_none():
+    q, w, d = torch.randn(3, 2, 4), torch.randn(3, 2), torch.randn(3, 64).bfloat16()
+    for g in (torch.full((3,), math.inf), torch.full((3,), math.nan)):
+        assert op._units(q, w, g, d, 100)[1].isnan().all()
+    for g in (torch.zeros(3), torch.full((3,), 1e-38), torch.full((3,), 1e37)):
+        unit, inverse = op._units(q, w, g, d, 100)
+        assert unit.isfinite().all() and unit > 0 and inverse.isfinite().all()
+    d[1] = math.nan
+    unit, inverse = op._units(q, w, torch.ones(3), d, 100)
+    assert unit.isfinite().all() and inverse.isnan().all()
+
+
+def test_what_is_copied(launches):
+    """Rows of queries that 16-byte loads cannot read, and indices apart; what is aligned is not."""
+    q, kv, q_idx, k_idx, w, indices, scale = inputs()
+    dsa.sparse_indexer_loss(q, kv, q_idx, k_idx, w, indices, scale)
+    assert [x.data_ptr() for x in launches[0][1][:5]] == [x.data_ptr() for x in (q, kv, q_idx, k_idx, w)]
+    odd = [torch.nn.functional.pad(x, (0, 1))[..., :-1] for x in (q, q_idx)]
+    dsa.sparse_indexer_loss(odd[0], kv, odd[1], k_idx, w, indices.repeat_interleave(2, -1)[..., ::2], scale)
+    for i, x in ((0, q), (2, q_idx), (5, indices[:, 0])):
+        assert launches[1][1][i].is_contiguous() and torch.equal(launches[1][1][i], x)
+
+
+def test_nothing_launches_nothing(launches):
+    q, kv, q_idx, k_idx, w, indices, scale = inputs()
+    for tensors in (
+        (q[:0], kv, q_idx[:0], k_idx, w[:0], indices[:0]),
+        (q, kv[:0], q_idx, k_idx[:0], w, indices),
+        (q, kv, q_idx, k_idx, w, indices[..., :0]),
+    ):
+        learned = [x.detach().requires_grad_() for x in tensors[2:5]]
+        kl = dsa.sparse_indexer_loss(*tensors[:2], *learned, tensors[5], scale)
+        kl.sum().backward()
+        assert kl.shape == tensors[0].shape[:1] and not kl.any() and all(not x.grad.any() for x in learned)
+    assert not launches
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"kv": torch.zeros(30, 1, 576)}, "kv: dtype must be q's bfloat16, got float32"),
+        ({"q": torch.zeros(5, 129, 576).bfloat16()}, "q: the Hopper kernel takes at most 128 heads"),
+        ({"q_idx": torch.zeros(5, 8, 32).bfloat16(), "k_idx": torch.zeros(30, 32).bfloat16()}, "q_idx: .* 64 or 128"),
+        ({"q_idx": torch.zeros(5, 65, 64).bfloat16(), "w_idx": torch.zeros(5, 65)}, "q_idx: .* 1 to 64 heads"),
+        ({"indices": torch.zeros(5, 1, 2049, dtype=torch.int32)}, "indices: .* at most 2048 keys of a query"),
+        ({"softmax_scale": math.inf}, "softmax_scale: must be finite in fp32, got inf"),
+        ({"softmax_scale": 0.0}, "softmax_scale: must be a finite number, without lse above 0, got 0.0"),
+        ({"k_idx": torch.zeros(30, 65)[:, :64].bfloat16().T.contiguous().T}, "k_idx: channels must be contiguous"),
+        ({"lse": torch.zeros(5, 20)}, r"lse: shape must be \[20, 5\], got \[5, 20\]"),
+    ],
+)
+def test_errors(launches, change, message):
+    names = ("q", "kv", "q_idx", "k_idx", "w_idx", "indices", "softmax_scale")
+    with pytest.raises(ValueError, match=message):
+        dsa.sparse_indexer_loss(**dict(zip(names, inputs())) | change)
+    assert not launches
+
+
+def test_a_scale_that_is_no_number():
+    with pytest.raises(TypeError, match="softmax_scale: must be a number, got str"):
+        dsa.sparse_indexer_loss(*inputs()[:-1], "1")

@@ -1,0 +1,146 @@
+"""The bridge of sparse MLA attention with gradients, on the CPU: dispatch, what it launches, and errors with a name."""
+
+import contextlib
+
+import pytest
+import torch
+
+import dsa
+from dsa import backends, reference
+from dsa.ops.training import sparse_mla_attention as op
+
+BF16 = torch.bfloat16
+
+
+def inputs(tokens=3, heads=5, keys=7, k=4, d=576, dtype=BF16, sink=True):
+    """q, kv, indices, sink"""
+    q, kv = torch.randn(tokens, heads, d).to(dtype), torch.randn(keys, 1, d).to(dtype)
+    indices = torch.randint(-1, keys + 1, (tokens, 1, k), dtype=torch.int32)
+    return q, kv, indices, torch.randn(heads) if sink else None
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The bridge goes the kernels' way; what it would launch is listed, not run, but for the forward."""
+    found = []
+
+    def recorded(name):
+        return lambda *variant: lambda *arguments: found.append((name, variant, arguments))
+
+    def forward(q, kv, indices, scale, d_v, sink):
+        with dsa.use_backend("reference"):
+            return reference.flash_mla_sparse_fwd(q, kv, indices, scale, d_v, sink)
+
+    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(op, "flash_mla_sparse_fwd", forward)
+    for name in ("_kernel", "_inputs_kernel", "_turn_kernel", "_sum_kernel"):
+        monkeypatch.setattr(op, name, recorded(name))
+    return found
+
+
+def backward(q, kv, indices, sink, **options):
+    leaves = [x.detach().requires_grad_() for x in (q, kv, *(() if sink is None else (sink,)))]
+    out, lse = dsa.sparse_mla_attention(leaves[0], leaves[1], indices, 0.1, 512, *leaves[2:], **options)
+    return torch.autograd.grad([out, lse], leaves, [torch.ones_like(out), torch.ones_like(lse)])
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64])
+def test_runs_the_reference_without_a_gpu(dtype):
+    q, kv, indices, sink = inputs(d=8, dtype=dtype)
+    got = dsa.sparse_mla_attention(q, kv, indices, 0.3, 6, sink, deterministic=True)
+    expected = reference.sparse_mla_attention(q, kv, indices, 0.3, 6, sink)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_a_hopper_gpu_is_told_of_other_dtypes(monkeypatch):
+    noted = []
+    monkeypatch.setattr(backends, "note_reference_only", lambda name, tensor: noted.append(name))
+    q, kv, indices, _ = inputs(d=8, dtype=torch.float32)
+    dsa.sparse_mla_attention(q, kv, indices, 0.3, 6)
+    dsa.sparse_mla_attention(q.bfloat16(), kv.bfloat16(), indices, 0.3, 6)
+    assert noted == ["sparse_mla_attention in float32"]
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("d", [576, 512])
+def test_what_is_launched(launches, d, sink):
+    q, kv, indices, own = inputs(d=d, sink=sink)
+    gradients = backward(q, kv, indices, own)
+    assert [x.shape for x in gradients] == [x.shape for x in (q, kv, own) if x is not None]
+    before, main, behind = launches
+    assert (before[:2], behind[:2]) == (
+        ("_inputs_kernel", ("bfloat16", sink, True)),
+        ("_turn_kernel", ("bfloat16", d)),
+    )
+    assert main[:2] == ("_kernel", ("bfloat16", d, False))
+    *_, dq, sums, counter, scale, scale_log2, ctas = main[2]
+    assert dq.shape == q.shape and (scale, ctas) == (0.1, 3) and scale_log2 == pytest.approx(0.1 / 0.6931472)
+    # A row for each CTA behind the keys'.
+    assert sums.shape == (7 + 3, d) and sums.eq(0).all()
+    assert (counter.shape, counter.dtype) == ((1,), torch.int32) and counter.eq(0).all()
+
+
+def test_deterministic_works_on_some_queries_at_a_time(launches):
+    q, kv, indices, sink = inputs(tokens=150, heads=70, k=65)
+    backward(q, kv, indices, sink, deterministic=True)
+    names = [name for name, *_ in launches]
+    # 132 multiprocessors, and two units a query.
+    assert names == ["_inputs_kernel", *["_kernel", "_sum_kernel"] * 3, "_turn_kernel"]
+    assert [len(arguments[0]) for name, _, arguments in launches if name == "_kernel"] == [66, 66, 18]
+    assert [variant for name, variant, _ in launches if name == "_kernel"] == [("bfloat16", 576, True)] * 3
+    # Each launch counts its units from 0.
+    counters = [arguments[7] for name, _, arguments in launches if name == "_kernel"]
+    assert all(x.eq(0).all() for x in counters) and len({x.data_ptr() for x in counters}) == 3
+
+
+def test_torch_may_ask_for_it(launches):
+    torch.use_deterministic_algorithms(True)
+    try:
+        backward(*inputs())
+        backward(*inputs(), deterministic=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    backward(*inputs())
+    assert [variant[2] for name, variant, _ in launches if name == "_kernel"] == [True, False, False]
+
+
+def test_lists_name_every_pick_of_a_key():
+    indices = torch.tensor([[3, 0, 9, 3], [0, -1, 3, 1]], dtype=torch.int32)
+    order, bounds = op._lists(indices, 5, 100)
+    assert bounds.tolist() == [0, 2, 3, 3, 6, 6] and bounds.dtype == order.dtype == torch.int32
+    assert order.tolist()[:6] == [1, 100, 103, 0, 3, 102]
+
+
+@pytest.mark.parametrize("empty", ["tokens", "heads", "keys", "k"])
+def test_nothing_to_do(launches, empty):
+    q, kv, indices, sink = inputs(**{empty: 0})
+    assert all(x.eq(0).all() for x in backward(q, kv, indices, sink)) and not launches
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kv": torch.zeros(7, 1, 576)}, ValueError, "kv: dtype must be q's bfloat16, got float32"),
+        (
+            {"q": torch.zeros(3, 5, 640).bfloat16(), "kv": torch.zeros(7, 1, 640).bfloat16()},
+            ValueError,
+            "q: .* d = 576",
+        ),
+        *(({"d_v": x}, ValueError, f"d_v: must be at least 1, got {x}") for x in (-1, 0)),
+        *(({"d_v": x}, ValueError, f"d_v: must be at most d = 576, got {x}") for x in (577, 10**6)),
+        *(({"softmax_scale": x}, ValueError, "softmax_scale: must be finite") for x in (float("nan"), float("inf"))),
+        ({"deterministic": 1}, TypeError, "deterministic: must be True or False, got int"),
+        ({"d_v": 256}, ValueError, "d_v: the Hopper kernel takes 512, got 256"),
+        ({"softmax_scale": 0.0}, ValueError, "softmax_scale: .* positive number, got 0.0"),
+        ({"indices": torch.zeros(3, 1, 4)}, ValueError, "indices: dtype must be int32"),
+        ({"attn_sink": torch.zeros(4)}, ValueError, "attn_sink: "),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_errors(launches, change, error, message):
+    q, kv, indices, sink = inputs()
+    arguments = {"q": q, "kv": kv, "indices": indices, "softmax_scale": 0.1, "attn_sink": sink} | change
+    with pytest.raises(error, match=message):
+        dsa.sparse_mla_attention(**arguments)
+    assert not launches

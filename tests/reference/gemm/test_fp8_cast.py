@@ -1,0 +1,186 @@
+import math
+
+import pytest
+import torch
+
+from dsa.reference import (
+    ceil_to_ue8m0,
+    dequantize_per_block,
+    dequantize_per_token,
+    per_block_cast_to_fp8,
+    per_row_cast_to_fp8,
+    per_token_cast_to_fp8,
+)
+from tests.reference.gemm import e4m3
+
+
+def next_above(x):
+    return torch.tensor(x).nextafter(torch.tensor(math.inf)).item()
+
+
+def row(*values, length=128):
+    return torch.tensor([[*values, *[0.0] * (length - len(values))]])
+
+
+@pytest.mark.parametrize("exponent", [-126, -22, -1, 0, 1, 100])
+def test_ue8m0_at_a_power_of_two_and_beside_it(exponent):
+    power = 2.0**exponent
+    below = torch.tensor(power).nextafter(torch.tensor(0.0)).item() if exponent > -126 else power
+    scales = torch.tensor([power, next_above(power), below])
+    assert ceil_to_ue8m0(scales).tolist() == [power, 2 * power, power]
+
+
+def test_ue8m0_keeps_nan_and_infinity():
+    got = ceil_to_ue8m0(torch.tensor([math.inf, math.nan]))
+    assert got[0] == math.inf and got[1].isnan()
+
+
+@pytest.mark.parametrize(
+    ("amax", "scale"), [(448.0, 1.0), (next_above(448.0), 2.0), (224.0, 0.5), (225.0, 1.0), (3.5, 2.0**-7)]
+)
+def test_scale_by_hand(amax, scale):
+    q, got = per_token_cast_to_fp8(row(amax, -amax / 2))
+    assert got.tolist() == [[scale]]
+    assert q[0, 0].float().item() == e4m3.encode_value(amax / scale)
+    assert q[0, 1].float().item() == e4m3.encode_value(-amax / 2 / scale)
+
+
+def test_amax_floor():
+    # 1e-4 / 448 = 2.23e-7 lies between 2^-23 and 2^-22
+    for x in (0.0, 1e-5, -1e-4):
+        assert per_token_cast_to_fp8(row(x))[1].item() == 2.0**-22
+    exact = per_token_cast_to_fp8(row(1e-5), use_ue8m0=False)
+    assert exact[1].item() == pytest.approx(1e-4 / 448, rel=1e-6)
+    assert exact[0][0, 0].float().item() == e4m3.encode_value(44.8)
+
+
+def test_values_round_to_the_nearest_with_ties_to_even():
+    # amax 448 makes the scale 1. Spacing is 2 from 16, 32 from 256; 2^-10 is half the smallest value.
+    x = row(448.0, 17.0, 19.0, 18.9, 300.0, 2.0**-10, 3 * 2.0**-10, -17.0)
+    q, scale = per_token_cast_to_fp8(x)
+    assert scale.item() == 1.0
+    assert q[0, :8].float().tolist() == [448.0, 16.0, 20.0, 18.0, 288.0, 0.0, 2.0**-8, -16.0]
+    assert q[0, :2].view(torch.uint8).tolist() == [0x7E, 0x58]
+
+
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+def test_random_rows_against_an_exhaustive_search(use_ue8m0):
+    x = torch.randn(3, 256) * torch.tensor([[1e-6], [1.0], [1e4]])
+    q, scale = per_token_cast_to_fp8(x, use_ue8m0)
+    assert scale.shape == (3, 2) and q.dtype == torch.float8_e4m3fn
+    for r in range(3):
+        for g in range(2):
+            group = x[r, g * 128 : (g + 1) * 128]
+            exact = max(max(abs(v) for v in group.tolist()), 1e-4) / 448
+            s = scale[r, g].item()
+            assert s == 2.0 ** math.ceil(math.log2(exact)) if use_ue8m0 else s == pytest.approx(exact, rel=1e-6)
+            quotients = (group / s).clamp(-448, 448).tolist()
+            assert q[r, g * 128 : (g + 1) * 128].float().tolist() == [e4m3.encode_value(v) for v in quotients]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_values_are_products_with_the_reciprocal(dtype):
+    """DeepGEMM's bytes: for bf16 one in two thousand is another than the quotient's."""
+    x = torch.randn(4096, 128).to(dtype)
+    q, scale = per_token_cast_to_fp8(x, use_ue8m0=False)
+    assert torch.equal(scale, x.abs().amax(1, keepdim=True).float() / 448.0)
+    as_bytes = [y.to(torch.float8_e4m3fn).view(torch.uint8) for y in (x * (1.0 / scale), x.float() / scale)]
+    assert torch.equal(q.view(torch.uint8), as_bytes[0])
+    assert dtype != torch.bfloat16 or not torch.equal(*as_bytes)
+    blocks, scales = per_block_cast_to_fp8(x, use_ue8m0=False)
+    full = scales.repeat_interleave(128, 0)
+    assert torch.equal(blocks.view(torch.uint8), (x * (1.0 / full)).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_a_block_larger_than_the_weight_is_the_weight():
+    w = torch.randn(3, 200)
+    whole, scale = per_block_cast_to_fp8(w, block=2**31 - 1)
+    assert scale.shape == (1, 1)
+    assert torch.equal(dequantize_per_block(whole, scale, block=2**31 - 1), whole.float() * scale)
+
+
+def test_a_scale_that_is_not_a_power_of_two_reaches_448():
+    q, scale = per_token_cast_to_fp8(row(3.0, -3.0, 1.5), use_ue8m0=False)
+    assert scale.item() == pytest.approx(3 / 448, rel=1e-6)
+    assert q[0, :3].float().tolist() == [448.0, -448.0, 224.0]
+
+
+def test_nan_and_infinity_stay_in_their_group():
+    x = torch.ones(1, 384)
+    x[0, 3], x[0, 200] = math.nan, math.inf
+    q, scale = per_token_cast_to_fp8(x)
+    assert scale[0, 0].isnan() and scale[0, 1] == math.inf and scale[0, 2] == 2.0**-8
+    assert q[0, :128].float().isnan().all() and q[0, 200].float().isnan()
+    assert q[0, 256:].float().eq(256.0).all()
+
+
+def test_groups_of_other_sizes_and_leading_dimensions():
+    x = torch.randn(2, 3, 128)
+    q, scale = per_token_cast_to_fp8(x, gran_k=64)
+    assert q.shape == (2, 3, 128) and scale.shape == (2, 3, 2)
+    assert torch.equal(scale[1, 2, 1:], per_row_cast_to_fp8(x[1, 2, 64:])[1][None])
+    q, scale = per_row_cast_to_fp8(row(0.5, 896.0, length=7))
+    assert scale.tolist() == [2.0] and q[0, :2].float().tolist() == [0.25, 448.0]
+
+
+def test_hadamard_comes_first_and_is_rounded():
+    x = torch.zeros(1, 256, dtype=torch.bfloat16)
+    x[0, 0] = 3.0  # becomes 3 / sqrt(128) = 0.26517 in the whole first group, 0.265625 in bf16
+    q, scale = per_token_cast_to_fp8(x, use_ue8m0=False, hadamard=True)
+    assert scale[0, 0].item() == pytest.approx(0.265625 / 448, rel=1e-6)
+    assert q[0, :128].float().eq(448.0).all() and q[0, 128:].float().eq(0.0).all()
+
+
+def test_blocks_with_a_ragged_last_one():
+    w = torch.zeros(576, 200)
+    w[575, 199] = 896.0  # block (4, 1): 64 rows, 72 columns
+    w[511, 0] = 1280.0  # block (3, 0)
+    q, scale = per_block_cast_to_fp8(w)
+    assert q.shape == (576, 200) and q.is_contiguous()
+    floor = 2.0**-22
+    assert scale.tolist() == [[floor, floor], [floor, floor], [floor, floor], [4.0, floor], [floor, 2.0]]
+    assert q[575, 199].float().item() == 448.0 and q[511, 0].float().item() == 320.0
+    assert torch.equal(dequantize_per_block(q, scale)[[575, 511], [199, 0]], torch.tensor([896.0, 1280.0]))
+
+
+def test_dequantize_by_index():
+    q = torch.randint(-8, 9, (300, 130)).float().to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 2) + 0.1
+    got = dequantize_per_block(q, scale)
+    for i, j in [(0, 0), (127, 127), (128, 128), (255, 129), (256, 0), (299, 129)]:
+        assert got[i, j] == q[i, j].float() * scale[i // 128, j // 128]
+    token = dequantize_per_token(q[:, :128], scale[:1, :].expand(300, 2))
+    assert token[7, 63] == q[7, 63].float() * scale[0, 0] and token[7, 64] == q[7, 64].float() * scale[0, 1]
+    assert dequantize_per_token(q[:, :128], scale[:1, :].expand(300, 2), torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_no_rows():
+    q, scale = per_token_cast_to_fp8(torch.zeros(0, 256))
+    assert q.shape == (0, 256) and scale.shape == (0, 2)
+
+
+def test_refuses_bad_arguments():
+    with pytest.raises(ValueError, match="x: the last dimension must be a multiple of gran_k=128, got 100"):
+        per_token_cast_to_fp8(torch.zeros(2, 100))
+    for arguments, message in (
+        ((torch.zeros(2, 3, 128),), r"w: shape must be \[O, I\], got \[2, 3, 128\]"),
+        ((torch.zeros(2, 128, dtype=torch.int32),), "w: dtype must be float32, bfloat16 or float16, got int32"),
+        (([[1.0]],), "w: must be a torch.Tensor, got list"),
+        ((torch.zeros(2, 128), 1), "use_ue8m0: must be True or False, got int"),
+        ((torch.zeros(2, 128), True, 0), "block: must be at least 1, got 0"),
+        ((torch.zeros(2, 128), True, 1.0), "block: must be an int, got float"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            per_block_cast_to_fp8(*arguments)
+    q, scale = per_block_cast_to_fp8(torch.zeros(130, 128))
+    for arguments, message in (
+        ((q.float(), scale), "q: dtype must be float8_e4m3fn, got float32"),
+        ((q, scale.double()), "scale: dtype must be float32 or float8_e8m0fnu, got float64"),
+        ((q, scale.to("meta")), "scale: must be on q's device cpu, got meta"),
+        ((q, scale, torch.int32), "dtype: must be float32, bfloat16, float16 or float64, got int32"),
+        ((q, None), "scale: must be a torch.Tensor, got NoneType"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            dequantize_per_block(*arguments)
+    with pytest.raises(ValueError, match=r"scale: must be \[5, 1\].* got \[4, 1\]"):
+        dequantize_per_block(torch.zeros(576, 128).to(torch.float8_e4m3fn), torch.ones(4, 1))

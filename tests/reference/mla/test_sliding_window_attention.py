@@ -1,0 +1,248 @@
+import math
+
+import pytest
+import torch
+
+from dsa.reference import merge_attention, sliding_window_attention, window_indices, window_sparse_attention
+from tests.reference.mla.attention_oracle import assert_near, attend_one, attend_rows
+
+INF, NAN = math.inf, math.nan
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CU_Q, CU_K = [0, 3, 3, 4, 10, 12], [0, 3, 5, 12, 30, 31]  # the last sequence has 2 queries and 1 key
+
+
+def visible(window):
+    """The keys of every query, from the definition."""
+    rows = []
+    for b in range(len(CU_Q) - 1):
+        n_q, n_k = CU_Q[b + 1] - CU_Q[b], CU_K[b + 1] - CU_K[b]
+        for i in range(n_q):
+            p = n_k - n_q + i
+            rows.append([CU_K[b] + j for j in range(n_k) if p - window < j <= p])
+    return rows
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 128])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_window_against_float64(window, with_sink):
+    q, kv = torch.randn(12, 4, 24), torch.randn(31, 1, 24)
+    sink = torch.tensor([INF, -INF, 0.4, -1.0]) if with_sink else None
+    out, lse = sliding_window_attention(q, kv, i32(CU_Q), i32(CU_K), window, 0.3, 16, sink)
+    rows = visible(window)
+    assert rows[10] == [] and rows[11] == [30]
+    expected, expected_lse, _ = attend_rows(q, [kv[r, 0] for r in rows], 0.3, 16, sink)
+    assert_near(out, expected)
+    assert_near(lse, expected_lse)
+    assert out[10].eq(0).all() and lse[10].eq(INF).all()
+
+
+def test_window_by_hand():
+    # q = 0 makes every weight equal: the mean of the keys in the window of 2
+    kv = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(4, 1, 1)
+    out, lse = sliding_window_attention(torch.zeros(3, 1, 1), kv, i32([0, 3]), i32([0, 4]), 2, 1.0, 1)
+    assert out.flatten().tolist() == pytest.approx([1.5, 3.0, 6.0])
+    assert lse.flatten().tolist() == pytest.approx([math.log(2)] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_window_dtypes(dtype):
+    q, kv = torch.randn(12, 2, 512).to(dtype), torch.randn(31, 1, 512).to(dtype)
+    out, lse = sliding_window_attention(q, kv, i32(CU_Q), i32(CU_K), 4, 512**-0.5)
+    expected, expected_lse, _ = attend_rows(q, [kv[r, 0] for r in visible(4)], 512**-0.5, 512)
+    assert out.dtype == dtype and out.shape == (12, 2, 512) and lse.dtype == torch.float32
+    assert_near(out, expected, 1e-2)
+    assert_near(lse, expected_lse)
+
+
+def test_nan_stays_in_its_windows():
+    q, kv = torch.randn(12, 2, 24), torch.randn(31, 1, 24)
+    kv[26] = NAN
+    out, _ = sliding_window_attention(q, kv, i32(CU_Q), i32(CU_K), 3, 0.3, 16)
+    touched = [26 in row for row in visible(3)]
+    assert sum(touched) == 3
+    assert out.isnan().flatten(1).any(1).tolist() == touched
+
+
+def test_queries_of_no_sequence_and_empty_inputs():
+    q, kv = torch.randn(5, 2, 8), torch.randn(4, 1, 8)
+    out, lse = sliding_window_attention(q, kv, i32([1, 3]), i32([0, 4]), 2, 1.0, 8, torch.zeros(2))
+    assert out[[0, 3, 4]].eq(0).all() and lse[[0, 3, 4]].eq(INF).all() and lse[1:3].isfinite().all()
+    out, lse = sliding_window_attention(q, kv[:0], i32([0, 5]), i32([0, 0]), 2, 1.0, 8)
+    assert out.eq(0).all() and lse.eq(INF).all()
+    out, lse = sliding_window_attention(q[:0], kv, i32([0, 0]), i32([0, 4]), 2, 1.0, 8)
+    assert out.shape == (0, 2, 8) and lse.shape == (0, 2)
+
+
+def test_window_refuses_bad_arguments():
+    q, kv, good = torch.randn(5, 2, 8), torch.randn(4, 1, 8), i32([0, 4])
+    with pytest.raises(ValueError, match="window: must be at least 1, got 0"):
+        sliding_window_attention(q, kv, good, good, 0, 1.0, 8)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: must be non-decreasing numbers from 0 to 5, got \[0, 6\]"):
+        sliding_window_attention(q, kv, i32([0, 6]), good, 1, 1.0, 8)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k: must be non-decreasing numbers from 0 to 4, got \[3, 1\]"):
+        sliding_window_attention(q, kv, good, i32([3, 1]), 1, 1.0, 8)
+    with pytest.raises(ValueError, match="cu_seqlens_k: must have as many entries as cu_seqlens_q = 2, got 3"):
+        sliding_window_attention(q, kv, good, i32([0, 1, 4]), 1, 1.0, 8)
+    with pytest.raises(ValueError, match="d_v: must be at most d = 8, got 512"):
+        sliding_window_attention(q, kv, good, good, 1, 1.0)
+
+
+def test_a_list_stands_for_the_window():
+    q, kv = torch.randn(12, 2, 24), torch.randn(31, 1, 24)
+    packed = (q, kv, i32(CU_Q), i32(CU_K))
+    for window in (3, 40):
+        expected = sliding_window_attention(*packed, window, 0.3, 16)
+        got = sliding_window_attention(*packed, window, 0.3, 16, indices=window_indices(*packed[2:], 12, window))
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    with pytest.raises(ValueError, match=r"indices: shape must be \[12, 3\], got \[12, 2\]"):
+        sliding_window_attention(*packed, 3, 0.3, 16, indices=window_indices(*packed[2:], 12, 2))
+
+
+COUNTS = [6, 0, 1, 3, 5, 6, 2, -1, 9, 2**31 - 1, 4, -(2**31)]
+
+
+@pytest.mark.parametrize("window", [1, 4, 128])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("with_counts", [False, True])
+def test_window_and_selected_against_float64(with_counts, with_sink, window):
+    q, kv, compressed = torch.randn(12, 4, 24), torch.randn(31, 1, 24), torch.randn(7, 1, 24)
+    indices = torch.randint(-1, 8, (12, 6)).int()
+    indices[3], indices[4, :3] = -1, i32([2**31 - 1, -(2**31), 7])
+    sink = torch.tensor([INF, -INF, 0.4, -1.0]) if with_sink else None
+    counts = COUNTS if with_counts else [6] * 12
+    arguments = (q, kv, i32(CU_Q), i32(CU_K), window, compressed, indices, 0.3, 16, sink)
+    out, lse = window_sparse_attention(*arguments, i32(counts) if with_counts else None)
+    keys = []
+    for near, selected, count in zip(visible(window), indices.tolist(), counts):
+        chosen = [j for j in selected[: max(count, 0)] if 0 <= j < 7]
+        keys.append(torch.cat((kv[near, 0], compressed[chosen, 0])))
+    expected, expected_lse, _ = attend_rows(q, keys, 0.3, 16, sink)
+    assert_near(out, expected)
+    assert_near(lse, expected_lse)
+
+
+def test_window_and_selected_are_kept_apart():
+    """A list that points beyond the window's keys selects nothing, and NaN stays with those who select it."""
+    q, kv, compressed = torch.randn(4, 2, 24), torch.randn(4, 1, 24), torch.randn(5, 1, 24)
+    compressed[4] = NAN
+    packed, indices = (q, kv, i32([0, 4]), i32([0, 4]), 2), i32([[0, 1], [2, 3], [4, 0], [1, -1]])
+    near = window_indices(*packed[2:4], 4, 2)
+    near[1] = i32([4, 8])
+    out, lse = window_sparse_attention(*packed, compressed, indices, 0.3, 16, window_indices=near)
+    keys = [kv[:1, 0], kv[:0, 0], kv[1:3, 0], kv[2:, 0]]
+    keys = [torch.cat((k, compressed[[j for j in row if j >= 0], 0])) for k, row in zip(keys, indices.tolist())]
+    assert out[2].isnan().all()
+    some = [0, 1, 3]
+    expected, expected_lse, _ = attend_rows(q[some], [keys[t] for t in some], 0.3, 16)
+    assert_near(out[some], expected)
+    assert_near(lse[some], expected_lse)
+
+
+def test_window_and_selected_without_keys():
+    q, kv, compressed = torch.randn(3, 2, 8), torch.randn(3, 1, 8), torch.randn(5, 1, 8)
+    cu, indices = i32([0, 3]), i32([[0, 1]] * 3)
+    window = sliding_window_attention(q, kv, cu, cu, 2, 1.0, 8)
+    for none in ((compressed, indices[:, :0]), (compressed[:0], indices)):
+        out, lse = window_sparse_attention(q, kv, cu, cu, 2, *none, 1.0, 8)
+        assert_near(out, window[0].double())
+        assert_near(lse, window[1].double())
+    out, lse = window_sparse_attention(q, kv[:0], cu, i32([0, 0]), 2, compressed[:0], indices, 1.0, 8, torch.zeros(2))
+    assert out.eq(0).all() and lse.eq(INF).all()
+
+
+def test_window_and_selected_refuse_bad_arguments():
+    q, kv, compressed = torch.randn(3, 2, 8), torch.randn(3, 1, 8), torch.randn(5, 1, 8)
+    cu, indices = i32([0, 3]), i32([[0, 1]] * 3)
+    good = dict(zip(("q", "kv", "cu_seqlens_q", "cu_seqlens_k", "window"), (q, kv, cu, cu, 2)))
+    good |= {"compressed": compressed, "indices": indices, "softmax_scale": 1.0, "d_v": 8}
+    for changes, message in [
+        ({"compressed": compressed[:, 0]}, r"compressed: shape must be \[n, 1, 8\], got \[5, 8\]"),
+        ({"indices": indices[:2]}, r"indices: shape must be \[3, K\], got \[2, 2\]"),
+        ({"indices": indices.long()}, "indices: dtype must be int32, got int64"),
+        ({"topk_length": i32([1, 2])}, r"topk_length: shape must be \[3\], got \[2\]"),
+        ({"window_indices": indices[:, :1]}, r"window_indices: shape must be \[3, 2\], got \[3, 1\]"),
+        ({"cu_seqlens_k": i32([0, 4])}, r"cu_seqlens_k: must be non-decreasing numbers from 0 to 3, got \[0, 4\]"),
+        ({"attn_sink": torch.zeros(3)}, r"attn_sink: shape must be \[2\], got \[3\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            window_sparse_attention(**{**good, **changes})
+
+
+def branches(counts, heads=3, d=8, d_v=6):
+    """Attention of two queries over random keys, split in branches of the given sizes, in float64."""
+    q, keys = torch.randn(2, heads, d), torch.randn(sum(counts), d)
+    outs, lses = [], []
+    for part in keys.split(counts):
+        out, lse, _ = attend_rows(q, [part, part], 1.0, d_v)
+        outs.append(out.float())
+        lses.append(lse.float())
+    return q, keys, outs, lses
+
+
+@pytest.mark.parametrize("counts", [[5], [3, 4], [1, 0, 6], [0, 2], [2, 2, 2, 2]])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_merge_is_attention_over_all_keys(counts, with_sink):
+    q, keys, outs, lses = branches(counts)
+    sink = torch.tensor([INF, -INF, 0.7]) if with_sink else None
+    out, lse = merge_attention(outs, lses, sink)
+    expected, expected_lse, _ = attend_rows(q, [keys, keys], 1.0, 6, sink)
+    assert_near(out, expected)
+    assert_near(lse, expected_lse)
+
+
+def test_merge_by_hand():
+    # weights e^0 : e^(ln 3) = 1 : 3; a sink of ln 4 halves the result
+    outs = [torch.tensor([[4.0]]), torch.tensor([[8.0]])]
+    lses = [torch.tensor([0.0]), torch.tensor([math.log(3)])]
+    out, lse = merge_attention(outs, lses)
+    assert out.item() == pytest.approx(7.0) and lse.item() == pytest.approx(math.log(4))
+    out, lse = merge_attention(outs, lses, torch.tensor([math.log(4)]))
+    assert out.item() == pytest.approx(3.5) and lse.item() == pytest.approx(math.log(4))
+
+
+@pytest.mark.parametrize("mark", [INF, -INF])
+def test_merge_ignores_what_empty_branches_hold(mark):
+    outs = [torch.full((2, 1, 3), NAN), torch.tensor([[[1.0, 2.0, 3.0]], [[NAN, NAN, NAN]]])]
+    lses = [torch.full((2, 1), mark), torch.tensor([[5.0], [mark]])]
+    out, lse = merge_attention(outs, lses, torch.tensor([-INF]))
+    assert out[0, 0].tolist() == [1.0, 2.0, 3.0] and out[1].eq(0).all()
+    assert lse.flatten().tolist() == [5.0, INF]
+
+
+def test_merge_keeps_the_dtype_and_large_lses():
+    outs = [torch.ones(1, 1, 2).bfloat16(), torch.zeros(1, 1, 2).bfloat16()]
+    out, lse = merge_attention(outs, [torch.tensor([[1000.0]]), torch.tensor([[1000.0]])])
+    assert out.dtype == torch.bfloat16 and out.tolist() == [[[0.5, 0.5]]]
+    assert lse.item() == pytest.approx(1000 + math.log(2))
+
+
+def test_window_and_merge_agree_with_one_softmax():
+    # the window branch and one more branch over other keys, with the sink applied once
+    q, kv, other = torch.randn(4, 2, 8), torch.randn(6, 1, 8), torch.randn(3, 8)
+    window_out, window_lse = sliding_window_attention(q, kv, i32([0, 4]), i32([0, 6]), 3, 0.5, 8)
+    branch, branch_lse, _ = attend_rows(q, [other] * 4, 0.5, 8)
+    sink = torch.tensor([0.2, -0.6])
+    out, lse = merge_attention([window_out, branch.float()], [window_lse, branch_lse.float()], sink)
+    for t in range(4):
+        keys = torch.cat((kv[t : t + 3, 0], other))
+        for h in range(2):
+            expected, expected_lse, _ = attend_one(q[t, h], keys, 0.5, 8, float(sink[h]))
+            assert_near(out[t, h], expected)
+            assert lse[t, h].item() == pytest.approx(expected_lse, rel=1e-5)
+
+
+def test_merge_refuses_bad_arguments():
+    out, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="lses: must be one for each of at least one outs, got 2 outs and 1 lses"):
+        merge_attention([out, out], [lse])
+    with pytest.raises(ValueError, match="lses: must be one for each of at least one outs, got 0 outs"):
+        merge_attention([], [])
+    with pytest.raises(ValueError, match=r"lses\[1\]: shape must be \[2, 3\], got \[3, 2\]"):
+        merge_attention([out, out], [lse, lse.T])
+    with pytest.raises(ValueError, match=r"attn_sink: shape must be \[3\], got \[2\]"):
+        merge_attention([out], [lse], torch.zeros(2))

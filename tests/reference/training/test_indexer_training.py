@@ -1,0 +1,194 @@
+"""The indexer's losses in float64: gradients by finite differences, the formulas in words, and the odd cases."""
+
+import pytest
+import torch
+
+from dsa.reference.training.indexer_training import indexer_warmup_attention, sparse_indexer_loss, sparse_mla_attention
+
+F64 = torch.float64
+
+
+def cu(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def warmup_inputs(lengths_q, lengths_k, heads=4, key_heads=2, index_heads=3, d=5, dv=6, di=4, dtype=F64):
+    torch.manual_seed(0)
+    tq, tk = sum(lengths_q), sum(lengths_k)
+    shapes = (
+        (tq, heads, d),
+        (tk, key_heads, d),
+        (tk, key_heads, dv),
+        (tq, index_heads, di),
+        (tk, di),
+        (tq, index_heads),
+    )
+    tensors = [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    return tensors, (cu(*lengths_q), cu(*lengths_k), max(lengths_q), max(lengths_k), 0.5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("target", ["sum", "per_head"])
+def test_warmup_gradients(target, causal):
+    tensors, rest = warmup_inputs([1, 3, 0, 4], [1, 5, 2, 2], index_heads=4)
+
+    def attention(*inputs):
+        out, lse, _ = indexer_warmup_attention(*inputs, *tensors[3:], *rest, causal, target)
+        return out, lse.masked_fill(lse == torch.inf, 0.0)
+
+    def loss(*inputs):
+        return indexer_warmup_attention(*tensors[:3], *inputs, *rest, causal, target)[2]
+
+    assert torch.autograd.gradcheck(attention, tensors[:3])
+    assert torch.autograd.gradcheck(loss, tensors[3:])
+
+
+@pytest.mark.parametrize("target", ["sum", "per_head"])
+def test_warmup_in_words(target):
+    """One query after the other, with loops over heads and the definition of KL."""
+    (q, k, v, q_idx, k_idx, w_idx), rest = warmup_inputs([3, 2], [4, 2], index_heads=4)
+    out, lse, kl = indexer_warmup_attention(q, k, v, q_idx, k_idx, w_idx, *rest, True, target)
+    row = 0
+    for m, n, begin in ((3, 4, 0), (2, 2, 4)):
+        for i in range(m):
+            seen = slice(begin, begin + n - m + i + 1)
+            heads = []
+            for h in range(4):
+                logits = 0.5 * k[seen, h // 2] @ q[row, h]
+                heads.append(logits.softmax(0))
+                assert torch.allclose(out[row, h], heads[-1] @ v[seen, h // 2])
+                assert torch.allclose(lse[h, row], logits.logsumexp(0))
+            scores = [w_idx[row, j] * (k_idx[seen] @ q_idx[row, j]).clamp(min=0) for j in range(4)]
+            if target == "sum":
+                p, student = sum(heads) / sum(heads).sum(), sum(scores).softmax(0)
+                assert torch.allclose(kl[row], (p * (p / student).log()).sum())
+            else:
+                for h in range(4):
+                    p, student = heads[h], scores[h].softmax(0)
+                    assert torch.allclose(kl[row, h], (p * (p / student).log()).sum())
+            row += 1
+
+
+def test_the_indexer_learns_from_the_loss_alone():
+    tensors, rest = warmup_inputs([4], [4])
+    out, lse, kl = indexer_warmup_attention(*tensors, *rest)
+    attention, indexer = tensors[:3], tensors[3:]
+    assert torch.autograd.grad(kl.sum(), attention, allow_unused=True, retain_graph=True) == (None,) * 3
+    assert torch.autograd.grad(out.sum() + lse.sum(), indexer, allow_unused=True, retain_graph=True) == (None,) * 3
+    # d kl / d I = softmax(I) - p, through w, q and k.
+    dw, dq, dk = (torch.autograd.grad(kl.sum(), x, retain_graph=True)[0] for x in (tensors[5], tensors[3], tensors[4]))
+    q, k, _, q_idx, k_idx, w_idx = (x.detach() for x in tensors)
+    seen = torch.ones(4, 4).tril().bool()
+    weights = torch.einsum("thd,shd->hts", q, k.repeat_interleave(2, 1)).mul(0.5).masked_fill(~seen, -torch.inf)
+    dots = torch.einsum("tjd,sd->tjs", q_idx, k_idx)
+    scores = (w_idx[..., None] * dots.relu()).sum(1).masked_fill(~seen, -torch.inf)
+    d_scores = scores.softmax(-1) - weights.softmax(-1).mean(0)
+    on = (dots > 0).to(F64)
+    assert torch.allclose(dw, torch.einsum("ts,tjs->tj", d_scores, dots.relu()))
+    assert torch.allclose(dq, torch.einsum("ts,tj,tjs,sd->tjd", d_scores, w_idx, on, k_idx))
+    assert torch.allclose(dk, torch.einsum("ts,tj,tjs,tjd->sd", d_scores, w_idx, on, q_idx))
+
+
+def test_warmup_edges():
+    """No keys, one key, all mass on one key, and weights of zero."""
+    (q, k, v, q_idx, k_idx, w_idx), rest = warmup_inputs([3, 1], [1, 1], dtype=torch.float32)
+    out, lse, kl = indexer_warmup_attention(q, k, v, q_idx, k_idx, w_idx, *rest)
+    assert (out[:2] == 0).all() and (lse[:, :2] == torch.inf).all() and (kl == 0).all()
+    assert torch.allclose(out[2], v[0].repeat_interleave(2, 0)) and torch.allclose(out[3], v[1].repeat_interleave(2, 0))
+    (out.sum() + kl.sum()).backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v, q_idx, k_idx, w_idx))
+    (q, k, v, q_idx, k_idx, w_idx), rest = warmup_inputs([4], [4], dtype=torch.float32)
+    kl = indexer_warmup_attention(1e4 * q, k, v, q_idx, k_idx, 0 * w_idx, *rest)[2]
+    # Every head at one key, and the indexer at none in particular.
+    assert kl.isfinite().all() and (kl <= torch.arange(1, 5).log() + 1e-5).all() and kl[0] == 0
+
+
+def sparse_inputs(tokens=5, keys=7, heads=3, index_heads=2, d=6, di=4):
+    torch.manual_seed(1)
+    shapes = (tokens, heads, d), (keys, 1, d), (tokens, index_heads, di), (keys, di), (tokens, index_heads)
+    indices = torch.stack([torch.randperm(keys)[:4] for _ in range(tokens)]).int()[:, None]
+    indices[1, 0, 2:], indices[2] = -1, -1
+    indices[3, 0, 0] = keys
+    return [torch.randn(*shape, dtype=F64, requires_grad=True) for shape in shapes], indices
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_sparse_attention_gradients(sink):
+    (q, kv, *_), indices = sparse_inputs()
+    sinks = (torch.randn(3, dtype=F64, requires_grad=True),) if sink else ()
+
+    def run(q, kv, *sink):
+        out, lse = sparse_mla_attention(q, kv, indices, 0.4, 4, *sink)
+        return out, lse.masked_fill(lse == torch.inf, 0.0)
+
+    assert torch.autograd.gradcheck(run, (q, kv, *sinks))
+    out, lse = sparse_mla_attention(q, kv, indices, 0.4, 4, *sinks)
+    assert (out[2] == 0).all() and (lse[:, 2] == torch.inf).all()
+    seen = indices[1, 0, :2].long()
+    logits = 0.4 * kv[seen, 0] @ q[1, 0]
+    whole = torch.cat((logits, sinks[0][:1])) if sink else logits
+    assert torch.allclose(out[1, 0], whole.softmax(0)[:2] @ kv[seen, 0, :4])
+
+
+def test_what_no_index_names_reaches_nothing():
+    """NaN in the first row, where an index that is no key might look; and no rows at all."""
+    (q, kv, q_idx, k_idx, w_idx), indices = sparse_inputs()
+    indices[indices == 0] = -1
+    kv, k_idx = (x.detach().index_fill(0, torch.tensor(0), torch.nan) for x in (kv, k_idx))
+    for results in (
+        sparse_mla_attention(q, kv, indices, 0.4, 4),
+        [sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, 0.4)],
+    ):
+        assert not any(x.isnan().any() for x in results)
+    out, lse = sparse_mla_attention(q, kv[:0], indices, 0.4, 4)
+    assert not out.any() and lse.eq(torch.inf).all()
+    assert not sparse_indexer_loss(q, kv[:0], q_idx, k_idx[:0], w_idx, indices, 0.4).any()
+
+
+@pytest.mark.parametrize("target", ["sum", "per_head"])
+def test_warmup_without_sequences(target):
+    tensors, _ = warmup_inputs([0], [0], index_heads=4)
+    nothing = torch.zeros(1, dtype=torch.int32)
+    out, lse, kl = indexer_warmup_attention(*tensors, nothing, nothing, 0, 0, 0.5, True, target)
+    assert out.shape == (0, 4, 6) and lse.shape == (4, 0) and kl.shape == ((0,) if target == "sum" else (0, 4))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_sparse_loss(joint):
+    (q, kv, q_idx, k_idx, w_idx), indices = sparse_inputs()
+    lse = sparse_mla_attention(q, kv, indices, 0.4, 6)[1].detach()
+    # Heads give the selected keys e^0, e^-1 and e^-3 of their attention.
+    given = lse + torch.tensor([0.0, 1.0, 3.0], dtype=F64)[:, None] if joint else None
+
+    def run(*indexer):
+        return sparse_indexer_loss(q, kv, *indexer, indices, 0.4, given)
+
+    assert torch.autograd.gradcheck(run, (q_idx, k_idx, w_idx))
+    kl = run(q_idx, k_idx, w_idx)
+    assert kl[2] == 0 and (kl >= 0).all()
+    assert torch.autograd.grad(kl.sum(), (q, kv), allow_unused=True) == (None, None)
+    seen = indices[0, 0].long()
+    heads = torch.stack([(0.4 * kv[seen, 0] @ q[0, h]).softmax(0) for h in range(3)])
+    p = (heads * torch.tensor([[1.0], [-1.0], [-3.0]], dtype=F64).exp().index_fill(0, torch.tensor([0]), 1.0)).sum(0)
+    p = p / p.sum() if joint else heads.mean(0)
+    scores = sum(w_idx[0, j] * (k_idx[seen] @ q_idx[0, j]).clamp(min=0) for j in range(2))
+    assert torch.allclose(kl[0], (p * (p / scores.softmax(0)).log()).sum())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"target": "mean"}, "target: must be 'sum' or 'per_head', got 'mean'"),
+        ({"target": "per_head"}, "q_idx: target 'per_head' needs q's 4 heads, got 3"),
+        ({"q": torch.zeros(4, 0, 5)}, r"q: must have at least one head, got shape \[4, 0, 5\]"),
+        ({"k": torch.zeros(4, 3, 5)}, "v: shape must be|k: its 3 heads must divide q's 4"),
+        ({"cu_seqlens_k": cu(3)}, r"cu_seqlens_k: must ascend from 0 to 4, got \[0, 3\]"),
+        ({"w_idx": torch.zeros(4, 2)}, r"w_idx: shape must be \[4, 3\], got \[4, 2\]"),
+    ],
+)
+def test_errors(change, message):
+    tensors, rest = warmup_inputs([4], [4], dtype=torch.float32)
+    names = ("q", "k", "v", "q_idx", "k_idx", "w_idx", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    arguments = dict(zip((*names, "softmax_scale"), (*tensors, *rest)))
+    with pytest.raises(ValueError, match=message):
+        indexer_warmup_attention(**arguments | change)
