@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from dsa.kernels.cache import indexer_cache_sm90
 from dsa.cute import tuning
+from dsa.kernels.cache import indexer_cache_sm90
 from dsa.kernels.indexer import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90
 from dsa_bench.harness import case, plot, profile, table, tune
 from dsa_bench.harness.table import print_table
