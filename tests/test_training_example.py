@@ -32,7 +32,7 @@ PLAN = Plan(steps=(12, 6, 6), rates=(2e-3, 3e-3, 3e-4), batch=(2, 2, 2), length=
 def corpus(tmp_path_factory):
     """Some of this repository's files as the library."""
     root = tmp_path_factory.mktemp("library")
-    for i, path in enumerate(sorted((ROOT / "dsa" / "reference").rglob("*.py"))[:22]):
+    for i, path in enumerate(sorted((ROOT / "dsa" / "reference").rglob("[!_]*.py"))[:22]):
         (root / f"file{i:02}.py").write_text(path.read_text())
     (root / "test").mkdir()
     (root / "test" / "left_out.py").write_text("x = 1\n" * 100)

@@ -7,7 +7,7 @@ from dsa.self_test.comparisons import D, check_rounded, hadamard
 from dsa.testing import assert_close
 
 
-def _mla_cache_inputs(device: str) -> None:
+def mla_cache_inputs(device: str) -> None:
     """V3.2: norm of the latent, rope on the 64 channels behind it, floats; V4: both on the same 512, to FP8."""
     angles, gain = torch.randn(40, 32, device=device), torch.randn(512, device=device)
     slots = torch.arange(40, device=device) + 50
@@ -28,7 +28,7 @@ def _mla_cache_inputs(device: str) -> None:
             assert_close("cache", back, x, abs_tol=4e-2, rel_tol=2**-7, cos_tol=1e-5)
 
 
-def _compressed_kv(device: str) -> None:
+def compressed_kv(device: str) -> None:
     """Overlapping blocks of 4 in two passes, the second of which needs what the first left, to floats and to bytes."""
     for d, kind in ((512, "floats"), (128, "bytes")):
         kv, gate = torch.randn(2, 42, 2 * d, device=device)
@@ -68,9 +68,3 @@ def _compressed_kv(device: str) -> None:
             back = values.view(torch.float8_e4m3fn).view(64, d).double() * scales.view(torch.float32)[:, None]
             back = back[:10].cpu()
             check_rounded("FP8 entries", back, x, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
-
-
-TESTS = {
-    "mla_cache_inputs": _mla_cache_inputs,
-    "compressed_kv": _compressed_kv,
-}

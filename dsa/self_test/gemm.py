@@ -4,9 +4,10 @@ import torch
 
 import dsa
 from dsa.self_test.comparisons import check_product, check_rounded, hadamard
+from dsa.testing import assert_close
 
 
-def _per_token_cast_to_fp8(device: str) -> None:
+def per_token_cast_to_fp8(device: str) -> None:
     x = torch.randn(33, 256, device=device).bfloat16()
     q, scale = dsa.per_token_cast_to_fp8(x)
     back = q.double() * scale.double().repeat_interleave(128, -1)
@@ -17,7 +18,7 @@ def _per_token_cast_to_fp8(device: str) -> None:
     check_rounded("Hadamard x", back, expected, abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
 
 
-def _fp8_gemm_nt(device: str) -> None:
+def fp8_gemm_nt(device: str) -> None:
     x, w = torch.randn(5, 384, device=device), torch.randn(200, 384, device=device)
     a, b = dsa.per_token_cast_to_fp8(x, False), dsa.per_block_cast_to_fp8(w, False)
     check_rounded("w", dsa.dequantize_per_block(*b), w.double(), abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
@@ -30,7 +31,17 @@ def _fp8_gemm_nt(device: str) -> None:
     check_product("grouped y", dsa.grouped_fp8_gemm_nt(a, weights, ends, torch.float32), expected, size)
 
 
-TESTS = {
-    "per_token_cast_to_fp8": _per_token_cast_to_fp8,
-    "fp8_gemm_nt": _fp8_gemm_nt,
-}
+def swiglu_cast_to_fp8(device: str) -> None:
+    """The halves of one tensor, with a last block that ends early; then with a limit that many exceed."""
+    gate, up = (2 * torch.randn(33, 400, device=device)).bfloat16().chunk(2, -1)
+    for limit in (None, 1.0):
+        q, scale = dsa.swiglu_cast_to_fp8(gate, up, limit=limit)
+        g, u = gate.double(), up.double()
+        if limit is not None:
+            g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+        back = q.double() * scale.double().repeat_interleave(128, -1)[:, :200]
+        expected, tolerance = g / (1 + (-g).exp()) * u, {"abs_tol": 4e-2, "rel_tol": 0.075, "cos_tol": 2e-3}
+        if limit is None:
+            check_rounded("h", back, expected, **tolerance)
+        else:  # many numbers are the limit, and all of these are rounded alike
+            assert_close("limited h", back, expected, **tolerance)

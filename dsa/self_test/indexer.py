@@ -14,7 +14,7 @@ def _index_case(device: str) -> tuple[torch.Tensor, ...]:
     return q, k, scale, weights, torch.einsum("th,ths->ts", weights.double(), dots) * scale.double()
 
 
-def _fp8_mqa_logits(device: str) -> None:
+def fp8_mqa_logits(device: str) -> None:
     q, k, scale, weights, expected = _index_case(device)
     starts, ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 10, 5], [100, 50, 5]))
     got = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends)
@@ -25,7 +25,7 @@ def _fp8_mqa_logits(device: str) -> None:
     check_diff("mqa_logits", got, expected / scale)
 
 
-def _fp8_paged_mqa_logits(device: str) -> None:
+def fp8_paged_mqa_logits(device: str) -> None:
     q, k, scale, weights, expected = _index_case(device)
     cache = torch.full((4, 64, 1, 132), 0xFF, dtype=torch.uint8, device=device)
     slots = torch.arange(100, device=device) + 64
@@ -39,7 +39,7 @@ def _fp8_paged_mqa_logits(device: str) -> None:
     check_diff("logits", got, expected)
 
 
-def _indexer_inputs(device: str) -> None:
+def indexer_inputs(device: str) -> None:
     """Norm, rope on the first 64 channels in halves, Hadamard, and the scores that come of it."""
     angles = torch.randn(40, 32, device=device)
     cos, sin = angles.cos(), angles.sin()
@@ -64,17 +64,9 @@ def _indexer_inputs(device: str) -> None:
     check_rounded("k", back, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
 
 
-def _topk_indices(device: str) -> None:
+def topk_indices(device: str) -> None:
     scores = torch.randn(5, 300, device=device).round(decimals=1)
     got = dsa.topk_indices(scores, 64).cpu()
     for row, picked in zip(scores.tolist(), got.tolist()):
         if picked != sorted(sorted(range(300), key=lambda i: (-row[i], i))[:64]):
             raise AssertionError("not the 64 largest with ties to the lowest index")
-
-
-TESTS = {
-    "fp8_mqa_logits": _fp8_mqa_logits,
-    "fp8_paged_mqa_logits": _fp8_paged_mqa_logits,
-    "indexer_inputs": _indexer_inputs,
-    "topk_indices": _topk_indices,
-}

@@ -7,7 +7,7 @@ from dsa.self_test.comparisons import D_V, D, H, attention, check_attention, che
 from dsa.testing import assert_close
 
 
-def _flash_mla_with_kvcache(device: str) -> None:
+def flash_mla_with_kvcache(device: str) -> None:
     q = torch.randn(1, 1, H, D, device=device).bfloat16()
     cache = torch.randn(3, 64, 1, D, device=device).bfloat16()
     table = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
@@ -30,7 +30,7 @@ def _flash_mla_with_kvcache(device: str) -> None:
     check_lse("sparse lse", lse[0, :, 0], expected_lse)
 
 
-def _flash_mla_sparse_fwd(device: str) -> None:
+def flash_mla_sparse_fwd(device: str) -> None:
     q, kv = torch.randn(2, H, D, device=device).bfloat16(), torch.randn(200, 1, D, device=device).bfloat16()
     indices = torch.full((2, 1, 64), -1, dtype=torch.int32, device=device)
     indices[0, 0, :50] = torch.randperm(200, device=device)[:50]
@@ -44,7 +44,7 @@ def _flash_mla_sparse_fwd(device: str) -> None:
     check_lse("max_logits", max_logits, torch.stack((largest, -infinite)))
 
 
-def _window_indices(device: str) -> None:
+def window_indices(device: str) -> None:
     """Three sequences, one of them without queries, and queries of none; pages, one of which is missing, and rings."""
     q_ends, k_ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 5, 5, 12], [0, 9, 11, 18]))
     got = dsa.window_indices(q_ends, k_ends, 14, 4)
@@ -64,7 +64,7 @@ def _window_indices(device: str) -> None:
         raise AssertionError("not the slots of the rings")
 
 
-def _sliding_window_attention(device: str) -> None:
+def sliding_window_attention(device: str) -> None:
     """The window alone; with selected keys and a sink that halves the first head; and in a cache."""
     q, kv = torch.randn(40, H, D_V, device=device).bfloat16(), torch.randn(40, 1, D_V, device=device).bfloat16()
     ends = torch.tensor([0, 40], dtype=torch.int32, device=device)
@@ -97,7 +97,7 @@ def _sliding_window_attention(device: str) -> None:
     check_lse("lse with selected", lse, expected_lse)
 
 
-def _merge_attention(device: str) -> None:
+def merge_attention(device: str) -> None:
     """Attention in two parts, and a row whose parts are both empty, with a sink that halves the first head."""
     q, kv = torch.randn(H, D, device=device), torch.randn(40, D, device=device)
     expected, expected_lse, _ = attention(q, kv, D**-0.5)
@@ -111,12 +111,3 @@ def _merge_attention(device: str) -> None:
     out, lse = dsa.merge_attention(outs, lses, sink)
     assert_close("out", out, torch.stack((expected, torch.zeros_like(expected))), abs_tol=1e-5, rel_tol=1e-4)
     check_lse("lse", lse, torch.stack((expected_lse, torch.full_like(expected_lse, torch.inf))))
-
-
-TESTS = {
-    "flash_mla_with_kvcache": _flash_mla_with_kvcache,
-    "flash_mla_sparse_fwd": _flash_mla_sparse_fwd,
-    "window_indices": _window_indices,
-    "sliding_window_attention": _sliding_window_attention,
-    "merge_attention": _merge_attention,
-}

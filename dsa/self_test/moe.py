@@ -6,7 +6,7 @@ import dsa
 from dsa.testing import assert_close
 
 
-def _expert_routing(device: str) -> None:
+def expert_routing(device: str) -> None:
     # Two of four groups of four stay: by their two best, 1.5 and 1.15, not by the one that has 0.9 alone.
     chosen_by = torch.tensor([[0.9, 0.1, 0, 0, 0.8, 0.7, 0, 0, 0.5, 0.4, 0, 0, 0.6, 0.55, 0.05, 0]], device=device)
     logits = torch.randn(1, 16, device=device)
@@ -30,7 +30,7 @@ def _expert_routing(device: str) -> None:
             raise AssertionError(f"{name}: expected {expected_part}, got {x.tolist()}")
 
 
-def _combine_experts(device: str) -> None:
+def combine_experts(device: str) -> None:
     """Three rows a token, one of them outside, and the shared expert's."""
     y, shared = torch.randn(50, 72, device=device), torch.randn(20, 72, device=device)
     rows, weights = torch.randint(50, (20, 3), device=device, dtype=torch.int32), torch.rand(20, 3, device=device)
@@ -39,9 +39,3 @@ def _combine_experts(device: str) -> None:
     assert_close("out", dsa.combine_experts(y, rows, weights), expected, abs_tol=1e-5, rel_tol=1e-5)
     got = dsa.combine_experts(y, rows, weights, shared)
     assert_close("out with shared", got, expected + shared.double(), abs_tol=1e-5, rel_tol=1e-5)
-
-
-TESTS = {
-    "expert_routing": _expert_routing,
-    "combine_experts": _combine_experts,
-}

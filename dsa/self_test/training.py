@@ -7,7 +7,7 @@ from dsa.self_test.comparisons import D_V, D, H, check_attention, check_gradient
 from dsa.testing import assert_close
 
 
-def _indexer_warmup_attention(device: str) -> None:
+def indexer_warmup_attention(device: str) -> None:
     """Two sequences, one of them with more keys than queries: each query's row by the definitions, in float64."""
     shapes = (5, 4, 64), (7, 2, 64), (7, 2, 64), (5, 8, 64), (7, 64)
     q, k, v, q_idx, k_idx = (torch.randn(*shape, device=device).bfloat16() for shape in shapes)
@@ -34,7 +34,7 @@ def _indexer_warmup_attention(device: str) -> None:
         check_gradient(name, x, y)
 
 
-def _indexer_topk(device: str) -> None:
+def indexer_topk(device: str) -> None:
     """Two sequences, causal; scores of small whole numbers, many of them equal: each query's keys by the definition."""
     q, k = (torch.randint(-1, 2, shape, device=device).bfloat16() for shape in ((9, 8, 64), (40, 64)))
     w = torch.randint(-4, 5, (9, 8), device=device) / 8
@@ -49,7 +49,7 @@ def _indexer_topk(device: str) -> None:
             raise AssertionError(f"query {t}: picked {picks[t]}, expected {expected}")
 
 
-def _sparse_indexer_loss(device: str) -> None:
+def sparse_indexer_loss(device: str) -> None:
     """A query of two keys, one of them twice, beside what is none, and the gradients, by the definitions in float64."""
     q, kv = torch.randn(1, H, D, device=device).bfloat16(), torch.randn(9, 1, D, device=device).bfloat16()
     q_idx, k_idx = torch.randn(1, 8, 64, device=device).bfloat16(), torch.randn(9, 64, device=device).bfloat16()
@@ -69,7 +69,7 @@ def _sparse_indexer_loss(device: str) -> None:
         check_gradient(name, x, y)
 
 
-def _sparse_mla_attention(device: str) -> None:
+def sparse_mla_attention(device: str) -> None:
     """Results and gradients of two queries, one of which has no keys, by the definition in float64."""
     q, kv = torch.randn(2, H, D, device=device).bfloat16(), torch.randn(90, 1, D, device=device).bfloat16()
     picks = torch.full((2, 1, 70), -1, dtype=torch.int32, device=device)
@@ -91,11 +91,3 @@ def _sparse_mla_attention(device: str) -> None:
         check_gradient(name, got, true)
     if any(x.ne(0).any() for x in (out[1], dq[1])) or lse[:, 1].ne(torch.inf).any():
         raise AssertionError("not zeros and an lse of infinity without keys")
-
-
-TESTS = {
-    "indexer_warmup_attention": _indexer_warmup_attention,
-    "indexer_topk": _indexer_topk,
-    "sparse_indexer_loss": _sparse_indexer_loss,
-    "sparse_mla_attention": _sparse_mla_attention,
-}
