@@ -71,3 +71,58 @@ def test_importing_dsa_imports_no_dsl_and_initialises_no_gpu():
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("package", ["dsa", "dsa_layers", "dsa_bench"])
+def test_no_module_is_imported_by_what_it_imports(package):
+    """Imports for type checkers and inside functions count: a circle of these is one as well to who reads it."""
+    graph = {module(path): set(modules_imported(path)) for path in (ROOT / package).rglob("*.py")}
+    assert circle(graph) is None
+
+
+def test_circles_are_found():
+    graph = {"a": {"b", "torch"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}
+    assert circle(graph) == ["b", "c", "b"]
+    assert circle(graph | {"c": {"d"}}) is None
+
+
+def module(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def modules_imported(path):
+    """The modules of this project, with the packages that they are in, but for those that `path` is in itself."""
+    own = module(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = own if path.name == "__init__.py" else own.rpartition(".")[0]
+            base = (f"{package}." if node.level else "") + (node.module or "")
+            names = [f"{base}.{alias.name}".replace("..", ".") for alias in node.names]
+        else:
+            continue
+        for name in names:
+            while name:
+                place = ROOT / name.replace(".", "/")
+                inside = own == name or own.startswith(name + ".")
+                if not inside and (place.with_suffix(".py").exists() or (place / "__init__.py").exists()):
+                    yield name
+                name = name.rpartition(".")[0]
+
+
+def circle(graph):
+    """Modules each of which imports the next, the first of them again at the end; None if there are none."""
+    finished = set()
+
+    def search(path):
+        name = path[-1]
+        if name in path[:-1]:
+            return path[path.index(name) :]
+        if name in finished or name not in graph:
+            return None
+        found = next(filter(None, (search([*path, other]) for other in sorted(graph[name]))), None)
+        finished.add(name)
+        return found
+
+    return next(filter(None, (search([name]) for name in sorted(graph))), None)

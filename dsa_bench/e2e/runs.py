@@ -20,12 +20,12 @@ class Cached:
     """A sequence all of whose tokens but the last are in the cache."""
 
     pages: list[int]
-    lane: int
+    state_slot: int
     context: int
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = [1 + self.lane] * self.context
+        self.tokens = [1 + self.state_slot] * self.context
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Run:
 def prefill(model: Model, tokens: int, chunk: int) -> Run:
     """A prompt of so many tokens, `chunk` at a time, into a cache of its own."""
     device = next(model.parameters()).device
-    cache = model.make_cache(-(-tokens // model.page_size), device=device, lanes=1)
+    cache = model.make_cache(-(-tokens // model.page_size), device=device, state_slots=1)
     pages = [list(range(cache.allocator.num_pages))]
     prompt = torch.arange(tokens, device=device) % model.config.vocab_size
 
@@ -59,13 +59,13 @@ def decode(model: Model, count: int, context: int) -> Run:
     """A token for each of so many sequences of `context` tokens, whose caches hold bytes at random; as a graph."""
     device = next(model.parameters()).device
     each = -(-context // model.page_size)
-    cache = model.make_cache(count * each + 2, device=device, lanes=count + 2)
+    cache = model.make_cache(count * each + 2, device=device, state_slots=count + 2)
     for tensor in cache.tensors():
         # Finite in every layout: e4m3 of 1/4 to 1, floats of 2^-47 to 2^-16, exponents of 2^-87 to 2^-72.
         tensor.view(torch.uint8).random_(0x28, 0x38)
     graph, python = (DecodeStep(model, cache, capture=capture) for capture in (True, False))
     allocate = cache.allocator.allocate
-    sequences = [Cached(allocate(each), lane, context) for lane in cache.lanes.allocate(count)]
+    sequences = [Cached(allocate(each), state_slot, context) for state_slot in cache.state_slots.allocate(count)]
     return Run(lambda: graph(sequences), lambda: python(sequences))
 
 

@@ -12,11 +12,11 @@ from dsa_layers.batch.token_batch import TokenBatch
 class DecodeBatch(TokenBatch):
     """The last tokens of B sequences, of which all earlier ones are in a cache.
 
-    block_table      int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end
-    page_size        tokens a page
-    key_lens_tensor  int32 [B]: tokens of each sequence after this pass
-    lanes_tensor     int32 [B]: of each sequence the number of its part of what a cache keeps by sequence, not by page
-    max_key_len      no sequence has more tokens than that
+    block_table         int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end
+    page_size           tokens a page
+    key_lens_tensor     int32 [B]: tokens of each sequence after this pass
+    state_slots_tensor  int32 [B]: the number of each sequence's part of what a cache keeps by sequence, not by page
+    max_key_len         no sequence has more tokens than that
 
     Nothing a layer computes from it depends on host numbers but B, max_pages and max_key_len: a pass that a CUDA graph
     has captured holds for any lengths up to it, written into the same tensors.
@@ -25,7 +25,7 @@ class DecodeBatch(TokenBatch):
     block_table: torch.Tensor
     page_size: int
     key_lens_tensor: torch.Tensor
-    lanes_tensor: torch.Tensor
+    state_slots_tensor: torch.Tensor
     max_key_len: int
 
     is_decode = True

@@ -2,22 +2,20 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
 import dsa
-
-if TYPE_CHECKING:
-    from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch import packing
+from dsa_layers.batch.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class EntryBatch:
+class EntryView:
     """Entry i of a sequence stands for its tokens i * ratio to i * ratio + ratio - 1, and is there from the last of
     them on. A page of the cache holds the entries of its tokens: page_size / ratio of them."""
 
-    batch: "TokenBatch"
+    batch: Tokens
     ratio: int
 
     @property
@@ -48,9 +46,7 @@ class EntryBatch:
     @cached_property
     def starts(self) -> torch.Tensor:
         """int32 [T]: for each new token, the row at which its sequence begins among all entries packed."""
-        starts = torch.cumsum(torch.tensor((0, *self.lens[:-1]), dtype=torch.int64, device="cpu"), 0)
-        lens = torch.tensor(self.batch.query_lens, dtype=torch.int64, device="cpu")
-        return torch.repeat_interleave(starts, lens).to(self.batch.device, torch.int32)
+        return packing.repeated(packing.starts(self.lens), self.batch.query_lens, self.batch.device)
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -73,11 +69,8 @@ class EntryBatch:
     @cached_property
     def all_slots(self) -> torch.Tensor:
         """int64 [sum(lens)]: the slots of all entries, sequence after sequence; -1 where it has no page."""
-        sequence = torch.repeat_interleave(torch.tensor(self.lens, dtype=torch.int64, device="cpu")).to(
-            self.batch.device
-        )
-        entry = torch.cat([torch.arange(n, device="cpu") for n in self.lens]).to(self.batch.device)
-        return self._slots_of(sequence, entry)
+        entry = packing.ranges([0] * len(self.lens), self.lens, self.batch.device)
+        return self._slots_of(packing.owners(self.lens, self.batch.device), entry)
 
     @cached_property
     def slot_table(self) -> torch.Tensor:
@@ -89,7 +82,5 @@ class EntryBatch:
         """The plan of `dsa.fp8_paged_mqa_logits` for these entries: one for all layers of the pass."""
         return dsa.get_paged_mqa_logits_metadata(self.lens_tensor, self.page_size, dsa.num_sms(self.batch.device))
 
-    def _slots_of(self, sequence: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
-        page = torch.div(entry, self.page_size, rounding_mode="floor")
-        page = self.batch.block_table[sequence.long(), page].long()
-        return torch.where(page < 0, -1, page * self.page_size + entry % self.page_size)
+    def _slots_of(self, sequences: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        return packing.paged_slots(self.batch.block_table, self.page_size, sequences, entries)

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from dsa_layers.arguments import integer, shown
+from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch
 
 
@@ -19,7 +20,7 @@ class SequenceBatch(TokenBatch):
     device       where the tensors below live
     block_table  int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end; None without a cache
     page_size    tokens a page; 0 without a cache
-    lanes        of each sequence the number of its part of what a cache keeps by sequence, not by page; None: the cache
+    state_slots  of each sequence the number of its part of what a cache keeps by sequence, not by page; None: the cache
                  keeps nothing so
 
     Lengths are host numbers, so that no layer needs to ask the device for one.
@@ -30,7 +31,7 @@ class SequenceBatch(TokenBatch):
     device: torch.device
     block_table: torch.Tensor | None = None
     page_size: int = 0
-    lanes: tuple[int, ...] | None = None
+    state_slots: tuple[int, ...] | None = None
 
     @classmethod
     def without_cache(cls, lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
@@ -46,7 +47,7 @@ class SequenceBatch(TokenBatch):
         pages: Sequence[Sequence[int]],
         page_size: int,
         device: torch.device | str = "cpu",
-        lanes: Sequence[int] | None = None,
+        state_slots: Sequence[int] | None = None,
     ) -> "SequenceBatch":
         """New tokens of sequences whose keys live in `pages` (physical page numbers, one list a sequence)."""
         query_lens, key_lens = _positive("query_lens", query_lens), _integers("key_lens", key_lens)
@@ -54,11 +55,12 @@ class SequenceBatch(TokenBatch):
         integer("page_size", page_size, at_least=1)
         if any(page < 0 for own in pages for page in own):
             raise ValueError(f"pages: must be numbers of pages, at least 0, got {shown(pages)}")
-        if lanes is not None:
-            lanes = _integers("lanes", lanes)
-            if len(lanes) != len(query_lens) or len(set(lanes)) != len(lanes) or min(lanes, default=0) < 0:
+        if state_slots is not None:
+            state_slots = _integers("state_slots", state_slots)
+            different = len(query_lens) == len(state_slots) == len(set(state_slots))
+            if not different or min(state_slots, default=0) < 0:
                 raise ValueError(
-                    f"lanes: must be {len(query_lens)} different numbers, one a sequence, got {list(lanes)}"
+                    f"state_slots: must be {len(query_lens)} different numbers, one a sequence, got {list(state_slots)}"
                 )
         if not len(query_lens) == len(key_lens) == len(pages):
             raise ValueError(
@@ -71,11 +73,9 @@ class SequenceBatch(TokenBatch):
                     f"key_lens[{i}]: must be between query_lens[{i}]={new} and the {len(own) * page_size} tokens of "
                     f"its pages, got {total}"
                 )
-        width = max(map(len, pages), default=0)
-        table = torch.tensor([[*own, *[-1] * (width - len(own))] for own in pages], dtype=torch.int32, device="cpu")
         device = torch.device(device)
-        table = table.reshape(len(pages), width).to(device)
-        return cls(query_lens, key_lens, device, table, page_size, lanes)
+        table = packing.page_table(pages, max(map(len, pages), default=0)).to(device)
+        return cls(query_lens, key_lens, device, table, page_size, state_slots)
 
     @property
     def is_decode(self) -> bool:
@@ -89,15 +89,13 @@ class SequenceBatch(TokenBatch):
     @cached_property
     def positions(self) -> torch.Tensor:
         """int64 [T]: each new token's position in its sequence."""
-        spans = [torch.arange(total - new, total, device="cpu") for new, total in zip(self.query_lens, self.key_lens)]
-        return self._packed(spans)
+        begins = [total - new for new, total in zip(self.query_lens, self.key_lens)]
+        return packing.ranges(begins, self.key_lens, self.device)
 
     @cached_property
     def sequences(self) -> torch.Tensor:
         """int32 [T]: the sequence of each new token."""
-        return torch.repeat_interleave(torch.tensor(self.query_lens, dtype=torch.int64, device="cpu")).to(
-            self.device, torch.int32
-        )
+        return packing.owners(self.query_lens, self.device).to(torch.int32)
 
     @cached_property
     def key_lens_tensor(self) -> torch.Tensor:
@@ -107,9 +105,7 @@ class SequenceBatch(TokenBatch):
     @cached_property
     def cu_query_lens(self) -> torch.Tensor:
         """int32 [B + 1]: where the sequences' new tokens begin among the T."""
-        return (
-            torch.tensor([0, *self.query_lens], dtype=torch.int64, device="cpu").cumsum(0).to(self.device, torch.int32)
-        )
+        return packing.offsets(self.query_lens, self.device)
 
     @cached_property
     def earlier_lens_tensor(self) -> torch.Tensor:
@@ -118,16 +114,16 @@ class SequenceBatch(TokenBatch):
         return torch.tensor(earlier, dtype=torch.int32, device=self.device)
 
     @cached_property
-    def lanes_tensor(self) -> torch.Tensor:
-        """int32 [B]: lanes on the device."""
-        if self.lanes is None:
-            raise ValueError("lanes: are needed by this model's cache, got None")
-        return torch.tensor(self.lanes, dtype=torch.int32, device=self.device)
+    def state_slots_tensor(self) -> torch.Tensor:
+        """int32 [B]: state_slots on the device."""
+        if self.state_slots is None:
+            raise ValueError("state_slots: must be one a sequence for this model's cache, got None")
+        return torch.tensor(self.state_slots, dtype=torch.int32, device=self.device)
 
     @cached_property
     def last_tokens(self) -> torch.Tensor:
         """int64 [B]: the row of each sequence's last token among the T."""
-        return (torch.cumsum(torch.tensor(self.query_lens, dtype=torch.int64, device="cpu"), 0) - 1).to(self.device)
+        return self.cu_query_lens[1:].long() - 1
 
 
 def _positive(name: str, lens: Sequence[int]) -> tuple[int, ...]:

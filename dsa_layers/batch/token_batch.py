@@ -5,49 +5,20 @@ from functools import cached_property
 import torch
 
 import dsa
-from dsa_layers.batch.entry_view import EntryBatch
-from dsa_layers.batch.window_view import WindowBatch
+from dsa_layers.batch import packing
+from dsa_layers.batch.entry_view import EntryView
+from dsa_layers.batch.tokens import Tokens
+from dsa_layers.batch.window_view import WindowView
 
 
-class TokenBatch:
-    """T new tokens of B sequences, and where their keys are.
-
-    device               where the tensors live
-    block_table          int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end; None without a cache
-    page_size            tokens a page; 0 without a cache
-    query_lens           new tokens of each sequence
-    key_lens             rows that each sequence's tokens take where keys are packed, cached ones and new ones: as many
-                         as there are after this pass, or more. These lengths are host numbers, as shapes must be
-    max_key_len          the most of these
-    is_decode            whether every sequence has one new token
-    positions            int64 [T]: each new token's position in its sequence
-    sequences            int32 [T]: the sequence of each new token
-    key_lens_tensor      int32 [B]: tokens of each sequence after this pass
-    earlier_lens_tensor  int32 [B]: tokens of each sequence before the new ones
-    cu_query_lens        int32 [B + 1]: where the sequences' new tokens begin among the T
-    last_tokens          int64 [B]: the row of each sequence's last token among the T
-    lanes_tensor         int32 [B]: the number of each sequence's part of what a cache keeps by sequence, not by page
-    """
-
-    device: torch.device
-    block_table: torch.Tensor | None
-    page_size: int
-    query_lens: tuple[int, ...]
-    key_lens: tuple[int, ...]
-    max_key_len: int
-    is_decode: bool
-    positions: torch.Tensor
-    sequences: torch.Tensor
-    key_lens_tensor: torch.Tensor
-    earlier_lens_tensor: torch.Tensor
-    cu_query_lens: torch.Tensor
-    last_tokens: torch.Tensor
-    lanes_tensor: torch.Tensor
+class TokenBatch(Tokens):
+    """T new tokens of B sequences, where their keys are, and what all layers of a pass share because it follows from
+    these: slots, schedules, and views of compressed entries and of sliding windows."""
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """int64 [T]: page * page_size + offset of each new token in the cache."""
-        return self._slots_of(self.sequences, self.positions)
+        return packing.paged_slots(self.block_table, self.page_size, self.sequences, self.positions)
 
     @cached_property
     def visible_keys(self) -> torch.Tensor:
@@ -57,15 +28,19 @@ class TokenBatch:
     @cached_property
     def key_starts(self) -> torch.Tensor:
         """int32 [T]: for each new token, the row at which its sequence begins among all keys packed."""
-        starts = torch.cumsum(torch.tensor((0, *self.key_lens[:-1]), dtype=torch.int64, device="cpu"), 0)
-        lens = torch.tensor(self.query_lens, dtype=torch.int64, device="cpu")
-        return torch.repeat_interleave(starts, lens).to(self.device, torch.int32)
+        return packing.repeated(packing.starts(self.key_lens), self.query_lens, self.device)
 
     @cached_property
     def key_slots(self) -> torch.Tensor:
         """int64 [sum(key_lens)]: the slots of all keys, sequence after sequence; -1 where it has no page."""
-        sequence = torch.repeat_interleave(torch.tensor(self.key_lens, dtype=torch.int64, device="cpu")).to(self.device)
-        return self._slots_of(sequence, self._packed([torch.arange(n, device="cpu") for n in self.key_lens]))
+        sequences = packing.owners(self.key_lens, self.device)
+        positions = packing.ranges([0] * len(self.key_lens), self.key_lens, self.device)
+        return packing.paged_slots(self.block_table, self.page_size, sequences, positions)
+
+    def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
+        """int32 [T, K]: the slots of the keys at positions `indices` [T, K] of each new token's sequence; -1 stays."""
+        slots = packing.paged_slots(self.block_table, self.page_size, self.sequences[:, None], indices.clamp(min=0))
+        return torch.where(indices < 0, -1, slots).to(torch.int32)
 
     @cached_property
     def index_schedule(self) -> torch.Tensor:
@@ -77,21 +52,14 @@ class TokenBatch:
         """The plan of `dsa.flash_mla_with_kvcache` over all keys: the first layer of the pass makes it, all use it."""
         return dsa.get_mla_metadata()[0]
 
-    def entries(self, ratio: int) -> EntryBatch:
+    def entries(self, ratio: int) -> EntryView:
         """The compressed entries of every `ratio` tokens: one view for all layers of the pass."""
-        return self._views.setdefault(("entries", ratio), EntryBatch(self, ratio))
+        return self._views.setdefault(("entries", ratio), EntryView(self, ratio))
 
-    def windows(self, window: int) -> WindowBatch:
+    def windows(self, window: int) -> WindowView:
         """The sliding windows of so many tokens: one view for all layers of the pass."""
-        return self._views.setdefault(("windows", window), WindowBatch(self, window))
+        return self._views.setdefault(("windows", window), WindowView(self, window))
 
     @cached_property
-    def _views(self) -> dict[tuple[str, int], EntryBatch | WindowBatch]:
+    def _views(self) -> dict[tuple[str, int], EntryView | WindowView]:
         return {}
-
-    def _packed(self, spans: list[torch.Tensor]) -> torch.Tensor:
-        return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64, device="cpu")).to(self.device)
-
-    def _slots_of(self, sequence: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        page = self.block_table[sequence, position // self.page_size].long()
-        return torch.where(page < 0, -1, page * self.page_size + position % self.page_size)

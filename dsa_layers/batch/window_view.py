@@ -2,22 +2,21 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import chain
 
 import torch
 
 import dsa
-
-if TYPE_CHECKING:
-    from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch import packing
+from dsa_layers.batch.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class WindowBatch:
+class WindowView:
     """A token sees the last `window` tokens up to itself. The token at position p is in slot p mod window of the ring,
-    which is page lanes[b] of the cache."""
+    which is page state_slots[b] of the cache."""
 
-    batch: "TokenBatch"
+    batch: Tokens
     window: int
 
     @cached_property
@@ -26,14 +25,14 @@ class WindowBatch:
         batch = self.batch
         ends = batch.key_lens_tensor[batch.sequences.long()]
         kept = batch.positions >= ends - self.window
-        slots = batch.lanes_tensor[batch.sequences.long()].long() * self.window + batch.positions % self.window
-        return torch.where(kept, slots, -1)
+        rings = batch.state_slots_tensor[batch.sequences.long()].long()
+        return torch.where(kept, rings * self.window + batch.positions % self.window, -1)
 
     @cached_property
     def decode_slots(self) -> torch.Tensor:
         """int32 [B, 1, window]: the slots that the only new token of each sequence sees."""
         pages = -(-self.batch.max_key_len // self.window)
-        table = self.batch.lanes_tensor[:, None].expand(-1, max(pages, 1))
+        table = self.batch.state_slots_tensor[:, None].expand(-1, max(pages, 1))
         return dsa.window_slots(table, self.batch.key_lens_tensor, 1, self.window, self.window)
 
     @property
@@ -45,27 +44,26 @@ class WindowBatch:
     @cached_property
     def earlier_slots(self) -> torch.Tensor:
         """int64 [sum(earlier_lens)]: their slots, ascending by position."""
-        spans = []
-        lens = zip(self.batch.lanes or (), self.batch.query_lens, self.batch.key_lens, self.earlier_lens)
-        for lane, new, total, earlier in lens:
-            positions = torch.arange(total - new - earlier, total - new, device="cpu")
-            spans.append(lane * self.window + positions % self.window)
-        return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64, device="cpu")).to(self.batch.device)
+        batch, earlier = self.batch, self.earlier_lens
+        ends = [total - new for new, total in zip(batch.query_lens, batch.key_lens)]
+        positions = packing.ranges([end - n for end, n in zip(ends, earlier)], ends, batch.device)
+        rings = batch.state_slots_tensor[packing.owners(earlier, batch.device)].long()
+        return rings * self.window + positions % self.window
 
     @cached_property
     def order(self) -> torch.Tensor:
         """int64 [sum(earlier_lens) + T]: the rows of (earlier tokens, new tokens) sequence by sequence."""
-        rows, early, new = [], 0, sum(self.earlier_lens)
-        for before, n in zip(self.earlier_lens, self.batch.query_lens):
-            rows += [torch.arange(a, a + b, device="cpu") for a, b in ((early, before), (new, n))]
-            early, new = early + before, new + n
-        return torch.cat(rows).to(self.batch.device)
+        earlier, new = self.earlier_lens, self.batch.query_lens
+        first_new = sum(earlier)
+        begins = list(chain(*zip(packing.starts(earlier), (first_new + row for row in packing.starts(new)))))
+        ends = [begin + n for begin, n in zip(begins, chain(*zip(earlier, new)))]
+        return packing.ranges(begins, ends, self.batch.device)
 
     @cached_property
     def cu_keys(self) -> torch.Tensor:
         """int32 [B + 1]: where the sequences begin in that order."""
-        lens = [before + n for before, n in zip(self.earlier_lens, self.batch.query_lens)]
-        return torch.tensor([0, *lens], dtype=torch.int64, device="cpu").cumsum(0).to(self.batch.device, torch.int32)
+        lens = [before + new for before, new in zip(self.earlier_lens, self.batch.query_lens)]
+        return packing.offsets(lens, self.batch.device)
 
     @cached_property
     def indices(self) -> torch.Tensor:

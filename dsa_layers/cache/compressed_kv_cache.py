@@ -14,7 +14,7 @@ from dsa_layers.layers.compressor import EntryCache
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Of a compressor's entries: tokens of an entry, channels, and a lane of its state."""
+    """Of a compressor's entries: tokens of an entry, channels, and the shape of its state of one sequence."""
 
     ratio: int
     dim: int
@@ -23,7 +23,9 @@ class EntryShape:
 
 class CompressedKVCache:
     """Windows, entries and index entries of all layers. Page p of every layer holds the entries of the same tokens;
-    lane l of every layer is a sequence's ring, and what its compressors keep of unfinished blocks.
+    state slot s of every layer is a sequence's ring, and what its compressors keep of unfinished blocks.
+
+    state_slots: sequences at a time.
 
     layers: of each, the shapes of its entries and of its indexer's, or None.
     entries, index: "fp8" for the byte layouts (584 bytes an entry or token, and index_dim + 4), or the float dtype to
@@ -36,7 +38,7 @@ class CompressedKVCache:
         layers: Sequence[tuple[EntryShape | None, EntryShape | None]],
         num_pages: int,
         page_size: int,
-        lanes: int,
+        state_slots: int,
         *,
         window: int,
         dim: int,
@@ -44,7 +46,7 @@ class CompressedKVCache:
         index: torch.dtype | Literal["fp8"] = "fp8",
         device: torch.device | str = "cpu",
     ) -> None:
-        check_sizes(num_pages, page_size, lanes)
+        check_sizes(num_pages, page_size, state_slots)
         check_storage("entries", entries)
         check_storage("index", index)
         if entries == "fp8" and dim != 512:
@@ -53,7 +55,7 @@ class CompressedKVCache:
             if page_size % shape.ratio:
                 raise ValueError(f"page_size: must be a multiple of {shape.ratio}, an entry's tokens, got {page_size}")
         self.page_size = page_size
-        self.allocator, self.lanes = PageAllocator(num_pages), PageAllocator(lanes)
+        self.allocator, self.state_slots = PageAllocator(num_pages), PageAllocator(state_slots)
 
         def rows(pages: int, size: int, kind: torch.dtype | str) -> torch.Tensor:
             if kind == "fp8":
@@ -69,11 +71,11 @@ class CompressedKVCache:
                 pages = torch.empty(num_pages, size, 1, width, dtype=dtype, device=device)
             else:
                 pages = rows(num_pages, size, kind)
-            return EntryCache(pages, torch.empty(lanes, *shape.state, dtype=torch.float32, device=device))
+            return EntryCache(pages, torch.empty(state_slots, *shape.state, dtype=torch.float32, device=device))
 
         self._layers = [
             CompressedLayerCache(
-                rows(lanes, window, entries), entry_cache(main, entries, False), entry_cache(indexer, index, True)
+                rows(state_slots, window, entries), entry_cache(main, entries, False), entry_cache(indexer, index, True)
             )
             for main, indexer in layers
         ]

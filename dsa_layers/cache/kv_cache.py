@@ -39,11 +39,11 @@ class LayerCache:
         return self.index.dtype == torch.uint8
 
 
-def check_sizes(num_pages: int, page_size: int, lanes: int) -> None:
+def check_sizes(num_pages: int, page_size: int, state_slots: int) -> None:
     """Raises TypeError or ValueError for sizes that make no cache, and for more slots than int32 can number."""
     integer("num_pages", num_pages, at_least=0)
     integer("page_size", page_size, at_least=1)
-    integer("lanes", lanes, at_least=0)
+    integer("state_slots", state_slots, at_least=0)
     if num_pages * page_size > MOST_SLOTS:
         raise ValueError(
             f"num_pages: must be at most {MOST_SLOTS // page_size}, so that slots are int32, for pages of {page_size} "
@@ -98,7 +98,7 @@ class PagedKVCache:
 
     latent, index: "fp8" for the byte layouts of LayerCache, or the float dtype to store.
     index_layers: the layers that have index pages; all of them if None.
-    lanes: sequences at a time; nothing is kept by lane.
+    state_slots: sequences at a time; nothing is kept by sequence.
     Memory is not cleared: what an unused slot holds never reaches a result.
     Raises TypeError or ValueError for sizes and kinds that make no cache.
     """
@@ -115,9 +115,9 @@ class PagedKVCache:
         index: torch.dtype | Literal["fp8"] = "fp8",
         index_layers: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
-        lanes: int = 64,
+        state_slots: int = 64,
     ) -> None:
-        check_sizes(num_pages, page_size, lanes)
+        check_sizes(num_pages, page_size, state_slots)
         check_storage("latent", latent)
         check_storage("index", index)
         if latent == "fp8" and latent_dim != 576:
@@ -130,7 +130,7 @@ class PagedKVCache:
         index_width = index_dim + 4 if index == "fp8" else index_dim
         self._index = _pages((len(index_layers), *pages), index_width, index, device)
         self.page_size = page_size
-        self.allocator, self.lanes = PageAllocator(num_pages), PageAllocator(lanes)
+        self.allocator, self.state_slots = PageAllocator(num_pages), PageAllocator(state_slots)
 
     def layer(self, i: int) -> LayerCache:
         row = self._index_rows.get(i)

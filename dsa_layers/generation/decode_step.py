@@ -1,55 +1,20 @@
 """One more token for every running sequence; on a GPU, a CUDA graph."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers.batch.decode_inputs import DecodeInputs, Running
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
 from dsa_layers.cache.kv_cache import PagedKVCache
 
 
-class Running(Protocol):
-    """A sequence whose last token is not in the cache yet, and all others are."""
-
-    tokens: Sequence[int]
-    pages: Sequence[int]
-    lane: int
-
-
-class _Inputs:
-    """What a step reads, at addresses that stay. tokens int64 [B]; the rest as in DecodeBatch."""
-
-    def __init__(self, count: int, pages: int, page_size: int, device: torch.device) -> None:
-        self.count, self.pages, self.page_size = count, pages, page_size
-        self.tokens = torch.zeros(count, dtype=torch.int64, device=device)
-        self.key_lens = torch.ones(count, dtype=torch.int32, device=device)
-        self.block_table = torch.full((count, pages), -1, dtype=torch.int32, device=device)
-        self.lanes = torch.zeros(count, dtype=torch.int32, device=device)
-        self._held: list[Running] = []
-
-    def fill(self, sequences: Sequence[Running], padding: Running) -> None:
-        rows = [*sequences, *[padding] * (self.count - len(sequences))]
-        self.tokens.copy_(torch.tensor([row.tokens[-1] for row in rows], dtype=torch.int64, device="cpu"))
-        self.key_lens.copy_(torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32, device="cpu"))
-        if len(self._held) != len(rows) or any(a is not b for a, b in zip(self._held, rows)):
-            # A sequence keeps its pages for as long as it runs.
-            table = [[*row.pages[: self.pages], *[-1] * (self.pages - len(row.pages))] for row in rows]
-            self.block_table.copy_(torch.tensor(table, dtype=torch.int32, device="cpu"))
-            self.lanes.copy_(torch.tensor([row.lane for row in rows], dtype=torch.int32, device="cpu"))
-            self._held = rows
-
-    def batch(self) -> DecodeBatch:
-        return DecodeBatch(self.block_table, self.page_size, self.key_lens, self.lanes, self.pages * self.page_size)
-
-
 class _Padding:
-    """A sequence of one token that nobody asked for, with a page and a lane of its own."""
+    """A sequence of one token that nobody asked for, with a page and a state slot of its own."""
 
     def __init__(self, cache: PagedKVCache | CompressedKVCache) -> None:
-        self.tokens, self.pages, self.lane = [0], cache.allocator.allocate(1), cache.lanes.allocate(1)[0]
+        self.tokens, self.pages, self.state_slot = [0], cache.allocator.allocate(1), cache.state_slots.allocate(1)[0]
 
 
 class DecodeStep:
@@ -58,8 +23,8 @@ class DecodeStep:
     On a GPU the pass is captured as a CUDA graph once for a number of sequences and of pages, both rounded up to a
     power of two, and replayed from then on: one launch instead of thousands. The first pass of a size runs twice,
     which changes nothing: it writes the same to the same places. Sequences that round up the number write to a page and
-    a lane that are taken from the cache for them. Elsewhere, without `capture`, and for models that do not score index
-    keys in FP8, whose scoring gathers all keys, it runs as it is.
+    a state slot that are taken from the cache for them. Elsewhere, without `capture`, and for models that do not score
+    index keys in FP8, whose scoring gathers all keys, it runs as it is.
 
     The logits are overwritten by the next step.
     """
@@ -69,19 +34,19 @@ class DecodeStep:
         self._device = next(model.parameters()).device
         self._captures = capture and self._device.type == "cuda" and model.precision.fp8_indexer
         self._padding = _Padding(cache)
-        self._graphs: dict[tuple[int, int], tuple[_Inputs, torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, int], tuple[DecodeInputs, torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     @torch.inference_mode()
     def __call__(self, sequences: Sequence[Running]) -> torch.Tensor:
         count, page_size = len(sequences), self._cache.page_size
         pages = -(-max(len(s.tokens) for s in sequences) // page_size)
         if not self._captures:
-            inputs = _Inputs(count, pages, page_size, self._device)
+            inputs = DecodeInputs(count, pages, page_size, self._device)
             inputs.fill(sequences, self._padding)
             return self._run(inputs)
         size = _power_of_two(count), _power_of_two(pages)
         if size not in self._graphs:
-            inputs = _Inputs(*size, page_size, self._device)
+            inputs = DecodeInputs(*size, page_size, self._device)
             inputs.fill(sequences, self._padding)
             self._graphs[size] = (inputs, *self._capture(inputs))
         inputs, graph, logits = self._graphs[size]
@@ -89,10 +54,10 @@ class DecodeStep:
         graph.replay()
         return logits[:count]
 
-    def _run(self, inputs: _Inputs) -> torch.Tensor:
+    def _run(self, inputs: DecodeInputs) -> torch.Tensor:
         return self._model(inputs.tokens, inputs.batch(), self._cache)
 
-    def _capture(self, inputs: _Inputs) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _capture(self, inputs: DecodeInputs) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """The pass as a graph, and its logits. Runs it first: kernels compile and libraries set up at a first call."""
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))

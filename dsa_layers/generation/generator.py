@@ -84,7 +84,7 @@ class _Sequence:
         self.text = text
         self.random = random_stream(params)
         self.pages: list[int] = []
-        self.lane = -1
+        self.state_slot = -1
         self.cached = 0
 
     @property
@@ -176,7 +176,7 @@ class Generator:
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
         pages = -(-cache_tokens // page_size)
-        # Each sequence has a page or more. One page and one lane more than sequences may take: DecodeStep's own.
+        # Each sequence has a page or more. One page and one state slot more than sequences may take: DecodeStep's own.
         self.cache = self._make_cache(pages + 1, page_size, min(max_sequences, pages) + 1)
         self._decode = DecodeStep(model, self.cache, capture=flag("cuda_graphs", cuda_graphs))
         self._capacity = pages
@@ -187,11 +187,11 @@ class Generator:
         self._lock = threading.Lock()
         self._stream: weakref.ref[TokenStream] | None = None
 
-    def _make_cache(self, pages: int, page_size: int, lanes: int) -> PagedKVCache | CompressedKVCache:
+    def _make_cache(self, pages: int, page_size: int, state_slots: int) -> PagedKVCache | CompressedKVCache:
         try:
-            return self.model.make_cache(pages, page_size, self.device, lanes=lanes)
+            return self.model.make_cache(pages, page_size, self.device, state_slots=state_slots)
         except (RuntimeError, MemoryError) as error:
-            size = self.model.make_cache(pages, page_size, "meta", lanes=lanes).nbytes
+            size = self.model.make_cache(pages, page_size, "meta", state_slots=state_slots).nbytes
             tokens = (pages - 1) * page_size
             raise ValueError(
                 f"cache_tokens: a cache of {tokens} tokens takes {size / 1e9:.1f} GB, which cannot be allocated on "
@@ -313,21 +313,21 @@ class Generator:
         return -(-tokens // self.cache.page_size)
 
     def _admit(self, waiting: deque[_Sequence], running: list[_Sequence]) -> None:
-        """Start waiting sequences, first come first served, while their pages and a lane are free."""
+        """Start waiting sequences, first come first served, while their pages and a state slot are free."""
         cache = self.cache
-        while waiting and cache.lanes.free and self._pages(waiting[0].limit) <= cache.allocator.free:
+        while waiting and cache.state_slots.free and self._pages(waiting[0].limit) <= cache.allocator.free:
             sequence = waiting.popleft()
             sequence.pages = cache.allocator.allocate(self._pages(sequence.limit))
-            (sequence.lane,) = cache.lanes.allocate(1)
+            (sequence.state_slot,) = cache.state_slots.allocate(1)
             running.append(sequence)
 
     def _release(self, sequence: _Sequence) -> None:
-        """Its pages and its lane go back, if it has any."""
-        pages, lane = sequence.pages, sequence.lane
-        sequence.pages, sequence.lane = [], -1
+        """Its pages and its state slot go back, if it has any."""
+        pages, state_slot = sequence.pages, sequence.state_slot
+        sequence.pages, sequence.state_slot = [], -1
         self.cache.allocator.release(pages)
-        if lane >= 0:
-            self.cache.lanes.release([lane])
+        if state_slot >= 0:
+            self.cache.state_slots.release([state_slot])
 
     def _step(self, running: list[_Sequence]) -> list[TokenEvent]:
         """One pass: a chunk of the prompts that are not in the cache yet, else one token for every sequence."""
@@ -367,7 +367,7 @@ class Generator:
             [s.pages for s, _ in work],
             self.cache.page_size,
             self.device,
-            [s.lane for s, _ in work],
+            [s.state_slot for s, _ in work],
         )
         tokens = [t for s, n in work for t in s.tokens[s.cached : s.cached + n]]
         return self.model(torch.tensor(tokens, device=self.device), batch, self.cache)

@@ -27,11 +27,11 @@ class TrainingStage(Protocol):
 class Selection:
     """What the last layer with an indexer attended to in this pass, for the layers after it that have none.
 
-    picks  int32 [T, top_k]: rows of the keys that it attended to, of the packed keys or of the cache, with -1 where
-           there are fewer; None if it attended to all keys
+    topk_indices  int32 [T, top_k]: rows of the keys that it attended to, of the packed keys or of the cache, with -1
+                  where there are fewer; None if it attended to all keys
     """
 
-    picks: torch.Tensor | None = None
+    topk_indices: torch.Tensor | None = None
 
 
 class DSAAttention(nn.Module):
@@ -107,7 +107,7 @@ class DSAAttention(nn.Module):
             return self._train(x, qr, q_nope, q_pe, cos, sin, batch, cache)
         decode = cache is not None and batch.is_decode
         if self.indexer is None:
-            sparse = selection.picks is not None
+            sparse = selection.topk_indices is not None
         else:
             # FP8 pages are attended to by index only.
             sparse = batch.max_key_len > self.indexer.top_k or (decode and cache.latent_is_fp8)
@@ -121,11 +121,11 @@ class DSAAttention(nn.Module):
             kv = self._store(kv, cos, sin, batch, cache, in_pages)
 
         if self.indexer is None:
-            picks = selection.picks
+            topk_indices = selection.topk_indices
         else:
-            picks = self._select(x, qr, cos, sin, batch, cache, sparse, in_pages)
+            topk_indices = self._select(x, qr, cos, sin, batch, cache, sparse, in_pages)
             if selection is not None:
-                selection.picks = picks
+                selection.topk_indices = topk_indices
 
         if not (decode or sparse):
             q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
@@ -133,9 +133,9 @@ class DSAAttention(nn.Module):
         w_uk, w_uv = self._up_projections(x.dtype)
         q = self._absorbed_queries(q_nope, q_pe, w_uk, cos, sin)
         if decode:
-            attended = self._decode(q, picks, batch, cache)
+            attended = self._decode(q, topk_indices, batch, cache)
         else:
-            arguments = (kv[:, None], picks[:, None], self.softmax_scale, self.kv_lora_rank)
+            arguments = (kv[:, None], topk_indices[:, None], self.softmax_scale, self.kv_lora_rank)
             attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments)
         return self.o_proj(_by_head(attended, w_uv.mT).flatten(-2))
 
@@ -164,10 +164,10 @@ class DSAAttention(nn.Module):
         else:
             w_uk, w_uv = self._up_projections(x.dtype)
             q = torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
-            picks = dsa.indexer_topk(*indexer, self.indexer.top_k, *sequences)
-            attended, lse = dsa.sparse_mla_attention(q, kv[:, None], picks, scale, self.kv_lora_rank)
+            topk_indices = dsa.indexer_topk(*indexer, self.indexer.top_k, *sequences)
+            attended, lse = dsa.sparse_mla_attention(q, kv[:, None], topk_indices, scale, self.kv_lora_rank)
             out = torch.einsum("thc,hvc->thv", attended, w_uv)
-            kl = dsa.sparse_indexer_loss(q.detach(), kv[:, None].detach(), *indexer, picks, scale, lse.detach())
+            kl = dsa.sparse_indexer_loss(q.detach(), kv[:, None].detach(), *indexer, topk_indices, scale, lse.detach())
         self.indexer_stage.add(kl)
         return self.o_proj(out.flatten(-2))
 
@@ -188,8 +188,12 @@ class DSAAttention(nn.Module):
             if cache is not None:
                 self.indexer.store_keys(x, cos, sin, batch, cache)
             return None
-        picks = self.indexer(x, qr, cos, sin, batch, cache, paged_slots=in_pages)
-        return picks if in_pages else torch.where(picks < 0, picks, picks + batch.key_starts[:, None])
+        topk_indices = self.indexer(x, qr, cos, sin, batch, cache, paged_slots=in_pages)
+        return (
+            topk_indices
+            if in_pages
+            else torch.where(topk_indices < 0, topk_indices, topk_indices + batch.key_starts[:, None])
+        )
 
     def _norm_and_rotate(self, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """kv [T, latent + rope], as projected -> what `dsa.write_mla_cache` writes, but with gradients."""
@@ -237,20 +241,20 @@ class DSAAttention(nn.Module):
         return weight.split((self.nope_dim, self.v_dim), 1)
 
     def _decode(
-        self, q: torch.Tensor, picks: torch.Tensor | None, batch: TokenBatch, cache: LayerCache
+        self, q: torch.Tensor, topk_indices: torch.Tensor | None, batch: TokenBatch, cache: LayerCache
     ) -> torch.Tensor:
         # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
         dtype = torch.bfloat16 if cache.latent_is_fp8 and q.is_cuda else q.dtype
         out, _ = dsa.flash_mla_with_kvcache(
             q[:, None].to(dtype),
             cache.latent,
-            None if picks is not None else batch.block_table,
-            None if picks is not None else batch.key_lens_tensor,
+            None if topk_indices is not None else batch.block_table,
+            None if topk_indices is not None else batch.key_lens_tensor,
             self.kv_lora_rank,
-            batch.mla_schedule if picks is None else None,
+            batch.mla_schedule if topk_indices is None else None,
             softmax_scale=self.softmax_scale,
             is_fp8_kvcache=cache.latent_is_fp8,
-            indices=None if picks is None else picks[:, None],
+            indices=None if topk_indices is None else topk_indices[:, None],
         )
         return out[:, 0].to(q.dtype)
 

@@ -18,8 +18,8 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class CompressedLayerCache:
-    """What a layer keeps. window: [lanes, window, 1, d | 584], a ring for each sequence; entries and index_entries: of
-    its compressor and its indexer's, None without."""
+    """What a layer keeps. window: [state slots, window, 1, d | 584], a ring for each sequence; entries and
+    index_entries: of its compressor and its indexer's, None without."""
 
     window: torch.Tensor
     entries: EntryCache | None = None
@@ -34,13 +34,13 @@ class CompressedAttention(nn.Module):
     """o[t, h] = sum_j e^{z_j} k_j / (sum_j e^{z_j} + e^{sink_h}), z_j = dim^-0.5 q[t, h] . k_j, over t's keys k_j.
 
     These are the last `window` tokens up to t, and of the compressor's entries that t may see those that the indexer
-    picks, or all without an indexer; a layer without a compressor has the window alone. Keys are values.
+    selects, or all without an indexer; a layer without a compressor has the window alone. Keys are values.
       qr = q_norm(wq_a x), q = wq_b qr per head, divided by its root mean square, with rope on the last dims;
       token keys: kv_norm(wkv x) with rope on the last dims; y = wo_b(wo_a by groups of heads(o)), after the rope of o's
       last dims is turned back by t's angle, so that only the distance to a key counts.
 
     forward(x [T, hidden], rope, entry_rope, batch, cache=None) -> [T, hidden]. rope: (cos, sin) fp32 [T, rope_dim / 2]
-    of the tokens; entry_rope: of the entries that they may end (`EntryBatch.positions`), None without a compressor.
+    of the tokens; entry_rope: of the entries that they may end (`EntryView.positions`), None without a compressor.
     Parameters: wq_a [q_lora_rank, hidden], q_norm, wq_b [heads * dim, q_lora_rank], wkv [dim, hidden], kv_norm,
     attn_sink fp32 [heads], wo_a [groups * o_lora_rank, heads * dim / groups], wo_b [hidden, groups * o_lora_rank],
     compressor, indexer.
@@ -128,7 +128,7 @@ class CompressedAttention(nn.Module):
     def _token_keys(
         self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: CompressedLayerCache | None
     ) -> torch.Tensor:
-        """Keys of the tokens that the new ones see, in the order of `WindowBatch.order`; the new ones' to the ring."""
+        """Keys of the tokens that the new ones see, in the order of `WindowView.order`; the new ones' to the ring."""
         kv = self.wkv(x)
         if cache is None:
             return dsa.apply_rotary(self.kv_norm(kv), *rope, interleaved=True, dims="last")
@@ -168,8 +168,8 @@ class CompressedAttention(nn.Module):
         if self.indexer is None:
             return compressed, entries.rows
         index_cache = None if cache is None else cache.index_entries
-        picks = self.indexer(x, qr, rope, entry_rope, batch, index_cache)
-        return compressed, torch.where(picks < 0, picks, picks + entries.starts[:, None])
+        topk_indices = self.indexer(x, qr, rope, entry_rope, batch, index_cache)
+        return compressed, torch.where(topk_indices < 0, topk_indices, topk_indices + entries.starts[:, None])
 
     def _decode(
         self,

@@ -14,7 +14,7 @@ from dsa_layers.layers.norm import RMSNorm
 @dataclass(frozen=True)
 class EntryCache:
     """A layer's compressed entries. pages: [pages, P, 1, d | 584 | d + 4] as `dsa.write_compressed_kv` has them;
-    state: fp32 [lanes, n, 2, c], the projections of the tokens that entries to come are made of."""
+    state: fp32 [state slots, n, 2, c], the projections of the tokens that entries to come are made of."""
 
     pages: torch.Tensor
     state: torch.Tensor
@@ -29,7 +29,7 @@ class Compressor(nn.Module):
 
     entries(x [T, hidden], cos, sin fp32 [T, R / 2], batch) -> [N, dim], the entries of whole sequences, packed
     store(x, cos, sin, batch, cache): the entries that the new tokens end go to the cache
-    cos, sin: of the positions of the entries that the tokens may end (`EntryBatch.positions`).
+    cos, sin: of the positions of the entries that the tokens may end (`EntryView.positions`).
     Parameters: wkv, wgate [c, hidden], ape fp32 [ratio, c], norm [dim]; c = 2 dim with overlap, else dim.
     Source: `Compressor` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
     """
@@ -53,7 +53,7 @@ class Compressor(nn.Module):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of a lane of the state."""
+        """Of one sequence's state."""
         return (2 * self.ratio if self.overlap else self.ratio, 2, self.ape.shape[1])
 
     def entries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Compressor(nn.Module):
         kv, gate = self._project(x)
         dsa.write_compressed_kv(
             *(kv, gate, self.ape, self.norm.weight.float(), cos, sin, cache.pages, batch.entries(self.ratio).slots),
-            *(batch.cu_query_lens, batch.earlier_lens_tensor, cache.state, batch.lanes_tensor),
+            *(batch.cu_query_lens, batch.earlier_lens_tensor, cache.state, batch.state_slots_tensor),
             overlap=self.overlap,
             eps=self.norm.eps,
         )

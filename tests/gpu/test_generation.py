@@ -225,7 +225,7 @@ def test_many_sequences_share_pages_and_lanes(checkpoint):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nan_ends_its_sequence_alone(family, temperature, tmp_path):
-    """Also where others take over its pages and its lane: what it left there reaches none of them."""
+    """Also where others take over its pages and its state slot: what it left there reaches none of them."""
     write_tiny_checkpoint(tmp_path, model=family)
     model = without_end(load_model(tmp_path, device="cuda", progress=False))
     embeddings = next(weight for name, weight in model.named_parameters() if "embed" in name)

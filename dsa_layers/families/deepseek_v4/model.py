@@ -174,7 +174,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         return linear_fp32(hidden, self.head.weight)
 
     def make_cache(
-        self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, lanes: int = 64
+        self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64
     ) -> CompressedKVCache:
         """A cache with this model's dimensions and precision, for so many sequences at a time."""
         precision = self.precision
@@ -187,7 +187,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             [(shape(a.compressor), shape(a.indexer and a.indexer.compressor)) for a in attentions],
             num_pages,
             page_size,
-            lanes,
+            state_slots,
             window=self.config.sliding_window,
             dim=self.config.head_dim,
             entries="fp8" if precision.kv_cache == "fp8" else precision.dtype,

@@ -139,9 +139,9 @@ class SparseMLAForCausalLM(nn.Module):
         return self.lm_head(hidden).float()
 
     def make_cache(
-        self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, lanes: int = 64
+        self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64
     ) -> PagedKVCache:
-        """A paged cache with this model's dimensions and precision, for up to `lanes` sequences at a time."""
+        """A paged cache with this model's dimensions and precision, for up to `state_slots` sequences at a time."""
         config, precision = self.config, self.precision
         return PagedKVCache(
             config.num_hidden_layers,
@@ -152,7 +152,7 @@ class SparseMLAForCausalLM(nn.Module):
             latent="fp8" if precision.kv_cache == "fp8" else precision.dtype,
             index="fp8" if precision.fp8_indexer else precision.dtype,
             index_layers=[i for i, kind in enumerate(config.indexer_types) if kind == "full"],
-            lanes=lanes,
+            state_slots=state_slots,
             device=device,
         )
 

@@ -80,9 +80,9 @@ def test_batch_of_unequal_lengths(models, text):
     assert_same(last, torch.stack([expected[i, n - 1] for i, n in zip(rows, lengths)]))
 
 
-def poisoned_cache(model, pages, lanes=4):
+def poisoned_cache(model, pages, state_slots=4):
     """Whatever nobody has written is NaN."""
-    cache = model.make_cache(pages, PAGE, lanes=lanes)
+    cache = model.make_cache(pages, PAGE, state_slots=state_slots)
     for i in range(len(model.layers)):
         layer = cache.layer(i)
         parts = [part for part in (layer.entries, layer.index_entries) if part is not None]
@@ -91,11 +91,11 @@ def poisoned_cache(model, pages, lanes=4):
     return cache
 
 
-def paged_run(model, tokens, chunks, pages=(5, 0, 3), lane=2):
+def paged_run(model, tokens, chunks, pages=(5, 0, 3), state_slot=2):
     """Logits of all tokens, computed chunk by chunk."""
     cache, out, done = poisoned_cache(model, 8), [], 0
     for n in chunks:
-        batch = SequenceBatch.paged([n], [done + n], [list(pages)], PAGE, lanes=[lane])
+        batch = SequenceBatch.paged([n], [done + n], [list(pages)], PAGE, state_slots=[state_slot])
         out.append(model(tokens[done : done + n], batch, cache, all_tokens=True))
         done += n
     return torch.cat(out)
@@ -115,21 +115,23 @@ def test_paged_batch(models, text):
     tokens, expected = text
     ours, lengths = models[1], [30, 4, 17]
     cache = poisoned_cache(ours, 12)
-    pages, lanes = [[0, 4, 8], [1, 5, 9], [2, 6, 10]], [3, 0, 1]
+    pages, state_slots = [[0, 4, 8], [1, 5, 9], [2, 6, 10]], [3, 0, 1]
     for done, new in (([0, 0, 0], [11, 1, 16]), ([11, 1, 16], [19, 3, 1])):
         after = [a + b for a, b in zip(done, new)]
         packed = torch.cat([tokens[i, a:b] for i, (a, b) in enumerate(zip(done, after))])
-        got = ours(packed, SequenceBatch.paged(new, after, pages, PAGE, lanes=lanes), cache, all_tokens=True)
+        got = ours(
+            packed, SequenceBatch.paged(new, after, pages, PAGE, state_slots=state_slots), cache, all_tokens=True
+        )
         assert_same(got, torch.cat([expected[i, a:b] for i, (a, b) in enumerate(zip(done, after))]))
     for step in range(30):
         after = [n + step + 1 for n in lengths]
         new = torch.stack([tokens[i, n - 1] for i, n in enumerate(after)])
-        got = ours(new, SequenceBatch.paged([1] * 3, after, pages, PAGE, lanes=lanes), cache)
+        got = ours(new, SequenceBatch.paged([1] * 3, after, pages, PAGE, state_slots=state_slots), cache)
         assert_same(got, torch.stack([expected[i, n - 1] for i, n in enumerate(after)]))
 
 
 def test_greedy_tokens(models, text):
-    """More sequences than lanes: each takes over a lane that another has left."""
+    """More sequences than state slots: each takes over a state slot that another has left."""
     theirs, ours = models
     prompts = [text[0][i, :n].tolist() for i, n in ((0, 20), (1, 3), (2, 41), (1, 17))]
     generator = Generator(ours, cache_tokens=256, page_size=PAGE, max_sequences=2, prefill_chunk=7)
@@ -140,7 +142,7 @@ def test_greedy_tokens(models, text):
         )
         assert completion.tokens == expected[0, len(prompt) :].tolist()
         assert len(completion.tokens) == 24
-    assert generator.cache.lanes.free == 2
+    assert generator.cache.state_slots.free == 2
 
 
 @torch.no_grad()

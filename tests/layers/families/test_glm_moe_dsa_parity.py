@@ -49,7 +49,7 @@ class TestIndexShare(ParityTests):
 
         def note(module, arguments, y):
             *others, selection = arguments
-            seen.append((others, selection.picks, y))  # later layers set the selection anew
+            seen.append((others, selection.topk_indices, y))  # later layers set the selection anew
 
         hook = layer.register_forward_hook(note)
         ours(tokens, batch)
@@ -59,10 +59,10 @@ class TestIndexShare(ParityTests):
         weight.data.neg_()
         hook.remove()
 
-        (arguments, picks, y), (_, other_picks, _) = seen
-        assert torch.equal(layer(*arguments, Selection(picks)), y)
-        other = layer(*arguments, Selection(other_picks))
-        assert not torch.equal(picks, other_picks)
+        (arguments, topk_indices, y), (_, other_indices, _) = seen
+        assert torch.equal(layer(*arguments, Selection(topk_indices)), y)
+        other = layer(*arguments, Selection(other_indices))
+        assert not torch.equal(topk_indices, other_indices)
         assert torch.allclose(other[:8], y[:8], atol=1e-6)  # the first 8 tokens attend to all keys
         assert (other - y)[8:].abs().max() > 0.01
 

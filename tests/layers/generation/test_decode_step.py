@@ -68,7 +68,7 @@ def generate(model, limits, **options):
 
 
 def test_captured_steps_give_the_same_tokens(model, captured, monkeypatch):
-    """Sequences end at different steps, so that rows are padded and refilled, and pages and lanes are taken over."""
+    """Sequences end at different steps, so that rows are padded and refilled, and pages and state slots taken over."""
     limits = [70, 5, 12, 3, 40]
     got = generate(model, limits)
     # Five sequences, fewer and fewer; the last one comes to three pages.
@@ -86,6 +86,6 @@ def eager(self, sequences):
     rows = []
     for s in sequences:
         pages = [list(s.pages)]
-        batch = SequenceBatch.paged([1], [len(s.tokens)], pages, self._cache.page_size, lanes=[s.lane])
+        batch = SequenceBatch.paged([1], [len(s.tokens)], pages, self._cache.page_size, state_slots=[s.state_slot])
         rows.append(self._model(torch.tensor(s.tokens[-1:]), batch, self._cache))
     return torch.cat(rows)

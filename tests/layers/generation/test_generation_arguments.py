@@ -120,10 +120,10 @@ def test_bad_options_of_a_generator(model, tokenizer, change, error, message):
 def test_a_cache_that_the_device_has_not_room_for(model, monkeypatch):
     make = type(model).make_cache
 
-    def full(self, pages, page_size, device, *, lanes):
+    def full(self, pages, page_size, device, *, state_slots):
         if torch.device(device).type != "meta":
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator:\ncan't allocate memory")
-        return make(self, pages, page_size, device, lanes=lanes)
+        return make(self, pages, page_size, device, state_slots=state_slots)
 
     monkeypatch.setattr(type(model), "make_cache", full)
     with pytest.raises(
@@ -133,7 +133,7 @@ def test_a_cache_that_the_device_has_not_room_for(model, monkeypatch):
 
 
 def test_more_sequences_than_pages_take_no_room(model):
-    assert Generator(model, cache_tokens=256, max_sequences=10**18).cache.lanes.num_pages == 5
+    assert Generator(model, cache_tokens=256, max_sequences=10**18).cache.state_slots.num_pages == 5
 
 
 @pytest.mark.parametrize(

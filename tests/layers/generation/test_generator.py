@@ -109,7 +109,7 @@ def test_streams_that_end_early_make_room(model, tokenizer, greedy):
     params = SamplingParams(max_new_tokens=10)
 
     def works():
-        assert generator.cache.allocator.free == 4 and generator.cache.lanes.free == 4
+        assert generator.cache.allocator.free == 4 and generator.cache.state_slots.free == 4
         return generator.generate([PROMPTS[0]], params)[0].tokens == greedy[0].tokens
 
     stream = generator.stream(PROMPTS, params)
@@ -209,9 +209,9 @@ def test_releasing_a_sequence_again_changes_nothing(model, tokenizer):
     next(stream)
     sequence = stream._sequences[0]
     generator._release(sequence)
-    free = generator.cache.allocator.free, generator.cache.lanes.free
+    free = generator.cache.allocator.free, generator.cache.state_slots.free
     generator._release(sequence)
-    assert (generator.cache.allocator.free, generator.cache.lanes.free) == free
+    assert (generator.cache.allocator.free, generator.cache.state_slots.free) == free
     stream.close()
     assert generator.cache.allocator.free == 4
 
@@ -276,7 +276,7 @@ def test_nan_ends_its_sequence_alone(model, tokenizer, temperature):
         assert first[i].error.startswith(
             f"prompts[{i}]: its logits after {len(prompts[i])} tokens hold NaN or infinity"
         )
-    assert generator.cache.allocator.free == 4 and generator.cache.lanes.free == 2
+    assert generator.cache.allocator.free == 4 and generator.cache.state_slots.free == 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -53,9 +53,9 @@ def simulate_fp8(v):
     return (v / scale).float().to(torch.float8_e4m3fn).double() * scale
 
 
-def assert_selects(picks, index):
+def assert_selects(topk_indices, index):
     """Every row holds the best visible keys; keys whose scores nearly tie may be exchanged."""
-    for t, row in enumerate(picks.tolist()):
+    for t, row in enumerate(topk_indices.tolist()):
         chosen = [s for s in row if s >= 0]
         assert len(chosen) == min(TOP_K, t + 1) and chosen == sorted(set(chosen)) and max(chosen) <= t
         threshold = index[t, : t + 1].topk(len(chosen)).values[-1]
@@ -71,15 +71,15 @@ def test_selection(fp8, interleaved, dims):
     indexer = make_indexer(quantize=fp8, rope_interleaved=interleaved, rope_dims=dims)
     x, qr = torch.randn(N, HIDDEN), torch.randn(N, RANK)
     batch = SequenceBatch.without_cache([N])
-    picks = indexer(x, qr, *ROTARY(batch.positions), batch)
-    assert picks.dtype == torch.int32 and picks.shape == (N, TOP_K)
+    topk_indices = indexer(x, qr, *ROTARY(batch.positions), batch)
+    assert topk_indices.dtype == torch.int32 and topk_indices.shape == (N, TOP_K)
     index = scores(indexer, x, qr, fp8)
-    assert_selects(picks, index)
+    assert_selects(topk_indices, index)
     # The wrong pairing would select other keys: the check above can fail.
     indexer.rope["interleaved"] = not interleaved
     other = scores(indexer, x, qr, fp8)
     with pytest.raises(AssertionError):
-        assert_selects(picks, other)
+        assert_selects(topk_indices, other)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -96,8 +96,8 @@ def test_paged_selection_equals_the_contiguous_one(fp8):
     for n in (20, 1, 1, 15, *[1] * 13):
         batch = SequenceBatch.paged([n], [done + n], [pages], 16)
         part = slice(done, done + n)
-        picks = indexer(x[part], qr[part], *ROTARY(batch.positions), batch, cache)
-        assert torch.equal(picks, expected[part])
+        topk_indices = indexer(x[part], qr[part], *ROTARY(batch.positions), batch, cache)
+        assert torch.equal(topk_indices, expected[part])
         slots = indexer(x[part], qr[part], *ROTARY(batch.positions), batch, cache, paged_slots=True)
         physical = torch.tensor(pages)[expected[part].clamp_min(0) // 16] * 16 + expected[part] % 16
         assert torch.equal(slots.long(), torch.where(expected[part] < 0, -1, physical))
@@ -114,8 +114,8 @@ def test_the_cache_must_hold_what_the_indexer_writes():
         indexer(torch.zeros(3, HIDDEN), torch.zeros(3, RANK), *ROTARY(batch.positions), batch, cache)
 
 
-def attend(layer, x, picks):
-    """Multi-head attention with every key and value spelled out, in float64. picks: None, or [T, K] positions."""
+def attend(layer, x, topk_indices):
+    """Multi-head attention with every key and value spelled out, in float64. topk_indices: None or [T, K] positions."""
     x = x.double()
 
     def norm(v, module):
@@ -131,9 +131,9 @@ def attend(layer, x, picks):
     k_pe = turn(torch.cat((down[:, 512:], pad[:, 0]), -1), positions, True, True)[:, :64]
     z = torch.einsum("thd,shd->hts", q[..., :128], up[..., :128]) + torch.einsum("thd,sd->hts", q_pe, k_pe)
     visible = torch.ones(len(x), len(x), dtype=torch.bool).tril()
-    if picks is not None:
+    if topk_indices is not None:
         chosen = torch.zeros_like(visible)
-        for t, row in enumerate(picks.tolist()):
+        for t, row in enumerate(topk_indices.tolist()):
             chosen[t, [s for s in row if s >= 0]] = True
         visible &= chosen
     p = (z * layer.softmax_scale).masked_fill(~visible, -torch.inf).softmax(-1)
@@ -148,11 +148,11 @@ def test_attention_layer_alone(length):
     x = torch.randn(length, HIDDEN)
     batch = SequenceBatch.without_cache([length])
     cos, sin = ROTARY(batch.positions)
-    picks = None
+    topk_indices = None
     if length > TOP_K:
-        picks = layer.indexer(x, layer.q_a_layernorm(layer.q_a_proj(x)), cos, sin, batch)
+        topk_indices = layer.indexer(x, layer.q_a_layernorm(layer.q_a_proj(x)), cos, sin, batch)
     got = layer(x, cos, sin, batch)
-    torch.testing.assert_close(got.double(), attend(layer, x, picks), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.double(), attend(layer, x, topk_indices), rtol=1e-4, atol=1e-5)
 
 
 def test_dense_attention_takes_gradients():
@@ -204,8 +204,8 @@ def test_a_layer_without_an_indexer_attends_to_what_the_last_one_with_it_selecte
 
     with torch.no_grad():
         expected, selection = run(length, 0, None, SequenceBatch.without_cache([length]))
-        assert (selection.picks is None) == (length <= TOP_K)
-        by_hand = attend(shared, x_shared, selection.picks)
+        assert (selection.topk_indices is None) == (length <= TOP_K)
+        by_hand = attend(shared, x_shared, selection.topk_indices)
         torch.testing.assert_close(expected.double(), by_hand, rtol=1e-4, atol=1e-5)
         outputs = []
         for chunks in ([length], [1] * length, [4, 3, *[1] * (length - 7)]):

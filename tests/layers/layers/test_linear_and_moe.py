@@ -112,10 +112,10 @@ def test_experts_are_swiglus(fp8):
     """Each as the shared experts' layer computes it, whatever other tokens there are."""
     torch.manual_seed(2)
     experts = Experts(5, 128, 256, limit=1.0, fp8=fp8)
-    picks, weights = torch.rand(12, 5).argsort(-1)[:, :2], torch.rand(12, 2)
-    picks[picks == 3] = 4  # an expert without tokens, and a token that goes to one twice
+    topk_indices, weights = torch.rand(12, 5).argsort(-1)[:, :2], torch.rand(12, 2)
+    topk_indices[topk_indices == 3] = 4  # an expert without tokens, and a token that goes to one twice
     x = torch.randn(12, 128)
-    got = experts(x, picks, weights)
+    got = experts(x, topk_indices, weights)
     for e in range(5):
         single = SwiGLU(128, 256, limit=1.0, fp8=fp8)
         layers = (single.gate_proj, single.up_proj, single.down_proj)
@@ -127,17 +127,17 @@ def test_experts_are_swiglus(fp8):
                 layer.weight_scale_inv = nn.Parameter(part, requires_grad=False)
         only = experts(x, torch.full((12, 1), e), torch.ones(12, 1))
         torch.testing.assert_close(only, single(x), rtol=1e-6, atol=1e-6)
-    alone = torch.cat([experts(x[i : i + 1], picks[i : i + 1], weights[i : i + 1]) for i in range(12)])
+    alone = torch.cat([experts(x[i : i + 1], topk_indices[i : i + 1], weights[i : i + 1]) for i in range(12)])
     torch.testing.assert_close(got, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_experts_gradients():
     torch.manual_seed(3)
     experts = Experts(3, 8, 4)
-    picks = torch.tensor([[0, 2], [2, 1], [0, 1]])
+    topk_indices = torch.tensor([[0, 2], [2, 1], [0, 1]])
     x, weights = torch.randn(3, 8), torch.rand(3, 2)
     x.requires_grad_(), weights.requires_grad_()
-    experts(x, picks, weights).square().sum().backward()
+    experts(x, topk_indices, weights).square().sum().backward()
     got = [t.grad.clone() for t in (x, weights, experts.gate_up_proj, experts.down_proj)]
 
     def loss(x, weights, gate_up, down):
@@ -145,8 +145,8 @@ def test_experts_gradients():
         for t in range(3):
             y = 0.0
             for j in range(2):
-                gate, up = (gate_up[picks[t, j]] @ x[t]).chunk(2)
-                y = y + weights[t, j] * (down[picks[t, j]] @ (nn.functional.silu(gate) * up))
+                gate, up = (gate_up[topk_indices[t, j]] @ x[t]).chunk(2)
+                y = y + weights[t, j] * (down[topk_indices[t, j]] @ (nn.functional.silu(gate) * up))
             total = total + y.square().sum()
         return total
 

@@ -1,63 +1,10 @@
-"""Packed batches, pages and their allocator."""
+"""Caches, and who owns which page."""
 
 import pytest
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
 from dsa_layers.cache.kv_cache import OutOfPages, PageAllocator, PagedKVCache
-
-
-def test_packed_tensors_by_hand():
-    batch = SequenceBatch.paged([2, 1], [5, 3], [[7, 2], [4]], page_size=4)
-    assert batch.positions.tolist() == [3, 4, 2]
-    assert batch.block_table.tolist() == [[7, 2], [4, -1]] and batch.block_table.dtype == torch.int32
-    assert batch.slots.tolist() == [31, 8, 18]
-    assert batch.key_slots.tolist() == [28, 29, 30, 31, 8, 16, 17, 18]
-    assert batch.key_starts.tolist() == [0, 0, 5] and batch.visible_keys.tolist() == [4, 5, 3]
-    assert batch.last_tokens.tolist() == [1, 2] and batch.key_lens_tensor.tolist() == [5, 3]
-    assert batch.max_key_len == 5 and not batch.is_decode
-    assert SequenceBatch.paged([1, 1], [5, 3], [[7, 2], [4]], 4).is_decode
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([0], [3], [[1]], 4), r"query_lens: every sequence needs at least one new token, got \[0\]"),
-        (
-            ([1], [5], [[1]], 4),
-            r"key_lens\[0\]: must be between query_lens\[0\]=1 and the 4 tokens of its pages, got 5",
-        ),
-        (([3], [2], [[1]], 4), r"key_lens\[0\]: must be between"),
-        (([1, 1], [2], [[1]], 4), "must have one entry a sequence, got 2, 1 and 1"),
-        (([1], [2], [[-1]], 4), r"pages: must be numbers of pages, at least 0, got \[\(-1,\)\]"),
-        (([1], [2], [[1]], 0), "page_size: must be at least 1, got 0"),
-        (([1], [2], [[1]], 4, "cpu", [-1]), r"lanes: must be 1 different numbers, one a sequence, got \[-1\]"),
-        (([1, 1], [2, 2], [[1], [2]], 4, "cpu", [3, 3]), r"lanes: must be 2 different numbers, .*, got \[3, 3\]"),
-    ],
-)
-def test_impossible_batches(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        SequenceBatch.paged(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([1.0], [2], [[1]], 4), r"query_lens\[0\]: must be an integer, got 1.0"),
-        (([1], [True], [[1]], 4), r"key_lens\[0\]: must be an integer, got True"),
-        (([1], [2], [[1.5]], 4), r"pages\[0\]\[0\]: must be an integer, got 1.5"),
-        (([1], [2], [1], 4), r"pages\[0\]: must be a list of integers, got 1"),
-        ((1, [2], [[1]], 4), "query_lens: must be a list of integers, got 1"),
-        (([1], [2], [[1]], 4.0), "page_size: must be an integer, got 4.0"),
-        (([1], [2], [[1]], 4, "cpu", [None]), r"lanes\[0\]: must be an integer, got None"),
-    ],
-)
-def test_batches_of_other_types(arguments, message):
-    with pytest.raises(TypeError, match=message):
-        SequenceBatch.paged(*arguments)
-    with pytest.raises(TypeError, match=r"lens\[1\]: must be an integer, got 2.0"):
-        SequenceBatch.without_cache([1, 2.0])
 
 
 def test_pages_are_handed_out_once():
@@ -124,7 +71,7 @@ def test_impossible_counts(count, error, message):
             "num_pages: must be at most 33554432, so that slots are int32, for pages of 64",
         ),
         ({"page_size": 0}, ValueError, "page_size: must be at least 1, got 0"),
-        ({"lanes": 1.5}, TypeError, "lanes: must be an integer, got 1.5"),
+        ({"state_slots": 1.5}, TypeError, "state_slots: must be an integer, got 1.5"),
         ({"latent": "int4"}, ValueError, "latent: must be 'fp8', torch.bfloat16, .*, got 'int4'"),
         ({"index": torch.int8}, ValueError, "index: must be 'fp8', torch.bfloat16, .*, got torch.int8"),
     ],

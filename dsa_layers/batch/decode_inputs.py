@@ -1,0 +1,48 @@
+"""Passes over running sequences: what they read, built from the sequences."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from dsa_layers.batch import packing
+from dsa_layers.batch.decode_batch import DecodeBatch
+
+
+class Running(Protocol):
+    """A sequence whose last token is not in the cache yet, and all others are."""
+
+    tokens: Sequence[int]
+    pages: Sequence[int]
+    state_slot: int
+
+
+class DecodeInputs:
+    """What a decoding pass reads, at addresses that stay, so that a CUDA graph that has captured it reads new data.
+
+    tokens int64 [count], the sequences' last ones; `batch` makes a DecodeBatch of the rest. count: of rows; pages: the
+    most that a sequence has.
+    """
+
+    def __init__(self, count: int, pages: int, page_size: int, device: torch.device) -> None:
+        self.count, self.pages, self.page_size = count, pages, page_size
+        self.tokens = torch.zeros(count, dtype=torch.int64, device=device)
+        self.key_lens = torch.ones(count, dtype=torch.int32, device=device)
+        self.block_table = torch.full((count, pages), -1, dtype=torch.int32, device=device)
+        self.state_slots = torch.zeros(count, dtype=torch.int32, device=device)
+        self._held: list[Running] = []
+
+    def fill(self, sequences: Sequence[Running], padding: Running) -> None:
+        """Writes the sequences, and `padding` into the rows that are left."""
+        rows = [*sequences, *[padding] * (self.count - len(sequences))]
+        self.tokens.copy_(torch.tensor([row.tokens[-1] for row in rows], dtype=torch.int64, device="cpu"))
+        self.key_lens.copy_(torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32, device="cpu"))
+        if len(self._held) != len(rows) or any(a is not b for a, b in zip(self._held, rows)):
+            # A sequence keeps its pages for as long as it runs.
+            self.block_table.copy_(packing.page_table([row.pages for row in rows], self.pages))
+            self.state_slots.copy_(torch.tensor([row.state_slot for row in rows], dtype=torch.int32, device="cpu"))
+            self._held = rows
+
+    def batch(self) -> DecodeBatch:
+        most = self.pages * self.page_size
+        return DecodeBatch(self.block_table, self.page_size, self.key_lens, self.state_slots, most)

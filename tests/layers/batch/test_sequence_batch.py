@@ -1,0 +1,93 @@
+"""Packed batches, and their views, by hand."""
+
+import pytest
+import torch
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+
+
+def test_packed_tensors_by_hand():
+    batch = SequenceBatch.paged([2, 1], [5, 3], [[7, 2], [4]], page_size=4)
+    assert batch.positions.tolist() == [3, 4, 2]
+    assert batch.block_table.tolist() == [[7, 2], [4, -1]] and batch.block_table.dtype == torch.int32
+    assert batch.slots.tolist() == [31, 8, 18]
+    assert batch.key_slots.tolist() == [28, 29, 30, 31, 8, 16, 17, 18]
+    assert batch.key_starts.tolist() == [0, 0, 5] and batch.visible_keys.tolist() == [4, 5, 3]
+    assert batch.last_tokens.tolist() == [1, 2] and batch.key_lens_tensor.tolist() == [5, 3]
+    assert batch.max_key_len == 5 and not batch.is_decode
+    assert SequenceBatch.paged([1, 1], [5, 3], [[7, 2], [4]], 4).is_decode
+
+
+def test_slots_of_selected_keys():
+    batch = SequenceBatch.paged([2, 1], [5, 3], [[7, 2], [4]], page_size=4)
+    indices = torch.tensor([[0, 3, -1], [4, 0, -1], [2, -1, -1]], dtype=torch.int32)
+    got = batch.slots_of(indices)
+    assert got.tolist() == [[28, 31, -1], [8, 28, -1], [18, -1, -1]] and got.dtype == torch.int32
+
+
+def test_windows_by_hand():
+    """Rings of 3 tokens: the first sequence has two new tokens after three, the second one after one."""
+    batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4, state_slots=[6, 1])
+    windows = batch.windows(3)
+    assert windows.slots.tolist() == [18, 19, 4]  # positions 3, 4 and 1
+    assert windows.earlier_lens == (2, 1)
+    assert windows.earlier_slots.tolist() == [19, 20, 3]  # positions 1 and 2, and 0
+    assert windows.order.tolist() == [0, 1, 3, 4, 2, 5] and windows.cu_keys.tolist() == [0, 4, 6]
+    assert windows is batch.windows(3) and windows is not batch.windows(4)
+
+
+def test_windows_need_state_slots():
+    windows = SequenceBatch.paged([1], [5], [[7, 2]], page_size=4).windows(3)
+    with pytest.raises(ValueError, match="state_slots: must be one a sequence for this model's cache, got None"):
+        windows.earlier_slots  # noqa: B018
+
+
+def test_entries_by_hand():
+    """Entries of 2 tokens: the first sequence's new tokens are at 3, which ends its second entry, and at 4."""
+    batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4)
+    entries = batch.entries(2)
+    assert entries.page_size == 2 and entries.lens == (2, 1) and entries.lens_tensor.tolist() == [2, 1]
+    assert entries.visible.tolist() == [2, 2, 1] and entries.starts.tolist() == [0, 0, 2]
+    assert entries.rows.tolist() == [[0, 1], [0, 1], [2, -1]]
+    assert entries.positions.tolist() == [2, 3, 0] and entries.slots.tolist() == [15, -1, 8]
+    assert entries.all_slots.tolist() == [14, 15, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0], [3], [[1]], 4), r"query_lens: every sequence needs at least one new token, got \[0\]"),
+        (
+            ([1], [5], [[1]], 4),
+            r"key_lens\[0\]: must be between query_lens\[0\]=1 and the 4 tokens of its pages, got 5",
+        ),
+        (([3], [2], [[1]], 4), r"key_lens\[0\]: must be between"),
+        (([1, 1], [2], [[1]], 4), "must have one entry a sequence, got 2, 1 and 1"),
+        (([1], [2], [[-1]], 4), r"pages: must be numbers of pages, at least 0, got \[\(-1,\)\]"),
+        (([1], [2], [[1]], 0), "page_size: must be at least 1, got 0"),
+        (([1], [2], [[1]], 4, "cpu", [-1]), r"state_slots: must be 1 different numbers, one a sequence, got \[-1\]"),
+        (([1, 1], [2, 2], [[1], [2]], 4, "cpu", [3, 3]), r"state_slots: must be 2 different numbers, .*, got \[3, 3\]"),
+    ],
+)
+def test_impossible_batches(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SequenceBatch.paged(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.0], [2], [[1]], 4), r"query_lens\[0\]: must be an integer, got 1.0"),
+        (([1], [True], [[1]], 4), r"key_lens\[0\]: must be an integer, got True"),
+        (([1], [2], [[1.5]], 4), r"pages\[0\]\[0\]: must be an integer, got 1.5"),
+        (([1], [2], [1], 4), r"pages\[0\]: must be a list of integers, got 1"),
+        ((1, [2], [[1]], 4), "query_lens: must be a list of integers, got 1"),
+        (([1], [2], [[1]], 4.0), "page_size: must be an integer, got 4.0"),
+        (([1], [2], [[1]], 4, "cpu", [None]), r"state_slots\[0\]: must be an integer, got None"),
+    ],
+)
+def test_batches_of_other_types(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        SequenceBatch.paged(*arguments)
+    with pytest.raises(TypeError, match=r"lens\[1\]: must be an integer, got 2.0"):
+        SequenceBatch.without_cache([1, 2.0])
