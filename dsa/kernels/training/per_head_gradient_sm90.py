@@ -34,7 +34,7 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.shared_memory import load_16, pack, store_16, store_matrices
 from dsa.cute.sm90 import opaque
-from dsa.kernels.training.ordered_sum import add_4, await_count, publish, store_4
+from dsa.kernels.training.global_sums import add_4, await_count, publish, store_4
 from dsa.kernels.training.per_head_arguments import fake_by_head, fake_by_query, fake_inputs, fake_rows, fake_stream
 from dsa.kernels.training.per_head_tiles import (
     CHUNK,
@@ -446,10 +446,10 @@ class PerHeadGradientSm90(PerHeadTiles):
     def add(self, sums, target, begun: Boolean):
         if begun:
             for j in cutlass.range_constexpr(KEYS // 8):
-                add_4(target + j * (4 * WARPGROUP), [sums[4 * j + i] for i in range(4)])
+                add_4(Int64((target + j * (4 * WARPGROUP)).toint()), [sums[4 * j + i] for i in range(4)])
         else:
             for j in cutlass.range_constexpr(KEYS // 8):
-                store_4(target + j * (4 * WARPGROUP), [sums[4 * j + i] for i in range(4)])
+                store_4(Int64((target + j * (4 * WARPGROUP)).toint()), [sums[4 * j + i] for i in range(4)])
 
     @cute.jit
     def scale_operand(self, numbers, words, factors, lane):

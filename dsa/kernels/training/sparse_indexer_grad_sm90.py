@@ -36,7 +36,7 @@ from dsa.cute.pipeline import advance
 from dsa.cute.shared_memory import load_16, load_matrices, pack, store_16, swizzled
 from dsa.cute.sm90 import opaque
 from dsa.kernels.training.gathered_rows import CHUNK, CHUNK_BYTES, TILE, gather_chunk, own_rows, row_addresses, selected
-from dsa.kernels.training.scatter_add import add_4, add_fixed
+from dsa.kernels.training.global_sums import add_4, add_fixed
 
 WARPGROUP = 128
 THREADS = 4 * WARPGROUP

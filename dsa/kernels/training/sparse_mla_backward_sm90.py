@@ -4,34 +4,37 @@ P[h, j] = exp(scale * q[h] . k[j] - l[h])          dS[h, j] = P[h, j] * (scale *
 dQ[h] = sum_j dS[h, j] k[j]                        dKV[j] = sum_h dS[h, j] q[h] + P[h, j] dO[h]
 
 of a query and the keys j of its list; l and e, in which are the attention sink and the gradient of lse, come from
-sparse_mla_backward_sums_sm90.py, and dKV goes there.
+sparse_mla_backward_sums_sm90.py, which also turns the sums of dKV into the result.
 
-Plan
-- A CTA has 64 heads of a query, in shared memory: Q and dO, and one tile of 64 of its keys. Two warpgroups own the
-  tiles in turns, a third one gathers keys.
-- The owner of a tile has its keys as rows: S^T = K Q^T and dP^T = K dO^T, so that P^T lies in its registers as the
-  operand of dKV = P^T dO + dS^T Q. dS goes through shared memory, to both warpgroups: each has half of the channels of
+Warp roles
+- Two consumer warpgroups own the key tiles in turns. The producer warpgroup gathers keys, loads Q and dO by TMA, and
+  takes work tiles (sparse_mla_backward_producer.py). A work tile is 64 heads of a query, with all of its keys.
+- The scheduler is dynamic and persistent: a CTA takes its next work tile from a counter while it still works on one.
+  Reductions into the L2 cache are not equally fast from all multiprocessors, and with equal shares the fastest ones are
+  through 5% before the slowest.
+Pipeline
+- Q and dO of a work tile stay in shared memory, beside one tile of 64 keys.
+- The owner of a key tile has its keys as rows: S^T = K Q^T and dP^T = K dO^T, so that P^T lies in its registers as the
+  operand of dKV = P^T dO + dS^T Q. dS goes through shared memory to both consumers: each keeps half of the channels of
   dQ += dS K in registers, for the whole query.
-- Then the keys are done with, and the next tile's come in, while its owner multiplies a strip of dKV's channels at a
-  time and adds it to global memory by vector reductions from registers; the other warpgroup scores the next tile
-  meanwhile.
-- A CTA draws the next 64 heads of a query while it works on some: reductions into the L2 cache are not equally fast
-  from all multiprocessors, and with equal shares the fastest are through 5% before the slowest.
-- Behind a query's last tile each chunk of Q and dO makes room for the next query's as soon as its dKV is multiplied, so
-  that the other warpgroup scores the next query's first tile meanwhile.
-- Sums of dKV are in fp32, in the order in which a thread holds them: of 16 neighbours, lane q of four has 2q, 2q + 1,
-  2q + 8, 2q + 9, which it adds as 16 bytes. `ordered` stores them to rows of their own instead, to be summed in order.
+- Then the keys are released and the next tile's are gathered, while the owner multiplies a strip of dKV's channels at a
+  time and adds it to global memory by vector reductions from registers; the other consumer computes the next tile's
+  scores meanwhile.
+- Behind a query's last key tile each chunk of Q and dO is released as soon as its dKV is multiplied, so that the other
+  consumer computes the scores of the next query's first tile meanwhile.
+Sums of dKV
+- They are in fp32, in the order in which a thread holds them: of 16 neighbours, lane q of four has 2q, 2q + 1, 2q + 8,
+  2q + 9, which it adds as 16 bytes. `ordered` stores them to rows of their own instead, to be summed in order.
 - Vector reductions are fastest on whole lines of 128 bytes: lanes exchange numbers, so that eight of them have a line.
 - A row for which there is no key is zeros in shared memory, has P = 0, and is added to a row behind the keys.
-Shared memory: Q 72 KiB, dO 64, K 72, dS of each owner 8, where dQ is staged at the end (d 576).
-Registers: 144 of dQ, 16 each of P^T, dS^T and dKV in a math thread, of 232; or 32 of S and 16 of dP, which comes in
+Shared shared: Q 72 KiB, dO 64, K 72, dS of each owner 8, where dQ is staged at the end (d 576).
+Registers: 144 of dQ, 16 each of P^T, dS^T and dKV in a consumer thread, of 232; or 32 of S and 16 of dP, which comes in
 parts (d 576). 128 of dQ, 16 of P^T and 32 of dKV, or 32 each of S and dP (d 512).
 Roofline: reductions, 144 KiB a tile of 576 channels: 8800 clocks at the 3.8 TB/s that the L2 cache adds (it stores
 4.6 TB/s). wgmma takes 5504, its operands about 6000 of shared memory.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -42,90 +45,38 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.copies import arrive_when_gathered, bulk_gather, gather_16, prefetch_to_l2
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.shared_memory import pack, store_matrices, swizzled
-from dsa.cute.sm90 import opaque
-from dsa.kernels.training.reduce_add import add_4, store_4
+from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
+from dsa.kernels.training.global_sums import add_4, store_4
+from dsa.kernels.training.limits import MLA_CHANNELS, SPARSE_DTYPES
+from dsa.kernels.training.sparse_mla_backward_producer import BackwardProducer
+from dsa.kernels.training.sparse_mla_backward_tiles import (
+    CHUNK,
+    CHUNKS,
+    HALF,
+    HEADS,
+    KEY_ROW_STAGES,
+    ROPE_HALF,
+    THREADS,
+    TILE,
+    VALUE,
+    BackwardConfig,
+    Barriers,
+    SharedTensors,
+    TileScheduler,
+    WarpRole,
+)
 
-TILE, HEADS = 64, 64
-CHUNK = 64
-VALUE, LATENT = 512, 576
-CHUNKS = VALUE // CHUNK
-HALF = VALUE // 2
-ROPE_HALF = 32
-WARPGROUP = 128
-THREADS = 3 * WARPGROUP
-MATH_REGISTERS, LOADER_REGISTERS = 232, 40
-WARP_KEYS = TILE // 4
-INDEX_SLOTS = 4
-NUMBER_BYTES = HEADS * 8
-STAGED = 32  # channels of dQ that a warp stages at a time
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+STAGED_CHANNELS = 32  # of dQ that a warp stages at a time
 K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Shared memory. k: chunks of 64 channels [64, 64, 8], its rope part k_rope [64, 32, 2]; k_half [64, 256, 2] is k.
-    q, do: strips [64, 64, 8], or of 32 channels with q's rope part behind the others [64, 32, 18 and 16]. ds [keys,
-    heads, 2], of each warpgroup's tiles. numbers: the address of l / ln 2 and e of each head; rows [64, INDEX_SLOTS]: a
-    tile's keys, -1 for none. units [2]: the numbers of the current unit and the next."""
-
-    k: cute.Tensor
-    k_rope: cute.Tensor
-    k_half: cute.Tensor
-    q: cute.Tensor
-    do: cute.Tensor
-    ds: cute.Tensor
-    numbers: Int32
-    rows: cute.Tensor
-    units: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Barriers:
-    """unit_full, unit_empty: of each place for a unit's number; q_full, q_empty: of each chunk of Q and dO, and of Q's
-    rope part; k_full: of each chunk and each half of the rope part; k_empty: of each half; ds_full."""
-
-    unit_full: cute.Pointer
-    unit_empty: cute.Pointer
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
-    ds_full: cute.Pointer
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A unit is 64 heads of a query, its heads' blocks `across`. Each CTA begins with that of its own number."""
-
-    units: Int32
-    tiles: Int32
-    ctas: Int32
-    across: cute.FastDivmodDivisorV2
-
-    @cute.jit
-    def unit(self, number):
-        """(query, first head) of a unit."""
-        query, tile = divmod(number, self.across)
-        return query, tile * HEADS
-
-
 class SparseMlaBackwardSm90:
-    """Keys of `channels` numbers; `ordered`: dKV's parts are stored, not added."""
-
-    def __init__(self, dtype: type[cutlass.Numeric], channels: int, ordered: bool):
-        self.dtype, self.channels, self.ordered = dtype, channels, ordered
-        self.rope = channels > VALUE
-        self.parts = 2 if self.rope else 1  # of dP
-        # Channels of dKV at a time: 64, or 32 with dS^T for it in registers, too. With a rope part the latter takes 8%
-        # less time, without it 5% more.
-        self.strip = 32 if self.rope else 64
-        # Of Q and dO, in the order in which a query's last tile is through with them.
-        self.query_parts = [*([CHUNKS] if self.rope else []), *range(CHUNKS)]
-        # Chunks of a tile in the order in which they come and are scored: halves, each with its half of the rope part.
-        self.order = [0, 1, 2, 3, "rope0", 4, 5, 6, 7, "rope1"] if self.rope else list(range(CHUNKS))
+    def __init__(self, cfg: BackwardConfig):
+        self.cfg, self.dtype, self.channels, self.ordered = cfg, cfg.dtype, cfg.channels, cfg.ordered
+        self.rope, self.dp_parts, self.strip = cfg.rope, cfg.dp_parts, cfg.strip
 
     def product(self, a_major, b_major, columns: int, source=cute.nvgpu.warpgroup.OperandSource.SMEM) -> cute.TiledMma:
         """64 rows x columns. To be made where it is used: what a loop or branch has set cannot be used behind it."""
@@ -154,7 +105,7 @@ class SparseMlaBackwardSm90:
         q: cute.Tensor,
         kv: cute.Tensor,
         dout: cute.Tensor,
-        numbers: cute.Tensor,
+        head_terms: cute.Tensor,
         indices: cute.Tensor,
         dq: cute.Tensor,
         dkv: cute.Tensor,
@@ -172,34 +123,34 @@ class SparseMlaBackwardSm90:
 
         @cute.struct
         class Storage:
-            unit_full: cute.struct.MemRange[Int64, 2]
-            unit_empty: cute.struct.MemRange[Int64, 2]
+            tile_full: cute.struct.MemRange[Int64, 2]
+            tile_empty: cute.struct.MemRange[Int64, 2]
             q_full: cute.struct.MemRange[Int64, CHUNKS + 1]
             q_empty: cute.struct.MemRange[Int64, CHUNKS + 1]
             k_full: cute.struct.MemRange[Int64, CHUNKS + 2]
             k_empty: cute.struct.MemRange[Int64, 2]
             ds_full: cute.struct.MemRange[Int64, 1]
-            units: cute.struct.MemRange[Int32, 2]
-            rows: cute.struct.Align[cute.struct.MemRange[Int32, TILE * INDEX_SLOTS], 16]
-            numbers: cute.struct.Align[cute.struct.MemRange[Float32, HEADS * 2], 16]
+            work_tiles: cute.struct.MemRange[Int32, 2]
+            key_rows: cute.struct.Align[cute.struct.MemRange[Int32, TILE * KEY_ROW_STAGES], 16]
+            head_terms: cute.struct.Align[cute.struct.MemRange[Float32, HEADS * 2], 16]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
             k_rope: cute.struct.Align[cute.struct.MemRange[self.dtype, rope_size], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
             do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(do_layout)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ds_layout)], 1024]
 
-        assert Storage.size_in_bytes() <= 232448
+        assert Storage.size_in_bytes() <= SHARED_BYTES
         self.storage = Storage
         q_atom, q_tma = self.load_atom(q, q_layout)
         do_atom, do_tma = self.load_atom(dout, do_layout)
-        across = cute.ceil_div(q.shape[1], HEADS)
-        plan = Plan(
-            *(q.shape[0] * across, cute.ceil_div(indices.shape[1], TILE), ctas),
-            cute.fast_divmod_create_divisor_v2(across),
+        head_tiles = cute.ceil_div(q.shape[1], HEADS)
+        scheduler = TileScheduler(
+            *(q.shape[0] * head_tiles, cute.ceil_div(indices.shape[1], TILE), ctas),
+            cute.fast_divmod_create_divisor_v2(head_tiles),
         )
         self.kernel(
             *((q_atom, do_atom), (q_tma, do_tma)),
-            *(q, kv, dout, numbers, indices, dq, dkv, counter, scale, scale_log2, plan),
+            *(q, kv, dout, head_terms, indices, dq, dkv, counter, scale, scale_log2, scheduler),
             *((layout, rope_layout, half_layout, q_layout, do_layout, ds_layout),),
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
 
@@ -211,14 +162,14 @@ class SparseMlaBackwardSm90:
         q: cute.Tensor,
         kv: cute.Tensor,
         dout: cute.Tensor,
-        numbers: cute.Tensor,
+        head_terms: cute.Tensor,
         indices: cute.Tensor,
         dq: cute.Tensor,
         dkv: cute.Tensor,
         counter: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
-        plan: Plan,
+        scheduler: TileScheduler,
         layouts: tuple[cute.ComposedLayout, ...],
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -226,223 +177,77 @@ class SparseMlaBackwardSm90:
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
         layout, rope_layout, half_layout, q_layout, do_layout, ds_layout = layouts
-        memory = Memory(
+        shared = SharedTensors(
             storage.k.get_tensor(layout.outer, swizzle=layout.inner),
             storage.k_rope.get_tensor(rope_layout.outer, swizzle=rope_layout.inner),
             storage.k.get_tensor(half_layout.outer, swizzle=half_layout.inner),
             storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
             storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner),
             storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner),
-            Int32(storage.numbers.data_ptr().toint()),
-            storage.rows.get_tensor(cute.make_layout((TILE, INDEX_SLOTS))),
-            storage.units.get_tensor(cute.make_layout(2)),
+            Int32(storage.head_terms.data_ptr().toint()),
+            storage.key_rows.get_tensor(cute.make_layout((TILE, KEY_ROW_STAGES))),
+            storage.work_tiles.get_tensor(cute.make_layout(2)),
         )
         barriers = Barriers(
-            *(storage.unit_full.data_ptr(), storage.unit_empty.data_ptr()),
+            *(storage.tile_full.data_ptr(), storage.tile_empty.data_ptr()),
             *(storage.q_full.data_ptr(), storage.q_empty.data_ptr(), storage.k_full.data_ptr()),
             *(storage.k_empty.data_ptr(), storage.ds_full.data_ptr()),
         )
         if tid == 0:
-            for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(barriers.unit_full + i, 1)
-                cute.arch.mbarrier_init(barriers.unit_empty + i, THREADS // 32)
-            for i in cutlass.range_constexpr(CHUNKS + 1):
-                cute.arch.mbarrier_init(barriers.q_full + i, 1)
-                cute.arch.mbarrier_init(barriers.q_empty + i, 8)
-            for i in cutlass.range_constexpr(CHUNKS + 2):
-                # With the first chunk the loading warps say which keys there are.
-                cute.arch.mbarrier_init(barriers.k_full + i, WARPGROUP + 4 if i == 0 else WARPGROUP)
-            for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(barriers.k_empty + i, 4)
-            cute.arch.mbarrier_init(barriers.ds_full, 4)
+            barriers.init()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if warp >= 8:
-            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            inputs = (q, kv, dout, numbers, indices, counter)
-            self.load(atoms, sources, inputs, plan, memory, barriers, warp - 8, lane)
+        if warp >= WarpRole.PRODUCER:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            inputs = (q, kv, dout, head_terms, indices, counter)
+            producer = BackwardProducer(self.cfg)
+            producer.run(atoms, sources, inputs, scheduler, shared, barriers, warp - WarpRole.PRODUCER, lane)
         else:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             thread = (tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
-            self.math(kv.shape[0], dq, dkv, scale, scale_log2, plan, memory, barriers, *thread)
-
-    # The loading warpgroup.
+            self.consume(kv.shape[0], dq, dkv, scale, scale_log2, scheduler, shared, barriers, *thread)
 
     @cute.jit
-    def load(self, atoms, sources, inputs, plan: Plan, memory: Memory, barriers: Barriers, warp, lane):
-        q, kv, dout, numbers, indices, counter = inputs
-        block, _, _ = cute.arch.block_idx()
-        if warp == 0:
-            self.name_unit(memory, barriers, Int32(block), 0, lane)
-        # The number of the turn, and in two bits that of the tiles so far: one register for both.
-        count = Int32(0)
-        while self.unit(memory, barriers, count >> 2) < plan.units:
-            query, _ = plan.unit(memory.units[(count >> 2) & 1])
-            index = self.index_of(indices, query, warp * WARP_KEYS + (opaque(lane) & (WARP_KEYS - 1)))
-            for tile in cutlass.range(plan.tiles, unroll=1):
-                present = index >= 0 and index < kv.shape[0]
-                row = index if present else Int32(-1)
-                address = kv[cutlass.max(row, 0), None].iterator.toint()
-                bits = Uint32(cute.arch.vote_ballot_sync(present)) & 0xFFFF
-                # The next tile's indices are on their way while these keys are asked for.
-                own = opaque(lane) & (WARP_KEYS - 1)
-                index = self.index_of(indices, query, (tile + 1) * TILE + warp * WARP_KEYS + own)
-                for half in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_wait(barriers.k_empty + half, (count & 1) ^ 1)
-                    if const_expr(half == 0):
-                        if lane < WARP_KEYS:
-                            memory.rows[warp * WARP_KEYS + lane, count & (INDEX_SLOTS - 1)] = row
-                        cute.arch.sync_warp()
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(barriers.k_full)
-                    self.gather_half(memory, barriers, half, address, bits, warp, opaque(lane))
-                if warp == 0:
-                    if tile == 0:
-                        self.load_query(atoms, sources, numbers, plan, memory, barriers, count >> 2)
-                    # Late, so that who is slow does not draw what others could begin sooner.
-                    if tile == (3 * plan.tiles) >> 2:
-                        self.name_unit(memory, barriers, self.draw(counter, plan, lane), (count >> 2) + 1, lane)
-                count = (count & -4) | ((count + 1) & 3)
-            self.leave_unit(barriers, count >> 2)
-            count += 4
-            self.request_query(q, dout, plan, self.unit(memory, barriers, count >> 2), warp, opaque(lane))
-
-    @cute.jit
-    def draw(self, counter: cute.Tensor, plan: Plan, lane):
-        """The number of the next unit, if there are so many. Lane 0 has it."""
-        number = Int32(0)
-        if lane == 0:
-            number = plan.ctas + cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-        return number
-
-    @cute.jit
-    def name_unit(self, memory: Memory, barriers: Barriers, number, turn, lane):
-        """Tell all warps the number of their unit of a turn."""
-        at = turn & 1
-        cute.arch.mbarrier_wait(barriers.unit_empty + at, ((turn >> 1) & 1) ^ 1)
-        if lane == 0:
-            memory.units[at] = number
-            cute.arch.mbarrier_arrive(barriers.unit_full + at)
-
-    @cute.jit
-    def unit(self, memory: Memory, barriers: Barriers, turn):
-        """The number of a turn's unit, all units or more if there is none left."""
-        cute.arch.mbarrier_wait(barriers.unit_full + (turn & 1), (turn >> 1) & 1)
-        return memory.units[turn & 1]
-
-    @cute.jit
-    def leave_unit(self, barriers: Barriers, turn):
-        """This warp needs the number no more."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barriers.unit_empty + (turn & 1))
-
-    @cute.jit
-    def request_query(self, q, dout, plan: Plan, unit, warp, lane):
-        """A unit's rows will be in the L2 cache when they are asked for."""
-        query, first = plan.unit(unit)
-        head = first + (warp & 1) * 32 + lane
-        if query < q.shape[0] and head < q.shape[1]:
-            if warp < 2:
-                prefetch_to_l2(Int64(q[query, head, None].iterator.toint()), Int32(2 * self.channels))
-            else:
-                prefetch_to_l2(Int64(dout[query, head, None].iterator.toint()), Int32(2 * VALUE))
-
-    @cute.jit
-    def index_of(self, indices, query, place):
-        index = Int32(-1)
-        if place < indices.shape[1]:
-            index = indices[query, place]
-        return index
-
-    @cute.jit
-    def load_query(self, atoms, sources, numbers, plan: Plan, memory: Memory, barriers: Barriers, turn):
-        """Q, dO and the numbers of 64 heads, a part as soon as the last query's is done with; heads beyond the last are
-        zeros, and have numbers that give p = 0."""
-        query, first = plan.unit(memory.units[turn & 1])
-        one = cute.make_layout(1)
-        for part in self.query_parts:
-            is_first = part == self.query_parts[0]
-            some = CHUNK // self.strip
-            targets = (memory.q, memory.do) if part < CHUNKS else (memory.q,)
-            strips = [(n, x, part * some + i) for n, x in enumerate(targets) for i in range(some)]
-            cute.arch.mbarrier_wait(barriers.q_empty + part, (turn & 1) ^ 1)
-            size = len(strips) * 2 * HEADS * self.strip + (NUMBER_BYTES if is_first else 0)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full + part, size)
-                if const_expr(is_first):
-                    source = Int64(numbers[query, first // HEADS, None].iterator.toint())
-                    bulk_gather(memory.numbers, source, Int32(NUMBER_BYTES), barriers.q_full + part)
-            for n, target, strip in strips:
-                tiles = cute.local_tile(sources[n], (HEADS, self.strip), (first // HEADS, None, query))
-                own, source = cute.nvgpu.cpasync.tma_partition(
-                    atoms[n], 0, one, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
-                )
-                cute.copy(atoms[n], source[None, strip], own[None, strip], tma_bar_ptr=barriers.q_full + part)
-
-    @cute.jit
-    def gather_half(
-        self, memory: Memory, barriers: Barriers, half: cutlass.Constexpr, address: Int64, bits: Uint32, warp, lane
+    def consume(
+        self,
+        keys,
+        dq,
+        dkv,
+        scale,
+        scale_log2,
+        scheduler: TileScheduler,
+        shared: SharedTensors,
+        barriers: Barriers,
+        tid,
+        warp,
+        lane,
+        side,
     ):
-        """Half of the channels of this warp's 16 keys, 16 bytes a lane, 8 lanes a key. address: of key lane % 16."""
-        low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
-        own, vector = warp * WARP_KEYS + (lane >> 3), lane & 7
-        sources, keep = [], []
-        for i in cutlass.range_constexpr(WARP_KEYS // 4):
-            key = 4 * i + (lane >> 3)
-            own_low, own_high = cute.arch.shuffle_sync(low, key), cute.arch.shuffle_sync(high, key)
-            sources.append((Int64(own_high) << 32) + Int64(Uint32(own_low)) + vector * 16)
-            keep.append((bits >> key) & 1 != 0)
-        start = Int32(memory.k.iterator.toint())
-        for c in cutlass.range_constexpr(CHUNKS // 2):
-            chunk = half * (CHUNKS // 2) + c
-            for i in cutlass.range_constexpr(WARP_KEYS // 4):
-                target = start + 2 * (chunk * TILE * CHUNK + swizzled(own + 4 * i, vector))
-                gather_16(target, sources[i] + 2 * CHUNK * chunk, keep[i])
-            arrive_when_gathered(barriers.k_full + chunk)
-        if const_expr(self.rope):
-            # Rows of 64 bytes: four lanes a key, and so half of the lanes' keys at a time.
-            start = Int32(memory.k_rope.iterator.toint()) + half * (2 * TILE * ROPE_HALF)
-            for i in cutlass.range_constexpr(WARP_KEYS // 8):
-                key = 8 * i + (lane >> 2)
-                own_low, own_high = cute.arch.shuffle_sync(low, key), cute.arch.shuffle_sync(high, key)
-                source = (Int64(own_high) << 32) + Int64(Uint32(own_low))
-                row = warp * WARP_KEYS + key
-                place = row * (2 * ROPE_HALF) + (((lane & 3) ^ ((row >> 1) & 3)) << 4)
-                source += 2 * VALUE + half * (2 * ROPE_HALF) + (lane & 3) * 16
-                gather_16(start + place, source, (bits >> key) & 1 != 0)
-            arrive_when_gathered(barriers.k_full + (CHUNKS + half))
-
-    # The two math warpgroups.
-
-    @cute.jit
-    def math(
-        self, keys, dq, dkv, scale, scale_log2, plan: Plan, memory: Memory, barriers: Barriers, tid, warp, lane, side
-    ):
+        """A consumer warpgroup, number `side`: all work tiles of this CTA."""
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
         p_shape = self.dkv_product(CHUNK).get_slice(tid).partition_shape_A((TILE, HEADS))
-        # The number of the turn, and in two bits that of the tiles so far: one register for both.
+        # The turn's number, and in the lowest two bits that of the key tiles so far: one register for both.
         count = Int32(0)
-        while self.unit(memory, barriers, count >> 2) < plan.units:
+        while scheduler.current(shared, barriers, count >> 2) < scheduler.work_tiles:
             flat.fill(0.0)
             flat_rope.fill(0.0)
             if (count & 1) != side:
-                for part in self.query_parts:
-                    cute.arch.mbarrier_wait(barriers.q_full + part, (count >> 2) & 1)
-            for tile in cutlass.range(plan.tiles, unroll=1):
+                for chunk in self.cfg.query_chunks:
+                    cute.arch.mbarrier_wait(barriers.q_full + chunk, (count >> 2) & 1)
+            for tile in cutlass.range(scheduler.key_tiles, unroll=1):
                 # Tiles belong to the two in turns, over the whole life of the CTA.
                 p, ds = (cute.make_rmem_tensor(p_shape, self.dtype) for _ in range(2))
                 if (count & 1) == side:
-                    self.score(p, ds, scale, scale_log2, memory, barriers, count, tile, tid, warp, lane, side)
-                self.add_dq(flat, flat_rope, memory, barriers, count, tid, side)
+                    self.score(p, ds, scale, scale_log2, shared, barriers, count, tile, tid, warp, lane, side)
+                self.add_dq(flat, flat_rope, shared, barriers, count, tid, side)
                 if (count & 1) == side:
                     place = Int32(0)
                     if const_expr(self.ordered):
-                        place = memory.units[(count >> 2) & 1] * plan.tiles + tile
-                    last = tile == plan.tiles - 1
-                    self.add_dkv(p, ds, dkv, keys, place, memory, barriers, count, last, tid, warp, lane, side)
+                        place = shared.work_tiles[(count >> 2) & 1] * scheduler.key_tiles + tile
+                    last = tile == scheduler.key_tiles - 1
+                    self.add_dkv(p, ds, dkv, keys, place, shared, barriers, count, last, tid, warp, lane, side)
                 count = (count & -4) | ((count + 1) & 3)
             if (count & 1) != side:
                 # The last tile was this one's: before its dS makes room for dQ, all must have multiplied with it.
@@ -450,27 +255,29 @@ class SparseMlaBackwardSm90:
                     cute.arch.mbarrier_wait(barriers.k_empty + half, (count & 1) ^ 1)
             else:
                 with cute.arch.elect_one():
-                    for part in self.query_parts:
-                        cute.arch.mbarrier_arrive(barriers.q_empty + part)
-            query, first = plan.unit(memory.units[(count >> 2) & 1])
-            self.leave_unit(barriers, count >> 2)
-            self.store_dq(flat, flat_rope, dq, query, first, memory, side, warp, lane)
+                    for chunk in self.cfg.query_chunks:
+                        cute.arch.mbarrier_arrive(barriers.q_empty + chunk)
+            query, first = scheduler.coordinates(shared.work_tiles[(count >> 2) & 1])
+            scheduler.release(barriers, count >> 2)
+            self.store_dq(flat, flat_rope, dq, query, first, shared, side, warp, lane)
             count += 4
 
     @cute.jit
-    def score(self, p, ds, scale, scale_log2, memory: Memory, barriers: Barriers, count, tile, tid, warp, lane, side):
+    def score(
+        self, p, ds, scale, scale_log2, shared: SharedTensors, barriers: Barriers, count, tile, tid, warp, lane, side
+    ):
         """P^T of a tile, in 16 bits, to p, an operand in registers; dS to shared memory and, if there is a rope part,
         dS^T to ds."""
         mma = self.product(K_MAJOR, K_MAJOR, HEADS)
         thr = mma.get_slice(tid)
-        rk, rq = mma.make_fragment_A(thr.partition_A(memory.k)), mma.make_fragment_B(thr.partition_B(memory.q))
-        rk_rope = mma.make_fragment_A(thr.partition_A(memory.k_rope))
+        rk, rq = mma.make_fragment_A(thr.partition_A(shared.k)), mma.make_fragment_B(thr.partition_B(shared.q))
+        rk_rope = mma.make_fragment_A(thr.partition_A(shared.k_rope))
         s = cute.make_rmem_tensor(thr.partition_shape_C((TILE, HEADS)), Float32)
-        powers = cute.make_tensor(s.iterator, cute.make_layout(HEADS // 2))
+        flat_s = cute.make_tensor(s.iterator, cute.make_layout(HEADS // 2))
         # Of addresses that it knows ptxas would keep all chunks' descriptors in registers, those of S for dP.
         phase = count & 1
         zero = opaque(phase) >> 1
-        for n, chunk in enumerate(self.order):
+        for n, chunk in enumerate(self.cfg.score_order):
             if const_expr(isinstance(chunk, str)):
                 half = int(chunk[-1])
                 if const_expr(half == 0):
@@ -498,61 +305,61 @@ class SparseMlaBackwardSm90:
         cute.nvgpu.warpgroup.commit_group()
 
         # dP in parts of the heads: there are not registers enough for all of it beside S and dQ with a rope part.
-        heads = HEADS // self.parts
+        heads = HEADS // self.dp_parts
         part_mma = self.product(K_MAJOR, K_MAJOR, heads)
         thr_part = part_mma.get_slice(tid)
-        rv = part_mma.make_fragment_A(thr_part.partition_A(memory.k))
+        rv = part_mma.make_fragment_A(thr_part.partition_A(shared.k))
         dp = cute.make_rmem_tensor(thr_part.partition_shape_C((TILE, heads)), Float32)
         flat_dp = cute.make_tensor(dp.iterator, cute.make_layout(heads // 2))
-        self.start_dp(part_mma, dp, rv, memory, thr_part, count, 0)
+        self.issue_dp(part_mma, dp, rv, shared, thr_part, count, 0)
         lane = opaque(lane)
         own = warp * 16 + (lane >> 2)
-        missing = [memory.rows[own + 8 * r, count & (INDEX_SLOTS - 1)] < 0 for r in range(2)]
+        invalid = [shared.key_rows[own + 8 * r, count & (KEY_ROW_STAGES - 1)] < 0 for r in range(2)]
         cute.nvgpu.warpgroup.wait_group(1)
-        if cute.arch.vote_any_sync(missing[0] or missing[1]):
+        if cute.arch.vote_any_sync(invalid[0] or invalid[1]):
             for i in cutlass.range_constexpr(HEADS // 2):
-                if missing[i // 2 % 2]:
-                    powers[i] = -Float32(float("inf"))
+                if invalid[i // 2 % 2]:
+                    flat_s[i] = -Float32(float("inf"))
         p_words, ds_words = (
             cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Uint32), cute.make_layout(HEADS // 4)) for x in (p, ds)
         )
-        start = Int32(memory.ds.iterator.toint()) + side * (2 * TILE * HEADS)
+        start = Int32(shared.ds.iterator.toint()) + side * (2 * TILE * HEADS)
         row = warp * 16 + (lane & 15)
-        for part in cutlass.range_constexpr(self.parts):
+        for part in cutlass.range_constexpr(self.dp_parts):
             for j in cutlass.range_constexpr(part * heads // 8, (part + 1) * heads // 8):
-                lse = self.pair_of_numbers(memory, j, lane)
+                lse = self.head_terms_of(shared, j, lane)
                 for i in cutlass.range_constexpr(4):
                     at = 4 * j + i
-                    powers[at] = cute.math.exp2(cute.math.fma(powers[at], scale_log2, -lse[i % 2 * 2]), fastmath=True)
+                    flat_s[at] = cute.math.exp2(cute.math.fma(flat_s[at], scale_log2, -lse[i % 2 * 2]), fastmath=True)
             cute.nvgpu.warpgroup.wait_group(0)
             for i in cutlass.range_constexpr(part * heads // 16, (part + 1) * heads // 16):
                 words = []
                 for j in cutlass.range_constexpr(2 * i, 2 * i + 2):
-                    numbers = self.pair_of_numbers(memory, j, lane)
+                    terms = self.head_terms_of(shared, j, lane)
                     for r in cutlass.range_constexpr(2):
                         weights, slopes = [], []
                         for b in cutlass.range_constexpr(2):
                             at = 4 * j + 2 * r + b
-                            slope = cute.math.fma(flat_dp[at - part * heads // 2], scale, numbers[2 * b + 1])
-                            slopes.append(powers[at] * slope)
-                            weights.append(powers[at])
+                            slope = cute.math.fma(flat_dp[at - part * heads // 2], scale, terms[2 * b + 1])
+                            slopes.append(flat_s[at] * slope)
+                            weights.append(flat_s[at])
                         p_words[2 * j + r] = pack(*weights, self.dtype)
                         words.append(pack(*slopes, self.dtype))
                         if const_expr(self.rope):
                             ds_words[2 * j + r] = words[-1]
                 store_matrices(start + 2 * swizzled(row, 2 * i + (lane >> 4)), words)
-            if const_expr(part + 1 < self.parts):
-                self.start_dp(part_mma, dp, rv, memory, thr_part, count, part + 1)
+            if const_expr(part + 1 < self.dp_parts):
+                self.issue_dp(part_mma, dp, rv, shared, thr_part, count, part + 1)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barriers.ds_full)
 
     @cute.jit
-    def start_dp(self, mma, dp, rv, memory: Memory, thr, count, part: cutlass.Constexpr):
+    def issue_dp(self, mma, dp, rv, shared: SharedTensors, thr, count, part: cutlass.Constexpr):
         """Start dP^T = K dO^T of a part of the heads."""
-        heads = HEADS // self.parts
-        rows = cute.local_tile(memory.do, (heads, self.strip, VALUE // self.strip), (part, 0, 0))
+        heads = HEADS // self.dp_parts
+        rows = cute.local_tile(shared.do, (heads, self.strip, VALUE // self.strip), (part, 0, 0))
         rdo = mma.make_fragment_B(thr.partition_B(rows))
         zero = opaque(count & 1) >> (2 + part)
         cute.nvgpu.warpgroup.fence()
@@ -567,22 +374,22 @@ class SparseMlaBackwardSm90:
         return fragment[None, None, channel % self.strip // 16, zero + channel // self.strip]
 
     @cute.jit
-    def pair_of_numbers(self, memory: Memory, j: cutlass.Constexpr, lane):
+    def head_terms_of(self, shared: SharedTensors, j: cutlass.Constexpr, lane):
         """lse / ln 2 and e of a lane's two heads of eight, in turns."""
         return cute.arch.inline_ptx(
             "ld.shared.v4.f32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
             write_only_types=[Float32] * 4,
-            read_only_args=[memory.numbers + (8 * j + 2 * (lane & 3)) * 8],
+            read_only_args=[shared.head_terms + (8 * j + 2 * (lane & 3)) * 8],
         )
 
     @cute.jit
-    def add_dq(self, flat, flat_rope, memory: Memory, barriers: Barriers, count, tid, side):
+    def add_dq(self, flat, flat_rope, shared: SharedTensors, barriers: Barriers, count, tid, side):
         """dQ += dS K, this warpgroup's half of the channels; then these keys are done with."""
         mma, rope = self.product(MN_MAJOR, MN_MAJOR, HALF), self.product(MN_MAJOR, MN_MAJOR, ROPE_HALF)
         thr, thr_rope = mma.get_slice(tid), rope.get_slice(tid)
-        turned_ds = cute.make_tensor(memory.ds.iterator, cute.select(memory.ds.layout, mode=[1, 0, 2]))
-        turned_k = cute.make_tensor(memory.k_half.iterator, cute.select(memory.k_half.layout, mode=[1, 0, 2]))
-        turned_rope = cute.make_tensor(memory.k_rope.iterator, cute.select(memory.k_rope.layout, mode=[1, 0, 2]))
+        turned_ds = cute.make_tensor(shared.ds.iterator, cute.select(shared.ds.layout, mode=[1, 0, 2]))
+        turned_k = cute.make_tensor(shared.k_half.iterator, cute.select(shared.k_half.layout, mode=[1, 0, 2]))
+        turned_rope = cute.make_tensor(shared.k_rope.iterator, cute.select(shared.k_rope.layout, mode=[1, 0, 2]))
         rds, rk = mma.make_fragment_A(thr.partition_A(turned_ds)), mma.make_fragment_B(thr.partition_B(turned_k))
         rope_ds = rope.make_fragment_A(thr_rope.partition_A(turned_ds))
         rk_rope = rope.make_fragment_B(thr_rope.partition_B(turned_rope))
@@ -604,7 +411,9 @@ class SparseMlaBackwardSm90:
             cute.arch.mbarrier_arrive(barriers.k_empty + side)
 
     @cute.jit
-    def add_dkv(self, p, ds, dkv, keys, place, memory: Memory, barriers: Barriers, count, last, tid, warp, lane, side):
+    def add_dkv(
+        self, p, ds, dkv, keys, place, shared: SharedTensors, barriers: Barriers, count, last, tid, warp, lane, side
+    ):
         """dKV of a tile's keys += P^T dO + dS^T Q. place: of the tile among all, for rows of its own. last: of the
         query's, after which its Q and dO make room for the next one's."""
         lane = opaque(lane)
@@ -613,14 +422,14 @@ class SparseMlaBackwardSm90:
         pair = warp * 16 + (lane >> 3) * 2
         start, stride = Int64(dkv.iterator.toint()) + ((lane & 3) * 16), 4 * self.channels
         targets = []
-        slot = count & (INDEX_SLOTS - 1)
+        stage = count & (KEY_ROW_STAGES - 1)
         block, _, _ = cute.arch.block_idx()
         for r in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(2):
                 if const_expr(self.ordered):
                     number = Int64(place) * TILE + (pair + 8 * r + i)
                 else:
-                    row = memory.rows[pair + 8 * r + i, slot]
+                    row = shared.key_rows[pair + 8 * r + i, stage]
                     # Behind the keys, each CTA has a row for those that there are not.
                     number = Int64(row if row >= 0 else keys + block)
                 # Of a row's 32 numbers, the lane adds its own row's first half and the other row's second one.
@@ -629,11 +438,11 @@ class SparseMlaBackwardSm90:
         if const_expr(not self.rope):
             with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip)
         thr = with_ds.get_slice(tid)
-        turned = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2])) for x in (memory.do, memory.q)]
+        turned = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2])) for x in (shared.do, shared.q)]
         rdo, rq = (with_ds.make_fragment_B(thr.partition_B(x)) for x in turned)
-        rds = with_ds.make_fragment_A(thr.partition_A(memory.ds)) if not self.rope else None
+        rds = with_ds.make_fragment_A(thr.partition_A(shared.ds)) if not self.rope else None
         acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, self.strip)), Float32)
-        zero = opaque(slot) >> 2
+        zero = opaque(stage) >> 2
         # The rope part first: its chunk of Q is the first that is scored of the next query.
         for first in [*range(VALUE, self.channels, self.strip), *range(0, VALUE, self.strip)]:
             strip, valued = zero + first // self.strip, first < VALUE
@@ -680,27 +489,29 @@ class SparseMlaBackwardSm90:
                 cute.arch.sync_warp()
 
     @cute.jit
-    def store_dq(self, flat, flat_rope, dq, query, first, memory: Memory, side, warp, lane):
+    def store_dq(self, flat, flat_rope, dq, query, first, shared: SharedTensors, side, warp, lane):
         """This warp's 16 heads of its half of the channels, by way of 1 KiB of shared memory, where dS of its own keys
         was: another warp may still be multiplying with its keys' dS for dKV, or be at the next query's already."""
-        staging = cute.recast_ptr(memory.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+        staging = cute.recast_ptr(shared.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         lane, warp = opaque(lane), opaque(warp)
         staging += side * (TILE * HEADS) + warp * (16 * HEADS)
         vector = cute.make_rmem_tensor((8,), self.dtype)
-        for i in cutlass.range_constexpr(HALF // STAGED + (1 if self.rope else 0)):
+        for i in cutlass.range_constexpr(HALF // STAGED_CHANNELS + (1 if self.rope else 0)):
             source, base = flat, i * 16
-            channel = side * HALF + i * STAGED
-            if const_expr(i == HALF // STAGED):
+            channel = side * HALF + i * STAGED_CHANNELS
+            if const_expr(i == HALF // STAGED_CHANNELS):
                 source, base, channel = flat_rope, 0, VALUE + side * ROPE_HALF
             for j in cutlass.range_constexpr(2):
                 places = [base + 8 * j + 2 * n for n in range(4)]
                 words = [pack(source[at], source[at + 1], self.dtype) for at in places]
-                place = self.staged(lane & 15, 2 * j + (lane >> 4))
+                place = self.staged_place(lane & 15, 2 * j + (lane >> 4))
                 store_matrices(Int32((staging + place).toint()), words)
             cute.arch.sync_warp()
             for r in cutlass.range_constexpr(2):
                 row = (lane >> 2) + 8 * r
-                cute.autovec_copy(cute.make_tensor(staging + self.staged(row, lane & 3), cute.make_layout(8)), vector)
+                cute.autovec_copy(
+                    cute.make_tensor(staging + self.staged_place(row, lane & 3), cute.make_layout(8)), vector
+                )
                 head = first + warp * 16 + row
                 if head < dq.shape[1]:
                     target = cute.local_tile(dq[query, head, None], (8,), (channel // 8 + (lane & 3),))
@@ -708,14 +519,14 @@ class SparseMlaBackwardSm90:
             cute.arch.sync_warp()
 
     @cute.jit
-    def staged(self, row, vector):
+    def staged_place(self, row, vector):
         """Where the 8 numbers number `vector` of a row are, in 16 rows of 32."""
-        return row * STAGED + (vector ^ ((row >> 1) & 3)) * 8
+        return row * STAGED_CHANNELS + (vector ^ ((row >> 1) & 3)) * 8
 
 
 @cached
 def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
-    """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], numbers [T, ceil(H / 64), 128], indices [T, K], dq [T, H, d],
+    """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], head_terms [T, ceil(H / 64), 128], indices [T, K], dq [T, H, d],
     dkv [Tk + ctas, d] fp32, counter [1] int32, 0 at first, scale, scale / ln 2, ctas)."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
@@ -725,7 +536,7 @@ def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
 
     width = HEADS * 2
     return compile_sm90(
-        SparseMlaBackwardSm90(kind, channels, ordered),
+        SparseMlaBackwardSm90(BackwardConfig(kind, channels, ordered)),
         rows(channels, queries, heads),
         rows(channels, cute.sym_int()),
         rows(VALUE, queries, heads),
@@ -742,7 +553,7 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_sparse_mla_backward, (dtype, channels, ordered))
-        for dtype in ("bfloat16", "float16")
-        for channels in (LATENT, VALUE)
+        for dtype in SPARSE_DTYPES
+        for channels in MLA_CHANNELS
         for ordered in (False, True)
     ]

@@ -1,6 +1,6 @@
 """What comes before and behind the gradients of sparse MLA attention (sparse_mla_backward_sm90.py).
 
-Before: delta[t, h] = out[t, h] . dout[t, h], and of it what the softmax's gradient needs of a head:
+Before: delta[t, h] = out[t, h] . dout[t, h], and of it the terms that the softmax's gradient needs of a head:
     share = e^lse / (e^lse + e^sink)             l = lse - log share              e = scale * (dlse / share - delta)
     dsink[t, h] = (share - 1) * delta            which the caller sums over t
 Behind: dKV's sums in fp32, in the order in which threads hold them, to 16 bits; or, one CTA a key, its rows of a list
@@ -11,7 +11,7 @@ Plan
   do those without keys.
 - A share below 2^-64 is taken for 2^-64: P, which is share * exp(z - lse), is then off by less than that, and dlse /
   share stays a number.
-- Of 16 numbers of dKV in a row, quarter q holds channels 2q, 2q + 1, 2q + 8, 2q + 9: a thread has 16 and turns them.
+- Of 16 numbers of dKV in a row, quarter q holds channels 2q, 2q + 1, 2q + 8, 2q + 9: a thread has 16 and reorders them.
 Roofline: memory: out and dout once; dKV's sums once; a list's rows once.
 """
 
@@ -24,14 +24,16 @@ from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.reductions import sum_of_warp
+from dsa.cute.sm90 import LOG2E, WARP
+from dsa.kernels.training.limits import MLA_CHANNELS, MLA_V_CHANNELS, SPARSE_DTYPES, SPARSE_HEAD_TILE
 
-HEADS = 64  # of a block of numbers
-VALUE, DIMS = 512, (576, 512)
-WARP, WARPS = 32, 8
-GROUP = 16  # channels that a thread turns
+HEADS = SPARSE_HEAD_TILE  # of a block of terms
+VALUE = MLA_V_CHANNELS
+WARPS = 8
+REORDERED = 16  # channels that a thread reorders
 LEAST_SHARE = 2.0**-64
-LOG2E = 1.4426950408889634
-AHEAD = 4  # rows of a list that a thread asks for at once
+PREFETCHED = 4  # rows of a list that a thread asks for at once
 
 
 class BackwardInputsSm90:
@@ -47,13 +49,13 @@ class BackwardInputsSm90:
         dlse: cute.Tensor | None,
         sink: cute.Tensor | None,
         scale: Float32,
-        numbers: cute.Tensor,
+        head_terms: cute.Tensor,
         dsink: cute.Tensor | None,
         stream,
     ):
-        padded = numbers.shape[1] * HEADS
+        padded = head_terms.shape[1] * HEADS
         self.kernel(
-            *(out, dout, lse, dlse, sink, scale, numbers, dsink),
+            *(out, dout, lse, dlse, sink, scale, head_terms, dsink),
             cute.fast_divmod_create_divisor_v2(padded),
         ).launch(grid=(cute.ceil_div(out.shape[0] * padded, WARPS), 1, 1), block=(WARP * WARPS, 1, 1), stream=stream)
 
@@ -66,7 +68,7 @@ class BackwardInputsSm90:
         dlse: cute.Tensor | None,
         sink: cute.Tensor | None,
         scale: Float32,
-        numbers: cute.Tensor,
+        head_terms: cute.Tensor,
         dsink: cute.Tensor | None,
         padded: cute.FastDivmodDivisorV2,
     ):
@@ -83,8 +85,7 @@ class BackwardInputsSm90:
             cute.autovec_copy(cute.local_tile(dout[query, own, None], (8,), (i * WARP + lane,)), b[None, i])
         for i in cutlass.range_constexpr(16):
             delta = cute.math.fma(a[i % 8, i // 8].to(Float32), b[i % 8, i // 8].to(Float32), delta)
-        for log in cutlass.range_constexpr(5):
-            delta += cute.arch.shuffle_sync_bfly(delta, offset=1 << log)
+        delta = sum_of_warp(delta)
         if lane == 0:
             result, slope, of_sink = Float32(float("inf")), Float32(0.0), Float32(0.0)
             value = lse[query, own]
@@ -99,21 +100,21 @@ class BackwardInputsSm90:
                 result, slope = value * LOG2E - cute.math.log2(share), -scale * delta
                 if const_expr(self.lse_grad):
                     slope = scale * (dlse[query, own] / share - delta)
-            target = numbers[query, head // HEADS, None]
+            target = head_terms[query, head // HEADS, None]
             target[head % HEADS * 2], target[head % HEADS * 2 + 1] = result, slope
             if const_expr(self.sink):
                 if head < out.shape[1]:
                     dsink[query, head] = of_sink
 
 
-class TurnSumsSm90:
+class ReorderSumsSm90:
     def __init__(self, dtype: type[cutlass.Numeric], channels: int):
         self.dtype, self.channels = dtype, channels
         self.threads = 128
 
     @cute.jit
     def __call__(self, sums: cute.Tensor, out: cute.Tensor, stream):
-        total = out.shape[0] * (self.channels // GROUP)
+        total = out.shape[0] * (self.channels // REORDERED)
         self.kernel(sums, out).launch(
             grid=(cute.ceil_div(total, self.threads), 1, 1), block=(self.threads, 1, 1), stream=stream
         )
@@ -122,16 +123,16 @@ class TurnSumsSm90:
     def kernel(self, sums: cute.Tensor, out: cute.Tensor):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        number, groups = block * self.threads + tid, self.channels // GROUP
+        number, groups = block * self.threads + tid, self.channels // REORDERED
         key, group = number // groups, number % groups
         if key < out.shape[0]:
-            found = cute.make_rmem_tensor((GROUP,), Float32)
-            cute.autovec_copy(cute.local_tile(sums[key, None], (GROUP,), (group,)), found)
-            turned = cute.make_rmem_tensor((GROUP,), self.dtype)
-            for i in cutlass.range_constexpr(GROUP):
+            found = cute.make_rmem_tensor((REORDERED,), Float32)
+            cute.autovec_copy(cute.local_tile(sums[key, None], (REORDERED,), (group,)), found)
+            reordered = cute.make_rmem_tensor((REORDERED,), self.dtype)
+            for i in cutlass.range_constexpr(REORDERED):
                 quarter, n = i % 8 // 2, i // 8 * 2 + i % 2
-                turned[i] = found[4 * quarter + n].to(self.dtype)
-            cute.autovec_copy(turned, cute.local_tile(out[key, None], (GROUP,), (group,)))
+                reordered[i] = found[4 * quarter + n].to(self.dtype)
+            cute.autovec_copy(reordered, cute.local_tile(out[key, None], (REORDERED,), (group,)))
 
 
 class SumListsSm90:
@@ -168,15 +169,15 @@ class SumListsSm90:
         first, end = bounds[key], bounds[key + 1]
         if first < end:
             own = cute.local_tile(sums[key, None], (4,), (tid,))
-            total, found = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4, AHEAD), Float32)
+            total, found = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4, PREFETCHED), Float32)
             cute.autovec_copy(own, total)
-            for number in cutlass.range(first, end, AHEAD, unroll=1):
+            for number in cutlass.range(first, end, PREFETCHED, unroll=1):
                 for block in cutlass.range(blocks, unroll=1):
-                    for i in cutlass.range_constexpr(AHEAD):
+                    for i in cutlass.range_constexpr(PREFETCHED):
                         if number + i < end:
                             row = order[number + i] + block * stride
                             cute.autovec_copy(cute.local_tile(rows[row, None], (4,), (tid,)), found[None, i])
-                    for i in cutlass.range_constexpr(AHEAD):
+                    for i in cutlass.range_constexpr(PREFETCHED):
                         if number + i < end:
                             for n in cutlass.range_constexpr(4):
                                 total[n] += found[n, i]
@@ -185,7 +186,7 @@ class SumListsSm90:
 
 @cached
 def compile_backward_inputs(dtype: str, sink: bool, lse_grad: bool):
-    """-> f(out [T, H, 512], dout [T, H, 512], lse [T, H], dlse [T, H] or None, sink [H] or None, scale, numbers
+    """-> f(out [T, H, 512], dout [T, H, 512], lse [T, H], dlse [T, H] or None, sink [H] or None, scale, head_terms
     [T, ceil(H / 64), 128], dsink [T, H] or None): l / ln 2 and e of a head, in turns."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
@@ -213,29 +214,34 @@ def _fake_sums(channels: int):
 
 
 @cached
-def compile_turn_sums(dtype: str, channels: int):
+def compile_reorder_sums(dtype: str, channels: int):
     """-> f(sums [at least Tk, d] fp32, out [Tk, d]); rows of out start at multiples of 16 bytes."""
     out = fake(cute_dtype(dtype), (cute.sym_int(), channels), (cute.sym_int64(divisibility=8), 1), 16)
-    return compile_sm90(TurnSumsSm90(cute_dtype(dtype), channels), _fake_sums(channels), out, fake_stream())
+    return compile_sm90(ReorderSumsSm90(cute_dtype(dtype), channels), _fake_sums(channels), out, fake_stream())
 
 
 @cached
 def compile_sum_lists(channels: int):
     """-> f(rows [R, d] fp32, order [n] int32, bounds [Tk + 1] int32, blocks, stride, sums [at least Tk, d]): sums[k] +=
-    rows[order[i] + b * stride] over bounds[k] <= i < bounds[k + 1] and b < blocks, in this order but for AHEAD
+    rows[order[i] + b * stride] over bounds[k] <= i < bounds[k + 1] and b < blocks, in this order but for PREFETCHED
     neighbours, whose blocks come one after the other."""
-    numbers = [fake(Int32, (cute.sym_int(),), (1,), 4) for _ in range(2)]
+    order, bounds = (fake(Int32, (cute.sym_int(),), (1,), 4) for _ in range(2))
     return compile_sm90(
-        *(SumListsSm90(channels), _fake_sums(channels), *numbers, Int32(1), Int32(0), _fake_sums(channels)),
+        *(SumListsSm90(channels), _fake_sums(channels), order, bounds, Int32(1), Int32(0), _fake_sums(channels)),
         fake_stream(),
     )
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    dtypes, either = ("bfloat16", "float16"), (False, True)
+    either = False, True
     return [
-        *((compile_backward_inputs, (dtype, sink, grad)) for dtype in dtypes for sink in either for grad in either),
-        *((compile_turn_sums, (dtype, channels)) for dtype in dtypes for channels in DIMS),
-        *((compile_sum_lists, (channels,)) for channels in DIMS),
+        *(
+            (compile_backward_inputs, (dtype, sink, grad))
+            for dtype in SPARSE_DTYPES
+            for sink in either
+            for grad in either
+        ),
+        *((compile_reorder_sums, (dtype, channels)) for dtype in SPARSE_DTYPES for channels in MLA_CHANNELS),
+        *((compile_sum_lists, (channels,)) for channels in MLA_CHANNELS),
     ]

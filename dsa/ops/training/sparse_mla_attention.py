@@ -7,13 +7,20 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.kernels.training.limits import (
+    MLA_CHANNELS,
+    MLA_V_CHANNELS,
+    SPARSE_DTYPES,
+    SPARSE_HEAD_TILE,
+    SPARSE_KEY_TILE,
+)
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.mla._sparse_attention import D_V, DIMS, DTYPES, inner_contiguous
+from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.training import indexer_training as reference
 
-HEADS, TILE = 64, 64  # of a CTA's unit of work
+DTYPES = tuple(getattr(torch, name) for name in SPARSE_DTYPES)
 
 
 def sparse_mla_attention(
@@ -98,14 +105,14 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(dq, dkv, the sink's gradient or None) by the Hopper kernels. lse, dlse [Tq, H] fp32; others as of the op."""
     tokens, heads, dim = q.shape
-    keys, picks = len(kv), indices.shape[2]
+    keys, top_k = len(kv), indices.shape[2]
     dq, dkv = q.new_empty(q.shape), kv.new_empty(kv.shape)
-    if 0 in (tokens, heads, keys, picks):
+    if 0 in (tokens, heads, keys, top_k):
         return dq.zero_(), dkv.zero_(), None if sink is None else torch.zeros_like(sink)
     dout = torch.zeros_like(out) if dout is None else tma_rows(dout.to(q.dtype))
-    q, rows, picked = tma_rows(q), tma_rows(kv.squeeze(1)), inner_contiguous(indices.squeeze(1))
-    blocks, tiles = -(-heads // HEADS), -(-picks // TILE)
-    numbers = q.new_empty(tokens, blocks, 2 * HEADS, dtype=torch.float32)
+    q, rows, topk_indices = tma_rows(q), tma_rows(kv.squeeze(1)), inner_contiguous(indices.squeeze(1))
+    head_tiles, key_tiles = -(-heads // SPARSE_HEAD_TILE), -(-top_k // SPARSE_KEY_TILE)
+    head_terms = q.new_empty(tokens, head_tiles, 2 * SPARSE_HEAD_TILE, dtype=torch.float32)
     shares = None if sink is None else torch.empty_like(lse)
     name, sms = dtype_name(q.dtype), backends.num_sms(q.device)
     scale = float(scale)
@@ -113,47 +120,49 @@ def gradients(
     with backends.on_device(q):
         _inputs_kernel(name, sink is not None, dlse is not None)(
             *(out, dout, lse, None if dlse is None else dlse.float()),
-            *(None if sink is None else sink.float(), scale, numbers, shares),
+            *(None if sink is None else sink.float(), scale, head_terms, shares),
         )
         launch = _kernel(name, dim, deterministic)
         if deterministic:
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
-            most = -(-sms // blocks)  # queries at a time: a unit for each multiprocessor
-            found = q.new_empty(min(most, tokens) * blocks * tiles * TILE, dim, dtype=torch.float32)
+            most = -(-sms // head_tiles)  # queries at a time: a work tile for each multiprocessor
+            found = q.new_empty(min(most, tokens) * head_tiles * key_tiles * SPARSE_KEY_TILE, dim, dtype=torch.float32)
             counters = torch.zeros(-(-tokens // most), 1, dtype=torch.int32, device=q.device)
             for n, first in enumerate(range(0, tokens, most)):
                 part = slice(first, min(first + most, tokens))
-                ctas = min(sms, (part.stop - first) * blocks)
-                of_part = q[part], rows, dout[part], numbers[part], picked[part], dq[part], found
+                ctas = min(sms, (part.stop - first) * head_tiles)
+                of_part = q[part], rows, dout[part], head_terms[part], topk_indices[part], dq[part], found
                 launch(*of_part, counters[n], *scales, ctas)
-                order, bounds = _lists(picked[part], keys, blocks * tiles * TILE)
-                _sum_kernel(dim)(found, order, bounds, blocks, tiles * TILE, sums)
+                order, bounds = _lists(topk_indices[part], keys, head_tiles * key_tiles * SPARSE_KEY_TILE)
+                _sum_kernel(dim)(found, order, bounds, head_tiles, key_tiles * SPARSE_KEY_TILE, sums)
         else:
-            ctas = min(sms, tokens * blocks)
+            ctas = min(sms, tokens * head_tiles)
             # Behind the keys a row for each CTA, to which it adds what is no key.
             sums = q.new_zeros(keys + ctas, dim, dtype=torch.float32)
             counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-            launch(q, rows, dout, numbers, picked, dq, sums, counter, *scales, ctas)
-        _turn_kernel(name, dim)(sums, dkv.squeeze(1))
+            launch(q, rows, dout, head_terms, topk_indices, dq, sums, counter, *scales, ctas)
+        _reorder_kernel(name, dim)(sums, dkv.squeeze(1))
     return dq, dkv, None if sink is None else shares.sum(0).to(sink.dtype)
 
 
 def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows of the parts of dkv in the order of their keys, where each key's begin and end); a query has `stride`
-    rows, its picks first."""
-    picks = indices.shape[1]
+    rows, its indices first."""
+    top_k = indices.shape[1]
     flat = indices.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < keys), flat, keys)
     ordered, order = torch.sort(flat, stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(keys + 1, device=flat.device, dtype=flat.dtype), out_int32=True)
-    return (order // picks * stride + order % picks).int(), bounds
+    return (order // top_k * stride + order % top_k).int(), bounds
 
 
 def _check_kernel_takes(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
-    if q.shape[2] not in DIMS:
-        raise ValueError(f"q: the Hopper kernel takes d = 576 or 512, got shape {list(q.shape)}")
-    if d_v != D_V:
-        raise ValueError(f"d_v: the Hopper kernel takes {D_V}, got {d_v}")
+    if q.shape[2] not in MLA_CHANNELS:
+        raise ValueError(
+            f"q: the Hopper kernel takes d = {' or '.join(map(str, MLA_CHANNELS))}, got shape {list(q.shape)}"
+        )
+    if d_v != MLA_V_CHANNELS:
+        raise ValueError(f"d_v: the Hopper kernel takes {MLA_V_CHANNELS}, got {d_v}")
     if not 0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {softmax_scale}")
 
@@ -173,10 +182,10 @@ def _inputs_kernel(dtype: str, sink: bool, lse_grad: bool) -> Callable[..., None
 
 
 @functools.cache
-def _turn_kernel(dtype: str, dim: int) -> Callable[..., None]:
-    from dsa.kernels.training.sparse_mla_backward_sums_sm90 import compile_turn_sums
+def _reorder_kernel(dtype: str, dim: int) -> Callable[..., None]:
+    from dsa.kernels.training.sparse_mla_backward_sums_sm90 import compile_reorder_sums
 
-    return compile_turn_sums(dtype, dim)
+    return compile_reorder_sums(dtype, dim)
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
+from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.training import sparse_mla_backward_sm90 as kernels
 from dsa.kernels.training import sparse_mla_backward_sums_sm90 as sums
-from dsa.ops.training import sparse_mla_attention as op
 from tests.kernels.variants import shipped
 
 
@@ -20,15 +20,10 @@ def test_sass(arguments):
     # Where registers do not suffice, the assembler waits behind every product: two instructions more for each.
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     assert sass.registers * kernels.THREADS <= 65536
-    given = 2 * kernels.MATH_REGISTERS + kernels.LOADER_REGISTERS
-    assert given <= sass.registers * kernels.THREADS // kernels.WARPGROUP
+    given = 2 * kernels.CONSUMER_REGISTERS + kernels.PRODUCER_REGISTERS
+    assert given <= sass.registers * kernels.THREADS // WARPGROUP
 
 
-@shipped(sums.compile_backward_inputs, sums.compile_turn_sums, sums.compile_sum_lists)
+@shipped(sums.compile_backward_inputs, sums.compile_reorder_sums, sums.compile_sum_lists)
 def test_before_and_behind(compile_function, arguments):
     assert disassemble(cubin(compile_function, *arguments)).stack == 0
-
-
-def test_constants_are_the_kernels():
-    assert (op.HEADS, op.TILE) == (kernels.HEADS, kernels.TILE)
-    assert (sums.HEADS, sums.VALUE) == (kernels.HEADS, kernels.VALUE)

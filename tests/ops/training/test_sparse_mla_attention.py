@@ -34,7 +34,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
     monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(op, "flash_mla_sparse_fwd", forward)
-    for name in ("_kernel", "_inputs_kernel", "_turn_kernel", "_sum_kernel"):
+    for name in ("_kernel", "_inputs_kernel", "_reorder_kernel", "_sum_kernel"):
         monkeypatch.setattr(op, name, recorded(name))
     return found
 
@@ -71,7 +71,7 @@ def test_what_is_launched(launches, d, sink):
     before, main, behind = launches
     assert (before[:2], behind[:2]) == (
         ("_inputs_kernel", ("bfloat16", sink, True)),
-        ("_turn_kernel", ("bfloat16", d)),
+        ("_reorder_kernel", ("bfloat16", d)),
     )
     assert main[:2] == ("_kernel", ("bfloat16", d, False))
     *_, dq, sums, counter, scale, scale_log2, ctas = main[2]
@@ -86,7 +86,7 @@ def test_deterministic_works_on_some_queries_at_a_time(launches):
     backward(q, kv, indices, sink, deterministic=True)
     names = [name for name, *_ in launches]
     # 132 multiprocessors, and two units a query.
-    assert names == ["_inputs_kernel", *["_kernel", "_sum_kernel"] * 3, "_turn_kernel"]
+    assert names == ["_inputs_kernel", *["_kernel", "_sum_kernel"] * 3, "_reorder_kernel"]
     assert [len(arguments[0]) for name, _, arguments in launches if name == "_kernel"] == [66, 66, 18]
     assert [variant for name, variant, _ in launches if name == "_kernel"] == [("bfloat16", 576, True)] * 3
     # Each launch counts its units from 0.

@@ -1,0 +1,59 @@
+"""Sums of fp32 numbers in global memory: reductions from registers in the L2 cache, plain stores, and turns by which
+warps of several CTAs add one after another, always in the same order.
+
+Addresses are Int64: kernels compute them from indices, and offsets pass 32 bits.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+
+@cute.jit
+def add_4(target: Int64, values):
+    """Add four numbers to those at `target`, a multiple of 16. The L2 cache adds, in no order; nobody waits for it."""
+    cute.arch.inline_ptx(
+        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};",
+        read_only_args=[target, *values],
+    )
+
+
+@cute.jit
+def store_4(target: Int64, values):
+    """Store four numbers at `target`, a multiple of 16."""
+    cute.arch.inline_ptx(
+        "st.global.v4.f32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};",
+        read_only_args=[target, *values],
+    )
+
+
+@cute.jit
+def add_fixed(target: Int64, value: Float32):
+    """Add a number, rounded to an integer, to the 64-bit integer at `target`. Integer sums do not depend on the order
+    of their terms."""
+    cute.arch.inline_ptx(
+        "{ .reg .s64 rounded; cvt.rni.s64.f32 rounded, {$r1}; red.global.add.u64 [{$r0}], rounded; }",
+        read_only_args=[target, value],
+    )
+
+
+@cute.jit
+def publish(target: cute.Pointer, count: Int32):
+    """Store `count`: whoever reads it with `await_count` sees all that this warp has added before. A warp's work."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.inline_ptx(
+            "st.relaxed.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[Int64(target.toint()), Int32(count)]
+        )
+
+
+@cute.jit
+def await_count(source: cute.Pointer, known: Int32, count: Int32):
+    """Wait until at least `count` has been published. `known` is what was read last; returns what is read now."""
+    while known < count:
+        known = cute.arch.inline_ptx(
+            "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
+            write_only_types=[Int32],
+            read_only_args=[Int64(source.toint())],
+        )
+    return known
