@@ -37,10 +37,11 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype
-from dsa.cute.pipeline import advance
+from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.reductions import before_and_all
-from dsa.cute.score_tile import SHARED_BYTES, WARPGROUP, init_ring, multiply, tile_load
+from dsa.cute.score_tile import SHARED_BYTES, WARPGROUP, multiply, tile_load
 from dsa.cute.shared_memory import load_16, pack, store_matrices
+from dsa.cute.work_tile import static_persistent_scheduler
 
 BLOCK = 128
 MOST_MATRICES = 1024
@@ -107,8 +108,7 @@ class Fp8GemmSm90:
 
         @cute.struct
         class Storage:
-            full: cute.struct.MemRange[cutlass.Int64, self.stages]
-            empty: cute.struct.MemRange[cutlass.Int64, self.stages]
+            pipeline: pipeline_storage(self.stages)
             sums: cute.struct.MemRange[Int32, 32]
             # Tiles of rows before each matrix; behind the last one those of all.
             tiles: cute.struct.MemRange[Int32, MOST_MATRICES + 32]
@@ -139,7 +139,7 @@ class Fp8GemmSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
-        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        pipeline = Pipeline.of(storage.pipeline, self.stages)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         tiles = storage.tiles.get_tensor(cute.make_layout(MOST_MATRICES + 32))
@@ -149,7 +149,7 @@ class Fp8GemmSm90:
             cute.nvgpu.cpasync.prefetch_descriptor(a_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
         if tid == 0:
-            init_ring(full, empty, self.stages, self.math_warps)
+            pipeline.init(consumers=self.math_warps)
         cute.arch.mbarrier_init_fence()
         if tid < 32:
             sums[tid] = 0
@@ -160,11 +160,11 @@ class Fp8GemmSm90:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp == self.math_warps:
                 blocks = a_scale.shape[1]
-                self.produce(a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, full, empty, lane)
+                self.produce(a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline, lane)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
             staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
-            self.math(a_scale, b_scale, ends, out, tiles, total, sa, sb, full, empty, staged, tid, warp, lane)
+            self.math(a_scale, b_scale, ends, out, tiles, total, sa, sb, pipeline, staged, tid, warp, lane)
 
     @cute.jit
     def count_tiles(self, ends, rows, columns, tiles, sums, tid, lane, warp):
@@ -217,13 +217,12 @@ class Fp8GemmSm90:
         return e, begin + local % down * self.rows, end, local // down * self.columns
 
     @cute.jit
-    def produce(self, a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, full, empty, lane):
+    def produce(self, a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline, lane):
         one = cute.make_layout(1)
-        block_index, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        stage, phase, e = Int32(0), Int32(0), Int32(0)
+        scheduler = static_persistent_scheduler()
+        state, e = start(), Int32(0)
         across = cute.ceil_div(out.shape[1], self.columns)
-        for index in cutlass.range(block_index, total * across, ctas, unroll=1):
+        for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
             e, row, _, column = self.place(index, e, ends, out, tiles, lane)
             ga = cute.local_tile(cute.domain_offset((row, 0), ma), (self.rows, BLOCK), (0, None))
             gb = cute.local_tile(
@@ -236,15 +235,14 @@ class Fp8GemmSm90:
                 b_atom, 0, one, cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
             )
             for block in cutlass.range(blocks, unroll=1):
-                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (self.rows + self.columns) * BLOCK)
-                cute.copy(a_atom, tag[None, block], tas[None, stage], tma_bar_ptr=full + stage)
-                cute.copy(b_atom, tbg[None, block], tbs[None, stage], tma_bar_ptr=full + stage)
-                stage, phase = advance(stage, phase, self.stages)
+                pipeline.producer_acquire(state, (self.rows + self.columns) * BLOCK)
+                full = pipeline.producer_barrier(state)
+                cute.copy(a_atom, tag[None, block], tas[None, state.stage], tma_bar_ptr=full)
+                cute.copy(b_atom, tbg[None, block], tbs[None, state.stage], tma_bar_ptr=full)
+                state = pipeline.advance(state)
 
     @cute.jit
-    def math(self, a_scale, b_scale, ends, out, tiles, total, sa, sb, full, empty, staged, tid, warp, lane):
+    def math(self, a_scale, b_scale, ends, out, tiles, total, sa, sb, pipeline, staged, tid, warp, lane):
         major = cute.nvgpu.OperandMajorMode.K
         mma = sm90.make_trivial_tiled_mma(
             *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.rows // 64, 1, 1), (64, self.width))
@@ -257,11 +255,10 @@ class Fp8GemmSm90:
         acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.together)]
         sums = cute.make_rmem_tensor((self.columns // 2,), Float32)
         own_row = warp * 16 + (lane >> 2)
-        block_index, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        place, e = (Int32(0), Int32(0)), Int32(0)
+        scheduler = static_persistent_scheduler()
+        state, e = start(), Int32(0)
         across = cute.ceil_div(out.shape[1], self.columns)
-        for index in cutlass.range(block_index, total * across, ctas, unroll=1):
+        for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
             e, row, end, column = self.place(index, e, ends, out, tiles, lane)
             sums.fill(0.0)
             # What lies beyond the rows has no scale and is not stored.
@@ -269,16 +266,15 @@ class Fp8GemmSm90:
             last = b_scale.shape[1] - 1
             of_parts = [b_scale[e, cutlass.min(column // BLOCK + part, last), None] for part in range(self.parts)]
             of = (*of_rows, *of_parts)
-            place = self.sum_blocks(mma, acc, ra, rb, sums, of, full, empty, place)
+            state = self.sum_blocks(mma, acc, ra, rb, sums, of, pipeline, state)
             if cutlass.const_expr(self.out_dtype.width == 16):
                 self.store_rows(sums, out, row + warp * 16, end, column, staged, lane)
             else:
                 self.store_pairs(sums, out, row + own_row, end, column + lane % 4 * 2)
 
     @cute.jit
-    def sum_blocks(self, mma, acc, ra, rb, sums, of, full, empty, place):
+    def sum_blocks(self, mma, acc, ra, rb, sums, of, pipeline: Pipeline, state: PipelineState) -> PipelineState:
         """Add up a tile's blocks. of: the scales of the rows `row` and `row` + 8 of this thread, and of the columns."""
-        stage, phase = place
         groups = of[0].shape[0] // SCALES
         scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in of]
         self.load_scales(scales, of, 0)
@@ -287,25 +283,24 @@ class Fp8GemmSm90:
         for group in cutlass.range(groups, unroll=1):
             held = [[x[i] for x in scales] for i in range(SCALES)]
             for first in cutlass.range_constexpr(0, SCALES, self.together):
-                stages = []
+                states = []
                 for i in cutlass.range_constexpr(self.together):
-                    cute.arch.mbarrier_wait(full + stage, phase)
-                    multiply(mma, acc[i], ra, rb[0], stage, stage)
-                    stages.append(stage)
-                    stage, phase = advance(stage, phase, self.stages)
+                    pipeline.consumer_wait(state)
+                    multiply(mma, acc[i], ra, rb[0], state.stage, state.stage)
+                    states.append(state)
+                    state = pipeline.advance(state)
                 if cutlass.const_expr(first == load_at):
                     self.load_scales(scales, of, cutlass.min(group + 1, groups - 1))
                 for i in cutlass.range_constexpr(self.together):
                     for part in cutlass.range_constexpr(self.parts):
                         if cutlass.const_expr(part > 0):
-                            multiply(mma, acc[i], ra, rb[part], stages[i], stages[i])
+                            multiply(mma, acc[i], ra, rb[part], states[i].stage, states[i].stage)
                         cute.nvgpu.warpgroup.wait_group(self.together - 1 - i)
                         if cutlass.const_expr(part == self.parts - 1):
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive(empty + stages[i])
+                            pipeline.consumer_release(states[i])
                         of_rows = [held[first + i][half] * held[first + i][2 + part] for half in range(2)]
                         add_scaled(sums, part * self.width // 2, acc[i], *of_rows)
-        return stage, phase
+        return state
 
     @cute.jit
     def load_scales(self, target, of, group):

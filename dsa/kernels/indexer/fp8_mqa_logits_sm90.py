@@ -30,14 +30,13 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype
-from dsa.cute.pipeline import advance
+from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.reductions import head_sum, quad_transpose
 from dsa.cute.score_tile import (
     REGISTERS,
     SHARED_BYTES,
     TILE,
     WARPGROUP,
-    init_ring,
     key_layout,
     multiply,
     query_layout,
@@ -46,6 +45,7 @@ from dsa.cute.score_tile import (
     tile_load,
 )
 from dsa.cute.tuning import choices, tuned
+from dsa.cute.work_tile import static_persistent_scheduler
 
 FILL_THREADS = 96
 NEVER = 2**30
@@ -110,10 +110,8 @@ class Fp8MqaLogitsSm90:
 
         @cute.struct
         class Storage:
-            k_full: cute.struct.MemRange[cutlass.Int64, self.stages]
-            k_empty: cute.struct.MemRange[cutlass.Int64, self.stages]
-            q_full: cute.struct.MemRange[cutlass.Int64, 2]
-            q_empty: cute.struct.MemRange[cutlass.Int64, 2]
+            k_pipeline: pipeline_storage(self.stages)
+            q_pipeline: pipeline_storage(2)
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
 
@@ -157,8 +155,8 @@ class Fp8MqaLogitsSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
-        k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
-        q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
+        k_pipeline = Pipeline.of(storage.k_pipeline, self.stages)
+        q_pipeline = Pipeline.of(storage.q_pipeline, 2)
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
 
@@ -166,17 +164,15 @@ class Fp8MqaLogitsSm90:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
-            init_ring(k_full, k_empty, self.stages, 4)
-            init_ring(q_full, q_empty, 2, self.math_warps)
+            k_pipeline.init(consumers=4)
+            q_pipeline.init(consumers=self.math_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp >= self.math_warps:
             cute.arch.setmaxregister_decrease(self.other_registers)
             if warp == self.math_warps:
-                self.produce(
-                    q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_full, k_empty, q_full, q_empty, lane
-                )
+                self.produce(q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_pipeline, q_pipeline, lane)
             elif const_expr(self.clean):
                 self.fill(k_scale, starts, ends, out, fill_columns, chunk, tid - (self.math_warps + 1) * 32, lane)
         else:
@@ -191,10 +187,8 @@ class Fp8MqaLogitsSm90:
                 mma,
                 sq,
                 sk,
-                k_full,
-                k_empty,
-                q_full,
-                q_empty,
+                k_pipeline,
+                q_pipeline,
                 tid,
                 warp,
                 lane,
@@ -230,11 +224,11 @@ class Fp8MqaLogitsSm90:
         return start, end - start
 
     @cute.jit
-    def units(self, keys, chunk, out):
+    def work_tiles(self, keys, chunk, out):
         return cute.ceil_div(out.shape[0], self.block_q) * cute.ceil_div(keys, chunk * TILE)
 
     @cute.jit
-    def produce(self, q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_full, k_empty, q_full, q_empty, lane):
+    def produce(self, q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_pipeline, q_pipeline, lane):
         gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
         gk = cute.local_tile(mk, (TILE, self.dim), (None, 0))
         one = cute.make_layout(1)
@@ -245,38 +239,34 @@ class Fp8MqaLogitsSm90:
             k_atom, 0, one, cute.group_modes(sk, 0, 2), cute.group_modes(gk, 0, 2)
         )
         keys = mk.shape[0]
-        block_index, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        slot, slot_phase, group, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
+        scheduler = static_persistent_scheduler()
+        q_state, k_state, group = start(), start(), Int32(0)
+        for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, out), scheduler.step, unroll=1):
             block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
             if first < last:
-                cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(q_full + slot, self.n * self.dim)
-                cute.copy(q_atom, tqg[None, block], tqs[None, slot], tma_bar_ptr=q_full + slot)
-                slot, slot_phase = advance(slot, slot_phase, 2)
+                q_pipeline.producer_acquire(q_state, self.n * self.dim)
+                q_full = q_pipeline.producer_barrier(q_state)
+                cute.copy(q_atom, tqg[None, block], tqs[None, q_state.stage], tma_bar_ptr=q_full)
+                q_state = q_pipeline.advance(q_state)
                 for tile in cutlass.range(first, last, unroll=1):
-                    stage = group * self.group_stages + turn
-                    cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage, TILE * self.dim)
-                    cute.copy(k_atom, tkg[None, tile], tks[None, stage], tma_bar_ptr=k_full + stage)
+                    ring = k_pipeline.ring(group, self.group_stages)
+                    ring.producer_acquire(k_state, TILE * self.dim)
+                    k_full = ring.producer_barrier(k_state)
+                    cute.copy(k_atom, tkg[None, tile], tks[None, ring.index(k_state)], tma_bar_ptr=k_full)
                     group += 1
                     if group == self.groups:
                         group = Int32(0)
-                        turn, phase = advance(turn, phase, self.group_stages)
+                        k_state = ring.advance(k_state)
 
     @cute.jit
     def fill(self, k_scale, starts, ends, out, fill_columns, chunk, thread, lane):
         """-inf in the columns [0, fill_columns) that the math warps do not write."""
         keys = k_scale.shape[0]
-        block_index, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
+        scheduler = static_persistent_scheduler()
         width = 128 // self.out_dtype.width
         minus = cute.make_rmem_tensor((width,), self.out_dtype)
         minus.fill(-float("inf"))
-        for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
+        for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, out), scheduler.step, unroll=1):
             block, first, last, chunk_tile = self.unit(index, keys, chunk, out, starts, ends, lane)
             low = chunk_tile * TILE
             high = cutlass.min((chunk_tile + chunk) * TILE, fill_columns)
@@ -297,9 +287,7 @@ class Fp8MqaLogitsSm90:
                                 cute.autovec_copy(minus, row[None, c])
 
     @cute.jit
-    def math(
-        self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, k_full, k_empty, q_full, q_empty, tid, warp, lane
-    ):
+    def math(self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, k_pipeline, q_pipeline, tid, warp, lane):
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
@@ -312,16 +300,15 @@ class Fp8MqaLogitsSm90:
         queries = out.shape[0]
         quad = lane % 4
         row_key = (warp % 4) * 16 + lane // 4
-        block_index, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        own_ring = warp // 4 * self.group_stages
-        slot, slot_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        scheduler = static_persistent_scheduler()
+        ring = k_pipeline.ring(warp // 4, self.group_stages)
+        q_state, k_state = start(), start()
         # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
         mine = warp // 4
 
         lows = cute.make_rmem_tensor((self.lane_q,), Int32)
         spans = cute.make_rmem_tensor((self.lane_q,), Int32)
-        for index in cutlass.range(block_index, self.units(keys, chunk, out), ctas, unroll=1):
+        for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, out), scheduler.step, unroll=1):
             block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
             if first < last:
                 for i in cutlass.range_constexpr(self.lane_q):
@@ -337,34 +324,32 @@ class Fp8MqaLogitsSm90:
                     t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
                     for c in cutlass.range_constexpr(2):
                         w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
-                cute.arch.mbarrier_wait(q_full + slot, slot_phase)
+                q_pipeline.consumer_wait(q_state)
                 mine += first
                 # No tile is unfinished yet: a key beyond every span.
                 key = Int32(NEVER)
                 if mine < last:
-                    cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
+                    ring.consumer_wait(k_state)
                 while mine < last:
-                    stage = own_ring + turn
-                    multiply(mma, acc, ra, rb, stage, slot)
+                    done = k_state
+                    multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
                     # While it runs: the rest of the last tile, this one's scales, and the next one's keys.
                     self.finish(sums, scales, lows, spans, rows, key, quad)
                     key = mine * TILE + row_key
                     for half in cutlass.range_constexpr(2):
                         scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
-                    turn, phase = advance(turn, phase, self.group_stages)
+                    k_state = ring.advance(k_state)
                     mine += self.groups
                     if mine < last:
-                        cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
+                        ring.consumer_wait(k_state)
                     cute.nvgpu.warpgroup.wait_group(0)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(k_empty + stage)
+                    ring.consumer_release(done)
                     for t in cutlass.range_constexpr(self.block_q):
                         sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
                 self.finish(sums, scales, lows, spans, rows, key, quad)
                 mine -= last
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(q_empty + slot)
-                slot, slot_phase = advance(slot, slot_phase, 2)
+                q_pipeline.consumer_release(q_state)
+                q_state = q_pipeline.advance(q_state)
 
     @cute.jit
     def finish(self, sums, scales, lows, spans, rows, key, quad):

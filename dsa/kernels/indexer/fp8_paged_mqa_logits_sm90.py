@@ -30,14 +30,13 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype
-from dsa.cute.pipeline import advance
+from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.reductions import head_sum, quad_pair, quad_transpose
 from dsa.cute.score_tile import (
     REGISTERS,
     SHARED_BYTES,
     TILE,
     WARPGROUP,
-    init_ring,
     key_layout,
     multiply,
     query_layout,
@@ -119,10 +118,8 @@ class Fp8PagedMqaLogitsSm90:
 
         @cute.struct
         class Storage:
-            k_full: cute.struct.MemRange[cutlass.Int64, self.stages]
-            k_empty: cute.struct.MemRange[cutlass.Int64, self.stages]
-            q_full: cute.struct.MemRange[cutlass.Int64, self.sequences]
-            q_empty: cute.struct.MemRange[cutlass.Int64, self.sequences]
+            k_pipeline: pipeline_storage(self.stages)
+            q_pipeline: pipeline_storage(self.sequences)
             # Of a tile: one bit for each of its pages that is in the cache.
             present: cute.struct.MemRange[Uint32, self.stages]
             # Of a sequence: its number, first tile, number of tiles (0: no more sequences), keys that each row sees.
@@ -162,8 +159,8 @@ class Fp8PagedMqaLogitsSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
-        k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
-        q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
+        k_pipeline = Pipeline.of(storage.k_pipeline, self.stages)
+        q_pipeline = Pipeline.of(storage.q_pipeline, self.sequences)
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         spages = storage.k.get_tensor(page_layout.outer, swizzle=page_layout.inner)
@@ -185,8 +182,8 @@ class Fp8PagedMqaLogitsSm90:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
-            init_ring(k_full, k_empty, self.stages, 4)
-            init_ring(q_full, q_empty, self.sequences, self.math_warps)
+            k_pipeline.init(consumers=4)
+            q_pipeline.init(consumers=self.math_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -195,7 +192,7 @@ class Fp8PagedMqaLogitsSm90:
             if warp < self.math_warps + self.groups:
                 self.load(
                     *(q_atom, mq, k_atom, mk, cache, weights, lengths, block_table, first, last, capacity),
-                    *(sq, spages, present, facts, sweights, scales, k_full, k_empty, q_full, q_empty),
+                    *(sq, spages, present, facts, sweights, scales, k_pipeline, q_pipeline),
                     *(lane, warp - self.math_warps),
                 )
             self.fill(lengths, out, capacity, fill_columns, tid % WARPGROUP)
@@ -203,7 +200,7 @@ class Fp8PagedMqaLogitsSm90:
             cute.arch.setmaxregister_increase(self.math_registers)
             self.math(
                 *(out, mma, sq, sk, present, facts, sweights, scales),
-                *(k_full, k_empty, q_full, q_empty, tid, warp, lane),
+                *(k_pipeline, q_pipeline, tid, warp, lane),
             )
 
     @cute.jit
@@ -248,10 +245,8 @@ class Fp8PagedMqaLogitsSm90:
         facts,
         sweights,
         scales,
-        k_full,
-        k_empty,
-        q_full,
-        q_empty,
+        k_pipeline,
+        q_pipeline,
         lane,
         group,
     ):
@@ -277,7 +272,8 @@ class Fp8PagedMqaLogitsSm90:
         first_seq, first_tile = cutlass.max(begins[0], 0), self.tile_of_split(begins[1])
         last_seq, end_tile = cutlass.max(cutlass.min(ends[0], batch), -1), self.tile_of_split(ends[1])
         stop = cutlass.min(last_seq + 1, batch)
-        slot, slot_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        q_state, k_state = start(), start()
+        ring = k_pipeline.ring(group, self.group_stages)
         # A lane's page among those of the next 32 / pages_a_tile tiles of this warpgroup, counted from its first.
         lane_page = lane // self.pages_a_tile * self.groups * self.pages_a_tile + lane % self.pages_a_tile
         mine = group
@@ -307,20 +303,32 @@ class Fp8PagedMqaLogitsSm90:
                 tiles = cute.arch.shuffle_sync(end, source) - first
 
                 if group == 0:
-                    cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
+                    q_pipeline.producer_wait(q_state)
                     values = [sequence, first, tiles]
                     for i in cutlass.range_constexpr(self.next_n):
                         values.append(cute.arch.shuffle_sync(limits[i], source))
                     with cute.arch.elect_one():
                         for i in cutlass.range_constexpr(3 + self.next_n):
-                            facts[i, slot] = values[i]
-                        cute.arch.mbarrier_arrive_and_expect_tx(q_full + slot, self.n * (self.dim + 4))
-                    cute.copy(q_atom, tqg[None, sequence], tqs[None, slot], tma_bar_ptr=q_full + slot)
+                            facts[i, q_state.stage] = values[i]
+                        cute.arch.mbarrier_arrive_and_expect_tx(
+                            q_pipeline.producer_barrier(q_state), self.n * (self.dim + 4)
+                        )
+                    cute.copy(
+                        q_atom,
+                        tqg[None, sequence],
+                        tqs[None, q_state.stage],
+                        tma_bar_ptr=q_pipeline.producer_barrier(q_state),
+                    )
                     with cute.arch.elect_one():  # a bulk copy, unlike TMA, runs once for every lane that reaches it
                         for i in cutlass.range_constexpr(self.next_n):
                             row = weights[sequence * self.next_n + i, None]
-                            cute.copy(weights_atom, row, sweights[None, i, slot], mbar_ptr=q_full + slot)
-                    slot, slot_phase = advance(slot, slot_phase, self.sequences)
+                            cute.copy(
+                                weights_atom,
+                                row,
+                                sweights[None, i, q_state.stage],
+                                mbar_ptr=q_pipeline.producer_barrier(q_state),
+                            )
+                    q_state = q_pipeline.advance(q_state)
 
                 numbers, at = early, Int32(0)
                 if sequence != first_seq:
@@ -336,30 +344,29 @@ class Fp8PagedMqaLogitsSm90:
                     for i in cutlass.range_constexpr(self.pages_a_tile):
                         if own[i] >= 0 and own[i] < pages:
                             bits |= 1 << i
-                    stage = group * self.group_stages + turn
-                    full = k_full + stage
-                    cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
+                    stage, k_full = ring.index(k_state), ring.producer_barrier(k_state)
+                    ring.producer_wait(k_state)
                     with cute.arch.elect_one():
                         present[stage] = bits
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(bits) * page_bytes)
+                        cute.arch.mbarrier_arrive_and_expect_tx(k_full, cute.arch.popc(bits) * page_bytes)
                     for i in cutlass.range_constexpr(self.pages_a_tile):
                         if bits & (1 << i) != 0:
                             place = stage * self.pages_a_tile + i
                             policy = cutlass.Int64(EVICT_FIRST)
                             cute.copy(
-                                k_atom, tkg[None, own[i]], tks[None, place], tma_bar_ptr=full, cache_policy=policy
+                                k_atom, tkg[None, own[i]], tks[None, place], tma_bar_ptr=k_full, cache_policy=policy
                             )
                             with cute.arch.elect_one():
-                                cute.copy(scales_atom, gscales[None, own[i]], scales[None, place], mbar_ptr=full)
-                    turn, phase = advance(turn, phase, self.group_stages)
+                                cute.copy(scales_atom, gscales[None, own[i]], scales[None, place], mbar_ptr=k_full)
+                    k_state = ring.advance(k_state)
                     mine += self.groups
                     at += self.pages_a_tile
                 mine -= tiles
         if group == 0:
-            cute.arch.mbarrier_wait(q_empty + slot, slot_phase ^ 1)
+            q_pipeline.producer_wait(q_state)
             with cute.arch.elect_one():
-                facts[2, slot] = 0
-                cute.arch.mbarrier_arrive(q_full + slot)
+                facts[2, q_state.stage] = 0
+                cute.arch.mbarrier_arrive(q_pipeline.producer_barrier(q_state))
 
     @cute.jit
     def fill(self, lengths, out, capacity, fill_columns, thread):
@@ -384,9 +391,7 @@ class Fp8PagedMqaLogitsSm90:
                     cute.autovec_copy(minus, row[None, c])
 
     @cute.jit
-    def math(
-        self, out, mma, sq, sk, present, facts, sweights, scales, k_full, k_empty, q_full, q_empty, tid, warp, lane
-    ):
+    def math(self, out, mma, sq, sk, present, facts, sweights, scales, k_pipeline, q_pipeline, tid, warp, lane):
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
@@ -402,51 +407,49 @@ class Fp8PagedMqaLogitsSm90:
         # of the keys, odd lanes the second query of a pair. Without a second query they have a copy of the first.
         key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad // 2)
         own_page = key_in_tile // self.page
-        own_ring = warp // 4 * self.group_stages
-        slot, slot_phase, turn, phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        ring = k_pipeline.ring(warp // 4, self.group_stages)
+        q_state, k_state = start(), start()
         # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
         mine, tiles = warp // 4, Int32(1)
         limits = cute.make_rmem_tensor((self.lane_rows,), Int32)
         while tiles > 0:
-            cute.arch.mbarrier_wait(q_full + slot, slot_phase)
-            tiles = facts[2, slot]
+            q_pipeline.consumer_wait(q_state)
+            tiles = facts[2, q_state.stage]
             if tiles > 0:
-                sequence, first = facts[0, slot], facts[1, slot]
+                sequence, first = facts[0, q_state.stage], facts[1, q_state.stage]
                 for j in cutlass.range_constexpr(self.n // 8):
                     for c in cutlass.range_constexpr(2):
-                        w[2 * j + c] = sw[j * 8 + quad * 2 + c, slot] * 0.5
+                        w[2 * j + c] = sw[j * 8 + quad * 2 + c, q_state.stage] * 0.5
                 rows = []
                 for i in cutlass.range_constexpr(self.lane_rows):
                     row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
-                    limits[i] = facts[3 + row, slot]
+                    limits[i] = facts[3 + row, q_state.stage]
                     rows.append(out[sequence * self.next_n + row, None])
                 # No tile is unfinished yet: a key that is stored nowhere.
                 key = Int32(NEVER)
                 if mine < tiles:
-                    cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
+                    ring.consumer_wait(k_state)
                 while mine < tiles:
-                    stage = own_ring + turn
-                    multiply(mma, acc, ra, rb, stage, slot)
+                    done, stage = k_state, ring.index(k_state)
+                    multiply(mma, acc, ra, rb, stage, q_state.stage)
                     # While it runs: the rest of the last tile, and what this one's end needs.
                     self.finish(sums, scale, seen, limits, rows, key, quad)
                     scale = ss[key_in_tile, stage]
                     key = (first + mine) * TILE + key_in_tile
                     # What no row sees is as if beyond every limit.
                     seen = key if (present[stage] >> own_page) & 1 != 0 else Int32(NEVER)
-                    turn, phase = advance(turn, phase, self.group_stages)
+                    k_state = ring.advance(k_state)
                     mine += self.groups
                     cute.nvgpu.warpgroup.wait_group(0)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(k_empty + stage)
+                    ring.consumer_release(done)
                     if mine < tiles:
-                        cute.arch.mbarrier_wait(k_full + own_ring + turn, phase)
+                        ring.consumer_wait(k_state)
                     for i in cutlass.range_constexpr(self.next_n):
                         sums[2 * i], sums[2 * i + 1] = head_sum(flat, w, i, self.heads)
                 self.finish(sums, scale, seen, limits, rows, key, quad)
                 mine -= tiles
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(q_empty + slot)
-                slot, slot_phase = advance(slot, slot_phase, self.sequences)
+                q_pipeline.consumer_release(q_state)
+                q_state = q_pipeline.advance(q_state)
 
     @cute.jit
     def finish(self, sums, scale, seen, limits, rows, key, quad):

@@ -38,7 +38,7 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import async_load_16, bulk_load
 from dsa.cute.fake_tensors import cute_dtype
-from dsa.cute.pipeline import advance
+from dsa.cute.pipeline import start
 from dsa.cute.reductions import before_and_all
 from dsa.kernels.indexer.radix_select import (
     VECTOR_BYTES,
@@ -336,23 +336,23 @@ class TopkIndicesSm90:
         behind = cutlass.min(first + each, row.vectors)
         number_of_tiles = (behind - first + self.tile_vectors - 1) // self.tile_vectors
         count, total, theirs, threshold = Int32(0), Int32(0), Int32(0), LOWEST
-        stage, phase, reading = Int32(0), Int32(0), Int32(0)
+        state, reading = start(), Int32(0)
         while reading < READINGS:
             sampled = row.n > self.capacity and reading < READINGS - 1
             # The sample's few loads first: they would wait long behind those of the tiles.
             if sampled:
                 self.load_sample(row, entries.numbers, tid)
             if tid == 0:
-                turn = stage
+                stage = state.stage
                 for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
-                    self.load_tile(row, first, behind, t, turn, tiles, barriers)
-                    turn = 0 if turn == self.stages - 1 else turn + 1
+                    self.load_tile(row, first, behind, t, stage, tiles, barriers)
+                    stage = 0 if stage == self.stages - 1 else stage + 1
             threshold, count = LOWEST, Int32(0)
             if sampled:
                 threshold = self.find_threshold(row.n, k, reading, entries.numbers, memory, tid)
             for t in cutlass.range(number_of_tiles, unroll=1):
-                tile = tiles[None, stage]
-                cute.arch.mbarrier_wait(barriers + stage, phase)
+                tile = tiles[None, state.stage]
+                cute.arch.mbarrier_wait(barriers + state.stage, state.phase)
                 begin = first + t * self.tile_vectors
                 length = cutlass.min(behind - begin, self.tile_vectors)
                 own = self.cfg.tile // self.width
@@ -364,7 +364,8 @@ class TopkIndicesSm90:
                 last = self.stages - 1
                 if tid == 0 and t > 0 and t + last < number_of_tiles:
                     # All are done with the tile before: the ring's next takes its place.
-                    self.load_tile(row, first, behind, t + last, last if stage == 0 else stage - 1, tiles, barriers)
+                    before_it = last if state.stage == 0 else state.stage - 1
+                    self.load_tile(row, first, behind, t + last, before_it, tiles, barriers)
                 while count + found > self.capacity:
                     # Fill the list, cut it, and go on with what is left of the tile.
                     fits = cutlass.max(cutlass.min(self.capacity - count - before, here), 0)
@@ -378,7 +379,7 @@ class TopkIndicesSm90:
                     cute.arch.sync_threads()
                 self.append(tile, place, column, mask, count + before, entries)
                 count += found
-                stage, phase = advance(stage, phase, self.stages)
+                state = state.advance(self.stages)
             total, theirs = count, Int32(0)
             if const_expr(self.cluster > 1):
                 total, theirs = self.all_counts(outcome, reading, count, tid)
