@@ -7,11 +7,9 @@ import torch
 
 from dsa.testing import bench
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
-from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
+from dsa_layers.families.model import Model
 from dsa_layers.generation.decode_step import DecodeStep
 
-Model = SparseMLAForCausalLM | DeepseekV4ForCausalLM
 Call = Callable[[], torch.Tensor]
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from dsa_layers import vendored
-from dsa_layers.checkpoint.loading import MODELS
 from dsa_layers.families.config import read_config
-from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
-from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
+from dsa_layers.families.model import CheckpointModel
+from dsa_layers.families.published import published_config
+from dsa_layers.families.registry import family
 from dsa_layers.layers.linear import BlockFP8Linear
 
 # The pinned configuration, and the fields in which the stack differs from it.
@@ -25,15 +24,14 @@ STACKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def skeleton(name: str, **changes: Any) -> SparseMLAForCausalLM | DeepseekV4ForCausalLM:
+def skeleton(name: str, **changes: Any) -> CheckpointModel:
     """The model of a stack on the meta device, in the published precision. changes: further fields."""
     file, fields = STACKS[name]
-    published = json.loads((Path(vendored.__file__).parent / file).read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(published | fields | changes))
+        (Path(directory) / "config.json").write_text(json.dumps(published_config(file) | fields | changes))
         config = read_config(directory)
     with torch.device("meta"):
-        return MODELS[type(config)](config)
+        return family(config.model_type).model(config)
 
 
 def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
@@ -43,9 +41,7 @@ def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def stack(
-    name: str, device: torch.device | str = "cuda", **changes: Any
-) -> SparseMLAForCausalLM | DeepseekV4ForCausalLM:
+def stack(name: str, device: torch.device | str = "cuda", **changes: Any) -> CheckpointModel:
     """The same with weights, drawn on `device`."""
     model = skeleton(name, **changes).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)

@@ -13,18 +13,10 @@ from dsa_layers.arguments import flag
 from dsa_layers.checkpoint import Checkpoint, load_weights
 from dsa_layers.checkpoint.fused_experts import split_experts
 from dsa_layers.families.checks import check_expert_tables, check_layers, check_quantised_sizes
-from dsa_layers.families.config import DeepseekV4Config, DeepseekV32Config, GlmMoeDsaConfig, read_config
-from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
-from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
-from dsa_layers.families.glm_moe_dsa.model import GlmMoeDsaForCausalLM
+from dsa_layers.families.config import read_config
+from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.precision import Precision, check_device
-from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
-
-MODELS = {
-    DeepseekV32Config: DeepseekV32ForCausalLM,
-    DeepseekV4Config: DeepseekV4ForCausalLM,
-    GlmMoeDsaConfig: GlmMoeDsaForCausalLM,
-}
+from dsa_layers.families.registry import family
 
 
 def load_model(
@@ -35,7 +27,7 @@ def load_model(
     dequantize: bool = False,
     kv_cache: Literal["fp8", "model"] | None = None,
     progress: bool = True,
-) -> SparseMLAForCausalLM | DeepseekV4ForCausalLM:
+) -> CheckpointModel:
     """The model of a checkpoint directory (config.json, safetensors), in evaluation mode; its class is the family's.
 
     dtype       of activations and unquantised weights; the checkpoint's own if None
@@ -57,7 +49,7 @@ def load_model(
     checkpoint = Checkpoint(directory)
     check_layers(config, checkpoint)
     with torch.device("meta"):
-        model = MODELS[type(config)](config, precision)
+        model = family(config.model_type).model(config, precision)
     if config.num_nextn_predict_layers and progress:
         print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
     parts_of = partial(split_experts, experts=config.n_routed_experts)

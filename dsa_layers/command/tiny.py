@@ -3,13 +3,14 @@
 import argparse
 
 from dsa_layers.command import options
+from dsa_layers.families.registry import model_types
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("tiny", help="write a small random checkpoint in a family's published format")
     parser.set_defaults(run=run)
     parser.add_argument("directory", type=options.path)
-    parser.add_argument("--model", choices=("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), default="deepseek_v32")
+    parser.add_argument("--model", choices=model_types(), default="deepseek_v32")
     parser.add_argument("--seed", type=options.seed, default=0)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from torch import nn
 
 from dsa_layers.checkpoint import Checkpoint, CheckpointError
-from dsa_layers.families.config import ConfigError, DeepseekV4Config, ModelConfig
+from dsa_layers.families.fields import ConfigError
+from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.layers.moe import SqrtSoftplusRouter
 
@@ -41,24 +42,10 @@ def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path)
         refuse("index_head_dim", "", "a power of two, as the Hadamard transform of quantised index keys needs")
     if not precision.fp8_linear:
         return
-    for name, width in _fp8_widths(config).items():
+    for name, width in config.fp8_widths().items():
         if width % _BLOCK:
             problem = "" if width == getattr(config, name) else f", which makes a projection's input {width} wide"
             refuse(name, problem, f"a multiple of {_BLOCK}, the columns that share a scale in FP8")
-
-
-def _fp8_widths(config: ModelConfig) -> dict[str, int]:
-    """The widths that FP8 cuts into blocks, by the field that each is to be blamed on."""
-    names = ["hidden_size", "q_lora_rank"]
-    if isinstance(config, DeepseekV4Config):
-        names += ["moe_intermediate_size", "o_lora_rank"]
-        derived = {"o_groups": config.num_attention_heads * config.head_dim // config.o_groups}
-    else:
-        names += ["kv_lora_rank"]
-        names += ["intermediate_size"] if config.first_k_dense_replace else []
-        names += ["moe_intermediate_size"] if config.first_k_dense_replace < config.num_hidden_layers else []
-        derived = {"v_head_dim": config.num_attention_heads * config.v_head_dim}
-    return {name: getattr(config, name) for name in names} | derived
 
 
 def check_expert_tables(model: nn.Module, directory: Path) -> None:

@@ -10,33 +10,9 @@ import os
 from os import PathLike
 from pathlib import Path
 
-from dsa_layers.families.deepseek_v4.config import DeepseekV4Config, read_deepseek_v4
-from dsa_layers.families.deepseek_v32.config import DeepseekV32Config, read_deepseek_v32
-from dsa_layers.families.fields import MAX_EXPERTS, ConfigError, read_object
-from dsa_layers.families.glm_moe_dsa.config import GlmMoeDsaConfig, read_glm_moe_dsa
-from dsa_layers.families.parts import QuantizationConfig, RopeConfig, YarnConfig
-from dsa_layers.families.sparse_mla.config import SparseMLAConfig
-
-__all__ = [
-    "MAX_EXPERTS",
-    "ConfigError",
-    "DeepseekV4Config",
-    "DeepseekV32Config",
-    "GlmMoeDsaConfig",
-    "ModelConfig",
-    "QuantizationConfig",
-    "RopeConfig",
-    "SparseMLAConfig",
-    "YarnConfig",
-    "read_config",
-]
-
-READERS = {
-    "deepseek_v32": read_deepseek_v32,
-    "deepseek_v4": read_deepseek_v4,
-    "glm_moe_dsa": read_glm_moe_dsa,
-}
-ModelConfig = SparseMLAConfig | DeepseekV4Config
+from dsa_layers.families.fields import read_object
+from dsa_layers.families.model import ModelConfig
+from dsa_layers.families.registry import family, model_types
 
 
 def read_config(directory: str | PathLike[str]) -> ModelConfig:
@@ -49,8 +25,8 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
     """
     directory = Path(directory)
     fields = read_object(directory / "config.json")
-    model_type = fields.one_of("model_type", tuple(READERS))
+    model_type = fields.one_of("model_type", model_types())
     generation_path = directory / "generation_config.json"
     # A link to nothing is a file that was not fetched, and no absent one.
     generation = read_object(generation_path) if os.path.lexists(generation_path) else None
-    return READERS[model_type](fields, generation)
+    return family(model_type).read_config(fields, generation)

@@ -6,7 +6,7 @@ from typing import Literal, Self
 import torch
 
 from dsa_layers.arguments import flag, shown
-from dsa_layers.families.config import ModelConfig
+from dsa_layers.families.model import ModelConfig
 
 KV_CACHES = ("fp8", "model")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

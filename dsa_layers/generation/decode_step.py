@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from dsa_layers.batch.decode_inputs import DecodeInputs, Running
-from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
-from dsa_layers.cache.kv_cache import PagedKVCache
+from dsa_layers.cache.cache import Cache
+from dsa_layers.families.model import Model
 
 
 class _Padding:
     """A sequence of one token that nobody asked for, with a page and a state slot of its own."""
 
-    def __init__(self, cache: PagedKVCache | CompressedKVCache) -> None:
+    def __init__(self, cache: Cache) -> None:
         self.tokens, self.pages, self.state_slot = [0], cache.allocator.allocate(1), cache.state_slots.allocate(1)[0]
 
 
@@ -23,16 +22,16 @@ class DecodeStep:
     On a GPU the pass is captured as a CUDA graph once for a number of sequences and of pages, both rounded up to a
     power of two, and replayed from then on: one launch instead of thousands. The first pass of a size runs twice,
     which changes nothing: it writes the same to the same places. Sequences that round up the number write to a page and
-    a state slot that are taken from the cache for them. Elsewhere, without `capture`, and for models that do not score
-    index keys in FP8, whose scoring gathers all keys, it runs as it is.
+    a state slot that are taken from the cache for them. Elsewhere, without `capture`, and for models whose
+    decoding passes cannot be captured, it runs as it is.
 
     The logits are overwritten by the next step.
     """
 
-    def __init__(self, model: nn.Module, cache: PagedKVCache | CompressedKVCache, *, capture: bool = True) -> None:
+    def __init__(self, model: Model, cache: Cache, *, capture: bool = True) -> None:
         self._model, self._cache = model, cache
         self._device = next(model.parameters()).device
-        self._captures = capture and self._device.type == "cuda" and model.precision.fp8_indexer
+        self._captures = capture and self._device.type == "cuda" and model.captures_decode
         self._padding = _Padding(cache)
         self._graphs: dict[tuple[int, int], tuple[DecodeInputs, torch.cuda.CUDAGraph, torch.Tensor]] = {}
 

@@ -14,10 +14,9 @@ import torch
 
 from dsa_layers.arguments import flag, integer, shown
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
-from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages, PagedKVCache
-from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
-from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
+from dsa_layers.cache.cache import Cache
+from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages
+from dsa_layers.families.model import Model
 from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.prompts import encode_prompts
 from dsa_layers.generation.sampling import SamplingParams, random_stream, sample
@@ -136,7 +135,7 @@ class TokenStream(Iterator[TokenEvent]):
 class Generator:
     """Continues prompts with a model.
 
-    model          on the device to run on
+    model          on the device to run on: load_model's, or anything else that is a Model
     tokenizer      for text prompts, streamed text and stop strings; None works on token ids alone
     cache_tokens   size of the paged cache; sequences wait for room, and one that can never fit is an error
     page_size      tokens a page; the model's own choice if None
@@ -154,7 +153,7 @@ class Generator:
 
     def __init__(
         self,
-        model: SparseMLAForCausalLM | DeepseekV4ForCausalLM,
+        model: Model,
         tokenizer: Tokenizer | None = None,
         *,
         cache_tokens: int = 65536,
@@ -163,7 +162,7 @@ class Generator:
         prefill_chunk: int = 2048,
         cuda_graphs: bool = True,
     ) -> None:
-        if not isinstance(model, SparseMLAForCausalLM | DeepseekV4ForCausalLM):
+        if not isinstance(model, Model):
             raise TypeError(f"model: must be a model as load_model returns it, got {type(model).__name__}")
         if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "stream")):
             raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
@@ -187,7 +186,7 @@ class Generator:
         self._lock = threading.Lock()
         self._stream: weakref.ref[TokenStream] | None = None
 
-    def _make_cache(self, pages: int, page_size: int, state_slots: int) -> PagedKVCache | CompressedKVCache:
+    def _make_cache(self, pages: int, page_size: int, state_slots: int) -> Cache:
         try:
             return self.model.make_cache(pages, page_size, self.device, state_slots=state_slots)
         except (RuntimeError, MemoryError) as error:

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from dsa_layers.checkpoint import INDEX_NAME
-from dsa_layers.families.config import ModelConfig, read_config
-from dsa_layers.tiny.families import FAMILIES, VOCAB_SIZE, Manifest
+from dsa_layers.families.config import read_config
+from dsa_layers.families.family import Manifest
+from dsa_layers.families.model import ModelConfig
+from dsa_layers.families.registry import family, model_types
 from dsa_layers.tiny.tokenizer import tokenizer_config, train_tokenizer
 from dsa_layers.tiny.values import random_tensors, scales_of
 
@@ -30,30 +32,30 @@ def write_tiny_checkpoint(
 ) -> None:
     """Writes the checkpoint, about 45 MB (80 MB with quantized=False), into `directory`, which is made if need be.
 
-    model: its `model_type`: "deepseek_v32", "glm_moe_dsa" or "deepseek_v4".
+    model: its `model_type`, one of `registry.model_types()`.
     quantized: as published, FP8 blocks with scales, and the experts of deepseek_v4 in FP4; otherwise these weights are
     BF16. The random weights of a model follow from `seed`, whether quantised or not; the tokenizer is trained on this
     repository's text, or on this package's source where it is installed without the repository.
     A tiny checkpoint that is already there is replaced. Raises ValueError for another `model`, FileExistsError if
     `directory` holds anything else.
     """
-    if model not in FAMILIES:
-        raise ValueError(f"model: must be one of {', '.join(map(repr, FAMILIES))}, got {model!r}")
+    if model not in model_types():
+        raise ValueError(f"model: must be one of {', '.join(map(repr, model_types()))}, got {model!r}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for path in _previous_files(directory):
         path.unlink()
 
-    fields = FAMILIES[model].fields(quantized=quantized)
+    fields = family(model).tiny.fields(quantized=quantized)
     config = _parsed(fields)
-    manifest = FAMILIES[model].manifest(config)
+    manifest = family(model).manifest(config)
     shards = _shards(manifest)
     size = sum(_size(*entry) for entry in manifest.values())
     weight_map = {name: file for file, names in shards.items() for name in names}
     # The index carries our mark, so it comes first: what an interrupted run leaves can be replaced by the next.
     # config.json comes last: where it is, the checkpoint is complete.
     _write_json(directory / INDEX_NAME, {"metadata": {"total_size": size, "writer": _WRITER}, "weight_map": weight_map})
-    train_tokenizer(VOCAB_SIZE).save(str(directory / "tokenizer.json"))
+    train_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
     _write_json(directory / "tokenizer_config.json", tokenizer_config(config.max_position_embeddings))
     _write_json(directory / "generation_config.json", _GENERATION_CONFIG)
     generator = torch.Generator().manual_seed(seed)

@@ -10,10 +10,10 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
-from dsa_layers import vendored
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.families.precision import Precision
+from dsa_layers.families.published import published_config
 
 from .corpus import BEGIN, VOCAB
 
@@ -50,7 +50,7 @@ _BOS = "<｜begin▁of▁file｜>"
 
 def fields(changes: dict[str, object], *, quantized: bool) -> dict[str, object]:
     """Those of config.json: FIELDS and `changes` over the published ones."""
-    published = json.loads((Path(vendored.__file__).parent / "deepseek_v32_config.json").read_text())
+    published = published_config("deepseek_v32_config.json")
     left_out = _LEFT_OUT if quantized else (*_LEFT_OUT, "quantization_config")
     return {name: value for name, value in (published | FIELDS | changes).items() if name not in left_out}
 

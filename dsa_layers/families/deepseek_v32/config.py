@@ -8,6 +8,8 @@ from dsa_layers.families.sparse_mla.config import SparseMLAConfig, read_sparse_m
 class DeepseekV32Config(SparseMLAConfig):
     """Every layer has an indexer, whose rope turns channels (i, i + dim / 2)."""
 
+    model_type = "deepseek_v32"
+
 
 def read_deepseek_v32(fields: Fields, generation: Fields | None) -> DeepseekV32Config:
     rope = fields.integer("qk_rope_head_dim")

@@ -6,15 +6,13 @@ gate, the indexer's weights_proj and the MTP layers' eh_proj (BF16), all norms a
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dsa_layers.families.config import DeepseekV32Config
+from dsa_layers.families.deepseek_v32.config import DeepseekV32Config
 
 Tensor = tuple[str, tuple[int, ...], str]
 
 
-def deepseek_v32_tensor_manifest(config: "DeepseekV32Config") -> dict[str, tuple[tuple[int, ...], str]]:
+def deepseek_v32_tensor_manifest(config: DeepseekV32Config) -> dict[str, tuple[tuple[int, ...], str]]:
     """name -> (shape, dtype) of every tensor, in the order of the layers. dtype is safetensors' name for it.
 
     Holds the main model and the MTP layers, model.layers.{num_hidden_layers} and up. Without
@@ -31,7 +29,7 @@ def deepseek_v32_tensor_manifest(config: "DeepseekV32Config") -> dict[str, tuple
     return {name: (shape, dtype) for name, shape, dtype in tensors}
 
 
-def _fp8_linear(config: "DeepseekV32Config", name: str, out_features: int, in_features: int) -> Iterator[Tensor]:
+def _fp8_linear(config: DeepseekV32Config, name: str, out_features: int, in_features: int) -> Iterator[Tensor]:
     if config.quantization is None:
         yield f"{name}.weight", (out_features, in_features), "BF16"
         return
@@ -40,7 +38,7 @@ def _fp8_linear(config: "DeepseekV32Config", name: str, out_features: int, in_fe
     yield f"{name}.weight_scale_inv", (-(-out_features // rows), -(-in_features // columns)), "F32"
 
 
-def _decoder_layer(config: "DeepseekV32Config", prefix: str, dense: bool) -> Iterator[Tensor]:
+def _decoder_layer(config: DeepseekV32Config, prefix: str, dense: bool) -> Iterator[Tensor]:
     hidden = config.hidden_size
     yield f"{prefix}input_layernorm.weight", (hidden,), "F32"
     yield from _attention(config, f"{prefix}self_attn.")
@@ -56,7 +54,7 @@ def _decoder_layer(config: "DeepseekV32Config", prefix: str, dense: bool) -> Ite
     yield from _swiglu(config, f"{prefix}mlp.shared_experts.", config.moe_intermediate_size * config.n_shared_experts)
 
 
-def _attention(config: "DeepseekV32Config", prefix: str) -> Iterator[Tensor]:
+def _attention(config: DeepseekV32Config, prefix: str) -> Iterator[Tensor]:
     hidden, heads = config.hidden_size, config.num_attention_heads
     q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
     nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
@@ -76,13 +74,13 @@ def _attention(config: "DeepseekV32Config", prefix: str) -> Iterator[Tensor]:
     yield f"{prefix}indexer.weights_proj.weight", (index_heads, hidden), "BF16"
 
 
-def _swiglu(config: "DeepseekV32Config", prefix: str, inner: int) -> Iterator[Tensor]:
+def _swiglu(config: DeepseekV32Config, prefix: str, inner: int) -> Iterator[Tensor]:
     yield from _fp8_linear(config, f"{prefix}gate_proj", inner, config.hidden_size)
     yield from _fp8_linear(config, f"{prefix}up_proj", inner, config.hidden_size)
     yield from _fp8_linear(config, f"{prefix}down_proj", config.hidden_size, inner)
 
 
-def _mtp_layer(config: "DeepseekV32Config", prefix: str) -> Iterator[Tensor]:
+def _mtp_layer(config: DeepseekV32Config, prefix: str) -> Iterator[Tensor]:
     hidden, vocab = config.hidden_size, config.vocab_size
     yield f"{prefix}embed_tokens.weight", (vocab, hidden), "BF16"
     yield f"{prefix}enorm.weight", (hidden,), "F32"

@@ -1,7 +1,7 @@
 """The configuration of DeepSeek-V4."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from dsa_layers.families.fields import (
     MAX_EXPERTS,
@@ -50,6 +50,8 @@ class DeepseekV4Config:
     quantization: None if no tensor is quantised.
     """
 
+    model_type: ClassVar[str] = "deepseek_v4"
+
     vocab_size: int
     hidden_size: int
     moe_intermediate_size: int
@@ -85,6 +87,12 @@ class DeepseekV4Config:
     num_nextn_predict_layers: int
     quantization: QuantizationConfig | None
     dtype: str
+
+    def fp8_widths(self) -> dict[str, int]:
+        """The widths that FP8 cuts into blocks of 128, by the field that each is to be blamed on."""
+        names = ("hidden_size", "q_lora_rank", "moe_intermediate_size", "o_lora_rank")
+        widths = {name: getattr(self, name) for name in names}
+        return widths | {"o_groups": self.num_attention_heads * self.head_dim // self.o_groups}
 
 
 def read_deepseek_v4(fields: Fields, generation: Fields | None) -> DeepseekV4Config:

@@ -8,17 +8,15 @@ gates' bias (F32); the table of experts by token (I64).
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dsa_layers.families.config import DeepseekV4Config
+from dsa_layers.families.deepseek_v4.config import DeepseekV4Config
 
 Tensor = tuple[str, tuple[int, ...], str]
 
 _BLOCK, _FP4_GROUP = 128, 32
 
 
-def deepseek_v4_tensor_manifest(config: "DeepseekV4Config") -> dict[str, tuple[tuple[int, ...], str]]:
+def deepseek_v4_tensor_manifest(config: DeepseekV4Config) -> dict[str, tuple[tuple[int, ...], str]]:
     """name -> (shape, dtype) of every tensor, in the order of the layers. dtype is safetensors' name for it.
 
     Holds the main model and the MTP layers, mtp.0 and up. Without `config.quantization` the weights that would be
@@ -39,7 +37,7 @@ def deepseek_v4_tensor_manifest(config: "DeepseekV4Config") -> dict[str, tuple[t
     return {name: (shape, dtype) for name, shape, dtype in tensors}
 
 
-def _linear(config: "DeepseekV4Config", name: str, out_features: int, in_features: int) -> Iterator[Tensor]:
+def _linear(config: DeepseekV4Config, name: str, out_features: int, in_features: int) -> Iterator[Tensor]:
     """A weight that the published checkpoints hold in FP8."""
     if config.quantization is None:
         yield f"{name}.weight", (out_features, in_features), "BF16"
@@ -49,7 +47,7 @@ def _linear(config: "DeepseekV4Config", name: str, out_features: int, in_feature
     yield f"{name}.scale", (-(-out_features // _BLOCK), -(-in_features // _BLOCK)), scale_dtype
 
 
-def _expert_linear(config: "DeepseekV4Config", name: str, out_features: int, in_features: int) -> Iterator[Tensor]:
+def _expert_linear(config: DeepseekV4Config, name: str, out_features: int, in_features: int) -> Iterator[Tensor]:
     if config.quantization is None or config.quantization.expert_dtype == "fp8":
         yield from _linear(config, name, out_features, in_features)
         return
@@ -58,7 +56,7 @@ def _expert_linear(config: "DeepseekV4Config", name: str, out_features: int, in_
 
 
 def _layer(
-    config: "DeepseekV4Config", prefix: str, ratio: int | None, indexed: bool, *, hashed: bool
+    config: DeepseekV4Config, prefix: str, ratio: int | None, indexed: bool, *, hashed: bool
 ) -> Iterator[Tensor]:
     hidden, experts, streams = config.hidden_size, config.n_routed_experts, config.hc_mult
     yield from _attention(config, f"{prefix}attn.")
@@ -86,7 +84,7 @@ def _layer(
         yield from _linear(config, f"{prefix}ffn.shared_experts.{name}", *shape)
 
 
-def _attention(config: "DeepseekV4Config", prefix: str) -> Iterator[Tensor]:
+def _attention(config: DeepseekV4Config, prefix: str) -> Iterator[Tensor]:
     hidden, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
     q_rank, o_channels = config.q_lora_rank, config.o_groups * config.o_lora_rank
     yield from _linear(config, f"{prefix}wq_a", q_rank, hidden)
@@ -99,7 +97,7 @@ def _attention(config: "DeepseekV4Config", prefix: str) -> Iterator[Tensor]:
     yield from _linear(config, f"{prefix}wo_b", hidden, o_channels)
 
 
-def _compressor(config: "DeepseekV4Config", prefix: str, dim: int, ratio: int, *, overlap: bool) -> Iterator[Tensor]:
+def _compressor(config: DeepseekV4Config, prefix: str, dim: int, ratio: int, *, overlap: bool) -> Iterator[Tensor]:
     channels = 2 * dim if overlap else dim
     yield f"{prefix}wkv.weight", (channels, config.hidden_size), "BF16"
     yield f"{prefix}wgate.weight", (channels, config.hidden_size), "BF16"
@@ -107,13 +105,13 @@ def _compressor(config: "DeepseekV4Config", prefix: str, dim: int, ratio: int, *
     yield f"{prefix}norm.weight", (dim,), "BF16"
 
 
-def _hyper_connection(config: "DeepseekV4Config", prefix: str, count: int, *, scales: int) -> Iterator[Tensor]:
+def _hyper_connection(config: DeepseekV4Config, prefix: str, count: int, *, scales: int) -> Iterator[Tensor]:
     yield f"{prefix}fn", (count, config.hc_mult * config.hidden_size), "F32"
     yield f"{prefix}base", (count,), "F32"
     yield f"{prefix}scale", (scales,), "F32"
 
 
-def _mtp_layer(config: "DeepseekV4Config", prefix: str) -> Iterator[Tensor]:
+def _mtp_layer(config: DeepseekV4Config, prefix: str) -> Iterator[Tensor]:
     hidden = config.hidden_size
     yield from _linear(config, f"{prefix}e_proj", hidden, hidden)
     yield from _linear(config, f"{prefix}h_proj", hidden, hidden)

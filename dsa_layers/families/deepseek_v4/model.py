@@ -8,7 +8,8 @@ from torch import nn
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, EntryShape
 from dsa_layers.checkpoint import CheckpointError
-from dsa_layers.families.config import DeepseekV4Config, RopeConfig
+from dsa_layers.families.deepseek_v4.config import DeepseekV4Config
+from dsa_layers.families.parts import RopeConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
@@ -194,6 +195,11 @@ class DeepseekV4ForCausalLM(nn.Module):
             index="fp8" if precision.fp8_indexer else precision.dtype,
             device=device,
         )
+
+    @property
+    def captures_decode(self) -> bool:
+        """Index keys in FP8 are scored where they are in the pages; others are gathered, as many as the host says."""
+        return self.precision.fp8_indexer
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute what no checkpoint stores, after construction on the meta device."""

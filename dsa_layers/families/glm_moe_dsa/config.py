@@ -11,6 +11,8 @@ _LETTERS = {"F": "full", "S": "shared"}
 class GlmMoeDsaConfig(SparseMLAConfig):
     """The indexer's rope turns channels (2i, 2i + 1), and in GLM-5.2 some layers have no indexer."""
 
+    model_type = "glm_moe_dsa"
+
 
 def read_glm_moe_dsa(fields: Fields, generation: Fields | None) -> GlmMoeDsaConfig:
     rope, nope = fields.integer("qk_rope_head_dim"), fields.integer("qk_nope_head_dim")

@@ -5,15 +5,12 @@ multi-token-prediction layers have no embedding and no head of their own.
 """
 
 import re
-from typing import TYPE_CHECKING
 
 from dsa_layers.families.deepseek_v32.manifest import deepseek_v32_tensor_manifest
-
-if TYPE_CHECKING:
-    from dsa_layers.families.config import GlmMoeDsaConfig
+from dsa_layers.families.glm_moe_dsa.config import GlmMoeDsaConfig
 
 
-def glm_moe_dsa_tensor_manifest(config: "GlmMoeDsaConfig") -> dict[str, tuple[tuple[int, ...], str]]:
+def glm_moe_dsa_tensor_manifest(config: GlmMoeDsaConfig) -> dict[str, tuple[tuple[int, ...], str]]:
     """name -> (shape, dtype) of every tensor, in the order of the layers. dtype is safetensors' name for it.
 
     Holds the main model and the MTP layers, which have an indexer each. Without `config.quantization` the weights that
@@ -28,6 +25,6 @@ def glm_moe_dsa_tensor_manifest(config: "GlmMoeDsaConfig") -> dict[str, tuple[tu
     }
 
 
-def _mtp_prefixes(config: "GlmMoeDsaConfig") -> list[str]:
+def _mtp_prefixes(config: GlmMoeDsaConfig) -> list[str]:
     layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
     return [f"model.layers.{i}.{name}." for i in layers for name in ("embed_tokens", "shared_head.head")]

@@ -1,7 +1,7 @@
 """The configuration that families of latent attention with a lightning indexer and mixture-of-experts MLPs share."""
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from dsa_layers.families.fields import (
     MAX_EXPERTS,
@@ -44,6 +44,8 @@ class SparseMLAConfig:
     quantization: None if no tensor is quantised.
     """
 
+    model_type: ClassVar[str]
+
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -80,6 +82,14 @@ class SparseMLAConfig:
     num_nextn_predict_layers: int
     quantization: QuantizationConfig | None
     dtype: str
+
+    def fp8_widths(self) -> dict[str, int]:
+        """The widths that FP8 cuts into blocks of 128, by the field that each is to be blamed on."""
+        names = ["hidden_size", "q_lora_rank", "kv_lora_rank"]
+        names += ["intermediate_size"] if self.first_k_dense_replace else []
+        names += ["moe_intermediate_size"] if self.first_k_dense_replace < self.num_hidden_layers else []
+        widths = {name: getattr(self, name) for name in names}
+        return widths | {"v_head_dim": self.num_attention_heads * self.v_head_dim}
 
 
 Config = TypeVar("Config", bound=SparseMLAConfig)

@@ -5,8 +5,8 @@ from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.families.config import SparseMLAConfig
 from dsa_layers.families.precision import Precision
+from dsa_layers.families.sparse_mla.config import SparseMLAConfig
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.decoder import DecoderBlock
 from dsa_layers.layers.indexer import LightningIndexer
@@ -155,6 +155,11 @@ class SparseMLAForCausalLM(nn.Module):
             state_slots=state_slots,
             device=device,
         )
+
+    @property
+    def captures_decode(self) -> bool:
+        """Index keys in FP8 are scored where they are in the pages; others are gathered, as many as the host says."""
+        return self.precision.fp8_indexer
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute what no checkpoint stores, after construction on the meta device."""

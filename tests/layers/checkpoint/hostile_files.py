@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsa_layers import vendored
 from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME
+from dsa_layers.families.published import VENDORED
 
-PINNED = Path(vendored.__file__).parent
-CONFIG = json.loads((PINNED / "deepseek_v32_config.json").read_text()) | {
+CONFIG = json.loads((VENDORED / "deepseek_v32_config.json").read_text()) | {
     "num_hidden_layers": 1,
     "quantization_config": None,
 }

@@ -17,10 +17,10 @@ from safetensors.torch import save, save_file
 
 from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, CheckpointError, load_weights, memory
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.families.config import ConfigError, read_config
-from dsa_layers.families.fields import NO_INFLUENCE
+from dsa_layers.families.config import read_config
+from dsa_layers.families.fields import NO_INFLUENCE, ConfigError
 from tests.layers.checkpoint.damage import JSON, damaged, examples, torn
-from tests.layers.checkpoint.hostile_files import CASES, PINNED, VALUES, tensor, write_config, write_safetensors
+from tests.layers.checkpoint.hostile_files import CASES, VALUES, VENDORED, tensor, write_config, write_safetensors
 from tests.layers.families.v4_checkpoints import write_published
 
 ROOT = Path(__file__).parents[3]
@@ -101,7 +101,7 @@ def test_tables_of_experts_that_are_not_there(tmp_path, low, high):
 
 
 FAMILIES = ("deepseek_v32", "deepseek_v4_flash", "glm_5_2")
-PUBLISHED = {name: json.loads((PINNED / f"{name}_config.json").read_text()) for name in FAMILIES}
+PUBLISHED = {name: json.loads((VENDORED / f"{name}_config.json").read_text()) for name in FAMILIES}
 # What may be said by leaving something else out, and what refuses it then.
 SAID_ELSEWHERE = {
     "dtype": "torch_dtype",

@@ -3,12 +3,9 @@
 import json
 import math
 import re
-from pathlib import Path
 
-from dsa_layers import vendored
 from dsa_layers.checkpoint.fused_experts import split_experts
-
-PINNED = Path(vendored.__file__).parent
+from dsa_layers.families.published import VENDORED
 
 
 def expand(name: str) -> list[str]:
@@ -22,7 +19,7 @@ def expand(name: str) -> list[str]:
 
 def read_listing(file: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """name -> (shape, dtype) of every tensor, which must add up to the totals that were counted over the files."""
-    listing = json.loads((PINNED / file).read_text())
+    listing = json.loads((VENDORED / file).read_text())
     tensors = {
         full: (tuple(shape), dtype) for name, (shape, dtype) in listing["by_name"].items() for full in expand(name)
     }

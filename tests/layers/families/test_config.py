@@ -4,11 +4,14 @@ import re
 
 import pytest
 
-from dsa_layers.families.config import ConfigError, QuantizationConfig, RopeConfig, YarnConfig, read_config
+from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v32.manifest import deepseek_v32_tensor_manifest
-from tests.layers.families.listings import PINNED, read_listing
+from dsa_layers.families.fields import ConfigError
+from dsa_layers.families.parts import QuantizationConfig, RopeConfig, YarnConfig
+from dsa_layers.families.published import VENDORED
+from tests.layers.families.listings import read_listing
 
-PUBLISHED = json.loads((PINNED / "deepseek_v32_config.json").read_text())
+PUBLISHED = json.loads((VENDORED / "deepseek_v32_config.json").read_text())
 ABSENT = object()
 
 

@@ -1,21 +1,20 @@
 """The model that the published configuration describes has the published checkpoint's tensors."""
 
 import shutil
-from pathlib import Path
 
 import torch
 
-from dsa_layers import vendored
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v32.manifest import deepseek_v32_tensor_manifest
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
+from dsa_layers.families.published import VENDORED
 from tests.layers.families.listings import parts
 
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
 def test_names_shapes_and_dtypes(tmp_path):
-    shutil.copy(Path(vendored.__file__).parent / "deepseek_v32_config.json", tmp_path / "config.json")
+    shutil.copy(VENDORED / "deepseek_v32_config.json", tmp_path / "config.json")
     config = read_config(tmp_path)
     with torch.device("meta"):
         model = DeepseekV32ForCausalLM(config)

@@ -7,10 +7,12 @@ import shutil
 import pytest
 import torch
 
-from dsa_layers.families.config import QuantizationConfig, RopeConfig, YarnConfig, read_config
+from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
-from tests.layers.families.listings import PINNED, parts, read_listing
+from dsa_layers.families.parts import QuantizationConfig, RopeConfig, YarnConfig
+from dsa_layers.families.published import VENDORED
+from tests.layers.families.listings import parts, read_listing
 
 # How the model holds what is stored: FP4 widened to FP8, scales and norms in fp32.
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -23,7 +25,7 @@ def release(request):
 
 
 def published(release, directory):
-    shutil.copy(PINNED / f"deepseek_v4_{release}_config.json", directory / "config.json")
+    shutil.copy(VENDORED / f"deepseek_v4_{release}_config.json", directory / "config.json")
     return read_config(directory)
 
 

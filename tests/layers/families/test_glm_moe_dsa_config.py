@@ -1,14 +1,16 @@
 import json
-from pathlib import Path
 
 import pytest
 
-from dsa_layers import vendored
-from dsa_layers.families.config import ConfigError, GlmMoeDsaConfig, RopeConfig, SparseMLAConfig, read_config
+from dsa_layers.families.config import read_config
+from dsa_layers.families.fields import ConfigError
+from dsa_layers.families.glm_moe_dsa.config import GlmMoeDsaConfig
+from dsa_layers.families.parts import RopeConfig
+from dsa_layers.families.published import VENDORED
+from dsa_layers.families.sparse_mla.config import SparseMLAConfig
 
-PINNED = Path(vendored.__file__).parent
-GLM_5 = json.loads((PINNED / "glm_5_config.json").read_text())
-GLM_5_2 = json.loads((PINNED / "glm_5_2_config.json").read_text())
+GLM_5 = json.loads((VENDORED / "glm_5_config.json").read_text())
+GLM_5_2 = json.loads((VENDORED / "glm_5_2_config.json").read_text())
 FULL = {0, 1, 2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62, 66, 70, 74}
 SCHEDULE = tuple("full" if layer in FULL else "shared" for layer in range(78))
 ABSENT = object()

@@ -2,18 +2,15 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
-from dsa_layers import vendored
 from dsa_layers.families.config import read_config
 from dsa_layers.families.glm_moe_dsa.manifest import glm_moe_dsa_tensor_manifest
 from dsa_layers.families.glm_moe_dsa.model import GlmMoeDsaForCausalLM
+from dsa_layers.families.published import VENDORED
 from tests.layers.families.listings import parts
-
-PINNED = Path(vendored.__file__).parent
 
 # Counted by hand from the architecture.
 HIDDEN, LAYERS, DENSE, EXPERTS = 6144, 78, 3, 256
@@ -39,7 +36,7 @@ def tensors(indexers):
 
 
 def build(tmp_path, name, **changes):
-    fields = json.loads((PINNED / name).read_text())
+    fields = json.loads((VENDORED / name).read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | changes))
     with torch.device("meta"):
         return GlmMoeDsaForCausalLM(read_config(tmp_path))

@@ -14,7 +14,8 @@ from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.precision import Precision
-from tests.layers.families.listings import PINNED, parts
+from dsa_layers.families.published import VENDORED
+from tests.layers.families.listings import parts
 
 SMALL = {
     "vocab_size": 256, "hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4,
@@ -30,7 +31,7 @@ TORCH_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64
 
 def write_published(directory: Path, *, expert_dtype: str = "fp4", scale_fmt: str | None = "ue8m0"):
     """Writes the checkpoint; returns, by the model's names, what its tensors are worth, in fp32."""
-    fields = json.loads((PINNED / "deepseek_v4_flash_config.json").read_text()) | SMALL
+    fields = json.loads((VENDORED / "deepseek_v4_flash_config.json").read_text()) | SMALL
     fields |= {"expert_dtype": expert_dtype}
     fields["quantization_config"] |= {"scale_fmt": scale_fmt}
     (directory / "config.json").write_text(json.dumps(fields))

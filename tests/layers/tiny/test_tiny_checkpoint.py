@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 
 from dsa import dequantize_per_block
 from dsa_layers.checkpoint import INDEX_NAME, Checkpoint
-from dsa_layers.families.config import QuantizationConfig, YarnConfig, read_config
+from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v32.manifest import deepseek_v32_tensor_manifest
+from dsa_layers.families.parts import QuantizationConfig, YarnConfig
 from dsa_layers.generation.tokenizer import Tokenizer
 from dsa_layers.tiny import tokenizer as tiny_tokenizer
 from dsa_layers.tiny import write_tiny_checkpoint, writer

@@ -11,10 +11,11 @@ from dsa_layers.checkpoint import Checkpoint
 from dsa_layers.checkpoint.fp4 import dequantize_fp4
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.command import main as cli
-from dsa_layers.families.config import QuantizationConfig, read_config
+from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
 from dsa_layers.families.deepseek_v32.manifest import deepseek_v32_tensor_manifest
 from dsa_layers.families.glm_moe_dsa.manifest import glm_moe_dsa_tensor_manifest
+from dsa_layers.families.parts import QuantizationConfig
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.tokenizer import Tokenizer
@@ -191,7 +192,7 @@ def test_tokenizer_knows_the_context(directories):
 
 
 def test_an_unknown_model(tmp_path):
-    expected = "model: must be one of 'deepseek_v32', 'glm_moe_dsa', 'deepseek_v4', got 'llama'"
+    expected = "model: must be one of 'deepseek_v32', 'deepseek_v4', 'glm_moe_dsa', got 'llama'"
     with pytest.raises(ValueError, match=f"^{expected}$"):
         write_tiny_checkpoint(tmp_path / "new", model="llama")
     assert not (tmp_path / "new").exists()

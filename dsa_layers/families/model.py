@@ -1,0 +1,85 @@
+"""What a model and its configuration must have, whatever their family."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.cache import Cache
+from dsa_layers.families.parts import QuantizationConfig
+
+
+class ModelConfig(Protocol):
+    """What every family's configuration has: what loading and generation read.
+
+    model_type: the family's. eos_token_ids: every id that ends a sequence, () if there is none. bos_token_id: None if
+    there is none. dtype: of the tensors that are not quantised: "bfloat16", "float16" or "float32". quantization: None
+    if no tensor is quantised.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_nextn_predict_layers: int
+    n_routed_experts: int
+    index_head_dim: int
+    index_topk: int
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    quantization: QuantizationConfig | None
+    dtype: str
+
+    def fp8_widths(self) -> dict[str, int]:
+        """The widths that FP8 cuts into blocks of 128, by the field that each is to be blamed on."""
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What generation asks of a model: `Generator` takes anything that has this.
+
+    config           its vocabulary, context and end-of-sequence ids are read
+    page_size        tokens a page of its cache, unless a caller wants another number
+    captures_decode  whether a pass over one new token of each sequence reads no lengths from the host, so that a CUDA
+                     graph of it holds for any lengths
+    make_cache       a cache for `num_pages` pages and for `state_slots` sequences at a time
+    model(tokens int64 [T], batch, cache=None) -> fp32 logits [B, vocab_size] of each sequence's last token, or of all T
+                     tokens with all_tokens=True
+    """
+
+    config: ModelConfig
+    page_size: int
+    captures_decode: bool
+
+    def make_cache(
+        self, num_pages: int, page_size: int = ..., device: torch.device | str = "cpu", *, state_slots: int = 64
+    ) -> Cache: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def __call__(
+        self, tokens: torch.Tensor, batch: TokenBatch, cache: Any = None, *, all_tokens: bool = False
+    ) -> torch.Tensor: ...
+
+
+class CheckpointModel(Model, Protocol):
+    """What `load_model` asks of a model beside: a torch.nn.Module, made on the meta device, that tells which of a
+    checkpoint's tensors are its own.
+
+    name_of       the model's name of a checkpoint's tensor; CheckpointError for one of a variant that is not supported
+    skips         whether a checkpoint's tensor is of a part that the model does not have
+    init_buffers  computes on a device what no checkpoint stores
+    """
+
+    def name_of(self, stored: str) -> str: ...
+
+    def skips(self, name: str) -> bool: ...
+
+    def init_buffers(self, device: torch.device | str) -> None: ...
+
+    def state_dict(self) -> dict[str, torch.Tensor]: ...
+
+    def eval(self) -> "CheckpointModel": ...

@@ -1,1 +1,0 @@
-"""Facts about third-party formats, pinned with their sources (README.md). No third-party code."""
