@@ -1,9 +1,16 @@
-"""Asynchronous copies from global to shared memory at addresses that only the kernel knows; tiles are TMA's."""
+"""Asynchronous copies from global to shared memory: of tiles by TMA, and at addresses that only the kernel knows."""
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 EVICT_FIRST = 0x12F0000000000000  # the encoding of the L2 policy for what is read once
+
+
+def tile_load(x: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """The TMA load of a block [shape] of x into one stage of `layout`, and x as it takes it."""
+    load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
+    info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, x, cute.slice_(layout, (None, None, 0)), shape)
+    return info[0], info[1]
 
 
 @cute.jit

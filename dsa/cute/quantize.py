@@ -65,7 +65,7 @@ def scale_of(amax: Float32) -> Float32:
 
 
 @cute.jit
-def _ceil_to_ue8m0(scale: Float32) -> Float32:
+def ceil_to_ue8m0(scale: Float32) -> Float32:
     """The next power of two at or above a positive normal number; infinity and NaN stay."""
     bits = scale.bitcast(Uint32)
     up = ((bits + Uint32(0x007FFFFF)) & Uint32(0xFF800000)).bitcast(Float32)
@@ -88,7 +88,7 @@ def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Con
         lane_bit *= 2
     scale = scale_of(amax)
     if const_expr(use_ue8m0):
-        scale = _ceil_to_ue8m0(scale)
+        scale = ceil_to_ue8m0(scale)
         # The approximate reciprocal is exact for powers of two, 0 for infinity and NaN for NaN.
         v.store(v.load() * cute.arch.rcp_approx(scale))
     else:

@@ -1,7 +1,4 @@
-"""Prefix sums, and prefix maxima, over the threads of a warp and of a CTA.
-
-Sums over heads of a wgmma accumulator tile whose rows are keys and whose columns are (query, head).
-"""
+"""Sums over the threads of a quad and of a warp; prefix sums and prefix maxima over those of a warp and of a CTA."""
 
 import cutlass
 import cutlass.cute as cute
@@ -52,35 +49,6 @@ def highest_so_far(own, tops: cute.Tensor, lane, warp):
     of_lane = tops[lane]
     before = cute.arch.warp_redux_sync(of_lane if lane < warp else Int32(0), "max")
     return cutlass.max(before, scanned), cute.arch.warp_redux_sync(of_lane, "max")
-
-
-@cute.jit
-def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
-    """Halves of sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads: [keys row, keys row + 8].
-
-    acc      this thread's accumulators, flat: [column / 8][key half][2 neighbouring columns]
-    weights  w / 2 of this lane's columns, flat: [column / 8][2]
-    """
-    sums = [Float32(0.0), Float32(0.0)]
-    for j in cutlass.range_constexpr(heads // 8):
-        column = query * (heads // 8) + j
-        for c in cutlass.range_constexpr(2):
-            for half in cutlass.range_constexpr(2):
-                # x + |x| = 2 relu(x), exactly; w is halved. It runs on the FMA pipe, at twice the rate of a maximum,
-                # and passes NaN on.
-                x = acc[4 * column + 2 * half + c]
-                sums[half] = cute.math.fma(x + cute.math.absf(x), weights[2 * column + c], sums[half])
-    return sums
-
-
-@cute.jit
-def quad_pair(a, b, upper):
-    """The sum over a quad of a in its lanes 0 and 1, of b in lanes 2 and 3: two shuffles, added in the same order as
-    below."""
-    keep = b if upper else a
-    send = a if upper else b
-    value = keep + cute.arch.shuffle_sync_bfly(send, offset=2)
-    return value + cute.arch.shuffle_sync_bfly(value, offset=1)
 
 
 @cute.jit

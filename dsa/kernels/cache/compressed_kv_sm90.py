@@ -29,7 +29,7 @@ from dsa.cute.quantize import hadamard, quantize, round_to
 from dsa.cute.reductions import sum_of_warp
 
 # The rounding of a byte row, here for four channels a lane.
-from dsa.kernels.cache.kv_row import ROPE, ByteRow, _quantize, find_row
+from dsa.kernels.cache.kv_row import ROPE, ByteRow, find_row, quantize_group
 
 OWN = 4  # channels of a thread
 TOGETHER = 8  # slots read at once
@@ -345,7 +345,7 @@ class WriteCompressedKvSm90:
             # The rope's lanes quantise, too, so that all take part in the shuffles; what comes of it is not stored.
             step = cute.make_rmem_tensor((OWN,), Float32)
             step.store(v.load())
-            scale = _quantize(step, 16, True)
+            scale = quantize_group(step, 16, True)
             if exists:
                 values, scales, rope = self.row.parts(cache, page, offset)
                 if turned < 0:

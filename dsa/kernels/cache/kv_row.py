@@ -13,7 +13,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32
 from dsa.cute.indexer_page import find_slot
 
 # The roundings of `quantize`, here for groups of other sizes.
-from dsa.cute.quantize import AMAX_MIN, _ceil_to_ue8m0, scale_of, scale_values
+from dsa.cute.quantize import AMAX_MIN, ceil_to_ue8m0, scale_of, scale_values
 
 WARP = 32
 ROPE = 64
@@ -95,7 +95,7 @@ class ByteRow(WarpRow):
     def quantize(self, v: cute.Tensor, out: cute.Tensor, scales: cute.Tensor, use_ue8m0: cutlass.Constexpr):
         """fp32 v to e4m3 out, both [V, steps], and each step's scale."""
         for j in cutlass.range_constexpr(self.steps):
-            scales[j] = _quantize(v[None, j], self.lanes, use_ue8m0)
+            scales[j] = quantize_group(v[None, j], self.lanes, use_ue8m0)
         out.store(v.load().to(Float8E4M3FN))
 
     @cute.jit
@@ -141,7 +141,7 @@ class ByteRow(WarpRow):
 
 
 @cute.jit
-def _quantize(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
+def quantize_group(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
     """v <- v * (1 / scale), and the scale of what `lanes` lanes hold: amax / 448, amax at least 1e-4, or the power of
     two above. NaN stays."""
     amax = Float32(AMAX_MIN)
@@ -151,7 +151,7 @@ def _quantize(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Const
         amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << log), nan=True)
     scale = scale_of(amax)
     if const_expr(use_ue8m0):
-        scale = _ceil_to_ue8m0(scale)
+        scale = ceil_to_ue8m0(scale)
         # The approximate reciprocal is exact for powers of two, 0 for infinity and NaN for NaN.
         inverse = cute.arch.rcp_approx(scale)
         for i in cutlass.range_constexpr(cute.size(v)):

@@ -36,11 +36,13 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import cute_dtype
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.reductions import before_and_all
-from dsa.cute.score_tile import SHARED_BYTES, WARPGROUP, multiply, tile_load
 from dsa.cute.shared_memory import load_16, pack, store_matrices
+from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP
+from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
 
 BLOCK = 128

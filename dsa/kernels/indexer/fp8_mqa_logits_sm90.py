@@ -29,23 +29,15 @@ from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import cute_dtype
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.reductions import head_sum, quad_transpose
-from dsa.cute.score_tile import (
-    REGISTERS,
-    SHARED_BYTES,
-    TILE,
-    WARPGROUP,
-    key_layout,
-    multiply,
-    query_layout,
-    registers_fit,
-    score_mma,
-    tile_load,
-)
+from dsa.cute.reductions import quad_transpose
+from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARPGROUP
 from dsa.cute.tuning import choices, tuned
+from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
 
 FILL_THREADS = 96
 NEVER = 2**30

@@ -29,27 +29,18 @@ from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import EVICT_FIRST, tile_load
 from dsa.cute.fake_tensors import cute_dtype
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.reductions import head_sum, quad_pair, quad_transpose
-from dsa.cute.score_tile import (
-    REGISTERS,
-    SHARED_BYTES,
-    TILE,
-    WARPGROUP,
-    key_layout,
-    multiply,
-    query_layout,
-    registers_fit,
-    score_mma,
-    tile_load,
-)
+from dsa.cute.reductions import quad_transpose
+from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARPGROUP
 from dsa.cute.tuning import choices, tuned
+from dsa.cute.wgmma import multiply
+from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, quad_pair, query_layout, registers_fit, score_mma
 
 SPLIT = 256
 FILL_BYTES = 8192  # of a row, a piece of work of those that fill
 NEVER = 2**30
-EVICT_FIRST = 0x12F0000000000000  # TMA's encoding of the cache policy: keys are read once
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,17 @@
+"""wgmma: a product of tiles in shared memory, issued by a warpgroup."""
+
+import cutlass
+import cutlass.cute as cute
+
+
+@cute.jit
+def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, a_stage, b_stage):
+    """Start acc = stage `a_stage` of a times stage `b_stage` of b, as one group of wgmma instructions.
+
+    a, b  fragments [atom, rows, steps of channels, stages], as make_fragment_A and make_fragment_B give them
+    """
+    cute.nvgpu.warpgroup.fence()
+    for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
+        cute.gemm(mma, acc, a[None, None, step, a_stage], b[None, None, step, b_stage], acc)
+    cute.nvgpu.warpgroup.commit_group()
