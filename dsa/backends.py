@@ -1,8 +1,9 @@
-"""Which implementation an op runs: "cute" (the Hopper kernels) or "reference" (plain PyTorch, on any device).
+"""Which implementation an op runs: "cute" (CuTe DSL kernels) or "reference" (plain PyTorch, on any device).
 
-Without a choice by the user, tensors on an sm_90 GPU take the kernels and all others the references. The environment
-variable DSA_BACKEND and `with use_backend(...)`, which goes before it, force one. Nothing falls back quietly: a shape
-that a kernel does not take is an error, and an op that has no kernel yet says so once, as a warning.
+KERNELS says for which GPUs an op has kernels. Without a choice by the user, tensors on such a GPU take the kernels and
+all others the references. The environment variable DSA_BACKEND and `with use_backend(...)`, which goes before it, force
+one. Nothing falls back quietly: a shape that a kernel does not take is an error, and an op that has no kernel for a GPU
+for which others have one says so once, as a warning.
 """
 
 import contextlib
@@ -11,11 +12,15 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 BACKENDS = ("cute", "reference")
+# The table of kernels: op -> arch -> the module or modules of its kernels. An op's row is part of its declaration
+# (dsa.ops.declaration), and an arch is a GPU's compute capability.
+KERNELS: dict[str, dict[str, str | tuple[str, ...]]] = {}
+ARCHS = {"sm_90": "Hopper"}  # those that kernels are written for, and what they are called
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("dsa_backend", default=None)
 
 
@@ -24,11 +29,22 @@ def why_no_kernels() -> str | None:
     """None where the kernels can run, else what is missing."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA GPU"
-    if (capability := torch.cuda.get_device_capability()) != (9, 0):
-        return f"the GPU is sm_{capability[0]}{capability[1]}, and the kernels are for sm_90 (Hopper)"
+    if (arch := arch_of(torch.device("cuda", torch.cuda.current_device()))) not in ARCHS:
+        return f"the GPU is {arch}, and the kernels are for {_names(ARCHS)}"
     if importlib.util.find_spec("cutlass") is None:
         return "nvidia-cutlass-dsl is not installed"
     return None
+
+
+@functools.cache
+def arch_of(device: torch.device) -> str:
+    """The arch of a GPU, as "sm_90"."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _names(archs: Iterable[str]) -> str:
+    return ", ".join(f"{arch} ({ARCHS[arch]})" if arch in ARCHS else arch for arch in archs)
 
 
 def _chosen() -> str | None:
@@ -59,16 +75,22 @@ def use_backend(name: str) -> Iterator[None]:
 def runs_kernel(op: str, tensor: torch.Tensor) -> bool:
     """Whether `op` launches its kernel on `tensor`; ValueError when the kernels were asked for and cannot run."""
     chosen = _chosen()
-    if chosen == "cute":
-        reason = why_no_kernels()
-        if reason is None and tensor.device.type != "cuda":
-            reason = f"the tensors are on {tensor.device}"
-        if reason:
-            raise ValueError(f"{op}: backend 'cute' was asked for, but {reason}; use backend 'reference'")
-        return True
-    return chosen is None and tensor.device.type == "cuda" and why_no_kernels() is None
+    if chosen == "reference" or (chosen is None and tensor.device.type != "cuda"):
+        return False
+    reason = why_no_kernels()
+    if reason is None and tensor.device.type != "cuda":
+        reason = f"the tensors are on {tensor.device}"
+    if reason is None and (arch := arch_of(tensor.device)) not in KERNELS.get(op, ARCHS):
+        reason = f"the GPU is {arch}, and the op's kernels are for {_names(KERNELS[op])}"
+        if chosen is None and op not in _warned:
+            _warned.add(op)
+            warnings.warn(f"dsa.{op} has no {arch} kernel yet: its PyTorch reference runs instead", stacklevel=4)
+    if reason is not None and chosen == "cute":
+        raise ValueError(f"{op}: backend 'cute' was asked for, but {reason}; use backend 'reference'")
+    return reason is None
 
 
+_warned: set[str] = set()
 _NO_SWITCH = contextlib.nullcontext()
 
 
@@ -84,9 +106,6 @@ def num_sms(device: torch.device | str) -> int:
     if torch.device(device).type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_warned: set[str] = set()
 
 
 def note_reference_only(op: str, tensor: torch.Tensor) -> None:

@@ -72,7 +72,18 @@ def _imports(module: str, path: Path, packages: tuple[str, ...]) -> set[str]:
             # `from package import name`: name is a submodule or something that the package defines.
             names = (f"{base}.{alias.name}" for alias in node.names)
             found |= {name if _path_of(name, packages) else base for name in names}
+    found.update(*map(_declared_kernels, ast.walk(_tree(path))))
     return {name for name in found if _path_of(name, packages)}
+
+
+def _declared_kernels(node: ast.AST) -> set[str]:
+    """The modules that an op's declaration names as its kernels: `kernels={"sm_90": "dsa.kernels.FAMILY.MODULE"}`."""
+    if not isinstance(node, ast.keyword) or node.arg != "kernels":
+        return set()
+    names = {
+        part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    }
+    return {name for name in names if name.startswith("dsa.kernels.")}
 
 
 def _base(node: ast.ImportFrom, package: str) -> str:
@@ -160,6 +171,7 @@ def functions_with_kernels(module: str) -> frozenset[str]:
             if name not in reaching
             and (
                 _kernel_names(ast.walk(node), package)
+                or any(map(_declared_kernels, ast.walk(node)))
                 or any(isinstance(part, ast.Name) and part.id in reaching for part in ast.walk(node))
             )
         }

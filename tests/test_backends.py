@@ -9,7 +9,15 @@ import dsa
 from dsa import backends
 
 
-def test_the_machine_decides(monkeypatch):
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if torch saw a Hopper GPU."""
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+    monkeypatch.setattr(backends, "arch_of", lambda _: "sm_90")
+    monkeypatch.setattr(backends, "_warned", set())
+
+
+def test_the_machine_decides(monkeypatch, hopper):
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: "no GPU")
     assert dsa.backend() == "reference"
@@ -51,9 +59,21 @@ def test_cpu_tensors_cannot_run_a_kernel(monkeypatch):
         backends.runs_kernel("op", torch.zeros(1))
 
 
-def test_an_op_without_a_kernel_says_so_once(monkeypatch):
-    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
-    monkeypatch.setattr(backends, "_warned", set())
+def test_an_op_without_a_kernel_for_this_gpu_says_so_once(monkeypatch, hopper):
+    monkeypatch.setitem(backends.KERNELS, "some_op", {"sm_90": "a_module"})
+    monkeypatch.setattr(backends, "arch_of", lambda _: "sm_100")
+    on_gpu = torch.zeros(1, device="meta").as_subclass(_OnCuda)
+    with pytest.warns(UserWarning, match=r"dsa\.some_op has no sm_100 kernel yet"):
+        assert not backends.runs_kernel("some_op", on_gpu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not backends.runs_kernel("some_op", on_gpu)
+    message = r"some_op: backend 'cute' was asked for, but the GPU is sm_100, and the op's kernels are for sm_90 \(Hopper\)"
+    with dsa.use_backend("cute"), pytest.raises(ValueError, match=message):
+        backends.runs_kernel("some_op", on_gpu)
+
+
+def test_a_dtype_without_a_kernel_says_so_once(hopper):
     on_gpu = torch.zeros(1, device="meta").as_subclass(_OnCuda)
     with pytest.warns(UserWarning, match=r"dsa\.some_op has no Hopper kernel yet"):
         backends.note_reference_only("some_op", on_gpu)

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_rows, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
 from dsa.reference.elementwise import hyper_connections as reference
 
 STREAMS, CHANNEL_MULTIPLE = 4, 8
@@ -49,10 +50,7 @@ def hyper_collapse(
     Deterministic, and the same for a token whatever the others. CUDA-graph safe, no host synchronisation, no workspace.
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
-    arguments = (streams, mix, base, scale, iterations, eps, hc_eps)
-    if torch.compiler.is_compiling() and not _wants_gradient(streams, mix, base, scale):
-        return torch.ops.dsa.hyper_collapse(*arguments)
-    return _collapse(*arguments)
+    return _hyper_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
 
 
 def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
@@ -69,16 +67,10 @@ def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, com
     bytes, the others contiguous. Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
-    if torch.compiler.is_compiling() and not _wants_gradient(y, streams, post, comb):
-        return torch.ops.dsa.hyper_expand(y, streams, post, comb)
-    return _expand(y, streams, post, comb)
+    return _hyper_expand(y, streams, post, comb)
 
 
-def _wants_gradient(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
-
-
-def _collapse(
+def _collapse_reference(
     streams: torch.Tensor,
     mix: torch.Tensor,
     base: torch.Tensor,
@@ -87,42 +79,21 @@ def _collapse(
     eps: float,
     hc_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    reference.check_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
-    if not backends.runs_kernel("hyper_collapse", streams) or _wants_gradient(streams, mix, base, scale):
-        return reference.hyper_collapse(streams, mix, base, scale, iterations=iterations, eps=eps, hc_eps=hc_eps)
-    small = {"mix": mix, "base": base, "scale": scale}
-    _check_kernel_takes(streams)
-    tile = _tile(streams)
-    rows = _rows("streams", streams)
-    for name, value in small.items():
-        _check_contiguous(name, value)
-    mix, base = _rows("mix", mix), _rows("base", base)
-    x, post, comb = _allocate(streams)
-    if x.shape[0]:
-        with backends.on_device(streams):
-            _collapse_kernel(streams.dtype, *tile)(
-                rows, mix, base, scale, x, post, comb.flatten(1), iterations, float(eps), float(hc_eps)
-            )
+    return reference.hyper_collapse(streams, mix, base, scale, iterations=iterations, eps=eps, hc_eps=hc_eps)
+
+
+def _collapse_results(streams: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, n, channels = streams.shape
+    x = torch.empty(tokens, channels, dtype=streams.dtype, device=streams.device)
+    post, comb = (torch.empty(tokens, *s, dtype=torch.float32, device=streams.device) for s in ((n,), (n, n)))
     return x, post, comb
 
 
-def _expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    reference.check_expand(y, streams, post, comb)
-    if not backends.runs_kernel("hyper_expand", streams) or _wants_gradient(y, streams, post, comb):
-        return reference.hyper_expand(y, streams, post, comb)
-    _check_kernel_takes(streams)
-    y, rows = _rows("y", y), _rows("streams", streams)
-    for name, value in (("post", post), ("comb", comb)):
-        _check_contiguous(name, value)
-    post, weights = _rows("post", post), _rows("comb", comb.flatten(1))
-    out = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
-    if y.shape[0]:
-        with backends.on_device(streams):
-            _expand_kernel(streams.dtype)(y, rows, post, weights, out)
-    return out
+def _expand_results(y: torch.Tensor, streams: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
 
 
-def _check_kernel_takes(streams: torch.Tensor) -> None:
+def _check_limits(streams: torch.Tensor) -> None:
     tokens, n, channels = streams.shape
     if n != STREAMS:
         raise ValueError(f"streams: the Hopper kernel takes n {STREAMS} streams, got {n}")
@@ -132,6 +103,55 @@ def _check_kernel_takes(streams: torch.Tensor) -> None:
         raise ValueError(
             f"streams: the Hopper kernel takes T D at most {MOST_CHANNELS} channels, got shape {list(streams.shape)}"
         )
+
+
+def _check_collapse_limits(streams: torch.Tensor, *_: object) -> None:
+    _check_limits(streams)
+    _tile(streams)
+
+
+@op(
+    arguments=reference.HYPER_COLLAPSE,
+    reference=_collapse_reference,
+    results=_collapse_results,
+    kernels={"sm_90": "dsa.kernels.elementwise.hyper_connections_sm90"},
+    limits=_check_collapse_limits,
+    differentiable=True,
+)
+def _hyper_collapse(
+    kernels: ModuleType,
+    streams: torch.Tensor,
+    mix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    iterations: int,
+    eps: float,
+    hc_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, post, comb = _collapse_results(streams)
+    if x.shape[0]:
+        rows, mix, base = (rows_at_16_bytes(t) for t in (streams, mix, base))
+        launch = _collapse_kernel(kernels, streams.dtype, *_tile(streams))
+        launch(rows, mix, base, scale, x, post, comb.flatten(1), iterations, float(eps), float(hc_eps))
+    return x, post, comb
+
+
+@op(
+    arguments=reference.HYPER_EXPAND,
+    reference=reference.hyper_expand,
+    results=_expand_results,
+    kernels={"sm_90": "dsa.kernels.elementwise.hyper_connections_sm90"},
+    limits=lambda y, streams, *_: _check_limits(streams),
+    differentiable=True,
+)
+def _hyper_expand(
+    kernels: ModuleType, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> torch.Tensor:
+    out = _expand_results(y, streams)
+    if y.shape[0]:
+        y, rows, post, weights = (rows_at_16_bytes(t) for t in (y, streams, post, comb.flatten(1)))
+        _expand_kernel(kernels, streams.dtype)(y, rows, post, weights, out)
+    return out
 
 
 def _tile(streams: torch.Tensor) -> tuple[int, int]:
@@ -146,56 +166,11 @@ def _tile(streams: torch.Tensor) -> tuple[int, int]:
     )
 
 
-def _rows(name: str, x: torch.Tensor) -> torch.Tensor:
-    check_rows(name, x)
-    return rows_at_16_bytes(x)
-
-
-def _check_contiguous(name: str, x: torch.Tensor) -> None:
-    if not x.is_contiguous():
-        raise ValueError(f"{name}: must be contiguous, got strides {list(x.stride())}")
+@functools.cache
+def _collapse_kernel(kernels: ModuleType, dtype: torch.dtype, threads: int, steps: int) -> Callable[..., None]:
+    return kernels.compile_hyper_collapse(dtype_name(dtype), threads, steps)
 
 
 @functools.cache
-def _collapse_kernel(dtype: torch.dtype, threads: int, steps: int) -> Callable[..., None]:
-    from dsa.kernels.elementwise.hyper_connections_sm90 import compile_hyper_collapse
-
-    return compile_hyper_collapse(dtype_name(dtype), threads, steps)
-
-
-@functools.cache
-def _expand_kernel(dtype: torch.dtype) -> Callable[..., None]:
-    from dsa.kernels.elementwise.hyper_connections_sm90 import compile_hyper_expand
-
-    return compile_hyper_expand(dtype_name(dtype))
-
-
-def _allocate(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, n, channels = streams.shape
-    x = torch.empty(tokens, channels, dtype=streams.dtype, device=streams.device)
-    post, comb = (torch.empty(tokens, *s, dtype=torch.float32, device=streams.device) for s in ((n,), (n, n)))
-    return x, post, comb
-
-
-torch.library.custom_op("dsa::hyper_collapse", mutates_args=())(_collapse)
-torch.library.custom_op("dsa::hyper_expand", mutates_args=())(_expand)
-
-
-@torch.library.register_fake("dsa::hyper_collapse")
-def _(
-    streams: torch.Tensor,
-    mix: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    iterations: int,
-    eps: float,
-    hc_eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    reference.check_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
-    return _allocate(streams)
-
-
-@torch.library.register_fake("dsa::hyper_expand")
-def _(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    reference.check_expand(y, streams, post, comb)
-    return torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
+def _expand_kernel(kernels: ModuleType, dtype: torch.dtype) -> Callable[..., None]:
+    return kernels.compile_hyper_expand(dtype_name(dtype))

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_rows, dtype_name
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
 from dsa.reference.elementwise import rms_norm as reference
 
 CHANNEL_MULTIPLE = 8
@@ -31,28 +32,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     rounds to its neighbour. CUDA-graph safe, no host synchronisation.
     Source: arXiv 1910.07467; `RMSNorm` of DeepSeek-V3.2's inference code, and V4's norm of each query head.
     """
-    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (x, weight)):
-        return reference.rms_norm(x, weight, eps).contiguous()
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.rms_norm(x, weight, eps)
-    return _norm(x, weight, eps)
+    return _rms_norm(x, weight, eps)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    reference.check_rms_norm(x, weight, eps)
-    if not backends.runs_kernel("rms_norm", x):
-        return reference.rms_norm(x, weight, eps).contiguous()
-    _check_kernel_takes(x, weight)
-    out = _allocate(x)
-    if out.numel():
-        rows = _three_dims(_aligned(x))
-        launch = _kernel(x.dtype, weight is not None, x.shape[-1])
-        with backends.on_device(x):
-            launch(rows, weight, out if out.dim() == 3 else out.view(rows.shape), float(eps))
-    return out
+def _reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return reference.rms_norm(x, weight, eps).contiguous()
 
 
-def _check_kernel_takes(x: torch.Tensor, weight: torch.Tensor | None) -> None:
+def _results(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _check_limits(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
     channels = x.shape[-1]
     if channels == 0 or channels % CHANNEL_MULTIPLE or channels > MOST_CHANNELS[x.dtype]:
         raise ValueError(
@@ -61,18 +52,24 @@ def _check_kernel_takes(x: torch.Tensor, weight: torch.Tensor | None) -> None:
         )
     if x.numel() // channels > MOST_ROWS:
         raise ValueError(f"x: the Hopper kernel takes at most {MOST_ROWS} rows, got shape {list(x.shape)}")
-    if weight is not None:
-        check_rows("weight", weight)
+    _three_dims(x)
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    aligned = rows_at_16_bytes(x)
-    if aligned is None:
-        raise ValueError(
-            f"x: channels must be contiguous and rows start at multiples of 16 bytes, got strides {list(x.stride())} "
-            f"and an address {x.data_ptr() % 16} bytes past one"
-        )
-    return aligned
+@op(
+    arguments=reference.RMS_NORM,
+    reference=_reference,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
+    limits=_check_limits,
+    differentiable=True,
+)
+def _rms_norm(kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    out = _results(x, weight, eps)
+    if out.numel():
+        rows = _three_dims(rows_at_16_bytes(x))
+        launch = _kernel(kernels, x.dtype, weight is not None, x.shape[-1])
+        launch(rows, weight, out if out.dim() == 3 else out.view(rows.shape), float(eps))
+    return out
 
 
 def _three_dims(x: torch.Tensor) -> torch.Tensor:
@@ -89,21 +86,6 @@ def _three_dims(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, weighted: bool, channels: int) -> Callable[..., None]:
-    from dsa.kernels.elementwise import rms_norm_sm90 as kernels
-
+def _kernel(kernels: ModuleType, dtype: torch.dtype, weighted: bool, channels: int) -> Callable[..., None]:
     name = dtype_name(dtype)
     return kernels.compile_rms_norm(name, weighted, kernels.choose_config(name, channels))
-
-
-def _allocate(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-torch.library.custom_op("dsa::rms_norm", mutates_args=())(_norm)
-
-
-@torch.library.register_fake("dsa::rms_norm")
-def _(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    reference.check_rms_norm(x, weight, eps)
-    return _allocate(x)

@@ -2,20 +2,15 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.reference.checks import (
-    FLOATS,
-    check_same_device,
-    check_same_dtype,
-    check_tensor,
-    check_updatable,
-    check_writable,
-)
+from dsa.ops.declaration import op, wants_gradient
+from dsa.reference.checks import check_updatable
 from dsa.reference.elementwise import rotary as reference
 
 WIDE = 4
@@ -52,59 +47,76 @@ def apply_rotary(
     Their gradients are the reference's only. CUDA-graph safe, no host synchronisation.
     Source: RoFormer (arXiv 2104.09864); `apply_rotary_emb` of DeepSeek-V3.2's and V4's inference code.
     """
-    wants_gradients = _wants_gradients(x, cos, sin, out)
+    wants_gradients = torch.is_grad_enabled() and wants_gradient(x, cos, sin, out)
     if wants_gradients:
-        reference.check_rotary("x", x, cos, sin, interleaved, dims)
+        reference.ROTARY.check(x, cos, sin, interleaved, dims)
     if out is not None:
         if wants_gradients:
             raise ValueError("out: must be None where gradients of x, cos, sin or out are asked for; use no_grad")
-        arguments = (x, cos, sin, interleaved, dims, out)
-        torch.ops.dsa.apply_rotary_out(*arguments) if torch.compiler.is_compiling() else _rotate_into(*arguments)
+        _apply_rotary_out(x, cos, sin, interleaved, dims, out)
         return out
-    arguments = (x, cos, sin, interleaved, dims)
-    if torch.compiler.is_compiling() or (wants_gradients and backends.runs_kernel("apply_rotary", x)):
-        if _wants_gradients(cos, sin):
+    if wants_gradients and (torch.compiler.is_compiling() or backends.runs_kernel("apply_rotary", x)):
+        if wants_gradient(cos, sin):
             raise ValueError("cos: the gradients of cos and sin are the reference's only; use dsa.use_backend")
-        return torch.ops.dsa.apply_rotary(*arguments)
-    return _rotate(*arguments)
+        return torch.ops.dsa.apply_rotary(x, cos, sin, interleaved, dims)  # which has a gradient
+    return _apply_rotary(x, cos, sin, interleaved, dims)
 
 
-def _wants_gradients(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+def _reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str) -> torch.Tensor:
+    return reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str) -> torch.Tensor:
-    reference.check_rotary("x", x, cos, sin, interleaved, dims)
-    if not backends.runs_kernel("apply_rotary", x):
-        return reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims)
-    out = _allocate(x)
-    _launch(x, cos, sin, interleaved, dims, out)
+def _results(x: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@op(
+    arguments=reference.ROTARY,
+    reference=_reference,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.elementwise.rotary_sm90"},
+)
+def _apply_rotary(
+    kernels: ModuleType, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str
+) -> torch.Tensor:
+    out = _results(x)
+    _launch(kernels, x, cos, sin, interleaved, dims, out)
     return out
 
 
-def _rotate_into(
+def _reference_out(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor
 ) -> None:
-    _check(x, cos, sin, interleaved, dims, out)
-    if backends.runs_kernel("apply_rotary", x):
-        _launch(x, cos, sin, interleaved, dims, out)
-    else:
-        check_updatable("out", out)
-        out.copy_(reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims))
+    check_updatable("out", out)
+    out.copy_(_reference(x, cos, sin, interleaved, dims))
 
 
-def _check(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor
+@op(
+    arguments=reference.ROTARY_OUT,
+    reference=_reference_out,
+    results=lambda *_: None,
+    kernels={"sm_90": "dsa.kernels.elementwise.rotary_sm90"},
+)
+def _apply_rotary_out(
+    kernels: ModuleType,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    dims: str,
+    out: torch.Tensor,
 ) -> None:
-    reference.check_rotary("x", x, cos, sin, interleaved, dims)
-    check_tensor("out", out, FLOATS, tuple(x.shape), "x")
-    check_same_dtype(("x", x), out=out)
-    check_same_device(("x", x), out=out)
-    check_writable("out", out)
+    _launch(kernels, x, cos, sin, interleaved, dims, out)
 
 
 def _launch(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor
+    kernels: ModuleType,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    dims: str,
+    out: torch.Tensor,
 ) -> None:
     rotated = 2 * cos.shape[1]
     if rotated == 0:
@@ -128,9 +140,8 @@ def _launch(
             f"{list(x.shape)}"
         )
     angles = (_angles(a, wide is not None) for a in (cos, sin))
-    launch = _kernel(x.dtype, interleaved, wide is not None, x.numel().bit_length())
-    with backends.on_device(x):
-        launch(rows, *angles, target, begin // channels)
+    launch = _kernel(kernels, x.dtype, interleaved, wide is not None, x.numel().bit_length())
+    launch(rows, *angles, target, begin // channels)
 
 
 def _heads(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -165,30 +176,11 @@ def _angles(x: torch.Tensor, wide: bool) -> torch.Tensor:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, interleaved: bool, wide: bool, size_bits: int) -> Callable[..., None]:
-    from dsa.kernels.elementwise import rotary_sm90 as kernels
-
+def _kernel(
+    kernels: ModuleType, dtype: torch.dtype, interleaved: bool, wide: bool, size_bits: int
+) -> Callable[..., None]:
     name = dtype_name(dtype)
     return kernels.compile_apply_rotary(name, interleaved, kernels.choose_config(name, wide, 1 << (size_bits - 1)))
-
-
-def _allocate(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-torch.library.custom_op("dsa::apply_rotary", mutates_args=())(_rotate)
-torch.library.custom_op("dsa::apply_rotary_out", mutates_args=("out",))(_rotate_into)
-
-
-@torch.library.register_fake("dsa::apply_rotary")
-def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str) -> torch.Tensor:
-    reference.check_rotary("x", x, cos, sin, interleaved, dims)
-    return _allocate(x)
-
-
-@torch.library.register_fake("dsa::apply_rotary_out")
-def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor) -> None:
-    _check(x, cos, sin, interleaved, dims, out)
 
 
 def _save_angles(ctx, inputs: tuple, output: torch.Tensor) -> None:

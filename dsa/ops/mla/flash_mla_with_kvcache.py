@@ -9,7 +9,7 @@ import torch
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.ops._known_calls import KnownCalls, signature
+from dsa.ops.known_calls import KnownCalls, signature
 from dsa.ops.mla import _sparse_decode
 from dsa.reference.checks import check_same_dtype
 from dsa.reference.mla import flash_mla_with_kvcache as reference

@@ -7,7 +7,7 @@ import torch
 from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops._known_calls import KnownCalls, signature
+from dsa.ops.known_calls import KnownCalls, signature
 from dsa.ops.mla import _sparse_decode
 
 # The module: by name, its ops would count as this one's.

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
 from dsa.reference.moe import combine_experts as reference
 
 CHANNEL_MULTIPLE = 8
@@ -35,28 +36,14 @@ def combine_experts(
     Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
-    floats = [x for x in (y, weights, shared) if isinstance(x, torch.Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in floats):
-        return reference.combine_experts(y, rows, weights, shared)
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.combine_experts(y, rows, weights, shared)
-    return _combine(y, rows, weights, shared)
+    return _combine_experts(y, rows, weights, shared)
 
 
-def _combine(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
-    reference.check(y, rows, weights, shared)
-    # Nothing to sum: PyTorch's one or two kernels, and no tensor without memory goes to ours.
-    if not backends.runs_kernel("combine_experts", y) or y.numel() == 0 or rows.numel() == 0:
-        return reference.combine_experts(y, rows, weights, shared)
-    _check_kernel_takes(y, rows)
-    out = _allocate(y, rows)
-    launch = _kernel(y.dtype, rows.dtype, shared is not None)
-    with backends.on_device(y):
-        launch(_aligned("y", y), rows, weights, None if shared is None else _aligned("shared", shared), out)
-    return out
+def _results(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty((len(rows), y.shape[1]), dtype=y.dtype, device=y.device)
 
 
-def _check_kernel_takes(y: torch.Tensor, rows: torch.Tensor) -> None:
+def _check_limits(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> None:
     if y.shape[1] % CHANNEL_MULTIPLE:
         raise ValueError(f"y: the Hopper kernel takes H a multiple of {CHANNEL_MULTIPLE}, got shape {list(y.shape)}")
     if len(y) > MOST:
@@ -68,31 +55,26 @@ def _check_kernel_takes(y: torch.Tensor, rows: torch.Tensor) -> None:
         )
 
 
-def _aligned(name: str, x: torch.Tensor) -> torch.Tensor:
-    aligned = rows_at_16_bytes(x)
-    if aligned is None:
-        raise ValueError(
-            f"{name}: channels must be contiguous and rows start at multiples of 16 bytes, got strides "
-            f"{list(x.stride())} and an address {x.data_ptr() % 16} bytes past one"
-        )
-    return aligned
+@op(
+    arguments=reference.COMBINE_EXPERTS,
+    reference=reference.combine_experts,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.moe.combine_experts_sm90"},
+    limits=_check_limits,
+    differentiable=True,
+)
+def _combine_experts(
+    kernels: ModuleType, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
+) -> torch.Tensor:
+    # Nothing to sum: PyTorch's one or two kernels, and no tensor without memory goes to ours.
+    if y.numel() == 0 or rows.numel() == 0:
+        return reference.combine_experts(y, rows, weights, shared)
+    out = _results(y, rows, weights, shared)
+    launch = _kernel(kernels, y.dtype, rows.dtype, shared is not None)
+    launch(rows_at_16_bytes(y), rows, weights, None if shared is None else rows_at_16_bytes(shared), out)
+    return out
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, index_dtype: torch.dtype, shared: bool) -> Callable[..., None]:
-    from dsa.kernels.moe.combine_experts_sm90 import compile_combine_experts
-
-    return compile_combine_experts(dtype_name(dtype), dtype_name(index_dtype), shared)
-
-
-def _allocate(y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return torch.empty((len(rows), y.shape[1]), dtype=y.dtype, device=y.device)
-
-
-torch.library.custom_op("dsa::combine_experts", mutates_args=())(_combine)
-
-
-@torch.library.register_fake("dsa::combine_experts")
-def _(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
-    reference.check(y, rows, weights, shared)
-    return _allocate(y, rows)
+def _kernel(kernels: ModuleType, dtype: torch.dtype, index_dtype: torch.dtype, shared: bool) -> Callable[..., None]:
+    return kernels.compile_combine_experts(dtype_name(dtype), dtype_name(index_dtype), shared)

@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
 from dsa.reference.moe import expert_routing as reference
 
 MOST_EXPERTS, MOST_PICKS, MOST_GROUPS = 1024, 32, 32
@@ -44,8 +45,7 @@ def moe_gate(
     Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is transformers',
     in every family.
     """
-    op = torch.ops.dsa.moe_gate if torch.compiler.is_compiling() else _gate
-    return op(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
+    return _moe_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -59,10 +59,10 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     Raises TypeError or ValueError for other types and dtypes, and counts below 1.
     On Hopper: one kernel, no workspace. Deterministic. CUDA-graph safe.
     """
-    return (torch.ops.dsa.sort_by_expert if torch.compiler.is_compiling() else _sort)(experts, count)
+    return _sort_by_expert(experts, count)
 
 
-def _gate(
+def _gate_reference(
     logits: torch.Tensor,
     bias: torch.Tensor,
     top_k: int,
@@ -72,69 +72,38 @@ def _gate(
     normalise: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
-    wants_gradient = torch.is_grad_enabled() and logits.requires_grad
-    if wants_gradient or not backends.runs_kernel("moe_gate", logits):
-        groups = {"n_group": n_group, "topk_group": topk_group}
-        return reference.moe_gate(logits, bias, top_k, scores=scores, normalise=normalise, scale=scale, **groups)
+    groups = {"n_group": n_group, "topk_group": topk_group}
+    return reference.moe_gate(logits, bias, top_k, scores=scores, normalise=normalise, scale=scale, **groups)
+
+
+def _gate_results(
+    logits: torch.Tensor, bias: torch.Tensor, top_k: int, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = len(logits), top_k
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
+
+
+def _check_gate_limits(
+    logits: torch.Tensor, bias: torch.Tensor, top_k: int, scores: str, n_group: int, *_: object
+) -> None:
     if logits.shape[1] > MOST_EXPERTS:
         raise ValueError(f"logits: the Hopper kernel takes up to {MOST_EXPERTS} experts, got {logits.shape[1]}")
     if top_k > MOST_PICKS:
         raise ValueError(f"top_k: the Hopper kernel takes up to {MOST_PICKS}, got {top_k}")
     if n_group > MOST_GROUPS:
         raise ValueError(f"n_group: the Hopper kernel takes up to {MOST_GROUPS}, got {n_group}")
-    picks, weights = _allocate_gate(logits, top_k)
-    if len(logits):
-        launch = _gate_kernel(logits.shape[1], top_k, scores, n_group, topk_group, normalise)
-        rows = logits if logits.stride(-1) == 1 else logits.contiguous()
-        with backends.on_device(logits):
-            launch(rows, bias.contiguous(), picks, weights, float(scale))
-    return picks, weights
 
 
-def _sort(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    reference.check_experts(experts, count)
-    if not backends.runs_kernel("sort_by_expert", experts):
-        return reference.sort_by_expert(experts, count)
-    order, rows, ends = _allocate_sort(experts, count)
-    if experts.numel() == 0:
-        return order, rows, ends.zero_()
-    with backends.on_device(experts):
-        _sort_kernel(experts.dtype)(experts.contiguous().view(-1), order, rows.view(-1), ends)
-    return order, rows, ends
-
-
-@functools.cache
-def _gate_kernel(*variant: int | str | bool) -> Callable[..., None]:
-    from dsa.kernels.moe.moe_gate_sm90 import compile_moe_gate
-
-    return compile_moe_gate(*variant)
-
-
-@functools.cache
-def _sort_kernel(dtype: torch.dtype) -> Callable[..., None]:
-    from dsa.kernels.moe.sort_by_expert_sm90 import compile_sort_by_expert
-
-    return compile_sort_by_expert(dtype_name(dtype))
-
-
-def _allocate_gate(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = len(logits), top_k
-    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
-
-
-def _allocate_sort(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shapes = (experts.numel(),), experts.shape, (count,)
-    order, rows, ends = (experts.new_empty(shape, dtype=torch.int32) for shape in shapes)
-    return order, rows, ends
-
-
-torch.library.custom_op("dsa::moe_gate", mutates_args=())(_gate)
-torch.library.custom_op("dsa::sort_by_expert", mutates_args=())(_sort)
-
-
-@torch.library.register_fake("dsa::moe_gate")
-def _(
+@op(
+    arguments=reference.MOE_GATE,
+    reference=_gate_reference,
+    results=_gate_results,
+    kernels={"sm_90": "dsa.kernels.moe.moe_gate_sm90"},
+    limits=_check_gate_limits,
+    differentiable=True,
+)
+def _moe_gate(
+    kernels: ModuleType,
     logits: torch.Tensor,
     bias: torch.Tensor,
     top_k: int,
@@ -144,11 +113,41 @@ def _(
     normalise: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
-    return _allocate_gate(logits, top_k)
+    experts, weights = _gate_results(logits, bias, top_k)
+    if len(logits):
+        launch = _gate_kernel(kernels, logits.shape[1], top_k, scores, n_group, topk_group, normalise)
+        rows = logits if logits.stride(-1) == 1 else logits.contiguous()
+        launch(rows, bias.contiguous(), experts, weights, float(scale))
+    return experts, weights
 
 
-@torch.library.register_fake("dsa::sort_by_expert")
-def _(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    reference.check_experts(experts, count)
-    return _allocate_sort(experts, count)
+def _sort_results(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shapes = (experts.numel(),), experts.shape, (count,)
+    order, rows, ends = (experts.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return order, rows, ends
+
+
+@op(
+    arguments=reference.SORT_BY_EXPERT,
+    reference=reference.sort_by_expert,
+    results=_sort_results,
+    kernels={"sm_90": "dsa.kernels.moe.sort_by_expert_sm90"},
+)
+def _sort_by_expert(
+    kernels: ModuleType, experts: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    order, rows, ends = _sort_results(experts, count)
+    if experts.numel() == 0:
+        return order, rows, ends.zero_()
+    _sort_kernel(kernels, experts.dtype)(experts.contiguous().view(-1), order, rows.view(-1), ends)
+    return order, rows, ends
+
+
+@functools.cache
+def _gate_kernel(kernels: ModuleType, *variant: int | str | bool) -> Callable[..., None]:
+    return kernels.compile_moe_gate(*variant)
+
+
+@functools.cache
+def _sort_kernel(kernels: ModuleType, dtype: torch.dtype) -> Callable[..., None]:
+    return kernels.compile_sort_by_expert(dtype_name(dtype))

@@ -2,18 +2,35 @@
 
 import torch
 
+from dsa.reference.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import (
-    FLOATS,
-    check_memory,
-    check_number,
-    check_positive,
-    check_same_device,
-    check_same_dtype,
-    check_tensor,
-)
+from dsa.reference.checks import FLOATS, check_memory
 
 MOST_ITERATIONS = 1000  # of Sinkhorn, which has long converged
+
+
+def _check_streams(streams: torch.Tensor) -> None:
+    if 0 in streams.shape[1:]:
+        raise ValueError(f"streams: must have at least one stream and one channel, got shape {list(streams.shape)}")
+
+
+HYPER_COLLAPSE = Arguments(
+    rule=lambda streams, *_: _check_streams(streams),
+    streams=Tensor("T n D", FLOATS, layout=ROWS),
+    mix=Tensor("T (2+n)*n", F32, layout=ALIGNED),
+    base=Tensor("(2+n)*n", F32, layout=ALIGNED),
+    scale=Tensor("3", F32, layout=CONTIGUOUS),
+    iterations=Int(most=MOST_ITERATIONS),
+    eps=Number(least=0),
+    hc_eps=Number(least=0),
+)
+HYPER_EXPAND = Arguments(
+    rule=lambda y, streams, *_: _check_streams(streams),
+    y=Tensor("T D", FLOATS, layout=ROWS),
+    streams=Tensor("T n D", FLOATS, like="y", layout=ROWS),
+    post=Tensor("T n", F32, layout=ALIGNED),
+    comb=Tensor("T n n", F32, layout=ALIGNED),
+)
 
 
 @without_autocast
@@ -35,18 +52,10 @@ def hyper_collapse(
       comb = Sinkhorn(softmax(.) + hc_eps)
     where Sinkhorn divides columns by their sums + hc_eps, then `iterations` - 1 times rows and columns.
 
-    streams  X [T, n, D] fp32, bf16 or fp16
-    mix      [T, (2 + n) n] fp32: fn v, a projection of the streams
-    base     [(2 + n) n] fp32
-    scale    [3] fp32: of pre, post and comb
-    iterations   from 1 to 1000
-    eps, hc_eps  finite numbers, at least 0
-
-    Returns x [T, D] in streams' dtype, post [T, n] and comb [T, n, n] fp32. All is fp32 and x rounds once. Gradients
-    flow to every tensor. Raises TypeError or ValueError for other types, dtypes and shapes.
+    All is fp32 and x rounds once. Gradients flow to every tensor. Arguments as of `dsa.hyper_collapse`.
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
-    check_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
+    HYPER_COLLAPSE.check(streams, mix, base, scale, iterations, eps, hc_eps)
     check_memory("streams", streams)
     n = streams.shape[1]
     v = streams.flatten(1).float()
@@ -67,53 +76,9 @@ def hyper_collapse(
 def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """X'_k = post_k y + sum_j comb[j, k] X_j, in fp32, rounded once.
 
-    y        [T, D] of streams' dtype: the sublayer's output
-    streams  X [T, n, D] fp32, bf16 or fp16
-    post     [T, n] fp32
-    comb     [T, n, n] fp32
-
-    Returns X' [T, n, D] in streams' dtype. Gradients flow to every tensor. Raises TypeError or ValueError for other
-    types, dtypes and shapes.
+    Gradients flow to every tensor. Arguments as of `dsa.hyper_expand`.
     """
-    check_expand(y, streams, post, comb)
+    HYPER_EXPAND.check(y, streams, post, comb)
     check_memory("streams", streams)
     mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype)
-
-
-def check_collapse(
-    streams: torch.Tensor,
-    mix: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    iterations: int,
-    eps: float,
-    hc_eps: float,
-) -> None:
-    """The checks of `hyper_collapse`."""
-    n = _check_streams(streams)
-    check_tensor("mix", mix, (torch.float32,), (streams.shape[0], (2 + n) * n), "streams")
-    check_tensor("base", base, (torch.float32,), ((2 + n) * n,), "streams")
-    check_tensor("scale", scale, (torch.float32,), (3,))
-    check_positive("iterations", iterations, MOST_ITERATIONS)
-    check_number("eps", eps, 0)
-    check_number("hc_eps", hc_eps, 0)
-    check_same_device(("streams", streams), mix=mix, base=base, scale=scale)
-
-
-def check_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> None:
-    """The checks of `hyper_expand`."""
-    n = _check_streams(streams)
-    tokens, _, channels = streams.shape
-    check_tensor("y", y, FLOATS, (tokens, channels), "streams")
-    check_same_dtype(("streams", streams), y=y)
-    check_tensor("post", post, (torch.float32,), (tokens, n), "streams")
-    check_tensor("comb", comb, (torch.float32,), (tokens, n, n), "streams")
-    check_same_device(("streams", streams), y=y, post=post, comb=comb)
-
-
-def _check_streams(streams: torch.Tensor) -> int:
-    check_tensor("streams", streams, FLOATS, ("T", "n", "D"))
-    if streams.shape[1] == 0 or streams.shape[2] == 0:
-        raise ValueError(f"streams: must have at least one stream and one channel, got shape {list(streams.shape)}")
-    return streams.shape[1]

@@ -2,6 +2,7 @@
 
 import torch
 
+from dsa.reference.arguments import F32, Arguments, Choice, Flag, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.checks import (
     FLOATS,
@@ -14,6 +15,24 @@ from dsa.reference.checks import (
 )
 
 DIMS = ("first", "last")
+
+
+def _check_channels(x: torch.Tensor, cos: torch.Tensor, *_: object) -> None:
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"x: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
+        )
+
+
+_SPECS = {
+    "x": Tensor("T ... D", FLOATS),
+    "cos": Tensor("T R/2", F32),
+    "sin": Tensor("T R/2", F32),
+    "interleaved": Flag(),
+    "dims": Choice(DIMS),
+}
+ROTARY = Arguments(rule=_check_channels, **_SPECS)
+ROTARY_OUT = Arguments(rule=_check_channels, **_SPECS, out=Tensor("T ... D", FLOATS, like="x", written=True))
 
 
 @without_autocast

@@ -2,10 +2,16 @@
 
 import torch
 
+from dsa.reference.arguments import F32, ROWS, Arguments, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, check_memory, check_same_device, check_same_dtype, check_tensor
+from dsa.reference.checks import FLOATS, check_memory
 
-INDICES = (torch.int32, torch.int64)
+COMBINE_EXPERTS = Arguments(
+    y=Tensor("M H", FLOATS, layout=ROWS),
+    rows=Tensor("T k", (torch.int32, torch.int64)),
+    weights=Tensor("T k", F32),
+    shared=Tensor("T H", FLOATS, like="y", optional=True, layout=ROWS),
+)
 
 
 @without_autocast
@@ -14,16 +20,11 @@ def combine_experts(
 ) -> torch.Tensor:
     """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once.
 
-    y        [M, H] float, the experts' outputs in any order
-    rows     [T, k] int32 or int64; a row outside [0, M) counts as zero, whatever its weight
-    weights  [T, k] fp32
-    shared   [T, H] of y's dtype, or None: zero
-
-    Returns [T, H] in y's dtype. Products are rounded to fp32 and added in the order of j, shared last. Differentiable
-    in y, weights and shared.
+    Products are rounded to fp32 and added in the order of j, shared last. Differentiable in y, weights and shared.
+    Arguments as of `dsa.combine_experts`.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
-    check(y, rows, weights, shared)
+    COMBINE_EXPERTS.check(y, rows, weights, shared)
     check_memory("y", y)
     present = (rows >= 0) & (rows < len(y))
     # The absent ones read a row of zeros behind the others.
@@ -36,14 +37,3 @@ def combine_experts(
     if shared is not None:
         out = out + shared.float()
     return out.to(y.dtype)
-
-
-def check(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> None:
-    """Types, dtypes and shapes of `combine_experts`."""
-    check_tensor("y", y, FLOATS, ("M", "H"))
-    check_tensor("rows", rows, INDICES, ("T", "k"))
-    check_tensor("weights", weights, (torch.float32,), tuple(rows.shape), "rows")
-    if shared is not None:
-        check_tensor("shared", shared, FLOATS, (len(rows), y.shape[1]), "rows and y")
-        check_same_dtype(("y", y), shared=shared)
-    check_same_device(("y", y), rows=rows, weights=weights, shared=shared)

@@ -2,22 +2,43 @@
 
 import torch
 
+from dsa.reference.arguments import F32, Arguments, Choice, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import (
-    check_choice,
-    check_flag,
-    check_memory,
-    check_number,
-    check_positive,
-    check_same_device,
-    check_tensor,
-    shape_of,
-)
+from dsa.reference.checks import check_memory
 
 SCORES = ("sigmoid", "sqrtsoftplus")
 # Added to the sum that weights are divided by, so that no sum is 0.
 LEAST_SUM = 1e-20
-_F32, _INTS = (torch.float32,), (torch.int32, torch.int64)
+
+
+def _check_groups(
+    logits: torch.Tensor, bias: torch.Tensor, top_k: int, scores: str, n_group: int, topk_group: int, *_: object
+) -> None:
+    experts = logits.shape[1]
+    if experts % n_group:
+        raise ValueError(f"n_group: must divide the {experts} experts of logits, got {n_group}")
+    if topk_group > n_group:
+        raise ValueError(f"topk_group: must be from 1 to n_group={n_group}, got {topk_group}")
+    most = topk_group * (experts // n_group)
+    if top_k > most:
+        raise ValueError(
+            f"top_k: must be from 1 to the {most} experts of logits in the topk_group={topk_group} of "
+            f"n_group={n_group} groups that stay, got {top_k}"
+        )
+
+
+MOE_GATE = Arguments(
+    rule=_check_groups,
+    logits=Tensor("T E", F32),
+    bias=Tensor("E", F32),
+    top_k=Int(),
+    scores=Choice(SCORES),
+    n_group=Int(),
+    topk_group=Int(),
+    normalise=Flag(),
+    scale=Number(),
+)
+SORT_BY_EXPERT = Arguments(experts=Tensor("...", (torch.int32, torch.int64)), count=Int())
 
 
 @without_autocast
@@ -39,14 +60,11 @@ def moe_gate(
     Their weights are s without the bias, divided by their sum plus 1e-20 if `normalise`, times `scale`: a token whose
     scores are all 0 has weights of 0. Of equal ones the lowest number wins.
 
-    logits  fp32 [T, E]; bias fp32 [E]
-    Returns experts int64 [T, top_k] and weights fp32 [T, top_k]. A NaN is above all numbers. Differentiable in logits,
-    through the weights.
-    Raises TypeError or ValueError for other types, dtypes and shapes.
+    A NaN is above all numbers. Differentiable in logits, through the weights. Arguments as of `dsa.moe_gate`.
     Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is transformers',
     in every family.
     """
-    check_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
+    MOE_GATE.check(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
     check_memory("logits", logits)
     logits = logits.contiguous()  # the last bit of a sigmoid on a CPU depends on strides
     s = torch.sigmoid(logits) if scores == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
@@ -67,50 +85,12 @@ def _best(x: torch.Tensor, count: int) -> torch.Tensor:
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
-def check_gate(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    top_k: int,
-    scores: str,
-    n_group: int,
-    topk_group: int,
-    normalise: bool,
-    scale: float,
-) -> None:
-    """The checks of `moe_gate`."""
-    check_tensor("logits", logits, _F32, ("T", "E"))
-    experts = logits.shape[1]
-    check_tensor("bias", bias, _F32, (experts,), "logits")
-    check_choice("scores", scores, SCORES)
-    check_positive("n_group", n_group)
-    check_positive("topk_group", topk_group)
-    check_positive("top_k", top_k)
-    check_flag("normalise", normalise)
-    check_number("scale", scale)
-    if experts % n_group:
-        raise ValueError(f"n_group: must divide the {experts} experts of logits, got {n_group}")
-    if topk_group > n_group:
-        raise ValueError(f"topk_group: must be from 1 to n_group={n_group}, got {topk_group}")
-    most = topk_group * (experts // n_group)
-    if top_k > most:
-        raise ValueError(
-            f"top_k: must be from 1 to the {most} experts of logits in the topk_group={topk_group} of "
-            f"n_group={n_group} groups that stay, got {top_k}"
-        )
-    check_same_device(("logits", logits), bias=bias)
-
-
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The order of entries by expert, entries of the same expert in their own order.
 
-    experts  int32 or int64, any shape of N elements; one below 0 or from `count` on is none, and comes last
-    count    E, how many experts there are
-
-    Returns order int32 [N], entry order[r] is in row r; rows int32 in the shape of experts, the row of each entry, -1
-    if its expert is none; ends int32 [E], the rows of expert e end before ends[e].
-    Raises TypeError or ValueError for other types and dtypes, and counts below 1.
+    Arguments as of `dsa.sort_by_expert`.
     """
-    check_experts(experts, count)
+    SORT_BY_EXPERT.check(experts, count)
     check_memory("experts", experts)
     flat = experts.flatten()
     flat = torch.where((flat < 0) | (flat >= count), count, flat)
@@ -119,9 +99,3 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     rows = torch.where(flat == count, -1, rows)
     ends = torch.bincount(flat, minlength=count + 1)[:count].cumsum(0)
     return order.int(), rows.int().view(experts.shape), ends.int()
-
-
-def check_experts(experts: torch.Tensor, count: int) -> None:
-    """The checks of `sort_by_expert`."""
-    check_tensor("experts", experts, _INTS, shape_of(experts))
-    check_positive("count", count)

@@ -1,6 +1,5 @@
 """The bridge of the rotation, on the CPU: dispatch, what it launches, gradients, torch.compile, errors with a name."""
 
-import contextlib
 from functools import partial
 
 import pytest
@@ -19,16 +18,6 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def inputs(shape=(5, 3, 24), rotated=16, dtype=torch.bfloat16):
     angles = torch.randn(shape[0], rotated // 2)
     return torch.randn(shape).to(dtype), angles.cos(), angles.sin()
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """The bridge goes the kernel's way; what it would launch is listed, not run."""
-    found = []
-    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
-    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(op, "_kernel", lambda *variant: lambda *arguments: found.append((variant, arguments)))
-    return found
 
 
 def test_constants_are_the_kernels():

@@ -122,8 +122,8 @@ def test_errors_of_iterations(iterations, error):
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [
-        (0, torch.randn(3, 6).bfloat16(), "y: dtype must be streams's float32, got bfloat16"),
-        (0, torch.randn(2, 6), r"y: shape must be \[3, 6\]"),
+        (0, torch.randn(3, 6).bfloat16(), "streams: dtype must be y's bfloat16, got float32"),
+        (0, torch.randn(2, 6), r"streams: shape must be \[2, n, 6\], got \[3, 4, 6\] \(sizes as of y\)"),
         (2, torch.randn(3, 3), r"post: shape must be \[3, 4\]"),
         (3, torch.randn(3, 4, 3), r"comb: shape must be \[3, 4, 4\]"),
     ],

@@ -16,7 +16,8 @@ class KnownCalls(dict[tuple, dict]):
 
 
 def signature(*values: object) -> tuple:
-    """Of each argument: of tensors, all but the contents; of numbers, the number; of others, the type."""
+    """Of each argument: of tensors, all but the contents; of numbers, strings and dtypes, the value; of lists and
+    tuples, what they hold; of others, the type."""
     found: list[object] = []
     for x in values:
         if isinstance(x, torch.Tensor):
@@ -24,8 +25,10 @@ def signature(*values: object) -> tuple:
                 found.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16))
             except RuntimeError:  # a sparse or nested tensor, which the checks refuse: no call is like this one
                 found.append(object())
-        elif isinstance(x, (int, float)):
+        elif isinstance(x, (int, float, str, torch.dtype)):
             found.append((type(x), x))
+        elif isinstance(x, (list, tuple)):
+            found.append((type(x), signature(*x)))
         else:
             found.append(type(x))
     return tuple(found)

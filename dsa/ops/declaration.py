@@ -1,0 +1,150 @@
+"""How an op is declared: once. Its eager path, its torch.library op and its fake follow from the declaration.
+
+    @op(
+        arguments=reference.RMS_NORM,
+        reference=_reference,
+        results=_results,
+        kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
+        limits=_check_limits,
+        differentiable=True,
+    )
+    def _rms_norm(kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        out = _results(x, weight, eps)
+        ...  # launch
+
+The function that is decorated launches the kernels; what calls it has checked its arguments. Without its first
+parameter its signature is that of the op: tensors, numbers and strings in one flat list, which is what torch.library
+takes. The public function in front of it has the op's name, its keyword arguments and its docstring.
+
+A call of the op
+- that asks for gradients, of an op that is `differentiable`, runs the reference, which is plain PyTorch;
+- under torch.compile is one node of the graph, `torch.ops.dsa.NAME`, whose fake is `arguments.check` and `results`;
+- else runs the kernels or the reference, as dsa.backends decides by the tensors' device and the table of kernels.
+
+Checks cost more than a launch, and decoding repeats itself: a call in order is remembered by all that they look at.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from dsa import backends
+from dsa.ops.known_calls import KnownCalls, signature
+from dsa.reference.arguments import Arguments
+
+OPS: dict[str, "Op"] = {}
+
+
+class Op:
+    """A declared op, to be called with all of its arguments in their order."""
+
+    def __init__(
+        self,
+        name: str,
+        launch: Callable[..., Any],
+        arguments: Arguments,
+        reference: Callable[..., Any],
+        results: Callable[..., Any],
+        kernels: Mapping[str, str | tuple[str, ...]],
+        limits: Callable[..., None] | None,
+        differentiable: bool,
+    ) -> None:
+        self.name, self.launch, self.arguments, self.reference = name, launch, arguments, reference
+        self.results, self.kernels, self.limits, self.differentiable = results, dict(kernels), limits, differentiable
+        backends.KERNELS[name] = self.kernels
+        self._modules: dict[str, ModuleType | tuple[ModuleType, ...]] = {}
+        self._known = KnownCalls()
+        self._written = tuple(list(arguments.specs).index(argument) for argument in arguments.written)
+        self._register()
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self.differentiable and torch.is_grad_enabled() and wants_gradient(*arguments):
+            return self.reference(*arguments)
+        if torch.compiler.is_compiling():
+            return getattr(torch.ops.dsa, self.name)(*arguments)
+        return self.run(*arguments)
+
+    def run(self, *arguments: Any) -> Any:
+        """Without a look at gradients and at torch.compile."""
+        tensor = next((x for x in _flat(arguments) if isinstance(x, torch.Tensor)), None)
+        if tensor is None or not backends.runs_kernel(self.name, tensor):
+            self.arguments.check(*arguments)
+            return self.reference(*arguments)
+        call = signature(*arguments)
+        if self._written:
+            call = (*call, torch.is_grad_enabled(), *(arguments[i].requires_grad for i in self._written))
+        if call not in self._known:
+            self.arguments.check(*arguments)
+            if self.limits is not None:
+                self.limits(*arguments)
+            self.arguments.check_layouts(*arguments)
+            self._known.remember(call, {})
+        with backends.on_device(tensor):
+            return self.launch(self.modules(backends.arch_of(tensor.device)), *arguments)
+
+    def modules(self, arch: str) -> ModuleType | tuple[ModuleType, ...]:
+        """The kernels for an arch: the module that the table names, or a tuple of them."""
+        if arch not in self._modules:
+            row = self.kernels[arch]
+            modules = tuple(map(importlib.import_module, (row,) if isinstance(row, str) else row))
+            self._modules[arch] = modules[0] if isinstance(row, str) else modules
+        return self._modules[arch]
+
+    def _register(self) -> None:
+        def prototype() -> None:
+            """Has the signature of the op."""
+
+        whole = inspect.signature(self.launch)
+        prototype.__signature__ = whole.replace(parameters=list(whole.parameters.values())[1:])
+        schema = torch.library.infer_schema(prototype, mutates_args=self.arguments.written)
+        name, written = f"dsa::{self.name}", self.arguments.written
+        torch.library.custom_op(name, self.run, mutates_args=written, schema=schema)
+
+        def fake(*arguments: Any) -> Any:
+            self.arguments.check(*arguments)
+            return self.results(*arguments)
+
+        torch.library.register_fake(name, fake)
+
+
+def op(
+    *,
+    arguments: Arguments,
+    reference: Callable[..., Any],
+    results: Callable[..., Any],
+    kernels: Mapping[str, str | tuple[str, ...]],
+    limits: Callable[..., None] | None = None,
+    differentiable: bool = False,
+) -> Callable[[Callable[..., Any]], Op]:
+    """Declares the op NAME with the function `_NAME`, which launches its kernels.
+
+    arguments       their specs
+    reference       the same function in PyTorch, with the op's arguments in their order
+    results         allocates what the op returns; of meta tensors too. None where it writes in place
+    kernels         the op's rows in the table of kernels: arch -> module or modules, which `launch` gets first
+    limits          raises ValueError for arguments in order that the kernels do not take all the same
+    differentiable  where a gradient is asked for, the reference runs
+    """
+
+    def declare(launch: Callable[..., Any]) -> Op:
+        name = launch.__name__.removeprefix("_")
+        OPS[name] = Op(name, launch, arguments, reference, results, kernels, limits, differentiable)
+        return OPS[name]
+
+    return declare
+
+
+def wants_gradient(*arguments: Any) -> bool:
+    """Whether one of them is, or holds, a tensor that requires a gradient."""
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in _flat(arguments))
+
+
+def _flat(arguments: tuple[Any, ...]) -> list[Any]:
+    found: list[Any] = []
+    for x in arguments:
+        found.extend(x) if isinstance(x, (list, tuple)) else found.append(x)
+    return found

@@ -1,0 +1,246 @@
+"""What an op takes, declared: a spec for each argument, from which the checks and their messages follow.
+
+    RMS_NORM = Arguments(
+        x=Tensor("... D", FLOATS, layout=ROWS),
+        weight=Tensor("D", F32, optional=True, layout=ROWS),
+        eps=Number(least=0),
+    )
+    RMS_NORM.check(x, weight, eps)          # types, dtypes, shapes and devices: references and ops
+    RMS_NORM.check_layouts(x, weight, eps)  # strides and alignment: only where a kernel is to run
+
+A shape is words: a number, a name, or a formula of names that are known by then ("2*n", "ceil(K/128)"). A word's first
+use binds it to the size found there, "B+1" binds B too, and later ones must agree. "..." is any number of dimensions,
+the same ones wherever it stands.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsa.reference.checks import (
+    INT_MAX,
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_int,
+    check_number,
+    check_same_device,
+    check_same_dtype,
+    check_tensor,
+    check_writable,
+)
+
+F32 = (torch.float32,)
+# Layouts: what kernels ask of a tensor's memory. References take any.
+ANY = "any strides"
+INNER = "the last dimension contiguous"
+ROWS = "the last dimension contiguous, rows at multiples of 16 bytes"
+CONTIGUOUS = "contiguous"
+ALIGNED = "contiguous, from a multiple of 16 bytes on"
+
+Sizes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """shape     words, as the module says
+    dtypes    that it may have
+    like      the argument whose dtype it must have
+    optional  may be None
+    layout    ANY, INNER, ROWS, CONTIGUOUS or ALIGNED: what the kernels ask of its memory
+    written   the op writes to it in place
+    name      what messages call it, where that is not the parameter's name: "kv[0]"
+    """
+
+    shape: str
+    dtypes: tuple[torch.dtype, ...]
+    like: str = ""
+    optional: bool = False
+    layout: str = ANY
+    written: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Int:
+    least: int = 1
+    most: int = INT_MAX
+    optional: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        check_int(name, value, self.least, self.most)
+
+
+@dataclass(frozen=True)
+class Number:
+    least: float | None = None
+    optional: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        check_number(name, value, self.least)
+
+
+@dataclass(frozen=True)
+class Flag:
+    optional: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        check_flag(name, value)
+
+
+@dataclass(frozen=True)
+class Choice:
+    choices: tuple[str, ...]
+    optional: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        check_choice(name, value, self.choices)
+
+
+@dataclass(frozen=True)
+class Dtype:
+    dtypes: tuple[torch.dtype, ...]
+    optional: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        check_dtype(name, value, self.dtypes)
+
+
+Spec = Tensor | Int | Number | Flag | Choice | Dtype
+
+
+class Arguments:
+    """The specs of an op's arguments, in their order.
+
+    rule  called with all of them after the specs' checks, for what these cannot say; raises ValueError
+    """
+
+    def __init__(self, *, rule: Callable[..., None] | None = None, **specs: Spec) -> None:
+        self.specs, self.rule = specs, rule
+        self.names = tuple(getattr(spec, "name", "") or name for name, spec in specs.items())
+        self.written = tuple(name for name, spec in specs.items() if isinstance(spec, Tensor) and spec.written)
+        self._shapes = {name: _Shape(spec.shape) for name, spec in specs.items() if isinstance(spec, Tensor)}
+
+    def check(self, *values: object) -> Sizes:
+        """TypeError or ValueError for a wrong argument, by its name; else the sizes by their names."""
+        sizes: Sizes = {}
+        origin: dict[str, str] = {}
+        found: dict[str, torch.Tensor] = {}
+        for (name, spec), shown, value in zip(self.specs.items(), self.names, values, strict=True):
+            if spec.optional and value is None:
+                continue
+            if not isinstance(spec, Tensor):
+                spec.check(shown, value)
+                continue
+            self._shapes[name].check(shown, spec, value, sizes, origin)
+            if spec.like:
+                check_same_dtype((spec.like, found[spec.like]), **{shown: value})
+            if spec.written:
+                check_writable(shown, value)
+            found[name] = value
+        first, *others = found
+        check_same_device((first, found[first]), **{self._shown(name): found[name] for name in others})
+        if self.rule is not None:
+            self.rule(*values)
+        return sizes
+
+    def check_layouts(self, *values: object) -> None:
+        """ValueError for a tensor whose memory the kernels do not take."""
+        for spec, shown, value in zip(self.specs.values(), self.names, values, strict=True):
+            if isinstance(spec, Tensor) and isinstance(value, torch.Tensor):
+                check_layout(shown, value, spec.layout)
+
+    def _shown(self, name: str) -> str:
+        return self.specs[name].name or name
+
+
+def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
+    """x's memory is laid out so. Strides of dimensions with a single element mean nothing."""
+    if layout in (CONTIGUOUS, ALIGNED) and not x.is_contiguous():
+        raise ValueError(f"{name}: must be contiguous, got strides {list(x.stride())}")
+    if layout == ALIGNED and x.data_ptr() % 16:
+        raise ValueError(f"{name}: must start at a multiple of 16 bytes, got an address {x.data_ptr() % 16} past one")
+    if layout in (INNER, ROWS) and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name}: the last dimension must be contiguous, got strides {list(x.stride())}")
+    if layout == ROWS:
+        strides = [s * x.element_size() for s, n in zip(x.stride()[:-1], x.shape[:-1]) if n > 1]
+        if x.data_ptr() % 16 or any(s % 16 for s in strides):
+            raise ValueError(
+                f"{name}: rows must start at multiples of 16 bytes, got an address {x.data_ptr() % 16} bytes past one "
+                f"and strides of {strides} bytes"
+            )
+
+
+class _Shape:
+    """The words of a shape, and what they say of a size."""
+
+    def __init__(self, text: str) -> None:
+        words = text.split()
+        self.open = "..." in words
+        cut = words.index("...") if self.open else len(words)
+        self.front, self.back = words[:cut], words[cut + 1 :]
+
+    def check(self, name: str, spec: Tensor, value: object, sizes: Sizes, origin: dict[str, str]) -> None:
+        """Check one tensor, and bind the names that its shape has first."""
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) and not value.is_nested else ()
+        sources = dict.fromkeys(origin[n] for word in (*self.front, *self.back) for n in _known(word, sizes))
+        middle: tuple[int, ...] = ()
+        if self.open:
+            count = len(self.front) + len(self.back)
+            if "..." in sizes:
+                middle = sizes["..."]
+                sources[origin["..."]] = None
+            elif len(shape) >= count:
+                middle = shape[len(self.front) : len(shape) - len(self.back)]
+            else:
+                check_tensor(name, value, spec.dtypes, shape)
+                many = f"{count} dimension{'s' if count > 1 else ''}"
+                raise ValueError(f"{name}: must have at least {many}, got shape {list(shape)}")
+        words = [*self.front, *middle, *self.back]
+        expected = [_size(word, sizes) if isinstance(word, str) else word for word in words]
+        check_tensor(name, value, spec.dtypes, expected, _listed(sources))
+        if self.open and "..." not in sizes:
+            sizes["..."], origin["..."] = middle, name
+        for word, size in zip(words, shape):
+            if isinstance(word, str) and word not in sizes:
+                _bind(name, word, size, sizes, origin)
+
+
+def _known(word: str, sizes: Sizes) -> list[str]:
+    """The names in a word, if all of them are bound."""
+    if word in sizes:
+        return [word]
+    names = [name for name in re.findall(r"[A-Za-z_]\w*", word) if name != "ceil"]
+    return names if all(name in sizes for name in names) else []
+
+
+def _size(word: str, sizes: Sizes) -> int | str:
+    """The size that a word stands for, or the word itself while that may be any."""
+    if word.isdigit():
+        return int(word)
+    if word in sizes:
+        return sizes[word]
+    if not _known(word, sizes):
+        return word
+    # The formulas are this project's own.
+    return eval(re.sub(r"ceil\((\w+)/(\w+)\)", r"(-(-\1//\2))", word), {"__builtins__": {}}, sizes)
+
+
+def _bind(name: str, word: str, size: int, sizes: Sizes, origin: dict[str, str]) -> None:
+    """From now on the word stands for this size; so does B in "B+1", for one less."""
+    if word.isdigit() or _known(word, sizes):
+        return
+    sizes[word], origin[word] = size, name
+    match = re.fullmatch(r"([A-Za-z_]\w*)\+(\d+)", word)
+    if match:
+        if size < int(match[2]):
+            raise ValueError(f"{name}: must have {match[1]} + {match[2]} entries, got shape [{size}]")
+        sizes[match[1]], origin[match[1]] = size - int(match[2]), name
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names or [""]
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,0 +1,172 @@
+"""What follows from an op's declaration: the reference, the kernels, torch.library, gradients, remembered checks."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from dsa import backends
+from dsa.ops import declaration
+from dsa.ops.declaration import op
+from dsa.reference.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
+
+KERNELS = "dsa.kernels.elementwise.made_up_sm90"
+checked = []
+
+SCALE_ROWS = Arguments(
+    rule=lambda *arguments: checked.append(arguments),
+    x=Tensor("T D", F32, layout=ROWS),
+    by=Number(),
+    negate=Flag(),
+)
+ADD_TO = Arguments(x=Tensor("T D", F32), out=Tensor("T D", F32, like="x", written=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops():
+    """Two ops for these tests; their kernels are a module that notes what it is asked for."""
+    before = dict(declaration.OPS), dict(backends.KERNELS)
+    module = types.ModuleType(KERNELS)
+    module.calls = []
+    sys.modules[KERNELS] = module
+
+    @op(
+        arguments=SCALE_ROWS,
+        reference=lambda x, by, negate: x * (-by if negate else by),
+        results=lambda x, by, negate: torch.empty_like(x),
+        kernels={"sm_90": KERNELS},
+        limits=_limits,
+        differentiable=True,
+    )
+    def _test_scale_rows(kernels, x: torch.Tensor, by: float, negate: bool) -> torch.Tensor:
+        kernels.calls.append((x, by, negate))
+        return torch.full_like(x, 7.0)
+
+    @op(
+        arguments=ADD_TO,
+        reference=_add_to,
+        results=lambda x, out: None,
+        kernels={"sm_90": (KERNELS, KERNELS)},
+    )
+    def _test_add_to(kernels, x: torch.Tensor, out: torch.Tensor) -> None:
+        assert kernels == (module, module)
+
+    yield {"scale": _test_scale_rows, "add": _test_add_to, "kernels": module}
+    del sys.modules[KERNELS]
+    for table, old in zip((declaration.OPS, backends.KERNELS), before):
+        table.clear()
+        table.update(old)
+
+
+def _add_to(x, out):
+    out.add_(x)
+
+
+def _limits(x, by, negate):
+    if x.shape[1] > 64:
+        raise ValueError(f"x: the Hopper kernel takes up to 64 channels, got {x.shape[1]}")
+
+
+@pytest.fixture(autouse=True)
+def forget(ops):
+    checked.clear()
+    ops["kernels"].calls.clear()
+    ops["scale"]._known.clear()
+
+
+def test_the_reference_runs_on_a_cpu(ops):
+    x = torch.randn(3, 8)
+    assert torch.equal(ops["scale"](x, 2.0, True), -2 * x)
+    assert not ops["kernels"].calls
+
+
+def test_the_kernels_of_the_gpu_run(ops, kernel_path):
+    x = torch.randn(3, 8)
+    assert (ops["scale"](x, 2.0, False) == 7).all()
+    [(got, by, negate)] = ops["kernels"].calls
+    assert got is x and (by, negate) == (2.0, False)
+    ops["add"](x, torch.zeros(3, 8))
+
+
+def test_a_call_in_order_is_checked_once(ops, kernel_path):
+    for _ in range(3):
+        ops["scale"](torch.randn(3, 8), 2.0, False)
+    assert len(checked) == 1 and len(ops["kernels"].calls) == 3
+    others = [
+        (torch.randn(4, 8), 2.0, False),
+        (torch.randn(3, 16)[:, :8], 2.0, False),
+        (torch.randn(3, 8), 3.0, False),
+        (torch.randn(3, 8), 2, False),
+        (torch.randn(3, 8), 2.0, True),
+    ]
+    for other in others:
+        ops["scale"](*other)
+    assert len(checked) == 1 + len(others)
+
+
+def test_a_call_out_of_order_is_refused_every_time(ops, kernel_path):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="x: the Hopper kernel takes up to 64 channels, got 72"):
+            ops["scale"](torch.zeros(2, 72), 2.0, False)
+        with pytest.raises(ValueError, match="x: rows must start at multiples of 16 bytes"):
+            ops["scale"](torch.zeros(2, 9)[:, :8], 2.0, False)
+        with pytest.raises(TypeError, match="negate: must be True or False, got int"):
+            ops["scale"](torch.zeros(2, 8), 2.0, 1)
+    assert not ops["kernels"].calls
+
+
+def test_limits_and_layouts_are_the_kernels_alone(ops):
+    assert ops["scale"](torch.zeros(2, 72), 2.0, False).shape == (2, 72)
+    assert ops["scale"](torch.zeros(2, 9)[:, :8], 2.0, False).shape == (2, 8)
+
+
+def test_a_written_tensor_that_asks_for_a_gradient_is_refused_after_one_that_does_not(ops, kernel_path):
+    x, out = torch.zeros(2, 8), torch.zeros(2, 8)
+    ops["add"](x, out)
+    with pytest.raises(ValueError, match="out: is written in place, must not require gradients"):
+        ops["add"](x, out.requires_grad_())
+    with torch.no_grad():
+        ops["add"](x, out)
+
+
+def test_gradients_run_the_reference(ops, kernel_path):
+    x = torch.randn(3, 8, requires_grad=True)
+    y = ops["scale"](x, 3.0, False)
+    y.sum().backward()
+    assert (x.grad == 3).all() and not ops["kernels"].calls
+    with torch.no_grad():
+        ops["scale"](x, 3.0, False)
+    assert len(ops["kernels"].calls) == 1
+
+
+def test_it_is_one_node_of_a_compiled_graph(ops):
+    x = torch.randn(3, 8)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    compiled = torch.compile(lambda x: ops["scale"](x, 2.0, False) + 1, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(x), 2 * x + 1)
+    assert [name for name in graphs[0] if "test_scale_rows" in name] and len(graphs) == 1
+
+
+def test_it_is_registered_with_torch(ops):
+    torch.library.opcheck(torch.ops.dsa.test_scale_rows, (torch.randn(3, 8), 2.0, True))
+    torch.library.opcheck(torch.ops.dsa.test_add_to, (torch.randn(3, 8), torch.zeros(3, 8)))
+    with pytest.raises(ValueError, match="x: dtype must be float32, got int32"):
+        ops["scale"](torch.zeros(3, 8, dtype=torch.int32, device="meta"), 2.0, True)
+
+
+def test_a_call_without_a_tensor_is_refused_by_name(ops):
+    with pytest.raises(TypeError, match=r"x: must be a torch\.Tensor, got float"):
+        ops["scale"](1.0, 2.0, True)
+
+
+def test_another_gpu_has_no_kernel(ops, monkeypatch):
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+    monkeypatch.setattr(backends, "arch_of", lambda _: "sm_100")
+    with backends.use_backend("cute"), pytest.raises(ValueError, match="test_scale_rows: backend 'cute' was asked for"):
+        ops["scale"](torch.zeros(2, 8), 2.0, False)

@@ -1,0 +1,177 @@
+"""Specs of arguments: what they accept; every message says which argument, what it got and what is accepted."""
+
+import pytest
+import torch
+
+from dsa.reference.arguments import (
+    ALIGNED,
+    CONTIGUOUS,
+    F32,
+    INNER,
+    ROWS,
+    Arguments,
+    Choice,
+    Dtype,
+    Flag,
+    Int,
+    Number,
+    Tensor,
+    check_layout,
+)
+from dsa.reference.checks import FLOATS
+
+LINEAR = Arguments(
+    x=Tensor("... K", FLOATS),
+    weight=Tensor("N K", FLOATS, like="x"),
+    scale=Tensor("ceil(N/128) ceil(K/128)", F32),
+    bias=Tensor("N", F32, optional=True),
+    out=Tensor("... N", FLOATS, like="x", optional=True, written=True),
+)
+
+
+def linear(**changes):
+    arguments = {
+        "x": torch.zeros(2, 3, 130),
+        "weight": torch.zeros(5, 130),
+        "scale": torch.zeros(1, 2),
+        "bias": torch.zeros(5),
+        "out": torch.zeros(2, 3, 5),
+    }
+    return (arguments | changes).values()
+
+
+def test_sizes_are_found_by_name():
+    sizes = LINEAR.check(*linear())
+    assert (sizes["K"], sizes["N"], sizes["..."]) == (130, 5, (2, 3))
+    assert LINEAR.check(*linear(bias=None, out=None)) == sizes
+    assert LINEAR.check(*linear(x=torch.zeros(130), out=torch.zeros(5)))["..."] == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": 1.0}, TypeError, r"x: must be a torch\.Tensor, got float"),
+        ({"x": torch.zeros(())}, ValueError, r"x: must have at least 1 dimension, got shape \[\]"),
+        ({"x": torch.zeros(3, 130).int()}, ValueError, "x: dtype must be float32, bfloat16 or float16, got int32"),
+        ({"weight": None}, TypeError, r"weight: must be a torch\.Tensor, got NoneType"),
+        ({"weight": torch.zeros(5, 7)}, ValueError, r"weight: shape must be \[N, 130\], got \[5, 7\] .*as of x\)"),
+        ({"weight": torch.zeros(5, 130).half()}, ValueError, "weight: dtype must be x's float32, got float16"),
+        (
+            {"scale": torch.zeros(1, 1)},
+            ValueError,
+            r"scale: shape must be \[1, 2\], got \[1, 1\] \(sizes as of weight and x\)",
+        ),
+        ({"bias": torch.zeros(6)}, ValueError, r"bias: shape must be \[5\], got \[6\] \(sizes as of weight\)"),
+        (
+            {"out": torch.zeros(3, 2, 5)},
+            ValueError,
+            r"out: shape must be \[2, 3, 5\], got \[3, 2, 5\] \(sizes as of weight and x\)",
+        ),
+        ({"out": torch.zeros(1, 1, 5).expand(2, 3, 5)}, ValueError, "out: its numbers must not share memory"),
+        ({"bias": torch.zeros(5, device="meta")}, ValueError, "bias: must be on x's device cpu, got meta"),
+        ({"scale": torch.zeros(1, 2).to_sparse()}, ValueError, "scale: must be a dense tensor, got layout sparse_coo"),
+    ],
+)
+def test_a_wrong_tensor_is_named(changes, error, message):
+    with pytest.raises(error, match=message):
+        LINEAR.check(*linear(**changes))
+
+
+def test_a_size_plus_a_number_binds_the_size():
+    bounds = Arguments(cu_seqlens=Tensor("B+1", (torch.int32,)), starts=Tensor("B", (torch.int32,)))
+    ints = [torch.zeros(n, dtype=torch.int32) for n in range(4)]
+    assert bounds.check(ints[3], ints[2])["B"] == 2
+    with pytest.raises(ValueError, match=r"starts: shape must be \[2\], got \[3\] \(sizes as of cu_seqlens\)"):
+        bounds.check(ints[3], ints[3])
+    with pytest.raises(ValueError, match=r"cu_seqlens: must have B \+ 1 entries, got shape \[0\]"):
+        bounds.check(ints[0], ints[0])
+
+
+def test_a_word_that_cannot_be_solved_is_the_same_size_everywhere():
+    angles = Arguments(x=Tensor("T ... D", FLOATS), cos=Tensor("T R/2", F32), sin=Tensor("T R/2", F32))
+    angles.check(torch.zeros(4, 3, 2, 16), torch.zeros(4, 8), torch.zeros(4, 8))
+    with pytest.raises(ValueError, match=r"sin: shape must be \[4, 8\], got \[4, 4\] \(sizes as of x and cos\)"):
+        angles.check(torch.zeros(4, 16), torch.zeros(4, 8), torch.zeros(4, 4))
+
+
+SCALARS = Arguments(
+    x=Tensor("T", F32),
+    count=Int(most=8),
+    eps=Number(least=0),
+    flag=Flag(),
+    kind=Choice(("first", "last")),
+    dtype=Dtype(FLOATS),
+    limit=Number(optional=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "error", "message"),
+    [
+        (1, 0, ValueError, "count: must be at least 1, got 0"),
+        (1, 9, ValueError, "count: must be at most 8, got 9"),
+        (1, True, TypeError, "count: must be an int, got bool"),
+        (2, -1.0, ValueError, r"eps: must be at least 0, got -1\.0"),
+        (2, float("nan"), ValueError, "eps: must be finite in fp32, got nan"),
+        (3, 1, TypeError, "flag: must be True or False, got int"),
+        (4, "middle", ValueError, "kind: must be 'first' or 'last', got 'middle'"),
+        (5, torch.int8, ValueError, "dtype: must be float32, bfloat16 or float16, got int8"),
+        (6, "none", TypeError, "limit: must be a number, got str"),
+    ],
+)
+def test_a_wrong_scalar_is_named(place, value, error, message):
+    values = [torch.zeros(2), 4, 1e-6, True, "first", torch.float32, None]
+    SCALARS.check(*values)
+    values[place] = value
+    with pytest.raises(error, match=message):
+        SCALARS.check(*values)
+
+
+def test_a_rule_sees_all_arguments_after_their_specs():
+    def rule(x, k):
+        if k > len(x):
+            raise ValueError(f"k: must be at most {len(x)}, got {k}")
+
+    few = Arguments(rule=rule, x=Tensor("T", F32), k=Int())
+    few.check(torch.zeros(3), 3)
+    with pytest.raises(ValueError, match="k: must be at most 3, got 4"):
+        few.check(torch.zeros(3), 4)
+    with pytest.raises(ValueError, match="k: must be at least 1"):
+        few.check(torch.zeros(3), 0)
+
+
+def test_another_name_is_shown():
+    pair = Arguments(q=Tensor("T D", F32), k=Tensor("T D", F32, name="kv[0]"))
+    with pytest.raises(ValueError, match=r"kv\[0\]: shape must be \[2, 4\], got \[3, 4\] \(sizes as of q\)"):
+        pair.check(torch.zeros(2, 4), torch.zeros(3, 4))
+    with pytest.raises(ValueError, match=r"kv\[0\]: must be on q's device cpu, got meta"):
+        pair.check(torch.zeros(2, 4), torch.zeros(2, 4, device="meta"))
+
+
+WIDE = torch.zeros(4, 40)
+
+
+@pytest.mark.parametrize(
+    ("layout", "x", "message"),
+    [
+        (INNER, WIDE[:, ::2], r"x: the last dimension must be contiguous, got strides \[40, 2\]"),
+        (ROWS, WIDE[:, ::2], "x: the last dimension must be contiguous"),
+        (ROWS, WIDE[:, 1:9], r"x: rows must start at multiples of 16 bytes, got an address 4 bytes past one"),
+        (ROWS, torch.zeros(4, 9)[:, :8], r"x: rows must .* strides of \[36\] bytes"),
+        (CONTIGUOUS, WIDE[:, :8], r"x: must be contiguous, got strides \[40, 1\]"),
+        (ALIGNED, WIDE[:, :8], "x: must be contiguous"),
+        (ALIGNED, WIDE.flatten()[1:], "x: must start at a multiple of 16 bytes, got an address 4 past one"),
+    ],
+)
+def test_memory_that_a_kernel_does_not_take(layout, x, message):
+    with pytest.raises(ValueError, match=message):
+        check_layout("x", x, layout)
+
+
+def test_memory_that_a_kernel_takes():
+    for layout in (INNER, ROWS):
+        check_layout("x", WIDE[:, :8], layout)
+        check_layout("x", WIDE[:1, :1].as_strided((1, 1), (7, 3)), layout)  # one element: its strides mean nothing
+        check_layout("x", torch.zeros(()), layout)
+    for layout in (CONTIGUOUS, ALIGNED):
+        check_layout("x", WIDE, layout)
