@@ -39,7 +39,8 @@ def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> tuple[Ca
         pages = torch.zeros(pages, PAGE, 1, d + 4, dtype=torch.uint8, device="cuda")
     cu = torch.arange(0, total + 1, tokens, dtype=torch.int32, device="cuda")
     starts = torch.full((sequences,), start, dtype=torch.int32, device="cuda")
-    state, lanes = torch.randn(sequences, n, 2, c, device="cuda"), torch.arange(sequences, dtype=torch.int32).cuda()
+    state = torch.randn(sequences, n, 2, c, device="cuda")
+    state_slots = torch.arange(sequences, dtype=torch.int32).cuda()
     rows = ends.nonzero().view(-1)
     written = slots[rows]
 
@@ -62,7 +63,7 @@ def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> tuple[Ca
         else:
             dsa.write_kv_cache(row, pages, written)
 
-    inputs = (kv, gate, ape, weight, cos, sin, pages, slots, cu, starts, state, lanes)
+    inputs = (kv, gate, ape, weight, cos, sin, pages, slots, cu, starts, state, state_slots)
     return partial(dsa.write_compressed_kv, *inputs, overlap=overlap), separately
 
 

@@ -155,7 +155,7 @@ for _kind in ("float", "v32", "v4"):
 def _new_tokens(new: Maker, c: int):
     """Two sequences, of which the first has three tokens already."""
     sequences = {"cu_seqlens": new.ints([0, 4, 7]), "starts": new.ints([3, 0])}
-    state = {"state": new.f32(3, 8, 2, c), "lanes": new.ints([2, 0])}
+    state = {"state": new.f32(3, 8, 2, c), "state_slots": new.ints([2, 0])}
     return {"kv": new.bf16(7, c), "gate": new.bf16(7, c), "ape": new.f32(4, c), **sequences, **state, "overlap": True}
 
 
@@ -168,23 +168,23 @@ def _entries(a):
     return [((count, c // 2 if a["overlap"] else c), F32), ((count,), torch.int64)]
 
 
-@valid("compress_kv", _entries, written="state", integers="cu_seqlens starts lanes")
+@valid("compress_kv", _entries, written="state", integers="cu_seqlens starts state_slots")
 def _(new: Maker):
     return _new_tokens(new, 16)
 
 
 @valid("compress_kv without a state", _entries, integers="cu_seqlens starts")
 def _(new: Maker):
-    return _new_tokens(new, 16) | {"starts": new.ints([0, 0]), "state": None, "lanes": None}
+    return _new_tokens(new, 16) | {"starts": new.ints([0, 0]), "state": None, "state_slots": None}
 
 
-@valid("write_compressed_kv", nothing, written="cache state", integers="slots cu_seqlens starts lanes")
+@valid("write_compressed_kv", nothing, written="cache state", integers="slots cu_seqlens starts state_slots")
 def _(new: Maker):
     cache = {"cache": new.v4_cache(2, 16), "slots": new.ints([3, -1, -1, -1, -1, 20, -1])}
     return {**_new_tokens(new, 1024), "norm_weight": new.f32(512), **new.angles(7), **cache, "eps": 1e-6}
 
 
-@valid("write_compressed_kv index", nothing, written="cache state", integers="slots cu_seqlens starts lanes")
+@valid("write_compressed_kv index", nothing, written="cache state", integers="slots cu_seqlens starts state_slots")
 def _(new: Maker):
     cache = {"cache": new.index_cache(2, 16, 128), "slots": new.ints([3, -1, -1, -1, -1, 20, -1], torch.int64)}
     return {**_new_tokens(new, 256), "norm_weight": new.f32(128), **new.angles(7), **cache, "eps": 1e-6}

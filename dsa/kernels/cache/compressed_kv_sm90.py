@@ -1,21 +1,25 @@
 """DeepSeek-V4's compressor: blocks of tokens to entries, softmax, norm, rope and rounding included, and its state.
 
 Plan
-- A thread has four channels of an entry. It reads eight slots of a block at once, both projections, and folds them into
-  a running maximum, sum and weighted sum; blocks of 128 tokens have GROUPS groups of threads, whose parts meet in
-  shared memory. Where a token's projections are, among the new ones or in the state, is the same for all threads.
-- The first group then has the row: norm by a sum over its warps, rope within a thread, and rounding as the cache has
-  it: a scale for 64 channels is 16 lanes' business, the Hadamard transform a warp's.
-- A CTA has an entry; the first of each sequence has two, for those alone are made of the state's tokens, and then
-  overwrites it with the new ones. Which sequence a CTA works for it finds by a scan over all of them. There are as
-  many CTAs as sequences in order can ask for; where boundaries are wrong and sequences overlap, CTAs have several.
-Shared memory: GROUPS x 3 x d numbers. Constraints: m = 4 with overlap and d of 512 or 128, m = 128 without and d = 512;
-rope turns 64 channels in neighbouring pairs; rows at multiples of 16 bytes.
+- All threads do the same work; there are no warp roles. A thread has four channels of an entry. It reads eight of the
+  entry's tokens at once, both projections, and folds them into a running maximum, sum and weighted sum (an online
+  softmax). For entries of 128 tokens there are GROUPS groups of threads, which share the tokens, and whose partial
+  results are merged in shared memory. Where a token's projections are, among the new ones or in the state, is the same
+  for all threads.
+- The epilogue is the first group's: norm by a sum over its warps, rope within a thread, and rounding as the cache has
+  it. 16 lanes find the scale of 64 channels, and a warp makes the Hadamard transform.
+- A work tile is an entry. The first work tile of a sequence is its first two entries, for those alone are made of
+  tokens in the state, which this CTA then overwrites with the new ones. A CTA finds the sequence of its work tile by a
+  scan over all sequences. There are as many CTAs as sequences in order can ask for; where boundaries are wrong and
+  sequences overlap, a CTA takes several work tiles in grid stride.
+Shared memory: the WorkTileInfo, 4 sums of squares, GROUPS x 3 x d numbers.
+Constraints: m = 4 with overlap and d of 512 or 128, m = 128 without and d = 512; rope turns 64 channels in neighbouring
+pairs; rows at multiples of 16 bytes.
 Roofline: memory, two projections of a token read once (of overlapping blocks one half each).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -23,25 +27,35 @@ from cutlass import Float8E4M3FN, Float32, Int32, Uint8, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.indexer_page import page_planes
 from dsa.cute.quantize import hadamard, quantize, round_to
 from dsa.cute.reductions import sum_of_warp
+from dsa.cute.sm90 import LOG2E, WARP
 
 # The rounding of a byte row, here for four channels a lane.
 from dsa.kernels.cache.kv_row import ROPE, ByteRow, find_row, quantize_group
 
-OWN = 4  # channels of a thread
-TOGETHER = 8  # slots read at once
-LOG2E = 1.4426950408889634
-WARP = 32
-FOUND = 6  # numbers of an item
-MOST_POSITIONS = 2**31 - 512  # of a sequence: a block or two beyond them is still an int32
-MOST_ITEMS = 2**30  # of all sequences, of which only overlapping ones could have more
+CHANNELS = 4  # of a thread
+TOKENS_AT_ONCE = 8
+MAX_POSITIONS = 2**31 - 512  # of a sequence: a block or two beyond them is still an int32
+MAX_WORK_TILES = 2**30  # of all sequences, of which only overlapping ones could have more
 # Entries that there are kernels for: (channels, tokens, whether blocks overlap).
 KINDS = ((512, 4, True), (512, 128, False), (128, 4, True))
 DTYPES = ("float32", "bfloat16")
 PLAIN = ("bfloat16", "float16", "float32")  # of entries that are not quantised
+
+
+class WorkTileInfo(NamedTuple):
+    """index: the work tile's number among its sequence's, -1 if there is none; low, length: the sequence's first new
+    token and how many there are; start: tokens before them; total: work tiles of all sequences."""
+
+    index: Int32
+    low: Int32
+    length: Int32
+    start: Int32
+    state_slot: Int32
+    total: Int32
 
 
 class WriteCompressedKvSm90:
@@ -49,11 +63,11 @@ class WriteCompressedKvSm90:
 
     def __init__(self, dim: int, ratio: int, overlap: bool, layout: str):
         self.dim, self.ratio, self.overlap, self.layout = dim, ratio, overlap, layout
-        self.slots = 2 * ratio if overlap else ratio
-        self.lanes = dim // OWN  # threads of a row
-        self.groups = 4 if self.slots > 4 * TOGETHER else 1
-        self.threads = self.lanes * self.groups
-        self.row = ByteRow("v4", OWN)
+        self.tokens = 2 * ratio if overlap else ratio  # of an entry, and rows of a sequence's state
+        self.row_threads = dim // CHANNELS
+        self.groups = 4 if self.tokens > 4 * TOKENS_AT_ONCE else 1
+        self.threads = self.row_threads * self.groups
+        self.row = ByteRow("v4", CHANNELS)
         # With 512 channels and four tokens a thread has to keep to 96 registers: then five CTAs fit on a multiprocessor
         # and not four, which is 7% faster. CTAs of one warp lose by such a bound, and have none.
         bounded = dim == 512 and self.groups == 1
@@ -73,14 +87,14 @@ class WriteCompressedKvSm90:
         cu_seqlens: cute.Tensor,
         starts: cute.Tensor,
         state: cute.Tensor,
-        lanes: cute.Tensor,
+        state_slots: cute.Tensor,
         page_size: Int32,
         eps: Float32,
         stream,
     ):
         divisor = cute.fast_divmod_create_divisor_v2(page_size)
         self.kernel(
-            *(kv, gate, ape, weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes),
+            *(kv, gate, ape, weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots),
             *(page_size, divisor, eps),
         ).launch(
             grid=(starts.shape[0] + kv.shape[0] // self.ratio, 1, 1),
@@ -103,7 +117,7 @@ class WriteCompressedKvSm90:
         cu_seqlens: cute.Tensor,
         starts: cute.Tensor,
         state: cute.Tensor,
-        lanes: cute.Tensor,
+        state_slots: cute.Tensor,
         page_size: Int32,
         divisor: cute.FastDivmodDivisorV2,
         eps: Float32,
@@ -113,39 +127,40 @@ class WriteCompressedKvSm90:
 
         @cute.struct
         class Storage:
-            found: cute.struct.MemRange[Int32, FOUND]
+            work_tile: cute.struct.MemRange[Int32, len(WorkTileInfo._fields)]
             squares: cute.struct.MemRange[Float32, 4]
             parts: cute.struct.Align[cute.struct.MemRange[Float32, self.groups * 3 * self.dim], 16]
 
         storage = SmemAllocator().allocate(Storage)
-        found = storage.found.get_tensor(cute.make_layout(FOUND))
+        found = storage.work_tile.get_tensor(cute.make_layout(len(WorkTileInfo._fields)))
         squares = storage.squares.get_tensor(cute.make_layout(4))
         parts = storage.parts.get_tensor(cute.make_layout((self.dim, 3, self.groups)))
         ctas, _, _ = cute.arch.grid_dim()
-        number, total = block, block + 1
-        while number < total:
+        index, total = block, block + 1
+        while index < total:
             if tid < WARP:
-                self.find(found, cu_seqlens, starts, lanes, kv.shape[0], state.shape[0], number, tid)
+                self.find_work_tile(found, cu_seqlens, starts, state_slots, kv.shape[0], state.shape[0], index, tid)
             cute.arch.sync_threads()
-            item, low, length, start, lane, total = [found[i] for i in range(FOUND)]
-            if item >= 0:
+            tile = WorkTileInfo(*[found[i] for i in range(len(WorkTileInfo._fields))])
+            low, length, start, state_slot, total = tile.low, tile.length, tile.start, tile.state_slot, tile.total
+            if tile.index >= 0:
                 first, count = start // self.ratio, (start + length) // self.ratio - start // self.ratio
-                # The first item has the first two entries.
-                begin, end = item + 1, cutlass.min(item + 2, count)
-                if item == 0:
+                # The first work tile is the first two entries.
+                begin, end = tile.index + 1, cutlass.min(tile.index + 2, count)
+                if tile.index == 0:
                     begin = Int32(0)
                 for n in cutlass.range(begin, end, unroll=1):
                     self.entry(
                         *(kv, gate, ape, weight, cos, sin, cache, slots, state, squares, parts),
-                        *(first + n, low, start, lane, page_size, divisor, eps, tid),
+                        *(first + n, low, start, state_slot, page_size, divisor, eps, tid),
                     )
-                if item == 0:
+                if tile.index == 0:
                     # All have read what is overwritten now.
                     cute.arch.sync_threads()
-                    self.keep(kv, gate, ape, state, low, start, length, lane, tid)
-            number += ctas
-            if number < total:
-                # All have read what is found anew now.
+                    self.keep(kv, gate, ape, state, low, start, length, state_slot, tid)
+            index += ctas
+            if index < total:
+                # All have read the WorkTileInfo, which is written anew now.
                 cute.arch.sync_threads()
 
     @cute.jit
@@ -154,46 +169,46 @@ class WriteCompressedKvSm90:
         whose boundaries decrease or are outside has no new tokens, so that it takes none of the others'."""
         low, high, start = cu_seqlens[sequence], cu_seqlens[sequence + 1], starts[sequence]
         length = Int32(0) if low < 0 or low > high or high > tokens else high - low
-        return low, length, cutlass.max(cutlass.min(start, MOST_POSITIONS - tokens), 0)
+        return low, length, cutlass.max(cutlass.min(start, MAX_POSITIONS - tokens), 0)
 
     @cute.jit
-    def find(
+    def find_work_tile(
         self,
         found: cute.Tensor,
         cu_seqlens: cute.Tensor,
         starts: cute.Tensor,
-        lanes: cute.Tensor,
+        state_slots: cute.Tensor,
         tokens,
-        all_lanes,
+        slot_count,
         number,
         lane,
     ):
-        """Item `number` of all to `found`: which one of its sequence it is (-1: there are fewer), the sequence's bounds
-        and lane, and how many items there are. Sequences of no lane are left out. A warp's work."""
+        """Write the WorkTileInfo of work tile `number` of all to `found`; its index is -1 if there are fewer. Sequences
+        without a state slot are left out. A warp's work."""
         if lane == 0:
             found[0] = Int32(-1)
         cute.arch.sync_warp()
         before = Int32(0)
         for chunk in cutlass.range(0, starts.shape[0], WARP, unroll=1):
             b = chunk + lane
-            items, low, length, start, own_lane = [Int32(0) for _ in range(5)]
+            tiles, low, length, start, state_slot = [Int32(0) for _ in range(5)]
             if b < starts.shape[0]:
                 # All four numbers are asked for before any of them is waited for.
-                own_lane = lanes[b]
+                state_slot = state_slots[b]
                 low, length, start = self.bounds(cu_seqlens, starts, b, tokens)
-                if own_lane >= 0 and own_lane < all_lanes:
-                    items = cutlass.max((start + length) // self.ratio - start // self.ratio - 1, 1)
-            total = items
+                if state_slot >= 0 and state_slot < slot_count:
+                    tiles = cutlass.max((start + length) // self.ratio - start // self.ratio - 1, 1)
+            total = tiles
             for log in cutlass.range_constexpr(5):
                 other = cute.arch.shuffle_sync_up(total, offset=1 << log, mask_and_clamp=0)
                 if lane >= 1 << log:
                     total += other
-            own = number - before - (total - items)
-            if own >= 0 and own < items:
-                found[0], found[1], found[2], found[3], found[4] = own, low, length, start, own_lane
-            before = cutlass.min(before + cute.arch.shuffle_sync(total, WARP - 1), MOST_ITEMS)
+            own = number - before - (total - tiles)
+            if own >= 0 and own < tiles:
+                found[0], found[1], found[2], found[3], found[4] = own, low, length, start, state_slot
+            before = cutlass.min(before + cute.arch.shuffle_sync(total, WARP - 1), MAX_WORK_TILES)
         if lane == 0:
-            found[FOUND - 1] = before
+            found[5] = before
 
     @cute.jit
     def entry(
@@ -212,60 +227,60 @@ class WriteCompressedKvSm90:
         number,
         low,
         start,
-        lane,
+        state_slot,
         page_size,
         divisor,
         eps,
         tid,
     ):
         """Entry `number` of a sequence whose new tokens are those from row `low` and position `start` on."""
-        group, own = tid // self.lanes, tid % self.lanes
-        most, total, acc = [cute.make_rmem_tensor((OWN,), Float32) for _ in range(3)]
-        most.fill(-3e38)
-        total.fill(0.0)
+        group, own = tid // self.row_threads, tid % self.row_threads
+        row_max, row_sum, acc = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(3)]
+        row_max.fill(-3e38)
+        row_sum.fill(0.0)
         acc.fill(0.0)
         position = number * self.ratio
         if const_expr(self.overlap):
             position -= self.ratio
-        for chunk in cutlass.range(group * TOGETHER, self.slots, self.groups * TOGETHER, unroll=1):
-            k, z = [cute.make_rmem_tensor((OWN, TOGETHER), Float32) for _ in range(2)]
-            for j in cutlass.range_constexpr(TOGETHER):
-                self.read(kv, gate, ape, state, k, z, j, chunk + j, position + chunk + j, low, start, lane, own)
-            for i in cutlass.range_constexpr(OWN):
-                highest = most[i]
-                for j in cutlass.range_constexpr(TOGETHER):
-                    highest = cute.arch.fmax(highest, z[i, j])
-                factor = cute.math.exp2(most[i] - highest)
-                amount, value = total[i] * factor, acc[i] * factor
-                for j in cutlass.range_constexpr(TOGETHER):
-                    power = cute.math.exp2(z[i, j] - highest)
+        for chunk in cutlass.range(group * TOKENS_AT_ONCE, self.tokens, self.groups * TOKENS_AT_ONCE, unroll=1):
+            k, z = [cute.make_rmem_tensor((CHANNELS, TOKENS_AT_ONCE), Float32) for _ in range(2)]
+            for j in cutlass.range_constexpr(TOKENS_AT_ONCE):
+                self.read(kv, gate, ape, state, k, z, j, chunk + j, position + chunk + j, low, start, state_slot, own)
+            for i in cutlass.range_constexpr(CHANNELS):
+                new_max = row_max[i]
+                for j in cutlass.range_constexpr(TOKENS_AT_ONCE):
+                    new_max = cute.arch.fmax(new_max, z[i, j])
+                factor = cute.math.exp2(row_max[i] - new_max)
+                amount, value = row_sum[i] * factor, acc[i] * factor
+                for j in cutlass.range_constexpr(TOKENS_AT_ONCE):
+                    power = cute.math.exp2(z[i, j] - new_max)
                     amount += power
                     value = cute.math.fma(power, k[i, j], value)
-                most[i], total[i], acc[i] = highest, amount, value
+                row_max[i], row_sum[i], acc[i] = new_max, amount, value
         if const_expr(self.groups > 1):
             # What an entry before has left there has been read by all.
             cute.arch.sync_threads()
-            for n, mine in enumerate((most, total, acc)):
-                cute.autovec_copy(mine, cute.local_tile(parts[None, n, group], (OWN,), (own,)))
+            for n, mine in enumerate((row_max, row_sum, acc)):
+                cute.autovec_copy(mine, cute.local_tile(parts[None, n, group], (CHANNELS,), (own,)))
             cute.arch.sync_threads()
             if group == 0:
                 for g in cutlass.range_constexpr(1, self.groups):
-                    for i in cutlass.range_constexpr(OWN):
-                        channel = own * OWN + i
+                    for i in cutlass.range_constexpr(CHANNELS):
+                        channel = own * CHANNELS + i
                         other = parts[channel, 0, g]
-                        highest = cute.arch.fmax(most[i], other)
-                        mine, its = cute.math.exp2(most[i] - highest), cute.math.exp2(other - highest)
-                        total[i] = total[i] * mine + parts[channel, 1, g] * its
+                        new_max = cute.arch.fmax(row_max[i], other)
+                        mine, its = cute.math.exp2(row_max[i] - new_max), cute.math.exp2(other - new_max)
+                        row_sum[i] = row_sum[i] * mine + parts[channel, 1, g] * its
                         acc[i] = acc[i] * mine + parts[channel, 2, g] * its
-                        most[i] = highest
+                        row_max[i] = new_max
         square = Float32(0.0)
-        for i in cutlass.range_constexpr(OWN):
-            acc[i] = acc[i] / total[i]
+        for i in cutlass.range_constexpr(CHANNELS):
+            acc[i] = acc[i] / row_sum[i]
             square += acc[i] * acc[i]
         square = sum_of_warp(square)
-        if const_expr(self.lanes > WARP):
+        if const_expr(self.row_threads > WARP):
             cute.arch.sync_threads()
-            if tid < self.lanes and tid % WARP == 0:
+            if tid < self.row_threads and tid % WARP == 0:
                 squares[tid // WARP] = square
             cute.arch.sync_threads()
             square = squares[0] + squares[1] + squares[2] + squares[3]
@@ -283,59 +298,60 @@ class WriteCompressedKvSm90:
         k: cute.Tensor,
         z: cute.Tensor,
         j: cutlass.Constexpr,
-        slot,
+        token,
         position,
         low,
         start,
-        lane,
+        state_slot,
         own,
     ):
-        """KV and Z * log2(e) of a slot, the token at `position`, to column j; one before the first has no weight."""
+        """KV and Z * log2(e) of an entry's token number `token`, at `position` of the sequence, to column j; one before
+        the sequence's first has no weight."""
         at = own
         if const_expr(self.overlap):
-            if slot >= self.ratio:
-                at = own + self.lanes
-        for i in cutlass.range_constexpr(OWN):
+            if token >= self.ratio:
+                at = own + self.row_threads
+        for i in cutlass.range_constexpr(CHANNELS):
             k[i, j], z[i, j] = Float32(0.0), Float32(-3e38)
         if position >= start:
             row = low + (position - start)
-            numbers, weights = [cute.make_rmem_tensor((OWN,), kv.element_type) for _ in range(2)]
-            bias = cute.make_rmem_tensor((OWN,), Float32)
-            cute.autovec_copy(cute.local_tile(kv[row, None], (OWN,), (at,)), numbers)
-            cute.autovec_copy(cute.local_tile(gate[row, None], (OWN,), (at,)), weights)
-            cute.autovec_copy(cute.local_tile(ape[position % self.ratio, None], (OWN,), (at,)), bias)
-            for i in cutlass.range_constexpr(OWN):
+            numbers, weights = [cute.make_rmem_tensor((CHANNELS,), kv.element_type) for _ in range(2)]
+            bias = cute.make_rmem_tensor((CHANNELS,), Float32)
+            cute.autovec_copy(cute.local_tile(kv[row, None], (CHANNELS,), (at,)), numbers)
+            cute.autovec_copy(cute.local_tile(gate[row, None], (CHANNELS,), (at,)), weights)
+            cute.autovec_copy(cute.local_tile(ape[position % self.ratio, None], (CHANNELS,), (at,)), bias)
+            for i in cutlass.range_constexpr(CHANNELS):
                 k[i, j], z[i, j] = Float32(numbers[i]), (Float32(weights[i]) + bias[i]) * LOG2E
         elif position >= 0:
-            both = [cute.make_rmem_tensor((OWN,), Float32) for _ in range(2)]
+            both = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(2)]
             for n in cutlass.range_constexpr(2):
-                source = state[lane, position % self.slots, n, None]
-                cute.autovec_copy(cute.local_tile(source, (OWN,), (at,)), both[n])
-            for i in cutlass.range_constexpr(OWN):
+                source = state[state_slot, position % self.tokens, n, None]
+                cute.autovec_copy(cute.local_tile(source, (CHANNELS,), (at,)), both[n])
+            for i in cutlass.range_constexpr(CHANNELS):
                 k[i, j], z[i, j] = both[0][i], both[1][i] * LOG2E
 
     @cute.jit
     def store(self, v, square, weight, cos, sin, cache, slots, token, kv, page_size, divisor, eps, own):
         """Norm, rope and rounding of the row of which a thread has v; to the slot of the token that ends the block."""
         inverse = cute.math.rsqrt(square * Float32(1 / self.dim) + eps)
-        gain = cute.make_rmem_tensor((OWN,), Float32)
-        cute.autovec_copy(cute.local_tile(weight, (OWN,), (own,)), gain)
-        for i in cutlass.range_constexpr(OWN):
+        gain = cute.make_rmem_tensor((CHANNELS,), Float32)
+        cute.autovec_copy(cute.local_tile(weight, (CHANNELS,), (own,)), gain)
+        for i in cutlass.range_constexpr(CHANNELS):
             v[i] = v[i] * inverse * gain[i]
-        turned = own - (self.dim - ROPE) // OWN
+        turned = own - (self.dim - ROPE) // CHANNELS
         if turned >= 0:
-            c, s = [cute.make_rmem_tensor((OWN // 2,), Float32) for _ in range(2)]
-            cute.autovec_copy(cute.local_tile(cos[token, None], (OWN // 2,), (turned,)), c)
-            cute.autovec_copy(cute.local_tile(sin[token, None], (OWN // 2,), (turned,)), s)
-            for i in cutlass.range_constexpr(OWN // 2):
+            c, s = [cute.make_rmem_tensor((CHANNELS // 2,), Float32) for _ in range(2)]
+            cute.autovec_copy(cute.local_tile(cos[token, None], (CHANNELS // 2,), (turned,)), c)
+            cute.autovec_copy(cute.local_tile(sin[token, None], (CHANNELS // 2,), (turned,)), s)
+            for i in cutlass.range_constexpr(CHANNELS // 2):
                 a, b = v[2 * i], v[2 * i + 1]
                 v[2 * i], v[2 * i + 1] = a * c[i] - b * s[i], a * s[i] + b * c[i]
         round_to(v, kv.element_type)
         exists, page, offset = find_row(cache, slots, token, kv.shape[0], divisor)
         if const_expr(self.layout == "index"):
-            hadamard(v, own, OWN)
+            hadamard(v, own, CHANNELS)
             round_to(v, kv.element_type)
-            scale = quantize(v, OWN, True)
+            scale = quantize(v, CHANNELS, True)
             if exists:
                 values, scales = page_planes(cache, page, page_size, self.dim, Float8E4M3FN)
                 self.put(v, values[offset, None], own)
@@ -343,7 +359,7 @@ class WriteCompressedKvSm90:
                     scales[offset] = scale
         elif const_expr(self.layout == "v4"):
             # The rope's lanes quantise, too, so that all take part in the shuffles; what comes of it is not stored.
-            step = cute.make_rmem_tensor((OWN,), Float32)
+            step = cute.make_rmem_tensor((CHANNELS,), Float32)
             step.store(v.load())
             scale = quantize_group(step, 16, True)
             if exists:
@@ -362,67 +378,64 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def put(self, v: cute.Tensor, row: cute.Tensor, at):
-        """v as the row's numbers, from OWN * at on."""
-        out = cute.make_rmem_tensor((OWN,), row.element_type)
+        """v as the row's numbers, from CHANNELS * at on."""
+        out = cute.make_rmem_tensor((CHANNELS,), row.element_type)
         out.store(v.load().to(row.element_type))
-        cute.autovec_copy(out, cute.local_tile(row, (OWN,), (at,)))
+        cute.autovec_copy(out, cute.local_tile(row, (CHANNELS,), (at,)))
 
     @cute.jit
-    def keep(self, kv, gate, ape, state, low, start, length, lane, tid):
+    def keep(self, kv, gate, ape, state, low, start, length, state_slot, tid):
         """The new tokens' projections to the state, the last ones if they are more than it has rows."""
         channels = kv.shape[1]
-        first = cutlass.max(length - self.slots, 0)
-        for i in cutlass.range(tid, (length - first) * (channels // OWN), self.threads, unroll=1):
-            row, at = first + i // (channels // OWN), i % (channels // OWN)
+        first = cutlass.max(length - self.tokens, 0)
+        for i in cutlass.range(tid, (length - first) * (channels // CHANNELS), self.threads, unroll=1):
+            row, at = first + i // (channels // CHANNELS), i % (channels // CHANNELS)
             position = start + row
-            numbers, weights = [cute.make_rmem_tensor((OWN,), kv.element_type) for _ in range(2)]
-            bias = cute.make_rmem_tensor((OWN,), Float32)
-            cute.autovec_copy(cute.local_tile(kv[low + row, None], (OWN,), (at,)), numbers)
-            cute.autovec_copy(cute.local_tile(gate[low + row, None], (OWN,), (at,)), weights)
-            cute.autovec_copy(cute.local_tile(ape[position % self.ratio, None], (OWN,), (at,)), bias)
-            k, z = [cute.make_rmem_tensor((OWN,), Float32) for _ in range(2)]
+            numbers, weights = [cute.make_rmem_tensor((CHANNELS,), kv.element_type) for _ in range(2)]
+            bias = cute.make_rmem_tensor((CHANNELS,), Float32)
+            cute.autovec_copy(cute.local_tile(kv[low + row, None], (CHANNELS,), (at,)), numbers)
+            cute.autovec_copy(cute.local_tile(gate[low + row, None], (CHANNELS,), (at,)), weights)
+            cute.autovec_copy(cute.local_tile(ape[position % self.ratio, None], (CHANNELS,), (at,)), bias)
+            k, z = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(2)]
             k.store(numbers.load().to(Float32))
             z.store(weights.load().to(Float32) + bias.load())
             for n, mine in enumerate((k, z)):
-                target = state[lane, position % self.slots, n, None]
-                cute.autovec_copy(mine, cute.local_tile(target, (OWN,), (at,)))
-
-
-def _fake(dtype, shape, stride, align=16):
-    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+                target = state[state_slot, position % self.tokens, n, None]
+                cute.autovec_copy(mine, cute.local_tile(target, (CHANNELS,), (at,)))
 
 
 @cached
 def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool, layout: str):
     """-> f(kv, gate [T, c] dtype, ape [m, c], weight [d], cos, sin [T, 32] fp32, cache, slots [T] int32 or the words of
-    int64 [2 T], cu_seqlens [B + 1], starts [B] int32, state [S, n, 2, c] fp32, lanes [B] int32, page_size, eps); B > 0.
+    int64 [2 T], cu_seqlens [B + 1], starts [B] int32, state [S, n, 2, c] fp32, state_slots [B] int32, page_size,
+    eps); B > 0.
 
     cache: [pages, P, d] of the dtype `layout`; "v4", [pages, P, 576] bytes, scales behind a page's rows; "index",
     [pages, P, 132]. Rows, pages and the state start at multiples of 16 bytes."""
     element, channels = cute_dtype(dtype), 2 * dim if overlap else dim
     tokens, sequences = cute.sym_int(), cute.sym_int()
     aligned = 128 // element.width
-    projections = [_fake(element, (tokens, channels), (cute.sym_int64(divisibility=aligned), 1)) for _ in range(2)]
-    angles = [_fake(Float32, (tokens, ROPE // 2), (cute.sym_int64(divisibility=4), 1)) for _ in range(2)]
+    projections = [fake(element, (tokens, channels), (*strides(1, aligned), 1)) for _ in range(2)]
+    angles = [fake(Float32, (tokens, ROPE // 2), (*strides(1, 4), 1)) for _ in range(2)]
     kind, width = (cute_dtype(layout), dim) if layout in PLAIN else (Uint8, dim + 4 if layout == "index" else 576)
     # Index pages are values and then scales: their rows only count.
-    row = dim + 4 if layout == "index" else cute.sym_int64(divisibility=128 // kind.width)
-    strides = (cute.sym_int64(divisibility=128 // kind.width), row)
+    page = strides(1, 128 // kind.width)
+    row = (dim + 4,) if layout == "index" else strides(1, 128 // kind.width)
     rows = 2 * ratio if overlap else ratio
     return compile_sm90(
         WriteCompressedKvSm90(dim, ratio, overlap, layout),
         *projections,
-        _fake(Float32, (ratio, channels), (channels, 1)),
-        _fake(Float32, (dim,), (1,)),
+        fake(Float32, (ratio, channels), (channels, 1)),
+        fake(Float32, (dim,), (1,)),
         *angles,
-        _fake(kind, (cute.sym_int(), cute.sym_int(), width), (*strides, 1)),
-        _fake(Int32, (cute.sym_int(),), (1,), 4),
-        _fake(Int32, (cute.sym_int(),), (1,), 4),
-        _fake(Int32, (sequences,), (1,), 4),
-        _fake(Float32, (cute.sym_int(), rows, 2, channels), (rows * 2 * channels, 2 * channels, channels, 1)),
-        _fake(Int32, (sequences,), (1,), 4),
+        fake(kind, (cute.sym_int(), cute.sym_int(), width), (*page, *row, 1)),
+        fake(Int32, (cute.sym_int(),), (1,), 4),
+        fake(Int32, (cute.sym_int(),), (1,), 4),
+        fake(Int32, (sequences,), (1,), 4),
+        fake(Float32, (cute.sym_int(), rows, 2, channels), (rows * 2 * channels, 2 * channels, channels, 1)),
+        fake(Int32, (sequences,), (1,), 4),
         *(Int32(1), Float32(0.0)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake_stream(),
     )
 
 

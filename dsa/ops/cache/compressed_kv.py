@@ -31,7 +31,7 @@ def write_compressed_kv(
     cu_seqlens: torch.Tensor,
     starts: torch.Tensor,
     state: torch.Tensor,
-    lanes: torch.Tensor,
+    state_slots: torch.Tensor,
     *,
     overlap: bool,
     eps: float = 1e-6,
@@ -57,27 +57,27 @@ def write_compressed_kv(
     starts       [B] int32, at least 0, and with T below 2^31 - 512: tokens of each sequence before these, which are in
                  `state`
     state        [S, n, 2, c] fp32, n = m, or 2 m with overlap: KV and Z of the token at position p in row p mod n of
-                 the sequence's lane. The new tokens' are written
-    lanes        [B] int32: the lane of each sequence in `state`, from 0 to S - 1. Those of one lane, as of sequences
+                 the sequence's state slot. The new tokens' are written
+    state_slots  [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Those of one slot, as of sequences
                  that are padding, spoil each other's state
     overlap      whether an entry is made of two blocks
     eps          added to the mean of the squares: a finite number, at least 0
 
     Sum, norm and rope are fp32 and round once, to kv's dtype. Not differentiable; `compress_kv` is. Raises TypeError or
     ValueError for other types, dtypes, shapes and strides; the reference also for slots below -1 or beyond the cache
-    and for other integers than these. The kernel skips such slots and sequences of such lanes, takes a sequence whose
-    boundaries decrease or are outside for one without new tokens, and makes unspecified entries of the tokens of such
-    starts; all else is as it would be.
+    and for other integers than these. The kernel skips such slots and sequences of such state slots, takes a sequence
+    whose boundaries decrease or are outside for one without new tokens, and makes unspecified entries of the tokens of
+    such starts; all else is as it would be.
     On Hopper: one kernel; kv fp32 or bf16; d = 512 with m = 4 and overlap or m = 128 without, into floats or 584 bytes,
     and d = 128 with m = 4 and overlap, into bf16 or 132 bytes; R = 64; rows and pages at multiples of 16 bytes. Another
     order of sums than the reference's, so that now and then a number rounds to its neighbour. Deterministic. CUDA-graph
     safe with new lengths and slots, no host synchronisation, no workspace.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
-    arguments = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes, overlap, eps)
+    tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots)
     if torch.compiler.is_compiling():
-        return torch.ops.dsa.write_compressed_kv(*arguments)
-    return _write(*arguments)
+        return torch.ops.dsa.write_compressed_kv(*tensors, overlap, eps)
+    return _write(*tensors, overlap, eps)
 
 
 def _write(
@@ -92,16 +92,16 @@ def _write(
     cu_seqlens: torch.Tensor,
     starts: torch.Tensor,
     state: torch.Tensor,
-    lanes: torch.Tensor,
+    state_slots: torch.Tensor,
     overlap: bool,
     eps: float,
 ) -> None:
-    tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes)
+    tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots)
     reference.check_write_compressed(*tensors, overlap, eps)
     if not backends.runs_kernel("write_compressed_kv", cache):
         return reference.write_compressed_kv(*tensors, overlap=overlap, eps=eps)
     named = {"kv": kv, "gate": gate, "ape": ape, "norm_weight": norm_weight, "cos": cos, "sin": sin, "slots": slots}
-    named |= {"cu_seqlens": cu_seqlens, "starts": starts, "state": state, "lanes": lanes}
+    named |= {"cu_seqlens": cu_seqlens, "starts": starts, "state": state, "state_slots": state_slots}
     d, m = norm_weight.shape[0], ape.shape[0]
     is_index = reference.is_index_cache(cache, d)
     _check_kernel_takes(kv, cos, cache, d, m, overlap, is_index)
@@ -117,7 +117,7 @@ def _write(
     if starts.shape[0] and kv.shape[0] and cache.shape[0]:
         with backends.on_device(cache):
             _kernel(kv.dtype, d, m, overlap, layout)(
-                *(kv, gate, ape, norm_weight, cos, sin, pages, words, cu_seqlens, starts, state, lanes),
+                *(kv, gate, ape, norm_weight, cos, sin, pages, words, cu_seqlens, starts, state, state_slots),
                 *(cache.shape[1], float(eps)),
             )
 
@@ -158,9 +158,9 @@ def _(
     cu_seqlens: torch.Tensor,
     starts: torch.Tensor,
     state: torch.Tensor,
-    lanes: torch.Tensor,
+    state_slots: torch.Tensor,
     overlap: bool,
     eps: float,
 ) -> None:
-    tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes)
+    tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots)
     reference.check_write_compressed(*tensors, overlap, eps)

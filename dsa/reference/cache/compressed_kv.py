@@ -32,7 +32,7 @@ def compress_kv(
     cu_seqlens: torch.Tensor,
     starts: torch.Tensor,
     state: torch.Tensor | None = None,
-    lanes: torch.Tensor | None = None,
+    state_slots: torch.Tensor | None = None,
     *,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,8 +47,8 @@ def compress_kv(
                 to cu_seqlens[b + 1]
     starts      [B] int32, at least 0: tokens of each sequence before these, which are in `state`
     state       [S, n, 2, c] fp32, n = m, or 2 m with overlap: KV and Z of the token at position p in row p mod n of
-                the sequence's lane. The new tokens' are written. None: all sequences begin here
-    lanes       [B] int32: the lane of each sequence in `state`, from 0 to S - 1. Those of one lane, as of sequences
+                the sequence's state slot. The new tokens' are written. None: all sequences begin here
+    state_slots [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Those of one slot, as of sequences
                 that are padding, spoil each other's state
 
     Returns (entries [N, d] fp32, tokens [N] int64, the new tokens that end their blocks, ascending). Gradients flow to
@@ -56,25 +56,25 @@ def compress_kv(
     is written.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
-    d = check_compress(kv, gate, ape, cu_seqlens, starts, state, lanes, overlap)
+    d = check_compress(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap)
     check_memory("kv", kv)
     if state is not None:
         check_updatable("state", state)
     m, overlap = ape.shape[0], d < kv.shape[1]
     entries, tokens = [kv.new_empty(0, d, dtype=torch.float32)], [torch.empty(0, dtype=torch.int64, device=kv.device)]
     bounds, first = cu_seqlens.tolist(), starts.tolist()
-    _check_sequences(bounds, first, None if lanes is None else lanes.tolist(), kv, state)
+    _check_sequences(bounds, first, None if state_slots is None else state_slots.tolist(), kv, state)
     for b, (start, low, high) in enumerate(zip(first, bounds, bounds[1:])):
         # From the first token that an entry of these can be made of: in block start // m, or the one before.
         begin = max(start // m - overlap, 0) * m
         positions = torch.arange(start, start + high - low, device=kv.device)
         k, z = kv[low:high].float(), gate[low:high].float() + ape[positions % m]
         if state is not None:
-            lane, n = state[lanes[b]], state.shape[1]
-            old = lane[torch.arange(begin, start, device=kv.device) % n]
+            kept_state, n = state[state_slots[b]], state.shape[1]
+            old = kept_state[torch.arange(begin, start, device=kv.device) % n]
             kept = positions[-n:] if len(positions) else positions
             new = torch.stack((k, z), 1).detach()[-n:] if len(positions) else old[:0]
-            state[lanes[b], kept % n] = new
+            state[state_slots[b], kept % n] = new
             k, z = torch.cat((old[:, 0], k)), torch.cat((old[:, 1], z))
         one, count = start // m, (start + high - low) // m - start // m
         if count == 0:
@@ -106,14 +106,14 @@ def write_compressed_kv(
     cu_seqlens: torch.Tensor,
     starts: torch.Tensor,
     state: torch.Tensor,
-    lanes: torch.Tensor,
+    state_slots: torch.Tensor,
     *,
     overlap: bool,
     eps: float = 1e-6,
 ) -> None:
     """Writes rope(RMSNorm(C)) of every entry that a new token ends into that token's slot of the cache, in place.
 
-    kv, gate, ape, cu_seqlens, starts, state, lanes, overlap  as `compress_kv` takes them
+    kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap  as `compress_kv` takes them
     norm_weight  [d] fp32
     cos, sin     [T, R / 2] fp32: for a token that ends block i, of position i m; the others' are not used. Rope turns
                  the last R channels in pairs (2i, 2i + 1)
@@ -129,12 +129,12 @@ def write_compressed_kv(
     does; then nothing is written.
     """
     check_write_compressed(
-        kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, lanes, overlap, eps
+        kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots, overlap, eps
     )
     check_memory("cache", cache)
     check_updatable("cache", cache)
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
-    entries, tokens = compress_kv(kv, gate, ape, cu_seqlens, starts, state, lanes, overlap=overlap)
+    entries, tokens = compress_kv(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap=overlap)
     normed = entries * torch.rsqrt(entries.square().mean(-1, keepdim=True) + eps) * norm_weight
     rows = apply_rotary(normed, cos[tokens], sin[tokens], interleaved=True, dims="last").to(kv.dtype)
     if is_index_cache(cache, rows.shape[1]):
@@ -150,15 +150,15 @@ def is_index_cache(cache: torch.Tensor, d: int) -> bool:
 
 
 def _check_sequences(
-    bounds: list[int], starts: list[int], lanes: list[int] | None, kv: torch.Tensor, state: torch.Tensor | None
+    bounds: list[int], starts: list[int], state_slots: list[int] | None, kv: torch.Tensor, state: torch.Tensor | None
 ) -> None:
     """The values of the integers of `compress_kv`."""
     if bounds[0] < 0 or bounds[-1] > len(kv) or bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens: must not decrease, from at least 0 to at most kv's T={len(kv)}, got {bounds}")
-    if any(start < 0 or (start and lanes is None) for start in starts):
+    if any(start < 0 or (start and state_slots is None) for start in starts):
         raise ValueError(f"starts: must be at least 0, and 0 without a state, got {starts}")
-    if lanes is not None and any(not 0 <= lane < len(state) for lane in lanes):
-        raise ValueError(f"lanes: must be from 0 to {len(state) - 1}, got {lanes} (sizes as of state)")
+    if state_slots is not None and any(not 0 <= slot < len(state) for slot in state_slots):
+        raise ValueError(f"state_slots: must be from 0 to {len(state) - 1}, got {state_slots} (sizes as of state)")
 
 
 def check_compress(
@@ -168,7 +168,7 @@ def check_compress(
     cu_seqlens: torch.Tensor,
     starts: torch.Tensor,
     state: torch.Tensor | None,
-    lanes: torch.Tensor | None,
+    state_slots: torch.Tensor | None,
     overlap: bool,
 ) -> int:
     """The checks of `compress_kv`, but for the values of its integers. -> d"""
@@ -186,13 +186,15 @@ def check_compress(
         raise ValueError(
             f"ape: must have rows and kv's channels, with overlap an even number, got shape {list(ape.shape)}"
         )
-    if (state is None) != (lanes is None):
-        raise ValueError("state, lanes: must be given together, got one of them")
+    if (state is None) != (state_slots is None):
+        raise ValueError("state, state_slots: must be given together, got one of them")
     if state is not None:
         check_tensor("state", state, (torch.float32,), ("S", 2 * m if overlap else m, 2, c), "kv, ape and overlap")
-        check_tensor("lanes", lanes, (torch.int32,), tuple(starts.shape), "cu_seqlens and starts")
+        check_tensor("state_slots", state_slots, (torch.int32,), tuple(starts.shape), "cu_seqlens and starts")
         check_writable("state", state)
-    check_same_device(("kv", kv), gate=gate, ape=ape, cu_seqlens=cu_seqlens, starts=starts, state=state, lanes=lanes)
+    check_same_device(
+        ("kv", kv), gate=gate, ape=ape, cu_seqlens=cu_seqlens, starts=starts, state=state, state_slots=state_slots
+    )
     return c // 2 if overlap else c
 
 
@@ -208,12 +210,12 @@ def check_write_compressed(
     cu_seqlens: torch.Tensor,
     starts: torch.Tensor,
     state: torch.Tensor,
-    lanes: torch.Tensor,
+    state_slots: torch.Tensor,
     overlap: bool,
     eps: float,
 ) -> None:
     """The checks of `write_compressed_kv`, but for the values of its integers."""
-    d = check_compress(kv, gate, ape, cu_seqlens, starts, state, lanes, overlap)
+    d = check_compress(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap)
     if state is None:
         raise TypeError("state: must be a torch.Tensor, got NoneType")
     check_tensor("norm_weight", norm_weight, (torch.float32,), (d,), "kv and overlap")

@@ -7,7 +7,7 @@ import dsa
 from dsa.reference.cache import compressed_kv as reference
 from dsa.testing import assert_close, poison_free_memory
 
-PAGES, PAGE, LANES = 40, 64, 9
+PAGES, PAGE, STATE_SLOTS = 40, 64, 9
 # channels, tokens of a block, overlap; the cache's layout
 KINDS = [
     (512, 4, True, "bfloat16"),
@@ -32,7 +32,7 @@ def make_cache(kind, d):
 
 
 class Case:
-    """Sequences of these lengths so far, in random lanes; a state that is NaN where nothing has been."""
+    """Sequences of these lengths so far, in random state slots; a state that is NaN where nothing has been."""
 
     def __init__(self, kind, dtype, sequences):
         self.d, self.m, self.overlap, self.layout = kind
@@ -40,9 +40,9 @@ class Case:
         c = 2 * self.d if self.overlap else self.d
         self.c, self.ape = c, torch.randn(self.m, c, device="cuda")
         self.weight = torch.rand(self.d, device="cuda") + 0.5
-        self.lanes = torch.randperm(LANES, device="cuda")[:sequences].int()
+        self.state_slots = torch.randperm(STATE_SLOTS, device="cuda")[:sequences].int()
         rows = 2 * self.m if self.overlap else self.m
-        self.state = torch.full((LANES, rows, 2, c), torch.nan, device="cuda")
+        self.state = torch.full((STATE_SLOTS, rows, 2, c), torch.nan, device="cuda")
         self.done = [0] * sequences
         self.cache = make_cache(self.layout, self.d)
         self.free = torch.randperm(PAGES * PAGE, device="cuda").tolist()
@@ -66,7 +66,7 @@ class Case:
 
     def call(self, op, cache, state, kv, gate, cos, sin, slots, cu, starts):
         op(
-            *(kv, gate, self.ape, self.weight, cos, sin, cache, slots, cu, starts, state, self.lanes),
+            *(kv, gate, self.ape, self.weight, cos, sin, cache, slots, cu, starts, state, self.state_slots),
             overlap=self.overlap,
         )
 
@@ -131,7 +131,7 @@ def test_one_long_sequence(kind, record_error):
 def test_many_sequences(kind, record_error):
     """More sequences than a warp has lanes; some of them without new tokens."""
     case = Case(kind, torch.float32, 9)
-    case.lanes = torch.randperm(70, device="cuda").int()
+    case.state_slots = torch.randperm(70, device="cuda").int()
     case.state = torch.full((70, *case.state.shape[1:]), torch.nan, device="cuda")
     case.done = [0] * 70
     sizes = torch.randint(0, 12, (70,)).tolist()
@@ -201,7 +201,7 @@ def test_graph_replay_with_new_positions(kind):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_lies_outside_is_not_touched(kind):
-    """Slots beyond the cache, lanes beyond the state, lengths that go backwards."""
+    """Slots beyond the cache, state slots beyond the state, lengths that go backwards."""
     case = Case(kind, torch.float32, 3)
     kv, gate, cos, sin, slots, cu, starts = case.tokens([140, 9, 130])
     before, state = case.raw(case.cache, torch.arange(PAGES * PAGE, device="cuda")), case.state.clone()
@@ -209,10 +209,10 @@ def test_what_lies_outside_is_not_touched(kind):
     case.call(dsa.write_compressed_kv, case.cache, case.state, kv, gate, cos, sin, slots, cu, starts)
     assert torch.equal(case.raw(case.cache, torch.arange(PAGES * PAGE, device="cuda")), before)
     case.state.copy_(state)
-    case.lanes = torch.tensor([-1, LANES, 2**31 - 1], dtype=torch.int32, device="cuda")
+    case.state_slots = torch.tensor([-1, STATE_SLOTS, 2**31 - 1], dtype=torch.int32, device="cuda")
     case.call(dsa.write_compressed_kv, case.cache, case.state, kv, gate, cos, sin, slots, cu, starts)
     assert torch.equal(case.state.view(torch.int32), state.view(torch.int32))
-    case.lanes = torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda")
+    case.state_slots = torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda")
     for wrong in ([0, 200, 100, 279], [-5, 10**9, -3, 7], [279, 0, 0, 0]):
         cu = torch.tensor(wrong, dtype=torch.int32, device="cuda")
         case.call(dsa.write_compressed_kv, case.cache, case.state, kv, gate, cos, sin, slots, cu, starts - 7)

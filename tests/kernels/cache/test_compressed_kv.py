@@ -12,8 +12,8 @@ def test_sass(arguments):
     sass = disassemble(cubin(kernels.compile_write_compressed_kv, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     # Eight slots at once: of a new token two projections and ape, of one in the state its two.
-    assert sass.instructions["LDG"] >= kernels.TOGETHER * 5
-    assert sass.instructions["MUFU"] >= kernels.TOGETHER * kernels.OWN
+    assert sass.instructions["LDG"] >= kernels.TOKENS_AT_ONCE * 5
+    assert sass.instructions["MUFU"] >= kernels.TOKENS_AT_ONCE * kernels.CHANNELS
 
 
 def test_the_op_takes_what_there_are_kernels_for():

@@ -25,7 +25,7 @@ def arguments(d=512, m=4, overlap=True, kind="bfloat16", dtype=torch.float32, to
         "norm_weight": torch.rand(d), "cos": torch.rand(tokens, 32), "sin": torch.rand(tokens, 32), "cache": cache,
         "slots": slots, "cu_seqlens": torch.tensor([0, tokens - 2, tokens], dtype=torch.int32),
         "starts": torch.tensor([0, 6], dtype=torch.int32), "state": torch.randn(4, n, 2, c),
-        "lanes": torch.tensor([3, 1], dtype=torch.int32), "overlap": overlap,
+        "state_slots": torch.tensor([3, 1], dtype=torch.int32), "overlap": overlap,
     }  # fmt: skip
 
 

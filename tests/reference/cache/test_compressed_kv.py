@@ -53,17 +53,18 @@ def test_whole_sequences(lengths, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunks", [[1] * 23, [23], [3, 1, 9, 10], [4, 4, 15], [5, 18]])
 def test_chunks_continue_what_the_state_holds(chunks, overlap):
-    """Two sequences, the second three tokens behind; lanes and rows that hold nothing yet are NaN."""
+    """Two sequences, the second three tokens behind; state slots and rows that hold nothing yet are NaN."""
     kv, gate, ape, _ = inputs([23], overlap)
     state = torch.full((3, 2 * M if overlap else M, 2, kv.shape[1]), torch.nan)
-    lanes = torch.tensor([2, 0], dtype=torch.int32)
+    state_slots = torch.tensor([2, 0], dtype=torch.int32)
     got, done = [[], []], [0, 0]
     for n in chunks:
         sizes = [n, max(min(n, 20 - done[1]), 0)]
         rows = torch.cat([torch.arange(d, d + k) for d, k in zip(done, sizes)])
         cu = torch.tensor([0, sizes[0], sum(sizes)], dtype=torch.int32)
         starts = torch.tensor(done, dtype=torch.int32)
-        entries, tokens = reference.compress_kv(kv[rows], gate[rows], ape, cu, starts, state, lanes, overlap=overlap)
+        new = kv[rows], gate[rows], ape, cu, starts, state, state_slots
+        entries, tokens = reference.compress_kv(*new, overlap=overlap)
         for entry, token in zip(entries, tokens.tolist()):
             got[token >= sizes[0]].append(entry)
         done = [d + k for d, k in zip(done, sizes)]
@@ -98,14 +99,15 @@ def pages(kind):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_writing(kind, overlap):
     kv, gate, ape, cu = inputs([9, 5], overlap, dtype=torch.bfloat16 if kind == torch.bfloat16 else torch.float32)
-    starts, lanes = torch.tensor([0, 0], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    starts, state_slots = torch.tensor([0, 0], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     weight, angle = torch.rand(D) + 0.5, torch.randn(len(kv), R // 2)
     slots = torch.full((len(kv),), -1)
     slots[[3, 7, 12]] = torch.tensor([5, 2, 9])
     state = torch.zeros(2, 2 * M if overlap else M, 2, kv.shape[1])
     cache = pages(kind)
     reference.write_compressed_kv(
-        *(kv, gate, ape, weight, angle.cos(), angle.sin(), cache, slots, cu, starts, state, lanes), overlap=overlap
+        *(kv, gate, ape, weight, angle.cos(), angle.sin(), cache, slots, cu, starts, state, state_slots),
+        overlap=overlap,
     )
     entries, tokens = reference.compress_kv(kv, gate, ape, cu, starts, overlap=overlap)
     x = entries / (entries.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
@@ -132,7 +134,7 @@ def test_writing(kind, overlap):
         ({"ape": torch.randn(0, 8)}, "ape: must have rows and kv's channels"),
         ({"starts": torch.zeros(2, dtype=torch.int32)}, r"starts: shape must be \[1\], got \[2\]"),
         ({"state": torch.zeros(1, 8, 2, 8)}, r"state: shape must be \[S, 4, 2, 8\], got \[1, 8, 2, 8\]"),
-        ({"state": None}, "state, lanes: must be given together, got one of them"),
+        ({"state": None}, "state, state_slots: must be given together, got one of them"),
         ({"norm_weight": torch.ones(4)}, r"norm_weight: shape must be \[8\], got \[4\]"),
         ({"slots": torch.full((9,), 99)}, "slots: "),
         (
@@ -142,8 +144,8 @@ def test_writing(kind, overlap):
         ({"cu_seqlens": int32(-1, 9)}, r"cu_seqlens: must not decrease, .* got \[-1, 9\]"),
         ({"cu_seqlens": int32(9, 3)}, r"cu_seqlens: must not decrease, .* got \[9, 3\]"),
         ({"starts": int32(-1)}, r"starts: must be at least 0, and 0 without a state, got \[-1\]"),
-        ({"lanes": int32(-1)}, r"lanes: must be from 0 to 0, got \[-1\]"),
-        ({"lanes": int32(1)}, r"lanes: must be from 0 to 0, got \[1\]"),
+        ({"state_slots": int32(-1)}, r"state_slots: must be from 0 to 0, got \[-1\]"),
+        ({"state_slots": int32(1)}, r"state_slots: must be from 0 to 0, got \[1\]"),
         ({"cache": torch.zeros(1, 4, 1, 9)}, r"kv: shape must be \[T, 9\], got \[9, 8\]"),
     ],
 )
@@ -153,7 +155,7 @@ def test_errors(changes, message):
         "kv": kv, "gate": gate, "ape": ape, "norm_weight": torch.ones(D), "cos": torch.ones(9, 2),
         "sin": torch.zeros(9, 2), "cache": torch.zeros(3, 4, 1, D), "slots": torch.full((9,), -1), "cu_seqlens": cu,
         "starts": torch.zeros(1, dtype=torch.int32), "state": torch.zeros(1, 4, 2, D),
-        "lanes": torch.zeros(1, dtype=torch.int32),
+        "state_slots": torch.zeros(1, dtype=torch.int32),
     }  # fmt: skip
     with pytest.raises((ValueError, TypeError), match=message):
         reference.write_compressed_kv(**(arguments | changes), overlap=False)
