@@ -14,6 +14,7 @@ from dsa.reference.checks import (
     check_same_device,
     check_tensor,
 )
+from dsa.reference.indexer.index_scores import index_scores
 
 # Numbers in the largest [queries, H, keys] tensor: 128 MiB of fp32, and ReLU makes a second one.
 _CHUNK = 2**25
@@ -124,15 +125,6 @@ def mqa_logits(
     return logits
 
 
-def head_weighted_logits(
-    q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None, weights: torch.Tensor
-) -> torch.Tensor:
-    """The formula alone, without ranges: q [S, H, D], k [N, D], k_scale [N], weights [S, H] -> [S, N] fp32."""
-    dots = torch.relu(q.float() @ k.float().T)
-    logits = (weights.unsqueeze(1) @ dots).squeeze(1)
-    return logits if k_scale is None else logits * k_scale
-
-
 def padded_logits(rows: int, columns: int, needed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[rows, columns] of -inf, a view of a buffer whose row stride is `needed` rounded up to 1024 bytes."""
     buffer = torch.full((rows, row_stride(needed, dtype)), -torch.inf, dtype=dtype, device=device)
@@ -167,9 +159,9 @@ def _fill(
             continue
         # Score only the keys that some query of the chunk sees.
         low, high = int(ks[filled].min()), int(ke[filled].max())
-        scores = head_weighted_logits(
-            q[rows], k[low:high], None if k_scale is None else k_scale[low:high], weights[rows]
-        )
+        scores = index_scores(q[rows], k[low:high], weights[rows])
+        if k_scale is not None:
+            scores = scores * k_scale[low:high]
         if compressed:
             key = ks + torch.arange(logits.shape[1], device=k.device)
             scores = scores.gather(1, (key - low).clamp(0, high - low - 1))

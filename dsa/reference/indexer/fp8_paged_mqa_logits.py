@@ -13,7 +13,8 @@ from dsa.reference.checks import (
     check_same_device,
     check_tensor,
 )
-from dsa.reference.indexer.fp8_mqa_logits import LOGITS_DTYPES, head_weighted_logits, padded_logits
+from dsa.reference.indexer.fp8_mqa_logits import LOGITS_DTYPES, padded_logits
+from dsa.reference.indexer.index_scores import index_scores
 
 SPLIT_KV = 256
 MOST_SPLITS = 2**31 - 1  # of all sequences
@@ -101,7 +102,7 @@ def fp8_paged_mqa_logits(
         page = block_table[b, position // page_size].long()
         slots = torch.where((page >= 0) & (page < pages), page * page_size + position % page_size, -1)
         k, k_scale = read_indexer_cache(kv_cache, slots)
-        scores = head_weighted_logits(q[b], k, k_scale, weights[rows])
+        scores = index_scores(q[b], k, weights[rows]) * k_scale
         hidden = (position >= lengths[b, :, None]) | (slots < 0)
         logits[rows, : len(position)] = scores.masked_fill(hidden, -torch.inf).to(logits_dtype)
     return logits

@@ -1,0 +1,19 @@
+"""The lightning indexer's score of a key for a query, which the logits of serving and the losses of training share."""
+
+import torch
+
+
+def index_scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """I[t, s] = sum_h weights[t, h] * relu(q[t, h] . k[s]), in fp32, or in float64 where q has that.
+
+    q        [..., H, D] of any float dtype: [T, H, D] of T queries
+    k        [N, D], keys that all queries score, or [..., N, D], each query's own
+    weights  [..., H], of any sign
+
+    Returns [..., N]. Differentiable in all three. NaN in a key reaches only that key's scores. A head alone is its
+    query with H = 1: q[..., None, :], weights[..., None].
+    The arguments are not checked. Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
+    """
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dots = torch.relu(q.to(dtype) @ k.to(dtype).mT)
+    return (weights.to(dtype).unsqueeze(-2) @ dots).squeeze(-2)

@@ -1,0 +1,74 @@
+"""The index score against plain arithmetic: shared keys, a query's own keys, single heads, gradients."""
+
+import math
+
+import pytest
+import torch
+
+from dsa.reference.indexer.index_scores import index_scores
+
+
+def by_hand(q, k, weights):
+    """The score of one query and one key, in Python's floats."""
+    dots = [sum(a * b for a, b in zip(head, k.tolist())) for head in q.tolist()]
+    return sum(w * max(0.0, dot) for w, dot in zip(weights.tolist(), dots))
+
+
+def operands(queries=3, keys=5, heads=4, dim=8, dtype=torch.float64):
+    g = torch.Generator().manual_seed(queries)
+    shapes = (queries, heads, dim), (keys, dim), (queries, heads)
+    return [torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "got", "tolerance"),
+    [
+        (torch.float64, torch.float64, 1e-12),
+        (torch.float32, torch.float32, 1e-5),
+        (torch.bfloat16, torch.float32, 1e-5),
+        (torch.float8_e4m3fn, torch.float32, 1e-5),
+    ],
+)
+def test_keys_that_all_queries_score(dtype, got, tolerance):
+    q, k, weights = operands(dtype=dtype)
+    scores = index_scores(q, k, weights)
+    assert scores.dtype == got and scores.shape == (3, 5)
+    expected = [[by_hand(q[t].double(), k[s].double(), weights[t].double()) for s in range(5)] for t in range(3)]
+    torch.testing.assert_close(
+        scores.double(), torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_keys_of_each_query():
+    q, k, weights = operands()
+    own = torch.stack([k, k.flip(0), k.roll(1, 0)])
+    scores = index_scores(q, own, weights)
+    for t in range(3):
+        torch.testing.assert_close(scores[t], index_scores(q[t], own[t], weights[t]))
+
+
+def test_a_single_head():
+    q, k, weights = operands()
+    heads = index_scores(q[..., None, :], k, weights[..., None])
+    assert heads.shape == (3, 4, 5)
+    torch.testing.assert_close(heads.sum(1), index_scores(q, k, weights))
+    assert heads[1, 2, 3].item() == pytest.approx(by_hand(q[1, 2:3], k[3], weights[1, 2:3]))
+
+
+def test_no_keys_and_no_queries():
+    q, k, weights = operands()
+    assert index_scores(q, k[:0], weights).shape == (3, 0)
+    assert index_scores(q[:0], k, weights[:0]).shape == (0, 5)
+
+
+def test_nan_stays_with_its_key():
+    q, k, weights = operands()
+    expected = index_scores(q, k, weights)
+    k[2, 0] = math.nan
+    scores = index_scores(q, k, weights)
+    assert scores[:, 2].isnan().all() and torch.equal(scores[:, [0, 1, 3, 4]], expected[:, [0, 1, 3, 4]])
+
+
+def test_gradients():
+    inputs = [x.requires_grad_() for x in operands(2, 3, 2, 4)]
+    assert torch.autograd.gradcheck(index_scores, inputs)
