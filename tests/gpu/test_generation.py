@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa import backends
-from dsa.kernels.indexer import topk_indices_sm90 as kernels
+from dsa.kernels.indexer.limits import LENGTHS, PAGED, STARTS
 from dsa.ops.indexer import topk_indices
 from dsa.ops.mla import flash_mla_with_kvcache
 from dsa.reference import topk_indices as reference
@@ -97,7 +97,7 @@ def test_the_published_mode_runs_its_kernels(checkpoint, monkeypatch):
         *("write_mla_cache", "read_kv_cache", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"),
     }
     # Prefill picks positions in ragged rows; decode picks cache slots, translated by the top-k itself.
-    assert options == {kernels.STARTS | kernels.LENGTHS, kernels.LENGTHS | kernels.PAGED}
+    assert options == {STARTS | LENGTHS, LENGTHS | PAGED}
 
 
 def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):

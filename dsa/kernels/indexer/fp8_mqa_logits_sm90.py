@@ -395,7 +395,7 @@ def compile_fp8_mqa_logits(
 def choose_config(heads: int, dim: int) -> MqaLogitsConfig:
     """The measured winner. Fewer heads mean more queries a tile, whose ranges and reductions need registers and time:
     smaller tiles, and a third warpgroup (docs/kernel-notes.md)."""
-    return tuned(MqaLogitsConfig, "fp8_mqa_logits", f"heads {heads}, dim {dim}")
+    return tuned(MqaLogitsConfig, "fp8_mqa_logits", "sm_90", f"heads {heads}, dim {dim}")
 
 
 def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, int]:

@@ -489,7 +489,7 @@ def compile_fp8_paged_mqa_logits(
 
 def choose_config(heads: int, next_n: int) -> PagedMqaLogitsConfig:
     """The measured winner."""
-    return tuned(PagedMqaLogitsConfig, "fp8_paged_mqa_logits", f"columns {heads * next_n}")
+    return tuned(PagedMqaLogitsConfig, "fp8_paged_mqa_logits", "sm_90", f"columns {heads * next_n}")
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.reference.indexer import topk_indices as reference
-
-MAX_K, MAX_COLS = 4096, 2**30
 
 
 def topk_indices(
@@ -97,7 +96,7 @@ def _topk(
         with backends.on_device(scores):
             no_integer, no_integers, no_values = _absent(scores.device)
             options = (
-                (starts is not None)
+                (starts is not None)  # the bits of dsa.kernels.indexer.limits
                 | (lengths is not None) << 1
                 | (block_table is not None) << 2
                 | (row_to_seq is not None) << 3
@@ -120,10 +119,11 @@ def _topk(
 
 @functools.lru_cache(4096)
 def _kernel(dtype: torch.dtype, rows: int, vectors: int, k: int, multiprocessors: int) -> Callable[..., None]:
-    from dsa.kernels.indexer import topk_indices_sm90 as kernels
+    from dsa.kernels.indexer import topk_config
+    from dsa.kernels.indexer.topk_indices_sm90 import compile_topk_indices
 
-    config = kernels.choose_config(rows, vectors, k, 8 * dtype.itemsize, multiprocessors)
-    return kernels.compile_topk_indices(dtype_name(dtype), config)
+    config = topk_config.choose_config(rows, vectors, k, 8 * dtype.itemsize, multiprocessors)
+    return compile_topk_indices(dtype_name(dtype), config)
 
 
 def _vectors(scores: torch.Tensor) -> int:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import dsa
-from dsa.kernels.indexer import topk_indices_sm90 as kernels
+from dsa.kernels.indexer import topk_config
+from dsa.kernels.indexer.topk_candidates import SAMPLE
 from dsa.ops.indexer import topk_indices as bridge
 from dsa.reference import topk_indices as reference
 from dsa.testing import poison_free_memory
@@ -15,7 +16,7 @@ INF, NAN = math.inf, math.nan
 SIZES = [(3, 5000), (2, 20000), (1, 131072), (7, 4097), (2, 8192)]
 
 
-CHOOSE = kernels.choose_config
+CHOOSE = topk_config.choose_config
 
 
 def forced(patch, cfg):
@@ -25,11 +26,11 @@ def forced(patch, cfg):
         fits = cfg.tile > 0 or vectors <= cfg.resident_vectors(width)
         return cfg if fits and cfg.takes(k) else CHOOSE(rows, vectors, k, width, multiprocessors)
 
-    patch.setattr(kernels, "choose_config", choose)
+    patch.setattr(topk_config, "choose_config", choose)
     bridge._kernel.cache_clear()
 
 
-@pytest.fixture(params=kernels.CONFIGS, ids=lambda c: f"{c.threads}-{c.tile}-{c.cluster}")
+@pytest.fixture(params=topk_config.CONFIGS, ids=lambda c: f"{c.threads}-{c.tile}-{c.cluster}")
 def config(request, monkeypatch):
     """Every variant in turn."""
     forced(monkeypatch, request.param)
@@ -61,7 +62,7 @@ def check(scores, k, **options):
 
 def sampled(n):
     """The positions that the kernel samples of a row of n numbers."""
-    pairs = min(n // 16, kernels.SAMPLE) // 8
+    pairs = min(n // 16, SAMPLE) // 8
     i, step = torch.arange(pairs, device="cuda"), n // 8 // pairs
     pair = i * step + (((i * 2654435761) % 2**32) * step >> 32)
     return (8 * pair[:, None] + torch.arange(8, device="cuda")).view(-1)
@@ -173,7 +174,7 @@ def test_a_row_alone_equals_the_row_in_a_batch():
     whole = dsa.topk_indices(scores, 2048)
     for rows in (1, 2, 8, 60, 130, 140):
         assert torch.equal(dsa.topk_indices(scores[:rows], 2048), whole[:rows])
-    for cfg in kernels.CONFIGS:
+    for cfg in topk_config.CONFIGS:
         with pytest.MonkeyPatch.context() as patch:
             forced(patch, cfg)
             assert torch.equal(dsa.topk_indices(scores[:40], 2048), whole[:40])

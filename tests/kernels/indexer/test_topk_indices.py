@@ -5,10 +5,11 @@ from cutlass import BFloat16, Float32
 
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
+from dsa.cute.sm90 import SHARED_BYTES
+from dsa.kernels.indexer import topk_config
 from dsa.kernels.indexer import topk_indices_sm90 as kernels
+from dsa.kernels.indexer.topk_candidates import SAMPLE
 from tests.kernels.variants import shipped
-
-SHARED_BYTES = 232448
 
 
 @shipped(kernels.compile_topk_indices)
@@ -30,13 +31,13 @@ def test_sass(arguments):
 def test_every_shape_has_a_variant_that_takes_it(k, width, multiprocessors):
     for rows in (1, 2, 8, 16, 17, 33, 64, 66, 67, 132, 133, 5000):
         for vectors in (1, 1024, 2048, 2049, 4096, 4097, 5000, 8192, 32768, 2**28):
-            config = kernels.choose_config(rows, vectors, k, width, multiprocessors)
-            assert config in kernels.CONFIGS and config.takes(k)
+            config = topk_config.choose_config(rows, vectors, k, width, multiprocessors)
+            assert config in topk_config.CONFIGS and config.takes(k)
             assert config.tile or vectors <= config.resident_vectors(width)
             assert config.cluster == 1 or rows * config.cluster <= multiprocessors
 
 
-@pytest.mark.parametrize("config", kernels.CONFIGS, ids=str)
+@pytest.mark.parametrize("config", topk_config.CONFIGS, ids=str)
 def test_variants_keep_the_rules_of_the_algorithm(config):
     for width, dtype in ((32, Float32), (16, BFloat16)):
         kernel = kernels.TopkIndicesSm90(dtype, config)
@@ -49,4 +50,4 @@ def test_variants_keep_the_rules_of_the_algorithm(config):
         assert 2 * largest <= 2 * config.capacity
         if config.tile:
             assert 4 * largest <= config.capacity * width // 8, "the columns' place reaches into the list's columns"
-            assert config.stages >= 2 and kernels.SAMPLE <= config.capacity
+            assert config.stages >= 2 and SAMPLE <= config.capacity

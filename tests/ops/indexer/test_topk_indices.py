@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsa
-from dsa.kernels.indexer import topk_indices_sm90 as kernels
+from dsa.kernels.indexer import limits
 from dsa.ops.indexer import topk_indices as op
 from dsa.reference.indexer import topk_indices as reference
 
@@ -79,9 +79,9 @@ def test_options_tell_the_kernel_what_is_given(launches):
     dsa.topk_indices(scores, 3, block_table=table, page_size=64, row_to_seq=per_row)
     assert [arguments[-1] for _, arguments in launches] == [
         0,
-        kernels.STARTS | kernels.BY_VALUE,
-        kernels.LENGTHS | kernels.VALUES,
-        kernels.PAGED | kernels.ROW_TO_SEQ,
+        limits.STARTS | limits.BY_VALUE,
+        limits.LENGTHS | limits.VALUES,
+        limits.PAGED | limits.ROW_TO_SEQ,
     ]
     assert [arguments[-2] for _, arguments in launches] == [1, 1, 1, 64]
     assert all(shape == (torch.float32, 5, 18, 3, 132) for shape, _ in launches)

@@ -1,0 +1,43 @@
+"""Variants of the top-k kernel, and which one is launched for which shape."""
+
+from dataclasses import dataclass
+
+BITS = 32  # numbers of a row or list that a thread has bits for
+
+
+@dataclass(frozen=True)
+class TopkConfig:
+    """threads of a CTA; capacity: entries of its list; tile: numbers a thread has of a tile, 0: rows are resident;
+    stages: tiles; cluster: CTAs a row."""
+
+    threads: int
+    capacity: int
+    tile: int = 0
+    stages: int = 1
+    cluster: int = 1
+
+    def resident_vectors(self, width: int) -> int:
+        """The longest resident row of numbers of `width` bits, in the 16-byte vectors that it touches."""
+        return min(self.threads * BITS * width // 128, self.capacity // 2) if self.cluster == 1 else 0
+
+    def takes(self, k: int) -> bool:
+        return k <= (self.capacity // 2 if self.tile else self.capacity)
+
+
+RESIDENT = (TopkConfig(256, 4096), TopkConfig(512, 8192))
+STREAMING = (TopkConfig(256, 4096, 32, 2), TopkConfig(512, 8192, 16, 2))
+# Few rows: eight, four, two CTAs a row, one.
+CLUSTERS = (*(TopkConfig(512, 8192, 16, 3, c) for c in (8, 4, 2)), TopkConfig(1024, 8192, 8, 3))
+CONFIGS = RESIDENT + STREAMING + CLUSTERS
+
+
+def choose_config(rows: int, vectors: int, k: int, width: int, multiprocessors: int) -> TopkConfig:
+    """For scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes, as measured."""
+    if rows > multiprocessors:
+        candidates = RESIDENT + STREAMING
+    elif vectors <= 2048:
+        candidates = RESIDENT[1:]
+    else:
+        candidates = tuple(c for c in CLUSTERS if c.cluster * rows <= multiprocessors)
+        candidates = tuple(c for c in candidates if c.cluster == 1 or vectors >= 1024 * c.cluster)
+    return next(c for c in candidates if c.takes(k) and (c.tile or vectors <= c.resident_vectors(width)))
