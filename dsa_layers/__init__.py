@@ -4,6 +4,7 @@ The names below are imported when they are first used: `import dsa_layers` alone
 """
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
     from dsa_layers.generation.sampling import SamplingParams
     from dsa_layers.generation.tokenizer import Tokenizer
 
-__all__ = ["Completion", "Generator", "SamplingParams", "SequenceBatch", "Tokenizer", "load_model"]
+__all__ = ["SHIPPED_MODEL", "Completion", "Generator", "SamplingParams", "SequenceBatch", "Tokenizer", "load_model"]
+
+# A checkpoint of a small model of Python source, trained by examples/train_indexer.py; its README.md is the model card.
+SHIPPED_MODEL = Path(__file__).parent / "stdlib_model"
 
 _MODULES = {
     "Completion": "dsa_layers.generation.generator",

@@ -26,7 +26,6 @@ from dsa_layers.layers.moe import MoE
 REST = "rest"
 PARTS = ("indexer", "top-k", "attention", "MoE", REST)
 MODULES = {
-    LightningIndexer: "indexer",
     CompressedIndexer: "indexer",
     DSAAttention: "attention",
     CompressedAttention: "attention",
@@ -88,20 +87,27 @@ def _announced(model: nn.Module) -> Iterator[None]:
     def leave(*arguments: Any) -> None:
         open_ranges.pop().__exit__(None, None, None)
 
-    select = dsa.topk_indices
+    def announced(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def announced_call(*arguments: Any, **options: Any) -> Any:
+            with record_function(_PREFIX + part):
+                return call(*arguments, **options)
 
-    def announced(*arguments: Any, **options: Any) -> torch.Tensor:
-        with record_function(_PREFIX + "top-k"):
-            return select(*arguments, **options)
+        return announced_call
 
+    topk_indices = dsa.topk_indices
+    indexers = [module for module in model.modules() if isinstance(module, LightningIndexer)]
+    for indexer in indexers:
+        indexer.select = announced("indexer", indexer.select)
     handles = []
     for module in model.modules():
         if (part := MODULES.get(type(module))) is not None:
             handles += [module.register_forward_pre_hook(enter(part)), module.register_forward_hook(leave)]
-    dsa.topk_indices = announced
+    dsa.topk_indices = announced("top-k", topk_indices)
     try:
         yield
     finally:
-        dsa.topk_indices = select
+        dsa.topk_indices = topk_indices
+        for indexer in indexers:
+            del indexer.select
         for handle in handles:
             handle.remove()

@@ -26,25 +26,32 @@ def load_model(
     dtype: torch.dtype | None = None,
     dequantize: bool = False,
     kv_cache: Literal["fp8", "model"] | None = None,
+    trainable: bool = False,
     progress: bool = True,
 ) -> CheckpointModel:
-    """The model of a checkpoint directory (config.json, safetensors), in evaluation mode; its class is the family's.
+    """The model of a checkpoint directory (config.json, safetensors); its class is the family's.
 
     dtype       of activations and unquantised weights; the checkpoint's own if None
     dequantize  FP8 and FP4 weights become `dtype` weights, and neither activations nor index keys are quantised
     kv_cache    how latents are cached (see Precision); "fp8" for FP8 checkpoints, "model" for others if None
+    trainable   parameters take gradients, but for what is not learned so (routers' biases, tables of experts), and the
+                model is in training mode. Of a quantised checkpoint, with `dequantize` only: FP8 takes no gradient.
+                Otherwise none does, and the model is in evaluation mode
 
     Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor, and ValueError or TypeError
     that name any other argument; nothing is half-loaded.
     """
     device = check_device(device)
     flag("dequantize", dequantize)
+    flag("trainable", trainable)
     config = read_config(directory)
     precision = Precision.of(config, dtype)
     if dequantize:
         precision = replace(precision, fp8_linear=False, fp8_indexer=False, kv_cache="model")
     if kv_cache is not None:
         precision = replace(precision, kv_cache=kv_cache)
+    if trainable and precision.fp8_linear:
+        raise ValueError("trainable: FP8 weights take no gradient; accepted with dequantize=True, got dequantize=False")
     check_quantised_sizes(config, precision, Path(directory) / "config.json")
     checkpoint = Checkpoint(directory)
     check_layers(config, checkpoint)
@@ -54,7 +61,10 @@ def load_model(
         print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
     parts_of = partial(split_experts, experts=config.n_routed_experts)
     names = {"skip": model.skips, "name_of": model.name_of, "parts_of": parts_of}
+    learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad and trainable]
     load_weights(model, checkpoint, device=device, progress=progress, **names)
     check_expert_tables(model, checkpoint.directory)
     model.init_buffers(device)
-    return model.eval()
+    for name in learned:
+        model.get_parameter(name).requires_grad_(True)
+    return model.train(trainable)

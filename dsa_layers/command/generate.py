@@ -1,93 +1,182 @@
 """`dsa generate`: continue prompts with a checkpoint."""
 
 import argparse
-from pathlib import Path
+import contextlib
+import re
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from dsa_layers.command import options
-from dsa_layers.command.streams import say
+from dsa_layers.command.model_options import LoadedModel, add_model_options, load
+from dsa_layers.command.prompt_sources import Prompt, add_prompt_options, read_prompts
+from dsa_layers.command.streams import say, say_json
 
-# Trained by examples/train_indexer.py; its README.md is the model card.
-SHIPPED_MODEL = Path(__file__).parents[1] / "stdlib_model"
+if TYPE_CHECKING:
+    from dsa_layers.evaluation.keys_read import KeyCounts
+    from dsa_layers.generation.generator import Completion, Throughput
+    from dsa_layers.generation.sampling import SamplingParams
+
+_JSON = """\
+With --json the standard output is one JSON object a line, each with the key "event":
+  start       checkpoint, device, backend, dequantized, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop
+  token       sequence (the prompt's number, from 0), token (its id), text (what can be shown by now)
+  completion  sequence, prompt, prompt_tokens, text, tokens, finish_reason ("eos", "stop", "length" or "error"), error
+  throughput  prefill_tokens, prefill_seconds, decode_tokens, decode_seconds
+  keys_read   read, context, share, most_read, longest_context (with --stats)
+  error       error, exit_code: nothing follows
+Exit codes: 0; 1 where a sequence or the command failed; 2 for a wrong call or input; 130 after Ctrl-C."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("generate", help="continue prompts with a checkpoint")
+    parser = commands.add_parser("generate", help="continue prompts with a checkpoint", epilog=_JSON)
     parser.set_defaults(run=run)
+    add_model_options(parser)
+    add_prompt_options(parser)
     parser.add_argument(
-        "checkpoint",
-        type=options.path,
-        nargs="?",
-        default=SHIPPED_MODEL,
-        help="directory with config.json and safetensors; default: a small model of Python source that comes with dsa",
+        "--raw",
+        action="store_true",
+        help="no chat template (default: off; a template is used if the tokenizer has one)",
     )
-    parser.add_argument("--prompt", action="append", required=True, help="repeat for a batch")
-    parser.add_argument("--raw", action="store_true", help="no chat template, even if the tokenizer has one")
-    parser.add_argument("--max-new-tokens", type=options.positive, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=options.integer, default=0)
-    parser.add_argument("--seed", type=options.integer)
-    parser.add_argument("--stop", action="append", default=[], help="end at this string; may be repeated")
-    parser.add_argument("--device", help="cuda or cpu; default: cuda where there is a GPU")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
-    parser.add_argument("--dequantize", action="store_true", help="quantise nothing: FP8 weights become --dtype")
-    parser.add_argument("--kv-cache", choices=("fp8", "model"), help="default: fp8 for FP8 checkpoints")
-    parser.add_argument("--cache-tokens", type=options.positive, default=65536, help="size of the paged cache")
-    parser.add_argument("--prefill-chunk", type=options.positive, default=2048, help="prompt tokens a pass")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=options.positive,
+        default=256,
+        metavar="N",
+        help="of each prompt (default: %(default)s)",
+    )
+    source = "default: generation_config.json's, else"
+    parser.add_argument(
+        "--temperature", type=options.temperature, metavar="T", help=f"0 is greedy ({source} 0, or 1 if it samples)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=options.top_p,
+        metavar="P",
+        help=f"sample among the fewest tokens that have this probability together ({source} 1: all)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=options.not_negative,
+        metavar="K",
+        help=f"sample among so many tokens, the likeliest ({source} 0: all)",
+    )
+    parser.add_argument("--seed", type=options.seed, help="of random numbers (default: another one for each prompt)")
+    parser.add_argument(
+        "--stop",
+        type=options.some_text,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end at this string, which is not shown; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--cache-tokens",
+        type=options.positive,
+        default=65536,
+        metavar="N",
+        help="the paged cache (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stats",
+        action="store_true",
+        help="count the keys that tokens read; on a GPU without CUDA graphs, which is slower (default: off)",
+    )
+    parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
-    import dsa
     from dsa_layers.cache.kv_cache import OutOfPages
-    from dsa_layers.checkpoint.loading import load_model
-    from dsa_layers.families.precision import check_device
-    from dsa_layers.generation.generator import Generator, TokenEvent
-    from dsa_layers.generation.sampling import SamplingParams
-    from dsa_layers.generation.tokenizer import Tokenizer
+    from dsa_layers.evaluation.keys_read import KeysRead
+    from dsa_layers.generation.generator import Generator
+    from dsa_layers.generation.prompts import encode_prompts
 
-    texts = [options.text("--prompt", text) for text in args.prompt]
-    stop = [options.text("--stop", text) for text in args.stop]
-    params = SamplingParams(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed, stop)
-    if not all(texts):
-        raise ValueError("--prompt: must not be empty")
-    if not args.checkpoint.is_dir():
-        raise ValueError(f"{args.checkpoint}: no such directory; a checkpoint holds config.json and safetensors")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device is None else args.device
-    try:
-        check_device(device)
-    except ValueError as error:
-        raise ValueError(f"--{error}") from None
-    backend = dsa.backend() if device.startswith("cuda") else "reference"
-    tokenizer = Tokenizer(args.checkpoint)
-    prompts = texts
+    prompts = read_prompts(args.prompts)
+    params = _sampling(args)
+    loaded = load(args)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    shown = [prompt.text for prompt in prompts]
+    texts = shown
     if tokenizer.has_chat_template and not args.raw:
-        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
-    model = load_model(
-        args.checkpoint,
-        device=device,
-        dtype=args.dtype and getattr(torch, args.dtype),
-        dequantize=args.dequantize,
-        kv_cache=args.kv_cache,
-    )
-    generator = Generator(model, tokenizer, cache_tokens=args.cache_tokens, prefill_chunk=args.prefill_chunk)
-
-    def show(event: TokenEvent) -> None:
-        print(event.text, end="", flush=True)
-
-    single = len(prompts) == 1
+        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in shown]
+        shown = [f"{text}\n\n" for text in shown]
+    counting = KeysRead(model) if args.stats else contextlib.nullcontext()
     try:
-        completions = generator.generate(prompts, params, on_event=show if single else None)
-    except OutOfPages as error:
-        raise ValueError(error) from None
-    if single:
-        print()
-    else:
-        for prompt, completion in zip(texts, completions):
-            print(f"[{prompt}]\n{completion.text}\n")
-    say(f"{generator.throughput} ({device}, backend {backend})")
+        sizes = {"cache_tokens": args.cache_tokens, "prefill_chunk": args.prefill_chunk}
+        generator = Generator(model, tokenizer, cuda_graphs=not args.stats, **sizes)
+        encoded = encode_prompts(texts, tokenizer, model.config.vocab_size)
+        with counting as keys:
+            completions = _stream(args, generator, encoded, params, prompts, shown, loaded)
+    except (OutOfPages, ValueError) as error:
+        raise ValueError(_in_options(str(error), prompts)) from None
+    _report(args, loaded, params, generator.throughput, keys.counts() if args.stats else None)
     failures = [completion.error for completion in completions if completion.error is not None]
     for failure in failures:
-        say(f"dsa generate: {failure}")
+        say(f"dsa generate: {_in_options(failure, prompts)}")
     return 1 if failures else 0
+
+
+def _sampling(args: argparse.Namespace) -> "SamplingParams":
+    """Options first, then what the checkpoint's generation_config.json sets."""
+    from dsa_layers.generation.sampling import SamplingParams
+    from dsa_layers.generation.sampling_defaults import sampling_defaults
+
+    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    stop = [options.text("--stop", text) for text in args.stop]
+    own = sampling_defaults(args.checkpoint) | chosen
+    return SamplingParams(max_new_tokens=args.max_new_tokens, seed=args.seed, stop=stop, **own)
+
+
+def _stream(args, generator, encoded, params, prompts, shown, loaded) -> "list[Completion]":
+    """Shows every sequence as it comes."""
+    from dsa_layers.command.completion_output import JsonEvents, NumberedLines, StreamedText
+    from dsa_layers.generation.generator import Completion
+
+    completions = [Completion(len(ids)) for ids in encoded]
+    events = generator.stream(encoded, params)
+    if args.json:
+        output = JsonEvents()
+        sampling = asdict(params)
+        say_json("start", **loaded.facts(), prompts=len(prompts), **sampling)
+    else:
+        output = (StreamedText if len(prompts) == 1 else NumberedLines)(sys.stdout)
+    with contextlib.closing(output), contextlib.closing(events):
+        for sequence, text in enumerate(shown):
+            output.prompt(sequence, text)
+        for event in events:
+            completion = completions[event.sequence]
+            completion.add(event)
+            output.event(event)
+            if event.finish_reason is not None:
+                output.completion(event.sequence, prompts[event.sequence].text, completion)
+    return completions
+
+
+def _report(
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    params: "SamplingParams",
+    throughput: "Throughput",
+    keys: "KeyCounts | None",
+) -> None:
+    if args.json:
+        say_json("throughput", **asdict(throughput))
+        if keys is not None:
+            say_json("keys_read", **asdict(keys), share=keys.share)
+        return
+    if keys is not None:
+        say(
+            f"keys read: {keys.read:.1f} a token of the {keys.context:.1f} in its context ({keys.share:.0%}), "
+            f"at most {keys.most_read} of {keys.longest_context}"
+        )
+    sampling = f"temperature {params.temperature:g}, top-p {params.top_p:g}" if params.temperature else "greedy"
+    weights = ", dequantised" if loaded.dequantized else ""
+    say(f"{throughput} ({loaded.device}, backend {loaded.backend}{weights}, {sampling})")
+
+
+def _in_options(problem: str, prompts: list[Prompt]) -> str:
+    """A message of the library with the names of the options: prompts[1] is --prompt-file b.txt, cache_tokens
+    --cache-tokens."""
+    problem = re.sub(r"^prompts\[(\d+)\]", lambda found: prompts[int(found[1])].source, problem)
+    return re.sub(r"\bcache_tokens\b", "--cache-tokens", problem)

@@ -9,9 +9,10 @@ from torch import nn
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.indexer import Indexer
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
 
 class TrainingStage(Protocol):
@@ -57,7 +58,7 @@ class DSAAttention(nn.Module):
         self,
         hidden: int,
         n_heads: int,
-        indexer: LightningIndexer | None,
+        indexer: Indexer | None,
         *,
         q_lora_rank: int = 1536,
         kv_lora_rank: int = 512,
@@ -155,20 +156,19 @@ class DSAAttention(nn.Module):
             raise ValueError("cache: a pass that trains the indexer takes none")
         q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
         kv = self._norm_and_rotate(self.kv_a_proj_with_mqa(x), cos, sin)
-        indexer = self.indexer.project(x.detach(), qr.detach(), cos, sin)
-        scale, bounds, longest = self.softmax_scale, batch.cu_query_lens, max(batch.query_lens)
-        sequences = bounds, bounds, longest, longest
+        inputs = x.detach(), qr.detach(), cos, sin
         if self.indexer_stage.name == "warmup":
-            k, v = self._expand(kv)
-            out, _, kl = dsa.indexer_warmup_attention(torch.cat((q_nope, q_pe), -1), k, v, *indexer, *sequences, scale)
+            q = torch.cat((q_nope, q_pe), -1)
+            attention = WarmupAttention(q, *self._expand(kv), self.softmax_scale, batch)
+            self.indexer_stage.add(self.indexer.loss(*inputs, attention))
+            out = attention.out
         else:
             w_uk, w_uv = self._up_projections(x.dtype)
             q = torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
-            topk_indices = dsa.indexer_topk(*indexer, self.indexer.top_k, *sequences)
-            attended, lse = dsa.sparse_mla_attention(q, kv[:, None], topk_indices, scale, self.kv_lora_rank)
-            out = torch.einsum("thc,hvc->thv", attended, w_uv)
-            kl = dsa.sparse_indexer_loss(q.detach(), kv[:, None].detach(), *indexer, topk_indices, scale, lse.detach())
-        self.indexer_stage.add(kl)
+            arguments = self.softmax_scale, self.kv_lora_rank, self.indexer.top_k, batch
+            attention = SparseAttention(q, kv, *arguments)
+            self.indexer_stage.add(self.indexer.loss(*inputs, attention))
+            out = torch.einsum("thc,hvc->thv", attention.out, w_uv)
         return self.o_proj(out.flatten(-2))
 
     def _select(
@@ -186,14 +186,12 @@ class DSAAttention(nn.Module):
         tokens' index keys are written to the cache in either case."""
         if not sparse:
             if cache is not None:
-                self.indexer.store_keys(x, cos, sin, batch, cache)
+                self.indexer.select(x, qr, cos, sin, batch, cache, store_only=True)
             return None
-        topk_indices = self.indexer(x, qr, cos, sin, batch, cache, paged_slots=in_pages)
-        return (
-            topk_indices
-            if in_pages
-            else torch.where(topk_indices < 0, topk_indices, topk_indices + batch.key_starts[:, None])
-        )
+        topk_indices = self.indexer.select(x, qr, cos, sin, batch, cache, paged_slots=in_pages)
+        if in_pages:
+            return topk_indices
+        return torch.where(topk_indices < 0, topk_indices, topk_indices + batch.key_starts[:, None])
 
     def _norm_and_rotate(self, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """kv [T, latent + rope], as projected -> what `dsa.write_mla_cache` writes, but with gradients."""

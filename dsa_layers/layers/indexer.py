@@ -1,6 +1,6 @@
-"""The lightning indexer: which earlier tokens a query token attends to."""
+"""Indexers: which earlier tokens a query token attends to. What every one must have, and the lightning indexer."""
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -10,6 +10,45 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
+from dsa_layers.layers.trained_attention import TrainedAttention
+
+
+class Indexer(Protocol):
+    """What `DSAAttention` asks of its indexer, a torch.nn.Module: with another class that has this, it attends to other
+    keys, and `IndexerStage` trains that class.
+
+    top_k  keys that a token attends to, where it sees so many
+    x [T, hidden], qr [T, q_lora_rank]: the tokens and their queries' latents. cos, sin: fp32 [T, rope_dim / 2]
+    """
+
+    top_k: int
+
+    def select(
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: TokenBatch,
+        cache: LayerCache | None = None,
+        *,
+        paged_slots: bool = False,
+        store_only: bool = False,
+    ) -> torch.Tensor | None:
+        """int32 [T, top_k]: positions in each token's sequence, ascending, -1 where there are fewer; if paged_slots,
+        the slots of these in the cache instead, which `batch.slots_of` gives.
+
+        With a cache, what is kept of the new tokens is written to `cache.index` first, at `batch.slots`; that of all
+        tokens, earlier ones too, is at `batch.key_slots`, and token t sees `batch.visible_keys[t]` of these rows from
+        `batch.key_starts[t]` on. Without one, the rows are the tokens of this pass. store_only: the pass attends to all
+        keys, so nothing is to be done but the writing, and the result is not read.
+        """
+
+    def loss(
+        self, x: torch.Tensor, qr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: TrainedAttention
+    ) -> torch.Tensor:
+        """fp32 [T]: of each token of a pass that trains the indexer, how far its scores are from `attention`, whose
+        `kl` or `lightning_kl` computes it of them. x and qr are constants."""
 
 
 class LightningIndexer(nn.Module):
@@ -19,9 +58,7 @@ class LightningIndexer(nn.Module):
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
     go to e4m3 with a power-of-two scale per head and token, as DeepSeek-V3.2 does; the queries' scales fold into w.
 
-    forward(x [T, hidden], qr [T, q_lora_rank], cos, sin fp32 [T, rope_dim / 2], batch, cache=None)
-      -> int32 [T, top_k] token positions in the sequence, ascending, -1 where there are fewer; or, if paged_slots,
-         page * page_size + offset of each in the cache.
+    `select` and `loss` are those of `Indexer`; training never quantises.
     Parameters: wq_b [n_heads * head_dim, q_lora_rank], wk [head_dim, hidden], k_norm.{weight,bias} [head_dim],
     weights_proj [n_heads, hidden]. Positions of equal score: the lowest win. Selection takes no gradient.
     Source: `Indexer` of DeepSeek-V3.2's inference code; the report, section 2.1.
@@ -59,8 +96,13 @@ class LightningIndexer(nn.Module):
         q, weights = self._queries(x, qr)
         return dsa.apply_rotary(q, cos, sin, **self.rope), self._keys(x, cos, sin), weights
 
+    def loss(
+        self, x: torch.Tensor, qr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: TrainedAttention
+    ) -> torch.Tensor:
+        return attention.lightning_kl(*self.project(x, qr, cos, sin))
+
     @torch.no_grad()
-    def forward(
+    def select(
         self,
         x: torch.Tensor,
         qr: torch.Tensor,
@@ -70,23 +112,25 @@ class LightningIndexer(nn.Module):
         cache: LayerCache | None = None,
         *,
         paged_slots: bool = False,
-    ) -> torch.Tensor:
+        store_only: bool = False,
+    ) -> torch.Tensor | None:
+        if cache is not None:
+            self._store_keys(x, cos, sin, batch, cache)
+        if store_only:
+            return None
         q, weights = self._queries(x, qr)
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, **self.rope)
         else:
             q = dsa.apply_rotary(q, cos, sin, **self.rope)
-        if cache is not None:
-            self.store_keys(x, cos, sin, batch, cache)
         if self.quantize and batch.is_decode and cache is not None:
             return self._select_paged(q, weights, batch, cache, paged_slots)
         return self._select(q, weights, self._all_keys(x, cos, sin, batch, cache), batch, paged_slots)
 
-    @torch.no_grad()
-    def store_keys(
+    def _store_keys(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache
     ) -> None:
-        """Only write the new tokens' keys to the cache: for passes that attend densely."""
+        """Writes the new tokens' keys to the cache."""
         if self.quantize != cache.index_is_fp8:
             raise ValueError(
                 f"cache: an indexer with quantize={self.quantize} needs "

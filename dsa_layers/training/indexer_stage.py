@@ -14,13 +14,23 @@ STAGES = ("warmup", "sparse")
 class IndexerStage:
     """While it lasts, passes of a model without a cache train its indexers, and their losses come together here.
 
+        import torch
+        from dsa_layers import SHIPPED_MODEL, SequenceBatch, load_model
+        from dsa_layers.training.indexer_stage import IndexerStage
+
+        model = load_model(SHIPPED_MODEL, dequantize=True, trainable=True)
+        tokens = torch.randint(model.config.vocab_size, (201,))
+        batch = SequenceBatch.without_cache([120, 80])
         with IndexerStage(model, "sparse") as stage:
-            logits = model(tokens, batch)
-            (language_loss(logits) + stage.loss()).backward()
+            logits = model(tokens[:-1], batch, all_tokens=True)
+            loss = torch.nn.functional.cross_entropy(logits, tokens[1:]) + stage.loss()
+        loss.backward()
 
     "warmup"  every token attends to all keys, and the indexer's scores over them follow the sum of the heads'
               attention. The paper trains nothing but the indexers then: `parameters` gives them
     "sparse"  every token attends to the keys that its indexer selects, and the scores over these follow it
+
+    Any indexer is trained that has the `loss` of `dsa_layers.layers.indexer.Indexer`.
 
     The inputs of an indexer are constants, and so is what it follows: the loss reaches the indexers' parameters and no
     others, and the language model's loss reaches all others. Scores are not quantised. Layers that share an indexer
@@ -66,7 +76,8 @@ class IndexerStage:
         """The layers' losses since it was last asked for, summed, and averaged over tokens."""
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
-        # Sums say that all tokens weigh the same: then what the warm-up has kept is the gradient.
+        # A sum gives every token's loss the same upstream gradient. The warm-up's backward pass then scales the
+        # gradient that its forward pass has saved, instead of computing it for each token's weight.
         total = torch.stack([kl.sum() / max(kl.numel(), 1) for kl in self._kls]).sum()
         self._kls.clear()
         return total

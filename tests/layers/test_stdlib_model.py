@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsa_layers import SHIPPED_MODEL
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.command.generate import SHIPPED_MODEL
 from dsa_layers.command.main import main
 from dsa_layers.families.config import read_config
 from dsa_layers.generation.generator import Generator

@@ -71,7 +71,7 @@ def test_selection(fp8, interleaved, dims):
     indexer = make_indexer(quantize=fp8, rope_interleaved=interleaved, rope_dims=dims)
     x, qr = torch.randn(N, HIDDEN), torch.randn(N, RANK)
     batch = SequenceBatch.without_cache([N])
-    topk_indices = indexer(x, qr, *ROTARY(batch.positions), batch)
+    topk_indices = indexer.select(x, qr, *ROTARY(batch.positions), batch)
     assert topk_indices.dtype == torch.int32 and topk_indices.shape == (N, TOP_K)
     index = scores(indexer, x, qr, fp8)
     assert_selects(topk_indices, index)
@@ -89,16 +89,16 @@ def test_paged_selection_equals_the_contiguous_one(fp8):
     indexer = make_indexer(quantize=fp8)
     x, qr = torch.randn(N, HIDDEN), torch.randn(N, RANK)
     whole = SequenceBatch.without_cache([N])
-    expected = indexer(x, qr, *ROTARY(whole.positions), whole)
+    expected = indexer.select(x, qr, *ROTARY(whole.positions), whole)
     cache = PagedKVCache(1, 6, 16, index="fp8" if fp8 else torch.float32).layer(0)
     cache.index.view(torch.uint8).fill_(0xFF)
     pages, done = [4, 1, 5, 0], 0
     for n in (20, 1, 1, 15, *[1] * 13):
         batch = SequenceBatch.paged([n], [done + n], [pages], 16)
         part = slice(done, done + n)
-        topk_indices = indexer(x[part], qr[part], *ROTARY(batch.positions), batch, cache)
+        topk_indices = indexer.select(x[part], qr[part], *ROTARY(batch.positions), batch, cache)
         assert torch.equal(topk_indices, expected[part])
-        slots = indexer(x[part], qr[part], *ROTARY(batch.positions), batch, cache, paged_slots=True)
+        slots = indexer.select(x[part], qr[part], *ROTARY(batch.positions), batch, cache, paged_slots=True)
         physical = torch.tensor(pages)[expected[part].clamp_min(0) // 16] * 16 + expected[part] % 16
         assert torch.equal(slots.long(), torch.where(expected[part] < 0, -1, physical))
         done += n
@@ -111,7 +111,7 @@ def test_the_cache_must_hold_what_the_indexer_writes():
     with pytest.raises(
         ValueError, match=r"cache: an indexer with quantize=True needs FP8 index pages, got torch\.float32"
     ):
-        indexer(torch.zeros(3, HIDDEN), torch.zeros(3, RANK), *ROTARY(batch.positions), batch, cache)
+        indexer.select(torch.zeros(3, HIDDEN), torch.zeros(3, RANK), *ROTARY(batch.positions), batch, cache)
 
 
 def attend(layer, x, topk_indices):
@@ -150,7 +150,7 @@ def test_attention_layer_alone(length):
     cos, sin = ROTARY(batch.positions)
     topk_indices = None
     if length > TOP_K:
-        topk_indices = layer.indexer(x, layer.q_a_layernorm(layer.q_a_proj(x)), cos, sin, batch)
+        topk_indices = layer.indexer.select(x, layer.q_a_layernorm(layer.q_a_proj(x)), cos, sin, batch)
     got = layer(x, cos, sin, batch)
     torch.testing.assert_close(got.double(), attend(layer, x, topk_indices), rtol=1e-4, atol=1e-5)
 

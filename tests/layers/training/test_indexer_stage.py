@@ -1,6 +1,7 @@
 """Training the indexers of a small model: who learns from what, and that they learn."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,14 @@ def test_the_functions_of_the_documentation():
         assert all(g is not None for g in torch.autograd.grad(loss, learned, retain_graph=True))
         others = torch.autograd.grad(loss, (x, qr, q, k, v, absorbed, kv), allow_unused=True, retain_graph=True)
         assert all(g is None or not g.any() for g in others)
+
+
+def test_the_example_of_the_docstring():
+    """It runs as it stands there, and every parameter that learns gets a gradient from it."""
+    example = re.search(r"\n\n((?: {8}.*\n|\n)+)", IndexerStage.__doc__)[1]
+    names = {}
+    exec(textwrap.dedent(example), names)
+    learned = [p for p in names["model"].parameters() if p.requires_grad]
+    assert learned and names["model"].training
+    # The experts that no token went to have none.
+    assert sum(p.grad is not None and p.grad.any() for p in learned) > 0.9 * len(learned)

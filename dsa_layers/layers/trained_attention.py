@@ -1,0 +1,115 @@
+"""A layer's attention while its indexer is trained: what the indexer learns to follow.
+
+The indexer's loss is KL(p || softmax(I)): p is the attention of all heads, summed and normalised, a constant; I are the
+indexer's scores of the keys. Which keys these are, and what is computed with what, differs between the two stages.
+Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
+"""
+
+from typing import Protocol
+
+import torch
+
+import dsa
+from dsa_layers.batch.token_batch import TokenBatch
+
+
+class TrainedAttention(Protocol):
+    """What an indexer's `loss` is given. One of the two methods is called, once: it attends, and returns the loss of
+    each token, fp32 [T], whose gradients reach the scores, or what they are made of, and nothing else."""
+
+    def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """For the scores I[t, s] = sum_h weights[t, h] relu(q[t, h] . k[s]), in kernels that never hold [T, T]:
+        q [T, heads, dim], k [T, dim], weights fp32 [T, heads]."""
+
+    def kl(self, scores: torch.Tensor) -> torch.Tensor:
+        """For any scores [T, T], of each token t and key s among all tokens packed. What t may not see is left out
+        here. Plain PyTorch, with memory for [heads, T, T] numbers: to try a score out."""
+
+
+class WarmupAttention:
+    """Attention to all keys, and KL over all keys.
+
+    q, k [T, heads, d], v [T, heads, v_dim]: packed sequences, causal. out [T, heads, v_dim], once the loss is computed.
+    """
+
+    out: torch.Tensor
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, batch: TokenBatch
+    ) -> None:
+        self._q, self._k, self._v, self._scale, self._batch = q, k, v, softmax_scale, batch
+
+    def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        attention = self._q, self._k, self._v
+        self.out, _, kl = dsa.indexer_warmup_attention(*attention, q, k, weights, *_bounds(self._batch), self._scale)
+        return kl
+
+    def kl(self, scores: torch.Tensor) -> torch.Tensor:
+        visible = _visible(scores, self._batch)
+        logits = torch.einsum("thd,shd->hts", self._q.float(), self._k.float()) * self._scale
+        weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+        self.out = torch.einsum("hts,shd->thd", weights, self._v.float()).to(self._v.dtype)
+        return _kl(weights.detach().mean(0), scores, visible)
+
+
+class SparseAttention:
+    """Attention to the top_k keys of the largest scores, and KL over these.
+
+    q [T, heads, latent + rope] absorbed, kv [T, latent + rope]; d_v: channels of a latent. out [T, heads, d_v], once
+    the loss is computed.
+    """
+
+    out: torch.Tensor
+
+    def __init__(
+        self, q: torch.Tensor, kv: torch.Tensor, softmax_scale: float, d_v: int, top_k: int, batch: TokenBatch
+    ) -> None:
+        self._q, self._kv, self._scale, self._d_v = q, kv[:, None], softmax_scale, d_v
+        self._top_k, self._batch = top_k, batch
+
+    def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        topk_indices = dsa.indexer_topk(q, k, weights, self._top_k, *_bounds(self._batch))
+        lse = self._attend(topk_indices)
+        attention = self._q.detach(), self._kv.detach()
+        return dsa.sparse_indexer_loss(*attention, q, k, weights, topk_indices, self._scale, lse)
+
+    def kl(self, scores: torch.Tensor) -> torch.Tensor:
+        _visible(scores, self._batch)  # checks the shape
+        starts, lengths = self._batch.key_starts, self._batch.visible_keys
+        own = dsa.topk_indices(scores.detach().float().contiguous(), self._top_k, starts=starts, lengths=lengths)
+        selected = own >= 0
+        topk_indices = torch.where(selected, own + starts[:, None], -1)
+        lse = self._attend(topk_indices[:, None])
+        rows = topk_indices.clamp(min=0).long()
+        with torch.no_grad():
+            keys = self._kv[rows, 0].float()
+            logits = torch.einsum("thd,tkd->htk", self._q.float(), keys) * self._scale
+            p = (logits - lse[..., None]).exp().masked_fill(~selected, 0).mean(0)
+        return _kl(p, scores.gather(1, rows), selected)
+
+    def _attend(self, topk_indices: torch.Tensor) -> torch.Tensor:
+        """Attention to the rows [T, 1, top_k]; returns the logarithm of its softmax's denominator, [heads, T]."""
+        self.out, lse = dsa.sparse_mla_attention(self._q, self._kv, topk_indices, self._scale, self._d_v)
+        return lse.detach()
+
+
+def _bounds(batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    bounds, longest = batch.cu_query_lens, max(batch.query_lens)
+    return bounds, bounds, longest, longest
+
+
+def _visible(scores: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """bool [T, T]: the keys that each token may see."""
+    tokens = sum(batch.query_lens)
+    if scores.shape != (tokens, tokens):
+        raise ValueError(f"scores: must be [{tokens}, {tokens}], of each token and key, got {list(scores.shape)}")
+    keys = torch.arange(tokens, device=scores.device)
+    starts = batch.key_starts[:, None]
+    return (keys >= starts) & (keys < starts + batch.visible_keys[:, None])
+
+
+def _kl(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """KL(p || softmax(scores)) over the visible keys [T, N] -> fp32 [T]."""
+    p = p / p.sum(-1, keepdim=True)
+    log_q = scores.float().masked_fill(~visible, -torch.inf).log_softmax(-1).masked_fill(~visible, 0)
+    return (torch.xlogy(p, p) - p * log_q).sum(-1)

@@ -1,0 +1,76 @@
+"""Models loaded to be trained: which parameters learn, and what a step makes of them."""
+
+import pytest
+import torch
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.families.registry import model_types
+from dsa_layers.tiny import write_tiny_checkpoint
+from dsa_layers.training.indexer_stage import IndexerStage
+
+NOT_LEARNED = ("gate.e_score_correction_bias", "gate.bias", "gate.tid2eid")
+
+
+@pytest.fixture(scope="module", params=model_types())
+def directory(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    write_tiny_checkpoint(directory, model=request.param)
+    return directory
+
+
+def trainable(directory):
+    return load_model(directory, dtype=torch.float32, dequantize=True, trainable=True, progress=False)
+
+
+def test_all_but_the_routers_biases_learn(directory):
+    model = trainable(directory)
+    assert model.training
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad is not name.endswith(NOT_LEARNED), name
+    tokens = torch.arange(300)
+    logits = model(tokens, SequenceBatch.without_cache([200, 100]), all_tokens=True)
+    torch.nn.functional.cross_entropy(logits, tokens).backward()
+    for name, parameter in model.named_parameters():
+        # What an indexer selects has no gradient: a loss of its own trains it.
+        learns = parameter.requires_grad and ".indexer." not in name
+        assert (parameter.grad is not None and bool(parameter.grad.any())) is learns, name
+
+
+def test_a_step_of_the_sparse_stage(checkpoint):
+    """The language model learns a text by heart, and the step moves every indexer too."""
+    model = trainable(checkpoint)
+    torch.manual_seed(0)
+    tokens, batch = torch.randint(model.config.vocab_size, (61,)), SequenceBatch.without_cache([40, 20])
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(learned, lr=0.05)
+    losses = []
+    with IndexerStage(model, "sparse") as stage:
+        for _ in range(4):
+            logits = model(tokens[:-1], batch, all_tokens=True)
+            losses.append(torch.nn.functional.cross_entropy(logits, tokens[1:]))
+            optimizer.zero_grad()
+            (losses[-1] + stage.loss()).backward()
+            optimizer.step()
+    assert losses[-1] < 0.5 * losses[0]
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved >= {name for name in before if ".indexer." in name}
+
+
+def test_a_checkpoint_that_is_not_quantised(tmp_path):
+    write_tiny_checkpoint(tmp_path, quantized=False)
+    model = load_model(tmp_path, trainable=True, progress=False)
+    assert model.lm_head.weight.requires_grad and model.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_nothing_learns_unless_asked(checkpoint):
+    model = load_model(checkpoint, dequantize=True, progress=False)
+    assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_fp8_weights_do_not_learn(checkpoint):
+    with pytest.raises(ValueError, match="trainable: FP8 weights take no gradient; accepted with dequantize=True"):
+        load_model(checkpoint, trainable=True, progress=False)
+    with pytest.raises(TypeError, match="trainable: must be True or False, got 1"):
+        load_model(checkpoint, trainable=1)

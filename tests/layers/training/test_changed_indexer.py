@@ -1,0 +1,152 @@
+"""An indexer of another class: it trains through IndexerStage and selects through DSAAttention as the lightning
+indexer does, by `select` and `loss` alone."""
+
+import pytest
+import torch
+from torch import nn
+
+import dsa
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
+from dsa_layers.training.indexer_stage import IndexerStage
+
+TOP_K = 6
+ROTARY = RotaryEmbedding(rope_frequencies(16, 1e4))
+
+
+class DotProductIndexer(nn.Module):
+    """I[t, s] = (W_q qr[t]) . (W_k x[s]): one head, without ReLU, rope and weights."""
+
+    def __init__(self, hidden, q_lora_rank, top_k, head_dim=128):
+        super().__init__()
+        self.top_k = top_k
+        self.q = nn.Linear(q_lora_rank, head_dim, bias=False)
+        self.k = nn.Linear(hidden, head_dim, bias=False)
+
+    @torch.no_grad()
+    def select(self, x, qr, cos, sin, batch, cache=None, *, paged_slots=False, store_only=False):
+        keys = self.k(x)
+        if cache is not None:
+            dsa.write_kv_cache(keys, cache.index, batch.slots)
+            if store_only:
+                return None
+            keys = dsa.read_kv_cache(cache.index, batch.key_slots)
+        scores = self.q(qr) @ keys.T
+        indices = dsa.topk_indices(scores, self.top_k, starts=batch.key_starts, lengths=batch.visible_keys)
+        return batch.slots_of(indices) if paged_slots else indices
+
+    def loss(self, x, qr, cos, sin, attention):
+        return attention.kl(self.q(qr) @ self.k(x).T)
+
+
+@pytest.fixture
+def model(checkpoint):
+    """The tiny DeepSeek-V3.2 in fp32, with this indexer in every layer."""
+    torch.manual_seed(0)
+    model = load_model(checkpoint, dtype=torch.float32, dequantize=True, trainable=True, progress=False)
+    for layer in model.model.layers:
+        layer.self_attn.indexer = DotProductIndexer(model.config.hidden_size, model.config.q_lora_rank, TOP_K)
+    return model
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_it_trains(model, name):
+    torch.manual_seed(1)
+    tokens, batch = torch.randint(model.config.vocab_size, (40,)), SequenceBatch.without_cache([25, 15])
+    stage = IndexerStage(model, name)
+    optimizer = torch.optim.Adam(stage.parameters(), lr=1e-3)
+    losses = []
+    with stage:
+        for _ in range(8):
+            model(tokens, batch)
+            losses.append(stage.loss())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_it_selects_with_a_cache(model):
+    """A long prompt in chunks and a short one decode over pages as whole passes without a cache say."""
+    model.eval()
+    torch.manual_seed(2)
+    prompts = [torch.randint(model.config.vocab_size, (n,)).tolist() for n in (21, 3)]
+    generator = Generator(model, cache_tokens=256, page_size=8, prefill_chunk=10)
+    generator._eos = set()
+    completions = generator.generate(prompts, SamplingParams(max_new_tokens=6))
+    for prompt, completion in zip(prompts, completions):
+        tokens = list(prompt)
+        with torch.no_grad():
+            for _ in range(6):
+                tokens.append(model(torch.tensor(tokens), SequenceBatch.without_cache([len(tokens)])).argmax().item())
+        assert completion.tokens == tokens[len(prompt) :]
+
+
+def test_what_it_selects_is_attended_to(model):
+    """The scores matter: with their sign turned, other keys are attended to."""
+    tokens, batch = torch.arange(30), SequenceBatch.without_cache([30])
+    with torch.no_grad():
+        before = model(tokens, batch)
+        for layer in model.model.layers:
+            layer.self_attn.indexer.q.weight.neg_()
+        assert not torch.allclose(before, model(tokens, batch), atol=1e-3)
+
+
+@pytest.mark.parametrize("stage", ["warmup", "sparse"])
+def test_any_scores_and_lightning_scores_have_one_loss(stage):
+    """`kl` of the lightning indexer's scores, all of them spelled out, is what the ops compute without them."""
+    torch.manual_seed(3)
+    batch = SequenceBatch.without_cache([13, 8, 1])
+    tokens, heads = 22, 3
+    cos, sin = ROTARY(batch.positions)
+    indexer = LightningIndexer(32, 24, n_heads=4, head_dim=32, top_k=TOP_K, quantize=False)
+    x, qr = torch.randn(tokens, 32), torch.randn(tokens, 24)
+    q, k, v = (torch.randn(tokens, heads, d, requires_grad=True) for d in (20, 20, 12))
+    absorbed, kv = torch.randn(tokens, heads, 24, requires_grad=True), torch.randn(tokens, 24, requires_grad=True)
+
+    def make():
+        if stage == "warmup":
+            return WarmupAttention(q, k, v, 0.3, batch)
+        return SparseAttention(absorbed, kv, 0.3, 16, TOP_K, batch)
+
+    index_q, index_k, weights = indexer.project(x, qr, cos, sin)
+    scores = torch.einsum("th,ths->ts", weights, torch.einsum("thd,sd->ths", index_q, index_k).relu())
+    of_ops, of_scores = make(), make()
+    expected, got = of_ops.lightning_kl(index_q, index_k, weights), of_scores.kl(scores)
+    assert got.shape == (tokens,) and torch.allclose(got, expected, atol=1e-5)
+    assert torch.allclose(of_scores.out, of_ops.out, atol=1e-5)
+    learned, inputs = list(indexer.parameters()), (q, k, v) if stage == "warmup" else (absorbed, kv)
+    for a, b in zip(*(torch.autograd.grad(kl.sum(), learned, retain_graph=True) for kl in (got, expected))):
+        assert torch.allclose(a, b, atol=1e-5)
+    for kl in (got, expected):
+        assert all(
+            g is None or not g.any()
+            for g in torch.autograd.grad(kl.sum(), inputs, allow_unused=True, retain_graph=True)
+        )
+    outs = (torch.autograd.grad(one.out.square().sum(), inputs) for one in (of_scores, of_ops))
+    for a, b in zip(*outs):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_scores_of_another_shape():
+    batch = SequenceBatch.without_cache([3, 2])
+    attention = SparseAttention(torch.randn(5, 1, 8), torch.randn(5, 8), 1.0, 4, 2, batch)
+    with pytest.raises(ValueError, match=r"scores: must be \[5, 5\], of each token and key, got \[5, 3\]"):
+        attention.kl(torch.randn(5, 3))
+
+
+def test_a_layer_of_one(checkpoint):
+    """Both classes side by side: a stage trains whatever each layer has."""
+    model = load_model(checkpoint, dtype=torch.float32, dequantize=True, trainable=True, progress=False)
+    model.model.layers[1].self_attn.indexer = DotProductIndexer(model.config.hidden_size, model.config.q_lora_rank, 4)
+    with IndexerStage(model, "sparse") as stage:
+        model(torch.arange(20), SequenceBatch.without_cache([20]))
+        gradients = torch.autograd.grad(stage.loss(), stage.parameters())
+    assert all(g.abs().sum() > 0 for g in gradients)
+    assert isinstance(model.model.layers[0].self_attn, DSAAttention)
