@@ -59,6 +59,16 @@ def load_matrices(address: Int32):
 
 
 @cute.jit
+def load_matrices_transposed(address: Int32):
+    """As `load_matrices`; what a lane has of each matrix are two neighbours of its column lane / 4."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+@cute.jit
 def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr):
     """Two numbers rounded to `dtype`, bf16 or fp16, the first in the lower half."""
     kind = "bf16x2" if const_expr(dtype is BFloat16) else "f16x2"

@@ -1,4 +1,4 @@
-"""The producer warpgroup of the sparse MLA backward kernel: it takes work tiles, loads their queries by TMA, and
+"""The producer warpgroup of the sparse MLA backward kernel: it draws work tiles, loads their queries by TMA, and
 gathers their keys, 16 bytes a lane, wherever the indices say that they lie."""
 
 import cutlass
@@ -35,8 +35,8 @@ class BackwardProducer:
         self, atoms, sources, inputs, scheduler: TileScheduler, shared: SharedTensors, barriers: Barriers, warp, lane
     ):
         """All work tiles of this CTA. atoms, sources: TMA loads of q and dout, and what they load from; inputs: q, kv,
-        dout, head_terms, indices, counter."""
-        q, kv, dout, head_terms, indices, counter = inputs
+        dout, head_terms, indices, tile_counter."""
+        q, kv, dout, head_terms, indices, tile_counter = inputs
         block, _, _ = cute.arch.block_idx()
         if warp == 0:
             scheduler.publish(shared, barriers, Int32(block), 0, lane)
@@ -65,9 +65,9 @@ class BackwardProducer:
                 if warp == 0:
                     if tile == 0:
                         self.load_q(atoms, sources, head_terms, scheduler, shared, barriers, count >> 2)
-                    # Late, so that a slow CTA does not take what another one could begin sooner.
+                    # Late, so that a slow CTA does not draw what another one could begin sooner.
                     if tile == (3 * scheduler.key_tiles) >> 2:
-                        number = scheduler.take(counter, lane)
+                        number = scheduler.draw(tile_counter, lane)
                         scheduler.publish(shared, barriers, number, (count >> 2) + 1, lane)
                 count = (count & -4) | ((count + 1) & 3)
             scheduler.release(barriers, count >> 2)

@@ -8,10 +8,10 @@ sparse_mla_backward_sums_sm90.py, which also turns the sums of dKV into the resu
 
 Warp roles
 - Two consumer warpgroups own the key tiles in turns. The producer warpgroup gathers keys, loads Q and dO by TMA, and
-  takes work tiles (sparse_mla_backward_producer.py). A work tile is 64 heads of a query, with all of its keys.
-- The scheduler is dynamic and persistent: a CTA takes its next work tile from a counter while it still works on one.
-  Reductions into the L2 cache are not equally fast from all multiprocessors, and with equal shares the fastest ones are
-  through 5% before the slowest.
+  draws work tiles (sparse_mla_backward_producer.py). A work tile is 64 heads of a query, with all of its keys.
+- The scheduler is dynamic and persistent: a CTA draws its next work tile from a tile counter while it still works on
+  one. Reductions into the L2 cache are not equally fast from all multiprocessors, and with equal shares the fastest
+  ones are through 5% before the slowest.
 Pipeline
 - Q and dO of a work tile stay in shared memory, beside one tile of 64 keys.
 - The owner of a key tile has its keys as rows: S^T = K Q^T and dP^T = K dO^T, so that P^T lies in its registers as the
@@ -109,7 +109,7 @@ class SparseMlaBackwardSm90:
         indices: cute.Tensor,
         dq: cute.Tensor,
         dkv: cute.Tensor,
-        counter: cute.Tensor,
+        tile_counter: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
         ctas: Int32,
@@ -150,7 +150,7 @@ class SparseMlaBackwardSm90:
         )
         self.kernel(
             *((q_atom, do_atom), (q_tma, do_tma)),
-            *(q, kv, dout, head_terms, indices, dq, dkv, counter, scale, scale_log2, scheduler),
+            *(q, kv, dout, head_terms, indices, dq, dkv, tile_counter, scale, scale_log2, scheduler),
             *((layout, rope_layout, half_layout, q_layout, do_layout, ds_layout),),
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
 
@@ -166,7 +166,7 @@ class SparseMlaBackwardSm90:
         indices: cute.Tensor,
         dq: cute.Tensor,
         dkv: cute.Tensor,
-        counter: cute.Tensor,
+        tile_counter: cute.Tensor,
         scale: Float32,
         scale_log2: Float32,
         scheduler: TileScheduler,
@@ -200,7 +200,7 @@ class SparseMlaBackwardSm90:
 
         if warp >= WarpRole.PRODUCER:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            inputs = (q, kv, dout, head_terms, indices, counter)
+            inputs = (q, kv, dout, head_terms, indices, tile_counter)
             producer = BackwardProducer(self.cfg)
             producer.run(atoms, sources, inputs, scheduler, shared, barriers, warp - WarpRole.PRODUCER, lane)
         else:
@@ -527,7 +527,7 @@ class SparseMlaBackwardSm90:
 @cached
 def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
     """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], head_terms [T, ceil(H / 64), 128], indices [T, K], dq [T, H, d],
-    dkv [Tk + ctas, d] fp32, counter [1] int32, 0 at first, scale, scale / ln 2, ctas)."""
+    dkv [Tk + ctas, d] fp32, tile_counter [1] int32, 0 at first, scale, scale / ln 2, ctas)."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
 

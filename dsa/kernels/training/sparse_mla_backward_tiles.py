@@ -19,7 +19,7 @@ VALUE = MLA_V_CHANNELS
 CHUNKS = VALUE // CHUNK
 HALF = VALUE // 2
 ROPE_HALF = 32
-THREADS = 3 * WARPGROUP
+CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP
 KEY_ROW_STAGES = 4
 HEAD_TERM_BYTES = HEADS * 8
 
@@ -28,7 +28,7 @@ class WarpRole(IntEnum):
     """The first warp of each role. Two consumer warpgroups own the key tiles in turns; a producer warpgroup gathers."""
 
     CONSUMER = 0
-    PRODUCER = 8
+    PRODUCER = CONSUMER_WARPS
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Barriers:
             cute.arch.mbarrier_init(self.tile_empty + i, THREADS // WARP)
         for i in cutlass.range_constexpr(CHUNKS + 1):
             cute.arch.mbarrier_init(self.q_full + i, 1)
-            cute.arch.mbarrier_init(self.q_empty + i, WarpRole.PRODUCER)
+            cute.arch.mbarrier_init(self.q_empty + i, CONSUMER_WARPS)
         for i in cutlass.range_constexpr(CHUNKS + 2):
             # With the first chunk the producer warps also say which keys there are.
             cute.arch.mbarrier_init(self.k_full + i, WARPGROUP + 4 if i == 0 else WARPGROUP)
@@ -119,8 +119,9 @@ class Barriers:
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """A dynamic persistent scheduler: each CTA begins with the work tile of its own number, and takes the next one from
-    a counter in global memory while it works. Its producer publishes the number in one of two stages of shared memory.
+    """A dynamic persistent scheduler: each CTA begins with the work tile of its own number, and draws the next one
+    from a tile counter in global memory while it works. Its producer passes the number on in a pipeline of two stages
+    in shared memory.
 
     work_tiles, key_tiles: how many there are, of all queries and of one query; head_tiles: blocks of 64 heads
     """
@@ -137,11 +138,11 @@ class TileScheduler:
         return query, head_tile * HEADS
 
     @cute.jit
-    def take(self, counter: cute.Tensor, lane):
+    def draw(self, tile_counter: cute.Tensor, lane):
         """The number of the next work tile: `work_tiles` or more if there is none left. Lane 0 has it."""
         number = Int32(0)
         if lane == 0:
-            number = self.ctas + cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+            number = self.ctas + cute.arch.atomic_add(tile_counter.iterator, Int32(1), sem="relaxed", scope="gpu")
         return number
 
     @cute.jit

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.kernels.training.limits import DENSE_CHANNELS, DENSE_DTYPES
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.reference.checks import check_same_device
 
-DIMS = (64, 64), (128, 128), (192, 128)
-DTYPES = torch.bfloat16, torch.float16
+DTYPES = tuple(getattr(torch, name) for name in DENSE_DTYPES)
 LOG2E = 1.4426950408889634
 L2_BYTES = 16 << 20  # of keys and values that are read at a time, so that they come from the L2 cache
 
@@ -78,9 +78,10 @@ def check(
             raise ValueError(f"{name}: must be [tokens, heads, channels], got shape {list(x.shape)}")
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             raise TypeError(f"{name}: must be bfloat16 or float16, and all the same, got {x.dtype}")
-    if (q.shape[2], v.shape[2]) not in DIMS or k.shape[2] != q.shape[2]:
+    if (q.shape[2], v.shape[2]) not in DENSE_CHANNELS or k.shape[2] != q.shape[2]:
         raise ValueError(
-            f"q, k, v: channels (d, d, dv) must be of (d, dv) in {DIMS}, got {q.shape[2]}, {k.shape[2]}, {v.shape[2]}"
+            f"q, k, v: channels (d, d, dv) must be of (d, dv) in {DENSE_CHANNELS}, got {q.shape[2]}, {k.shape[2]}, "
+            f"{v.shape[2]}"
         )
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"v: must have k's tokens and heads {list(k.shape[:2])}, got {list(v.shape[:2])}")

@@ -1,15 +1,16 @@
-"""Index scores in training and their gradients, for a range of slots: the kernels' launches behind the warm-up loss.
+"""Index scores in training and their gradients, for a range of q tiles: the kernels' launches behind the warm-up loss.
 
-A *slot* is 128 consecutive queries of a sequence (indexer_slots.py of the kernels has the fields of a row of `slots`);
-tile j of a slot has its rows and the keys 128 j to 128 j + 127 of its sequence, and exists for j < key_tiles.
+A q tile is 128 consecutive queries of a sequence (q_tiles.py of the kernels has the fields of a row of `q_tiles`); tile
+j of a q tile has its rows and the keys 128 j to 128 j + 127 of its sequence, and exists for j < key_tiles.
 
-slots   int32 [S, 8]
-scores  fp32 [S, N, 128 (row), 128 (key)], N tiles at least as many as a slot has. For the gradients each 64 rows of a
-        tile have their dI in the first half of their bytes instead, bf16 [64, 128]: 0 for keys that a row does not see
-        and for missing rows
-active  int32 [S, 2 Hi, 2 N, 128]: bits (indexer_bits.py), written by `index_scores`, read by the gradients
+q_tiles  int32 [S, 8]
+scores   fp32 [S, N, 128 (row), 128 (key)], N tiles at least as many as a q tile has. For the gradients each 64 rows of
+         a tile have their dI in the first half of their bytes instead, bf16 [64, 128]: 0 for keys that a row does not
+         see and for missing rows
+active   int32 [S, 2 Hi, 2 N, 128]: bits (active_bits.py), written by `index_scores`, read by the gradients
 
-Nothing is checked here. Tensors are contiguous, at multiples of 16 bytes and on one device; Hi of HEADS, di 64 or 128.
+Nothing is checked here. Tensors are contiguous, at multiples of 16 bytes and on one device; Hi of INDEX_HEADS, di of
+INDEX_CHANNELS.
 """
 
 import functools
@@ -18,21 +19,19 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-
-HEADS = 8, 16, 32, 64
-ROWS = 128  # of a slot, and keys of a tile
+from dsa.kernels.training.limits import K_TILE, MAX_Q_TILES, Q_TILE
 
 
-def active_shape(slots: int, heads: int, tiles: int) -> tuple[int, int, int, int]:
-    """The shape of `active` for so many slots, index heads and tiles."""
-    return slots, 2 * heads, 2 * tiles, ROWS
+def active_shape(q_tiles: int, heads: int, key_tiles: int) -> tuple[int, int, int, int]:
+    """The shape of `active` for so many q tiles, index heads and key tiles: words of 32 bits, of 64 x 64 blocks."""
+    return q_tiles, 2 * heads, 2 * key_tiles, Q_TILE * K_TILE // (4 * 32)
 
 
 def index_scores(
     q_idx: torch.Tensor,
     minus_k_idx: torch.Tensor,
     w: torch.Tensor,
-    slots: torch.Tensor,
+    q_tiles: torch.Tensor,
     scores: torch.Tensor,
     active: torch.Tensor,
 ) -> None:
@@ -41,51 +40,52 @@ def index_scores(
     q_idx        bf16 [Tq, Hi, di], contiguous; w fp32 [Tq, Hi]
     minus_k_idx  bf16 [Tk, di], k_idx with its sign turned: a product's sign bit then says whether the head is active
 
-    Of a tile that a slot visits, scores of keys that a row does not see and of missing rows are anything.
+    Of a tile that a q tile has, scores of keys that a row does not see and of missing rows are anything.
     """
     tokens, heads, dim = q_idx.shape
-    if 0 in (tokens, len(minus_k_idx), len(slots)):
+    if 0 in (tokens, len(minus_k_idx), len(q_tiles)):
         return
-    launch, units = _scores_kernel(heads, dim)
+    launch, work_tiles = _scores_kernel(heads, dim)
     with backends.on_device(q_idx):
-        ctas = min(backends.num_sms(q_idx.device), units * len(slots))
-        flat = q_idx.view(-1, dim), minus_k_idx, w, slots, scores, active.view(torch.uint32)
-        launch(*flat, _tickets(q_idx), ctas)
+        ctas = min(backends.num_sms(q_idx.device), work_tiles * len(q_tiles))
+        flat = q_idx.view(-1, dim), minus_k_idx, w, q_tiles, scores, active.view(torch.uint32)
+        launch(*flat, _tile_counter(q_idx), ctas)
 
 
 def index_query_grad(
     q_idx: torch.Tensor,
     k_idx: torch.Tensor,
     w: torch.Tensor,
-    slots: torch.Tensor,
+    q_tiles: torch.Tensor,
     scores: torch.Tensor,
     active: torch.Tensor,
     dq: torch.Tensor,
     dw: torch.Tensor,
 ) -> None:
     """With g_h[t] = sum_j dI[t, j] k_idx[j] over the keys whose product with q_idx_h[t] is above 0:
-    dq[t, h] = w[t, h] g_h[t], bf16 [Tq, Hi, di]; dw[t, h] = q_idx_h[t] . g_h[t], fp32 [Tq, Hi]. Rows of the slots only.
+    dq[t, h] = w[t, h] g_h[t], bf16 [Tq, Hi, di]; dw[t, h] = q_idx_h[t] . g_h[t], fp32 [Tq, Hi]. Only rows of the q
+    tiles.
 
     q_idx, dq contiguous; k_idx bf16 [Tk, di]; w, dw fp32, contiguous.
     """
     tokens, heads, dim = q_idx.shape
-    if 0 in (tokens, len(slots)):
+    if 0 in (tokens, len(q_tiles)):
         return
     if len(k_idx) == 0:
         dq.zero_()
         dw.zero_()
         return
-    launch, units = _query_kernel(heads, dim)
+    launch, work_tiles = _query_kernel(heads, dim)
     with backends.on_device(q_idx):
-        ctas = min(backends.num_sms(q_idx.device), units * len(slots))
-        flat = q_idx.view(-1, dim), k_idx, w.view(-1), slots, gradients_in(scores), active.view(torch.uint32)
-        launch(*flat, dq.view(-1, dim), dw.view(-1), _tickets(q_idx), ctas)
+        ctas = min(backends.num_sms(q_idx.device), work_tiles * len(q_tiles))
+        flat = q_idx.view(-1, dim), k_idx, w.view(-1), q_tiles, gradients_in(scores), active.view(torch.uint32)
+        launch(*flat, dq.view(-1, dim), dw.view(-1), _tile_counter(q_idx), ctas)
 
 
 def index_key_grad(
     q_idx: torch.Tensor,
     w: torch.Tensor,
-    slots: torch.Tensor,
+    q_tiles: torch.Tensor,
     scores: torch.Tensor,
     active: torch.Tensor,
     dk: torch.Tensor,
@@ -95,39 +95,40 @@ def index_key_grad(
     q_idx contiguous; w [Tq, Hi] bf16, contiguous.
     """
     tokens, heads, dim = q_idx.shape
-    if 0 in (tokens, len(dk), len(slots)):
+    if 0 in (tokens, len(dk), len(q_tiles)):
         return
-    launch, keys, most_slots = _key_kernel(heads, dim)
+    launch, keys = _key_kernel(heads, dim)
     with backends.on_device(q_idx):
         ctas = backends.num_sms(q_idx.device)
         flat, weights = q_idx.view(-1, dim), w.view(-1)
-        parts = torch.empty(ctas, 2, keys, dim, dtype=torch.float32, device=q_idx.device)
-        meta = torch.empty(ctas, 8, dtype=torch.int32, device=q_idx.device)
+        partial_sums = torch.empty(ctas, 2, keys, dim, dtype=torch.float32, device=q_idx.device)
+        fixup = torch.empty(ctas, 8, dtype=torch.int32, device=q_idx.device)
         di, words = gradients_in(scores), active.view(torch.uint32)
-        for first in range(0, len(slots), most_slots):
-            some = slice(first, first + most_slots)
-            launch(flat, weights, slots[some], di[some], words[some], dk, parts, meta)
+        for first in range(0, len(q_tiles), MAX_Q_TILES):
+            some = slice(first, first + MAX_Q_TILES)
+            launch(flat, weights, q_tiles[some], di[some], words[some], dk, partial_sums, fixup)
 
 
-def _tickets(like: torch.Tensor) -> torch.Tensor:
-    """From which a launch's CTAs draw their units of work."""
+def _tile_counter(like: torch.Tensor) -> torch.Tensor:
+    """From which a launch's CTAs draw their work tiles."""
     return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
 def gradients_in(scores: torch.Tensor) -> torch.Tensor:
     """dI in the memory of `scores`: bf16 [S, N, 2, 64 (row), 128 (key)]."""
     halves = scores.view(torch.bfloat16)
-    slot, tile, *_ = halves.stride()
-    return halves.as_strided((*scores.shape[:2], 2, ROWS // 2, ROWS), (slot, tile, ROWS * ROWS, ROWS, 1))
+    q_tile, key_tile, *_ = halves.stride()
+    shape, strides = (*scores.shape[:2], 2, Q_TILE // 2, K_TILE), (q_tile, key_tile, Q_TILE * K_TILE, K_TILE, 1)
+    return halves.as_strided(shape, strides)
 
 
 @functools.cache
 def _scores_kernel(heads: int, dim: int) -> tuple[Callable[..., None], int]:
-    """The launcher and the units of work of a slot."""
+    """The launcher and the work tiles of a q tile."""
     from dsa.kernels.training import indexer_scores_sm90 as kernels
 
     config = kernels.choose_config(heads, dim)
-    return kernels.compile_indexer_scores(heads, dim, config), ROWS * heads // config.columns
+    return kernels.compile_indexer_scores(heads, dim, config), Q_TILE * heads // config.columns
 
 
 @functools.cache
@@ -135,13 +136,13 @@ def _query_kernel(heads: int, dim: int) -> tuple[Callable[..., None], int]:
     from dsa.kernels.training import indexer_query_grad_sm90 as kernels
 
     config = kernels.choose_config(heads, dim)
-    return kernels.compile_indexer_query_grad(heads, dim, config), 2 * heads // config.columns
+    return kernels.compile_indexer_query_grad(heads, dim, config), 2 * heads // config.column_blocks
 
 
 @functools.cache
-def _key_kernel(heads: int, dim: int) -> tuple[Callable[..., None], int, int]:
-    """The launcher, the keys of a block, and how many slots it takes."""
+def _key_kernel(heads: int, dim: int) -> tuple[Callable[..., None], int]:
+    """The launcher and the keys of a key block."""
     from dsa.kernels.training import indexer_key_grad_sm90 as kernels
 
     config = kernels.choose_config(heads, dim)
-    return kernels.compile_indexer_key_grad(heads, dim, config), config.keys, kernels.MOST_SLOTS
+    return kernels.compile_indexer_key_grad(heads, dim, config), config.keys

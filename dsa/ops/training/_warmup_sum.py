@@ -8,40 +8,40 @@ from dataclasses import dataclass
 import torch
 
 from dsa import backends
+from dsa.kernels.training.limits import INDEX_HEADS, K_TILE, Q_TILE, Q_TILE_FIELDS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.training._indexer_gradient import HEADS, active_shape, index_key_grad, index_query_grad, index_scores
+from dsa.ops.training._indexer_gradient import active_shape, index_key_grad, index_query_grad, index_scores
 from dsa.ops.training._packed_attention import Sequences
 
-ROWS = 128  # queries of a slot, and keys of a tile
 LEAST_WORKSPACE = 192 << 20  # bytes
 SHARE = 15 / 16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Slots of the packed queries, and the key tiles before each. Nothing of it is known to the host."""
+    """Q tiles of the packed queries, and the key tiles before each. Nothing of it is known to the host."""
 
-    slots: torch.Tensor
-    tiles: torch.Tensor
-    most_tiles: int
+    q_tiles: torch.Tensor
+    key_tiles: torch.Tensor
+    max_key_tiles: int
 
-    def chunks(self, bytes_of_slot: int, budget: int, workers: int = 0) -> list[slice]:
-        """Ranges of slots, as even as they can be. For workers that take a tile each in turns, of all ranges but the
+    def chunks(self, bytes_of_q_tile: int, budget: int, workers: int = 0) -> list[slice]:
+        """Ranges of q tiles, as even as they can be. For workers that take a tile each in turns, of all ranges but the
         last they take whole turns, if the sequences are causal and as long as the longest."""
-        count = len(self.slots)
-        most = max(1, budget // max(bytes_of_slot, 1))
-        pieces = -(-count // most)
-        each = -(-count // pieces)
-        turn = 2 * workers / (self.most_tiles + 1)  # slots
+        count = len(self.q_tiles)
+        most = max(1, budget // max(bytes_of_q_tile, 1))
+        chunks = -(-count // most)
+        each = -(-count // chunks)
+        turn = 2 * workers / (self.max_key_tiles + 1)  # q tiles
         whole = int(each // turn * turn) if turn else 0
-        last = count - (pieces - 1) * whole
+        last = count - (chunks - 1) * whole
         begins = range(0, count - last + 1, whole) if whole and 0 < last <= most else range(0, count, each)
         return [slice(begin, end) for begin, end in itertools.pairwise([*begins, count])]
 
     def only_if(self, wanted: torch.Tensor) -> "Plan":
         """The same plan, or one of no work if `wanted`, a bool on the device, is false."""
-        return Plan(self.slots * wanted, self.tiles * wanted, self.most_tiles)
+        return Plan(self.q_tiles * wanted, self.key_tiles * wanted, self.max_key_tiles)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Indexer:
 
     @classmethod
     def of(cls, q_idx: torch.Tensor, k_idx: torch.Tensor, w_idx: torch.Tensor) -> "Indexer":
-        missing = next(heads for heads in HEADS if heads >= q_idx.shape[1]) - q_idx.shape[1]
+        missing = next(heads for heads in INDEX_HEADS if heads >= q_idx.shape[1]) - q_idx.shape[1]
         q, w = q_idx, w_idx.float()
         if missing:
             q = torch.nn.functional.pad(q, (0, 0, 0, missing))
@@ -75,31 +75,31 @@ def losses(
     key_grads: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
     """kl [Tq] and the gradients of sum_t upstream[t] kl[t]: of q_idx bf16, of w_idx and k_idx fp32. Of
-    queries in no slot the former two are not written. budget: bytes of the workspace, if a slot has fewer."""
-    heads, n = indexer.q.shape[1], plan.most_tiles
+    queries in no q tile the former two are not written. budget: bytes of the workspace, if a q tile has fewer."""
+    heads, n = indexer.q.shape[1], plan.max_key_tiles
     fp32 = {"dtype": torch.float32, "device": q.device}
     kl = torch.zeros(len(q), **fp32)
     dq, dw = (torch.empty_like(indexer.q), torch.empty_like(indexer.w)) if query_grads else (None, None)
     dk = torch.zeros(indexer.k.shape, **fp32) if key_grads else None
-    if 0 in (len(q), len(k), len(plan.slots)):
+    if 0 in (len(q), len(k), len(plan.q_tiles)):
         return kl, tuple(None if x is None else x.zero_() for x in (dq, dw, dk))
     ctas = backends.num_sms(q.device)
-    chunks = plan.chunks(n * ROWS * ROWS * (4 + heads // 8), budget, ctas)
-    slots = max(chunk.stop - chunk.start for chunk in chunks)
-    scores = torch.empty(slots, n, ROWS, ROWS, **fp32)
-    active = torch.empty(active_shape(slots, heads, n), dtype=torch.int32, device=q.device)
-    kl_parts, lse_idx = torch.empty(slots, n, ROWS, **fp32), torch.empty(len(q), **fp32)
+    chunks = plan.chunks(n * Q_TILE * K_TILE * (4 + heads // 8), budget, ctas)
+    most = max(chunk.stop - chunk.start for chunk in chunks)
+    scores = torch.empty(most, n, Q_TILE, K_TILE, **fp32)
+    active = torch.empty(active_shape(most, heads, n), dtype=torch.int32, device=q.device)
+    kl_parts, lse_idx = torch.empty(most, n, Q_TILE, **fp32), torch.empty(len(q), **fp32)
     minus_k, rounded_w = -indexer.k, indexer.w.bfloat16()
     target, rows, sums = _kernels(q.dtype, q.shape[2])
     q, k = tma_rows(q), tma_rows(k)
     for chunk in chunks:
-        own, size = plan.slots[chunk], chunk.stop - chunk.start
-        tiles = plan.tiles[chunk.start : chunk.stop + 1]
+        own, size = plan.q_tiles[chunk], chunk.stop - chunk.start
+        key_tiles = plan.key_tiles[chunk.start : chunk.stop + 1]
         index_scores(indexer.q, minus_k, indexer.w, own, scores[:size], active[:size])
         with backends.on_device(q):
             rows(scores[:size], own, lse_idx)
             of_heads = q, k, lse, lse_idx, upstream
-            target(*of_heads, own, tiles, scores[:size], kl_parts[:size], scale, q.shape[1] // k.shape[1], ctas)
+            target(*of_heads, own, key_tiles, scores[:size], kl_parts[:size], scale, q.shape[1] // k.shape[1], ctas)
             sums(kl_parts[:size], own, kl)
         if query_grads:
             index_query_grad(indexer.q, indexer.k, indexer.w, own, scores[:size], active[:size], dq, dw)
@@ -114,33 +114,33 @@ def workspace(*inputs: torch.Tensor) -> int:
     return max(LEAST_WORKSPACE, int(sum(x.numel() * x.element_size() for x in inputs) * SHARE))
 
 
-def tiles_of(max_seqlen_k: int) -> int:
-    return max(1, -(-max_seqlen_k // ROWS))
+def key_tiles_of(max_seqlen_k: int) -> int:
+    return max(1, -(-max_seqlen_k // K_TILE))
 
 
 def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tuple[Plan, Sequences]:
     """The plan, and the sequences with bounds that ascend from 0 to `queries` or `keys` at most, whatever cu_seqlens
     hold: all that is read or written by them is inside the tensors."""
     cu_seqlens_q, cu_seqlens_k, *longest = sequences
-    most_tiles = tiles_of(longest[1])
+    max_key_tiles = key_tiles_of(longest[1])
     batch = len(cu_seqlens_q) - 1
-    count = queries // ROWS + batch if batch else 0
+    count = queries // Q_TILE + batch if batch else 0
     ints = {"dtype": torch.int32, "device": cu_seqlens_q.device}
-    slots, tiles = torch.empty(count, 8, **ints), torch.empty(count + 1, **ints)
+    q_tiles, key_tiles = torch.empty(count, Q_TILE_FIELDS, **ints), torch.empty(count + 1, **ints)
     bounds = (torch.empty if batch else torch.zeros)(2, batch + 1, **ints)
     if count:
         before = torch.empty(batch, **ints)
-        with backends.on_device(slots):
-            numbers = int(causal), queries, keys, most_tiles
-            _plan_kernel()(cu_seqlens_q, cu_seqlens_k, bounds, before, slots, tiles, *numbers)
-    return Plan(slots, tiles, most_tiles), (*bounds.unbind(), *longest)
+        with backends.on_device(q_tiles):
+            numbers = int(causal), queries, keys, max_key_tiles
+            _plan_kernel()(cu_seqlens_q, cu_seqlens_k, bounds, before, q_tiles, key_tiles, *numbers)
+    return Plan(q_tiles, key_tiles, max_key_tiles), (*bounds.unbind(), *longest)
 
 
 @functools.cache
 def _plan_kernel() -> Callable[..., None]:
-    from dsa.kernels.training.query_slots_sm90 import compile_query_slots
+    from dsa.kernels.training.q_tile_plan_sm90 import compile_q_tile_plan
 
-    return compile_query_slots()
+    return compile_q_tile_plan()
 
 
 @functools.cache

@@ -3,13 +3,12 @@
 import torch
 
 from dsa import backends
+from dsa.kernels.training.limits import INDEX_CHANNELS, K_TILE, MAX_INDEX_HEADS, Q_TILE
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.indexer.topk_indices import MAX_K, topk_indices
-from dsa.ops.training._indexer_gradient import HEADS, active_shape, index_scores
-from dsa.ops.training._warmup_sum import LEAST_WORKSPACE, ROWS, Indexer, Plan, make_plan
+from dsa.ops.training._indexer_gradient import active_shape, index_scores
+from dsa.ops.training._warmup_sum import LEAST_WORKSPACE, Indexer, Plan, make_plan
 from dsa.reference.training import indexer_training as reference
-
-DIMS = 64, 128
 
 
 def indexer_topk(
@@ -56,37 +55,39 @@ def indexer_topk(
 
 
 def _select(indexer: Indexer, plan: Plan, top_k: int) -> torch.Tensor:
-    queries, heads, n = len(indexer.q), indexer.q.shape[1], plan.most_tiles
+    queries, heads, n = len(indexer.q), indexer.q.shape[1], plan.max_key_tiles
     device = indexer.q.device
     # One row more than there are, for what is no query.
-    picks = torch.full((queries + 1, top_k), -1, dtype=torch.int32, device=device)
-    if 0 in (queries, len(indexer.k), len(plan.slots)):
-        return picks[:queries, None]
+    found = torch.full((queries + 1, top_k), -1, dtype=torch.int32, device=device)
+    if 0 in (queries, len(indexer.k), len(plan.q_tiles)):
+        return found[:queries, None]
     # Scores as tiles and as rows, and the bits of active heads, which nobody reads here.
-    chunks = plan.chunks(n * ROWS * ROWS * (8 + heads // 8), LEAST_WORKSPACE)
-    slots = chunks[0].stop
-    scores = torch.empty(slots, n, ROWS, ROWS, dtype=torch.float32, device=device)
-    active = torch.empty(active_shape(slots, heads, n), dtype=torch.int32, device=device)
+    chunks = plan.chunks(n * Q_TILE * K_TILE * (8 + heads // 8), LEAST_WORKSPACE)
+    most = chunks[0].stop
+    scores = torch.empty(most, n, Q_TILE, K_TILE, dtype=torch.float32, device=device)
+    active = torch.empty(active_shape(most, heads, n), dtype=torch.int32, device=device)
     minus_k = -indexer.k
-    row = torch.arange(ROWS, dtype=torch.int32, device=device)
+    row = torch.arange(Q_TILE, dtype=torch.int32, device=device)
     for chunk in chunks:
-        own, size = plan.slots[chunk], chunk.stop - chunk.start
+        own, size = plan.q_tiles[chunk], chunk.stop - chunk.start
         index_scores(indexer.q, minus_k, indexer.w, own, scores[:size], active[:size])
         first_query, count, first_key, keys, seen, step = (x[:, None] for x in own.unbind(1)[:6])
         visible = (seen + step * row).clamp(min=0).minimum(keys)
         there = row < count
-        visible = visible * (there & (visible <= n * ROWS))
-        rows = scores[:size].transpose(1, 2).reshape(size * ROWS, n * ROWS)
-        found = topk_indices(rows, top_k, lengths=visible.flatten())
-        found = torch.where(found < 0, found, found + first_key.expand(-1, ROWS).reshape(-1, 1))
-        picks[torch.where(there, first_query + row, queries).flatten().long()] = found
-    return picks[:queries, None]
+        visible = visible * (there & (visible <= n * K_TILE))
+        rows = scores[:size].transpose(1, 2).reshape(size * Q_TILE, n * K_TILE)
+        indices = topk_indices(rows, top_k, lengths=visible.flatten())
+        indices = torch.where(indices < 0, indices, indices + first_key.expand(-1, Q_TILE).reshape(-1, 1))
+        found[torch.where(there, first_query + row, queries).flatten().long()] = indices
+    return found[:queries, None]
 
 
 def _check_kernel_takes(q_idx: torch.Tensor, top_k: int) -> None:
-    if q_idx.shape[2] not in DIMS:
-        raise ValueError(f"q_idx: the Hopper kernel takes di of 64 or 128, got {q_idx.shape[2]}")
-    if not 1 <= q_idx.shape[1] <= HEADS[-1]:
-        raise ValueError(f"q_idx: the Hopper kernel takes 1 to {HEADS[-1]} heads, got {q_idx.shape[1]}")
+    if q_idx.shape[2] not in INDEX_CHANNELS:
+        raise ValueError(
+            f"q_idx: the Hopper kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}"
+        )
+    if not 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS:
+        raise ValueError(f"q_idx: the Hopper kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
     if top_k > MAX_K:
         raise ValueError(f"top_k: the Hopper kernel takes up to {MAX_K}, got {top_k}")

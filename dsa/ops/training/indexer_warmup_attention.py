@@ -5,17 +5,20 @@ from typing import Any
 import torch
 
 from dsa import backends
+from dsa.kernels.training.limits import (
+    DENSE_CHANNELS,
+    INDEX_CHANNELS,
+    MAX_INDEX_HEADS,
+)
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.training._indexer_gradient import HEADS
 from dsa.ops.training._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.ops.training._warmup_per_head import per_head_backward, per_head_forward
-from dsa.ops.training._warmup_sum import Indexer, Plan, losses, make_plan, tiles_of, workspace
+from dsa.ops.training._warmup_sum import Indexer, Plan, key_tiles_of, losses, make_plan, workspace
 from dsa.reference.training import indexer_training as reference
 
-DIMS = (64, 64), (128, 128), (192, 128), (576, 512)
-INDEX_DIMS = 64, 128
+CHANNELS = *DENSE_CHANNELS, ABSORBED
 
 
 def indexer_warmup_attention(
@@ -132,7 +135,7 @@ class _Sum(_Warmup):
         if wants:
             dq, dw, _ = grads
             fill_uncovered(bounds[0], (dq, 0.0), (dw, 0.0))
-        saved = q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, plan.slots, plan.tiles
+        saved = q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, plan.q_tiles, plan.key_tiles
         ctx.save_for_backward(*saved, *(grads if wants else ()))
         return out, lse, kl
 
@@ -141,7 +144,7 @@ class _Sum(_Warmup):
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, _: None, grad_kl: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, slots, tiles = ctx.saved_tensors[:12]
+        q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, q_tiles, key_tiles = ctx.saved_tensors[:12]
         of_attention = _Warmup.attention_grads(ctx, grad_out, (q, k, v, out, lse), bounds)
         dq_idx = dk_idx = dw_idx = None
         if grad_kl is not None and any(ctx.needs_input_grad[3:6]) and len(q):
@@ -157,7 +160,7 @@ class _Sum(_Warmup):
                 if grad_kl.stride(0) != 0:
                     # Whether they differ only the device knows. A plan of no work costs the launches alone.
                     differ = (grad_kl != grad_kl[0]).any()
-                    plan = Plan(slots, tiles, tiles_of(ctx.rest[0][1])).only_if(differ)
+                    plan = Plan(q_tiles, key_tiles, key_tiles_of(ctx.rest[0][1])).only_if(differ)
                     indexer, upstream = Indexer.of(q_idx, k_idx, w_idx), grad_kl.float().contiguous()
                     budget = workspace(q, k, v, q_idx, k_idx, w_idx)
                     _, again = losses(q, k, lse, ctx.rest[1], indexer, plan, upstream, budget, False, True)
@@ -181,8 +184,8 @@ class _PerHead(_Warmup):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         out, lse, plan, bounds = _Warmup.attend(ctx, q, k, v, sequences, scale, causal)
         inputs = tma_rows(q), tma_rows(k), tma_rows(q_idx), tma_rows(k_idx), w_idx.float().contiguous(), lse
-        kl, lse_idx = per_head_forward(*inputs, plan.slots, scale)
-        ctx.save_for_backward(q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, plan.slots, lse_idx)
+        kl, lse_idx = per_head_forward(*inputs, plan.q_tiles, scale)
+        ctx.save_for_backward(q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, plan.q_tiles, lse_idx)
         return out, lse, kl
 
     @staticmethod
@@ -190,12 +193,12 @@ class _PerHead(_Warmup):
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, _: None, grad_kl: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, slots, lse_idx = ctx.saved_tensors
+        q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, q_tiles, lse_idx = ctx.saved_tensors
         of_attention = _Warmup.attention_grads(ctx, grad_out, (q, k, v, out, lse), bounds)
         dq_idx = dk_idx = dw_idx = None
         if grad_kl is not None and any(ctx.needs_input_grad[3:6]):
             inputs = tma_rows(q), tma_rows(k), tma_rows(q_idx), tma_rows(k_idx), w_idx.float().contiguous(), lse
-            grads = per_head_backward(*inputs, lse_idx, grad_kl.float().contiguous(), slots, *bounds, ctx.rest[1])
+            grads = per_head_backward(*inputs, lse_idx, grad_kl.float().contiguous(), q_tiles, *bounds, ctx.rest[1])
             dq_idx, dk_idx, dw_idx = (g.to(x.dtype) for g, x in zip(grads, (q_idx, k_idx, w_idx)))
         return *of_attention, dq_idx, dk_idx, dw_idx, None, None, None
 
@@ -208,17 +211,19 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.
 def _check_kernel_takes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_idx: torch.Tensor, softmax_scale: float, target: str
 ) -> None:
-    if (q.shape[2], v.shape[2]) not in DIMS:
+    if (q.shape[2], v.shape[2]) not in CHANNELS:
         raise ValueError(
-            f"q, v: the Hopper kernel takes channels (d, dv) of {', '.join(map(str, DIMS))}, got "
+            f"q, v: the Hopper kernel takes channels (d, dv) of {', '.join(map(str, CHANNELS))}, got "
             f"{(q.shape[2], v.shape[2])}"
         )
-    if q_idx.shape[2] not in INDEX_DIMS:
-        raise ValueError(f"q_idx: the Hopper kernel takes di of 64 or 128, got {q_idx.shape[2]}")
+    if q_idx.shape[2] not in INDEX_CHANNELS:
+        raise ValueError(
+            f"q_idx: the Hopper kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}"
+        )
     if target == "per_head" and (q.shape[2], v.shape[2]) == ABSORBED:
         raise ValueError(f"target: 'per_head' has no Hopper kernel for {ABSORBED[0]} channels")
-    if target == "sum" and not 1 <= q_idx.shape[1] <= HEADS[-1]:
-        raise ValueError(f"q_idx: the Hopper kernel takes 1 to {HEADS[-1]} heads, got {q_idx.shape[1]}")
+    if target == "sum" and not 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS:
+        raise ValueError(f"q_idx: the Hopper kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
     if not 0 < softmax_scale < float("inf"):
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {softmax_scale}")
     if (q.shape[2], v.shape[2]) == ABSORBED:

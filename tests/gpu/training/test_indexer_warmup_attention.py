@@ -110,7 +110,7 @@ def test_many_sequences():
 
 
 def test_chunks(monkeypatch):
-    """A workspace of three slots gives the same bits."""
+    """A workspace of three q tiles gives the same bits."""
     from dsa.ops.training import _warmup_sum as op
 
     case = Case(LENGTHS)
@@ -268,7 +268,7 @@ def test_bounds_ascend_inside_the_tensors(batch):
         expected = numbers.masked_fill((numbers < 0) | (numbers > tokens), 0).cummax(1).values
         plan, bounds = make_plan((*numbers.int().cuda(), tokens, tokens), tokens, tokens, True)
         assert torch.equal(torch.stack(bounds[:2]).cpu().long(), expected)
-        used = plan.slots[plan.slots[:, 1] > 0].cpu()
+        used = plan.q_tiles[plan.q_tiles[:, 1] > 0].cpu()
         first, rows, first_key, keys = used[:, :4].unbind(1)
         assert rows.sum() == expected[0, -1] - expected[0, 0] and (rows <= 128).all()
         assert (first >= 0).all() and (first + rows <= tokens).all()

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from dsa.ops.training._dense_attention import DIMS, attention_forward
+from dsa.kernels.training.limits import DENSE_CHANNELS
+from dsa.ops.training._dense_attention import attention_forward
 from dsa.testing import assert_close, poison_free_memory
 
 SAME = None  # as many keys as queries
@@ -79,22 +80,22 @@ def check(arguments, causal, record_error=None):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", DENSE_CHANNELS, ids=str)
 def test_sequences(dims, case, causal, record_error):
     check(inputs(dims, *case), causal, record_error)
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", DENSE_CHANNELS, ids=str)
 def test_fp16(dims, record_error):
     check(inputs(dims, 4, 2, [513, 100], SAME, torch.float16), True, record_error)
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", DENSE_CHANNELS, ids=str)
 def test_large_scores(dims):
     check(inputs(dims, 4, 2, [513, 700], SAME, scale=30.0), True)
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", DENSE_CHANNELS, ids=str)
 def test_strides(dims):
     q, k, v, *rest = inputs(dims, 4, 2, [513, 100], SAME)
     by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k)]

@@ -14,8 +14,8 @@ SEQUENCES = [  # lengths of queries and keys
 ]
 
 
-def make_slots(lens_q, lens_k, causal, spare=2):
-    """int32 [S, 8], as kernels/training/indexer_slots.py has it, and the number of tiles of the longest sequence."""
+def make_q_tiles(lens_q, lens_k, causal, spare=2):
+    """int32 [S, 8], as kernels/training/q_tiles.py has it, and the number of tiles of the longest sequence."""
     rows, first_q, first_k = [], 0, 0
     for b, (m, n) in enumerate(zip(lens_q, lens_k)):
         for begin in range(0, m, ROWS):
@@ -28,21 +28,21 @@ def make_slots(lens_q, lens_k, causal, spare=2):
     return torch.tensor(rows, dtype=torch.int32), -(-max(lens_k) // ROWS)
 
 
-def visible_mask(slot, tile):
-    """[128, 128]: which keys of a tile the rows of a slot see."""
-    _, rows, _, keys, seen, step, _, _ = slot
+def visible_mask(q_tile, tile):
+    """[128, 128]: which keys of a tile the rows of a q tile see."""
+    _, rows, _, keys, seen, step, _, _ = q_tile
     row, key = torch.arange(ROWS, device=DEVICE)[:, None], torch.arange(ROWS, device=DEVICE)[None] + tile * ROWS
     return (row < rows) & (key < (seen + step * row).clamp(0, keys))
 
 
 def unpack(active, heads):
     """bool [S, N, 128 (row), H, 128 (key)] of the words."""
-    slots, groups, blocks, _ = active.shape
-    words = active.view(slots, groups, blocks, 4, 4, 4, 2)  # warp, a, c, b
+    q_tiles, groups, blocks, _ = active.shape
+    words = active.view(q_tiles, groups, blocks, 4, 4, 4, 2)  # warp, a, c, b
     bits = torch.stack([((words >> i) & 1).byte() for i in range(32)], -1)
     bits = bits.view(*words.shape, 2, 2, 8).flip(-1)  # half, e, j
-    bits = bits.permute(0, 1, 2, 9, 5, 8, 3, 7, 4, 6).reshape(slots, groups, blocks, 64, 64)
-    bits = bits.permute(0, 2, 4, 1, 3).reshape(slots, blocks // 2, ROWS, ROWS, heads)
+    bits = bits.permute(0, 1, 2, 9, 5, 8, 3, 7, 4, 6).reshape(q_tiles, groups, blocks, 64, 64)
+    bits = bits.permute(0, 2, 4, 1, 3).reshape(q_tiles, blocks // 2, ROWS, ROWS, heads)
     return bits.permute(0, 1, 3, 4, 2).bool()
 
 
@@ -57,25 +57,25 @@ class Problem:
         self.w = torch.randn(tokens, heads, device=DEVICE).bfloat16().float()
         self.q[tokens // 2 : tokens // 2 + 1, heads // 2] = 0
         self.k[keys // 3 : keys // 3 + 1] = 0
-        slots, tiles = make_slots(lens_q, lens_k, causal)
-        slots = slots if order is None else slots[order(len(slots))]
-        self.rows, self.slots = slots.tolist(), slots.to(DEVICE)
-        self.scores = poisoned((len(slots), tiles, ROWS, ROWS), torch.float32, DEVICE)
-        self.active = poisoned(ops.active_shape(len(slots), heads, tiles), torch.int32, DEVICE)
-        self.di = torch.zeros(len(slots), tiles, ROWS, ROWS, dtype=torch.bfloat16, device=DEVICE)
-        for slot, s, j, _ in self.tiles():
-            self.di[s, j] = (torch.randn(ROWS, ROWS, device=DEVICE) * visible_mask(slot, j)).bfloat16()
+        q_tiles, tiles = make_q_tiles(lens_q, lens_k, causal)
+        q_tiles = q_tiles if order is None else q_tiles[order(len(q_tiles))]
+        self.rows, self.q_tiles = q_tiles.tolist(), q_tiles.to(DEVICE)
+        self.scores = poisoned((len(q_tiles), tiles, ROWS, ROWS), torch.float32, DEVICE)
+        self.active = poisoned(ops.active_shape(len(q_tiles), heads, tiles), torch.int32, DEVICE)
+        self.di = torch.zeros(len(q_tiles), tiles, ROWS, ROWS, dtype=torch.bfloat16, device=DEVICE)
+        for q_tile, s, j, _ in self.tiles():
+            self.di[s, j] = (torch.randn(ROWS, ROWS, device=DEVICE) * visible_mask(q_tile, j)).bfloat16()
 
     def tiles(self):
-        """(slot's row, its number, tile, (queries, keys) there are)."""
-        for s, slot in enumerate(self.rows):
-            for j in range(slot[6]):
-                queries = slice(slot[0], slot[0] + slot[1])
-                keys = slice(slot[2] + j * ROWS, slot[2] + min((j + 1) * ROWS, slot[3]))
-                yield slot, s, j, (queries, keys)
+        """(the q tile's row, its number, tile, (queries, keys) there are)."""
+        for s, q_tile in enumerate(self.rows):
+            for j in range(q_tile[6]):
+                queries = slice(q_tile[0], q_tile[0] + q_tile[1])
+                keys = slice(q_tile[2] + j * ROWS, q_tile[2] + min((j + 1) * ROWS, q_tile[3]))
+                yield q_tile, s, j, (queries, keys)
 
     def run_scores(self):
-        ops.index_scores(self.q, -self.k, self.w, self.slots, self.scores, self.active)
+        ops.index_scores(self.q, -self.k, self.w, self.q_tiles, self.scores, self.active)
         return self.scores.clone(), unpack(self.active, self.heads)
 
     def put_di(self):
@@ -89,8 +89,8 @@ class Problem:
         """dq, dw, dk in float64 of dI and the bits."""
         q, k, w = self.q.double(), self.k.double(), self.w.double()
         g, dk = torch.zeros_like(q), torch.zeros_like(k)
-        for slot, s, j, (queries, keys) in self.tiles():
-            m, n = slot[1], keys.stop - keys.start
+        for q_tile, s, j, (queries, keys) in self.tiles():
+            m, n = q_tile[1], keys.stop - keys.start
             masked = self.di[s, j, :m, None, :n].double() * bits[s, j, :m, :, :n]
             g[queries] += torch.einsum("thj,jd->thd", masked, k[keys])
             dk[keys] += torch.einsum("thj,thd->jd", masked, w[queries, :, None] * q[queries])
@@ -99,7 +99,7 @@ class Problem:
     def run_gradients(self):
         dq, dw = poisoned(self.q.shape, torch.bfloat16, DEVICE), poisoned(self.w.shape, torch.float32, DEVICE)
         dk = torch.zeros(self.k.shape, device=DEVICE)
-        workspaces = (self.slots, self.scores, self.active)
+        workspaces = (self.q_tiles, self.scores, self.active)
         ops.index_query_grad(self.q, self.k, self.w, *workspaces, dq, dw)
         ops.index_key_grad(self.q, self.w.bfloat16(), *workspaces, dk)
         return dq, dw, dk
@@ -116,9 +116,9 @@ def error(got, expected):
 def test_scores_and_gradients(heads, dim, sequences, causal, record_error):
     problem = Problem(heads, dim, *sequences, causal)
     scores, bits = problem.run_scores()
-    for slot, s, j, (queries, keys) in problem.tiles():
-        m, n = slot[1], keys.stop - keys.start
-        seen = visible_mask(slot, j)[:m, :n]
+    for q_tile, s, j, (queries, keys) in problem.tiles():
+        m, n = q_tile[1], keys.stop - keys.start
+        seen = visible_mask(q_tile, j)[:m, :n]
         dots = torch.einsum("thd,jd->thj", problem.q[queries].double(), problem.k[keys].double())
         expected = torch.einsum("thj,th->tj", dots.relu(), problem.w[queries].double())
         assert (scores[s, j, :m, :n] - expected).masked_fill(~seen, 0.0).abs().max() < 1e-3 * dim**0.5
@@ -151,8 +151,8 @@ def test_gradients_beside_autograd_in_bf16(heads, dim):
 
     whole = scores.permute(0, 2, 1, 3).reshape(len(scores) * ROWS, -1)[:tokens, :tokens].double()
     di = whole.masked_fill(~seen, -torch.inf).softmax(-1) - p
-    for slot, s, j, (queries, keys) in problem.tiles():
-        problem.di[s, j, : slot[1], : keys.stop - keys.start] = di[queries, keys].bfloat16()
+    for q_tile, s, j, (queries, keys) in problem.tiles():
+        problem.di[s, j, : q_tile[1], : keys.stop - keys.start] = di[queries, keys].bfloat16()
     problem.put_di()
     dq, dw, dk = problem.run_gradients()
     for got, expected, autograd in zip((dq, dk, dw), by_autograd(torch.float64), by_autograd(torch.bfloat16)):
@@ -179,21 +179,21 @@ def test_another_sequences_nan_stays_there():
 
 
 def test_a_sequence_longer_than_said_stays_in_its_tiles():
-    """Fewer tiles than its keys take: nothing is written, and nothing read, where the next slot's are."""
+    """Fewer tiles than its keys take: nothing is written, and nothing read, where the next q tile's are."""
     problem = Problem(8, 64, [300, 100], [300, 100], True)
     whole, _ = problem.run_scores()
     for row in problem.rows:
         row[6] = min(row[6], 1)
-    problem.slots = torch.tensor(problem.rows, dtype=torch.int32, device=DEVICE)
+    problem.q_tiles = torch.tensor(problem.rows, dtype=torch.int32, device=DEVICE)
     problem.di = problem.di[:, :1].contiguous()
     problem.scores = poisoned((len(problem.rows), 1, ROWS, ROWS), torch.float32, DEVICE)
     problem.active = poisoned(ops.active_shape(len(problem.rows), 8, 1), torch.int32, DEVICE)
     before = problem.scores.view(torch.int32).clone(), problem.active.clone()
     scores, bits = problem.run_scores()
-    for slot, s, j, _ in problem.tiles():
-        seen = visible_mask(slot, j)
+    for q_tile, s, j, _ in problem.tiles():
+        seen = visible_mask(q_tile, j)
         assert torch.equal(scores[s, j][seen], whole[s, j][seen])
-    # The last two slots are unused.
+    # The last two q tiles are unused.
     for x, y in zip((scores.view(torch.int32), problem.active), before):
         assert torch.equal(x[-2:], y[-2:])
     problem.put_di()
@@ -209,13 +209,13 @@ def test_one_chunk_after_another_adds_to_dk():
     dk = torch.zeros(problem.k.shape, device=DEVICE)
     for first in range(0, len(problem.rows), 3):
         some = slice(first, first + 3)
-        chunk = problem.slots[some], problem.scores[some], problem.active[some]
+        chunk = problem.q_tiles[some], problem.scores[some], problem.active[some]
         ops.index_key_grad(problem.q, problem.w.bfloat16(), *chunk, dk)
     assert error(dk, expected) < 2.5e-3
 
 
-def test_many_short_sequences_with_unused_slots_between():
-    """More slots than one launch of the key gradient takes, runs of one slot, and unused ones anywhere."""
+def test_many_short_sequences_with_unused_q_tiles_between():
+    """More q tiles than one launch of the key gradient takes, spans of one q tile, and unused ones anywhere."""
     problem = Problem(
         8, 64, [3, 1, 2] * 350, [3, 1, 2] * 350, True, lambda n: [n - 1, *range(5), n - 2, *range(5, n - 2)]
     )
@@ -234,17 +234,17 @@ def test_runs_are_identical():
         assert all(torch.equal(a, b) for a, b in zip(first, problem.run_gradients()))
 
 
-def test_graph_replay_with_new_slots():
+def test_graph_replay_with_new_q_tiles():
     problem = Problem(64, 64, [600], [600], True)
     problem.run_scores()
     problem.put_di()
-    q, k, w, slots = problem.q, problem.k, problem.w, problem.slots.clone()
+    q, k, w, q_tiles = problem.q, problem.k, problem.w, problem.q_tiles.clone()
     dq, dw, dk = torch.empty_like(q), torch.empty_like(w), torch.zeros(k.shape, device=DEVICE)
 
     def step():
         dk.zero_()
-        ops.index_query_grad(q, k, w, slots, problem.scores, problem.active, dq, dw)
-        ops.index_key_grad(q, w.bfloat16(), slots, problem.scores, problem.active, dk)
+        ops.index_query_grad(q, k, w, q_tiles, problem.scores, problem.active, dq, dw)
+        ops.index_key_grad(q, w.bfloat16(), q_tiles, problem.scores, problem.active, dk)
 
     step()
     whole = dk.clone()
@@ -253,7 +253,7 @@ def test_graph_replay_with_new_slots():
         step()
     graph.replay()
     assert torch.equal(dk, whole)
-    slots[3:] = slots[-1]
+    q_tiles[3:] = q_tiles[-1]
     graph.replay()
     assert not torch.equal(dk, whole)
     again = dk.clone()
@@ -266,7 +266,7 @@ def test_empty(queries):
     problem = Problem(16, 64, [queries], [4], True)
     q, w, k = problem.q, problem.w, problem.k[:0]
     dq, dw, dk = torch.ones_like(q), torch.ones_like(w), torch.ones(0, 64, device=DEVICE)
-    workspaces = (problem.slots, problem.scores, problem.active)
+    workspaces = (problem.q_tiles, problem.scores, problem.active)
     ops.index_scores(q, k, w, *workspaces)
     ops.index_query_grad(q, k, w, *workspaces, dq, dw)
     ops.index_key_grad(q, w.bfloat16(), *workspaces, dk)

@@ -12,8 +12,8 @@ DIMS = [(64, 64), (64, 128), (128, 64), (128, 128), (192, 64), (192, 128)]
 NAMES = "kl", "dq_idx", "dk_idx", "dw"
 
 
-def make_slots(bounds_q, bounds_k, causal):
-    """As the plan kernel makes them: two unused slots at the end."""
+def make_q_tiles(bounds_q, bounds_k, causal):
+    """As the plan kernel makes them: two unused q tiles at the end."""
     rows = []
     for b, (first_q, end_q, first_k, end_k) in enumerate(zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:])):
         m, n = end_q - first_q, end_k - first_k
@@ -42,7 +42,7 @@ class Case:
         self.w[::7] = 0.0
         self.g = normal(tokens, heads) / max(tokens, 1)
         self.scale = dim**-0.5
-        self.slots = make_slots(self.bounds_q, self.bounds_k, causal)
+        self.q_tiles = make_q_tiles(self.bounds_q, self.bounds_k, causal)
         self.cu_q, self.cu_k = (
             torch.tensor(x, dtype=torch.int32, device="cuda") for x in (self.bounds_q, self.bounds_k)
         )
@@ -50,10 +50,10 @@ class Case:
     def run(self, lse):
         poison_free_memory(mebibytes=256)
         inputs = self.q, self.k, self.q_idx, self.k_idx, self.w, lse
-        kl, lse_idx = per_head_forward(*inputs, self.slots, self.scale)
+        kl, lse_idx = per_head_forward(*inputs, self.q_tiles, self.scale)
         poison_free_memory(mebibytes=256)
         bounds = self.cu_q, self.cu_k
-        return kl, *per_head_backward(*inputs, lse_idx, self.g, self.slots, *bounds, self.scale)
+        return kl, *per_head_backward(*inputs, lse_idx, self.g, self.q_tiles, *bounds, self.scale)
 
     def autograd(self, dtype):
         """kl and gradients by the reference, or for bf16 by its formula in that dtype; and the attention's lse."""
@@ -166,7 +166,7 @@ def test_exact_zeros():
 
 
 def test_large_is_always_the_same(record_error, monkeypatch):
-    """Whether many slots of a head are under way at the same time, or few."""
+    """Whether many q tiles of a head are under way at the same time, or few."""
     case = Case([2048, 2048], heads=64)
     lse = torch.empty(64, 4096, device="cuda")
     visible = torch.ones(2048, 2048, dtype=torch.bool, device="cuda").tril()
@@ -208,8 +208,8 @@ def test_graph():
     inputs = case.q, case.k, case.q_idx, case.k_idx, case.w, lse
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kl, lse_idx = per_head_forward(*inputs, case.slots, case.scale)
-        got = kl, *per_head_backward(*inputs, lse_idx, case.g, case.slots, case.cu_q, case.cu_k, case.scale)
+        kl, lse_idx = per_head_forward(*inputs, case.q_tiles, case.scale)
+        got = kl, *per_head_backward(*inputs, lse_idx, case.g, case.q_tiles, case.cu_q, case.cu_k, case.scale)
     for _ in range(3):
         for x in got:
             x.fill_(torch.nan)

@@ -3,7 +3,7 @@
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels.training import attention_forward_sm90 as kernels
-from dsa.ops.training import _dense_attention as op
+from dsa.kernels.training.limits import DENSE_CHANNELS
 from tests.kernels.variants import shipped
 
 
@@ -20,5 +20,5 @@ def test_sass(arguments):
     assert config.fits()
 
 
-def test_the_op_knows_the_dims():
-    assert set(op.DIMS) == set(kernels.CONFIGS)
+def test_all_channels_have_a_config():
+    assert set(DENSE_CHANNELS) == set(kernels.CONFIGS)

@@ -2,9 +2,10 @@
 
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
-from dsa.cute.score_tile import SHARED_BYTES
+from dsa.cute.sm90 import SHARED_BYTES
 from dsa.kernels.training import indexer_key_grad_sm90, indexer_query_grad_sm90, indexer_scores_sm90
-from dsa.kernels.training.indexer_slots import GROUP, SLOT_ROWS
+from dsa.kernels.training.limits import Q_TILE
+from dsa.kernels.training.q_tiles import COLUMN_BLOCK
 from tests.kernels.variants import shipped
 
 
@@ -30,11 +31,11 @@ def test_query_grad(arguments):
     heads, dim, config = arguments
     instructions = sass_of(indexer_query_grad_sm90.compile_indexer_query_grad, arguments)
     # For each half of 128 keys: 4 wgmma and an arrival a group, and one wait for all.
-    assert instructions["HGMMA"] == 2 * config.held * 4
-    assert instructions["WARPGROUP"] == 2 * (config.held + 1)
+    assert instructions["HGMMA"] == 2 * config.blocks * 4
+    assert instructions["WARPGROUP"] == 2 * (config.blocks + 1)
     assert config.shared(heads, dim) <= SHARED_BYTES
-    # dI of a unit's rows is copied at once: they are in one of a tile's two parts of 64 rows.
-    assert SLOT_ROWS // 2 * heads % (config.columns * GROUP) == 0
+    # dI of a work tile's rows is copied at once: they are in one of a tile's two parts of 64 rows.
+    assert Q_TILE // 2 * heads % (config.column_blocks * COLUMN_BLOCK) == 0
 
 
 @shipped(indexer_key_grad_sm90.compile_indexer_key_grad)

@@ -21,24 +21,24 @@ def inputs(lengths=LENGTHS, heads=8, dim=64, dtype=torch.bfloat16):
 
 
 def plan_of(sequences, queries, keys, causal):
-    """What the plan's kernel writes, and a slot that is not used."""
+    """What the plan's kernel writes, and a q tile that is not used."""
     cu_q, cu_k, _, longest = sequences
-    slots = []
+    q_tiles = []
     for first_q, end_q, first_k, end_k in zip(cu_q.tolist(), cu_q[1:].tolist(), cu_k.tolist(), cu_k[1:].tolist()):
         m, n = end_q - first_q, end_k - first_k
         for i in range(0, m, 128):
             count, seen = min(128, m - i), n - m + i + 1 if causal else n
             last = min(max(seen + causal * (count - 1), 0), n)
-            slots.append([first_q + i, count, first_k, n, seen, int(causal), -(-last // 128), 0])
-    slots.append([0] * 7 + [-1])
-    plan = op.Plan(torch.tensor(slots, dtype=torch.int32), torch.zeros(len(slots) + 1), -(-longest // 128))
+            q_tiles.append([first_q + i, count, first_k, n, seen, int(causal), -(-last // 128), 0])
+    q_tiles.append([0] * 7 + [-1])
+    plan = op.Plan(torch.tensor(q_tiles, dtype=torch.int32), torch.zeros(len(q_tiles) + 1), -(-longest // 128))
     return plan, sequences
 
 
-def scores_of(q, minus_k, w, slots, scores, active):
-    """What the scores' kernel writes into the tiles that a slot visits; elsewhere there is no number."""
+def scores_of(q, minus_k, w, q_tiles, scores, active):
+    """What the scores' kernel writes into the tiles that a q tile has; elsewhere there is no number."""
     scores.fill_(torch.nan)
-    for s, (first_q, rows, first_k, keys, _, _, tiles, _) in enumerate(slots.tolist()):
+    for s, (first_q, rows, first_k, keys, _, _, tiles, _) in enumerate(q_tiles.tolist()):
         for j in range(min(tiles, scores.shape[1])):
             own = minus_k[first_k + 128 * j : first_k + min(128 * (j + 1), keys)].float()
             dots = torch.relu(-torch.einsum("thd,sd->ths", q[first_q : first_q + rows].float(), own))
@@ -54,10 +54,10 @@ def tiles(monkeypatch):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", [3, 8])
-@pytest.mark.parametrize("slots_a_chunk", [1, 3, 100])
-def test_tiles_give_the_references_picks(tiles, monkeypatch, causal, heads, slots_a_chunk):
+@pytest.mark.parametrize("q_tiles_a_chunk", [1, 3, 100])
+def test_tiles_give_the_references_topk_indices(tiles, monkeypatch, causal, heads, q_tiles_a_chunk):
     arguments = inputs(heads=heads)
-    monkeypatch.setattr(op, "LEAST_WORKSPACE", slots_a_chunk * 4 * 128 * 128 * 9)
+    monkeypatch.setattr(op, "LEAST_WORKSPACE", q_tiles_a_chunk * 4 * 128 * 128 * 9)
     got = dsa.indexer_topk(*arguments, causal)
     monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: False)
     assert torch.equal(got, dsa.indexer_topk(*arguments, causal))

@@ -105,10 +105,10 @@ def test_two_sequences_of_16_tiles_take_no_turn_more_than_their_tiles():
 
 def test_a_plan_of_no_work():
     plan = _warmup_sum.Plan(torch.ones(3, 8, dtype=torch.int32), torch.arange(4, dtype=torch.int32), 2)
-    assert torch.equal(plan.only_if(torch.tensor(True)).slots, plan.slots)
+    assert torch.equal(plan.only_if(torch.tensor(True)).q_tiles, plan.q_tiles)
     nothing = plan.only_if(torch.tensor(False))
-    assert not nothing.slots.any() and not nothing.tiles.any()
-    assert nothing.slots.dtype == nothing.tiles.dtype == torch.int32
+    assert not nothing.q_tiles.any() and not nothing.key_tiles.any()
+    assert nothing.q_tiles.dtype == nothing.key_tiles.dtype == torch.int32
 
 
 def test_index_heads_are_padded_with_heads_of_no_weight():

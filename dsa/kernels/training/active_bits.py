@@ -1,4 +1,5 @@
-"""One bit for each index score: whether q_h[t] . k[j] > 0, all that the gradients need of it.
+"""Active bits: one for each index score, whether q_h[t] . k[j] > 0, which is all that the gradients need of it; and
+the wgmma operands that are made of them, dI where a head is active and 0 elsewhere.
 
 A word has the 32 bits of what one thread holds of 64 keys x 64 (query, head) columns, the accumulators of a wgmma: keys
 r and r + 8, r = 16 * warp + lane / 4, and columns 8 j + 2 (lane % 4) + e. Byte 2 * half + e of the word is of key
@@ -20,15 +21,15 @@ def word_place(lane: Int32) -> Int32:
 
 
 @cute.jit
-def sign_bits(acc, group: cutlass.Constexpr) -> Uint32:
-    """The word of signs of accumulators [column / 8][half][e], group `group` of 64 columns: 1 for what is below 0.
+def sign_bits(acc, block: cutlass.Constexpr) -> Uint32:
+    """The word of signs of accumulators [column / 8][half][e], block `block` of 64 columns: 1 for what is below 0.
 
     Accumulators hold -q . k, so that a product of 0, whose sign is +, is not active.
     """
     word = Uint32(0)
     for byte in (3, 2, 1, 0):
         for j in range(8):
-            word = push_sign(word, acc[4 * (8 * group + j) + byte])
+            word = push_sign(word, acc[4 * (8 * block + j) + byte])
     return word
 
 
@@ -46,6 +47,12 @@ def permute(a: Uint32, b: Uint32, selector) -> Uint32:
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[a, b, Uint32(selector)]
     )
+
+
+@cute.jit
+def multiply_pairs(a: Uint32, b: Uint32) -> Uint32:
+    """Products of two pairs of bf16, rounded."""
+    return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
 @cute.jit

@@ -1,0 +1,97 @@
+"""Q tiles: 128 consecutive queries of a sequence, as the kernels of the indexer's training take them.
+
+`q_tiles` int32 [S, 8], a row a q tile: first_q, rows, first_k, keys, seen, step, key_tiles, sequence. Row i of a q tile
+sees the keys j < clamp(seen + step * i, 0, keys) of its sequence, which begins at key first_k. Its scores are in tiles
+of 128 keys, key_tiles of them. A q tile with rows 0 is unused.
+
+The gradients' kernels take a q tile's flat (query, head) columns in blocks of 64, and a score tile's keys in blocks of
+64, too.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32
+
+from dsa.cute.fake_tensors import fake
+from dsa.cute.sm90 import WARPGROUP
+from dsa.kernels.training.limits import K_TILE, Q_TILE, Q_TILE_FIELDS
+
+COLUMN_BLOCK = 64  # (query, head) columns
+KEY_BLOCK = 64  # keys
+BIT_BYTES = 4 * WARPGROUP  # of the active bits of a key block x a column block
+
+
+@dataclass(frozen=True)
+class QTile:
+    first_q: Int32
+    rows: Int32
+    first_k: Int32
+    keys: Int32
+    seen: Int32
+    step: Int32
+    key_tiles: Int32
+    sequence: Int32
+
+    @cute.jit
+    def visible(self, row):
+        """How many keys a row sees in the tiles that the q tile has: too few if the sequence is too long."""
+        there = cutlass.min(self.keys, self.key_tiles * K_TILE)
+        return cutlass.max(cutlass.min(self.seen + self.step * row, there), 0)
+
+    @cute.jit
+    def visible_to(self, row, count):
+        """How many keys the rows `row` to `row` + count - 1 see, those of them that there are."""
+        last = cutlass.min(row + count, self.rows) - 1
+        result = Int32(0)
+        if last >= row:
+            result = self.visible(last)
+        return result
+
+
+@cute.jit
+def load_q_tile(q_tiles: cute.Tensor, index: Int32) -> QTile:
+    words = cute.make_rmem_tensor((Q_TILE_FIELDS,), Int32)
+    cute.autovec_copy(q_tiles[index, None], words)
+    return QTile(*[words[i] for i in range(Q_TILE_FIELDS)])
+
+
+@cute.jit
+def gradients_of(di: cute.Tensor, q_tile, key_tile, row):
+    """Where dI of a tile's rows from `row` on begins. Rows follow on one another up to the 64th, and from it on."""
+    return di[q_tile, key_tile, row >> 6, row & 63, None].iterator
+
+
+def fake_q_tiles(count=None) -> cute.Tensor:
+    """int32 [S, 8]; count: S, if other tensors have as many."""
+    count = cute.sym_int() if count is None else count
+    return fake(Int32, (count, Q_TILE_FIELDS), (Q_TILE_FIELDS, 1))
+
+
+def fake_tiles(dtype: type[cutlass.Numeric], *of_a_tile: int) -> cute.Tensor:
+    """[S, N, *of_a_tile], for each q tile and 128 keys: contiguous but for the q tiles, whose tiles may be fewer."""
+    inner = [1]
+    for extent in of_a_tile[::-1]:
+        inner.insert(0, inner[0] * extent)
+    shape = cute.sym_int(), cute.sym_int(), *of_a_tile
+    return fake(dtype, shape, (cute.sym_int64(divisibility=inner[0]), *inner))
+
+
+def fake_scores() -> cute.Tensor:
+    """fp32 [S, N, 128, 128]"""
+    return fake_tiles(Float32, Q_TILE, K_TILE)
+
+
+def fake_gradients() -> cute.Tensor:
+    """dI, bf16 [S, N, 2, 64, 128], each 64 rows where the scores of these rows were."""
+    half = Q_TILE * K_TILE
+    shape = cute.sym_int(), cute.sym_int(), 2, Q_TILE // 2, K_TILE
+    return fake(BFloat16, shape, (cute.sym_int64(divisibility=2 * half), 2 * half, half, K_TILE, 1))
+
+
+def fake_active(heads: int) -> cute.Tensor:
+    """Active bits (active_bits.py), uint32 [S, 2 H, 2 N, 128], a word for each thread of a warpgroup."""
+    shape = cute.sym_int(), Q_TILE * heads // COLUMN_BLOCK, cute.sym_int(), WARPGROUP
+    outer = [cute.sym_int64(divisibility=WARPGROUP) for _ in range(2)]
+    return fake(Uint32, shape, (*outer, WARPGROUP, 1))
