@@ -76,7 +76,11 @@ class Op:
             return self.reference(*arguments)
         call = signature(*arguments)
         if self._written:
-            call = (*call, torch.is_grad_enabled(), *(arguments[i].requires_grad for i in self._written))
+            call = (
+                *call,
+                torch.is_grad_enabled(),
+                *(getattr(arguments[i], "requires_grad", None) for i in self._written),
+            )
         if call not in self._known:
             self.arguments.check(*arguments)
             if self.limits is not None:

@@ -10,7 +10,7 @@
 
 A shape is words: a number, a name, or a formula of names that are known by then ("2*n", "ceil(K/128)"). A word's first
 use binds it to the size found there, "B+1" binds B too, and later ones must agree. "..." is any number of dimensions,
-the same ones wherever it stands.
+the same ones wherever it stands. "B | B T" is either of the two, neither of them with "...".
 """
 
 import re
@@ -31,6 +31,7 @@ from dsa.reference.checks import (
     check_same_dtype,
     check_tensor,
     check_writable,
+    shape_of,
 )
 
 F32 = (torch.float32,)
@@ -53,6 +54,8 @@ class Tensor:
     layout    ANY, INNER, ROWS, CONTIGUOUS or ALIGNED: what the kernels ask of its memory
     written   the op writes to it in place
     name      what messages call it, where that is not the parameter's name: "kv[0]"
+    rule      called with that name and the tensor, whose dtype and shape are right, for what these cannot say; raises
+              ValueError. Sizes that it returns count from then on, in place of those of the same names
     """
 
     shape: str
@@ -62,6 +65,7 @@ class Tensor:
     layout: str = ANY
     written: bool = False
     name: str = ""
+    rule: Callable[[str, torch.Tensor], Sizes | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,21 +119,25 @@ Spec = Tensor | Int | Number | Flag | Choice | Dtype
 class Arguments:
     """The specs of an op's arguments, in their order.
 
-    rule  called with all of them after the specs' checks, for what these cannot say; raises ValueError
+    rule   called with all of them after the specs' checks, for what these cannot say; raises ValueError
+    first  tensors that are checked before all others: what the others' sizes come from, and the device
     """
 
-    def __init__(self, *, rule: Callable[..., None] | None = None, **specs: Spec) -> None:
+    def __init__(self, *, rule: Callable[..., None] | None = None, first: tuple[str, ...] = (), **specs: Spec) -> None:
         self.specs, self.rule = specs, rule
         self.names = tuple(getattr(spec, "name", "") or name for name, spec in specs.items())
         self.written = tuple(name for name, spec in specs.items() if isinstance(spec, Tensor) and spec.written)
-        self._shapes = {name: _Shape(spec.shape) for name, spec in specs.items() if isinstance(spec, Tensor)}
+        self._shapes = {name: _Shapes(spec.shape) for name, spec in specs.items() if isinstance(spec, Tensor)}
+        names = list(specs)
+        self._order = [names.index(name) for name in (*first, *(name for name in names if name not in first))]
 
     def check(self, *values: object) -> Sizes:
         """TypeError or ValueError for a wrong argument, by its name; else the sizes by their names."""
         sizes: Sizes = {}
         origin: dict[str, str] = {}
         found: dict[str, torch.Tensor] = {}
-        for (name, spec), shown, value in zip(self.specs.items(), self.names, values, strict=True):
+        named = [*zip(self.specs.items(), self.names, values, strict=True)]
+        for (name, spec), shown, value in (named[i] for i in self._order):
             if spec.optional and value is None:
                 continue
             if not isinstance(spec, Tensor):
@@ -137,12 +145,16 @@ class Arguments:
                 continue
             self._shapes[name].check(shown, spec, value, sizes, origin)
             if spec.like:
-                check_same_dtype((spec.like, found[spec.like]), **{shown: value})
+                check_same_dtype((self._shown(spec.like), found[spec.like]), **{shown: value})
+            if spec.rule is not None:
+                more = spec.rule(shown, value) or {}
+                sizes |= more
+                origin |= dict.fromkeys(more, shown)
             if spec.written:
                 check_writable(shown, value)
             found[name] = value
         first, *others = found
-        check_same_device((first, found[first]), **{self._shown(name): found[name] for name in others})
+        check_same_device((self._shown(first), found[first]), **{self._shown(name): found[name] for name in others})
         if self.rule is not None:
             self.rule(*values)
         return sizes
@@ -174,6 +186,27 @@ def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
             )
 
 
+class _Shapes:
+    """The shapes of which a tensor has one."""
+
+    def __init__(self, text: str) -> None:
+        self.shapes = [_Shape(words) for words in text.split("|")]
+
+    def check(self, name: str, spec: Tensor, value: object, sizes: Sizes, origin: dict[str, str]) -> None:
+        shape = self.shapes[0]
+        if len(self.shapes) > 1:
+            got = shape_of(value)
+            check_tensor(name, value, spec.dtypes, got)
+            fitting = [one for one in self.shapes if one.fits(got, sizes)]
+            if not fitting:
+                sources = dict.fromkeys(source for one in self.shapes for source in one.sources(sizes, origin))
+                either = " or ".join(f"[{', '.join(map(str, one.expected(sizes)))}]" for one in self.shapes)
+                of = f" (sizes as of {_listed(sources)})" if sources else ""
+                raise ValueError(f"{name}: shape must be {either}, got {list(got)}{of}")
+            shape = fitting[0]
+        shape.check(name, spec, value, sizes, origin)
+
+
 class _Shape:
     """The words of a shape, and what they say of a size."""
 
@@ -185,8 +218,8 @@ class _Shape:
 
     def check(self, name: str, spec: Tensor, value: object, sizes: Sizes, origin: dict[str, str]) -> None:
         """Check one tensor, and bind the names that its shape has first."""
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) and not value.is_nested else ()
-        sources = dict.fromkeys(origin[n] for word in (*self.front, *self.back) for n in _known(word, sizes))
+        shape = shape_of(value)
+        sources = self.sources(sizes, origin)
         middle: tuple[int, ...] = ()
         if self.open:
             count = len(self.front) + len(self.back)
@@ -206,7 +239,18 @@ class _Shape:
             sizes["..."], origin["..."] = middle, name
         for word, size in zip(words, shape):
             if isinstance(word, str) and word not in sizes:
-                _bind(name, word, size, sizes, origin)
+                _bind(name, word, size, shape, sizes, origin)
+
+    def sources(self, sizes: Sizes, origin: dict[str, str]) -> dict[str, None]:
+        """The arguments that sizes of its words come from."""
+        return dict.fromkeys(origin[n] for word in (*self.front, *self.back) for n in _known(word, sizes))
+
+    def expected(self, sizes: Sizes) -> list[int | str]:
+        return [_size(word, sizes) for word in self.front]
+
+    def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
+        expected = self.expected(sizes)
+        return len(shape) == len(expected) and all(isinstance(n, str) or n == size for n, size in zip(expected, shape))
 
 
 def _known(word: str, sizes: Sizes) -> list[str]:
@@ -218,18 +262,18 @@ def _known(word: str, sizes: Sizes) -> list[str]:
 
 
 def _size(word: str, sizes: Sizes) -> int | str:
-    """The size that a word stands for, or the word itself while that may be any."""
+    """The size that a word stands for, or the word itself, for a message, while that may be any."""
     if word.isdigit():
         return int(word)
     if word in sizes:
         return sizes[word]
     if not _known(word, sizes):
-        return word
+        return re.sub(r"([+*/])", r" \1 ", word)
     # The formulas are this project's own.
     return eval(re.sub(r"ceil\((\w+)/(\w+)\)", r"(-(-\1//\2))", word), {"__builtins__": {}}, sizes)
 
 
-def _bind(name: str, word: str, size: int, sizes: Sizes, origin: dict[str, str]) -> None:
+def _bind(name: str, word: str, size: int, shape: tuple[int, ...], sizes: Sizes, origin: dict[str, str]) -> None:
     """From now on the word stands for this size; so does B in "B+1", for one less."""
     if word.isdigit() or _known(word, sizes):
         return
@@ -237,7 +281,7 @@ def _bind(name: str, word: str, size: int, sizes: Sizes, origin: dict[str, str])
     match = re.fullmatch(r"([A-Za-z_]\w*)\+(\d+)", word)
     if match:
         if size < int(match[2]):
-            raise ValueError(f"{name}: must have {match[1]} + {match[2]} entries, got shape [{size}]")
+            raise ValueError(f"{name}: must have {match[1]} + {match[2]} entries, got shape {list(shape)}")
         sizes[match[1]], origin[match[1]] = size - int(match[2]), name
 
 

@@ -20,7 +20,11 @@ SCALE_ROWS = Arguments(
     by=Number(),
     negate=Flag(),
 )
-ADD_TO = Arguments(x=Tensor("T D", F32), out=Tensor("T D", F32, like="x", written=True))
+ADD_TO = Arguments(
+    x=Tensor("T D", F32),
+    out=Tensor("T D", F32, like="x", written=True),
+    copy=Tensor("T D", F32, like="x", written=True, optional=True),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,10 +50,10 @@ def ops():
     @op(
         arguments=ADD_TO,
         reference=_add_to,
-        results=lambda x, out: None,
+        results=lambda x, out, copy: None,
         kernels={"sm_90": (KERNELS, KERNELS)},
     )
-    def _test_add_to(kernels, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _test_add_to(kernels, x: torch.Tensor, out: torch.Tensor, copy: torch.Tensor | None) -> None:
         assert kernels == (module, module)
 
     yield {"scale": _test_scale_rows, "add": _test_add_to, "kernels": module}
@@ -59,8 +63,10 @@ def ops():
         table.update(old)
 
 
-def _add_to(x, out):
+def _add_to(x, out, copy):
     out.add_(x)
+    if copy is not None:
+        copy.copy_(out)
 
 
 def _limits(x, by, negate):
@@ -86,7 +92,7 @@ def test_the_kernels_of_the_gpu_run(ops, kernel_path):
     assert (ops["scale"](x, 2.0, False) == 7).all()
     [(got, by, negate)] = ops["kernels"].calls
     assert got is x and (by, negate) == (2.0, False)
-    ops["add"](x, torch.zeros(3, 8))
+    ops["add"](x, torch.zeros(3, 8), None)
 
 
 def test_a_call_in_order_is_checked_once(ops, kernel_path):
@@ -122,12 +128,15 @@ def test_limits_and_layouts_are_the_kernels_alone(ops):
 
 
 def test_a_written_tensor_that_asks_for_a_gradient_is_refused_after_one_that_does_not(ops, kernel_path):
-    x, out = torch.zeros(2, 8), torch.zeros(2, 8)
-    ops["add"](x, out)
+    x, out, copy = torch.zeros(2, 8), torch.zeros(2, 8), torch.zeros(2, 8)
+    ops["add"](x, out, None)
+    ops["add"](x, out, copy)
+    with pytest.raises(ValueError, match="copy: is written in place, must not require gradients"):
+        ops["add"](x, out, copy.requires_grad_())
     with pytest.raises(ValueError, match="out: is written in place, must not require gradients"):
-        ops["add"](x, out.requires_grad_())
+        ops["add"](x, out.requires_grad_(), None)
     with torch.no_grad():
-        ops["add"](x, out)
+        ops["add"](x, out, copy)
 
 
 def test_gradients_run_the_reference(ops, kernel_path):
@@ -155,7 +164,8 @@ def test_it_is_one_node_of_a_compiled_graph(ops):
 
 def test_it_is_registered_with_torch(ops):
     torch.library.opcheck(torch.ops.dsa.test_scale_rows, (torch.randn(3, 8), 2.0, True))
-    torch.library.opcheck(torch.ops.dsa.test_add_to, (torch.randn(3, 8), torch.zeros(3, 8)))
+    for copy in (None, torch.zeros(3, 8)):
+        torch.library.opcheck(torch.ops.dsa.test_add_to, (torch.randn(3, 8), torch.zeros(3, 8), copy))
     with pytest.raises(ValueError, match="x: dtype must be float32, got int32"):
         ops["scale"](torch.zeros(3, 8, dtype=torch.int32, device="meta"), 2.0, True)
 

@@ -90,6 +90,8 @@ def test_a_size_plus_a_number_binds_the_size():
 def test_a_word_that_cannot_be_solved_is_the_same_size_everywhere():
     angles = Arguments(x=Tensor("T ... D", FLOATS), cos=Tensor("T R/2", F32), sin=Tensor("T R/2", F32))
     angles.check(torch.zeros(4, 3, 2, 16), torch.zeros(4, 8), torch.zeros(4, 8))
+    with pytest.raises(ValueError, match=r"cos: shape must be \[4, R / 2\], got \[3, 8\] \(sizes as of x\)"):
+        angles.check(torch.zeros(4, 16), torch.zeros(3, 8), torch.zeros(4, 8))
     with pytest.raises(ValueError, match=r"sin: shape must be \[4, 8\], got \[4, 4\] \(sizes as of x and cos\)"):
         angles.check(torch.zeros(4, 16), torch.zeros(4, 8), torch.zeros(4, 4))
 
@@ -140,12 +142,67 @@ def test_a_rule_sees_all_arguments_after_their_specs():
         few.check(torch.zeros(3), 0)
 
 
+def test_either_of_two_shapes():
+    lengths = Arguments(q=Tensor("B T D", F32), lengths=Tensor("B | B T", (torch.int32,)), more=Tensor("T", F32))
+    q, more = torch.zeros(2, 3, 4), torch.zeros(3)
+    for shape in ((2,), (2, 3)):
+        lengths.check(q, torch.zeros(shape, dtype=torch.int32), more)
+    for value, error, message in [
+        (1, TypeError, r"lengths: must be a torch\.Tensor, got int"),
+        (torch.zeros(2), ValueError, "lengths: dtype must be int32, got float32"),
+        (torch.zeros(3).int(), ValueError, r"lengths: shape must be \[2\] or \[2, 3\], got \[3\] \(sizes as of q\)"),
+        (torch.zeros(2, 2).int(), ValueError, r"lengths: shape must be \[2\] or \[2, 3\], got \[2, 2\]"),
+        (torch.zeros(2, 3, 1).int(), ValueError, r"lengths: shape must be \[2\] or \[2, 3\], got \[2, 3, 1\]"),
+    ]:
+        with pytest.raises(error, match=message):
+            lengths.check(q, value, more)
+    alone = Arguments(lengths=Tensor("B | B T", (torch.int32,)))
+    assert alone.check(torch.zeros(2, 5, dtype=torch.int32)) == {"B": 2, "T": 5}
+    with pytest.raises(ValueError, match=r"lengths: shape must be \[B\] or \[B, T\], got \[\]$"):
+        alone.check(torch.zeros((), dtype=torch.int32))
+
+
+def test_a_tensors_own_rule_says_more_of_it():
+    def row(name, cache):
+        if cache.shape[1] not in (12, 20):
+            raise ValueError(f"{name}: rows must have 12 or 20 bytes, got {cache.shape[1]}")
+        return {"d": cache.shape[1] - 4}
+
+    write = Arguments(
+        first=("cache",),
+        x=Tensor("T d", F32),
+        cache=Tensor("slots d", (torch.uint8,), name="caches[0]", rule=row),
+    )
+    assert write.check(torch.zeros(3, 8), torch.zeros(5, 12).byte()) == {"slots": 5, "d": 8, "T": 3}
+    with pytest.raises(ValueError, match=r"x: shape must be \[T, 16\], got \[3, 8\] \(sizes as of caches\[0\]\)"):
+        write.check(torch.zeros(3, 8), torch.zeros(5, 20).byte())
+    with pytest.raises(ValueError, match=r"caches\[0\]: rows must have 12 or 20 bytes, got 8"):
+        write.check(torch.zeros(3, 8), torch.zeros(5, 8).byte())
+    with pytest.raises(ValueError, match=r"caches\[0\]: dtype must be uint8, got float32"):
+        write.check(torch.zeros(3, 8), torch.zeros(5, 8))
+
+
+def test_what_comes_first_gives_sizes_and_device():
+    product = Arguments(first=("weight",), x=Tensor("... K", F32), weight=Tensor("N K", F32), flag=Flag())
+    with pytest.raises(ValueError, match=r"x: shape must be \[2, 4\], got \[2, 3\] \(sizes as of weight\)"):
+        product.check(torch.zeros(2, 3), torch.zeros(5, 4), True)
+    with pytest.raises(ValueError, match="x: must be on weight's device cpu, got meta"):
+        product.check(torch.zeros(2, 4, device="meta"), torch.zeros(5, 4), True)
+    with pytest.raises(TypeError, match="flag: must be True or False, got int"):
+        product.check(torch.zeros(2, 4), torch.zeros(5, 4), 1)
+
+
 def test_another_name_is_shown():
     pair = Arguments(q=Tensor("T D", F32), k=Tensor("T D", F32, name="kv[0]"))
     with pytest.raises(ValueError, match=r"kv\[0\]: shape must be \[2, 4\], got \[3, 4\] \(sizes as of q\)"):
         pair.check(torch.zeros(2, 4), torch.zeros(3, 4))
     with pytest.raises(ValueError, match=r"kv\[0\]: must be on q's device cpu, got meta"):
         pair.check(torch.zeros(2, 4), torch.zeros(2, 4, device="meta"))
+    pair = Arguments(k=Tensor("T D", FLOATS, name="kv[0]"), v=Tensor("T D", FLOATS, like="k", name="kv[1]"))
+    with pytest.raises(ValueError, match=r"kv\[1\]: must be on kv\[0\]'s device cpu, got meta"):
+        pair.check(torch.zeros(2, 4), torch.zeros(2, 4, device="meta"))
+    with pytest.raises(ValueError, match=r"kv\[1\]: dtype must be kv\[0\]'s float32, got float16"):
+        pair.check(torch.zeros(2, 4), torch.zeros(2, 4).half())
 
 
 WIDE = torch.zeros(4, 40)
