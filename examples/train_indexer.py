@@ -8,7 +8,8 @@ twentieth file held out. Written to OUT:
 losses.csv    both losses of every step; losses.png (with matplotlib)
 table.md      held-out losses, recall, times
 model/        the checkpoint in the published format, FP8 blocks with scales: `dsa generate OUT/model --prompt ...`;
-              metrics.json in it has the table's figures, and what was trained on what
+              metrics.json in it has the table's figures, and what was trained on what; held_out.txt is a held-out
+              file, which `dsa compare OUT/model --text OUT/model/held_out.txt` measures
 weights.pt    the float weights
 """
 
@@ -28,6 +29,9 @@ from indexer_training.stages import STAGES, Plan, Row, train_stage
 
 from dsa_layers.checkpoint.export import save_fp8_checkpoint
 from dsa_layers.checkpoint.loading import load_model
+
+# How the model writes best; generation_config.json.
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 
 # Held-out sequences that recall is measured on, and those of every loss in the tables; how often the dense stage looks
 # at the former.
@@ -75,6 +79,7 @@ def run(out: Path, plan: Plan, device: str, corpus: Corpus) -> dict[str, object]
         metrics["sample"] = {"text": corpus.sample, "loss": sample_loss(out / "model", corpus.sample)}
         metrics["seconds"] = time.perf_counter() - began
         write_run(out, model, metrics, rows)
+        (out / "model" / "held_out.txt").write_text(corpus.excerpt[1], newline="")
         print(
             name, times[name], {key: round(loss, 4) for key, loss in losses.items() if key.startswith(name)}, flush=True
         )
@@ -99,7 +104,7 @@ def write_checkpoint(model: torch.nn.Module, directory: Path, config: dict[str, 
     context = config["max_position_embeddings"]
     for name, content in (
         ("tokenizer_config.json", tokenizer_config(context)),
-        ("generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": BEGIN}),
+        ("generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": BEGIN, **SAMPLING}),
     ):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
     licence = library() / "LICENSE.txt"

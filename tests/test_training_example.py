@@ -58,6 +58,8 @@ def test_files_are_held_out_whole(corpus):
     text = bytes(corpus.held_out[1:].tolist()).decode()
     assert text.startswith(corpus.sample) and len(corpus.sample) == 256
     assert "PSF" in facts["licence"]
+    # One file is held out, and it is shorter than an excerpt should be.
+    assert corpus.excerpt == ("file10.py", text)
 
 
 def test_sequences(corpus):
@@ -108,10 +110,11 @@ def test_metrics(out):
             assert 0 < random < best <= 1 and chosen <= best + 1e-6
 
 
-def test_what_is_written(out):
+def test_what_is_written(out, corpus):
     metrics = json.loads((out / "model" / "metrics.json").read_text())
     text = report.tables(metrics, list(csv.DictReader((out / "losses.csv").open())))
     assert text.count("nan") == 0 and f"{metrics['held_out']['loss']['sparse, top-k, FP8']:.4f}" in text
+    assert (out / "model" / "held_out.txt").read_text() == corpus.excerpt[1]
     assert (out / "losses.png").stat().st_size > 10_000
     assert (out / "table.md").read_text() == text
     assert (out / "model" / "README.md").read_text() == report.card(metrics, text)

@@ -1,23 +1,27 @@
-"""The `dsa` command: generate, check, bench, tune, tiny."""
+"""The `dsa` command: generate, compare, check, bench, tune, tiny."""
 
 # Nothing here is slow to import: torch comes in when a command runs, so that Ctrl-C is caught from the beginning.
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
 
-from dsa_layers.command import check, generate, tiny
-from dsa_layers.command.streams import drop_unwritten, on_interrupt, prepare_streams, say
+from dsa_layers.command import check, compare, generate, tiny
+from dsa_layers.command.parser import Parser, WrongCall
+from dsa_layers.command.streams import drop_unwritten, on_interrupt, prepare_streams, say, say_json
 
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # what a shell calls them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 for something that failed, 2 for a wrong call or input; 130 after Ctrl-C, and 141
-    where nobody reads the output any more, as of a filter that ends so."""
+    where nobody reads the output any more, as of a filter that ends so. With --json an error is also an event on the
+    standard output."""
     command = "dsa"
+    as_json = "--json" in (sys.argv[1:] if argv is None else argv)
     try:
         if argv is None:
             prepare_streams()
@@ -37,15 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return NO_READER
+    except WrongCall as error:
+        return _failed(str(error), 2, as_json)
     except OSError as error:
-        say(f"{command}: {f'{error.filename}: {error.strerror}' if error.filename else error}")
-        return 2
+        problem = f"{error.filename}: {error.strerror}" if error.filename else error
+        return _failed(f"{command}: {problem}", 2, as_json)
     except (ValueError, ImportError) as error:
-        say(f"{command}: {error}")
-        return 2
+        return _failed(f"{command}: {error}", 2, as_json)
     except (RuntimeError, MemoryError) as error:
-        say(f"{command}: {str(error) or 'out of memory'}")
-        return 1
+        return _failed(f"{command}: {str(error) or 'out of memory'}", 1, as_json)
     finally:
         drop_unwritten()
         if argv is None:
@@ -63,11 +67,13 @@ def _import_torch() -> None:
         on_interrupt(signal.default_int_handler)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Its errors are one line."""
-
-    def error(self, message: str) -> None:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+def _failed(problem: str, code: int, as_json: bool) -> int:
+    """Tells the caller, and gives back the exit code."""
+    say(problem)
+    if as_json:
+        with contextlib.suppress(OSError):  # nobody reads it, or it cannot be written, which may be the problem itself
+            say_json("error", error=problem, exit_code=code)
+    return code
 
 
 class _Version(argparse.Action):
@@ -82,14 +88,14 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     from dsa_bench import command as bench
 
-    parser = _Parser(prog="dsa", description=__doc__.splitlines()[0])
+    parser = Parser(prog="dsa", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    for add_parsers in (generate.add_parser, check.add_parser, bench.add_parsers, tiny.add_parser):
+    for add_parsers in (generate.add_parser, compare.add_parser, check.add_parser, bench.add_parsers, tiny.add_parser):
         add_parsers(commands)
     return parser
 

@@ -1,6 +1,7 @@
 """Values of options, checked as they are parsed, and the files and texts that they name."""
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -21,6 +22,27 @@ def positive(text: str) -> int:
     return value
 
 
+def not_negative(text: str) -> int:
+    value = integer(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    return value
+
+
+def temperature(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {value}")
+    return value
+
+
+def top_p(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {value}")
+    return value
+
+
 def seed(text: str) -> int:
     value = integer(text)
     if not 0 <= value < 2**63:
@@ -28,10 +50,23 @@ def seed(text: str) -> int:
     return value
 
 
+def some_text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty, got ''")
+    return text
+
+
 def path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return Path(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text[:60]!r}") from None
 
 
 def check_output(option: str, path: Path | None) -> None:

@@ -1,6 +1,7 @@
 """What the command does with its streams and with Ctrl-C."""
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -18,6 +19,11 @@ def say(line: str) -> None:
     """To the standard error, if somebody reads it."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr)
+
+
+def say_json(event: str, **fields: object) -> None:
+    """One event as a JSON object on a line of its own, in ASCII, to the standard output; it is there at once."""
+    print(json.dumps({"event": event, **fields}), flush=True)
 
 
 def prepare_streams() -> None:

@@ -52,6 +52,13 @@ class Completion:
     finish_reason: FinishReason | None = None
     error: str | None = None
 
+    def add(self, event: TokenEvent) -> None:
+        """The sequence's next event."""
+        if event.token is not None:
+            self.tokens.append(event.token)
+        self.text += event.text
+        self.finish_reason, self.error = event.finish_reason, event.error
+
 
 @dataclass
 class Throughput:
@@ -209,11 +216,7 @@ class Generator:
         completions = [Completion(len(ids)) for ids in encoded]
         with contextlib.closing(self.stream(encoded, params)) as events:
             for event in events:
-                done = completions[event.sequence]
-                if event.token is not None:
-                    done.tokens.append(event.token)
-                done.text += event.text
-                done.finish_reason, done.error = event.finish_reason, event.error
+                completions[event.sequence].add(event)
                 if on_event is not None:
                     on_event(event)
         return completions

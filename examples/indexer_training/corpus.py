@@ -14,18 +14,20 @@ LICENCE = "Python Software Foundation License Version 2 (PSF-2.0); some modules 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}  # the last is tables
 _SHORTEST = 256
 _HELD_OUT_EVERY = 20
+_EXCERPT_BYTES = 20_000
 
 
 @dataclass(frozen=True)
 class Corpus:
     """train, held_out: int32 tokens [N], every file behind a BEGIN; held_out_files: their paths in the library;
-    sample: the beginning of a held-out file."""
+    sample: the beginning of a held-out file; excerpt: another one whole, its path and its text."""
 
     train: torch.Tensor
     held_out: torch.Tensor
     train_files: int
     held_out_files: list[str]
     sample: str
+    excerpt: tuple[str, str]
 
     def facts(self) -> dict[str, object]:
         """What a model card says of the data."""
@@ -36,6 +38,7 @@ class Corpus:
             "train_bytes": len(self.train) - self.train_files,
             "held_out_files": self.held_out_files,
             "held_out_bytes": len(self.held_out) - len(self.held_out_files),
+            "held_out_excerpt": self.excerpt[0],
         }
 
 
@@ -56,8 +59,11 @@ def read_corpus(root: Path | None = None, sample_bytes: int = 1024) -> Corpus:
     train, held_out = parts
     # The first whose beginning is long and plain.
     sample = next(data[:sample_bytes] for _, data in held_out if len(data) >= sample_bytes and data.isascii())
+    # The shortest that is long enough for several sequences, or the longest.
+    plain = sorted((file for file in held_out if file[1].isascii()), key=lambda file: len(file[1]))
+    name, text = next((file for file in plain if len(file[1]) >= _EXCERPT_BYTES), plain[-1])
     tokens = [_tokens([data for _, data in part]) for part in (train, held_out)]
-    return Corpus(*tokens, len(train), [name for name, _ in held_out], sample.decode())
+    return Corpus(*tokens, len(train), [name for name, _ in held_out], sample.decode(), (name, text.decode()))
 
 
 def draw(tokens: torch.Tensor, count: int, length: int, generator: torch.Generator) -> torch.Tensor:

@@ -102,7 +102,8 @@ looks like Python, partly the library's own, which it has seen many times; it is
   {len(data["held_out_files"])} files, {data["held_out_bytes"] / 1e6:.2f} MB, named in `metrics.json`.
 - Licence of the data, in `LICENSE.python.txt`:
   {data["licence"]}.
-  `metrics.json` quotes the beginning of a held-out file under it.
+  `metrics.json` quotes the beginning of a held-out file under it; `held_out.txt`, which `dsa compare` reads, is
+  another one, `{data["held_out_excerpt"]}`.
 
 {text}"""
 

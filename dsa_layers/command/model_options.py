@@ -1,0 +1,109 @@
+"""The options that say which model a command runs, on what and how precisely, and the model that they give."""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsa_layers import SHIPPED_MODEL
+from dsa_layers.command import options
+
+if TYPE_CHECKING:
+    from dsa_layers.families.model import Model
+    from dsa_layers.generation.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint's model and tokenizer, and on what it runs. backend: "cute" or "reference"."""
+
+    model: "Model"
+    tokenizer: "Tokenizer"
+    checkpoint: Path
+    device: str
+    backend: str
+    dequantized: bool
+
+    def facts(self) -> dict[str, object]:
+        """What events in JSON say of it."""
+        names = ("device", "backend", "dequantized")
+        return {"checkpoint": str(self.checkpoint)} | {name: getattr(self, name) for name in names}
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        type=options.path,
+        nargs="?",
+        default=SHIPPED_MODEL,
+        help="directory with config.json, safetensors and tokenizer.json (default: the small model of Python source "
+        "that comes with dsa)",
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is a GPU, else cpu)")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of activations, and of weights that are not quantised (default: the checkpoint's)",
+    )
+    parser.add_argument(
+        "--dequantize",
+        action=argparse.BooleanOptionalAction,
+        help="FP8 and FP4 weights become --dtype weights, and nothing else is quantised either: on a CPU that is less "
+        "work (default: yes on a CPU, no on a GPU)",
+    )
+    parser.add_argument(
+        "--kv-cache",
+        choices=("fp8", "model"),
+        help="latents in the cache: FP8, or in --dtype (default: fp8 for an FP8 checkpoint that is not dequantised, "
+        "else model)",
+    )
+    parser.add_argument(
+        "--prefill-chunk",
+        type=options.positive,
+        default=2048,
+        metavar="N",
+        help="prompt tokens a pass (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=options.positive,
+        metavar="N",
+        help="of the CPU (default: PyTorch's choice; 1 for the model that comes with dsa, too small for several)",
+    )
+
+
+def load(args: argparse.Namespace) -> LoadedModel:
+    """Raises ValueError, which names the option or the file, for what cannot be loaded."""
+    import torch
+
+    import dsa
+    from dsa_layers.checkpoint.loading import load_model
+    from dsa_layers.families.precision import check_device
+    from dsa_layers.generation.tokenizer import Tokenizer
+
+    if not args.checkpoint.is_dir():
+        raise ValueError(f"{args.checkpoint}: no such directory; a checkpoint holds config.json and safetensors")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device is None else args.device
+    try:
+        on_gpu = check_device(device).type == "cuda"
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
+    threads = args.threads
+    if threads is None and args.checkpoint == SHIPPED_MODEL and "OMP_NUM_THREADS" not in os.environ:
+        threads = 1
+    if threads is not None:
+        torch.set_num_threads(threads)
+    dequantize = not on_gpu if args.dequantize is None else args.dequantize
+    tokenizer = Tokenizer(args.checkpoint)
+    model = load_model(
+        args.checkpoint,
+        device=device,
+        dtype=args.dtype and getattr(torch, args.dtype),
+        dequantize=dequantize,
+        kv_cache=args.kv_cache,
+        progress=sys.stderr is not None and sys.stderr.isatty(),
+    )
+    backend = dsa.backend() if on_gpu else "reference"
+    return LoadedModel(model, tokenizer, args.checkpoint, device, backend, dequantize)

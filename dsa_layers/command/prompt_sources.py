@@ -1,0 +1,93 @@
+"""Where prompts come from: the command line, files and the standard input."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsa_layers.arguments import shown
+from dsa_layers.command import options
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """source: the option that it comes from, as messages name it."""
+
+    source: str
+    text: str
+
+
+class AddSource(argparse.Action):
+    """Options that share a `dest` leave one list of (option, value), in the order of the command line."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: str, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), (option, values)])
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt",
+        action=AddSource,
+        dest="prompts",
+        metavar="TEXT",
+        help="a prompt, or - for the standard input; may be repeated, for a batch (default: none; one is needed)",
+    )
+    parser.add_argument(
+        "--prompt-file",
+        action=AddSource,
+        dest="prompts",
+        metavar="FILE",
+        help="a UTF-8 file that holds one prompt, without the newline at its end; may be repeated and mixed with "
+        "--prompt (default: none)",
+    )
+
+
+def read_prompts(given: Sequence[tuple[str, str]] | None) -> list[Prompt]:
+    """Raises ValueError, which names the option, for what is missing, empty, unreadable or no UTF-8."""
+    if not given:
+        raise ValueError("--prompt: must be given, got none; accepted: --prompt TEXT, --prompt -, --prompt-file FILE")
+    from_stdin = sum(entry == ("--prompt", "-") for entry in given)
+    if from_stdin > 1:
+        raise ValueError(f"--prompt: - must come once, as the standard input is read once, got it {from_stdin} times")
+    return [_read(*entry) for entry in given]
+
+
+def _read(option: str, value: str) -> Prompt:
+    if option == "--prompt-file":
+        source = f"--prompt-file {value}"
+        text = read_text_file(option, Path(value))
+    elif value == "-":
+        source = "--prompt -"
+        text = _decoded(source, _standard_input())
+    else:
+        source = option
+        text = options.text(option, value)
+    if not text:
+        raise ValueError(f"{source}: must not be empty, got no text")
+    return Prompt(source, text)
+
+
+def read_text_file(option: str, path: Path) -> str:
+    """The file's text without one newline at its end. Raises ValueError that names the option and the file."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{option}: must be a readable file, got {path}: {error.strerror}") from None
+    return _decoded(f"{option} {path}", content)
+
+
+def _standard_input() -> bytes:
+    if sys.stdin is None:
+        raise ValueError("--prompt -: must have a standard input to read, got a closed one")
+    return sys.stdin.buffer.read()
+
+
+def _decoded(source: str, content: bytes) -> str:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: must be UTF-8, got {shown(content[error.start : error.end])}") from None
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text

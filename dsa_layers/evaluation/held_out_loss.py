@@ -1,0 +1,46 @@
+"""The loss of a model on text, computed as generation computes it: in chunks over a paged cache."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.families.model import Model
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """loss: mean over the predicted tokens, in nats. seconds: of all passes."""
+
+    loss: float
+    tokens: int
+    seconds: float
+
+
+@torch.inference_mode()
+def held_out_loss(model: Model, sequences: Sequence[Sequence[int]], *, chunk: int = 2048) -> HeldOutLoss:
+    """Of each sequence's tokens behind its first, every one predicted from those before it.
+
+    Raises ValueError for sequences of fewer than two tokens, and for none.
+    """
+    if not sequences or min(map(len, sequences)) < 2:
+        raise ValueError(f"sequences: must be lists of at least 2 tokens, got lengths {list(map(len, sequences))}")
+    device, page_size = next(model.parameters()).device, model.page_size
+    pages = -(-max(map(len, sequences)) // page_size)
+    cache = model.make_cache(pages, page_size, device, state_slots=1)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    began = time.perf_counter()
+    for tokens in sequences:
+        inputs, targets = (torch.tensor(part, device=device) for part in (tokens[:-1], tokens[1:]))
+        done = 0
+        # Even parts: none is of a single token, which would be a decoding pass, unless all are.
+        for part, expected in zip(*(x.tensor_split(-(-len(inputs) // chunk)) for x in (inputs, targets))):
+            done += len(part)
+            batch = SequenceBatch.paged([len(part)], [done], [range(pages)], page_size, device, [0])
+            logits = model(part, batch, cache, all_tokens=True)
+            total += torch.nn.functional.cross_entropy(logits, expected, reduction="sum")
+    predicted = sum(len(tokens) - 1 for tokens in sequences)
+    loss = total.item() / predicted
+    return HeldOutLoss(loss, predicted, time.perf_counter() - began)

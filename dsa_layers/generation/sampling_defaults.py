@@ -1,0 +1,41 @@
+"""How a checkpoint's authors sample from it: generation_config.json."""
+
+import os
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from dsa_layers.families.fields import ConfigError
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.arguments import shown
+from dsa_layers.untrusted_files import read_json_object
+
+_NAMES = ("temperature", "top_k", "top_p")
+_MAX_BYTES = 2**20
+
+
+def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
+    """The SamplingParams that `directory`/generation_config.json sets: some of temperature, top_k and top_p.
+
+    "do_sample": false is temperature 0, and true without a temperature is 1, as transformers takes them. Empty, which
+    means greedy, for a file that is absent or says nothing of sampling.
+    Raises ConfigError (a ValueError) that names the file, the field, its value and what is accepted.
+    """
+    path = Path(directory) / "generation_config.json"
+    if not os.path.lexists(path):
+        return {}
+    try:
+        fields = read_json_object(path, ConfigError, _MAX_BYTES)
+    except FileNotFoundError:  # a link to nothing is a file that was not fetched
+        raise ConfigError(f"{path}: no such file: the link leads nowhere") from None
+    do_sample = fields.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ConfigError(f"{path}: field 'do_sample' is {shown(do_sample)}; accepted: true, false or null")
+    found = {name: fields[name] for name in _NAMES if fields.get(name) is not None}
+    if do_sample is not None:
+        found["temperature"] = found.get("temperature", 1.0) if do_sample else 0.0
+    try:
+        SamplingParams(**found)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: field {error}") from None
+    return found
