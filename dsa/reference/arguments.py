@@ -11,11 +11,12 @@
 A shape is words: a number, a name, or a formula of names that are known by then ("2*n", "ceil(K/128)"). A word's first
 use binds it to the size found there, "B+1" binds B too, and later ones must agree. "..." is any number of dimensions,
 the same ones wherever it stands. "B | B T" is either of the two, neither of them with "...".
+The name of an Int that stands before is a word as well, for its value.
 """
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class Tensor:
     """shape     words, as the module says
     dtypes    that it may have
     like      the argument whose dtype it must have
+    besides   those of `dtypes` that it may have instead
+    mixed     any of `dtypes` will do where `like` is float32, which no kernel has: for references, not for ops
     optional  may be None
     layout    ANY, INNER, ROWS, CONTIGUOUS or ALIGNED: what the kernels ask of its memory
     written   the op writes to it in place
@@ -61,6 +64,8 @@ class Tensor:
     shape: str
     dtypes: tuple[torch.dtype, ...]
     like: str = ""
+    besides: tuple[torch.dtype, ...] = ()
+    mixed: bool = False
     optional: bool = False
     layout: str = ANY
     written: bool = False
@@ -69,13 +74,27 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Tensors:
+    """A list of at least one tensor, all of one dtype and shape. count: a word, for how many there are."""
+
+    shape: str
+    dtypes: tuple[torch.dtype, ...]
+    count: str
+    layout: str = ANY
+    optional: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True)
 class Int:
+    """most: a number, or a word that is bound by then."""
+
     least: int = 1
-    most: int = INT_MAX
+    most: int | str = INT_MAX
     optional: bool = False
 
     def check(self, name: str, value: object) -> None:
-        check_int(name, value, self.least, self.most)
+        check_int(name, value, self.least, INT_MAX if isinstance(self.most, str) else self.most)
 
 
 @dataclass(frozen=True)
@@ -113,7 +132,7 @@ class Dtype:
         check_dtype(name, value, self.dtypes)
 
 
-Spec = Tensor | Int | Number | Flag | Choice | Dtype
+Spec = Tensor | Tensors | Int | Number | Flag | Choice | Dtype
 
 
 class Arguments:
@@ -127,9 +146,16 @@ class Arguments:
         self.specs, self.rule = specs, rule
         self.names = tuple(getattr(spec, "name", "") or name for name, spec in specs.items())
         self.written = tuple(name for name, spec in specs.items() if isinstance(spec, Tensor) and spec.written)
-        self._shapes = {name: _Shapes(spec.shape) for name, spec in specs.items() if isinstance(spec, Tensor)}
+        with_shape = ((name, spec) for name, spec in specs.items() if isinstance(spec, (Tensor, Tensors)))
+        self._shapes = {name: _Shapes(spec.shape) for name, spec in with_shape}
         names = list(specs)
         self._order = [names.index(name) for name in (*first, *(name for name in names if name not in first))]
+        self._first = first
+
+    def strict(self) -> "Arguments":
+        """The same for an op: without what is `mixed`."""
+        specs = {k: replace(spec, mixed=False) if isinstance(spec, Tensor) else spec for k, spec in self.specs.items()}
+        return Arguments(rule=self.rule, first=self._first, **specs)
 
     def check(self, *values: object) -> Sizes:
         """TypeError or ValueError for a wrong argument, by its name; else the sizes by their names."""
@@ -140,21 +166,29 @@ class Arguments:
         for (name, spec), shown, value in (named[i] for i in self._order):
             if spec.optional and value is None:
                 continue
+            if isinstance(spec, Tensors):
+                found |= _check_list(shown, spec, self._shapes[name], value, sizes, origin)
+                continue
             if not isinstance(spec, Tensor):
                 spec.check(shown, value)
+                if isinstance(spec, Int):
+                    _check_most(shown, spec, value, sizes, origin)
+                    sizes.setdefault(name, value)
+                    origin.setdefault(name, shown)
                 continue
             self._shapes[name].check(shown, spec, value, sizes, origin)
             if spec.like:
-                check_same_dtype((self._shown(spec.like), found[spec.like]), **{shown: value})
+                like = self._shown(spec.like)
+                _check_like(shown, spec, value, like, found[like])
             if spec.rule is not None:
                 more = spec.rule(shown, value) or {}
                 sizes |= more
                 origin |= dict.fromkeys(more, shown)
             if spec.written:
                 check_writable(shown, value)
-            found[name] = value
-        first, *others = found
-        check_same_device((self._shown(first), found[first]), **{self._shown(name): found[name] for name in others})
+            found[shown] = value
+        first, *others = found.items()
+        check_same_device(first, **dict(others))
         if self.rule is not None:
             self.rule(*values)
         return sizes
@@ -164,6 +198,9 @@ class Arguments:
         for spec, shown, value in zip(self.specs.values(), self.names, values, strict=True):
             if isinstance(spec, Tensor) and isinstance(value, torch.Tensor):
                 check_layout(shown, value, spec.layout)
+            elif isinstance(spec, Tensors) and value is not None:
+                for i, x in enumerate(value):
+                    check_layout(f"{shown}[{i}]", x, spec.layout)
 
     def _shown(self, name: str) -> str:
         return self.specs[name].name or name
@@ -192,7 +229,7 @@ class _Shapes:
     def __init__(self, text: str) -> None:
         self.shapes = [_Shape(words) for words in text.split("|")]
 
-    def check(self, name: str, spec: Tensor, value: object, sizes: Sizes, origin: dict[str, str]) -> None:
+    def check(self, name: str, spec: Tensor | Tensors, value: object, sizes: Sizes, origin: dict[str, str]) -> None:
         shape = self.shapes[0]
         if len(self.shapes) > 1:
             got = shape_of(value)
@@ -216,7 +253,7 @@ class _Shape:
         cut = words.index("...") if self.open else len(words)
         self.front, self.back = words[:cut], words[cut + 1 :]
 
-    def check(self, name: str, spec: Tensor, value: object, sizes: Sizes, origin: dict[str, str]) -> None:
+    def check(self, name: str, spec: Tensor | Tensors, value: object, sizes: Sizes, origin: dict[str, str]) -> None:
         """Check one tensor, and bind the names that its shape has first."""
         shape = shape_of(value)
         sources = self.sources(sizes, origin)
@@ -251,6 +288,42 @@ class _Shape:
     def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
         expected = self.expected(sizes)
         return len(shape) == len(expected) and all(isinstance(n, str) or n == size for n, size in zip(expected, shape))
+
+
+def _check_list(
+    name: str, spec: Tensors, shape: _Shapes, value: object, sizes: Sizes, origin: dict[str, str]
+) -> dict[str, torch.Tensor]:
+    """Check a list of tensors, and return them by what messages call them."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}: must be a list of tensors, got {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{name}: must be a list of at least one tensor, got none")
+    count = sizes.setdefault(spec.count, len(value))
+    source = origin.setdefault(spec.count, name)
+    if len(value) != count:
+        raise ValueError(f"{name}: must be a list of as many tensors as {source}, {count}, got {len(value)}")
+    found = {f"{name}[{i}]": x for i, x in enumerate(value)}
+    for shown, x in found.items():
+        shape.check(shown, spec, x, sizes, origin)
+        check_same_dtype((f"{name}[0]", value[0]), **{shown: x})
+    return found
+
+
+def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: torch.Tensor) -> None:
+    """A tensor's dtype beside that of the one that it must be like."""
+    if value.dtype == other.dtype or value.dtype in spec.besides or (spec.mixed and other.dtype == torch.float32):
+        return
+    if not spec.besides:
+        check_same_dtype((like, other), **{name: value})
+    own, got, *besides = (str(dtype).removeprefix("torch.") for dtype in (other.dtype, value.dtype, *spec.besides))
+    raise ValueError(f"{name}: dtype must be {like}'s {own} or {' or '.join(besides)}, got {got}")
+
+
+def _check_most(name: str, spec: Int, value: int, sizes: Sizes, origin: dict[str, str]) -> None:
+    """A number is at most the size that its spec names."""
+    if isinstance(spec.most, str) and value > sizes[spec.most]:
+        of = origin[spec.most]
+        raise ValueError(f"{name}: must be at most {spec.most} = {sizes[spec.most]}, got {value} (sizes as of {of})")
 
 
 def _known(word: str, sizes: Sizes) -> list[str]:

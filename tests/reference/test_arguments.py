@@ -16,6 +16,7 @@ from dsa.reference.arguments import (
     Int,
     Number,
     Tensor,
+    Tensors,
     check_layout,
 )
 from dsa.reference.checks import FLOATS
@@ -232,3 +233,92 @@ def test_memory_that_a_kernel_takes():
         check_layout("x", torch.zeros(()), layout)
     for layout in (CONTIGUOUS, ALIGNED):
         check_layout("x", WIDE, layout)
+
+
+KEYS = Arguments(
+    q=Tensor("T d", FLOATS),
+    kv=Tensor("n d", (*FLOATS, torch.uint8), like="q", besides=(torch.uint8,), mixed=True),
+    d_v=Int(most="d"),
+    window=Int(least=0),
+    indices=Tensor("T window", (torch.int32,), optional=True),
+)
+
+
+def keys(**changes):
+    picks = torch.zeros(3, 2, dtype=torch.int32)
+    arguments = {"q": torch.zeros(3, 8).half(), "kv": torch.zeros(5, 8).half(), "d_v": 8, "window": 2, "indices": picks}
+    return (arguments | changes).values()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_v": 9}, r"d_v: must be at most d = 8, got 9 \(sizes as of q\)"),
+        ({"d_v": 0}, "d_v: must be at least 1, got 0"),
+        ({"window": 3}, r"indices: shape must be \[3, 3\], got \[3, 2\] \(sizes as of q and window\)"),
+        ({"kv": torch.zeros(5, 8)}, "kv: dtype must be q's float16 or uint8, got float32"),
+    ],
+)
+def test_numbers_are_sizes_too(changes, message):
+    KEYS.check(*keys())
+    with pytest.raises(ValueError, match=message):
+        KEYS.check(*keys(**changes))
+
+
+def test_dtypes_besides_that_of_another_argument():
+    wide = torch.zeros(3, 8)
+    for arguments in (KEYS, KEYS.strict()):
+        arguments.check(*keys(kv=torch.zeros(5, 8, dtype=torch.uint8)))
+        arguments.check(*keys(q=wide, kv=torch.zeros(5, 8)))
+    KEYS.check(*keys(q=wide))
+    with pytest.raises(ValueError, match="kv: dtype must be q's float32 or uint8, got float16"):
+        KEYS.strict().check(*keys(q=wide))
+
+
+BRANCHES = Arguments(
+    outs=Tensors("... H d", FLOATS, count="n", layout=ROWS),
+    lses=Tensors("... H", F32, count="n"),
+    sink=Tensor("H", F32, optional=True),
+)
+
+
+def branches(**changes):
+    outs, lses = ([torch.zeros(2, 3, *last) for _ in range(2)] for last in ((4,), ()))
+    return ({"outs": outs, "lses": lses, "sink": torch.zeros(3)} | changes).values()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"outs": torch.zeros(2, 2, 3, 4)}, TypeError, "outs: must be a list of tensors, got Tensor"),
+        ({"outs": []}, ValueError, "outs: must be a list of at least one tensor, got none"),
+        ({"lses": [torch.zeros(2, 3)]}, ValueError, "lses: must be a list of as many tensors as outs, 2, got 1"),
+        ({"outs": [torch.zeros(2, 3, 4), None]}, TypeError, r"outs\[1\]: must be a torch\.Tensor, got NoneType"),
+        (
+            {"outs": [torch.zeros(2, 3, 4), torch.zeros(1, 3, 4)]},
+            ValueError,
+            r"outs\[1\]: shape must be \[2, 3, 4\], got \[1, 3, 4\] \(sizes as of outs\[0\]\)",
+        ),
+        (
+            {"outs": [torch.zeros(2, 3, 4), torch.zeros(2, 3, 4).half()]},
+            ValueError,
+            r"outs\[1\]: dtype must be outs\[0\]'s float32, got float16",
+        ),
+        (
+            {"lses": [torch.zeros(2, 3), torch.zeros(2, 3, device="meta")]},
+            ValueError,
+            r"lses\[1\]: must be on outs\[0\]'s device cpu, got meta",
+        ),
+        ({"sink": torch.zeros(2)}, ValueError, r"sink: shape must be \[3\], got \[2\] \(sizes as of outs\[0\]\)"),
+    ],
+)
+def test_a_wrong_tensor_of_a_list_is_named(changes, error, message):
+    assert BRANCHES.check(*branches())["n"] == 2
+    with pytest.raises(error, match=message):
+        BRANCHES.check(*branches(**changes))
+
+
+def test_the_memory_of_a_list_of_tensors():
+    BRANCHES.check_layouts(*branches())
+    with pytest.raises(ValueError, match=r"outs\[1\]: the last dimension must be contiguous"):
+        BRANCHES.check_layouts(*branches(outs=[torch.zeros(2, 3, 4), torch.zeros(2, 3, 8)[..., ::2]]))
