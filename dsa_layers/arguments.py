@@ -3,6 +3,7 @@
 import math
 import numbers
 import operator
+import reprlib
 from typing import Any
 
 
@@ -38,11 +39,25 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
+class _Repr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+        self.maxlong = 60
+        self.maxlist = self.maxtuple = self.maxdict = 8
+        self.maxlevel = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # of more digits than Python writes
+            return f"an integer of {x.bit_length()} bits"
+
+
+_REPR = _Repr()
+
+
 def shown(value: Any) -> str:
-    """`value` as an error message shows it: on one line, and short."""
-    try:
-        text = repr(value)
-    except ValueError:  # it holds an integer of more digits than Python writes
-        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
-    text = " ".join(text.split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    """`value` as a message shows it: its repr on one line, shortened in the middle or after the first items if it is
+    long. What a stranger has written, as in a checkpoint's files, makes no message long either."""
+    return " ".join(_REPR.repr(value).split())

@@ -1,14 +1,15 @@
-"""Files of a checkpoint, which a stranger may have written: read within bounds, and shown within bounds in messages.
+"""Files of a checkpoint, which a stranger may have written: read within bounds.
 
 What reading costs follows from the file's size, which is limited, and from no number inside it.
 """
 
 import json
-import reprlib
 import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from dsa_layers.arguments import shown
 
 _MAX_VALUES = 1_000_000
 
@@ -86,15 +87,3 @@ def read_json_object(
     if twice:
         raise error(f"{path}: {shown(twice[0])} is listed twice in one JSON object")
     return value
-
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 200
-_REPR.maxlong = 60
-_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 8
-_REPR.maxlevel = 3
-
-
-def shown(value: Any) -> str:
-    """`value` as a message shows it: its repr, shortened in the middle or after the first items if it is long."""
-    return _REPR.repr(value)

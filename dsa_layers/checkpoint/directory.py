@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dsa_layers.arguments import shown
 from dsa_layers.checkpoint.errors import CheckpointError, Problems
 from dsa_layers.checkpoint.header import MAX_HEADER, MAX_TENSORS, TensorInfo, header_length, name_problem, read_header
-from dsa_layers.untrusted_files import read_json_object, shown
+from dsa_layers.untrusted_files import read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dsa_layers.arguments import shown
 from dsa_layers.checkpoint.errors import CheckpointError
-from dsa_layers.untrusted_files import file_size, shown
+from dsa_layers.untrusted_files import file_size
 
 MAX_HEADER = 100_000_000  # bytes, of a checkpoint's files together; the safetensors library has this limit for each
 MAX_NAME = 1024  # bytes, as written in JSON

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dsa_layers.untrusted_files import read_json_object, shown
+from dsa_layers.arguments import shown
+from dsa_layers.untrusted_files import read_json_object
 
 # Numbers are limited one by one, each far beyond what any model has, so that no tensor of a model can have 2^63 bytes
 # or be enumerated for long. What a checkpoint's files hold limits the rest.

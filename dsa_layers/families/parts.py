@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from dsa_layers.arguments import shown
 from dsa_layers.families.fields import MAX_LAYERS, MAX_TOKENS, Fields
-from dsa_layers.untrusted_files import shown
 
 
 @dataclass(frozen=True)

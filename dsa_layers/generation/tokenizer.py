@@ -11,8 +11,9 @@ from typing import Any
 
 import tokenizers
 
+from dsa_layers.arguments import shown
 from dsa_layers.generation.chat_template import ChatTemplate, ChatTemplateError
-from dsa_layers.untrusted_files import check_values, read_json_object, read_text, shown
+from dsa_layers.untrusted_files import check_values, read_json_object, read_text
 
 _REPLACEMENT = "\ufffd"
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from dsa_layers.arguments import shown
 from dsa_layers.families.fields import (
     MAX_EXPERTS,
     MAX_HEADS,
@@ -25,7 +26,6 @@ from dsa_layers.families.parts import (
     read_vocab_size,
     read_yarn,
 )
-from dsa_layers.untrusted_files import shown
 
 # Layers by how many tokens an entry stands for, and as transformers names them; 0: the window alone.
 LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
