@@ -11,6 +11,7 @@ import contextvars
 import functools
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 
@@ -84,13 +85,23 @@ def runs_kernel(op: str, tensor: torch.Tensor) -> bool:
         reason = f"the GPU is {arch}, and the op's kernels are for {_names(KERNELS[op])}"
         if chosen is None and op not in _warned:
             _warned.add(op)
-            warnings.warn(f"dsa.{op} has no {arch} kernel yet: its PyTorch reference runs instead", stacklevel=4)
+            warnings.warn(f"dsa.{op} has no {arch} kernel yet: its PyTorch reference runs instead", stacklevel=_level())
     if reason is not None and chosen == "cute":
         raise ValueError(f"{op}: backend 'cute' was asked for, but {reason}; use backend 'reference'")
     return reason is None
 
 
 _warned: set[str] = set()
+
+
+def _level() -> int:
+    """The stack level, for a warning, of who called this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dsa":
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 _NO_SWITCH = contextlib.nullcontext()
 
 
@@ -112,4 +123,4 @@ def note_reference_only(op: str, tensor: torch.Tensor) -> None:
     """For an op without a kernel: say once that a GPU runs its PyTorch reference."""
     if op not in _warned and runs_kernel(op, tensor):
         _warned.add(op)
-        warnings.warn(f"dsa.{op} has no Hopper kernel yet: its PyTorch reference runs instead", stacklevel=3)
+        warnings.warn(f"dsa.{op} has no Hopper kernel yet: its PyTorch reference runs instead", stacklevel=_level())
