@@ -21,6 +21,9 @@ A call of the op
 - under torch.compile is one node of the graph, `torch.ops.dsa.NAME`, whose fake is `arguments.check` and `results`;
 - else runs the kernels or the reference, as dsa.backends decides by the tensors' device and the table of kernels.
 
+An op that has gradients of its own is declared with `autograd`: what it launches is a torch.autograd.Function, which
+torch.compile looks into, and there is no torch.library op.
+
 Checks cost more than a launch, and decoding repeats itself: a call in order is remembered by all that they look at.
 """
 
@@ -48,32 +51,63 @@ class Op:
         launch: Callable[..., Any],
         arguments: Arguments,
         reference: Callable[..., Any],
-        results: Callable[..., Any],
+        results: Callable[..., Any] | None,
         kernels: Mapping[str, str | tuple[str, ...]],
         limits: Callable[..., None] | None,
         differentiable: bool,
+        autograd: bool,
+        dtypes: tuple[torch.dtype, ...],
+        public: str,
     ) -> None:
         self.name, self.launch, self.arguments, self.reference = name, launch, arguments, reference
         self.results, self.kernels, self.limits, self.differentiable = results, dict(kernels), limits, differentiable
-        backends.KERNELS[name] = self.kernels
+        self.autograd, self.dtypes, self.public = autograd, dtypes, public or name
+        table = backends.KERNELS.setdefault(self.public, {})
+        for arch, row in self.kernels.items():
+            table[arch] = _together(table.get(arch, ()), row)
         self._modules: dict[str, ModuleType | tuple[ModuleType, ...]] = {}
         self._known = KnownCalls()
         self._written = tuple(list(arguments.specs).index(argument) for argument in arguments.written)
-        self._register()
+        if not autograd:
+            self._register()
 
     def __call__(self, *arguments: Any) -> Any:
         if self.differentiable and torch.is_grad_enabled() and wants_gradient(*arguments):
             return self.reference(*arguments)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.autograd and not self._lacks_dtype(_first_tensor(arguments)):
             return getattr(torch.ops.dsa, self.name)(*arguments)
         return self.run(*arguments)
 
     def run(self, *arguments: Any) -> Any:
         """Without a look at gradients and at torch.compile."""
-        tensor = next((x for x in _flat(arguments) if isinstance(x, torch.Tensor)), None)
-        if tensor is None or not backends.runs_kernel(self.name, tensor):
+        tensor = _first_tensor(arguments)
+        if self._lacks_dtype(tensor):
+            self.arguments.check(*arguments)
+            backends.note_reference_only(f"{self.public} in {str(tensor.dtype).removeprefix('torch.')}", tensor)
+            return self.reference(*arguments)
+        if tensor is None or not backends.runs_kernel(self.public, tensor):
             self.arguments.check(*arguments)
             return self.reference(*arguments)
+        self._check_for_kernels(arguments)
+        with backends.on_device(tensor):
+            return self.launch(self.modules(backends.arch_of(tensor.device)), *arguments)
+
+    def check(self, *arguments: Any) -> None:
+        """Raises what a call with these would raise before anything is launched."""
+        tensor = _first_tensor(arguments)
+        if tensor is None or self._lacks_dtype(tensor) or not backends.runs_kernel(self.public, tensor):
+            self.arguments.check(*arguments)
+        else:
+            self._check_for_kernels(arguments)
+
+    def _lacks_dtype(self, tensor: torch.Tensor | None) -> bool:
+        """Whether no kernel takes the dtype of the op's first tensor."""
+        return bool(self.dtypes) and tensor is not None and tensor.dtype not in self.dtypes
+
+    def _check_for_kernels(self, arguments: tuple[Any, ...]) -> None:
+        if self.autograd and torch.compiler.is_compiling():
+            self._check_all(arguments)  # what was in order before means nothing to a compiled call
+            return
         call = signature(*arguments)
         if self._written:
             call = (
@@ -82,17 +116,22 @@ class Op:
                 *(getattr(arguments[i], "requires_grad", None) for i in self._written),
             )
         if call not in self._known:
-            self.arguments.check(*arguments)
-            if self.limits is not None:
-                self.limits(*arguments)
-            self.arguments.check_layouts(*arguments)
+            self._check_all(arguments)
             self._known.remember(call, {})
-        with backends.on_device(tensor):
-            return self.launch(self.modules(backends.arch_of(tensor.device)), *arguments)
+
+    def _check_all(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments.check(*arguments)
+        if self.limits is not None:
+            self.limits(*arguments)
+        self.arguments.check_layouts(*arguments)
 
     def modules(self, arch: str) -> ModuleType | tuple[ModuleType, ...]:
         """The kernels for an arch: the module that the table names, or a tuple of them."""
         if arch not in self._modules:
+            if arch not in self.kernels:
+                raise ValueError(
+                    f"{self.public}: has no {arch} kernel for {self.name}, but for {', '.join(self.kernels)}"
+                )
             row = self.kernels[arch]
             modules = tuple(map(importlib.import_module, (row,) if isinstance(row, str) else row))
             self._modules[arch] = modules[0] if isinstance(row, str) else modules
@@ -119,24 +158,37 @@ def op(
     *,
     arguments: Arguments,
     reference: Callable[..., Any],
-    results: Callable[..., Any],
     kernels: Mapping[str, str | tuple[str, ...]],
+    results: Callable[..., Any] | None = None,
     limits: Callable[..., None] | None = None,
     differentiable: bool = False,
+    autograd: bool = False,
+    dtypes: tuple[torch.dtype, ...] = (),
+    public: str = "",
 ) -> Callable[[Callable[..., Any]], Op]:
     """Declares the op NAME with the function `_NAME`, which launches its kernels.
 
     arguments       their specs
     reference       the same function in PyTorch, with the op's arguments in their order
-    results         allocates what the op returns; of meta tensors too. None where it writes in place
     kernels         the op's rows in the table of kernels: arch -> module or modules, which `launch` gets first
+    results         allocates what the op returns; of meta tensors too. It returns None where the op writes in place
     limits          raises ValueError for arguments in order that the kernels do not take all the same
     differentiable  where a gradient is asked for, the reference runs
+    autograd        what is launched has gradients of its own; needs no `results`
+    dtypes          of the first tensor, those that the kernels take, if not all of its spec's: for the others the
+                    reference runs, which a warning says where the kernels would
+    public          the public function that it is a part of, if that has another name: errors, warnings and the table
+                    of kernels say that
     """
+    if results is None and not autograd:
+        raise TypeError("results: must be given for an op without autograd, got None")
 
     def declare(launch: Callable[..., Any]) -> Op:
         name = launch.__name__.removeprefix("_")
-        OPS[name] = Op(name, launch, arguments, reference, results, kernels, limits, differentiable)
+        OPS[name] = Op(
+            *(name, launch, arguments, reference, results, kernels, limits),
+            *(differentiable, autograd, dtypes, public),
+        )
         return OPS[name]
 
     return declare
@@ -145,6 +197,20 @@ def op(
 def wants_gradient(*arguments: Any) -> bool:
     """Whether one of them is, or holds, a tensor that requires a gradient."""
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in _flat(arguments))
+
+
+def _first_tensor(arguments: tuple[Any, ...]) -> torch.Tensor | None:
+    first = arguments[0] if arguments else None
+    if isinstance(first, torch.Tensor):
+        return first
+    return next((x for x in _flat(arguments) if isinstance(x, torch.Tensor)), None)
+
+
+def _together(first: str | tuple[str, ...], second: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """A row of the table with the modules of two ops of a public function."""
+    names = *((first,) if isinstance(first, str) else first), *((second,) if isinstance(second, str) else second)
+    found = tuple(dict.fromkeys(names))
+    return found[0] if len(found) == 1 else found
 
 
 def _flat(arguments: tuple[Any, ...]) -> list[Any]:

@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 
+import dsa
 from dsa import backends
 from dsa.ops import declaration
 from dsa.ops.declaration import op
@@ -180,3 +181,72 @@ def test_another_gpu_has_no_kernel(ops, monkeypatch):
     monkeypatch.setattr(backends, "arch_of", lambda _: "sm_100")
     with backends.use_backend("cute"), pytest.raises(ValueError, match="test_scale_rows: backend 'cute' was asked for"):
         ops["scale"](torch.zeros(2, 8), 2.0, False)
+
+
+@pytest.fixture(scope="module")
+def doubling(ops):
+    """An op of a public function of another name, with gradients of its own; its kernels take float32 alone."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 20 * grad
+
+    @op(
+        arguments=Arguments(x=Tensor("T", (torch.float32, torch.float64))),
+        reference=lambda x: 2 * x,
+        kernels={"sm_90": KERNELS},
+        autograd=True,
+        dtypes=(torch.float32,),
+        public="test_add_to",
+    )
+    def _test_double(kernels, x: torch.Tensor) -> torch.Tensor:
+        return Double.apply(x)
+
+    return _test_double
+
+
+def gradient(call, x):
+    return torch.autograd.grad(call(x).sum(), x)[0].tolist()
+
+
+def test_an_op_with_gradients_of_its_own(doubling, request):
+    x = torch.ones(2, requires_grad=True)
+    assert gradient(doubling, x) == [2, 2]
+    request.getfixturevalue("kernel_path")
+    assert gradient(doubling, x) == [20, 20]
+    assert gradient(torch.compile(doubling, fullgraph=True, backend="aot_eager"), x) == [20, 20]
+    assert not hasattr(torch.ops.dsa, "test_double")
+
+
+def test_a_dtype_without_a_kernel_runs_the_reference_and_says_so(doubling, kernel_path, monkeypatch):
+    monkeypatch.setattr(backends, "_warned", set())
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    with pytest.warns(UserWarning, match=r"dsa\.test_add_to in float64 has no Hopper kernel yet") as found:
+        assert gradient(doubling, x) == [2, 2]
+    assert [warning.filename for warning in found] == [__file__]
+    with pytest.raises(ValueError, match="x: dtype must be float32 or float64, got int32"):
+        doubling(torch.ones(2, dtype=torch.int32))
+
+
+def test_errors_and_the_table_say_the_public_functions_name(doubling):
+    assert backends.KERNELS["test_add_to"] == {"sm_90": KERNELS} and "test_double" not in backends.KERNELS
+    with dsa.use_backend("cute"), pytest.raises(ValueError, match="test_add_to: backend 'cute' was asked for"):
+        doubling(torch.ones(2))
+
+
+def test_arguments_may_be_checked_before_a_call(ops, kernel_path):
+    with pytest.raises(ValueError, match="x: the Hopper kernel takes up to 64 channels, got 72"):
+        ops["scale"].check(torch.zeros(2, 72), 2.0, False)
+    ops["scale"].check(torch.zeros(2, 8), 2.0, False)
+    ops["scale"](torch.zeros(2, 8), 2.0, False)
+    assert len(checked) == 2 and len(ops["kernels"].calls) == 1
+
+
+def test_modules_of_ops_of_one_public_function_are_one_row():
+    assert declaration._together("a", "a") == "a" and declaration._together((), ("a", "b")) == ("a", "b")
+    assert declaration._together(("a", "b"), ("b", "c")) == ("a", "b", "c")
