@@ -17,8 +17,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 	$(PIP_INSTALL) --editable ".[test]"
 	touch $@
 
+DEMO_PROMPT := class Stack:\n    """Last in, first out."""\n\n    def __init__(self, items=()):
 demo: .venv/installed
-	$(BIN)/dsa generate --prompt "def merge(left, right):" --max-new-tokens 300 --seed 1 --stats
+	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-new-tokens 300 --seed 2 --stats
 	$(BIN)/dsa compare
 
 # Neighbouring tests stay in one process, which makes what they share once; idle processes take from busy ones.

@@ -6,8 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from dsa_layers import SHIPPED_MODEL
 from dsa_layers.command import options
-from dsa_layers.command.model_options import SHIPPED_MODEL, LoadedModel, add_model_options, load
+from dsa_layers.command.model_options import LoadedModel, add_model_options, load
 from dsa_layers.command.prompt_sources import read_text_file
 from dsa_layers.command.streams import say_json
 

@@ -93,6 +93,7 @@ class _LatestEntries(nn.Module):
 
 
 def _latest(visible: torch.Tensor, count: int) -> torch.Tensor:
-    """int32 [T, count]: the last `count` of each row's `visible` keys, ascending, behind -1 where there are fewer."""
-    behind = torch.arange(count, 0, -1, dtype=torch.int32, device=visible.device)
-    return (visible[:, None] - behind).clamp(min=-1).to(torch.int32)
+    """int32 [T, count]: the last `count` of each row's `visible` keys, ascending, then -1 where there are fewer."""
+    columns = torch.arange(count, dtype=torch.int32, device=visible.device)
+    keys = (visible[:, None] - count).clamp(min=0) + columns
+    return torch.where(keys < visible[:, None], keys, -1).to(torch.int32)

@@ -1,8 +1,12 @@
 """The checkpoint that comes with dsa: its size and card, its recorded loss, its text, and the commands that run it."""
 
+import io
 import json
+import re
 import shlex
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ import torch
 from dsa_layers import SHIPPED_MODEL
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.command.compare import HELD_OUT_TEXT
 from dsa_layers.command.main import main
 from dsa_layers.families.config import read_config
 from dsa_layers.generation.generator import Generator
@@ -69,11 +74,26 @@ def test_generate_without_a_directory_runs_it(capsys):
     assert len(capsys.readouterr().out) > 1
 
 
-def test_the_demo_runs_it(capsys):
-    """The Makefile's command, but for the number of tokens."""
-    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "dsa generate" in line]
-    assert main([*shlex.split(line)[1:], "--max-new-tokens", "3", "--device", "cpu"]) == 0
-    assert len(capsys.readouterr().out) > 1
+def test_the_demo_runs_it(monkeypatch, capsys):
+    """The Makefile's commands, but for how much they write and read."""
+    recipe = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    prompt, generate, compare = re.search(
+        r"^(printf .*) \| \.venv/bin/dsa (.*)\n\.venv/bin/dsa (.*)", recipe, re.M
+    ).groups()
+    given = subprocess.run(["sh", "-c", prompt], capture_output=True, check=True).stdout
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+    assert main([*shlex.split(generate), "--max-new-tokens", "3", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(given.decode()) and "keys read: " in captured.err
+    assert main([*shlex.split(compare), "--max-tokens", "64", "--length", "64", "--device", "cpu"]) == 0
+    assert "dense, all keys" in capsys.readouterr().out
+
+
+def test_the_text_of_the_comparison_is_held_out():
+    assert METRICS["data"]["held_out_excerpt"] in METRICS["data"]["held_out_files"]
+    assert HELD_OUT_TEXT.is_relative_to(SHIPPED_MODEL) and "PSF" in (SHIPPED_MODEL / "README.md").read_text()
+    assert f"`{METRICS['data']['held_out_excerpt']}`" in (SHIPPED_MODEL / "README.md").read_text()
+    assert 20_000 <= HELD_OUT_TEXT.stat().st_size < 30_000
 
 
 def test_the_documents_have_its_figures():
