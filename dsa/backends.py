@@ -21,8 +21,13 @@ BACKENDS = ("cute", "reference")
 # The table of kernels: op -> arch -> the module or modules of its kernels. An op's row is part of its declaration
 # (dsa.ops.declaration), and an arch is a GPU's compute capability.
 KERNELS: dict[str, dict[str, str | tuple[str, ...]]] = {}
-ARCHS = {"sm_90": "Hopper"}  # those that kernels are written for, and what they are called
+ARCH_NAMES = {"sm_90": "Hopper", "sm_100": "Blackwell", "sm_103": "Blackwell Ultra", "sm_120": "Blackwell RTX"}
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("dsa_backend", default=None)
+
+
+def archs() -> list[str]:
+    """The archs for which there are kernels."""
+    return sorted({arch for rows in KERNELS.values() for arch in rows})
 
 
 @functools.cache
@@ -30,8 +35,8 @@ def why_no_kernels() -> str | None:
     """None where the kernels can run, else what is missing."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA GPU"
-    if (arch := arch_of(torch.device("cuda", torch.cuda.current_device()))) not in ARCHS:
-        return f"the GPU is {arch}, and the kernels are for {_names(ARCHS)}"
+    if (arch := arch_of(torch.device("cuda", torch.cuda.current_device()))) not in archs():
+        return f"the GPU is {arch}, and the kernels are for {_names(archs())}"
     if importlib.util.find_spec("cutlass") is None:
         return "nvidia-cutlass-dsl is not installed"
     return None
@@ -44,8 +49,8 @@ def arch_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def _names(archs: Iterable[str]) -> str:
-    return ", ".join(f"{arch} ({ARCHS[arch]})" if arch in ARCHS else arch for arch in archs)
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"{arch} ({ARCH_NAMES[arch]})" if arch in ARCH_NAMES else arch for arch in names)
 
 
 def _chosen() -> str | None:
@@ -81,7 +86,7 @@ def runs_kernel(op: str, tensor: torch.Tensor) -> bool:
     reason = why_no_kernels()
     if reason is None and tensor.device.type != "cuda":
         reason = f"the tensors are on {tensor.device}"
-    if reason is None and (arch := arch_of(tensor.device)) not in KERNELS.get(op, ARCHS):
+    if reason is None and (arch := arch_of(tensor.device)) not in KERNELS.get(op, ("sm_90",)):
         reason = f"the GPU is {arch}, and the op's kernels are for {_names(KERNELS[op])}"
         if chosen is None and op not in _warned:
             _warned.add(op)

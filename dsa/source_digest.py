@@ -3,6 +3,9 @@
 Comments, layout and docstrings do not count, so a corrected sentence keeps compiled kernels and GPU receipts valid,
 and any change that could alter a result does not. Nothing is imported to compute it. The same trees tell which
 functions have kernels.
+
+An op's declaration names its kernels by GPU arch. Where an arch is given, only its rows count: the kernels of another
+arch, and that there are any, change no digest.
 """
 
 import ast
@@ -27,14 +30,32 @@ def _path_of(module: str, packages: tuple[str, ...] = PACKAGES) -> Path | None:
 
 
 @functools.cache
-def _tree(path: Path) -> ast.Module:
-    return _parsed(path.read_bytes())
+def _tree(path: Path, arch: str = "") -> ast.Module:
+    """With `arch`, without the rows of the table of kernels that are another's."""
+    source = path.read_bytes()
+    return _of_arch(source, arch) if arch and b"kernels=" in source else _parsed(source)
 
 
 @functools.cache
 def _parsed(source: bytes) -> ast.Module:
-    """The syntax tree without docstrings."""
-    tree = ast.parse(source)
+    return _without_docstrings(ast.parse(source))
+
+
+@functools.cache
+def _of_arch(source: bytes, arch: str) -> ast.Module:
+    tree = _without_docstrings(ast.parse(source))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "kernels" and isinstance(node.value, ast.Dict):
+            rows = [row for row in zip(node.value.keys, node.value.values) if _is_constant(row[0], arch)]
+            node.value.keys, node.value.values = [key for key, _ in rows], [value for _, value in rows]
+    return tree
+
+
+def _is_constant(node: ast.AST | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value == value
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
@@ -60,11 +81,11 @@ def _import_statements(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-def _imports(module: str, path: Path, packages: tuple[str, ...]) -> set[str]:
+def _imports(module: str, path: Path, packages: tuple[str, ...], arch: str) -> set[str]:
     """Every module of these packages that `module` imports, at its top or inside a function."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()
-    for node in _import_statements(_tree(path)):
+    for node in _import_statements(_tree(path, arch)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         else:
@@ -72,7 +93,7 @@ def _imports(module: str, path: Path, packages: tuple[str, ...]) -> set[str]:
             # `from package import name`: name is a submodule or something that the package defines.
             names = (f"{base}.{alias.name}" for alias in node.names)
             found |= {name if _path_of(name, packages) else base for name in names}
-    found.update(*map(_declared_kernels, ast.walk(_tree(path))))
+    found.update(*map(_declared_kernels, ast.walk(_tree(path, arch))))
     return {name for name in found if _path_of(name, packages)}
 
 
@@ -96,7 +117,7 @@ def _base(node: ast.ImportFrom, package: str) -> str:
 
 
 @functools.cache
-def modules_used_by(module: str, packages: tuple[str, ...] = PACKAGES) -> tuple[str, ...]:
+def modules_used_by(module: str, packages: tuple[str, ...] = PACKAGES, arch: str = "") -> tuple[str, ...]:
     """The modules of these packages that `module` needs, itself included, sorted."""
     seen, todo = set(), [module]
     while todo:
@@ -106,21 +127,21 @@ def modules_used_by(module: str, packages: tuple[str, ...] = PACKAGES) -> tuple[
             raise ValueError(f"module: {name!r} is not a module of {' or '.join(packages)}")
         if name not in seen:
             seen.add(name)
-            todo.extend(_imports(name, path, packages) - seen)
+            todo.extend(_imports(name, path, packages, arch) - seen)
     return tuple(sorted(seen))
 
 
-def digest_of(modules: Iterable[str]) -> str:
+def digest_of(modules: Iterable[str], arch: str = "") -> str:
     """SHA-256, 16 hex digits, over the syntax trees of modules of this project, whichever their package."""
     h = hashlib.sha256()
     for name in modules:
-        h.update(f"{name}\n{_module_text(name)}\n".encode())
+        h.update(f"{name}\n{_module_text(name, arch)}\n".encode())
     return h.hexdigest()[:16]
 
 
 @functools.cache
-def _module_text(name: str) -> str:
-    return _text(_tree(_path_of(name, (name.partition(".")[0],))))
+def _module_text(name: str, arch: str = "") -> str:
+    return _text(_tree(_path_of(name, (name.partition(".")[0],)), arch))
 
 
 @functools.cache
@@ -147,17 +168,17 @@ def op_module(op: str) -> str:
     return op_modules()[op]
 
 
-def has_kernel(op: str) -> bool:
-    """Whether the op's bridge reaches a CuTe DSL kernel."""
-    return any(name.startswith("dsa.kernels.") for name in modules_used_by(op_module(op)))
+def has_kernel(op: str, arch: str = "") -> bool:
+    """Whether the op's bridge reaches a CuTe DSL kernel, for this arch or for any."""
+    return any(name.startswith("dsa.kernels.") for name in modules_used_by(op_module(op), arch=arch))
 
 
 @functools.cache
-def functions_with_kernels(module: str) -> frozenset[str]:
+def functions_with_kernels(module: str, arch: str = "") -> frozenset[str]:
     """The names that a bridge defines at its top whose code reaches a CuTe DSL kernel, there or through a name of
-    another bridge."""
-    package, tree = module.rpartition(".")[0], _tree(_path_of(module))
-    reaching = _kernel_names(tree.body, package)
+    another bridge; with `arch`, one of that arch."""
+    package, tree = module.rpartition(".")[0], _tree(_path_of(module), arch)
+    reaching = _kernel_names(tree.body, package, arch)
     definitions = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -170,7 +191,7 @@ def functions_with_kernels(module: str) -> frozenset[str]:
             for name, node in definitions.items()
             if name not in reaching
             and (
-                _kernel_names(ast.walk(node), package)
+                _kernel_names(ast.walk(node), package, arch)
                 or any(map(_declared_kernels, ast.walk(node)))
                 or any(isinstance(part, ast.Name) and part.id in reaching for part in ast.walk(node))
             )
@@ -180,7 +201,7 @@ def functions_with_kernels(module: str) -> frozenset[str]:
         reaching |= found
 
 
-def _kernel_names(nodes: Iterable[ast.AST], package: str) -> set[str]:
+def _kernel_names(nodes: Iterable[ast.AST], package: str, arch: str) -> set[str]:
     """What the import statements among these nodes bind that is a kernel's, or a bridge's function that has one."""
     found = set()
     for node in nodes:
@@ -191,8 +212,8 @@ def _kernel_names(nodes: Iterable[ast.AST], package: str) -> set[str]:
             bound, whole = alias.asname or alias.name, f"{base}.{alias.name}"
             if base == "dsa.kernels" or base.startswith("dsa.kernels."):
                 found.add(bound)
-            elif base.startswith("dsa.ops.") and alias.name in functions_with_kernels(base):
+            elif base.startswith("dsa.ops.") and alias.name in functions_with_kernels(base, arch):
                 found.add(bound)
-            elif base == "dsa.ops" and _path_of(whole) and functions_with_kernels(whole):
+            elif base == "dsa.ops" and _path_of(whole) and functions_with_kernels(whole, arch):
                 found.add(bound)
     return found

@@ -63,13 +63,13 @@ def test_a_benchmark_that_raises_fails_its_entry_alone(monkeypatch):
         raise RuntimeError("no such peer")
 
     monkeypatch.setattr(run, "rows_of", broken)
-    entry = run.run_entry("rms_norm", run.Outcome(tests=3), bench=True)
+    entry = run.run_entry("rms_norm", "sm_90", run.Outcome(tests=3), bench=True)
     assert (entry["tests"], entry["failed"], entry["bench"]) == (3, 1, [])
 
 
 def test_no_benchmark_behind_a_failed_test(monkeypatch):
     monkeypatch.setattr(run, "rows_of", lambda name: pytest.fail("is not to run"))
-    assert run.run_entry("rms_norm", run.Outcome(tests=3, failed=["test_one"]), bench=True)["failed"] == 1
+    assert run.run_entry("rms_norm", "sm_90", run.Outcome(tests=3, failed=["test_one"]), bench=True)["failed"] == 1
 
 
 def test_what_the_environment_must_not_choose(monkeypatch, capsys):

@@ -5,18 +5,20 @@ import shutil
 
 import pytest
 
-from dsa import source_digest
+from dsa import backends, source_digest
 from dsa_bench.e2e import document
 from dsa_bench.harness import case
 from tests.gpu import receipt, status_table
 
+ARCH = "sm_90"
+
 
 def entries():
-    return receipt.load()["entries"]
+    return receipt.load()[ARCH]
 
 
-@pytest.mark.parametrize("name", receipt.ops_with_kernels())
-def test_every_kernel_has_gpu_tests(name):
+@pytest.mark.parametrize(("name", "arch"), receipt.ops_with_kernels())
+def test_every_kernel_has_gpu_tests(name, arch):
     names = [
         n
         for n in set(receipt.tested()) - receipt.WHOLES.keys()
@@ -25,16 +27,20 @@ def test_every_kernel_has_gpu_tests(name):
     assert names, f"{source_digest.op_module(name)} has a kernel and no test_{name}.py in tests/gpu"
 
 
-def test_every_test_on_a_gpu_is_an_entry():
-    assert entries().keys() == set(receipt.tested()), "run `python -m tests.gpu.run` on a Hopper GPU"
+@pytest.mark.parametrize("arch", backends.archs())
+def test_every_test_on_a_gpu_is_an_entry(arch):
+    assert receipt.load()[arch].keys() == set(receipt.tested()), f"run `python -m tests.gpu.run` on a GPU of {arch}"
 
 
+@pytest.mark.parametrize("arch", backends.archs())
 @pytest.mark.parametrize("name", receipt.tested())
-def test_receipt_is_of_this_code(name):
-    entry = entries()[name]
+def test_receipt_is_of_this_code(name, arch):
+    entry = receipt.load()[arch][name]
     if entry["unverified"]:
         return
-    assert entry["digest"] == receipt.digest(name), f"{name}: run `python -m tests.gpu.run {name}` on a Hopper GPU"
+    assert entry["digest"] == receipt.digest(name, arch), (
+        f"{name}: run `python -m tests.gpu.run {name}` on a Hopper GPU"
+    )
     assert entry["tests"] > 0 or not receipt.test_files(name)
     assert entry["failed"] == 0
     assert entry["bench"] or not (name == "e2e" or name in case.benchmarks())
@@ -79,13 +85,22 @@ CHANGES = {
         ("rms_norm", "generation", "fuzz", "hostile_contents", "user_commands", "e2e", "several_gpus"),
         ("topk_indices", "fp8_gemm_nt"),
     ),
+    "another arch's row": (
+        (
+            "dsa/ops/elementwise/rms_norm.py",
+            'kernels={"sm_90": ',
+            'kernels={"sm_100": "dsa.kernels.elementwise.rms_norm_sm100", "sm_90": ',
+        ),
+        (),
+        receipt.tested(),
+    ),
     "a reference": (
         ("dsa/reference/elementwise/rms_norm.py", "import torch\n", "import torch\nNEW = 1\n"),
         ("rms_norm",),
         ("topk_indices",),
     ),
     "a tuned configuration": (
-        ("dsa/tuned/fp8_mqa_logits.json", '"winners": {', '"winners": {"new": 1, '),
+        ("dsa/tuned/sm_90/fp8_mqa_logits.json", '"winners": {', '"winners": {"new": 1, '),
         ("fp8_mqa_logits", "generation"),
         ("rms_norm",),
     ),
@@ -165,20 +180,20 @@ CHANGES = {
         ("e2e",),
         ("rms_norm",),
     ),
-    "a document": (("README.md", "## Status", "## State"), (), receipt.tested()),
+    "a document": (("README.md", "## Status", "## State of things"), (), receipt.tested()),
 }
 
 
 @pytest.mark.parametrize(("change", "ends", "keeps"), CHANGES.values(), ids=CHANGES)
 def test_what_ends_an_entry(copy, change, ends, keeps):
-    before = {name: receipt.digest(name) for name in (*ends, *keeps)}
+    before = {name: receipt.digest(name, ARCH) for name in (*ends, *keeps)}
     copy(*change)
-    after = {name: receipt.digest(name) for name in before}
+    after = {name: receipt.digest(name, ARCH) for name in before}
     assert {name for name in before if before[name] != after[name]} == set(ends)
 
 
-def test_status_table_of_the_readme_is_generated():
-    text = status_table.README.read_text()
+def test_status_tables_are_generated():
+    text = status_table.DOCUMENT.read_text()
     assert status_table.inserted(text) == text, "run `python -m tests.gpu.status_table`"
 
 
@@ -195,10 +210,10 @@ def test_tables_of_whole_passes_are_generated():
 def test_a_changed_digest_is_noticed(monkeypatch):
     valid = {"unverified": None, "digest": "1" * 16, "tests": 1, "failed": 0, "bench": [{}]}
     valid |= {"commit": "0" * 12, "date": "2026-01-01", "device": "1 x NVIDIA H200"}
-    monkeypatch.setattr(receipt, "load", lambda: {"entries": {"rms_norm": valid}})
-    monkeypatch.setattr(receipt, "digest", lambda name: "1" * 16)
-    test_receipt_is_of_this_code("rms_norm")
+    monkeypatch.setattr(receipt, "load", lambda: {ARCH: {"rms_norm": valid}})
+    monkeypatch.setattr(receipt, "digest", lambda name, arch: "1" * 16)
+    test_receipt_is_of_this_code("rms_norm", ARCH)
     for change in ({"digest": "0" * 16}, {"failed": 1}, {"tests": 0}, {"bench": []}, {"commit": "1234-changed"}):
-        monkeypatch.setattr(receipt, "load", lambda change=change: {"entries": {"rms_norm": valid | change}})
+        monkeypatch.setattr(receipt, "load", lambda change=change: {ARCH: {"rms_norm": valid | change}})
         with pytest.raises(AssertionError):
-            test_receipt_is_of_this_code("rms_norm")
+            test_receipt_is_of_this_code("rms_norm", ARCH)

@@ -10,7 +10,14 @@ ENTRY = "dsa.ops.entry"
 
 
 def clear():
-    cached = (digests._parsed, digests._tree, digests._module_text, digests.modules_used_by, digests.source_digest)
+    cached = (
+        digests._parsed,
+        digests._of_arch,
+        digests._tree,
+        digests._module_text,
+        digests.modules_used_by,
+        digests.source_digest,
+    )
     for function in (*cached, digests.functions_with_kernels):
         function.cache_clear()
 
@@ -197,6 +204,40 @@ def test_which_functions_have_kernels(tree):
     assert found == {"direct", "_kernel", "shared", "through_a_module"}
 
 
+DECLARED = {
+    "dsa/ops/__init__.py": "",
+    "dsa/ops/entry.py": "from dsa.ops.declaration import op\n\n"
+    '@op(kernels={"sm_90": "dsa.kernels.cast_sm90", "sm_100": ("dsa.kernels.cast_sm100", "dsa.kernels.sums_sm100")})\n'
+    "def _cast(kernels):\n    pass\n\ndef cast():\n    return _cast()\n\ndef plain():\n    pass\n",
+    "dsa/ops/declaration.py": "def op():\n    pass\n",
+    "dsa/kernels/cast_sm90.py": "",
+    "dsa/kernels/cast_sm100.py": "",
+    "dsa/kernels/sums_sm100.py": "",
+}
+
+
+def test_declared_kernels_are_those_of_their_arch(tree):
+    tree(DECLARED)
+    used = {arch: set(digests.modules_used_by(ENTRY, arch=arch)) for arch in ("", "sm_90", "sm_100", "sm_80")}
+    assert {name for name in used["sm_90"] if ".kernels." in name} == {"dsa.kernels.cast_sm90"}
+    assert {name for name in used["sm_100"] if ".kernels." in name} == {
+        "dsa.kernels.cast_sm100",
+        "dsa.kernels.sums_sm100",
+    }
+    assert used[""] == used["sm_90"] | used["sm_100"] and not [name for name in used["sm_80"] if ".kernels." in name]
+    assert digests.functions_with_kernels(ENTRY) == digests.functions_with_kernels(ENTRY, "sm_90") == {"_cast", "cast"}
+    assert not digests.functions_with_kernels(ENTRY, "sm_80")
+
+
+def test_another_archs_row_changes_no_digest(tree):
+    tree(DECLARED)
+    before = {arch: digests.digest_of([ENTRY], arch) for arch in ("", "sm_90", "sm_100")}
+    alone = DECLARED["dsa/ops/entry.py"].replace(', "sm_100": ("dsa.kernels.cast_sm100", "dsa.kernels.sums_sm100")', "")
+    tree({"dsa/ops/entry.py": alone})
+    after = {arch: digests.digest_of([ENTRY], arch) for arch in before}
+    assert after["sm_90"] == before["sm_90"] and after["sm_100"] != before["sm_100"] and after[""] != before[""]
+
+
 def test_which_ops_have_kernels():
     assert digests.has_kernel("per_token_cast_to_fp8")
     assert digests.has_kernel("fp8_gemm_nt")
@@ -215,7 +256,5 @@ def test_the_digest_of_an_op_covers_its_kernel_and_its_reference_and_no_other_op
         "dsa.reference.gemm.fp8_cast",
         "dsa.reference.gemm.hadamard",
     }
-    # What bridges share has a name with an underscore.
-    ops = {name for name in used if name.startswith("dsa.ops.") and "._" not in name}
-    assert ops == {"dsa.ops.gemm.per_token_cast_to_fp8"}
+    assert used & set(digests.op_modules().values()) == {"dsa.ops.gemm.per_token_cast_to_fp8"}
     assert not used & {"dsa", "dsa.reference", "dsa.reference.indexer.topk_indices"}

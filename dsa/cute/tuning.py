@@ -1,8 +1,8 @@
 """Tile configurations: what may be tried, and the measured winners, which ship as data.
 
 A configuration is a frozen dataclass whose fields say with `choices` what may be tried, and whose method `fits` says
-what the hardware allows. `dsa tune OP` times the candidates and writes dsa/tuned/OP.json: the winner of each class of
-shapes, which `tuned` reads.
+what the hardware allows. `dsa tune OP` times the candidates and writes dsa/tuned/ARCH/OP.json: the winner of each class
+of shapes, which `tuned` reads.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 TUNED = Path(__file__).parent.parent / "tuned"
 Config = TypeVar("Config")
-_trial: dict[tuple[str, str], Any] = {}
+_trial: dict[tuple[str, str, str], Any] = {}
 
 
 def choices(*values: int) -> Any:
@@ -30,20 +30,25 @@ def candidates(config_type: type[Config]) -> list[Config]:
     return [config_type(*values) for values in itertools.product(*(f.metadata["choices"] for f in fields))]
 
 
-def tuned(config_type: type[Config], op: str, shape_class: str) -> Config:
-    """The winner of `op` for this class of shapes, or the one on trial."""
-    on_trial = _trial.get((op, shape_class))
-    return config_type(**_winners(op)[shape_class]) if on_trial is None else on_trial
+def tuned(config_type: type[Config], op: str, arch: str, shape_class: str) -> Config:
+    """The winner of the op's kernel for an arch and this class of shapes, or the one on trial."""
+    on_trial = _trial.get((op, arch, shape_class))
+    return config_type(**_winners(path_of(op, arch))[shape_class]) if on_trial is None else on_trial
+
+
+def path_of(op: str, arch: str) -> Path:
+    """The file of the winners of an op's kernel for an arch."""
+    return TUNED / arch / f"{op}.json"
 
 
 @contextlib.contextmanager
-def trial(op: str, shape_class: str, config: Any) -> Iterator[None]:
+def trial(op: str, arch: str, shape_class: str, config: Any) -> Iterator[None]:
     """Within the block, `tuned` gives this configuration. The op's bridge must not have the kernel at hand already."""
-    _trial[op, shape_class] = config
+    _trial[op, arch, shape_class] = config
     try:
         yield
     finally:
-        del _trial[op, shape_class]
+        del _trial[op, arch, shape_class]
 
 
 def write(op: str, winners: dict[str, Any], note: dict[str, str], path: Path) -> None:
@@ -55,5 +60,5 @@ def write(op: str, winners: dict[str, Any], note: dict[str, str], path: Path) ->
 
 
 @functools.cache
-def _winners(op: str) -> dict[str, dict[str, int]]:
-    return json.loads((TUNED / f"{op}.json").read_text())["winners"]
+def _winners(path: Path) -> dict[str, dict[str, int]]:
+    return json.loads(path.read_text())["winners"]

@@ -77,7 +77,7 @@ def inserted(text: str, entry: Mapping[str, Any]) -> str:
 
 
 def main(receipt: Path, document: Path) -> None:
-    entry = json.loads(receipt.read_text(encoding="utf-8"))["entries"]["e2e"]
+    entry = json.loads(receipt.read_text(encoding="utf-8"))["sm_90"]["e2e"]
     document.write_text(inserted(document.read_text(encoding="utf-8"), entry), encoding="utf-8")
 
 

@@ -31,8 +31,10 @@ class TuningClass:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What the tuner asks of an op: its configuration's dataclass, its `compile_*` function, its classes of shapes."""
+    """What the tuner asks of an op: its kernel's arch, configuration dataclass and `compile_*` function, and classes of
+    shapes."""
 
+    arch: str
     config_type: type
     compile_function: Callable[..., Any]
     classes: dict[str, TuningClass]
@@ -88,14 +90,16 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     winners = {}
     for name, shapes in plan.classes.items():
         cases = [module.case(*shape) for shape in shapes.shapes]
-        trials = _try_all(op, name, {c: registers[name, c] for c in everything if (name, c) in registers}, cases)
+        trials = _try_all(
+            op, plan.arch, name, {c: registers[name, c] for c in everything if (name, c) in registers}, cases
+        )
         trials.sort(key=lambda trial: trial.score)
         print_trials(name, [case.name for case in cases], trials)
         if not trials or not trials[0].ms:
             raise RuntimeError(f"{op}: no configuration of class {name!r} is correct")
         winners[name] = trials[0].config
     note = {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
-    path = output or tuning.TUNED / f"{op}.json"
+    path = output or tuning.path_of(op, plan.arch)
     tuning.write(op, winners, note, path)
     print(f"wrote {path}")
 
@@ -114,20 +118,22 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
         return f"fails: {str(error).strip().splitlines()[-1][:80]}"
 
 
-def _try_all(op: str, shape_class: str, registers: dict[Any, str], cases: Sequence[Case]) -> list[Trial]:
+def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], cases: Sequence[Case]) -> list[Trial]:
     """Check every configuration on every case; then time those that are correct, in turns, so that clocks and heat fall
     on all alike."""
     failures = {config: outcome for config, outcome in registers.items() if outcome.startswith("fails")}
     for config in registers.keys() - failures.keys():
         try:
             for case in cases:
-                case.check(_under(op, shape_class, config, case.calls["dsa"][0])())
+                case.check(_under(op, arch, shape_class, config, case.calls["dsa"][0])())
         except AssertionError as error:
             failures[config] = f"wrong: {error}"
     correct = [config for config in registers if config not in failures]
     times: dict[Any, list[float]] = {config: [] for config in correct}
     for case in cases:
-        calls = {config: [_under(op, shape_class, config, call) for call in case.calls["dsa"]] for config in correct}
+        calls = {
+            config: [_under(op, arch, shape_class, config, call) for call in case.calls["dsa"]] for config in correct
+        }
         for config, ms in bench(calls, repeats=case.repeats, graph=case.graph).items():
             times[config].append(ms)
     return [Trial(config, registers[config], tuple(ms), cases[0].figure(ms[0])) for config, ms in times.items()] + [
@@ -135,14 +141,14 @@ def _try_all(op: str, shape_class: str, registers: dict[Any, str], cases: Sequen
     ]
 
 
-def _under(op: str, shape_class: str, config: Any, call: Call) -> Call:
+def _under(op: str, arch: str, shape_class: str, config: Any, call: Call) -> Call:
     """The call with this configuration on trial. The op's bridge must forget the kernel that it has at hand."""
     from dsa.cute import tuning
 
     forget = importlib.import_module(op_module(op))._kernel.cache_clear
 
     def run() -> object:
-        with tuning.trial(op, shape_class, config):
+        with tuning.trial(op, arch, shape_class, config):
             forget()
             try:
                 return call()

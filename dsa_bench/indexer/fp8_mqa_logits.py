@@ -78,6 +78,7 @@ def tuning() -> "Tuning":
         8: [(8192, 8192)],
     }
     return Tuning(
+        "sm_90",
         kernels.MqaLogitsConfig,
         kernels.compile_fp8_mqa_logits,
         {

@@ -105,6 +105,7 @@ def tuning() -> "Tuning":
     # Several (heads, next_n) have the same number of columns: one stands for all.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
+        "sm_90",
         kernels.PagedMqaLogitsConfig,
         kernels.compile_fp8_paged_mqa_logits,
         {

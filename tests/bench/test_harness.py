@@ -177,7 +177,7 @@ def test_shipped_winners_are_candidates_that_fit(op, config_type, classes):
     everything = tuning.candidates(config_type)
     assert len(everything) == len(set(everything)) > 10
     for name, size in classes.items():
-        winner = tuning.tuned(config_type, op, name)
+        winner = tuning.tuned(config_type, op, "sm_90", name)
         assert winner in everything and winner.fits(size)
     assert case.load(op).tuning().classes.keys() == classes.keys()
 
@@ -185,7 +185,7 @@ def test_shipped_winners_are_candidates_that_fit(op, config_type, classes):
 def test_a_trial_stands_in_for_the_winner():
     config = fp8_mqa_logits_sm90.MqaLogitsConfig(128, 4, 2)
     shipped = fp8_mqa_logits_sm90.choose_config(64, 128)
-    with tuning.trial("fp8_mqa_logits", "heads 64, dim 128", config):
+    with tuning.trial("fp8_mqa_logits", "sm_90", "heads 64, dim 128", config):
         assert fp8_mqa_logits_sm90.choose_config(64, 128) == config != shipped
     assert fp8_mqa_logits_sm90.choose_config(64, 128) == shipped
 
@@ -244,7 +244,7 @@ def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, caps
     gpu = Gpu(monkeypatch, "fp8_mqa_logits")
     monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
     plan = case.load("fp8_mqa_logits").tuning()
-    only = tune.Tuning(plan.config_type, plan.compile_function, {"heads 8, dim 128": plan.classes["heads 8, dim 128"]})
+    only = tune.Tuning(plan.arch, plan.config_type, plan.compile_function, {"heads 8, dim 128": plan.classes["heads 8, dim 128"]})
     monkeypatch.setattr(case.load("fp8_mqa_logits"), "tuning", lambda: only)
     path = tmp_path / "data.json"
     path.write_text(json.dumps({"winners": {"heads 8, dim 128": {"columns": 1}, "another": {"columns": 2}}}))

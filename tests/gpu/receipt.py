@@ -1,10 +1,10 @@
-"""The GPU receipt: which code was tested on a GPU, by which tests, with what outcome, and how fast it was.
+"""The GPU receipt: which code was tested on which GPU arch, by which tests, with what outcome, and how fast it was.
 
 `tests/gpu/FAMILY/test_NAME.py` and `dsa_bench/FAMILY/NAME.py` belong to the op NAME, whose code is
 `dsa/ops/FAMILY/NAME.py` (a suffix of PARTS names a part of an op). Entries of WHOLES are of more than one op. An
 entry's digest covers
 - the code: what the entry is about, with everything of this project that it imports, and the tile configurations that
-  its kernels load;
+  its kernels load. Of an op's kernels those for the entry's arch count: an entry is of one arch;
 - the judges: its test file, conftest and benchmark, with the modules of tests/, dsa_bench/ and dsa.testing that they
   import. A test that is weaker than the one that ran ends the entry, as a changed kernel does.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa import source_digest
+from dsa.backends import archs
 from dsa.source_digest import digest_of, has_kernel, modules_used_by, op_modules
 
 HERE = Path(__file__).parent
@@ -39,12 +40,16 @@ TINY = ("manifest.py", "tiny.py", "tiny")
 NOT_RUN = ("command", "export.py", "training", "vendored", *TINY)
 
 
-def load() -> dict[str, Any]:
-    return json.loads(PATH.read_text()) if PATH.exists() else {"entries": {}}
+Entries = dict[str, dict[str, dict[str, Any]]]
 
 
-def save(data: dict[str, Any]) -> None:
-    PATH.write_text(json.dumps({"entries": dict(sorted(data["entries"].items()))}, indent=1) + "\n")
+def load() -> Entries:
+    """{arch: {entry's name: entry}}."""
+    return json.loads(PATH.read_text()) if PATH.exists() else {}
+
+
+def save(data: Entries) -> None:
+    PATH.write_text(json.dumps({arch: dict(sorted(data[arch].items())) for arch in sorted(data)}, indent=1) + "\n")
 
 
 def op_module(name: str) -> str:
@@ -66,9 +71,9 @@ def tested() -> list[str]:
     return sorted({path.stem.removeprefix("test_") for path in HERE.rglob("test_*.py")} | WHOLES.keys())
 
 
-def ops_with_kernels() -> list[str]:
-    """The op modules that reach a kernel: each needs an entry."""
-    return sorted(filter(has_kernel, op_modules()))
+def ops_with_kernels() -> list[tuple[str, str]]:
+    """(op, arch) of every kernel: each needs an entry."""
+    return [(op, arch) for op in op_modules() for arch in archs() if has_kernel(op, arch)]
 
 
 def module_of(path: Path) -> str:
@@ -76,11 +81,11 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def digest(name: str) -> str:
-    code, judges = code_modules(name), judge_modules(name)
-    h = hashlib.sha256(f"{digest_of(code)} {digest_of(judges)}".encode())
+def digest(name: str, arch: str) -> str:
+    code, judges = code_modules(name, arch), judge_modules(name, arch)
+    h = hashlib.sha256(f"{arch} {digest_of(code, arch)} {digest_of(judges, arch)}".encode())
     for module in code:
-        data = TUNED / f"{module.rpartition('.')[2].removesuffix('_sm90')}.json"
+        data = TUNED / arch / f"{module.rpartition('.')[2].removesuffix('_' + arch.replace('_', ''))}.json"
         if module.startswith("dsa.kernels.") and data.exists():
             h.update(json.dumps(json.loads(data.read_text())["winners"], sort_keys=True).encode())
     if name == "user_commands":
@@ -91,18 +96,18 @@ def digest(name: str) -> str:
     return h.hexdigest()[:16]
 
 
-def code_modules(name: str) -> list[str]:
+def code_modules(name: str, arch: str) -> list[str]:
     """The modules of dsa and dsa_layers that an entry is about."""
     if name == "several_gpus":
-        return _closure(op_module(path.stem.removeprefix("test_")) for path in test_files(name))
+        return _closure((op_module(path.stem.removeprefix("test_")) for path in test_files(name)), arch)
     if name not in WHOLES:
-        return _closure([op_module(name)])
-    ops = _closure(op_modules().values())
+        return _closure([op_module(name)], arch)
+    ops = _closure(op_modules().values(), arch)
     if name == "e2e":
         return [*ops, *_layers(NOT_RUN)]
     if name == "generation":
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in TINY))]
-    return [*_closure(["dsa.self_test"]), *_layers(())] if name == "user_commands" else ops
+    return [*_closure(["dsa.self_test"], arch), *_layers(())] if name == "user_commands" else ops
 
 
 def _layers(left_out: tuple[str, ...]) -> list[str]:
@@ -114,7 +119,7 @@ def _layers(left_out: tuple[str, ...]) -> list[str]:
     ]
 
 
-def judge_modules(name: str) -> list[str]:
+def judge_modules(name: str, arch: str) -> list[str]:
     """The modules that decide whether an entry's tests pass and what its figures are."""
     roots = [module_of(path) for path in test_files(name)]
     if roots:
@@ -122,11 +127,11 @@ def judge_modules(name: str) -> list[str]:
     roots += [module_of(path) for path in (ROOT / "dsa_bench").glob(f"*/{name}.py")]
     if name == "e2e":
         roots.append("dsa_bench.e2e.report")
-    return [*_closure(roots, ("tests", "dsa_bench")), "dsa.testing"]
+    return [*_closure(roots, arch, ("tests", "dsa_bench")), "dsa.testing"]
 
 
-def _closure(roots: Iterable[str], packages: tuple[str, ...] = ("dsa",)) -> list[str]:
-    return sorted({module for root in roots for module in modules_used_by(root, packages)})
+def _closure(roots: Iterable[str], arch: str, packages: tuple[str, ...] = ("dsa",)) -> list[str]:
+    return sorted({module for root in roots for module in modules_used_by(root, packages, arch)})
 
 
 def python_blocks() -> list[str]:

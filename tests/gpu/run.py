@@ -56,11 +56,11 @@ class Outcome:
         self.worst = max([self.worst, *errors])
 
 
-def compile_all(names: list[str]) -> None:
+def compile_all(names: list[str], arch: str) -> None:
     """Compile what the ops' kernels ship into the cache, in parallel: one after the other they take minutes."""
     # What runs models or all ops needs few of their variants: these compile when they are asked for.
     ops = [receipt.op_module(name) for name in names if name not in receipt.WHOLES]
-    modules = {m for op in ops for m in modules_used_by(op) if m.startswith("dsa.kernels.")}
+    modules = {m for op in ops for m in modules_used_by(op, arch=arch) if m.startswith("dsa.kernels.")}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(mp_context=context) as pool:
         work = [
@@ -159,7 +159,7 @@ def rows_of(name: str) -> list[dict]:
     return case.run(name) if name in case.benchmarks() else []
 
 
-def run_entry(name: str, outcome: Outcome, bench: bool) -> dict[str, Any]:
+def run_entry(name: str, arch: str, outcome: Outcome, bench: bool) -> dict[str, Any]:
     """The receipt's entry, from the outcome of its tests; its benchmark runs here."""
     started = time.monotonic()
     try:
@@ -171,7 +171,7 @@ def run_entry(name: str, outcome: Outcome, bench: bool) -> dict[str, Any]:
     for failed in outcome.failed:
         print(f"{name}: FAILED {failed}")
     return {
-        "digest": receipt.digest(name),
+        "digest": receipt.digest(name, arch),
         "tests": outcome.tests,
         "skipped": outcome.skipped,
         "failed": len(outcome.failed),
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str]) -> int:
     from dsa_bench.harness.table import print_table
 
     if reason := backends.why_no_kernels():
-        parser.error(f"the GPU tests need a Hopper GPU: {reason}")
+        parser.error(f"the GPU tests need a GPU with kernels: {reason}")
     if not args.commit:
         parser.error("--commit: git does not tell the commit here; give it")
     if not re.fullmatch(COMMIT, args.commit):
@@ -221,7 +221,8 @@ def main(arguments: Sequence[str]) -> int:
     ]
     if "hostile_contents" in names and not shutil.which(MEMCHECK[0]):
         parser.error(f"hostile_contents runs under {MEMCHECK[0]}, which is not on the PATH")
-    compile_all(names)
+    arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
+    compile_all(names, arch)
     outcomes, failed = run_tests(names), []
     for name in names:
         entry = {
@@ -230,9 +231,9 @@ def main(arguments: Sequence[str]) -> int:
             "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
             "torch": torch.__version__,
             "dsl": cutlass.__version__,
-        } | run_entry(name, outcomes[name], not args.no_bench)
+        } | run_entry(name, arch, outcomes[name], not args.no_bench)
         data = receipt.load()
-        data["entries"][name] = entry
+        data.setdefault(arch, {})[name] = entry
         receipt.save(data)  # now: what comes after may fail
         print(
             f"{name}: {entry['tests']} tests, {entry['failed']} failed, benchmark {entry['bench_seconds']} s",
