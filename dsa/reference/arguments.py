@@ -207,7 +207,9 @@ class Arguments:
 
 
 def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
-    """x's memory is laid out so. Strides of dimensions with a single element mean nothing."""
+    """x's memory is laid out so. Strides of dimensions with a single element, or of none at all, mean nothing."""
+    if not x.numel():
+        return
     if layout in (CONTIGUOUS, ALIGNED) and not x.is_contiguous():
         raise ValueError(f"{name}: must be contiguous, got strides {list(x.stride())}")
     if layout == ALIGNED and x.data_ptr() % 16:

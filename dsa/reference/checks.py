@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+E4M3 = (torch.float8_e4m3fn,)
 INT32 = (torch.int32,)
 INT_MAX = 2**31 - 1  # of every int: what kernels take, and what an int32 can count
 _FP32_MAX = torch.finfo(torch.float32).max

@@ -231,8 +231,10 @@ def test_memory_that_a_kernel_takes():
         check_layout("x", WIDE[:, :8], layout)
         check_layout("x", WIDE[:1, :1].as_strided((1, 1), (7, 3)), layout)  # one element: its strides mean nothing
         check_layout("x", torch.zeros(()), layout)
+        check_layout("x", torch.zeros(4, 0), layout)
     for layout in (CONTIGUOUS, ALIGNED):
         check_layout("x", WIDE, layout)
+        check_layout("x", torch.zeros(9)[1:].view(1, 8)[:, :0], layout)
 
 
 KEYS = Arguments(
