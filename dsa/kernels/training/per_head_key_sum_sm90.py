@@ -17,12 +17,14 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.kernels.training.per_head_arguments import fake_stream
-from dsa.kernels.training.per_head_tiles import CHUNK, KEYS, WARPGROUP
+from dsa.cute.fake_tensors import fake, fake_stream
+from dsa.cute.sm90 import WARPGROUP
+from dsa.kernels.training.limits import INDEX_CHANNELS
+from dsa.kernels.training.per_head_tiles import CHUNK, KEYS
 
 THREADS = 256
 PARTS = KEYS * CHUNK // 4 // THREADS  # CTAs of a tile's chunk
-AHEAD = 8
+PREFETCHED = 8
 
 
 class PerHeadKeySumSm90:
@@ -49,14 +51,14 @@ class PerHeadKeySumSm90:
             sums = cute.make_rmem_tensor((4,), Float32)
             sums.fill(0.0)
             if begins_q[low + 1] > begins_q[low]:
-                loaded = cute.make_rmem_tensor((4, AHEAD), Float32)
+                loaded = cute.make_rmem_tensor((4, PREFETCHED), Float32)
                 heads = parts.shape[0]
-                whole = heads // AHEAD * AHEAD
-                for head in cutlass.range(0, whole, AHEAD, unroll=1):
-                    for i in cutlass.range_constexpr(AHEAD):
+                whole = heads // PREFETCHED * PREFETCHED
+                for head in cutlass.range(0, whole, PREFETCHED, unroll=1):
+                    for i in cutlass.range_constexpr(PREFETCHED):
                         own = cute.local_tile(parts[head + i, tile, None], (4,), (part * THREADS + tid,))
                         cute.autovec_copy(own, loaded[None, i])
-                    for i in cutlass.range_constexpr(AHEAD):
+                    for i in cutlass.range_constexpr(PREFETCHED):
                         for j in cutlass.range_constexpr(4):
                             sums[j] += loaded[j, i]
                 for head in cutlass.range(whole, heads, unroll=1):
@@ -77,18 +79,17 @@ class PerHeadKeySumSm90:
 @cached
 def compile_per_head_key_sum(index_dim: int):
     """-> f(parts fp32 [H, Tk // 64 + B, 64 di], cu_seqlens_q and cu_seqlens_k int32 [B + 1], dk_idx bf16 [Tk, di])."""
-    compact = cute.runtime.make_fake_compact_tensor
-    bounds = cute.sym_int()
-    part = KEYS * index_dim
-    # A head's stride has 64 bits: 2^31 numbers are 262144 keys of 64 heads x 128.
-    parts = cute.runtime.make_fake_tensor(
-        Float32, (cute.sym_int(), cute.sym_int(), part), (cute.sym_int64(divisibility=4), part, 1), assumed_align=16
+    bounds, part = cute.sym_int(), KEYS * index_dim
+    return compile_sm90(
+        PerHeadKeySumSm90(),
+        # A head's stride has 64 bits: 2^31 numbers are 262144 keys of 64 heads x 128.
+        fake(Float32, (cute.sym_int(), cute.sym_int(), part), (cute.sym_int64(divisibility=4), part, 1)),
+        *(fake(Int32, (bounds,), (1,), 4) for _ in range(2)),
+        fake(BFloat16, (cute.sym_int(), index_dim), (index_dim, 1)),
+        fake_stream(),
     )
-    begins = [compact(Int32, (bounds,), assumed_align=4) for _ in range(2)]
-    dk_idx = compact(BFloat16, (cute.sym_int(), index_dim), stride_order=(1, 0), assumed_align=16)
-    return compile_sm90(PerHeadKeySumSm90(), parts, *begins, dk_idx, fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    return [(compile_per_head_key_sum, (64,)), (compile_per_head_key_sum, (128,))]
+    return [(compile_per_head_key_sum, (index_dim,)) for index_dim in INDEX_CHANNELS]

@@ -1,44 +1,45 @@
-"""Work and memory of the kernels that compare a head's two distributions: the attention's and its indexer's.
+"""Work tiles and shared memory of the kernels that compare a head's two distributions: the attention's and its
+indexer's.
 
-An item is a head of a slot: up to 128 consecutive queries of a sequence, one row each. Its keys come in tiles of 64,
-from the last that a row sees down to the first.
+A work tile is a head of a q tile: up to 128 consecutive queries of a sequence, one row each. Its keys come in tiles of
+64, from the last that a row sees down to the first.
 
-- CTAs take items from a counter in global memory, so whoever is done first takes the next. Of an item only earlier ones
-  may be waited for: a CTA that has taken one is running.
-- Heads come in bunches, and a bunch runs through all slots: queries of a sequence follow each other closely in time.
-- One warp takes items, tells the others about them, and loads: the queries' rows of both kinds, then both kinds of keys
-  of a tile together through a ring.
+- The scheduler is dynamic and persistent: CTAs draw work tiles from a tile counter in global memory. Of a work tile
+  only earlier ones may be waited for: a CTA that has drawn one is running.
+- Heads run through all q tiles together, `heads_together` at a time: queries of a sequence follow each other closely in
+  time.
+- One producer warp draws work tiles, passes their WorkTileInfo to the consumers, and loads by TMA: the queries' rows of
+  both kinds, then both kinds of keys of a tile together through a pipeline.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.pipeline import advance
-from dsa.cute.shared_memory import load_matrices
+from dsa.cute.copies import tile_load
+from dsa.cute.fake_tensors import fake, strides
+from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
+from dsa.cute.shared_memory import load_matrices, load_matrices_transposed
+from dsa.kernels.training.limits import PER_HEAD_KEY_TILE, Q_TILE
 
-ROWS, KEYS = 128, 64
-WARPGROUP = 128
-SHARED_BYTES = 232448
+ROWS, KEYS = Q_TILE, PER_HEAD_KEY_TILE
 CHUNK = 64  # channels that lie in a row of 128 bytes of shared memory
-FACTS = 2
-# What an item's facts are; HEAD is -1 behind the last item. BEFORE: tiles of the slot before, of the same sequence.
-HEAD, SLOT, FIRST_Q, COUNT, FIRST_K, SEQUENCE, LENGTH, SEEN, STEP, TILES, BEFORE = range(11)
-FACT_WORDS = 12
+INFO_STAGES, INFO_WORDS = 2, 12
 DTYPE = BFloat16
 
 
 @dataclass(frozen=True)
-class Item:
-    """Row i < count is query first_q + i and sees keys first_k + j, j < visible(seen + step * i) of `length`. `before`:
-    how many of the `tiles` tiles of keys the queries before this slot's saw."""
+class WorkTileInfo:
+    """head: -1 behind the last work tile. Row i < count is query first_q + i and sees keys first_k + j,
+    j < visible(seen + step * i) of `length`. before: how many of the `tiles` tiles of keys the queries of the q tile
+    before, of the same sequence, saw."""
 
     head: Int32
-    slot: Int32
+    q_tile: Int32
     first_q: Int32
     count: Int32
     first_k: Int32
@@ -57,20 +58,18 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Shared memory: rows [128, d] and [128, di], keys [64, d, stage] and [64, di, stage], barriers and facts."""
+class SharedTensors:
+    """Rows [128, d] and [128, di], keys [64, d, stage] and [64, di, stage], and the pipelines of rows, of keys, and of
+    what is known of work tiles."""
 
     q: cute.Tensor
     q_idx: cute.Tensor
     k: cute.Tensor
     k_idx: cute.Tensor
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    full: cute.Pointer
-    empty: cute.Pointer
-    facts_full: cute.Pointer
-    facts_empty: cute.Pointer
-    facts: cute.Tensor
+    rows: Pipeline
+    keys: Pipeline
+    work_tiles: Pipeline
+    info: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,10 @@ class Loads:
 
 
 class PerHeadTiles:
-    """`dim` and `index_dim` channels, a ring of `stages` tiles of keys; `readers` warps read facts."""
+    """`dim` and `index_dim` channels, `stages` tiles of keys; `consumers` warps read what is known of work tiles."""
 
-    def __init__(self, dim: int, index_dim: int, stages: int, readers: int):
-        self.dim, self.index_dim, self.stages, self.readers = dim, index_dim, stages, readers
+    def __init__(self, dim: int, index_dim: int, stages: int, consumers: int):
+        self.dim, self.index_dim, self.stages, self.consumers = dim, index_dim, stages, consumers
 
     def row_layout(self, dim: int) -> cute.ComposedLayout:
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, KEYS, dim), DTYPE, 1)
@@ -102,13 +101,10 @@ class PerHeadTiles:
     def storage(self) -> type:
         @cute.struct
         class TileStorage:
-            q_full: cute.struct.MemRange[Int64, 1]
-            q_empty: cute.struct.MemRange[Int64, 1]
-            full: cute.struct.MemRange[Int64, self.stages]
-            empty: cute.struct.MemRange[Int64, self.stages]
-            facts_full: cute.struct.MemRange[Int64, FACTS]
-            facts_empty: cute.struct.MemRange[Int64, FACTS]
-            facts: cute.struct.MemRange[Int32, FACT_WORDS * FACTS]
+            rows: pipeline_storage(1)
+            keys: pipeline_storage(self.stages)
+            work_tiles: pipeline_storage(INFO_STAGES)
+            info: cute.struct.MemRange[Int32, INFO_WORDS * INFO_STAGES]
             q: cute.struct.Align[cute.struct.MemRange[DTYPE, ROWS * self.dim], 1024]
             q_idx: cute.struct.Align[cute.struct.MemRange[DTYPE, ROWS * self.index_dim], 1024]
             k: cute.struct.Align[cute.struct.MemRange[DTYPE, KEYS * self.dim * self.stages], 1024]
@@ -116,25 +112,21 @@ class PerHeadTiles:
 
         return TileStorage
 
-    def memory(self, storage) -> Memory:
+    def shared_tensors(self, storage) -> SharedTensors:
         layouts = *map(self.row_layout, (self.dim, self.index_dim)), *map(self.key_layout, (self.dim, self.index_dim))
         ranges = storage.q, storage.q_idx, storage.k, storage.k_idx
         tensors = [x.get_tensor(layout.outer, swizzle=layout.inner) for x, layout in zip(ranges, layouts)]
-        barriers = storage.q_full, storage.q_empty, storage.full, storage.empty, storage.facts_full, storage.facts_empty
-        facts = storage.facts.get_tensor(cute.make_layout((FACT_WORDS, FACTS)))
-        return Memory(*tensors, *[x.data_ptr() for x in barriers], facts)
+        rings = (storage.rows, 1), (storage.keys, self.stages), (storage.work_tiles, INFO_STAGES)
+        pipelines = [Pipeline.of(barriers, stages) for barriers, stages in rings]
+        info = storage.info.get_tensor(cute.make_layout((INFO_WORDS, INFO_STAGES)))
+        return SharedTensors(*tensors, *pipelines, info)
 
     @cute.jit
-    def init(self, memory: Memory, row_readers: cutlass.Constexpr, key_readers: cutlass.Constexpr):
+    def init(self, shared: SharedTensors, row_consumers: cutlass.Constexpr, key_consumers: cutlass.Constexpr):
         """Barriers: how many warps release the rows and a tile of keys. One thread's work."""
-        cute.arch.mbarrier_init(memory.q_full, 1)
-        cute.arch.mbarrier_init(memory.q_empty, row_readers)
-        for i in cutlass.range_constexpr(self.stages):
-            cute.arch.mbarrier_init(memory.full + i, 1)
-            cute.arch.mbarrier_init(memory.empty + i, key_readers)
-        for i in cutlass.range_constexpr(FACTS):
-            cute.arch.mbarrier_init(memory.facts_full + i, 1)
-            cute.arch.mbarrier_init(memory.facts_empty + i, self.readers)
+        shared.rows.init(row_consumers)
+        shared.keys.init(key_consumers)
+        shared.work_tiles.init(self.consumers)
 
     def loads(self, q: cute.Tensor, k: cute.Tensor, q_idx: cute.Tensor, k_idx: cute.Tensor) -> Loads:
         """q [Tq, H, d], k [Tk, Hk, d], q_idx [Tq, H, di], k_idx [Tk, 1, di]."""
@@ -146,74 +138,77 @@ class PerHeadTiles:
             (k_idx, self.key_layout(self.index_dim), KEYS, self.index_dim),
         ):
             by_head = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
-            load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
-            stage = cute.slice_(layout, (None, None, 0))
-            info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, by_head, stage, (rows, dim))
-            pairs += [info[0], info[1]]
+            pairs += tile_load(by_head, layout, (rows, dim))
         return Loads(*pairs)
 
     @cute.jit
-    def load(self, loads: Loads, memory: Memory, slots: cute.Tensor, counter: cute.Tensor, heads, bunch, group, lane):
-        """The loading warp: all items of this CTA. bunch: heads that run through the slots together, a divisor of
-        `heads`; group: of so many of them the keys are the same head's."""
-        index = self.take(counter, lane)
-        at, facts_phase, rows_phase, stage, phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        count = slots.shape[0]
+    def produce(
+        self,
+        loads: Loads,
+        shared: SharedTensors,
+        q_tiles: cute.Tensor,
+        tile_counter: cute.Tensor,
+        heads,
+        heads_together,
+        group,
+        lane,
+    ):
+        """The producer warp: all work tiles of this CTA. heads_together: how many heads run through the q tiles
+        together, a divisor of `heads`; group: of so many of them the keys are the same head's."""
+        index = self.draw(tile_counter, lane)
+        info_state, row_phase, key_state = start(), Int32(0), start()
+        count = q_tiles.shape[0]
         total = count * heads
         while index < total:
-            head = index // (count * bunch) * bunch + index % bunch
-            slot = index // bunch % count
-            index = self.take(counter, lane)
-            # Lanes 0 to 7 have the slot's numbers, 8 to 15 those of the one before.
-            own = slots[cutlass.max(slot - (lane >> 3 & 1), 0), lane & 7]
-            numbers = [cute.arch.shuffle_sync(own, i) for i in range(8)]
+            head = index // (count * heads_together) * heads_together + index % heads_together
+            q_tile = index // heads_together % count
+            index = self.draw(tile_counter, lane)
+            # Lanes 0 to 7 have the q tile's fields, 8 to 15 those of the one before.
+            own = q_tiles[cutlass.max(q_tile - (lane >> 3 & 1), 0), lane & 7]
+            fields = [cute.arch.shuffle_sync(own, i) for i in range(8)]
             earlier = [cute.arch.shuffle_sync(own, 8 + i) for i in range(8)]
-            if numbers[1] > 0:
-                tiles, before = self.tiles(numbers), self.tiles(earlier)
-                if slot == 0 or earlier[7] != numbers[7]:
+            if fields[1] > 0:
+                tiles, before = self.key_tiles(fields), self.key_tiles(earlier)
+                if q_tile == 0 or earlier[7] != fields[7]:
                     before = Int32(0)
-                cute.arch.mbarrier_wait(memory.facts_empty + at, facts_phase ^ 1)
+                shared.work_tiles.producer_wait(info_state)
                 with cute.arch.elect_one():
-                    first_q, rows, first_k, length, seen, step, _, sequence = numbers
-                    facts = (head, slot, first_q, rows, first_k, sequence, length, seen, step, tiles, before)
-                    for i in cutlass.range_constexpr(len(facts)):
-                        memory.facts[i, at] = facts[i]
-                    cute.arch.mbarrier_arrive(memory.facts_full + at)
-                at, facts_phase = advance(at, facts_phase, FACTS)
-                cute.arch.mbarrier_wait(memory.q_empty, rows_phase ^ 1)
-                with cute.arch.elect_one():
-                    size = ROWS * (self.dim + self.index_dim) * 2
-                    cute.arch.mbarrier_arrive_and_expect_tx(memory.q_full, size)
-                self.copy(loads.q, loads.mq, memory.q, numbers[0], head, ROWS, 0, 0, memory.q_full)
-                self.copy(loads.q_idx, loads.mq_idx, memory.q_idx, numbers[0], head, ROWS, 0, 0, memory.q_full)
-                rows_phase ^= 1
+                    first_q, rows, first_k, length, seen, step, _, sequence = fields
+                    info = (head, q_tile, first_q, rows, first_k, sequence, length, seen, step, tiles, before)
+                    for i in cutlass.range_constexpr(len(info)):
+                        shared.info[i, info_state.stage] = info[i]
+                    cute.arch.mbarrier_arrive(shared.work_tiles.producer_barrier(info_state))
+                info_state = shared.work_tiles.advance(info_state)
+                row_state = PipelineState(Int32(0), row_phase)
+                shared.rows.producer_acquire(row_state, ROWS * (self.dim + self.index_dim) * 2)
+                full = shared.rows.producer_barrier(row_state)
+                self.copy(loads.q, loads.mq, shared.q, fields[0], head, ROWS, 0, 0, full)
+                self.copy(loads.q_idx, loads.mq_idx, shared.q_idx, fields[0], head, ROWS, 0, 0, full)
+                row_phase ^= 1
                 for n in cutlass.range(tiles, unroll=1):
-                    full = memory.full + stage
-                    cute.arch.mbarrier_wait(memory.empty + stage, phase ^ 1)
-                    with cute.arch.elect_one():
-                        size = KEYS * (self.dim + self.index_dim) * 2
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+                    keys_full, stage = shared.keys.producer_barrier(key_state), key_state.stage
+                    shared.keys.producer_acquire(key_state, KEYS * (self.dim + self.index_dim) * 2)
                     tile = tiles - 1 - n
-                    self.copy(loads.k, loads.mk, memory.k, numbers[2], head // group, KEYS, tile, stage, full)
-                    self.copy(loads.k_idx, loads.mk_idx, memory.k_idx, numbers[2], 0, KEYS, tile, stage, full)
-                    stage, phase = advance(stage, phase, self.stages)
-        cute.arch.mbarrier_wait(memory.facts_empty + at, facts_phase ^ 1)
+                    self.copy(loads.k, loads.mk, shared.k, fields[2], head // group, KEYS, tile, stage, keys_full)
+                    self.copy(loads.k_idx, loads.mk_idx, shared.k_idx, fields[2], 0, KEYS, tile, stage, keys_full)
+                    key_state = shared.keys.advance(key_state)
+        shared.work_tiles.producer_wait(info_state)
         with cute.arch.elect_one():
-            memory.facts[HEAD, at] = Int32(-1)
-            cute.arch.mbarrier_arrive(memory.facts_full + at)
+            shared.info[0, info_state.stage] = Int32(-1)
+            cute.arch.mbarrier_arrive(shared.work_tiles.producer_barrier(info_state))
 
     @cute.jit
-    def take(self, counter: cute.Tensor, lane):
-        """The number of the next item."""
+    def draw(self, tile_counter: cute.Tensor, lane):
+        """The number of the next work tile."""
         number = Int32(0)
         if lane == 0:
-            number = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+            number = cute.arch.atomic_add(tile_counter.iterator, Int32(1), sem="relaxed", scope="gpu")
         return cute.arch.shuffle_sync(number, 0)
 
     @cute.jit
-    def tiles(self, numbers):
-        """Tiles of keys that a slot sees."""
-        _, rows, _, length, seen, step, _, _ = numbers
+    def key_tiles(self, fields):
+        """Tiles of keys that a q tile sees."""
+        _, rows, _, length, seen, step, _, _ = fields
         last = cutlass.max(cutlass.min(seen + step * (rows - 1), length), 0)
         return (last + (KEYS - 1)) >> 6 if rows > 0 else Int32(0)
 
@@ -228,19 +223,24 @@ class PerHeadTiles:
         cute.copy(atom, source[None, tile], target[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit
-    def next_item(self, memory: Memory, count) -> Item:
-        """Wait for the facts of a warp's item number `count`."""
-        cute.arch.mbarrier_wait(memory.facts_full + count % FACTS, count // FACTS % 2)
-        return self.item(memory, count)
+    def current(self, shared: SharedTensors, count) -> WorkTileInfo:
+        """Wait for the CTA's work tile number `count`. A consumer warp's work."""
+        cute.arch.mbarrier_wait(shared.work_tiles.full + count % INFO_STAGES, count // INFO_STAGES % 2)
+        return self.work_tile(shared, count)
 
     @cute.jit
-    def item(self, memory: Memory, count) -> Item:
-        """The facts again, where registers should not hold them."""
-        return Item(*[memory.facts[i, count % FACTS] for i in range(11)])
+    def work_tile(self, shared: SharedTensors, count) -> WorkTileInfo:
+        """What is known of it again, where registers should not hold it."""
+        return WorkTileInfo(*[shared.info[i, count % INFO_STAGES] for i in range(11)])
 
     @cute.jit
-    def release(self, barrier: cute.Pointer):
-        """A warp needs what is behind a barrier no more."""
+    def release(self, shared: SharedTensors, count):
+        """This warp needs no more what is known of the CTA's work tile number `count`."""
+        self.arrive(shared.work_tiles.empty + count % INFO_STAGES)
+
+    @cute.jit
+    def arrive(self, barrier: cute.Pointer):
+        """Once for all lanes of this warp, when they all are here."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
@@ -274,16 +274,6 @@ def load_transposed(words: cute.Tensor, rows: cute.Tensor, chunk: cutlass.Conste
             words[4 * step + i] = loaded[i]
 
 
-@cute.jit
-def load_matrices_transposed(address: Int32):
-    """As `load_matrices`; what a lane has of each matrix are two neighbours of its column lane / 4."""
-    return cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-    )
-
-
 def operand(mma: cute.TiledMma, rows: int, channels: int) -> tuple[cute.Tensor, cute.Tensor]:
     """Registers for an operand in registers: as wgmma takes them, and as words."""
     tensor = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((rows, channels)), DTYPE)
@@ -291,12 +281,12 @@ def operand(mma: cute.TiledMma, rows: int, channels: int) -> tuple[cute.Tensor, 
     return tensor, words
 
 
-def score_mma(held: bool) -> cute.TiledMma:
-    """Rows [128, channels], 64 of a warpgroup, in registers if `held`, times keys [64, channels]."""
+def score_mma(q_rmem: bool) -> cute.TiledMma:
+    """Rows [128, channels], 64 of a warpgroup, in registers if `q_rmem`, times keys [64, channels]."""
     major, source = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource
-    held_in = source.RMEM if held else source.SMEM
+    place = source.RMEM if q_rmem else source.SMEM
     shape = (ROWS // 64, 1, 1), (64, KEYS)
-    return sm90.make_trivial_tiled_mma(DTYPE, DTYPE, major, major, cutlass.Float32, *shape, held_in)
+    return sm90.make_trivial_tiled_mma(DTYPE, DTYPE, major, major, cutlass.Float32, *shape, place)
 
 
 @cute.jit
@@ -307,3 +297,23 @@ def multiply(mma: cute.TiledMma, acc: cute.Tensor, rows: cute.Tensor, columns: c
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
         cute.gemm(mma, acc, rows[None, None, step], columns[None, None, step], acc)
     cute.nvgpu.warpgroup.commit_group()
+
+
+def fake_inputs(tokens, keys, heads, dim: int, index_dim: int) -> tuple[cute.Tensor, ...]:
+    """q [Tq, H, d], k [Tk, Hk, d], q_idx [Tq, H, di], k_idx [Tk, 1, di]: rows start at multiples of 16 bytes."""
+    shapes = (tokens, heads, dim), (keys, cute.sym_int(), dim), (tokens, heads, index_dim), (keys, 1, index_dim)
+    return tuple(fake_rows(shape) for shape in shapes)
+
+
+def fake_rows(shape: tuple) -> cute.Tensor:
+    return fake(DTYPE, shape, (*strides(2, 8), 1))
+
+
+def fake_by_query(tokens, heads) -> cute.Tensor:
+    """fp32 [Tq, H]"""
+    return fake(Float32, (tokens, heads), (*strides(1), 1), 4)
+
+
+def fake_by_head(heads, tokens) -> cute.Tensor:
+    """fp32 [H, Tq]"""
+    return fake(Float32, (heads, tokens), (*strides(1), 1), 4)

@@ -6,7 +6,7 @@ keys, how many of them the first query sees (may be below 0), how many more each
 1), anything, sequence.
 
 Nothing is checked here. q, k, q_idx and k_idx are bf16, their rows at multiples of 16 bytes, the rest contiguous; d is
-64, 128 or 192, di 64 or 128.
+of PER_HEAD_CHANNELS, di of INDEX_CHANNELS (the kernels' limits.py).
 """
 
 import functools
@@ -15,14 +15,13 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.kernels.training.limits import PER_HEAD_KEY_TILE, PER_HEAD_KEY_WARPS
 from dsa.ops.training._uncovered_rows import fill_uncovered
 
 # Heads that run through the q tiles together: a q tile's gradients wait for those of the q tile before, and rarely if
 # there are many; but what they add to should fit in the L2 cache.
 LEAST_TOGETHER, MOST_TOGETHER = 16, 64
 CACHE_BYTES = 32 << 20
-TILE = 64
-SUM_WARPS = 4
 
 
 def per_head_forward(
@@ -71,10 +70,10 @@ def per_head_backward(
     count, batch = len(q_tiles), len(cu_seqlens_k) - 1
     dq_idx, dw = q_idx.new_empty(tokens, heads, index_dim), w.new_empty(tokens, heads)
     dk_idx = k_idx.new_empty(keys, index_dim)
-    zeros = torch.zeros(1 + heads * count * SUM_WARPS, dtype=torch.int32, device=q.device)
-    parts = w.new_empty(heads, keys // TILE + batch, TILE * index_dim)
+    zeros = torch.zeros(1 + heads * count * PER_HEAD_KEY_WARPS, dtype=torch.int32, device=q.device)
+    parts = w.new_empty(heads, keys // PER_HEAD_KEY_TILE + batch, PER_HEAD_KEY_TILE * index_dim)
     _, launch, launch_sum = _kernels(dim, index_dim)
-    counter, done = zeros[:1], zeros[1:].view(heads, count, SUM_WARPS)
+    counter, done = zeros[:1], zeros[1:].view(heads, count, PER_HEAD_KEY_WARPS)
     together = _together(heads, keys // max(batch, 1) * index_dim * 4)
     with backends.on_device(q):
         inputs = q, k, q_idx, k_idx[:, None], w, lse, lse_idx, g, q_tiles

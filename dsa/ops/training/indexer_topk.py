@@ -10,6 +10,8 @@ from dsa.ops.training._indexer_gradient import active_shape, index_scores
 from dsa.ops.training._warmup_sum import LEAST_WORKSPACE, Indexer, Plan, make_plan
 from dsa.reference.training import indexer_training as reference
 
+__all__ = ["indexer_topk"]
+
 
 def indexer_topk(
     q_idx: torch.Tensor,

@@ -18,6 +18,8 @@ from dsa.ops.training._warmup_per_head import per_head_backward, per_head_forwar
 from dsa.ops.training._warmup_sum import Indexer, Plan, key_tiles_of, losses, make_plan, workspace
 from dsa.reference.training import indexer_training as reference
 
+__all__ = ["indexer_warmup_attention"]
+
 CHANNELS = *DENSE_CHANNELS, ABSORBED
 
 

@@ -12,6 +12,8 @@ from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.training import indexer_training as reference
 
+__all__ = ["sparse_indexer_loss"]
+
 DIMS, INDEX_DIMS = (576, 512), (64, 128)
 TILE = 64  # keys of a kernel's tile, heads of a row tile
 MOST_HEADS, MOST_INDEX_HEADS, MOST_KEYS = 128, 64, 2048

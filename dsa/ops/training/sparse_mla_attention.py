@@ -20,6 +20,8 @@ from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.training import indexer_training as reference
 
+__all__ = ["sparse_mla_attention"]
+
 DTYPES = tuple(getattr(torch, name) for name in SPARSE_DTYPES)
 
 

@@ -18,7 +18,7 @@ def test_kl_sass(arguments):
     assert sass.instructions["HGMMA"] == sum(arguments) // K16
     # Without registers to spare the assembler waits behind every product.
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
-    assert kl.GROUPS * kl.REGISTERS[0] + kl.REGISTERS[1] <= ALL
+    assert kl.CONSUMERS * kl.CONSUMER_REGISTERS + kl.PRODUCER_REGISTERS <= ALL
 
 
 @shipped(gradient.compile_per_head_gradient)
@@ -31,8 +31,8 @@ def test_gradient_sass(arguments):
     assert sass.instructions["HGMMA"] == products
     assert sass.instructions["WARPGROUP"] < products
     assert sass.instructions["REDG"] == index_dim // 8
-    score, add, load = gradient.REGISTERS[index_dim]
-    assert gradient.SCORERS * score + add + load <= ALL
+    registers = gradient.REGISTERS[index_dim]
+    assert gradient.SCORE_WARPGROUPS * registers.score + registers.key + registers.producer <= ALL
 
 
 @shipped(key_sum.compile_per_head_key_sum)
