@@ -70,6 +70,17 @@ def start() -> PipelineState:
 
 
 @cute.jit
+def state_at(count, stages: cutlass.Constexpr) -> PipelineState:
+    """The state behind `count` stages of a ring of `stages`: one number to carry instead of two, for a division."""
+    return PipelineState(count % stages, count // stages & 1)
+
+
+def state_at_of_two(count: Int32) -> PipelineState:
+    """The same of a ring of two, by bits."""
+    return PipelineState(count & 1, (count >> 1) & 1)
+
+
+@cute.jit
 def advance(stage, phase, stages):
     """The next stage and its phase, by comparison: a division would put a dozen instructions before every wait."""
     wraps = stage == stages - 1

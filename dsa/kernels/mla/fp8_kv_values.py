@@ -1,9 +1,8 @@
-"""The warpgroups that accumulate values of an FP8 cache: O^T += V^T P^T, and O^T to its place.
+"""The output warpgroups of attention over an FP8 cache: O^T += V^T P^T, and O^T to its place.
 
-Each has 256 channels x `rows` of O^T, a warp of it 64 channels, of which a lane has four from 4 (lane / 4) on,
-and those 32 further: rows lane / 4 and 8 further of the four products are the first two of these, the next two, and so
-on. A key's number is
-exact in f16, and times its scale is rounded to f16 (scale_table.py).
+Each has 256 channels x `head_tile` of O^T, a warp of it 64 channels, of which a lane has four from 4 (lane / 4) on, and
+those 32 further: rows lane / 4 and 8 further of the four products are the first two of these, the next two, and so on.
+A key's number is exact in f16, and times its scale is rounded to f16 (ScaleTable in swap_ab_exchange.py).
 """
 
 import cutlass
@@ -11,129 +10,130 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.pipeline import advance
+from dsa.cute.pipeline import start, state_at_of_two
 from dsa.cute.shared_memory import load_4, load_8, pack
 from dsa.cute.sm90 import opaque
-from dsa.kernels.mla.fp8_kv_rows import halves_of_two, interleave, times, times_split, times_to_f16
-from dsa.kernels.mla.fp8_kv_scale_table import TABLE_BYTES, ScaleTable
-from dsa.kernels.mla.fp8_kv_tiles import ByteRings, ByteTiles
-from dsa.kernels.mla.mla_attention import Results
-from dsa.kernels.mla.mla_tiles import CHUNK, PART, SEQUENCE, TILE, TILES, VALUE
-from dsa.kernels.mla.swap_ab_exchange import Exchange, Thread, turn
+from dsa.kernels.mla.fp8_kv_convert import halves_of_two, interleave, times, times_split, times_to_f16
+from dsa.kernels.mla.fp8_kv_gather import Fp8KvPipeline, Fp8TopkGather
+from dsa.kernels.mla.limits import TILE_N
+from dsa.kernels.mla.mla_epilogue import Results
+from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, ROPE_CHUNK
+from dsa.kernels.mla.swap_ab_exchange import SCALE_TABLE_BYTES, HeadRange, ScaleTable, SwapAbExchange, Thread
 
-HALF = VALUE // 2
-BLOCKS = VALUE // CHUNK  # of 64 channels, that are values
-K16 = 16
+LAST_CHUNK = ROPE_CHUNK - 1  # of the value; of 512 channels it is bf16
 
 
-class ByteValues:
-    """Keys in `memory` and `rows` heads of a query, 16, 32 or 64."""
+class Fp8KvValues:
+    """Keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
 
-    def __init__(self, memory: ByteTiles, rows: int):
-        self.memory, self.rows, self.slots = memory, rows, memory.slots
-        self.own = rows // 4  # columns of a lane
-        self.table = ScaleTable(memory.channels)
+    def __init__(self, kv: Fp8TopkGather, head_tile: int):
+        self.kv, self.head_tile = kv, head_tile
+        self.columns = head_tile // 4  # of a lane
+        self.table = ScaleTable(kv.head_dim)
         # Of more heads there are no registers to read ahead, or to keep what is needed again.
-        self.ahead = memory.rope and rows < 32
+        self.ahead = kv.has_rope and head_tile < 32
 
-    def multiplication(self) -> cute.TiledMma:
+    def tiled_mma(self) -> cute.TiledMma:
         k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        registers, shape = cute.nvgpu.warpgroup.OperandSource.RMEM, (TILE, self.rows)
+        registers, shape = cute.nvgpu.warpgroup.OperandSource.RMEM, (TILE_N, self.head_tile)
         return sm90.make_trivial_tiled_mma(Float16, Float16, k_major, mn_major, Float32, (1, 1, 1), shape, registers)
 
     @cute.jit
-    def run(self, results: Results, mma, raw, rings: ByteRings, exchange: Exchange, rows, group, thread: Thread):
-        """All pieces of this CTA; rows: (its first, how many there are)."""
-        first_row, heads = rows
+    def output_mainloop(
+        self,
+        results: Results,
+        mma: cute.TiledMma,
+        raw,
+        pipeline: Fp8KvPipeline,
+        exchange: SwapAbExchange,
+        heads: HeadRange,
+        group,
+        thread: Thread,
+    ):
+        """An output warpgroup: its half of the channels, all work tiles of this CTA."""
         thr = mma.get_slice(thread.tid)
         rp = mma.make_fragment_B(thr.partition_B(exchange.p))
         # Of 16 keys, two products; twice.
-        operands = cute.make_rmem_tensor((*thr.partition_shape_A((TILE, K16)), 2, 2), Float16)
-        flat = cute.make_rmem_tensor((2 * self.rows,), Float32)
-        of_product = cute.make_layout(thr.partition_shape_C((TILE, self.rows)))
-        accs = [cute.make_tensor(flat.iterator + j * (self.rows // 2), of_product) for j in range(4)]
-        slot, phase, pieces, parts, sequence = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        block = thread.side * 4 + thread.warp
+        operands = cute.make_rmem_tensor((*thr.partition_shape_A((TILE_N, K16)), 2, 2), Float16)
+        flat = cute.make_rmem_tensor((2 * self.head_tile,), Float32)
+        of_product = cute.make_layout(thr.partition_shape_C((TILE_N, self.head_tile)))
+        accs = [cute.make_tensor(flat.iterator + j * (self.head_tile // 2), of_product) for j in range(4)]
+        state, work_count, tile_count, batch_idx = start(), Int32(0), Int32(0), Int32(0)
+        chunk = thread.side * 4 + thread.warp
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        while sequence >= 0:
-            at, facts_phase = turn(pieces)
-            cute.arch.mbarrier_wait(rings.facts_full + at, facts_phase)
-            sequence, tiles, part = rings.facts[SEQUENCE, at], rings.facts[TILES, at], rings.facts[PART, at]
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(rings.facts_empty + at)
-            if sequence >= 0:
+        while batch_idx >= 0:
+            batch_idx, tiles, split_idx = pipeline.work.read_result(state_at_of_two(work_count))
+            if batch_idx >= 0:
                 flat.fill(0.0)
-                for _ in cutlass.range_constexpr(self.memory.query_slots):
+                for _ in cutlass.range_constexpr(self.kv.q_stages):
                     # The queries, which are not for this warpgroup; but a wait must not leave out a phase.
-                    cute.arch.mbarrier_wait(rings.full + slot, phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(rings.empty + slot)
-                    slot, phase = advance(slot, phase, self.slots)
+                    pipeline.kv.consumer_wait(state)
+                    pipeline.kv.consumer_release(state)
+                    state = pipeline.kv.advance(state)
                 for _ in cutlass.range(tiles, unroll=1):
-                    cute.arch.mbarrier_wait(rings.full + slot, phase)
+                    pipeline.kv.consumer_wait(state)
                     lane = opaque(thread.lane)
-                    first = raw + slot * self.memory.slot_bytes + (lane & 3) * 2 * self.memory.pitch
-                    first += block * CHUNK + (lane >> 2) * 4
+                    first = raw + state.stage * self.kv.stage_bytes + (lane & 3) * 2 * self.kv.pitch
+                    first += chunk * K_CHUNK + (lane >> 2) * 4
                     numbers = self.numbers_of(first, 0, 0) if self.ahead else None
-                    place, p_phase = turn(parts)
-                    cute.arch.mbarrier_wait(exchange.p_full + place, p_phase)
-                    if exchange.changed[place] != 0:
-                        for c in cutlass.range_constexpr(self.own):
-                            factor = exchange.factors[c // 2 * 8 + (thread.lane & 3) * 2 + c % 2, place]
+                    p_state = state_at_of_two(tile_count)
+                    place, _ = p_state
+                    exchange.p_pipeline.consumer_wait(p_state)
+                    if exchange.rescaled[place] != 0:
+                        for c in cutlass.range_constexpr(self.columns):
+                            factor = exchange.rescale[c // 2 * 8 + (thread.lane & 3) * 2 + c % 2, place]
                             for j in cutlass.range_constexpr(8):
-                                flat[j // 2 * (self.rows // 2) + c // 2 * 4 + j % 2 * 2 + c % 2] *= factor
-                    scales = self.table.of_block(exchange.tables + place * TABLE_BYTES, block)
+                                flat[j // 2 * (self.head_tile // 2) + c // 2 * 4 + j % 2 * 2 + c % 2] *= factor
+                    scales = self.table.of_block(exchange.scale_tables + place * SCALE_TABLE_BYTES, chunk)
                     scales += (lane & 3) * self.table.entry
-                    self.add(accs, mma, operands, rp, first, scales, numbers, place, block, lane)
+                    self.add(accs, mma, operands, rp, first, scales, numbers, place, chunk, lane)
                     cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(rings.empty + slot)
+                    pipeline.kv.consumer_release(state)
                     cute.nvgpu.warpgroup.wait_group(0)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(exchange.p_empty + place)
-                    slot, phase = advance(slot, phase, self.slots)
-                    parts += 1
-                cute.arch.mbarrier_wait(exchange.end_full, pieces & 1)
-                channel = block * CHUNK + (thread.lane >> 2) * 4
-                for c in cutlass.range_constexpr(self.own):
+                    exchange.p_pipeline.consumer_release(p_state)
+                    state = pipeline.kv.advance(state)
+                    tile_count += 1
+                cute.arch.mbarrier_wait(exchange.end.full, work_count & 1)
+                channel = chunk * K_CHUNK + (thread.lane >> 2) * 4
+                for c in cutlass.range_constexpr(self.columns):
                     column = c // 2 * 8 + (thread.lane & 3) * 2 + c % 2
-                    inverse = exchange.inverses[column]
+                    inverse = exchange.inverse[column]
                     numbers = []
                     for j in cutlass.range_constexpr(8):
-                        at_ = j // 2 * (self.rows // 2) + c // 2 * 4 + j % 2 * 2 + c % 2
+                        at_ = j // 2 * (self.head_tile // 2) + c // 2 * 4 + j % 2 * 2 + c % 2
                         numbers.append(flat[at_] * inverse)
-                    row = opaque(first_row + column)
-                    if row < heads:
-                        if part >= 0:
-                            self.store(numbers, results.out_parts[part, 0, row, None], channel)
+                    row = opaque(heads.first + column)
+                    if row < heads.total:
+                        if split_idx >= 0:
+                            self.store(numbers, results.out_partial[split_idx, 0, row, None], channel)
                         else:
-                            whose, query = divmod(sequence, group)
-                            self.store(numbers, results.out[whose, query, row, None], channel)
+                            sequence, query = divmod(batch_idx, group)
+                            self.store(numbers, results.out[sequence, query, row, None], channel)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(exchange.end_empty)
-                pieces += 1
+                    cute.arch.mbarrier_arrive(exchange.end.empty)
+                work_count += 1
 
     @cute.jit
-    def add(self, accs, mma, operands, rp, first, scales, numbers, place, block, lane):
+    def add(self, accs, mma, operands, rp, first, scales, numbers, place, chunk, lane):
         """Start O^T += V^T P^T of the tile whose bytes and scales for the lane begin at `first` and `scales`; numbers:
         the first of them, if they are read ahead. They have been read when this returns."""
         # [channel of two, keys of two halves, product of two, which of the two operands]
         words = cute.make_tensor(cute.recast_ptr(operands.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2)))
         factors = self.factors_of(scales, 0) if self.ahead else None
-        for s in cutlass.range_constexpr(TILE // K16):
+        for s in cutlass.range_constexpr(TILE_N // K16):
             for half in cutlass.range_constexpr(2):
                 if const_expr(self.ahead):
                     following, next_factors = numbers, factors
-                    if const_expr(2 * s + half + 1 < 2 * TILE // K16):
+                    if const_expr(2 * s + half + 1 < 2 * TILE_N // K16):
                         following = self.numbers_of(first, s + half, 1 - half)
                         if const_expr(half == 1):
                             next_factors = self.factors_of(scales, s + 1)
                     self.from_bytes(words, numbers, factors, s, half)
                     numbers, factors = following, next_factors
-                elif const_expr(self.memory.rope):
+                elif const_expr(self.kv.has_rope):
                     self.from_bytes(words, self.numbers_of(first, s, half), self.factors_of(scales, s), s, half)
-                elif block == BLOCKS - 1:
+                elif chunk == LAST_CHUNK:
                     self.from_numbers(words, first + (lane >> 2) * 4, scales, s, half)
                 else:
                     self.from_bytes(words, self.numbers_of(first, s, half), self.factors_of(scales, s), s, half)
@@ -141,7 +141,7 @@ class ByteValues:
 
     def row(self, i: int, s: int) -> int:
         """Where the i-th of a lane's four of 16 keys lies, from its first key on."""
-        return (16 * s + i % 2 + i // 2 * 8) * self.memory.pitch
+        return (16 * s + i % 2 + i // 2 * 8) * self.kv.pitch
 
     def numbers_of(self, first, s: int, half: int) -> list:
         """Four channels of each of a lane's four of 16 keys."""

@@ -2,7 +2,7 @@
 
 lse = log sum_i e^lse_i;   out = sum_i e^(lse_i - lse) out_i, times e^lse / (e^lse + e^sink) with a sink
 
-Plan
+Work
 - A row of D channels belongs to a warp, and of every branch 16 bytes at a time to a lane, in registers from the load to
   the store: one read of each branch, one write. A chunk is UNROLL such vectors a lane, up to 8 loads in flight.
 - The first chunk is on its way while the weights are found, by every lane of the row alike: N exponentials cost less
@@ -11,7 +11,8 @@ Plan
   replaced by zeros: it may be NaN.
 - Tensors are [A, B, H, D] of any strides, as decoding has its LSEs [B, H, s_q]: coordinates by precomputed divisors and
   64-bit offsets, which a warp's row needs once.
-Shared memory: none. Constraints: 1 to MOST_BRANCHES branches of one dtype, rows at multiples of 16 bytes.
+Warp roles: none, all warps do the same. Shared memory: none. Constraints: 1 to MAX_BRANCHES branches of one dtype,
+rows at multiples of 16 bytes.
 Roofline: memory, (N + 1) * D elements a row.
 """
 
@@ -23,12 +24,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.sm90 import WARP
+from dsa.kernels.mla.limits import MAX_BRANCHES, MERGE_CHANNEL_MULTIPLE, MERGE_DTYPES
 
 WARPS = 4
 VECTOR_BITS = 128
-MOST_BRANCHES = 4
-DTYPES = ("bfloat16", "float16", "float32")
 INFINITY = float("inf")
 
 
@@ -56,7 +57,7 @@ class MergeAttentionSm90:
         heads = cute.fast_divmod_create_divisor_v2(out.shape[2])
         inner = cute.fast_divmod_create_divisor_v2(out.shape[1])
         self.kernel(outs, lses, attn_sink, out, lse, heads, inner, rows).launch(
-            grid=(cute.ceil_div(rows, WARPS), 1, 1), block=(WARPS * 32, 1, 1), stream=stream
+            grid=(cute.ceil_div(rows, WARPS), 1, 1), block=(WARPS * WARP, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -73,7 +74,7 @@ class MergeAttentionSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        row, lane = block * WARPS + tid // 32, tid % 32
+        row, lane = block * WARPS + tid // WARP, tid % WARP
         if row < rows:
             outer, h = divmod(row, heads)
             a, b = divmod(outer, inner)
@@ -89,19 +90,19 @@ class MergeAttentionSm90:
             if lane == 0:
                 lse[a, b, h] = whole
             target = out[a, b, h, None]
-            for start in cutlass.range(lane, vectors, 32 * self.unroll, unroll=1):
+            for start in cutlass.range(lane, vectors, WARP * self.unroll, unroll=1):
                 if start > lane:
                     self.read(raw, outs, a, b, h, start, vectors)
                 for u in cutlass.range_constexpr(self.unroll):
                     packed = self.add(raw[None, None, u], logs, weights)
-                    if start + 32 * u < vectors:
-                        cute.autovec_copy(packed, cute.local_tile(target, (self.width,), (start + 32 * u,)))
+                    if start + WARP * u < vectors:
+                        cute.autovec_copy(packed, cute.local_tile(target, (self.width,), (start + WARP * u,)))
 
     @cute.jit
     def read(self, raw, outs, a, b, h, start, vectors):
         for u in cutlass.range_constexpr(self.unroll):
             # Past the end: the last vector again.
-            vector = cutlass.min(start + 32 * u, vectors - 1)
+            vector = cutlass.min(start + WARP * u, vectors - 1)
             for n in cutlass.range_constexpr(self.branches):
                 source = cute.local_tile(outs[n][a, b, h, None], (self.width,), (vector,))
                 cute.autovec_copy(source, raw[None, n, u])
@@ -109,22 +110,22 @@ class MergeAttentionSm90:
     @cute.jit
     def weigh(self, weights, logs, sink):
         """Each branch's share of the row, 0 if it is empty; its LSE is then -inf. Returns the LSE of all."""
-        highest, amount = -Float32(INFINITY), Float32(0.0)
+        max_lse, lse_sum = -Float32(INFINITY), Float32(0.0)
         for n in cutlass.range_constexpr(self.branches):
             logs[n] = -Float32(INFINITY) if logs[n] == INFINITY else logs[n]
-            highest = cute.arch.fmax(highest, logs[n])
-        relative = highest if highest > -Float32(INFINITY) else Float32(0.0)
+            max_lse = cute.arch.fmax(max_lse, logs[n])
+        relative = max_lse if max_lse > -Float32(INFINITY) else Float32(0.0)
         for n in cutlass.range_constexpr(self.branches):
             weights[n] = cute.math.exp(logs[n] - relative)
-            amount += weights[n]
+            lse_sum += weights[n]
         # Without branches around them, or the sink would be loaded only here.
-        whole, factor = relative + cute.math.log(amount), amount
+        whole, factor = relative + cute.math.log(lse_sum), lse_sum
         if const_expr(sink is not None):
             factor *= Float32(1.0) + cute.math.exp(sink - whole)
-        inverse = cute.arch.rcp_approx(factor) if amount != 0.0 else Float32(0.0)
+        inverse = cute.arch.rcp_approx(factor) if lse_sum != 0.0 else Float32(0.0)
         for n in cutlass.range_constexpr(self.branches):
             weights[n] *= inverse
-        return whole if amount != 0.0 else Float32(INFINITY)
+        return whole if lse_sum != 0.0 else Float32(INFINITY)
 
     @cute.jit
     def add(self, raw, logs, weights):
@@ -150,15 +151,13 @@ def compile_merge_attention(dtype: str, branches: int, sink: bool):
     [A, B, H, D], lse [A, B, H]); A * B * H from 1 to 2^31 - 8, D > 0. Rows of D start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     width = VECTOR_BITS // element.width
-    outer, dim = [cute.sym_int() for _ in range(3)], cute.sym_int(divisibility=8)
+    outer, dim = [cute.sym_int() for _ in range(3)], cute.sym_int(divisibility=MERGE_CHANNEL_MULTIPLE)
 
     def rows():
-        strides = [cute.sym_int64(divisibility=width) for _ in range(3)]
-        return cute.runtime.make_fake_tensor(element, (*outer, dim), (*strides, 1), assumed_align=16)
+        return fake(element, (*outer, dim), (*strides(3, width), 1))
 
     def numbers(shape):
-        strides = tuple(cute.sym_int64() for _ in shape)
-        return cute.runtime.make_fake_tensor(Float32, tuple(shape), strides, assumed_align=4)
+        return fake(Float32, tuple(shape), strides(len(shape)), 4)
 
     return compile_sm90(
         MergeAttentionSm90(element, branches),
@@ -166,7 +165,7 @@ def compile_merge_attention(dtype: str, branches: int, sink: bool):
         [numbers(outer) for _ in range(branches)],
         numbers(outer[2:]) if sink else None,
         *(rows(), numbers(outer)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake_stream(),
     )
 
 
@@ -174,7 +173,7 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_merge_attention, (dtype, branches, sink))
-        for dtype in DTYPES
-        for branches in range(1, MOST_BRANCHES + 1)
+        for dtype in MERGE_DTYPES
+        for branches in range(1, MAX_BRANCHES + 1)
         for sink in (False, True)
     ]

@@ -1,20 +1,22 @@
-"""The partial results of split sequences, combined: the end of MLA decoding.
+"""The partial results of splits, combined: the end of MLA decoding over split sequences and of sparse MLA attention
+over split queries.
 
-lse = log sum_i e^lse_i;   out = sum_i e^(lse_i - lse) out_i over the splits i of a sequence, in their order
+lse = log sum_i e^lse_i;   out = sum_i e^(lse_i - lse) out_i e^lse / (e^lse + e^sink) over the splits i, in their order
 
-Plan
-- A CTA has ROWS rows of one sequence and KV head, and COLUMNS of the 512 channels. Its warps are GROUPS for each row,
-  which take the splits in turns; with more than one, their sums are added in shared memory, in order.
-- Weights: a warp reads its row's LSEs, while the first partial results are on their way.
-- With a plan, CTA row i looks for the i-th split sequence; without one, for sequence i.
-Launch: programmatic, behind the decoding kernel: the CTAs of sequences that were not split end at once.
-Shared memory: a row's sums of every group, and its weights. Constraints: at most MOST_SPLITS splits.
+Work: a CTA has `rows` rows of one sequence or query and KV head, and `columns` of the 512 channels. Its warps are
+`groups` for each row, which take the splits in turns; with more than one, their sums are added in shared memory, in
+order. A warp reads its row's LSEs, while the first partial results are on their way.
+Which splits there are: dense decoding has them from its plan, of which CTA row i looks for the i-th split sequence, or
+from fixed lengths: then CTA row i has sequence i. Sparse attention has them from its StreamKScheduler.
+Warp roles: none, all warps do the same.
+Launch: programmatic, behind the attention kernel: the CTAs of sequences that were not split end at once.
+Shared memory: a row's sums of every group, and its weights. Constraints: at most MAX_PARTS splits.
 Roofline: memory (L2), 2 KiB a row and split.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,12 +24,14 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
-from dsa.kernels.mla.mla_tiles import MAX_SPLITS, SPLIT_TILES, TILE, VALUE
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.sm90 import WARP
+from dsa.kernels.mla.limits import DTYPES, FIXED_SPLIT_TILES, HEAD_DIM_V, MAX_FIXED_SPLITS, MAX_PARTS, TILE_N
+from dsa.kernels.mla.sparse_arguments import fake_results, fake_sink
+from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 
 WARPS = 8
-LSES = 5  # of a lane
-MOST_SPLITS = 32 * LSES
+LSES = MAX_PARTS // WARP  # of a lane
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,16 @@ class MlaCombineConfig:
     columns: int
 
 
-class MlaCombineSm90:
+class Shared(NamedTuple):
+    """sums [columns, groups, rows], weights [MAX_PARTS, WARPS]"""
+
+    sums: cute.Tensor
+    weights: cute.Tensor
+
+
+class SplitCombine:
+    """What combining has in common wherever the splits come from."""
+
     def __init__(self, dtype: type[cutlass.Numeric], cfg: MlaCombineConfig):
         self.dtype, self.groups, self.columns = dtype, cfg.groups, cfg.columns
         self.rows = WARPS // cfg.groups
@@ -46,14 +59,138 @@ class MlaCombineSm90:
         self.unroll = 16 // self.vectors  # splits at a time
 
     @cute.jit
-    def place(self, out, sequence, row, kv_head, kv_heads):
+    def coord(self, out, batch_idx, row, kv_head, kv_heads):
         """(sequence, query, head) of a row, in the results."""
-        heads = out.shape[2] // kv_heads
-        return sequence, row // heads, kv_head * heads + row % heads
+        raise NotImplementedError
 
     @cute.jit
-    def slot(self, first, split):
+    def split_idx(self, first, split):
         """Which partial result a split is."""
+        raise NotImplementedError
+
+    def row_blocks(self, rows):
+        """CTAs for all rows and channels of a sequence or query and KV head."""
+        return (rows + self.rows - 1) // self.rows * (HEAD_DIM_V // self.columns)
+
+    @cute.jit
+    def block_coord(self, block, row_blocks, warp):
+        """(number of the sequence or query, the warp's row, the CTA's first channel)"""
+        blocks = HEAD_DIM_V // self.columns
+        number, place = block // row_blocks, block % row_blocks
+        row = place // blocks * self.rows + warp // self.groups
+        return number, row, place % blocks * self.columns
+
+    @cute.jit
+    def allocate(self) -> Shared:
+        smem = SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout((self.columns, self.groups, self.rows)), 16)
+        return Shared(sums, smem.allocate_tensor(Float32, cute.make_layout((MAX_PARTS, WARPS)), 16))
+
+    @cute.jit
+    def combine(
+        self,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        out_partial: cute.Tensor,
+        lse_partial: cute.Tensor,
+        shared: Shared,
+        kv_head,
+        batch_idx,
+        row,
+        column,
+        first,
+        splits,
+        sink,
+        warp,
+        lane,
+    ):
+        """Combine splits first to first + splits - 1 of a row. sink: of the row, in powers of e; minus infinity:
+        none."""
+        rows, group = lse_partial.shape[2], warp % self.groups
+        inside = cutlass.min(row, rows - 1)
+        values = cute.make_rmem_tensor((4, self.vectors, self.unroll), Float32)
+        values.fill(0.0)
+        # The first partial results are on their way while the weights are found.
+        self.read(values, out_partial, kv_head, inside, column, first, group, splits, lane)
+        lses = cute.make_rmem_tensor((LSES,), Float32)
+        max_lse, row_sum = -Float32(float("inf")), Float32(0.0)
+        for i in cutlass.range_constexpr(LSES):
+            lses[i] = -Float32(float("inf"))
+            if 32 * i + lane < splits:
+                lses[i] = lse_partial[self.split_idx(first, 32 * i + lane), kv_head, inside]
+        for i in cutlass.range_constexpr(LSES):
+            max_lse = cute.arch.fmax(max_lse, lses[i])
+        for log in cutlass.range_constexpr(5):
+            max_lse = cute.arch.fmax(max_lse, cute.arch.shuffle_sync_bfly(max_lse, offset=1 << log))
+        relative = max_lse if max_lse > -Float32(float("inf")) else Float32(0.0)
+        for i in cutlass.range_constexpr(LSES):
+            row_sum += cute.math.exp(lses[i] - relative)
+        for log in cutlass.range_constexpr(5):
+            row_sum += cute.arch.shuffle_sync_bfly(row_sum, offset=1 << log)
+        whole, kept = Float32(float("inf")), Float32(0.0)
+        if row_sum != 0.0:
+            whole = relative + cute.math.log(row_sum)
+            kept = 1.0 / (1.0 + cute.math.exp(sink - whole))
+        for i in cutlass.range_constexpr(LSES):
+            shared.weights[32 * i + lane, warp] = cute.math.exp(lses[i] - whole) * kept
+        cute.arch.sync_warp()
+
+        acc = cute.make_rmem_tensor((4, self.vectors), Float32)
+        acc.fill(0.0)
+        for start in cutlass.range(group, splits, self.unroll * self.groups, unroll=1):
+            if start > group:
+                self.read(values, out_partial, kv_head, inside, column, first, start, splits, lane)
+            for u in cutlass.range_constexpr(self.unroll):
+                split = start + u * self.groups
+                if split < splits:
+                    for v in cutlass.range_constexpr(self.vectors):
+                        for i in cutlass.range_constexpr(4):
+                            acc[i, v] = cute.math.fma(shared.weights[split, warp], values[i, v, u], acc[i, v])
+        if const_expr(self.groups > 1):
+            for v in cutlass.range_constexpr(self.vectors):
+                own_sums = cute.local_tile(shared.sums[None, group, warp // self.groups], (4,), (v * 32 + lane,))
+                cute.autovec_copy(acc[None, v], own_sums)
+            cute.arch.sync_threads()
+            if group == 0:
+                for g in cutlass.range_constexpr(1, self.groups):
+                    for v in cutlass.range_constexpr(self.vectors):
+                        other = cute.local_tile(shared.sums[None, g, warp // self.groups], (4,), (v * 32 + lane,))
+                        cute.autovec_copy(other, values[None, v, 0])
+                        for i in cutlass.range_constexpr(4):
+                            acc[i, v] += values[i, v, 0]
+        if group == 0 and row < rows:
+            sequence, query, head = self.coord(out, batch_idx, row, kv_head, lse_partial.shape[1])
+            target = out[sequence, query, head, None]
+            packed = cute.make_rmem_tensor((4,), self.dtype)
+            for v in cutlass.range_constexpr(self.vectors):
+                for i in cutlass.range_constexpr(4):
+                    packed[i] = acc[i, v].to(self.dtype)
+                cute.autovec_copy(packed, cute.local_tile(target, (4,), (column // 4 + v * 32 + lane,)))
+            if lane == 0 and column == 0:
+                lse[sequence, head, query] = whole
+
+    @cute.jit
+    def read(self, values, out_partial, kv_head, row, column, first, start, splits, lane):
+        """Splits start, start + groups and so on."""
+        for u in cutlass.range_constexpr(self.unroll):
+            split = start + u * self.groups
+            if split < splits:
+                source = out_partial[self.split_idx(first, split), kv_head, row, None]
+                for v in cutlass.range_constexpr(self.vectors):
+                    vector = cute.local_tile(source, (4,), (column // 4 + v * 32 + lane,))
+                    cute.autovec_copy(vector, values[None, v, u])
+
+
+class MlaCombineSm90(SplitCombine):
+    """Of split sequences of dense decoding."""
+
+    @cute.jit
+    def coord(self, out, batch_idx, row, kv_head, kv_heads):
+        heads = out.shape[2] // kv_heads
+        return batch_idx, row // heads, kv_head * heads + row % heads
+
+    @cute.jit
+    def split_idx(self, first, split):
         return first + split
 
     @cute.jit
@@ -64,22 +201,21 @@ class MlaCombineSm90:
         num_splits: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
-        out_parts: cute.Tensor,
-        lse_parts: cute.Tensor,
+        out_partial: cute.Tensor,
+        lse_partial: cute.Tensor,
         capacity: Int32,
         fixed_splits: Int32,
         stream,
     ):
-        rows = lse_parts.shape[2]
         sequences = cutlass.min(plan.shape[0], lengths.shape[0])
         if fixed_splits > 0:
             sequences = lengths.shape[0]
-        row_blocks = (rows + self.rows - 1) // self.rows * (VALUE // self.columns)
+        row_blocks = self.row_blocks(lse_partial.shape[2])
         self.kernel(
-            lengths, plan, num_splits, out, lse, out_parts, lse_parts, capacity, fixed_splits, row_blocks
+            lengths, plan, num_splits, out, lse, out_partial, lse_partial, capacity, fixed_splits, row_blocks
         ).launch(
-            grid=(sequences * row_blocks, lse_parts.shape[1], 1),
-            block=(WARPS * 32, 1, 1),
+            grid=(sequences * row_blocks, lse_partial.shape[1], 1),
+            block=(WARPS * WARP, 1, 1),
             stream=stream,
             use_pdl=True,
         )
@@ -92,165 +228,144 @@ class MlaCombineSm90:
         num_splits: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
-        out_parts: cute.Tensor,
-        lse_parts: cute.Tensor,
+        out_partial: cute.Tensor,
+        lse_partial: cute.Tensor,
         capacity: Int32,
         fixed_splits: Int32,
         row_blocks: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, kv_head, _ = cute.arch.block_idx()
-        warp, lane = tid // 32, tid % 32
-        blocks = VALUE // self.columns
-        number, place = block // row_blocks, block % row_blocks
-        row = place // blocks * self.rows + warp // self.groups
-        column = place % blocks * self.columns
-        smem = SmemAllocator()
-        sums = smem.allocate_tensor(Float32, cute.make_layout((self.columns, self.groups, self.rows)), 16)
-        weights = smem.allocate_tensor(Float32, cute.make_layout((MOST_SPLITS, WARPS)), 16)
+        warp, lane = tid // WARP, tid % WARP
+        number, row, column = self.block_coord(block, row_blocks, warp)
+        shared = self.allocate()
         # The plan may be from the kernel before the last, which the last has waited for.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         sequence, first, splits = number, Int32(0), Int32(0)
         if fixed_splits > 0:
-            tiles = (cutlass.max(cutlass.min(lengths[sequence], capacity), 0) + TILE - 1) // TILE
-            each = cutlass.max(SPLIT_TILES, (tiles + MAX_SPLITS - 1) // MAX_SPLITS)
+            tiles = (cutlass.max(cutlass.min(lengths[sequence], capacity), 0) + TILE_N - 1) // TILE_N
+            each = cutlass.max(FIXED_SPLIT_TILES, (tiles + MAX_FIXED_SPLITS - 1) // MAX_FIXED_SPLITS)
             first, splits = sequence * fixed_splits, (tiles + each - 1) // each
         else:
             sequence = plan[number, 5]
             if sequence >= 0 and sequence < lengths.shape[0]:
                 first = cutlass.max(num_splits[sequence], 0)
-                splits = cutlass.max(cutlass.min(num_splits[sequence + 1], out_parts.shape[0]), 0) - first
-        splits = cutlass.min(splits, MOST_SPLITS)
+                splits = cutlass.max(cutlass.min(num_splits[sequence + 1], out_partial.shape[0]), 0) - first
+        splits = cutlass.min(splits, MAX_PARTS)
         if splits > 1:
             self.combine(
-                *(out, lse, out_parts, lse_parts, sums, weights, kv_head, sequence, row, column, first, splits),
+                *(out, lse, out_partial, lse_partial, shared, kv_head, sequence, row, column, first, splits),
                 *(-Float32(float("inf")), warp, lane),
             )
 
+
+class SparseMlaCombineSm90(SplitCombine):
+    """Of split queries of sparse attention."""
+
     @cute.jit
-    def combine(
+    def coord(self, out, batch_idx, row, kv_head, kv_heads):
+        return batch_idx // out.shape[1], batch_idx % out.shape[1], row
+
+    @cute.jit
+    def split_idx(self, first, split):
+        return 2 * (first + split) + (1 if split == 0 else 0)
+
+    @cute.jit
+    def __call__(
         self,
-        out,
-        lse,
-        out_parts,
-        lse_parts,
-        sums,
-        weights,
-        kv_head,
-        sequence,
-        row,
-        column,
-        first,
-        splits,
-        sink,
-        warp,
-        lane,
+        sink: cute.Tensor,
+        has_sink: Int32,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        out_partial: cute.Tensor,
+        lse_partial: cute.Tensor,
+        workers: Int32,
+        full_waves: Int32,
+        tiles: Int32,
+        split_workers: Int32,
+        stream,
     ):
-        """sink: of the row, in powers of e; minus infinity: none."""
-        rows, group = lse_parts.shape[2], warp % self.groups
-        inside = cutlass.min(row, rows - 1)
-        values = cute.make_rmem_tensor((4, self.vectors, self.unroll), Float32)
-        values.fill(0.0)
-        # The first partial results are on their way while the weights are found.
-        self.read(values, out_parts, kv_head, inside, column, first, group, splits, lane)
-        own = cute.make_rmem_tensor((LSES,), Float32)
-        highest, amount = -Float32(float("inf")), Float32(0.0)
-        for i in cutlass.range_constexpr(LSES):
-            own[i] = -Float32(float("inf"))
-            if 32 * i + lane < splits:
-                own[i] = lse_parts[self.slot(first, 32 * i + lane), kv_head, inside]
-        for i in cutlass.range_constexpr(LSES):
-            highest = cute.arch.fmax(highest, own[i])
-        for log in cutlass.range_constexpr(5):
-            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=1 << log))
-        relative = highest if highest > -Float32(float("inf")) else Float32(0.0)
-        for i in cutlass.range_constexpr(LSES):
-            amount += cute.math.exp(own[i] - relative)
-        for log in cutlass.range_constexpr(5):
-            amount += cute.arch.shuffle_sync_bfly(amount, offset=1 << log)
-        whole, kept = Float32(float("inf")), Float32(0.0)
-        if amount != 0.0:
-            whole = relative + cute.math.log(amount)
-            kept = 1.0 / (1.0 + cute.math.exp(sink - whole))
-        for i in cutlass.range_constexpr(LSES):
-            weights[32 * i + lane, warp] = cute.math.exp(own[i] - whole) * kept
-        cute.arch.sync_warp()
+        queries = out.shape[0] * out.shape[1]
+        scheduler = StreamKScheduler(Int32(0), workers, full_waves, queries, tiles, split_workers)
+        row_blocks = self.row_blocks(lse_partial.shape[2])
+        self.kernel(sink, has_sink, out, lse, out_partial, lse_partial, scheduler, row_blocks).launch(
+            grid=((queries - full_waves * workers) * row_blocks, 1, 1),
+            block=(WARPS * WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
 
-        acc = cute.make_rmem_tensor((4, self.vectors), Float32)
-        acc.fill(0.0)
-        for start in cutlass.range(group, splits, self.unroll * self.groups, unroll=1):
-            if start > group:
-                self.read(values, out_parts, kv_head, inside, column, first, start, splits, lane)
-            for u in cutlass.range_constexpr(self.unroll):
-                split = start + u * self.groups
-                if split < splits:
-                    for v in cutlass.range_constexpr(self.vectors):
-                        for i in cutlass.range_constexpr(4):
-                            acc[i, v] = cute.math.fma(weights[split, warp], values[i, v, u], acc[i, v])
-        if const_expr(self.groups > 1):
-            for v in cutlass.range_constexpr(self.vectors):
-                shared = cute.local_tile(sums[None, group, warp // self.groups], (4,), (v * 32 + lane,))
-                cute.autovec_copy(acc[None, v], shared)
-            cute.arch.sync_threads()
-            if group == 0:
-                for g in cutlass.range_constexpr(1, self.groups):
-                    for v in cutlass.range_constexpr(self.vectors):
-                        other = cute.local_tile(sums[None, g, warp // self.groups], (4,), (v * 32 + lane,))
-                        cute.autovec_copy(other, values[None, v, 0])
-                        for i in cutlass.range_constexpr(4):
-                            acc[i, v] += values[i, v, 0]
-        if group == 0 and row < rows:
-            whose, query, head = self.place(out, sequence, row, kv_head, lse_parts.shape[1])
-            target = out[whose, query, head, None]
-            packed = cute.make_rmem_tensor((4,), self.dtype)
-            for v in cutlass.range_constexpr(self.vectors):
-                for i in cutlass.range_constexpr(4):
-                    packed[i] = acc[i, v].to(self.dtype)
-                cute.autovec_copy(packed, cute.local_tile(target, (4,), (column // 4 + v * 32 + lane,)))
-            if lane == 0 and column == 0:
-                lse[whose, head, query] = whole
-
-    @cute.jit
-    def read(self, values, out_parts, kv_head, row, column, first, start, splits, lane):
-        """Splits start, start + GROUPS and so on."""
-        for u in cutlass.range_constexpr(self.unroll):
-            split = start + u * self.groups
-            if split < splits:
-                source = out_parts[self.slot(first, split), kv_head, row, None]
-                for v in cutlass.range_constexpr(self.vectors):
-                    vector = cute.local_tile(source, (4,), (column // 4 + v * 32 + lane,))
-                    cute.autovec_copy(vector, values[None, v, u])
+    @cute.kernel
+    def kernel(
+        self,
+        sink: cute.Tensor,
+        has_sink: Int32,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        out_partial: cute.Tensor,
+        lse_partial: cute.Tensor,
+        scheduler: StreamKScheduler,
+        row_blocks: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp, lane = tid // WARP, tid % WARP
+        number, row, column = self.block_coord(block, row_blocks, warp)
+        shared = self.allocate()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        # The workers that have the query's first tile and its last.
+        first = scheduler.worker_of(number * scheduler.tiles)
+        splits = scheduler.worker_of((number + 1) * scheduler.tiles - 1) - first + 1
+        query = scheduler.full_waves * scheduler.workers + number
+        inside = cutlass.min(row, lse_partial.shape[2] - 1)
+        if splits > 1:
+            own_sink = -Float32(float("inf"))
+            if has_sink > 0:
+                own_sink = sink[inside]
+            self.combine(
+                *(out, lse, out_partial, lse_partial, shared, Int32(0), query, row, column, first, splits),
+                *(own_sink, warp, lane),
+            )
 
 
 @cached
 def compile_mla_combine(dtype: str, config: MlaCombineConfig):
-    """-> f(lengths [B], plan [parts, 8], num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_parts
-    [slots, h_k, rows, 512], lse_parts [slots, h_k, rows], capacity, fixed_splits)"""
+    """-> f(lengths [B], plan [parts, 8], num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_partial
+    [splits, h_k, rows, 512], lse_partial [splits, h_k, rows], capacity, fixed_splits)"""
     kind = cute_dtype(dtype)
-
-    def fake(dtype, shape, stride, align):
-        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
-
-    def strides(count, divisibility):
-        return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
-
-    batch, queries, heads, kv_heads, slots, rows = (cute.sym_int() for _ in range(6))
+    batch, queries, heads, kv_heads, splits, rows = (cute.sym_int() for _ in range(6))
     return compile_sm90(
         MlaCombineSm90(kind, config),
-        fake(Int32, (batch,), strides(1, 1), 4),
+        fake(Int32, (batch,), strides(1), 4),
         fake(Int32, (cute.sym_int(), 8), (8, 1), 4),
         fake(Int32, (cute.sym_int(),), (1,), 4),
-        fake(kind, (batch, queries, heads, VALUE), (*strides(2, 8), VALUE, 1), 16),
-        fake(Float32, (batch, heads, queries), (*strides(2, 1), 1), 4),
-        fake(Float32, (slots, kv_heads, rows, VALUE), (*strides(2, 4), VALUE, 1), 16),
-        fake(Float32, (slots, kv_heads, rows), (*strides(2, 1), 1), 4),
+        fake(kind, (batch, queries, heads, HEAD_DIM_V), (*strides(2, 8), HEAD_DIM_V, 1)),
+        fake(Float32, (batch, heads, queries), (*strides(2), 1), 4),
+        fake(Float32, (splits, kv_heads, rows, HEAD_DIM_V), (*strides(2, 4), HEAD_DIM_V, 1)),
+        fake(Float32, (splits, kv_heads, rows), (*strides(2), 1), 4),
         *(Int32(0), Int32(0)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake_stream(),
     )
 
 
-FEW, SOME, MANY = MlaCombineConfig(1, VALUE), MlaCombineConfig(4, 256), MlaCombineConfig(8, 128)
+@cached
+def compile_sparse_mla_combine(dtype: str, config: MlaCombineConfig):
+    """-> f(sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512],
+    lse_partial [splits, 1, h], workers, full_waves, tiles, split_workers), as `SparseMlaKernel`; full_waves * workers
+    < T"""
+    kind = cute_dtype(dtype)
+    return compile_sm90(
+        SparseMlaCombineSm90(kind, config),
+        *fake_sink(),
+        *fake_results(kind, cute.sym_int()),
+        *(Int32(0), Int32(0), Int32(0), Int32(0)),
+        fake_stream(),
+    )
+
+
+FEW, SOME, MANY = MlaCombineConfig(1, HEAD_DIM_V), MlaCombineConfig(4, 256), MlaCombineConfig(8, 128)
 
 
 def choose_config(splits: int, rows: int) -> MlaCombineConfig:
@@ -262,5 +377,10 @@ def choose_config(splits: int, rows: int) -> MlaCombineConfig:
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
-    return [(compile_mla_combine, (dtype, config)) for dtype in ("bfloat16", "float16") for config in (FEW, SOME, MANY)]
+    """Every compile function and its arguments that the ops can ask for."""
+    return [
+        (compile_function, (dtype, config))
+        for compile_function in (compile_mla_combine, compile_sparse_mla_combine)
+        for dtype in DTYPES
+        for config in (FEW, SOME, MANY)
+    ]

@@ -2,28 +2,24 @@
 
 o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512], rows r of one sequence and KV head; q and k of 576 channels
 
-Plan
-- A CTA has 64 rows and runs through the tiles of 64 keys of its pieces of sequences (latent_tiles.py). With an even
-  number of row tiles, the two CTAs of a cluster have the same keys: each loads half of every tile, into the shared
-  memory of both.
-- One warpgroup scores: S = Q K^T by wgmma, HELD of the 9 chunks of Q in registers, online softmax in registers, P in 16
-  bits to shared memory. Two warpgroups accumulate: each has 64 x 256 of O += P V. A warp of the fourth loads.
-- While a tile's softmax is computed, no scores are under way, and its P is not there yet. So that the tensor cores have
-  work then, half of the last tile's O += P V waits until this tile has been scored. Also P comes in two halves of the
-  keys, the first before the second's powers are computed.
-- The maximum that P is relative to may lag behind the true one by a factor of 2^8: O is rescaled only when it must be,
-  and powers are computed without waiting for the tile's maximum.
-- A piece that is a whole sequence writes out and lse; others write partial results, normalised, for mla_combine_sm90.
-Shared memory: FREE chunks of Q, two P, UNITS x 16 KiB + ROPES x 8 KiB of keys: two and a half tiles.
-Registers: SCORE + 2 x OUTPUT + LOADER = 512 a lane: 32 scores and 16 a chunk of Q; 128 of O. A wgmma of 256 columns,
-with its 128 accumulators, cannot be compiled for 512 threads: O += P V is in units of 128.
+Work: a CTA has TILE_M rows and runs through the tiles of TILE_N keys of its work tiles, which are sequences or splits
+of them: from a plan (mla_plan_sm90.py), or of fixed lengths. With an even number of row tiles, the two CTAs of a
+cluster have the same keys: each loads half of every tile, into the shared memory of both.
+Warp roles: one score and two output warpgroups (mla_attention.py); of the load warpgroup one warp loads, by TMA
+(paged_load.py). The score warpgroup loads the queries itself (load_q.py).
+Results: a work tile that is a whole sequence writes out and lse; splits write partial results, normalised, for
+mla_combine_sm90.py.
+Shared memory: the chunks of Q that are not in registers, two stages of P, V_STAGES x 16 KiB + ROPE_STAGES x 8 KiB of
+keys: two and a half tiles.
 Launch: programmatic; the combining kernel follows so, too.
+Constraints: limits.py; `box` divides the page size; rows of q and of the cache start at multiples of 16 bytes.
 Roofline: of a tile wgmma takes 2176 clocks. Shared memory delivers 72 KiB of K and 32 of Q for scores, 64 of V and 32
 of P for O, takes in 72 of keys and 8 of P: 2240 clocks. Memory delivers a tile in 4000 clocks, to all multiprocessors
 at once. One row tile is bound by memory, more are bound by arithmetic, and by power: 80 to 86% of the bf16 GEMM's rate.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -32,32 +28,43 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
-from dsa.cute.sm90 import opaque
-from dsa.kernels.mla.mla_attention import (
-    LOADER_REGISTERS,
-    OUTPUT_REGISTERS,
-    SCORE_REGISTERS,
-    THREADS,
-    WARPGROUP,
-    LatentAttention,
-    Piece,
-    Results,
-    RowTile,
-    SoftmaxState,
-)
-from dsa.kernels.mla.mla_queries import ROWS, request_queries
-from dsa.kernels.mla.mla_tiles import LATENT, TILE, UNIT_CHUNKS, VALUE, DecodeInputs, LatentRings, PagedTiles, zero_rows
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.sm90 import WARPGROUP, opaque
+from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, TILE_M, TILE_N
+from dsa.kernels.mla.load_q import start_q_load
+from dsa.kernels.mla.mla_attention import REGISTERS, THREADS, MlaAttention, TiledMmas, WarpRole
+from dsa.kernels.mla.mla_epilogue import Results
+from dsa.kernels.mla.mla_softmax import SoftmaxState
+from dsa.kernels.mla.mla_tiles import K_PER_V, KvPipeline, KvState, KvTensors
+from dsa.kernels.mla.paged_load import DecodeInputs, PagedLoad, zero_rows
+from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
-HELD = 5  # chunks of Q in registers
-UNITS, ROPES = 10, 2
+V_STAGES, ROPE_STAGES = 10, 2
 
 
-class MlaDecodeSm90(LatentAttention):
+@dataclass(frozen=True)
+class DecodeQTile:
+    """Rows first_row to first_row + TILE_M - 1 of the `rows` of a KV head: of `queries` query tokens with `heads` heads
+    each."""
+
+    queries: Int32
+    heads: Int32
+    rows: Int32
+    first_row: Int32
+    kv_head: Int32
+    causal: Int32
+
+    @cute.jit
+    def coord(self, sequence, row):
+        """(sequence, query, head) of a row, in the results."""
+        return sequence, row // self.heads, self.kv_head * self.heads + row % self.heads
+
+
+class MlaDecodeSm90(MlaAttention):
     """`box` keys lie in the same page; `cluster` CTAs share the keys."""
 
     def __init__(self, dtype: type[cutlass.Numeric], box: int, cluster: int):
-        super().__init__(PagedTiles(dtype, box, UNITS, ROPES, cluster), LATENT, HELD)
+        super().__init__(PagedLoad(dtype, box, V_STAGES, ROPE_STAGES, cluster), HEAD_DIM)
         self.cluster = cluster
 
     @cute.jit
@@ -71,36 +78,35 @@ class MlaDecodeSm90(LatentAttention):
         num_splits: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
-        out_parts: cute.Tensor,
-        lse_parts: cute.Tensor,
+        out_partial: cute.Tensor,
+        lse_partial: cute.Tensor,
         scale: Float32,
         causal: Int32,
         capacity: Int32,
         fixed_splits: Int32,
         stream,
     ):
-        atom, keys = self.memory.load_atom(cache)
-        score, score_held, value = self.multiplications()
-        q_layout, unit_layout, rope_layout = self.q_layout(), self.memory.unit_layout(), self.memory.rope_layout()
+        atom, keys = self.kv.load_atom(cache)
+        q_layout, v_layout, rope_layout = self.q_layout(), self.kv.v_layout(), self.kv.rope_layout()
 
         @cute.struct
         class Storage:
-            rings: self.memory.storage()
-            exchange: self.exchange_storage()
+            kv: self.kv.storage()
+            exchange: self.exchange_memory.storage()
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
-            units: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(unit_layout)], 1024]
-            ropes: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rope_layout)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
+            rope: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rope_layout)], 1024]
 
         self.storage = Storage
-        page_boxes = cute.fast_divmod_create_divisor_v2(cache.shape[1] // self.memory.box)
-        row_tiles = (q.shape[1] * (q.shape[2] // cache.shape[2]) + ROWS - 1) // ROWS
+        page_boxes = cute.fast_divmod_create_divisor_v2(cache.shape[1] // self.kv.box)
+        row_tiles = (q.shape[1] * (q.shape[2] // cache.shape[2]) + TILE_M - 1) // TILE_M
         parts = plan.shape[0]
         if fixed_splits > 0:
             parts = lengths.shape[0] * fixed_splits
         self.kernel(
-            *(atom, keys, q, block_table, lengths, plan, num_splits, out, lse, out_parts, lse_parts),
+            *(atom, keys, q, block_table, lengths, plan, num_splits, out, lse, out_partial, lse_partial),
             *(scale, causal, capacity, fixed_splits, page_boxes, row_tiles),
-            *(score, score_held, value, q_layout, unit_layout, rope_layout),
+            *(self.tiled_mmas(), q_layout, v_layout, rope_layout),
         ).launch(
             grid=(parts * row_tiles, cache.shape[2], 1),
             block=(THREADS, 1, 1),
@@ -122,19 +128,17 @@ class MlaDecodeSm90(LatentAttention):
         num_splits: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
-        out_parts: cute.Tensor,
-        lse_parts: cute.Tensor,
+        out_partial: cute.Tensor,
+        lse_partial: cute.Tensor,
         scale: Float32,
         causal: Int32,
         capacity: Int32,
         fixed_splits: Int32,
         page_boxes: cute.FastDivmodDivisorV2,
         row_tiles: Int32,
-        score_mma: cute.TiledMma,
-        held_mma: cute.TiledMma,
-        value_mma: cute.TiledMma,
+        mmas: TiledMmas,
         q_layout: cute.ComposedLayout,
-        unit_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
         rope_layout: cute.ComposedLayout,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -143,15 +147,14 @@ class MlaDecodeSm90(LatentAttention):
         block, kv_head, _ = cute.arch.block_idx()
         part, row_tile = block // row_tiles, block % row_tiles
         storage = SmemAllocator().allocate(self.storage)
-        rings, exchange = self.memory.rings(storage.rings), self.exchange(storage.exchange)
+        pipeline, exchange = self.kv.pipeline(storage.kv), self.exchange_memory.exchange(storage.exchange)
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        units = storage.units.get_tensor(unit_layout.outer, swizzle=unit_layout.inner)
-        ropes = storage.ropes.get_tensor(rope_layout.outer, swizzle=rope_layout.inner)
+        tensors = self.kv.tensors(storage, v_layout, rope_layout)
 
-        if warp == 12:
+        if warp == WarpRole.LOAD:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if tid == 0:
-            self.memory.init(rings, 1, 1)
+            self.kv.init(pipeline, 1, 1)
             exchange.init()
         cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
@@ -164,30 +167,30 @@ class MlaDecodeSm90(LatentAttention):
         cute.arch.griddepcontrol_launch_dependents()
 
         heads = q.shape[2] // mk.shape[2]
-        tile = RowTile(q.shape[1], heads, q.shape[1] * heads, row_tile * ROWS, kv_head, causal)
-        results = Results(out, lse, out_parts, lse_parts)
-        if warp >= 12:
-            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            if warp == 12:
+        q_tile = DecodeQTile(q.shape[1], heads, q.shape[1] * heads, row_tile * TILE_M, kv_head, causal)
+        results = Results(out, lse, out_partial, lse_partial)
+        if warp >= WarpRole.LOAD:
+            cute.arch.setmaxregister_decrease(REGISTERS.load)
+            if warp == WarpRole.LOAD:
                 inputs = DecodeInputs(
                     *(lengths, block_table, plan, num_splits, page_boxes, capacity, fixed_splits),
                 )
-                boxes, rope_boxes = self.memory.box_layout(UNITS * UNIT_CHUNKS), self.memory.box_layout(ROPES)
+                boxes, rope_boxes = self.kv.box_layout(V_STAGES * K_PER_V), self.kv.box_layout(ROPE_STAGES)
                 rank = block % self.cluster
-                self.memory.load(
-                    *(atom, mk, storage.units.get_tensor(boxes.outer, swizzle=boxes.inner)),
-                    storage.ropes.get_tensor(rope_boxes.outer, swizzle=rope_boxes.inner),
-                    *(rings, inputs, part, kv_head, rank, lane, out_parts.shape[0]),
+                self.kv.load(
+                    *(atom, mk, storage.v.get_tensor(boxes.outer, swizzle=boxes.inner)),
+                    storage.rope.get_tensor(rope_boxes.outer, swizzle=rope_boxes.inner),
+                    *(pipeline, inputs, part, kv_head, rank, lane, out_partial.shape[0]),
                 )
-        elif warp < 4:
-            cute.arch.setmaxregister_increase(SCORE_REGISTERS)
-            self.score(
-                *(q, results, score_mma, held_mma, sq, units, ropes, rings, exchange, tile, scale, tid, warp, lane),
+        elif warp < WarpRole.OUTPUT:
+            cute.arch.setmaxregister_increase(REGISTERS.score)
+            self.score_mainloop(
+                *(q, results, mmas, sq, tensors, pipeline, exchange, q_tile, scale, tid, warp, lane),
             )
         else:
-            cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
-            self.accumulate(
-                *(results, value_mma, units, rings, exchange, tile),
+            cute.arch.setmaxregister_increase(REGISTERS.output)
+            self.output_mainloop(
+                *(results, mmas.pv, tensors.v, pipeline, exchange, q_tile),
                 *(tid % WARPGROUP, warp % 4, lane, warp // 4 - 1),
             )
         if const_expr(self.cluster > 1):
@@ -196,93 +199,92 @@ class MlaDecodeSm90(LatentAttention):
             cute.arch.cluster_wait()
 
     @cute.jit
-    def request_queries(self, q, sq, held, sequence, tile: RowTile, tid, warp, lane):
-        request_queries(q, sq, held, self.order, sequence, tile.heads, tile.rows, tile.first, tile.kv_head, warp, lane)
+    def prefetch_q(self, q, sq, q_rmem, batch_idx, q_tile: DecodeQTile, warp, lane):
+        start_q_load(
+            *(q, sq, q_rmem, self.order, batch_idx, q_tile.heads, q_tile.rows, q_tile.first_row, q_tile.kv_head),
+            *(warp, lane),
+        )
 
     @cute.jit
-    def take_queries(self, sq, held, units, ropes, rings: LatentRings, ring, tid, warp, lane):
+    def load_q(self, sq, q_rmem, tensors: KvTensors, pipeline: KvPipeline, state: KvState, warp, lane) -> KvState:
         cute.arch.cp_async_wait_group(0)
-        return ring
+        return state
 
     @cute.jit
-    def place(self, sequence, tile: RowTile, row):
-        return sequence, row // tile.heads, tile.kv_head * tile.heads + row % tile.heads
-
-    @cute.jit
-    def begin(self, state: SoftmaxState, piece: Piece, tile: RowTile, own_row):
+    def prologue(self, softmax: SoftmaxState, work: WorkTileInfo, q_tile: DecodeQTile, tile_row):
         for r in cutlass.range_constexpr(2):
-            state.limits[r] = piece.length
-            if tile.causal > 0:
-                query = opaque(tile.first + own_row + 8 * r) // tile.heads
-                state.limits[r] = cutlass.min(piece.length, piece.seen - tile.queries + 1 + query)
+            softmax.limits[r] = work.length
+            if q_tile.causal > 0:
+                query = opaque(q_tile.first_row + tile_row + 8 * r) // q_tile.heads
+                softmax.limits[r] = cutlass.min(work.length, work.seen - q_tile.queries + 1 + query)
 
     @cute.jit
-    def hide(
-        self, flat, state: SoftmaxState, rings: LatentRings, units, ring, piece: Piece, tile: RowTile, key, tid, lane
+    def apply_mask(
+        self,
+        scores,
+        softmax: SoftmaxState,
+        pipeline: KvPipeline,
+        tensors: KvTensors,
+        state: KvState,
+        work: WorkTileInfo,
+        q_tile: DecodeQTile,
+        key,
+        tid,
+        lane,
     ):
-        unit, _, rope, _ = ring
-        bits = rings.present[0, rope]
-        every = 2**self.memory.boxes - 1
-        least = piece.length
-        if tile.causal > 0:
-            least = cutlass.min(piece.length, piece.seen - tile.queries + 1)
-        if key + TILE > least or bits != every:
-            for i in cutlass.range_constexpr(TILE // 2):
+        mask = pipeline.valid_mask[0, state.rope.stage]
+        every = 2**self.kv.boxes - 1
+        least = work.length
+        if q_tile.causal > 0:
+            least = cutlass.min(work.length, work.seen - q_tile.queries + 1)
+        if key + TILE_N > least or mask != every:
+            for i in cutlass.range_constexpr(TILE_N // 2):
                 column = i // 4 * 8 + lane % 4 * 2 + i % 2
-                box = i // 4 * 8 // self.memory.box
-                if key + column >= state.limits[i // 2 % 2] or (bits >> box) & 1 == 0:
-                    flat[i] = -Float32(float("inf"))
-            if key + TILE > piece.length:
-                zero_rows(units.iterator, unit, UNITS, piece.length - key, tid)
+                box = i // 4 * 8 // self.kv.box
+                if key + column >= softmax.limits[i // 2 % 2] or (mask >> box) & 1 == 0:
+                    scores[i] = -Float32(float("inf"))
+            if key + TILE_N > work.length:
+                zero_rows(tensors.v.iterator, state.v.stage, V_STAGES, work.length - key, tid)
 
 
 @cached
 def compile_mla_decode(dtype: str, box: int, cluster: int):
     """-> f(q [B, s_q, h_q, 576], cache [pages, P, h_k, 576], block_table [B, max_pages], lengths [B], plan [parts, 8],
-    num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_parts [slots, h_k, rows, 512], lse_parts
-    [slots, h_k, rows], scale * log2(e), causal, capacity, fixed_splits); B, s_q, pages, max_pages > 0; h_k divides h_q,
-    P is a multiple of `box`, the row tiles are one of `cluster`; rows of q and cache start at multiples of 16 bytes."""
+    num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_partial [splits, h_k, rows, 512], lse_partial
+    [splits, h_k, rows], scale * log2(e), causal, capacity, fixed_splits); B, s_q, pages, max_pages > 0; h_k divides
+    h_q, P is a multiple of `box`, the row tiles are one of `cluster`; rows of q and cache start at multiples of 16
+    bytes."""
     return compile_sm90(MlaDecodeSm90(cute_dtype(dtype), box, cluster), *decode_arguments(dtype))
 
 
 def decode_arguments(dtype: str) -> tuple:
     """Fake arguments of a decoding kernel."""
     kind = cute_dtype(dtype)
-
-    def fake(dtype, shape, stride, align):
-        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
-
-    def strides(count, divisibility):
-        return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
-
-    batch, queries, heads, kv_heads, slots = (cute.sym_int() for _ in range(5))
+    batch, queries, heads, kv_heads, splits = (cute.sym_int() for _ in range(5))
     rows = cute.sym_int()
     return (
-        fake(kind, (batch, queries, heads, LATENT), (*strides(3, 8), 1), 16),
-        fake(kind, (cute.sym_int(), cute.sym_int(), kv_heads, LATENT), (*strides(3, 8), 1), 16),
-        fake(Int32, (batch, cute.sym_int()), (*strides(1, 1), 1), 4),
-        fake(Int32, (batch,), strides(1, 1), 4),
+        fake(kind, (batch, queries, heads, HEAD_DIM), (*strides(3, 8), 1)),
+        fake(kind, (cute.sym_int(), cute.sym_int(), kv_heads, HEAD_DIM), (*strides(3, 8), 1)),
+        fake(Int32, (batch, cute.sym_int()), (*strides(1), 1), 4),
+        fake(Int32, (batch,), strides(1), 4),
         fake(Int32, (cute.sym_int(), 8), (8, 1), 4),
         fake(Int32, (cute.sym_int(),), (1,), 4),
-        fake(kind, (batch, queries, heads, VALUE), (*strides(2, 8), VALUE, 1), 16),
-        fake(Float32, (batch, heads, queries), (*strides(2, 1), 1), 4),
-        fake(Float32, (slots, kv_heads, rows, VALUE), (*strides(2, 4), VALUE, 1), 16),
-        fake(Float32, (slots, kv_heads, rows), (*strides(2, 1), 1), 4),
+        fake(kind, (batch, queries, heads, HEAD_DIM_V), (*strides(2, 8), HEAD_DIM_V, 1)),
+        fake(Float32, (batch, heads, queries), (*strides(2), 1), 4),
+        fake(Float32, (splits, kv_heads, rows, HEAD_DIM_V), (*strides(2, 4), HEAD_DIM_V, 1)),
+        fake(Float32, (splits, kv_heads, rows), (*strides(2), 1), 4),
         *(Float32(0.0), Int32(0), Int32(0), Int32(0)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake_stream(),
     )
 
 
 def cluster_of(rows: int) -> int:
     """CTAs that share the keys; `rows`: query tokens x heads of a KV head."""
-    return 2 if -(-rows // ROWS) % 2 == 0 else 1
+    return 2 if -(-rows // TILE_M) % 2 == 0 else 1
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_mla_decode, (dtype, box, cluster))
-        for dtype in ("bfloat16", "float16")
-        for box in (16, 32, 64)
-        for cluster in (1, 2)
+        (compile_mla_decode, (dtype, box, cluster)) for dtype in DTYPES for box in (16, 32, 64) for cluster in (1, 2)
     ]

@@ -1,14 +1,13 @@
 """The plan of MLA decoding: which keys of which sequences each part of the GPU works on.
 
-Plan
-- One CTA. All threads scan the sequences' costs, tiles of 64 keys and OVERHEAD for beginning one, into shared memory.
-- Then one warp goes through the parts: a part has a payload, the mean cost and OVERHEAD more, takes the whole sequences
-  that fit, 32 compared at a time, and cuts the next one if more than OVERHEAD is left. As what is left of a cut
-  sequence costs OVERHEAD again, every part takes at least the mean, and the last one reaches the end.
-- A cut says where a piece begins. The last piece of a sequence goes to its end, wherever that is when the plan is used:
-  a plan of other lengths is out of balance, not wrong.
-- So a length, which may be any number, counts as at most MOST_TILES tiles a sequence of the batch: their sum has 32
-  bits.
+Work: one CTA
+- All threads scan the sequences' costs, tiles of TILE_N keys and `overhead` for beginning one, into shared memory.
+- Then one warp goes through the parts: a part has a payload, the mean cost and `overhead` more, takes the whole
+  sequences that fit, 32 compared at a time, and splits the next one if more than `overhead` is left. As what is left of
+  a split sequence costs `overhead` again, every part takes at least the mean, and the last one reaches the end.
+- A split says where a work tile begins. The last split of a sequence goes to its end, wherever that is when the plan
+  is used: a plan of other lengths is out of balance, not wrong.
+- A length may be any number. Together the sequences count as at most MAX_TILES tiles, so that sums have 32 bits.
 Shared memory: MAX_BATCH + 1 sums. Constraints: MAX_BATCH sequences.
 Roofline: latency: 26 us for 132 parts, 14 for 66; the parts are found one after the other.
 """
@@ -22,12 +21,14 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import before_and_all
-from dsa.kernels.mla.mla_tiles import NEVER, TILE
+from dsa.cute.sm90 import WARP
+from dsa.kernels.mla.limits import MAX_BATCH, TILE_N
+from dsa.kernels.mla.paged_load import TO_THE_END
 
 THREADS = 1024
-MAX_BATCH = 32768
-MOST_TILES = 2**30  # of all sequences together
+MAX_TILES = 2**30  # of all sequences together
 
 
 class MlaPlanSm90:
@@ -40,19 +41,19 @@ class MlaPlanSm90:
     @cute.kernel
     def kernel(self, lengths: cute.Tensor, plan: cute.Tensor, num_splits: cute.Tensor, overhead: Int32):
         tid, _, _ = cute.arch.thread_idx()
-        lane, warp = tid % 32, tid // 32
+        lane, warp = tid % WARP, tid // WARP
         smem = SmemAllocator()
         sums = smem.allocate_tensor(Int32, cute.make_layout(32), 16)
         before = smem.allocate_tensor(Int32, cute.make_layout(MAX_BATCH + 1), 16)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         batch = lengths.shape[0]
-        total, most = Int32(0), MOST_TILES // batch
+        total, most = Int32(0), MAX_TILES // batch
         for base in cutlass.range(0, batch, THREADS, unroll=1):
             own = Int32(0)
             if base + tid < batch:
                 # Rounded up without a sum beyond 32 bits.
-                tiles = (cutlass.max(lengths[base + tid], 0) - 1) // TILE + 1
+                tiles = (cutlass.max(lengths[base + tid], 0) - 1) // TILE_N + 1
                 own = cutlass.min(tiles, most) + overhead
             earlier, here = before_and_all(own, sums, lane, warp)
             if base + tid < batch:
@@ -63,14 +64,14 @@ class MlaPlanSm90:
             before[batch] = total
         cute.arch.sync_threads()
         if warp == 0:
-            self.cut(before, plan, num_splits, overhead, total, batch, lane)
+            self.split(before, plan, num_splits, overhead, total, batch, lane)
 
     @cute.jit
-    def cut(self, before, plan, num_splits, overhead, total, batch, lane):
+    def split(self, before, plan, num_splits, overhead, total, batch, lane):
         parts = plan.shape[0]
         payload = (total + parts - 1) // parts + overhead
-        # The part begins at tile `tile` of a sequence, as its piece number `index`. `slots`: partial results so far.
-        sequence, tile, index, slots, split_sequences = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        # The part begins at tile `tile` of a sequence, as its split number `index`. `partials`: partial results so far.
+        sequence, tile, index, partials, split_sequences = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for part in cutlass.range(parts, unroll=1):
             first, first_tile, first_index = sequence, tile, index
             base = before[cutlass.min(sequence, batch)] + tile
@@ -82,12 +83,12 @@ class MlaPlanSm90:
                     fits = before[behind] - base <= payload or part == parts - 1
                 count = cute.arch.popc(cute.arch.vote_ballot_sync(fits))
                 if count > 0 and fit == 0 and tile > 0:
-                    slots += index + 1
+                    partials += index + 1
                 if lane < count:
-                    num_splits[sequence + fit + lane + 1] = slots
+                    num_splits[sequence + fit + lane + 1] = partials
                 fit += count
                 more = count == 32
-            end_cut, last = Int32(NEVER), sequence + fit - 1
+            end_tile, last = Int32(TO_THE_END), sequence + fit - 1
             if fit > 0:
                 sequence, tile, index = sequence + fit, Int32(0), Int32(0)
             if sequence < batch:
@@ -98,10 +99,10 @@ class MlaPlanSm90:
                     if tile == 0:
                         split_sequences += 1
                     tile, index, last = tile + left, index + 1, sequence
-                    end_cut = tile
+                    end_tile = tile
             if lane == 0:
                 plan[part, 0], plan[part, 1], plan[part, 2] = first, first_tile, last
-                plan[part, 3], plan[part, 4] = end_cut, first_index
+                plan[part, 3], plan[part, 4] = end_tile, first_index
         for i in cutlass.range(split_sequences + lane, parts, 32, unroll=1):
             plan[i, 5] = -1
         if lane == 0:
@@ -111,11 +112,10 @@ class MlaPlanSm90:
 @cached
 def compile_mla_plan():
     """-> f(lengths [B], plan [parts, 8], num_splits [B + 1], overhead) for 0 < B <= MAX_BATCH; int32."""
-    lengths = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), (cute.sym_int64(),), assumed_align=4)
-    plan = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), 8), (8, 1), assumed_align=4)
-    num_splits = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_sm90(MlaPlanSm90(), lengths, plan, num_splits, Int32(0), stream)
+    lengths = fake(Int32, (cute.sym_int(),), strides(1), 4)
+    plan = fake(Int32, (cute.sym_int(), 8), (8, 1), 4)
+    num_splits = fake(Int32, (cute.sym_int(),), (1,), 4)
+    return compile_sm90(MlaPlanSm90(), lengths, plan, num_splits, Int32(0), fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

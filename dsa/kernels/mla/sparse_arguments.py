@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from dsa.cute.fake_tensors import fake, strides
-from dsa.kernels.mla.mla_tiles import VALUE
+from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.kernels.mla.limits import HEAD_DIM_V
 from dsa.kernels.mla.topk_gather import Selection
 
 
@@ -21,14 +21,28 @@ def selections(caches, indices, counts, counted: Int32):
     return found
 
 
-def fake_lists(queries, lists: int, cache: Callable[[], cute.Tensor]) -> tuple:
-    """caches, indices [T, K], counts [n], counted."""
+def fake_arguments(
+    dtype: type[cutlass.Numeric], head_dim: int, lists: int, cache: Callable[[], cute.Tensor], with_max_logits: bool
+) -> tuple:
+    """All arguments of a kernel of sparse MLA attention: see `SparseMlaKernel`; cache() makes a cache."""
+    queries, heads = cute.sym_int(), cute.sym_int()
     return (
+        fake(dtype, (queries, 1, heads, head_dim), (*strides(3, 8), 1)),
         [cache() for _ in range(lists)],
         [fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4) for _ in range(lists)],
         [fake(Int32, (cute.sym_int(),), (1,), 4) for _ in range(lists)],
         Int32(0),
+        *fake_sink(),
+        *fake_results(dtype, heads),
+        fake(Float32, (queries, heads), (*strides(1), 1), 4) if with_max_logits else None,
+        *(Float32(0.0), Int32(0), Int32(0), Int32(0), Int32(0)),
+        fake_stream(),
     )
+
+
+def fake_cache(dtype: type[cutlass.Numeric], head_dim: int) -> cute.Tensor:
+    """[pages, P, d] in 16 bits; keys start at multiples of 16 bytes."""
+    return fake(dtype, (cute.sym_int(), cute.sym_int(), head_dim), (*strides(2, 8), 1))
 
 
 def fake_sink() -> tuple:
@@ -37,11 +51,12 @@ def fake_sink() -> tuple:
 
 
 def fake_results(dtype: type[cutlass.Numeric], heads) -> tuple:
-    """out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_parts [slots, 1, h, 512], lse_parts [slots, 1, h]."""
-    batch, group, slots = (cute.sym_int() for _ in range(3))
+    """out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512], lse_partial [splits, 1,
+    h]."""
+    batch, group, splits = (cute.sym_int() for _ in range(3))
     return (
-        fake(dtype, (batch, group, heads, VALUE), (*strides(2, 8), VALUE, 1), 16),
+        fake(dtype, (batch, group, heads, HEAD_DIM_V), (*strides(2, 8), HEAD_DIM_V, 1)),
         fake(Float32, (batch, heads, group), (*strides(2), 1), 4),
-        fake(Float32, (slots, 1, heads, VALUE), (*strides(2, 4), VALUE, 1), 16),
-        fake(Float32, (slots, 1, heads), (*strides(2), 1), 4),
+        fake(Float32, (splits, 1, heads, HEAD_DIM_V), (*strides(2, 4), HEAD_DIM_V, 1)),
+        fake(Float32, (splits, 1, heads), (*strides(2), 1), 4),
     )

@@ -1,6 +1,8 @@
-"""What warpgroups tell each other in shared memory where heads are columns: S^T = K Q^T, O^T = V^T P^T."""
+"""What the score and output warpgroups share where heads are the columns of the products (A and B swapped): S^T = K
+Q^T, O^T = V^T P^T; and of FP8 caches the scales of a tile's keys, as the products with P take them."""
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
@@ -8,16 +10,31 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.kernels.mla.fp8_kv_scale_table import TABLE_BYTES
-from dsa.kernels.mla.mla_tiles import TILE
+from dsa.cute.pipeline import Pipeline
+from dsa.cute.shared_memory import load_4, load_8
+from dsa.cute.sm90 import WARP, WARPGROUP
+from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 
-P_SLOTS = 2
-ADDERS = 8  # warps that accumulate
+P_STAGES = 2
+OUTPUT_WARPS = 8
+SCALE_TABLE_BYTES = 1024
+F16_ROOM = 6  # f16 has room for e4m3 times 2^7: the largest scale of a key is below 2 after division by its power
 
 
-def turn(count: Int32):
-    """(slot, phase) of a ring of two after so many turns: one number to keep instead of two."""
-    return count & 1, (count >> 1) & 1
+class NamedBarrier(IntEnum):
+    """SCORE: of all score warpgroups; the others are one for each score warpgroup."""
+
+    SCORE = 1
+    SCORE_WARPGROUP = 2
+    VOTE = 4
+
+
+@dataclass(frozen=True)
+class HeadRange:
+    """A CTA's heads: from number `first` on, of a query's `total`."""
+
+    first: Int32
+    total: Int32
 
 
 @dataclass(frozen=True)
@@ -30,122 +47,147 @@ class Thread:
 
     @property
     def tid(self) -> Int32:
-        return self.warp * 32 + self.lane
+        return self.warp * WARP + self.lane
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Pointers are to barriers; p_full, p_empty: of each slot.
-
-    queries    Q [heads, channels]
-    p          P^T [heads, 64 keys, P_SLOTS]
-    factors    [heads, P_SLOTS]: what the columns of O^T are to be multiplied by before a tile, if changed [P_SLOTS] is
-               not 0
-    inverses   [heads]: what O^T is to be multiplied by at the end; end_full, end_empty
-    turns      barriers: each scoring warpgroup's turn to look at the maxima and change them
-    columns    [heads, scoring warps]: their columns' maxima, or sums
-    tops       [heads]: what P is relative to, in powers of two (NOTHING while there is nothing)
-    totals     [4, scoring threads, heads / 16]: of each, the sums of its columns over its keys
+class SwapAbExchange:
+    """q          Q [heads, channels]
+    p          P^T [heads, TILE_N, P_STAGES], and p_pipeline, its barriers
+    rescale    [heads, P_STAGES]: what the columns of O^T are multiplied by before a tile, if rescaled [P_STAGES] is
+    not 0
+    inverse    [heads]: what O^T is multiplied by at the end of a work tile; end: its pipeline of one stage
+    order      barriers, one a stage: each score warpgroup's turn to look at the maxima and change them
+    by_warp    [heads, score warps]: their columns' maxima, or sums
+    row_max    [heads]: what P is relative to, in powers of two (NO_MAX while there is none)
+    row_sum    [4, score threads, heads / 16]: of each, the sums of its columns over its keys
 
     Of FP8 caches also:
-    half_queries  the memory of Q as f16
-    tables     address of P_SLOTS tables of the keys' scales, see scale_table.py
-    largest    [scoring warps]: the largest magnitude of their part of Q, as bits of bf16
+    q_f16      the memory of Q as f16
+    scale_tables  address of P_STAGES ScaleTables
+    q_largest  [score warps]: the largest magnitude of their part of Q, as bits of bf16
     """
 
-    queries: cute.Tensor
+    q: cute.Tensor
     p: cute.Tensor
-    p_full: cute.Pointer
-    p_empty: cute.Pointer
-    factors: cute.Tensor
-    changed: cute.Tensor
-    inverses: cute.Tensor
-    end_full: cute.Pointer
-    end_empty: cute.Pointer
-    turns: cute.Pointer
-    columns: cute.Tensor
-    tops: cute.Tensor
-    totals: cute.Tensor
-    half_queries: cute.Tensor | None = None
-    tables: Int32 | None = None
-    largest: cute.Tensor | None = None
+    p_pipeline: Pipeline
+    rescale: cute.Tensor
+    rescaled: cute.Tensor
+    inverse: cute.Tensor
+    end: Pipeline
+    order: cute.Pointer
+    by_warp: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    q_f16: cute.Tensor | None = None
+    scale_tables: Int32 | None = None
+    q_largest: cute.Tensor | None = None
 
 
-class ExchangeMemory:
-    """The shared memory of it, for `rows` heads of a query of `channels` numbers and so many scoring warpgroups.
+class SwapAbExchangeMemory:
+    """The shared memory of it, for `head_tile` heads of a query of `head_dim` channels and so many score warpgroups.
 
     dtype  of Q and P; None: an FP8 cache, with Q in bf16 and f16, and P in f16
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric] | None, channels: int, rows: int, scorers: int):
-        self.of_bytes = dtype is None
+    def __init__(self, dtype: type[cutlass.Numeric] | None, head_dim: int, head_tile: int, score_warpgroups: int):
+        self.fp8_kv = dtype is None
         self.dtype, self.p_dtype = dtype or BFloat16, dtype or Float16
-        self.channels, self.rows, self.scorers = channels, rows, scorers
-        self.of_lanes = (4, 128 * scorers, rows // 16)
+        self.head_dim, self.head_tile, self.score_warpgroups = head_dim, head_tile, score_warpgroups
+        self.row_sum_shape = (4, WARPGROUP * score_warpgroups, head_tile // 16)
 
     def layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
         """Of Q and P^T, as operands of the products."""
         return (
-            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, self.rows, self.channels), self.dtype, 1),
-            sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (TILE, self.rows, TILE), self.p_dtype, P_SLOTS),
+            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE_N, self.head_tile, self.head_dim), self.dtype, 1),
+            sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (TILE_N, self.head_tile, TILE_N), self.p_dtype, P_STAGES),
         )
 
     def storage(self) -> type:
-        table_bytes = TABLE_BYTES * P_SLOTS if self.of_bytes else 16
+        table_bytes = SCALE_TABLE_BYTES * P_STAGES if self.fp8_kv else 16
 
         @cute.struct
         class ExchangeStorage:
-            p_full: cute.struct.MemRange[Int64, P_SLOTS]
-            p_empty: cute.struct.MemRange[Int64, P_SLOTS]
+            p_full: cute.struct.MemRange[Int64, P_STAGES]
+            p_empty: cute.struct.MemRange[Int64, P_STAGES]
             end_full: cute.struct.MemRange[Int64, 1]
             end_empty: cute.struct.MemRange[Int64, 1]
-            turns: cute.struct.MemRange[Int64, 2]
-            changed: cute.struct.MemRange[Int32, P_SLOTS]
-            factors: cute.struct.MemRange[Float32, self.rows * P_SLOTS]
-            inverses: cute.struct.MemRange[Float32, self.rows]
-            columns: cute.struct.MemRange[Float32, 4 * self.scorers * self.rows]
-            tops: cute.struct.MemRange[Float32, self.rows]
-            largest: cute.struct.MemRange[Uint32, 4 * self.scorers]
-            totals: cute.struct.Align[cute.struct.MemRange[Float32, 32 * self.scorers * self.rows], 16]
-            tables: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, table_bytes], 16]
-            p: cute.struct.Align[cute.struct.MemRange[self.p_dtype, self.rows * TILE * P_SLOTS], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, self.rows * self.channels], 1024]
+            order: cute.struct.MemRange[Int64, 2]
+            rescaled: cute.struct.MemRange[Int32, P_STAGES]
+            rescale: cute.struct.MemRange[Float32, self.head_tile * P_STAGES]
+            inverse: cute.struct.MemRange[Float32, self.head_tile]
+            by_warp: cute.struct.MemRange[Float32, 4 * self.score_warpgroups * self.head_tile]
+            row_max: cute.struct.MemRange[Float32, self.head_tile]
+            q_largest: cute.struct.MemRange[Uint32, 4 * self.score_warpgroups]
+            row_sum: cute.struct.Align[cute.struct.MemRange[Float32, 32 * self.score_warpgroups * self.head_tile], 16]
+            scale_tables: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, table_bytes], 16]
+            p: cute.struct.Align[cute.struct.MemRange[self.p_dtype, self.head_tile * TILE_N * P_STAGES], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, self.head_tile * self.head_dim], 1024]
 
         return ExchangeStorage
 
     @cute.jit
     def exchange(self, storage, q_layout: cute.ComposedLayout, p_layout: cute.ComposedLayout):
-        exchange = Exchange(
+        exchange = SwapAbExchange(
             storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
             storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner),
-            storage.p_full.data_ptr(),
-            storage.p_empty.data_ptr(),
-            storage.factors.get_tensor(cute.make_layout((self.rows, P_SLOTS))),
-            storage.changed.get_tensor(cute.make_layout(P_SLOTS)),
-            storage.inverses.get_tensor(cute.make_layout(self.rows)),
-            storage.end_full.data_ptr(),
-            storage.end_empty.data_ptr(),
-            storage.turns.data_ptr(),
-            storage.columns.get_tensor(cute.make_layout((self.rows, 4 * self.scorers))),
-            storage.tops.get_tensor(cute.make_layout(self.rows)),
-            storage.totals.get_tensor(cute.make_layout(self.of_lanes, stride=(1, 4, 512 * self.scorers))),
+            Pipeline(storage.p_full.data_ptr(), storage.p_empty.data_ptr(), P_STAGES, Int32(0)),
+            storage.rescale.get_tensor(cute.make_layout((self.head_tile, P_STAGES))),
+            storage.rescaled.get_tensor(cute.make_layout(P_STAGES)),
+            storage.inverse.get_tensor(cute.make_layout(self.head_tile)),
+            Pipeline(storage.end_full.data_ptr(), storage.end_empty.data_ptr(), 1, Int32(0)),
+            storage.order.data_ptr(),
+            storage.by_warp.get_tensor(cute.make_layout((self.head_tile, 4 * self.score_warpgroups))),
+            storage.row_max.get_tensor(cute.make_layout(self.head_tile)),
+            storage.row_sum.get_tensor(
+                cute.make_layout(self.row_sum_shape, stride=(1, 4, 512 * self.score_warpgroups))
+            ),
         )
-        if const_expr(self.of_bytes):
+        if const_expr(self.fp8_kv):
             exchange = replace(
                 exchange,
-                half_queries=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner, dtype=Float16),
-                tables=Int32(storage.tables.data_ptr().toint()),
-                largest=storage.largest.get_tensor(cute.make_layout(4 * self.scorers)),
+                q_f16=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner, dtype=Float16),
+                scale_tables=Int32(storage.scale_tables.data_ptr().toint()),
+                q_largest=storage.q_largest.get_tensor(cute.make_layout(4 * self.score_warpgroups)),
             )
         return exchange
 
     @cute.jit
-    def init(self, exchange: Exchange):
-        """Barriers. One thread's work. A tile has one scoring warpgroup."""
-        for i in cutlass.range_constexpr(P_SLOTS):
-            cute.arch.mbarrier_init(exchange.p_full + i, 4)
-            cute.arch.mbarrier_init(exchange.p_empty + i, ADDERS)
-            cute.arch.mbarrier_init(exchange.turns + i, 4)
-            exchange.changed[i] = 0
-        cute.arch.mbarrier_init(exchange.end_full, 4)
-        cute.arch.mbarrier_init(exchange.end_empty, ADDERS)
+    def init(self, exchange: SwapAbExchange):
+        """Make the barriers. One thread's work. A tile has one score warpgroup."""
+        for i in cutlass.range_constexpr(P_STAGES):
+            cute.arch.mbarrier_init(exchange.p_pipeline.full + i, 4)
+            cute.arch.mbarrier_init(exchange.p_pipeline.empty + i, OUTPUT_WARPS)
+            cute.arch.mbarrier_init(exchange.order + i, 4)
+            exchange.rescaled[i] = 0
+        exchange.end.init(consumers=OUTPUT_WARPS, producers=4)
+
+
+class ScaleTable:
+    """What the numbers of a tile's keys are multiplied by for V, which is f16: their scales divided by 2^(e -
+    F16_ROOM), e the exponent of the key's largest, so that the products use f16's range; P has the key's 2^e. Two keys
+    are side by side, as the products' operands have them.
+
+    d = 576: [4 groups, 32 pairs of keys, 2, 2 keys] f16: the scale rounded, and what the rounding left out.
+    d = 512: [8 blocks, 32 pairs, 2 keys] f16, of powers of two; of the last block, which is bf16, 2^(F16_ROOM - e) as
+    bf16. So a group whose scale is below 2^-20 of the key's largest loses accuracy: up to 2^-22 of that largest scale.
+    """
+
+    def __init__(self, head_dim: int):
+        self.split = head_dim > HEAD_DIM_V
+        self.entry = 8 if self.split else 4
+        self.each = TILE_N // 2 * self.entry
+
+    def place(self, table: Int32, group, key):
+        """Where the scale of a key for a group, or block, is; 4 bytes further, what the rounding left out."""
+        return table + group * self.each + key // 2 * self.entry + key % 2 * 2
+
+    def of_block(self, table: Int32, block) -> Int32:
+        """Where the scales for a block of 64 channels begin."""
+        return table + (block // 2 if self.split else block) * self.each
+
+    def pair(self, start: Int32, pair) -> list:
+        """Words of the two keys' scales: what was rounded, and what that left out if it did."""
+        if self.split:
+            return list(load_8(start + pair * self.entry))
+        return [load_4(start + pair * self.entry)]

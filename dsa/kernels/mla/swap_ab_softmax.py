@@ -1,26 +1,40 @@
-"""Softmax of scores whose columns are heads: S^T of 64 keys to P^T, for the warpgroups that score.
+"""Online softmax of scores whose columns are heads (A and B swapped): S^T of 64 keys to P^T, for the score warpgroups.
 
-P is relative to a maximum that may lag behind the true one by a factor of 2^LAG: a barrier asks all lanes whether it
-does by more; only then is the maximum of the columns, which lie in all warps, found. Of two warpgroups that score, one
-looks at the maxima after the other, in the order of the tiles, and both have sums of their own.
+P is relative to a maximum that may lag behind the true one by a factor of 2^RESCALE_THRESHOLD: a barrier asks all lanes
+whether it does by more; only then is the maximum of the columns, which lie in all warps, found. Of two score
+warpgroups, one looks at the maxima after the other, in the order of the tiles, and both have sums of their own.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
+from dsa.cute.pipeline import PipelineState
 from dsa.cute.shared_memory import pack, store_matrices
-from dsa.cute.sm90 import opaque
-from dsa.kernels.mla.fp8_kv_scale_table import ROOM
-from dsa.kernels.mla.group_vote import any_of_group
-from dsa.kernels.mla.mla_attention import LAG, LN2, NOTHING, WARPGROUP, Piece, Results
-from dsa.kernels.mla.mla_tiles import TILE
-from dsa.kernels.mla.swap_ab_exchange import Exchange, Thread
+from dsa.cute.sm90 import LN2, WARPGROUP, opaque
+from dsa.kernels.mla.limits import TILE_N
+from dsa.kernels.mla.mla_epilogue import Results
+from dsa.kernels.mla.mla_softmax import NO_MAX, RESCALE_THRESHOLD
+from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, HeadRange, NamedBarrier, SwapAbExchange, Thread
+from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
-# Barriers: of all that score, of a warpgroup, and of its votes.
-ALL_BARRIER, BARRIER, VOTE_BARRIER = 1, 2, 4
-# Of bytes P is at most 2^(LAG + RAISED), which f16 has, so that what is 2^-31 of the largest is more than 0.
+# Of FP8 caches P is at most 2^(RESCALE_THRESHOLD + RAISED), which f16 has, so that what is 2^-31 of the largest is more
+# than 0.
 RAISED = 7.0
+
+
+@cute.jit
+def vote_any(condition: Boolean, barrier_id: Int32, threads: cutlass.Constexpr):
+    """Whether the condition holds for any of the threads, which all wait for each other."""
+    own = Int32(1) if condition else Int32(0)
+    found = cute.arch.inline_ptx(
+        "{{ .reg .pred p, q; setp.ne.s32 q, {$r0}, 0; "
+        f"barrier.cta.red.or.pred p, {{$r1}}, {threads}, q; "
+        "selp.s32 {$w0}, 1, 0, p; }}",
+        write_only_types=[Int32],
+        read_only_args=[own, Int32(barrier_id)],
+    )
+    return found != 0
 
 
 @cute.jit
@@ -34,220 +48,250 @@ def spread_key(row):
     return (row >> 1) + ((row & 1) << 2)
 
 
-class ColumnSoftmax:
-    """`rows` heads of a query, 16, 32 or 64, and so many scoring warpgroups.
+class SwapAbSoftmax:
+    """`head_tile` heads of a query, 16, 32 or 64, and so many score warpgroups.
 
-    p_dtype  of P
-    powers   keys come with a power of two each, which P is multiplied by and which its sums are without; then eight
-             keys are in the order of `spread_key`, and O is to be divided by 2^ROOM, too
-    highest  max_logits are wanted
+    p_dtype          of P
+    key_exponents    keys come with a power of two each, which P is multiplied by and which its sums are without; then
+                     eight keys are in the order of `spread_key`, and O is divided by 2^F16_ROOM, too
+    with_max_logits  write them, too
     """
 
-    def __init__(self, rows: int, scorers: int, p_dtype: type[cutlass.Numeric], powers: bool, highest: bool = False):
-        self.rows, self.scorers, self.p_dtype = rows, scorers, p_dtype
-        self.powers, self.highest = powers, highest
-        self.own = rows // 4  # columns of a lane
-        self.raised = RAISED if powers else 0.0
+    def __init__(
+        self,
+        head_tile: int,
+        score_warpgroups: int,
+        p_dtype: type[cutlass.Numeric],
+        key_exponents: bool,
+        with_max_logits: bool = False,
+    ):
+        self.head_tile, self.score_warpgroups, self.p_dtype = head_tile, score_warpgroups, p_dtype
+        self.key_exponents, self.with_max_logits = key_exponents, with_max_logits
+        self.columns = head_tile // 4  # of a lane
+        self.raised = RAISED if key_exponents else 0.0
 
     @cute.jit
     def key_of(self, row):
         """Which key of eight is row `row` of the products."""
-        if const_expr(self.powers):
+        if const_expr(self.key_exponents):
             row = spread_key(row)
         return row
 
     def number(self, thread: Thread):
-        """Of the thread, among those that score."""
+        """Of the thread, among those of the score warpgroups."""
         return thread.side * WARPGROUP + thread.tid
 
-    def meet(self, thread: Thread):
-        cute.arch.barrier(barrier_id=BARRIER + thread.side, number_of_threads=WARPGROUP)
+    def sync_warpgroup(self, thread: Thread):
+        cute.arch.barrier(barrier_id=NamedBarrier.SCORE_WARPGROUP + thread.side, number_of_threads=WARPGROUP)
 
-    def meet_all(self):
-        cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=self.scorers * WARPGROUP)
+    def sync_score(self):
+        cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=self.score_warpgroups * WARPGROUP)
 
     @cute.jit
-    def begin(self, exchange: Exchange, thread: Thread):
-        """Of a piece. To be followed by `meet_all`."""
+    def prologue(self, exchange: SwapAbExchange, thread: Thread):
+        """Of a work tile. To be followed by `sync_score`."""
         zeros = cute.make_rmem_tensor((4,), Float32)
         zeros.fill(0.0)
-        if thread.side == 0 and thread.tid < self.rows:
-            exchange.tops[thread.tid] = Float32(NOTHING)
-        for i in cutlass.range_constexpr(self.own // 4):
-            cute.autovec_copy(zeros, exchange.totals[None, self.number(thread), i])
+        if thread.side == 0 and thread.tid < self.head_tile:
+            exchange.row_max[thread.tid] = Float32(NO_MAX)
+        for i in cutlass.range_constexpr(self.columns // 4):
+            cute.autovec_copy(zeros, exchange.row_sum[None, self.number(thread), i])
 
     @cute.jit
-    def softmax(self, flat, exchange: Exchange, there, powers, exponents, peaks, scale, slot, phase, thread: Thread):
+    def softmax(
+        self,
+        scores,
+        exchange: SwapAbExchange,
+        valid_mask,
+        powers,
+        exponents,
+        max_logits,
+        scale,
+        p_state: PipelineState,
+        thread: Thread,
+    ):
         """P^T of a tile's scores to shared memory, and what O^T must be multiplied by before.
 
-        there: a bit for each of the warp's keys; (slot, phase): of P; powers: of the lane's two keys, if they have any,
-        and exponents, the same as numbers; peaks: of the lane's columns the highest of its scores, if they are wanted
+        valid_mask: a bit for each of the warp's keys; p_state: of P; powers: of the lane's two keys, if they have any,
+        and exponents, the same as numbers; max_logits: of the lane's columns the highest of its scores, if wanted
         """
+        stage, phase = p_state
         lane, number = opaque(thread.lane), opaque(self.number(thread))
-        tops = cute.make_tensor(
-            exchange.tops.iterator + (lane & 3) * 2, cute.make_layout((2, self.rows // 8), stride=(1, 8))
+        row_max = cute.make_tensor(
+            exchange.row_max.iterator + (lane & 3) * 2, cute.make_layout((2, self.head_tile // 8), stride=(1, 8))
         )
         pair = cute.make_rmem_tensor((2,), Float32)
         # In place: in powers of two, with the key's own.
         for r in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(self.own):
+            for i in cutlass.range_constexpr(self.columns):
                 at = i // 2 * 4 + 2 * r + i % 2
-                flat[at] = cute.math.fma(flat[at], scale, exponents[r]) if self.powers else flat[at] * scale
-        if there != 0xFFFF:
+                scores[at] = (
+                    cute.math.fma(scores[at], scale, exponents[r]) if self.key_exponents else scores[at] * scale
+                )
+        if valid_mask != 0xFFFF:
             for r in cutlass.range_constexpr(2):
-                if (there >> Uint32(8 * r + self.key_of(lane >> 2))) & 1 == 0:
-                    for i in cutlass.range_constexpr(self.own):
-                        flat[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
-        if const_expr(self.highest):
-            for c in cutlass.range_constexpr(self.own):
+                if (valid_mask >> Uint32(8 * r + self.key_of(lane >> 2))) & 1 == 0:
+                    for i in cutlass.range_constexpr(self.columns):
+                        scores[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
+        if const_expr(self.with_max_logits):
+            for c in cutlass.range_constexpr(self.columns):
                 at = c // 2 * 4 + c % 2
-                peaks[c] = cute.arch.fmax(peaks[c], cute.arch.fmax(flat[at], flat[at + 2]))
-        if const_expr(self.scorers > 1):
+                max_logits[c] = cute.arch.fmax(max_logits[c], cute.arch.fmax(scores[at], scores[at + 2]))
+        if const_expr(self.score_warpgroups > 1):
             # The first has the first turn.
-            cute.arch.mbarrier_wait(exchange.turns + slot, phase ^ 1 ^ thread.side)
-            self.scale_totals(exchange, slot ^ 1, thread)
-        most = -Float32(float("inf"))
-        for n in cutlass.range_constexpr(self.rows // 8):
-            cute.autovec_copy(tops[None, n], pair)
+            cute.arch.mbarrier_wait(exchange.order + stage, phase ^ 1 ^ thread.side)
+            self.rescale_row_sum(exchange, stage ^ 1, thread)
+        excess = -Float32(float("inf"))
+        for n in cutlass.range_constexpr(self.head_tile // 8):
+            cute.autovec_copy(row_max[None, n], pair)
             for i in cutlass.range_constexpr(2):
-                most = cute.arch.fmax(most, cute.arch.fmax(flat[4 * n + i], flat[4 * n + 2 + i]) - pair[i])
-        rises = any_of_group(most > LAG + self.raised, VOTE_BARRIER + thread.side, WARPGROUP)
-        if rises:
-            self.raise_tops(flat, exchange, slot, thread)
+                excess = cute.arch.fmax(excess, cute.arch.fmax(scores[4 * n + i], scores[4 * n + 2 + i]) - pair[i])
+        rescales = vote_any(excess > RESCALE_THRESHOLD + self.raised, NamedBarrier.VOTE + thread.side, WARPGROUP)
+        if rescales:
+            self.raise_row_max(scores, exchange, stage, thread)
         if thread.warp == 0:
             with cute.arch.elect_one():
-                exchange.changed[slot] = Int32(1) if rises else Int32(0)
-        if rises:
-            self.meet(thread)
-            self.scale_totals(exchange, slot, thread)
-        own_tops = tops
-        if const_expr(self.scorers > 1):
-            own_tops = cute.make_rmem_tensor((2, self.rows // 8), Float32)
-            for n in cutlass.range_constexpr(self.rows // 8):
-                cute.autovec_copy(tops[None, n], own_tops[None, n])
+                exchange.rescaled[stage] = Int32(1) if rescales else Int32(0)
+        if rescales:
+            self.sync_warpgroup(thread)
+            self.rescale_row_sum(exchange, stage, thread)
+        own_row_max = row_max
+        if const_expr(self.score_warpgroups > 1):
+            own_row_max = cute.make_rmem_tensor((2, self.head_tile // 8), Float32)
+            for n in cutlass.range_constexpr(self.head_tile // 8):
+                cute.autovec_copy(row_max[None, n], own_row_max[None, n])
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(exchange.turns + (slot ^ 1))
-        start = Int32(exchange.p.iterator.toint()) + slot * (2 * TILE * self.rows)
+                cute.arch.mbarrier_arrive(exchange.order + (stage ^ 1))
+        start = Int32(exchange.p.iterator.toint()) + stage * (2 * TILE_N * self.head_tile)
         # Lane 8 i + r gives the address of row r of matrix i: two of keys, then two of heads.
         key = thread.warp * 16 + (lane & 8) + self.key_of(lane & 7)
-        total = cute.make_rmem_tensor((4,), Float32)
-        without = [power_of_two(-power) for power in powers] if self.powers else [Float32(1.0)] * 2
-        for j in cutlass.range_constexpr(self.rows // 16):
+        row_sum = cute.make_rmem_tensor((4,), Float32)
+        without = [power_of_two(-power) for power in powers] if self.key_exponents else [Float32(1.0)] * 2
+        for j in cutlass.range_constexpr(self.head_tile // 16):
             weights = []
-            cute.autovec_copy(exchange.totals[None, number, j], total)
+            cute.autovec_copy(exchange.row_sum[None, number, j], row_sum)
             for i in cutlass.range_constexpr(8):
                 if const_expr(i % 4 == 0):
-                    cute.autovec_copy(own_tops[None, 2 * j + i // 4], pair)
-                weight = cute.math.exp2(flat[8 * j + i] - pair[i % 2], fastmath=True)
+                    cute.autovec_copy(own_row_max[None, 2 * j + i // 4], pair)
+                weight = cute.math.exp2(scores[8 * j + i] - pair[i % 2], fastmath=True)
                 at = i // 4 * 2 + i % 2
-                total[at] = cute.math.fma(weight, without[i // 2 % 2], total[at])
+                row_sum[at] = cute.math.fma(weight, without[i // 2 % 2], row_sum[at])
                 weights.append(weight)
-            cute.autovec_copy(total, exchange.totals[None, number, j])
+            cute.autovec_copy(row_sum, exchange.row_sum[None, number, j])
             words = [pack(weights[2 * i], weights[2 * i + 1], self.p_dtype) for i in range(4)]
-            offset = key * (2 * self.rows) + (2 * j + (lane >> 4)) * 16
-            store_matrices(start + (offset ^ ((offset >> 3) & (2 * self.rows - 16))), words)
+            offset = key * (2 * self.head_tile) + (2 * j + (lane >> 4)) * 16
+            store_matrices(start + (offset ^ ((offset >> 3) & (2 * self.head_tile - 16))), words)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(exchange.p_full + slot)
+            cute.arch.mbarrier_arrive(exchange.p_pipeline.full + stage)
 
     @cute.jit
-    def scale_totals(self, exchange: Exchange, slot, thread: Thread):
-        """The thread's sums as the tile of P's slot changed the tops, if it did."""
+    def rescale_row_sum(self, exchange: SwapAbExchange, stage, thread: Thread):
+        """The thread's sums as the tile of P's stage changed row_max, if it did."""
         lane, number = opaque(thread.lane), opaque(self.number(thread))
-        if exchange.changed[slot] != 0:
-            total = cute.make_rmem_tensor((4,), Float32)
-            for j in cutlass.range_constexpr(self.own // 4):
-                cute.autovec_copy(exchange.totals[None, number, j], total)
+        if exchange.rescaled[stage] != 0:
+            row_sum = cute.make_rmem_tensor((4,), Float32)
+            for j in cutlass.range_constexpr(self.columns // 4):
+                cute.autovec_copy(exchange.row_sum[None, number, j], row_sum)
                 for i in cutlass.range_constexpr(4):
-                    total[i] *= exchange.factors[16 * j + i // 2 * 8 + (lane & 3) * 2 + i % 2, slot]
-                cute.autovec_copy(total, exchange.totals[None, number, j])
+                    row_sum[i] *= exchange.rescale[16 * j + i // 2 * 8 + (lane & 3) * 2 + i % 2, stage]
+                cute.autovec_copy(row_sum, exchange.row_sum[None, number, j])
 
     @cute.jit
-    def raise_tops(self, flat, exchange: Exchange, slot, thread: Thread):
-        """The true maxima of the columns where they exceed the tops by too much, and the factors that follow."""
-        tid, highest_of = opaque(thread.tid), cute.make_rmem_tensor((self.own,), Float32)
-        for c in cutlass.range_constexpr(self.own):
-            highest_of[c] = cute.arch.fmax(flat[c // 2 * 4 + c % 2], flat[c // 2 * 4 + 2 + c % 2])
-        self.columns_of(exchange, highest_of, thread)
-        self.meet(thread)
-        if tid < self.rows:
-            highest = exchange.columns[tid, thread.side * 4]
+    def raise_row_max(self, scores, exchange: SwapAbExchange, stage, thread: Thread):
+        """The true maxima of the columns where they exceed row_max by too much, and the rescale factors."""
+        tid, column_max = opaque(thread.tid), cute.make_rmem_tensor((self.columns,), Float32)
+        for c in cutlass.range_constexpr(self.columns):
+            column_max[c] = cute.arch.fmax(scores[c // 2 * 4 + c % 2], scores[c // 2 * 4 + 2 + c % 2])
+        self.reduce_columns(exchange, column_max, thread)
+        self.sync_warpgroup(thread)
+        if tid < self.head_tile:
+            head_max = exchange.by_warp[tid, thread.side * 4]
             for w in cutlass.range_constexpr(1, 4):
-                highest = cute.arch.fmax(highest, exchange.columns[tid, thread.side * 4 + w])
-            highest -= self.raised
-            factor, top = Float32(1.0), exchange.tops[tid]
-            if highest > top + LAG:
-                factor = cute.math.exp2(top - highest, fastmath=True)
-                exchange.tops[tid] = highest
-            exchange.factors[tid, slot] = factor
+                head_max = cute.arch.fmax(head_max, exchange.by_warp[tid, thread.side * 4 + w])
+            head_max -= self.raised
+            factor, row_max = Float32(1.0), exchange.row_max[tid]
+            if head_max > row_max + RESCALE_THRESHOLD:
+                factor = cute.math.exp2(row_max - head_max, fastmath=True)
+                exchange.row_max[tid] = head_max
+            exchange.rescale[tid, stage] = factor
 
     @cute.jit
-    def finish(
-        self, results: Results, exchange: Exchange, piece: Piece, rows, group, parts, pieces, peaks, thread: Thread
+    def write_lse(
+        self,
+        results: Results,
+        exchange: SwapAbExchange,
+        work: WorkTileInfo,
+        heads: HeadRange,
+        group,
+        tile_count,
+        work_count,
+        max_logits,
+        thread: Thread,
     ):
-        """LSE of the piece's rows, and what O^T is to be multiplied by; parts: tiles that have been scored."""
-        first_row, heads = rows
+        """LSE of the work tile's heads, and what O^T is multiplied by. tile_count: tiles that have been scored;
+        work_count: work tiles before this one."""
         lane, tid, number = opaque(thread.lane), opaque(thread.tid), self.number(thread)
-        if const_expr(self.scorers > 1):
-            self.meet_all()
-            if (parts & 1) == thread.side:
+        if const_expr(self.score_warpgroups > 1):
+            self.sync_score()
+            if (tile_count & 1) == thread.side:
                 # The last tile was the other's.
-                self.scale_totals(exchange, thread.side ^ 1, thread)
-        for c in cutlass.range_constexpr(self.own):
-            amount = exchange.totals[c % 4, number, c // 4]
+                self.rescale_row_sum(exchange, thread.side ^ 1, thread)
+        for c in cutlass.range_constexpr(self.columns):
+            row_sum = exchange.row_sum[c % 4, number, c // 4]
             for log in cutlass.range_constexpr(2, 5):
-                amount += cute.arch.shuffle_sync_bfly(amount, offset=1 << log)
+                row_sum += cute.arch.shuffle_sync_bfly(row_sum, offset=1 << log)
             if lane >> 2 == 0:
-                exchange.columns[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = amount
-        self.meet_all()
+                exchange.by_warp[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = row_sum
+        self.sync_score()
         if thread.side == 0:
-            cute.arch.mbarrier_wait(exchange.end_empty, ~pieces & 1)
-            if tid < self.rows:
-                # The warps of the piece's first tile first: the sum shall not depend on what was before the piece.
-                turned = 4 * (parts - piece.tiles & self.scorers - 1)
-                amount = exchange.columns[tid, turned]
-                for w in cutlass.range_constexpr(1, 4 * self.scorers):
-                    amount += exchange.columns[tid, w ^ turned]
-                inverse, result = Float32(0.0), Float32(float("inf"))
-                if piece.part >= 0:
-                    result = -Float32(float("inf"))
-                if amount != 0.0:
-                    whole, top = amount, exchange.tops[tid]
-                    if piece.part < 0:
-                        whole += cute.math.exp2(results.sink[tid] - top)
-                    inverse = (2.0**-ROOM if self.powers else 1.0) / whole
-                    result = (top + cute.math.log2(amount)) * LN2
-                exchange.inverses[tid] = inverse
-                row = first_row + tid
-                if row < heads:
-                    if piece.part >= 0:
-                        results.lse_parts[piece.part, 0, row] = result
+            cute.arch.mbarrier_wait(exchange.end.empty, ~work_count & 1)
+            if tid < self.head_tile:
+                # The warps of the work tile's first tile first: the sum shall not depend on what was before it.
+                turned = 4 * (tile_count - work.tiles & self.score_warpgroups - 1)
+                row_sum = exchange.by_warp[tid, turned]
+                for w in cutlass.range_constexpr(1, 4 * self.score_warpgroups):
+                    row_sum += exchange.by_warp[tid, w ^ turned]
+                inverse, lse = Float32(0.0), Float32(float("inf"))
+                if work.split_idx >= 0:
+                    lse = -Float32(float("inf"))
+                if row_sum != 0.0:
+                    whole, row_max = row_sum, exchange.row_max[tid]
+                    if work.split_idx < 0:
+                        whole += cute.math.exp2(results.sink[tid] - row_max)
+                    inverse = (2.0**-F16_ROOM if self.key_exponents else 1.0) / whole
+                    lse = (row_max + cute.math.log2(row_sum)) * LN2
+                exchange.inverse[tid] = inverse
+                row = heads.first + tid
+                if row < heads.total:
+                    if work.split_idx >= 0:
+                        results.lse_partial[work.split_idx, 0, row] = lse
                     else:
-                        sequence, query = divmod(piece.sequence, group)
-                        results.lse[sequence, row, query] = result
+                        sequence, query = divmod(work.batch_idx, group)
+                        results.lse[sequence, row, query] = lse
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(exchange.end_full)
-        if const_expr(self.highest):
+                cute.arch.mbarrier_arrive(exchange.end.full)
+        if const_expr(self.with_max_logits):
             # The sums have been read.
-            self.meet_all()
-            self.columns_of(exchange, peaks, thread)
-            self.meet_all()
-            if tid < self.rows and first_row + tid < heads:
-                peak = exchange.columns[tid, 0]
-                for w in cutlass.range_constexpr(1, 4 * self.scorers):
-                    peak = cute.arch.fmax(peak, exchange.columns[tid, w])
-                results.max_logits[piece.sequence, first_row + tid] = peak * LN2
+            self.sync_score()
+            self.reduce_columns(exchange, max_logits, thread)
+            self.sync_score()
+            if tid < self.head_tile and heads.first + tid < heads.total:
+                head_max = exchange.by_warp[tid, 0]
+                for w in cutlass.range_constexpr(1, 4 * self.score_warpgroups):
+                    head_max = cute.arch.fmax(head_max, exchange.by_warp[tid, w])
+                results.max_logits[work.batch_idx, heads.first + tid] = head_max * LN2
 
     @cute.jit
-    def columns_of(self, exchange: Exchange, values, thread: Thread):
+    def reduce_columns(self, exchange: SwapAbExchange, values, thread: Thread):
         """The warp's maxima of its lanes' values of columns."""
         lane = opaque(thread.lane)
-        for c in cutlass.range_constexpr(self.own):
+        for c in cutlass.range_constexpr(self.columns):
             value = values[c]
             for log in cutlass.range_constexpr(2, 5):
                 value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1 << log))
             if lane >> 2 == 0:
-                exchange.columns[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = value
+                exchange.by_warp[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = value

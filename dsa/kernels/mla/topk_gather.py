@@ -1,7 +1,7 @@
-"""Tiles of selected latents in shared memory: which of them a CTA works on, and the warpgroup that gathers them.
+"""The producer of sparse MLA attention: the load warpgroup, which gathers selected keys (top-k gather) into the rings.
 
-A query's tiles are its first list of keys, 64 by 64, then its second list. A CTA has whole queries in turns, and an
-even share of the tiles of those that are too few for another turn.
+A query's tiles are its first list of keys, 64 by 64, then its second list. Which queries and tiles are a CTA's, the
+StreamKScheduler says. Where there is no key, zeros are written and the key's bit of the valid mask is 0.
 """
 
 from dataclasses import dataclass
@@ -11,26 +11,24 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from dsa.cute.copies import arrive_when_gathered, gather_16, prefetch_to_l2
-from dsa.cute.pipeline import advance
+from dsa.cute.pipeline import start
+from dsa.cute.sm90 import WARPGROUP
+from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 from dsa.kernels.mla.mla_tiles import (
-    CHUNK,
-    FACTS,
-    FIRST_TILE,
-    LENGTH,
-    PART,
+    K_CHUNK,
+    K_PER_V,
     ROPE_AFTER,
-    SEEN,
-    TILE,
-    TILES,
-    UNIT_CHUNKS,
-    UNIT_ORDER,
-    VALUE,
-    LatentMemory,
-    LatentRings,
+    ROPE_CHUNK,
+    V_CHUNK_ORDER,
+    KvPipeline,
+    KvStages,
+    KvState,
+    KvTensors,
+    LoadState,
 )
+from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 
-WARPGROUP = 128
-WARP_KEYS = TILE // 4  # that a warp gathers of a tile
+WARP_KEYS = TILE_N // 4  # that a warp gathers of a tile
 
 
 @dataclass(frozen=True)
@@ -54,105 +52,52 @@ class Selection:
         return count
 
 
-@dataclass(frozen=True)
-class Share:
-    """What CTA number `part` of `parts` does: the queries part, part + parts and so on, `rounds` of them. Of the
-    queries behind these rounds, if there are any, the first `cut` CTAs have an even share of all tiles each, counted as
-    if every query had `tiles`; `cut` is no more than there are.
+class TopkGather(KvStages):
+    """Keys of `head_dim` channels, 576 or 512, as they are attended to. 16 bytes a lane, 8 lanes a key."""
 
-    So a query may be cut: of its pieces in a share, which are two at most, the one with the query's first tile has the
-    partial result 2 * part + 1, the other 2 * part.
-    """
-
-    part: Int32
-    parts: Int32
-    rounds: Int32
-    queries: Int32
-    tiles: Int32
-    cut: Int32
+    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int):
+        super().__init__(dtype, v_stages, rope_stages)
+        self.head_dim, self.has_rope = head_dim, head_dim > HEAD_DIM_V
 
     @cute.jit
-    def bounds(self, part: Int32):
-        """The first of its tiles among those of the queries behind the rounds."""
-        return cutlass.min(part, self.cut) * ((self.queries - self.rounds * self.parts) * self.tiles) // self.cut
+    def init_gather(self, pipeline: KvPipeline, consumers: cutlass.Constexpr = 12):
+        """A k chunk is there when all lanes have it; so is a rope part, and each warp has written its valid mask."""
+        self.init(pipeline, WARPGROUP, WARPGROUP + 4 if self.has_rope else 4, consumers)
+
+    def start_state(self) -> LoadState:
+        return LoadState(start(), start(), start())
 
     @cute.jit
-    def owner(self, tile: Int32):
-        """The part that has this tile of them."""
-        return ((tile + 1) * self.cut - 1) // ((self.queries - self.rounds * self.parts) * self.tiles)
-
-
-@dataclass(frozen=True)
-class TileMemory:
-    """The slots of the rings."""
-
-    units: cute.Tensor
-    ropes: cute.Tensor
-
-
-class GatheredTiles(LatentMemory):
-    """Keys of `channels` numbers, 576 or 512, as they are attended to. 16 bytes a lane, 8 lanes a key."""
-
-    def __init__(self, dtype: type[cutlass.Numeric], channels: int, units: int, ropes: int):
-        super().__init__(dtype, units, ropes)
-        self.channels, self.rope = channels, channels > VALUE
-
-    @cute.jit
-    def init_gathered(self, rings: LatentRings, readers: cutlass.Constexpr = 12):
-        """A chunk is there when all lanes have it; so is a rope part, and each warp has said which keys there are."""
-        self.init(rings, WARPGROUP, WARPGROUP + 4 if self.rope else 4, readers)
-
-    @cute.jit
-    def load(self, q, memory: TileMemory, rings: LatentRings, lists, group, share: Share, first_row, warp, lane):
-        """The loading warpgroup: all pieces of this CTA, and the end. lists: one Selection or two."""
-        state = (Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
-        first_cut = share.rounds * share.parts
-        query, turn, tile, left = share.part, Int32(0), Int32(0), Int32(0)
-        if first_cut < share.queries:
-            tile = share.bounds(share.part)
-            left = share.bounds(share.part + 1) - tile
-        more = (share.rounds > 0 and query < share.queries) or left > 0
-        while more:
-            if turn == share.rounds:
-                query, tile = first_cut + tile // share.tiles, tile % share.tiles
+    def load(self, q, memory, pipeline, lists, group, scheduler: StreamKScheduler, first_row, warp, lane):
+        """The load warpgroup: all work tiles of this CTA, and the end. lists: one Selection or two; memory, pipeline:
+        the stages and their barriers."""
+        state = self.start_state()
+        work = scheduler.first()
+        while work.is_valid:
+            query, tile = scheduler.locate(work)
             if warp == 0:
-                self.name(rings, query, state[4], state[5])
+                pipeline.work.announce(query, state.work)
             counts = [selection.count(query, group) for selection in lists]
-            ends = [(count + TILE - 1) // TILE for count in counts]
-            all_tiles = ends[0] if const_expr(len(lists) == 1) else ends[0] + ends[1]
-            # A query without keys has a tile of none: so every piece that is a whole query has one.
-            all_tiles = cutlass.max(all_tiles, 1)
-            first, end, part, following = Int32(0), all_tiles, Int32(-1), query + share.parts
-            if turn >= share.rounds:
-                taken = cutlass.min(share.tiles - tile, left)
-                first, end = cutlass.min(tile, all_tiles), cutlass.min(tile + taken, all_tiles)
-                if taken < share.tiles:
-                    part = 2 * share.part
-                    if tile == 0:
-                        part += 1
-                left -= taken
-                tile, following = Int32(0), query + 1
-            turn += 1
-            more = left > 0
-            if turn < share.rounds:
-                more = following < share.queries
-            if more and following < share.queries:
-                self.request_row(q, following, first_row, warp, lane)
-            state = self.load_piece(
-                q, memory, rings, lists, counts, ends, query, first, end - first, part, first_row, warp, lane, state
+            ends = [(count + TILE_N - 1) // TILE_N for count in counts]
+            query_tiles = ends[0] if const_expr(len(lists) == 1) else ends[0] + ends[1]
+            # A query without keys has a tile of none: so every work tile that is a whole query has one.
+            query_tiles = cutlass.max(query_tiles, 1)
+            first, end, split_idx, work = scheduler.take(work, query, tile, query_tiles)
+            if work.is_valid and work.query < scheduler.queries:
+                self.prefetch_q(q, work.query, first_row, warp, lane)
+            state = self.load_work_tile(
+                *(q, memory, pipeline, lists, counts, ends, query, first, end - first, split_idx, first_row),
+                *(warp, lane, state),
             )
-            query = following
         if warp == 0:
-            self.name(rings, Int32(-1), state[4], state[5])
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(rings.facts_full + state[4])
+            pipeline.work.publish_end(state.work)
 
     @cute.jit
-    def request_row(self, q, query, first_row, warp, lane):
+    def prefetch_q(self, q, query, first_row, warp, lane):
         """The next query's rows will be in the L2 cache when its turn comes."""
-        address, present = self.locate_row(q, query, first_row, warp, lane)
-        if lane < WARP_KEYS and present:
-            prefetch_to_l2(address, Int32(2 * self.channels))
+        address, valid = self.locate_row(q, query, first_row, warp, lane)
+        if lane < WARP_KEYS and valid:
+            prefetch_to_l2(address, Int32(2 * self.head_dim))
 
     @cute.jit
     def locate_row(self, q, query, first_row, warp, lane):
@@ -163,36 +108,36 @@ class GatheredTiles(LatentMemory):
     @cute.jit
     def index_of(self, lists, counts, ends, query, tile, key):
         """The index of a tile's key; -1: there is none."""
-        place = tile * TILE + key
+        place = tile * TILE_N + key
         index = Int32(-1)
         if place < counts[0]:
             index = lists[0].indices[query, place]
         if const_expr(len(lists) == 2):
             if tile >= ends[0]:
                 index = Int32(-1)
-                if place - ends[0] * TILE < counts[1]:
-                    index = lists[1].indices[query, place - ends[0] * TILE]
+                if place - ends[0] * TILE_N < counts[1]:
+                    index = lists[1].indices[query, place - ends[0] * TILE_N]
         return index
 
     @cute.jit
     def locate(self, lists, ends, tile, index):
         """(address, its scales' address, whether it is there) of a tile's key of this index."""
-        address, scales, present = self.find(lists[0], index)
+        address, scales, valid = self.find(lists[0], index)
         if const_expr(len(lists) == 2):
             if tile >= ends[0]:
-                address, scales, present = self.find(lists[1], index)
-        return address, scales, present
+                address, scales, valid = self.find(lists[1], index)
+        return address, scales, valid
 
     @cute.jit
     def find(self, selection: Selection, index):
         page, offset = divmod(cutlass.max(index, 0), selection.page_size)
-        present = index >= 0 and page < selection.cache.shape[0]
+        valid = index >= 0 and page < selection.cache.shape[0]
         address = Int64(selection.cache.iterator.toint())
         scales = address
-        if present:
+        if valid:
             address = Int64(self.address_of(selection, page, offset))
             scales = Int64(self.scales_of(selection, page, offset))
-        return address, scales, present
+        return address, scales, valid
 
     @cute.jit
     def address_of(self, selection: Selection, page, offset):
@@ -205,76 +150,72 @@ class GatheredTiles(LatentMemory):
         return selection.cache.iterator.toint()
 
     @cute.jit
-    def spread(self, address: Int64, bits: Uint32, lane):
+    def spread(self, address: Int64, mask: Uint32, lane):
         """From an address of each key, those of 8 lanes a key, 16 bytes apart: (addresses, which keys exist), four."""
-        sources, keep = [], []
+        sources, valid = [], []
         low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
         for i in cutlass.range_constexpr(WARP_KEYS // 4):
             key = 4 * i + lane // 8
             own_low, own_high = cute.arch.shuffle_sync(low, key), cute.arch.shuffle_sync(high, key)
             sources.append((Int64(own_high) << 32) + Int64(Uint32(own_low)) + lane % 8 * 16)
-            keep.append((bits >> key) & 1 != 0)
-        return sources, keep
+            valid.append((mask >> key) & 1 != 0)
+        return sources, valid
 
     @cute.jit
-    def load_piece(
+    def load_work_tile(
         self,
         q,
-        memory: TileMemory,
-        rings: LatentRings,
+        memory: KvTensors,
+        pipeline: KvPipeline,
         lists,
         counts,
         ends,
         query,
         first,
         tiles,
-        part,
+        split_idx,
         first_row,
         warp,
         lane,
-        state,
-    ):
-        """The query's rows from first_row on, and then the tiles."""
-        unit, unit_phase, rope, rope_phase, at, facts_phase = state
+        state: LoadState,
+    ) -> LoadState:
+        """Publish the work tile; the query's rows from first_row on go through the stages as a tile, then the keys."""
         if warp == 0:
-            with cute.arch.elect_one():
-                rings.facts[FIRST_TILE, at], rings.facts[TILES, at], rings.facts[PART, at] = first, tiles, part
-                rings.facts[LENGTH, at], rings.facts[SEEN, at] = 0, 0
-                cute.arch.mbarrier_arrive(rings.facts_full + at)
-        at, facts_phase = advance(at, facts_phase, FACTS)
+            pipeline.work.publish(state.work, first, tiles, split_idx, 0, 0)
+        work, kv = pipeline.work.pipeline.advance(state.work), KvState(state.v, state.rope)
         own = warp * WARP_KEYS + lane % WARP_KEYS
         index = self.index_of(lists, counts, ends, query, first, own)
-        address, present = self.locate_row(q, query, first_row, warp, lane)
+        address, valid = self.locate_row(q, query, first_row, warp, lane)
         for tile in cutlass.range(first - 1, first + tiles, unroll=1):
             if tile >= first:
-                address, _, present = self.locate(lists, ends, tile, index)
+                address, _, valid = self.locate(lists, ends, tile, index)
                 # The next tile's indices are on their way while these keys are asked for.
                 index = self.index_of(lists, counts, ends, query, tile + 1, own)
-            bits = Uint32(cute.arch.vote_ballot_sync(present)) & 0xFFFF
-            sources, keep = self.spread(address, bits, lane)
-            for n, number in enumerate(UNIT_ORDER):
-                cute.arch.mbarrier_wait(rings.unit_empty + unit, unit_phase ^ 1)
-                for c in cutlass.range_constexpr(UNIT_CHUNKS):
-                    self.gather(
-                        memory.units, unit * UNIT_CHUNKS + c, sources, keep, number * UNIT_CHUNKS + c, warp, lane
-                    )
-                    arrive_when_gathered(rings.unit_full + (unit * UNIT_CHUNKS + c))
-                unit, unit_phase = advance(unit, unit_phase, self.units)
+            mask = Uint32(cute.arch.vote_ballot_sync(valid)) & 0xFFFF
+            sources, keep = self.spread(address, mask, lane)
+            for n, v_chunk in enumerate(V_CHUNK_ORDER):
+                pipeline.v.producer_wait(kv.v)
+                for c in cutlass.range_constexpr(K_PER_V):
+                    self.gather(memory.v, kv.v.stage * K_PER_V + c, sources, keep, v_chunk * K_PER_V + c, warp, lane)
+                    arrive_when_gathered(pipeline.v_full(kv.v.stage, c))
+                kv = self.advance_v(kv)
                 if const_expr(n == ROPE_AFTER - 1):
-                    cute.arch.mbarrier_wait(rings.rope_empty + rope, rope_phase ^ 1)
-                    if const_expr(self.rope):
-                        self.gather(memory.ropes, rope, sources, keep, VALUE // CHUNK, warp, lane)
-                        arrive_when_gathered(rings.rope_full + rope)
+                    pipeline.rope.producer_wait(kv.rope)
+                    if const_expr(self.has_rope):
+                        self.gather(memory.rope, kv.rope.stage, sources, keep, ROPE_CHUNK, warp, lane)
+                        arrive_when_gathered(pipeline.rope.producer_barrier(kv.rope))
                     with cute.arch.elect_one():
-                        rings.present[warp, rope] = bits
-                        cute.arch.mbarrier_arrive(rings.rope_full + rope)
-                    rope, rope_phase = advance(rope, rope_phase, self.ropes)
-        return unit, unit_phase, rope, rope_phase, at, facts_phase
+                        pipeline.valid_mask[warp, kv.rope.stage] = mask
+                        cute.arch.mbarrier_arrive(pipeline.rope.producer_barrier(kv.rope))
+                    kv = self.advance_rope(kv)
+        return LoadState(kv.v, kv.rope, work)
 
     @cute.jit
-    def gather(self, slots, place, sources, keep, chunk: cutlass.Constexpr, warp, lane):
-        """A chunk of 64 channels of this warp's keys, to chunk number `place` of a ring."""
-        start = Int32(slots.iterator.toint()) + 2 * CHUNK * (place * TILE + warp * WARP_KEYS + lane // 8)
+    def gather(self, stages, place, sources, keep, k_chunk: cutlass.Constexpr, warp, lane):
+        """A k chunk of this warp's keys, to k chunk number `place` of a ring."""
+        target = Int32(stages.iterator.toint()) + 2 * K_CHUNK * (place * TILE_N + warp * WARP_KEYS + lane // 8)
         for i in cutlass.range_constexpr(WARP_KEYS // 4):
             row = 4 * (i % 2) + lane // 8  # of 8
-            gather_16(start + 2 * (4 * i * CHUNK + (lane % 8 ^ row) * 8), sources[i] + 2 * CHUNK * chunk, keep[i])
+            gather_16(
+                target + 2 * (4 * i * K_CHUNK + (lane % 8 ^ row) * 8), sources[i] + 2 * K_CHUNK * k_chunk, keep[i]
+            )

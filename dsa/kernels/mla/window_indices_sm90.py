@@ -2,8 +2,8 @@
 
 indices[t] = k0 + max(0, p - window + 1), ..., k0 + p     slots[b, i] = where these positions of sequence b lie
 
-Plan
-- A warp a query: it finds the first and the last position, and its lanes write neighbouring columns.
+Work
+- A warp has a query: it finds the first and the last position, and its lanes write neighbouring columns.
 - The sequence of a packed query is found by comparing the query with all boundaries, 32 at a time, which come from the
   L1 cache. A binary search would compare with fewer of them where there are hundreds, but a single wrong boundary would
   mislead it for queries of other sequences, too.
@@ -11,7 +11,8 @@ Plan
   are mostly in the same page. A ring has no table: page b is sequence b's.
 - Positions are found in 64 bits, so that no content of cu_seqlens or cache_seqlens, whatever it is, overflows. A slot
   is too: one that int32 cannot hold is -1.
-Shared memory: none. Constraints: at most MOST queries, columns and keys of a page; rings of 2^31 slots together.
+Warp roles: none, all warps do the same. Shared memory: none. Constraints: at most MAX_WINDOW queries, columns and keys
+of a page; rings of 2^31 slots together.
 Launch: programmatic.
 Roofline: memory, 4 bytes an entry; at what decoding asks for, latency.
 """
@@ -24,11 +25,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.sm90 import WARP
 
 WARPS = 4
-LANES = 32
 UNROLL = 4
-MOST = 2**30  # queries, columns, keys of a page: a step beyond one of these is still an int32
 SLOT_LIMIT = 2**31
 LOWEST = -(2**31)
 
@@ -41,11 +42,11 @@ def _my_query():
     # What is behind this point touches global memory: the kernels before must be done with it.
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
-    return block * WARPS + tid // LANES, tid % LANES
+    return block * WARPS + tid // WARP, tid % WARP
 
 
 def _launch(kernel, queries: Int32, stream) -> None:
-    kernel.launch(grid=(cute.ceil_div(queries, WARPS), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream, use_pdl=True)
+    kernel.launch(grid=(cute.ceil_div(queries, WARPS), 1, 1), block=(WARPS * WARP, 1, 1), stream=stream, use_pdl=True)
 
 
 @cute.jit
@@ -71,7 +72,7 @@ class WindowIndicesSm90:
             if b >= 0:
                 last = Int64(k_starts[b + 1]) - (Int64(q_starts[b + 1]) - t)
                 first, count = _seen(Int64(k_starts[b]), last, window)
-            for column in cutlass.range(lane, window, LANES, unroll=UNROLL):
+            for column in cutlass.range(lane, window, WARP, unroll=UNROLL):
                 indices[t, column] = first + column if column < count else Int32(-1)
 
     @cute.jit
@@ -79,7 +80,7 @@ class WindowIndicesSm90:
         """The sequence of query t, or -1: of those that have queries, the one that begins last of those that do not
         begin behind t, if it does not end before. So wrong boundaries take no queries from sequences behind them."""
         own, begins = Int32(-1), Int32(LOWEST)
-        for b in cutlass.range(lane, q_starts.shape[0] - 1, LANES, unroll=UNROLL):
+        for b in cutlass.range(lane, q_starts.shape[0] - 1, WARP, unroll=UNROLL):
             low, high = q_starts[b], q_starts[b + 1]
             better = low <= t and low < high and low >= begins
             own, begins = b if better else own, low if better else begins
@@ -119,12 +120,12 @@ class WindowSlotsSm90:
             b, i = divmod(row, queries)
             first, count = _seen(Int64(0), Int64(lengths[b]) - (s_q - i), window)
             found = cute.make_rmem_tensor((UNROLL,), Int32)
-            for start in cutlass.range(lane, window, LANES * UNROLL, unroll=1):
+            for start in cutlass.range(lane, window, WARP * UNROLL, unroll=1):
                 for u in cutlass.range_constexpr(UNROLL):
-                    found[u] = self.slot(block_table, b, first, count, start + u * LANES, pages, page_size)
+                    found[u] = self.slot(block_table, b, first, count, start + u * WARP, pages, page_size)
                 for u in cutlass.range_constexpr(UNROLL):
-                    if start + u * LANES < window:
-                        slots[b, i, start + u * LANES] = found[u]
+                    if start + u * WARP < window:
+                        slots[b, i, start + u * WARP] = found[u]
 
     @cute.jit
     def slot(self, block_table, b, first, count, column, pages, page_size):
@@ -141,31 +142,29 @@ class WindowSlotsSm90:
         return Int32(slot) if exists and slot < Int64(SLOT_LIMIT) else Int32(-1)
 
 
-def _fake(*shape, contiguous=False):
-    strides = [cute.sym_int64() for _ in shape]
-    if contiguous:
-        strides[-1] = 1
-    return cute.runtime.make_fake_tensor(Int32, shape, tuple(strides), assumed_align=4)
+def _int32(*shape, contiguous=False):
+    stride = strides(len(shape))
+    return fake(Int32, shape, (*stride[:-1], 1) if contiguous else stride, 4)
 
 
 @cached
 def compile_window_indices():
     """-> f(cu_seqlens_q [B + 1], cu_seqlens_k [B + 1], indices [T, window], contiguous); all int32; T, window from 1 to
-    MOST, B >= 0."""
-    boundaries, stream = cute.sym_int(), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    indices = _fake(cute.sym_int(), cute.sym_int(), contiguous=True)
-    return compile_sm90(WindowIndicesSm90(), _fake(boundaries), _fake(boundaries), indices, stream)
+    MAX_WINDOW, B >= 0."""
+    boundaries, stream = cute.sym_int(), fake_stream()
+    indices = _int32(cute.sym_int(), cute.sym_int(), contiguous=True)
+    return compile_sm90(WindowIndicesSm90(), _int32(boundaries), _int32(boundaries), indices, stream)
 
 
 @cached
 def compile_window_slots(ring: bool):
     """-> f(block_table [B, max_pages], of a ring None, cache_seqlens [B], slots [B, s_q, window], contiguous,
-    page_size); all int32; B, s_q, max_pages > 0, B * s_q, window and page_size from 1 to MOST, and of a ring
+    page_size); all int32; B, s_q, max_pages > 0, B * s_q, window and page_size from 1 to MAX_WINDOW, and of a ring
     B * page_size up to 2^31."""
-    batch, stream = cute.sym_int(), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    table = None if ring else _fake(batch, cute.sym_int())
-    slots = _fake(batch, cute.sym_int(), cute.sym_int(), contiguous=True)
-    return compile_sm90(WindowSlotsSm90(ring), table, _fake(batch), slots, Int32(1), stream)
+    batch, stream = cute.sym_int(), fake_stream()
+    table = None if ring else _int32(batch, cute.sym_int())
+    slots = _int32(batch, cute.sym_int(), cute.sym_int(), contiguous=True)
+    return compile_sm90(WindowSlotsSm90(ring), table, _int32(batch), slots, Int32(1), stream)
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -8,20 +8,18 @@ from typing import NamedTuple
 import torch
 
 from dsa import backends
+from dsa.kernels.mla import limits
+from dsa.kernels.mla.limits import HEAD_DIM_V, SWAP_AB_HEADS, TILE_M, TILE_N
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 
-D_V = 512
-DIMS = (576, 512)
-DTYPES = (torch.bfloat16, torch.float16)
-TILE, ROWS = 64, 64  # keys and heads of a kernel's tile
-FEW_ROWS = (16, 32)  # heads of the kernel for few
-# Of byte caches, by the heads of a CTA: about how long a tile takes, and what is spent besides where queries are cut,
+DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
+# Of FP8 caches, by the heads of a CTA: about how long a tile takes, and what is spent besides where queries are split,
 # in microseconds on an H200. More heads share the work on a key's bytes; less leave smaller partial results.
-BYTE_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
+FP8_KV_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
 WHOLE = 5.0  # what is spent besides where they are not
-CUT = 3  # what cutting queries costs, in tiles
-LEAST = 2  # tiles that a share should have
+SPLIT_COST = 3  # what splitting queries costs, in tiles
+LEAST_TILES = 2  # that a worker should have of split queries
 
 
 class Selection(NamedTuple):
@@ -47,22 +45,22 @@ def attend(
     scale: float,
     sink: torch.Tensor | None,
     results: Results,
-    may_cut: bool,
+    may_split: bool,
 ) -> None:
     """q [T, h, d] over one or two selections; T, h, K and the caches' sizes above 0.
 
-    may_cut  a query's keys may be worked on in pieces; how, depends on the number of queries. Not with max_logits
+    may_split  a query may be split into several work tiles; how, depends on the number of queries. Not with max_logits
     """
     queries, heads, dim = q.shape
     aligned = rows_at_16_bytes(q)
     q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
-    tiles = sum(-(-s.indices.shape[1] // TILE) for s in selections)
+    tiles = sum(-(-s.indices.shape[1] // TILE_N) for s in selections)
     fp8 = selections[0].cache.dtype == torch.uint8
     num_sms = backends.num_sms(q.device)
-    rows = next((rows for rows in FEW_ROWS if heads <= rows), ROWS)
+    head_tile = next((tile for tile in SWAP_AB_HEADS if heads <= tile), TILE_M)
     if fp8:
-        rows = byte_rows(queries, heads, tiles, num_sms, may_cut)
-    parts, rounds, cut = shares(queries, -(-heads // rows), tiles, num_sms, may_cut)
+        head_tile = fp8_kv_head_tile(queries, heads, tiles, num_sms, may_split)
+    workers, full_waves, split_workers = stream_k(queries, -(-heads // head_tile), tiles, num_sms, may_split)
     caches, indices, counts = zip(*selections)
     lists = (
         list(caches),
@@ -71,54 +69,53 @@ def attend(
         sum(1 << i for i, count in enumerate(counts) if count is not None),
     )
     out, lse, max_logits = results
-    highest = max_logits is not None
     sinks = (lse.view(-1) if sink is None else sink, int(sink is not None))
-    slots = max(2 * cut, 1)
-    out_parts = q.new_empty(slots, 1, heads, D_V, dtype=torch.float32)
-    lse_parts = q.new_empty(slots, 1, heads, dtype=torch.float32)
+    splits = max(2 * split_workers, 1)
+    out_partial = q.new_empty(splits, 1, heads, HEAD_DIM_V, dtype=torch.float32)
+    lse_partial = q.new_empty(splits, 1, heads, dtype=torch.float32)
     if fp8:
-        launch, largest = _bytes_kernel(dim, rows, len(selections)), ()
+        launch = _fp8_kv_kernel(dim, head_tile, len(selections))
     else:
-        launch = _kernel(q.dtype, dim, rows, len(selections), highest)
-        largest = (max_logits,)
+        launch = _kernel(q.dtype, dim, head_tile, len(selections), max_logits is not None)
     with backends.on_device(q):
         launch(
-            *(q.unsqueeze(1), *lists, *sinks, out, lse, out_parts, lse_parts, *largest),
-            *(scale * math.log2(math.e), out.shape[1], parts, rounds, cut),
+            *(q.unsqueeze(1), *lists, *sinks, out, lse, out_partial, lse_partial, max_logits),
+            *(scale * math.log2(math.e), out.shape[1], workers, full_waves, split_workers),
         )
-        if cut:
-            rest = queries - rounds * parts
-            combine = _combine_kernel(q.dtype, cut // rest + 1, rest * heads)
-            combine(*sinks, out, lse, out_parts, lse_parts, parts, rounds, tiles, cut)
+        if split_workers:
+            rest = queries - full_waves * workers
+            combine = _combine_kernel(q.dtype, split_workers // rest + 1, rest * heads)
+            combine(*sinks, out, lse, out_partial, lse_partial, workers, full_waves, tiles, split_workers)
 
 
-def shares(queries: int, row_tiles: int, tiles: int, num_sms: int, may_cut: bool) -> tuple[int, int, int]:
-    """(parts, rounds, cut): so many CTAs for each tile of heads have whole queries so many times; the queries behind
-    rounds * parts are cut into even shares for the first `cut` of them."""
-    parts = max(1, num_sms // row_tiles)
-    rounds, rest = divmod(queries, parts)
-    cut = min(parts, rest * tiles // LEAST)
-    if rest and (not may_cut or cut <= rest or -(-rest * tiles // cut) + CUT >= tiles):
-        rounds, cut = rounds + 1, 0
-    return min(parts, max(queries, cut)), rounds, cut
+def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split: bool) -> tuple[int, int, int]:
+    """(workers, full_waves, split_workers) of the StreamKScheduler: so many CTAs for each tile of heads have whole
+    queries so many times; the queries behind these are split evenly between the first split_workers of them."""
+    workers = max(1, num_sms // head_tiles)
+    full_waves, rest = divmod(queries, workers)
+    split_workers = min(workers, rest * tiles // LEAST_TILES)
+    if rest and (not may_split or split_workers <= rest or -(-rest * tiles // split_workers) + SPLIT_COST >= tiles):
+        full_waves, split_workers = full_waves + 1, 0
+    return min(workers, max(queries, split_workers)), full_waves, split_workers
 
 
-def byte_rows(queries: int, heads: int, tiles: int, num_sms: int, may_cut: bool) -> int:
-    """Heads of a CTA, of byte caches: what takes least by the measured times; but where queries are never cut, as for
+def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_split: bool) -> int:
+    """Heads of a CTA, of FP8 caches: what takes least by the measured times; but where queries are never split, as for
     short windows, what the number of heads says, so that a result does not depend on the other queries."""
 
-    def time(rows: int) -> float:
-        (of_tile, besides), row_tiles = BYTE_TIMES[rows], -(-heads // rows)
-        parts, rounds, cut = shares(queries, row_tiles, tiles, num_sms, may_cut)
-        turns = -(-row_tiles // num_sms)  # more than one where there are more tiles of heads than multiprocessors
-        if not cut:
-            return WHOLE + turns * rounds * tiles * of_tile
-        return besides + turns * (rounds * tiles + -(-(queries - rounds * parts) * tiles // cut)) * of_tile
+    def time(head_tile: int) -> float:
+        (of_tile, besides), head_tiles = FP8_KV_TIMES[head_tile], -(-heads // head_tile)
+        workers, full_waves, split_workers = stream_k(queries, head_tiles, tiles, num_sms, may_split)
+        turns = -(-head_tiles // num_sms)  # more than one where there are more tiles of heads than multiprocessors
+        if not split_workers:
+            return WHOLE + turns * full_waves * tiles * of_tile
+        split_tiles = -(-(queries - full_waves * workers) * tiles // split_workers)
+        return besides + turns * (full_waves * tiles + split_tiles) * of_tile
 
-    most = next((rows for rows in BYTE_TIMES if heads <= rows), max(BYTE_TIMES))
-    if not may_cut or tiles <= CUT + 1:
+    most = next((head_tile for head_tile in FP8_KV_TIMES if heads <= head_tile), max(FP8_KV_TIMES))
+    if not may_split or tiles <= SPLIT_COST + 1:
         return most
-    return min((rows for rows in BYTE_TIMES if rows <= most), key=lambda rows: (time(rows), -rows))
+    return min((tile for tile in FP8_KV_TIMES if tile <= most), key=lambda tile: (time(tile), -tile))
 
 
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -127,26 +124,25 @@ def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, dim: int, rows: int, lists: int, highest: bool) -> Callable[..., None]:
-    if rows < ROWS:
-        from dsa.kernels.mla.sparse_mla_swap_ab_sm90 import compile_sparse_mla_few
+def _kernel(dtype: torch.dtype, dim: int, head_tile: int, lists: int, with_max_logits: bool) -> Callable[..., None]:
+    if head_tile < TILE_M:
+        from dsa.kernels.mla.sparse_mla_swap_ab_sm90 import compile_sparse_mla_swap_ab
 
-        return compile_sparse_mla_few(dtype_name(dtype), dim, rows, lists, highest)
+        return compile_sparse_mla_swap_ab(dtype_name(dtype), dim, head_tile, lists, with_max_logits)
     from dsa.kernels.mla.sparse_mla_sm90 import compile_sparse_mla
 
-    return compile_sparse_mla(dtype_name(dtype), dim, lists, highest)
+    return compile_sparse_mla(dtype_name(dtype), dim, lists, with_max_logits)
 
 
 @functools.cache
-def _bytes_kernel(dim: int, rows: int, lists: int) -> Callable[..., None]:
-    from dsa.kernels.mla.sparse_mla_fp8_kv_sm90 import compile_sparse_mla_bytes
+def _fp8_kv_kernel(dim: int, head_tile: int, lists: int) -> Callable[..., None]:
+    from dsa.kernels.mla.sparse_mla_fp8_kv_sm90 import compile_sparse_mla_fp8_kv
 
-    return compile_sparse_mla_bytes(dim, rows, lists)
+    return compile_sparse_mla_fp8_kv(dim, head_tile, lists)
 
 
 @functools.cache
 def _combine_kernel(dtype: torch.dtype, splits: int, rows: int) -> Callable[..., None]:
-    from dsa.kernels.mla.mla_combine_sm90 import choose_config
-    from dsa.kernels.mla.sparse_mla_combine_sm90 import compile_sparse_mla_combine
+    from dsa.kernels.mla.mla_combine_sm90 import choose_config, compile_sparse_mla_combine
 
     return compile_sparse_mla_combine(dtype_name(dtype), choose_config(splits, rows))

@@ -5,9 +5,10 @@ import math
 import torch
 
 from dsa import backends
+from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.mla._sparse_attention import D_V, DIMS, DTYPES, Results, Selection, attend, inner_contiguous
+from dsa.ops.mla._sparse_attention import DTYPES, Results, Selection, attend, inner_contiguous
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 
 
@@ -41,7 +42,7 @@ def decode(
         return out.zero_(), lse.fill_(torch.inf)
     rows = q.flatten(0, 1)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
-    attend(rows, given, scale, sink, Results(out, lse, None), may_cut=not batch_invariant)
+    attend(rows, given, scale, sink, Results(out, lse, None), may_split=not batch_invariant)
     return out, lse
 
 
@@ -52,10 +53,12 @@ def check_kernel_takes(
     scale: float,
 ) -> None:
     """Of arguments that the reference takes, what the Hopper kernel does not."""
-    if q.shape[3] not in DIMS:
-        raise ValueError(f"q: the Hopper kernel takes d = 576 or 512, got shape {list(q.shape)}")
-    if head_dim_v != D_V:
-        raise ValueError(f"head_dim_v: the Hopper kernel takes {D_V}, got {head_dim_v}")
+    if q.shape[3] not in SPARSE_HEAD_DIMS:
+        raise ValueError(
+            f"q: the Hopper kernel takes d = {SPARSE_HEAD_DIMS[0]} or {SPARSE_HEAD_DIMS[1]}, got shape {list(q.shape)}"
+        )
+    if head_dim_v != HEAD_DIM_V:
+        raise ValueError(f"head_dim_v: the Hopper kernel takes {HEAD_DIM_V}, got {head_dim_v}")
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {scale}")
     for prefix, (cache, _, _) in zip(("", "extra_"), selections):

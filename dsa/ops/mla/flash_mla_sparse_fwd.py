@@ -5,11 +5,14 @@ import math
 import torch
 
 from dsa import backends
+from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.mla._sparse_attention import D_V, DIMS, DTYPES, Results, Selection, attend, inner_contiguous
+from dsa.ops.mla._sparse_attention import DTYPES, Results, Selection, attend, inner_contiguous
 from dsa.reference.checks import check_same_dtype
 from dsa.reference.mla import flash_mla_sparse_fwd as reference
+
+__all__ = ["flash_mla_sparse_fwd"]
 
 
 def flash_mla_sparse_fwd(
@@ -73,7 +76,7 @@ def _forward(
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
     selection = Selection(cache, inner_contiguous(indices.squeeze(1)), counts)
     results = Results(out.unsqueeze(1), lse.unsqueeze(2), max_logits)
-    attend(q, [selection], sm_scale, sink, results, may_cut=False)
+    attend(q, [selection], sm_scale, sink, results, may_split=False)
     return out, max_logits, lse
 
 
@@ -90,10 +93,12 @@ def _check_kernel_takes(
 ) -> None:
     if q.dtype not in DTYPES:
         raise ValueError(f"q: the Hopper kernel takes bfloat16 or float16, got {dtype_name(q.dtype)}")
-    if q.shape[2] not in DIMS:
-        raise ValueError(f"q: the Hopper kernel takes d = 576 or 512, got shape {list(q.shape)}")
-    if d_v != D_V:
-        raise ValueError(f"d_v: the Hopper kernel takes {D_V}, got {d_v}")
+    if q.shape[2] not in SPARSE_HEAD_DIMS:
+        raise ValueError(
+            f"q: the Hopper kernel takes d = {SPARSE_HEAD_DIMS[0]} or {SPARSE_HEAD_DIMS[1]}, got shape {list(q.shape)}"
+        )
+    if d_v != HEAD_DIM_V:
+        raise ValueError(f"d_v: the Hopper kernel takes {HEAD_DIM_V}, got {d_v}")
     if kv.numel() and rows_at_16_bytes(kv) is None:
         raise ValueError(
             "kv: channels must be contiguous and keys start at multiples of 16 bytes, got strides "

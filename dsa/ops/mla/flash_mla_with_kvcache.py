@@ -7,6 +7,18 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.kernels.mla import limits
+from dsa.kernels.mla.limits import (
+    FIXED_SPLIT_TILES,
+    HEAD_DIM,
+    HEAD_DIM_V,
+    MAX_BATCH,
+    MAX_FIXED_SPLITS,
+    MAX_PARTS,
+    PAGE_MULTIPLE,
+    TILE_M,
+    TILE_N,
+)
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.ops.known_calls import KnownCalls, signature
@@ -16,13 +28,10 @@ from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta
 
-D, D_V, PAGE_MULTIPLE = 576, 512, 16
-DTYPES = (torch.bfloat16, torch.float16)
-TILE, ROWS = 64, 64  # keys and rows of a kernel's tile
+__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
 OVERHEAD = 5  # what beginning a sequence costs, in tiles
-# The kernels' numbers: sequences and parts of a plan; of splits that depend on nothing but the length, tiles and count.
-MAX_BATCH, MAX_PARTS = 32768, 160
-SPLIT_TILES, MAX_SPLITS = 64, 32
 
 
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
@@ -249,7 +258,7 @@ def _metadata(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> tuple[to
 
 
 def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> int:
-    return max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // ROWS)))
+    return max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // TILE_M)))
 
 
 def _decode(
@@ -276,19 +285,19 @@ def _decode(
     q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
     k_cache = rows_at_16_bytes(k_cache)
     rows = s_q * h_q // kv_heads
-    capacity = min(block_table.shape[1] * page_size, 2**31 - TILE)
+    capacity = min(block_table.shape[1] * page_size, 2**31 - TILE_N)
     fixed_splits = 0
     if plan is None:
-        fixed_splits = min(MAX_SPLITS, -(-capacity // (TILE * SPLIT_TILES)))
+        fixed_splits = min(MAX_FIXED_SPLITS, -(-capacity // (TILE_N * FIXED_SPLIT_TILES)))
         plan, num_splits = cache_seqlens.new_empty(1, 8), cache_seqlens.new_empty(2)
-    slots = batch * fixed_splits or 2 * plan.shape[0]
-    out_parts = q.new_empty(slots, kv_heads, rows, head_dim_v, dtype=torch.float32)
-    lse_parts = q.new_empty(slots, kv_heads, rows, dtype=torch.float32)
-    decode = _decode_kernel(q.dtype, math.gcd(page_size, TILE), rows)
+    splits = batch * fixed_splits or 2 * plan.shape[0]
+    out_partial = q.new_empty(splits, kv_heads, rows, head_dim_v, dtype=torch.float32)
+    lse_partial = q.new_empty(splits, kv_heads, rows, dtype=torch.float32)
+    decode = _decode_kernel(q.dtype, math.gcd(page_size, TILE_N), rows)
     # What is batch-invariant is added up in an order that follows from a sequence's rows alone.
-    splits, together = (MAX_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
-    combine = _combine_kernel(q.dtype, splits, together)
-    tensors = (cache_seqlens, plan, num_splits, out, lse, out_parts, lse_parts)
+    per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
+    combine = _combine_kernel(q.dtype, per_sequence, together)
+    tensors = (cache_seqlens, plan, num_splits, out, lse, out_partial, lse_partial)
     with backends.on_device(q):
         decode(q, k_cache, unit_inner(block_table), *tensors, scale * math.log2(math.e), causal, capacity, fixed_splits)
         if fixed_splits != 1:
@@ -354,10 +363,10 @@ def _check_kernel_takes(
             f"k_cache: the Hopper kernel takes q's dtype {dtype_name(q.dtype)} without indices, got "
             f"{dtype_name(k_cache.dtype)}"
         )
-    if q.shape[3] != D:
-        raise ValueError(f"q: the Hopper kernel takes d = {D}, got shape {list(q.shape)}")
-    if head_dim_v != D_V:
-        raise ValueError(f"head_dim_v: the Hopper kernel takes {D_V}, got {head_dim_v}")
+    if q.shape[3] != HEAD_DIM:
+        raise ValueError(f"q: the Hopper kernel takes d = {HEAD_DIM}, got shape {list(q.shape)}")
+    if head_dim_v != HEAD_DIM_V:
+        raise ValueError(f"head_dim_v: the Hopper kernel takes {HEAD_DIM_V}, got {head_dim_v}")
     if k_cache.shape[1] % PAGE_MULTIPLE:
         raise ValueError(
             f"k_cache: the Hopper kernel takes pages of a multiple of {PAGE_MULTIPLE} keys, got {k_cache.shape[1]}"

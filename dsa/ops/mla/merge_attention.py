@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dsa import backends
+from dsa.kernels.mla.limits import MAX_BRANCHES, MAX_MERGE_ROWS, MERGE_CHANNEL_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.mla import sliding_window_attention as reference
 
-MOST_BRANCHES, CHANNEL_MULTIPLE = 4, 8
-MOST_ROWS = 2**31 - 8
+__all__ = ["merge_attention"]
 
 
 def merge_attention(
@@ -58,15 +58,18 @@ def _merge(
 
 
 def _check_kernel_takes(outs: Sequence[torch.Tensor]) -> None:
-    if len(outs) > MOST_BRANCHES:
-        raise ValueError(f"outs: the Hopper kernel merges 1 to {MOST_BRANCHES} branches, got {len(outs)}")
+    if len(outs) > MAX_BRANCHES:
+        raise ValueError(f"outs: the Hopper kernel merges 1 to {MAX_BRANCHES} branches, got {len(outs)}")
     first = outs[0]
-    if first.shape[-1] == 0 or first.shape[-1] % CHANNEL_MULTIPLE:
+    if first.shape[-1] == 0 or first.shape[-1] % MERGE_CHANNEL_MULTIPLE:
         raise ValueError(
-            f"outs[0]: the Hopper kernel takes d_v a multiple of {CHANNEL_MULTIPLE}, got shape {list(first.shape)}"
+            f"outs[0]: the Hopper kernel takes d_v a multiple of {MERGE_CHANNEL_MULTIPLE}, got shape "
+            f"{list(first.shape)}"
         )
-    if first.numel() // first.shape[-1] > MOST_ROWS:
-        raise ValueError(f"outs[0]: the Hopper kernel takes at most {MOST_ROWS} rows, got shape {list(first.shape)}")
+    if first.numel() // first.shape[-1] > MAX_MERGE_ROWS:
+        raise ValueError(
+            f"outs[0]: the Hopper kernel takes at most {MAX_MERGE_ROWS} rows, got shape {list(first.shape)}"
+        )
 
 
 def _aligned(i: int, x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import math
 import torch
 
 from dsa import backends
+from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.known_calls import KnownCalls, signature
@@ -12,10 +13,12 @@ from dsa.ops.mla import _sparse_decode
 
 # The module: by name, its ops would count as this one's.
 from dsa.ops.mla import window_indices as window_lists
-from dsa.ops.mla._sparse_attention import D_V, DIMS, Results, Selection, attend, inner_contiguous
+from dsa.ops.mla._sparse_attention import Results, Selection, attend, inner_contiguous
 from dsa.reference.checks import check_same_dtype
 from dsa.reference.mla import sliding_window_attention as reference
 from dsa.reference.mla import sliding_window_decode as window_decode
+
+__all__ = ["sliding_window_attention", "sliding_window_decode", "window_sparse_attention"]
 
 
 def sliding_window_attention(
@@ -252,7 +255,7 @@ def _attend(
     if not lists:
         return out.zero_(), lse.fill_(torch.inf)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
-    attend(q, lists, scale, sink, Results(out.unsqueeze(1), lse.unsqueeze(2), None), may_cut=False)
+    attend(q, lists, scale, sink, Results(out.unsqueeze(1), lse.unsqueeze(2), None), may_split=False)
     return out, lse
 
 
@@ -270,10 +273,12 @@ def _check_kernel_takes(
     softmax_scale: float,
     d_v: int,
 ) -> None:
-    if q.shape[-1] not in DIMS:
-        raise ValueError(f"q: the Hopper kernel takes d = 576 or 512, got shape {list(q.shape)}")
-    if d_v != D_V:
-        raise ValueError(f"d_v: the Hopper kernel takes {D_V}, got {d_v}")
+    if q.shape[-1] not in SPARSE_HEAD_DIMS:
+        raise ValueError(
+            f"q: the Hopper kernel takes d = {SPARSE_HEAD_DIMS[0]} or {SPARSE_HEAD_DIMS[1]}, got shape {list(q.shape)}"
+        )
+    if d_v != HEAD_DIM_V:
+        raise ValueError(f"d_v: the Hopper kernel takes {HEAD_DIM_V}, got {d_v}")
     if not 0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {softmax_scale}")
     for name, x in keys.items():

@@ -6,9 +6,10 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.kernels.mla.limits import MAX_WINDOW
 from dsa.reference.mla import window_indices as reference
 
-MOST = 2**30  # queries, columns, keys of a page
+__all__ = ["window_indices", "window_slots"]
 
 
 def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
@@ -94,8 +95,8 @@ def _slots(
 
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
-        if size > MOST:
-            raise ValueError(f"{name}: the Hopper kernel takes at most {MOST}, got {size}")
+        if size > MAX_WINDOW:
+            raise ValueError(f"{name}: the Hopper kernel takes at most {MAX_WINDOW}, got {size}")
 
 
 @functools.cache

@@ -7,10 +7,9 @@ from dsa.cute.sass import disassemble
 from dsa.kernels.mla import mla_combine_sm90 as combine
 from dsa.kernels.mla import mla_decode_sm90 as kernels
 from dsa.kernels.mla import mla_plan_sm90 as plan
-from dsa.kernels.mla.mla_tiles import TILE, UNIT_CHUNKS, UNIT_ORDER
+from dsa.kernels.mla.limits import HEAD_DIM, TILE_M, TILE_N
+from dsa.kernels.mla.mla_tiles import K16, K_PER_V, V_CHUNK_ORDER
 from tests.kernels.variants import shipped
-
-K16 = 16  # channels or keys of a wgmma instruction
 
 
 @shipped(kernels.compile_mla_decode)
@@ -18,19 +17,19 @@ def test_decode_sass(arguments):
     _, box, cluster = arguments
     sass = disassemble(cubin(kernels.compile_mla_decode, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    # Scores of 576 channels, and the two units of a warpgroup's half of the value.
-    assert sass.instructions["HGMMA"] == 576 // K16 + 2 * TILE // K16
-    # The chunks of a unit that this CTA loads, of each of the units, and the rope part, by boxes.
-    assert sass.instructions["UTMALDG"] == (len(UNIT_ORDER) * UNIT_CHUNKS // cluster + 1) * (TILE // box)
+    # Scores of 576 channels, and the two v chunks of a warpgroup's half of the value.
+    assert sass.instructions["HGMMA"] == HEAD_DIM // K16 + 2 * TILE_N // K16
+    # The k chunks of a v chunk that this CTA loads, of each of the v chunks, and the rope part, by boxes.
+    assert sass.instructions["UTMALDG"] == (len(V_CHUNK_ORDER) * K_PER_V // cluster + 1) * (TILE_N // box)
     assert sass.registers * kernels.THREADS <= 65536
-    roles = (kernels.SCORE_REGISTERS, kernels.OUTPUT_REGISTERS, kernels.OUTPUT_REGISTERS, kernels.LOADER_REGISTERS)
-    assert sum(roles) * kernels.WARPGROUP <= 65536
+    roles = kernels.REGISTERS
+    assert (roles.score + 2 * roles.output + roles.load) * kernels.WARPGROUP <= 65536
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65, 128, 192, 256, 1024])
 def test_a_cluster_has_row_tiles_of_one_sequence(rows):
     cluster = kernels.cluster_of(rows)
-    assert -(-rows // kernels.ROWS) % cluster == 0
+    assert -(-rows // TILE_M) % cluster == 0
     assert ("bfloat16", 64, cluster) in [arguments for _, arguments in kernels.shipped_variants()]
 
 

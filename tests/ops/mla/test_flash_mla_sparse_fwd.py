@@ -10,10 +10,8 @@ import torch
 
 import dsa
 from dsa import reference
-from dsa.kernels.mla import mla_combine_sm90, sparse_mla_sm90
-from dsa.kernels.mla import mla_tiles as latent_tiles
-from dsa.kernels.mla import sparse_mla_fp8_kv_sm90 as sparse_mla_bytes_sm90
-from dsa.kernels.mla import sparse_mla_swap_ab_sm90 as sparse_mla_few_sm90
+from dsa.kernels.mla import sparse_mla_fp8_kv_sm90, sparse_mla_swap_ab_sm90
+from dsa.kernels.mla.limits import FP8_KV_HEADS, MAX_PARTS, SWAP_AB_HEADS
 from dsa.ops.mla import _sparse_attention as launch
 from dsa.ops.mla import flash_mla_sparse_fwd as prefill_op
 
@@ -64,46 +62,48 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch.backends, "on_device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(launch.backends, "num_sms", lambda _: 132)
     monkeypatch.setattr(launch, "_kernel", lambda *key: kernel("attend", *key))
-    monkeypatch.setattr(launch, "_bytes_kernel", lambda *key: kernel("attend to bytes", *key))
+    monkeypatch.setattr(launch, "_fp8_kv_kernel", lambda *key: kernel("attend to FP8", *key))
     monkeypatch.setattr(launch, "_combine_kernel", lambda *key: kernel("combine", *key))
     return found
 
 
-def test_constants_are_the_kernels():
-    assert (latent_tiles.LATENT, latent_tiles.VALUE) == launch.DIMS and latent_tiles.VALUE == launch.D_V
-    assert (latent_tiles.TILE, sparse_mla_sm90.ROWS) == (launch.TILE, launch.ROWS)
-    assert set(launch.FEW_ROWS) == {rows for _, (_, _, rows, *_) in sparse_mla_few_sm90.shipped_variants()}
-    assert set(launch.BYTE_TIMES) == {rows for _, (_, rows, _) in sparse_mla_bytes_sm90.shipped_variants()}
+def test_every_head_tile_has_a_kernel():
+    assert set(SWAP_AB_HEADS) == {tile for _, (_, _, tile, *_) in sparse_mla_swap_ab_sm90.shipped_variants()}
+    assert set(FP8_KV_HEADS) == {tile for _, (_, tile, _) in sparse_mla_fp8_kv_sm90.shipped_variants()}
+    assert tuple(launch.FP8_KV_TIMES) == FP8_KV_HEADS
 
 
 @pytest.mark.parametrize("queries", [1, 2, 31, 66, 100, 127, 132, 133, 264, 4097])
-@pytest.mark.parametrize("row_tiles", [1, 2, 3, 200])
+@pytest.mark.parametrize("head_tiles", [1, 2, 3, 200])
 @pytest.mark.parametrize("tiles", [1, 2, 8, 32, 513])
-def test_shares(queries, row_tiles, tiles):
-    parts, rounds, cut = launch.shares(queries, row_tiles, tiles, 132, may_cut=True)
-    assert 1 <= parts <= max(1, 132 // row_tiles) and cut <= min(parts, mla_combine_sm90.MOST_SPLITS)
-    rest = queries - rounds * parts
-    assert rest < parts and (cut > 0) == (rest > 0)
+def test_stream_k(queries, head_tiles, tiles):
+    workers, full_waves, split_workers = launch.stream_k(queries, head_tiles, tiles, 132, may_split=True)
+    assert 1 <= workers <= max(1, 132 // head_tiles) and split_workers <= min(workers, MAX_PARTS)
+    rest = queries - full_waves * workers
+    assert rest < workers and (split_workers > 0) == (rest > 0)
     if rest > 0:
-        # Every share has a tile, and the longest lasts no longer than another round of whole queries would.
-        assert rest < cut <= rest * tiles and -(-rest * tiles // cut) < tiles
-    parts, rounds, cut = launch.shares(queries, row_tiles, tiles, 132, may_cut=False)
-    assert cut == 0 and parts * (rounds - 1) < queries <= parts * rounds
-
-
-@pytest.mark.parametrize(("queries", "tiles", "parts", "rounds", "cut"), [(3, 10, 13, 0, 13), (5, 7, 2, 2, 2)])
-def test_where_shares_meet(queries, tiles, parts, rounds, cut):
-    """The arithmetic of `Share`: who has which tiles, and who owns a tile."""
-    rest = queries - rounds * parts
-    bounds = [min(part, cut) * rest * tiles // cut for part in range(cut + 2)]
-    assert bounds[0] == 0 and bounds[cut] == bounds[cut + 1] == rest * tiles and bounds[:-1] == sorted(set(bounds[:-1]))
-    for tile in range(rest * tiles):
-        owner = ((tile + 1) * cut - 1) // (rest * tiles)
-        assert bounds[owner] <= tile < bounds[owner + 1]
+        # Every worker has a tile, and the longest lasts no longer than another wave of whole queries would.
+        assert rest < split_workers <= rest * tiles and -(-rest * tiles // split_workers) < tiles
+    workers, full_waves, split_workers = launch.stream_k(queries, head_tiles, tiles, 132, may_split=False)
+    assert split_workers == 0 and workers * (full_waves - 1) < queries <= workers * full_waves
 
 
 @pytest.mark.parametrize(
-    ("queries", "heads", "tiles", "rows"),
+    ("queries", "tiles", "workers", "full_waves", "split_workers"), [(3, 10, 13, 0, 13), (5, 7, 2, 2, 2)]
+)
+def test_where_split_tiles_meet(queries, tiles, workers, full_waves, split_workers):
+    """The arithmetic of `StreamKScheduler`: who has which tiles, and which worker a tile has."""
+    rest = queries - full_waves * workers
+    bounds = [min(worker, split_workers) * rest * tiles // split_workers for worker in range(split_workers + 2)]
+    assert bounds[0] == 0 and bounds[split_workers] == bounds[split_workers + 1] == rest * tiles
+    assert bounds[:-1] == sorted(set(bounds[:-1]))
+    for tile in range(rest * tiles):
+        worker = ((tile + 1) * split_workers - 1) // (rest * tiles)
+        assert bounds[worker] <= tile < bounds[worker + 1]
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "tiles", "head_tile"),
     [
         *[
             (1, 8, 1, 16),
@@ -117,34 +117,34 @@ def test_where_shares_meet(queries, tiles, parts, rounds, cut):
         *[(1, 128, 32, 16), (4, 128, 32, 16), (8, 128, 32, 32), (32, 128, 32, 32), (64, 64, 32, 32)],
     ],
 )
-def test_heads_of_a_cta(queries, heads, tiles, rows):
-    assert launch.byte_rows(queries, heads, tiles, 132, may_cut=True) == rows
-    of_heads = launch.byte_rows(queries, heads, tiles, 132, may_cut=False)
-    assert of_heads >= max(rows, min(heads, 64))
+def test_heads_of_a_cta(queries, heads, tiles, head_tile):
+    assert launch.fp8_kv_head_tile(queries, heads, tiles, 132, may_split=True) == head_tile
+    of_heads = launch.fp8_kv_head_tile(queries, heads, tiles, 132, may_split=False)
+    assert of_heads >= max(head_tile, min(heads, 64))
 
 
-@pytest.mark.parametrize(("heads", "rows"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64)])
-def test_few_heads_have_a_kernel_of_their_own(launches, heads, rows):
+@pytest.mark.parametrize(("heads", "head_tile"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64)])
+def test_few_heads_have_a_kernel_of_their_own(launches, heads, head_tile):
     arguments = prefill_inputs(h_q=heads)
     dsa.flash_mla_sparse_fwd(*arguments)
     ((_, variant, (q, *_)),) = launches
-    assert variant == (torch.bfloat16, 576, rows, 1, True) and q.shape[2] == heads
+    assert variant == (torch.bfloat16, 576, head_tile, 1, True) and q.shape[2] == heads
 
 
 @pytest.mark.parametrize("heads", [8, 20, 128])
-def test_queries_that_are_never_cut_do_not_depend_on_their_number(heads):
-    for tiles in range(1, launch.CUT + 2):
+def test_queries_that_are_never_split_do_not_depend_on_their_number(heads):
+    for tiles in range(1, launch.SPLIT_COST + 2):
         counts = (1, 2, 30, 131, 133, 5000)
-        assert len({launch.byte_rows(queries, heads, tiles, 132, may_cut=True) for queries in counts}) == 1
-        assert all(launch.shares(queries, heads // 16 + 1, tiles, 132, may_cut=True)[2] == 0 for queries in counts)
+        assert len({launch.fp8_kv_head_tile(queries, heads, tiles, 132, may_split=True) for queries in counts}) == 1
+        assert all(launch.stream_k(queries, heads // 16 + 1, tiles, 132, may_split=True)[2] == 0 for queries in counts)
 
 
 def test_heads_of_a_cta_are_no_more_than_needed():
-    for queries, heads, tiles, sms, may_cut in itertools.product(
+    for queries, heads, tiles, sms, may_split in itertools.product(
         (1, 7, 132, 5000), (1, 16, 17, 40, 128, 300), (1, 3, 64), (1, 132), (True, False)
     ):
-        rows = launch.byte_rows(queries, heads, tiles, sms, may_cut)
-        assert rows in (16, 32, 64) and (rows == 16 or rows < 2 * heads)
+        head_tile = launch.fp8_kv_head_tile(queries, heads, tiles, sms, may_split)
+        assert head_tile in (16, 32, 64) and (head_tile == 16 or head_tile < 2 * heads)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -189,17 +189,17 @@ def test_what_decoding_launches(launches):
     q, cache, indices = decode_inputs("bytes", s_q=2, h_q=17, k=640)
     out, lse = decoded(q, cache, indices, topk_length=i32([1, 2, 3]))
     (name, variant, arguments), (end, _, end_arguments) = launches
-    assert (name, end, variant) == ("attend to bytes", "combine", (576, 16, 1))
-    _, [pages], [slots], _, counted, _, _, out_, lse_, out_parts, lse_parts, *_ = arguments
+    assert (name, end, variant) == ("attend to FP8", "combine", (576, 16, 1))
+    _, [pages], [slots], _, counted, _, _, out_, lse_, out_partial, lse_partial, max_logits, *_ = arguments
     assert pages.shape == (5, 6, 656) and pages.stride() == (6 * 656, 656, 1)
     assert slots.shape == (6, 640) and counted == 1
     assert (out_.data_ptr(), lse_.data_ptr()) == (out.data_ptr(), lse.data_ptr())
-    # Six queries of ten tiles, two tiles a share.
+    # Six queries of ten tiles, two tiles a worker.
     assert arguments[-4:] == (2, 30, 0, 30) and end_arguments[-4:] == (30, 0, 10, 30)
-    assert out_parts.shape == (60, 1, 17, 512) and lse_parts.shape == (60, 1, 17)
+    assert out_partial.shape == (60, 1, 17, 512) and lse_partial.shape == (60, 1, 17) and max_logits is None
     launches.clear()
     decoded(q, cache, indices, batch_invariant=True)
-    assert [name for name, _, _ in launches] == ["attend to bytes"] and launches[0][2][-3:] == (6, 1, 0)
+    assert [name for name, _, _ in launches] == ["attend to FP8"] and launches[0][2][-3:] == (6, 1, 0)
 
 
 def test_a_list_without_keys_is_none(launches):

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import dsa
-from dsa.kernels.mla import mla_combine_sm90, mla_decode_sm90, mla_plan_sm90
-from dsa.kernels.mla import mla_tiles as latent_tiles
+from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
 from dsa.ops.mla import flash_mla_with_kvcache as op
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
 
 DECODE, PLAN = torch.ops.dsa.dense_mla_decode, torch.ops.dsa.mla_metadata
-D, D_V = 576, 512
+D, D_V = HEAD_DIM, HEAD_DIM_V
 
 
 def i32(values):
@@ -68,13 +67,6 @@ def names(launches):
 
 def decoded(*arguments, **options):
     return dsa.flash_mla_with_kvcache(*arguments[:4], D_V, *(arguments[4:] or (None,)), **options)
-
-
-def test_constants_are_the_kernels():
-    assert (op.D, op.D_V, op.TILE) == (latent_tiles.LATENT, latent_tiles.VALUE, latent_tiles.TILE)
-    assert (op.SPLIT_TILES, op.MAX_SPLITS) == (latent_tiles.SPLIT_TILES, latent_tiles.MAX_SPLITS)
-    assert (op.MAX_BATCH, op.MAX_PARTS) == (mla_plan_sm90.MAX_BATCH, mla_combine_sm90.MOST_SPLITS)
-    assert op.ROWS == mla_decode_sm90.ROWS
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softmax_scale": 0.1}])

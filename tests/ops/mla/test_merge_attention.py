@@ -8,6 +8,7 @@ import torch
 
 import dsa
 from dsa.kernels.mla import merge_attention_sm90 as kernels
+from dsa.kernels.mla.limits import MAX_MERGE_ROWS
 from dsa.ops.mla import merge_attention as op
 from dsa.reference.mla import sliding_window_attention as reference
 
@@ -46,8 +47,8 @@ def launches(monkeypatch):
     return found
 
 
-def test_constants_are_the_kernels():
-    assert (op.MOST_BRANCHES, op.MOST_ROWS) == (kernels.MOST_BRANCHES, 2**31 - 2 * kernels.WARPS)
+def test_the_kernel_takes_what_the_limits_say():
+    assert MAX_MERGE_ROWS == 2**31 - 2 * kernels.WARPS
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         assert (kernels.compile_merge_attention, (name, 3, True)) in kernels.shipped_variants()

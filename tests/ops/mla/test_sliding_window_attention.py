@@ -9,6 +9,7 @@ import torch
 
 import dsa
 from dsa import reference
+from dsa.kernels.mla.limits import TILE_N
 from dsa.ops.mla import _sparse_attention as launch
 from dsa.ops.mla import sliding_window_attention as op
 from dsa.ops.mla import window_indices as lists_op
@@ -115,8 +116,8 @@ def test_what_a_window_launches(launches):
     (first, listed), (second, attended) = launches
     assert (first, second) == ("indices", "attend")
     assert listed[0] is CU_Q and listed[1] is CU_K and listed[2].shape == (7, 6)
-    q, [(cache, index, counts)], scale, sinks, results, may_cut = attended
-    assert q is arguments[0] and sinks is sink and scale == SCALE and not may_cut
+    q, [(cache, index, counts)], scale, sinks, results, may_split = attended
+    assert q is arguments[0] and sinks is sink and scale == SCALE and not may_split
     assert cache.shape == (1, 20, 576) and cache.data_ptr() == arguments[1].data_ptr()
     assert index is listed[2] and counts is None and results.max_logits is None
     assert (results.out.data_ptr(), results.lse.data_ptr()) == (out.data_ptr(), lse.data_ptr())
@@ -142,10 +143,10 @@ def test_what_window_and_selected_launch(launches):
     dsa.window_sparse_attention(*arguments, compressed, indices, SCALE, window_indices=near)
     assert [name for name, _ in launches] == ["indices", "attend", "attend"]
     for (_, attended), listed, given in zip(launches[1:], (launches[0][1][2], near), (counts, None)):
-        _, [first, second], _, sink, _, may_cut = attended
+        _, [first, second], _, sink, _, may_split = attended
         assert first.cache.data_ptr() == arguments[1].data_ptr() and first.indices is listed and first.counts is None
         assert second.cache.shape == (1, 9, 512) and second.cache.data_ptr() == compressed.data_ptr()
-        assert second.indices is indices and second.counts is given and sink is None and not may_cut
+        assert second.indices is indices and second.counts is given and sink is None and not may_split
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -180,11 +181,11 @@ def test_a_window_of_any_size_decodes_in_little_memory(pages):
 
 
 @pytest.mark.parametrize("window", [1, 64, 128, 192])
-def test_queries_with_short_windows_are_not_cut(window):
+def test_queries_with_short_windows_are_not_split(window):
     """So that in decoding, too, a result does not depend on how many there are."""
     for queries in range(1, 300):
-        for row_tiles in (1, 2):
-            assert launch.shares(queries, row_tiles, -(-window // launch.TILE), 132, may_cut=True)[2] == 0
+        for head_tiles in (1, 2):
+            assert launch.stream_k(queries, head_tiles, -(-window // TILE_N), 132, may_split=True)[2] == 0
 
 
 def test_nothing_to_attend_to(launches):

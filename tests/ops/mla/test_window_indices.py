@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import dsa
-from dsa.kernels.mla import window_indices_sm90 as kernels
 from dsa.ops.mla import window_indices as op
 from dsa.reference.mla import window_indices as reference
 
@@ -38,10 +37,6 @@ def launches(monkeypatch):
     monkeypatch.setattr(op, "_indices_kernel", lambda: kernel("indices"))
     monkeypatch.setattr(op, "_slots_kernel", lambda ring: kernel("slots", ring))
     return found
-
-
-def test_constants_are_the_kernels():
-    assert op.MOST == kernels.MOST
 
 
 def test_runs_the_reference_without_a_gpu():

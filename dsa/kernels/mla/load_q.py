@@ -1,4 +1,4 @@
-"""The queries of an absorbed MLA kernel: 64 rows of 576 channels, on their way to registers and shared memory."""
+"""The queries of dense MLA decoding: TILE_M rows of 576 channels, from global memory to registers and shared memory."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,45 +6,46 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from dsa.cute.shared_memory import swizzled
 from dsa.cute.sm90 import opaque
-from dsa.kernels.mla.mla_tiles import CHUNK, LATENT
-
-ROWS = 64
+from dsa.kernels.mla.limits import HEAD_DIM, TILE_M
+from dsa.kernels.mla.mla_tiles import K_CHUNK
 
 
 @cute.jit
-def request_queries(q, sq, held, order: cutlass.Constexpr, sequence, heads, rows, first_row, kv_head, warp, lane):
-    """Start loading rows first_row to first_row + 63 of the `rows` of a sequence and KV head; zeros beyond the last.
+def start_q_load(q, sq, q_rmem, order: cutlass.Constexpr, sequence, heads, rows, first_row, kv_head, warp, lane):
+    """Start loading rows first_row to first_row + TILE_M - 1 of the `rows` of a sequence and KV head; zeros beyond the
+    last.
 
-    order   the chunks of 64 channels as they are used: the first go to registers, the others to shared memory
-    held    [a lane's part of a 64 x 16 operand of wgmma, CHUNK / 16, chunks]: the registers, loaded when they are read
+    order   the k chunks as they are used: the first go to registers, the others to shared memory
+    q_rmem  [a lane's part of a 64 x 16 operand of wgmma, K_CHUNK / 16, chunks]: the registers, loaded when they are
+    read
     sq      [64, channels, 1]: the shared memory, complete after `cp_async_wait_group(0)` and a barrier
     A warpgroup's work. It should come before the first keys are asked for: behind them the queries wait long.
     """
     lane = opaque(lane)
-    in_registers = cute.size(held, mode=[cute.rank(held) - 1])
+    in_registers = cute.size(q_rmem, mode=[cute.rank(q_rmem) - 1])
     target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=q.element_type)
-    for i in cutlass.range_constexpr(ROWS // 16):
-        # A warp's own rows: another's may still be multiplied with the keys of the piece before.
+    for i in cutlass.range_constexpr(TILE_M // 16):
+        # A warp's own rows: another's may still be multiplied with the keys of the work tile before.
         row = warp * 16 + 4 * i + lane // 8
         source = _row(q, sequence, heads, rows, first_row + row, kv_head) + lane % 8 * 8
         for n in cutlass.range_constexpr(in_registers, len(order)):
-            place = target + ((n - in_registers) * ROWS * CHUNK + swizzled(row, lane % 8))
-            _load_16_or_zeros(place, source + order[n] * CHUNK, first_row + row < rows)
+            place = target + ((n - in_registers) * TILE_M * K_CHUNK + swizzled(row, lane % 8))
+            _load_16_or_zeros(place, source + order[n] * K_CHUNK, first_row + row < rows)
     # Of 16 channels a lane has the pairs number lane % 4 and 4 further, of its row and of the row 8 further.
     words = cute.make_tensor(
-        cute.recast_ptr(held.iterator, dtype=Uint32), cute.make_layout((2, 2, CHUNK // 16, in_registers))
+        cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, K_CHUNK // 16, in_registers))
     )
     for r in cutlass.range_constexpr(2):
         row = first_row + warp * 16 + lane // 4 + 8 * r
         pointer = cute.recast_ptr(_row(q, sequence, heads, rows, row, kv_head), dtype=Uint32)
-        pairs = cute.make_tensor(pointer + lane % 4, cute.make_layout((2, LATENT // 16), stride=(4, 8)))
+        pairs = cute.make_tensor(pointer + lane % 4, cute.make_layout((2, HEAD_DIM // 16), stride=(4, 8)))
         for n in cutlass.range_constexpr(in_registers):
-            for step in cutlass.range_constexpr(CHUNK // 16):
+            for step in cutlass.range_constexpr(K_CHUNK // 16):
                 for k in cutlass.range_constexpr(2):
-                    words[r, k, step, n] = pairs[k, order[n] * (CHUNK // 16) + step]
+                    words[r, k, step, n] = pairs[k, order[n] * (K_CHUNK // 16) + step]
         if row >= rows:
             for n in cutlass.range_constexpr(in_registers):
-                for step in cutlass.range_constexpr(CHUNK // 16):
+                for step in cutlass.range_constexpr(K_CHUNK // 16):
                     for k in cutlass.range_constexpr(2):
                         words[r, k, step, n] = Uint32(0)
 
@@ -57,9 +58,9 @@ def _row(q, sequence, heads, rows, row, kv_head):
 
 
 @cute.jit
-def _load_16_or_zeros(target: cute.Pointer, source: cute.Pointer, present: Boolean):
-    """Copy 16 bytes between addresses of 16 bytes; where `present` is False, write zeros and read nothing."""
-    size = Int32(16) if present else Int32(0)
+def _load_16_or_zeros(target: cute.Pointer, source: cute.Pointer, valid: Boolean):
+    """Copy 16 bytes between addresses of 16 bytes; where `valid` is False, write zeros and read nothing."""
+    size = Int32(16) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2}; cp.async.commit_group;",
         read_only_args=[Int32(target.toint()), Int64(source.toint()), size],

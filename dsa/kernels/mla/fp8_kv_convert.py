@@ -1,4 +1,4 @@
-"""Numbers of keys in an FP8 cache, e4m3 and bf16, on their way to the operands of products of f16."""
+"""Conversions of an FP8 cache's numbers, e4m3 and bf16, to the f16 operands of the products."""
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32

@@ -1,0 +1,207 @@
+"""The skeleton of the sparse MLA kernels: launch, shared memory, work tiles, warp roles. Three variants fill it in.
+
+- sparse_mla_sm90.py: keys in 16 bits, 64 heads a CTA, heads as the rows of the products
+- sparse_mla_swap_ab_sm90.py: keys in 16 bits, up to 32 heads, heads as the columns of the products (A and B swapped)
+- sparse_mla_fp8_kv_sm90.py: keys in FP8, 16, 32 or 64 heads a CTA, heads as columns
+
+Work: a CTA has `head_tile` heads and runs through the tiles of TILE_N keys of its queries, query after query, as the
+StreamKScheduler says: full waves of whole queries; what is too little for another wave is split, and the partial
+results are combined by mla_combine_sm90.py. The CTAs of a query's other heads are neighbours: the L2 cache
+serves them the same keys.
+Warp roles: one or two score warpgroups, two output warpgroups, one load warpgroup, in this order.
+Pipeline: the load warpgroup is the producer of work tiles, of the queries' rows and of the keys, the score warpgroups
+of P; the score and output warpgroups consume.
+Launch: programmatic.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARPGROUP
+from dsa.kernels.mla.limits import TILE_N
+from dsa.kernels.mla.mla_attention import RoleRegisters
+from dsa.kernels.mla.mla_epilogue import Results
+from dsa.kernels.mla.sparse_arguments import selections
+from dsa.kernels.mla.swap_ab_exchange import Thread
+from dsa.kernels.mla.tile_scheduler import StreamKScheduler
+from dsa.kernels.mla.topk_gather import Selection
+
+
+class Coord(NamedTuple):
+    """A thread's place in its CTA: tid, warp and lane; the first of the CTA's heads of `heads`; and what `thread`
+    gives."""
+
+    tid: Int32
+    warp: Int32
+    lane: Int32
+    first_head: Int32
+    heads: Int32
+    thread: Thread | None
+
+
+class SparseMlaKernel:
+    """f(q [T, 1, h, d], caches [pages, P, d], indices [T, K], counts [n], counted, sink [m], has_sink, out
+    [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512], lse_partial [splits, 1, h],
+    max_logits [T, h] or None, scale * log2(e), s_q, workers, full_waves, split_workers); caches, indices and counts
+    are lists; T, h, pages > 0
+
+    Query t has counts[t // s_q] keys of its K in list i if bit i of `counted` is set. Rows of q and of the caches start
+    at multiples of 16 bytes. Queries behind full_waves * workers are split, with 2 * split_workers partial results
+    (StreamKScheduler); with max_logits none may be.
+
+    all_heads: a CTA has all heads of a query. A variant has the methods below.
+    """
+
+    all_heads = False
+
+    def __init__(self, head_tile: int, score_warpgroups: int, registers: RoleRegisters):
+        self.head_tile, self.score_warpgroups, self.registers = head_tile, score_warpgroups, registers
+        # The first warp of a role; before the first load warp are the consumers.
+        self.output_warp = 4 * score_warpgroups
+        self.load_warp = self.output_warp + 8
+
+    def pipeline_storage(self) -> type:
+        """The barriers of the keys and work tiles, and what goes with them."""
+        raise NotImplementedError
+
+    def exchange_storage(self) -> type:
+        """What the score and output warpgroups share."""
+        raise NotImplementedError
+
+    def operand_storage(self) -> dict[str, Any]:
+        """Members of the shared memory behind these: queries and keys."""
+        raise NotImplementedError
+
+    def operands(self) -> Any:
+        """The products and layouts, which the host makes and the kernel is given."""
+        raise NotImplementedError
+
+    def shared(self, storage, operands) -> Any:
+        """The shared memory as the roles use it."""
+        raise NotImplementedError
+
+    def init(self, shared) -> None:
+        """Make the barriers. One thread's work."""
+        raise NotImplementedError
+
+    def thread(self, warp, lane) -> Thread | None:
+        """The thread's place in its role, for a variant that finds it before the roles part: then it is in uniform
+        registers. Elsewhere it is None, and the roles find it."""
+        return None
+
+    def load(self, q, lists, shared, group, scheduler: StreamKScheduler, coord: Coord) -> None:
+        """The load warpgroup."""
+        raise NotImplementedError
+
+    def score(self, q, results: Results, shared, operands, group, scale, coord: Coord) -> None:
+        """A score warpgroup."""
+        raise NotImplementedError
+
+    def output(self, results: Results, shared, operands, group, coord: Coord) -> None:
+        """An output warpgroup."""
+        raise NotImplementedError
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        caches: list[cute.Tensor],
+        indices: list[cute.Tensor],
+        counts: list[cute.Tensor],
+        counted: Int32,
+        sink: cute.Tensor,
+        has_sink: Int32,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        out_partial: cute.Tensor,
+        lse_partial: cute.Tensor,
+        max_logits: cute.Tensor | None,
+        scale: Float32,
+        group: Int32,
+        workers: Int32,
+        full_waves: Int32,
+        split_workers: Int32,
+        stream,
+    ):
+        members = {
+            "pipeline": self.pipeline_storage(),
+            "sink": cute.struct.MemRange[Float32, self.head_tile],
+            "exchange": self.exchange_storage(),
+            **self.operand_storage(),
+        }
+        self.storage = cute.struct(type("Storage", (), {"__annotations__": members}))
+        assert self.storage.size_in_bytes() <= SHARED_BYTES
+        head_tiles, ctas = None, workers
+        if const_expr(not self.all_heads):
+            head_tiles = (q.shape[2] + self.head_tile - 1) // self.head_tile
+            ctas = workers * head_tiles
+        self.kernel(
+            *(q, selections(caches, indices, counts, counted)),
+            *(Results(out, lse, out_partial, lse_partial, max_logits), sink, has_sink),
+            *(scale, cute.fast_divmod_create_divisor_v2(group), workers, full_waves, split_workers, head_tiles),
+            self.operands(),
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=((self.score_warpgroups + 3) * WARPGROUP, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        lists: list[Selection],
+        results: Results,
+        sink: cute.Tensor,
+        has_sink: Int32,
+        scale: Float32,
+        group: cute.FastDivmodDivisorV2,
+        workers: Int32,
+        full_waves: Int32,
+        split_workers: Int32,
+        head_tiles: Int32 | None,
+        operands: Any,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        block, _, _ = cute.arch.block_idx()
+        worker, first_head = block, Int32(0)
+        if const_expr(not self.all_heads):
+            worker, first_head = block // head_tiles, block % head_tiles * self.head_tile
+        storage = SmemAllocator().allocate(self.storage)
+        shared = self.shared(storage, operands)
+        if tid == 0:
+            self.init(shared)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        # What is behind this point touches global memory: the kernels before must be done with it.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        heads = q.shape[2]
+        own_sink = storage.sink.get_tensor(cute.make_layout(self.head_tile))
+        if tid < self.head_tile:
+            own_sink[tid] = -Float32(float("inf"))
+            if has_sink > 0 and first_head + tid < heads:
+                own_sink[tid] = sink[first_head + tid] * LOG2E
+        results = replace(results, sink=own_sink)
+        coord = Coord(tid, warp, lane, first_head, heads, self.thread(warp, lane))
+        if warp >= self.load_warp:
+            cute.arch.setmaxregister_decrease(self.registers.load)
+            tiles = sum((selection.indices.shape[1] + TILE_N - 1) // TILE_N for selection in lists)
+            scheduler = StreamKScheduler(worker, workers, full_waves, q.shape[0], cutlass.max(tiles, 1), split_workers)
+            self.load(q, lists, shared, group, scheduler, coord)
+        elif warp < self.output_warp:
+            cute.arch.setmaxregister_increase(self.registers.score)
+            self.score(q, results, shared, operands, group, scale, coord)
+        else:
+            cute.arch.setmaxregister_increase(self.registers.output)
+            self.output(results, shared, operands, group, coord)
