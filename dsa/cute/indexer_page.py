@@ -4,14 +4,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-MOST_SLOTS = 2**31  # of a cache: the division that finds a slot's page is one of 32 bits
+MAX_SLOTS = 2**31  # of a cache: the division that finds a slot's page is one of 32 bits
 
 
 @cute.jit
 def find_slot(cache: cute.Tensor, slot, page_size: Int32, divisor: cute.FastDivmodDivisorV2):
-    """(whether the slot is in the cache, its page, its offset in the page). cache [pages, bytes] of at most MOST_SLOTS
+    """(whether the slot is in the cache, its page, its offset in the page). cache [pages, bytes] of at most MAX_SLOTS
     slots, or those beyond count as outside; a slot outside gives the cache's first."""
-    slots = cutlass.min(Int64(cache.shape[0]) * page_size, Int64(MOST_SLOTS))
+    slots = cutlass.min(Int64(cache.shape[0]) * page_size, Int64(MAX_SLOTS))
     exists = Int64(slot) >= 0 and Int64(slot) < slots
     place = Int32(0)
     if exists:

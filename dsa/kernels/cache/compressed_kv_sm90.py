@@ -32,18 +32,13 @@ from dsa.cute.indexer_page import page_planes
 from dsa.cute.quantize import hadamard, quantize, round_to
 from dsa.cute.reductions import sum_of_warp
 from dsa.cute.sm90 import LOG2E, WARP
-
-# The rounding of a byte row, here for four channels a lane.
-from dsa.kernels.cache.kv_row import ROPE, ByteRow, find_row, quantize_group
+from dsa.kernels.cache.kv_row import Fp8Row, find_row, quantize_group
+from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_DTYPES, ROPE_CHANNELS
 
 CHANNELS = 4  # of a thread
 TOKENS_AT_ONCE = 8
 MAX_POSITIONS = 2**31 - 512  # of a sequence: a block or two beyond them is still an int32
 MAX_WORK_TILES = 2**30  # of all sequences, of which only overlapping ones could have more
-# Entries that there are kernels for: (channels, tokens, whether blocks overlap).
-KINDS = ((512, 4, True), (512, 128, False), (128, 4, True))
-DTYPES = ("float32", "bfloat16")
-PLAIN = ("bfloat16", "float16", "float32")  # of entries that are not quantised
 
 
 class WorkTileInfo(NamedTuple):
@@ -67,7 +62,7 @@ class WriteCompressedKvSm90:
         self.row_threads = dim // CHANNELS
         self.groups = 4 if self.tokens > 4 * TOKENS_AT_ONCE else 1
         self.threads = self.row_threads * self.groups
-        self.row = ByteRow("v4", CHANNELS)
+        self.row = Fp8Row("v4", CHANNELS)
         # With 512 channels and four tokens a thread has to keep to 96 registers: then five CTAs fit on a multiprocessor
         # and not four, which is 7% faster. CTAs of one warp lose by such a bound, and have none.
         bounded = dim == 512 and self.groups == 1
@@ -338,7 +333,7 @@ class WriteCompressedKvSm90:
         cute.autovec_copy(cute.local_tile(weight, (CHANNELS,), (own,)), gain)
         for i in cutlass.range_constexpr(CHANNELS):
             v[i] = v[i] * inverse * gain[i]
-        turned = own - (self.dim - ROPE) // CHANNELS
+        turned = own - (self.dim - ROPE_CHANNELS) // CHANNELS
         if turned >= 0:
             c, s = [cute.make_rmem_tensor((CHANNELS // 2,), Float32) for _ in range(2)]
             cute.autovec_copy(cute.local_tile(cos[token, None], (CHANNELS // 2,), (turned,)), c)
@@ -416,8 +411,10 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
     tokens, sequences = cute.sym_int(), cute.sym_int()
     aligned = 128 // element.width
     projections = [fake(element, (tokens, channels), (*strides(1, aligned), 1)) for _ in range(2)]
-    angles = [fake(Float32, (tokens, ROPE // 2), (*strides(1, 4), 1)) for _ in range(2)]
-    kind, width = (cute_dtype(layout), dim) if layout in PLAIN else (Uint8, dim + 4 if layout == "index" else 576)
+    angles = [fake(Float32, (tokens, ROPE_CHANNELS // 2), (*strides(1, 4), 1)) for _ in range(2)]
+    kind, width = (
+        (cute_dtype(layout), dim) if layout in FLOAT_DTYPES else (Uint8, dim + 4 if layout == "index" else 576)
+    )
     # Index pages are values and then scales: their rows only count.
     page = strides(1, 128 // kind.width)
     row = (dim + 4,) if layout == "index" else strides(1, 128 // kind.width)
@@ -443,7 +440,7 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_write_compressed_kv, (dtype, dim, ratio, overlap, layout))
-        for dtype in DTYPES
-        for dim, ratio, overlap in KINDS
-        for layout in (*PLAIN, "v4" if dim == 512 else "index")
+        for dtype in COMPRESSED_DTYPES
+        for dim, ratio, overlap in COMPRESSED_KINDS
+        for layout in (*FLOAT_DTYPES, "v4" if dim == 512 else "index")
     ]

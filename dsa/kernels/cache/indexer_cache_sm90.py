@@ -14,12 +14,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
+from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
 
 BYTES = 16
 THREADS = 256
-DIMS = (32, 64, 128)
 
 
 class IndexerCacheSm90:
@@ -78,23 +78,18 @@ def compile_indexer_cache(dim: int, slot_dtype: str, write: bool):
     """-> f(k [T, D] uint8, k_scale [T] fp32, cache [pages, bytes] uint8, slots [T], page_size); T, pages > 0. `write`
     copies k to the cache, else the cache to k. Rows and pages start at multiples of 16 bytes."""
     tokens = cute.sym_int()
-
-    def fake(dtype, shape, stride, align=16):
-        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
-
-    k = fake(Uint8, (tokens, dim), (cute.sym_int64(divisibility=BYTES), 1))
-    k_scale = fake(Float32, (tokens,), (cute.sym_int64(),), 4)
-    cache = fake(Uint8, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(divisibility=BYTES), 1))
+    k = fake(Uint8, (tokens, dim), (*strides(1, BYTES), 1))
+    k_scale = fake(Float32, (tokens,), strides(1), 4)
+    cache = fake(Uint8, (cute.sym_int(), cute.sym_int()), (*strides(1, BYTES), 1))
     slots = fake(cute_dtype(slot_dtype), (tokens,), (1,), 4)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_sm90(IndexerCacheSm90(dim, write), k, k_scale, cache, slots, Int32(1), stream)
+    return compile_sm90(IndexerCacheSm90(dim, write), k, k_scale, cache, slots, Int32(1), fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the ops can ask for."""
     return [
         (compile_indexer_cache, (dim, slots, write))
-        for dim in DIMS
+        for dim in INDEX_HEAD_DIMS
         for slots in ("int32", "int64")
         for write in (True, False)
     ]

@@ -3,7 +3,7 @@
 Plan
 - A warp a token, in registers from the loads to the stores; kv_row.py says which channels a lane holds. All
   loads are contiguous over the warp, and none waits for another, but for those of what a slot points at.
-- Byte rows: a group's amax is a shuffle tree; the roundings are the references', so the bits are, too.
+- FP8 rows: a group's amax is a shuffle tree; the roundings are the references', so the bits are, too.
 - RMSNorm is one shuffle tree. Rope on neighbouring pairs stays in a lane; on halves it exchanges with the lane 16 away.
   Norm and rope each round to the projection's type, as the separate operations do.
 - Float rows are copied and converted, any number of channels: 4 vectors a lane in flight.
@@ -22,16 +22,23 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint8, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import round_to
 from dsa.cute.reductions import sum_of_warp
-from dsa.kernels.cache.kv_row import ROPE, WARP, ByteRow, WarpRow, find_row
+from dsa.cute.rounded import multiply_rounded, rotate_pair
+from dsa.cute.sm90 import WARP
+from dsa.kernels.cache.kv_row import Fp8Row, WarpRow, find_row
+from dsa.kernels.cache.limits import (
+    CHANNEL_MULTIPLE,
+    FLOAT_DTYPES,
+    FP8_LAYOUTS,
+    LATENT_CHANNELS,
+    NORM_CHANNELS,
+    ROPE_CHANNELS,
+)
 
 WARPS = 4
 UNROLL = 4
-FLOATS = ("bfloat16", "float16", "float32")
-BYTES = ("v32", "v4")
-NORMED = 512
 
 
 def _vector(*types: type[cutlass.Numeric]) -> int:
@@ -53,12 +60,6 @@ def _launch(kernel, tokens: Int32, stream) -> None:
     kernel.launch(
         grid=(cute.ceil_div(tokens, WARPS), 1, 1), block=(WARPS * WARP, 1, 1), min_blocks_per_mp=1, stream=stream
     )
-
-
-@cute.jit
-def _multiply(a: Float32, b: Float32) -> Float32:
-    """a * b, rounded: not fused with the addition behind it, which the reference rounds on its own."""
-    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 @cute.jit
@@ -118,9 +119,9 @@ class FloatRowsSm90:
                 cute.autovec_copy(out[None, u], cute.local_tile(row, (self.vector,), (first + u * WARP,)))
 
 
-class WriteByteRowsSm90:
+class WriteFp8RowsSm90:
     def __init__(self, row_type: type[cutlass.Numeric], layout: str, use_ue8m0: bool):
-        self.row, self.use_ue8m0 = ByteRow(layout, _vector(row_type)), use_ue8m0
+        self.row, self.use_ue8m0 = Fp8Row(layout, _vector(row_type)), use_ue8m0
 
     @cute.jit
     def __call__(self, kv: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
@@ -145,9 +146,9 @@ class WriteByteRowsSm90:
                 self.row.write(out, scales, pair, cache, page, offset, lane)
 
 
-class ReadByteRowsSm90:
+class ReadFp8RowsSm90:
     def __init__(self, layout: str, row_type: type[cutlass.Numeric]):
-        self.row = ByteRow(layout, _vector(row_type))
+        self.row = Fp8Row(layout, _vector(row_type))
 
     @cute.jit
     def __call__(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
@@ -179,13 +180,17 @@ class ReadByteRowsSm90:
 
 
 class WriteMlaCacheSm90:
-    """layout: the cache's float type or byte layout. channels: 576, the norm before the rope; 512, over everything."""
+    """layout: the cache's float type or FP8 layout. channels: 576, the norm before the rope; 512, over everything."""
 
     def __init__(self, row_type: type[cutlass.Numeric], layout: str, channels: int, interleaved: bool, use_ue8m0: bool):
-        self.quantizes = layout in BYTES
-        self.row = ByteRow(layout, _vector(row_type)) if self.quantizes else WarpRow(channels - ROPE, _vector(row_type))
+        self.quantizes = layout in FP8_LAYOUTS
+        self.row = (
+            Fp8Row(layout, _vector(row_type))
+            if self.quantizes
+            else WarpRow(channels - ROPE_CHANNELS, _vector(row_type))
+        )
         self.interleaved, self.use_ue8m0 = interleaved, use_ue8m0
-        self.norms_pair = channels == NORMED
+        self.norms_pair = channels == NORM_CHANNELS
 
     @cute.jit
     def __call__(
@@ -236,7 +241,7 @@ class WriteMlaCacheSm90:
                 total += v[i] * v[i]
             if const_expr(self.norms_pair):
                 total += pair[0] * pair[0] + pair[1] * pair[1]
-            inverse = cute.math.rsqrt(sum_of_warp(total) * Float32(1 / NORMED) + eps)
+            inverse = cute.math.rsqrt(sum_of_warp(total) * Float32(1 / NORM_CHANNELS) + eps)
             for i in cutlass.range_constexpr(cute.size(v)):
                 v[i] = v[i] * inverse * gain[i]
             round_to(v, kv.element_type)
@@ -275,41 +280,35 @@ class WriteMlaCacheSm90:
         """Rope on this lane's two channels."""
         if const_expr(self.interleaved):
             a, b = pair[0], pair[1]
-            pair[0] = _multiply(a, cos[0]) - _multiply(b, sin[0])
-            pair[1] = _multiply(a, sin[0]) + _multiply(b, cos[0])
+            pair[0], pair[1] = rotate_pair(a, b, cos[0], sin[0])
         else:
             for i in cutlass.range_constexpr(2):
-                turned = _multiply(cute.arch.shuffle_sync_bfly(pair[i], offset=WARP // 2), sin[i])
+                turned = multiply_rounded(cute.arch.shuffle_sync_bfly(pair[i], offset=WARP // 2), sin[i])
                 if lane < WARP // 2:
                     turned = -turned
-                pair[i] = _multiply(pair[i], cos[i]) + turned
-
-
-def _fake(dtype, shape, stride, align=16):
-    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+                pair[i] = multiply_rounded(pair[i], cos[i]) + turned
 
 
 def _rows(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
     """[..., channels], each row at a multiple of 16 bytes."""
-    strides = [cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[1:]]
-    return _fake(dtype, shape, (*strides, 1))
+    return fake(dtype, shape, (*strides(len(shape) - 1, 128 // dtype.width), 1))
 
 
 def _cache(layout: str, channels) -> cute.Tensor:
-    """[pages, P, channels] of floats; [pages, P, bytes of a row] of a byte layout."""
+    """[pages, P, channels] of floats; [pages, P, bytes of a row] of a FP8 layout."""
     sizes = cute.sym_int(), cute.sym_int()
-    if layout in BYTES:
+    if layout in FP8_LAYOUTS:
         return _rows(Uint8, *sizes, 656 if layout == "v32" else 576)
     return _rows(cute_dtype(layout), *sizes, channels)
 
 
 def _slots() -> cute.Tensor:
-    return _fake(Int32, (cute.sym_int(),), (1,), 4)
+    return fake(Int32, (cute.sym_int(),), (1,), 4)
 
 
 def _channels(layout: str) -> Any:
-    """Of a row: fixed by a byte layout, any multiple of 8 for floats."""
-    return {"v32": 576, "v4": 512}.get(layout) or cute.sym_int(divisibility=8)
+    """Of a row: fixed by a FP8 layout, any multiple of 8 for floats."""
+    return {"v32": 576, "v4": 512}.get(layout) or cute.sym_int(divisibility=CHANNEL_MULTIPLE)
 
 
 @cached
@@ -319,24 +318,26 @@ def compile_write_kv_cache(dtype: str, layout: str, use_ue8m0: bool):
     layout: a float dtype; "v32", row = 656 bytes; or "v4", row = 576 bytes, a page's scales behind its P rows. Rows and
     pages start at multiples of 16 bytes. use_ue8m0 is False for floats."""
     element, channels = cute_dtype(dtype), _channels(layout)
-    if layout in BYTES:
-        kernel = WriteByteRowsSm90(element, layout, use_ue8m0)
+    if layout in FP8_LAYOUTS:
+        kernel = WriteFp8RowsSm90(element, layout, use_ue8m0)
     else:
         kernel = FloatRowsSm90(element, cute_dtype(layout), True)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_sm90(kernel, _rows(element, cute.sym_int(), channels), _cache(layout, channels), _slots(), stream)
+    return compile_sm90(
+        kernel, _rows(element, cute.sym_int(), channels), _cache(layout, channels), _slots(), fake_stream()
+    )
 
 
 @cached
 def compile_read_kv_cache(layout: str, dtype: str):
     """-> f(rows [T, d] dtype, cache, slots), as `compile_write_kv_cache` has them."""
     element, channels = cute_dtype(dtype), _channels(layout)
-    if layout in BYTES:
-        kernel = ReadByteRowsSm90(layout, element)
+    if layout in FP8_LAYOUTS:
+        kernel = ReadFp8RowsSm90(layout, element)
     else:
         kernel = FloatRowsSm90(element, cute_dtype(layout), False)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_sm90(kernel, _rows(element, cute.sym_int(), channels), _cache(layout, channels), _slots(), stream)
+    return compile_sm90(
+        kernel, _rows(element, cute.sym_int(), channels), _cache(layout, channels), _slots(), fake_stream()
+    )
 
 
 @cached
@@ -345,28 +346,27 @@ def compile_write_mla_cache(dtype: str, layout: str, channels: int, interleaved:
     keep, eps); T, pages > 0. cache and slots as `compile_write_kv_cache` has them; rows is written if keep is not 0."""
     element = cute_dtype(dtype)
     tokens = cute.sym_int()
-    weight = _fake(Float32, (NORMED,), (1,))
-    angles = [_fake(Float32, (tokens, ROPE // 2), (cute.sym_int64(), cute.sym_int64()), 4) for _ in range(2)]
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    weight = fake(Float32, (NORM_CHANNELS,), (1,))
+    angles = [fake(Float32, (tokens, ROPE_CHANNELS // 2), strides(2), 4) for _ in range(2)]
     return compile_sm90(
         WriteMlaCacheSm90(element, layout, channels, interleaved, use_ue8m0),
         *(_rows(element, tokens, channels), weight, *angles, _cache(layout, channels), _slots()),
-        *(_rows(element, tokens, channels), Int32(0), Float32(0.0), stream),
+        *(_rows(element, tokens, channels), Int32(0), Float32(0.0), fake_stream()),
     )
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the ops can ask for."""
     scales = [("v32", True), ("v32", False), ("v4", True)]
-    stored = [*((cache, False) for cache in FLOATS), *scales]
-    rows = [*((cache, channels, False) for cache in FLOATS for channels in (576, 512))]
+    stored = [*((cache, False) for cache in FLOAT_DTYPES), *scales]
+    rows = [*((cache, channels, False) for cache in FLOAT_DTYPES for channels in LATENT_CHANNELS)]
     rows += [(layout, 576 if layout == "v32" else 512, use_ue8m0) for layout, use_ue8m0 in scales]
     return [
-        *((compile_write_kv_cache, (dtype, *o)) for dtype in FLOATS for o in stored),
-        *((compile_read_kv_cache, (layout, dtype)) for layout in FLOATS + BYTES for dtype in FLOATS),
+        *((compile_write_kv_cache, (dtype, *o)) for dtype in FLOAT_DTYPES for o in stored),
+        *((compile_read_kv_cache, (layout, dtype)) for layout in FLOAT_DTYPES + FP8_LAYOUTS for dtype in FLOAT_DTYPES),
         *(
             (compile_write_mla_cache, (dtype, layout, channels, interleaved, use_ue8m0))
-            for dtype in FLOATS
+            for dtype in FLOAT_DTYPES
             for layout, channels, use_ue8m0 in rows
             for interleaved in (True, False)
         ),

@@ -11,12 +11,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from dsa.cute.indexer_page import find_slot
-
-# The roundings of `quantize`, here for groups of other sizes.
 from dsa.cute.quantize import AMAX_MIN, ceil_to_ue8m0, scale_of, scale_values
-
-WARP = 32
-ROPE = 64
+from dsa.cute.sm90 import WARP
+from dsa.kernels.cache.limits import ROPE_CHANNELS
 
 
 @cute.jit
@@ -65,8 +62,8 @@ class WarpRow:
         return cute.local_tile(row, (2,), (self.nope // 2 + lane,))
 
 
-class ByteRow(WarpRow):
-    """A row of a byte layout: `nope` channels in e4m3, of which 128 (V3.2) or 64 share a scale, and 64 in bf16.
+class Fp8Row(WarpRow):
+    """A row of an FP8 layout: `nope` channels in e4m3, of which 128 (V3.2) or 64 share a scale, and 64 in bf16.
 
     V3.2: values, 4 fp32 scales, rope in 656 bytes. V4: values and rope in 576 bytes; behind all rows of a page 8 bytes
     for each: 7 ue8m0 scales and a zero.
@@ -89,7 +86,11 @@ class ByteRow(WarpRow):
         else:
             scales = cute.make_tensor(cute.recast_ptr(row + self.nope, dtype=Float32), cute.make_layout(4))
             rope = row + self.nope + 16
-        return values, scales, cute.make_tensor(cute.recast_ptr(rope.align(16), dtype=BFloat16), cute.make_layout(ROPE))
+        return (
+            values,
+            scales,
+            cute.make_tensor(cute.recast_ptr(rope.align(16), dtype=BFloat16), cute.make_layout(ROPE_CHANNELS)),
+        )
 
     @cute.jit
     def quantize(self, v: cute.Tensor, out: cute.Tensor, scales: cute.Tensor, use_ue8m0: cutlass.Constexpr):

@@ -4,7 +4,7 @@ Plan, collapse
 - A CTA has a token at a time: its threads hold all four streams in registers, 16 bytes a load, and use them twice: for
   the mean square, whose parts of the warps meet in shared memory, and for the weighted sum. So streams are read once.
 - pre is four numbers, which every four lanes compute for themselves as soon as they have the mean square. post and comb
-  are the business of one warp at the end, a token a lane: a CTA of a long input has up to MOST_TOKENS tokens, so that
+  are the business of one warp at the end, a token a lane: a CTA of a long input has up to MAX_TOKENS tokens, so that
   the time of Sinkhorn's chain of divisions, over a microsecond, is spent once for them.
 - Sinkhorn keeps the matrix A as it was and two scalings: comb = r_i A_ij c_j. Its sum over a row is r_i (A c)_i, so a
   step is four products, an addition and a reciprocal for each r_i: less than dividing 16 numbers, and the roundings of
@@ -26,22 +26,17 @@ from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.reductions import sum_of_warp
-from dsa.cute.sm90 import opaque
+from dsa.cute.sm90 import LOG2E, WARP, opaque
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES, HYPER_STREAMS, HYPER_TILES
 
-STREAMS = 4
-COUNT = (2 + STREAMS) * STREAMS  # numbers of a token in mix
-WARP = 32
-LOG2E = 1.4426950408889634
+COUNT = (2 + HYPER_STREAMS) * HYPER_STREAMS  # numbers of a token in mix
 WORDS = 4  # of 16 bytes
-MOST_TOKENS = 4  # of a CTA of collapse
+MAX_TOKENS = 4  # of a CTA of collapse
 CTAS = 1024  # of collapse, before they have more than one token: about two waves
-SHARED_PERCENT = 10  # of an SM's memory, which the DSL would ask a driver for: far more than collapse needs
+SHARED_MEMORY_PERCENT = 10  # of an SM's memory, which the DSL would ask a driver for: far more than collapse needs
 EXPAND_THREADS = 128
-DTYPES = ("bfloat16", "float16", "float32")
-# Collapse: threads of a CTA, and vectors that each has of a stream.
-TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
 
 
 @cute.jit
@@ -72,13 +67,13 @@ class HyperCollapseSm90:
         stream,
     ):
         tokens = streams.shape[0]
-        together = cutlass.min(cute.ceil_div(tokens, CTAS), MOST_TOKENS)
-        share = Float32(1.0) / Float32(STREAMS * streams.shape[2])
+        together = cutlass.min(cute.ceil_div(tokens, CTAS), MAX_TOKENS)
+        share = Float32(1.0) / Float32(HYPER_STREAMS * streams.shape[2])
         self.kernel(streams, mix, base, scale, x, post, comb, together, iterations, share, eps, hc_eps).launch(
             grid=(cute.ceil_div(tokens, together), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.ctas,
-            preferred_smem_carveout=SHARED_PERCENT,
+            preferred_smem_carveout=SHARED_MEMORY_PERCENT,
             stream=stream,
         )
 
@@ -103,12 +98,12 @@ class HyperCollapseSm90:
 
         @cute.struct
         class Storage:
-            sums: cute.struct.MemRange[Float32, MOST_TOKENS * self.warps]
-            scales: cute.struct.MemRange[Float32, MOST_TOKENS]
+            sums: cute.struct.MemRange[Float32, MAX_TOKENS * self.warps]
+            scales: cute.struct.MemRange[Float32, MAX_TOKENS]
 
         storage = SmemAllocator().allocate(Storage)
-        scales = storage.scales.get_tensor(cute.make_layout(MOST_TOKENS))
-        sums = storage.sums.get_tensor(cute.make_layout((self.warps, MOST_TOKENS)))
+        scales = storage.scales.get_tensor(cute.make_layout(MAX_TOKENS))
+        sums = storage.sums.get_tensor(cute.make_layout((self.warps, MAX_TOKENS)))
         first = block * together
         zero = Uint32(together >> 8)
         i = Int32(0)
@@ -132,18 +127,18 @@ class HyperCollapseSm90:
         CTA share one, so that a barrier a token is enough."""
         vectors = streams.shape[2] // self.width
         # As words: numbers of 16 bits, some of which may not have been loaded, would take a register each.
-        words = cute.make_rmem_tensor((WORDS, STREAMS, self.steps), Uint32)
+        words = cute.make_rmem_tensor((WORDS, HYPER_STREAMS, self.steps), Uint32)
         words.fill(0)
         for s in cutlass.range_constexpr(self.steps):
             if tid + s * self.threads < vectors:
-                for k in cutlass.range_constexpr(STREAMS):
+                for k in cutlass.range_constexpr(HYPER_STREAMS):
                     source = cute.local_tile(streams[t, k, None], (self.width,), (tid + s * self.threads,))
                     cute.autovec_copy(cute.recast_tensor(source, Uint32), words[None, k, s])
-        number, bias = mix[t, tid & (STREAMS - 1)] * scale[0], base[tid & (STREAMS - 1)]
-        squares = cute.make_rmem_tensor((STREAMS,), Float32)
+        number, bias = mix[t, tid & (HYPER_STREAMS - 1)] * scale[0], base[tid & (HYPER_STREAMS - 1)]
+        squares = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
         squares.fill(0.0)
         for s in cutlass.range_constexpr(self.steps):
-            for k in cutlass.range_constexpr(STREAMS):
+            for k in cutlass.range_constexpr(HYPER_STREAMS):
                 for n in cutlass.range_constexpr(WORDS):
                     v = self.numbers(words[n, k, s])
                     for i in cutlass.range_constexpr(self.packed):
@@ -156,15 +151,15 @@ class HyperCollapseSm90:
         for log in cutlass.range_constexpr(self.warps.bit_length() - 1):
             square += cute.arch.shuffle_sync_bfly(square, offset=1 << log)
         inverse = cute.math.rsqrt(square * share + eps)
-        pre = cute.make_rmem_tensor((STREAMS,), Float32)
+        pre = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
         own = _sigmoid(number * inverse + bias) + hc_eps
-        for k in cutlass.range_constexpr(STREAMS):
+        for k in cutlass.range_constexpr(HYPER_STREAMS):
             pre[k] = cute.arch.shuffle_sync(own, k)
         for s in cutlass.range_constexpr(self.steps):
             out = cute.make_rmem_tensor((self.width,), Float32)
             out.fill(0.0)
             for n in cutlass.range_constexpr(WORDS):
-                for k in cutlass.range_constexpr(STREAMS):
+                for k in cutlass.range_constexpr(HYPER_STREAMS):
                     # `zero` makes the number another to the compiler, or it keeps all of them as fp32 over the barrier,
                     # in twice the registers.
                     v = self.numbers(words[n, k, s] ^ zero)
@@ -193,49 +188,49 @@ class HyperCollapseSm90:
     def mixing(self, mix, base, scale, post, comb, t, inverse, iterations, hc_eps):
         """post and comb of token t, a thread's work."""
         given = self.logits(mix, base, t, 1, inverse * scale[1])
-        for k in cutlass.range_constexpr(STREAMS):
+        for k in cutlass.range_constexpr(HYPER_STREAMS):
             given[k] = Float32(2.0) * _sigmoid(given[k])
-        a = cute.make_rmem_tensor((STREAMS, STREAMS), Float32)
-        for i in cutlass.range_constexpr(STREAMS):
+        a = cute.make_rmem_tensor((HYPER_STREAMS, HYPER_STREAMS), Float32)
+        for i in cutlass.range_constexpr(HYPER_STREAMS):
             z = self.logits(mix, base, t, 2 + i, inverse * scale[2])
-            highest = cute.arch.fmax(cute.arch.fmax(z[0], z[1]), cute.arch.fmax(z[2], z[3]))
+            row_max = cute.arch.fmax(cute.arch.fmax(z[0], z[1]), cute.arch.fmax(z[2], z[3]))
             total = Float32(0.0)
-            for j in cutlass.range_constexpr(STREAMS):
-                a[i, j] = cute.math.exp2((z[j] - highest) * LOG2E)
+            for j in cutlass.range_constexpr(HYPER_STREAMS):
+                a[i, j] = cute.math.exp2((z[j] - row_max) * LOG2E)
                 total += a[i, j]
             share = cute.arch.rcp_approx(total)
-            for j in cutlass.range_constexpr(STREAMS):
+            for j in cutlass.range_constexpr(HYPER_STREAMS):
                 a[i, j] = a[i, j] * share + hc_eps
 
-        rows, columns = [cute.make_rmem_tensor((STREAMS,), Float32) for _ in range(2)]
+        rows, columns = [cute.make_rmem_tensor((HYPER_STREAMS,), Float32) for _ in range(2)]
         rows.fill(1.0)
         columns.fill(1.0)
         self.balance(a, rows, columns, True, hc_eps)
         for _ in cutlass.range(iterations - 1, unroll=1):
             self.balance(a, columns, rows, False, hc_eps)
             self.balance(a, rows, columns, True, hc_eps)
-        out = cute.make_rmem_tensor((STREAMS * STREAMS,), Float32)
-        for i in cutlass.range_constexpr(STREAMS):
-            for j in cutlass.range_constexpr(STREAMS):
-                out[i * STREAMS + j] = rows[i] * a[i, j] * columns[j]
+        out = cute.make_rmem_tensor((HYPER_STREAMS * HYPER_STREAMS,), Float32)
+        for i in cutlass.range_constexpr(HYPER_STREAMS):
+            for j in cutlass.range_constexpr(HYPER_STREAMS):
+                out[i * HYPER_STREAMS + j] = rows[i] * a[i, j] * columns[j]
         cute.autovec_copy(given, post[t, None])
         cute.autovec_copy(out, comb[t, None])
 
     @cute.jit
     def logits(self, mix, base, t, part: cutlass.Constexpr, factor) -> cute.Tensor:
         """Four neighbouring numbers of a token, scaled and with their base."""
-        z, bias = [cute.make_rmem_tensor((STREAMS,), Float32) for _ in range(2)]
-        cute.autovec_copy(cute.local_tile(mix[t, None], (STREAMS,), (part,)), z)
-        cute.autovec_copy(cute.local_tile(base, (STREAMS,), (part,)), bias)
+        z, bias = [cute.make_rmem_tensor((HYPER_STREAMS,), Float32) for _ in range(2)]
+        cute.autovec_copy(cute.local_tile(mix[t, None], (HYPER_STREAMS,), (part,)), z)
+        cute.autovec_copy(cute.local_tile(base, (HYPER_STREAMS,), (part,)), bias)
         z.store(z.load() * factor + bias.load())
         return z
 
     @cute.jit
     def balance(self, a, across, scales, of_columns: cutlass.Constexpr, hc_eps):
         """Divide the columns, or the rows, whose scalings are `scales`, by their sums + hc_eps."""
-        for n in cutlass.range_constexpr(STREAMS):
+        for n in cutlass.range_constexpr(HYPER_STREAMS):
             total = Float32(0.0)
-            for m in cutlass.range_constexpr(STREAMS):
+            for m in cutlass.range_constexpr(HYPER_STREAMS):
                 total = cute.math.fma(a[m, n] if of_columns else a[n, m], across[m], total)
             scales[n] = scales[n] * cute.arch.rcp_approx(cute.math.fma(scales[n], total, hc_eps))
 
@@ -271,30 +266,28 @@ class HyperExpandSm90:
         index = block * EXPAND_THREADS + tid
         if index < total:
             t, at = divmod(index, divisor)
-            raw = cute.make_rmem_tensor((self.width, STREAMS + 1), self.dtype)
-            for j in cutlass.range_constexpr(STREAMS):
+            raw = cute.make_rmem_tensor((self.width, HYPER_STREAMS + 1), self.dtype)
+            for j in cutlass.range_constexpr(HYPER_STREAMS):
                 cute.autovec_copy(cute.local_tile(streams[t, j, None], (self.width,), (at,)), raw[None, j])
-            cute.autovec_copy(cute.local_tile(y[t, None], (self.width,), (at,)), raw[None, STREAMS])
-            given = cute.make_rmem_tensor((STREAMS,), Float32)
-            weights = cute.make_rmem_tensor((STREAMS * STREAMS,), Float32)
+            cute.autovec_copy(cute.local_tile(y[t, None], (self.width,), (at,)), raw[None, HYPER_STREAMS])
+            given = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
+            weights = cute.make_rmem_tensor((HYPER_STREAMS * HYPER_STREAMS,), Float32)
             cute.autovec_copy(post[t, None], given)
             cute.autovec_copy(comb[t, None], weights)
-            for k in cutlass.range_constexpr(STREAMS):
+            for k in cutlass.range_constexpr(HYPER_STREAMS):
                 acc = cute.make_rmem_tensor((self.width,), Float32)
                 for i in cutlass.range_constexpr(self.width):
-                    acc[i] = given[k] * raw[i, STREAMS].to(Float32)
-                    for j in cutlass.range_constexpr(STREAMS):
-                        acc[i] = cute.math.fma(weights[j * STREAMS + k], raw[i, j].to(Float32), acc[i])
+                    acc[i] = given[k] * raw[i, HYPER_STREAMS].to(Float32)
+                    for j in cutlass.range_constexpr(HYPER_STREAMS):
+                        acc[i] = cute.math.fma(weights[j * HYPER_STREAMS + k], raw[i, j].to(Float32), acc[i])
                 packed = cute.make_rmem_tensor((self.width,), self.dtype)
                 packed.store(acc.load().to(self.dtype))
                 cute.autovec_copy(packed, cute.local_tile(out[t, k, None], (self.width,), (at,)))
 
 
-def _rows(element: type[cutlass.Numeric], shape: tuple, align: int = 16):
+def _rows(element: type[cutlass.Numeric], shape: tuple, align: int = 16) -> cute.Tensor:
     """A tensor of rows that start at multiples of `align` bytes, with 64-bit strides."""
-    multiple = 8 * align // element.width
-    strides = [cute.sym_int64(divisibility=multiple) for _ in shape[:-1]]
-    return cute.runtime.make_fake_tensor(element, shape, (*strides, 1), assumed_align=align)
+    return fake(element, shape, (*strides(len(shape) - 1, 8 * align // element.width), 1), align)
 
 
 @cached
@@ -302,18 +295,18 @@ def compile_hyper_collapse(dtype: str, threads: int, steps: int):
     """-> f(streams [T, 4, D] dtype, mix [T, 24], base [24], scale [3] fp32, x [T, D] dtype, post [T, 4], comb [T, 16]
     fp32, iterations, eps, hc_eps); T, iterations > 0, D at most threads * steps vectors of 16 bytes. Rows start at
     multiples of 16 bytes."""
-    element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=8)
+    element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperCollapseSm90(element, threads, steps),
-        _rows(element, (tokens, STREAMS, channels)),
+        _rows(element, (tokens, HYPER_STREAMS, channels)),
         _rows(Float32, (tokens, COUNT)),
         _rows(Float32, (COUNT,)),
         _rows(Float32, (3,), 4),
         _rows(element, (tokens, channels)),
-        _rows(Float32, (tokens, STREAMS)),
-        _rows(Float32, (tokens, STREAMS * STREAMS)),
+        _rows(Float32, (tokens, HYPER_STREAMS)),
+        _rows(Float32, (tokens, HYPER_STREAMS * HYPER_STREAMS)),
         *(Int32(1), Float32(0.0), Float32(0.0)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake_stream(),
     )
 
 
@@ -321,20 +314,20 @@ def compile_hyper_collapse(dtype: str, threads: int, steps: int):
 def compile_hyper_expand(dtype: str):
     """-> f(y [T, D], streams [T, 4, D] dtype, post [T, 4], comb [T, 16] fp32, out [T, 4, D] dtype); T, D > 0. Rows
     start at multiples of 16 bytes."""
-    element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=8)
+    element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperExpandSm90(element),
         _rows(element, (tokens, channels)),
-        _rows(element, (tokens, STREAMS, channels)),
-        _rows(Float32, (tokens, STREAMS)),
-        _rows(Float32, (tokens, STREAMS * STREAMS)),
-        _rows(element, (tokens, STREAMS, channels)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        _rows(element, (tokens, HYPER_STREAMS, channels)),
+        _rows(Float32, (tokens, HYPER_STREAMS)),
+        _rows(Float32, (tokens, HYPER_STREAMS * HYPER_STREAMS)),
+        _rows(element, (tokens, HYPER_STREAMS, channels)),
+        fake_stream(),
     )
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the ops can ask for."""
-    return [(compile_hyper_collapse, (dtype, *tile)) for dtype in DTYPES for tile in TILES] + [
+    return [(compile_hyper_collapse, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES] + [
         (compile_hyper_expand, (dtype,)) for dtype in DTYPES
     ]

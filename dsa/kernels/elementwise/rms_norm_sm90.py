@@ -11,7 +11,7 @@ Plan
 - Vectors past the row's end are not loaded, and count as zeros. Rows are [A, B, D] of any strides, found by a
   precomputed divisor and with 64-bit offsets.
 Shared memory: a number a warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
-`most_channels`.
+`max_channels`.
 Roofline: memory, 2 D elements a row; about 5 instructions a channel, a fifth of what the issue slots take meanwhile.
 """
 
@@ -25,12 +25,12 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.sm90 import WARP
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
 
-DTYPES = ("bfloat16", "float16", "float32")
 VECTOR_BITS = 128
-WARP = 32
-MOST_EARLY = 4  # vectors of a thread whose weights fit beside them
+MAX_EARLY = 4  # vectors of a thread whose weights fit beside them
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RmsNormSm90:
         self.lanes, self.vectors, self.threads = config.lanes, config.vectors, config.threads
         self.rows_of_cta = config.threads // config.lanes
         self.warps = config.lanes // WARP  # of a row; 0 for a part of one
-        self.early = config.vectors <= MOST_EARLY
+        self.early = config.vectors <= MAX_EARLY
 
     @cute.jit
     def __call__(self, x: cute.Tensor, weight: cute.Tensor | None, out: cute.Tensor, eps: Float32, stream):
@@ -149,28 +149,24 @@ class RmsNormSm90:
 @cached
 def compile_rms_norm(dtype: str, weighted: bool, config: NormConfig):
     """-> f(x [A, B, D] dtype, weight [D] fp32 or None, out [A, B, D], eps); 0 < A * B < 2^31 - 16, D from 1 vector to
-    `most_channels(dtype)`. Rows start at multiples of 16 bytes."""
+    `max_channels(dtype)`. Rows start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     width = VECTOR_BITS // element.width
-    outer, dim = [cute.sym_int() for _ in range(2)], cute.sym_int(divisibility=8)
+    outer, dim = [cute.sym_int() for _ in range(2)], cute.sym_int(divisibility=CHANNEL_MULTIPLE)
 
-    def rows():
-        strides = [cute.sym_int64(divisibility=width) for _ in range(2)]
-        return cute.runtime.make_fake_tensor(element, (*outer, dim), (*strides, 1), assumed_align=16)
-
-    weight = cute.runtime.make_fake_tensor(Float32, (dim,), (1,), assumed_align=16) if weighted else None
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_sm90(RmsNormSm90(element, config), rows(), weight, rows(), Float32(0.0), stream)
+    x, out = (fake(element, (*outer, dim), (*strides(2, width), 1)) for _ in range(2))
+    weight = fake(Float32, (dim,), (1,)) if weighted else None
+    return compile_sm90(RmsNormSm90(element, config), x, weight, out, Float32(0.0), fake_stream())
 
 
-def most_channels(dtype: str, config: NormConfig = CONFIGS[-1]) -> int:
+def max_channels(dtype: str, config: NormConfig = CONFIGS[-1]) -> int:
     """Of a row."""
     return config.lanes * config.vectors * VECTOR_BITS // cute_dtype(dtype).width
 
 
 def choose_config(dtype: str, channels: int) -> NormConfig:
     """The first that holds a row."""
-    return next(config for config in CONFIGS if channels <= most_channels(dtype, config))
+    return next(config for config in CONFIGS if channels <= max_channels(dtype, config))
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -1,13 +1,13 @@
 """Rotary position embedding of queries or keys, out of place or in place.
 
 Plan
-- A unit is 2P channels of a row, P pairs where they turn: neighbours are one vector, halves are two of P channels. It
+- A group is 2P channels of a row, P pairs where they turn: neighbours are one vector, halves are two of P channels. It
   is in one thread's registers from the load to the store, so a row may be turned where it is.
-- The rows' other channels are the same units, copied: a row's units are one range, of which `begin` and the angles'
+- The rows' other channels are copied in the same groups: a row's groups are one range, of which `begin` and the angles'
   length tell the turning ones. The row is found by precomputed divisors; 64-bit offsets.
 - Products are rounded before they are added, as the reference does: the results are its bits.
 - P is 4: 16 bytes of x (bf16), of cos and of sin. Where rows or lengths are no multiples of it, P is 1: any memory that
-  holds the rows. A thread has `units` of them, with all loads of x first; angles hit the L2 cache, or L1: heads share.
+  holds the rows. A thread has `groups` groups, with all loads of x first; angles hit the L2 cache, or L1: heads share.
 Shared memory: none. Constraints: D even, last dimensions contiguous.
 Roofline: memory, 2 D elements a row; about 5 instructions a turned channel. Few tokens are a launch and one round trip
 to memory.
@@ -22,43 +22,37 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.rounded import rotate_pair
+from dsa.kernels.elementwise.limits import DTYPES, ROTARY_PAIRS
 
-DTYPES = ("bfloat16", "float16", "float32")
-WIDE = 4
-LONG = 1 << 24  # elements
+LONG_INPUT = 1 << 24  # elements
 
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """pairs: P of a unit; units: of a thread; threads: of a CTA."""
+    """pairs: P of a group; groups: of a thread; threads: of a CTA."""
 
-    pairs: int = WIDE
-    units: int = 1
+    pairs: int = ROTARY_PAIRS
+    groups: int = 1
     threads: int = 128
-
-
-@cute.jit
-def _multiply(a: Float32, b: Float32) -> Float32:
-    """a * b, rounded: not fused with the addition behind it."""
-    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 class ApplyRotarySm90:
     def __init__(self, interleaved: bool, config: RotaryConfig):
         self.interleaved = interleaved
-        self.pairs, self.units, self.threads = config.pairs, config.units, config.threads
-        # A unit's vectors: (first pair member, second) of halves, or both in one.
+        self.pairs, self.groups, self.threads = config.pairs, config.groups, config.threads
+        # A group's vectors: (first pair member, second) of halves, or both in one.
         self.vectors, self.width = (1, 2 * self.pairs) if interleaved else (2, self.pairs)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, out: cute.Tensor, begin: Int32, stream):
-        units_of_row = x.shape[2] // (2 * self.pairs)
-        total = x.shape[0] * x.shape[1] * units_of_row
-        row_units = cute.fast_divmod_create_divisor_v2(units_of_row)
+        groups_of_row = x.shape[2] // (2 * self.pairs)
+        total = x.shape[0] * x.shape[1] * groups_of_row
+        row_groups = cute.fast_divmod_create_divisor_v2(groups_of_row)
         heads = cute.fast_divmod_create_divisor_v2(x.shape[1])
-        self.kernel(x, cos, sin, out, begin, row_units, heads, total).launch(
-            grid=(cute.ceil_div(total, self.threads * self.units), 1, 1), block=(self.threads, 1, 1), stream=stream
+        self.kernel(x, cos, sin, out, begin, row_groups, heads, total).launch(
+            grid=(cute.ceil_div(total, self.threads * self.groups), 1, 1), block=(self.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -69,61 +63,60 @@ class ApplyRotarySm90:
         sin: cute.Tensor,
         out: cute.Tensor,
         begin: Int32,
-        row_units: cute.FastDivmodDivisorV2,
+        row_groups: cute.FastDivmodDivisorV2,
         heads: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        first = block * (self.threads * self.units) + tid
+        first = block * (self.threads * self.groups) + tid
         turning = cos.shape[1] // self.pairs
-        raw = cute.make_rmem_tensor((self.width, self.vectors, self.units), x.element_type)
-        places = [None] * self.units
-        for u in cutlass.range_constexpr(self.units):
-            # Past the end: the last unit again, and nothing is stored.
-            row, unit = divmod(cutlass.min(first + u * self.threads, total - 1), row_units)
+        raw = cute.make_rmem_tensor((self.width, self.vectors, self.groups), x.element_type)
+        places = [None] * self.groups
+        for u in cutlass.range_constexpr(self.groups):
+            # Past the end: the last group again, and nothing is stored.
+            row, group = divmod(cutlass.min(first + u * self.threads, total - 1), row_groups)
             t, h = divmod(row, heads)
-            unit -= begin
-            turns = unit >= 0 and unit < turning
-            at = self.vectors_of(unit, turns, begin, turning)
-            places[u] = t, h, unit, turns, at
+            group -= begin
+            turns = group >= 0 and group < turning
+            at = self.vectors_of(group, turns, begin, turning)
+            places[u] = t, h, group, turns, at
             for n in cutlass.range_constexpr(self.vectors):
                 source = cute.local_tile(x[t, h, None], (self.width,), (at[n],))
                 cute.autovec_copy(source, raw[None, n, u])
-        for u in cutlass.range_constexpr(self.units):
-            t, h, unit, turns, at = places[u]
+        for u in cutlass.range_constexpr(self.groups):
+            t, h, group, turns, at = places[u]
             if turns:
-                self.turn(raw[None, None, u], cos[t, None], sin[t, None], unit)
+                self.turn(raw[None, None, u], cos[t, None], sin[t, None], group)
             if first + u * self.threads < total:
                 for n in cutlass.range_constexpr(self.vectors):
                     target = cute.local_tile(out[t, h, None], (self.width,), (at[n],))
                     cute.autovec_copy(raw[None, n, u], target)
 
     @cute.jit
-    def vectors_of(self, unit: Int32, turns: cutlass.Boolean, begin: Int32, turning: Int32):
-        """Where in the row a unit's vectors are, in vectors."""
+    def vectors_of(self, group: Int32, turns: cutlass.Boolean, begin: Int32, turning: Int32):
+        """Where in the row a group's vectors are, in vectors."""
         if const_expr(self.interleaved):
-            places = (begin + unit,)
+            places = (begin + group,)
         else:
-            at, apart = 2 * (begin + unit), Int32(1)
+            at, apart = 2 * (begin + group), Int32(1)
             if turns:
-                at, apart = 2 * begin + unit, turning
+                at, apart = 2 * begin + group, turning
             places = (at, at + apart)
         return places
 
     @cute.jit
-    def turn(self, raw: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, unit: Int32):
+    def turn(self, raw: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, group: Int32):
         c, s = [cute.make_rmem_tensor((self.pairs,), Float32) for _ in range(2)]
-        cute.autovec_copy(cute.local_tile(cos, (self.pairs,), (unit,)), c)
-        cute.autovec_copy(cute.local_tile(sin, (self.pairs,), (unit,)), s)
+        cute.autovec_copy(cute.local_tile(cos, (self.pairs,), (group,)), c)
+        cute.autovec_copy(cute.local_tile(sin, (self.pairs,), (group,)), s)
         v = cute.make_rmem_tensor((self.width, self.vectors), Float32)
         v.store(raw.load().to(Float32))
         for i in cutlass.range_constexpr(self.pairs):
             one = (2 * i, 0) if self.interleaved else (i, 0)
             two = (2 * i + 1, 0) if self.interleaved else (i, 1)
             a, b = v[one], v[two]
-            v[one] = _multiply(a, c[i]) - _multiply(b, s[i])
-            v[two] = _multiply(a, s[i]) + _multiply(b, c[i])
+            v[one], v[two] = rotate_pair(a, b, c[i], s[i])
         raw.store(v.load().to(raw.element_type))
 
 
@@ -131,35 +124,28 @@ class ApplyRotarySm90:
 def compile_apply_rotary(dtype: str, interleaved: bool, config: RotaryConfig):
     """-> f(x [T, H, D] dtype, cos, sin [T, R / 2] fp32, out [T, H, D], begin); T * H > 0, R from 2 to D, D even.
 
-    begin  channels in front of those that turn, in units of 2P channels
-    out may be x. T * H * D / 2P and a CTA's units are together below 2^31. With P of 4: D and R are multiples of 8, all
-    rows start at multiples of 16 bytes.
+    begin  channels in front of those that turn, in groups of 2P channels
+    out may be x. T * H * D / 2P and a CTA's groups are together below 2^31. With P of 4: D and R are multiples of 8,
+    and all rows start at multiples of 16 bytes.
     """
     element = cute_dtype(dtype)
-    wide = config.pairs == WIDE
+    wide = config.pairs == ROTARY_PAIRS
     tokens, heads = cute.sym_int(), cute.sym_int()
     dim, half = cute.sym_int(divisibility=2 * config.pairs), cute.sym_int(divisibility=config.pairs)
 
-    def rows():
-        strides = [cute.sym_int64(divisibility=128 // element.width if wide else 1) for _ in range(2)]
-        align = 16 if wide else element.width // 8
-        return cute.runtime.make_fake_tensor(element, (tokens, heads, dim), (*strides, 1), assumed_align=align)
-
-    def angles():
-        stride = cute.sym_int64(divisibility=WIDE if wide else 1)
-        align = 16 if wide else 4
-        return cute.runtime.make_fake_tensor(Float32, (tokens, half), (stride, 1), assumed_align=align)
-
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    x_vector, angle_vector = (128 // element.width, 4) if wide else (1, 1)
+    x_align, angle_align = (16, 16) if wide else (element.width // 8, 4)
+    x, out = (fake(element, (tokens, heads, dim), (*strides(2, x_vector), 1), x_align) for _ in range(2))
+    cos, sin = (fake(Float32, (tokens, half), (*strides(1, angle_vector), 1), angle_align) for _ in range(2))
     kernel = ApplyRotarySm90(interleaved, config)
-    return compile_sm90(kernel, rows(), angles(), angles(), rows(), Int32(0), stream)
+    return compile_sm90(kernel, x, cos, sin, out, Int32(0), fake_stream())
 
 
 def choose_config(dtype: str, wide: bool, elements: int) -> RotaryConfig:
     """The shipped configuration. Short inputs spread over more CTAs, long ones of 2 bytes keep 32 bytes in flight."""
     if not wide:
         return RotaryConfig(pairs=1)
-    return RotaryConfig(units=2 if dtype != "float32" and elements >= LONG else 1)
+    return RotaryConfig(groups=2 if dtype != "float32" and elements >= LONG_INPUT else 1)
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
@@ -168,5 +154,5 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
         (compile_apply_rotary, (dtype, interleaved, config))
         for dtype in DTYPES
         for interleaved in (True, False)
-        for config in sorted({choose_config(dtype, w, n) for w in (True, False) for n in (1, LONG)}, key=str)
+        for config in sorted({choose_config(dtype, w, n) for w in (True, False) for n in (1, LONG_INPUT)}, key=str)
     ]

@@ -37,17 +37,16 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.reductions import before_and_all
 from dsa.cute.shared_memory import load_16, pack, store_matrices
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.gemm.limits import GROUP, MAX_MATRICES, OUT_DTYPES
 
-BLOCK = 128
-MOST_MATRICES = 1024
-MOST_TILES = 2**30
+MAX_TILES = 2**30
 WIDTH = 128  # columns that a warpgroup multiplies at a time
 SCALES = 4  # blocks whose scales a thread loads at a time
 # Results of a warp on their way out: rows, and columns of 2 bytes.
@@ -75,8 +74,8 @@ class Fp8GemmConfig:
     def fits(self) -> bool:
         """Whether shared memory holds it."""
         staged = 4 * self.groups * OUT_ROWS * OUT_COLUMNS * 2
-        loaded = self.stages * (64 * self.groups + self.columns) * BLOCK
-        return loaded + staged + 4 * (MOST_MATRICES + 64) + 16 * self.stages + 3 * 1024 <= SHARED_BYTES
+        loaded = self.stages * (64 * self.groups + self.columns) * GROUP
+        return loaded + staged + 4 * (MAX_MATRICES + 64) + 16 * self.stages + 3 * 1024 <= SHARED_BYTES
 
 
 CONFIGS = Fp8GemmConfig(1, 64, 12), Fp8GemmConfig(1, 128, 8), Fp8GemmConfig(2, 128, 6), Fp8GemmConfig(2, 256, 4)
@@ -102,18 +101,18 @@ class Fp8GemmSm90:
         ctas: Int32,
         stream,
     ):
-        tile = (self.rows, self.columns, BLOCK)
+        tile = (self.rows, self.columns, GROUP)
         a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
         b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
-        a_atom, a_tma = tile_load(a, a_layout, (self.rows, BLOCK))
-        b_atom, b_tma = tile_load(b, b_layout, (self.columns, BLOCK))
+        a_atom, a_tma = tile_load(a, a_layout, (self.rows, GROUP))
+        b_atom, b_tma = tile_load(b, b_layout, (self.columns, GROUP))
 
         @cute.struct
         class Storage:
             pipeline: pipeline_storage(self.stages)
             sums: cute.struct.MemRange[Int32, 32]
             # Tiles of rows before each matrix; behind the last one those of all.
-            tiles: cute.struct.MemRange[Int32, MOST_MATRICES + 32]
+            tiles: cute.struct.MemRange[Int32, MAX_MATRICES + 32]
             out: cute.struct.Align[cute.struct.MemRange[Int32, self.math_warps * OUT_ROWS * OUT_COLUMNS // 2], 1024]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
@@ -144,7 +143,7 @@ class Fp8GemmSm90:
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        tiles = storage.tiles.get_tensor(cute.make_layout(MOST_MATRICES + 32))
+        tiles = storage.tiles.get_tensor(cute.make_layout(MAX_MATRICES + 32))
         sums = storage.sums.get_tensor(cute.make_layout(32))
 
         if warp == self.math_warps:
@@ -173,7 +172,7 @@ class Fp8GemmSm90:
         """Fill in the tiles of rows before each matrix; returns those of all."""
         count = ends.shape[0]
         # Matrices that overlap, as ends that decrease make them, could have more tiles than an int32 holds.
-        most = MOST_TILES // cute.ceil_div(columns, self.columns)
+        most = MAX_TILES // cute.ceil_div(columns, self.columns)
         total = Int32(0)
         for first in cutlass.range(0, count, self.threads, unroll=1):
             e = first + tid
@@ -226,9 +225,9 @@ class Fp8GemmSm90:
         across = cute.ceil_div(out.shape[1], self.columns)
         for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
             e, row, _, column = self.place(index, e, ends, out, tiles, lane)
-            ga = cute.local_tile(cute.domain_offset((row, 0), ma), (self.rows, BLOCK), (0, None))
+            ga = cute.local_tile(cute.domain_offset((row, 0), ma), (self.rows, GROUP), (0, None))
             gb = cute.local_tile(
-                cute.domain_offset((e * out.shape[1] + column, 0), mb), (self.columns, BLOCK), (0, None)
+                cute.domain_offset((e * out.shape[1] + column, 0), mb), (self.columns, GROUP), (0, None)
             )
             tas, tag = cute.nvgpu.cpasync.tma_partition(
                 a_atom, 0, one, cute.group_modes(sa, 0, 2), cute.group_modes(ga, 0, 2)
@@ -237,7 +236,7 @@ class Fp8GemmSm90:
                 b_atom, 0, one, cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
             )
             for block in cutlass.range(blocks, unroll=1):
-                pipeline.producer_acquire(state, (self.rows + self.columns) * BLOCK)
+                pipeline.producer_acquire(state, (self.rows + self.columns) * GROUP)
                 full = pipeline.producer_barrier(state)
                 cute.copy(a_atom, tag[None, block], tas[None, state.stage], tma_bar_ptr=full)
                 cute.copy(b_atom, tbg[None, block], tbs[None, state.stage], tma_bar_ptr=full)
@@ -251,7 +250,7 @@ class Fp8GemmSm90:
         )
         thr_mma = mma.get_slice(tid)
         ra = mma.make_fragment_A(thr_mma.partition_A(sa))
-        parts = [cute.local_tile(sb, (self.width, BLOCK, self.stages), (part, 0, 0)) for part in range(self.parts)]
+        parts = [cute.local_tile(sb, (self.width, GROUP, self.stages), (part, 0, 0)) for part in range(self.parts)]
         rb = [mma.make_fragment_B(thr_mma.partition_B(part)) for part in parts]
         shape = thr_mma.partition_shape_C((self.rows, self.width))
         acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.together)]
@@ -266,7 +265,7 @@ class Fp8GemmSm90:
             # What lies beyond the rows has no scale and is not stored.
             of_rows = [a_scale[cutlass.min(row + own_row + 8 * half, end - 1), None] for half in range(2)]
             last = b_scale.shape[1] - 1
-            of_parts = [b_scale[e, cutlass.min(column // BLOCK + part, last), None] for part in range(self.parts)]
+            of_parts = [b_scale[e, cutlass.min(column // GROUP + part, last), None] for part in range(self.parts)]
             of = (*of_rows, *of_parts)
             state = self.sum_blocks(mma, acc, ra, rb, sums, of, pipeline, state)
             if cutlass.const_expr(self.out_dtype.width == 16):
@@ -365,19 +364,13 @@ def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
     rows, columns, channels, matrices = (cute.sym_int() for _ in range(4))
     blocks = cute.sym_int(divisibility=SCALES)
     out_type = cute_dtype(out_dtype)
-
-    def fake(dtype, shape, stride, align):
-        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
-
-    a = fake(Float8E4M3FN, (rows, channels), (cute.sym_int64(divisibility=16), 1), 16)
-    a_scale = fake(Float32, (rows, blocks), (cute.sym_int64(divisibility=SCALES), 1), 16)
-    b = fake(Float8E4M3FN, (cute.sym_int(), channels), (cute.sym_int64(divisibility=16), 1), 16)
-    strides = cute.sym_int64(divisibility=SCALES), cute.sym_int64(divisibility=SCALES), 1
-    b_scale = fake(Float32, (matrices, cute.sym_int(), blocks), strides, 16)
+    a = fake(Float8E4M3FN, (rows, channels), (*strides(1, 16), 1))
+    a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))
+    b = fake(Float8E4M3FN, (cute.sym_int(), channels), (*strides(1, 16), 1))
+    b_scale = fake(Float32, (matrices, cute.sym_int(), blocks), (*strides(2, SCALES), 1))
     ends = fake(Int32, (matrices,), (1,), 4)
-    out = fake(out_type, (rows, columns), (cute.sym_int64(divisibility=128 // out_type.width), 1), 16)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_sm90(Fp8GemmSm90(out_type, config), a, a_scale, b, b_scale, ends, out, Int32(1), stream)
+    out = fake(out_type, (rows, columns), (*strides(1, 128 // out_type.width), 1))
+    return compile_sm90(Fp8GemmSm90(out_type, config), a, a_scale, b, b_scale, ends, out, Int32(1), fake_stream())
 
 
 def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
@@ -391,8 +384,8 @@ def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) 
     def clocks(config: Fp8GemmConfig) -> float:
         tiles = used * -(-each // (64 * config.groups)) * -(-columns // config.columns)
         width = min(WIDTH, config.columns)
-        read = config.groups * config.columns // width * (64 + width) * BLOCK
-        written = (64 * config.groups + config.columns) * BLOCK
+        read = config.groups * config.columns // width * (64 + width) * GROUP
+        written = (64 * config.groups + config.columns) * GROUP
         return -(-tiles // multiprocessors) * (read + written) / 128
 
     return min(candidates, key=clocks)
@@ -400,4 +393,4 @@ def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    return [(compile_fp8_gemm, (dtype, config)) for dtype in ("float32", "bfloat16", "float16") for config in CONFIGS]
+    return [(compile_fp8_gemm, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]

@@ -21,10 +21,11 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, hadamard, quantize, round_to
+from dsa.kernels.gemm.limits import CAST_DTYPES
 
-SHORT = 1 << 24  # elements
+SHORT_INPUT = 1 << 24  # elements
 
 
 @dataclass(frozen=True)
@@ -94,31 +95,25 @@ class PerTokenCastToFp8Sm90:
 def compile_per_token_cast_to_fp8(dtype: str, use_ue8m0: bool, hadamard: bool, config: CastConfig):
     """-> f(x [T, K] dtype, row stride a multiple of 16 bytes; q [T, K] e4m3; scale [T, K / 128] fp32), T * K > 0."""
     element = cute_dtype(dtype)
-    aligned = 128 // element.width
     rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
-    x = cute.runtime.make_fake_tensor(
-        element, (rows, cols), (cute.sym_int64(divisibility=aligned), 1), assumed_align=16
-    )
-    q = cute.runtime.make_fake_tensor(
-        Float8E4M3FN, (rows, cols), (cute.sym_int64(divisibility=GROUP), 1), assumed_align=16
-    )
-    scale = cute.runtime.make_fake_tensor(Float32, (rows, groups), (cute.sym_int64(), 1), assumed_align=4)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_sm90(PerTokenCastToFp8Sm90(use_ue8m0, hadamard, config), x, q, scale, stream)
+    x = fake(element, (rows, cols), (*strides(1, 128 // element.width), 1))
+    q = fake(Float8E4M3FN, (rows, cols), (*strides(1, GROUP), 1))
+    scale = fake(Float32, (rows, groups), (*strides(1), 1), 4)
+    return compile_sm90(PerTokenCastToFp8Sm90(use_ue8m0, hadamard, config), x, q, scale, fake_stream())
 
 
 def choose_config(dtype: str, elements: int) -> CastConfig:
     """The shipped configuration. Short inputs spread over more CTAs, long ones keep 64 bytes of loads in flight a
     thread (measured: docs/kernel-notes.md)."""
-    return CastConfig(groups=1 if dtype == "float32" or elements < SHORT else 2)
+    return CastConfig(groups=1 if dtype == "float32" or elements < SHORT_INPUT else 2)
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_per_token_cast_to_fp8, (dtype, use_ue8m0, hadamard, config))
-        for dtype in ("bfloat16", "float16", "float32")
-        for config in sorted({choose_config(dtype, n) for n in (1, SHORT)}, key=str)
+        for dtype in CAST_DTYPES
+        for config in sorted({choose_config(dtype, n) for n in (1, SHORT_INPUT)}, key=str)
         for use_ue8m0 in (True, False)
         for hadamard in (True, False)
     ]

@@ -24,12 +24,12 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.kernels.gemm.limits import CAST_DTYPES, SWIGLU_MULTIPLE
 
 THREADS = 128
 CHANNELS = 16  # of a lane
-VECTOR = 8  # channels that are there or not together, where the last block may end early
 LANES = GROUP // CHANNELS
 GROUPS_PER_CTA = THREADS // LANES
 
@@ -38,7 +38,7 @@ class SwigluCastSm90:
     def __init__(self, use_ue8m0: bool, ragged: bool):
         self.use_ue8m0 = use_ue8m0
         self.ragged = ragged
-        self.width = VECTOR if ragged else CHANNELS
+        self.width = SWIGLU_MULTIPLE if ragged else CHANNELS
 
     @cute.jit
     def __call__(
@@ -127,27 +127,21 @@ def compile_swiglu_cast(dtype: str, use_ue8m0: bool, limited: bool, ragged: bool
     """-> f(gate [T, I] dtype and up, row strides multiples of 16 bytes; q [T, I] e4m3; scale [T, ceil(I / 128)] fp32;
     limit, None unless `limited`), T * I > 0; I a multiple of 128, of 8 if `ragged`."""
     element = cute_dtype(dtype)
-    multiple = VECTOR if ragged else GROUP
+    multiple = SWIGLU_MULTIPLE if ragged else GROUP
     rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=multiple), cute.sym_int()
 
-    def operand():
-        strides = (cute.sym_int64(divisibility=128 // element.width), 1)
-        return cute.runtime.make_fake_tensor(element, (rows, cols), strides, assumed_align=16)
-
-    q = cute.runtime.make_fake_tensor(
-        Float8E4M3FN, (rows, cols), (cute.sym_int64(divisibility=multiple), 1), assumed_align=16
-    )
-    scale = cute.runtime.make_fake_tensor(Float32, (rows, groups), (cute.sym_int64(), 1), assumed_align=4)
+    gate, up = (fake(element, (rows, cols), (*strides(1, 128 // element.width), 1)) for _ in range(2))
+    q = fake(Float8E4M3FN, (rows, cols), (*strides(1, multiple), 1))
+    scale = fake(Float32, (rows, groups), (*strides(1), 1), 4)
     limit = Float32(1.0) if limited else None
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_sm90(SwigluCastSm90(use_ue8m0, ragged), operand(), operand(), q, scale, limit, stream)
+    return compile_sm90(SwigluCastSm90(use_ue8m0, ragged), gate, up, q, scale, limit, fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_swiglu_cast, (dtype, use_ue8m0, limited, ragged))
-        for dtype in ("bfloat16", "float16", "float32")
+        for dtype in CAST_DTYPES
         for use_ue8m0 in (True, False)
         for limited in (True, False)
         for ragged in (True, False)

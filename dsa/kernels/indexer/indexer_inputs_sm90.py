@@ -20,22 +20,16 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
 from dsa.cute.quantize import GROUP, hadamard, quantize, round_to
+from dsa.cute.rounded import multiply_rounded, rotate_pair
+from dsa.kernels.indexer.limits import INPUT_DTYPES, ROTATED
 
 CHANNELS = 16
 LANES = GROUP // CHANNELS
 THREADS = 256
 VECTORS = THREADS // LANES
-DTYPES = ("bfloat16", "float16", "float32")
-ROTATED = (32, 64, 128)
-
-
-@cute.jit
-def _multiply(a: Float32, b: Float32) -> Float32:
-    """a * b, rounded: not fused with the addition behind it, which the reference rounds on its own."""
-    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 @cute.jit
@@ -56,16 +50,15 @@ def _rope(v: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32, kind:
         if inside:
             for i in cutlass.range_constexpr(angles):
                 a, b = v[2 * i], v[2 * i + 1]
-                v[2 * i] = _multiply(a, c[i]) - _multiply(b, s[i])
-                v[2 * i + 1] = _multiply(a, s[i]) + _multiply(b, c[i])
+                v[2 * i], v[2 * i + 1] = rotate_pair(a, b, c[i], s[i])
     else:
         for i in cutlass.range_constexpr(CHANNELS):
             other = cute.arch.shuffle_sync_bfly(v[i], offset=span // 2)
             if inside:
-                turned = _multiply(other, s[i])
+                turned = multiply_rounded(other, s[i])
                 if place < span // 2:
                     turned = -turned
-                v[i] = _multiply(v[i], c[i]) + turned
+                v[i] = multiply_rounded(v[i], c[i]) + turned
 
 
 class QuantizeIndexerQueriesSm90:
@@ -207,12 +200,8 @@ class WriteIndexerKeysSm90:
         return total
 
 
-def _fake(dtype, shape, stride, align=16):
-    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
-
-
 def _angles(tokens, rotated: int):
-    return _fake(Float32, (tokens, rotated // 2), (cute.sym_int64(divisibility=4), 1))
+    return fake(Float32, (tokens, rotated // 2), (*strides(1, 4), 1))
 
 
 @cached
@@ -222,18 +211,17 @@ def compile_quantize_indexer_queries(dtype: str, rotated: int, interleaved: bool
     element = cute_dtype(dtype)
     aligned = 128 // element.width
     tokens, heads = cute.sym_int(), cute.sym_int()
-    q = _fake(
+    q = fake(
         element,
         (tokens, heads, GROUP),
-        (cute.sym_int64(divisibility=aligned), cute.sym_int64(divisibility=aligned), 1),
+        (*strides(2, aligned), 1),
     )
-    weights = _fake(Float32, (tokens, heads), (cute.sym_int64(), 1), 4)
+    weights = fake(Float32, (tokens, heads), (*strides(1), 1), 4)
     angles = [_angles(tokens, rotated) for _ in range(2)]
-    q8 = _fake(Float8E4M3FN, (tokens, heads, GROUP), (cute.sym_int64(divisibility=GROUP), GROUP, 1))
-    scaled = _fake(Float32, (tokens, heads), (cute.sym_int64(), 1), 4)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    q8 = fake(Float8E4M3FN, (tokens, heads, GROUP), (*strides(1, GROUP), GROUP, 1))
+    scaled = fake(Float32, (tokens, heads), (*strides(1), 1), 4)
     kernel = QuantizeIndexerQueriesSm90((rotated, interleaved, last), use_ue8m0)
-    return compile_sm90(kernel, q, weights, *angles, q8, scaled, stream)
+    return compile_sm90(kernel, q, weights, *angles, q8, scaled, fake_stream())
 
 
 @cached
@@ -244,14 +232,13 @@ def compile_write_indexer_keys(
     slots [T], page_size, eps); T, pages > 0. Rows and pages start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     tokens = cute.sym_int()
-    k = _fake(element, (tokens, GROUP), (cute.sym_int64(divisibility=128 // element.width), 1))
-    affine = [_fake(Float32, (GROUP,), (1,)) for _ in range(2)]
+    k = fake(element, (tokens, GROUP), (*strides(1, 128 // element.width), 1))
+    affine = [fake(Float32, (GROUP,), (1,)) for _ in range(2)]
     angles = [_angles(tokens, rotated) for _ in range(2)]
-    cache = _fake(cutlass.Uint8, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(divisibility=16), 1))
-    slots = _fake(cute_dtype(slot_dtype), (tokens,), (1,), 4)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    cache = fake(cutlass.Uint8, (cute.sym_int(), cute.sym_int()), (*strides(1, 16), 1))
+    slots = fake(cute_dtype(slot_dtype), (tokens,), (1,), 4)
     kernel = WriteIndexerKeysSm90((rotated, interleaved, last), use_ue8m0)
-    return compile_sm90(kernel, k, *affine, *angles, cache, slots, Int32(1), Float32(0.0), stream)
+    return compile_sm90(kernel, k, *affine, *angles, cache, slots, Int32(1), Float32(0.0), fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
@@ -263,9 +250,9 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
         for last in (True, False)
         for use_ue8m0 in (True, False)
     ]
-    return [(compile_quantize_indexer_queries, (dtype, *o)) for dtype in DTYPES for o in options] + [
+    return [(compile_quantize_indexer_queries, (dtype, *o)) for dtype in INPUT_DTYPES for o in options] + [
         (compile_write_indexer_keys, (dtype, slots, *o))
-        for dtype in DTYPES
+        for dtype in INPUT_DTYPES
         for slots in ("int32", "int64")
         for o in options
     ]

@@ -1,9 +1,9 @@
-"""The plan of the paged index scores: which splits of 256 keys each multiprocessor works on.
+"""The schedule of the paged index scores: which splits of 256 keys each multiprocessor works on.
 
 Plan
 - One CTA. All threads sum the sequences' splits; then, 1024 sequences at a time, a scan over warps and one over their
   sums gives where each sequence's splits end.
-- Boundary i of the plan is a split number known from the total; thread i finds the sequence that holds it by binary
+- Boundary i of the schedule is a split number known from the total; thread i finds the sequence that holds it by binary
   search over the scanned ends, once its 1024 sequences are there.
 - A sequence has at most (2^31 - 1) / B splits, so that no sum of them wraps: the scores do not depend on it, because
   a sequence is worked on to its end by the multiprocessor that begins the next one.
@@ -20,35 +20,36 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import before_and_all
+from dsa.kernels.indexer.limits import SCHEDULE_SPLIT
 
 THREADS = 1024
 WARPS = THREADS // 32
-SPLIT = 256
-MOST_SPLITS = 2**31 - 1
+MAX_SPLITS = 2**31 - 1
 
 
 class PagedMqaLogitsMetadataSm90:
     @cute.jit
-    def __call__(self, lengths: cute.Tensor, plan: cute.Tensor, stream):
-        self.kernel(lengths, plan).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+    def __call__(self, lengths: cute.Tensor, schedule: cute.Tensor, stream):
+        self.kernel(lengths, schedule).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, lengths: cute.Tensor, plan: cute.Tensor):
+    def kernel(self, lengths: cute.Tensor, schedule: cute.Tensor):
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, tid // 32
         smem = SmemAllocator()
         ends = smem.allocate_tensor(Int32, cute.make_layout(THREADS), 16)
         sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
         batch = lengths.shape[0]
-        most = MOST_SPLITS // cutlass.max(batch, 1)
+        most = MAX_SPLITS // cutlass.max(batch, 1)
 
         own = Int32(0)
         for b in cutlass.range(tid, batch, THREADS, unroll=1):
             own += self.splits(lengths, b, most)
         total = before_and_all(own, sums, lane, warp)[1]
         cute.arch.sync_threads()
-        boundaries = plan.shape[0]
+        boundaries = schedule.shape[0]
         sms = boundaries - 1
         each, longer = total // sms, total % sms
 
@@ -73,14 +74,14 @@ class PagedMqaLogitsMetadataSm90:
                     start = Int32(0)
                     if found > 0:
                         start = ends[found - 1]
-                    plan[i, 0] = base + found
-                    plan[i, 1] = first - start
+                    schedule[i, 0] = base + found
+                    schedule[i, 1] = first - start
             before += here
             cute.arch.sync_threads()
         for i in cutlass.range(tid, boundaries, THREADS, unroll=1):
             if i * each + cutlass.max(i - (sms - longer), 0) >= total:
-                plan[i, 0] = batch
-                plan[i, 1] = Int32(0)
+                schedule[i, 0] = batch
+                schedule[i, 1] = Int32(0)
 
     @cute.jit
     def splits(self, lengths, b, most):
@@ -88,20 +89,15 @@ class PagedMqaLogitsMetadataSm90:
         for i in cutlass.range(lengths.shape[1], unroll=1):
             longest = cutlass.max(longest, lengths[b, i])
         # Not (longest + 255) // 256, which a length near 2^31 would wrap.
-        return cutlass.min(longest // SPLIT + cutlass.min(longest % SPLIT, 1), most)
+        return cutlass.min(longest // SCHEDULE_SPLIT + cutlass.min(longest % SCHEDULE_SPLIT, 1), most)
 
 
 @cached
 def compile_paged_mqa_logits_metadata():
-    """-> f(lengths [B, any] int32, plan [multiprocessors + 1, 2] int32)."""
-
-    def fake(shape, stride, align=4):
-        return cute.runtime.make_fake_tensor(Int32, shape, stride, assumed_align=align)
-
-    lengths = fake((cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
-    plan = fake((cute.sym_int(), 2), (2, 1))
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_sm90(PagedMqaLogitsMetadataSm90(), lengths, plan, stream)
+    """-> f(lengths [B, any] int32, schedule [multiprocessors + 1, 2] int32)."""
+    lengths = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
+    schedule = fake(Int32, (cute.sym_int(), 2), (2, 1), 4)
+    return compile_sm90(PagedMqaLogitsMetadataSm90(), lengths, schedule, fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

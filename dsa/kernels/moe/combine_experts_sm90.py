@@ -28,20 +28,15 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import gather_16
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.rounded import multiply_rounded
 from dsa.cute.shared_memory import load_16
+from dsa.kernels.moe.limits import COMBINE_CTA_BYTES, COMBINE_DTYPES
 
-THREADS = 128
 VECTOR_BITS = 128
 VECTOR_BYTES = VECTOR_BITS // 8
+THREADS = COMBINE_CTA_BYTES // VECTOR_BYTES
 BATCH = 8
-DTYPES = ("bfloat16", "float16", "float32")
-
-
-@cute.jit
-def product(a: Float32, b: Float32) -> Float32:
-    """a * b, rounded: not to be fused with the addition that follows."""
-    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 class CombineExpertsSm90:
@@ -125,7 +120,7 @@ class CombineExpertsSm90:
                 words[i] = loaded[i]
             values = cute.recast_tensor(words, self.dtype)
             for i in cutlass.range_constexpr(self.width):
-                acc[i] += product(factors[j], values[i].to(Float32))
+                acc[i] += multiply_rounded(factors[j], values[i].to(Float32))
 
 
 @cached
@@ -134,24 +129,22 @@ def compile_combine_experts(dtype: str, index_dtype: str, shared: bool):
     T, H and M are from 1 to 2^31 - 1, and so is T * ceil(H / (THREADS * channels of 16 bytes)). Rows of H start at
     multiples of 16 bytes."""
     element = cute_dtype(dtype)
-    sources, tokens, slots, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+    sources, tokens, top_k, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
 
-    def fake_rows(count):
-        strides = (cute.sym_int64(divisibility=VECTOR_BITS // element.width), 1)
-        return cute.runtime.make_fake_tensor(element, (count, channels), strides, assumed_align=16)
+    def rows_of(count):
+        return fake(element, (count, channels), (*strides(1, VECTOR_BITS // element.width), 1))
 
     def numbers(kind):
-        strides = (cute.sym_int64(), cute.sym_int64())
-        return cute.runtime.make_fake_tensor(kind, (tokens, slots), strides, assumed_align=kind.width // 8)
+        return fake(kind, (tokens, top_k), strides(2), kind.width // 8)
 
     return compile_sm90(
         CombineExpertsSm90(element),
-        fake_rows(sources),
+        rows_of(sources),
         numbers(cute_dtype(index_dtype)),
         numbers(Float32),
-        fake_rows(tokens) if shared else None,
-        fake_rows(tokens),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        rows_of(tokens) if shared else None,
+        rows_of(tokens),
+        fake_stream(),
     )
 
 
@@ -159,7 +152,7 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_combine_experts, (dtype, index_dtype, shared))
-        for dtype in DTYPES
+        for dtype in COMBINE_DTYPES
         for index_dtype in ("int32", "int64")
         for shared in (False, True)
     ]

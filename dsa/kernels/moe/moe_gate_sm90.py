@@ -4,9 +4,9 @@ Plan
 - A warp a token; lane l has the experts l, l + 32, ...: their scores, and as signed integers of the same order what
   they are chosen by. The best of a warp is then one instruction (redux), and its lowest number among equals another.
 - A group's two best, group after group; every lane then knows which groups stay. Then the best expert, top_k times,
-  each taken out once it is picked. Lane k keeps the k-th.
+  each taken out once it is selected. Lane k keeps the k-th.
 Shared memory: none. Registers: 2 ceil(E / 32) and a dozen. Constraints: E up to 1024, top_k and n_group up to 32.
-Roofline: latency, about 60 instructions a pick; 4 E bytes a token.
+Roofline: latency, about 60 instructions a selected expert; 4 E bytes a token.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import fake, fake_stream, strides
 
 WARPS = 4
-MOST_EXPERTS, MOST_PICKS, MOST_GROUPS = 1024, 32, 32
 LOWEST = -(2**31)  # below the order of -inf: no candidate
 LAST = 2**31 - 1
 LEAST_SUM = 1e-20  # added to the sum that weights are divided by, so that no sum is 0
@@ -37,17 +37,19 @@ class MoeGateSm90:
         self,
         logits: cute.Tensor,
         bias: cute.Tensor,
-        picks: cute.Tensor,
+        topk_indices: cute.Tensor,
         weights: cute.Tensor,
         scale: Float32,
         stream,
     ):
-        self.kernel(logits, bias, picks, weights, scale).launch(
+        self.kernel(logits, bias, topk_indices, weights, scale).launch(
             grid=(cute.ceil_div(logits.shape[0], WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, logits: cute.Tensor, bias: cute.Tensor, picks: cute.Tensor, weights: cute.Tensor, scale: Float32):
+    def kernel(
+        self, logits: cute.Tensor, bias: cute.Tensor, topk_indices: cute.Tensor, weights: cute.Tensor, scale: Float32
+    ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         token, lane = block * WARPS + tid // 32, tid % 32
@@ -62,7 +64,7 @@ class MoeGateSm90:
                 order[i] = order_of(score[i] + bias[at]) if there else Int32(LOWEST)
             if const_expr(self.n_group > self.topk_group):
                 self.keep_best_groups(order, lane)
-            self.pick(score, order, picks, weights, token, scale, lane)
+            self.select(score, order, topk_indices, weights, token, scale, lane)
 
     @cute.jit
     def score(self, x: Float32) -> Float32:
@@ -115,8 +117,8 @@ class MoeGateSm90:
             order[i] = order[i] if keep != 0 or order[i] == LOWEST else without
 
     @cute.jit
-    def pick(self, score, order, picks, weights, token, scale: Float32, lane):
-        own_pick, own_score = Int32(0), Float32(0.0)
+    def select(self, score, order, topk_indices, weights, token, scale: Float32, lane):
+        own_index, own_score = Int32(0), Float32(0.0)
         for k in cutlass.range_constexpr(self.top_k):
             best, e = Int32(LOWEST), Int32(LAST)
             for i in cutlass.range_constexpr(self.each):
@@ -127,17 +129,17 @@ class MoeGateSm90:
             e = cute.arch.warp_redux_sync(e if best == top else Int32(LAST), "min")
             value = Float32(0.0)
             for i in cutlass.range_constexpr(self.each):
-                picked = e == lane + 32 * i
-                value = score[i] if picked else value
-                order[i] = Int32(LOWEST) if picked else order[i]
+                selected = e == lane + 32 * i
+                value = score[i] if selected else value
+                order[i] = Int32(LOWEST) if selected else order[i]
             value = cute.arch.shuffle_sync(value, e % 32)
-            own_pick = e if lane == k else own_pick
+            own_index = e if lane == k else own_index
             own_score = value if lane == k else own_score
         factor = scale
         if const_expr(self.normalise):
             factor = scale / (cute.arch.warp_reduction_sum(own_score) + Float32(LEAST_SUM))
         if lane < self.top_k:
-            picks[token, lane] = Int64(own_pick)
+            topk_indices[token, lane] = Int64(own_index)
             weights[token, lane] = own_score * factor
 
 
@@ -158,18 +160,18 @@ def number_of(order: Int32) -> Float32:
 
 @cached
 def compile_moe_gate(experts: int, top_k: int, scores: str, n_group: int, topk_group: int, normalise: bool):
-    """-> f(logits fp32 [T, E], bias fp32 [E], picks int64 [T, top_k], weights fp32 [T, top_k], scale); T > 0. The last
-    dimensions are contiguous."""
+    """-> f(logits fp32 [T, E], bias fp32 [E], topk_indices int64 [T, top_k], weights fp32 [T, top_k], scale); T > 0.
+    The last dimensions are contiguous."""
     tokens = cute.sym_int()
 
-    def fake(dtype, width, align):
-        return cute.runtime.make_fake_tensor(dtype, (tokens, width), (cute.sym_int64(), 1), assumed_align=align)
+    def rows(dtype, width):
+        return fake(dtype, (tokens, width), (*strides(1), 1), dtype.width // 8)
 
-    bias = cute.runtime.make_fake_tensor(Float32, (experts,), (1,), assumed_align=4)
+    bias = fake(Float32, (experts,), (1,), 4)
     return compile_sm90(
         MoeGateSm90(experts, top_k, scores, n_group, topk_group, normalise),
-        *(fake(Float32, experts, 4), bias, fake(Int64, top_k, 8), fake(Float32, top_k, 4), Float32(1.0)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        *(rows(Float32, experts), bias, rows(Int64, top_k), rows(Float32, top_k), Float32(1.0)),
+        fake_stream(),
     )
 
 

@@ -16,7 +16,7 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
 
 WARPS = 8
 AHEAD = 8  # loads of a lane on their way at a time
@@ -90,13 +90,13 @@ def compile_sort_by_expert(dtype: str):
     """-> f(experts [N] int32 or int64, order int32 [N], rows int32 [N], ends int32 [E]); N > 0, E > 0, contiguous."""
     entries, count = cute.sym_int(), cute.sym_int()
 
-    def fake(element, length):
-        return cute.runtime.make_fake_tensor(element, (length,), (1,), assumed_align=element.width // 8)
+    def row(element, length):
+        return fake(element, (length,), (1,), element.width // 8)
 
     return compile_sm90(
         SortByExpertSm90(),
-        *(fake(cute_dtype(dtype), entries), fake(Int32, entries), fake(Int32, entries), fake(Int32, count)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        *(row(cute_dtype(dtype), entries), row(Int32, entries), row(Int32, entries), row(Int32, count)),
+        fake_stream(),
     )
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from dsa.kernels.cache.limits import CHANNEL_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_rows, check_slot_count, dtype_name, pages_as_rows, unit_inner
 from dsa.reference.cache.kv_cache import BYTE_DTYPES, V4_BYTES, V4_ROW
@@ -18,8 +19,9 @@ def cache_rows(cache: torch.Tensor) -> torch.Tensor:
     """[pages, P, row]: floats, or bytes as uint8; of a V4 cache the rows, which the page's scales follow."""
     pages, page_size = cache.shape[:2]
     if cache.dtype not in BYTE_DTYPES:
-        if cache.shape[3] % 8:
-            raise ValueError(f"cache: the Hopper kernel takes float rows of 8 n channels, got {cache.shape[3]}")
+        if cache.shape[3] % CHANNEL_MULTIPLE:
+            floats = f"float rows of {CHANNEL_MULTIPLE} n channels"
+            raise ValueError(f"cache: the Hopper kernel takes {floats}, got {cache.shape[3]}")
     else:
         cache = cache.view(torch.uint8)
         if cache.shape[3] == V4_BYTES:

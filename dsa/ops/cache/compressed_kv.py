@@ -6,17 +6,15 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, ROPE_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_rows, dtype_name, pages_as_rows
 from dsa.ops.cache._kv_rows import cache_rows, slot_words
 from dsa.reference.cache import compressed_kv as reference
 
-compress_kv = reference.compress_kv
+__all__ = ["compress_kv", "write_compressed_kv"]
 
-ROTATED = 64
-# What there are kernels for: channels of an entry, tokens of a block, whether blocks overlap.
-KINDS = ((512, 4, True), (512, 128, False), (128, 4, True))
-DTYPES = (torch.float32, torch.bfloat16)
+compress_kv = reference.compress_kv
 
 
 def write_compressed_kv(
@@ -125,14 +123,14 @@ def _write(
 def _check_kernel_takes(
     kv: torch.Tensor, cos: torch.Tensor, cache: torch.Tensor, d: int, m: int, overlap: bool, is_index: bool
 ) -> None:
-    if kv.dtype not in DTYPES:
+    if dtype_name(kv.dtype) not in COMPRESSED_DTYPES:
         raise ValueError(f"kv: the Hopper kernel takes fp32 and bf16, got {dtype_name(kv.dtype)}")
-    if (d, m, overlap) not in KINDS:
-        accepted = ", ".join(f"{d} of {m} {'with' if lap else 'without'} overlap" for d, m, lap in KINDS)
+    if (d, m, overlap) not in COMPRESSED_KINDS:
+        accepted = ", ".join(f"{d} of {m} {'with' if lap else 'without'} overlap" for d, m, lap in COMPRESSED_KINDS)
         got = f"{d} of {m} {'with' if overlap else 'without'}"
         raise ValueError(f"ape: the Hopper kernel takes entries of channels and tokens {accepted}, got {got}")
-    if 2 * cos.shape[1] != ROTATED:
-        raise ValueError(f"cos: the Hopper kernel rotates R {ROTATED} channels, got {2 * cos.shape[1]}")
+    if 2 * cos.shape[1] != ROPE_CHANNELS:
+        raise ValueError(f"cos: the Hopper kernel rotates R {ROPE_CHANNELS} channels, got {2 * cos.shape[1]}")
 
 
 @functools.cache

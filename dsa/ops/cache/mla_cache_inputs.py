@@ -6,12 +6,13 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.kernels.cache.limits import LATENT_CHANNELS, NORM_CHANNELS, ROPE_CHANNELS
 from dsa.ops._kernel_arguments import check_rows, dtype_name
 from dsa.ops.cache._kv_rows import cache_rows, float_rows, layout_name, slot_words
 from dsa.reference.cache import mla_cache_inputs as reference
 from dsa.reference.cache.kv_cache import BYTE_DTYPES
 
-NORMED, ROTATED, DIMS = 512, 64, (576, 512)
+__all__ = ["write_mla_cache"]
 
 
 def write_mla_cache(
@@ -76,13 +77,13 @@ def _write(
             *(kv, norm_weight, cos, sin, cache, slots),
             **{"eps": eps, "interleaved": interleaved, "use_ue8m0": use_ue8m0, "out": out},
         )
-    if kv.shape[1] not in DIMS or norm_weight.shape[0] != NORMED:
+    if kv.shape[1] not in LATENT_CHANNELS or norm_weight.shape[0] != NORM_CHANNELS:
         raise ValueError(
-            f"norm_weight: the Hopper kernel takes N {NORMED} of d {DIMS} channels, got {norm_weight.shape[0]} of "
-            f"{kv.shape[1]}"
+            f"norm_weight: the Hopper kernel takes N {NORM_CHANNELS} of d {LATENT_CHANNELS} channels, got "
+            f"{norm_weight.shape[0]} of {kv.shape[1]}"
         )
-    if 2 * cos.shape[1] != ROTATED:
-        raise ValueError(f"cos: the Hopper kernel rotates R {ROTATED} channels, got {2 * cos.shape[1]}")
+    if 2 * cos.shape[1] != ROPE_CHANNELS:
+        raise ValueError(f"cos: the Hopper kernel rotates R {ROPE_CHANNELS} channels, got {2 * cos.shape[1]}")
     check_rows("norm_weight", norm_weight)
     rows = float_rows("kv", kv)
     # Where nothing is kept the kernel is given a tensor that it does not touch.

@@ -6,15 +6,13 @@ from types import ModuleType
 
 import torch
 
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS, HYPER_TILES, MAX_HYPER_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import op
 from dsa.reference.elementwise import hyper_connections as reference
 
-STREAMS, CHANNEL_MULTIPLE = 4, 8
-# Collapse: threads of a CTA, and vectors of 16 bytes that each has of a stream.
-TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
-MOST_CHANNELS = 2**33 - 2**13  # of all tokens: a kernel counts their vectors, at least 4 channels each, in 31 bits
+__all__ = ["hyper_collapse", "hyper_expand"]
 
 
 def hyper_collapse(
@@ -95,13 +93,14 @@ def _expand_results(y: torch.Tensor, streams: torch.Tensor, *_: object) -> torch
 
 def _check_limits(streams: torch.Tensor) -> None:
     tokens, n, channels = streams.shape
-    if n != STREAMS:
-        raise ValueError(f"streams: the Hopper kernel takes n {STREAMS} streams, got {n}")
+    if n != HYPER_STREAMS:
+        raise ValueError(f"streams: the Hopper kernel takes n {HYPER_STREAMS} streams, got {n}")
     if channels % CHANNEL_MULTIPLE:
         raise ValueError(f"streams: the Hopper kernel takes D a multiple of {CHANNEL_MULTIPLE}, got {channels}")
-    if tokens * channels > MOST_CHANNELS:
+    if tokens * channels > MAX_HYPER_CHANNELS:
         raise ValueError(
-            f"streams: the Hopper kernel takes T D at most {MOST_CHANNELS} channels, got shape {list(streams.shape)}"
+            f"streams: the Hopper kernel takes T D at most {MAX_HYPER_CHANNELS} channels, got shape "
+            f"{list(streams.shape)}"
         )
 
 
@@ -157,11 +156,11 @@ def _hyper_expand(
 def _tile(streams: torch.Tensor) -> tuple[int, int]:
     """The smallest CTA that has a token in its registers."""
     width = 16 // streams.element_size()
-    for threads, steps in TILES:
+    for threads, steps in HYPER_TILES:
         if streams.shape[2] <= threads * steps * width:
             return threads, steps
     raise ValueError(
-        f"streams: the Hopper kernel takes D at most {TILES[-1][0] * TILES[-1][1] * width} of "
+        f"streams: the Hopper kernel takes D at most {HYPER_TILES[-1][0] * HYPER_TILES[-1][1] * width} of "
         f"{dtype_name(streams.dtype)}, got {streams.shape[2]}"
     )
 

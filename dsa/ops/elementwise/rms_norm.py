@@ -6,14 +6,15 @@ from types import ModuleType
 
 import torch
 
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_CHANNELS, MAX_NORM_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import op
 from dsa.reference.elementwise import rms_norm as reference
 
-CHANNEL_MULTIPLE = 8
-MOST_CHANNELS = {torch.bfloat16: 32768, torch.float16: 32768, torch.float32: 16384}
-MOST_ROWS = 2**31 - 32
+__all__ = ["rms_norm"]
+
+_MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_CHANNELS.items()}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) -> torch.Tensor:
@@ -45,13 +46,13 @@ def _results(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
 
 def _check_limits(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
     channels = x.shape[-1]
-    if channels == 0 or channels % CHANNEL_MULTIPLE or channels > MOST_CHANNELS[x.dtype]:
+    if channels == 0 or channels % CHANNEL_MULTIPLE or channels > _MAX_CHANNELS[x.dtype]:
         raise ValueError(
             f"x: the Hopper kernel takes a last dimension of a multiple of {CHANNEL_MULTIPLE} up to "
-            f"{MOST_CHANNELS[x.dtype]} for {dtype_name(x.dtype)}, got shape {list(x.shape)}"
+            f"{_MAX_CHANNELS[x.dtype]} for {dtype_name(x.dtype)}, got shape {list(x.shape)}"
         )
-    if x.numel() // channels > MOST_ROWS:
-        raise ValueError(f"x: the Hopper kernel takes at most {MOST_ROWS} rows, got shape {list(x.shape)}")
+    if x.numel() // channels > MAX_NORM_ROWS:
+        raise ValueError(f"x: the Hopper kernel takes at most {MAX_NORM_ROWS} rows, got shape {list(x.shape)}")
     _three_dims(x)
 
 

@@ -7,14 +7,14 @@ from types import ModuleType
 import torch
 
 from dsa import backends
+from dsa.kernels.elementwise.limits import MAX_ROTARY_GROUPS, ROTARY_PAIRS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.ops.declaration import op, wants_gradient
 from dsa.reference.checks import check_updatable
 from dsa.reference.elementwise import rotary as reference
 
-WIDE = 4
-MOST_UNITS = 2**31 - 512
+__all__ = ["apply_rotary"]
 
 
 def apply_rotary(
@@ -133,10 +133,10 @@ def _launch(
     wide = _wide(rows, target, rotated)
     if wide is not None:
         rows, target = wide
-    channels = 2 * WIDE if wide is not None else 2
-    if x.numel() // channels > MOST_UNITS:
+    channels = 2 * ROTARY_PAIRS if wide is not None else 2
+    if x.numel() // channels > MAX_ROTARY_GROUPS:
         raise ValueError(
-            f"x: the Hopper kernel takes at most {MOST_UNITS * channels} numbers in rows like these, got shape "
+            f"x: the Hopper kernel takes at most {MAX_ROTARY_GROUPS * channels} numbers in rows like these, got shape "
             f"{list(x.shape)}"
         )
     angles = (_angles(a, wide is not None) for a in (cos, sin))
@@ -160,8 +160,8 @@ def _heads(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both as the kernel for units of 8 channels reads them, None where it cannot."""
-    if x.shape[-1] % (2 * WIDE) or rotated % (2 * WIDE):
+    """Both as the kernel for groups of 8 channels reads them, None where it cannot."""
+    if x.shape[-1] % (2 * ROTARY_PAIRS) or rotated % (2 * ROTARY_PAIRS):
         return None
     x, out = rows_at_16_bytes(x), rows_at_16_bytes(out)
     return None if x is None or out is None else (x, out)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.indexer import fp8_mqa_logits as reference
 
-HEADS, DIMS = (8, 16, 32, 64), (32, 64, 128)
+__all__ = ["fp8_mqa_logits", "mqa_logits"]
 
 mqa_logits = reference.mqa_logits  # unquantised: for parity and research, in PyTorch by design
 
@@ -113,8 +114,8 @@ def _check_kernel_takes(
 ) -> None:
     if q.shape[1] not in HEADS:
         raise ValueError(f"q: the Hopper kernel takes {HEADS} heads, got {q.shape[1]}")
-    if q.shape[2] not in DIMS:
-        raise ValueError(f"q: the Hopper kernel takes head dimensions {DIMS}, got {q.shape[2]}")
+    if q.shape[2] not in HEAD_DIMS:
+        raise ValueError(f"q: the Hopper kernel takes head dimensions {HEAD_DIMS}, got {q.shape[2]}")
     named = {"kv[0]": k, "kv[1]": k_scale, "weights": weights}
     named |= {"cu_seq_len_k_start": ranges[0], "cu_seq_len_k_end": ranges[1]}
     for name, value in named.items():

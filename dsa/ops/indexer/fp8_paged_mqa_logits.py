@@ -6,11 +6,12 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, NEXT_N, PAGE_SIZES
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
 from dsa.reference.indexer.fp8_mqa_logits import row_stride
 
-HEADS, DIMS, NEXT_N, PAGE_SIZES = (8, 16, 32, 64), (32, 64, 128), (1, 2, 3, 4), (32, 64)
+__all__ = ["fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"]
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
@@ -180,7 +181,7 @@ def _check_kernel_takes(
     page_size = kv_cache.shape[1]
     for name, what, value, accepted in (
         ("q", "heads", heads, HEADS),
-        ("q", "head dimensions", dim, DIMS),
+        ("q", "head dimensions", dim, HEAD_DIMS),
         ("q", "queries a sequence (next_n)", next_n, NEXT_N),
         ("kv_cache", "page sizes", page_size, PAGE_SIZES),
     ):

@@ -6,14 +6,13 @@ from types import ModuleType
 
 import torch
 
+from dsa.kernels.moe.limits import CHANNEL_MULTIPLE, COMBINE_CTA_BYTES, MAX_COMBINE_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import op
 from dsa.reference.moe import combine_experts as reference
 
-CHANNEL_MULTIPLE = 8
-CTA_BYTES = 2048  # of a token's channels
-MOST = 2**31 - 1
+__all__ = ["combine_experts"]
 
 
 def combine_experts(
@@ -46,12 +45,13 @@ def _results(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared:
 def _check_limits(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> None:
     if y.shape[1] % CHANNEL_MULTIPLE:
         raise ValueError(f"y: the Hopper kernel takes H a multiple of {CHANNEL_MULTIPLE}, got shape {list(y.shape)}")
-    if len(y) > MOST:
-        raise ValueError(f"y: the Hopper kernel takes at most {MOST} rows, got shape {list(y.shape)}")
-    ctas = len(rows) * -(-y.shape[1] * y.element_size() // CTA_BYTES)
-    if ctas > MOST:
+    if len(y) > MAX_COMBINE_ROWS:
+        raise ValueError(f"y: the Hopper kernel takes at most {MAX_COMBINE_ROWS} rows, got shape {list(y.shape)}")
+    ctas = len(rows) * -(-y.shape[1] * y.element_size() // COMBINE_CTA_BYTES)
+    if ctas > MAX_COMBINE_ROWS:
         raise ValueError(
-            f"rows: the Hopper kernel takes at most {MOST} times {CTA_BYTES} bytes of tokens' channels, got {ctas}"
+            f"rows: the Hopper kernel takes at most {MAX_COMBINE_ROWS} times {COMBINE_CTA_BYTES} bytes of tokens' "
+            f"channels, got {ctas}"
         )
 
 

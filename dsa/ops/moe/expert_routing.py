@@ -6,11 +6,12 @@ from types import ModuleType
 
 import torch
 
+from dsa.kernels.moe.limits import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import op
 from dsa.reference.moe import expert_routing as reference
 
-MOST_EXPERTS, MOST_PICKS, MOST_GROUPS = 1024, 32, 32
+__all__ = ["moe_gate", "sort_by_expert"]
 
 
 def moe_gate(
@@ -86,12 +87,12 @@ def _gate_results(
 def _check_gate_limits(
     logits: torch.Tensor, bias: torch.Tensor, top_k: int, scores: str, n_group: int, *_: object
 ) -> None:
-    if logits.shape[1] > MOST_EXPERTS:
-        raise ValueError(f"logits: the Hopper kernel takes up to {MOST_EXPERTS} experts, got {logits.shape[1]}")
-    if top_k > MOST_PICKS:
-        raise ValueError(f"top_k: the Hopper kernel takes up to {MOST_PICKS}, got {top_k}")
-    if n_group > MOST_GROUPS:
-        raise ValueError(f"n_group: the Hopper kernel takes up to {MOST_GROUPS}, got {n_group}")
+    if logits.shape[1] > MAX_EXPERTS:
+        raise ValueError(f"logits: the Hopper kernel takes up to {MAX_EXPERTS} experts, got {logits.shape[1]}")
+    if top_k > MAX_TOP_K:
+        raise ValueError(f"top_k: the Hopper kernel takes up to {MAX_TOP_K}, got {top_k}")
+    if n_group > MAX_GROUPS:
+        raise ValueError(f"n_group: the Hopper kernel takes up to {MAX_GROUPS}, got {n_group}")
 
 
 @op(

@@ -3,6 +3,7 @@
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels.cache import kv_cache_sm90 as kernels
+from dsa.kernels.cache.limits import FLOAT_DTYPES
 from tests.kernels.variants import shipped
 
 SLOT = 2  # loads: the second is skipped for int32
@@ -30,7 +31,7 @@ def loads_and_stores(compile_function, arguments):
 def test_write(arguments):
     dtype, layout, _ = arguments
     loads, stores = loads_and_stores(kernels.compile_write_kv_cache, arguments)
-    if layout in kernels.FLOATS:
+    if layout in FLOAT_DTYPES:
         assert (loads, stores) == (kernels.UNROLL + SLOT, kernels.UNROLL)
     else:
         # A store of values and one of a scale for each step, and one of the rope pair.
@@ -41,7 +42,7 @@ def test_write(arguments):
 def test_read(arguments):
     layout, dtype = arguments
     loads, stores = loads_and_stores(kernels.compile_read_kv_cache, arguments)
-    if layout in kernels.FLOATS:
+    if layout in FLOAT_DTYPES:
         assert (loads, stores) == (kernels.UNROLL + SLOT, kernels.UNROLL)
     else:
         assert (loads, stores) == (2 * steps(dtype) + 1 + SLOT, steps(dtype) + 1)
@@ -55,7 +56,7 @@ def test_write_from_the_projection(arguments):
     # The norm's weights are 16 a lane, 4 loads, and a pair more where the norm goes over the rope part.
     assert loads == steps(dtype) + 1 + 4 + (channels == 512) + angles + SLOT
     kept = steps(dtype) + 1
-    if layout in kernels.FLOATS:
+    if layout in FLOAT_DTYPES:
         wide = layout == "float32" and dtype != "float32"
         assert stores == kept + steps(dtype) * (2 if wide else 1) + 1
     else:

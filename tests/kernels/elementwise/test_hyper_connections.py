@@ -3,7 +3,6 @@
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels.elementwise import hyper_connections_sm90 as kernels
-from dsa.ops.elementwise import hyper_connections as op
 from tests.kernels.variants import shipped
 
 
@@ -21,7 +20,3 @@ def test_sass(compile_function, arguments):
     else:
         assert sass.registers <= 64
         assert sass.instructions["LDG"] == 5 + 1 + 4 and sass.instructions["STG"] == 4
-
-
-def test_the_op_takes_what_there_are_kernels_for():
-    assert op.STREAMS == kernels.STREAMS and op.TILES == kernels.TILES

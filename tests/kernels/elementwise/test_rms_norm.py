@@ -4,6 +4,8 @@ import pytest
 
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
+from dsa.cute.sm90 import WARP
+from dsa.kernels.elementwise import limits
 from dsa.kernels.elementwise import rms_norm_sm90 as kernels
 from tests.kernels.variants import shipped
 
@@ -14,12 +16,12 @@ def test_sass(arguments):
     sass = disassemble(cubin(kernels.compile_rms_norm, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     # 768 threads a multiprocessor; the longest rows 512.
-    assert sass.registers <= (80 if config.vectors <= kernels.MOST_EARLY else 128)
+    assert sass.registers <= (80 if config.vectors <= kernels.MAX_EARLY else 128)
     vectors = config.vectors
     weight_loads = vectors * (1 if dtype == "float32" else 2) if weighted else 0
     assert sass.instructions["LDG"] == vectors + weight_loads
     assert sass.instructions["STG"] == vectors
-    assert sass.instructions["BAR"] == (config.lanes > kernels.WARP)
+    assert sass.instructions["BAR"] == (config.lanes > WARP)
 
 
 def test_every_variant_is_shipped_once():
@@ -27,7 +29,7 @@ def test_every_variant_is_shipped_once():
     assert len(variants) == len(set(variants)) == 3 * 2 * len(kernels.CONFIGS)
 
 
-@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("dtype", limits.DTYPES)
 def test_every_row_length_has_a_configuration(dtype):
     width = 4 if dtype == "float32" else 8
     last = 0
@@ -38,3 +40,8 @@ def test_every_row_length_has_a_configuration(dtype):
         assert at >= last
         last = at
     assert last == len(kernels.CONFIGS) - 1
+
+
+def test_limits_are_what_the_variants_hold():
+    assert limits.MAX_NORM_CHANNELS == {dtype: kernels.max_channels(dtype) for dtype in limits.DTYPES}
+    assert limits.MAX_NORM_ROWS == 2**31 - 2 * max(c.threads // c.lanes for c in kernels.CONFIGS)

@@ -2,6 +2,7 @@
 
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
+from dsa.kernels.elementwise import limits
 from dsa.kernels.elementwise import rotary_sm90 as kernels
 from tests.kernels.variants import shipped
 
@@ -14,14 +15,19 @@ def test_sass(arguments):
     assert sass.registers <= 40  # 48 warps a multiprocessor
     # A unit's vectors, and as many loads of cos and sin. More would be narrower ones.
     vectors = 2 if config.pairs == 1 or dtype == "float32" or not interleaved else 1
-    assert sass.instructions["LDG"] == config.units * (vectors + 2)
-    assert sass.instructions["STG"] == config.units * vectors
+    assert sass.instructions["LDG"] == config.groups * (vectors + 2)
+    assert sass.instructions["STG"] == config.groups * vectors
     # Each product is rounded before it is added.
     assert sass.instructions["FFMA"] == 0
-    assert sass.instructions["FMUL"] == 4 * config.pairs * config.units
-    assert sass.instructions["FADD"] == 2 * config.pairs * config.units
+    assert sass.instructions["FMUL"] == 4 * config.pairs * config.groups
+    assert sass.instructions["FADD"] == 2 * config.pairs * config.groups
 
 
 def test_every_variant_is_shipped_once():
     variants = [arguments for _, arguments in kernels.shipped_variants()]
     assert len(variants) == len(set(variants)) == 2 * (3 + 3 + 2)
+
+
+def test_the_number_of_a_group_is_an_int32():
+    of_a_cta = max(config.groups * config.threads for _, (_, _, config) in kernels.shipped_variants())
+    assert limits.MAX_ROTARY_GROUPS + of_a_cta < 2**31

@@ -4,19 +4,11 @@ import pytest
 import torch
 
 import dsa
-from dsa.kernels.elementwise import rms_norm_sm90 as kernels
-from dsa.ops.elementwise import rms_norm as op
+from dsa.ops.elementwise import rms_norm as op  # noqa: F401 -- `launches` looks at it
 from dsa.reference.elementwise import rms_norm as reference
 
 NORM = torch.ops.dsa.rms_norm
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def test_constants_are_the_kernels():
-    assert {str(d).removeprefix("torch."): n for d, n in op.MOST_CHANNELS.items()} == {
-        dtype: kernels.most_channels(dtype) for dtype in kernels.DTYPES
-    }
-    assert op.MOST_ROWS == 2**31 - 2 * max(c.threads // c.lanes for c in kernels.CONFIGS)
 
 
 @pytest.mark.parametrize("weighted", [True, False])

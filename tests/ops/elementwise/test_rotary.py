@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import dsa
-from dsa.kernels.elementwise import rotary_sm90 as kernels
-from dsa.ops.elementwise import rotary as op
+from dsa.ops.elementwise import rotary as op  # noqa: F401 -- `launches` looks at it
 from dsa.reference.elementwise import rotary as reference
 
 ROTATE, INTO = torch.ops.dsa.apply_rotary, torch.ops.dsa.apply_rotary_out
@@ -18,12 +17,6 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def inputs(shape=(5, 3, 24), rotated=16, dtype=torch.bfloat16):
     angles = torch.randn(shape[0], rotated // 2)
     return torch.randn(shape).to(dtype), angles.cos(), angles.sin()
-
-
-def test_constants_are_the_kernels():
-    assert op.WIDE == kernels.WIDE
-    most = max(config.units * config.threads for _, (_, _, config) in kernels.shipped_variants())
-    assert op.MOST_UNITS + most < 2**31
 
 
 @pytest.mark.parametrize(("interleaved", "dims"), KINDS)

@@ -5,7 +5,7 @@ import torch
 
 import dsa
 from dsa.kernels.moe import combine_experts_sm90 as kernels
-from dsa.ops.moe import combine_experts as op
+from dsa.ops.moe import combine_experts as op  # noqa: F401 -- `launches` looks at it
 from dsa.reference.moe import combine_experts as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -16,8 +16,7 @@ def inputs(dtype=torch.bfloat16, index_dtype=torch.int32, k=3):
     return y, torch.randint(-2, 22, (7, k), dtype=index_dtype), torch.rand(7, k), shared
 
 
-def test_constants_are_the_kernels():
-    assert op.CTA_BYTES == kernels.THREADS * kernels.VECTOR_BYTES
+def test_every_dtype_has_a_kernel():
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         assert (kernels.compile_combine_experts, (name, "int64", True)) in kernels.shipped_variants()

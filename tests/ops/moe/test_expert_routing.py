@@ -5,7 +5,6 @@ import torch
 
 import dsa
 from dsa import backends, reference
-from dsa.ops.moe import expert_routing as op
 
 
 def test_the_cpu_runs_the_references():
@@ -54,10 +53,3 @@ def test_gradients_take_the_reference(monkeypatch):
     monkeypatch.setattr(backends, "runs_kernel", lambda name, tensor: True)
     logits = torch.zeros(2, 8, requires_grad=True)
     assert dsa.moe_gate(logits, torch.zeros(8), 2)[1].requires_grad
-
-
-def test_limits_are_the_kernels():
-    from dsa.kernels.moe import moe_gate_sm90 as kernels
-
-    assert (op.MOST_EXPERTS, op.MOST_PICKS) == (kernels.MOST_EXPERTS, kernels.MOST_PICKS)
-    assert op.MOST_GROUPS == kernels.MOST_GROUPS

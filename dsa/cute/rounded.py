@@ -1,0 +1,17 @@
+"""Products that are rounded before they are added, as the references compute them on their own."""
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+
+@cute.jit
+def multiply_rounded(a: Float32, b: Float32) -> Float32:
+    """a * b, rounded to fp32: ptxas does not fuse it with the addition behind it."""
+    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+@cute.jit
+def rotate_pair(a: Float32, b: Float32, cos: Float32, sin: Float32):
+    """The pair (a, b) turned by an angle, as rope does: (a cos - b sin, a sin + b cos), each product rounded."""
+    first = multiply_rounded(a, cos) - multiply_rounded(b, sin)
+    return first, multiply_rounded(a, sin) + multiply_rounded(b, cos)

@@ -1,0 +1,18 @@
+"""What the elementwise kernels take, in plain numbers and names of torch dtypes; read by kernels, bridges and tests."""
+
+DTYPES = ("bfloat16", "float16", "float32")
+CHANNEL_MULTIPLE = 8  # of the norm and of the hyper-connections
+
+# RMSNorm.
+MAX_NORM_CHANNELS = {"bfloat16": 32768, "float16": 32768, "float32": 16384}
+MAX_NORM_ROWS = 2**31 - 32
+
+# Rope: pairs of channels that a thread turns at a time, if rows start at multiples of 16 bytes; one pair else.
+ROTARY_PAIRS = 4
+MAX_ROTARY_GROUPS = 2**31 - 512  # of so many pairs, in all rows
+
+# Hyper-connections.
+HYPER_STREAMS = 4
+# Collapse: threads of a CTA, and vectors of 16 bytes that each has of a stream.
+HYPER_TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
+MAX_HYPER_CHANNELS = 2**33 - 2**13  # of all tokens: a kernel counts their vectors, at least 4 channels each, in 31 bits
