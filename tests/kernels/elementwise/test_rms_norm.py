@@ -33,7 +33,7 @@ def test_every_variant_is_shipped_once():
 def test_every_row_length_has_a_configuration(dtype):
     width = 4 if dtype == "float32" else 8
     last = 0
-    for channels in range(8, kernels.most_channels(dtype) + 1, 8):
+    for channels in range(8, kernels.max_channels(dtype) + 1, 8):
         config = kernels.choose_config(dtype, channels)
         assert config.lanes * config.vectors * width >= channels and config.threads % config.lanes == 0
         at = kernels.CONFIGS.index(config)
