@@ -30,15 +30,6 @@ def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: 
 
 
 @cute.jit
-def async_load_16(target: cute.Pointer, source: cute.Pointer):
-    """Copy 16 bytes between addresses of 16 bytes; `cp_async_wait_group(0)` and a barrier wait for the whole CTA's."""
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16; cp.async.commit_group;",
-        read_only_args=[Int32(target.toint()), Int64(source.toint())],
-    )
-
-
-@cute.jit
 def gather_16(target: Int32, source: Int64, present: Boolean):
     """Copy 16 bytes from the address `source`; where `present` is False, write zeros and read nothing."""
     size = Int32(16) if present else Int32(0)

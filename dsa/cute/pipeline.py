@@ -170,11 +170,3 @@ class Pipeline:
         """Arrive: this warp has read the stage. An elected lane's work."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.index(state))
-
-
-@cute.jit
-def init_ring(full, empty, stages: cutlass.Constexpr, readers: cutlass.Constexpr):
-    """Barriers of a ring that one warp fills and `readers` warps empty. One thread's work."""
-    for i in cutlass.range_constexpr(stages):
-        cute.arch.mbarrier_init(full + i, 1)
-        cute.arch.mbarrier_init(empty + i, readers)

@@ -1,4 +1,4 @@
-"""Sums over the threads of a quad and of a warp; prefix sums and prefix maxima over those of a warp and of a CTA."""
+"""Sums over the threads of a quad and of a warp; prefix sums over those of a warp and of a CTA."""
 
 import cutlass
 import cutlass.cute as cute
@@ -30,25 +30,6 @@ def before_and_all(own, sums: cute.Tensor, lane, warp):
     before = cute.arch.warp_redux_sync(of_lane if lane < warp else Int32(0), "add")
     total = cute.arch.warp_redux_sync(of_lane, "add")
     return before + scanned - own, total
-
-
-@cute.jit
-def highest_so_far(own, tops: cute.Tensor, lane, warp):
-    """The maximum of `own`, at least 0, over the threads up to and with this one, and over all of the CTA. One barrier.
-
-    tops  as `sums` of `before_and_all`
-    """
-    scanned = own
-    for log in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(scanned, offset=1 << log)
-        if lane >= 1 << log:
-            scanned = cutlass.max(scanned, other)
-    if lane == 31:
-        tops[warp] = scanned
-    cute.arch.sync_threads()
-    of_lane = tops[lane]
-    before = cute.arch.warp_redux_sync(of_lane if lane < warp else Int32(0), "max")
-    return cutlass.max(before, scanned), cute.arch.warp_redux_sync(of_lane, "max")
 
 
 @cute.jit

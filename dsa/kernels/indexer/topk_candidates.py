@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint16, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr
 
-from dsa.cute.copies import async_load_16
 from dsa.cute.pipeline import start
 from dsa.cute.reductions import before_and_all
 from dsa.kernels.indexer.radix_select import (
@@ -295,3 +294,12 @@ class CandidateCollector:
                     candidates.columns[i],
                 ],
             )
+
+
+@cute.jit
+def async_load_16(target: cute.Pointer, source: cute.Pointer):
+    """Copy 16 bytes between addresses of 16 bytes; `cp_async_wait_group(0)` and a barrier wait for the whole CTA's."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16; cp.async.commit_group;",
+        read_only_args=[Int32(target.toint()), Int64(source.toint())],
+    )

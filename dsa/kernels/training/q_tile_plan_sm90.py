@@ -19,7 +19,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake, fake_stream
-from dsa.cute.reductions import before_and_all, highest_so_far
+from dsa.cute.reductions import before_and_all
 from dsa.cute.sm90 import WARP
 from dsa.kernels.training.limits import K_TILE, Q_TILE, Q_TILE_FIELDS
 from dsa.kernels.training.q_tiles import fake_q_tiles
@@ -111,7 +111,7 @@ class QTilePlanSm90:
                 own = cu_seqlens[base + tid]
             if own < 0 or own > end:
                 own = Int32(0)
-            so_far, here = highest_so_far(own, maxima, lane, warp)
+            so_far, here = prefix_max(own, maxima, lane, warp)
             if base + tid < count:
                 bounds[base + tid] = cutlass.max(highest, so_far)
             highest = cutlass.max(highest, here)
@@ -133,6 +133,25 @@ class QTilePlanSm90:
         for i, value in enumerate((begin + offset, rows, first_key, own_keys, seen, causal, key_tiles, sequence)):
             q_tiles[number, i] = value
         return key_tiles
+
+
+@cute.jit
+def prefix_max(own, maxima: cute.Tensor, lane, warp):
+    """The maximum of `own`, at least 0, over the threads up to and with this one, and over all of the CTA. One barrier.
+
+    maxima  as `sums` of `before_and_all`
+    """
+    scanned = own
+    for log in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(scanned, offset=1 << log)
+        if lane >= 1 << log:
+            scanned = cutlass.max(scanned, other)
+    if lane == 31:
+        maxima[warp] = scanned
+    cute.arch.sync_threads()
+    of_lane = maxima[lane]
+    before = cute.arch.warp_redux_sync(of_lane if lane < warp else Int32(0), "max")
+    return cutlass.max(before, scanned), cute.arch.warp_redux_sync(of_lane, "max")
 
 
 @cached
