@@ -197,10 +197,10 @@ class Fp8KvScores(Fp8KvQueries):
         return [*load_16(start), *load_16(start + 64)]
 
     @cute.jit
-    def share_scales(self, keys, exchange: SwapAbExchange, place, largest, thread: Thread):
-        """The scales of the tile whose bytes are at `keys`, for V, to the table of P's stage `place`. -> exponents of a
-        lane's two keys; and as numbers, NaN if a scale is."""
-        lane, table = opaque(thread.lane), exchange.scale_tables + place * SCALE_TABLE_BYTES
+    def share_scales(self, keys, exchange: SwapAbExchange, p_stage, largest, thread: Thread):
+        """The scales of the tile whose bytes are at `keys`, for V, to the table of P's stage `p_stage`. -> exponents
+        of a lane's two keys; and as numbers, NaN if a scale is."""
+        lane, table = opaque(thread.lane), exchange.scale_tables + p_stage * SCALE_TABLE_BYTES
         t, powers, exponents = lane & 3, [], []
         for r in cutlass.range_constexpr(2):
             key = thread.warp * 16 + 8 * r + spread_key(lane >> 2)

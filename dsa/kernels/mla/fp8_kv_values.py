@@ -19,16 +19,17 @@ from dsa.kernels.mla.limits import TILE_N
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, ROPE_CHUNK
 from dsa.kernels.mla.swap_ab_exchange import SCALE_TABLE_BYTES, HeadRange, ScaleTable, SwapAbExchange, Thread
+from dsa.kernels.mla.swap_ab_values import SwapAbOutput
 
 LAST_CHUNK = ROPE_CHUNK - 1  # of the value; of 512 channels it is bf16
 
 
-class Fp8KvValues:
+class Fp8KvValues(SwapAbOutput):
     """Keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
 
     def __init__(self, kv: Fp8TopkGather, head_tile: int):
-        self.kv, self.head_tile = kv, head_tile
-        self.columns = head_tile // 4  # of a lane
+        super().__init__(head_tile)
+        self.kv = kv
         self.table = ScaleTable(kv.head_dim)
         # Of more heads there are no registers to read ahead, or to keep what is needed again.
         self.ahead = kv.has_rope and head_tile < 32
@@ -77,16 +78,11 @@ class Fp8KvValues:
                     first += chunk * K_CHUNK + (lane >> 2) * 4
                     numbers = self.numbers_of(first, 0, 0) if self.ahead else None
                     p_state = state_at_of_two(tile_count)
-                    place, _ = p_state
                     exchange.p_pipeline.consumer_wait(p_state)
-                    if exchange.rescaled[place] != 0:
-                        for c in cutlass.range_constexpr(self.columns):
-                            factor = exchange.rescale[c // 2 * 8 + (thread.lane & 3) * 2 + c % 2, place]
-                            for j in cutlass.range_constexpr(8):
-                                flat[j // 2 * (self.head_tile // 2) + c // 2 * 4 + j % 2 * 2 + c % 2] *= factor
-                    scales = self.table.of_block(exchange.scale_tables + place * SCALE_TABLE_BYTES, chunk)
+                    self.rescale(flat, exchange, p_state.stage, thread.lane)
+                    scales = self.table.of_block(exchange.scale_tables + p_state.stage * SCALE_TABLE_BYTES, chunk)
                     scales += (lane & 3) * self.table.entry
-                    self.add(accs, mma, operands, rp, first, scales, numbers, place, chunk, lane)
+                    self.add(accs, mma, operands, rp, first, scales, numbers, p_state.stage, chunk, lane)
                     cute.arch.sync_warp()
                     pipeline.kv.consumer_release(state)
                     cute.nvgpu.warpgroup.wait_group(0)
@@ -96,12 +92,9 @@ class Fp8KvValues:
                 cute.arch.mbarrier_wait(exchange.end.full, work_count & 1)
                 channel = chunk * K_CHUNK + (thread.lane >> 2) * 4
                 for c in cutlass.range_constexpr(self.columns):
-                    column = c // 2 * 8 + (thread.lane & 3) * 2 + c % 2
+                    column = self.head_of(c, thread.lane)
                     inverse = exchange.inverse[column]
-                    numbers = []
-                    for j in cutlass.range_constexpr(8):
-                        at_ = j // 2 * (self.head_tile // 2) + c // 2 * 4 + j % 2 * 2 + c % 2
-                        numbers.append(flat[at_] * inverse)
+                    numbers = [flat[self.element(c, j)] * inverse for j in range(8)]
                     row = opaque(heads.first + column)
                     if row < heads.total:
                         if split_idx >= 0:
@@ -115,7 +108,7 @@ class Fp8KvValues:
                 work_count += 1
 
     @cute.jit
-    def add(self, accs, mma, operands, rp, first, scales, numbers, place, chunk, lane):
+    def add(self, accs, mma, operands, rp, first, scales, numbers, p_stage, chunk, lane):
         """Start O^T += V^T P^T of the tile whose bytes and scales for the lane begin at `first` and `scales`; numbers:
         the first of them, if they are read ahead. They have been read when this returns."""
         # [channel of two, keys of two halves, product of two, which of the two operands]
@@ -137,7 +130,7 @@ class Fp8KvValues:
                     self.from_numbers(words, first + (lane >> 2) * 4, scales, s, half)
                 else:
                     self.from_bytes(words, self.numbers_of(first, s, half), self.factors_of(scales, s), s, half)
-                self.start(accs, mma, operands, rp, place, s, half)
+                self.start(accs, mma, operands, rp, p_stage, s, half)
 
     def row(self, i: int, s: int) -> int:
         """Where the i-th of a lane's four of 16 keys lies, from its first key on."""
@@ -179,12 +172,12 @@ class Fp8KvValues:
                     words[i, k, j, half] = times_to_f16(pairs[i], low, high)
 
     @cute.jit
-    def start(self, accs, mma, operands, rp, place, s: cutlass.Constexpr, half: cutlass.Constexpr):
+    def start(self, accs, mma, operands, rp, p_stage, s: cutlass.Constexpr, half: cutlass.Constexpr):
         """Two of the four products, of 16 keys."""
         cute.nvgpu.warpgroup.fence()
         for j in cutlass.range_constexpr(2):
             acc = accs[2 * half + j]
-            cute.gemm(mma, acc, operands[None, None, 0, j, half], rp[None, None, s, place], acc)
+            cute.gemm(mma, acc, operands[None, None, 0, j, half], rp[None, None, s, p_stage], acc)
         cute.nvgpu.warpgroup.commit_group()
 
     @cute.jit

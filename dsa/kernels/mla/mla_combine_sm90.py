@@ -26,6 +26,7 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
+from dsa.kernels.mla.decode_scheduler import PlanColumn
 from dsa.kernels.mla.limits import DTYPES, FIXED_SPLIT_TILES, HEAD_DIM_V, MAX_FIXED_SPLITS, MAX_PARTS, TILE_N
 from dsa.kernels.mla.sparse_arguments import fake_results, fake_sink
 from dsa.kernels.mla.tile_scheduler import StreamKScheduler
@@ -248,7 +249,7 @@ class MlaCombineSm90(SplitCombine):
             each = cutlass.max(FIXED_SPLIT_TILES, (tiles + MAX_FIXED_SPLITS - 1) // MAX_FIXED_SPLITS)
             first, splits = sequence * fixed_splits, (tiles + each - 1) // each
         else:
-            sequence = plan[number, 5]
+            sequence = plan[number, PlanColumn.SPLIT_SEQUENCE]
             if sequence >= 0 and sequence < lengths.shape[0]:
                 first = cutlass.max(num_splits[sequence], 0)
                 splits = cutlass.max(cutlass.min(num_splits[sequence + 1], out_partial.shape[0]), 0) - first

@@ -3,7 +3,7 @@
 o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512], rows r of one sequence and KV head; q and k of 576 channels
 
 Work: a CTA has TILE_M rows and runs through the tiles of TILE_N keys of its work tiles, which are sequences or splits
-of them: from a plan (mla_plan_sm90.py), or of fixed lengths. With an even number of row tiles, the two CTAs of a
+of them: decode_scheduler.py says which. With an even number of row tiles, the two CTAs of a
 cluster have the same keys: each loads half of every tile, into the shared memory of both.
 Warp roles: one score and two output warpgroups (mla_attention.py); of the load warpgroup one warp loads, by TMA
 (paged_load.py). The score warpgroup loads the queries itself (load_q.py).
@@ -30,13 +30,14 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARPGROUP, opaque
+from dsa.kernels.mla.decode_scheduler import DecodeScheduler
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, TILE_M, TILE_N
 from dsa.kernels.mla.load_q import start_q_load
 from dsa.kernels.mla.mla_attention import REGISTERS, THREADS, MlaAttention, TiledMmas, WarpRole
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import K_PER_V, KvPipeline, KvState, KvTensors
-from dsa.kernels.mla.paged_load import DecodeInputs, PagedLoad, zero_rows
+from dsa.kernels.mla.paged_load import PagedLoad, Pages, zero_rows
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
 V_STAGES, ROPE_STAGES = 10, 2
@@ -172,15 +173,22 @@ class MlaDecodeSm90(MlaAttention):
         if warp >= WarpRole.LOAD:
             cute.arch.setmaxregister_decrease(REGISTERS.load)
             if warp == WarpRole.LOAD:
-                inputs = DecodeInputs(
-                    *(lengths, block_table, plan, num_splits, page_boxes, capacity, fixed_splits),
-                )
+                scheduler = DecodeScheduler(lengths, plan, num_splits, capacity, fixed_splits)
                 boxes, rope_boxes = self.kv.box_layout(V_STAGES * K_PER_V), self.kv.box_layout(ROPE_STAGES)
                 rank = block % self.cluster
                 self.kv.load(
                     *(atom, mk, storage.v.get_tensor(boxes.outer, swizzle=boxes.inner)),
                     storage.rope.get_tensor(rope_boxes.outer, swizzle=rope_boxes.inner),
-                    *(pipeline, inputs, part, kv_head, rank, lane, out_partial.shape[0]),
+                    *(
+                        pipeline,
+                        scheduler,
+                        Pages(block_table, page_boxes),
+                        part,
+                        kv_head,
+                        rank,
+                        lane,
+                        out_partial.shape[0],
+                    ),
                 )
         elif warp < WarpRole.OUTPUT:
             cute.arch.setmaxregister_increase(REGISTERS.score)

@@ -24,8 +24,8 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import before_and_all
 from dsa.cute.sm90 import WARP
+from dsa.kernels.mla.decode_scheduler import TO_THE_END, PlanColumn
 from dsa.kernels.mla.limits import MAX_BATCH, TILE_N
-from dsa.kernels.mla.paged_load import TO_THE_END
 
 THREADS = 1024
 MAX_TILES = 2**30  # of all sequences together
@@ -87,7 +87,7 @@ class MlaPlanSm90:
                 if lane < count:
                     num_splits[sequence + fit + lane + 1] = partials
                 fit += count
-                more = count == 32
+                more = count == WARP
             end_tile, last = Int32(TO_THE_END), sequence + fit - 1
             if fit > 0:
                 sequence, tile, index = sequence + fit, Int32(0), Int32(0)
@@ -95,16 +95,17 @@ class MlaPlanSm90:
                 left = payload - (before[sequence] + tile - base) - overhead
                 if left > 0:
                     if lane == 0 and tile == 0:
-                        plan[split_sequences, 5] = sequence
+                        plan[split_sequences, PlanColumn.SPLIT_SEQUENCE] = sequence
                     if tile == 0:
                         split_sequences += 1
                     tile, index, last = tile + left, index + 1, sequence
                     end_tile = tile
             if lane == 0:
-                plan[part, 0], plan[part, 1], plan[part, 2] = first, first_tile, last
-                plan[part, 3], plan[part, 4] = end_tile, first_index
-        for i in cutlass.range(split_sequences + lane, parts, 32, unroll=1):
-            plan[i, 5] = -1
+                plan[part, PlanColumn.FIRST_SEQUENCE], plan[part, PlanColumn.FIRST_TILE] = first, first_tile
+                plan[part, PlanColumn.LAST_SEQUENCE], plan[part, PlanColumn.END_TILE] = last, end_tile
+                plan[part, PlanColumn.FIRST_SPLIT] = first_index
+        for i in cutlass.range(split_sequences + lane, parts, WARP, unroll=1):
+            plan[i, PlanColumn.SPLIT_SEQUENCE] = -1
         if lane == 0:
             num_splits[0] = 0
 

@@ -1,7 +1,6 @@
 """The producer of dense MLA decoding: the warp that finds its CTA's work tiles and loads their keys by TMA.
 
-A work tile is some consecutive tiles of one sequence. The warp finds them from the plan (mla_plan_sm90.py) or, in
-batch-invariant decoding, from the CTA's number.
+A work tile is some consecutive tiles of one sequence; decode_scheduler.py says which.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.pipeline import start
-from dsa.kernels.mla.limits import FIXED_SPLIT_TILES, MAX_FIXED_SPLITS, TILE_N
+from dsa.kernels.mla.decode_scheduler import DecodeScheduler
+from dsa.kernels.mla.limits import TILE_N
 from dsa.kernels.mla.mla_tiles import (
     K_CHUNK,
     K_PER_V,
@@ -28,27 +28,22 @@ from dsa.kernels.mla.mla_tiles import (
     LoadState,
 )
 
-TO_THE_END = 2**30  # the tile where a plan's part ends whose last sequence is not split there
-MAX_TILES = 2**31 // TILE_N
-
 
 @dataclass(frozen=True)
-class DecodeInputs:
-    """What says which keys a CTA attends to; see the kernels for the shapes.
+class Pages:
+    """block_table [B, max_pages], and how many boxes a page has, to divide by."""
 
-    page_boxes    boxes of a page
-    capacity      keys that the block table has room for
-    fixed_splits  0: the plan says which work tiles there are. Else: CTA i has split i % fixed_splits of sequence
-                  i // fixed_splits, whose number of splits depends on its length alone
-    """
-
-    lengths: cute.Tensor
     block_table: cute.Tensor
-    plan: cute.Tensor
-    num_splits: cute.Tensor
-    page_boxes: cute.FastDivmodDivisorV2
-    capacity: Int32
-    fixed_splits: Int32
+    boxes: cute.FastDivmodDivisorV2
+
+    @cute.jit
+    def find(self, sequence, box):
+        """(page, box in the page) of a box of keys; -1 if the block table does not have it."""
+        number, place = divmod(box, self.boxes)
+        page = Int32(-1)
+        if number < self.block_table.shape[1]:
+            page = self.block_table[sequence, number]
+        return page, place
 
 
 class PagedLoad(KvStages):
@@ -81,12 +76,13 @@ class PagedLoad(KvStages):
         v_boxes,
         rope_boxes,
         pipeline: KvPipeline,
-        inputs: DecodeInputs,
+        scheduler: DecodeScheduler,
+        pages: Pages,
         part,
         kv_head,
         rank,
         lane,
-        splits,
+        partials,
     ):
         """The load warp: all work tiles of part number `part`, and the end."""
         gk = cute.local_tile(mk, (self.box, K_CHUNK), (None, None, kv_head, None))
@@ -94,63 +90,30 @@ class PagedLoad(KvStages):
         source = cute.group_modes(gk, 0, 2)
         tvs, tkg = cute.nvgpu.cpasync.tma_partition(atom, 0, one, cute.group_modes(v_boxes, 0, 2), source)
         trs, _ = cute.nvgpu.cpasync.tma_partition(atom, 0, one, cute.group_modes(rope_boxes, 0, 2), source)
-        batch, pages = inputs.lengths.shape[0], mk.shape[3]
         state = LoadState(start(), start(), start())
-
-        sequence, tile, split, last, end_tile = Int32(0), Int32(0), Int32(0), Int32(-1), Int32(TO_THE_END)
-        if inputs.fixed_splits > 0:
-            sequence, split = part // inputs.fixed_splits, part % inputs.fixed_splits
-            last = sequence
-        else:
-            sequence, tile, split = inputs.plan[part, 0], inputs.plan[part, 1], inputs.plan[part, 4]
-            last, end_tile = inputs.plan[part, 2], inputs.plan[part, 3]
-            # A plan of another batch, or no plan at all, must not lead outside the tensors.
-            sequence, split = cutlass.max(sequence, 0), cutlass.max(split, 0)
-            tile = cutlass.min(cutlass.max(tile, 0), MAX_TILES)
-        last = cutlass.min(last, batch - 1)
-        while sequence <= last:
-            if inputs.fixed_splits == 0:
-                pipeline.work.announce(sequence, state.work)
+        work = scheduler.first(part)
+        while work.is_valid:
+            if scheduler.fixed_splits == 0:
+                pipeline.work.announce(work.sequence, state.work)
             # The first page numbers are asked for together with the length, where the work tile probably begins.
-            guess = tile + split * FIXED_SPLIT_TILES if inputs.fixed_splits > 0 else tile
-            page, place = self.find_box(inputs, sequence, guess * self.boxes + lane)
-            seen = inputs.lengths[sequence]
-            length = cutlass.max(cutlass.min(seen, inputs.capacity), 0)
+            guess = scheduler.guess(work)
+            page, place = pages.find(work.sequence, guess * self.boxes + lane)
+            seen = scheduler.lengths[work.sequence]
+            length = cutlass.max(cutlass.min(seen, scheduler.capacity), 0)
             # An empty sequence has a tile, without keys: so every work tile that is a whole sequence has one.
             tiles = cutlass.max((length + TILE_N - 1) // TILE_N, 1)
-            first, end, split_idx, empty = Int32(0), tiles, Int32(-1), False
-            if inputs.fixed_splits > 0:
-                each = cutlass.max(FIXED_SPLIT_TILES, (tiles + MAX_FIXED_SPLITS - 1) // MAX_FIXED_SPLITS)
-                first, end = split * each, cutlass.min((split + 1) * each, tiles)
-                if tiles > each:
-                    split_idx = part
-                empty = split > 0 and first >= tiles
-            else:
-                first = cutlass.min(tile, tiles)
-                if sequence == last:
-                    end = cutlass.max(cutlass.min(end_tile, tiles), first)
-                if tile > 0 or (sequence == last and end_tile < TO_THE_END):
-                    split_idx = cutlass.max(cutlass.min(inputs.num_splits[sequence] + split, splits - 1), 0)
+            first, end, split_idx, empty = scheduler.work_tile(work, tiles, part, partials)
             if not empty:
-                if inputs.fixed_splits > 0:
-                    pipeline.work.announce(sequence, state.work)
+                if scheduler.fixed_splits > 0:
+                    pipeline.work.announce(work.sequence, state.work)
                 if first != guess:
-                    page, place = self.find_box(inputs, sequence, first * self.boxes + lane)
+                    page, place = pages.find(work.sequence, first * self.boxes + lane)
                 state = self.load_work_tile(
-                    *(atom, tkg, tvs, trs, pipeline, inputs, sequence, first, end - first, split_idx, length, seen),
-                    *(page, place, pages, rank, lane, state),
+                    *(atom, tkg, tvs, trs, pipeline, pages, work.sequence, first, end - first, split_idx),
+                    *(length, seen, page, place, mk.shape[3], rank, lane, state),
                 )
-            sequence, tile, split = sequence + 1, Int32(0), Int32(0)
+            work = scheduler.advance(work)
         pipeline.work.publish_end(state.work)
-
-    @cute.jit
-    def find_box(self, inputs: DecodeInputs, sequence, box):
-        """(page, box in the page) of a box of keys; -1 if the block table does not have it."""
-        number, place = divmod(box, inputs.page_boxes)
-        page = Int32(-1)
-        if number < inputs.block_table.shape[1]:
-            page = inputs.block_table[sequence, number]
-        return page, place
 
     @cute.jit
     def load_work_tile(
@@ -160,7 +123,7 @@ class PagedLoad(KvStages):
         tvs,
         trs,
         pipeline: KvPipeline,
-        inputs: DecodeInputs,
+        pages: Pages,
         sequence,
         first,
         tiles,
@@ -169,7 +132,7 @@ class PagedLoad(KvStages):
         seen,
         page,
         place,
-        pages,
+        num_pages,
         rank,
         lane,
         state: LoadState,
@@ -182,12 +145,12 @@ class PagedLoad(KvStages):
         for tile in cutlass.range(tiles, unroll=1):
             if next_box == 32:
                 next_box = Int32(0)
-                page, place = self.find_box(inputs, sequence, (first + tile) * self.boxes + lane)
+                page, place = pages.find(sequence, (first + tile) * self.boxes + lane)
             boxes, mask = [], Uint32(0)
             for i in cutlass.range_constexpr(self.boxes):
                 number = cute.arch.shuffle_sync(page, next_box + i)
-                if number < 0 or number >= pages or (first + tile) * TILE_N + i * self.box >= length:
-                    number = Int32(pages)  # TMA reads nothing there and writes zeros
+                if number < 0 or number >= num_pages or (first + tile) * TILE_N + i * self.box >= length:
+                    number = Int32(num_pages)  # TMA reads nothing there and writes zeros
                 else:
                     mask |= 1 << i
                 boxes.append((number, cute.arch.shuffle_sync(place, next_box + i)))

@@ -3,7 +3,7 @@
 o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512] over the keys j of query t; q and k of 576 or 512 channels
 
 As sparse_mla_sm90.py, but with A and B swapped: heads are the columns of the products, and keys and channels their rows
-(swap_ab_attention.py): 16 heads take a quarter of the products' time of 64.
+(swap_ab_scores.py, swap_ab_values.py): 16 heads take a quarter of the products' time of 64.
 Work, launch: sparse_mla_kernel.py; a CTA has all heads of a query.
 Warp roles: two score warpgroups, which take the tiles in turns, two output warpgroups, a load warpgroup
 (topk_gather.py).
@@ -28,8 +28,9 @@ from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_tiles import KvPipeline, KvTensors
 from dsa.kernels.mla.sparse_arguments import fake_arguments, fake_cache
 from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
-from dsa.kernels.mla.swap_ab_attention import SCORE_WARPGROUPS, SwapAbAttention, SwapAbMmas
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, SwapAbExchangeMemory, Thread
+from dsa.kernels.mla.swap_ab_scores import SCORE_WARPGROUPS, SwapAbScores
+from dsa.kernels.mla.swap_ab_values import SwapAbValues
 from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 from dsa.kernels.mla.topk_gather import TopkGather
 
@@ -42,7 +43,8 @@ REGISTERS = RoleRegisters(96, 112, 64)
 class Operands:
     """The products, and the layouts of Q, of P^T, of the v chunks and of the rope parts."""
 
-    mmas: SwapAbMmas
+    qk: cute.TiledMma
+    pv: cute.TiledMma
     q_layout: cute.ComposedLayout
     p_layout: cute.ComposedLayout
     v_layout: cute.ComposedLayout
@@ -68,7 +70,8 @@ class SparseMlaSwapAbSm90(SparseMlaKernel):
         super().__init__(head_tile, SCORE_WARPGROUPS, REGISTERS)
         self.dtype = dtype
         self.kv = TopkGather(dtype, head_dim, V_STAGES[head_dim, head_tile], ROPE_STAGES)
-        self.attention = SwapAbAttention(self.kv, head_tile, with_max_logits)
+        self.scores = SwapAbScores(self.kv, head_tile, with_max_logits)
+        self.values = SwapAbValues(self.kv, head_tile)
         self.exchange_memory = SwapAbExchangeMemory(dtype, head_dim, head_tile, SCORE_WARPGROUPS)
 
     def pipeline_storage(self) -> type:
@@ -84,8 +87,11 @@ class SparseMlaSwapAbSm90(SparseMlaKernel):
         }
 
     def operands(self) -> Operands:
-        mmas = self.attention.tiled_mmas()
-        return Operands(mmas, *self.exchange_memory.layouts(), self.kv.v_layout(), self.kv.rope_layout())
+        return Operands(
+            *(self.scores.tiled_mma(), self.values.tiled_mma()),
+            *self.exchange_memory.layouts(),
+            *(self.kv.v_layout(), self.kv.rope_layout()),
+        )
 
     def shared(self, storage, operands: Operands) -> Shared:
         return Shared(
@@ -110,15 +116,15 @@ class SparseMlaSwapAbSm90(SparseMlaKernel):
 
     @cute.jit
     def score(self, q, results: Results, shared: Shared, operands: Operands, group, scale, coord: Coord):
-        self.attention.score_mainloop(
-            *(results, operands.mmas.qk, shared.tensors, shared.pipeline, shared.exchange),
+        self.scores.score_mainloop(
+            *(results, operands.qk, shared.tensors, shared.pipeline, shared.exchange),
             *(HeadRange(coord.first_head, coord.heads), group, scale, coord.thread),
         )
 
     @cute.jit
     def output(self, results: Results, shared: Shared, operands: Operands, group, coord: Coord):
-        self.attention.output_mainloop(
-            *(results, operands.mmas.pv, shared.tensors.v, shared.pipeline, shared.exchange, shared.staging),
+        self.values.output_mainloop(
+            *(results, operands.pv, shared.tensors.v, shared.pipeline, shared.exchange, shared.staging),
             *(HeadRange(coord.first_head, coord.heads), group, coord.thread),
         )
 

@@ -1,0 +1,155 @@
+"""The output warpgroups of attention with A and B swapped: O^T += V^T P^T, and O^T to its place.
+
+Each has 256 channels x `head_tile` of O^T. `SwapAbOutput` is what those of 16-bit and of FP8 keys have in common. Of
+16-bit keys a lane has channels lane / 4 and 8 further of a warp's 16 of each 64; the result goes through shared memory,
+which turns it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.pipeline import state_at_of_two
+from dsa.cute.shared_memory import pack, store_transposed
+from dsa.cute.sm90 import opaque
+from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
+from dsa.kernels.mla.mla_epilogue import Results
+from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, V_CHUNK, V_CHUNKS, KvPipeline, KvStages
+from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
+
+
+class SwapAbOutput:
+    """`head_tile` heads, 16, 32 or 64: four products of 64 channels of O^T."""
+
+    def __init__(self, head_tile: int):
+        self.head_tile, self.columns = head_tile, head_tile // 4  # columns of a lane
+
+    def element(self, column: int, j: int) -> int:
+        """Where a lane has the j-th of its eight channels of a column: two of each product."""
+        return j // 2 * (self.head_tile // 2) + column // 2 * 4 + j % 2 * 2 + column % 2
+
+    def head_of(self, column: int, lane):
+        """Which of the CTA's heads a lane's column is."""
+        return column // 2 * 8 + (lane & 3) * 2 + column % 2
+
+    @cute.jit
+    def rescale(self, acc, exchange: SwapAbExchange, p_stage, lane):
+        """Multiply O^T by the rescale factors of a stage of P, if there are any."""
+        if exchange.rescaled[p_stage] != 0:
+            for c in cutlass.range_constexpr(self.columns):
+                factor = exchange.rescale[self.head_of(c, lane), p_stage]
+                for j in cutlass.range_constexpr(8):
+                    acc[self.element(c, j)] *= factor
+
+
+class SwapAbValues(SwapAbOutput):
+    """Keys in `kv`, `head_tile` heads, 16 or 32."""
+
+    def __init__(self, kv: KvStages, head_tile: int):
+        super().__init__(head_tile)
+        self.kv, self.dtype = kv, kv.dtype
+
+    def tiled_mma(self) -> cute.TiledMma:
+        mn_major, shape = cute.nvgpu.OperandMajorMode.MN, (TILE_N, self.head_tile)
+        return sm90.make_trivial_tiled_mma(self.dtype, self.dtype, mn_major, mn_major, Float32, (1, 1, 1), shape)
+
+    @cute.jit
+    def output_mainloop(
+        self,
+        results: Results,
+        mma: cute.TiledMma,
+        v: cute.Tensor,
+        pipeline: KvPipeline,
+        exchange: SwapAbExchange,
+        staging: cute.Pointer,
+        heads: HeadRange,
+        group,
+        thread: Thread,
+    ):
+        """An output warpgroup: its half of the channels, all work tiles of this CTA."""
+        thr = mma.get_slice(thread.tid)
+        values = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
+        rv = mma.make_fragment_A(thr.partition_A(values))
+        rp = mma.make_fragment_B(thr.partition_B(exchange.p))
+        flat = cute.make_rmem_tensor((2 * self.head_tile,), Float32)
+        of_v_chunk = cute.make_layout(thr.partition_shape_C((V_CHUNK, self.head_tile)))
+        accs = [cute.make_tensor(flat.iterator + half * self.head_tile, of_v_chunk) for half in range(2)]
+        v_stage, work_count, tile_count, batch_idx = thread.side, Int32(0), Int32(0), Int32(0)
+        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        while batch_idx >= 0:
+            batch_idx, tiles, split_idx = pipeline.work.read_result(state_at_of_two(work_count))
+            if batch_idx >= 0:
+                flat.fill(0.0)
+                v_stage = self.kv.skip_v(v_stage, V_CHUNKS)  # the queries
+                for _ in cutlass.range(tiles, unroll=1):
+                    p_state = state_at_of_two(tile_count)
+                    exchange.p_pipeline.consumer_wait(p_state)
+                    self.rescale(flat, exchange, p_state.stage, thread.lane)
+                    cute.nvgpu.warpgroup.fence()
+                    second = self.kv.skip_v(v_stage, 2)
+                    for half, stage in enumerate((v_stage, second)):
+                        own = opaque(stage)
+                        for step in cutlass.range_constexpr(TILE_N // K16):
+                            a, b = rv[None, None, step, own], rp[None, None, step, p_state.stage]
+                            cute.gemm(mma, accs[half], a, b, accs[half])
+                        cute.nvgpu.warpgroup.commit_group()
+                    cute.nvgpu.warpgroup.wait_group(1)
+                    self.kv.release(pipeline.v.empty + v_stage)
+                    cute.nvgpu.warpgroup.wait_group(0)
+                    self.kv.release(pipeline.v.empty + second)
+                    v_stage = self.kv.skip_v(second, 2)
+                    exchange.p_pipeline.consumer_release(p_state)
+                    tile_count += 1
+                cute.arch.mbarrier_wait(exchange.end.full, work_count & 1)
+                for c in cutlass.range_constexpr(self.columns):
+                    inverse = exchange.inverse[self.head_of(c, thread.lane)]
+                    for j in cutlass.range_constexpr(8):
+                        flat[self.element(c, j)] *= inverse
+                if split_idx >= 0:
+                    self.store_partial(flat, results.out_partial, split_idx, heads, thread)
+                else:
+                    sequence, query = divmod(batch_idx, group)
+                    self.store(flat, results.out, sequence, query, heads, staging, thread)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(exchange.end.empty)
+                work_count += 1
+
+    @cute.jit
+    def store_partial(self, flat, out_partial, split_idx, heads: HeadRange, thread: Thread):
+        lane = opaque(thread.lane)
+        for c in cutlass.range_constexpr(self.columns):
+            row = heads.first + self.head_of(c, lane)
+            if row < heads.total:
+                target = out_partial[split_idx, 0, row, None]
+                for j in cutlass.range_constexpr(8):
+                    channel = (
+                        thread.side * (HEAD_DIM_V // 2) + j // 2 * K_CHUNK + thread.warp * 16 + j % 2 * 8 + (lane >> 2)
+                    )
+                    target[channel] = flat[self.element(c, j)]
+
+    @cute.jit
+    def store(self, flat, out, sequence, query, heads: HeadRange, staging: cute.Pointer, thread: Thread):
+        """By way of `head_tile` x 16 numbers of a warp's own shared memory."""
+        lane, warp = opaque(thread.lane), thread.side * 4 + thread.warp
+        own = staging + warp * (self.head_tile * 16)
+        vector = cute.make_rmem_tensor((8,), self.dtype)
+        for product in cutlass.range_constexpr(4):
+            for n in cutlass.range_constexpr(self.head_tile // 16):
+                # Matrices of 8 channels x 8 heads: two of channels, then two of heads.
+                words = []
+                for i in cutlass.range_constexpr(4):
+                    column, j = 4 * n + i // 2 * 2, 2 * product + i % 2
+                    words.append(pack(flat[self.element(column, j)], flat[self.element(column + 1, j)], self.dtype))
+                head = 16 * n + (lane >> 4) * 8 + (lane & 7)
+                store_transposed(Int32((own + (head * 16 + (lane & 8))).toint()), words)
+            cute.arch.sync_warp()
+            channel = thread.side * (HEAD_DIM_V // 2) + product * K_CHUNK + thread.warp * 16 + (lane & 1) * 8
+            for n in cutlass.range_constexpr(self.head_tile // 16):
+                head = 16 * n + (lane >> 1)
+                cute.autovec_copy(cute.make_tensor(own + (head * 16 + (lane & 1) * 8), cute.make_layout(8)), vector)
+                if heads.first + head < heads.total:
+                    target = out[sequence, query, heads.first + head, None]
+                    cute.autovec_copy(vector, cute.local_tile(target, (8,), (channel // 8,)))
+            cute.arch.sync_warp()
