@@ -111,27 +111,27 @@ def _selection(theirs: bool, ours: Op) -> Op:
             starts = torch.zeros_like(starts)
         if not theirs:
             return ours(scores, k, lengths=lengths, starts=starts, **paging)
-        return _slots(_picks(scores, k, lengths, starts), **paging)
+        return _slots(_topk_indices(scores, k, lengths, starts), **paging)
 
     return select
 
 
-def _picks(scores: torch.Tensor, k: int, lengths: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+def _topk_indices(scores: torch.Tensor, k: int, lengths: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     rows, stride = len(scores), scores.stride(0)
-    picks = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    topk_indices = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if starts is None:
-        torch.ops._C.top_k_per_row_decode(scores, 1, lengths, picks, rows, stride, 1, k)
+        torch.ops._C.top_k_per_row_decode(scores, 1, lengths, topk_indices, rows, stride, 1, k)
     else:
-        torch.ops._C.top_k_per_row_prefill(scores, starts, starts + lengths, picks, rows, stride, 1, k)
-    return picks
+        torch.ops._C.top_k_per_row_prefill(scores, starts, starts + lengths, topk_indices, rows, stride, 1, k)
+    return topk_indices
 
 
-def _slots(picks: torch.Tensor, block_table=None, page_size=None, row_to_seq=None) -> torch.Tensor:
+def _slots(topk_indices: torch.Tensor, block_table=None, page_size=None, row_to_seq=None) -> torch.Tensor:
     if block_table is None:
-        return picks
+        return topk_indices
     table = block_table if row_to_seq is None else block_table[row_to_seq.long()]
-    pages = table.gather(1, (picks // page_size).clamp(0).long())
-    return torch.where(picks < 0, picks, pages * page_size + picks % page_size)
+    pages = table.gather(1, (topk_indices // page_size).clamp(0).long())
+    return torch.where(topk_indices < 0, topk_indices, pages * page_size + topk_indices % page_size)
 
 
 def _prefill(library: Library, module: ModuleType, ours: Op) -> Op:
@@ -151,9 +151,10 @@ def _window(library: Library, module: ModuleType, ours: Op) -> Op:
 def _window_sparse(library: Library, module: ModuleType, ours: Op) -> Op:
     prefill = _prefill(library, module, ours)
 
-    def attend(q, kv, cu_q, cu_k, window, compressed, picks, scale, d_v=512, sink=None, *, window_indices):
+    def attend(q, kv, cu_q, cu_k, window, compressed, topk_indices, scale, d_v=512, sink=None, *, window_indices):
         keys = torch.cat((kv, compressed))
-        lists = _lists(torch.cat((window_indices, torch.where(picks < 0, picks, picks + len(kv))), 1))
+        entries = torch.where(topk_indices < 0, topk_indices, topk_indices + len(kv))
+        lists = _lists(torch.cat((window_indices, entries), 1))
         out, _, lse = prefill(q, keys, lists[:, None], scale, d_v, sink)
         return out, lse
 

@@ -61,8 +61,8 @@ def _draw(name: str, values: torch.Tensor, config: Any, generator: torch.Generat
         columns = 128 * values.shape[-1]
         values.fill_(2.0 ** round(math.log2(columns**-0.5 / 0.55)))
     elif name.endswith("tid2eid"):
-        picks = torch.rand(len(values), config.n_routed_experts, generator=generator, device=values.device).argsort(-1)
-        values.copy_(picks[:, : values.shape[1]])
+        scores = torch.rand(len(values), config.n_routed_experts, generator=generator, device=values.device)
+        values.copy_(scores.argsort(-1)[:, : values.shape[1]])
     elif values.dim() >= 2:
         values.normal_(std=1.0 if "embed" in name else values.shape[-1] ** -0.5, generator=generator)
     else:

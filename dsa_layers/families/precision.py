@@ -1,7 +1,7 @@
 """What a model computes in, and on."""
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -44,6 +44,11 @@ class Precision:
         fp8 = config.quantization is not None
         dtype = getattr(torch, config.dtype) if dtype is None else dtype
         return cls(dtype, fp8, fp8, "fp8" if fp8 else "model")
+
+    def projections(self, config: ModelConfig) -> dict[str, Any]:
+        """The options of `make_linear`, and of layers that pass them on."""
+        use_ue8m0 = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+        return {"fp8": self.fp8_linear, "dtype": self.dtype, "use_ue8m0": use_ue8m0}
 
 
 def check_device(device: torch.device | str) -> torch.device:

@@ -6,6 +6,7 @@ from torch import nn
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.layers.compressor import Compressor, EntryCache
+from dsa_layers.layers.key_selection import select_packed, select_paged
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 
 
@@ -65,6 +66,7 @@ class CompressedIndexer(nn.Module):
         else:
             q = dsa.apply_rotary(q, *rope, interleaved=True, dims="last")
         entries = batch.entries(self.compressor.ratio)
+        page_size = entries.page_size if paged_slots else None
         if cache is None:
             keys = self.compressor.entries(x, *entry_rope, batch)
             if self.quantize:
@@ -75,18 +77,10 @@ class CompressedIndexer(nn.Module):
             if self.quantize and batch.is_decode:
                 lengths, table = entries.lens_tensor, batch.block_table
                 schedule, most = entries.index_schedule, max(entries.most, 1)
-                scores = dsa.fp8_paged_mqa_logits(q[:, None], cache.pages, weights, lengths, table, schedule, most)
-                paging = {"block_table": table, "page_size": entries.page_size} if paged_slots else {}
-                return dsa.topk_indices(scores, self.top_k, lengths=lengths, **paging)
+                return select_paged(q, cache.pages, weights, self.top_k, lengths, table, schedule, most, page_size)
             read = dsa.read_indexer_cache if self.quantize else dsa.read_kv_cache
             keys = read(cache.pages, entries.all_slots)
-        starts, lengths = entries.starts, entries.visible
-        if self.quantize:
-            scores = dsa.fp8_mqa_logits(q, keys, weights, starts, starts + lengths, clean_logits=False)
-        else:
-            scores = dsa.mqa_logits(q.float(), keys.float(), weights, starts, starts + lengths)
         paging = {}
         if paged_slots:
-            table, sequences = batch.block_table, batch.sequences
-            paging = {"block_table": table, "page_size": entries.page_size, "row_to_seq": sequences}
-        return dsa.topk_indices(scores, self.top_k, starts=starts, lengths=lengths, **paging)
+            paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": batch.sequences}
+        return select_packed(q, keys, weights, self.top_k, entries.starts, entries.visible, **paging)

@@ -8,6 +8,7 @@ from torch import nn
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.layers.key_selection import Keys, select_packed, select_paged
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
 from dsa_layers.layers.trained_attention import TrainedAttention
@@ -123,9 +124,16 @@ class LightningIndexer(nn.Module):
             q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, **self.rope)
         else:
             q = dsa.apply_rotary(q, cos, sin, **self.rope)
+        page_size = batch.page_size if paged_slots else None
         if self.quantize and batch.is_decode and cache is not None:
-            return self._select_paged(q, weights, batch, cache, paged_slots)
-        return self._select(q, weights, self._all_keys(x, cos, sin, batch, cache), batch, paged_slots)
+            lengths, table = batch.key_lens_tensor, batch.block_table
+            schedule, most = batch.index_schedule, batch.max_key_len
+            return select_paged(q, cache.index, weights, self.top_k, lengths, table, schedule, most, page_size)
+        paging = {}
+        if paged_slots:
+            paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": batch.sequences}
+        keys = self._all_keys(x, cos, sin, batch, cache)
+        return select_packed(q, keys, weights, self.top_k, batch.key_starts, batch.visible_keys, **paging)
 
     def _store_keys(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache
@@ -159,7 +167,7 @@ class LightningIndexer(nn.Module):
         sin: torch.Tensor,
         batch: TokenBatch,
         cache: LayerCache | None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Keys:
         """All keys of the sequences packed in a row, those of this pass or gathered from the cache; quantised, with
         their scales, if `quantize`."""
         if cache is not None:
@@ -170,31 +178,3 @@ class LightningIndexer(nn.Module):
             return k
         k, scale = dsa.per_token_cast_to_fp8(k, True, hadamard=True)
         return k, scale.squeeze(-1)
-
-    def _select(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        keys: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        batch: TokenBatch,
-        paged_slots: bool,
-    ) -> torch.Tensor:
-        starts, lengths = batch.key_starts, batch.visible_keys
-        if self.quantize:
-            scores = dsa.fp8_mqa_logits(q, keys, weights, starts, starts + lengths, clean_logits=False)
-        else:
-            scores = dsa.mqa_logits(q.float(), keys.float(), weights, starts, starts + lengths)
-        paging = {}
-        if paged_slots:
-            paging = {"block_table": batch.block_table, "page_size": batch.page_size, "row_to_seq": batch.sequences}
-        return dsa.topk_indices(scores, self.top_k, starts=starts, lengths=lengths, **paging)
-
-    def _select_paged(
-        self, q: torch.Tensor, weights: torch.Tensor, batch: TokenBatch, cache: LayerCache, paged_slots: bool
-    ) -> torch.Tensor:
-        lengths = batch.key_lens_tensor
-        scores = dsa.fp8_paged_mqa_logits(
-            q[:, None], cache.index, weights, lengths, batch.block_table, batch.index_schedule, batch.max_key_len
-        )
-        paging = {"block_table": batch.block_table, "page_size": batch.page_size} if paged_slots else {}
-        return dsa.topk_indices(scores, self.top_k, lengths=lengths, **paging)

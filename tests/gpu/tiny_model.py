@@ -52,7 +52,7 @@ class Run:
     """In order: the indices of every top-k, (experts, weights) of every router, the logits behind every new token, and
     the tokens of every pass. launched: the ops that ran their kernels."""
 
-    picks: list[torch.Tensor] = field(default_factory=list)
+    topk_indices: list[torch.Tensor] = field(default_factory=list)
     routes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -94,7 +94,7 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "runs_kernel", spy)
-        patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.picks, followed.picks))
+        patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.topk_indices, followed.topk_indices))
         router = _following(GroupedSigmoidRouter.forward, run.routes, followed.routes)
         patch.setattr(GroupedSigmoidRouter, "forward", router)
         patch.setattr(generation, "sample", _following(sample_and_note, run.tokens, followed.tokens))
@@ -154,8 +154,8 @@ def run_beside_references(
 def _compare(run: Run, expected: Run, report: Callable[[str, Any], None]) -> None:
     logits, expected_logits = torch.stack(run.logits), torch.stack(expected.logits)
     diff = calc_diff(logits, expected_logits)
-    first = _overlaps(run.picks[::LAYERS], expected.picks[::LAYERS])
-    overlaps = _overlaps(run.picks, expected.picks)
+    first = _overlaps(run.topk_indices[::LAYERS], expected.topk_indices[::LAYERS])
+    overlaps = _overlaps(run.topk_indices, expected.topk_indices)
     pairs = list(zip(chain(*run.tokens), chain(*expected.tokens), strict=True))
     margins = torch.stack([expected_logits[i, token] - expected_logits[i, own] for i, (own, token) in enumerate(pairs)])
     different = sum(own != token for own, token in pairs)
@@ -170,10 +170,10 @@ def _compare(run: Run, expected: Run, report: Callable[[str, Any], None]) -> Non
     assert margins.max() < NEAR_TIE and different <= 1 + len(margins) // 8
 
 
-def _overlaps(picks: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
+def _overlaps(topk_indices: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
     """For every row of every selection, the share of the expected keys that are among the picked."""
     shares = []
-    for own, other in zip(picks, expected, strict=True):
+    for own, other in zip(topk_indices, expected, strict=True):
         valid = other >= 0
         found = ((own[:, :, None] == other[:, None]).any(1) & valid).sum(1)
         shares.append(found / valid.sum(1))

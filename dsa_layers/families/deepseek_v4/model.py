@@ -9,8 +9,8 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, EntryShape
 from dsa_layers.checkpoint import CheckpointError
 from dsa_layers.families.deepseek_v4.config import DeepseekV4Config
-from dsa_layers.families.parts import RopeConfig
 from dsa_layers.families.precision import Precision
+from dsa_layers.families.rotary import make_rotary
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
@@ -19,7 +19,6 @@ from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
 from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.moe import MoE, SqrtSoftplusRouter
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies, yarn_frequencies
 
 INDEXED = "compressed_sparse_attention"
 
@@ -63,29 +62,9 @@ VARIANTS = [
 ]
 
 
-def _rotary(dim: int, rope: RopeConfig) -> RotaryEmbedding:
-    if rope.yarn is None:
-        return RotaryEmbedding(rope_frequencies(dim, rope.theta))
-    yarn = rope.yarn
-    return RotaryEmbedding(
-        yarn_frequencies(
-            dim,
-            rope.theta,
-            factor=yarn.factor,
-            original_length=yarn.original_max_position_embeddings,
-            beta_fast=yarn.beta_fast,
-            beta_slow=yarn.beta_slow,
-        )
-    )
-
-
 def _block(config: DeepseekV4Config, precision: Precision, layer: int) -> HyperDecoderBlock:
     hidden, eps, dtype = config.hidden_size, config.rms_norm_eps, precision.dtype
-    projections = {
-        "fp8": precision.fp8_linear,
-        "dtype": dtype,
-        "use_ue8m0": config.quantization is not None and config.quantization.scale_fmt == "ue8m0",
-    }
+    projections = precision.projections(config)
     ratio = config.compress_rates.get(config.layer_types[layer])
     compressor = indexer = None
     if ratio is not None:
@@ -205,7 +184,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         """Compute what no checkpoint stores, after construction on the meta device."""
         config = self.config
         ropes = {"main": config.rope, "compress": config.compress_rope}
-        rotaries = {kind: _rotary(config.qk_rope_head_dim, rope) for kind, rope in ropes.items()}
+        rotaries = {kind: make_rotary(config.qk_rope_head_dim, rope) for kind, rope in ropes.items()}
         self.rotaries = nn.ModuleDict(rotaries).to(device)
 
     def skips(self, name: str) -> bool:

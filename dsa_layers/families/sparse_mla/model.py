@@ -6,6 +6,7 @@ from torch import nn
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.families.precision import Precision
+from dsa_layers.families.rotary import make_rotary
 from dsa_layers.families.sparse_mla.config import SparseMLAConfig
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.decoder import DecoderBlock
@@ -13,24 +14,7 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies, yarn_frequencies, yarn_mscale
-
-
-def _rotary(config: SparseMLAConfig) -> RotaryEmbedding:
-    dim, theta, yarn = config.qk_rope_head_dim, config.rope.theta, config.rope.yarn
-    if yarn is None:
-        return RotaryEmbedding(rope_frequencies(dim, theta))
-    frequencies = yarn_frequencies(
-        dim,
-        theta,
-        factor=yarn.factor,
-        original_length=yarn.original_max_position_embeddings,
-        beta_fast=yarn.beta_fast,
-        beta_slow=yarn.beta_slow,
-    )
-    return RotaryEmbedding(
-        frequencies, yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
-    )
+from dsa_layers.layers.rope import yarn_mscale
 
 
 def _softmax_scale(config: SparseMLAConfig) -> float:
@@ -41,11 +25,7 @@ def _softmax_scale(config: SparseMLAConfig) -> float:
 
 def _block(config: SparseMLAConfig, precision: Precision, layer: int) -> DecoderBlock:
     hidden, eps, dtype = config.hidden_size, config.rms_norm_eps, precision.dtype
-    projections = {
-        "fp8": precision.fp8_linear,
-        "dtype": dtype,
-        "use_ue8m0": config.quantization is not None and config.quantization.scale_fmt == "ue8m0",
-    }
+    projections = precision.projections(config)
     indexer = None
     if config.indexer_types[layer] == "full":
         indexer = LightningIndexer(
@@ -98,7 +78,7 @@ class SparseMLAModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
         self.layers = nn.ModuleList(_block(config, precision, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = _rotary(config)
+        self.rotary = make_rotary(config.qk_rope_head_dim, config.rope)
 
     def forward(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
         cos, sin = self.rotary(batch.positions)
@@ -163,7 +143,7 @@ class SparseMLAForCausalLM(nn.Module):
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute what no checkpoint stores, after construction on the meta device."""
-        self.model.rotary = _rotary(self.config).to(device)
+        self.model.rotary = make_rotary(self.config.qk_rope_head_dim, self.config.rope).to(device)
 
     def name_of(self, stored: str) -> str:
         """The model's name of a checkpoint's tensor: the same."""

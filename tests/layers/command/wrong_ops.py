@@ -1,0 +1,292 @@
+"""Ops that are wrong, each in a way that its self test must notice: in what they return, or in what they are given."""
+
+import torch
+
+import dsa
+from dsa import reference
+
+
+def scaled(position):
+    """The result, or the one at that position of the results, 1 % too large."""
+
+    def wrong(result, arguments):
+        if position is None:
+            return result * 1.01
+        return tuple(x * 1.01 if i == position else x for i, x in enumerate(result))
+
+    return wrong
+
+
+def only_if(option, wrong, value=True):
+    """Wrong in the calls with (or without) that option."""
+    return lambda result, arguments: wrong(result, arguments) if arguments.get(option, False) is value else result
+
+
+def swapped(result, arguments):
+    """The first two picks change places."""
+    return result[:, [1, 0, *range(2, result.shape[1])]]
+
+
+def last_of_equals(result, arguments):
+    """Ties go to the highest index."""
+    scores, k = arguments[0], arguments[1]
+    picked = scores.shape[1] - 1 - scores.flip(1).sort(descending=True, stable=True).indices[:, :k]
+    return picked.sort().values.int()
+
+
+def unmasked(result, arguments):
+    return result.masked_fill(result == -torch.inf, 0.0)
+
+
+def larger_first_row(result, arguments):
+    return torch.cat((result[:1] * 1.01, result[1:]))
+
+
+def shifted_lse(position):
+    """As with a base-2 logarithm, or a sum that misses keys."""
+    return lambda result, arguments: tuple(x + 0.01 if i == position else x for i, x in enumerate(result))
+
+
+def empty_rows(position, value):
+    """Rows without keys give something else than the contract's value."""
+
+    def wrong(result, arguments):
+        changed = list(result)
+        changed[position] = torch.cat((result[position][:1], torch.full_like(result[position][1:], value)))
+        return tuple(changed)
+
+    return wrong
+
+
+def without_infinity(result, arguments):
+    return result[0], result[1].nan_to_num(posinf=0.0)
+
+
+def scales_too_large(result, arguments):
+    """The scales of the bytes that were written to pages of 656 are 1% too large."""
+    pages = arguments[1]
+    if pages.dtype == torch.uint8:
+        scales = pages.view(-1, 656)[:, 512:528].view(torch.float32)
+        scales.mul_(1.01)
+    return result
+
+
+def steeper(position):
+    """The same numbers with gradients 1 % too large."""
+
+    def wrong(result, arguments):
+        changed = list(result)
+        x = result[position]
+        changed[position] = x.detach() + (x - x.detach()) * 1.01
+        return tuple(changed)
+
+    return wrong
+
+
+def without_sink(result, arguments):
+    """The first head, which the sink is to halve, is whole."""
+    return torch.cat((result[0][:, :1] * 2, result[0][:, 1:]), 1), result[1]
+
+
+def without_limit(result, arguments):
+    gate, up = arguments[0], arguments[1]
+    return reference.swiglu_cast_to_fp8(gate, up)
+
+
+def without_shared(result, arguments):
+    return result - arguments[3] if 3 in arguments else result
+
+
+def next_key(result, arguments):
+    """Every list begins one key late."""
+    return torch.cat((result[..., 1:], torch.full_like(result[..., :1], -1)), -1)
+
+
+def disturbed(key, dtype):
+    """What is written into that argument, where it is of that dtype, is too large."""
+
+    def wrong(result, arguments):
+        written = arguments.get(key)
+        if written is not None and written.dtype == dtype:
+            written.copy_(written * 1.01)
+        return result
+
+    return wrong
+
+
+# What fails: the self test, the function that is wrong, and how.
+WRONG = {
+    "cast": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", scaled(1), False)),
+    "Hadamard": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", scaled(1))),
+    "product": ("fp8_gemm_nt", "fp8_gemm_nt", scaled(None)),
+    "product's first row": ("fp8_gemm_nt", "fp8_gemm_nt", larger_first_row),
+    "grouped product": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", scaled(None)),
+    "training's selection": ("indexer_topk", "indexer_topk", next_key),
+    "warm-up attention": ("indexer_warmup_attention", "indexer_warmup_attention", scaled(0)),
+    "warm-up lse": ("indexer_warmup_attention", "indexer_warmup_attention", scaled(1)),
+    "warm-up loss": ("indexer_warmup_attention", "indexer_warmup_attention", scaled(2)),
+    "training's sparse attention": ("sparse_mla_attention", "sparse_mla_attention", scaled(0)),
+    "training's sparse lse": ("sparse_mla_attention", "sparse_mla_attention", shifted_lse(1)),
+    "training's lse of empty rows": ("sparse_mla_attention", "sparse_mla_attention", without_infinity),
+    "training's sparse gradients": ("sparse_mla_attention", "sparse_mla_attention", steeper(0)),
+    "sparse loss": ("sparse_indexer_loss", "sparse_indexer_loss", scaled(None)),
+    "gate's experts": ("expert_routing", "moe_gate", lambda r, a: (15 - r[0], r[1])),
+    "gate's weights": ("expert_routing", "moe_gate", scaled(1)),
+    "order of entries": ("expert_routing", "sort_by_expert", lambda r, a: (r[0].flip(0), *r[1:])),
+    "rows of entries": ("expert_routing", "sort_by_expert", lambda r, a: (r[0], r[1].abs(), r[2])),
+    "ends of experts": ("expert_routing", "sort_by_expert", lambda r, a: (*r[:2], r[2] + 1)),
+    "SwiGLU's scales": ("swiglu_cast_to_fp8", "swiglu_cast_to_fp8", scaled(1)),
+    "SwiGLU without the limit": ("swiglu_cast_to_fp8", "swiglu_cast_to_fp8", without_limit),
+    "experts' sum": ("combine_experts", "combine_experts", scaled(None)),
+    "experts' first row": ("combine_experts", "combine_experts", larger_first_row),
+    "experts' sum without the shared one": ("combine_experts", "combine_experts", without_shared),
+    "weights": ("fp8_gemm_nt", "dequantize_per_block", scaled(None)),
+    "weights' cast": ("fp8_gemm_nt", "per_block_cast_to_fp8", scaled(1)),
+    "entries": ("compressed_kv", "compress_kv", scaled(0)),
+    "entries' tokens": ("compressed_kv", "compress_kv", lambda r, a: (r[0], r[1] + 1)),
+    "logits": ("fp8_mqa_logits", "fp8_mqa_logits", scaled(None)),
+    "logits' mask": ("fp8_mqa_logits", "fp8_mqa_logits", unmasked),
+    "unquantised logits": ("fp8_mqa_logits", "mqa_logits", scaled(None)),
+    "paged logits": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", scaled(None)),
+    "paged logits' mask": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", unmasked),
+    "indexer queries": ("indexer_inputs", "quantize_indexer_queries", scaled(1)),
+    "indexer keys": ("indexer_inputs", "read_indexer_cache", scaled(1)),
+    "cached latents": ("mla_cache_inputs", "write_mla_cache", disturbed(4, torch.bfloat16)),
+    "cached FP8 latents": ("mla_cache_inputs", "write_mla_cache", disturbed(4, torch.uint8)),
+    "normed latents": ("mla_cache_inputs", "write_mla_cache", disturbed("out", torch.bfloat16)),
+    "compressed entries": ("compressed_kv", "write_compressed_kv", disturbed(6, torch.bfloat16)),
+    "compressed FP8 entries": ("compressed_kv", "write_compressed_kv", disturbed(6, torch.uint8)),
+    "compressor's state": ("compressed_kv", "write_compressed_kv", disturbed(10, torch.float32)),
+    "collapsed streams": ("hyper_connections", "hyper_collapse", scaled(0)),
+    "collapsed streams' post": ("hyper_connections", "hyper_collapse", scaled(1)),
+    "collapsed streams' comb": ("hyper_connections", "hyper_collapse", scaled(2)),
+    "expanded streams": ("hyper_connections", "hyper_expand", scaled(None)),
+    "top-k order": ("topk_indices", "topk_indices", swapped),
+    "top-k ties": ("topk_indices", "topk_indices", last_of_equals),
+    "dense decode": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", scaled(0), False)),
+    "dense lse": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", shifted_lse(1), False)),
+    "latents that are written": ("flash_mla_with_kvcache", "write_kv_cache", scales_too_large),
+    "sparse decode": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", scaled(0))),
+    "sparse lse": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", shifted_lse(1))),
+    "prefill": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", scaled(0)),
+    "prefill max_logits": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", shifted_lse(1)),
+    "prefill lse": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", shifted_lse(2)),
+    "prefill, empty rows": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", empty_rows(0, torch.nan)),
+    "prefill, lse of empty rows": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", empty_rows(2, -torch.inf)),
+    "window's keys": ("window_indices", "window_indices", next_key),
+    "window's slots": ("window_indices", "window_slots", next_key),
+    "ring's slots": ("window_indices", "window_slots", only_if(0, next_key, None)),
+    "window": ("sliding_window_attention", "sliding_window_attention", scaled(0)),
+    "window lse": ("sliding_window_attention", "sliding_window_attention", shifted_lse(1)),
+    "window in a cache": ("sliding_window_attention", "sliding_window_decode", scaled(0)),
+    "window in a ring": ("sliding_window_attention", "sliding_window_decode", only_if(2, scaled(0), None)),
+    "window in a cache, lse": ("sliding_window_attention", "sliding_window_decode", shifted_lse(1)),
+    "window and selected": ("sliding_window_attention", "window_sparse_attention", scaled(0)),
+    "window and selected, lse": ("sliding_window_attention", "window_sparse_attention", shifted_lse(1)),
+    "window and selected without the sink": ("sliding_window_attention", "window_sparse_attention", without_sink),
+    "merge": ("merge_attention", "merge_attention", scaled(0)),
+    "merged lse": ("merge_attention", "merge_attention", shifted_lse(1)),
+    "merge, empty rows": ("merge_attention", "merge_attention", empty_rows(0, torch.nan)),
+    "merge, lse of empty rows": ("merge_attention", "merge_attention", empty_rows(1, -torch.inf)),
+    "merge without the sink": ("merge_attention", "merge_attention", without_sink),
+    "rotation": ("rotary", "apply_rotary", only_if("out", scaled(None), False)),
+    "rotation in place": ("rotary", "apply_rotary", disturbed("out", torch.bfloat16)),
+    "norm": ("rms_norm", "rms_norm", only_if(1, scaled(None), None)),
+    "weighted norm": ("rms_norm", "rms_norm", larger_first_row),
+}
+
+
+def break_op(monkeypatch, function, wrong):
+    correct = getattr(dsa, function)
+
+    def op(*args, **kwargs):
+        return wrong(correct(*args, **kwargs), {**dict(enumerate(args)), **kwargs})
+
+    monkeypatch.setattr(dsa, function, op)
+
+
+def shifted(index):
+    """Each key's successor."""
+    return torch.where(index >= 0, index + 1, index)
+
+
+def without_first(index):
+    return torch.cat((torch.full_like(index[..., :1], -1), index[..., 1:]), -1)
+
+
+def without_last(count):
+    return lambda index: torch.cat((index[..., :-count], torch.full_like(index[..., -count:], -1)), -1)
+
+
+def one_less(lengths):
+    return lengths - 1
+
+
+def one_percent(number):
+    return number * 1.01
+
+
+def one_percent_in_a_block(pair):
+    scale = pair[1].clone()
+    scale[0, 0] *= 1.01
+    return pair[0], scale
+
+
+def without_last_block(pair):
+    q = pair[0].clone()
+    q[:, -128:] = 0
+    return q, pair[1]
+
+
+DENSE, SPARSE = {"is_fp8_kvcache": False}, {"is_fp8_kvcache": True}
+# What fails: the self test, the function, which of its arguments it gets wrong and how, and in which calls.
+MISLED = {
+    "dense decode, a key too few": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", 3, one_less, DENSE),
+    "dense decode, without the last tile": (
+        *("flash_mla_with_kvcache", "flash_mla_with_kvcache", 3, lambda n: n - n % 64),
+        DENSE,
+    ),
+    "sparse decode, keys off by one": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", "indices", shifted, SPARSE),
+    "sparse decode, a key too few": (
+        *("flash_mla_with_kvcache", "flash_mla_with_kvcache", "indices", without_first),
+        SPARSE,
+    ),
+    "sparse decode, without the last tile": (
+        *("flash_mla_with_kvcache", "flash_mla_with_kvcache", "indices", without_last(36)),
+        SPARSE,
+    ),
+    "prefill's scale": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", 3, one_percent, {}),
+    "prefill, keys off by one": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", 2, shifted, {}),
+    "prefill, a key too few": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", 2, without_first, {}),
+    "prefill, without the last tile": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", 2, without_last(32), {}),
+    "training's scale": ("sparse_mla_attention", "sparse_mla_attention", 3, one_percent, {}),
+    "training, a key too few": ("sparse_mla_attention", "sparse_mla_attention", 2, without_first, {}),
+    "window, a key too few": ("sliding_window_attention", "sliding_window_attention", 4, one_less, {}),
+    "window's scale": ("sliding_window_attention", "sliding_window_attention", 5, one_percent, {}),
+    "window in a cache, a key too few": ("sliding_window_attention", "sliding_window_decode", 4, one_less, {}),
+    "window and selected, a key too few": ("sliding_window_attention", "window_sparse_attention", 6, without_first, {}),
+    "product, a block's scale": ("fp8_gemm_nt", "fp8_gemm_nt", 0, one_percent_in_a_block, {}),
+    "product, without the last block": ("fp8_gemm_nt", "fp8_gemm_nt", 0, without_last_block, {}),
+    "grouped product, a block's scale": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", 0, one_percent_in_a_block, {}),
+    "grouped product, a row off": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", 2, lambda ends: ends - (ends == 2).int(), {}),
+    "logits, a key too few": ("fp8_mqa_logits", "fp8_mqa_logits", 4, one_less, {}),
+    "logits' weights": ("fp8_mqa_logits", "fp8_mqa_logits", 2, one_percent, {}),
+    "paged logits, a key too few": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", 3, one_less, {}),
+    "warm-up's scale": ("indexer_warmup_attention", "indexer_warmup_attention", 10, one_percent, {}),
+    "sparse loss, a key too few": ("sparse_indexer_loss", "sparse_indexer_loss", 5, without_first, {}),
+    "sparse loss' scale": ("sparse_indexer_loss", "sparse_indexer_loss", 6, one_percent, {}),
+}
+
+
+def mislead_op(monkeypatch, function, argument, change, options):
+    """An op that takes one of its arguments for another one."""
+    correct = getattr(dsa, function)
+
+    def op(*args, **kwargs):
+        if any(kwargs.get(name, False) is not value for name, value in options.items()):
+            return correct(*args, **kwargs)
+        if isinstance(argument, int):
+            return correct(*args[:argument], change(args[argument]), *args[argument + 1 :], **kwargs)
+        return correct(*args, **{**kwargs, argument: change(kwargs[argument])})
+
+    monkeypatch.setattr(dsa, function, op)
