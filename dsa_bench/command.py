@@ -19,8 +19,10 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     tune = commands.add_parser("tune", help="search an op's tile configurations (needs a Hopper GPU)")
     tune.set_defaults(run=_tune)
     tune.add_argument("op")
-    tune.add_argument("--output", type=options.path, help="write the winners here; default: the data that the op loads")
-    tune.add_argument("--jobs", type=options.positive, help="compiling processes; default: one a core")
+    tune.add_argument(
+        "--output", type=options.path, help="write the winners here (default: the data that the op loads)"
+    )
+    tune.add_argument("--jobs", type=options.positive, help="compiling processes (default: one a core)")
 
 
 def _bench(args: argparse.Namespace) -> int:

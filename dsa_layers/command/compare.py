@@ -115,7 +115,7 @@ def _sequences(args: argparse.Namespace, loaded: LoadedModel, text: str) -> tupl
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     room = len(tokens) - 1 + len(begin)
     if room < 1:
-        raise ValueError(f"--text: must have 2 tokens or more, got {args.text} with {len(tokens)}")
+        raise ValueError(f"--text: must have at least 1 token to predict, got {args.text} with {len(tokens)}")
     context = config.max_position_embeddings
     length = min(context, _SELECTIONS * config.index_topk, room) if args.length is None else args.length
     if length > min(context, room):

@@ -9,9 +9,9 @@ from dsa_layers.families.registry import model_types
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("tiny", help="write a small random checkpoint in a family's published format")
     parser.set_defaults(run=run)
-    parser.add_argument("directory", type=options.path)
-    parser.add_argument("--model", choices=model_types(), default="deepseek_v32")
-    parser.add_argument("--seed", type=options.seed, default=0)
+    parser.add_argument("directory", type=options.path, help="new, empty, or of a tiny checkpoint, which is replaced")
+    parser.add_argument("--model", choices=model_types(), default="deepseek_v32", help="its `model_type`")
+    parser.add_argument("--seed", type=options.seed, default=0, help="of the random weights")
 
 
 def run(args: argparse.Namespace) -> int:

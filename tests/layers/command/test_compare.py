@@ -1,0 +1,127 @@
+"""`dsa compare`: what it measures, of which text, and what wrong calls are told."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from dsa_layers import SHIPPED_MODEL, SequenceBatch, Tokenizer, load_model
+from dsa_layers.command.compare import HELD_OUT_TEXT
+from dsa_layers.command.main import main
+
+
+def compare(*options):
+    return main(["compare", "--device", "cpu", *map(str, options)])
+
+
+def measured(capsys):
+    """The event that begins, and those of each attention by its name."""
+    start, *rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return start, {row["attention"]: row for row in rows}
+
+
+def test_sparse_attention_beside_dense_on_the_shipped_text(capsys):
+    """The indexers' choice keeps nearly all that attention to all keys has; the latest keys, as many, do not."""
+    assert compare("--json", "--length", 1024, "--max-tokens", 1024) == 0
+    start, rows = measured(capsys)
+    assert start == {
+        "event": "start",
+        "checkpoint": str(SHIPPED_MODEL),
+        "device": "cpu",
+        "backend": "reference",
+        "dequantized": True,
+        "text": str(HELD_OUT_TEXT),
+        "sequences": 1,
+        "length": 1024,
+        "index_topk": 128,
+    }
+    assert list(rows) == ["sparse", "latest", "dense"]
+    contexts = range(1, 1025)
+    read, context = (sum(values) / 1024 for values in ([min(n, 128) for n in contexts], contexts))
+    for name in ("sparse", "latest"):
+        counted = {key: rows[name][key] for key in ("read", "context", "share", "most_read", "longest_context")}
+        wanted = {"read": read, "context": context, "share": read / context, "most_read": 128, "longest_context": 1024}
+        assert counted == pytest.approx(wanted)
+    assert (rows["dense"]["read"], rows["dense"]["share"], rows["dense"]["most_read"]) == (context, 1, 1024)
+    loss = {name: row["loss"] for name, row in rows.items()}
+    assert loss["sparse"] == pytest.approx(loss["dense"], abs=0.02)
+    assert loss["latest"] > loss["dense"] + 0.05
+    for row in rows.values():
+        assert row["tokens"] == 1024 and row["seconds"] > 0
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+
+
+def test_the_loss_is_the_models_own(tmp_path, capsys):
+    """Of a text of one's own, two sequences behind their beginnings, without what is left at its end."""
+    text = tmp_path / "text.py"
+    text.write_text("import os\n\n\ndef read(path):\n    return open(path).read()\n" * 10, newline="")
+    assert compare("--json", "--text", text, "--length", 200, "--no-dequantize", "--dtype", "float32") == 0
+    start, rows = measured(capsys)
+    assert (start["text"], start["sequences"], start["dequantized"]) == (str(text), 2, False)
+    model = load_model(SHIPPED_MODEL, dtype=torch.float32, progress=False)
+    tokens = torch.tensor(Tokenizer(SHIPPED_MODEL).encode(text.read_text(), add_bos=False)[:400]).view(2, 200)
+    tokens = torch.nn.functional.pad(tokens, (1, 0), value=256)
+    with torch.no_grad():
+        logits = model(tokens[:, :-1].flatten(), SequenceBatch.without_cache([200, 200]), all_tokens=True)
+    loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).item()
+    # Here nothing is cached, there latents are, in FP8.
+    assert rows["sparse"]["loss"] == pytest.approx(loss, abs=0.02) and rows["sparse"]["tokens"] == 400
+
+
+def test_the_table(capsys):
+    assert compare("--length", 200, "--max-tokens", 500) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert captured.err == "" and lines[1] == f"{HELD_OUT_TEXT}: 2 x 200 tokens"
+    figures = r" +\d\.\d{4} +\d+\.\d+ +{} +{}% +\d+\.\d"
+    read = sum(min(n, 128) for n in range(1, 201)) / 200
+    for line, name, keys, share in [
+        (lines[4], "sparse, top 128", f"{read:.1f}", f"{read / 100.5:.0%}"),
+        (lines[5], "the latest 128", f"{read:.1f}", f"{read / 100.5:.0%}"),
+        (lines[6], "dense, all keys", "100.5", "100%"),
+    ]:
+        pattern = name + figures.replace("{}", re.escape(keys), 1).replace("{}%", re.escape(share))
+        assert re.fullmatch(pattern, line), (pattern, line)
+    assert "All read the same keys" not in captured.out
+
+
+def test_sequences_that_selection_does_not_shorten(capsys):
+    assert compare("--length", 100, "--max-tokens", 100) == 0
+    assert "All read the same keys: a token selects 128" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
+def test_every_family(tmp_path, capsys, family):
+    assert main(["tiny", str(tmp_path / "tiny"), "--model", family]) == 0
+    capsys.readouterr()
+    assert compare(tmp_path / "tiny", "--json", "--length", 300, "--max-tokens", 300, "--prefill-chunk", 128) == 0
+    _, rows = measured(capsys)
+    assert all(math.isfinite(row["loss"]) for row in rows.values())
+    assert rows["sparse"]["loss"] != rows["dense"]["loss"] != rows["latest"]["loss"]
+    assert rows["sparse"]["read"] == rows["latest"]["read"] < rows["dense"]["read"] <= rows["dense"]["context"] == 150.5
+
+
+def test_wrong_calls(tmp_path, error):
+    (tmp_path / "short").write_text("a" * 50)
+    (tmp_path / "empty").touch()
+    (tmp_path / "binary").write_bytes(b"\xff")
+    for options, problem in [
+        (
+            ["--text", tmp_path / "none"],
+            f"--text: must be a readable file, got {tmp_path}/none: No such file or directory",
+        ),
+        (["--text", tmp_path / "binary"], rf"--text {tmp_path}/binary: must be UTF-8, got b'\xff'"),
+        (["--text", tmp_path / "empty"], f"--text: must have at least 1 token to predict, got {tmp_path}/empty with 0"),
+        (
+            ["--text", tmp_path / "short", "--length", 51],
+            "--length: must be at most 50, the shorter of the model's context of 2048 tokens and the text's 50, got 51",
+        ),
+        (["--length", 0], "argument --length: must be at least 1, got 0 (see dsa compare --help)"),
+        (["--max-tokens", "x"], "argument --max-tokens: must be an integer, got 'x' (see dsa compare --help)"),
+        (["--device", "tpu"], "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
+        (["nowhere"], "nowhere: no such directory; a checkpoint holds config.json and safetensors"),
+    ]:
+        assert compare(*options) == 2
+        assert error() in (f"dsa compare: {problem}", problem)

@@ -1,0 +1,287 @@
+"""`dsa generate`, run in this process: what it shows of one prompt and of several, as text and as events."""
+
+import io
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.generation.generator import Generator, TokenEvent
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.generation.tokenizer import Tokenizer
+from tests.layers.command.calls import PROMPT, TOKENS, generate
+
+SPEED = r"prefill: \d+ tokens, [\d.]+ tokens/s; decode: \d+ tokens, [\d.]+ tokens/s"
+REPORT = SPEED + r" \(cpu, backend reference, dequantised, greedy\)"
+
+
+@pytest.fixture(scope="module")
+def greedy(checkpoint):
+    """What the library gives for PROMPT, as it stands and as a user's message, and how many tokens are decoded: it may
+    end early, as its tokens depend on this project's text."""
+    tokenizer = Tokenizer(checkpoint)
+    model = load_model(checkpoint, dequantize=True, progress=False)
+    generator = Generator(model, tokenizer, cache_tokens=1024)
+    prompts = [PROMPT, tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}])]
+    raw, chat = generator.generate(prompts, SamplingParams(max_new_tokens=TOKENS))
+    decoded = {"raw decoded": len(raw.tokens) - 1, "chat decoded": len(chat.tokens) - 1}
+    return {"raw": raw.text, "chat": chat.text, **decoded}
+
+
+def lines_of(text, sequence):
+    """A sequence's text, from output whose lines are numbered."""
+    prefix = f"[{sequence}] "
+    return "\n".join(line.removeprefix(prefix) for line in text.split("\n") if line.startswith(prefix))
+
+
+def poison(directory):
+    """Weights that hold a NaN."""
+    from safetensors.torch import load_file, save_file
+
+    for path in directory.glob("*.safetensors"):
+        tensors = load_file(path)
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"][3] = torch.nan
+            path.unlink()
+            save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_one_prompt_is_echoed_streamed_and_followed_by_the_throughput(checkpoint, greedy, monkeypatch, capsys):
+    pieces = []
+
+    class Output(io.StringIO):
+        def flush(self):
+            pieces.append(self.getvalue())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output := Output())
+        assert generate(checkpoint, "--raw") == 0
+    assert output.getvalue() == PROMPT + greedy["raw"] + "\n"
+    assert PROMPT in pieces  # at once, before the first token
+    assert len(set(pieces)) > min(3, greedy["raw decoded"] - 1)  # seen as it came, not at the end
+    *_, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(REPORT, last) and f"decode: {greedy['raw decoded']} tokens" in last
+
+
+def test_the_chat_template_is_the_default(checkpoint, greedy, capsys):
+    assert greedy["chat"] != greedy["raw"]
+    assert generate(checkpoint) == 0
+    assert capsys.readouterr().out == f"{PROMPT}\n\n{greedy['chat']}\n"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environment", "bold"),
+    [(True, {}, True), (False, {}, False), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False)],
+)
+def test_the_prompt_is_bold_on_a_terminal_alone(checkpoint, monkeypatch, terminal, environment, bold):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for prompts, begin in ((("a\nb",), "\x1b[1ma\nb\x1b[0m"), (("a\nb", "c"), "[0] \x1b[1ma\x1b[0m\n")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", output := io.StringIO())
+            output.isatty = lambda: terminal
+            assert generate(checkpoint, "--raw", prompts=prompts) == 0
+        assert output.getvalue().startswith(begin) == bold and ("\x1b" in output.getvalue()) == bold
+
+
+def test_a_batch_streams_numbered_lines(checkpoint, greedy, capsys):
+    assert generate(checkpoint, prompts=(PROMPT, "a", PROMPT)) == 0
+    captured = capsys.readouterr()
+    assert all(re.match(r"\[[012]\] ", line) for line in captured.out.splitlines())
+    expected = f"{PROMPT}\n\n{greedy['chat']}"
+    assert lines_of(captured.out, 0) == lines_of(captured.out, 2) == expected.removesuffix("\n")
+    assert lines_of(captured.out, 1).startswith("a\n\n")
+    decoded = int(re.search(r"decode: (\d+) tokens", captured.err)[1])
+    assert 0 <= decoded - 2 * greedy["chat decoded"] <= TOKENS - 1
+
+
+def stand_in(monkeypatch, *events):
+    """The generator gives these, exceptions raised."""
+
+    def stream(self, prompts, params):
+        for event in events:
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+
+    monkeypatch.setattr(Generator, "stream", stream)
+
+
+def test_lines_of_a_batch_are_whole_and_in_the_order_in_which_they_are_complete(checkpoint, monkeypatch, capsys):
+    events = [
+        TokenEvent(0, 1, " one", None),
+        TokenEvent(1, 1, " x\nsec", None),
+        TokenEvent(0, 1, " two\nthree", None),
+        TokenEvent(1, 1, "ond\n", "eos"),
+        TokenEvent(0, 1, " four", "length"),
+    ]
+    stand_in(monkeypatch, *events)
+    assert generate(checkpoint, "--raw", prompts=("A\nB", "C")) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "[0] A",
+        "[1] C x",
+        "[0] B one two",
+        "[1] second",
+        "[0] three four",
+    ]
+
+
+def test_lines_are_there_before_the_batch_ends(checkpoint, monkeypatch, capsys):
+    """And what is unfinished is shown at an interrupt."""
+    stand_in(monkeypatch, TokenEvent(1, 1, " x\nrest", None), KeyboardInterrupt())
+    assert generate(checkpoint, "--raw", prompts=("A", "C")) == 130
+    assert capsys.readouterr().out.splitlines() == ["[1] C x", "[0] A", "[1] rest"]
+
+
+def test_stop(checkpoint, greedy, capsys):
+    text = greedy["raw"]
+    stop = text[len(text) // 2 :][:3]
+    assert generate(checkpoint, "--raw", "--stop", "never there", "--stop", stop) == 0
+    shown = capsys.readouterr().out
+    assert shown == PROMPT + text[: text.index(stop)] + "\n"
+
+
+def test_a_seed_repeats_its_text(checkpoint, greedy, capsys):
+    shown = []
+    for seed in (1, 1, 2):
+        assert generate(checkpoint, "--raw", "--temperature", 1, "--seed", seed) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != shown[2]
+    assert PROMPT + greedy["raw"] + "\n" not in shown
+
+
+def test_sampling_options_reach_the_sampler(checkpoint, greedy, capsys):
+    for option in (("--top-k", 1), ("--top-p", 1e-9)):
+        assert generate(checkpoint, "--raw", "--temperature", 5, "--seed", 1, *option) == 0
+        assert capsys.readouterr().out == PROMPT + greedy["raw"] + "\n"
+
+
+def events(capsys):
+    captured = capsys.readouterr()
+    return [json.loads(line) for line in captured.out.splitlines()], captured.err
+
+
+def test_events_in_json(checkpoint, greedy, capsys):
+    prompts = (PROMPT, "é\n")
+    assert generate(checkpoint, "--raw", "--json", prompts=prompts) == 0
+    found, err = events(capsys)
+    assert err == ""
+    start, *between, throughput = found
+    assert start == {
+        "event": "start",
+        "checkpoint": str(checkpoint),
+        "device": "cpu",
+        "backend": "reference",
+        "dequantized": True,
+        "prompts": 2,
+        "max_new_tokens": TOKENS,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 0.95,
+        "seed": None,
+        "stop": [],
+    }
+    assert {event["event"] for event in between} == {"token", "completion"}
+    completions = {event["sequence"]: event for event in between if event["event"] == "completion"}
+    for sequence, completion in completions.items():
+        tokens = [event for event in between if event["event"] == "token" and event["sequence"] == sequence]
+        assert completion["prompt"] == prompts[sequence]
+        assert completion["tokens"] == [event["token"] for event in tokens]
+        assert completion["text"] == "".join(event["text"] for event in tokens)
+        assert completion["finish_reason"] in ("length", "eos") and completion["error"] is None
+        # It comes as soon as the sequence ends.
+        assert between.index(completion) == between.index(tokens[-1]) + 1
+    assert completions[0]["text"] == greedy["raw"]
+    ids = Tokenizer(checkpoint).encode(PROMPT)
+    assert completions[0]["prompt_tokens"] == len(ids)
+    assert throughput["prefill_tokens"] == sum(event["prompt_tokens"] for event in completions.values())
+    assert set(throughput) == {"event", "prefill_tokens", "prefill_seconds", "decode_tokens", "decode_seconds"}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--top-p", "2"), "argument --top-p: must be above 0 and at most 1, got 2.0 (see dsa generate --help)"),
+        (("--max-tokens", "2"), "unrecognized arguments: --max-tokens 2"),
+        (("--prompt", ""), "--prompt: must not be empty, got no text"),
+        (("--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
+    ],
+)
+def test_errors_in_json(checkpoint, capsys, options, problem):
+    """Also those of the parser; a person finds them on the standard error."""
+    assert generate(checkpoint, *options, "--json") == 2
+    (found,), err = events(capsys)
+    assert set(found) == {"event", "error", "exit_code"} and (found["event"], found["exit_code"]) == ("error", 2)
+    assert problem in found["error"] and err == found["error"] + "\n"
+
+
+def test_a_failed_sequence_in_json(damaged, capsys):
+    poison(damaged)
+    assert generate(damaged, "--json", "--raw") == 1
+    found, err = events(capsys)
+    (completion,) = [event for event in found if event["event"] == "completion"]
+    assert (completion["finish_reason"], completion["tokens"]) == ("error", [])
+    assert "hold NaN or infinity" in completion["error"] and "hold NaN or infinity" in err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_keys_read(tmp_path, checkpoint, capsys, as_json):
+    """Of a prompt of 200 tokens and of the three that follow it, 128 keys at most; without a fourth pass, since the
+    last token is not read. The tiny checkpoint selects 128."""
+    ids = Tokenizer(checkpoint).encode("a b c d " * 100)[:200]
+    text = Tokenizer(checkpoint).decode(ids)
+    prompt = tmp_path / "prompt"
+    prompt.write_text(text, newline="")
+    tokens = len(Tokenizer(checkpoint).encode(text))
+    options = ["--raw", "--prompt-file", prompt, "--stats", "--max-new-tokens", 4, *(["--json"] if as_json else [])]
+    assert generate(checkpoint, *options, prompts=()) == 0
+    found, err = (events(capsys)) if as_json else ([], capsys.readouterr().err)
+    contexts = range(1, tokens + 4)
+    read, context = (sum(values) / len(contexts) for values in ([min(n, 128) for n in contexts], contexts))
+    if as_json:
+        expected = {"event": "keys_read", "most_read": 128, "longest_context": tokens + 3}
+        assert found[-1] == pytest.approx(expected | {"read": read, "context": context, "share": read / context})
+    else:
+        assert err.splitlines()[-2] == (
+            f"keys read: {read:.1f} a token of the {context:.1f} in its context ({read / context:.0%}), at most 128 of "
+            f"{tokens + 3}"
+        )
+
+
+def test_keys_are_counted_when_asked_for(checkpoint, capsys):
+    assert generate(checkpoint) == 0
+    assert "keys read" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompts", [(PROMPT,), (PROMPT, "a")])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_are_a_failure(damaged, capsys, prompts, temperature):
+    """Of weights that hold a NaN: one line a sequence on the standard error, and the exit code of a failure."""
+    poison(damaged)
+    assert generate(damaged, "--raw", "--temperature", temperature, prompts=prompts) == 1
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()[-len(prompts) :]
+    for line in lines:
+        assert re.fullmatch(r"dsa generate: --prompt: its logits after \d+ tokens hold NaN or infinity: .*", line)
+    assert "Traceback" not in captured.err
+    shown = f"{PROMPT}\n" if len(prompts) == 1 else "".join(f"[{i}] {prompt}\n" for i, prompt in enumerate(prompts))
+    assert captured.out == shown
+
+
+def test_a_failure_is_no_wrong_call(checkpoint, monkeypatch, capsys):
+    for raised, line in [(RuntimeError("CUDA error"), "CUDA error"), (MemoryError(), "out of memory")]:
+        stand_in(monkeypatch, raised)
+        assert generate(checkpoint) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == f"dsa generate: {line}"
+
+
+def test_control_c(checkpoint, monkeypatch, capsys):
+    stand_in(monkeypatch, TokenEvent(0, 5, "begun", None), KeyboardInterrupt())
+    assert generate(checkpoint, "--raw") == 130
+    captured = capsys.readouterr()
+    assert captured.out == f"{PROMPT}begun\n" and captured.err == "\n"

@@ -1,0 +1,265 @@
+"""`dsa generate`'s options: their defaults, where prompts come from, and what wrong ones are told."""
+
+import io
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+from dsa_layers import SHIPPED_MODEL
+from dsa_layers.command.main import main
+from dsa_layers.generation.generator import Generator
+from tests.layers.command.calls import PROMPT, generate, replace
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """The prompts, as token ids, and the parameters that reach the generator, which then gives nothing."""
+    calls = []
+    monkeypatch.setattr(Generator, "stream", lambda self, prompts, params: iter_of(calls.append((prompts, params))))
+    return calls
+
+
+def iter_of(_):
+    yield from ()
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The options that reach `load_model`, which then refuses."""
+    calls = []
+
+    def load(directory, **options):
+        calls.append(options)
+        raise ValueError("not loaded")
+
+    monkeypatch.setattr("dsa_layers.checkpoint.loading.load_model", load)
+    return calls
+
+
+def shipped(*options):
+    return main(["generate", "--device", "cpu", "--cache-tokens", "512", *options])
+
+
+def test_the_checkpoint_says_how_to_sample(given, checkpoint):
+    written = json.loads((SHIPPED_MODEL / "generation_config.json").read_text())
+    assert written["do_sample"] and 0 < written["temperature"] < 1 and written["top_p"] < 1
+    assert shipped("--prompt", "x") == 0
+    ((_, params),) = given
+    assert (params.temperature, params.top_p, params.top_k) == (written["temperature"], written["top_p"], 0)
+
+
+def test_options_win_over_what_the_checkpoint_says(given):
+    assert shipped("--prompt", "x", "--temperature", "0") == 0
+    assert shipped("--prompt", "x", "--temperature", "2", "--top-p", "1", "--top-k", "7") == 0
+    (_, greedy), (_, own) = given
+    assert greedy.temperature == 0
+    assert (own.temperature, own.top_p, own.top_k) == (2, 1, 7)
+
+
+def test_a_checkpoint_that_says_nothing_is_greedy(given, damaged):
+    (damaged / "generation_config.json").unlink()
+    assert main(["generate", str(damaged), "--device", "cpu", "--cache-tokens", "512", "--prompt", "x"]) == 0
+    ((_, params),) = given
+    assert (params.temperature, params.top_p, params.top_k) == (0, 1, 0)
+
+
+def test_a_checkpoint_that_says_nonsense_is_a_wrong_input(damaged, error):
+    replace(damaged / "generation_config.json", b'{"top_p": 2}')
+    assert main(["generate", str(damaged), "--device", "cpu", "--prompt", "x"]) == 2
+    path = damaged / "generation_config.json"
+    assert error() == f"dsa generate: {path}: field top_p: must be above 0 and at most 1, got 2.0"
+
+
+def test_weights_are_dequantised_on_a_cpu_alone(loaded, monkeypatch, checkpoint):
+    call = ["generate", str(checkpoint), "--prompt", "x"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    devices = [[], ["--device", "cpu"]]
+    for device in devices:
+        for option in ([], ["--dequantize"], ["--no-dequantize"]):
+            assert main([*call, *device, *option]) == 2
+    assert [(options["device"], options["dequantize"]) for options in loaded] == [
+        ("cuda", False),
+        ("cuda", True),
+        ("cuda", False),
+        ("cpu", True),
+        ("cpu", True),
+        ("cpu", False),
+    ]
+
+
+def test_precision_options_reach_the_model(checkpoint, loaded):
+    assert generate(checkpoint) == generate(checkpoint, "--dtype", "float32", "--kv-cache", "fp8") == 2
+    wanted = {"device": "cpu", "dtype": None, "dequantize": True, "kv_cache": None, "progress": False}
+    assert loaded == [wanted, wanted | {"dtype": torch.float32, "kv_cache": "fp8"}]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_bars_are_for_terminals(checkpoint, loaded, monkeypatch, terminal):
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    stream.isatty = lambda: terminal
+    assert generate(checkpoint) == 2
+    assert [options["progress"] for options in loaded] == [terminal]
+
+
+def test_threads(loaded, monkeypatch, checkpoint):
+    """One for the shipped model, unless somebody asks for another number; others have PyTorch's."""
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert shipped("--prompt", "x") == shipped("--prompt", "x", "--threads", "3") == generate(checkpoint) == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert shipped("--prompt", "x") == 2
+    assert asked == [1, 3]
+
+
+def read_by_the_generator(given):
+    """The prompts' texts: the shipped model's tokens are bytes behind a beginning."""
+    return [bytes(ids[1:]).decode() for ids in given[-1][0]]
+
+
+def test_prompts_come_from_arguments_files_and_the_standard_input(given, tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes("né\n\n".encode())
+    (tmp_path / "b").write_bytes(b"last\r\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped\nlines\n")))
+    files = [["--prompt-file", str(tmp_path / name)] for name in "ab"]
+    assert shipped("--prompt", "first", *files[0], "--prompt", "-", "--prompt", "x\n", *files[1]) == 0
+    assert read_by_the_generator(given) == ["first", "né\n", "piped\nlines", "x\n", "last"]
+
+
+def test_a_prompt_in_utf8_under_another_locale(given):
+    """Its bytes come as surrogates."""
+    assert shipped("--prompt", "d\udcc3\udca9f") == 0
+    assert read_by_the_generator(given) == ["déf"]
+
+
+def test_prompts_that_cannot_be_read(tmp_path, monkeypatch, error):
+    (tmp_path / "empty").touch()
+    (tmp_path / "newline").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"ab\xff")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xfe")))
+    accepted = "accepted: --prompt TEXT, --prompt -, --prompt-file FILE"
+    for options, problem in [
+        ([], f"--prompt: must be given, got none; {accepted}"),
+        (["--prompt", "-"], r"--prompt -: must be UTF-8, got b'\xfe'"),
+        (["--prompt", "-"], "--prompt -: must not be empty, got no text"),  # it has been read
+        (
+            ["--prompt", "-", "--prompt", "-"],
+            "--prompt: - must come once, as the standard input is read once, got it 2 times",
+        ),
+        (["--prompt-file", tmp_path / "empty"], f"--prompt-file {tmp_path}/empty: must not be empty, got no text"),
+        (["--prompt-file", tmp_path / "newline"], f"--prompt-file {tmp_path}/newline: must not be empty, got no text"),
+        (["--prompt-file", tmp_path / "binary"], rf"--prompt-file {tmp_path}/binary: must be UTF-8, got b'\xff'"),
+        (
+            ["--prompt-file", tmp_path / "none"],
+            f"--prompt-file: must be a readable file, got {tmp_path}/none: No such file or directory",
+        ),
+        (["--prompt-file", tmp_path], f"--prompt-file: must be a readable file, got {tmp_path}: Is a directory"),
+    ]:
+        assert shipped(*map(str, options)) == 2
+        assert error() == f"dsa generate: {problem}"
+    monkeypatch.setattr(sys, "stdin", None)
+    assert shipped("--prompt", "-") == 2
+    assert error() == "dsa generate: --prompt -: must have a standard input to read, got a closed one"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--prompt", ""), "--prompt: must not be empty, got no text"),
+        (("--stop", "\udcff"), r"--stop: must be UTF-8, got '\udcff'"),
+        (("--prompt", "ab\udcc3("), r"--prompt: must be UTF-8, got 'ab\udcc3('"),
+        (("--device", "gpu"), "--device: must be cpu, cuda or cuda:N, got 'gpu'"),
+        (("--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
+        (("--device", "cpu:2"), "--device: must be cpu, cuda or cuda:N, got 'cpu:2'"),
+        (("--device", ""), "--device: must be cpu, cuda or cuda:N, got ''"),
+        (("--device", "cuda:1"), "--device: got 'cuda:1', but torch sees no CUDA GPU"),
+    ],
+)
+def test_wrong_options(checkpoint, monkeypatch, error, options, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert generate(checkpoint, *options) == 2
+    assert error() == f"dsa generate: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--top-p", "1.5"), "--top-p: must be above 0 and at most 1, got 1.5"),
+        (("--top-p", "nan"), "--top-p: must be above 0 and at most 1, got nan"),
+        (("--temperature", "-1"), "--temperature: must be a finite number of at least 0, got -1.0"),
+        (("--temperature", "inf"), "--temperature: must be a finite number of at least 0, got inf"),
+        (("--top-k", "-1"), "--top-k: must be at least 0, got -1"),
+        (("--seed", "-1"), "--seed: must be at least 0 and below 2^63, got -1"),
+        (("--seed", "9" * 30), f"--seed: must be at least 0 and below 2^63, got {'9' * 30}"),
+        (("--stop", ""), "--stop: must not be empty, got ''"),
+    ]
+    + [
+        ((option, value), f"{option}: {problem}")
+        for option in ("--max-new-tokens", "--cache-tokens", "--prefill-chunk", "--threads")
+        for value, problem in [
+            ("0", "must be at least 1, got 0"),
+            ("-5", "must be at least 1, got -5"),
+            ("1e3", "must be an integer, got '1e3'"),
+            ("9" * 5000, f"must be an integer, got '{'9' * 60}'"),
+        ]
+    ],
+)
+def test_options_that_the_parser_refuses(checkpoint, error, options, expected):
+    assert generate(checkpoint, *options) == 2
+    assert error() == f"dsa generate: argument {expected} (see dsa generate --help)"
+
+
+def test_a_missing_directory(tmp_path, error):
+    (tmp_path / "file").touch()
+    for name in ("nowhere", "file", "file/within"):
+        assert generate(tmp_path / name) == 2
+        assert error().startswith(f"dsa generate: {tmp_path / name}: no such directory")
+    assert generate("a" * 300) == 2
+    assert error() == f"dsa generate: {'a' * 300}: File name too long"
+
+
+def test_a_directory_without_a_tokenizer(damaged, error):
+    (damaged / "tokenizer.json").unlink()
+    assert generate(damaged) == 2
+    assert error().startswith(f"dsa generate: {damaged / 'tokenizer.json'}: no such file")
+
+
+def test_an_unknown_model_type(damaged, error):
+    config = json.loads((damaged / "config.json").read_bytes())
+    replace(damaged / "config.json", json.dumps({**config, "model_type": "llama"}).encode())
+    assert generate(damaged) == 2
+    expected = f"dsa generate: {damaged / 'config.json'}: field 'model_type' is 'llama'; accepted: 'deepseek_v32', "
+    assert error().startswith(expected)
+
+
+def test_a_truncated_shard(damaged, capsys):
+    shard = sorted(damaged.glob("*.safetensors"))[1]
+    replace(shard, shard.read_bytes()[:-1000])
+    assert generate(damaged) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    *_, summary, problem = captured.err.splitlines()
+    assert summary == f"dsa generate: {damaged}: 1 problem, nothing was loaded:"
+    assert problem.startswith(f"  {shard.name}: truncated: ")
+
+
+def test_a_cache_that_is_too_large(checkpoint, error):
+    assert generate(checkpoint, "--cache-tokens", 2**31) == 2
+    assert error() == "dsa generate: --cache-tokens: must be at most 2147483520, got 2147483648"
+
+
+def test_a_cache_that_cannot_hold_a_prompt(checkpoint, tmp_path, error):
+    """The message names the option that the prompt comes from."""
+    (tmp_path / "long").write_text(PROMPT)
+    for options, source in [((), "--prompt"), (("--prompt-file", tmp_path / "long"), f"--prompt-file {tmp_path}/long")]:
+        prompts = () if options else (PROMPT,)
+        assert generate(checkpoint, "--max-new-tokens", 200, "--cache-tokens", 128, *options, prompts=prompts) == 2
+        assert re.fullmatch(
+            rf"dsa generate: {source}: \d+ prompt tokens and 200 new ones need 4 pages of 64 tokens; the cache has 2 "
+            r"\(--cache-tokens\)",
+            error(),
+        )

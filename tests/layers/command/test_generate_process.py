@@ -1,0 +1,62 @@
+"""`dsa generate` as a process of its own: a pipe on each side, and a terminal."""
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+GENERATE = [sys.executable, "-m", "dsa_layers.command.main", "generate", "--device", "cpu", "--cache-tokens", "512"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
+
+
+def test_pipes():
+    """The prompt comes from one, text alone goes to the others: no style, no progress bar."""
+    call = [*GENERATE, "--prompt", "-", "--max-new-tokens", "3"]
+    done = subprocess.run(call, input=b"def \xc3\xa9(\n", capture_output=True, env=ENVIRONMENT)
+    assert done.returncode == 0 and done.stdout.startswith("def é(".encode()) and b"\x1b" not in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(b"prefill: 8 tokens, ")
+
+
+def test_a_terminal():
+    """It shows the prompt bold, and a bar while weights are loaded."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    call = [*GENERATE, "--prompt", "def f(", "--max-new-tokens", "2"]
+    with subprocess.Popen(call, stdout=theirs, stderr=theirs, env=ENVIRONMENT) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                part = os.read(ours, 4096)
+            except OSError:  # Linux's way to say that the other side is closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"Loading" in shown and b"\x1b[1mdef f(\x1b[0m" in shown and b"prefill: " in shown
+
+
+def test_a_reader_that_leaves_a_batch_or_events():
+    """It ends as a filter does, and says nothing."""
+    for options in (["--prompt", "a\nb", "--prompt", "c\nd"], ["--prompt", "a", "--json"]):
+        call = [*GENERATE, "--max-new-tokens", "200", *options]
+        process = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+        assert process.stdout.read(1) in b"[{"
+        process.stdout.close()
+        err = process.stderr.read()
+        assert (process.wait(timeout=60), err) == (141, b"")
+
+
+def test_events_are_ascii_whatever_the_encoding():
+    call = [*GENERATE, "--prompt", "-", "--max-new-tokens", "1", "--json"]
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(call, input="é".encode(), capture_output=True, env=environment)
+    completions = [event for event in map(json.loads, done.stdout.splitlines()) if event["event"] == "completion"]
+    assert done.returncode == 0 and [event["prompt"] for event in completions] == ["é"]
