@@ -1,4 +1,4 @@
-"""Imports go one way, and `import dsa` stays cheap."""
+"""Imports go one way, `import dsa` stays cheap, and code lies where the house has a place for it."""
 
 import ast
 import subprocess
@@ -50,6 +50,97 @@ def test_kernels_share_only_what_is_in_cute():
         for name in imports(path):
             family = name.removeprefix("dsa.kernels.").partition(".")[0]
             assert not name.startswith("dsa.kernels.") or family == path.parent.name, f"{path}: {name}"
+
+
+def cute_modules():
+    """(name, syntax tree) of the modules of device code in dsa.cute."""
+    for path in sorted((ROOT / "dsa" / "cute").glob("*.py")):
+        if path.stem not in {"__init__", "compile_cache", "object_file", "private_files", "sass", "tuning"}:
+            yield f"dsa.cute.{path.stem}", ast.parse(path.read_text())
+
+
+def imported_names(tree, package):
+    """{name here: module.name there} of what a module imports from modules of the package."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith(package)]
+    return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+
+
+def definitions(tree):
+    """{name: its node} of a module's functions, classes and constants."""
+    found = {}
+    for node in tree.body:
+        targets = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        if isinstance(node, ast.Assign):
+            targets = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+        found |= dict.fromkeys(targets, node)
+    return found
+
+
+def families_by_symbol():
+    """{symbol of dsa.cute: the families of kernels that use it, by themselves or by another symbol}."""
+    users, families, defined = {}, {}, set()
+    for module, tree in cute_modules():
+        own = definitions(tree)
+        known = imported_names(tree, "dsa.cute") | {name: f"{module}.{name}" for name in own}
+        for name, node in own.items():
+            families[known[name]] = set()
+            defined.add(known[name])
+            for used in {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} & known.keys() - {name}:
+                users.setdefault(known[used], set()).add(known[name])
+    for path in (ROOT / "dsa" / "kernels").glob("*/*.py"):
+        for symbol in imported_names(ast.parse(path.read_text()), "dsa.cute").values():
+            families.setdefault(symbol, set()).add(path.parent.name)
+    for _ in families:  # as often as a chain of symbols can be long
+        for symbol, of in families.items():
+            of.update(*(families[user] for user in users.get(symbol, ())))
+    return {symbol: of for symbol, of in families.items() if symbol in defined}
+
+
+# Symbols of dsa.cute that one family alone uses, and why they are there all the same.
+OF_ONE_FAMILY = {
+    "copies.arrive_when_gathered_too": "an instruction beside arrive_when_gathered, from which it has to be told",
+    "copies.gather_8": "an instruction beside gather_16",
+    "shared_memory.load_byte": "an instruction beside load_4",
+    "shared_memory.load_matrices_transposed": "an instruction beside load_matrices",
+    "shared_memory.store_transposed": "an instruction beside store_matrices",
+    "pipeline.state_at": "a state of a pipeline, whose form is its own",
+    "pipeline.state_at_of_two": "a state of a pipeline, whose form is its own",
+}
+
+
+def test_device_code_of_one_family_is_not_in_cute():
+    alone = {symbol.removeprefix("dsa.cute."): of for symbol, of in families_by_symbol().items() if len(of) < 2}
+    assert {name: of for name, of in alone.items() if name not in OF_ONE_FAMILY} == {}
+    assert OF_ONE_FAMILY.keys() <= alone.keys(), "exceptions that are none"
+
+
+MOST_LINES, FEWEST_LINES = 600, 30
+# Files of fewer lines, and why they are files. Packages and limits.py are what they are.
+SHORT = {
+    "dsa/cute/rounded.py": "an act of its own, of four families",
+    "dsa/cute/sm90.py": "the hardware's numbers, which are read everywhere",
+    "dsa/cute/wgmma.py": "an act of its own",
+    "dsa/ops/_aligned.py": "read by the bridges of every family, and by no reference",
+    "dsa/ops/_tma_rows.py": "read by the bridges whose kernels load by TMA",
+}
+
+
+def line_count(path):
+    return len(path.read_text().splitlines())
+
+
+def test_kernel_files_are_not_too_long():
+    long = {path.name: line_count(path) for path in (ROOT / "dsa" / "kernels").rglob("*.py")}
+    assert {name: lines for name, lines in long.items() if lines > MOST_LINES} == {}
+
+
+def test_files_are_not_too_short():
+    # A reference is as long as its formula.
+    paths = [path for path in (ROOT / "dsa").rglob("*.py") if path.name not in ("__init__.py", "limits.py")]
+    paths = [path for path in paths if ROOT / "dsa" / "reference" not in path.parents]
+    short = {str(path.relative_to(ROOT)): line_count(path) for path in paths if line_count(path) < FEWEST_LINES}
+    assert {name: lines for name, lines in short.items() if name not in SHORT} == {}
+    assert SHORT.keys() <= short.keys(), "exceptions that are none"
 
 
 def test_references_import_only_torch_and_the_standard_library():

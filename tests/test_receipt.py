@@ -8,7 +8,7 @@ import pytest
 from dsa import backends, source_digest
 from dsa_bench.e2e import document
 from dsa_bench.harness import case
-from tests.gpu import receipt, status_table
+from tests.gpu import receipt
 
 ARCH = "sm_90"
 
@@ -190,11 +190,6 @@ def test_what_ends_an_entry(copy, change, ends, keeps):
     copy(*change)
     after = {name: receipt.digest(name, ARCH) for name in before}
     assert {name for name in before if before[name] != after[name]} == set(ends)
-
-
-def test_status_tables_are_generated():
-    text = status_table.DOCUMENT.read_text()
-    assert status_table.inserted(text) == text, "run `python -m tests.gpu.status_table`"
 
 
 def test_tables_of_whole_passes_are_generated():

@@ -1,7 +1,7 @@
 """Index tensors with hostile contents: whatever they hold, an op reads and writes inside its tensors, and the rows that
 a wrong number does not concern have their right results.
 
-Each module of this package has ARGUMENTS, a list of `IndexArgument`: one for every index-like argument (cu_seqlens,
+The module of each family has ARGUMENTS, a list of `IndexArgument`: one for every index-like argument (cu_seqlens,
 block tables, indices, slots, lengths, lanes, starts, plans, row numbers) of every public op of its families.
 tests/ops/test_hostile_contents.py runs them on the references, tests/gpu/test_hostile_contents.py on the kernels, where
 compute-sanitizer watches.
@@ -118,6 +118,7 @@ def _same(name: str, got: torch.Tensor, right: torch.Tensor, exact: bool) -> Non
 
 
 def all_arguments() -> list[IndexArgument]:
-    from tests.hostile import attention, inputs
+    """Those of all families, whose modules import this one."""
+    from tests.hostile import cache, gemm, indexer, mla, moe, training
 
-    return [*attention.ARGUMENTS, *inputs.ARGUMENTS]
+    return [argument for family in (mla, training, indexer, moe, gemm, cache) for argument in family.ARGUMENTS]

@@ -1,4 +1,4 @@
-"""Calls of the lightning indexer: its inputs and cache, its scores, their selection, and its training."""
+"""Calls of the lightning indexer: its inputs, its scores and their selection."""
 
 from functools import partial
 
@@ -7,7 +7,11 @@ import torch
 from tests.valid_calls.description import BF16, F32, INT32, Maker, ValidCall, call, nothing
 
 CALLS: list[ValidCall] = []
+
+
 valid = partial(call, CALLS)
+
+
 E4M3 = torch.float8_e4m3fn
 
 
@@ -23,21 +27,6 @@ def _(new: Maker):
     norm = {"norm_weight": new.f32(128), "norm_bias": new.f32(128)}
     cache = {"cache": new.index_cache(3, 16, 128), "slots": new.ints([7, -1, 40])}
     return {"k": new.bf16(3, 128), **norm, **new.angles(3), **cache, **options}
-
-
-@valid("write_indexer_cache", nothing, written="cache", integers="slots")
-def _(new: Maker):
-    cache = {"cache": new.index_cache(3, 16, 32), "slots": new.ints([7, -1, 40], torch.int64)}
-    return {"k": new.e4m3(3, 32), "k_scale": new.positive(3), **cache}
-
-
-@valid(
-    "read_indexer_cache",
-    lambda a: [((len(a["slots"]), a["cache"].shape[3] - 4), E4M3), ((len(a["slots"]),), F32)],
-    integers="slots",
-)
-def _(new: Maker):
-    return {"cache": new.index_cache(3, 16, 32), "slots": new.ints([7, -1, 48, 40])}
 
 
 def _logits(a):
@@ -100,48 +89,3 @@ def _(new: Maker):
     part = {"starts": None, "lengths": new.ints([20, 3, 9])}
     paging = {"block_table": new.ints([[2, 0, 1], [3, -1, 5]]), "page_size": 8, "row_to_seq": new.ints([1, 0, 0])}
     return {"scores": new.f32(3, 20), "k": 4, **part, **paging, "sorted": False, "return_values": False}
-
-
-def _indexer(new: Maker, heads: int = 8):
-    return {"q_idx": new.bf16(5, heads, 64), "k_idx": new.bf16(7, 64), "w_idx": new.f32(5, heads)}
-
-
-def _packed(new: Maker):
-    bounds = {"cu_seqlens_q": new.ints([0, 3, 5]), "cu_seqlens_k": new.ints([0, 5, 7])}
-    return {**bounds, "max_seqlen_q": 3, "max_seqlen_k": 5}
-
-
-@valid("indexer_topk", lambda a: [((len(a["q_idx"]), 1, a["top_k"]), INT32)], integers="cu_seqlens_q cu_seqlens_k")
-def _(new: Maker):
-    return {**_indexer(new), "top_k": 3, **_packed(new), "causal": True}
-
-
-def _warmup(a):
-    (tokens, heads, _), work = a["q"].shape, torch.float64 if a["q"].dtype == torch.float64 else F32
-    kl = (tokens, heads) if a["target"] == "per_head" else (tokens,)
-    return [((tokens, heads, a["v"].shape[2]), a["q"].dtype), ((heads, tokens), work), (kl, work)]
-
-
-def _add_warmup(target: str) -> None:
-    @valid(f"indexer_warmup_attention {target}", _warmup, integers="cu_seqlens_q cu_seqlens_k")
-    def _(new: Maker):
-        attention = {"q": new.bf16(5, 8, 64), "k": new.bf16(7, 2, 64), "v": new.bf16(7, 2, 64)}
-        return {**attention, **_indexer(new), **_packed(new), "softmax_scale": 0.125, "causal": True, "target": target}
-
-
-for _target in ("sum", "per_head"):
-    _add_warmup(_target)
-
-
-@valid(
-    "sparse_indexer_loss",
-    lambda a: [((len(a["q"]),), torch.float64 if a["q"].dtype == torch.float64 else F32)],
-    integers="indices",
-)
-def _(new: Maker):
-    attention = {"q": new.bf16(5, 2, 512), "kv": new.bf16(7, 1, 512)}
-    picks = new.ints([[[0, 3, -1]], [[6, 6, 1]], [[7, -1, -1]], [[2, 0, 5]], [[4, 1, 3]]])
-    return {
-        **{**attention, **_indexer(new), "indices": picks, "softmax_scale": 0.04, "lse": new.f32(2, 5)},
-        "deterministic": False,
-    }

@@ -8,7 +8,11 @@ import dsa
 from tests.valid_calls.description import F32, INT32, Maker, ValidCall, call
 
 CALLS: list[ValidCall] = []
+
+
 valid = partial(call, CALLS)
+
+
 D_V = 512
 
 
@@ -33,17 +37,6 @@ def _(new: Maker):
     return {
         **{**tensors, "sm_scale": 0.04, "d_v": D_V, "attn_sink": new.f32(2), "topk_length": new.ints([4, 2, 0])},
     }
-
-
-def _trained(a):
-    (tokens, heads, _), work = a["q"].shape, torch.float64 if a["q"].dtype == torch.float64 else F32
-    return [((tokens, heads, a["d_v"]), a["q"].dtype), ((heads, tokens), work)]
-
-
-@valid("sparse_mla_attention", _trained, integers="indices")
-def _(new: Maker):
-    tensors = {"q": new.bf16(3, 2, 576), "kv": new.bf16(5, 1, 576), "indices": _picks(new)}
-    return {**tensors, "softmax_scale": 0.04, "d_v": D_V, "attn_sink": new.f32(2), "deterministic": None}
 
 
 NO_SELECTION = {

@@ -1,16 +1,15 @@
-"""Hostile contents for all ops but attention and training: scores, selection, caches, windows, experts, products.
+"""Index tensors of the indexer: ranges of keys, block tables, lengths and plans.
 
 Sizes that real kernels fix are theirs (channels, page sizes, heads); all others are as small as they can be.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 import dsa
-from tests.hostile import IndexArgument, Prepared, Results, caches
-from tests.hostile.places import BOTH, int32, own_row, places, randn, rows_but
+from tests.hostile import IndexArgument, Prepared, Results
+from tests.hostile.places import int32, own_row, places, randn, rows_but
 from tests.hostile.unconcerned import everything, nothing
 
 E4M3 = torch.float8_e4m3fn
@@ -117,89 +116,6 @@ def topk(device: str, argument: str, cols: int = 300, paged: bool = False, by_va
     return Prepared(run, named[argument], where)
 
 
-def window_keys(device: str, argument: str) -> Prepared:
-    bounds = [0, 3, 3, 9, 17, 30]
-    named = {"cu_seqlens_q": int32(bounds, device), "cu_seqlens_k": int32([2 * x for x in bounds], device)}
-
-    def run(given: torch.Tensor) -> Results:
-        return [dsa.window_indices(**(named | {argument: given}), total_q=30, window=40)]
-
-    def rest(i: int) -> Callable[[Results], Results]:
-        return rows_but(range(bounds[max(i - 1, 0)], bounds[min(i + 1, len(bounds) - 1)]))
-
-    where = {f"boundary {i}": (i, rest(i)) for i in range(len(bounds))}
-    return Prepared(run, named[argument], where)
-
-
-def window_places(device: str, argument: str) -> Prepared:
-    table = torch.randint(0, 1000, (5, 4), dtype=torch.int32).to(device)
-    named = {"block_table": table, "cache_seqlens": int32([3, 0, 64, 129, 250], device)}
-
-    def run(given: torch.Tensor) -> Results:
-        own = named | {argument: given}
-        found = [dsa.window_slots(**own, s_q=2, page_size=PAGE, window=40)]
-        if argument == "cache_seqlens":
-            found.append(dsa.window_slots(None, given, 2, PAGE, 40))
-        return found
-
-    return Prepared(run, named[argument], own_row(5, 1 if argument == "block_table" else None))
-
-
-# Experts and products
-
-
-def sorting(device: str, dtype: torch.dtype) -> Prepared:
-    experts = torch.randint(0, 4, (40,)).to(dtype).to(device)
-
-    def run(given: torch.Tensor) -> Results:
-        return dsa.sort_by_expert(given, 4)
-
-    def rest(i: int) -> Callable[[Results], Results]:
-        """Counts of the other experts, and the order within them."""
-        kept = experts.long() != experts[i]
-        others = [e for e in range(4) if e != int(experts[i])]
-
-        def of(results: Results) -> Results:
-            order, rows, ends = (x.long() for x in results)
-            begins = torch.nn.functional.pad(ends, (1, 0))[:-1]
-            return [
-                (ends - begins)[others],
-                (rows - begins[experts.long()])[kept],
-                order[rows[kept]],
-                order.sort().values,
-            ]
-
-        return of
-
-    return Prepared(run, experts, places(40, rest))
-
-
-def combining(device: str, dtype: torch.dtype) -> Prepared:
-    y = randn(20, 512, device=device, dtype=torch.bfloat16)
-    shared = randn(6, 512, device=device, dtype=torch.bfloat16)
-    rows, weights = torch.randint(0, 20, (6, 9)).to(dtype).to(device), torch.rand(6, 9).to(device)
-
-    def run(given: torch.Tensor) -> Results:
-        return [dsa.combine_experts(y, given, weights, shared), dsa.combine_experts(y, given, weights)]
-
-    return Prepared(run, rows, own_row(6, 8))
-
-
-def products(device: str) -> Prepared:
-    ends = [10, 70, 70, 90]
-    a = randn(90, 256, device=device).to(E4M3), torch.rand(90, 2).to(device)
-    b = randn(4, 136, 256, device=device).to(E4M3), torch.rand(4, 2, 2).to(device)
-
-    def run(given: torch.Tensor) -> Results:
-        return [dsa.grouped_fp8_gemm_nt(a, b, given)]
-
-    def rest(e: int) -> Callable[[Results], Results]:
-        begins = [0, *ends]
-        return rows_but(range(begins[e], begins[min(e + 2, len(ends))]))
-
-    return Prepared(run, int32(ends, device), {f"end {e}": (e, rest(e)) for e in range(4)})
-
-
 RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end")
 
 ARGUMENTS: list[IndexArgument] = [
@@ -227,10 +143,4 @@ ARGUMENTS: list[IndexArgument] = [
         IndexArgument("topk_indices", f"{x} paged", partial(topk, argument=x, paged=True))
         for x in ("starts", "lengths", "block_table", "row_to_seq")
     ),
-    *(IndexArgument("window_indices", x, partial(window_keys, argument=x)) for x in ("cu_seqlens_q", "cu_seqlens_k")),
-    *(IndexArgument("window_slots", x, partial(window_places, argument=x)) for x in ("block_table", "cache_seqlens")),
-    *(IndexArgument("sort_by_expert", f"experts {name}", partial(sorting, dtype=x)) for name, x in BOTH.items()),
-    *(IndexArgument("combine_experts", f"rows {name}", partial(combining, dtype=x)) for name, x in BOTH.items()),
-    IndexArgument("grouped_fp8_gemm_nt", "ends", products),
-    *caches.ARGUMENTS,
 ]

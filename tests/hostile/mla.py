@@ -1,9 +1,13 @@
 """Index tensors of attention: lists of keys, block tables, lengths, plans and packed sequences."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 import dsa
 from tests.hostile import IndexArgument, Prepared, Results, training
+from tests.hostile.places import int32, own_row, rows_but
 from tests.hostile.training import BF16, packed_places, starts
 from tests.hostile.unconcerned import everything, nothing, others, rows
 
@@ -183,6 +187,37 @@ def window_decode(device: str, name: str, ring: bool, fp8: bool) -> Prepared:
     return Prepared(run, given[name], first_of(given, name, batch, 0, 0))
 
 
+def window_keys(device: str, argument: str) -> Prepared:
+    bounds = [0, 3, 3, 9, 17, 30]
+    named = {"cu_seqlens_q": int32(bounds, device), "cu_seqlens_k": int32([2 * x for x in bounds], device)}
+
+    def run(given: torch.Tensor) -> Results:
+        return [dsa.window_indices(**(named | {argument: given}), total_q=30, window=40)]
+
+    def rest(i: int) -> Callable[[Results], Results]:
+        return rows_but(range(bounds[max(i - 1, 0)], bounds[min(i + 1, len(bounds) - 1)]))
+
+    where = {f"boundary {i}": (i, rest(i)) for i in range(len(bounds))}
+    return Prepared(run, named[argument], where)
+
+
+RING_PAGE = 64
+
+
+def window_places(device: str, argument: str) -> Prepared:
+    table = torch.randint(0, 1000, (5, 4), dtype=torch.int32).to(device)
+    named = {"block_table": table, "cache_seqlens": int32([3, 0, 64, 129, 250], device)}
+
+    def run(given: torch.Tensor) -> Results:
+        own = named | {argument: given}
+        found = [dsa.window_slots(**own, s_q=2, page_size=RING_PAGE, window=40)]
+        if argument == "cache_seqlens":
+            found.append(dsa.window_slots(None, given, 2, RING_PAGE, 40))
+        return found
+
+    return Prepared(run, named[argument], own_row(5, 1 if argument == "block_table" else None))
+
+
 def _of(op: str, argument: str, variant: str, prepare, *rest) -> IndexArgument:
     return IndexArgument(op, f"{argument} {variant}".strip(), lambda device: prepare(device, *rest))
 
@@ -231,5 +266,6 @@ ARGUMENTS: list[IndexArgument] = [
     ),
     _of("sliding_window_decode", "cache_seqlens", "ring", window_decode, "cache_seqlens", True, False),
     _of("sliding_window_decode", "block_table", "bytes", window_decode, "block_table", False, True),
-    *training.ARGUMENTS,
+    *(IndexArgument("window_indices", x, partial(window_keys, argument=x)) for x in ("cu_seqlens_q", "cu_seqlens_k")),
+    *(IndexArgument("window_slots", x, partial(window_places, argument=x)) for x in ("block_table", "cache_seqlens")),
 ]

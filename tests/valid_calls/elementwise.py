@@ -1,0 +1,43 @@
+"""Calls of norm, rotation and hyper connections."""
+
+from functools import partial
+
+from tests.valid_calls.description import F32, Maker, ValidCall, call, like
+
+CALLS: list[ValidCall] = []
+
+
+valid = partial(call, CALLS)
+
+
+@valid("rms_norm", like("x"))
+def _(new: Maker):
+    return {"x": new.bf16(3, 2, 16), "weight": new.f32(16), "eps": 1e-6}
+
+
+@valid("apply_rotary", like("x"))
+def _(new: Maker):
+    return {"x": new.bf16(3, 2, 80), **new.angles(3), "interleaved": True, "dims": "first", "out": None}
+
+
+@valid("apply_rotary into out", like("x"), written="out")
+def _(new: Maker):
+    return {"x": new.bf16(3, 80), **new.angles(3), "interleaved": False, "dims": "last", "out": new.bf16(3, 80)}
+
+
+@valid(
+    "hyper_collapse",
+    lambda a: [
+        (tuple(a["streams"][:, 0].shape), a["streams"].dtype),
+        (tuple(a["streams"].shape[:2]), F32),
+        ((*a["streams"].shape[:2], a["streams"].shape[1]), F32),
+    ],
+)
+def _(new: Maker):
+    tensors = {"streams": new.bf16(3, 4, 16), "mix": new.f32(3, 24), "base": new.f32(24), "scale": new.f32(3)}
+    return {**tensors, "iterations": 3, "eps": 1e-6, "hc_eps": 1e-6}
+
+
+@valid("hyper_expand", like("streams"))
+def _(new: Maker):
+    return {"y": new.bf16(3, 16), "streams": new.bf16(3, 4, 16), "post": new.f32(3, 4), "comb": new.f32(3, 4, 4)}

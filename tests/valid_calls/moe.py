@@ -1,0 +1,33 @@
+"""Calls of the gate, the order and the sum of experts."""
+
+from functools import partial
+
+import torch
+
+from tests.valid_calls.description import F32, INT32, Maker, ValidCall, call
+
+CALLS: list[ValidCall] = []
+
+
+valid = partial(call, CALLS)
+
+
+@valid("moe_gate", lambda a: [((len(a["logits"]), a["top_k"]), x) for x in (torch.int64, F32)])
+def _(new: Maker):
+    groups = {"n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
+    return {"logits": new.f32(3, 16), "bias": new.f32(16), "top_k": 3, "scores": "sigmoid", **groups}
+
+
+@valid(
+    "sort_by_expert",
+    lambda a: [((a["experts"].numel(),), INT32), (tuple(a["experts"].shape), INT32), ((a["count"],), INT32)],
+    integers="experts",
+)
+def _(new: Maker):
+    return {"experts": new.ints([[2, 0], [7, 2], [0, -1]]), "count": 4}
+
+
+@valid("combine_experts", lambda a: [((len(a["rows"]), a["y"].shape[1]), a["y"].dtype)], integers="rows")
+def _(new: Maker):
+    rows = new.ints([[0, 3], [5, -1], [2, 2]])
+    return {"y": new.bf16(6, 16), "rows": rows, "weights": new.f32(3, 2), "shared": new.bf16(3, 16)}
