@@ -3,30 +3,32 @@ out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_sc
 e the matrix of row m.
 
 Plan
-- Rows lie one matrix's after another's; `ends` says on the device where each one's end, so no row is padded and no
-  host reads a length. A tile has rows of one matrix only; it loads what lies beyond them and does not store it.
-- A math warpgroup owns 64 rows of a tile. Per block of 128 channels: four wgmma into fresh accumulators, whose products
-  are scaled and added in fp32 while another warpgroup has the tensor cores. The tensor cores' own sum keeps about 14
-  bits: 128 channels are what may be left to it.
-- Many rows get tiles of 128 x 256, a warpgroup's columns in two parts, as each of its wgmma reads the 64 rows again and
-  shared memory is what they wait for. Few rows get narrow tiles: enough of them to keep all SMs loading weights. A
-  sum's order is the same in all.
-- Scales are loaded four blocks at a time: a row's lie in a line of their own, and each line that a warp touches costs
-  a clock of the L1 cache, which is the shared memory that wgmma reads from. One block at a time they would be a sixth
-  of its time.
-- One warp loads by TMA through a ring of stages that runs over tile after tile.
-- 16-bit results go through shared memory, a warp's 16 rows at a time, to be stored 128 bytes in a row.
-- Persistent CTAs walk the tiles, those of a matrix together and its tiles of rows innermost: a tile of weights comes
-  from memory once. Which matrix a tile belongs to is found by a warp that compares 32 prefix sums at a time.
-Shared memory: STAGES x (64 GROUPS + COLUMNS) x 128 bytes, 2 KiB a math warp for results, prefix sums, barriers.
-Registers: COLUMNS / 2 sums and 32 or 64 accumulators a math thread, of 240; 24 for the others.
+- Rows lie one matrix's after another's. `ends` says on the device where each one's end, so no row is padded and no host
+  reads a length. A work tile has rows of one matrix only; it loads what lies beyond them and does not store it.
+- Warp roles: one warp is the producer, which loads a and b by TMA. A consumer warpgroup owns 64 rows of a work tile.
+- Pipeline: a ring of STAGES stages, each a block of 128 channels of a and of b, that runs on over work tile after work
+  tile.
+- Mainloop: per block of 128 channels four wgmma into fresh accumulators, whose products are scaled and added in fp32
+  while another warpgroup has the tensor cores. The tensor cores' own sum keeps about 14 bits: 128 channels are what may
+  be left to it.
+- Many rows get work tiles of 128 x 256. A warpgroup's columns are then in two parts, as each of its wgmma reads the 64
+  rows again and shared memory is what they wait for. Few rows get narrow work tiles: enough of them to keep all SMs
+  loading weights. The order of a sum is the same in all.
+- Scales are loaded four blocks at a time. A row's scales lie in a line of their own, and each line that a warp touches
+  costs a clock of the L1 cache, which is the shared memory that wgmma reads from. One block at a time they would be a
+  sixth of its time.
+- Epilogue: 16-bit results go through shared memory, a warp's 16 rows at a time, to be stored 128 bytes in a row.
+- Scheduler: static persistent. The work tiles of a matrix come together, and its tiles of rows innermost: a tile of
+  weights comes from memory once. A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
+Shared memory: barriers, prefix sums, 2 KiB a consumer warp for results, STAGES x (64 GROUPS + COLUMNS) x 128 bytes.
+Registers: COLUMNS / 2 sums and 32 or 64 accumulators a consumer thread, of 240; 24 for the others.
 Roofline: for many rows a matrix shared memory, 128 bytes a clock: 1152 clocks a block of 128 x 256, of which wgmma has
 1024; for few rows memory: b once.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -51,12 +53,21 @@ WIDTH = 128  # columns that a warpgroup multiplies at a time
 SCALES = 4  # blocks whose scales a thread loads at a time
 # Results of a warp on their way out: rows, and columns of 2 bytes.
 OUT_ROWS, OUT_COLUMNS = 16, 64
-REGISTERS = 240, 24
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+
+
+class WorkTileInfo(NamedTuple):
+    """matrix: its number; row, column: the first of the work tile; end: of the matrix's rows."""
+
+    matrix: Int32
+    row: Int32
+    end: Int32
+    column: Int32
 
 
 @dataclass(frozen=True)
 class Fp8GemmConfig:
-    """groups: math warpgroups, of 64 rows each; columns: of a tile; stages: blocks of 128 channels in flight."""
+    """groups: consumer warpgroups, of 64 rows each; columns: of a tile; stages: blocks of 128 channels in flight."""
 
     groups: int
     columns: int
@@ -85,7 +96,7 @@ class Fp8GemmSm90:
     def __init__(self, out_dtype: type[cutlass.Numeric], cfg: Fp8GemmConfig):
         self.out_dtype = out_dtype
         self.rows, self.columns, self.stages = 64 * cfg.groups, cfg.columns, cfg.stages
-        self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
+        self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
         self.together, self.width = cfg.together, min(WIDTH, cfg.columns)
         self.parts = cfg.columns // self.width
 
@@ -113,7 +124,7 @@ class Fp8GemmSm90:
             sums: cute.struct.MemRange[Int32, 32]
             # Tiles of rows before each matrix; behind the last one those of all.
             tiles: cute.struct.MemRange[Int32, MAX_MATRICES + 32]
-            out: cute.struct.Align[cute.struct.MemRange[Int32, self.math_warps * OUT_ROWS * OUT_COLUMNS // 2], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[Int32, self.consumer_warps * OUT_ROWS * OUT_COLUMNS // 2], 1024]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
 
@@ -146,26 +157,26 @@ class Fp8GemmSm90:
         tiles = storage.tiles.get_tensor(cute.make_layout(MAX_MATRICES + 32))
         sums = storage.sums.get_tensor(cute.make_layout(32))
 
-        if warp == self.math_warps:
+        if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(a_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
         if tid == 0:
-            pipeline.init(consumers=self.math_warps)
+            pipeline.init(consumers=self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         if tid < 32:
             sums[tid] = 0
         cute.arch.sync_threads()
         total = self.count_tiles(ends, *out.shape, tiles, sums, tid, lane, warp)
 
-        if warp >= self.math_warps:
-            cute.arch.setmaxregister_decrease(REGISTERS[1])
-            if warp == self.math_warps:
+        if warp >= self.consumer_warps:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == self.consumer_warps:
                 blocks = a_scale.shape[1]
-                self.produce(a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline, lane)
+                self.load(a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline, lane)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[0])
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
-            self.math(a_scale, b_scale, ends, out, tiles, total, sa, sb, pipeline, staged, tid, warp, lane)
+            self.consume(a_scale, b_scale, ends, out, tiles, total, sa, sb, pipeline, staged, tid, warp, lane)
 
     @cute.jit
     def count_tiles(self, ends, rows, columns, tiles, sums, tid, lane, warp):
@@ -204,8 +215,8 @@ class Fp8GemmSm90:
         return begin, end
 
     @cute.jit
-    def place(self, index, e, ends, out, tiles, lane):
-        """Of tile `index`: its matrix, not before e; first row, end of the matrix's rows, and first column."""
+    def work_tile(self, index, e, ends, out, tiles, lane) -> WorkTileInfo:
+        """Work tile `index`, whose matrix is not before e."""
         across = cute.ceil_div(out.shape[1], self.columns)
         steps = Int32(32)
         while steps == 32:
@@ -215,16 +226,17 @@ class Fp8GemmSm90:
         begin, end = self.bounds(ends, e, out.shape[0])
         down = cute.ceil_div(end - begin, self.rows)
         local = index - tiles[e] * across
-        return e, begin + local % down * self.rows, end, local // down * self.columns
+        return WorkTileInfo(e, begin + local % down * self.rows, end, local // down * self.columns)
 
     @cute.jit
-    def produce(self, a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline, lane):
+    def load(self, a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline: Pipeline, lane):
+        """The producer."""
         one = cute.make_layout(1)
         scheduler = static_persistent_scheduler()
         state, e = start(), Int32(0)
         across = cute.ceil_div(out.shape[1], self.columns)
         for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
-            e, row, _, column = self.place(index, e, ends, out, tiles, lane)
+            e, row, _, column = self.work_tile(index, e, ends, out, tiles, lane)
             ga = cute.local_tile(cute.domain_offset((row, 0), ma), (self.rows, GROUP), (0, None))
             gb = cute.local_tile(
                 cute.domain_offset((e * out.shape[1] + column, 0), mb), (self.columns, GROUP), (0, None)
@@ -243,7 +255,8 @@ class Fp8GemmSm90:
                 state = pipeline.advance(state)
 
     @cute.jit
-    def math(self, a_scale, b_scale, ends, out, tiles, total, sa, sb, pipeline, staged, tid, warp, lane):
+    def consume(self, a_scale, b_scale, ends, out, tiles, total, sa, sb, pipeline: Pipeline, staged, tid, warp, lane):
+        """A consumer warpgroup."""
         major = cute.nvgpu.OperandMajorMode.K
         mma = sm90.make_trivial_tiled_mma(
             *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.rows // 64, 1, 1), (64, self.width))
@@ -260,29 +273,29 @@ class Fp8GemmSm90:
         state, e = start(), Int32(0)
         across = cute.ceil_div(out.shape[1], self.columns)
         for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
-            e, row, end, column = self.place(index, e, ends, out, tiles, lane)
+            e, row, end, column = self.work_tile(index, e, ends, out, tiles, lane)
             sums.fill(0.0)
             # What lies beyond the rows has no scale and is not stored.
             of_rows = [a_scale[cutlass.min(row + own_row + 8 * half, end - 1), None] for half in range(2)]
             last = b_scale.shape[1] - 1
             of_parts = [b_scale[e, cutlass.min(column // GROUP + part, last), None] for part in range(self.parts)]
             of = (*of_rows, *of_parts)
-            state = self.sum_blocks(mma, acc, ra, rb, sums, of, pipeline, state)
+            state = self.mainloop(mma, acc, ra, rb, sums, of, pipeline, state)
             if cutlass.const_expr(self.out_dtype.width == 16):
                 self.store_rows(sums, out, row + warp * 16, end, column, staged, lane)
             else:
                 self.store_pairs(sums, out, row + own_row, end, column + lane % 4 * 2)
 
     @cute.jit
-    def sum_blocks(self, mma, acc, ra, rb, sums, of, pipeline: Pipeline, state: PipelineState) -> PipelineState:
-        """Add up a tile's blocks. of: the scales of the rows `row` and `row` + 8 of this thread, and of the columns."""
+    def mainloop(self, mma, acc, ra, rb, sums, of, pipeline: Pipeline, state: PipelineState) -> PipelineState:
+        """Add up a work tile's blocks. of: the scales of the rows `row` and `row` + 8 of this thread, and of the columns."""
         groups = of[0].shape[0] // SCALES
         scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in of]
         self.load_scales(scales, of, 0)
         # The next blocks' are on their way while these are multiplied: all of them, if there are registers for both.
         load_at = 0 if self.parts == 1 else SCALES - self.together
         for group in cutlass.range(groups, unroll=1):
-            held = [[x[i] for x in scales] for i in range(SCALES)]
+            scales_rmem = [[x[i] for x in scales] for i in range(SCALES)]
             for first in cutlass.range_constexpr(0, SCALES, self.together):
                 states = []
                 for i in cutlass.range_constexpr(self.together):
@@ -299,7 +312,7 @@ class Fp8GemmSm90:
                         cute.nvgpu.warpgroup.wait_group(self.together - 1 - i)
                         if cutlass.const_expr(part == self.parts - 1):
                             pipeline.consumer_release(states[i])
-                        of_rows = [held[first + i][half] * held[first + i][2 + part] for half in range(2)]
+                        of_rows = [scales_rmem[first + i][half] * scales_rmem[first + i][2 + part] for half in range(2)]
                         add_scaled(sums, part * self.width // 2, acc[i], *of_rows)
         return state
 

@@ -1,27 +1,30 @@
 """Lightning-indexer scores over contiguous keys: out[t, s] = kscale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]).
 
 Plan
-- One wgmma tile has 64 keys as rows and N columns, the heads of N / H queries: a thread's
-  accumulators of one key row are heads of the same queries, so the sum over heads is fused multiply-adds in registers
-  and a transposing shuffle over the quad that leaves every lane with a query of its own.
-- The math warpgroups (two of N = 256 for 64 heads, three of N = 128 for fewer) take the key tiles in turns. A tile's
-  last steps (quad reduction, scale, mask, store) and the wait for the next keys run under the next tile's wgmma: only
-  the sums over heads stand between two of them. Passing the tensor cores on by barriers gained nothing: wgmma and the
-  sums compete for the register file (docs/kernel-notes.md).
-- One warp loads by TMA: queries double-buffered, keys through a ring of 64-key stages for each warpgroup.
-  Its three neighbours write the -inf of the columns that no query of the block sees (clean_logits), so they cost
-  no pass of their own.
-- Persistent CTAs; a unit of work is a block of queries by a chunk of keys. Tiles outside the union of the block's
-  ranges are skipped; within a tile the ranges of each query decide. All range arithmetic is signed.
-Shared memory: 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys, barriers (at most 197 KiB).
-Registers: N / 2 accumulators and N / 4 weights a math thread, of 232 (two warpgroups) or 160; 40 or 32 for the others.
+- One wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread's accumulators of one key row
+  are heads of the same queries, so the sum over heads is fused multiply-adds in registers and a transposing shuffle
+  over the quad, which leaves every lane with a query of its own.
+- Warp roles: the consumer warpgroups (two of N = 256 for 64 heads, three of N = 128 for fewer) multiply; of the last
+  warpgroup one warp is the producer, and its three neighbours write the -inf of the columns that no query of the block
+  sees (clean_logits), so that they cost no pass of their own.
+- Pipelines: the producer loads by TMA, queries into a ring of two stages and keys into a ring of STAGES stages of 64
+  keys for each consumer warpgroup. The consumer warpgroups take the key tiles in turns.
+- Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run under the next
+  tile's wgmma: only the sums over heads stand between two of them. Ordering the consumer warpgroups by named barriers
+  (ping-pong) gained nothing: wgmma and the sums compete for the register file (docs/kernel-notes.md).
+- Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles outside the union of the
+  block's ranges are skipped; within a tile the ranges of each query decide. All range arithmetic is signed.
+Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys (at most 197 KiB).
+Registers: N / 2 accumulators and N / 4 weights a consumer thread, of 232 (two warpgroups) or 160; 40 or 32 for the
+others.
 Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instruction beside it (two an accumulator:
 x + |x|, multiply-add) adds its issue clock, so about 830. Keys come from L2, 8 KB a tile.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -30,22 +33,47 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.reductions import quad_transpose
-from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARPGROUP
+from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.tuning import choices, tuned
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
 
 FILL_THREADS = 96
-NEVER = 2**30
+Q_STAGES = 2
+NO_KEY = 2**30
+
+
+class ProducerWarp(IntEnum):
+    """Of the last warpgroup: the producer; from FILL on the warps that write -inf."""
+
+    LOAD = 0
+    FILL = 1
+
+
+class Pipelines(NamedTuple):
+    """q: blocks of queries; k: key tiles of all consumer warpgroups' rings, of which `k.ring` gives one."""
+
+    q: Pipeline
+    k: Pipeline
+
+
+class WorkTileInfo(NamedTuple):
+    """block: of queries; first, end: key tiles of its chunk that one of its queries sees; chunk: the chunk's first."""
+
+    block: Int32
+    first: Int32
+    end: Int32
+    chunk: Int32
 
 
 @dataclass(frozen=True)
 class MqaLogitsConfig:
-    """columns: N; stages: key tiles in flight for each warpgroup; groups: math warpgroups."""
+    """columns: N; stages: key tiles in flight for each warpgroup; groups: consumer warpgroups."""
 
     columns: int = choices(128, 256)
     stages: int = choices(2, 3, 4, 5, 6, 8)
@@ -57,7 +85,7 @@ class MqaLogitsConfig:
 
     def fits(self, heads: int) -> bool:
         """Whether the hardware takes it: registers, shared memory for 128 channels, four queries a block at least."""
-        shared = (2 * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
+        shared = (Q_STAGES * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
         return registers_fit(self.columns, self.groups) and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
 
 
@@ -75,8 +103,8 @@ class Fp8MqaLogitsSm90:
         self.clean, self.compressed = clean, compressed
         self.n, self.group_stages, self.groups = cfg.columns, cfg.stages, cfg.groups
         self.stages = cfg.groups * cfg.stages
-        self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
-        self.math_registers, self.other_registers = REGISTERS[cfg.groups]
+        self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
+        self.consumer_registers, self.producer_registers = REGISTERS[cfg.groups]
         self.block_q = cfg.columns // heads
         self.lane_q = self.block_q // 4  # queries that a lane stores: every fourth
 
@@ -96,14 +124,14 @@ class Fp8MqaLogitsSm90:
         stream,
     ):
         k_layout = key_layout(TILE, self.n, self.dim, self.stages)
-        q_layout = query_layout(self.n, self.dim, 2)
+        q_layout = query_layout(self.n, self.dim, Q_STAGES)
         k_atom, k_tma = tile_load(k, k_layout, (TILE, self.dim))
         q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
 
         @cute.struct
         class Storage:
             k_pipeline: pipeline_storage(self.stages)
-            q_pipeline: pipeline_storage(2)
+            q_pipeline: pipeline_storage(Q_STAGES)
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
 
@@ -147,68 +175,55 @@ class Fp8MqaLogitsSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
-        k_pipeline = Pipeline.of(storage.k_pipeline, self.stages)
-        q_pipeline = Pipeline.of(storage.q_pipeline, 2)
+        pipelines = Pipelines(
+            k=Pipeline.of(storage.k_pipeline, self.stages), q=Pipeline.of(storage.q_pipeline, Q_STAGES)
+        )
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
 
-        if warp == self.math_warps:
+        if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
-            k_pipeline.init(consumers=4)
-            q_pipeline.init(consumers=self.math_warps)
+            pipelines.k.init(consumers=WARPGROUP // WARP)
+            pipelines.q.init(consumers=self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if warp >= self.math_warps:
-            cute.arch.setmaxregister_decrease(self.other_registers)
-            if warp == self.math_warps:
-                self.produce(q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_pipeline, q_pipeline, lane)
+        if warp >= self.consumer_warps:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp == self.consumer_warps + ProducerWarp.LOAD:
+                self.load(q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, pipelines, lane)
             elif const_expr(self.clean):
-                self.fill(k_scale, starts, ends, out, fill_columns, chunk, tid - (self.math_warps + 1) * 32, lane)
+                thread = tid - (self.consumer_warps + ProducerWarp.FILL) * WARP
+                self.fill(k_scale, starts, ends, out, fill_columns, chunk, thread, lane)
         else:
-            cute.arch.setmaxregister_increase(self.math_registers)
-            self.math(
-                k_scale,
-                weights,
-                starts,
-                ends,
-                out,
-                chunk,
-                mma,
-                sq,
-                sk,
-                k_pipeline,
-                q_pipeline,
-                tid,
-                warp,
-                lane,
-            )
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.consume(k_scale, weights, starts, ends, out, chunk, mma, sq, sk, pipelines, tid, warp, lane)
 
     @cute.jit
-    def unit(self, index, keys, chunk, out, starts, ends, lane):
-        """Unit `index`: its block of queries, first tile, end tile, and the first tile of its chunk. Later queries come
-        first: in a causal batch they have the longest ranges. A chunk's blocks come together: were a block's chunks
-        neighbours, an even number of CTAs would give each CTA the same chunk of every block."""
+    def work_tile(self, index, keys, chunk, out, starts, ends, lane) -> WorkTileInfo:
+        """Work tile `index`. Later queries come first: in a causal batch they have the longest ranges. A chunk's blocks
+        come together: were a block's chunks neighbours, an even number of CTAs would give each CTA the same chunk of
+        every block."""
         queries = out.shape[0]
         blocks = cute.ceil_div(queries, self.block_q)
         block = blocks - 1 - index % blocks
         first_tile = (index // blocks) * chunk
-        low, high = Int32(NEVER), Int32(0)
+        low, high = Int32(NO_KEY), Int32(0)
         t = block * self.block_q + lane
         if lane < self.block_q and t < queries:
-            start, length = self.seen(starts, ends, t, keys)
+            start, length = self.key_range(starts, ends, t, keys)
             if length > 0:
                 low, high = start, start + length
         low = cute.arch.warp_redux_sync(low, "min")
         high = cute.arch.warp_redux_sync(high, "max")
         first = cutlass.max(low // TILE, first_tile)
         last = cutlass.min(cute.ceil_div(high, TILE), first_tile + chunk)
-        return block, first, cutlass.max(last, first), first_tile
+        return WorkTileInfo(block, first, cutlass.max(last, first), first_tile)
 
     @cute.jit
-    def seen(self, starts, ends, t, keys):
+    def key_range(self, starts, ends, t, keys):
         """(the first key that query t sees, how many keys), inside the keys whatever the ranges say. Both ends are
         clipped before they are subtracted: the difference of any two int32 may be none."""
         start = cutlass.min(cutlass.max(starts[t], 0), keys)
@@ -220,7 +235,8 @@ class Fp8MqaLogitsSm90:
         return cute.ceil_div(out.shape[0], self.block_q) * cute.ceil_div(keys, chunk * TILE)
 
     @cute.jit
-    def produce(self, q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, k_pipeline, q_pipeline, lane):
+    def load(self, q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, pipelines: Pipelines, lane):
+        """The producer."""
         gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
         gk = cute.local_tile(mk, (TILE, self.dim), (None, 0))
         one = cute.make_layout(1)
@@ -234,14 +250,14 @@ class Fp8MqaLogitsSm90:
         scheduler = static_persistent_scheduler()
         q_state, k_state, group = start(), start(), Int32(0)
         for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, out), scheduler.step, unroll=1):
-            block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
+            block, first, last, _ = self.work_tile(index, keys, chunk, out, starts, ends, lane)
             if first < last:
-                q_pipeline.producer_acquire(q_state, self.n * self.dim)
-                q_full = q_pipeline.producer_barrier(q_state)
+                pipelines.q.producer_acquire(q_state, self.n * self.dim)
+                q_full = pipelines.q.producer_barrier(q_state)
                 cute.copy(q_atom, tqg[None, block], tqs[None, q_state.stage], tma_bar_ptr=q_full)
-                q_state = q_pipeline.advance(q_state)
+                q_state = pipelines.q.advance(q_state)
                 for tile in cutlass.range(first, last, unroll=1):
-                    ring = k_pipeline.ring(group, self.group_stages)
+                    ring = pipelines.k.ring(group, self.group_stages)
                     ring.producer_acquire(k_state, TILE * self.dim)
                     k_full = ring.producer_barrier(k_state)
                     cute.copy(k_atom, tkg[None, tile], tks[None, ring.index(k_state)], tma_bar_ptr=k_full)
@@ -252,14 +268,14 @@ class Fp8MqaLogitsSm90:
 
     @cute.jit
     def fill(self, k_scale, starts, ends, out, fill_columns, chunk, thread, lane):
-        """-inf in the columns [0, fill_columns) that the math warps do not write."""
+        """-inf in the columns [0, fill_columns) that the consumer warps do not write."""
         keys = k_scale.shape[0]
         scheduler = static_persistent_scheduler()
         width = 128 // self.out_dtype.width
         minus = cute.make_rmem_tensor((width,), self.out_dtype)
         minus.fill(-float("inf"))
         for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, out), scheduler.step, unroll=1):
-            block, first, last, chunk_tile = self.unit(index, keys, chunk, out, starts, ends, lane)
+            block, first, last, chunk_tile = self.work_tile(index, keys, chunk, out, starts, ends, lane)
             low = chunk_tile * TILE
             high = cutlass.min((chunk_tile + chunk) * TILE, fill_columns)
             if (chunk_tile + chunk) * TILE >= keys:
@@ -269,7 +285,7 @@ class Fp8MqaLogitsSm90:
                 if t < out.shape[0]:
                     if const_expr(self.compressed):
                         # Column j of row t is key starts[t] + j: everything from the row's length on is -inf.
-                        _, length = self.seen(starts, ends, t, keys)
+                        _, length = self.key_range(starts, ends, t, keys)
                         for c in cutlass.range(cutlass.max(low, length) + thread, high, FILL_THREADS, unroll=1):
                             out[t, c] = minus[0]
                     else:
@@ -279,7 +295,8 @@ class Fp8MqaLogitsSm90:
                                 cute.autovec_copy(minus, row[None, c])
 
     @cute.jit
-    def math(self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, k_pipeline, q_pipeline, tid, warp, lane):
+    def consume(self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, pipelines: Pipelines, tid, warp, lane):
+        """A consumer warpgroup."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
@@ -293,70 +310,72 @@ class Fp8MqaLogitsSm90:
         quad = lane % 4
         row_key = (warp % 4) * 16 + lane // 4
         scheduler = static_persistent_scheduler()
-        ring = k_pipeline.ring(warp // 4, self.group_stages)
+        ring = pipelines.k.ring(warp // 4, self.group_stages)
         q_state, k_state = start(), start()
-        # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
-        mine = warp // 4
+        # This warpgroup's next key tile, counted from the work tile's first. Tiles go to the warpgroups in turns over
+        # the whole life of the CTA: none has two more than another.
+        tile = warp // 4
 
-        lows = cute.make_rmem_tensor((self.lane_q,), Int32)
-        spans = cute.make_rmem_tensor((self.lane_q,), Int32)
+        first_keys = cute.make_rmem_tensor((self.lane_q,), Int32)
+        key_counts = cute.make_rmem_tensor((self.lane_q,), Int32)
         for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, out), scheduler.step, unroll=1):
-            block, first, last, _ = self.unit(index, keys, chunk, out, starts, ends, lane)
+            block, first, last, _ = self.work_tile(index, keys, chunk, out, starts, ends, lane)
             if first < last:
                 for i in cutlass.range_constexpr(self.lane_q):
                     t = block * self.block_q + quad + 4 * i
-                    # A span below 0 marks a query past the end, which has no row.
-                    lows[i], spans[i] = Int32(0), Int32(-1)
+                    # A count below 0 marks a query past the end, which has no row.
+                    first_keys[i], key_counts[i] = Int32(0), Int32(-1)
                     if t < queries:
-                        lows[i], spans[i] = self.seen(starts, ends, t, keys)
+                        first_keys[i], key_counts[i] = self.key_range(starts, ends, t, keys)
                         if const_expr(self.compressed):
-                            spans[i] = cutlass.min(spans[i], out.shape[1])
+                            key_counts[i] = cutlass.min(key_counts[i], out.shape[1])
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
                 for j in cutlass.range_constexpr(self.n // 8):
                     t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
                     for c in cutlass.range_constexpr(2):
                         w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
-                q_pipeline.consumer_wait(q_state)
-                mine += first
-                # No tile is unfinished yet: a key beyond every span.
-                key = Int32(NEVER)
-                if mine < last:
+                pipelines.q.consumer_wait(q_state)
+                tile += first
+                # No tile is without its epilogue yet: a key beyond every range.
+                key = Int32(NO_KEY)
+                if tile < last:
                     ring.consumer_wait(k_state)
-                while mine < last:
+                while tile < last:
                     done = k_state
                     multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
-                    # While it runs: the rest of the last tile, this one's scales, and the next one's keys.
-                    self.finish(sums, scales, lows, spans, rows, key, quad)
-                    key = mine * TILE + row_key
+                    # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
+                    self.epilogue(sums, scales, first_keys, key_counts, rows, key, quad)
+                    key = tile * TILE + row_key
                     for half in cutlass.range_constexpr(2):
                         scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
                     k_state = ring.advance(k_state)
-                    mine += self.groups
-                    if mine < last:
+                    tile += self.groups
+                    if tile < last:
                         ring.consumer_wait(k_state)
                     cute.nvgpu.warpgroup.wait_group(0)
                     ring.consumer_release(done)
                     for t in cutlass.range_constexpr(self.block_q):
                         sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
-                self.finish(sums, scales, lows, spans, rows, key, quad)
-                mine -= last
-                q_pipeline.consumer_release(q_state)
-                q_state = q_pipeline.advance(q_state)
+                self.epilogue(sums, scales, first_keys, key_counts, rows, key, quad)
+                tile -= last
+                pipelines.q.consumer_release(q_state)
+                q_state = pipelines.q.advance(q_state)
 
     @cute.jit
-    def finish(self, sums, scales, lows, spans, rows, key, quad):
+    def epilogue(self, sums, scales, first_keys, key_counts, rows, key, quad):
         """Add up the quads' sums over heads, give each lane its queries, scale, mask, store `key` and `key` + 8."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_q):
             for half in cutlass.range_constexpr(2):
                 value = quad_transpose(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
-                self.store(value * scales[half], lows[i], spans[i], rows[i], key + 8 * half)
+                self.store(value * scales[half], first_keys[i], key_counts[i], rows[i], key + 8 * half)
 
     @cute.jit
-    def store(self, value, low, span, row, key):
-        """Write the score of `key`, -inf outside the query's range; a span below 0 has no row, a key NEVER no tile."""
-        column = key - low
-        inside = Uint32(column) < Uint32(cutlass.max(span, 0))
+    def store(self, value, first_key, key_count, row, key):
+        """Write the score of `key`, -inf outside the query's range. A key_count below 0: there is no row; a key of
+        NO_KEY: there is no tile."""
+        column = key - first_key
+        inside = Uint32(column) < Uint32(cutlass.max(key_count, 0))
         if const_expr(self.compressed):
             if inside:
                 row[column] = value.to(self.out_dtype)
@@ -364,7 +383,7 @@ class Fp8MqaLogitsSm90:
             result = value
             if not inside:
                 result = -Float32(float("inf"))
-            if span >= 0 and key < NEVER:
+            if key_count >= 0 and key < NO_KEY:
                 row[key] = result.to(self.out_dtype)
 
 
@@ -377,19 +396,14 @@ def compile_fp8_mqa_logits(
     64 * ceil(Skv / 64) columns unless compressed."""
     queries, keys, columns = cute.sym_int(), cute.sym_int(), cute.sym_int()
     out_type = cute_dtype(out_dtype)
-
-    def fake(dtype, shape, stride, align):
-        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
-
-    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1), 16)
-    k = fake(Float8E4M3FN, (keys, dim), (cute.sym_int64(divisibility=16), 1), 16)
+    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
+    k = fake(Float8E4M3FN, (keys, dim), (*strides(1, 16), 1))
     k_scale = fake(Float32, (keys,), (1,), 4)
-    weights = fake(Float32, (queries, heads), (cute.sym_int64(), 1), 4)
+    weights = fake(Float32, (queries, heads), (*strides(1), 1), 4)
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
-    out = fake(out_type, (queries, columns), (cute.sym_int64(divisibility=128 // out_type.width), 1), 16)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    out = fake(out_type, (queries, columns), (*strides(1, 128 // out_type.width), 1))
     kernel = Fp8MqaLogitsSm90(heads, dim, out_type, clean, compressed, config)
-    return compile_sm90(kernel, q, k, k_scale, weights, starts, ends, out, Int32(0), Int32(1), Int32(1), stream)
+    return compile_sm90(kernel, q, k, k_scale, weights, starts, ends, out, Int32(0), Int32(1), Int32(1), fake_stream())
 
 
 def choose_config(heads: int, dim: int) -> MqaLogitsConfig:
@@ -399,8 +413,8 @@ def choose_config(heads: int, dim: int) -> MqaLogitsConfig:
 
 
 def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, int]:
-    """Key tiles in a unit of work, and the number of units: all tiles of a block of queries where these blocks fill
-    the GPU twice, else less."""
+    """Key tiles of a work tile, and the number of work tiles: all key tiles of a block of queries where these blocks
+    fill the GPU twice, else less."""
     blocks = -(-queries // block_q)
     tiles = -(-keys // TILE)
     chunks = min(max(1, 2 * sms // blocks), max(1, tiles // 8))
@@ -412,9 +426,9 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_fp8_mqa_logits, (heads, dim, dtype, clean, compressed, choose_config(heads, dim)))
-        for heads in (8, 16, 32, 64)
-        for dim in (32, 64, 128)
-        for dtype in ("float32", "bfloat16")
+        for heads in HEADS
+        for dim in HEAD_DIMS
+        for dtype in LOGITS_DTYPES
         for clean in (True, False)
         for compressed in (True, False)
     ]

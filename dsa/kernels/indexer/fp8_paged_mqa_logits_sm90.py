@@ -5,23 +5,27 @@ out[b n + i, s] = kscale[b, s] * sum_h w[b n + i, h] * relu(q[b, i, h] . k[b, s]
 Plan
 - A wgmma tile has 64 keys as rows and the N = next_n * H (query, head) pairs of one sequence as columns: the keys are
   read once for all its queries, and the sum over heads stays in registers but for a shuffle over the quad.
-- One CTA a row of the schedule: a run of 256-key splits that begins in one sequence and ends in another.
-- The math warpgroups take the tiles in turns, and each has a loading warp and a ring of STAGES tiles of its own: with
-  one warp for all, a ring that is full holds up the others. The first of them also loads a sequence's queries by TMA,
-  weights by bulk copy and limits through a ring of SEQUENCES slots. Lengths and page numbers are read 32 at a time, so
-  that their latency shows once. A page outside the cache is not read, and its keys score -inf.
-- What the math warpgroups need to know of a sequence is in its slot, and an empty slot ends them. A tile's last steps
-  (quad reduction, scale, mask, store) run under the next tile's wgmma.
-- The loading warpgroup, done, writes -inf behind the last tile of every row (clean_logits).
-Shared memory: SEQUENCES x N x (D + 4) bytes, GROUPS x STAGES x 64 x (D + 4), barriers.
-Registers: N / 2 accumulators and N / 4 weights a math thread.
+- Scheduler: stream-K. A CTA has one row of the schedule: a run of 256-key splits that begins in one sequence and ends
+  in another. A work tile is the run's part of one sequence.
+- Warp roles: the consumer warpgroups take the key tiles of a work tile in turns. Each has a producer warp of its own in
+  the last warpgroup; with one for all, a ring that is full would hold up the others. The first producer also loads a
+  work tile's queries by TMA and its weights by bulk copy, and writes its WorkTileInfo. The last warpgroup, done, writes
+  -inf behind the last tile of every row (clean_logits).
+- Pipelines: queries, weights and WorkTileInfo in a ring of SEQUENCES stages; keys and scales in a ring of STAGES stages
+  for each consumer warpgroup. Lengths and page numbers are read 32 at a time, so that their latency shows once. A page
+  outside the cache is not read, and its keys score -inf: the valid mask of a stage has a bit for each page that is.
+- The consumers learn of a work tile from its WorkTileInfo; one without key tiles ends them. A tile's epilogue (quad
+  reduction, scale, mask, store) runs under the next tile's wgmma.
+Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4) bytes, GROUPS x STAGES x 64 x (D + 4).
+Registers: N / 2 accumulators and N / 4 weights a consumer thread.
 Roofline: memory, 132 bytes a key at D 128: about 450 clocks a tile and multiprocessor. Tensor cores 2 N clocks and
 sums about N + 60 (docs/kernel-notes.md): memory up to N = 128, arithmetic beyond.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -30,22 +34,44 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import EVICT_FIRST, tile_load
-from dsa.cute.fake_tensors import cute_dtype
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.reductions import quad_transpose
-from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARPGROUP
+from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.tuning import choices, tuned
 from dsa.cute.wgmma import multiply
+from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, quad_pair, query_layout, registers_fit, score_mma
 
-SPLIT = 256
-FILL_BYTES = 8192  # of a row, a piece of work of those that fill
-NEVER = 2**30
+FILL_BYTES = 8192  # of a row, a work tile of the warps that write -inf
+NO_KEY = 2**30
+
+
+class Pipelines(NamedTuple):
+    """q: queries, weights and WorkTileInfo; k: keys and scales of all consumer warpgroups' rings, of which `k.ring`
+    gives one."""
+
+    q: Pipeline
+    k: Pipeline
+
+
+class WorkTileInfo(IntEnum):
+    """Rows of the tensor in shared memory, a column a stage. TILES: 0 behind the last work tile; behind VISIBLE_KEYS
+    follow those of the sequence's other queries."""
+
+    SEQUENCE = 0
+    FIRST_TILE = 1
+    TILES = 2
+    VISIBLE_KEYS = 3
+
+
+WORK_TILE_FIELDS = 8
 
 
 @dataclass(frozen=True)
 class PagedMqaLogitsConfig:
-    """stages: key tiles in flight for each warpgroup; sequences: slots of queries; groups: math warpgroups."""
+    """stages: key tiles in flight for each warpgroup; sequences: stages of queries; groups: consumer warpgroups."""
 
     stages: int = choices(2, 3, 4, 5, 8)
     sequences: int = choices(2, 4)
@@ -75,8 +101,8 @@ class Fp8PagedMqaLogitsSm90:
         self.out_dtype = out_dtype
         self.group_stages, self.sequences, self.groups = cfg.stages, cfg.sequences, cfg.groups
         self.stages = cfg.groups * cfg.stages
-        self.math_warps, self.threads = 4 * cfg.groups, cfg.threads
-        self.math_registers, self.other_registers = REGISTERS[cfg.groups]
+        self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
+        self.consumer_registers, self.producer_registers = REGISTERS[cfg.groups]
         self.n = next_n * heads
         self.pages_a_tile = TILE // page_size
         self.lane_rows = (next_n + 1) // 2  # rows of the result that a lane stores to
@@ -111,10 +137,9 @@ class Fp8PagedMqaLogitsSm90:
         class Storage:
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(self.sequences)
-            # Of a tile: one bit for each of its pages that is in the cache.
-            present: cute.struct.MemRange[Uint32, self.stages]
-            # Of a sequence: its number, first tile, number of tiles (0: no more sequences), keys that each row sees.
-            facts: cute.struct.MemRange[Int32, 8 * self.sequences]
+            # Of a key tile: one bit for each of its pages that is in the cache.
+            valid_pages: cute.struct.MemRange[Uint32, self.stages]
+            work_tiles: cute.struct.MemRange[Int32, WORK_TILE_FIELDS * self.sequences]
             weights: cute.struct.Align[cute.struct.MemRange[Float32, self.n * self.sequences], 128]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, TILE * self.stages], 128]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
@@ -150,52 +175,53 @@ class Fp8PagedMqaLogitsSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
-        k_pipeline = Pipeline.of(storage.k_pipeline, self.stages)
-        q_pipeline = Pipeline.of(storage.q_pipeline, self.sequences)
+        pipelines = Pipelines(
+            k=Pipeline.of(storage.k_pipeline, self.stages), q=Pipeline.of(storage.q_pipeline, self.sequences)
+        )
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         spages = storage.k.get_tensor(page_layout.outer, swizzle=page_layout.inner)
-        present = storage.present.get_tensor(cute.make_layout(self.stages))
-        facts = storage.facts.get_tensor(cute.make_layout((8, self.sequences)))
+        valid_pages = storage.valid_pages.get_tensor(cute.make_layout(self.stages))
+        work_tiles = storage.work_tiles.get_tensor(cute.make_layout((WORK_TILE_FIELDS, self.sequences)))
         sweights = storage.weights.get_tensor(cute.make_layout((self.heads, self.next_n, self.sequences)))
         scales = storage.scales.get_tensor(cute.make_layout((self.page, self.pages_a_tile * self.stages)))
 
         first, last = (Int32(0), Int32(0)), (Int32(0), Int32(0))
-        if warp >= self.math_warps:
+        if warp >= self.consumer_warps:
             # The loaders' chain of dependent loads (schedule, lengths and page numbers, keys) is what a short call
             # waits for: its first link overlaps the set-up, and the lengths come to L2 meanwhile.
             cta, _, _ = cute.arch.block_idx()
             first, last = (schedule[cta, 0], schedule[cta, 1]), (schedule[cta + 1, 0], schedule[cta + 1, 1])
-            if warp == self.math_warps and lane * 32 < lengths.shape[0]:
+            if warp == self.consumer_warps and lane * 32 < lengths.shape[0]:
                 place = (lengths.iterator + lane * 32 * lengths.stride[0]).toint()
                 cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[place])
-        if warp == self.math_warps:
+        if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
-            k_pipeline.init(consumers=4)
-            q_pipeline.init(consumers=self.math_warps)
+            pipelines.k.init(consumers=WARPGROUP // WARP)
+            pipelines.q.init(consumers=self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if warp >= self.math_warps:
-            cute.arch.setmaxregister_decrease(self.other_registers)
-            if warp < self.math_warps + self.groups:
+        if warp >= self.consumer_warps:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp < self.consumer_warps + self.groups:
                 self.load(
                     *(q_atom, mq, k_atom, mk, cache, weights, lengths, block_table, first, last, capacity),
-                    *(sq, spages, present, facts, sweights, scales, k_pipeline, q_pipeline),
-                    *(lane, warp - self.math_warps),
+                    *(sq, spages, valid_pages, work_tiles, sweights, scales, pipelines),
+                    *(lane, warp - self.consumer_warps),
                 )
             self.fill(lengths, out, capacity, fill_columns, tid % WARPGROUP)
         else:
-            cute.arch.setmaxregister_increase(self.math_registers)
-            self.math(
-                *(out, mma, sq, sk, present, facts, sweights, scales),
-                *(k_pipeline, q_pipeline, tid, warp, lane),
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.consume(
+                *(out, mma, sq, sk, valid_pages, work_tiles, sweights, scales),
+                *(pipelines, tid, warp, lane),
             )
 
     @cute.jit
-    def limit(self, lengths, sequence, row: cutlass.Constexpr, capacity):
+    def visible_keys(self, lengths, sequence, row: cutlass.Constexpr, capacity):
         """How many keys row `row` of a sequence sees. One length a sequence belongs to its last row."""
         columns = lengths.shape[1]
         # Not below 0 before the subtraction, which would make the lowest int32 a large number.
@@ -207,7 +233,7 @@ class Fp8PagedMqaLogitsSm90:
     @cute.jit
     def tile_of_split(self, split):
         """The first tile of a split of the schedule, clipped so that the product is an int32."""
-        return cutlass.max(cutlass.min(split, NEVER // SPLIT), 0) * (SPLIT // TILE)
+        return cutlass.max(cutlass.min(split, NO_KEY // SCHEDULE_SPLIT), 0) * (SCHEDULE_SPLIT // TILE)
 
     @cute.jit
     def page_number(self, block_table, sequence, index):
@@ -232,12 +258,11 @@ class Fp8PagedMqaLogitsSm90:
         capacity,
         sq,
         spages,
-        present,
-        facts,
+        valid_pages,
+        work_tiles,
         sweights,
         scales,
-        k_pipeline,
-        q_pipeline,
+        pipelines: Pipelines,
         lane,
         group,
     ):
@@ -264,21 +289,21 @@ class Fp8PagedMqaLogitsSm90:
         last_seq, end_tile = cutlass.max(cutlass.min(ends[0], batch), -1), self.tile_of_split(ends[1])
         stop = cutlass.min(last_seq + 1, batch)
         q_state, k_state = start(), start()
-        ring = k_pipeline.ring(group, self.group_stages)
+        ring = pipelines.k.ring(group, self.group_stages)
         # A lane's page among those of the next 32 / pages_a_tile tiles of this warpgroup, counted from its first.
         lane_page = lane // self.pages_a_tile * self.groups * self.pages_a_tile + lane % self.pages_a_tile
-        mine = group
+        tile = group
         # The first page numbers are asked for together with the first lengths.
-        early = Int32(-1)
+        first_pages = Int32(-1)
         if first_seq < batch:
-            early = self.page_number(block_table, first_seq, (first_tile + mine) * self.pages_a_tile + lane_page)
+            first_pages = self.page_number(block_table, first_seq, (first_tile + tile) * self.pages_a_tile + lane_page)
         for base in cutlass.range(first_seq, stop, 32, unroll=1):
             begin, end = Int32(0), Int32(0)
             limits = [Int32(0) for _ in range(self.next_n)]
             if base + lane < stop:
                 longest = Int32(0)
                 for i in cutlass.range_constexpr(self.next_n):
-                    limits[i] = self.limit(lengths, base + lane, i, capacity)
+                    limits[i] = self.visible_keys(lengths, base + lane, i, capacity)
                     longest = cutlass.max(longest, limits[i])
                 end = cute.ceil_div(longest, TILE)
                 if base + lane == first_seq:
@@ -294,21 +319,21 @@ class Fp8PagedMqaLogitsSm90:
                 tiles = cute.arch.shuffle_sync(end, source) - first
 
                 if group == 0:
-                    q_pipeline.producer_wait(q_state)
+                    pipelines.q.producer_wait(q_state)
                     values = [sequence, first, tiles]
                     for i in cutlass.range_constexpr(self.next_n):
                         values.append(cute.arch.shuffle_sync(limits[i], source))
                     with cute.arch.elect_one():
-                        for i in cutlass.range_constexpr(3 + self.next_n):
-                            facts[i, q_state.stage] = values[i]
+                        for i in cutlass.range_constexpr(WorkTileInfo.VISIBLE_KEYS + self.next_n):
+                            work_tiles[i, q_state.stage] = values[i]
                         cute.arch.mbarrier_arrive_and_expect_tx(
-                            q_pipeline.producer_barrier(q_state), self.n * (self.dim + 4)
+                            pipelines.q.producer_barrier(q_state), self.n * (self.dim + 4)
                         )
                     cute.copy(
                         q_atom,
                         tqg[None, sequence],
                         tqs[None, q_state.stage],
-                        tma_bar_ptr=q_pipeline.producer_barrier(q_state),
+                        tma_bar_ptr=pipelines.q.producer_barrier(q_state),
                     )
                     with cute.arch.elect_one():  # a bulk copy, unlike TMA, runs once for every lane that reaches it
                         for i in cutlass.range_constexpr(self.next_n):
@@ -317,18 +342,18 @@ class Fp8PagedMqaLogitsSm90:
                                 weights_atom,
                                 row,
                                 sweights[None, i, q_state.stage],
-                                mbar_ptr=q_pipeline.producer_barrier(q_state),
+                                mbar_ptr=pipelines.q.producer_barrier(q_state),
                             )
-                    q_state = q_pipeline.advance(q_state)
+                    q_state = pipelines.q.advance(q_state)
 
-                numbers, at = early, Int32(0)
+                numbers, at = first_pages, Int32(0)
                 if sequence != first_seq:
-                    numbers = self.page_number(block_table, sequence, (first + mine) * self.pages_a_tile + lane_page)
-                while mine < tiles:
+                    numbers = self.page_number(block_table, sequence, (first + tile) * self.pages_a_tile + lane_page)
+                while tile < tiles:
                     if at == 32:
                         at = Int32(0)
                         numbers = self.page_number(
-                            block_table, sequence, (first + mine) * self.pages_a_tile + lane_page
+                            block_table, sequence, (first + tile) * self.pages_a_tile + lane_page
                         )
                     own = [cute.arch.shuffle_sync(numbers, at + i) for i in range(self.pages_a_tile)]
                     bits = Uint32(0)
@@ -338,7 +363,7 @@ class Fp8PagedMqaLogitsSm90:
                     stage, k_full = ring.index(k_state), ring.producer_barrier(k_state)
                     ring.producer_wait(k_state)
                     with cute.arch.elect_one():
-                        present[stage] = bits
+                        valid_pages[stage] = bits
                         cute.arch.mbarrier_arrive_and_expect_tx(k_full, cute.arch.popc(bits) * page_bytes)
                     for i in cutlass.range_constexpr(self.pages_a_tile):
                         if bits & (1 << i) != 0:
@@ -350,39 +375,38 @@ class Fp8PagedMqaLogitsSm90:
                             with cute.arch.elect_one():
                                 cute.copy(scales_atom, gscales[None, own[i]], scales[None, place], mbar_ptr=k_full)
                     k_state = ring.advance(k_state)
-                    mine += self.groups
+                    tile += self.groups
                     at += self.pages_a_tile
-                mine -= tiles
+                tile -= tiles
         if group == 0:
-            q_pipeline.producer_wait(q_state)
+            pipelines.q.producer_wait(q_state)
             with cute.arch.elect_one():
-                facts[2, q_state.stage] = 0
-                cute.arch.mbarrier_arrive(q_pipeline.producer_barrier(q_state))
+                work_tiles[WorkTileInfo.TILES, q_state.stage] = 0
+                cute.arch.mbarrier_arrive(pipelines.q.producer_barrier(q_state))
 
     @cute.jit
     def fill(self, lengths, out, capacity, fill_columns, thread):
         """-inf in the columns [0, fill_columns) behind the last tile of every row."""
         width = 128 // self.out_dtype.width
-        piece = FILL_BYTES * 8 // self.out_dtype.width
+        chunk = FILL_BYTES * 8 // self.out_dtype.width
         minus = cute.make_rmem_tensor((width,), self.out_dtype)
         minus.fill(-float("inf"))
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        pieces = cute.ceil_div(fill_columns, piece)
-        for index in cutlass.range(cta, lengths.shape[0] * pieces, ctas, unroll=1):
-            sequence, low = index // pieces, index % pieces * piece
+        scheduler = static_persistent_scheduler()
+        chunks = cute.ceil_div(fill_columns, chunk)
+        for index in cutlass.range(scheduler.first, lengths.shape[0] * chunks, scheduler.step, unroll=1):
+            sequence, low = index // chunks, index % chunks * chunk
             longest = Int32(0)
             for i in cutlass.range_constexpr(self.next_n):
-                longest = cutlass.max(longest, self.limit(lengths, sequence, i, capacity))
+                longest = cutlass.max(longest, self.visible_keys(lengths, sequence, i, capacity))
             low = cutlass.max(low, cute.ceil_div(longest, TILE) * TILE)
-            high = cutlass.min((index % pieces + 1) * piece, fill_columns)
+            high = cutlass.min((index % chunks + 1) * chunk, fill_columns)
             for i in cutlass.range_constexpr(self.next_n):
                 row = cute.local_tile(out[sequence * self.next_n + i, None], (width,), (None,))
                 for c in cutlass.range(low // width + thread, cute.ceil_div(high, width), WARPGROUP, unroll=1):
                     cute.autovec_copy(minus, row[None, c])
 
     @cute.jit
-    def math(self, out, mma, sq, sk, present, facts, sweights, scales, k_pipeline, q_pipeline, tid, warp, lane):
+    def consume(self, out, mma, sq, sk, valid_pages, work_tiles, sweights, scales, pipelines, tid, warp, lane):
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
@@ -393,69 +417,71 @@ class Fp8PagedMqaLogitsSm90:
         quad = lane % 4
         sums = cute.make_rmem_tensor((2 * self.next_n,), Float32)
         sums.fill(0.0)
-        scale, seen = Float32(0.0), Int32(NEVER)
+        scale, masked_key = Float32(0.0), Int32(NO_KEY)
         # A lane stores one key of each of its rows: after the transposition lanes 2 and 3 of a quad have the upper half
         # of the keys, odd lanes the second query of a pair. Without a second query they have a copy of the first.
         key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad // 2)
         own_page = key_in_tile // self.page
-        ring = k_pipeline.ring(warp // 4, self.group_stages)
+        ring = pipelines.k.ring(warp // 4, self.group_stages)
         q_state, k_state = start(), start()
-        # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
-        mine, tiles = warp // 4, Int32(1)
+        # This warpgroup's next key tile, counted from the work tile's first. Tiles go to the warpgroups in turns over
+        # the whole life of the CTA: none has two more than another.
+        tile, tiles = warp // 4, Int32(1)
         limits = cute.make_rmem_tensor((self.lane_rows,), Int32)
         while tiles > 0:
-            q_pipeline.consumer_wait(q_state)
-            tiles = facts[2, q_state.stage]
+            pipelines.q.consumer_wait(q_state)
+            tiles = work_tiles[WorkTileInfo.TILES, q_state.stage]
             if tiles > 0:
-                sequence, first = facts[0, q_state.stage], facts[1, q_state.stage]
+                sequence = work_tiles[WorkTileInfo.SEQUENCE, q_state.stage]
+                first = work_tiles[WorkTileInfo.FIRST_TILE, q_state.stage]
                 for j in cutlass.range_constexpr(self.n // 8):
                     for c in cutlass.range_constexpr(2):
                         w[2 * j + c] = sw[j * 8 + quad * 2 + c, q_state.stage] * 0.5
                 rows = []
                 for i in cutlass.range_constexpr(self.lane_rows):
                     row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
-                    limits[i] = facts[3 + row, q_state.stage]
+                    limits[i] = work_tiles[WorkTileInfo.VISIBLE_KEYS + row, q_state.stage]
                     rows.append(out[sequence * self.next_n + row, None])
-                # No tile is unfinished yet: a key that is stored nowhere.
-                key = Int32(NEVER)
-                if mine < tiles:
+                # No tile is without its epilogue yet: a key that is stored nowhere.
+                key = Int32(NO_KEY)
+                if tile < tiles:
                     ring.consumer_wait(k_state)
-                while mine < tiles:
+                while tile < tiles:
                     done, stage = k_state, ring.index(k_state)
                     multiply(mma, acc, ra, rb, stage, q_state.stage)
-                    # While it runs: the rest of the last tile, and what this one's end needs.
-                    self.finish(sums, scale, seen, limits, rows, key, quad)
+                    # While it runs: the last tile's epilogue, and what this one's needs.
+                    self.epilogue(sums, scale, masked_key, limits, rows, key, quad)
                     scale = ss[key_in_tile, stage]
-                    key = (first + mine) * TILE + key_in_tile
-                    # What no row sees is as if beyond every limit.
-                    seen = key if (present[stage] >> own_page) & 1 != 0 else Int32(NEVER)
+                    key = (first + tile) * TILE + key_in_tile
+                    # A key that no row sees is as if beyond every limit.
+                    masked_key = key if (valid_pages[stage] >> own_page) & 1 != 0 else Int32(NO_KEY)
                     k_state = ring.advance(k_state)
-                    mine += self.groups
+                    tile += self.groups
                     cute.nvgpu.warpgroup.wait_group(0)
                     ring.consumer_release(done)
-                    if mine < tiles:
+                    if tile < tiles:
                         ring.consumer_wait(k_state)
                     for i in cutlass.range_constexpr(self.next_n):
                         sums[2 * i], sums[2 * i + 1] = head_sum(flat, w, i, self.heads)
-                self.finish(sums, scale, seen, limits, rows, key, quad)
-                mine -= tiles
-                q_pipeline.consumer_release(q_state)
-                q_state = q_pipeline.advance(q_state)
+                self.epilogue(sums, scale, masked_key, limits, rows, key, quad)
+                tile -= tiles
+                pipelines.q.consumer_release(q_state)
+                q_state = pipelines.q.advance(q_state)
 
     @cute.jit
-    def finish(self, sums, scale, seen, limits, rows, key, quad):
-        """Add up the quads' sums over heads, give each lane a key of its rows, scale, mask, store; NEVER: no tile."""
+    def epilogue(self, sums, scale, masked_key, limits, rows, key, quad):
+        """Add up the quads' sums over heads, give each lane a key of its rows, scale, mask, store; NO_KEY: no tile."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_rows):
             at = 4 * i
             if const_expr(2 * i + 1 < self.next_n):
                 value = quad_transpose(sums[at], sums[at + 2], sums[at + 1], sums[at + 3], upper, odd)
-                stores = key < NEVER
+                stores = key < NO_KEY
             else:
                 value = quad_pair(sums[at], sums[at + 1], upper)
-                stores = key < NEVER and not odd
+                stores = key < NO_KEY and not odd
             result = value * scale
-            if seen >= limits[i]:
+            if masked_key >= limits[i]:
                 result = -Float32(float("inf"))
             if stores:
                 rows[i][key] = result.to(self.out_dtype)
@@ -470,21 +496,18 @@ def compile_fp8_paged_mqa_logits(
     B, pages, max_pages > 0. Pages, rows of weights and rows of out start at multiples of 16 bytes; rows of out hold
     64 * ceil(capacity / 64) columns."""
     out_type = cute_dtype(out_dtype)
-
-    def fake(dtype, shape, stride, align):
-        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
-
     batch, rows = cute.sym_int(), cute.sym_int()
-    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1), 16)
-    cache = fake(cutlass.Uint8, (cute.sym_int(), page_size * (dim + 4)), (cute.sym_int64(divisibility=16), 1), 16)
-    weights = fake(Float32, (rows, heads), (cute.sym_int64(divisibility=4), 1), 16)
-    lengths = fake(Int32, (batch, cute.sym_int()), (cute.sym_int64(), 1), 4)
-    block_table = fake(Int32, (batch, cute.sym_int()), (cute.sym_int64(), 1), 4)
+    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
+    cache = fake(cutlass.Uint8, (cute.sym_int(), page_size * (dim + 4)), (*strides(1, 16), 1))
+    weights = fake(Float32, (rows, heads), (*strides(1, 4), 1))
+    lengths = fake(Int32, (batch, cute.sym_int()), (*strides(1), 1), 4)
+    block_table = fake(Int32, (batch, cute.sym_int()), (*strides(1), 1), 4)
     schedule = fake(Int32, (cute.sym_int(), 2), (2, 1), 4)
-    out = fake(out_type, (rows, cute.sym_int()), (cute.sym_int64(divisibility=128 // out_type.width), 1), 16)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    out = fake(out_type, (rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
     kernel = Fp8PagedMqaLogitsSm90(heads, dim, next_n, page_size, out_type, config)
-    return compile_sm90(kernel, q, cache, weights, lengths, block_table, schedule, out, Int32(0), Int32(0), stream)
+    return compile_sm90(
+        kernel, q, cache, weights, lengths, block_table, schedule, out, Int32(0), Int32(0), fake_stream()
+    )
 
 
 def choose_config(heads: int, next_n: int) -> PagedMqaLogitsConfig:
@@ -496,9 +519,9 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_fp8_paged_mqa_logits, (heads, dim, next_n, page_size, dtype, choose_config(heads, next_n)))
-        for heads in (8, 16, 32, 64)
-        for dim in (32, 64, 128)
-        for next_n in (1, 2, 3, 4)
-        for page_size in (32, 64)
-        for dtype in ("float32", "bfloat16")
+        for heads in HEADS
+        for dim in HEAD_DIMS
+        for next_n in NEXT_N
+        for page_size in PAGE_SIZES
+        for dtype in LOGITS_DTYPES
     ]
