@@ -288,7 +288,7 @@ class Fp8GemmSm90:
 
     @cute.jit
     def mainloop(self, mma, acc, ra, rb, sums, of, pipeline: Pipeline, state: PipelineState) -> PipelineState:
-        """Add up a work tile's blocks. of: the scales of the rows `row` and `row` + 8 of this thread, and of the columns."""
+        """Add up a work tile's blocks. of: the scales of this thread's rows `row` and `row` + 8, and of the columns."""
         groups = of[0].shape[0] // SCALES
         scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in of]
         self.load_scales(scales, of, 0)

@@ -1,4 +1,4 @@
-"""The schedule of the paged index scores: which splits of 256 keys each multiprocessor works on.
+"""The schedule of the paged index scores (stream-K): which splits of 256 keys each multiprocessor works on.
 
 Plan
 - One CTA. All threads sum the sequences' splits; then, 1024 sequences at a time, a scan over warps and one over their
