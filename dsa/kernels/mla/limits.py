@@ -1,7 +1,6 @@
 """What the MLA kernels take, in plain numbers and names of torch dtypes: kernels, bridges and tests read it here."""
 
 DTYPES = ("bfloat16", "float16")  # of q, of a 16-bit cache and of out
-ALIGNMENT = 16  # bytes that rows of q, keys and pages start at multiples of
 
 # Absorbed MLA: a value is the first HEAD_DIM_V channels of its key; a key of HEAD_DIM has 64 rope channels behind them.
 HEAD_DIM, HEAD_DIM_V = 576, 512

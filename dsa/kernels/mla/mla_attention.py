@@ -85,6 +85,17 @@ class TiledMmas:
     pv: cute.TiledMma
 
 
+@dataclass(frozen=True)
+class MlaShared:
+    """A CTA's shared memory: barriers, what the warpgroups exchange, the chunks of Q that are not in registers,
+    keys."""
+
+    pipeline: KvPipeline
+    exchange: Exchange
+    q: cute.Tensor
+    kv: KvTensors
+
+
 class MlaAttention:
     """Keys of `head_dim` channels, 576 or 512, in `kv`; with_max_logits: write them, too.
 
@@ -116,11 +127,11 @@ class MlaAttention:
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, 1)
 
     @cute.jit
-    def prefetch_q(self, q, sq, q_rmem, batch_idx, q_tile: QTile, warp, lane):
+    def prefetch_q(self, q, shared: MlaShared, q_rmem, batch_idx, q_tile: QTile, warp, lane):
         """Start loading the queries of the next work tile, whose batch_idx is known already."""
 
     @cute.jit
-    def load_q(self, sq, q_rmem, tensors: KvTensors, pipeline: KvPipeline, state: KvState, warp, lane) -> KvState:
+    def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:
         """The work tile's queries to registers and shared memory. -> the state behind them, if they came by the
         rings."""
         raise NotImplementedError
@@ -134,8 +145,7 @@ class MlaAttention:
         self,
         scores,
         softmax: SoftmaxState,
-        pipeline: KvPipeline,
-        tensors: KvTensors,
+        shared: MlaShared,
         state: KvState,
         work: WorkTileInfo,
         q_tile: QTile,
@@ -152,10 +162,7 @@ class MlaAttention:
         q,
         results: Results,
         mmas: TiledMmas,
-        sq,
-        tensors: KvTensors,
-        pipeline: KvPipeline,
-        exchange: Exchange,
+        shared: MlaShared,
         q_tile: QTile,
         scale,
         tid,
@@ -163,10 +170,11 @@ class MlaAttention:
         lane,
     ):
         """The score warpgroup: all work tiles of this CTA."""
+        pipeline, exchange = shared.pipeline, shared.exchange
         thr = mmas.qk.get_slice(tid)
-        rq = mmas.qk.make_fragment_A(thr.partition_A(sq))
-        rk = mmas.qk.make_fragment_B(thr.partition_B(tensors.v))
-        rr = mmas.qk.make_fragment_B(thr.partition_B(tensors.rope))
+        rq = mmas.qk.make_fragment_A(thr.partition_A(shared.q))
+        rk = mmas.qk.make_fragment_B(thr.partition_B(shared.kv.v))
+        rr = mmas.qk.make_fragment_B(thr.partition_B(shared.kv.rope))
         q_shape = mmas.qk_rmem.get_slice(tid).partition_shape_A((TILE_M, K_CHUNK))
         q_rmem = cute.make_rmem_tensor((*q_shape, Q_RMEM_CHUNKS), self.dtype)
         acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_M, TILE_N)), Float32)
@@ -178,13 +186,13 @@ class MlaAttention:
         while batch_idx >= 0:
             batch_idx = pipeline.work.read_batch_idx(work_state)
             if batch_idx >= 0:
-                self.prefetch_q(q, sq, q_rmem, batch_idx, q_tile, warp, lane)
+                self.prefetch_q(q, shared, q_rmem, batch_idx, q_tile, warp, lane)
             work = pipeline.work.read(batch_idx, work_state)
             work_state = pipeline.work.pipeline.advance(work_state)
             if batch_idx >= 0:
                 self.prologue(softmax, work, q_tile, tile_row)
                 softmax.reset()
-                state = self.load_q(sq, q_rmem, tensors, pipeline, state, warp, lane)
+                state = self.load_q(shared, q_rmem, state, warp, lane)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
                 key = work.first_tile * TILE_N
@@ -195,7 +203,7 @@ class MlaAttention:
                     cute.nvgpu.warpgroup.wait_group(0)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(exchange.scored)
-                    self.apply_mask(scores, softmax, pipeline, tensors, tile_state, work, q_tile, key, tid, lane)
+                    self.apply_mask(scores, softmax, shared, tile_state, work, q_tile, key, tid, lane)
                     self.online_softmax.run(scores, softmax, exchange, p_state, scale, warp, lane)
                     self.kv.release(pipeline.rope.empty + tile_state.rope.stage)
                     p_state = exchange.p_pipeline.advance(p_state)
@@ -239,9 +247,7 @@ class MlaAttention:
         self,
         results: Results,
         mma: cute.TiledMma,
-        v,
-        pipeline: KvPipeline,
-        exchange: Exchange,
+        shared: MlaShared,
         q_tile: QTile,
         tid,
         warp,
@@ -249,6 +255,7 @@ class MlaAttention:
         side,
     ):
         """Output warpgroup number `side`: its half of the channels, all work tiles of this CTA."""
+        pipeline, exchange, v = shared.pipeline, shared.exchange, shared.kv.v
         thr = mma.get_slice(tid)
         values = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
         rp = mma.make_fragment_A(thr.partition_A(exchange.p))

@@ -3,10 +3,11 @@
 o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512], rows r of one sequence and KV head; q and k of 576 channels
 
 Work: a CTA has TILE_M rows and runs through the tiles of TILE_N keys of its work tiles, which are sequences or splits
-of them: decode_scheduler.py says which. With an even number of row tiles, the two CTAs of a
-cluster have the same keys: each loads half of every tile, into the shared memory of both.
+of them: decode_scheduler.py says which. With an even number of row tiles, the two CTAs of a cluster have the same
+keys: each loads half of every tile, into the shared memory of both.
 Warp roles: one score and two output warpgroups (mla_attention.py); of the load warpgroup one warp loads, by TMA
 (paged_load.py). The score warpgroup loads the queries itself (load_q.py).
+Pipeline: the load warp is the producer of work tiles and keys, the score warpgroup of P: mla_attention.py.
 Results: a work tile that is a whole sequence writes out and lse; splits write partial results, normalised, for
 mla_combine_sm90.py.
 Shared memory: the chunks of Q that are not in registers, two stages of P, V_STAGES x 16 KiB + ROPE_STAGES x 8 KiB of
@@ -33,10 +34,10 @@ from dsa.cute.sm90 import WARPGROUP, opaque
 from dsa.kernels.mla.decode_scheduler import DecodeScheduler
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, TILE_M, TILE_N
 from dsa.kernels.mla.load_q import start_q_load
-from dsa.kernels.mla.mla_attention import REGISTERS, THREADS, MlaAttention, TiledMmas, WarpRole
+from dsa.kernels.mla.mla_attention import REGISTERS, THREADS, MlaAttention, MlaShared, TiledMmas, WarpRole
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_softmax import SoftmaxState
-from dsa.kernels.mla.mla_tiles import K_PER_V, KvPipeline, KvState, KvTensors
+from dsa.kernels.mla.mla_tiles import K_PER_V, KvState
 from dsa.kernels.mla.paged_load import PagedLoad, Pages, zero_rows
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
@@ -148,15 +149,18 @@ class MlaDecodeSm90(MlaAttention):
         block, kv_head, _ = cute.arch.block_idx()
         part, row_tile = block // row_tiles, block % row_tiles
         storage = SmemAllocator().allocate(self.storage)
-        pipeline, exchange = self.kv.pipeline(storage.kv), self.exchange_memory.exchange(storage.exchange)
-        sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        tensors = self.kv.tensors(storage, v_layout, rope_layout)
+        shared = MlaShared(
+            self.kv.pipeline(storage.kv),
+            self.exchange_memory.exchange(storage.exchange),
+            storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
+            self.kv.tensors(storage, v_layout, rope_layout),
+        )
 
         if warp == WarpRole.LOAD:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if tid == 0:
-            self.kv.init(pipeline, 1, 1)
-            exchange.init()
+            self.kv.init(shared.pipeline, 1, 1)
+            shared.exchange.init()
         cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
@@ -180,7 +184,7 @@ class MlaDecodeSm90(MlaAttention):
                     *(atom, mk, storage.v.get_tensor(boxes.outer, swizzle=boxes.inner)),
                     storage.rope.get_tensor(rope_boxes.outer, swizzle=rope_boxes.inner),
                     *(
-                        pipeline,
+                        shared.pipeline,
                         scheduler,
                         Pages(block_table, page_boxes),
                         part,
@@ -193,12 +197,12 @@ class MlaDecodeSm90(MlaAttention):
         elif warp < WarpRole.OUTPUT:
             cute.arch.setmaxregister_increase(REGISTERS.score)
             self.score_mainloop(
-                *(q, results, mmas, sq, tensors, pipeline, exchange, q_tile, scale, tid, warp, lane),
+                *(q, results, mmas, shared, q_tile, scale, tid, warp, lane),
             )
         else:
             cute.arch.setmaxregister_increase(REGISTERS.output)
             self.output_mainloop(
-                *(results, mmas.pv, tensors.v, pipeline, exchange, q_tile),
+                *(results, mmas.pv, shared, q_tile),
                 *(tid % WARPGROUP, warp % 4, lane, warp // 4 - 1),
             )
         if const_expr(self.cluster > 1):
@@ -207,14 +211,14 @@ class MlaDecodeSm90(MlaAttention):
             cute.arch.cluster_wait()
 
     @cute.jit
-    def prefetch_q(self, q, sq, q_rmem, batch_idx, q_tile: DecodeQTile, warp, lane):
+    def prefetch_q(self, q, shared: MlaShared, q_rmem, batch_idx, q_tile: DecodeQTile, warp, lane):
         start_q_load(
-            *(q, sq, q_rmem, self.order, batch_idx, q_tile.heads, q_tile.rows, q_tile.first_row, q_tile.kv_head),
+            *(q, shared.q, q_rmem, self.order, batch_idx, q_tile.heads, q_tile.rows, q_tile.first_row, q_tile.kv_head),
             *(warp, lane),
         )
 
     @cute.jit
-    def load_q(self, sq, q_rmem, tensors: KvTensors, pipeline: KvPipeline, state: KvState, warp, lane) -> KvState:
+    def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:
         cute.arch.cp_async_wait_group(0)
         return state
 
@@ -231,8 +235,7 @@ class MlaDecodeSm90(MlaAttention):
         self,
         scores,
         softmax: SoftmaxState,
-        pipeline: KvPipeline,
-        tensors: KvTensors,
+        shared: MlaShared,
         state: KvState,
         work: WorkTileInfo,
         q_tile: DecodeQTile,
@@ -240,7 +243,7 @@ class MlaDecodeSm90(MlaAttention):
         tid,
         lane,
     ):
-        mask = pipeline.valid_mask[0, state.rope.stage]
+        mask = shared.pipeline.valid_mask[0, state.rope.stage]
         every = 2**self.kv.boxes - 1
         least = work.length
         if q_tile.causal > 0:
@@ -252,7 +255,7 @@ class MlaDecodeSm90(MlaAttention):
                 if key + column >= softmax.limits[i // 2 % 2] or (mask >> box) & 1 == 0:
                     scores[i] = -Float32(float("inf"))
             if key + TILE_N > work.length:
-                zero_rows(tensors.v.iterator, state.v.stage, V_STAGES, work.length - key, tid)
+                zero_rows(shared.kv.v.iterator, state.v.stage, V_STAGES, work.length - key, tid)
 
 
 @cached

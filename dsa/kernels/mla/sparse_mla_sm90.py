@@ -27,11 +27,10 @@ from dsa.cute.fake_tensors import cute_dtype
 from dsa.cute.shared_memory import load_matrices, swizzled
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, SPARSE_HEAD_DIMS, TILE_M, TILE_N
-from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, TiledMmas, WarpRole
+from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, MlaShared, TiledMmas, WarpRole
 from dsa.kernels.mla.mla_epilogue import Results
-from dsa.kernels.mla.mla_exchange import Exchange
 from dsa.kernels.mla.mla_softmax import SoftmaxState
-from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, K_PER_V, MASK_WORDS, ROPE_CHUNK, KvPipeline, KvState, KvTensors
+from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, K_PER_V, MASK_WORDS, ROPE_CHUNK, KvState
 from dsa.kernels.mla.sparse_arguments import fake_arguments, fake_cache
 from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
 from dsa.kernels.mla.tile_scheduler import StreamKScheduler, WorkTileInfo
@@ -66,34 +65,27 @@ class Operands:
     rope_layout: cute.ComposedLayout
 
 
-@dataclass(frozen=True)
-class Shared:
-    pipeline: KvPipeline
-    exchange: Exchange
-    q: cute.Tensor
-    tensors: KvTensors
-
-
 class SparseMlaAttention(MlaAttention):
     """Queries that come by the rings, and keys by the bits of the valid mask."""
 
     q_in_ring = True
 
     @cute.jit
-    def load_q(self, sq, q_rmem, tensors: KvTensors, pipeline: KvPipeline, state: KvState, warp, lane) -> KvState:
+    def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:
         """They came as a tile of keys does, row by row."""
+        pipeline = shared.pipeline
         words = cute.make_tensor(
             cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((4, K_CHUNK // K16, Q_RMEM_CHUNKS))
         )
-        target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+        target = cute.recast_ptr(shared.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for n, chunk in enumerate(self.order):
-            stages, place = tensors.v, state.v.stage * K_PER_V + chunk % K_PER_V
+            stages, place = shared.kv.v, state.v.stage * K_PER_V + chunk % K_PER_V
             if const_expr(chunk < ROPE_CHUNK):
                 cute.arch.mbarrier_wait(pipeline.v.full + place, state.v.phase)
             else:
                 pipeline.rope.consumer_wait(state.rope)
-                stages, place = tensors.rope, state.rope.stage
+                stages, place = shared.kv.rope, state.rope.stage
             source = cute.recast_ptr(stages.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
             source += place * (TILE_M * K_CHUNK)
             if const_expr(n < Q_RMEM_CHUNKS):
@@ -120,8 +112,7 @@ class SparseMlaAttention(MlaAttention):
         self,
         scores,
         softmax: SoftmaxState,
-        pipeline: KvPipeline,
-        tensors: KvTensors,
+        shared: MlaShared,
         state: KvState,
         work: WorkTileInfo,
         q_tile: SparseQTile,
@@ -130,7 +121,7 @@ class SparseMlaAttention(MlaAttention):
         lane,
     ):
         mask = cute.make_rmem_tensor((MASK_WORDS,), Uint32)
-        cute.autovec_copy(pipeline.valid_mask[None, state.rope.stage], mask)
+        cute.autovec_copy(shared.pipeline.valid_mask[None, state.rope.stage], mask)
         if mask[0] & mask[1] & mask[2] & mask[3] != 0xFFFF:
             for i in cutlass.range_constexpr(TILE_N // 2):
                 column = i // 4 % 2 * 8 + lane % 4 * 2 + i % 2  # of 16
@@ -163,8 +154,8 @@ class SparseMlaSm90(SparseMlaKernel):
         attention, kv = self.attention, self.kv
         return Operands(attention.tiled_mmas(), attention.q_layout(), kv.v_layout(), kv.rope_layout())
 
-    def shared(self, storage, operands: Operands) -> Shared:
-        return Shared(
+    def shared(self, storage, operands: Operands) -> MlaShared:
+        return MlaShared(
             self.kv.pipeline(storage.pipeline),
             self.attention.exchange_memory.exchange(storage.exchange),
             storage.q.get_tensor(operands.q_layout.outer, swizzle=operands.q_layout.inner),
@@ -172,28 +163,27 @@ class SparseMlaSm90(SparseMlaKernel):
         )
 
     @cute.jit
-    def init(self, shared: Shared):
+    def init(self, shared: MlaShared):
         self.kv.init_gather(shared.pipeline)
         shared.exchange.init()
 
     @cute.jit
-    def load(self, q, lists, shared: Shared, group, scheduler: StreamKScheduler, coord: Coord):
+    def load(self, q, lists, shared: MlaShared, group, scheduler: StreamKScheduler, coord: Coord):
         warp = coord.warp - WarpRole.LOAD
-        self.kv.load(q, shared.tensors, shared.pipeline, lists, group, scheduler, coord.first_head, warp, coord.lane)
+        self.kv.load(q, shared.kv, shared.pipeline, lists, group, scheduler, coord.first_head, warp, coord.lane)
 
     @cute.jit
-    def score(self, q, results: Results, shared: Shared, operands: Operands, group, scale, coord: Coord):
+    def score(self, q, results: Results, shared: MlaShared, operands: Operands, group, scale, coord: Coord):
         q_tile = SparseQTile(group, coord.heads, coord.first_head)
         self.attention.score_mainloop(
-            *(q, results, operands.mmas, shared.q, shared.tensors, shared.pipeline, shared.exchange, q_tile, scale),
-            *(coord.tid, coord.warp, coord.lane),
+            *(q, results, operands.mmas, shared, q_tile, scale, coord.tid, coord.warp, coord.lane),
         )
 
     @cute.jit
-    def output(self, results: Results, shared: Shared, operands: Operands, group, coord: Coord):
+    def output(self, results: Results, shared: MlaShared, operands: Operands, group, coord: Coord):
         q_tile = SparseQTile(group, coord.heads, coord.first_head)
         self.attention.output_mainloop(
-            *(results, operands.mmas.pv, shared.tensors.v, shared.pipeline, shared.exchange, q_tile),
+            *(results, operands.mmas.pv, shared, q_tile),
             *(coord.tid % WARPGROUP, coord.warp % 4, coord.lane, coord.warp // 4 - 1),
         )
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
-from dsa.kernels.mla import limits
 from dsa.kernels.mla.limits import (
     FIXED_SPLIT_TILES,
     HEAD_DIM,
@@ -23,6 +22,7 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.ops.known_calls import KnownCalls, signature
 from dsa.ops.mla import _sparse_decode
+from dsa.ops.mla._sparse_attention import DTYPES
 from dsa.reference.checks import check_same_dtype
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
@@ -30,7 +30,6 @@ from dsa.reference.mla.mla_metadata import FlashMLASchedMeta
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
 OVERHEAD = 5  # what beginning a sequence costs, in tiles
 
 
