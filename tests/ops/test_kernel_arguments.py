@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from dsa.ops._kernel_arguments import (
+    check_pages,
     check_rows,
     check_slot_count,
     dtype_name,
+    merged_rows,
     pages_as_rows,
     unit_inner,
 )
@@ -66,7 +68,8 @@ def test_rows_that_they_cannot(x, message):
 def test_pages_are_rows_of_the_same_memory():
     wide = torch.arange(3 * 64, dtype=torch.uint8).view(3, 64)
     cache = wide[1:, :40].unflatten(1, (4, 1, 10))
-    rows = pages_as_rows("cache", cache)
+    check_pages("cache", cache)
+    rows = pages_as_rows(cache)
     assert rows.stride() == (64, 1) and torch.equal(rows, wide[1:, :40])
     rows[1, 39] = 200
     assert cache[1, 3, 0, 9] == 200
@@ -75,23 +78,35 @@ def test_pages_are_rows_of_the_same_memory():
 @pytest.mark.parametrize("stride", [0, 7, 160])
 def test_a_single_page_may_have_any_stride(stride):
     cache = torch.arange(40, dtype=torch.uint8).as_strided((1, 4, 1, 10), (stride, 10, 10, 1))
-    rows = pages_as_rows("cache", cache)
+    check_pages("cache", cache)
+    rows = pages_as_rows(cache)
     # The stride is one that kernels take, though 40 bytes are not a multiple of 16.
     assert rows.stride() == (48, 1) and rows.tolist() == [list(range(40))]
 
 
 def test_no_pages():
-    assert pages_as_rows("cache", torch.zeros(0, 4, 1, 12, dtype=torch.uint8)).shape == (0, 48)
+    cache = torch.zeros(0, 4, 1, 12, dtype=torch.uint8)
+    check_pages("cache", cache)
+    assert pages_as_rows(cache).shape == (0, 48)
 
 
 def test_misaligned_pages():
     cache = torch.zeros(2, 4, 1, 12, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"kv: pages .* got an address 8 bytes past one and a page stride of 48 bytes"):
-        pages_as_rows("kv", shifted(cache, 8))
+        check_pages("kv", shifted(cache, 8))
     with pytest.raises(ValueError, match=r"kv: pages .* got an address 0 bytes past one and a page stride of 40 bytes"):
-        pages_as_rows("kv", torch.zeros(2, 4, 1, 10, dtype=torch.uint8))
+        check_pages("kv", torch.zeros(2, 4, 1, 10, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"kv: pages .* got an address 1 bytes past one"):
-        pages_as_rows("kv", shifted(cache[:1], 1))
+        check_pages("kv", shifted(cache[:1], 1))
+
+
+def test_rows_that_can_be_merged():
+    x = torch.arange(48.0).view(2, 4, 6)
+    assert merged_rows("x", x[0]) is not None and merged_rows("x", x[0]).shape == (4, 6)
+    assert torch.equal(merged_rows("x", x), x.view(8, 6)) and merged_rows("x", x[0, 0]).shape == (1, 6)
+    assert merged_rows("x", x[..., 1:3]).stride() == (6, 1)
+    with pytest.raises(ValueError, match=r"x: .* mergeable .*, got shape \[2, 3, 6\] with strides .* x\.contiguous"):
+        merged_rows("x", x[:, :3])
 
 
 def test_unit_inner():
@@ -108,6 +123,6 @@ def test_caches_that_32_bits_can_count():
     with pytest.raises(ValueError, match=r"cache: the Hopper kernel takes at most 2\^31 slots, got shape \[33554433, "):
         check_slot_count("cache", one.expand(2**25 + 1, 64, 1, 132))
     with pytest.raises(ValueError, match=r"cache: the Hopper kernel takes at most 2\^31 slots"):
-        pages_as_rows("cache", one.expand(2**25 + 1, 64, 1, 132))
+        check_pages("cache", one.expand(2**25 + 1, 64, 1, 132))
     with pytest.raises(ValueError, match=r"cache: the Hopper kernel takes pages below 2\^31 bytes, got shape \[1, "):
-        pages_as_rows("cache", one.expand(1, 2**24, 1, 132))
+        check_pages("cache", one.expand(1, 2**24, 1, 132))

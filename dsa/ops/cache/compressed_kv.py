@@ -2,14 +2,15 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, ROPE_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_rows, dtype_name, pages_as_rows
-from dsa.ops.cache._kv_rows import cache_rows, slot_words
+from dsa.ops._kernel_arguments import check_pages, dtype_name, pages_as_rows
+from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
+from dsa.ops.declaration import op
 from dsa.reference.cache import compressed_kv as reference
 
 __all__ = ["compress_kv", "write_compressed_kv"]
@@ -72,13 +73,12 @@ def write_compressed_kv(
     safe with new lengths and slots, no host synchronisation, no workspace.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
-    tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots)
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.write_compressed_kv(*tensors, overlap, eps)
-    return _write(*tensors, overlap, eps)
+    _write_compressed_kv(
+        *(kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots, overlap, eps)
+    )
 
 
-def _write(
+def _reference(
     kv: torch.Tensor,
     gate: torch.Tensor,
     ape: torch.Tensor,
@@ -95,34 +95,26 @@ def _write(
     eps: float,
 ) -> None:
     tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots)
-    reference.check_write_compressed(*tensors, overlap, eps)
-    if not backends.runs_kernel("write_compressed_kv", cache):
-        return reference.write_compressed_kv(*tensors, overlap=overlap, eps=eps)
-    named = {"kv": kv, "gate": gate, "ape": ape, "norm_weight": norm_weight, "cos": cos, "sin": sin, "slots": slots}
-    named |= {"cu_seqlens": cu_seqlens, "starts": starts, "state": state, "state_slots": state_slots}
-    d, m = norm_weight.shape[0], ape.shape[0]
-    is_index = reference.is_index_cache(cache, d)
-    _check_kernel_takes(kv, cos, cache, d, m, overlap, is_index)
-    for name, x in named.items():
-        if name not in ("kv", "gate", "cos", "sin", "slots") and not x.is_contiguous():
-            raise ValueError(f"{name}: must be contiguous, got strides {list(x.stride())}")
-    for name in ("kv", "gate", "cos", "sin", "ape", "norm_weight", "state"):
-        check_rows(name, named[name])
-    kv, gate, cos, sin = (rows_at_16_bytes(x) for x in (kv, gate, cos, sin))
-    layout = "index" if is_index else "v4" if cache.dtype == torch.uint8 else dtype_name(cache.dtype)
-    pages = pages_as_rows("cache", cache).unflatten(1, (-1, d + 4)) if is_index else cache_rows(cache)
-    words = slot_words(slots)
-    if starts.shape[0] and kv.shape[0] and cache.shape[0]:
-        with backends.on_device(cache):
-            _kernel(kv.dtype, d, m, overlap, layout)(
-                *(kv, gate, ape, norm_weight, cos, sin, pages, words, cu_seqlens, starts, state, state_slots),
-                *(cache.shape[1], float(eps)),
-            )
+    reference.write_compressed_kv(*tensors, overlap=overlap, eps=eps)
 
 
-def _check_kernel_takes(
-    kv: torch.Tensor, cos: torch.Tensor, cache: torch.Tensor, d: int, m: int, overlap: bool, is_index: bool
+def _check_limits(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    state: torch.Tensor,
+    state_slots: torch.Tensor,
+    overlap: bool,
+    eps: float,
 ) -> None:
+    d, m = norm_weight.shape[0], ape.shape[0]
     if dtype_name(kv.dtype) not in COMPRESSED_DTYPES:
         raise ValueError(f"kv: the Hopper kernel takes fp32 and bf16, got {dtype_name(kv.dtype)}")
     if (d, m, overlap) not in COMPRESSED_KINDS:
@@ -131,20 +123,21 @@ def _check_kernel_takes(
         raise ValueError(f"ape: the Hopper kernel takes entries of channels and tokens {accepted}, got {got}")
     if 2 * cos.shape[1] != ROPE_CHANNELS:
         raise ValueError(f"cos: the Hopper kernel rotates R {ROPE_CHANNELS} channels, got {2 * cos.shape[1]}")
+    if reference.is_index_cache(cache, d):
+        check_pages("cache", cache)
+    else:
+        check_cache(cache)
 
 
-@functools.cache
-def _kernel(dtype: torch.dtype, d: int, m: int, overlap: bool, layout: str) -> Callable[..., None]:
-    from dsa.kernels.cache.compressed_kv_sm90 import compile_write_compressed_kv
-
-    return compile_write_compressed_kv(dtype_name(dtype), d, m, overlap, layout)
-
-
-torch.library.custom_op("dsa::write_compressed_kv", mutates_args=("cache", "state"))(_write)
-
-
-@torch.library.register_fake("dsa::write_compressed_kv")
-def _(
+@op(
+    arguments=reference.WRITE_COMPRESSED_KV,
+    reference=_reference,
+    results=lambda *_: None,
+    kernels={"sm_90": "dsa.kernels.cache.compressed_kv_sm90"},
+    limits=_check_limits,
+)
+def _write_compressed_kv(
+    kernels: ModuleType,
     kv: torch.Tensor,
     gate: torch.Tensor,
     ape: torch.Tensor,
@@ -160,5 +153,17 @@ def _(
     overlap: bool,
     eps: float,
 ) -> None:
-    tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots)
-    reference.check_write_compressed(*tensors, overlap, eps)
+    if starts.shape[0] and kv.shape[0] and cache.shape[0]:
+        d, m = norm_weight.shape[0], ape.shape[0]
+        is_index = reference.is_index_cache(cache, d)
+        pages = pages_as_rows(cache).unflatten(1, (-1, d + 4)) if is_index else cache_rows(cache)
+        kv, gate, cos, sin = (rows_at_16_bytes(x) for x in (kv, gate, cos, sin))
+        _kernel(kernels, kv.dtype, d, m, overlap, "index" if is_index else layout_name(cache))(
+            *(kv, gate, ape, norm_weight, cos, sin, pages, slot_words(slots), cu_seqlens, starts, state, state_slots),
+            *(cache.shape[1], float(eps)),
+        )
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, dtype: torch.dtype, d: int, m: int, overlap: bool, layout: str) -> Callable[..., None]:
+    return kernels.compile_write_compressed_kv(dtype_name(dtype), d, m, overlap, layout)

@@ -2,13 +2,17 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
-from dsa import backends
+from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.cache._kv_rows import cache_rows, float_rows, layout_name, slot_words
+from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
+from dsa.ops.declaration import op
 from dsa.reference.cache import kv_cache as reference
+
+__all__ = ["make_v4_cache", "read_kv_cache", "write_kv_cache"]
 
 make_v4_cache = reference.make_v4_cache
 
@@ -32,9 +36,7 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
     On Hopper: one kernel, exactly the bits of the reference on that GPU; rows and V4's pages at multiples of 16 bytes,
     float rows of a multiple of 8 channels. CUDA-graph safe, no host synchronisation. Source: FlashMLA's caches.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.write_kv_cache(kv, cache, slots, use_ue8m0)
-    return _write(kv, cache, slots, use_ue8m0)
+    _write_kv_cache(kv, cache, slots, use_ue8m0)
 
 
 def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -46,65 +48,55 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtyp
 
     Raises TypeError or ValueError for other types, dtypes, shapes and strides. On Hopper as `write_kv_cache`.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.read_kv_cache(cache, slots, dtype)
-    return _read(cache, slots, dtype)
+    return _read_kv_cache(cache, slots, dtype)
 
 
-def _write(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool) -> None:
-    reference.check_write(kv, cache, slots, use_ue8m0)
-    if not backends.runs_kernel("write_kv_cache", cache):
-        return reference.write_kv_cache(kv, cache, slots, use_ue8m0)
-    arguments = float_rows("kv", kv), cache_rows(cache), slot_words(slots)
+@op(
+    arguments=reference.WRITE_KV_CACHE,
+    reference=reference.write_kv_cache,
+    results=lambda *_: None,
+    kernels={"sm_90": "dsa.kernels.cache.kv_cache_sm90"},
+    limits=lambda kv, cache, *_: check_cache(cache),
+)
+def _write_kv_cache(
+    kernels: ModuleType, kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool
+) -> None:
     if kv.numel() and cache.numel():
         quantizes = cache.dtype in reference.BYTE_DTYPES
-        launch = _write_kernel(kv.dtype, layout_name(cache), quantizes and use_ue8m0)
-        with backends.on_device(cache):
-            launch(*arguments)
+        launch = _write_kernel(kernels, kv.dtype, layout_name(cache), quantizes and use_ue8m0)
+        launch(rows_at_16_bytes(kv), cache_rows(cache), slot_words(slots))
 
 
-def _read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    d = reference.check_read(cache, slots, dtype)
-    if not backends.runs_kernel("read_kv_cache", cache):
-        return reference.read_kv_cache(cache, slots, dtype=dtype)
-    rows, words = cache_rows(cache), slot_words(slots)
-    out = _allocate(cache, slots, d, dtype)
+def _read_reference(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return reference.read_kv_cache(cache, slots, dtype=dtype)
+
+
+def _read_results(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*slots.shape, reference.row_dim(cache), dtype=dtype, device=cache.device)
+
+
+@op(
+    arguments=reference.READ_KV_CACHE,
+    reference=_read_reference,
+    results=_read_results,
+    kernels={"sm_90": "dsa.kernels.cache.kv_cache_sm90"},
+    limits=lambda cache, *_: check_cache(cache),
+)
+def _read_kv_cache(kernels: ModuleType, cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = _read_results(cache, slots, dtype)
     if not cache.numel():
         return out.zero_()
     if out.numel():
-        launch = _read_kernel(layout_name(cache), dtype)
-        with backends.on_device(cache):
-            launch(out.view(-1, d), rows, words)
+        launch = _read_kernel(kernels, layout_name(cache), dtype)
+        launch(out.view(-1, out.shape[-1]), cache_rows(cache), slot_words(slots))
     return out
 
 
 @functools.cache
-def _write_kernel(dtype: torch.dtype, layout: str, use_ue8m0: bool) -> Callable[..., None]:
-    from dsa.kernels.cache.kv_cache_sm90 import compile_write_kv_cache
-
-    return compile_write_kv_cache(dtype_name(dtype), layout, use_ue8m0)
+def _write_kernel(kernels: ModuleType, dtype: torch.dtype, layout: str, use_ue8m0: bool) -> Callable[..., None]:
+    return kernels.compile_write_kv_cache(dtype_name(dtype), layout, use_ue8m0)
 
 
 @functools.cache
-def _read_kernel(layout: str, dtype: torch.dtype) -> Callable[..., None]:
-    from dsa.kernels.cache.kv_cache_sm90 import compile_read_kv_cache
-
-    return compile_read_kv_cache(layout, dtype_name(dtype))
-
-
-def _allocate(cache: torch.Tensor, slots: torch.Tensor, d: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(*slots.shape, d, dtype=dtype, device=cache.device)
-
-
-torch.library.custom_op("dsa::write_kv_cache", mutates_args=("cache",))(_write)
-torch.library.custom_op("dsa::read_kv_cache", mutates_args=())(_read)
-
-
-@torch.library.register_fake("dsa::write_kv_cache")
-def _(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool) -> None:
-    reference.check_write(kv, cache, slots, use_ue8m0)
-
-
-@torch.library.register_fake("dsa::read_kv_cache")
-def _(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _allocate(cache, slots, reference.check_read(cache, slots, dtype), dtype)
+def _read_kernel(kernels: ModuleType, layout: str, dtype: torch.dtype) -> Callable[..., None]:
+    return kernels.compile_read_kv_cache(layout, dtype_name(dtype))

@@ -2,13 +2,15 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.cache.limits import LATENT_CHANNELS, NORM_CHANNELS, ROPE_CHANNELS
-from dsa.ops._kernel_arguments import check_rows, dtype_name
-from dsa.ops.cache._kv_rows import cache_rows, float_rows, layout_name, slot_words
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
+from dsa.ops.declaration import op
 from dsa.reference.cache import mla_cache_inputs as reference
 from dsa.reference.cache.kv_cache import BYTE_DTYPES
 
@@ -53,13 +55,10 @@ def write_mla_cache(
     value rounds to its neighbour. CUDA-graph safe, no host synchronisation.
     Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
     """
-    arguments = (kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.write_mla_cache(*arguments)
-    return _write(*arguments)
+    _write_mla_cache(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
 
 
-def _write(
+def _reference(
     kv: torch.Tensor,
     norm_weight: torch.Tensor,
     cos: torch.Tensor,
@@ -71,12 +70,13 @@ def _write(
     use_ue8m0: bool,
     out: torch.Tensor | None,
 ) -> None:
-    reference.check_inputs(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
-    if not backends.runs_kernel("write_mla_cache", cache):
-        return reference.write_mla_cache(
-            *(kv, norm_weight, cos, sin, cache, slots),
-            **{"eps": eps, "interleaved": interleaved, "use_ue8m0": use_ue8m0, "out": out},
-        )
+    options = {"eps": eps, "interleaved": interleaved, "use_ue8m0": use_ue8m0, "out": out}
+    reference.write_mla_cache(kv, norm_weight, cos, sin, cache, slots, **options)
+
+
+def _check_limits(
+    kv: torch.Tensor, norm_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, *_: object
+) -> None:
     if kv.shape[1] not in LATENT_CHANNELS or norm_weight.shape[0] != NORM_CHANNELS:
         raise ValueError(
             f"norm_weight: the Hopper kernel takes N {NORM_CHANNELS} of d {LATENT_CHANNELS} channels, got "
@@ -84,30 +84,18 @@ def _write(
         )
     if 2 * cos.shape[1] != ROPE_CHANNELS:
         raise ValueError(f"cos: the Hopper kernel rotates R {ROPE_CHANNELS} channels, got {2 * cos.shape[1]}")
-    check_rows("norm_weight", norm_weight)
-    rows = float_rows("kv", kv)
-    # Where nothing is kept the kernel is given a tensor that it does not touch.
-    kept = rows if out is None else float_rows("out", out)
-    pages, words = cache_rows(cache), slot_words(slots)
-    if kv.shape[0] and (cache.shape[0] or out is not None):
-        quantizes = cache.dtype in BYTE_DTYPES
-        launch = _kernel(kv.dtype, layout_name(cache), kv.shape[1], interleaved, quantizes and use_ue8m0)
-        with backends.on_device(cache):
-            launch(rows, norm_weight, cos, sin, pages, words, kept, int(out is not None), float(eps))
+    check_cache(cache)
 
 
-@functools.cache
-def _kernel(dtype: torch.dtype, layout: str, channels: int, interleaved: bool, use_ue8m0: bool) -> Callable[..., None]:
-    from dsa.kernels.cache.kv_cache_sm90 import compile_write_mla_cache
-
-    return compile_write_mla_cache(dtype_name(dtype), layout, channels, interleaved, use_ue8m0)
-
-
-torch.library.custom_op("dsa::write_mla_cache", mutates_args=("cache", "out"))(_write)
-
-
-@torch.library.register_fake("dsa::write_mla_cache")
-def _(
+@op(
+    arguments=reference.WRITE_MLA_CACHE,
+    reference=_reference,
+    results=lambda *_: None,
+    kernels={"sm_90": "dsa.kernels.cache.kv_cache_sm90"},
+    limits=_check_limits,
+)
+def _write_mla_cache(
+    kernels: ModuleType,
     kv: torch.Tensor,
     norm_weight: torch.Tensor,
     cos: torch.Tensor,
@@ -119,4 +107,17 @@ def _(
     use_ue8m0: bool,
     out: torch.Tensor | None,
 ) -> None:
-    reference.check_inputs(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
+    if kv.shape[0] and (cache.shape[0] or out is not None):
+        quantizes = cache.dtype in BYTE_DTYPES
+        launch = _kernel(kernels, kv.dtype, layout_name(cache), kv.shape[1], interleaved, quantizes and use_ue8m0)
+        rows, pages, words = rows_at_16_bytes(kv), cache_rows(cache), slot_words(slots)
+        # Where nothing is kept the kernel is given a tensor that it does not touch.
+        kept = rows if out is None else rows_at_16_bytes(out)
+        launch(rows, norm_weight, cos, sin, pages, words, kept, int(out is not None), float(eps))
+
+
+@functools.cache
+def _kernel(
+    kernels: ModuleType, dtype: torch.dtype, layout: str, channels: int, interleaved: bool, use_ue8m0: bool
+) -> Callable[..., None]:
+    return kernels.compile_write_mla_cache(dtype_name(dtype), layout, channels, interleaved, use_ue8m0)

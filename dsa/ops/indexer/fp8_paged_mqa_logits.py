@@ -2,12 +2,15 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 from dsa import backends
-from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, NEXT_N, PAGE_SIZES
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
+from dsa.ops._kernel_arguments import check_pages, dtype_name, pages_as_rows
+from dsa.ops.declaration import op
+from dsa.reference.arguments import INNER, check_layout
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
 from dsa.reference.indexer.fp8_mqa_logits import row_stride
 
@@ -30,10 +33,7 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     Raises TypeError or ValueError for other types, dtypes and shapes.
     Source: DeepGEMM's function of this name, whose plan for next_n <= 2 this is.
     """
-    reference.check_metadata(context_lens, block_kv, num_sms)
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms)
-    return _metadata(context_lens, block_kv, num_sms)
+    return _get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms)
 
 
 def fp8_paged_mqa_logits(
@@ -72,147 +72,67 @@ def fp8_paged_mqa_logits(
     no host synchronisation. Not differentiable.
     Source: DeepGEMM's function of this name.
     """
-    reference.check_paged_mqa_logits(
-        q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, logits_dtype
-    )
-    arguments = (
+    return _fp8_paged_mqa_logits(
         *(q, kv_cache, weights, context_lens, block_table, schedule_meta),
         *(max_context_len, clean_logits, logits_dtype),
     )
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.fp8_paged_mqa_logits(*arguments)
-    return _logits(*arguments)
 
 
-def _metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
-    if not backends.runs_kernel("get_paged_mqa_logits_metadata", context_lens):
-        return reference.get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms)
-    plan = torch.empty(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
-    with backends.on_device(context_lens):
-        _metadata_kernel()(_matrix("context_lens", context_lens), plan)
+def _plan_results(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
+    return torch.empty(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
+
+
+@op(
+    arguments=reference.GET_PAGED_MQA_LOGITS_METADATA,
+    reference=reference.get_paged_mqa_logits_metadata,
+    results=_plan_results,
+    kernels={"sm_90": "dsa.kernels.indexer.paged_mqa_logits_metadata_sm90"},
+    limits=lambda context_lens, *_: _check_columns("context_lens", context_lens),
+)
+def _get_paged_mqa_logits_metadata(
+    kernels: ModuleType, context_lens: torch.Tensor, block_kv: int, num_sms: int
+) -> torch.Tensor:
+    plan = _plan_results(context_lens, block_kv, num_sms)
+    _metadata_kernel(kernels)(_matrix(context_lens), plan)
     return plan
 
 
-def _logits(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    schedule_meta: torch.Tensor | None,
-    max_context_len: int,
-    clean_logits: bool,
-    logits_dtype: torch.dtype,
-) -> torch.Tensor:
-    if not backends.runs_kernel("fp8_paged_mqa_logits", q):
-        return reference.fp8_paged_mqa_logits(
-            *(q, kv_cache, weights, context_lens, block_table, schedule_meta),
-            *(max_context_len, clean_logits, logits_dtype),
-        )
-    _check_kernel_takes(q, kv_cache, weights, context_lens, block_table, schedule_meta)
-    batch, next_n, heads, dim = q.shape
-    pages, page_size = kv_cache.shape[:2]
-    out = _allocate(q, max_context_len, logits_dtype)
-    if batch == 0 or pages == 0 or block_table.shape[1] == 0:
-        return out.fill_(-torch.inf)
-    weights = _matrix("weights", weights)
-    if weights.data_ptr() % 16 or weights.stride(0) % 4:
-        weights = weights.clone(memory_format=torch.contiguous_format)
-    if schedule_meta is None:
-        schedule_meta = _metadata(context_lens, page_size, backends.num_sms(q.device))
-    launch = _kernel(heads, dim, next_n, page_size, logits_dtype)
-    with backends.on_device(q):
-        launch(
-            q.view(-1, dim),
-            kv_cache.as_strided(
-                (pages, page_size * (dim + 4)), (kv_cache.stride(0) if pages > 1 else page_size * (dim + 4), 1)
-            ),
-            weights,
-            _matrix("context_lens", context_lens),
-            _matrix("block_table", block_table),
-            schedule_meta,
-            out,
-            min(max_context_len, block_table.shape[1] * page_size),
-            max_context_len if clean_logits else 0,
-        )
-    return out
+def _results(q: torch.Tensor, max_context_len: int, logits_dtype: torch.dtype) -> torch.Tensor:
+    needed = -(-max_context_len // SCHEDULE_SPLIT) * SCHEDULE_SPLIT
+    rows, stride = q.shape[0] * q.shape[1], row_stride(needed, logits_dtype)
+    return torch.empty(rows, stride, dtype=logits_dtype, device=q.device)[:, :max_context_len]
 
 
-@functools.cache
-def _metadata_kernel() -> Callable[..., None]:
-    from dsa.kernels.indexer.paged_mqa_logits_metadata_sm90 import compile_paged_mqa_logits_metadata
-
-    return compile_paged_mqa_logits_metadata()
-
-
-@functools.cache
-def _kernel(heads: int, dim: int, next_n: int, page_size: int, dtype: torch.dtype) -> Callable[..., None]:
-    from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernels
-
-    config = kernels.choose_config(heads, next_n)
-    return kernels.compile_fp8_paged_mqa_logits(heads, dim, next_n, page_size, dtype_name(dtype), config)
-
-
-def _matrix(name: str, x: torch.Tensor) -> torch.Tensor:
-    """x as a matrix whose rows are contiguous (a vector is one column), or a ValueError."""
-    columns = x.shape[1] if x.dim() == 2 else 1
-    if columns == 1:  # the stride of a single column means nothing, and may be any number
-        return x.as_strided((x.shape[0], 1), (x.stride(0), 1))
-    if x.stride(1) != 1:
-        raise ValueError(f"{name}: the last dimension must be contiguous, got strides {list(x.stride())}")
-    return x
-
-
-def _allocate(q: torch.Tensor, max_context_len: int, dtype: torch.dtype) -> torch.Tensor:
-    needed = -(-max_context_len // reference.SPLIT_KV) * reference.SPLIT_KV
-    buffer = torch.empty(q.shape[0] * q.shape[1], row_stride(needed, dtype), dtype=dtype, device=q.device)
-    return buffer[:, :max_context_len]
-
-
-def _check_kernel_takes(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    schedule_meta: torch.Tensor | None,
+def _check_limits(
+    q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Tensor, context_lens: torch.Tensor, *_: object
 ) -> None:
     _, next_n, heads, dim = q.shape
-    page_size = kv_cache.shape[1]
     for name, what, value, accepted in (
         ("q", "heads", heads, HEADS),
         ("q", "head dimensions", dim, HEAD_DIMS),
         ("q", "queries a sequence (next_n)", next_n, NEXT_N),
-        ("kv_cache", "page sizes", page_size, PAGE_SIZES),
+        ("kv_cache", "page sizes", kv_cache.shape[1], PAGE_SIZES),
     ):
         if value not in accepted:
             raise ValueError(f"{name}: the Hopper kernel takes {what} {accepted}, got {value}")
-    if not q.is_contiguous() or q.data_ptr() % 16:
-        raise ValueError(
-            f"q: must be contiguous and start at a multiple of 16 bytes, got strides {list(q.stride())} and an address "
-            f"{q.data_ptr() % 16} bytes past one"
+    check_pages("kv_cache", kv_cache)
+    _check_columns("context_lens", context_lens)
+
+
+@op(
+    arguments=reference.FP8_PAGED_MQA_LOGITS,
+    reference=reference.fp8_paged_mqa_logits,
+    results=lambda q, *others: _results(q, others[5], others[7]),
+    kernels={
+        "sm_90": (
+            "dsa.kernels.indexer.fp8_paged_mqa_logits_sm90",
+            "dsa.kernels.indexer.paged_mqa_logits_metadata_sm90",
         )
-    stride = kv_cache.stride()
-    if stride[1] != dim + 4 or stride[3] != 1 or (stride[0] % 16 and kv_cache.shape[0] > 1) or kv_cache.data_ptr() % 16:
-        raise ValueError(
-            f"kv_cache: every page must be contiguous and start at a multiple of 16 bytes, got strides {list(stride)} "
-            f"and an address {kv_cache.data_ptr() % 16} bytes past one"
-        )
-    if schedule_meta is not None and not schedule_meta.is_contiguous():
-        raise ValueError(f"schedule_meta: must be contiguous, got strides {list(schedule_meta.stride())}")
-
-
-torch.library.custom_op("dsa::get_paged_mqa_logits_metadata", mutates_args=())(_metadata)
-torch.library.custom_op("dsa::fp8_paged_mqa_logits", mutates_args=())(_logits)
-
-
-@torch.library.register_fake("dsa::get_paged_mqa_logits_metadata")
-def _(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
-    return torch.empty(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
-
-
-@torch.library.register_fake("dsa::fp8_paged_mqa_logits")
-def _(
+    },
+    limits=_check_limits,
+)
+def _fp8_paged_mqa_logits(
+    kernels: tuple[ModuleType, ModuleType],
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     weights: torch.Tensor,
@@ -223,4 +143,48 @@ def _(
     clean_logits: bool,
     logits_dtype: torch.dtype,
 ) -> torch.Tensor:
-    return _allocate(q, max_context_len, logits_dtype)
+    scores, planner = kernels
+    batch, next_n, heads, dim = q.shape
+    page_size = kv_cache.shape[1]
+    out = _results(q, max_context_len, logits_dtype)
+    if batch == 0 or kv_cache.shape[0] == 0 or block_table.shape[1] == 0:
+        return out.fill_(-torch.inf)
+    lengths, weights = _matrix(context_lens), _matrix(weights)
+    if weights.data_ptr() % 16 or weights.stride(0) % 4:
+        weights = weights.clone(memory_format=torch.contiguous_format)
+    if schedule_meta is None:
+        schedule_meta = _plan_results(context_lens, page_size, backends.num_sms(q.device))
+        _metadata_kernel(planner)(lengths, schedule_meta)
+    launch = _kernel(scores, heads, dim, next_n, page_size, logits_dtype)
+    launch(
+        *(q.view(-1, dim), pages_as_rows(kv_cache), weights, lengths, _matrix(block_table), schedule_meta, out),
+        min(max_context_len, block_table.shape[1] * page_size),
+        max_context_len if clean_logits else 0,
+    )
+    return out
+
+
+@functools.cache
+def _metadata_kernel(kernels: ModuleType) -> Callable[..., None]:
+    return kernels.compile_paged_mqa_logits_metadata()
+
+
+@functools.cache
+def _kernel(
+    kernels: ModuleType, heads: int, dim: int, next_n: int, page_size: int, dtype: torch.dtype
+) -> Callable[..., None]:
+    config = kernels.choose_config(heads, next_n)
+    return kernels.compile_fp8_paged_mqa_logits(heads, dim, next_n, page_size, dtype_name(dtype), config)
+
+
+def _check_columns(name: str, x: torch.Tensor) -> None:
+    """x is a vector, of any stride, or a matrix whose rows are contiguous."""
+    if x.dim() == 2:
+        check_layout(name, x, INNER)
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """x as a matrix whose rows are contiguous; a vector is one column."""
+    if x.dim() == 2 and x.shape[1] != 1:
+        return x
+    return x.as_strided((x.shape[0], 1), (x.stride(0), 1))  # a single column's stride may be any number

@@ -2,13 +2,16 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.indexer.limits import ROTATED
-from dsa.ops._kernel_arguments import check_rows, dtype_name, pages_as_rows, unit_inner
+from dsa.ops._kernel_arguments import check_pages, dtype_name, pages_as_rows, unit_inner
+from dsa.ops.declaration import op
 from dsa.reference.indexer import indexer_inputs as reference
+
+__all__ = ["quantize_indexer_queries", "write_indexer_keys"]
 
 
 def quantize_indexer_queries(
@@ -36,9 +39,7 @@ def quantize_indexer_queries(
     On Hopper: one kernel, R in {32, 64, 128}, rows at multiples of 16 bytes; exactly the bits of the reference on that
     GPU. CUDA-graph safe, no host synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.quantize_indexer_queries(q, weights, cos, sin, interleaved, dims, use_ue8m0)
-    return _quantize(q, weights, cos, sin, interleaved, dims, use_ue8m0)
+    return _quantize_indexer_queries(q, weights, cos, sin, interleaved, dims, use_ue8m0)
 
 
 def write_indexer_keys(
@@ -70,13 +71,10 @@ def write_indexer_keys(
     LayerNorm's sums in another order than the reference's, so that now and then a value rounds to its neighbour.
     CUDA-graph safe, no host synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
-    arguments = (k, norm_weight, norm_bias, cos, sin, cache, slots, eps, interleaved, dims, use_ue8m0)
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.write_indexer_keys(*arguments)
-    return _write(*arguments)
+    _write_indexer_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, eps, interleaved, dims, use_ue8m0)
 
 
-def _quantize(
+def _query_reference(
     q: torch.Tensor,
     weights: torch.Tensor,
     cos: torch.Tensor,
@@ -85,24 +83,46 @@ def _quantize(
     dims: str,
     use_ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_queries(q, weights, cos, sin, interleaved, dims, use_ue8m0)
-    if not backends.runs_kernel("quantize_indexer_queries", q):
-        return reference.quantize_indexer_queries(
-            q, weights, cos, sin, interleaved=interleaved, dims=dims, use_ue8m0=use_ue8m0
-        )
-    check_rows("q", q)
-    if weights.shape[1] > 1 and weights.stride(1) != 1:
-        raise ValueError(f"weights: the last dimension must be contiguous, got strides {list(weights.stride())}")
-    cos, sin = _angles(cos, sin)
-    q8, scaled = _allocate(q)
+    return reference.quantize_indexer_queries(
+        q, weights, cos, sin, interleaved=interleaved, dims=dims, use_ue8m0=use_ue8m0
+    )
+
+
+def _query_results(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    q8 = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
+    return q8, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+def _check_query_limits(q: torch.Tensor, weights: torch.Tensor, cos: torch.Tensor, *_: object) -> None:
+    _check_rotated(cos)
+
+
+@op(
+    arguments=reference.QUANTIZE_INDEXER_QUERIES,
+    reference=_query_reference,
+    results=_query_results,
+    kernels={"sm_90": "dsa.kernels.indexer.indexer_inputs_sm90"},
+    limits=_check_query_limits,
+)
+def _quantize_indexer_queries(
+    kernels: ModuleType,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    dims: str,
+    use_ue8m0: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q8, scaled = _query_results(q)
     if q8.numel():
-        launch = _query_kernel(q.dtype, 2 * cos.shape[1], interleaved, dims == "last", use_ue8m0)
-        with backends.on_device(q):
-            launch(_without_odd_strides(q), unit_inner(weights), cos, sin, q8, unit_inner(scaled))
+        launch = _query_kernel(kernels, q.dtype, 2 * cos.shape[1], interleaved, dims == "last", use_ue8m0)
+        angles = _angle_rows(cos), _angle_rows(sin)
+        launch(_without_odd_strides(q), unit_inner(weights), *angles, q8, unit_inner(scaled))
     return q8, scaled
 
 
-def _write(
+def _key_reference(
     k: torch.Tensor,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor,
@@ -115,36 +135,60 @@ def _write(
     dims: str,
     use_ue8m0: bool,
 ) -> None:
-    reference.check_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, eps, interleaved, dims, use_ue8m0)
-    if not backends.runs_kernel("write_indexer_keys", cache):
-        return reference.write_indexer_keys(
-            *(k, norm_weight, norm_bias, cos, sin, cache, slots),
-            **{"eps": eps, "interleaved": interleaved, "dims": dims, "use_ue8m0": use_ue8m0},
-        )
-    for name, x in (("k", k), ("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        check_rows(name, x)
-    if slots.shape[0] > 1 and slots.stride(0) != 1:
-        raise ValueError(f"slots: must be contiguous, got strides {list(slots.stride())}")
-    pages = pages_as_rows("cache", cache)
-    cos, sin = _angles(cos, sin)
+    options = {"eps": eps, "interleaved": interleaved, "dims": dims, "use_ue8m0": use_ue8m0}
+    reference.write_indexer_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, **options)
+
+
+def _check_key_limits(
+    k: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    *_: object,
+) -> None:
+    _check_rotated(cos)
+    check_pages("cache", cache)
+
+
+@op(
+    arguments=reference.WRITE_INDEXER_KEYS,
+    reference=_key_reference,
+    results=lambda *_: None,
+    kernels={"sm_90": "dsa.kernels.indexer.indexer_inputs_sm90"},
+    limits=_check_key_limits,
+)
+def _write_indexer_keys(
+    kernels: ModuleType,
+    k: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    interleaved: bool,
+    dims: str,
+    use_ue8m0: bool,
+) -> None:
     if k.shape[0] and cache.shape[0]:
-        launch = _key_kernel(k.dtype, slots.dtype, 2 * cos.shape[1], interleaved, dims == "last", use_ue8m0)
-        with backends.on_device(cache):
-            k = _without_odd_strides(k)
-            launch(k, norm_weight, norm_bias, cos, sin, pages, slots, cache.shape[1], float(eps))
+        launch = _key_kernel(kernels, k.dtype, slots.dtype, 2 * cos.shape[1], interleaved, dims == "last", use_ue8m0)
+        k, angles = _without_odd_strides(k), (_angle_rows(cos), _angle_rows(sin))
+        launch(k, norm_weight, norm_bias, *angles, pages_as_rows(cache), slots, cache.shape[1], float(eps))
 
 
-def _angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin with rows at multiples of 16 bytes; copied where they are not, being small."""
+def _check_rotated(cos: torch.Tensor) -> None:
     if 2 * cos.shape[1] not in ROTATED:
         raise ValueError(f"cos: the Hopper kernel rotates R {ROTATED} channels, got {2 * cos.shape[1]}")
 
-    def aligned(x: torch.Tensor) -> torch.Tensor:
-        if x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 16:
-            return x.clone(memory_format=torch.contiguous_format)
-        return x
 
-    return aligned(cos), aligned(sin)
+def _angle_rows(x: torch.Tensor) -> torch.Tensor:
+    """cos or sin with rows at multiples of 16 bytes; copied where they are not, being small."""
+    if x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def _without_odd_strides(x: torch.Tensor) -> torch.Tensor:
@@ -155,58 +199,20 @@ def _without_odd_strides(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _query_kernel(
-    dtype: torch.dtype, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool
+    kernels: ModuleType, dtype: torch.dtype, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool
 ) -> Callable[..., None]:
-    from dsa.kernels.indexer.indexer_inputs_sm90 import compile_quantize_indexer_queries
-
-    return compile_quantize_indexer_queries(dtype_name(dtype), rotated, interleaved, last, use_ue8m0)
+    return kernels.compile_quantize_indexer_queries(dtype_name(dtype), rotated, interleaved, last, use_ue8m0)
 
 
 @functools.cache
 def _key_kernel(
-    dtype: torch.dtype, slot_dtype: torch.dtype, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool
+    kernels: ModuleType,
+    dtype: torch.dtype,
+    slot_dtype: torch.dtype,
+    rotated: int,
+    interleaved: bool,
+    last: bool,
+    use_ue8m0: bool,
 ) -> Callable[..., None]:
-    from dsa.kernels.indexer.indexer_inputs_sm90 import compile_write_indexer_keys
-
     names = dtype_name(dtype), dtype_name(slot_dtype)
-    return compile_write_indexer_keys(*names, rotated, interleaved, last, use_ue8m0)
-
-
-def _allocate(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q8 = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
-    return q8, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-
-
-torch.library.custom_op("dsa::quantize_indexer_queries", mutates_args=())(_quantize)
-torch.library.custom_op("dsa::write_indexer_keys", mutates_args=("cache",))(_write)
-
-
-@torch.library.register_fake("dsa::quantize_indexer_queries")
-def _(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    dims: str,
-    use_ue8m0: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_queries(q, weights, cos, sin, interleaved, dims, use_ue8m0)
-    return _allocate(q)
-
-
-@torch.library.register_fake("dsa::write_indexer_keys")
-def _(
-    k: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-    interleaved: bool,
-    dims: str,
-    use_ue8m0: bool,
-) -> None:
-    reference.check_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, eps, interleaved, dims, use_ue8m0)
+    return kernels.compile_write_indexer_keys(*names, rotated, interleaved, last, use_ue8m0)

@@ -6,22 +6,106 @@ i - 1. The token that ends a block is the first to see its entry.
 
 import torch
 
+from dsa.reference.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.indexer_cache import check_cache, check_writable_slots, write_indexer_cache
-from dsa.reference.cache.kv_cache import check_write, write_kv_cache
-from dsa.reference.checks import (
-    FLOATS,
-    check_flag,
-    check_memory,
-    check_number,
-    check_same_device,
-    check_same_dtype,
-    check_tensor,
-    check_updatable,
-    check_writable,
-)
-from dsa.reference.elementwise.rotary import apply_rotary, check_rotary
+from dsa.reference.cache.indexer_cache import SLOTS, check_pages, check_writable_slots, write_indexer_cache
+from dsa.reference.cache.kv_cache import CACHE_DTYPES, check_layout, write_kv_cache
+from dsa.reference.checks import FLOATS, INT32, check_memory, check_updatable
+from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
+
+
+def _check_blocks(ape: torch.Tensor, state: torch.Tensor | None, overlap: bool) -> int:
+    """Blocks can be made, and the state holds what they need. -> d"""
+    m, c = ape.shape
+    if m == 0 or c == 0 or (overlap and c % 2):
+        raise ValueError(
+            f"ape: must have rows and kv's channels, with overlap an even number, got shape {list(ape.shape)}"
+        )
+    n = 2 * m if overlap else m
+    if state is not None and state.shape[1] != n:
+        raise ValueError(
+            f"state: shape must be [S, {n}, 2, {c}], got {list(state.shape)} (sizes as of kv, ape and overlap)"
+        )
+    return c // 2 if overlap else c
+
+
+def _check_compress(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    state: torch.Tensor | None,
+    state_slots: torch.Tensor | None,
+    overlap: bool,
+) -> None:
+    _check_blocks(ape, state, overlap)
+    if (state is None) != (state_slots is None):
+        raise ValueError("state, state_slots: must be given together, got one of them")
+
+
+def _check_write(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    state: torch.Tensor,
+    state_slots: torch.Tensor,
+    overlap: bool,
+    eps: float,
+) -> None:
+    d = _check_blocks(ape, state, overlap)
+    if norm_weight.shape[0] != d:
+        raise ValueError(
+            f"norm_weight: shape must be [{d}], got {list(norm_weight.shape)} (sizes as of kv and overlap)"
+        )
+    check_rotated("kv", kv[:, :d], cos)
+    if is_index_cache(cache, d):
+        check_pages("cache", cache)
+        if d & (d - 1):
+            raise ValueError(f"cache: an index cache has a power of two channels an entry, kv gives {d}")
+    elif (cached := check_layout("cache", cache)["d"]) != d:
+        raise ValueError(f"cache: must have entries of {d} channels, got {cached} (sizes as of kv and overlap)")
+
+
+_PROJECTIONS = {
+    "kv": Tensor("T c", FLOATS, layout=ROWS),
+    "gate": Tensor("T c", FLOATS, like="kv", layout=ROWS),
+    "ape": Tensor("m c", F32, layout=ALIGNED),
+}
+_SEQUENCES = {
+    "cu_seqlens": Tensor("B+1", INT32, layout=CONTIGUOUS),
+    "starts": Tensor("B", INT32, layout=CONTIGUOUS),
+}
+COMPRESS_KV = Arguments(
+    rule=_check_compress,
+    **_PROJECTIONS,
+    **_SEQUENCES,
+    state=Tensor("S n 2 c", F32, optional=True, written=True),
+    state_slots=Tensor("B", INT32, optional=True),
+    overlap=Flag(),
+)
+WRITE_COMPRESSED_KV = Arguments(
+    rule=_check_write,
+    **_PROJECTIONS,
+    norm_weight=Tensor("d", F32, layout=ALIGNED),
+    cos=Tensor("T R/2", F32, layout=ROWS),
+    sin=Tensor("T R/2", F32, layout=ROWS),
+    cache=Tensor("pages P 1 bytes", CACHE_DTYPES, written=True),
+    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
+    **_SEQUENCES,
+    state=Tensor("S n 2 c", F32, layout=ALIGNED, written=True),
+    state_slots=Tensor("B", INT32, layout=CONTIGUOUS),
+    overlap=Flag(),
+    eps=Number(least=0),
+)
 
 
 @without_autocast
@@ -56,11 +140,11 @@ def compress_kv(
     is written.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
-    d = check_compress(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap)
+    COMPRESS_KV.check(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap)
     check_memory("kv", kv)
     if state is not None:
         check_updatable("state", state)
-    m, overlap = ape.shape[0], d < kv.shape[1]
+    m, d = ape.shape[0], kv.shape[1] // 2 if overlap else kv.shape[1]
     entries, tokens = [kv.new_empty(0, d, dtype=torch.float32)], [torch.empty(0, dtype=torch.int64, device=kv.device)]
     bounds, first = cu_seqlens.tolist(), starts.tolist()
     _check_sequences(bounds, first, None if state_slots is None else state_slots.tolist(), kv, state)
@@ -113,22 +197,11 @@ def write_compressed_kv(
 ) -> None:
     """Writes rope(RMSNorm(C)) of every entry that a new token ends into that token's slot of the cache, in place.
 
-    kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap  as `compress_kv` takes them
-    norm_weight  [d] fp32
-    cos, sin     [T, R / 2] fp32: for a token that ends block i, of position i m; the others' are not used. Rope turns
-                 the last R channels in pairs (2i, 2i + 1)
-    cache        of entries, [pages, P, 1, d | 584] as `write_kv_cache` has it, or [pages, P, 1, d + 4] bytes as
-                 `write_indexer_cache` has it: then entries pass the Hadamard transform and are rounded to e4m3 with a
-                 power-of-two scale each
-    slots        [T] int32 or int64: page * P + offset for a token that ends a block; -1 skips its entry, and is what
-                 the others have
-    eps          added to the mean of the squares: a finite number, at least 0
-
-    Sum, norm and rope are fp32 and round once, to kv's dtype. Not differentiable. Raises TypeError or ValueError for
-    other types, dtypes, shapes and devices, for slots below -1 or beyond the cache, and for integers as `compress_kv`
-    does; then nothing is written.
+    Sum, norm and rope are fp32 and round once, to kv's dtype. Not differentiable. Raises ValueError for slots below -1
+    or beyond the cache, too, and for integers as `compress_kv` does. Whatever it raises, nothing is written. Arguments
+    as of `dsa.write_compressed_kv`.
     """
-    check_write_compressed(
+    WRITE_COMPRESSED_KV.check(
         kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots, overlap, eps
     )
     check_memory("cache", cache)
@@ -146,7 +219,7 @@ def write_compressed_kv(
 
 def is_index_cache(cache: torch.Tensor, d: int) -> bool:
     """Whether a cache holds d e4m3 numbers and a scale an entry."""
-    return cache.dtype == torch.uint8 and cache.dim() == 4 and cache.shape[3] == d + 4
+    return cache.dtype == torch.uint8 and cache.shape[3] == d + 4
 
 
 def _check_sequences(
@@ -159,77 +232,3 @@ def _check_sequences(
         raise ValueError(f"starts: must be at least 0, and 0 without a state, got {starts}")
     if state_slots is not None and any(not 0 <= slot < len(state) for slot in state_slots):
         raise ValueError(f"state_slots: must be from 0 to {len(state) - 1}, got {state_slots} (sizes as of state)")
-
-
-def check_compress(
-    kv: torch.Tensor,
-    gate: torch.Tensor,
-    ape: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    state: torch.Tensor | None,
-    state_slots: torch.Tensor | None,
-    overlap: bool,
-) -> int:
-    """The checks of `compress_kv`, but for the values of its integers. -> d"""
-    check_tensor("kv", kv, FLOATS, ("T", "c"))
-    check_tensor("gate", gate, FLOATS, tuple(kv.shape), "kv")
-    check_same_dtype(("kv", kv), gate=gate)
-    check_tensor("ape", ape, (torch.float32,), ("m", kv.shape[1]), "kv")
-    check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), ("B + 1",))
-    if cu_seqlens.shape[0] == 0:
-        raise ValueError("cu_seqlens: must have B + 1 entries, got none")
-    check_tensor("starts", starts, (torch.int32,), (cu_seqlens.shape[0] - 1,), "cu_seqlens")
-    check_flag("overlap", overlap)
-    m, c = ape.shape
-    if m == 0 or c == 0 or (overlap and c % 2):
-        raise ValueError(
-            f"ape: must have rows and kv's channels, with overlap an even number, got shape {list(ape.shape)}"
-        )
-    if (state is None) != (state_slots is None):
-        raise ValueError("state, state_slots: must be given together, got one of them")
-    if state is not None:
-        check_tensor("state", state, (torch.float32,), ("S", 2 * m if overlap else m, 2, c), "kv, ape and overlap")
-        check_tensor("state_slots", state_slots, (torch.int32,), tuple(starts.shape), "cu_seqlens and starts")
-        check_writable("state", state)
-    check_same_device(
-        ("kv", kv), gate=gate, ape=ape, cu_seqlens=cu_seqlens, starts=starts, state=state, state_slots=state_slots
-    )
-    return c // 2 if overlap else c
-
-
-def check_write_compressed(
-    kv: torch.Tensor,
-    gate: torch.Tensor,
-    ape: torch.Tensor,
-    norm_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    state: torch.Tensor,
-    state_slots: torch.Tensor,
-    overlap: bool,
-    eps: float,
-) -> None:
-    """The checks of `write_compressed_kv`, but for the values of its integers."""
-    d = check_compress(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap)
-    if state is None:
-        raise TypeError("state: must be a torch.Tensor, got NoneType")
-    check_tensor("norm_weight", norm_weight, (torch.float32,), (d,), "kv and overlap")
-    check_number("eps", eps, 0)
-    row = kv[:, :d]
-    check_rotary("kv", row, cos, sin, True, "last")
-    if isinstance(cache, torch.Tensor) and is_index_cache(cache, d):
-        check_tensor("cache", cache, (torch.uint8,), ("pages", "P", 1, d + 4))
-        check_tensor("slots", slots, (torch.int32, torch.int64), (len(kv),), "kv")
-        check_cache("cache", cache)
-        check_writable("cache", cache)
-        if d & (d - 1):
-            raise ValueError(f"cache: an index cache has a power of two channels an entry, kv gives {d}")
-        check_same_device(("cache", cache), kv=kv, slots=slots)
-    else:
-        check_write(row, cache, slots, True)
-    check_same_device(("cache", cache), norm_weight=norm_weight)

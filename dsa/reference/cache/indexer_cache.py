@@ -7,23 +7,44 @@ itself is contiguous. Source: DeepGEMM's `kv_cache` of `fp8_paged_mqa_logits`.
 
 import torch
 
-from dsa.reference.checks import check_memory, check_same_device, check_tensor, check_updatable, check_writable
+from dsa.reference.arguments import CONTIGUOUS, F32, ROWS, Arguments, Tensor
+from dsa.reference.checks import E4M3, check_memory, check_updatable
 
+BYTES = (torch.uint8,)
 SLOTS = (torch.int32, torch.int64)
+
+
+def check_pages(name: str, cache: torch.Tensor) -> None:
+    """A cache of such bytes has pages and keys, and its pages are contiguous."""
+    page_size, width = cache.shape[1], cache.shape[3]
+    if width <= 4 or page_size == 0:
+        raise ValueError(f"{name}: shape must be [pages, P >= 1, 1, D + 4 >= 5], got {list(cache.shape)}")
+    if (page_size > 1 and cache.stride(1) != width) or cache.stride(3) != 1:
+        raise ValueError(
+            f"{name}: every page must be contiguous (strides [any, {width}, any, 1]), got strides "
+            f"{list(cache.stride())}"
+        )
+
+
+WRITE_INDEXER_CACHE = Arguments(
+    first=("cache",),
+    k=Tensor("T D", E4M3, layout=ROWS),
+    k_scale=Tensor("T", F32),
+    cache=Tensor("pages P 1 D+4", BYTES, rule=check_pages, written=True),
+    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
+)
+READ_INDEXER_CACHE = Arguments(
+    cache=Tensor("pages P 1 D+4", BYTES, rule=check_pages), slots=Tensor("T", SLOTS, layout=CONTIGUOUS)
+)
 
 
 def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Writes token t's key and scale into slot slots[t] = page * P + offset, in place.
 
-    k        [T, D] e4m3
-    k_scale  [T] fp32
-    cache    [pages, P, 1, D + 4] uint8, laid out as this module says
-    slots    [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
-
-    Every other byte of the cache stays as it is. Raises ValueError for a slot below -1 or beyond the cache, and for
-    other dtypes, shapes and strides.
+    Every other byte of the cache stays as it is. Raises ValueError for a slot below -1 or beyond the cache, too.
+    Arguments as of `dsa.write_indexer_cache`.
     """
-    check_write(k, k_scale, cache, slots)
+    WRITE_INDEXER_CACHE.check(k, k_scale, cache, slots)
     check_memory("cache", cache)
     check_updatable("cache", cache)
     values, scales = _planes(cache)
@@ -36,15 +57,11 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
 
 
 def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and scales in `slots`: (k [T, D] e4m3, k_scale [T] fp32).
+    """The keys and scales in `slots`: (k [T, D] e4m3, k_scale [T] fp32), zeros for a slot that the cache has not.
 
-    cache  [pages, P, 1, D + 4] uint8, laid out as this module says
-    slots  [T] int32 or int64, page * P + offset; -1 or any slot outside the cache gives key 0 and scale 0, and reads
-           nothing
-
-    Raises ValueError for other dtypes, shapes and strides.
+    Arguments as of `dsa.read_indexer_cache`.
     """
-    check_read(cache, slots)
+    READ_INDEXER_CACHE.check(cache, slots)
     check_memory("cache", cache)
     values, scales = _planes(cache)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
@@ -63,39 +80,10 @@ def split_slots(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torc
 
 
 def check_writable_slots(slots: torch.Tensor, capacity: int) -> None:
+    """Slots to write to are -1 or in a cache of `capacity` slots."""
     bad = (slots < -1) | (slots >= capacity)
     if bad.any():
         raise ValueError(f"slots: must be -1 or in [0, {capacity}), got {slots[bad][0].item()} (sizes as of cache)")
-
-
-def check_write(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """The checks of `write_indexer_cache`, but for the slots' values."""
-    check_tensor("k", k, (torch.float8_e4m3fn,), ("T", "D"))
-    check_tensor("k_scale", k_scale, (torch.float32,), (k.shape[0],), "k")
-    check_tensor("slots", slots, SLOTS, (k.shape[0],), "k")
-    check_cache("cache", cache, k.shape[1], "k")
-    check_writable("cache", cache)
-    check_same_device(("cache", cache), slots=slots, k=k, k_scale=k_scale)
-
-
-def check_read(cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """The checks of `read_indexer_cache`."""
-    check_tensor("slots", slots, SLOTS, ("T",))
-    check_cache("cache", cache)
-    check_same_device(("cache", cache), slots=slots)
-
-
-def check_cache(name: str, cache: torch.Tensor, dim: int | None = None, dim_of: str = "") -> None:
-    """`cache`, the argument `name`, is laid out as this module says, for keys of `dim` channels, those of `dim_of`."""
-    check_tensor(name, cache, (torch.uint8,), ("pages", "P", 1, "D + 4" if dim is None else dim + 4), dim_of)
-    page_size, width = cache.shape[1], cache.shape[3]
-    if width <= 4 or page_size == 0:
-        raise ValueError(f"{name}: shape must be [pages, P >= 1, 1, D + 4 >= 5], got {list(cache.shape)}")
-    if (page_size > 1 and cache.stride(1) != width) or cache.stride(3) != 1:
-        raise ValueError(
-            f"{name}: every page must be contiguous (strides [any, {width}, any, 1]), got strides "
-            f"{list(cache.stride())}"
-        )
 
 
 def _planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,20 +13,10 @@ Source: FlashMLA's FP8 caches.
 
 import torch
 
+from dsa.reference.arguments import CONTIGUOUS, ROWS, Arguments, Dtype, Flag, Int, Sizes, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.indexer_cache import check_writable_slots, split_slots
-from dsa.reference.checks import (
-    FLOATS,
-    check_dtype,
-    check_flag,
-    check_memory,
-    check_positive,
-    check_same_device,
-    check_tensor,
-    check_updatable,
-    check_writable,
-    shape_of,
-)
+from dsa.reference.cache.indexer_cache import SLOTS, check_writable_slots, split_slots
+from dsa.reference.checks import FLOATS, check_memory, check_tensor, check_updatable
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 
 V32_BYTES, V32_DIM, V32_NOPE, V32_GROUP = 656, 576, 512, 128
@@ -35,29 +25,67 @@ V4_ROW = V4_NOPE + 2 * (V4_DIM - V4_NOPE)
 V4_SCALE_ROW = V4_BYTES - V4_ROW
 MOST_SLOTS = 2**31  # that an int32 can number
 BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
-_SLOTS = (torch.int32, torch.int64)
+CACHE_DTYPES = (*FLOATS, *BYTE_DTYPES)
 
 
-def cache_dim(cache: torch.Tensor, name: str = "cache") -> int:
+def row_dim(cache: torch.Tensor) -> int:
     """d, the numbers a cached token stands for: 576 or 512 for the byte layouts, the last dimension for floats."""
-    check_tensor(name, cache, (*FLOATS, *BYTE_DTYPES), ("pages", "P", 1, "d"))
-    if cache.shape[1] == 0:
-        raise ValueError(f"{name}: a page must hold at least one token, got shape {list(cache.shape)}")
     if cache.dtype in FLOATS:
         return cache.shape[-1]
-    if cache.shape[-1] not in (V32_BYTES, V4_BYTES):
+    return V32_DIM if cache.shape[-1] == V32_BYTES else V4_DIM
+
+
+def check_layout(name: str, cache: torch.Tensor) -> Sizes:
+    """A cache [pages, P, 1, d | 656 | 584], the argument `name`, is laid out as this module says. Returns its d."""
+    if cache.shape[1] == 0:
+        raise ValueError(f"{name}: a page must hold at least one token, got shape {list(cache.shape)}")
+    if cache.dtype in BYTE_DTYPES and cache.shape[-1] not in (V32_BYTES, V4_BYTES):
         raise ValueError(
             f"{name}: the last dimension of a byte cache must be {V32_BYTES} (V3.2) or {V4_BYTES} (V4), "
             f"got {cache.shape[-1]}"
         )
-    if cache.shape[-1] == V32_BYTES:
-        return V32_DIM
-    if (cache.shape[1] > 1 and cache.stride(1) != V4_BYTES) or cache.stride(3) != 1:
+    if is_v4(cache) and ((cache.shape[1] > 1 and cache.stride(1) != V4_BYTES) or cache.stride(3) != 1):
         raise ValueError(
             f"{name}: every page of a V4 cache must be contiguous (strides [any, {V4_BYTES}, any, 1]), "
             f"got strides {list(cache.stride())}"
         )
-    return V4_DIM
+    return {"d": row_dim(cache)}
+
+
+def is_v4(cache: torch.Tensor) -> bool:
+    """Whether a cache of those layouts has V4's."""
+    return cache.dtype in BYTE_DTYPES and cache.shape[-1] == V4_BYTES
+
+
+def cache_dim(cache: torch.Tensor, name: str = "cache") -> int:
+    """`row_dim` of a tensor that is a cache, or an error."""
+    check_tensor(name, cache, CACHE_DTYPES, ("pages", "P", 1, "d"))
+    return check_layout(name, cache)["d"]
+
+
+def check_scales(cache: torch.Tensor, use_ue8m0: bool) -> None:
+    """The cache can have such scales."""
+    if is_v4(cache) and not use_ue8m0:
+        raise ValueError("use_ue8m0: must be True for the V4 layout, which stores powers of two only, got False")
+
+
+def _check_write(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool) -> None:
+    check_scales(cache, use_ue8m0)
+
+
+WRITE_KV_CACHE = Arguments(
+    rule=_check_write,
+    first=("cache",),
+    kv=Tensor("T d", FLOATS, layout=ROWS),
+    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_layout, written=True),
+    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
+    use_ue8m0=Flag(),
+)
+READ_KV_CACHE = Arguments(
+    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_layout),
+    slots=Tensor("...", SLOTS, layout=CONTIGUOUS),
+    dtype=Dtype(FLOATS),
+)
 
 
 def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -65,8 +93,8 @@ def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None 
 
     At most 2^31 slots. Raises TypeError or ValueError for other numbers, and for a device that torch does not have.
     """
-    check_positive("pages", pages)
-    check_positive("page_size", page_size)
+    Int().check("pages", pages)
+    Int().check("page_size", page_size)
     if pages * page_size > MOST_SLOTS:
         raise ValueError(f"pages: must be at most 2^31 slots, got {pages} of page_size {page_size}")
     _check_device(device)
@@ -80,17 +108,11 @@ def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None 
 def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool = True) -> None:
     """Writes token t's row into slot slots[t] = page * P + offset, in place.
 
-    kv         [T, d] fp32, bf16 or fp16: the latent with its 64 rope channels last
-    cache      [pages, P, 1, d | 656 | 584], laid out as this module says
-    slots      [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
-    use_ue8m0  V3.2's scales: True rounds max(amax, 1e-4) / 448 up to a power of two, False keeps the figure itself.
-               V4 stores powers of two only and refuses False; a float cache has no scales
-
     The e4m3 values follow `fp8_cast.per_token_cast_to_fp8`, the rope channels are rounded to bf16, a float cache
     rounds to its dtype. V4's pad byte is written 0; every other byte of the cache stays as it is. Raises ValueError for
-    a slot below -1 or beyond the cache, and for other dtypes, shapes and strides.
+    a slot below -1 or beyond the cache, too. Arguments as of `dsa.write_kv_cache`.
     """
-    d = check_write(kv, cache, slots, use_ue8m0)
+    d = WRITE_KV_CACHE.check(kv, cache, slots, use_ue8m0)["d"]
     check_memory("cache", cache)
     check_updatable("cache", cache)
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
@@ -112,14 +134,11 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
 
 @without_autocast
 def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The rows in `slots`, [..., d] in `dtype`: fp32, or rounded from it to bf16 or fp16.
+    """The rows in `slots`, [..., d] in `dtype`: fp32, or rounded from it; zeros for a slot that the cache has not.
 
-    cache  [pages, P, 1, d | 656 | 584], laid out as this module says
-    slots  [...] int32 or int64, page * P + offset; -1 or any slot outside the cache gives zeros and reads nothing
-
-    Raises TypeError or ValueError for other types, dtypes, shapes and strides.
+    Arguments as of `dsa.read_kv_cache`.
     """
-    d = check_read(cache, slots, dtype)
+    d = READ_KV_CACHE.check(cache, slots, dtype)["d"]
     check_memory("cache", cache)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     page, offset = split_slots(slots[valid], cache.shape[1])
@@ -137,28 +156,6 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtyp
         scale = scales[page, offset][:, : V4_NOPE // V4_GROUP].contiguous().view(torch.float8_e8m0fnu).float()
         out[valid] = _decode(row[:, :V4_NOPE], scale, row[:, V4_NOPE:])
     return out.to(dtype)
-
-
-def check_write(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool) -> int:
-    """The checks of `write_kv_cache`, but for the slots' values. Returns d."""
-    d = cache_dim(cache)
-    check_tensor("kv", kv, FLOATS, ("T", d), "cache")
-    check_tensor("slots", slots, _SLOTS, (kv.shape[0],), "kv")
-    check_flag("use_ue8m0", use_ue8m0)
-    check_writable("cache", cache)
-    check_same_device(("cache", cache), kv=kv, slots=slots)
-    if cache.dtype in BYTE_DTYPES and d == V4_DIM and not use_ue8m0:
-        raise ValueError("use_ue8m0: must be True for the V4 layout, which stores powers of two only, got False")
-    return d
-
-
-def check_read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> int:
-    """The checks of `read_kv_cache`. Returns d."""
-    d = cache_dim(cache)
-    check_tensor("slots", slots, _SLOTS, shape_of(slots))
-    check_dtype("dtype", dtype, FLOATS)
-    check_same_device(("cache", cache), slots=slots)
-    return d
 
 
 def _check_device(device: object) -> None:

@@ -2,19 +2,47 @@
 
 import torch
 
+from dsa.reference.arguments import CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.kv_cache import check_write, write_kv_cache
-from dsa.reference.checks import (
-    FLOATS,
-    check_memory,
-    check_number,
-    check_same_device,
-    check_same_dtype,
-    check_tensor,
-    check_updatable,
-    check_writable,
+from dsa.reference.cache.indexer_cache import SLOTS
+from dsa.reference.cache.kv_cache import CACHE_DTYPES, check_layout, check_scales, write_kv_cache
+from dsa.reference.checks import FLOATS, check_memory, check_updatable
+from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
+
+
+def _check_inputs(
+    kv: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    interleaved: bool,
+    use_ue8m0: bool,
+    out: torch.Tensor | None,
+) -> None:
+    d = kv.shape[1]
+    if not 1 <= norm_weight.shape[0] <= d:
+        raise ValueError(f"norm_weight: must have 1 to {d} channels, as kv has them, got {norm_weight.shape[0]}")
+    check_rotated("kv", kv, cos)
+    check_scales(cache, use_ue8m0)
+
+
+WRITE_MLA_CACHE = Arguments(
+    rule=_check_inputs,
+    first=("cache",),
+    kv=Tensor("T d", FLOATS, layout=ROWS),
+    norm_weight=Tensor("N", F32, layout=ROWS),
+    cos=Tensor("T R/2", F32),
+    sin=Tensor("T R/2", F32),
+    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_layout, written=True),
+    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
+    eps=Number(least=0),
+    interleaved=Flag(),
+    use_ue8m0=Flag(),
+    out=Tensor("T d", FLOATS, like="kv", optional=True, written=True, layout=ROWS),
 )
-from dsa.reference.elementwise.rotary import apply_rotary, check_rotary
 
 
 @torch.no_grad()
@@ -37,23 +65,12 @@ def write_mla_cache(
     RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight on the first N channels, then rope on the last R, which N may
     include: in V3.2 kv is the latent (N = 512) and the rope key (R = 64) behind it; in V4 N = d = 512.
 
-    kv           [T, d] fp32, bf16 or fp16: the projection
-    norm_weight  [N] fp32, N at most d
-    cos, sin     [T, R / 2] fp32, R at most d: of the tokens' positions
-    cache        [pages, P, 1, d | 656 | 584], laid out as `kv_cache` says
-    slots        [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
-    eps          added to the mean of the squares: a finite number, at least 0
-    interleaved  rope turns the pairs (2i, 2i + 1); False: (i, i + R / 2)
-    use_ue8m0    as `write_kv_cache` takes it
-    out          [T, d] in kv's dtype, or None: gets the rows as they are before the cache rounds them, those of skipped
-                 tokens too. Must not overlap kv
-
     Norm and rope each round to kv's dtype; what the cache stores of that is up to `write_kv_cache`. Every other byte of
-    the cache stays as it is. Raises TypeError or ValueError for other types, dtypes, shapes and strides, and for slots
-    below -1 or beyond the cache; then nothing is written.
+    the cache stays as it is. Raises ValueError for slots below -1 or beyond the cache, too; nothing is then
+    written. Arguments as of `dsa.write_mla_cache`.
     Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
     """
-    check_inputs(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
+    WRITE_MLA_CACHE.check(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
     check_memory("cache", cache)
     for name, written in (("cache", cache), ("out", out)):
         if written is not None:
@@ -65,29 +82,3 @@ def write_mla_cache(
     write_kv_cache(row, cache, slots, use_ue8m0)
     if out is not None:
         out.copy_(row)
-
-
-def check_inputs(
-    kv: torch.Tensor,
-    norm_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-    interleaved: bool,
-    use_ue8m0: bool,
-    out: torch.Tensor | None,
-) -> None:
-    """The checks of `write_mla_cache`, but for the slots' values."""
-    d = check_write(kv, cache, slots, use_ue8m0)
-    check_tensor("norm_weight", norm_weight, (torch.float32,), ("N",))
-    if not 1 <= norm_weight.shape[0] <= d:
-        raise ValueError(f"norm_weight: must have 1 to {d} channels, as kv has them, got {norm_weight.shape[0]}")
-    check_number("eps", eps, 0)
-    if out is not None:
-        check_tensor("out", out, FLOATS, tuple(kv.shape), "kv")
-        check_same_dtype(("kv", kv), out=out)
-        check_writable("out", out)
-    check_same_device(("cache", cache), norm_weight=norm_weight, out=out)
-    check_rotary("kv", kv, cos, sin, interleaved, "last")

@@ -4,24 +4,21 @@ import torch
 
 from dsa.reference.arguments import F32, Arguments, Choice, Flag, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import (
-    FLOATS,
-    check_choice,
-    check_flag,
-    check_memory,
-    check_same_device,
-    check_tensor,
-    shape_of,
-)
+from dsa.reference.checks import FLOATS, check_memory
 
 DIMS = ("first", "last")
 
 
-def _check_channels(x: torch.Tensor, cos: torch.Tensor, *_: object) -> None:
+def check_rotated(name: str, x: torch.Tensor, cos: torch.Tensor) -> None:
+    """x, the argument `name`, has the channels that cos turns."""
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
-            f"x: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
+            f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
         )
+
+
+def _check_channels(x: torch.Tensor, cos: torch.Tensor, *_: object) -> None:
+    check_rotated("x", x, cos)
 
 
 _SPECS = {
@@ -45,7 +42,7 @@ def apply_rotary(
     x [T, ..., D] float, cos and sin fp32 [T, R / 2]. fp32 inside; returns x's shape and dtype.
     DeepSeek-V3.2 pairs interleaved in MLA and half-split in the indexer: the wrong one still runs, and answers wrongly.
     """
-    check_rotary("x", x, cos, sin, interleaved, dims)
+    ROTARY.check(x, cos, sin, interleaved, dims)
     check_memory("x", x)
     rotated = 2 * cos.shape[-1]
     if rotated == 0:
@@ -59,21 +56,3 @@ def apply_rotary(
     turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
     turned = turned.to(x.dtype)
     return torch.cat((turned, rest) if dims == "first" else (rest, turned), -1)
-
-
-def check_rotary(
-    name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str
-) -> None:
-    """The checks of `apply_rotary`; `name` is x's."""
-    check_tensor(name, x, FLOATS, shape_of(x))
-    if x.dim() < 2:
-        raise ValueError(f"{name}: must have at least 2 dimensions, got shape {list(x.shape)}")
-    check_tensor("cos", cos, (torch.float32,), (x.shape[0], "R / 2"), name)
-    check_tensor("sin", sin, (torch.float32,), tuple(cos.shape), "cos")
-    if 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(
-            f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
-        )
-    check_flag("interleaved", interleaved)
-    check_choice("dims", dims, DIMS)
-    check_same_device((name, x), cos=cos, sin=sin)

@@ -1,12 +1,10 @@
 """The bridge of attention's cached inputs, on the CPU: dispatch, torch.compile, and errors that name the argument."""
 
-import contextlib
-
 import pytest
 import torch
 
 import dsa
-from dsa.ops.cache import mla_cache_inputs as op
+from dsa.ops.cache import mla_cache_inputs as op  # noqa: F401 -- `launches` looks at it
 from dsa.reference.cache import mla_cache_inputs as reference
 
 WRITE = torch.ops.dsa.write_mla_cache
@@ -33,16 +31,6 @@ def to_meta(arguments):
 
 def same_bits(got, expected):
     return torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """The bridge goes the kernel's way; what it would launch is listed, not run."""
-    found = []
-    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
-    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(op, "_kernel", lambda *variant: lambda *arguments: found.append((variant, arguments)))
-    return found
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -154,7 +142,7 @@ def test_what_the_kernel_does_not_take(launches):
             {"cos": torch.zeros(5, 16), "sin": torch.zeros(5, 16)},
             "cos: the Hopper kernel rotates R 64 channels, got 32",
         ),
-        ({"sin": good["sin"].to("meta")}, "sin: must be on kv's device cpu, got meta"),
+        ({"sin": good["sin"].to("meta")}, "sin: must be on cache's device cpu, got meta"),
         ({"slots": torch.arange(10)[::2]}, r"slots: must be contiguous, got strides \[2\]"),
         ({"cache": torch.zeros(3, 4, 1, 660).byte()[..., :656]}, "cache: rows must start at multiples of 16 bytes"),
         ({"out": torch.empty(5, 580).bfloat16()[:, :576]}, "out: rows must start at multiples of 16 bytes"),

@@ -1,7 +1,5 @@
 """The bridge of the paged index scores, on the CPU: dispatch, torch.compile, and errors that name the argument."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -33,21 +31,6 @@ def shifted(x, bytes_):
     raw = x.contiguous().view(torch.uint8).flatten()
     buffer = torch.cat((raw.new_zeros(16), raw.new_zeros(bytes_), raw))[16 + bytes_ :]
     return buffer.as_strided(x.shape, x.contiguous().stride()) if x.dtype == torch.uint8 else buffer.view(x.dtype)
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """The bridges go the kernels' way; what they would launch is listed, not run."""
-    found = []
-
-    def kernel(*variant):
-        return lambda *arguments: found.append((variant, arguments))
-
-    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
-    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(op, "_kernel", kernel)
-    monkeypatch.setattr(op, "_metadata_kernel", kernel)
-    return found
 
 
 @pytest.mark.parametrize("lengths", [None, PER_QUERY])
@@ -161,44 +144,67 @@ def test_nothing_to_score_launches_nothing(launches):
     assert not launches
 
 
-def test_what_the_kernel_does_not_take():
+def test_what_the_kernel_does_not_take(launches):
     q, cache, weights, lengths, table = inputs()
-    plan = dsa.get_paged_mqa_logits_metadata(lengths, 32, 5)
+    plan = reference.get_paged_mqa_logits_metadata(lengths, 32, 5)
     names = ("q", "kv_cache", "weights", "context_lens", "block_table", "schedule_meta")
     good = dict(zip(names, (q, cache, weights, lengths, table, plan)))
-    op._check_kernel_takes(**good)
-    op._check_kernel_takes(**{**good, "schedule_meta": None})
+    dsa.fp8_paged_mqa_logits(**good, max_context_len=5)
+    dsa.fp8_paged_mqa_logits(**{**good, "schedule_meta": None}, max_context_len=5)
+    assert len(launches) == 3  # without a plan, the plan's kernel too
+    launches.clear()
     narrow = q.view(torch.uint8)[..., :16].contiguous().view(torch.float8_e4m3fn)
     apart = cache.new_zeros(3, 32 * 36 + 8)[:, : 32 * 36].unflatten(1, (32, 1, 36))
-    aligned = r"kv_cache: every page must be contiguous and start at a multiple of 16 bytes, got strides "
-    for name, value, message in [
-        ("q", q.new_zeros(3, 2, 24, 32), r"q: the Hopper kernel takes heads \(8, 16, 32, 64\), got 24"),
-        ("q", narrow, r"q: the Hopper kernel takes head dimensions \(32, 64, 128\), got 16"),
-        ("q", q.new_zeros(3, 5, 8, 32), r"q: .* queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5"),
-        ("q", q.transpose(0, 1).contiguous().transpose(0, 1), "q: must be contiguous and start at .* got strides"),
-        ("q", shifted(q, 4).view(q.shape), "q: must be contiguous .* and an address 4 bytes past one"),
-        ("kv_cache", cache.view(26, 16, 1, 36), r"kv_cache: .* page sizes \(32, 64\), got 16"),
-        ("kv_cache", shifted(cache, 8), aligned + r".* an address 8 bytes past one"),
-        ("kv_cache", apart, aligned + r"\[1160, 36, 36, 1\]"),
-        ("kv_cache", torch.cat((cache, cache), -1)[..., :36], aligned + r"\[2304, 72, 72, 1\]"),
-        ("schedule_meta", plan.T.contiguous().T, r"schedule_meta: must be contiguous, got strides \[1, 6\]"),
+    aligned = "kv_cache: pages must start at multiples of 16 bytes, got an address "
+    for changes, message in [
+        (
+            {"q": q.new_zeros(3, 2, 24, 32), "weights": torch.zeros(6, 24)},
+            r"q: the Hopper kernel takes heads \(8, 16, 32, 64\), got 24",
+        ),
+        (
+            {"q": narrow, "kv_cache": cache.new_zeros(13, 32, 1, 20)},
+            r"q: the Hopper kernel takes head dimensions \(32, 64, 128\), got 16",
+        ),
+        (
+            {"q": q.new_zeros(3, 5, 8, 32), "weights": torch.zeros(15, 8)},
+            r"q: .* queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5",
+        ),
+        ({"q": q.transpose(0, 1).contiguous().transpose(0, 1)}, "q: must be contiguous, got strides"),
+        ({"q": shifted(q, 4).view(q.shape)}, "q: must start at a multiple of 16 bytes, got an address 4 past one"),
+        ({"kv_cache": cache.view(26, 16, 1, 36)}, r"kv_cache: .* page sizes \(32, 64\), got 16"),
+        ({"kv_cache": shifted(cache, 8)}, aligned + "8 bytes past one"),
+        ({"kv_cache": apart}, aligned + "0 bytes past one and a page stride of 1160 bytes"),
+        (
+            {"kv_cache": torch.cat((cache, cache), -1)[..., :36]},
+            r"kv_cache: every page must be contiguous .* got strides \[2304, 72, 72, 1\]",
+        ),
+        (
+            {"weights": weights.T.contiguous().T},
+            r"weights: the last dimension must be contiguous, got strides \[1, 6\]",
+        ),
+        ({"block_table": table.T.contiguous().T}, r"block_table: the last dimension must be contiguous, got strides"),
+        (
+            {"context_lens": PER_QUERY.T.contiguous().T},
+            "context_lens: the last dimension must be contiguous, got strides",
+        ),
+        ({"schedule_meta": plan.T.contiguous().T}, r"schedule_meta: must be contiguous, got strides \[1, 6\]"),
     ]:
         with pytest.raises(ValueError, match=message):
-            op._check_kernel_takes(**{**good, name: value})
+            dsa.fp8_paged_mqa_logits(**{**good, **changes}, max_context_len=5)
     for name in names[1:]:
         with pytest.raises(ValueError, match=f"{name}: must be on q's device cpu, got meta"):
             dsa.fp8_paged_mqa_logits(**{**good, name: good[name].to("meta")}, max_context_len=5)
+    with pytest.raises(ValueError, match="context_lens: the last dimension must be contiguous, got strides"):
+        dsa.get_paged_mqa_logits_metadata(PER_QUERY.T.contiguous().T, 32, 5)
+    assert not launches
 
 
 def test_a_matrix_of_contiguous_rows():
     x = torch.arange(24, dtype=torch.int32).view(4, 6)
-    assert op._matrix("x", x) is x
-    assert op._matrix("x", x[:, 1:3]).stride() == (6, 1)
+    assert op._matrix(x) is x
+    assert op._matrix(x[:, 1:3]).stride() == (6, 1)
     for vector, stride in ((x[1], 1), (x[1, 1:], 1), (x[0, ::2], 2), (x[:, 4], 6), (x[0, :1].expand(3), 0)):
-        got = op._matrix("x", vector)
+        got = op._matrix(vector)
         assert got.stride() == (stride, 1) and torch.equal(got, vector[:, None])
     column = x.as_strided((4, 1), (6, 9), 3)
-    assert op._matrix("x", column).stride() == (6, 1) and torch.equal(op._matrix("x", column), column)
-    for wrong in (x.T, x[:, ::2], x[:, :1].expand(4, 2)):
-        with pytest.raises(ValueError, match=r"block_table: the last dimension must be contiguous, got strides \["):
-            op._matrix("block_table", wrong)
+    assert op._matrix(column).stride() == (6, 1) and torch.equal(op._matrix(column), column)

@@ -41,21 +41,6 @@ def assert_same(got, expected):
         assert layout(x) == layout(y) and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """The bridges go the kernels' way; what they would launch is listed, not run."""
-    found = []
-
-    def kernel(*variant):
-        return lambda *arguments: found.append((variant, arguments))
-
-    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
-    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(op, "_query_kernel", kernel)
-    monkeypatch.setattr(op, "_key_kernel", kernel)
-    return found
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 def test_queries_run_the_reference_without_a_gpu(options):
     arguments = query_arguments()
@@ -190,7 +175,7 @@ def test_what_the_kernels_do_not_take(launches):
         ("k", torch.randn(5, 129)[:, :128], "k: rows must start at multiples of 16 bytes"),
         ("norm_weight", torch.rand(129)[1:], "norm_weight: rows must start at multiples of 16 bytes"),
         ("norm_bias", torch.rand(256)[::2], "norm_bias: the last dimension must be contiguous"),
-        ("sin", good["sin"].to("meta"), "sin: must be on k's device cpu, got meta"),
+        ("sin", good["sin"].to("meta"), "sin: must be on cache's device cpu, got meta"),
         ("slots", torch.arange(10)[::2], r"slots: must be contiguous, got strides \[2\]"),
         ("cache", good["cache"].new_zeros(3, 530)[:, :528].unflatten(1, (4, 1, 132)), "cache: pages must start at"),
         ("cache", good["cache"].repeat(1, 1, 1, 2)[..., :132], "cache: every page must be contiguous"),
@@ -201,20 +186,23 @@ def test_what_the_kernels_do_not_take(launches):
 
 
 @pytest.mark.parametrize("rotated", [0, 16, 96, 126])
-def test_the_kernels_rotate_some_numbers_of_channels(rotated):
-    angles = torch.zeros(2, rotated // 2)
-    with pytest.raises(ValueError, match=rf"cos: the Hopper kernel rotates R \(32, 64, 128\) channels, got {rotated}"):
-        op._angles(angles, angles)
+def test_the_kernels_rotate_some_numbers_of_channels(rotated, launches):
+    message = rf"cos: the Hopper kernel rotates R \(32, 64, 128\) channels, got {rotated}"
+    with pytest.raises(ValueError, match=message):
+        dsa.quantize_indexer_queries(*query_arguments(rotated=rotated))
+    with pytest.raises(ValueError, match=message):
+        dsa.write_indexer_keys(*key_arguments(rotated=rotated))
+    assert not launches
 
 
 def test_angles_in_rows_of_16_bytes():
     wide = torch.randn(9, 35)
     aligned, cos = torch.randn(9, 48)[:, :16], torch.randn(9, 16)
-    assert [x is y for x, y in zip(op._angles(aligned, cos), (aligned, cos))] == [True, True]
+    assert op._angle_rows(aligned) is aligned and op._angle_rows(cos) is cos
     # rows, address, last dimension
     for bad in (wide[:, :32], torch.randn(9, 36)[:, 1:33], torch.randn(9, 64)[:, ::2], torch.randn(32, 9).T):
-        for got in (op._angles(bad, torch.randn(9, 32))[0], op._angles(torch.randn(9, 32), bad)[1]):
-            assert torch.equal(got, bad) and got.is_contiguous() and got.data_ptr() % 16 == 0
+        got = op._angle_rows(bad)
+        assert torch.equal(got, bad) and got.is_contiguous() and got.data_ptr() % 16 == 0
 
 
 def test_strides_of_single_rows():

@@ -134,7 +134,7 @@ def test_writing(kind, overlap):
         ({"ape": torch.randn(0, 8)}, "ape: must have rows and kv's channels"),
         ({"starts": torch.zeros(2, dtype=torch.int32)}, r"starts: shape must be \[1\], got \[2\]"),
         ({"state": torch.zeros(1, 8, 2, 8)}, r"state: shape must be \[S, 4, 2, 8\], got \[1, 8, 2, 8\]"),
-        ({"state": None}, "state, state_slots: must be given together, got one of them"),
+        ({"state": None}, r"state: must be a torch\.Tensor, got NoneType"),
         ({"norm_weight": torch.ones(4)}, r"norm_weight: shape must be \[8\], got \[4\]"),
         ({"slots": torch.full((9,), 99)}, "slots: "),
         (
@@ -146,7 +146,12 @@ def test_writing(kind, overlap):
         ({"starts": int32(-1)}, r"starts: must be at least 0, and 0 without a state, got \[-1\]"),
         ({"state_slots": int32(-1)}, r"state_slots: must be from 0 to 0, got \[-1\]"),
         ({"state_slots": int32(1)}, r"state_slots: must be from 0 to 0, got \[1\]"),
-        ({"cache": torch.zeros(1, 4, 1, 9)}, r"kv: shape must be \[T, 9\], got \[9, 8\]"),
+        ({"cache": torch.zeros(1, 4, 1, 9)}, "cache: must have entries of 8 channels, got 9"),
+        (
+            {"cache": torch.zeros(1, 4, 1, 10, dtype=torch.uint8)},
+            "cache: the last dimension of a byte cache must be 656",
+        ),
+        ({"cos": torch.ones(9, 5), "sin": torch.ones(9, 5)}, "kv: the last dimension must be at least 10 for these"),
     ],
 )
 def test_errors(changes, message):
@@ -166,3 +171,5 @@ def test_what_a_state_is_needed_for():
     kv, gate, ape, cu = inputs([5, 4], False)
     with pytest.raises(ValueError, match=r"starts: must be at least 0, and 0 without a state, got \[0, 3\]"):
         reference.compress_kv(kv, gate, ape, cu, int32(0, 3), overlap=False)
+    with pytest.raises(ValueError, match="state, state_slots: must be given together, got one of them"):
+        reference.compress_kv(kv, gate, ape, cu, int32(0, 0), torch.zeros(1, 4, 2, D), overlap=False)

@@ -65,10 +65,15 @@ def test_refuses_bad_arguments():
     for slot in (8, -2):
         with pytest.raises(ValueError, match=rf"slots: must be -1 or in \[0, 8\), got {slot}"):
             write_indexer_cache(k, scale, cache, torch.tensor([slot]))
-    with pytest.raises(ValueError, match=r"cache: shape must be \[pages, P, 1, 20\], got \[2, 4, 1, 36\]"):
+    with pytest.raises(ValueError, match=r"k: shape must be \[T, 32\], got \[1, 16\] \(sizes as of cache\)"):
         write_indexer_cache(k, scale, torch.zeros(2, 4, 1, 36, dtype=torch.uint8), torch.tensor([0]))
     with pytest.raises(ValueError, match="cache: every page must be contiguous"):
         read_indexer_cache(torch.zeros(2, 5, 1, 40, dtype=torch.uint8)[..., :20], torch.tensor([0]))
+    for shape in ((2, 4, 1, 4), (2, 0, 1, 20)):
+        with pytest.raises(ValueError, match=r"cache: shape must be \[pages, P >= 1, 1, D \+ 4 >= 5\], got"):
+            read_indexer_cache(torch.zeros(shape, dtype=torch.uint8), torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"cache: must have D \+ 4 entries, got shape \[2, 4, 1, 3\]"):
+        read_indexer_cache(torch.zeros(2, 4, 1, 3, dtype=torch.uint8), torch.tensor([0]))
     with pytest.raises(ValueError, match="k: dtype must be float8_e4m3fn, got float32"):
         write_indexer_cache(k.float(), scale, cache, torch.tensor([0]))
     with pytest.raises(ValueError, match="slots: dtype must be int32 or int64, got float32"):
