@@ -3,21 +3,24 @@
 import functools
 import math
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 from dsa import backends
+from dsa.kernels.gemm import limits
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
 from dsa.reference.gemm import fp8_cast
 from dsa.reference.gemm import fp8_gemm_nt as reference
+
+__all__ = ["dequantize_per_block", "fp8_gemm_nt", "grouped_fp8_gemm_nt", "per_block_cast_to_fp8"]
 
 per_block_cast_to_fp8 = fp8_cast.per_block_cast_to_fp8
 dequantize_per_block = fp8_cast.dequantize_per_block
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
-MOST_MATRICES = 1024
-MOST_ROWS = 2**27
 _known_ends: dict[torch.device, torch.Tensor] = {}
 
 
@@ -35,8 +38,7 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -
     cores sum with about 14 bits, the blocks are added in order in fp32. Deterministic. CUDA-graph safe.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
-    operands = *reference.pair("a", a), *reference.pair("b", b)
-    return (torch.ops.dsa.fp8_gemm_nt if torch.compiler.is_compiling() else _one)(*operands, out_dtype)
+    return _fp8_gemm_nt(*reference.pair("a", a), *reference.pair("b", b), out_dtype)
 
 
 def grouped_fp8_gemm_nt(
@@ -56,36 +58,101 @@ def grouped_fp8_gemm_nt(
     On Hopper: one kernel, no padding of rows and no host synchronisation; limits as of `fp8_gemm_nt`, E up to 1024.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index a row.
     """
-    operands = *reference.pair("a", a), *reference.pair("b", b), ends
-    return (torch.ops.dsa.grouped_fp8_gemm_nt if torch.compiler.is_compiling() else _grouped)(*operands, out_dtype)
+    return _grouped_fp8_gemm_nt(*reference.pair("a", a), *reference.pair("b", b), ends, out_dtype)
 
 
-def _one(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    reference.check((q, s), (w, ws), out_dtype)
-    if not backends.runs_kernel("fp8_gemm_nt", q):
-        return reference.fp8_gemm_nt((q, s), (w, ws), out_dtype)
-    out = q.new_empty((*q.shape[:-1], len(w)), dtype=out_dtype)
-    rows = math.prod(q.shape[:-1])
-    flat = (x.reshape(rows, x.shape[-1]) for x in (q, s))
-    _launch(*flat, w[None], ws[None], _all_rows(q.device), out.view(rows, len(w)))
+def _reference(
+    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    return reference.fp8_gemm_nt((q, s), (w, ws), out_dtype)
+
+
+def _results(
+    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    return q.new_empty((*q.shape[:-1], len(w)), dtype=out_dtype)
+
+
+def _grouped_reference(
+    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    return reference.grouped_fp8_gemm_nt((q, s), (w, ws), ends, out_dtype)
+
+
+def _grouped_results(
+    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    return q.new_empty((len(q), w.shape[1]), dtype=out_dtype)
+
+
+def _check_limits(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, *_: object) -> None:
+    (columns, channels), rows = w.shape[-2:], math.prod(q.shape[:-1])
+    if rows == 0 or w.numel() == 0:
+        return
+    if channels % limits.K_MULTIPLE or columns % limits.N_MULTIPLE:
+        raise ValueError(
+            f"b[0]: the kernel takes K that is a multiple of {limits.K_MULTIPLE} and N of {limits.N_MULTIPLE}, got "
+            f"[N, K] = [{columns}, {channels}]"
+        )
+    if rows > limits.MAX_ROWS:
+        raise ValueError(f"a[0]: the kernel takes at most {limits.MAX_ROWS} rows, got {rows}")
+
+
+def _check_grouped_limits(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, *_: object) -> None:
+    if len(w) > limits.MAX_MATRICES:
+        raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_MATRICES} weights, got {len(w)}")
+    _check_limits(q, s, w)
+
+
+@op(
+    arguments=reference.FP8_GEMM_NT,
+    reference=_reference,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.gemm.fp8_gemm_sm90"},
+    limits=_check_limits,
+)
+def _fp8_gemm_nt(
+    kernels: ModuleType, q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    out = _results(q, s, w, ws, out_dtype)
+    if q.dim() == 2:
+        _launch(kernels, q, s, w[None], ws[None], _all_rows(q.device), out)
+    else:
+        rows = math.prod(q.shape[:-1])
+        flat = (x.reshape(rows, x.shape[-1]) for x in (q, s))
+        _launch(kernels, *flat, w[None], ws[None], _all_rows(q.device), out.view(rows, len(w)))
     return out
 
 
-def _grouped(
-    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype
+@op(
+    arguments=reference.GROUPED_FP8_GEMM_NT,
+    reference=_grouped_reference,
+    results=_grouped_results,
+    kernels={"sm_90": "dsa.kernels.gemm.fp8_gemm_sm90"},
+    limits=_check_grouped_limits,
+)
+def _grouped_fp8_gemm_nt(
+    kernels: ModuleType,
+    q: torch.Tensor,
+    s: torch.Tensor,
+    w: torch.Tensor,
+    ws: torch.Tensor,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    reference.check_grouped((q, s), (w, ws), ends, out_dtype)
-    if not backends.runs_kernel("grouped_fp8_gemm_nt", q):
-        return reference.grouped_fp8_gemm_nt((q, s), (w, ws), ends, out_dtype)
-    if len(w) > MOST_MATRICES:
-        raise ValueError(f"b: at most {MOST_MATRICES} weights, got {len(w)}")
-    out = q.new_empty((len(q), w.shape[1]), dtype=out_dtype)
-    _launch(q, s, w, ws, ends.contiguous(), out)
+    out = _grouped_results(q, s, w, ws, ends, out_dtype)
+    _launch(kernels, q, s, w, ws, ends.contiguous(), out)
     return out
 
 
 def _launch(
-    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, ends: torch.Tensor, out: torch.Tensor
+    kernels: ModuleType,
+    q: torch.Tensor,
+    s: torch.Tensor,
+    w: torch.Tensor,
+    ws: torch.Tensor,
+    ends: torch.Tensor,
+    out: torch.Tensor,
 ) -> None:
     """out [M, N] = the products of q [M, K] with w [E, N, K]."""
     (rows, channels), (matrices, columns) = q.shape, w.shape[:2]
@@ -93,20 +160,11 @@ def _launch(
         out.zero_()
     if out.numel() == 0 or channels == 0 or matrices == 0:
         return
-    if channels % 16 or columns % 8:
-        raise ValueError(
-            f"b[0]: the kernel takes K that is a multiple of 16 and N of 8, got [N, K] = [{columns}, {channels}]"
-        )
-    if rows > MOST_ROWS:
-        raise ValueError(f"a[0]: the kernel takes at most {MOST_ROWS} rows, got {rows}")
-    if not w.is_contiguous() or w.data_ptr() % 16:
-        raise ValueError(f"b[0]: must be contiguous, from a multiple of 16 bytes on, got strides {list(w.stride())}")
     aligned = rows_at_16_bytes(q)
     q = q.contiguous().clone() if aligned is None else aligned
     multiprocessors = backends.num_sms(q.device)
-    launch = _kernel(out.dtype, rows, columns, matrices, multiprocessors)
-    with backends.on_device(q):
-        launch(q, _scales(s), w.view(-1, channels), _scales(ws), ends, out, multiprocessors)
+    launch = _kernel(kernels, out.dtype, rows, columns, matrices, multiprocessors)
+    launch(q, _scales(s), w.view(-1, channels), _scales(ws), ends, out, multiprocessors)
 
 
 def _scales(x: torch.Tensor) -> torch.Tensor:
@@ -119,10 +177,8 @@ def _scales(x: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(4096)
 def _kernel(
-    out_dtype: torch.dtype, rows: int, columns: int, matrices: int, multiprocessors: int
+    kernels: ModuleType, out_dtype: torch.dtype, rows: int, columns: int, matrices: int, multiprocessors: int
 ) -> Callable[..., None]:
-    from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
-
     config = kernels.choose_config(rows, columns, matrices, multiprocessors)
     return kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
 
@@ -136,21 +192,3 @@ def _all_rows(device: torch.device) -> torch.Tensor:
         if not torch.cuda.is_current_stream_capturing():
             _known_ends[device] = ends
     return ends
-
-
-torch.library.custom_op("dsa::fp8_gemm_nt", mutates_args=())(_one)
-torch.library.custom_op("dsa::grouped_fp8_gemm_nt", mutates_args=())(_grouped)
-
-
-@torch.library.register_fake("dsa::fp8_gemm_nt")
-def _(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    reference.check((q, s), (w, ws), out_dtype)
-    return q.new_empty((*q.shape[:-1], len(w)), dtype=out_dtype)
-
-
-@torch.library.register_fake("dsa::grouped_fp8_gemm_nt")
-def _(
-    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
-    reference.check_grouped((q, s), (w, ws), ends, out_dtype)
-    return q.new_empty((len(q), w.shape[1]), dtype=out_dtype)

@@ -2,15 +2,17 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
-from dsa import backends
+from dsa.kernels.gemm.limits import GROUP, SWIGLU_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import dtype_name, merged_rows
+from dsa.ops.declaration import op
 from dsa.reference.gemm import swiglu_cast_to_fp8 as reference
 
-GROUP, CHANNEL_MULTIPLE = 128, 8
+__all__ = ["swiglu_cast_to_fp8"]
 
 
 def swiglu_cast_to_fp8(
@@ -33,65 +35,51 @@ def swiglu_cast_to_fp8(
     synchronisation.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.swiglu_cast_to_fp8(gate, up, use_ue8m0, limit)
-    return _swiglu_cast(gate, up, use_ue8m0, limit)
+    return _swiglu_cast_to_fp8(gate, up, use_ue8m0, limit)
 
 
-def _swiglu_cast(
+def _reference(
     gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check(gate, up, use_ue8m0, limit)
-    if not backends.runs_kernel("swiglu_cast_to_fp8", gate):
-        return reference.swiglu_cast_to_fp8(gate, up, use_ue8m0, limit=limit)
-    channels = gate.shape[-1]
-    if channels % CHANNEL_MULTIPLE:
-        raise ValueError(f"gate: the Hopper kernel takes I a multiple of {CHANNEL_MULTIPLE}, got {list(gate.shape)}")
-    q, scale = _allocate(gate)
-    if gate.numel():
-        operands = _as_rows("gate", gate), _as_rows("up", up)
-        bound = None if limit is None else float(limit)
-        launch = _kernel(gate.dtype, use_ue8m0, limit is not None, channels % GROUP != 0)
-        with backends.on_device(gate):
-            launch(*operands, q.view(-1, channels), scale.view(-1, scale.shape[-1]), bound)
-    return q, scale
+    return reference.swiglu_cast_to_fp8(gate, up, use_ue8m0, limit=limit)
 
 
-@functools.cache
-def _kernel(dtype: torch.dtype, use_ue8m0: bool, limited: bool, ragged: bool) -> Callable[..., None]:
-    from dsa.kernels.gemm.swiglu_cast_sm90 import compile_swiglu_cast
-
-    return compile_swiglu_cast(dtype_name(dtype), use_ue8m0, limited, ragged)
-
-
-def _allocate(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _results(gate: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     q = torch.empty(gate.shape, dtype=torch.float8_e4m3fn, device=gate.device)
     blocks = -(-gate.shape[-1] // GROUP)
     return q, torch.empty((*gate.shape[:-1], blocks), dtype=torch.float32, device=gate.device)
 
 
-def _as_rows(name: str, x: torch.Tensor) -> torch.Tensor:
-    """x as [T, I] with rows that the kernel can read, without a copy, or a ValueError."""
-    try:
-        rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
-    except RuntimeError:
-        raise ValueError(
-            f"{name}: all dimensions before the last must be mergeable into one with a single stride, got shape "
-            f"{list(x.shape)} with strides {list(x.stride())}; pass {name}.contiguous()"
-        ) from None
-    aligned = rows_at_16_bytes(rows)
-    if aligned is None:
-        raise ValueError(
-            f"{name}: channels must be contiguous and rows start at multiples of 16 bytes, got strides "
-            f"{list(x.stride())} and an address {x.data_ptr() % 16} bytes past one"
-        )
-    return aligned
+def _check_limits(gate: torch.Tensor, up: torch.Tensor, *_: object) -> None:
+    if gate.shape[-1] % SWIGLU_MULTIPLE:
+        raise ValueError(f"gate: the Hopper kernel takes I a multiple of {SWIGLU_MULTIPLE}, got {list(gate.shape)}")
+    if gate.numel():
+        merged_rows("gate", gate)
+        merged_rows("up", up)
 
 
-torch.library.custom_op("dsa::swiglu_cast_to_fp8", mutates_args=())(_swiglu_cast)
+@op(
+    arguments=reference.SWIGLU_CAST_TO_FP8,
+    reference=_reference,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.gemm.swiglu_cast_sm90"},
+    limits=_check_limits,
+)
+def _swiglu_cast_to_fp8(
+    kernels: ModuleType, gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, scale = _results(gate)
+    if gate.numel():
+        channels = gate.shape[-1]
+        operands = (rows_at_16_bytes(merged_rows(name, x)) for name, x in (("gate", gate), ("up", up)))
+        bound = None if limit is None else float(limit)
+        launch = _kernel(kernels, gate.dtype, use_ue8m0, limit is not None, channels % GROUP != 0)
+        launch(*operands, q.view(-1, channels), scale.view(-1, scale.shape[-1]), bound)
+    return q, scale
 
 
-@torch.library.register_fake("dsa::swiglu_cast_to_fp8")
-def _(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check(gate, up, use_ue8m0, limit)
-    return _allocate(gate)
+@functools.cache
+def _kernel(
+    kernels: ModuleType, dtype: torch.dtype, use_ue8m0: bool, limited: bool, ragged: bool
+) -> Callable[..., None]:
+    return kernels.compile_swiglu_cast(dtype_name(dtype), use_ue8m0, limited, ragged)

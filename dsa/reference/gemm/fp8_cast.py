@@ -11,22 +11,34 @@ Source: `act_quant` of DeepSeek-V3.2's inference code; DeepGEMM's `per_token_cas
 
 import torch
 
+from dsa.reference.arguments import ROWS, Arguments, Dtype, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import (
-    FLOATS,
-    check_dtype,
-    check_flag,
-    check_memory,
-    check_positive,
-    check_same_device,
-    check_tensor,
-    shape_of,
-)
+from dsa.reference.checks import E4M3, FLOATS, check_memory
 from dsa.reference.gemm.hadamard import hadamard_transform
 
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-4
 SCALES = (torch.float32, torch.float8_e8m0fnu)
+
+
+def _check_groups(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> None:
+    if x.shape[-1] % gran_k:
+        raise ValueError(f"x: the last dimension must be a multiple of gran_k={gran_k}, got {x.shape[-1]}")
+    if hadamard and gran_k & (gran_k - 1):
+        raise ValueError(f"gran_k: must be a power of two with hadamard, got {gran_k}")
+
+
+PER_TOKEN_CAST_TO_FP8 = Arguments(
+    rule=_check_groups, x=Tensor("... K", FLOATS, layout=ROWS), use_ue8m0=Flag(), gran_k=Int(), hadamard=Flag()
+)
+PER_BLOCK_CAST_TO_FP8 = Arguments(w=Tensor("O I", FLOATS), use_ue8m0=Flag(), block=Int())
+DEQUANTIZE_PER_BLOCK = Arguments(
+    first=("block",),
+    q=Tensor("O I", E4M3),
+    scale=Tensor("ceil(O/block) ceil(I/block)", SCALES),
+    dtype=Dtype((*FLOATS, torch.float64)),
+    block=Int(),
+)
 
 
 def ceil_to_ue8m0(scale: torch.Tensor) -> torch.Tensor:
@@ -50,17 +62,16 @@ def per_token_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One scale per token and `gran_k` channels.
 
-    x: [..., K] fp32, bf16 or fp16, K a multiple of gran_k. Returns q [..., K] e4m3 and scale [..., K / gran_k] fp32.
-    hadamard=True first transforms every group of gran_k channels, rounding the result to x's dtype.
-    Raises TypeError or ValueError for other types, dtypes and shapes.
+    hadamard=True first transforms every group of gran_k channels, a power of two, rounding the result to x's dtype.
+    Arguments as of `dsa.per_token_cast_to_fp8`.
     """
-    check_per_token(x, use_ue8m0, gran_k, hadamard)
+    PER_TOKEN_CAST_TO_FP8.check(x, use_ue8m0, gran_k, hadamard)
     check_memory("x", x)
     groups = x.detach().unflatten(-1, (x.shape[-1] // gran_k, gran_k))
     if hadamard:
         groups = hadamard_transform(groups)
     q, scale = _cast(groups, (-1,), use_ue8m0)
-    return q.flatten(-2), scale.squeeze(-1)
+    return q.flatten(-2).contiguous(), scale.squeeze(-1).contiguous()
 
 
 @without_autocast
@@ -79,9 +90,7 @@ def per_block_cast_to_fp8(
     w: [O, I] fp32, bf16 or fp16. Returns q [O, I] e4m3 and scale [ceil(O / block), ceil(I / block)] fp32.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     """
-    check_tensor("w", w, FLOATS, ("O", "I"))
-    check_flag("use_ue8m0", use_ue8m0)
-    check_positive("block", block)
+    PER_BLOCK_CAST_TO_FP8.check(w, use_ue8m0, block)
     check_memory("w", w)
     rows, cols = w.shape
     # A block that is larger than the weight is the weight.
@@ -107,33 +116,10 @@ def dequantize_per_block(
     q: [O, I] e4m3. scale: [ceil(O / block), ceil(I / block)] fp32 or e8m0. dtype: fp32, bf16, fp16 or float64.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     """
-    check_tensor("q", q, (torch.float8_e4m3fn,), ("O", "I"))
-    check_positive("block", block)
-    check_dtype("dtype", dtype, (*FLOATS, torch.float64))
-    rows, cols = q.shape
-    expected = (-(-rows // block), -(-cols // block))
-    if isinstance(scale, torch.Tensor) and not scale.is_nested and tuple(scale.shape) != expected:
-        raise ValueError(
-            f"scale: must be {list(expected)} for a weight q of {rows} x {cols} in blocks of block={block}, "
-            f"got {list(scale.shape)}"
-        )
-    check_tensor("scale", scale, SCALES, expected)
-    check_same_device(("q", q), scale=scale)
+    DEQUANTIZE_PER_BLOCK.check(q, scale, dtype, block)
     check_memory("q", q)
+    rows, cols = q.shape
     # Index rather than divide: 576 rows have 5 scale rows, and the last block has 64 rows.
     height, width = (max(1, min(block, size)) for size in (rows, cols))
     full = scale.float().repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols]
     return (q.float() * full).to(dtype)
-
-
-def check_per_token(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> None:
-    """The checks of `per_token_cast_to_fp8`."""
-    check_tensor("x", x, FLOATS, shape_of(x))
-    check_flag("use_ue8m0", use_ue8m0)
-    check_positive("gran_k", gran_k)
-    check_flag("hadamard", hadamard)
-    if x.dim() == 0 or x.shape[-1] % gran_k:
-        got = x.shape[-1] if x.dim() else "no dimension"
-        raise ValueError(f"x: the last dimension must be a multiple of gran_k={gran_k}, got {got}")
-    if hadamard and gran_k & (gran_k - 1):
-        raise ValueError(f"gran_k: must be a power of two with hadamard, got {gran_k}")

@@ -2,20 +2,26 @@
 
 import torch
 
+from dsa.reference.arguments import ROWS, Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import (
-    FLOATS,
-    check_flag,
-    check_memory,
-    check_number,
-    check_same_device,
-    check_same_dtype,
-    check_tensor,
-    shape_of,
-)
+from dsa.reference.checks import FLOATS, check_memory
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 
 BLOCK = 128
+
+
+def _check_limit(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None) -> None:
+    if limit is not None and limit <= 0:
+        raise ValueError(f"limit: must be positive or None, got {limit}")
+
+
+SWIGLU_CAST_TO_FP8 = Arguments(
+    rule=_check_limit,
+    gate=Tensor("... I", FLOATS, layout=ROWS),
+    up=Tensor("... I", FLOATS, like="gate", layout=ROWS),
+    use_ue8m0=Flag(),
+    limit=Number(optional=True),
+)
 
 
 @torch.no_grad()
@@ -25,14 +31,10 @@ def swiglu_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_token_cast_to_fp8(h, use_ue8m0)` of h = silu(gate) * up, from fp32 rounded to the operands' dtype.
 
-    gate, up  [..., I] of one float dtype
-    limit     gate is at most that, up between -limit and limit, a finite number above 0; None: any
-
-    Returns q [..., I] e4m3 and scale [..., ceil(I / 128)] fp32: the last block of channels may be ragged. NaN in a
-    block makes its scale and values NaN; infinity makes the scale infinite.
+    The last block of channels may be ragged. Arguments as of `dsa.swiglu_cast_to_fp8`.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
-    check(gate, up, use_ue8m0, limit)
+    SWIGLU_CAST_TO_FP8.check(gate, up, use_ue8m0, limit)
     check_memory("gate", gate)
     channels = gate.shape[-1]
     g, u = gate.float(), up.float()
@@ -42,18 +44,3 @@ def swiglu_cast_to_fp8(
     # Zeros do not change a block's scale.
     q, scale = per_token_cast_to_fp8(torch.nn.functional.pad(h, (0, -channels % BLOCK)), use_ue8m0)
     return q[..., :channels].contiguous(), scale
-
-
-def check(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None) -> None:
-    """The checks of `swiglu_cast_to_fp8`."""
-    check_tensor("gate", gate, FLOATS, shape_of(gate))
-    if gate.dim() == 0:
-        raise ValueError("gate: shape must be [..., I], got []")
-    check_tensor("up", up, FLOATS, tuple(gate.shape), "gate")
-    check_same_dtype(("gate", gate), up=up)
-    check_same_device(("gate", gate), up=up)
-    check_flag("use_ue8m0", use_ue8m0)
-    if limit is not None:
-        check_number("limit", limit)
-        if limit <= 0:
-            raise ValueError(f"limit: must be positive or None, got {limit}")

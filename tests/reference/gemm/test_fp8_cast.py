@@ -182,5 +182,5 @@ def test_refuses_bad_arguments():
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             dequantize_per_block(*arguments)
-    with pytest.raises(ValueError, match=r"scale: must be \[5, 1\].* got \[4, 1\]"):
+    with pytest.raises(ValueError, match=r"scale: shape must be \[5, 1\], got \[4, 1\] \(sizes as of q and block\)"):
         dequantize_per_block(torch.zeros(576, 128).to(torch.float8_e4m3fn), torch.ones(4, 1))
