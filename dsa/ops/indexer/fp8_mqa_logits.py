@@ -2,12 +2,14 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 from dsa import backends
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
 from dsa.reference.indexer import fp8_mqa_logits as reference
 
 __all__ = ["fp8_mqa_logits", "mqa_logits"]
@@ -44,19 +46,11 @@ def fp8_mqa_logits(
     new ranges, no host synchronisation. Not differentiable.
     Source: DeepGEMM's function of this name; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
-    k, k_scale = reference.check_mqa_logits(
-        q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, logits_dtype
-    )
-    arguments = (
-        *(q, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end),
-        *(clean_logits, max_seqlen_k, logits_dtype),
-    )
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.fp8_mqa_logits(*arguments)
-    return _logits(*arguments)
+    ranges = (cu_seq_len_k_start, cu_seq_len_k_end)
+    return _fp8_mqa_logits(q, *reference.pair(kv), weights, *ranges, clean_logits, max_seqlen_k, logits_dtype)
 
 
-def _logits(
+def _reference(
     q: torch.Tensor,
     k: torch.Tensor,
     k_scale: torch.Tensor,
@@ -67,83 +61,78 @@ def _logits(
     max_seqlen_k: int,
     logits_dtype: torch.dtype,
 ) -> torch.Tensor:
-    if not backends.runs_kernel("fp8_mqa_logits", q):
-        return reference.fp8_mqa_logits(
-            q, (k, k_scale), weights, starts, ends, clean_logits, max_seqlen_k, logits_dtype
-        )
-    _check_kernel_takes(q, k, k_scale, weights, starts, ends)
+    return reference.fp8_mqa_logits(q, (k, k_scale), weights, starts, ends, clean_logits, max_seqlen_k, logits_dtype)
+
+
+def _results(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    logits_dtype: torch.dtype,
+) -> torch.Tensor:
+    columns, needed = reference.logits_columns(k.shape[0], max_seqlen_k)
+    buffer = torch.empty(q.shape[0], reference.row_stride(needed, logits_dtype), dtype=logits_dtype, device=q.device)
+    return buffer[:, :columns]
+
+
+def _check_limits(q: torch.Tensor, *_: object) -> None:
+    if q.shape[1] not in HEADS:
+        raise ValueError(f"q: the Hopper kernel takes {HEADS} heads, got {q.shape[1]}")
+    if q.shape[2] not in HEAD_DIMS:
+        raise ValueError(f"q: the Hopper kernel takes head dimensions {HEAD_DIMS}, got {q.shape[2]}")
+
+
+@op(
+    arguments=reference.FP8_MQA_LOGITS,
+    reference=_reference,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.indexer.fp8_mqa_logits_sm90"},
+    limits=_check_limits,
+)
+def _fp8_mqa_logits(
+    kernels: ModuleType,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    logits_dtype: torch.dtype,
+) -> torch.Tensor:
+    out = _results(q, k, k_scale, weights, starts, ends, clean_logits, max_seqlen_k, logits_dtype)
     queries, heads, dim = q.shape
     keys = k.shape[0]
-    out = _allocate(q, keys, max_seqlen_k, logits_dtype)
     if queries == 0 or keys == 0:
         return out.fill_(-torch.inf)
     if keys == 1:  # a single row's stride means nothing, and may be any number
         k = k.as_strided(k.shape, (dim, 1))
-    launch, block_q, choose_chunk = _kernel(heads, dim, logits_dtype, clean_logits, max_seqlen_k > 0)
-    with backends.on_device(q):
-        sms = backends.num_sms(q.device)
-        chunk, units = choose_chunk(queries, keys, block_q, sms)
-        # Uncompressed, whole tiles of keys are written: into the buffer's padding, past the last key.
-        columns = max_seqlen_k or -(-keys // 64) * 64
-        whole = out.as_strided((queries, columns), out.stride())
-        flat = q.view(queries * heads, dim)
-        launch(flat, k, k_scale, weights, starts, ends, whole, columns, chunk, min(units, sms))
+    sms = backends.num_sms(q.device)
+    chunk, work_tiles = _chunk(kernels, heads, dim, queries, keys, sms)
+    # Uncompressed, whole tiles of keys are written: into the buffer's padding, past the last key.
+    columns = max_seqlen_k or -(-keys // 64) * 64
+    whole = out.as_strided((queries, columns), out.stride())
+    flat = q.view(queries * heads, dim)
+    launch = _kernel(kernels, heads, dim, logits_dtype, clean_logits, max_seqlen_k > 0)
+    launch(flat, k, k_scale, weights, starts, ends, whole, columns, chunk, min(work_tiles, sms))
     return out
 
 
 @functools.cache
 def _kernel(
-    heads: int, dim: int, dtype: torch.dtype, clean: bool, compressed: bool
-) -> tuple[Callable[..., None], int, Callable[..., tuple[int, int]]]:
-    """The launcher, the queries of a block, and the rule for its units of work."""
-    from dsa.kernels.indexer import fp8_mqa_logits_sm90 as kernels
-
+    kernels: ModuleType, heads: int, dim: int, dtype: torch.dtype, clean: bool, compressed: bool
+) -> Callable[..., None]:
     config = kernels.choose_config(heads, dim)
-    launch = kernels.compile_fp8_mqa_logits(heads, dim, dtype_name(dtype), clean, compressed, config)
-    return launch, config.columns // heads, kernels.choose_chunk
+    return kernels.compile_fp8_mqa_logits(heads, dim, dtype_name(dtype), clean, compressed, config)
 
 
-def _allocate(q: torch.Tensor, keys: int, max_seqlen_k: int, dtype: torch.dtype) -> torch.Tensor:
-    columns, needed = reference.logits_columns(keys, max_seqlen_k)
-    buffer = torch.empty(q.shape[0], reference.row_stride(needed, dtype), dtype=dtype, device=q.device)
-    return buffer[:, :columns]
-
-
-def _check_kernel_takes(
-    q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor, weights: torch.Tensor, *ranges
-) -> None:
-    if q.shape[1] not in HEADS:
-        raise ValueError(f"q: the Hopper kernel takes {HEADS} heads, got {q.shape[1]}")
-    if q.shape[2] not in HEAD_DIMS:
-        raise ValueError(f"q: the Hopper kernel takes head dimensions {HEAD_DIMS}, got {q.shape[2]}")
-    named = {"kv[0]": k, "kv[1]": k_scale, "weights": weights}
-    named |= {"cu_seq_len_k_start": ranges[0], "cu_seq_len_k_end": ranges[1]}
-    for name, value in named.items():
-        if value.shape[-1] > 1 and value.stride(-1) != 1:
-            raise ValueError(f"{name}: the last dimension must be contiguous, got strides {list(value.stride())}")
-    if not q.is_contiguous():
-        raise ValueError(f"q: must be contiguous, got shape {list(q.shape)} with strides {list(q.stride())}")
-    for name, value in (("q", q), ("kv[0]", k)):
-        if value.data_ptr() % 16 or (value.dim() == 2 and value.shape[0] > 1 and value.stride(0) % 16):
-            raise ValueError(
-                f"{name}: rows must start at multiples of 16 bytes, got address {value.data_ptr() % 16} bytes past one "
-                f"and strides {list(value.stride())}"
-            )
-
-
-torch.library.custom_op("dsa::fp8_mqa_logits", mutates_args=())(_logits)
-
-
-@torch.library.register_fake("dsa::fp8_mqa_logits")
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    weights: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    clean_logits: bool,
-    max_seqlen_k: int,
-    logits_dtype: torch.dtype,
-) -> torch.Tensor:
-    return _allocate(q, k.shape[0], max_seqlen_k, logits_dtype)
+@functools.lru_cache(4096)
+def _chunk(kernels: ModuleType, heads: int, dim: int, queries: int, keys: int, sms: int) -> tuple[int, int]:
+    """Key tiles of a work tile, and how many of these there are."""
+    return kernels.choose_chunk(queries, keys, kernels.choose_config(heads, dim).columns // heads, sms)

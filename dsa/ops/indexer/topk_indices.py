@@ -2,13 +2,17 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 from dsa import backends
 from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
+from dsa.ops.declaration import op
 from dsa.reference.indexer import topk_indices as reference
+
+__all__ = ["topk_indices"]
 
 
 def topk_indices(
@@ -52,16 +56,13 @@ def topk_indices(
     block_table contiguous. CUDA-graph safe with new lengths, no host synchronisation, no workspace.
     Source: the contract of vLLM's top_k_per_row_prefill / _decode and SGLang's fast_topk, with an order of ties.
     """
-    if torch.compiler.is_compiling():
-        indices, values = torch.ops.dsa.topk_indices(
-            scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values
-        )
-    else:
-        indices, values = _topk(scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
+    indices, values = _topk_indices(
+        scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values
+    )
     return (indices, values) if return_values else indices
 
 
-def _topk(
+def _reference(
     scores: torch.Tensor,
     k: int,
     starts: torch.Tensor | None,
@@ -72,58 +73,82 @@ def _topk(
     by_value: bool,
     return_values: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    paging = {"block_table": block_table, "page_size": page_size, "row_to_seq": row_to_seq}
+    indices, values = reference.topk_indices(
+        scores, k, starts=starts, lengths=lengths, **paging, sorted=by_value, return_values=True
+    )
+    return indices, values if return_values else values.new_empty(0, 0)
+
+
+def _results(scores: torch.Tensor, k: int, *options: object) -> tuple[torch.Tensor, torch.Tensor]:
     """(indices, values), the latter empty unless asked for."""
-    reference.check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq, by_value, return_values)
-    if not backends.runs_kernel("topk_indices", scores):
-        indices, values = reference.topk_indices(
-            scores,
-            k,
-            starts=starts,
-            lengths=lengths,
-            block_table=block_table,
-            page_size=page_size,
-            row_to_seq=row_to_seq,
-            sorted=by_value,
-            return_values=True,
-        )
-        return indices, values if return_values else values.new_empty(0, 0)
-    _check_kernel_takes(scores, k, block_table)
+    rows, return_values = scores.shape[0], options[-1]
+    indices = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    shape = (rows, k) if return_values else (0, 0)
+    return indices, torch.empty(shape, dtype=torch.float32, device=scores.device)
+
+
+def _check_limits(scores: torch.Tensor, k: int, *_: object) -> None:
+    if k > MAX_K:
+        raise ValueError(f"k: the Hopper kernel takes up to {MAX_K}, got {k}")
+    if scores.shape[1] >= MAX_COLS:
+        raise ValueError(f"scores: the Hopper kernel takes less than {MAX_COLS} columns, got {list(scores.shape)}")
+
+
+@op(
+    arguments=reference.TOPK_INDICES,
+    reference=_reference,
+    results=_results,
+    kernels={"sm_90": ("dsa.kernels.indexer.topk_indices_sm90", "dsa.kernels.indexer.topk_config")},
+    limits=_check_limits,
+)
+def _topk_indices(
+    kernels: tuple[ModuleType, ModuleType],
+    scores: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    page_size: int | None,
+    row_to_seq: torch.Tensor | None,
+    by_value: bool,
+    return_values: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows, cols = scores.shape
-    indices, values = _allocate(scores, k, return_values)
+    indices, values = _results(scores, k, return_values)
     if cols == 0:
         return indices.fill_(-1), values.fill_(-torch.inf)
     if rows:
-        with backends.on_device(scores):
-            no_integer, no_integers, no_values = _absent(scores.device)
-            options = (
-                (starts is not None)  # the bits of dsa.kernels.indexer.limits
-                | (lengths is not None) << 1
-                | (block_table is not None) << 2
-                | (row_to_seq is not None) << 3
-                | by_value << 4
-                | return_values << 5
-            )
-            _kernel(scores.dtype, rows, _vectors(scores), k, backends.num_sms(scores.device))(
-                unit_inner(scores),
-                no_integer if starts is None else starts,
-                no_integer if lengths is None else lengths,
-                no_integers if block_table is None else unit_inner(block_table),
-                no_integer if row_to_seq is None else row_to_seq,
-                indices,
-                values if return_values else no_values,
-                page_size or 1,
-                options,
-            )
+        no_integer, no_integers, no_values = _absent(scores.device)
+        options = (
+            (starts is not None)  # the bits of dsa.kernels.indexer.limits
+            | (lengths is not None) << 1
+            | (block_table is not None) << 2
+            | (row_to_seq is not None) << 3
+            | by_value << 4
+            | return_values << 5
+        )
+        _kernel(kernels, scores.dtype, rows, _vectors(scores), k, backends.num_sms(scores.device))(
+            unit_inner(scores),
+            no_integer if starts is None else starts,
+            no_integer if lengths is None else lengths,
+            no_integers if block_table is None else unit_inner(block_table),
+            no_integer if row_to_seq is None else row_to_seq,
+            indices,
+            values if return_values else no_values,
+            page_size or 1,
+            options,
+        )
     return indices, values
 
 
 @functools.lru_cache(4096)
-def _kernel(dtype: torch.dtype, rows: int, vectors: int, k: int, multiprocessors: int) -> Callable[..., None]:
-    from dsa.kernels.indexer import topk_config
-    from dsa.kernels.indexer.topk_indices_sm90 import compile_topk_indices
-
-    config = topk_config.choose_config(rows, vectors, k, 8 * dtype.itemsize, multiprocessors)
-    return compile_topk_indices(dtype_name(dtype), config)
+def _kernel(
+    kernels: tuple[ModuleType, ModuleType], dtype: torch.dtype, rows: int, vectors: int, k: int, multiprocessors: int
+) -> Callable[..., None]:
+    kernel, configs = kernels
+    config = configs.choose_config(rows, vectors, k, 8 * dtype.itemsize, multiprocessors)
+    return kernel.compile_topk_indices(dtype_name(dtype), config)
 
 
 def _vectors(scores: torch.Tensor) -> int:
@@ -138,39 +163,3 @@ def _absent(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     """What the kernel gets, and does not read, for tensors that are not given."""
     integers = torch.empty(1, 1, dtype=torch.int32, device=device)
     return integers[0], integers, torch.empty(1, 1, dtype=torch.float32, device=device)
-
-
-def _allocate(scores: torch.Tensor, k: int, return_values: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = scores.shape[0]
-    indices = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
-    shape = (rows, k) if return_values else (0, 0)
-    return indices, torch.empty(shape, dtype=torch.float32, device=scores.device)
-
-
-def _check_kernel_takes(scores: torch.Tensor, k: int, block_table: torch.Tensor | None) -> None:
-    if k > MAX_K:
-        raise ValueError(f"k: the Hopper kernel takes up to {MAX_K}, got {k}")
-    if scores.shape[1] >= MAX_COLS:
-        raise ValueError(f"scores: the Hopper kernel takes less than {MAX_COLS} columns, got {list(scores.shape)}")
-    for name, x in (("scores", scores), ("block_table", block_table)):
-        if x is not None and x.shape[1] > 1 and x.stride(1) != 1:
-            raise ValueError(f"{name}: the last dimension must be contiguous, got strides {list(x.stride())}")
-
-
-torch.library.custom_op("dsa::topk_indices", mutates_args=())(_topk)
-
-
-@torch.library.register_fake("dsa::topk_indices")
-def _(
-    scores: torch.Tensor,
-    k: int,
-    starts: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    page_size: int | None,
-    row_to_seq: torch.Tensor | None,
-    by_value: bool,
-    return_values: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq, by_value, return_values)
-    return _allocate(scores, k, return_values)

@@ -2,27 +2,32 @@
 
 import torch
 
+from dsa.reference.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Dtype, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import (
-    FLOATS,
-    INT32,
-    check_dtype,
-    check_flag,
-    check_int,
-    check_memory,
-    check_pair,
-    check_same_device,
-    check_tensor,
-)
+from dsa.reference.checks import E4M3, FLOATS, INT32, check_memory, check_pair
 from dsa.reference.indexer.index_scores import index_scores
 
 # Numbers in the largest [queries, H, keys] tensor: 128 MiB of fp32, and ReLU makes a second one.
 _CHUNK = 2**25
 _SPLIT_KV = 256
 _ROW_ALIGNMENT = 1024
-_E4M3 = (torch.float8_e4m3fn,)
-_F32 = (torch.float32,)
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
+
+_OF_A_QUERY = {
+    "weights": Tensor("S H", F32, layout=INNER),
+    "cu_seq_len_k_start": Tensor("S", INT32, layout=INNER),
+    "cu_seq_len_k_end": Tensor("S", INT32, layout=INNER),
+}
+FP8_MQA_LOGITS = Arguments(
+    q=Tensor("S H D", E4M3, layout=ALIGNED),
+    k=Tensor("Skv D", E4M3, layout=ROWS, name="kv[0]"),
+    k_scale=Tensor("Skv", F32, layout=INNER, name="kv[1]"),
+    **_OF_A_QUERY,
+    clean_logits=Flag(),
+    max_seqlen_k=Int(least=0),
+    logits_dtype=Dtype(LOGITS_DTYPES),
+)
+MQA_LOGITS = Arguments(q=Tensor("S H D", FLOATS), k=Tensor("Skv D", FLOATS), **_OF_A_QUERY)
 
 
 @without_autocast
@@ -38,24 +43,14 @@ def fp8_mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t].
 
-    q                   [S, H, D] e4m3; its scale belongs in `weights`
-    kv                  (k [Skv, D] e4m3, k_scale [Skv] fp32)
-    weights             [S, H] fp32, may be negative
-    cu_seq_len_k_start  [S] int32, ks: the first key that query t sees
-    cu_seq_len_k_end    [S] int32, ke: one past the last. ke <= ks means none; both are clipped to [0, Skv]. The rows'
-                        ranges need no order
-    clean_logits        True: positions outside [ks, ke) are -inf. False: they are unspecified
-    max_seqlen_k        0: the result is [S, Skv]. Above 0 it is [S, max_seqlen_k], and column j stands for key
-                        ks[t] + j; keys that do not fit are left out
-    logits_dtype        float32 or bfloat16
-
     The reference writes -inf in either case of clean_logits. The result is a view of a wider buffer whose rows start at
     multiples of 1024 bytes. Everything is fp32, rounded to logits_dtype once. NaN in a key reaches only that key's
-    column. Raises TypeError or ValueError for other types, dtypes and shapes.
+    column. Arguments as of `dsa.fp8_mqa_logits`.
     Source: DeepGEMM's `fp8_mqa_logits`; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
+    k, k_scale = pair(kv)
     ranges = (cu_seq_len_k_start, cu_seq_len_k_end)
-    k, k_scale = check_mqa_logits(q, kv, weights, *ranges, clean_logits, max_seqlen_k, logits_dtype)
+    FP8_MQA_LOGITS.check(q, k, k_scale, weights, *ranges, clean_logits, max_seqlen_k, logits_dtype)
     check_memory("q", q)
     columns, needed = logits_columns(k.shape[0], max_seqlen_k)
     logits = padded_logits(q.shape[0], columns, needed, logits_dtype, q.device)
@@ -63,35 +58,9 @@ def fp8_mqa_logits(
     return logits
 
 
-def check_mqa_logits(
-    q: torch.Tensor,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    weights: torch.Tensor,
-    cu_seq_len_k_start: torch.Tensor,
-    cu_seq_len_k_end: torch.Tensor,
-    clean_logits: bool,
-    max_seqlen_k: int,
-    logits_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The checks of `fp8_mqa_logits`; returns (k, k_scale)."""
-    check_tensor("q", q, _E4M3, ("S", "H", "D"))
-    k, k_scale = check_pair("kv", kv, "(e4m3 keys, fp32 scales)")
-    check_tensor("kv[0]", k, _E4M3, ("Skv", q.shape[2]), "q")
-    check_tensor("kv[1]", k_scale, _F32, (k.shape[0],), "kv[0]")
-    _check_rows(q, weights, cu_seq_len_k_start, cu_seq_len_k_end)
-    check_flag("clean_logits", clean_logits)
-    check_int("max_seqlen_k", max_seqlen_k, 0)
-    check_dtype("logits_dtype", logits_dtype, LOGITS_DTYPES)
-    check_same_device(("q", q), **{"kv[0]": k, "kv[1]": k_scale})
-    return k, k_scale
-
-
-def _check_rows(q: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> None:
-    """What goes with each query."""
-    check_tensor("weights", weights, _F32, tuple(q.shape[:2]), "q")
-    check_tensor("cu_seq_len_k_start", starts, INT32, (q.shape[0],), "q")
-    check_tensor("cu_seq_len_k_end", ends, INT32, (q.shape[0],), "q")
-    check_same_device(("q", q), weights=weights, cu_seq_len_k_start=starts, cu_seq_len_k_end=ends)
+def pair(kv: object) -> tuple:
+    """The keys and their scales."""
+    return check_pair("kv", kv, "(e4m3 keys, fp32 scales)")
 
 
 def logits_columns(keys: int, max_seqlen_k: int) -> tuple[int, int]:
@@ -115,10 +84,7 @@ def mqa_logits(
     ranges as there. Returns [S, Skv] fp32, differentiable in q, k and weights. Raises TypeError or ValueError for
     other types, dtypes and shapes. Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
-    check_tensor("q", q, FLOATS, ("S", "H", "D"))
-    check_tensor("k", k, FLOATS, ("Skv", q.shape[2]), "q")
-    _check_rows(q, weights, cu_seq_len_k_start, cu_seq_len_k_end)
-    check_same_device(("q", q), k=k)
+    MQA_LOGITS.check(q, k, weights, cu_seq_len_k_start, cu_seq_len_k_end)
     check_memory("q", q)
     logits = torch.full((q.shape[0], k.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
     _fill(logits, q, k, None, weights, cu_seq_len_k_start, cu_seq_len_k_end, compressed=False)

@@ -2,14 +2,53 @@
 
 import torch
 
+from dsa.reference.arguments import INNER, Arguments, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import INT32, check_flag, check_memory, check_positive, check_same_device, check_tensor
+from dsa.reference.checks import INT32, check_memory
 
 # Scores sorted at a time: the sort's int64 indices take 8 bytes each.
 _CHUNK = 2**24
 _NEVER = torch.iinfo(torch.int32).min
 # The first slot that int32 cannot hold.
 _SLOT_LIMIT = 2**31
+
+
+def _check_paging(
+    scores: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    page_size: int | None,
+    row_to_seq: torch.Tensor | None,
+    *_: object,
+) -> None:
+    rows = scores.shape[0]
+    if block_table is None:
+        for name, value in (("page_size", page_size), ("row_to_seq", row_to_seq)):
+            if value is not None:
+                raise ValueError(f"{name}: must be None without block_table, got {type(value).__name__}")
+    elif page_size is None:
+        raise ValueError("page_size: must be given with block_table, got None")
+    elif row_to_seq is None and block_table.shape[0] < rows:
+        raise ValueError(
+            f"block_table: must have a row for each of the {rows} rows of scores unless row_to_seq is given, "
+            f"got {list(block_table.shape)}"
+        )
+
+
+TOPK_INDICES = Arguments(
+    rule=_check_paging,
+    scores=Tensor("rows cols", (torch.float32, torch.bfloat16), layout=INNER),
+    k=Int(),
+    starts=Tensor("rows", INT32, optional=True),
+    lengths=Tensor("rows", INT32, optional=True),
+    block_table=Tensor("B max_pages", INT32, optional=True, layout=INNER),
+    page_size=Int(optional=True),
+    row_to_seq=Tensor("rows", INT32, optional=True),
+    sorted=Flag(),
+    return_values=Flag(),
+)
 
 
 @without_autocast
@@ -27,27 +66,10 @@ def topk_indices(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r.
 
-    scores         [rows, cols] fp32 or bf16
-    k              how many to pick, at least 1, possibly above cols
-    starts         [rows] int32, the row's first column; 0 if None
-    lengths        [rows] int32, candidates of the row; cols - starts if None. Columns outside [0, cols) do not exist
-    block_table    [B, max_pages] int32, turns an index into a cache slot: block_table[b, index // page_size] *
-                   page_size + index % page_size, b = row_to_seq[r]
-    page_size      tokens per page, given with block_table
-    row_to_seq     [rows] int32, the row's sequence; row r belongs to sequence r if None
-    sorted         True: by value, largest first, ties by index. False: by index, smallest first
-    return_values  True: also return the picked scores
-
-    Returns indices [rows, k] int32, and values [rows, k] fp32 if asked. An index is relative to the row's start: 0 is
-    column starts[r]. That is what vLLM's and SGLang's prefill top-k give for ragged rows; add starts[r] for the column.
-    Rows with fewer than k candidates end in -1, and values are -inf where the index is -1. Of equal scores the lowest
-    index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is never picked, so a row may
-    have less than k indices on its account. With block_table, an index whose page is negative or outside the
-    table, whose slot is 2^31 or more, or whose row_to_seq names no sequence, becomes -1 in its place: the order is
-    still that of the indices.
-    Raises TypeError or ValueError for other types, dtypes and shapes.
+    Of equal scores the lowest index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is
+    never picked. Arguments and results as of `dsa.topk_indices`.
     """
-    check_topk(scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
+    TOPK_INDICES.check(scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
     check_memory("scores", scores)
     (rows, cols), device = scores.shape, scores.device
     first = torch.zeros(rows, dtype=torch.long, device=device) if starts is None else starts.long()
@@ -63,32 +85,6 @@ def topk_indices(
         indices = _to_slots(indices, block_table, page_size, row_to_seq)
         values = values.masked_fill(indices < 0, -torch.inf)
     return (indices.int(), values) if return_values else indices.int()
-
-
-def check_topk(
-    scores: torch.Tensor,
-    k: int,
-    starts: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    page_size: int | None,
-    row_to_seq: torch.Tensor | None,
-    by_value: bool,
-    return_values: bool,
-) -> None:
-    """Raises what `topk_indices` raises."""
-    check_tensor("scores", scores, (torch.float32, torch.bfloat16), ("rows", "cols"))
-    check_positive("k", k)
-    rows = scores.shape[0]
-    if starts is not None:
-        check_tensor("starts", starts, INT32, (rows,), "scores")
-    if lengths is not None:
-        check_tensor("lengths", lengths, INT32, (rows,), "scores")
-    check_flag("sorted", by_value)
-    check_flag("return_values", return_values)
-    _check_paging(rows, block_table, page_size, row_to_seq)
-    others = {"starts": starts, "lengths": lengths, "block_table": block_table, "row_to_seq": row_to_seq}
-    check_same_device(("scores", scores), **others)
 
 
 def _select(
@@ -125,24 +121,3 @@ def _to_slots(
     slot = physical * page_size + indices[known] % page_size
     slots[known] = torch.where((physical >= 0) & (slot < _SLOT_LIMIT), slot, -1)
     return slots
-
-
-def _check_paging(
-    rows: int, block_table: torch.Tensor | None, page_size: int | None, row_to_seq: torch.Tensor | None
-) -> None:
-    if block_table is None:
-        for name, value in (("page_size", page_size), ("row_to_seq", row_to_seq)):
-            if value is not None:
-                raise ValueError(f"{name}: must be None without block_table, got {type(value).__name__}")
-        return
-    check_tensor("block_table", block_table, INT32, ("B", "max_pages"))
-    if page_size is None:
-        raise ValueError("page_size: must be given with block_table, got None")
-    check_positive("page_size", page_size)
-    if row_to_seq is not None:
-        check_tensor("row_to_seq", row_to_seq, INT32, (rows,), "scores")
-    elif block_table.shape[0] < rows:
-        raise ValueError(
-            f"block_table: must have a row for each of the {rows} rows of scores unless row_to_seq is given, "
-            f"got {list(block_table.shape)}"
-        )

@@ -1,6 +1,5 @@
 """The bridge of the top-k, on the CPU: dispatch, what it launches, torch.compile, and errors that name the argument."""
 
-import contextlib
 import math
 
 import pytest
@@ -18,17 +17,6 @@ INF, NAN = math.inf, math.nan
 
 def i32(values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """The bridge goes the kernel's way; what it would launch is listed, not run."""
-    found = []
-    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
-    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(op.backends, "num_sms", lambda _: 132)
-    monkeypatch.setattr(op, "_kernel", lambda *shape: lambda *arguments: found.append((shape, arguments)))
-    return found
 
 
 NUMBERS = st.one_of(
