@@ -2,7 +2,7 @@
 a wrong number does not concern have their right results.
 
 The module of each family has ARGUMENTS, a list of `IndexArgument`: one for every index-like argument (cu_seqlens,
-block tables, indices, slots, lengths, lanes, starts, plans, row numbers) of every public op of its families.
+block tables, indices, slots, lengths, starts, plans, row numbers) of every public op of its families.
 tests/ops/test_hostile_contents.py runs them on the references, tests/gpu/test_hostile_contents.py on the kernels, where
 compute-sanitizer watches.
 """

@@ -99,7 +99,7 @@ def writing(device: str, dtype: torch.dtype, op: str, layout: str, channels: int
     return Prepared(run, slots, places(TOKENS, rest))
 
 
-LENGTHS, STARTS, STATE_LANES = (13, 0, 270, 5, 9), (2, 7, 120, 0, 3), (4, 0, 6, 2, 1)
+LENGTHS, STARTS, STATE_SLOTS = (13, 0, 270, 5, 9), (2, 7, 120, 0, 3), (4, 0, 6, 2, 1)
 
 
 class Compressor:
@@ -123,7 +123,7 @@ class Compressor:
             "slots": slots.to(slot_dtype).to(device),
             "cu_seqlens": int32(self.bounds, device),
             "starts": int32(STARTS, device),
-            "lanes": int32(STATE_LANES, device),
+            "state_slots": int32(STATE_SLOTS, device),
         }
 
     def write(self, argument: str, given: torch.Tensor) -> Results:
@@ -142,7 +142,7 @@ class Compressor:
         """All but what these sequences write."""
         wrong = [b for b in sequences if 0 <= b < len(LENGTHS)]
         slots = [int(s) for b in wrong for s in self.named["slots"][self.bounds[b] : self.bounds[b + 1]]]
-        cache, state = self.cache.but(slots), rows_but([STATE_LANES[b] for b in wrong])
+        cache, state = self.cache.but(slots), rows_but([STATE_SLOTS[b] for b in wrong])
         return lambda results: (cache(results[0]), *state(results[1:]))
 
     def without_slot(self, token: int) -> Callable[[Results], Results]:
@@ -172,7 +172,7 @@ def compressing(
     return Prepared(partial(case.write, argument), valid, where)
 
 
-SEQUENCES = ("cu_seqlens", "starts", "lanes")
+SEQUENCES = ("cu_seqlens", "starts", "state_slots")
 # op, the caches that it writes: layout and channels.
 WRITERS = [
     ("write_indexer_cache", ("index", 128)),

@@ -16,11 +16,11 @@ E4M3 = torch.float8_e4m3fn
 
 
 def cast(name):
-    """e4m3 like the argument, and a scale for each 128 channels."""
+    """e4m3 like the argument, and a scale for each group of channels."""
 
     def promise(a):
         *leading, channels = a[name].shape
-        return [((*leading, channels), E4M3), ((*leading, -(-channels // 128)), F32)]
+        return [((*leading, channels), E4M3), ((*leading, -(-channels // a.get("gran_k", 128))), F32)]
 
     return promise
 
