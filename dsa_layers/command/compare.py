@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsa_layers import SHIPPED_MODEL
@@ -90,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
         say_json("start", **loaded.facts(), text=str(args.text), **shape)
     else:
         weights = "dequantised weights, " if loaded.dequantized else ""
-        print(f"{loaded.checkpoint}: {weights}{loaded.device}, backend {loaded.backend}")
-        print(f"{args.text}: {len(sequences)} x {length} tokens\n")
+        print(f"{_from_here(loaded.checkpoint)}: {weights}{loaded.device}, backend {loaded.backend}")
+        print(f"{_from_here(args.text)}: {len(sequences)} x {length} tokens\n")
         print(
             f"{'attention':<22}{'loss':>8}{'perplexity':>12}{'keys read a token':>20}{'of context':>12}{'seconds':>9}"
         )
@@ -141,6 +142,10 @@ def _row(loaded: LoadedModel, name: str, sequences: list[list[int]], length: int
         with KeysRead(model) as keys:
             result = held_out_loss(model, sequences, chunk=chunk)
     return _Row(name, result, keys.counts())
+
+
+def _from_here(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _event(row: _Row) -> dict[str, object]:

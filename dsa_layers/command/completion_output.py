@@ -4,7 +4,7 @@ import os
 from typing import Protocol, TextIO
 
 from dsa_layers.command.streams import say_json
-from dsa_layers.generation.generator import Completion, TokenEvent
+from dsa_layers.generation.results import Completion, TokenEvent
 
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 

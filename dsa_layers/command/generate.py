@@ -14,7 +14,7 @@ from dsa_layers.command.streams import say, say_json
 
 if TYPE_CHECKING:
     from dsa_layers.evaluation.keys_read import KeyCounts
-    from dsa_layers.generation.generator import Completion, Throughput
+    from dsa_layers.generation.results import Completion, Throughput
     from dsa_layers.generation.sampling import SamplingParams
 
 _JSON = """\
@@ -131,7 +131,7 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
 def _stream(args, generator, encoded, params, prompts, shown, loaded) -> "list[Completion]":
     """Shows every sequence as it comes."""
     from dsa_layers.command.completion_output import JsonEvents, NumberedLines, StreamedText
-    from dsa_layers.generation.generator import Completion
+    from dsa_layers.generation.results import Completion
 
     completions = [Completion(len(ids)) for ids in encoded]
     events = generator.stream(encoded, params)

@@ -1,5 +1,6 @@
 """What a user runs first, as the user runs it: commands in processes of their own, and the documents' Python."""
 
+import json
 import os
 import re
 import shlex
@@ -41,6 +42,14 @@ def test_the_shipped_model_writes(tmp_path):
     (line,) = [line for line in GENERATE if " ." not in line and "GLM" not in line]
     done = dsa_command(line, tmp_path)
     assert done.stdout.strip() and "backend cute" in done.stderr
+
+
+def test_the_shipped_model_with_sparse_and_dense_attention(tmp_path):
+    start, *rows = map(json.loads, dsa_command("dsa compare --json", tmp_path).stdout.splitlines())
+    loss = {row["attention"]: row["loss"] for row in rows}
+    assert start["backend"] == "cute" and not start["dequantized"]
+    assert abs(loss["sparse"] - loss["dense"]) < 0.02 < loss["latest"] - loss["dense"]
+    assert rows[0]["most_read"] == start["index_topk"] < rows[-1]["most_read"] == start["length"]
 
 
 @pytest.mark.parametrize("name", ["tiny-v32", "tiny-glm", "tiny-v4"])

@@ -70,11 +70,12 @@ def test_the_loss_is_the_models_own(tmp_path, capsys):
     assert rows["sparse"]["loss"] == pytest.approx(loss, abs=0.02) and rows["sparse"]["tokens"] == 400
 
 
-def test_the_table(capsys):
+def test_the_table(monkeypatch, capsys):
+    monkeypatch.chdir(SHIPPED_MODEL.parent)
     assert compare("--length", 200, "--max-tokens", 500) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert captured.err == "" and lines[1] == f"{HELD_OUT_TEXT}: 2 x 200 tokens"
+    assert captured.err == "" and lines[1] == f"{SHIPPED_MODEL.name}/held_out.txt: 2 x 200 tokens"
     figures = r" +\d\.\d{4} +\d+\.\d+ +{} +{}% +\d+\.\d"
     read = sum(min(n, 128) for n in range(1, 201)) / 200
     for line, name, keys, share in [
