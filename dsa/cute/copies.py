@@ -30,9 +30,9 @@ def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: 
 
 
 @cute.jit
-def gather_16(target: Int32, source: Int64, present: Boolean):
-    """Copy 16 bytes from the address `source`; where `present` is False, write zeros and read nothing."""
-    size = Int32(16) if present else Int32(0)
+def gather_16(target: Int32, source: Int64, valid: Boolean):
+    """Copy 16 bytes from the address `source`; where `valid` is False, write zeros and read nothing."""
+    size = Int32(16) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16, {$r2};",
         read_only_args=[target, source, size],
@@ -40,9 +40,9 @@ def gather_16(target: Int32, source: Int64, present: Boolean):
 
 
 @cute.jit
-def gather_8(target: Int32, source: Int64, present: Boolean):
-    """Copy 8 bytes from the address `source`; where `present` is False, write zeros and read nothing."""
-    size = Int32(8) if present else Int32(0)
+def gather_8(target: Int32, source: Int64, valid: Boolean):
+    """Copy 8 bytes from the address `source`; where `valid` is False, write zeros and read nothing."""
+    size = Int32(8) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 8, {$r2};",
         read_only_args=[target, source, size],

@@ -13,7 +13,7 @@ copy bandwidth for long inputs. Keys are few, and cost a launch.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -32,10 +32,18 @@ THREADS = 256
 VECTORS = THREADS // LANES
 
 
+class Rope(NamedTuple):
+    """rotated: R; interleaved: pairs are neighbours, else halves; last: R are the last channels, else the first."""
+
+    rotated: int
+    interleaved: bool
+    last: bool
+
+
 @cute.jit
-def _rope(v: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32, kind: cutlass.Constexpr):
-    """Rotate this lane's channels v by the token's angles. kind: (R, pairs are neighbours, R are the last channels)."""
-    rotated, interleaved, last = kind
+def _rotate(v: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32, rope: cutlass.Constexpr[Rope]):
+    """Rotate this lane's channels v by the token's angles."""
+    rotated, interleaved, last = rope
     span = rotated // CHANNELS  # lanes that hold rotated channels
     place = lane - (LANES - span if last else 0)
     inside = place >= 0 and place < span
@@ -62,8 +70,8 @@ def _rope(v: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32, kind:
 
 
 class QuantizeIndexerQueriesSm90:
-    def __init__(self, kind: tuple[int, bool, bool], use_ue8m0: bool):
-        self.kind, self.use_ue8m0 = kind, use_ue8m0
+    def __init__(self, rope: Rope, use_ue8m0: bool):
+        self.rope, self.use_ue8m0 = rope, use_ue8m0
 
     @cute.jit
     def __call__(
@@ -105,7 +113,7 @@ class QuantizeIndexerQueriesSm90:
         cute.autovec_copy(cute.local_tile(q[t, h, None], (CHANNELS,), (lane,)), raw)
         v = cute.make_rmem_tensor((CHANNELS,), Float32)
         v.store(raw.load().to(Float32))
-        _rope(v, cos[t, None], sin[t, None], lane, self.kind)
+        _rotate(v, cos[t, None], sin[t, None], lane, self.rope)
         round_to(v, q.element_type)
         hadamard(v, lane, CHANNELS)
         round_to(v, q.element_type)
@@ -119,8 +127,8 @@ class QuantizeIndexerQueriesSm90:
 
 
 class WriteIndexerKeysSm90:
-    def __init__(self, kind: tuple[int, bool, bool], use_ue8m0: bool):
-        self.kind, self.use_ue8m0 = kind, use_ue8m0
+    def __init__(self, rope: Rope, use_ue8m0: bool):
+        self.rope, self.use_ue8m0 = rope, use_ue8m0
 
     @cute.jit
     def __call__(
@@ -176,7 +184,7 @@ class WriteIndexerKeysSm90:
         for i in cutlass.range_constexpr(CHANNELS):
             v[i] = v[i] * inverse * w[i] + b[i]
         round_to(v, k.element_type)
-        _rope(v, cos[t, None], sin[t, None], lane, self.kind)
+        _rotate(v, cos[t, None], sin[t, None], lane, self.rope)
         round_to(v, k.element_type)
         hadamard(v, lane, CHANNELS)
         round_to(v, k.element_type)
@@ -220,7 +228,7 @@ def compile_quantize_indexer_queries(dtype: str, rotated: int, interleaved: bool
     angles = [_angles(tokens, rotated) for _ in range(2)]
     q8 = fake(Float8E4M3FN, (tokens, heads, GROUP), (*strides(1, GROUP), GROUP, 1))
     scaled = fake(Float32, (tokens, heads), (*strides(1), 1), 4)
-    kernel = QuantizeIndexerQueriesSm90((rotated, interleaved, last), use_ue8m0)
+    kernel = QuantizeIndexerQueriesSm90(Rope(rotated, interleaved, last), use_ue8m0)
     return compile_sm90(kernel, q, weights, *angles, q8, scaled, fake_stream())
 
 
@@ -237,7 +245,7 @@ def compile_write_indexer_keys(
     angles = [_angles(tokens, rotated) for _ in range(2)]
     cache = fake(cutlass.Uint8, (cute.sym_int(), cute.sym_int()), (*strides(1, 16), 1))
     slots = fake(cute_dtype(slot_dtype), (tokens,), (1,), 4)
-    kernel = WriteIndexerKeysSm90((rotated, interleaved, last), use_ue8m0)
+    kernel = WriteIndexerKeysSm90(Rope(rotated, interleaved, last), use_ue8m0)
     return compile_sm90(kernel, k, *affine, *angles, cache, slots, Int32(1), Float32(0.0), fake_stream())
 
 

@@ -22,10 +22,11 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import before_and_all
+from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.limits import SCHEDULE_SPLIT
 
 THREADS = 1024
-WARPS = THREADS // 32
+WARPS = THREADS // WARP
 MAX_SPLITS = 2**31 - 1
 
 
@@ -37,7 +38,7 @@ class PagedMqaLogitsMetadataSm90:
     @cute.kernel
     def kernel(self, lengths: cute.Tensor, schedule: cute.Tensor):
         tid, _, _ = cute.arch.thread_idx()
-        lane, warp = tid % 32, tid // 32
+        lane, warp = tid % WARP, tid // WARP
         smem = SmemAllocator()
         ends = smem.allocate_tensor(Int32, cute.make_layout(THREADS), 16)
         sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)

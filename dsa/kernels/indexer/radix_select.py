@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from dsa.cute.reductions import before_and_all
+from dsa.cute.sm90 import WARP
 
 BINS = 2048
 VECTOR_BYTES = 16
@@ -42,7 +43,7 @@ class SelectMemory:
         for i in cutlass.range(tid, BINS // 4, threads, unroll=2):
             cute.autovec_copy(zero, cute.local_tile(self.counts, (4,), (i,)))
         if tid < 64:
-            self.sums[tid // 32, tid % 32] = Int32(0)
+            self.sums[tid // WARP, tid % WARP] = Int32(0)
 
 
 @cute.jit
@@ -122,7 +123,7 @@ def _find(
         if tid == 0:  # the first position is that of NaN
             total -= memory.counts[flip]
             memory.counts[flip] = Int32(0)
-    before, all_counted = before_and_all(total, memory.sums[0, None], tid % 32, tid // 32)
+    before, all_counted = before_and_all(total, memory.sums[0, None], tid % WARP, tid // WARP)
     if before < rank and rank <= before + total:
         position = first
         for j in cutlass.range_constexpr(own - 1):

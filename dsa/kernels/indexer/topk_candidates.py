@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr
 
 from dsa.cute.pipeline import start
 from dsa.cute.reductions import before_and_all
+from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.radix_select import (
     VECTOR_BYTES,
     SelectMemory,
@@ -60,7 +61,7 @@ class CandidateCollector:
         tid,
     ):
         """List the row's candidates; those of a cluster in its first CTA. -> how many. NaN follows up to a vector."""
-        lane, warp = tid % 32, tid // 32
+        lane, warp = tid % WARP, tid // WARP
         each = (row.vectors + self.cluster - 1) // self.cluster
         first = cutlass.min(rank * each, row.vectors)
         behind = cutlass.min(first + each, row.vectors)
@@ -201,7 +202,7 @@ class CandidateCollector:
                     x[j], column[j] = Float32(candidates.scores[i + j]), candidates.columns[i + j]
                 here += Int32(1) if x[j] >= above else (Int32(1 << 16) if x[j] >= floor else Int32(0))
             turn = (base // (ITEMS_AT_ONCE * self.threads)) & 1
-            before, total = before_and_all(here, memory.sums[turn, None], tid % 32, tid // 32)
+            before, total = before_and_all(here, memory.sums[turn, None], tid % WARP, tid // WARP)
             same = equals + (before >> 16)
             entry = kept + (before & 0xFFFF) + cutlass.min(same, limit) - cutlass.min(equals, limit)
             for j in cutlass.range_constexpr(ITEMS_AT_ONCE):
@@ -228,7 +229,7 @@ class CandidateCollector:
         list_size = cute.arch.inline_ptx(
             "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(at)]
         )
-        return cute.arch.warp_redux_sync(list_size if tid % 32 < self.cluster else Int32(0), "add"), list_size
+        return cute.arch.warp_redux_sync(list_size if tid % WARP < self.cluster else Int32(0), "add"), list_size
 
     @cute.jit
     def gather(
@@ -245,7 +246,7 @@ class CandidateCollector:
     ):
         """Append the other CTAs' lists to the first one's, in their order. -> its entries. Ends with a barrier."""
         if total <= self.capacity:
-            before = cute.arch.warp_redux_sync(list_size if tid % 32 < rank else Int32(0), "add")
+            before = cute.arch.warp_redux_sync(list_size if tid % WARP < rank else Int32(0), "add")
             if rank > 0:
                 self.copy_list(candidates, count, before, tid)
             cute.arch.cluster_arrive()

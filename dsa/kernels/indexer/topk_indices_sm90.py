@@ -38,7 +38,7 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.reductions import before_and_all
-from dsa.cute.sm90 import SHARED_BYTES
+from dsa.cute.sm90 import SHARED_BYTES, WARP
 from dsa.kernels.indexer.limits import BY_VALUE, PAGED, ROW_TO_SEQ, VALUES
 from dsa.kernels.indexer.radix_select import (
     VECTOR_BYTES,
@@ -208,10 +208,10 @@ class TopkIndicesSm90:
             above = mask_from(candidates.scores, length, own, next_above(floor), tid)
             equals = mask ^ above
             here = Int32(cute.arch.popc(equals))
-            before, _ = before_and_all(here, memory.sums[1, None], tid % 32, tid // 32)
+            before, _ = before_and_all(here, memory.sums[1, None], tid % WARP, tid // WARP)
             mask = above | lowest_bits(equals, cutlass.max(cutlass.min(equal - before, here), 0))
         here = Int32(cute.arch.popc(mask))
-        before, found = before_and_all(here, memory.sums[0, None], tid % 32, tid // 32)
+        before, found = before_and_all(here, memory.sums[0, None], tid % WARP, tid // WARP)
         # All have their bits, and the numbers are no longer needed: the columns go to their place.
         at = before + here
         place = tid * own * self.width

@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.sm90 import WARP
 
 WARPS = 4
 LOWEST = -(2**31)  # below the order of -inf: no candidate
@@ -43,7 +44,7 @@ class MoeGateSm90:
         stream,
     ):
         self.kernel(logits, bias, topk_indices, weights, scale).launch(
-            grid=(cute.ceil_div(logits.shape[0], WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+            grid=(cute.ceil_div(logits.shape[0], WARPS), 1, 1), block=(WARP * WARPS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -52,7 +53,7 @@ class MoeGateSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        token, lane = block * WARPS + tid // 32, tid % 32
+        token, lane = block * WARPS + tid // WARP, tid % WARP
         if token < logits.shape[0]:
             score = cute.make_rmem_tensor((self.each,), Float32)
             order = cute.make_rmem_tensor((self.each,), Int32)

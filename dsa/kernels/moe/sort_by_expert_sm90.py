@@ -17,6 +17,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
+from dsa.cute.sm90 import WARP
 
 WARPS = 8
 AHEAD = 8  # loads of a lane on their way at a time
@@ -26,14 +27,14 @@ class SortByExpertSm90:
     @cute.jit
     def __call__(self, experts: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor, stream):
         self.kernel(experts, order, rows, ends).launch(
-            grid=(ends.shape[0] + 1, 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+            grid=(ends.shape[0] + 1, 1, 1), block=(WARP * WARPS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, experts: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor):
         tid, _, _ = cute.arch.thread_idx()
         own, _, _ = cute.arch.block_idx()
-        warp, lane = tid // 32, tid % 32
+        warp, lane = tid // WARP, tid % WARP
         smem = SmemAllocator()
         lowers, equals = (smem.allocate_tensor(Int32, cute.make_layout(WARPS)) for _ in range(2))
         count, entries = ends.shape[0], experts.shape[0]
