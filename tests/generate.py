@@ -1,4 +1,4 @@
-"""Write what is made from the code: the list of public names in dsa/__init__.py, docs/ops.md, and docs/status.md.
+"""Write what is made from the code: public names in dsa/__init__.py, docs/ops.md, docs/status.md, the README's table.
 
 usage: python -m tests.generate
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import dsa.ops
 from dsa.backends import ARCH_NAMES, KERNELS
 from dsa.source_digest import op_modules
-from tests.gpu import status_table
+from tests.gpu import headlines, status_table
 
 ROOT = Path(__file__).parent.parent
 INIT, OPS = ROOT / "dsa" / "__init__.py", ROOT / "docs" / "ops.md"
@@ -95,7 +95,8 @@ def main() -> None:
     INIT.write_text(init())
     importlib.reload(dsa)  # with the new names
     OPS.write_text(ops())
-    status_table.DOCUMENT.write_text(status_table.inserted(status_table.DOCUMENT.read_text()))
+    for document in (status_table, headlines):
+        document.PATH.write_text(document.inserted(document.PATH.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """What is made from the code is what the code makes today."""
 
+import pytest
+
 import dsa
 from tests import generate
-from tests.gpu import status_table
+from tests.gpu import headlines, status_table
 
 STALE = "run `python -m tests.generate`"
 
@@ -16,9 +18,10 @@ def test_ops_page():
     assert generate.OPS.read_text() == generate.ops(), STALE
 
 
-def test_status_tables():
-    text = status_table.DOCUMENT.read_text()
-    assert status_table.inserted(text) == text, STALE
+@pytest.mark.parametrize("document", [status_table, headlines], ids=["status", "headlines"])
+def test_tables(document):
+    text = document.PATH.read_text()
+    assert document.inserted(text) == text, STALE
 
 
 def test_every_public_function_says_what_it_computes():

@@ -17,12 +17,15 @@ def test_the_documents_python(block):
     exec(block, {})
 
 
-def test_the_first_example():
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
-    names = {}
-    exec(code, names)
-    assert names["q"].shape == (96, 512) and names["scale"].shape == (96, 4)
-    assert names["y"].shape == (96, 512) and names["y"].isfinite().all()
+def test_the_three_examples():
+    blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M)
+    assert len(blocks) == 3
+    scores, checkpoint, training = ({}, {}, {})
+    for block, names in zip(blocks, (scores, checkpoint, training)):
+        exec(block, names)
+    assert scores["indices"].shape == (64, 128) and (scores["indices"] >= 0).all()
+    assert checkpoint["logits"].shape == (2, 257) and all(len(done.tokens) for done in checkpoint["done"])
+    assert all(parameter.grad is not None for parameter in training["stage"].parameters())
 
 
 def test_the_tiny_checkpoints(tmp_path, monkeypatch, capsys):

@@ -66,7 +66,7 @@ def load_weights(
 
     loaded: dict[str, torch.Tensor] = {}
     total = sum(part.info.size for step in steps for part in step.parts)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=not progress) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=None if progress else True) as bar:
         for step in steps:
             tensors = []
             for part in step.parts:

@@ -12,7 +12,7 @@ from dsa.backends import ARCH_NAMES
 from dsa.source_digest import functions_with_kernels, op_modules
 from tests.gpu import receipt
 
-DOCUMENT = receipt.ROOT / "docs" / "status.md"
+PATH = receipt.ROOT / "docs" / "status.md"
 BEGIN, END = "<!-- status table: python -m tests.gpu.status_table -->", "<!-- end of status table -->"
 # Helpers of the ops rather than ops.
 NOT_OPS = {"FlashMLASchedMeta", "backend", "make_v4_cache", "num_sms", "use_backend"}
@@ -94,4 +94,4 @@ def inserted(text: str) -> str:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(inserted(DOCUMENT.read_text()))
+    PATH.write_text(inserted(PATH.read_text()))
