@@ -1,9 +1,9 @@
 """Rows of packed sequences' results that no kernel has written, because no sequence has them: set to one number.
 
 Plan
-- `bounds` ascend from 0 to the number of rows at most (query_slots_sm90.py). Rows before the first and behind the last
+- `bounds` ascend from 0 to the number of rows at most (q_tile_plan_sm90.py). Rows before the first and behind the last
   are no sequence's: all warps take them in turns. Of a sequence also the rows behind its first `most` may be missing:
-  each warp looks at 32 sequences at a time, and sets what is missing of these.
+  each warp looks at WARP sequences at a time, and sets what is missing of these.
 - Nearly always there is nothing to do, and every warp ends after two loads or four.
 Roofline: latency, 2 us.
 """
@@ -16,6 +16,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.sm90 import WARP
 
 WARPS = 8
 ZERO, INFINITY = 0, 0x7F800000  # as words: of any dtype, and of fp32
@@ -29,23 +31,23 @@ class UncoveredRowsSm90:
 
     @cute.jit
     def __call__(self, bounds: cute.Tensor, tensors: list[cute.Tensor], most: Int32, ctas: Int32, stream):
-        self.kernel(bounds, tensors, most, ctas).launch(grid=(ctas, 1, 1), block=(32 * WARPS, 1, 1), stream=stream)
+        self.kernel(bounds, tensors, most, ctas).launch(grid=(ctas, 1, 1), block=(WARP * WARPS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, bounds: cute.Tensor, tensors: list[cute.Tensor], most: Int32, ctas: Int32):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        warp, lane, warps = cta * WARPS + tid // 32, tid % 32, ctas * WARPS
+        warp, lane, warps = cta * WARPS + tid // WARP, tid % WARP, ctas * WARPS
         batch = bounds.shape[0] - 1
         self.fill(tensors, warp, bounds[0], warps, lane)
         self.fill(tensors, bounds[batch] + warp, tensors[0].shape[0], warps, lane)
-        for first in cutlass.range(32 * warp, batch, 32 * warps, unroll=1):
+        for first in cutlass.range(WARP * warp, batch, WARP * warps, unroll=1):
             begin, end = Int32(0), Int32(0)
             if first + lane < batch:
                 end = bounds[first + lane + 1]
                 begin = end - cutlass.max(end - bounds[first + lane] - most, 0)
             if cute.arch.vote_any_sync(begin < end):
-                for i in cutlass.range(32, unroll=1):
+                for i in cutlass.range(WARP, unroll=1):
                     self.fill(tensors, cute.arch.shuffle_sync(begin, i), cute.arch.shuffle_sync(end, i), 1, lane)
 
     @cute.jit
@@ -54,7 +56,7 @@ class UncoveredRowsSm90:
         for row in cutlass.range(begin, end, step, unroll=1):
             for tensor, value in zip(tensors, self.values):
                 _, heads, words = tensor.shape
-                for i in cutlass.range(lane, heads * words, 32, unroll=1):
+                for i in cutlass.range(lane, heads * words, WARP, unroll=1):
                     tensor[row, i // words, i % words] = Int32(value)
 
 
@@ -62,19 +64,9 @@ class UncoveredRowsSm90:
 def compile_uncovered_rows(values: tuple[int, ...]):
     """-> f(bounds [B + 1], tensors, `values` of [T, H, W], most, ctas); int32, B >= 0, W contiguous."""
     rows = cute.sym_int()
-    fake = cute.runtime.make_fake_tensor
-
-    def tensor():
-        strides = cute.sym_int64(), cute.sym_int64(), 1
-        return fake(Int32, (rows, cute.sym_int(), cute.sym_int()), strides, assumed_align=4)
-
-    return compile_sm90(
-        UncoveredRowsSm90(values),
-        fake(Int32, (cute.sym_int(),), (1,), assumed_align=4),
-        [tensor() for _ in values],
-        *(Int32(0), Int32(1)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
+    tensors = [fake(Int32, (rows, cute.sym_int(), cute.sym_int()), (*strides(2), 1), 4) for _ in values]
+    bounds = fake(Int32, (cute.sym_int(),), (1,), 4)
+    return compile_sm90(UncoveredRowsSm90(values), bounds, tensors, Int32(0), Int32(1), fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

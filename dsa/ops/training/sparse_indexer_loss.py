@@ -7,6 +7,15 @@ from collections.abc import Callable
 import torch
 
 from dsa import backends
+from dsa.kernels.training.limits import (
+    INDEX_CHANNELS,
+    MAX_INDEX_HEADS,
+    MAX_SPARSE_HEADS,
+    MAX_SPARSE_KEYS,
+    MLA_CHANNELS,
+    SPARSE_HEAD_TILE,
+    SPARSE_KEY_TILE,
+)
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
@@ -14,11 +23,8 @@ from dsa.reference.training import indexer_training as reference
 
 __all__ = ["sparse_indexer_loss"]
 
-DIMS, INDEX_DIMS = (576, 512), (64, 128)
-TILE = 64  # keys of a kernel's tile, heads of a row tile
-MOST_HEADS, MOST_INDEX_HEADS, MOST_KEYS = 128, 64, 2048
-# Sums of integers of `fixed` gradients stay below 2^62, and their unit is a normal number of fp32.
-SUM_BITS, UNIT_BITS = 62, 126
+# Sums of fixed-point gradients, 64-bit integers, stay below 2^62, and their scale is a normal number of fp32.
+SUM_BITS, SCALE_BITS = 62, 126
 
 
 def sparse_indexer_loss(
@@ -95,7 +101,7 @@ def forward(
     lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """kl [Tq] and its gradient to I, [Tq, K rounded up to a multiple of 64] in bf16."""
-    queries, width = len(q), -(-indices.shape[2] // TILE) * TILE
+    queries, width = len(q), -(-indices.shape[2] // SPARSE_KEY_TILE) * SPARSE_KEY_TILE
     kl = q.new_empty(queries, dtype=torch.float32)
     d_scores = q.new_empty(queries, width)
     if 0 in (q.numel(), kv.numel(), q_idx.numel(), width):
@@ -104,7 +110,7 @@ def forward(
         lse = flash_mla_sparse_fwd(q, kv, indices, softmax_scale)[2]
     else:
         lse = lse.float().T
-    launch = _forward_kernel(q.shape[2], -(-q.shape[1] // TILE), q_idx.shape[2])
+    launch = _forward_kernel(q.shape[2], -(-q.shape[1] // SPARSE_HEAD_TILE), q_idx.shape[2])
     with backends.on_device(q):
         launch(
             *(_rows(q), rows_at_16_bytes(kv[:, 0]), _rows(q_idx), rows_at_16_bytes(k_idx), w_idx.float()),
@@ -131,13 +137,21 @@ def backward(
     dq = torch.empty(q_idx.shape, dtype=q_idx.dtype, device=q_idx.device)
     dw = torch.empty(w_idx.shape, dtype=torch.float32, device=q_idx.device)
     sums = torch.zeros(k_idx.shape, dtype=torch.int64 if deterministic else torch.float32, device=q_idx.device)
-    unit = inverse = None
+    fixed_scale = inverse = None
     if deterministic:
-        unit, inverse = _units(q_idx, weights, grad, d_scores, indices.numel())
+        fixed_scale, inverse = _fixed_scale(q_idx, weights, grad, d_scores, indices.numel())
     launch = _backward_kernel(q_idx.shape[2], deterministic)
     with backends.on_device(q_idx):
         launch(
-            *(_rows(q_idx), rows_at_16_bytes(k_idx), weights, inner_contiguous(indices[:, 0]), d_scores, grad, unit),
+            *(
+                _rows(q_idx),
+                rows_at_16_bytes(k_idx),
+                weights,
+                inner_contiguous(indices[:, 0]),
+                d_scores,
+                grad,
+                fixed_scale,
+            ),
             *(dq, dw, sums),
             min(queries, backends.num_sms(q_idx.device)),
         )
@@ -145,17 +159,17 @@ def backward(
     return dq, dk.to(k_idx.dtype), dw.to(w_idx.dtype)
 
 
-def _units(
+def _fixed_scale(
     q: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_scores: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many units 1 is [1] and what one is [1]: so many that a sum of `most` parts of a gradient has room."""
+    """What fixed-point gradients are multiplied by [1], and its inverse [1]: a sum of `most` parts of one has room."""
     # A part is g sum_i d a w q with |d| <= 1, of which d and g w q are rounded to bf16.
     bound = 1.02 * g.abs().amax() * w.abs().sum(1).amax() * torch.stack(torch.aminmax(q)).abs().amax()
     exponent = SUM_BITS - most.bit_length() - torch.frexp(bound)[1]
-    unit = torch.ldexp(torch.ones_like(bound), exponent.clamp(-UNIT_BITS, UNIT_BITS)).view(1)
+    scale = torch.ldexp(torch.ones_like(bound), exponent.clamp(-SCALE_BITS, SCALE_BITS)).view(1)
     # Where the bound is no number, no sum is; nor where d_scores are none, which integers would turn to 0. They are
     # none of a whole query, so that its first tells.
-    return unit, 1 / unit.double() + (bound - bound) + 0 * d_scores[:, 0].sum()
+    return scale, 1 / scale.double() + (bound - bound) + 0 * d_scores[:, 0].sum()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -165,11 +179,11 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def _check_kernel_takes(q, kv, q_idx, k_idx, indices, softmax_scale, lse) -> None:
     limits = (
-        ("q", q, "d = 576 or 512", q.shape[2] in DIMS),
-        ("q", q, f"at most {MOST_HEADS} heads", q.shape[1] <= MOST_HEADS),
-        ("q_idx", q_idx, "64 or 128 channels", q_idx.shape[2] in INDEX_DIMS),
-        ("q_idx", q_idx, f"1 to {MOST_INDEX_HEADS} heads", 1 <= q_idx.shape[1] <= MOST_INDEX_HEADS),
-        ("indices", indices, f"at most {MOST_KEYS} keys of a query", indices.shape[2] <= MOST_KEYS),
+        ("q", q, f"d = {_either(MLA_CHANNELS)}", q.shape[2] in MLA_CHANNELS),
+        ("q", q, f"at most {MAX_SPARSE_HEADS} heads", q.shape[1] <= MAX_SPARSE_HEADS),
+        ("q_idx", q_idx, f"{_either(INDEX_CHANNELS)} channels", q_idx.shape[2] in INDEX_CHANNELS),
+        ("q_idx", q_idx, f"1 to {MAX_INDEX_HEADS} heads", 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS),
+        ("indices", indices, f"at most {MAX_SPARSE_KEYS} keys of a query", indices.shape[2] <= MAX_SPARSE_KEYS),
     )
     for name, x, taken, fits in limits:
         if not fits:
@@ -184,6 +198,10 @@ def _check_kernel_takes(q, kv, q_idx, k_idx, indices, softmax_scale, lse) -> Non
             )
 
 
+def _either(numbers: tuple[int, ...]) -> str:
+    return " or ".join(map(str, numbers))
+
+
 @functools.cache
 def _forward_kernel(dim: int, row_tiles: int, index_dim: int) -> Callable[..., None]:
     from dsa.kernels.training.sparse_indexer_target_sm90 import compile_sparse_indexer_target
@@ -192,7 +210,7 @@ def _forward_kernel(dim: int, row_tiles: int, index_dim: int) -> Callable[..., N
 
 
 @functools.cache
-def _backward_kernel(index_dim: int, fixed: bool) -> Callable[..., None]:
+def _backward_kernel(index_dim: int, fixed_point: bool) -> Callable[..., None]:
     from dsa.kernels.training.sparse_indexer_grad_sm90 import compile_sparse_indexer_grad
 
-    return compile_sparse_indexer_grad(index_dim, fixed)
+    return compile_sparse_indexer_grad(index_dim, fixed_point)

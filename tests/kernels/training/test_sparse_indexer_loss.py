@@ -4,7 +4,7 @@ from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels.training import sparse_indexer_grad_sm90 as grad
 from dsa.kernels.training import sparse_indexer_target_sm90 as target
-from dsa.kernels.training.gathered_rows import CHUNK, LANE_ROWS, TILE
+from dsa.kernels.training.gathered_tiles import CHUNK, LANE_ROWS, TILE
 from tests.kernels.variants import shipped
 
 K16 = 16  # channels, keys or heads of a wgmma instruction
@@ -19,13 +19,13 @@ def test_target_sass(arguments):
     assert sass.instructions["HGMMA"] == (channels + index_channels) // K16
     # An arrival for each chunk, whose wait for memory is between; waits for groups of chunks only.
     chunks = channels // CHUNK
-    groups = -(-chunks // target.GROUP)
+    groups = -(-chunks // target.RELEASE_GROUP)
     assert sass.instructions["WARPGROUP"] <= chunks + 1 + groups + 3
     # A tile of keys, of index keys, of index queries and those of queries.
     gathered = (1 + row_tiles) * chunks + 2 * index_channels // CHUNK
     assert sass.instructions["LDGSTS"] == gathered * LANE_ROWS
     assert sass.registers * target.THREADS <= 65536
-    assert 2 * target.ATTENTION_REGISTERS + target.INDEX_REGISTERS + target.LOADER_REGISTERS <= ALL
+    assert 2 * target.ATTENTION_REGISTERS + target.INDEX_REGISTERS + target.PRODUCER_REGISTERS <= ALL
 
 
 @shipped(grad.compile_sparse_indexer_grad)
@@ -41,7 +41,7 @@ def test_grad_sass(arguments):
     # Queries, keys and d_scores, which one warp has: the compiler may write the keys twice for it.
     assert sass.instructions["LDGSTS"] in (2 * channels // CHUNK * LANE_ROWS + 1, 3 * channels // CHUNK * LANE_ROWS + 1)
     assert sass.registers * grad.THREADS <= 65536
-    assert grad.QUERY_REGISTERS + 2 * grad.KEY_REGISTERS + grad.LOADER_REGISTERS <= ALL
+    assert grad.QUERY_REGISTERS + 2 * grad.KEY_REGISTERS + grad.PRODUCER_REGISTERS <= ALL
 
 
 def test_every_variant_is_shipped_once():

@@ -9,7 +9,7 @@ import torch
 
 import dsa
 from dsa import backends
-from dsa.kernels.training import gathered_rows, sparse_indexer_grad_sm90, sparse_indexer_target_sm90
+from dsa.kernels.training import limits, sparse_indexer_grad_sm90, sparse_indexer_target_sm90
 from dsa.ops.training import sparse_indexer_loss as op
 from dsa.reference.training import indexer_training as reference
 
@@ -53,15 +53,14 @@ def launches(monkeypatch):
     return found
 
 
-def test_constants_are_the_kernels():
-    assert gathered_rows.TILE == op.TILE and op.MOST_KEYS == sparse_indexer_target_sm90.MOST_KEYS
-    for channels in op.DIMS:
-        for row_tiles in range(1, op.MOST_HEADS // op.TILE + 1):
-            for index_channels in op.INDEX_DIMS:
+def test_the_kernels_ship_all_that_the_op_takes():
+    for channels in limits.MLA_CHANNELS:
+        for row_tiles in range(1, limits.MAX_SPARSE_HEADS // limits.SPARSE_HEAD_TILE + 1):
+            for index_channels in limits.INDEX_CHANNELS:
                 variant = (channels, row_tiles, index_channels)
                 made = (sparse_indexer_target_sm90.compile_sparse_indexer_target, variant)
                 assert made in sparse_indexer_target_sm90.shipped_variants()
-    for variant in ((di, fixed) for di in op.INDEX_DIMS for fixed in (False, True)):
+    for variant in ((di, fixed) for di in limits.INDEX_CHANNELS for fixed in (False, True)):
         made = (sparse_indexer_grad_sm90.compile_sparse_indexer_grad, variant)
         assert made in sparse_indexer_grad_sm90.shipped_variants()
 
@@ -118,9 +117,9 @@ def test_gradients(launches, deterministic, w_dtype):
     assert k_idx.grad.dtype == torch.bfloat16
     if deterministic:
         # Parts of the bound, as many as there are indices, have room; and halves of them have not twice as much.
-        unit, bound = arguments[6].item(), 4 * w.abs().sum(1).max().item() * q_idx.abs().max().item()
-        assert 2**58 <= 350 * bound * unit < 2**62
-        assert torch.allclose(k_idx.grad.float(), torch.full_like(k_idx, 2**40 / unit).float(), rtol=2**-8)
+        scale, bound = arguments[6].item(), 4 * w.abs().sum(1).max().item() * q_idx.abs().max().item()
+        assert 2**58 <= 350 * bound * scale < 2**62
+        assert torch.allclose(k_idx.grad.float(), torch.full_like(k_idx, 2**40 / scale).float(), rtol=2**-8)
     else:
         assert arguments[6] is None and (k_idx.grad == 1).all()
 
@@ -139,13 +138,13 @@ def test_deterministic_as_pytorch_is_told(launches):
 def test_units_of_numbers_that_are_none():
     q, w, d = torch.randn(3, 2, 4), torch.randn(3, 2), torch.randn(3, 64).bfloat16()
     for g in (torch.full((3,), math.inf), torch.full((3,), math.nan)):
-        assert op._units(q, w, g, d, 100)[1].isnan().all()
+        assert op._fixed_scale(q, w, g, d, 100)[1].isnan().all()
     for g in (torch.zeros(3), torch.full((3,), 1e-38), torch.full((3,), 1e37)):
-        unit, inverse = op._units(q, w, g, d, 100)
-        assert unit.isfinite().all() and unit > 0 and inverse.isfinite().all()
+        scale, inverse = op._fixed_scale(q, w, g, d, 100)
+        assert scale.isfinite().all() and scale > 0 and inverse.isfinite().all()
     d[1] = math.nan
-    unit, inverse = op._units(q, w, torch.ones(3), d, 100)
-    assert unit.isfinite().all() and inverse.isnan().all()
+    scale, inverse = op._fixed_scale(q, w, torch.ones(3), d, 100)
+    assert scale.isfinite().all() and inverse.isnan().all()
 
 
 def test_what_is_copied(launches):

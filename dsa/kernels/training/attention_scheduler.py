@@ -1,0 +1,125 @@
+"""The dynamic persistent scheduler of dense attention over sequences that lie one after another.
+
+A work tile is some query rows of a head, with the blocks of keys that one of them sees. Work tiles are numbered:
+sequence after sequence, group of heads after group, from the last rows, which see the most keys, to the first, and a
+group's heads innermost. CTAs draw numbers from a tile counter in global memory as they become free. One warp of a CTA
+draws, and passes what the others need to know in a pipeline of two stages in shared memory.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from dsa.cute.pipeline import Pipeline, start
+from dsa.cute.reductions import warp_scan
+from dsa.cute.sm90 import WARP
+
+INFO_STAGES = 2
+
+
+class Info(IntEnum):
+    """Which number of a work tile's info is where.
+
+    BLOCKS of keys, none behind the last work tile; its first QUERY and how many rows there are from it to the
+    sequence's end; its HEAD and that of its keys; the sequence's first KEY and how many there are; how many keys the
+    work tile's FIRST row sees (further rows one more each, up to all); and how many rows of the last block of values
+    are the sequence's.
+    """
+
+    BLOCKS = 0
+    QUERY = 1
+    ROW_COUNT = 2
+    HEAD = 3
+    KV_HEAD = 4
+    KEY = 5
+    KEY_COUNT = 6
+    FIRST = 7
+    VALUE_ROWS = 8
+
+
+@dataclass(frozen=True)
+class AttentionScheduler:
+    """
+    cu_q, cu_k    [B + 1] int32
+    tile_counter  [1] int32, 0 at first
+    heads, group, ratio, causal: query heads, those of a group, those of a KV head, and whether rows see only the keys
+    up to their own place, counted from the end
+    rows, keys    of a work tile, and of a block
+    """
+
+    cu_q: cute.Tensor
+    cu_k: cute.Tensor
+    tile_counter: cute.Tensor
+    heads: Int32
+    group: Int32
+    ratio: Int32
+    causal: Int32
+    rows: cutlass.Constexpr[int]
+    keys: cutlass.Constexpr[int]
+
+    @cute.jit
+    def run(self, info: cute.Tensor, pipeline: Pipeline, lane):
+        """Pass on what is to be known of this CTA's work tiles, one after the other. A warp's work."""
+        index, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        batch = self.cu_q.shape[0] - 1
+        state, more = start(), Int32(1)
+        sequence, before = Int32(0), Int32(0)
+        while more > 0:
+            # A CTA's numbers ascend: the sequence is not before that of the last work tile.
+            passed = Int32(WARP)
+            while passed == WARP:
+                other = sequence + lane
+                own = Int32(0)
+                if other < batch:
+                    own = cutlass.max(self.cu_q[other + 1] - self.cu_q[other], 0)
+                    own = (own + self.rows - 1) // self.rows * self.heads
+                end = before + warp_scan(own, lane)
+                passed = cute.arch.popc(cute.arch.vote_ballot_sync(other < batch and end <= index))
+                if passed > 0:
+                    before = cute.arch.shuffle_sync(end, passed - 1)
+                sequence += passed
+            pipeline.producer_wait(state)
+            if sequence < batch:
+                self.describe(info, state.stage, sequence, index - before, lane)
+            else:
+                more = Int32(0)
+                if lane == 0:
+                    info[Info.BLOCKS, state.stage] = 0
+            if lane == 0:
+                cute.arch.mbarrier_arrive(pipeline.producer_barrier(state))
+            state = pipeline.advance(state)
+            if lane == 0:
+                index = ctas + cute.arch.atomic_add(self.tile_counter.iterator, Int32(1))
+            index = cute.arch.shuffle_sync(index, 0)
+
+    @cute.jit
+    def describe(self, info: cute.Tensor, stage, sequence, local, lane):
+        """Of work tile number `local` of a sequence."""
+        query, key = self.cu_q[sequence], self.cu_k[sequence]
+        queries = self.cu_q[sequence + 1] - query
+        keys = cutlass.max(self.cu_k[sequence + 1] - key, 0)
+        tiles = (queries + self.rows - 1) // self.rows
+        first_head = local // (tiles * self.group) * self.group
+        local -= first_head * tiles
+        together = cutlass.min(self.group, self.heads - first_head)
+        row = (tiles - 1 - local // together) * self.rows
+        head = first_head + local % together
+        count = queries - row
+        first, seen = keys, keys
+        if self.causal > 0:
+            first = row + keys - queries + 1
+            seen = cutlass.min(keys, first + cutlass.min(count, self.rows) - 1)
+        # Where no row sees a key there is a block all the same, of which all is masked.
+        blocks = cutlass.max((seen + self.keys - 1) // self.keys, 1)
+        value_rows = keys - (blocks - 1) * self.keys
+        if seen <= 0:
+            value_rows = Int32(0)
+        if lane == 0:
+            info[Info.BLOCKS, stage], info[Info.QUERY, stage], info[Info.ROW_COUNT, stage] = blocks, query + row, count
+            info[Info.HEAD, stage], info[Info.KV_HEAD, stage] = head, head // self.ratio
+            info[Info.KEY, stage], info[Info.KEY_COUNT, stage], info[Info.FIRST, stage] = key, keys, first
+            info[Info.VALUE_ROWS, stage] = value_rows

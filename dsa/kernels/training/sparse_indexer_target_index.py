@@ -1,0 +1,180 @@
+"""The index warpgroup of the sparse stage's target kernel: the indexer's scores of every tile, the attention's sums,
+and at a query's end both distributions, the loss and its gradient to the scores."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32
+
+from dsa.cute.pipeline import start
+from dsa.cute.shared_memory import pack
+from dsa.cute.sm90 import LN2, LOG2E, WARPGROUP, opaque
+from dsa.kernels.training.gathered_tiles import CHUNK, TILE, QuerySchedule, release, selected
+from dsa.kernels.training.sparse_indexer_target_tiles import (
+    STEPS,
+    Barrier,
+    Inputs,
+    Pipelines,
+    SharedTensors,
+    load_q_rmem,
+    sum_rows,
+    sums_state,
+)
+
+NOTHING = -3e38  # finite, so that a difference to it is no NaN
+SMALLEST = 2.0**-126
+INFINITY = float("inf")
+
+
+@cute.jit
+def exp(x: Float32):
+    return cute.math.exp2(x * LOG2E, fastmath=True)
+
+
+class IndexWarpgroup:
+    """Index rows of `index_chunks` chunks; sums of `row_tiles` times 64 heads."""
+
+    def __init__(self, index_chunks: int, row_tiles: int):
+        self.index_chunks, self.row_tiles = index_chunks, row_tiles
+
+    @cute.jit
+    def run(
+        self,
+        inputs: Inputs,
+        pipelines: Pipelines,
+        shared: SharedTensors,
+        kl,
+        d_scores,
+        mma,
+        index,
+        schedule: QuerySchedule,
+        warp,
+        lane,
+    ):
+        """All queries of this CTA."""
+        tid = warp * 32 + lane
+        thr = mma.get_slice(tid)
+        rk = mma.make_fragment_B(thr.partition_B(index))
+        q_rmem = cute.make_rmem_tensor((*thr.partition_shape_A((TILE, CHUNK)), self.index_chunks), BFloat16)
+        words = cute.make_tensor(
+            cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((4, STEPS, self.index_chunks))
+        )
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, TILE)), Float32)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
+        source = cute.recast_ptr(index.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
+        weights = cute.make_rmem_tensor((2,), Float32)
+        state, tiles = start(), Int32(0)
+        column = tid & (TILE - 1)
+        for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
+            for r in cutlass.range_constexpr(2):
+                head = warp * 16 + (lane >> 2) + 8 * r
+                weights[r] = Float32(0.0)
+                if head < inputs.q_idx.shape[1]:
+                    weights[r] = inputs.w_idx[query, head] * 0.5
+            pipelines.index.consumer_wait(state)
+            for chunk in cutlass.range_constexpr(self.index_chunks):
+                memory = source + (state.stage * self.index_chunks + chunk) * (TILE * CHUNK)
+                load_q_rmem(words, chunk, memory, warp, lane)
+            cute.arch.sync_warp()
+            release(pipelines.index.empty + state.stage)
+            state = pipelines.index.advance(state)
+            # Of the column: of the target's warps the sum, of the others the highest score and the sum relative to it.
+            row_sum, row_max = Float32(0.0), Float32(NOTHING)
+            for tile in cutlass.range(schedule.key_tiles, unroll=1):
+                valid = selected(inputs.indices[query, None], tile * TILE, [column], inputs.kv.shape[0])[0] >= 0
+                pipelines.index.consumer_wait(state)
+                own = opaque(state.stage)
+                cute.nvgpu.warpgroup.fence()
+                for chunk in cutlass.range_constexpr(self.index_chunks):
+                    for step in cutlass.range_constexpr(STEPS):
+                        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, chunk + step > 0)
+                        keys = rk[None, None, step, own * self.index_chunks + chunk]
+                        cute.gemm(mma, acc, q_rmem[None, None, step, chunk], keys, acc)
+                cute.nvgpu.warpgroup.commit_group()
+                cute.nvgpu.warpgroup.wait_group(0)
+                release(pipelines.index.empty + state.stage)
+                state = pipelines.index.advance(state)
+                self.sum_heads(flat, weights, shared, tile & 1, warp, lane)
+                cute.arch.barrier(barrier_id=Barrier.INDEX, number_of_threads=WARPGROUP)
+                sums = sums_state(tiles + tile)
+                pipelines.sums.consumer_wait(sums)
+                if warp < 2:
+                    amount = shared.sums[column, 0, sums.stage]
+                    for i in cutlass.range_constexpr(1, 4 * self.row_tiles):
+                        amount += shared.sums[column, i, sums.stage]
+                    if not valid:
+                        amount = Float32(0.0)
+                    shared.target[tile * TILE + column] = amount
+                    row_sum += amount
+                else:
+                    score = shared.own_sums[column, 0, tile & 1]
+                    for i in cutlass.range_constexpr(1, 4):
+                        score += shared.own_sums[column, i, tile & 1]
+                    if not valid:
+                        score = -Float32(INFINITY)
+                    shared.scores[tile * TILE + column] = score
+                    higher = cute.arch.fmax(row_max, score)
+                    row_sum = row_sum * exp(row_max - higher) + exp(score - higher)
+                    row_max = higher
+                cute.arch.sync_warp()
+                release(pipelines.sums.empty + sums.stage)
+            tiles += schedule.key_tiles
+            self.epilogue(shared, kl, d_scores, query, schedule.key_tiles, row_sum, row_max, warp, lane)
+
+    @cute.jit
+    def sum_heads(self, flat, weights, shared: SharedTensors, stage, warp, lane):
+        """Sums over the warp's heads of a tile's weighted scores, to shared memory."""
+        values = []
+        for i in cutlass.range_constexpr(TILE // 4):
+            at = i // 2 * 4 + i % 2
+            # x + |x| = 2 relu(x), exactly; weights are halved. NaN passes.
+            upper, lower = (x + cute.math.absf(x) for x in (flat[at], flat[at + 2]))
+            values.append(cute.math.fma(lower, weights[1], upper * weights[0]))
+        sums = cute.make_rmem_tensor((2,), Float32)
+        sums[0], sums[1] = sum_rows(values, lane)
+        cute.autovec_copy(sums, cute.local_tile(shared.own_sums[None, warp, stage], (2,), (lane,)))
+
+    @cute.jit
+    def epilogue(self, shared: SharedTensors, kl, d_scores, query, tiles, row_sum, row_max, warp, lane):
+        """The query's distributions, its KL and d_scores; `row_sum`, `row_max`: of a column, as its warp has them."""
+        tid = warp * 32 + lane
+        for log in cutlass.range_constexpr(5):
+            other_max = cute.arch.shuffle_sync_bfly(row_max, offset=1 << log)
+            other = cute.arch.shuffle_sync_bfly(row_sum, offset=1 << log)
+            higher = cute.arch.fmax(row_max, other_max)
+            # Of the target all maxima are the same.
+            row_sum = row_sum * exp(row_max - higher) + other * exp(other_max - higher)
+            row_max = higher
+        shared.parts[2 * warp], shared.parts[2 * warp + 1] = row_sum, row_max
+        cute.arch.barrier(barrier_id=Barrier.INDEX, number_of_threads=WARPGROUP)
+        mass = shared.parts[0] + shared.parts[2]
+        highest = cute.arch.fmax(shared.parts[5], shared.parts[7])
+        amount = shared.parts[4] * exp(shared.parts[5] - highest)
+        amount += shared.parts[6] * exp(shared.parts[7] - highest)
+        # Without mass there is nothing to learn.
+        inverse, lse = Float32(0.0), Float32(INFINITY)
+        if not mass == 0.0:
+            inverse, lse = 1.0 / mass, highest + cute.math.log2(amount) * LN2
+        row = d_scores[query, None]
+        target, scores = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4,), Float32)
+        stored = cute.make_rmem_tensor((2,), Uint32)
+        kept = cute.make_rmem_tensor((4,), Float32)
+        words = cute.make_tensor(cute.recast_ptr(row.iterator, dtype=Uint32), cute.make_layout(row.shape[0] // 2))
+        loss = Float32(0.0)
+        for at in cutlass.range(tid, tiles * (TILE // 4), WARPGROUP, unroll=1):
+            cute.autovec_copy(cute.local_tile(shared.target, (4,), (at,)), target)
+            cute.autovec_copy(cute.local_tile(shared.scores, (4,), (at,)), scores)
+            for i in cutlass.range_constexpr(4):
+                p, log_student = target[i] * inverse, scores[i] - lse
+                kept[i] = exp(log_student) - p
+                term = p * (cute.math.log2(p, fastmath=True) * LN2 - log_student)
+                # Below it log2 has no logarithm; NaN counts.
+                loss += Float32(0.0) if p < SMALLEST else term
+            stored[0], stored[1] = pack(kept[0], kept[1], BFloat16), pack(kept[2], kept[3], BFloat16)
+            cute.autovec_copy(stored, cute.local_tile(words, (2,), (at,)))
+        for log in cutlass.range_constexpr(5):
+            loss += cute.arch.shuffle_sync_bfly(loss, offset=1 << log)
+        shared.parts[8 + warp] = loss
+        # Behind it the next query's first tile may be written: its own barrier comes before that of these parts.
+        cute.arch.barrier(barrier_id=Barrier.INDEX, number_of_threads=WARPGROUP)
+        if tid == 0:
+            kl[query] = (shared.parts[8] + shared.parts[9]) + (shared.parts[10] + shared.parts[11])
