@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsa_layers.batch.sequence_batch import SequenceBatch
     from dsa_layers.checkpoint.loading import load_model
-    from dsa_layers.generation.generator import Completion, Generator
+    from dsa_layers.generation.generator import Generator
+    from dsa_layers.generation.results import Completion
     from dsa_layers.generation.sampling import SamplingParams
     from dsa_layers.generation.tokenizer import Tokenizer
 
@@ -20,7 +21,7 @@ __all__ = ["SHIPPED_MODEL", "Completion", "Generator", "SamplingParams", "Sequen
 SHIPPED_MODEL = Path(__file__).parent / "stdlib_model"
 
 _MODULES = {
-    "Completion": "dsa_layers.generation.generator",
+    "Completion": "dsa_layers.generation.results",
     "Generator": "dsa_layers.generation.generator",
     "SamplingParams": "dsa_layers.generation.sampling",
     "SequenceBatch": "dsa_layers.batch.sequence_batch",

@@ -6,9 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from types import GeneratorType
-from typing import Literal
 
 import torch
 
@@ -19,83 +17,13 @@ from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages
 from dsa_layers.families.model import Model
 from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.prompts import encode_prompts
-from dsa_layers.generation.sampling import SamplingParams, random_stream, sample
+from dsa_layers.generation.results import Completion, FinishReason, Throughput, TokenEvent
+from dsa_layers.generation.running_sequence import RunningSequence
+from dsa_layers.generation.sampling import SamplingParams, sample
 from dsa_layers.generation.stop_strings import StopStrings
 from dsa_layers.generation.tokenizer import Tokenizer
 
 GREEDY = SamplingParams()
-FinishReason = Literal["eos", "stop", "length", "error"]
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One new token of one sequence. text: what can be shown by now; it may lag behind tokens, and joins up to the
-    sequence's text. finish_reason: set with the last event of a sequence. "error": the sequence ends here for the
-    reason that `error` tells, without another token."""
-
-    sequence: int
-    token: int | None
-    text: str
-    finish_reason: FinishReason | None
-    error: str | None = None
-
-
-@dataclass
-class Completion:
-    """A finished sequence. tokens: the new ones, with the end-of-sequence token if that ended it.
-    finish_reason: "eos", "stop" (a stop string), "length" (max_new_tokens, or the model's context), or "error": its
-    logits were not finite, as `error` says; tokens and text are what came before."""
-
-    prompt_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-
-    def add(self, event: TokenEvent) -> None:
-        """The sequence's next event."""
-        if event.token is not None:
-            self.tokens.append(event.token)
-        self.text += event.text
-        self.finish_reason, self.error = event.finish_reason, event.error
-
-
-@dataclass
-class Throughput:
-    """Tokens and seconds of the passes over prompts and of those that extend sequences by one token each."""
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-
-    def __str__(self) -> str:
-        prefill = self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-        decode = self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
-        return (
-            f"prefill: {self.prefill_tokens} tokens, {prefill:.1f} tokens/s; "
-            f"decode: {self.decode_tokens} tokens, {decode:.1f} tokens/s"
-        )
-
-
-class _Sequence:
-    """A sequence on its way: its tokens, its pages, and how many of its tokens are in the cache."""
-
-    def __init__(self, index: int, prompt: Sequence[int], params: SamplingParams, limit: int, text: StopStrings):
-        self.index = index
-        self.tokens = list(prompt)
-        self.prompt_len = len(prompt)
-        self.params = params
-        self.limit = limit
-        self.text = text
-        self.random = random_stream(params)
-        self.pages: list[int] = []
-        self.state_slot = -1
-        self.cached = 0
-
-    @property
-    def prefilling(self) -> bool:
-        return self.cached < self.prompt_len
 
 
 class TokenStream(Iterator[TokenEvent]):
@@ -105,7 +33,7 @@ class TokenStream(Iterator[TokenEvent]):
     after an error, after `close`, and when nothing refers to the stream any more.
     """
 
-    def __init__(self, generator: "Generator", sequences: list[_Sequence]) -> None:
+    def __init__(self, generator: "Generator", sequences: list[RunningSequence]) -> None:
         self._generator, self._sequences = generator, sequences
         self._events: GeneratorType | None = None
         self._closed = False
@@ -248,7 +176,7 @@ class Generator:
         stream = None if self._stream is None else self._stream()
         return stream if stream is not None and stream.holds_cache else None
 
-    def _begin(self, stream: TokenStream, sequences: list[_Sequence]) -> None:
+    def _begin(self, stream: TokenStream, sequences: list[RunningSequence]) -> None:
         """Gives the stream its events; it is from now on the open one."""
         with self._lock:
             if self._open_stream() is not None:
@@ -260,9 +188,9 @@ class Generator:
             stream._events = self._events(sequences)
 
     @torch.inference_mode()
-    def _events(self, sequences: list[_Sequence]) -> Iterator[TokenEvent]:
+    def _events(self, sequences: list[RunningSequence]) -> Iterator[TokenEvent]:
         waiting = deque(sequences)
-        running: list[_Sequence] = []
+        running: list[RunningSequence] = []
         self.throughput = Throughput()
         try:
             while waiting or running:
@@ -283,7 +211,7 @@ class Generator:
 
     def _sequences(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[_Sequence]:
+    ) -> list[RunningSequence]:
         encoded = self._encode(prompts)
         if isinstance(params, SamplingParams):
             params = [params] * len(encoded)
@@ -308,13 +236,13 @@ class Generator:
                     f"{self._capacity} (cache_tokens)"
                 )
             text = StopStrings(self.tokenizer.stream() if self.tokenizer else None, one.stop)
-            sequences.append(_Sequence(i, ids, one, limit, text))
+            sequences.append(RunningSequence(i, ids, one, limit, text))
         return sequences
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.cache.page_size)
 
-    def _admit(self, waiting: deque[_Sequence], running: list[_Sequence]) -> None:
+    def _admit(self, waiting: deque[RunningSequence], running: list[RunningSequence]) -> None:
         """Start waiting sequences, first come first served, while their pages and a state slot are free."""
         cache = self.cache
         while waiting and cache.state_slots.free and self._pages(waiting[0].limit) <= cache.allocator.free:
@@ -323,7 +251,7 @@ class Generator:
             (sequence.state_slot,) = cache.state_slots.allocate(1)
             running.append(sequence)
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _release(self, sequence: RunningSequence) -> None:
         """Its pages and its state slot go back, if it has any."""
         pages, state_slot = sequence.pages, sequence.state_slot
         sequence.pages, sequence.state_slot = [], -1
@@ -331,7 +259,7 @@ class Generator:
         if state_slot >= 0:
             self.cache.state_slots.release([state_slot])
 
-    def _step(self, running: list[_Sequence]) -> list[TokenEvent]:
+    def _step(self, running: list[RunningSequence]) -> list[TokenEvent]:
         """One pass: a chunk of the prompts that are not in the cache yet, else one token for every sequence."""
         started = time.perf_counter()
         prefill = any(s.prefilling for s in running)
@@ -361,7 +289,7 @@ class Generator:
             self.throughput.decode_seconds += seconds
         return events
 
-    def _prefill(self, work: list[tuple[_Sequence, int]]) -> torch.Tensor:
+    def _prefill(self, work: list[tuple[RunningSequence, int]]) -> torch.Tensor:
         """logits fp32 [B, vocab_size] after the next n prompt tokens of each sequence."""
         batch = SequenceBatch.paged(
             [n for _, n in work],
@@ -374,7 +302,7 @@ class Generator:
         tokens = [t for s, n in work for t in s.tokens[s.cached : s.cached + n]]
         return self.model(torch.tensor(tokens, device=self.device), batch, self.cache)
 
-    def _prefill_work(self, running: list[_Sequence]) -> list[tuple[_Sequence, int]]:
+    def _prefill_work(self, running: list[RunningSequence]) -> list[tuple[RunningSequence, int]]:
         work, room = [], self.prefill_chunk
         for s in running:
             n = min(s.prompt_len - s.cached, room)
@@ -383,7 +311,7 @@ class Generator:
                 room -= n
         return work
 
-    def _extend(self, s: _Sequence, token: int) -> TokenEvent:
+    def _extend(self, s: RunningSequence, token: int) -> TokenEvent:
         s.tokens.append(token)
         reason: FinishReason | None = None
         if token in self._eos:
@@ -393,7 +321,7 @@ class Generator:
         text, stopped = s.text.push(token, last=reason is not None)
         return TokenEvent(s.index, token, text, "stop" if stopped else reason)
 
-    def _fail(self, s: _Sequence) -> TokenEvent:
+    def _fail(self, s: RunningSequence) -> TokenEvent:
         error = (
             f"prompts[{s.index}]: its logits after {len(s.tokens)} tokens hold NaN or infinity: the weights do, or an "
             "activation overflowed"

@@ -1,0 +1,57 @@
+"""What generation gives: a token's event, a finished sequence, and how fast it went."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["eos", "stop", "length", "error"]
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One new token of one sequence. text: what can be shown by now; it may lag behind tokens, and joins up to the
+    sequence's text. finish_reason: set with the last event of a sequence. "error": the sequence ends here for the
+    reason that `error` tells, without another token."""
+
+    sequence: int
+    token: int | None
+    text: str
+    finish_reason: FinishReason | None
+    error: str | None = None
+
+
+@dataclass
+class Completion:
+    """A finished sequence. tokens: the new ones, with the end-of-sequence token if that ended it.
+    finish_reason: "eos", "stop" (a stop string), "length" (max_new_tokens, or the model's context), or "error": its
+    logits were not finite, as `error` says; tokens and text are what came before."""
+
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    def add(self, event: TokenEvent) -> None:
+        """The sequence's next event."""
+        if event.token is not None:
+            self.tokens.append(event.token)
+        self.text += event.text
+        self.finish_reason, self.error = event.finish_reason, event.error
+
+
+@dataclass
+class Throughput:
+    """Tokens and seconds of the passes over prompts and of those that extend sequences by one token each."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        prefill = self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+        decode = self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        return (
+            f"prefill: {self.prefill_tokens} tokens, {prefill:.1f} tokens/s; "
+            f"decode: {self.decode_tokens} tokens, {decode:.1f} tokens/s"
+        )
