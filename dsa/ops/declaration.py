@@ -90,15 +90,20 @@ class Op:
             return self.reference(*arguments)
         self._check_for_kernels(arguments)
         with backends.on_device(tensor):
-            return self.launch(self.modules(backends.arch_of(tensor.device)), *arguments)
+            return self.launch_on(tensor.device, *arguments)
 
     def check(self, *arguments: Any) -> None:
         """Raises what a call with these would raise before anything is launched."""
         tensor = _first_tensor(arguments)
-        if tensor is None or self._lacks_dtype(tensor) or not backends.runs_kernel(self.public, tensor):
+        plain = tensor is None or torch.compiler.is_compiling() or self._lacks_dtype(tensor)
+        if plain or not backends.runs_kernel(self.public, tensor):
             self.arguments.check(*arguments)
         else:
             self._check_for_kernels(arguments)
+
+    def launch_on(self, device: torch.device, *arguments: Any) -> Any:
+        """Launches the kernels for arguments that another op, which runs its own on this device, has checked."""
+        return self.launch(self.modules(backends.arch_of(device)), *arguments)
 
     def _lacks_dtype(self, tensor: torch.Tensor | None) -> bool:
         """Whether no kernel takes the dtype of the op's first tensor."""

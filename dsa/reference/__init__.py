@@ -24,12 +24,9 @@ from dsa.reference.indexer.indexer_inputs import quantize_indexer_queries, write
 from dsa.reference.indexer.topk_indices import topk_indices
 from dsa.reference.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.mla.flash_mla_with_kvcache import flash_mla_with_kvcache
+from dsa.reference.mla.merge_attention import merge_attention
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, get_mla_metadata
-from dsa.reference.mla.sliding_window_attention import (
-    merge_attention,
-    sliding_window_attention,
-    window_sparse_attention,
-)
+from dsa.reference.mla.sliding_window_attention import sliding_window_attention, window_sparse_attention
 from dsa.reference.mla.sliding_window_decode import sliding_window_decode
 from dsa.reference.mla.window_indices import window_indices, window_slots
 from dsa.reference.moe.combine_experts import combine_experts

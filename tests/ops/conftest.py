@@ -2,6 +2,8 @@
 
 import contextlib
 import re
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,10 +25,26 @@ def launches(
 ) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
     """What the bridge `op` of the test's module would launch, (variant, arguments) each; nothing runs."""
     found: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
-
-    def kernel(kernels: object, *variant: Any) -> Any:
-        return lambda *arguments: found.append((variant, arguments))
-
-    for name in filter(re.compile("_(.+_)?kernel").fullmatch, dir(request.module.op)):
-        monkeypatch.setattr(request.module.op, name, kernel)
+    _record(monkeypatch, [request.module.op], lambda _, variant, arguments: found.append((variant, arguments)))
     return found
+
+
+@pytest.fixture
+def named_launches(
+    kernel_path: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> list[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
+    """What the `BRIDGES` of the test's module would launch, (name, variant, arguments) each: NAME is from the function
+    `_NAME_kernel`, which chooses the kernel; nothing runs."""
+    found: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = []
+    _record(monkeypatch, request.module.BRIDGES, lambda *launch: found.append(launch))
+    return found
+
+
+def _record(monkeypatch: pytest.MonkeyPatch, bridges: Iterable[ModuleType], note: Callable[..., None]) -> None:
+    for bridge in bridges:
+        for function in filter(re.compile("_(.+_)?kernel").fullmatch, dir(bridge)):
+            monkeypatch.setattr(bridge, function, _recorder(function.removesuffix("_kernel").removeprefix("_"), note))
+
+
+def _recorder(name: str, note: Callable[..., None]) -> Callable[..., Any]:
+    return lambda kernels, *variant: lambda *arguments: note(name, variant, arguments)

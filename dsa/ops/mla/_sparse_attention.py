@@ -3,17 +3,32 @@
 import functools
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from dsa import backends
 from dsa.kernels.mla import limits
-from dsa.kernels.mla.limits import HEAD_DIM_V, SWAP_AB_HEADS, TILE_M, TILE_N
+from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS, SWAP_AB_HEADS, TILE_M, TILE_N
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
+from dsa.ops.declaration import op
 
 DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
+# Declares an op that calls `attend`, which takes the modules in this order.
+sparse_op = functools.partial(
+    op,
+    kernels={
+        "sm_90": (
+            "dsa.kernels.mla.sparse_mla_sm90",
+            "dsa.kernels.mla.sparse_mla_swap_ab_sm90",
+            "dsa.kernels.mla.sparse_mla_fp8_kv_sm90",
+            "dsa.kernels.mla.mla_combine_sm90",
+        )
+    },
+    dtypes=DTYPES,
+)
 # Of FP8 caches, by the heads of a CTA: about how long a tile takes, and what is spent besides where queries are split,
 # in microseconds on an H200. More heads share the work on a key's bytes; less leave smaller partial results.
 FP8_KV_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
@@ -40,6 +55,7 @@ class Results(NamedTuple):
 
 
 def attend(
+    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     selections: list[Selection],
     scale: float,
@@ -74,18 +90,17 @@ def attend(
     out_partial = q.new_empty(splits, 1, heads, HEAD_DIM_V, dtype=torch.float32)
     lse_partial = q.new_empty(splits, 1, heads, dtype=torch.float32)
     if fp8:
-        launch = _fp8_kv_kernel(dim, head_tile, len(selections))
+        launch = _fp8_kv_kernel(kernels, dim, head_tile, len(selections))
     else:
-        launch = _kernel(q.dtype, dim, head_tile, len(selections), max_logits is not None)
-    with backends.on_device(q):
-        launch(
-            *(q.unsqueeze(1), *lists, *sinks, out, lse, out_partial, lse_partial, max_logits),
-            *(scale * math.log2(math.e), out.shape[1], workers, full_waves, split_workers),
-        )
-        if split_workers:
-            rest = queries - full_waves * workers
-            combine = _combine_kernel(q.dtype, split_workers // rest + 1, rest * heads)
-            combine(*sinks, out, lse, out_partial, lse_partial, workers, full_waves, tiles, split_workers)
+        launch = _attend_kernel(kernels, q.dtype, dim, head_tile, len(selections), max_logits is not None)
+    launch(
+        *(q.unsqueeze(1), *lists, *sinks, out, lse, out_partial, lse_partial, max_logits),
+        *(scale * math.log2(math.e), out.shape[1], workers, full_waves, split_workers),
+    )
+    if split_workers:
+        rest = queries - full_waves * workers
+        combine = _combine_kernel(kernels, q.dtype, split_workers // rest + 1, rest * heads)
+        combine(*sinks, out, lse, out_partial, lse_partial, workers, full_waves, tiles, split_workers)
 
 
 def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split: bool) -> tuple[int, int, int]:
@@ -123,26 +138,33 @@ def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
     return unit_inner(x) if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
+def check_limits(q: torch.Tensor, value_dim: tuple[str, int], scale: tuple[str, float]) -> None:
+    """What the kernels take of queries [..., d] and of two numbers, which come with their names."""
+    if q.shape[-1] not in SPARSE_HEAD_DIMS:
+        dims = " or ".join(map(str, SPARSE_HEAD_DIMS))
+        raise ValueError(f"q: the Hopper kernel takes d = {dims}, got shape {list(q.shape)}")
+    if value_dim[1] != HEAD_DIM_V:
+        raise ValueError(f"{value_dim[0]}: the Hopper kernel takes {HEAD_DIM_V}, got {value_dim[1]}")
+    if not 0 < scale[1] < math.inf:
+        raise ValueError(f"{scale[0]}: the Hopper kernel takes a positive number, got {scale[1]}")
+
+
 @functools.cache
-def _kernel(dtype: torch.dtype, dim: int, head_tile: int, lists: int, with_max_logits: bool) -> Callable[..., None]:
+def _attend_kernel(
+    kernels: tuple[ModuleType, ...], dtype: torch.dtype, dim: int, head_tile: int, lists: int, with_max_logits: bool
+) -> Callable[..., None]:
+    whole, swap_ab, _, _ = kernels
     if head_tile < TILE_M:
-        from dsa.kernels.mla.sparse_mla_swap_ab_sm90 import compile_sparse_mla_swap_ab
-
-        return compile_sparse_mla_swap_ab(dtype_name(dtype), dim, head_tile, lists, with_max_logits)
-    from dsa.kernels.mla.sparse_mla_sm90 import compile_sparse_mla
-
-    return compile_sparse_mla(dtype_name(dtype), dim, lists, with_max_logits)
+        return swap_ab.compile_sparse_mla_swap_ab(dtype_name(dtype), dim, head_tile, lists, with_max_logits)
+    return whole.compile_sparse_mla(dtype_name(dtype), dim, lists, with_max_logits)
 
 
 @functools.cache
-def _fp8_kv_kernel(dim: int, head_tile: int, lists: int) -> Callable[..., None]:
-    from dsa.kernels.mla.sparse_mla_fp8_kv_sm90 import compile_sparse_mla_fp8_kv
-
-    return compile_sparse_mla_fp8_kv(dim, head_tile, lists)
+def _fp8_kv_kernel(kernels: tuple[ModuleType, ...], dim: int, head_tile: int, lists: int) -> Callable[..., None]:
+    return kernels[2].compile_sparse_mla_fp8_kv(dim, head_tile, lists)
 
 
 @functools.cache
-def _combine_kernel(dtype: torch.dtype, splits: int, rows: int) -> Callable[..., None]:
-    from dsa.kernels.mla.mla_combine_sm90 import choose_config, compile_sparse_mla_combine
-
-    return compile_sparse_mla_combine(dtype_name(dtype), choose_config(splits, rows))
+def _combine_kernel(kernels: tuple[ModuleType, ...], dtype: torch.dtype, splits: int, rows: int) -> Callable[..., None]:
+    *_, combine = kernels
+    return combine.compile_sparse_mla_combine(dtype_name(dtype), combine.choose_config(splits, rows))

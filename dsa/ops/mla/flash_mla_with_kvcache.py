@@ -3,6 +3,8 @@
 import functools
 import math
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -20,10 +22,10 @@ from dsa.kernels.mla.limits import (
 )
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.ops.known_calls import KnownCalls, signature
-from dsa.ops.mla import _sparse_decode
+from dsa.ops.declaration import Op, op
 from dsa.ops.mla._sparse_attention import DTYPES
-from dsa.reference.checks import check_same_dtype
+from dsa.ops.mla._sparse_decode import _sparse_mla_decode, allocate
+from dsa.reference.checks import shape_of
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta
@@ -57,10 +59,10 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     """
     if not args and not kwargs:
         return FlashMLASchedMeta(), None
-    request = mla_metadata.check_metadata(*args, **kwargs)
+    request = mla_metadata.metadata_request(*args, **kwargs)
     if request.topk is not None:
-        return mla_metadata.plan_one_part(request)
-    return _plan(request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k)
+        return mla_metadata.get_mla_metadata(*args, **kwargs)
+    return _mla_metadata(request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k)
 
 
 def flash_mla_with_kvcache(
@@ -126,141 +128,114 @@ def flash_mla_with_kvcache(
     results a multiprocessor, or, dense with batch_invariant, one a sequence and split.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
-    if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
-        if isinstance(q, torch.Tensor):
-            for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
-                if isinstance(cache, torch.Tensor) and cache.dtype in DTYPES:
-                    check_same_dtype(("q", q), **{name: cache})
-            backends.note_reference_only("flash_mla_with_kvcache in float32", q)
-        return reference.flash_mla_with_kvcache(
-            *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale),
-            *(causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length),
-            *(extra_topk_length, batch_invariant),
-        )
-    plan = (tile_scheduler_metadata, num_splits)
-    scale = softmax_scale
-    if scale is None and q.dim() == 4 and not q.is_nested and q.shape[3]:
-        scale = q.shape[3] ** -0.5
-    flags = (causal, is_fp8_kvcache)
-    if indices is not None:
-        selections = ((k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
-        return _sparse(q, *selections, head_dim_v, plan, scale, flags, attn_sink, batch_invariant)
-    unused = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
-    dense = (q, k_cache, block_table, cache_seqlens, head_dim_v)
-    return _dense(dense, plan, scale, flags, unused, batch_invariant)
-
-
-_UNUSED = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
-_known_calls = KnownCalls()
-
-
-def _known(arguments: tuple, meta: FlashMLASchedMeta | torch.Tensor | None) -> tuple[tuple | None, dict | None]:
-    """The call's signature, and what is known about it: nothing if the plan was made for another."""
-    if torch.compiler.is_compiling():
-        return None, None
-    call = signature(backends.runs_kernel("flash_mla_with_kvcache", arguments[0]), meta, *arguments)
-    config = _known_calls.get(call)
-    return call, config if getattr(meta, "config", None) in (None, config) else None
-
-
-def _dense(
-    dense: tuple,
-    plan: tuple[FlashMLASchedMeta | torch.Tensor | None, torch.Tensor | None],
-    scale: float,
-    flags: tuple[bool, bool],
-    unused: tuple,
-    batch_invariant: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    call, config = _known((*dense, plan[1], scale, *flags, batch_invariant, *unused), plan[0])
-    if config is None:
-        config = reference.check_dense(*dense, *plan, *flags, scale, batch_invariant, dict(zip(_UNUSED, unused)))
-        if call is not None:
-            if backends.runs_kernel("flash_mla_with_kvcache", dense[0]):
-                # Before a plan is made: a call that fails must not leave one behind.
-                _check_kernel_takes(*dense, scale, *plan)
-            _known_calls.remember(call, config)
-    meta = plan[0]
-    mla_metadata.remember_config(meta, config)
-    q, k_cache, block_table, cache_seqlens, _ = dense
-    if batch_invariant or _is_empty(q, k_cache, block_table):
-        plan = (None, None)
-    elif not isinstance(meta, torch.Tensor):
-        plan = _plan_of(meta, cache_seqlens, q.shape[1] * q.shape[2] // k_cache.shape[2], k_cache)
-    compiling = torch.compiler.is_compiling()
-    return (torch.ops.dsa.dense_mla_decode if compiling else _decode)(*dense, *plan, scale, flags[0])
-
-
-def _sparse(
-    q: torch.Tensor,
-    selection: tuple,
-    extra: tuple,
-    head_dim_v: int,
-    plan: tuple[FlashMLASchedMeta | torch.Tensor | None, torch.Tensor | None],
-    scale: float,
-    flags: tuple[bool, bool],
-    attn_sink: torch.Tensor | None,
-    batch_invariant: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    call, config = _known(
-        (q, *selection, *extra, head_dim_v, plan[1], scale, *flags, batch_invariant, attn_sink), plan[0]
+    meta = tile_scheduler_metadata
+    extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    reference.check_options(
+        k_cache, extra_k_cache, indices, (meta, num_splits), causal, is_fp8_kvcache, batch_invariant
     )
-    if config is None:
-        config = reference.check_sparse(
-            q, selection, extra, head_dim_v, *plan, *flags, scale, batch_invariant, attn_sink
-        )
-        if call is not None:
-            if backends.runs_kernel("flash_mla_with_kvcache", q):
-                _sparse_decode.check_kernel_takes(q, (selection, extra), head_dim_v, scale)
-            _known_calls.remember(call, config)
-    mla_metadata.remember_config(plan[0], config)
-    arguments = (q, *selection, *extra, head_dim_v, scale, attn_sink, batch_invariant)
-    compiling = torch.compiler.is_compiling()
-    return (torch.ops.dsa.sparse_mla_decode if compiling else _sparse_decode.decode)(*arguments)
+    scale = reference.scale_of(q, softmax_scale)
+    if indices is not None:
+        mla_metadata.check_plan_tensors(meta, num_splits, q)
+        sparse = (q, k_cache, indices, topk_length, *extra, head_dim_v, scale, attn_sink, batch_invariant)
+        if isinstance(meta, FlashMLASchedMeta):
+            config = reference.config_of(q, causal, (k_cache, indices), extra[:2])
+            _bind(meta, config, _sparse_mla_decode, sparse, planned=True)
+        return _sparse_mla_decode(*sparse)
+    reference.check_unused(dict(zip(reference.SPARSE_ONLY, (attn_sink, topk_length, *extra))), "indices")
+    dense, options = (q, k_cache, block_table, cache_seqlens, head_dim_v), (scale, causal)
+    if isinstance(meta, FlashMLASchedMeta):
+        planned = batch_invariant or meta.tile_scheduler_metadata is not None
+        config = reference.config_of(q, causal, (k_cache, None))
+        _bind(meta, config, _dense_mla_decode, (*dense, None, None, *options), planned)
+    if batch_invariant:
+        mla_metadata.check_plan_tensors(meta, num_splits, q)
+        plan = (None, None)
+    else:
+        plan = (meta, num_splits) if isinstance(meta, torch.Tensor) else _plan_of(meta, *dense[:4])
+    return _dense_mla_decode(*dense, *plan, *options)
 
 
-def _is_empty(q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor) -> bool:
-    """No query, or no key."""
-    return 0 in (*q.shape[:3], k_cache.shape[0], block_table.shape[1])
+def _bind(
+    meta: FlashMLASchedMeta, config: dict[str, object], decode: Op, arguments: tuple[Any, ...], planned: bool
+) -> None:
+    """The plan is bound to the call's shapes. A call that is wrong must not leave these or a plan behind."""
+    if planned and meta.config == config:
+        return
+    other = meta.have_initialized and meta.config != config
+    (decode.arguments if other else decode).check(*arguments)
+    mla_metadata.bind_plan(meta, config)
 
 
 def _plan_of(
-    meta: FlashMLASchedMeta | None, cache_seqlens: torch.Tensor, rows: int, k_cache: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the object remembers, or a plan, which it then remembers."""
+    meta: FlashMLASchedMeta | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What the object remembers, or a plan, which it then remembers. None of tensors that decoding will refuse, and
+    where there is nothing to plan."""
     if meta is not None and meta.tile_scheduler_metadata is not None:
         return meta.tile_scheduler_metadata, meta.num_splits
-    plan = _plan(cache_seqlens, rows, k_cache.shape[2])
+    queries, keys, table = (shape_of(x) for x in (q, k_cache, block_table))
+    if tuple(map(len, (queries, keys, table))) != (4, 4, 2) or q.dtype not in DTYPES:
+        return None, None
+    rows, kv_heads = queries[1] * queries[2], keys[2]
+    if 0 in (*queries[:3], keys[0], kv_heads, table[1]) or rows % kv_heads:
+        return None, None
+    plan = _mla_metadata(cache_seqlens, rows // kv_heads, kv_heads)
     if meta is not None:
         meta.tile_scheduler_metadata, meta.num_splits = plan
     return plan
-
-
-def _plan(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.mla_metadata(cache_seqlens, rows, kv_heads)
-    return _metadata(cache_seqlens, rows, kv_heads)
-
-
-def _metadata(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if not backends.runs_kernel("get_mla_metadata", cache_seqlens):
-        return mla_metadata.plan_one_part(mla_metadata.check_metadata(cache_seqlens, rows, kv_heads))
-    batch = cache_seqlens.shape[0]
-    if batch > MAX_BATCH:
-        raise ValueError(f"cache_seqlens: the Hopper kernel plans for at most {MAX_BATCH} sequences, got {batch}")
-    plan = torch.empty(_parts(cache_seqlens, rows, kv_heads), 8, dtype=torch.int32, device=cache_seqlens.device)
-    num_splits = torch.empty(batch + 1, dtype=torch.int32, device=cache_seqlens.device)
-    if batch == 0:
-        return plan.fill_(-1), num_splits.zero_()
-    with backends.on_device(cache_seqlens):
-        _plan_kernel()(cache_seqlens, plan, num_splits, OVERHEAD)
-    return plan, num_splits
 
 
 def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> int:
     return max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // TILE_M)))
 
 
-def _decode(
+def _plan_results(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = _parts(cache_seqlens, rows, kv_heads) if backends.runs_kernel("get_mla_metadata", cache_seqlens) else 1
+    return cache_seqlens.new_empty(parts, 8), cache_seqlens.new_empty(cache_seqlens.shape[0] + 1)
+
+
+def _check_plan_limits(cache_seqlens: torch.Tensor, *_: object) -> None:
+    if len(cache_seqlens) > MAX_BATCH:
+        raise ValueError(
+            f"cache_seqlens: the Hopper kernel plans for at most {MAX_BATCH} sequences, got {len(cache_seqlens)}"
+        )
+
+
+@op(
+    arguments=mla_metadata.MLA_METADATA,
+    reference=lambda cache_seqlens, *_: mla_metadata.plan_one_part(cache_seqlens),
+    results=_plan_results,
+    kernels={"sm_90": "dsa.kernels.mla.mla_plan_sm90"},
+    limits=_check_plan_limits,
+    public="get_mla_metadata",
+)
+def _mla_metadata(
+    kernels: ModuleType, cache_seqlens: torch.Tensor, rows: int, kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    plan = cache_seqlens.new_empty(_parts(cache_seqlens, rows, kv_heads), 8)
+    num_splits = cache_seqlens.new_empty(len(cache_seqlens) + 1)
+    if len(cache_seqlens) == 0:
+        return plan.fill_(-1), num_splits.zero_()
+    _plan_kernel(kernels)(cache_seqlens, plan, num_splits, OVERHEAD)
+    return plan, num_splits
+
+
+def _results(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int,
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return allocate(q, head_dim_v)
+
+
+def _check_limits(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -270,92 +245,6 @@ def _decode(
     num_splits: torch.Tensor | None,
     scale: float,
     causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of checked arguments. Without a plan: batch-invariant."""
-    if not backends.runs_kernel("flash_mla_with_kvcache", q):
-        out, lse = reference.decode_dense(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
-        return out.to(q.dtype), lse
-    batch, s_q, h_q, _ = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
-    out, lse = _allocate(q, head_dim_v)
-    if _is_empty(q, k_cache, block_table):
-        return out.zero_(), lse.fill_(torch.inf)
-    aligned = rows_at_16_bytes(q)
-    q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
-    k_cache = rows_at_16_bytes(k_cache)
-    rows = s_q * h_q // kv_heads
-    capacity = min(block_table.shape[1] * page_size, 2**31 - TILE_N)
-    fixed_splits = 0
-    if plan is None:
-        fixed_splits = min(MAX_FIXED_SPLITS, -(-capacity // (TILE_N * FIXED_SPLIT_TILES)))
-        plan, num_splits = cache_seqlens.new_empty(1, 8), cache_seqlens.new_empty(2)
-    splits = batch * fixed_splits or 2 * plan.shape[0]
-    out_partial = q.new_empty(splits, kv_heads, rows, head_dim_v, dtype=torch.float32)
-    lse_partial = q.new_empty(splits, kv_heads, rows, dtype=torch.float32)
-    decode = _decode_kernel(q.dtype, math.gcd(page_size, TILE_N), rows)
-    # What is batch-invariant is added up in an order that follows from a sequence's rows alone.
-    per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
-    combine = _combine_kernel(q.dtype, per_sequence, together)
-    tensors = (cache_seqlens, plan, num_splits, out, lse, out_partial, lse_partial)
-    with backends.on_device(q):
-        decode(q, k_cache, unit_inner(block_table), *tensors, scale * math.log2(math.e), causal, capacity, fixed_splits)
-        if fixed_splits != 1:
-            combine(*tensors, capacity, fixed_splits)
-    return out, lse
-
-
-def _checked_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    head_dim_v: int,
-    plan: torch.Tensor | None,
-    num_splits: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_decode` as torch.compile calls it: addresses and strides are known only now."""
-    if backends.runs_kernel("flash_mla_with_kvcache", q):
-        _check_kernel_takes(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, plan, num_splits)
-    return _decode(q, k_cache, block_table, cache_seqlens, head_dim_v, plan, num_splits, scale, causal)
-
-
-def _allocate(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, s_q, h_q, _ = q.shape
-    return q.new_empty(batch, s_q, h_q, head_dim_v), q.new_empty(batch, h_q, s_q, dtype=torch.float32)
-
-
-@functools.cache
-def _plan_kernel() -> Callable[..., None]:
-    from dsa.kernels.mla.mla_plan_sm90 import compile_mla_plan
-
-    return compile_mla_plan()
-
-
-@functools.cache
-def _decode_kernel(dtype: torch.dtype, box: int, rows: int) -> Callable[..., None]:
-    from dsa.kernels.mla import mla_decode_sm90 as kernels
-
-    return kernels.compile_mla_decode(dtype_name(dtype), box, kernels.cluster_of(rows))
-
-
-@functools.cache
-def _combine_kernel(dtype: torch.dtype, splits: int, rows: int) -> Callable[..., None]:
-    from dsa.kernels.mla import mla_combine_sm90 as kernels
-
-    return kernels.compile_mla_combine(dtype_name(dtype), kernels.choose_config(splits, rows))
-
-
-def _check_kernel_takes(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    head_dim_v: int,
-    scale: float,
-    plan: FlashMLASchedMeta | torch.Tensor | None,
-    num_splits: torch.Tensor | None,
 ) -> None:
     if k_cache.dtype != q.dtype:  # bytes
         raise ValueError(
@@ -370,37 +259,23 @@ def _check_kernel_takes(
         raise ValueError(
             f"k_cache: the Hopper kernel takes pages of a multiple of {PAGE_MULTIPLE} keys, got {k_cache.shape[1]}"
         )
-    if rows_at_16_bytes(k_cache) is None and k_cache.numel():
-        raise ValueError(
-            "k_cache: channels must be contiguous and keys start at multiples of 16 bytes, got strides "
-            f"{list(k_cache.stride())} and an address {k_cache.data_ptr() % 16} bytes past one"
-        )
-    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-        raise ValueError(f"block_table: rows must be contiguous, got strides {list(block_table.stride())}")
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {scale}")
-    if isinstance(plan, torch.Tensor):
-        if not 0 < plan.shape[0] <= MAX_PARTS:
-            raise ValueError(
-                f"tile_scheduler_metadata: the Hopper kernel takes 1 to {MAX_PARTS} parts, got {plan.shape[0]}"
-            )
-        for name, x in (("tile_scheduler_metadata", plan), ("num_splits", num_splits)):
-            if not x.is_contiguous():
-                raise ValueError(f"{name}: must be contiguous, got strides {list(x.stride())}")
+    if plan is not None and not 0 < len(plan) <= MAX_PARTS:
+        raise ValueError(f"tile_scheduler_metadata: the Hopper kernel takes 1 to {MAX_PARTS} parts, got {len(plan)}")
 
 
-torch.library.custom_op("dsa::mla_metadata", mutates_args=())(_metadata)
-torch.library.custom_op("dsa::dense_mla_decode", mutates_args=())(_checked_decode)
-
-
-@torch.library.register_fake("dsa::mla_metadata")
-def _(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = _parts(cache_seqlens, rows, kv_heads) if backends.runs_kernel("get_mla_metadata", cache_seqlens) else 1
-    return cache_seqlens.new_empty(parts, 8), cache_seqlens.new_empty(cache_seqlens.shape[0] + 1)
-
-
-@torch.library.register_fake("dsa::dense_mla_decode")
-def _(
+@op(
+    arguments=reference.DENSE_MLA_DECODE.strict(),
+    reference=reference.dense_mla_decode,
+    results=_results,
+    kernels={"sm_90": ("dsa.kernels.mla.mla_decode_sm90", "dsa.kernels.mla.mla_combine_sm90")},
+    limits=_check_limits,
+    dtypes=DTYPES,
+    public="flash_mla_with_kvcache",
+)
+def _dense_mla_decode(
+    kernels: tuple[ModuleType, ModuleType],
     q: torch.Tensor,
     k_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -411,4 +286,45 @@ def _(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _allocate(q, head_dim_v)
+    """What `flash_mla_with_kvcache` does without indices. Without a plan: batch-invariant."""
+    batch, s_q, h_q, _ = q.shape
+    page_size, kv_heads = k_cache.shape[1:3]
+    out, lse = allocate(q, head_dim_v)
+    if 0 in (*q.shape[:3], len(k_cache), block_table.shape[1]):  # no query, or no key
+        return out.zero_(), lse.fill_(torch.inf)
+    aligned = rows_at_16_bytes(q)
+    q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
+    k_cache = rows_at_16_bytes(k_cache)
+    rows = s_q * h_q // kv_heads
+    capacity = min(block_table.shape[1] * page_size, 2**31 - TILE_N)
+    fixed_splits = 0
+    if plan is None:
+        fixed_splits = min(MAX_FIXED_SPLITS, -(-capacity // (TILE_N * FIXED_SPLIT_TILES)))
+        plan, num_splits = cache_seqlens.new_empty(1, 8), cache_seqlens.new_empty(2)
+    splits = batch * fixed_splits or 2 * plan.shape[0]
+    out_partial = q.new_empty(splits, kv_heads, rows, head_dim_v, dtype=torch.float32)
+    lse_partial = q.new_empty(splits, kv_heads, rows, dtype=torch.float32)
+    decode = _decode_kernel(kernels[0], q.dtype, math.gcd(page_size, TILE_N), rows)
+    # What is batch-invariant is added up in an order that follows from a sequence's rows alone.
+    per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
+    combine = _combine_kernel(kernels[1], q.dtype, per_sequence, together)
+    tensors = (cache_seqlens, plan, num_splits, out, lse, out_partial, lse_partial)
+    decode(q, k_cache, unit_inner(block_table), *tensors, scale * math.log2(math.e), causal, capacity, fixed_splits)
+    if fixed_splits != 1:
+        combine(*tensors, capacity, fixed_splits)
+    return out, lse
+
+
+@functools.cache
+def _plan_kernel(kernels: ModuleType) -> Callable[..., None]:
+    return kernels.compile_mla_plan()
+
+
+@functools.cache
+def _decode_kernel(kernels: ModuleType, dtype: torch.dtype, box: int, rows: int) -> Callable[..., None]:
+    return kernels.compile_mla_decode(dtype_name(dtype), box, kernels.cluster_of(rows))
+
+
+@functools.cache
+def _combine_kernel(kernels: ModuleType, dtype: torch.dtype, splits: int, rows: int) -> Callable[..., None]:
+    return kernels.compile_mla_combine(dtype_name(dtype), kernels.choose_config(splits, rows))

@@ -2,14 +2,15 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.mla.limits import MAX_BRANCHES, MAX_MERGE_ROWS, MERGE_CHANNEL_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.reference.mla import sliding_window_attention as reference
+from dsa.ops.declaration import op
+from dsa.reference.mla import merge_attention as reference
 
 __all__ = ["merge_attention"]
 
@@ -34,30 +35,18 @@ def merge_attention(
     must be mergeable into one). Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.dsa.merge_attention(list(outs), list(lses), attn_sink)
-    return _merge(outs, lses, attn_sink)
+    return _merge_attention(reference.list_of(outs), reference.list_of(lses), attn_sink)
 
 
-def _merge(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], attn_sink: torch.Tensor | None
+def _results(
+    outs: list[torch.Tensor], lses: list[torch.Tensor], attn_sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_branches(outs, lses, attn_sink)
     first = outs[0]
-    if not backends.runs_kernel("merge_attention", first):
-        return reference.merge_attention(outs, lses, attn_sink)
-    _check_kernel_takes(outs)
-    out, lse = _allocate(first)
-    if out.numel():
-        branches = [_four_dims(f"outs[{i}]", _aligned(i, x), 2) for i, x in enumerate(outs)]
-        logs = [_four_dims(f"lses[{i}]", x, 1) for i, x in enumerate(lses)]
-        launch = _kernel(first.dtype, len(branches), attn_sink is not None)
-        with backends.on_device(first):
-            launch(branches, logs, attn_sink, _four_dims("out", out, 2), _four_dims("lse", lse, 1))
-    return out, lse
+    out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+    return out, torch.empty(first.shape[:-1], dtype=torch.float32, device=first.device)
 
 
-def _check_kernel_takes(outs: Sequence[torch.Tensor]) -> None:
+def _check_limits(outs: list[torch.Tensor], lses: list[torch.Tensor], attn_sink: torch.Tensor | None) -> None:
     if len(outs) > MAX_BRANCHES:
         raise ValueError(f"outs: the Hopper kernel merges 1 to {MAX_BRANCHES} branches, got {len(outs)}")
     first = outs[0]
@@ -72,14 +61,23 @@ def _check_kernel_takes(outs: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _aligned(i: int, x: torch.Tensor) -> torch.Tensor:
-    aligned = rows_at_16_bytes(x)
-    if aligned is None:
-        raise ValueError(
-            f"outs[{i}]: channels must be contiguous and rows start at multiples of 16 bytes, got strides "
-            f"{list(x.stride())} and an address {x.data_ptr() % 16} bytes past one"
-        )
-    return aligned
+@op(
+    arguments=reference.MERGE_ATTENTION,
+    reference=reference.merge_attention,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.mla.merge_attention_sm90"},
+    limits=_check_limits,
+)
+def _merge_attention(
+    kernels: ModuleType, outs: list[torch.Tensor], lses: list[torch.Tensor], attn_sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _results(outs, lses, attn_sink)
+    if out.numel():
+        branches = [_four_dims(f"outs[{i}]", rows_at_16_bytes(x), 2) for i, x in enumerate(outs)]
+        logs = [_four_dims(f"lses[{i}]", x, 1) for i, x in enumerate(lses)]
+        launch = _kernel(kernels, out.dtype, len(branches), attn_sink is not None)
+        launch(branches, logs, attn_sink, _four_dims("out", out, 2), _four_dims("lse", lse, 1))
+    return out, lse
 
 
 def _four_dims(name: str, x: torch.Tensor, last: int) -> torch.Tensor:
@@ -97,23 +95,5 @@ def _four_dims(name: str, x: torch.Tensor, last: int) -> torch.Tensor:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, branches: int, sink: bool) -> Callable[..., None]:
-    from dsa.kernels.mla.merge_attention_sm90 import compile_merge_attention
-
-    return compile_merge_attention(dtype_name(dtype), branches, sink)
-
-
-def _allocate(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
-    return out, torch.empty(first.shape[:-1], dtype=torch.float32, device=first.device)
-
-
-torch.library.custom_op("dsa::merge_attention", mutates_args=())(_merge)
-
-
-@torch.library.register_fake("dsa::merge_attention")
-def _(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], attn_sink: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    reference.check_branches(outs, lses, attn_sink)
-    return _allocate(outs[0])
+def _kernel(kernels: ModuleType, dtype: torch.dtype, branches: int, sink: bool) -> Callable[..., None]:
+    return kernels.compile_merge_attention(dtype_name(dtype), branches, sink)

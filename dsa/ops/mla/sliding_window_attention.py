@@ -1,20 +1,15 @@
 """Attention to the last keys of each sequence: of packed keys, also joined with selected ones, and of a cache."""
 
-import math
+from types import ModuleType
 
 import torch
 
-from dsa import backends
-from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.known_calls import KnownCalls, signature
 from dsa.ops.mla import _sparse_decode
 
 # The module: by name, its ops would count as this one's.
 from dsa.ops.mla import window_indices as window_lists
-from dsa.ops.mla._sparse_attention import Results, Selection, attend, inner_contiguous
-from dsa.reference.checks import check_same_dtype
+from dsa.ops.mla._sparse_attention import Results, Selection, attend, check_limits, inner_contiguous, sparse_op
 from dsa.reference.mla import sliding_window_attention as reference
 from dsa.reference.mla import sliding_window_decode as window_decode
 
@@ -64,10 +59,8 @@ def sliding_window_attention(
     synchronisation. Workspace: the list, 4 bytes a query and key.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
-    if isinstance(q, torch.Tensor) and q.dtype == torch.float32:
-        backends.note_reference_only("sliding_window_attention in float32", q)
-    arguments = (q, kv, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, d_v, attn_sink, indices)
-    return (torch.ops.dsa.sliding_window_attention if torch.compiler.is_compiling() else _window)(*arguments)
+    softmax = (softmax_scale, d_v, attn_sink)
+    return _sliding_window_attention(q, kv, cu_seqlens_q, cu_seqlens_k, window, *softmax, indices)
 
 
 def window_sparse_attention(
@@ -111,12 +104,9 @@ def window_sparse_attention(
     Raises as `sliding_window_attention` does, and on Hopper takes what that takes, with any K and n.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
-    if isinstance(q, torch.Tensor) and q.dtype == torch.float32:
-        backends.note_reference_only("window_sparse_attention in float32", q)
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
-    selected = (compressed, indices, softmax_scale, d_v, attn_sink, topk_length)
-    op = torch.ops.dsa.window_sparse_attention if torch.compiler.is_compiling() else _window_sparse
-    return op(*packed, *selected, window_indices)
+    softmax = (softmax_scale, d_v, attn_sink)
+    return _window_sparse_attention(*packed, compressed, indices, *softmax, topk_length, window_indices)
 
 
 def sliding_window_decode(
@@ -158,32 +148,15 @@ def sliding_window_decode(
     CUDA-graph safe with new tables and lengths, no host synchronisation.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
-    arguments = (q, cache, block_table, cache_seqlens, window, softmax_scale, d_v, attn_sink, is_fp8_kvcache)
-    if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
-        if isinstance(q, torch.Tensor):
-            window_decode.check_window_decode(*arguments)
-            if not is_fp8_kvcache:
-                check_same_dtype(("q", q), cache=cache)
-            backends.note_reference_only("sliding_window_decode in float32", q)
-        return window_decode.sliding_window_decode(*arguments)
-    compiling = torch.compiler.is_compiling()
-    call = None if compiling else signature(backends.runs_kernel("sliding_window_decode", q), *arguments)
-    if call is None or call not in _known_calls:
-        window_decode.check_window_decode(*arguments)
-        if call is not None:
-            if backends.runs_kernel("sliding_window_decode", q):
-                _check_decode(q, cache, softmax_scale, d_v)
-            _known_calls.remember(call, {})
-    window = window_decode.columns_of(window, block_table, cache)
-    slots = window_lists.window_slots(block_table, cache_seqlens, q.shape[1], cache.shape[1], window)
-    decode = torch.ops.dsa.sparse_mla_decode if compiling else _sparse_decode.decode
-    return decode(q, cache, slots, None, None, None, None, d_v, softmax_scale, attn_sink, False)
+    options = (softmax_scale, d_v, attn_sink, is_fp8_kvcache)
+    return _sliding_window_decode(q, cache, block_table, cache_seqlens, window, *options)
 
 
-_known_calls = KnownCalls()
+def _check_limits(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
+    check_limits(q, ("d_v", d_v), ("softmax_scale", softmax_scale))
 
 
-def _window(
+def _window_reference(
     q: torch.Tensor,
     kv: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
@@ -194,16 +167,33 @@ def _window(
     attn_sink: torch.Tensor | None,
     indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    packed, options = (q, kv, cu_seqlens_q, cu_seqlens_k, window), (softmax_scale, d_v, attn_sink)
-    reference.check_window_attention(*packed, *options, indices)
-    check_same_dtype(("q", q), kv=kv)
-    if q.dtype == torch.float32 or not backends.runs_kernel("sliding_window_attention", q):
-        return reference.sliding_window_attention(*packed, *options, indices=indices)
-    _check_kernel_takes(q, {"kv": kv}, *options[:2])
-    return _attend(packed, indices, None, *options)
+    packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
+    return reference.sliding_window_attention(*packed, softmax_scale, d_v, attn_sink, indices=indices)
 
 
-def _window_sparse(
+@sparse_op(
+    arguments=reference.SLIDING_WINDOW_ATTENTION.strict(),
+    reference=_window_reference,
+    results=lambda q, kv, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, d_v, *_: _allocate(q, d_v),
+    limits=lambda q, kv, cu_seqlens_q, cu_seqlens_k, window, *softmax: _check_limits(q, *softmax[:2]),
+)
+def _sliding_window_attention(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    window: int,
+    softmax_scale: float,
+    d_v: int,
+    attn_sink: torch.Tensor | None,
+    indices: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
+    return _attend(kernels, packed, indices, None, softmax_scale, d_v, attn_sink)
+
+
+def _window_sparse_reference(
     q: torch.Tensor,
     kv: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
@@ -217,20 +207,80 @@ def _window_sparse(
     topk_length: torch.Tensor | None,
     window_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    packed, options = (q, kv, cu_seqlens_q, cu_seqlens_k, window), (softmax_scale, d_v, attn_sink)
+    packed, softmax = (q, kv, cu_seqlens_q, cu_seqlens_k, window), (softmax_scale, d_v, attn_sink)
+    selected = (compressed, indices, *softmax, topk_length)
+    return reference.window_sparse_attention(*packed, *selected, window_indices=window_indices)
+
+
+@sparse_op(
+    arguments=reference.WINDOW_SPARSE_ATTENTION.strict(),
+    reference=_window_sparse_reference,
+    results=lambda q, kv, cu_q, cu_k, window, compressed, indices, softmax_scale, d_v, *_: _allocate(q, d_v),
+    limits=lambda q, kv, cu_q, cu_k, window, compressed, indices, *softmax: _check_limits(q, *softmax[:2]),
+)
+def _window_sparse_attention(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    window: int,
+    compressed: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    d_v: int,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    window_indices: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
     selected = (compressed, indices, topk_length)
-    reference.check_window_attention(*packed, *options, window_indices, "window_indices")
-    reference.check_selected(q, *selected)
-    check_same_dtype(("q", q), kv=kv, compressed=compressed)
-    if q.dtype == torch.float32 or not backends.runs_kernel("window_sparse_attention", q):
-        return reference.window_sparse_attention(
-            *packed, compressed, indices, *options, topk_length, window_indices=window_indices
-        )
-    _check_kernel_takes(q, {"kv": kv, "compressed": compressed}, *options[:2])
-    return _attend(packed, window_indices, selected, *options)
+    return _attend(kernels, packed, window_indices, selected, softmax_scale, d_v, attn_sink)
+
+
+def _check_decode_limits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor,
+    window: int,
+    softmax_scale: float,
+    d_v: int,
+    *_: object,
+) -> None:
+    _check_limits(q, softmax_scale, d_v)
+    _sparse_decode.check_cache("cache", cache, q)
+    columns, page_size = window_decode.columns_of(window, block_table, cache), cache.shape[1]
+    window_lists._window_slots.limits(block_table, cache_seqlens, q.shape[1], page_size, columns)
+
+
+@sparse_op(
+    arguments=window_decode.SLIDING_WINDOW_DECODE.strict(),
+    reference=window_decode.sliding_window_decode,
+    results=lambda q, cache, block_table, cache_seqlens, window, scale, d_v, *_: _sparse_decode.allocate(q, d_v),
+    limits=_check_decode_limits,
+)
+def _sliding_window_decode(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor,
+    window: int,
+    softmax_scale: float,
+    d_v: int,
+    attn_sink: torch.Tensor | None,
+    is_fp8_kvcache: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = window_decode.columns_of(window, block_table, cache)
+    lists = (block_table, cache_seqlens, q.shape[1], cache.shape[1], columns)
+    slots = window_lists._window_slots.launch_on(q.device, *lists)
+    decode = _sparse_decode._sparse_mla_decode.launch
+    return decode(kernels, q, cache, slots, None, None, None, None, d_v, softmax_scale, attn_sink, False)
 
 
 def _attend(
+    kernels: tuple[ModuleType, ...],
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int],
     near: torch.Tensor | None,
     selected: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
@@ -243,19 +293,20 @@ def _attend(
     out, lse = _allocate(q, d_v)
     if 0 in q.shape[:2]:
         return out, lse
-    lists = []
+    selections = []
     if kv.shape[0]:
         if near is None:
-            near = window_lists.window_indices(cu_seqlens_q, cu_seqlens_k, q.shape[0], min(window, kv.shape[0]))
-        lists.append(Selection(_one_page(kv), inner_contiguous(near), None))
+            lists = (cu_seqlens_q, cu_seqlens_k, len(q), min(window, len(kv)))
+            near = window_lists._window_indices.launch_on(q.device, *lists)
+        selections.append(Selection(_one_page(kv), inner_contiguous(near), None))
     if selected is not None and selected[0].shape[0] and selected[1].shape[1]:
         keys, indices, counts = selected
         counts = None if counts is None else inner_contiguous(counts)
-        lists.append(Selection(_one_page(keys), inner_contiguous(indices), counts))
-    if not lists:
+        selections.append(Selection(_one_page(keys), inner_contiguous(indices), counts))
+    if not selections:
         return out.zero_(), lse.fill_(torch.inf)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
-    attend(q, lists, scale, sink, Results(out.unsqueeze(1), lse.unsqueeze(2), None), may_split=False)
+    attend(kernels, q, selections, scale, sink, Results(out.unsqueeze(1), lse.unsqueeze(2), None), may_split=False)
     return out, lse
 
 
@@ -265,77 +316,3 @@ def _one_page(keys: torch.Tensor) -> torch.Tensor:
 
 def _allocate(q: torch.Tensor, d_v: int) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(*q.shape[:2], d_v), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-def _check_kernel_takes(
-    q: torch.Tensor,
-    keys: dict[str, torch.Tensor],
-    softmax_scale: float,
-    d_v: int,
-) -> None:
-    if q.shape[-1] not in SPARSE_HEAD_DIMS:
-        raise ValueError(
-            f"q: the Hopper kernel takes d = {SPARSE_HEAD_DIMS[0]} or {SPARSE_HEAD_DIMS[1]}, got shape {list(q.shape)}"
-        )
-    if d_v != HEAD_DIM_V:
-        raise ValueError(f"d_v: the Hopper kernel takes {HEAD_DIM_V}, got {d_v}")
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {softmax_scale}")
-    for name, x in keys.items():
-        if x.numel() and rows_at_16_bytes(x) is None:
-            raise ValueError(
-                f"{name}: channels must be contiguous and keys start at multiples of 16 bytes, got strides "
-                f"{list(x.stride())} and an address {x.data_ptr() % 16} bytes past one"
-            )
-
-
-def _check_decode(q: torch.Tensor, cache: torch.Tensor, softmax_scale: float, d_v: int) -> None:
-    if cache.is_floating_point() and cache.element_size() > 1:
-        _check_kernel_takes(q, {"cache": cache}, softmax_scale, d_v)
-        return
-    _check_kernel_takes(q, {}, softmax_scale, d_v)
-    if q.dtype != torch.bfloat16:
-        raise ValueError(f"q: the Hopper kernel takes bfloat16 with a byte cache, got {dtype_name(q.dtype)}")
-    _sparse_decode._check_bytes("cache", cache)
-
-
-torch.library.custom_op("dsa::sliding_window_attention", mutates_args=())(_window)
-torch.library.custom_op("dsa::window_sparse_attention", mutates_args=())(_window_sparse)
-
-
-@torch.library.register_fake("dsa::sliding_window_attention")
-def _(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    window: int,
-    softmax_scale: float,
-    d_v: int,
-    attn_sink: torch.Tensor | None,
-    indices: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
-    reference.check_window_attention(*packed, softmax_scale, d_v, attn_sink, indices)
-    return _allocate(q, d_v)
-
-
-@torch.library.register_fake("dsa::window_sparse_attention")
-def _(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    window: int,
-    compressed: torch.Tensor,
-    indices: torch.Tensor,
-    softmax_scale: float,
-    d_v: int,
-    attn_sink: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    window_indices: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
-    reference.check_window_attention(*packed, softmax_scale, d_v, attn_sink, window_indices, "window_indices")
-    reference.check_selected(q, compressed, indices, topk_length)
-    return _allocate(q, d_v)

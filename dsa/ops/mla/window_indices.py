@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.mla.limits import MAX_WINDOW
+from dsa.ops.declaration import op
 from dsa.reference.mla import window_indices as reference
 
 __all__ = ["window_indices", "window_slots"]
@@ -33,8 +34,7 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     cu_seqlens, no host synchronisation, no workspace.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
-    arguments = (cu_seqlens_q, cu_seqlens_k, total_q, window)
-    return (torch.ops.dsa.window_indices if torch.compiler.is_compiling() else _indices)(*arguments)
+    return _window_indices(cu_seqlens_q, cu_seqlens_k, total_q, window)
 
 
 def window_slots(
@@ -60,37 +60,7 @@ def window_slots(
     new tables and lengths, no host synchronisation, no workspace.
     Source: the window branch of DeepSeek-V4 (arXiv 2606.19348); its public code keeps a ring, engines keep pages.
     """
-    arguments = (block_table, cache_seqlens, s_q, page_size, window)
-    return (torch.ops.dsa.window_slots if torch.compiler.is_compiling() else _slots)(*arguments)
-
-
-def _indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
-    reference.check_indices(cu_seqlens_q, cu_seqlens_k, total_q, window)
-    if not backends.runs_kernel("window_indices", cu_seqlens_q):
-        return reference.window_indices(cu_seqlens_q, cu_seqlens_k, total_q, window)
-    _check_sizes(total_q=total_q, window=window)
-    indices = cu_seqlens_q.new_empty(total_q, window)
-    if total_q:
-        with backends.on_device(indices):
-            _indices_kernel()(cu_seqlens_q, cu_seqlens_k, indices)
-    return indices
-
-
-def _slots(
-    block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
-) -> torch.Tensor:
-    reference.check_slots(block_table, cache_seqlens, s_q, page_size, window)
-    if not backends.runs_kernel("window_slots", cache_seqlens):
-        return reference.window_slots(block_table, cache_seqlens, s_q, page_size, window)
-    batch = cache_seqlens.shape[0]
-    _check_sizes(page_size=page_size, window=window, **{"B * s_q": batch * s_q})
-    slots = cache_seqlens.new_empty(batch, s_q, window)
-    if block_table is not None and block_table.shape[1] == 0:
-        return slots.fill_(-1)
-    if batch * s_q:
-        with backends.on_device(slots):
-            _slots_kernel(block_table is None)(block_table, cache_seqlens, slots, page_size)
-    return slots
+    return _window_slots(block_table, cache_seqlens, s_q, page_size, window)
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -99,33 +69,66 @@ def _check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name}: the Hopper kernel takes at most {MAX_WINDOW}, got {size}")
 
 
-@functools.cache
-def _indices_kernel() -> Callable[..., None]:
-    from dsa.kernels.mla.window_indices_sm90 import compile_window_indices
-
-    return compile_window_indices()
-
-
-@functools.cache
-def _slots_kernel(ring: bool) -> Callable[..., None]:
-    from dsa.kernels.mla.window_indices_sm90 import compile_window_slots
-
-    return compile_window_slots(ring)
-
-
-torch.library.custom_op("dsa::window_indices", mutates_args=())(_indices)
-torch.library.custom_op("dsa::window_slots", mutates_args=())(_slots)
-
-
-@torch.library.register_fake("dsa::window_indices")
-def _(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
-    reference.check_indices(cu_seqlens_q, cu_seqlens_k, total_q, window)
+def _indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
     return cu_seqlens_q.new_empty(total_q, window)
 
 
-@torch.library.register_fake("dsa::window_slots")
-def _(
+@op(
+    arguments=reference.WINDOW_INDICES,
+    reference=reference.window_indices,
+    results=_indices,
+    kernels={"sm_90": "dsa.kernels.mla.window_indices_sm90"},
+    limits=lambda _, __, total_q, window: _check_sizes(total_q=total_q, window=window),
+)
+def _window_indices(
+    kernels: ModuleType, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int
+) -> torch.Tensor:
+    indices = _indices(cu_seqlens_q, cu_seqlens_k, total_q, window)
+    if total_q:
+        _indices_kernel(kernels)(cu_seqlens_q, cu_seqlens_k, indices)
+    return indices
+
+
+def _slots(
     block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
 ) -> torch.Tensor:
-    reference.check_slots(block_table, cache_seqlens, s_q, page_size, window)
     return cache_seqlens.new_empty(cache_seqlens.shape[0], s_q, window)
+
+
+def _check_slots_limits(
+    block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
+) -> None:
+    _check_sizes(page_size=page_size, window=window, **{"B * s_q": cache_seqlens.shape[0] * s_q})
+
+
+@op(
+    arguments=reference.WINDOW_SLOTS,
+    reference=reference.window_slots,
+    results=_slots,
+    kernels={"sm_90": "dsa.kernels.mla.window_indices_sm90"},
+    limits=_check_slots_limits,
+)
+def _window_slots(
+    kernels: ModuleType,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor,
+    s_q: int,
+    page_size: int,
+    window: int,
+) -> torch.Tensor:
+    slots = _slots(block_table, cache_seqlens, s_q, page_size, window)
+    if block_table is not None and block_table.shape[1] == 0:
+        return slots.fill_(-1)
+    if cache_seqlens.shape[0] * s_q:
+        _slots_kernel(kernels, block_table is None)(block_table, cache_seqlens, slots, page_size)
+    return slots
+
+
+@functools.cache
+def _indices_kernel(kernels: ModuleType) -> Callable[..., None]:
+    return kernels.compile_window_indices()
+
+
+@functools.cache
+def _slots_kernel(kernels: ModuleType, ring: bool) -> Callable[..., None]:
+    return kernels.compile_window_slots(ring)

@@ -4,10 +4,20 @@ import dataclasses
 
 import torch
 
-from dsa.reference.checks import INT32, check_flag, check_memory, check_positive, check_same_device, check_tensor
+from dsa.reference.arguments import Arguments, Int, Tensor
+from dsa.reference.checks import (
+    INT32,
+    check_flag,
+    check_memory,
+    check_positive,
+    check_same_device,
+    check_tensor,
+    shape_of,
+)
 
-_META_SIZE = 8
 _TO_THE_END = 2**30
+
+MLA_METADATA = Arguments(cache_seqlens=Tensor("B", INT32), num_q_tokens_per_head_k=Int(), num_heads_k=Int())
 
 
 @dataclasses.dataclass
@@ -31,16 +41,14 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
       cache_seqlens            [B] int32, cached keys per sequence
       num_q_tokens_per_head_k  s_q * h_q / h_k
       topk                     None, or the keys that every query selects
-    A row of the first is one part of the work: its first sequence, the block of 64 keys where it begins there, its
-    last sequence (inclusive), the block where it stops there (2^30: the end), how many splits of its first sequence
-    are before it; then, of row i, the i-th sequence that is split, or -1; two unused numbers. num_splits counts the
-    splits of the split sequences before each sequence. The reference needs no plan: its own has one part and no splits.
-
-    Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
+    Rows of the first as of `dsa.get_mla_metadata`. The reference needs no plan: its own has one part and no splits.
+    Source: FlashMLA's function of this name.
     """
     if not args and not kwargs:
         return FlashMLASchedMeta(), None
-    return plan_one_part(check_metadata(*args, **kwargs))
+    request = metadata_request(*args, **kwargs)
+    MLA_METADATA.check(request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k)
+    return plan_one_part(request.cache_seqlens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +61,7 @@ class MetadataRequest:
     topk: int | None
 
 
-def check_metadata(
+def metadata_request(
     cache_seqlens: torch.Tensor,
     num_q_tokens_per_head_k: int,
     num_heads_k: int,
@@ -61,21 +69,17 @@ def check_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> MetadataRequest:
-    """The request, or the error that its arguments call for. num_heads_q and is_fp8_kvcache change nothing."""
-    check_tensor("cache_seqlens", cache_seqlens, INT32, ("B",))
+    """The request, its last three arguments checked; of these num_heads_q and is_fp8_kvcache change nothing."""
     if num_heads_q is not None:
         check_positive("num_heads_q", num_heads_q)
     check_flag("is_fp8_kvcache", is_fp8_kvcache)
-    check_positive("num_q_tokens_per_head_k", num_q_tokens_per_head_k)
-    check_positive("num_heads_k", num_heads_k)
     if topk is not None:
         check_positive("topk", topk)
     return MetadataRequest(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, topk)
 
 
-def plan_one_part(request: MetadataRequest) -> tuple[torch.Tensor, torch.Tensor]:
+def plan_one_part(cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's plan: one part, no sequence split."""
-    cache_seqlens = request.cache_seqlens
     check_memory("cache_seqlens", cache_seqlens)
     batch = cache_seqlens.shape[0]
     part = [0, 0, batch - 1, _TO_THE_END, 0, -1, 0, 0]
@@ -84,38 +88,42 @@ def plan_one_part(request: MetadataRequest) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def check_plan(
-    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None,
-    num_splits: torch.Tensor | None,
-    q: torch.Tensor,
-    config: dict,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None, num_splits: torch.Tensor | None
 ) -> None:
-    """The plan is one that `get_mla_metadata` gives, and an object that saw a call before saw the same shapes."""
-    if tile_scheduler_metadata is None:
+    """The plan is of a type that `get_mla_metadata` gives."""
+    meta = tile_scheduler_metadata
+    if meta is None:
         if num_splits is not None:
-            raise ValueError(
-                f"num_splits: must be None without tile_scheduler_metadata, got {type(num_splits).__name__}"
-            )
-        return
-    if isinstance(tile_scheduler_metadata, torch.Tensor):
-        check_tensor("tile_scheduler_metadata", tile_scheduler_metadata, INT32, ("num_sm_parts", _META_SIZE))
-        check_tensor("num_splits", num_splits, INT32, (q.shape[0] + 1,), "q and tile_scheduler_metadata")
-        check_same_device(("q", q), tile_scheduler_metadata=tile_scheduler_metadata, num_splits=num_splits)
-        return
-    if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+            got = type(num_splits).__name__
+            raise ValueError(f"num_splits: must be None without tile_scheduler_metadata, got {got}")
+    elif isinstance(meta, FlashMLASchedMeta):
+        if num_splits is not None:
+            raise ValueError(f"num_splits: must be None with a FlashMLASchedMeta, got {type(num_splits).__name__}")
+    elif not isinstance(meta, torch.Tensor):
         raise TypeError(
             "tile_scheduler_metadata: must be a FlashMLASchedMeta, an int32 tensor [num_sm_parts, 8] or None, "
-            f"got {type(tile_scheduler_metadata).__name__}"
+            f"got {type(meta).__name__}"
         )
-    if num_splits is not None:
-        raise ValueError(f"num_splits: must be None with a FlashMLASchedMeta, got {type(num_splits).__name__}")
-    if tile_scheduler_metadata.have_initialized and tile_scheduler_metadata.config != config:
+    elif not isinstance(num_splits, torch.Tensor):
+        raise TypeError(f"num_splits: must be a torch.Tensor, got {type(num_splits).__name__}")
+
+
+def check_plan_tensors(
+    meta: FlashMLASchedMeta | torch.Tensor | None, num_splits: torch.Tensor | None, q: torch.Tensor
+) -> None:
+    """A plan of the old style is one for q's sequences. For sparse decoding, which does not look at it."""
+    if isinstance(meta, torch.Tensor) and (shape := shape_of(q)):
+        check_tensor("tile_scheduler_metadata", meta, INT32, ("num_sm_parts", 8))
+        check_tensor("num_splits", num_splits, INT32, (shape[0] + 1,), "q and tile_scheduler_metadata")
+        check_same_device(("q", q), tile_scheduler_metadata=meta, num_splits=num_splits)
+
+
+def bind_plan(meta: FlashMLASchedMeta | torch.Tensor | None, config: dict[str, object]) -> None:
+    """A call with these shapes is being made: the plan remembers the first one's, and others have the same."""
+    if not isinstance(meta, FlashMLASchedMeta):
+        return
+    if meta.have_initialized and meta.config != config:
         raise ValueError(
-            f"tile_scheduler_metadata: was first used with {tile_scheduler_metadata.config}, "
-            f"got {config}; get a new one for other shapes"
+            f"tile_scheduler_metadata: was first used with {meta.config}, got {config}; get a new one for other shapes"
         )
-
-
-def remember_config(tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None, config: dict) -> None:
-    """A call with these shapes is being made with the plan."""
-    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        tile_scheduler_metadata.have_initialized, tile_scheduler_metadata.config = True, config
+    meta.have_initialized, meta.config = True, config

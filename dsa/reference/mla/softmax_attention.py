@@ -5,7 +5,7 @@ A key's value is its first d_v numbers. An empty row has output 0, LSE +inf and 
 
 import torch
 
-from dsa.reference.checks import check_positive, check_same_dtype
+from dsa.reference.checks import check_positive
 
 # Numbers in the largest gathered [queries, K, D] tensor: 256 MiB of fp32.
 _CHUNK = 2**26
@@ -46,12 +46,6 @@ def gather_attend(
         parts.append(attend(q_part, padded[torch.where(valid, index, keys)], valid, scale, d_v))
     out, lse, max_logits = (torch.cat(x) for x in zip(*parts))
     return out, lse, max_logits
-
-
-def check_keys_dtype(q: torch.Tensor, **keys: torch.Tensor) -> None:
-    """Keys have q's dtype; those of fp32 queries, which no kernel has, any float dtype: tests of kernels need that."""
-    if q.dtype != torch.float32:
-        check_same_dtype(("q", q), **keys)
 
 
 def check_value_dim(name: str, d_v: int, d: int) -> None:

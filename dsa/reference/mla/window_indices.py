@@ -2,10 +2,46 @@
 
 import torch
 
-from dsa.reference.checks import INT32, check_int, check_memory, check_positive, check_same_device, check_tensor
+from dsa.reference.arguments import Arguments, Int, Tensor
+from dsa.reference.checks import INT32, check_memory
 
 # The first slot that int32 cannot hold.
 _SLOT_LIMIT = 2**31
+
+
+def _check_ring(
+    block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
+) -> None:
+    if block_table is not None:
+        return
+    if page_size < window + s_q - 1:
+        raise ValueError(
+            f"page_size: a ring must hold window + s_q - 1 = {window + s_q - 1} keys without a block_table, "
+            f"got {page_size}"
+        )
+    batch = cache_seqlens.shape[0]
+    if batch * page_size > _SLOT_LIMIT:
+        raise ValueError(
+            f"page_size: the rings of cache_seqlens' {batch} sequences must have at most 2^31 slots together, got "
+            f"{page_size} each"
+        )
+
+
+WINDOW_INDICES = Arguments(
+    cu_seqlens_q=Tensor("B+1", INT32),
+    cu_seqlens_k=Tensor("B+1", INT32),
+    total_q=Int(least=0),
+    window=Int(),
+)
+WINDOW_SLOTS = Arguments(
+    rule=_check_ring,
+    first=("cache_seqlens",),
+    block_table=Tensor("B max_pages", INT32, optional=True),
+    cache_seqlens=Tensor("B", INT32),
+    s_q=Int(least=0),
+    page_size=Int(),
+    window=Int(),
+)
 
 
 def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
@@ -14,19 +50,11 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     Query t = cu_seqlens_q[b] + i is number i of the Lq queries of sequence b, whose Lk keys begin at k0 =
     cu_seqlens_k[b]. The queries are the last of the keys: p = Lk - Lq + i, and with p < 0 a query sees no key.
 
-    cu_seqlens_q  [B + 1] int32, not decreasing: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
-    cu_seqlens_k  [B + 1] int32, likewise for the keys
-    total_q       queries, at least 0; those of no sequence see no key
-    window        keys that a query sees at most, itself included; at least 1
-
-    Returns [total_q, window] int32, ascending, with -1 behind the last key. Each index is below the largest number in
-    cu_seqlens_k. In any order of boundaries a query belongs to the sequence with queries that begins last before it, if
-    that ends behind it: a boundary below 0 or beyond total_q spoils the lists of the sequences beside it alone. An
-    index is then still -1 or at least 0.
-    Raises TypeError or ValueError for other types, dtypes and shapes.
+    Of boundaries in any order, a query belongs to the sequence with queries that begins last before it, if that ends
+    behind it. Arguments as of `dsa.window_indices`.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
-    check_indices(cu_seqlens_q, cu_seqlens_k, total_q, window)
+    WINDOW_INDICES.check(cu_seqlens_q, cu_seqlens_k, total_q, window)
     check_memory("cu_seqlens_q", cu_seqlens_q)
     q_starts, k_starts = cu_seqlens_q.long(), cu_seqlens_k.long()
     if len(q_starts) == 1:
@@ -50,19 +78,11 @@ def window_slots(
 
     p = cache_seqlens[b] - s_q + i: the queries are the last of the cached keys. With p < 0 a query sees no key.
 
-    block_table    [B, max_pages] int32: key s is in slot block_table[b, s // page_size] * page_size + s % page_size.
-                   None, a ring: sequence b has page b to itself, and key s is in slot b * page_size + s % page_size
-    cache_seqlens  [B] int32, keys per sequence, the queries' own included
-    s_q            queries per sequence, at least 0
-    page_size      keys per page; of a ring at least window + s_q - 1, what all queries together see
-    window         keys that a query sees at most, itself included; at least 1
-
-    Returns [B, s_q, window] int32, from the lowest position to the highest, with -1 behind the last key, and also for
-    a key whose page is negative or outside the table or whose slot is 2^31 or more.
-    Raises TypeError or ValueError for other types, dtypes, shapes and sizes, also for a ring of more than 2^31 slots.
+    Key s is in slot block_table[b, s // page_size] * page_size + s % page_size, or without a table in the ring that is
+    page b, b * page_size + s % page_size. Arguments as of `dsa.window_slots`.
     Source: the window branch of DeepSeek-V4 (arXiv 2606.19348); its public code keeps a ring, engines keep pages.
     """
-    check_slots(block_table, cache_seqlens, s_q, page_size, window)
+    WINDOW_SLOTS.check(block_table, cache_seqlens, s_q, page_size, window)
     check_memory("cache_seqlens", cache_seqlens)
     batch, device = cache_seqlens.shape[0], cache_seqlens.device
     last = cache_seqlens.long()[:, None] - s_q + torch.arange(s_q, device=device)
@@ -77,49 +97,3 @@ def window_slots(
     slot = page * page_size + position % page_size
     exists = (position <= last[..., None]) & (page >= 0) & (slot < _SLOT_LIMIT)
     return torch.where(exists, slot, -1).int()
-
-
-def check_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> None:
-    """The checks of `window_indices`."""
-    check_boundaries(cu_seqlens_q, cu_seqlens_k)
-    check_same_device(("cu_seqlens_q", cu_seqlens_q), cu_seqlens_k=cu_seqlens_k)
-    check_int("total_q", total_q, 0)
-    check_positive("window", window)
-
-
-def check_boundaries(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
-    """Both are [B + 1] int32; what they hold is not looked at."""
-    check_tensor("cu_seqlens_q", cu_seqlens_q, INT32, ("B + 1",))
-    if cu_seqlens_q.shape[0] == 0:
-        raise ValueError("cu_seqlens_q: must have at least one entry, got shape [0]")
-    check_tensor("cu_seqlens_k", cu_seqlens_k, INT32, ("B + 1",))
-    if cu_seqlens_k.shape[0] != cu_seqlens_q.shape[0]:
-        raise ValueError(
-            f"cu_seqlens_k: must have as many entries as cu_seqlens_q = {cu_seqlens_q.shape[0]}, "
-            f"got {cu_seqlens_k.shape[0]}"
-        )
-
-
-def check_slots(
-    block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
-) -> None:
-    """The checks of `window_slots`."""
-    check_tensor("cache_seqlens", cache_seqlens, INT32, ("B",))
-    check_int("s_q", s_q, 0)
-    check_positive("page_size", page_size)
-    check_positive("window", window)
-    batch = cache_seqlens.shape[0]
-    if block_table is not None:
-        check_tensor("block_table", block_table, INT32, (batch, "max_pages"), "cache_seqlens")
-        check_same_device(("cache_seqlens", cache_seqlens), block_table=block_table)
-        return
-    if page_size < window + s_q - 1:
-        raise ValueError(
-            f"page_size: a ring must hold window + s_q - 1 = {window + s_q - 1} keys without a block_table, "
-            f"got {page_size}"
-        )
-    if batch * page_size > _SLOT_LIMIT:
-        raise ValueError(
-            f"page_size: the rings of cache_seqlens' {batch} sequences must have at most 2^31 slots together, got "
-            f"{page_size} each"
-        )

@@ -1,6 +1,5 @@
 """The bridge of dense MLA decoding, on the CPU: dispatch, what it launches, torch.compile, and errors with a name."""
 
-import contextlib
 import math
 import warnings
 
@@ -9,6 +8,7 @@ import torch
 
 import dsa
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
+from dsa.ops.known_calls import KnownCalls
 from dsa.ops.mla import flash_mla_with_kvcache as op
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
@@ -44,21 +44,12 @@ def wider(x, before, after):
 ANY_PLAN = (torch.zeros(7, 8, dtype=torch.int32), i32([0] * 4))
 
 
+BRIDGES = [op]
+
+
 @pytest.fixture
-def launches(monkeypatch):
-    """The bridge goes the kernels' way; what it would launch is listed by name, variant and arguments, not run."""
-    found = []
-
-    def kernel(name, *variant):
-        return lambda *arguments: found.append((name, variant, arguments))
-
-    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
-    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(op.backends, "num_sms", lambda _: 132)
-    monkeypatch.setattr(op, "_plan_kernel", lambda: kernel("plan"))
-    monkeypatch.setattr(op, "_decode_kernel", lambda *key: kernel("decode", *key))
-    monkeypatch.setattr(op, "_combine_kernel", lambda *key: kernel("combine", *key))
-    return found
+def launches(named_launches):
+    return named_launches
 
 
 def names(launches):
@@ -224,20 +215,26 @@ def test_what_the_kernel_does_not_take(launches):
     (q, cache, table, lengths), (plan, num_splits) = inputs(), ANY_PLAN
     good = {"q": q, "head_dim_v": D_V, "k_cache": cache, "block_table": table, "cache_seqlens": lengths}
     good |= {"tile_scheduler_metadata": plan, "num_splits": num_splits}
-    aligned = "k_cache: channels must be contiguous and keys start at multiples of 16 bytes, got "
+    aligned = "k_cache: rows must start at multiples of 16 bytes, got an address "
     fp8 = {"k_cache": torch.zeros(10, 16, 1, 656, dtype=torch.uint8), "is_fp8_kvcache": True}
     positive = "softmax_scale: the Hopper kernel takes a positive number, got "
     for changes, message in [
-        ({"k_cache": cache.half()}, "k_cache: dtype must be q's bfloat16, got float16"),
-        ({"q": q.half()}, "k_cache: dtype must be q's float16, got bfloat16"),
+        ({"k_cache": cache.half()}, "k_cache: dtype must be q's bfloat16 or .*, got float16"),
+        ({"q": q.half()}, "k_cache: dtype must be q's float16 or .*, got bfloat16"),
         (fp8, "k_cache: the Hopper kernel takes q's dtype bfloat16 without indices, got uint8"),
         ({"q": q[..., :512], "k_cache": cache[..., :512]}, r"q: .* takes d = 576, got shape \[3, 2, 4, 512\]"),
         ({"head_dim_v": 256}, "head_dim_v: the Hopper kernel takes 512, got 256"),
         ({"k_cache": cache[:, :15]}, "k_cache: the Hopper kernel takes pages of a multiple of 16 keys, got 15"),
-        ({"k_cache": wider(cache, 4, 4)}, aligned + r"strides \[9344, 584, 584, 1\] and an address 8 bytes past one"),
-        ({"k_cache": wider(cache, 0, 4)}, aligned + r"strides \[9280, 580, 580, 1\]"),
-        ({"k_cache": cache.repeat_interleave(2, 3)[..., ::2]}, aligned + r"strides \[18432, 1152, 1152, 2\]"),
-        ({"block_table": table.T.contiguous().T}, r"block_table: rows must be contiguous, got strides \[1, 3\]"),
+        ({"k_cache": wider(cache, 4, 4)}, aligned + "8 bytes past one"),
+        ({"k_cache": wider(cache, 0, 4)}, aligned + r"0 bytes past one and strides of \[18560, 1160\] bytes"),
+        (
+            {"k_cache": cache.repeat_interleave(2, 3)[..., ::2]},
+            r"k_cache: the last dimension must be contiguous, got strides \[18432, 1152, 1152, 2\]",
+        ),
+        (
+            {"block_table": table.T.contiguous().T},
+            r"block_table: the last dimension must be contiguous, got strides \[1, 3\]",
+        ),
         *(({"softmax_scale": x}, positive + str(x)) for x in (0.0, -1.0)),
         *(({"softmax_scale": x}, f"must be finite in fp32, got {x}") for x in (math.inf, -math.inf, math.nan)),
         *(({"tile_scheduler_metadata": plan.repeat(n, 1)}, f"takes 1 to 160 parts, got {7 * n}") for n in (23, 0)),
@@ -294,14 +291,14 @@ def test_torch_compile(style):
 
 def test_a_call_like_one_before_is_not_checked_again(launches, monkeypatch):
     (q, cache, table, lengths), checked = inputs(h_q=64), []
-    check = op.reference.check_dense
-    monkeypatch.setattr(op, "_known_calls", op.KnownCalls())
-    monkeypatch.setattr(op.reference, "check_dense", lambda *a: (checked.append(a), check(*a))[1])
+    check = op._dense_mla_decode.arguments.check
+    monkeypatch.setattr(op._dense_mla_decode, "_known", KnownCalls())
+    monkeypatch.setattr(op._dense_mla_decode.arguments, "check", lambda *a: (checked.append(a), check(*a))[1])
     metas = [dsa.get_mla_metadata()[0] for _ in range(2)]
     for meta in (*metas, *metas):
         decoded(q, cache, table, lengths, meta)
-    assert len(checked) == 1
-    with pytest.raises(ValueError, match="k_cache: channels must be contiguous"):
+    assert len(checked) == 2  # without a plan, before one is made, and with it
+    with pytest.raises(ValueError, match="k_cache: the last dimension must be contiguous"):
         decoded(q, cache.repeat_interleave(2, 3)[..., ::2], table, lengths, metas[0])
     with pytest.raises(ValueError, match="was first used with"):
         decoded(q[:, :1], cache, table, lengths, metas[0])

@@ -90,7 +90,7 @@ def test_bad_arguments_are_named():
     for changes, message in [
         ({"q": q[0]}, r"q: shape must be \[B, s_q, H, d\], got \[1, 3, 24\]"),
         ({"cache": cache[..., :16]}, "cache: a last dimension of 16 means d = 16, but q has d = 24"),
-        ({"cache": cache.squeeze(2)}, r"cache: shape must be \[pages, P, 1, d\], got \[41, 6, 24\]"),
+        ({"cache": cache.squeeze(2)}, r"cache: shape must be \[pages, P, 1, row\], got \[41, 6, 24\]"),
         ({"is_fp8_kvcache": True}, "cache: dtype must be uint8, int8 or float8_e4m3fn with is_fp8_kvcache=True, got"),
         ({"cache": huge}, r"cache: must have at most 2\^31 slots, got 67108864 pages of 33"),
         ({"block_table": table[:5]}, r"block_table: shape must be \[6, max_pages\], got \[5, 4\]"),

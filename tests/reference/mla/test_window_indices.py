@@ -118,8 +118,8 @@ def test_bad_arguments_are_named():
     cu, table, lengths = i32([0, 4]), i32([[0, 1]]), i32([9])
     for arguments, message in [
         ((cu.long(), cu, 4, 3), "cu_seqlens_q: dtype must be int32, got int64"),
-        ((cu[:0], cu[:0], 4, 3), r"cu_seqlens_q: must have at least one entry, got shape \[0\]"),
-        ((cu, cu[:1], 4, 3), "cu_seqlens_k: must have as many entries as cu_seqlens_q = 2, got 1"),
+        ((cu[:0], cu[:0], 4, 3), r"cu_seqlens_q: must have B \+ 1 entries, got shape \[0\]"),
+        ((cu, cu[:1], 4, 3), r"cu_seqlens_k: shape must be \[2\], got \[1\] \(sizes as of cu_seqlens_q\)"),
         ((cu, cu, -1, 3), "total_q: must be at least 0, got -1"),
         ((cu, cu, 4, 0), "window: must be at least 1, got 0"),
     ]:
