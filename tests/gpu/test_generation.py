@@ -121,7 +121,7 @@ def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
 def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
     """Sequences shorter than the indexer's top-k attend to all keys of a bf16 cache: every call of a generation beside
     the reference, and one plan a pass for all layers."""
-    calls, plans, decode, plan = [], [], dsa.flash_mla_with_kvcache, flash_mla_with_kvcache._metadata
+    calls, plans, decode, plan = [], [], dsa.flash_mla_with_kvcache, flash_mla_with_kvcache._mla_metadata
 
     def checked(q, k_cache, block_table, lengths, *arguments, **options):
         out, lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
@@ -134,7 +134,7 @@ def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
         return out, lse
 
     monkeypatch.setattr(dsa, "flash_mla_with_kvcache", checked)
-    monkeypatch.setattr(flash_mla_with_kvcache, "_metadata", lambda *a: (plans.append(a), plan(*a))[1])
+    monkeypatch.setattr(flash_mla_with_kvcache, "_mla_metadata", lambda *a: (plans.append(a), plan(*a))[1])
     model = load_model(checkpoint, device="cuda", dtype=torch.bfloat16, dequantize=True, progress=False)
     prompts = [[7, 8, 9], list(range(100, 130))]
     completions = Generator(model, cache_tokens=512).generate(prompts, SamplingParams(8))
