@@ -9,8 +9,8 @@ Plan
   in another. A work tile is the run's part of one sequence.
 - Warp roles: the consumer warpgroups take the key tiles of a work tile in turns. Each has a producer warp of its own in
   the last warpgroup; with one for all, a ring that is full would hold up the others. The first producer also loads a
-  work tile's queries by TMA and its weights by bulk copy, and writes its WorkTileInfo. The last warpgroup, done, writes
-  -inf behind the last tile of every row (clean_logits).
+  work tile's queries by TMA and its weights by bulk copy, and writes its WorkTileInfo. The last warpgroup, done,
+  writes -inf behind the last tile of every row (clean_logits).
 - Pipelines: queries, weights and WorkTileInfo in a ring of SEQUENCES stages; keys and scales in a ring of STAGES stages
   for each consumer warpgroup. Lengths and page numbers are read 32 at a time, so that their latency shows once. A page
   outside the cache is not read, and its keys score -inf: the valid mask of a stage has a bit for each page that is.
@@ -56,9 +56,9 @@ class Pipelines(NamedTuple):
     k: Pipeline
 
 
-class WorkTileInfo(IntEnum):
-    """Rows of the tensor in shared memory, a column a stage. TILES: 0 behind the last work tile; behind VISIBLE_KEYS
-    follow those of the sequence's other queries."""
+class WorkTileField(IntEnum):
+    """Of the WorkTileInfo in shared memory: rows of a tensor whose columns are the stages. TILES is 0 behind the last
+    work tile; behind VISIBLE_KEYS follow those of the sequence's other queries."""
 
     SEQUENCE = 0
     FIRST_TILE = 1
@@ -266,6 +266,7 @@ class Fp8PagedMqaLogitsSm90:
         lane,
         group,
     ):
+        """The producer warp of consumer warpgroup `group`."""
         gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
         gk = cute.local_tile(mk, (self.page, self.dim), (0, 0, None))
         one = cute.make_layout(1)
@@ -324,7 +325,7 @@ class Fp8PagedMqaLogitsSm90:
                     for i in cutlass.range_constexpr(self.next_n):
                         values.append(cute.arch.shuffle_sync(limits[i], source))
                     with cute.arch.elect_one():
-                        for i in cutlass.range_constexpr(WorkTileInfo.VISIBLE_KEYS + self.next_n):
+                        for i in cutlass.range_constexpr(WorkTileField.VISIBLE_KEYS + self.next_n):
                             work_tiles[i, q_state.stage] = values[i]
                         cute.arch.mbarrier_arrive_and_expect_tx(
                             pipelines.q.producer_barrier(q_state), self.n * (self.dim + 4)
@@ -346,19 +347,21 @@ class Fp8PagedMqaLogitsSm90:
                             )
                     q_state = pipelines.q.advance(q_state)
 
-                numbers, at = first_pages, Int32(0)
+                page_numbers, at = first_pages, Int32(0)
                 if sequence != first_seq:
-                    numbers = self.page_number(block_table, sequence, (first + tile) * self.pages_a_tile + lane_page)
+                    page_numbers = self.page_number(
+                        block_table, sequence, (first + tile) * self.pages_a_tile + lane_page
+                    )
                 while tile < tiles:
                     if at == 32:
                         at = Int32(0)
-                        numbers = self.page_number(
+                        page_numbers = self.page_number(
                             block_table, sequence, (first + tile) * self.pages_a_tile + lane_page
                         )
-                    own = [cute.arch.shuffle_sync(numbers, at + i) for i in range(self.pages_a_tile)]
+                    page = [cute.arch.shuffle_sync(page_numbers, at + i) for i in range(self.pages_a_tile)]
                     bits = Uint32(0)
                     for i in cutlass.range_constexpr(self.pages_a_tile):
-                        if own[i] >= 0 and own[i] < pages:
+                        if page[i] >= 0 and page[i] < pages:
                             bits |= 1 << i
                     stage, k_full = ring.index(k_state), ring.producer_barrier(k_state)
                     ring.producer_wait(k_state)
@@ -370,10 +373,10 @@ class Fp8PagedMqaLogitsSm90:
                             place = stage * self.pages_a_tile + i
                             policy = cutlass.Int64(EVICT_FIRST)
                             cute.copy(
-                                k_atom, tkg[None, own[i]], tks[None, place], tma_bar_ptr=k_full, cache_policy=policy
+                                k_atom, tkg[None, page[i]], tks[None, place], tma_bar_ptr=k_full, cache_policy=policy
                             )
                             with cute.arch.elect_one():
-                                cute.copy(scales_atom, gscales[None, own[i]], scales[None, place], mbar_ptr=k_full)
+                                cute.copy(scales_atom, gscales[None, page[i]], scales[None, place], mbar_ptr=k_full)
                     k_state = ring.advance(k_state)
                     tile += self.groups
                     at += self.pages_a_tile
@@ -381,7 +384,7 @@ class Fp8PagedMqaLogitsSm90:
         if group == 0:
             pipelines.q.producer_wait(q_state)
             with cute.arch.elect_one():
-                work_tiles[WorkTileInfo.TILES, q_state.stage] = 0
+                work_tiles[WorkTileField.TILES, q_state.stage] = 0
                 cute.arch.mbarrier_arrive(pipelines.q.producer_barrier(q_state))
 
     @cute.jit
@@ -406,7 +409,10 @@ class Fp8PagedMqaLogitsSm90:
                     cute.autovec_copy(minus, row[None, c])
 
     @cute.jit
-    def consume(self, out, mma, sq, sk, valid_pages, work_tiles, sweights, scales, pipelines, tid, warp, lane):
+    def consume(
+        self, out, mma, sq, sk, valid_pages, work_tiles, sweights, scales, pipelines: Pipelines, tid, warp, lane
+    ):
+        """A consumer warpgroup."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
@@ -430,17 +436,17 @@ class Fp8PagedMqaLogitsSm90:
         limits = cute.make_rmem_tensor((self.lane_rows,), Int32)
         while tiles > 0:
             pipelines.q.consumer_wait(q_state)
-            tiles = work_tiles[WorkTileInfo.TILES, q_state.stage]
+            tiles = work_tiles[WorkTileField.TILES, q_state.stage]
             if tiles > 0:
-                sequence = work_tiles[WorkTileInfo.SEQUENCE, q_state.stage]
-                first = work_tiles[WorkTileInfo.FIRST_TILE, q_state.stage]
+                sequence = work_tiles[WorkTileField.SEQUENCE, q_state.stage]
+                first = work_tiles[WorkTileField.FIRST_TILE, q_state.stage]
                 for j in cutlass.range_constexpr(self.n // 8):
                     for c in cutlass.range_constexpr(2):
                         w[2 * j + c] = sw[j * 8 + quad * 2 + c, q_state.stage] * 0.5
                 rows = []
                 for i in cutlass.range_constexpr(self.lane_rows):
                     row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
-                    limits[i] = work_tiles[WorkTileInfo.VISIBLE_KEYS + row, q_state.stage]
+                    limits[i] = work_tiles[WorkTileField.VISIBLE_KEYS + row, q_state.stage]
                     rows.append(out[sequence * self.next_n + row, None])
                 # No tile is without its epilogue yet: a key that is stored nowhere.
                 key = Int32(NO_KEY)

@@ -94,9 +94,9 @@ class CandidateCollector:
                 before, found = before_and_all(here, memory.sums[t & 1, None], lane, warp)
                 last = self.stages - 1
                 if tid == 0 and t > 0 and t + last < number_of_tiles:
-                    # All are done with the tile before: the ring's next takes its place.
-                    before_it = last if state.stage == 0 else state.stage - 1
-                    self.load_tile(row, first, behind, t + last, before_it, tiles, barriers)
+                    # All are done with the tile before: the next one that is not loaded yet takes its stage.
+                    stage_before = last if state.stage == 0 else state.stage - 1
+                    self.load_tile(row, first, behind, t + last, stage_before, tiles, barriers)
                 while count + found > self.capacity:
                     # Fill the list, cut it, and go on with what is left of the tile.
                     fits = cutlass.max(cutlass.min(self.capacity - count - before, here), 0)
@@ -113,7 +113,7 @@ class CandidateCollector:
                 state = state.advance(self.stages)
             total, list_size = count, Int32(0)
             if const_expr(self.cluster > 1):
-                total, list_size = self.all_counts(list_sizes, attempt, count, tid)
+                total, list_size = self.all_list_sizes(list_sizes, attempt, count, tid)
             attempt += 1
             if total >= k or threshold == MINUS_INFINITY:
                 attempt = Int32(MAX_ATTEMPTS)
@@ -219,13 +219,13 @@ class CandidateCollector:
         return above
 
     @cute.jit
-    def all_counts(self, list_sizes: cute.Tensor, slot, count, tid):
-        """(entries of all the cluster's lists, those of CTA lane % cluster's). Each slot serves once."""
+    def all_list_sizes(self, list_sizes: cute.Tensor, place, count, tid):
+        """(entries of all the cluster's lists, those of CTA lane % cluster's). Each place serves once."""
         if tid == 0:
-            list_sizes[slot] = count
+            list_sizes[place] = count
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        at = cute.arch.map_dsmem_ptr(list_sizes.iterator + slot, tid % self.cluster).toint()
+        at = cute.arch.map_dsmem_ptr(list_sizes.iterator + place, tid % self.cluster).toint()
         list_size = cute.arch.inline_ptx(
             "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(at)]
         )
@@ -257,7 +257,7 @@ class CandidateCollector:
             if count > k:
                 self.cut(candidates, count, k, memory, tid)
                 count = k
-            list_size = self.all_counts(list_sizes, Int32(MAX_ATTEMPTS), count, tid)[1]
+            list_size = self.all_list_sizes(list_sizes, Int32(MAX_ATTEMPTS), count, tid)[1]
             listed = cute.arch.shuffle_sync(list_size, 0)
             for peer in cutlass.range(1, self.cluster, unroll=1):
                 more = cute.arch.shuffle_sync(list_size, peer)
