@@ -6,7 +6,7 @@ the products' 16 of a step are is free, if keys and queries agree: they are in t
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Int32, Uint32
+from cutlass import Float16, Float32, Int32, Uint32
 
 from dsa.cute.pipeline import state_at
 from dsa.cute.shared_memory import load_16, store_4
@@ -14,26 +14,36 @@ from dsa.cute.sm90 import opaque
 from dsa.kernels.mla.fp8_kv_convert import larger_bf16, times_to_f16
 from dsa.kernels.mla.fp8_kv_gather import Fp8KvPipeline, Fp8TopkGather
 from dsa.kernels.mla.mla_tiles import K_CHUNK
-from dsa.kernels.mla.swap_ab_exchange import SwapAbExchange, Thread
-from dsa.kernels.mla.swap_ab_softmax import SwapAbSoftmax, power_of_two
+from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
+from dsa.kernels.mla.swap_ab_score_loop import SwapAbScoreLoop
+from dsa.kernels.mla.swap_ab_softmax import power_of_two
 
 
-class Fp8KvQueries(SwapAbSoftmax):
+class Fp8KvQueries(SwapAbScoreLoop):
     """`head_tile` heads of a query, 16, 32 or 64, and keys in `kv`."""
 
     def __init__(self, kv: Fp8TopkGather, head_tile: int):
         super().__init__(head_tile, kv.score_warpgroups, Float16, key_exponents=True)
-        self.kv, self.head_dim = kv, kv.head_dim
+        self.kv, self.head_dim, self.q_stages = kv, kv.head_dim, kv.q_stages
         # Chunks of 64 channels of a key that are e4m3; one more is bf16, and of 512 channels part of the value.
         self.fp8_chunks = self.head_dim // K_CHUNK - 1
 
     @cute.jit
-    def load_q(self, raw, pipeline: Fp8KvPipeline, exchange: SwapAbExchange, ring, rows, thread: Thread):
-        """A work tile's queries from the stages in which they came to their own memory, zeros behind the last of
-        `rows`; of each chunk in the order in which lanes have the keys'. What is multiplied with e4m3 goes to f16,
+    def load_q(
+        self,
+        operands,
+        pipeline: Fp8KvPipeline,
+        exchange: SwapAbExchange,
+        ring,
+        heads: HeadRange,
+        thread: Thread,
+    ) -> Float32:
+        """A work tile's queries from the stages in which they came to their own memory, zeros behind the last
+        head; of each chunk in the order in which lanes have the keys'. What is multiplied with e4m3 goes to f16,
         divided by a power of two, so that the largest is about 2^14. -> that power.
 
         Of two warpgroups each takes every other chunk."""
+        raw, rows = operands.raw, heads.total - heads.first
         tid = opaque(thread.tid)
         row, m = tid >> 3, tid & 7
         chunks, count, largest = self.fp8_chunks + 1, self.kv.score_warpgroups, Uint32(0)

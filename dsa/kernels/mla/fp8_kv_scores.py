@@ -52,6 +52,19 @@ class QkFragments(NamedTuple):
     k_rmem: cute.Tensor
 
 
+@dataclass(frozen=True)
+class ScoreOperands:
+    """The products and their operands; their accumulators, of all groups, also flat, and of one group; the address of
+    the stages."""
+
+    mmas: QkMmas
+    fragments: QkFragments
+    acc: cute.Tensor
+    sums: cute.Tensor
+    scores: cute.Tensor
+    raw: Int32
+
+
 class Fp8KvScores(Fp8KvQueries):
     """Keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
 
@@ -91,48 +104,47 @@ class Fp8KvScores(Fp8KvQueries):
             cute.make_rmem_tensor((*thr.partition_shape_A((TILE_N, K_CHUNK)), 2), BFloat16),
         )
         acc, sums = [cute.make_rmem_tensor(thr.partition_shape_C((TILE_N, self.head_tile)), Float32) for _ in range(2)]
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.head_tile // 2))
-        # Tiles of the ring, work tiles and tiles of P so far.
-        ring, work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0), Int32(0)
-        while batch_idx >= 0:
-            work_state = state_at_of_two(work_count)
-            batch_idx = pipeline.work.read_batch_idx(work_state)
-            work = pipeline.work.read(batch_idx, work_state)
-            if batch_idx >= 0:
-                # All have multiplied with the queries before.
-                self.sync_score()
-                power = self.load_q(raw, pipeline, exchange, ring, heads.total - heads.first, thread)
-                ring += self.kv.q_stages
-                self.prologue(exchange, thread)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                self.sync_score()
-                first = (tile_count ^ thread.side) & (self.score_warpgroups - 1)
-                for tile in cutlass.range(first, work.tiles, self.score_warpgroups, unroll=1):
-                    state = state_at(ring + tile, self.kv.stages)
-                    pipeline.kv.consumer_wait(state)
-                    valid_mask = pipeline.valid_mask[thread.warp, state.stage]
-                    keys = raw + state.stage * self.kv.stage_bytes
-                    largest = self.scores(acc, sums, mmas, fragments, keys, power, thread)
-                    p_state = state_at_of_two(tile_count + tile)
-                    exchange.p_pipeline.producer_wait(p_state)
-                    powers, exponents = self.share_scales(keys, exchange, p_state.stage, largest, thread)
-                    cute.arch.sync_warp()
-                    pipeline.kv.consumer_release(state)
-                    self.softmax(flat, exchange, valid_mask, powers, exponents, None, scale, p_state, thread)
-                ring, tile_count = ring + work.tiles, tile_count + work.tiles
-                self.write_lse(results, exchange, work, heads, group, tile_count, work_count, None, thread)
-                work_count += 1
+        scores = cute.make_tensor(acc.iterator, cute.make_layout(self.head_tile // 2))
+        operands = ScoreOperands(mmas, fragments, acc, sums, scores, raw)
+        self.run(results, operands, pipeline, exchange, heads, group, scale, thread)
 
     @cute.jit
-    def scores(self, acc, sums, mmas: QkMmas, fragments: QkFragments, keys, power, thread: Thread):
+    def score_tile(
+        self,
+        operands: ScoreOperands,
+        pipeline: Fp8KvPipeline,
+        exchange: SwapAbExchange,
+        q_power,
+        ring,
+        tile_count,
+        tile,
+        max_logits,
+        scale,
+        thread: Thread,
+    ):
+        state = state_at(ring + tile, self.kv.stages)
+        pipeline.kv.consumer_wait(state)
+        valid_mask = pipeline.valid_mask[thread.warp, state.stage]
+        keys = operands.raw + state.stage * self.kv.stage_bytes
+        largest = self.multiply(operands, keys, q_power, thread)
+        p_state = state_at_of_two(tile_count + tile)
+        exchange.p_pipeline.producer_wait(p_state)
+        powers, exponents = self.share_scales(keys, exchange, p_state.stage, largest, thread)
+        cute.arch.sync_warp()
+        pipeline.kv.consumer_release(state)
+        self.softmax(operands.scores, exchange, valid_mask, powers, exponents, max_logits, scale, p_state, thread)
+
+    @cute.jit
+    def multiply(self, operands: ScoreOperands, keys, power, thread: Thread):
         """acc = K Q^T of the tile whose bytes are at `keys`: the chunk of bf16 first, then each group of e4m3 with a
         scale of its own. -> of a lane's two keys the largest magnitude of its bf16 numbers, as bits of two bf16."""
-        operands = fragments.k_rmem
+        mmas, fragments, acc, sums = operands.mmas, operands.fragments, operands.acc, operands.sums
+        k_rmem = fragments.k_rmem
         pitch, lane = self.kv.pitch, opaque(thread.lane)
         first = keys + (thread.warp * 16 + spread_key(lane >> 2)) * pitch
-        halves = cute.recast_tensor(operands, Float16)
+        halves = cute.recast_tensor(k_rmem, Float16)
         words = cute.make_tensor(
-            cute.recast_ptr(operands.iterator, dtype=Uint32), cute.make_layout((2, 2, K_CHUNK // K16, 2))
+            cute.recast_ptr(k_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, K_CHUNK // K16, 2))
         )
         scales = []
         if const_expr(self.kv.has_rope):
@@ -164,7 +176,7 @@ class Fp8KvScores(Fp8KvQueries):
                 place = b * (K_CHUNK // K16) + s
                 if const_expr(n == 0):
                     mmas.bf16.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, s > 0)
-                    cute.gemm(mmas.bf16, acc, operands[None, None, s, 0], fragments.q[None, None, place, 0], acc)
+                    cute.gemm(mmas.bf16, acc, k_rmem[None, None, s, 0], fragments.q[None, None, place, 0], acc)
                 else:
                     mmas.f16.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, b % self.group_chunks + s > 0)
                     q_f16 = fragments.q_f16[None, None, place, 0]

@@ -5,12 +5,14 @@ those 32 further: rows lane / 4 and 8 further of the four products are the first
 A key's number is exact in f16, and times its scale is rounded to f16 (ScaleTable in swap_ab_exchange.py).
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.pipeline import start, state_at_of_two
+from dsa.cute.pipeline import PipelineState, start, state_at_of_two
 from dsa.cute.shared_memory import load_4, load_8, pack
 from dsa.cute.sm90 import opaque
 from dsa.kernels.mla.fp8_kv_convert import halves_of_two, interleave, times, times_split, times_to_f16
@@ -19,12 +21,25 @@ from dsa.kernels.mla.limits import TILE_N
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, ROPE_CHUNK
 from dsa.kernels.mla.swap_ab_exchange import SCALE_TABLE_BYTES, HeadRange, ScaleTable, SwapAbExchange, Thread
-from dsa.kernels.mla.swap_ab_values import SwapAbOutput
+from dsa.kernels.mla.swap_ab_output_loop import SwapAbOutputLoop
 
 LAST_CHUNK = ROPE_CHUNK - 1  # of the value; of 512 channels it is bf16
 
 
-class Fp8KvValues(SwapAbOutput):
+@dataclass(frozen=True)
+class ValueOperands:
+    """The product; P^T and a lane's V^T as its operands; its accumulators, also as one, flat; the address of the
+    stages."""
+
+    mma: cute.TiledMma
+    rp: cute.Tensor
+    v_rmem: cute.Tensor
+    accs: list[cute.Tensor]
+    flat: cute.Tensor
+    raw: Int32
+
+
+class Fp8KvValues(SwapAbOutputLoop):
     """Keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
 
     def __init__(self, kv: Fp8TopkGather, head_tile: int):
@@ -55,64 +70,88 @@ class Fp8KvValues(SwapAbOutput):
         thr = mma.get_slice(thread.tid)
         rp = mma.make_fragment_B(thr.partition_B(exchange.p))
         # Of 16 keys, two products; twice.
-        operands = cute.make_rmem_tensor((*thr.partition_shape_A((TILE_N, K16)), 2, 2), Float16)
+        v_rmem = cute.make_rmem_tensor((*thr.partition_shape_A((TILE_N, K16)), 2, 2), Float16)
         flat = cute.make_rmem_tensor((2 * self.head_tile,), Float32)
         of_product = cute.make_layout(thr.partition_shape_C((TILE_N, self.head_tile)))
         accs = [cute.make_tensor(flat.iterator + j * (self.head_tile // 2), of_product) for j in range(4)]
-        state, work_count, tile_count, batch_idx = start(), Int32(0), Int32(0), Int32(0)
-        chunk = thread.side * 4 + thread.warp
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        while batch_idx >= 0:
-            batch_idx, tiles, split_idx = pipeline.work.read_result(state_at_of_two(work_count))
-            if batch_idx >= 0:
-                flat.fill(0.0)
-                for _ in cutlass.range_constexpr(self.kv.q_stages):
-                    # The queries, which are not for this warpgroup; but a wait must not leave out a phase.
-                    pipeline.kv.consumer_wait(state)
-                    pipeline.kv.consumer_release(state)
-                    state = pipeline.kv.advance(state)
-                for _ in cutlass.range(tiles, unroll=1):
-                    pipeline.kv.consumer_wait(state)
-                    lane = opaque(thread.lane)
-                    first = raw + state.stage * self.kv.stage_bytes + (lane & 3) * 2 * self.kv.pitch
-                    first += chunk * K_CHUNK + (lane >> 2) * 4
-                    numbers = self.numbers_of(first, 0, 0) if self.ahead else None
-                    p_state = state_at_of_two(tile_count)
-                    exchange.p_pipeline.consumer_wait(p_state)
-                    self.rescale(flat, exchange, p_state.stage, thread.lane)
-                    scales = self.table.of_block(exchange.scale_tables + p_state.stage * SCALE_TABLE_BYTES, chunk)
-                    scales += (lane & 3) * self.table.entry
-                    self.add(accs, mma, operands, rp, first, scales, numbers, p_state.stage, chunk, lane)
-                    cute.arch.sync_warp()
-                    pipeline.kv.consumer_release(state)
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    exchange.p_pipeline.consumer_release(p_state)
-                    state = pipeline.kv.advance(state)
-                    tile_count += 1
-                cute.arch.mbarrier_wait(exchange.end.full, work_count & 1)
-                channel = chunk * K_CHUNK + (thread.lane >> 2) * 4
-                for c in cutlass.range_constexpr(self.columns):
-                    column = self.head_of(c, thread.lane)
-                    inverse = exchange.inverse[column]
-                    numbers = [flat[self.element(c, j)] * inverse for j in range(8)]
-                    row = opaque(heads.first + column)
-                    if row < heads.total:
-                        if split_idx >= 0:
-                            self.store(numbers, results.out_partial[split_idx, 0, row, None], channel)
-                        else:
-                            sequence, query = divmod(batch_idx, group)
-                            self.store(numbers, results.out[sequence, query, row, None], channel)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(exchange.end.empty)
-                work_count += 1
+        operands = ValueOperands(mma, rp, v_rmem, accs, flat, raw)
+        self.run(results, operands, flat, pipeline, exchange, start(), heads, group, thread)
 
     @cute.jit
-    def add(self, accs, mma, operands, rp, first, scales, numbers, p_stage, chunk, lane):
+    def skip_q(self, pipeline: Fp8KvPipeline, state: PipelineState) -> PipelineState:
+        for _ in cutlass.range_constexpr(self.kv.q_stages):
+            # A wait must not leave out a phase.
+            pipeline.kv.consumer_wait(state)
+            pipeline.kv.consumer_release(state)
+            state = pipeline.kv.advance(state)
+        return state
+
+    def chunk_of(self, thread: Thread):
+        """Which chunk of 64 channels of the value is a warp's."""
+        return thread.side * 4 + thread.warp
+
+    @cute.jit
+    def add_tile(
+        self,
+        operands: ValueOperands,
+        pipeline: Fp8KvPipeline,
+        exchange: SwapAbExchange,
+        state: PipelineState,
+        tile_count,
+        thread: Thread,
+    ) -> PipelineState:
+        chunk = self.chunk_of(thread)
+        pipeline.kv.consumer_wait(state)
+        lane = opaque(thread.lane)
+        first = operands.raw + state.stage * self.kv.stage_bytes + (lane & 3) * 2 * self.kv.pitch
+        first += chunk * K_CHUNK + (lane >> 2) * 4
+        numbers = self.numbers_of(first, 0, 0) if self.ahead else None
+        p_state = state_at_of_two(tile_count)
+        exchange.p_pipeline.consumer_wait(p_state)
+        self.rescale(operands.flat, exchange, p_state.stage, thread.lane)
+        scales = self.table.of_block(exchange.scale_tables + p_state.stage * SCALE_TABLE_BYTES, chunk)
+        scales += (lane & 3) * self.table.entry
+        self.add(operands, first, scales, numbers, p_state.stage, chunk, lane)
+        cute.arch.sync_warp()
+        pipeline.kv.consumer_release(state)
+        cute.nvgpu.warpgroup.wait_group(0)
+        exchange.p_pipeline.consumer_release(p_state)
+        return pipeline.kv.advance(state)
+
+    @cute.jit
+    def write(
+        self,
+        operands: ValueOperands,
+        results: Results,
+        exchange: SwapAbExchange,
+        batch_idx,
+        split_idx,
+        heads: HeadRange,
+        group,
+        thread: Thread,
+    ):
+        channel = self.chunk_of(thread) * K_CHUNK + (thread.lane >> 2) * 4
+        for c in cutlass.range_constexpr(self.columns):
+            column = self.head_of(c, thread.lane)
+            inverse = exchange.inverse[column]
+            numbers = [operands.flat[self.element(c, j)] * inverse for j in range(8)]
+            row = opaque(heads.first + column)
+            if row < heads.total:
+                if split_idx >= 0:
+                    self.store(numbers, results.out_partial[split_idx, 0, row, None], channel)
+                else:
+                    sequence, query = divmod(batch_idx, group)
+                    self.store(numbers, results.out[sequence, query, row, None], channel)
+
+    @cute.jit
+    def add(self, operands: ValueOperands, first, scales, numbers, p_stage, chunk, lane):
         """Start O^T += V^T P^T of the tile whose bytes and scales for the lane begin at `first` and `scales`; numbers:
         the first of them, if they are read ahead. They have been read when this returns."""
         # [channel of two, keys of two halves, product of two, which of the two operands]
-        words = cute.make_tensor(cute.recast_ptr(operands.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2)))
+        words = cute.make_tensor(
+            cute.recast_ptr(operands.v_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2))
+        )
         factors = self.factors_of(scales, 0) if self.ahead else None
         for s in cutlass.range_constexpr(TILE_N // K16):
             for half in cutlass.range_constexpr(2):
@@ -130,7 +169,7 @@ class Fp8KvValues(SwapAbOutput):
                     self.from_numbers(words, first + (lane >> 2) * 4, scales, s, half)
                 else:
                     self.from_bytes(words, self.numbers_of(first, s, half), self.factors_of(scales, s), s, half)
-                self.start(accs, mma, operands, rp, p_stage, s, half)
+                self.start(operands, p_stage, s, half)
 
     def row(self, i: int, s: int) -> int:
         """Where the i-th of a lane's four of 16 keys lies, from its first key on."""
@@ -172,12 +211,12 @@ class Fp8KvValues(SwapAbOutput):
                     words[i, k, j, half] = times_to_f16(pairs[i], low, high)
 
     @cute.jit
-    def start(self, accs, mma, operands, rp, p_stage, s: cutlass.Constexpr, half: cutlass.Constexpr):
+    def start(self, operands: ValueOperands, p_stage, s: cutlass.Constexpr, half: cutlass.Constexpr):
         """Two of the four products, of 16 keys."""
         cute.nvgpu.warpgroup.fence()
         for j in cutlass.range_constexpr(2):
-            acc = accs[2 * half + j]
-            cute.gemm(mma, acc, operands[None, None, 0, j, half], rp[None, None, s, p_stage], acc)
+            acc, v = operands.accs[2 * half + j], operands.v_rmem[None, None, 0, j, half]
+            cute.gemm(operands.mma, acc, v, operands.rp[None, None, s, p_stage], acc)
         cute.nvgpu.warpgroup.commit_group()
 
     @cute.jit

@@ -2,9 +2,11 @@
 softmax, P^T. Keys are the rows of the products, as they lie in shared memory, and heads their columns.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, const_expr
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.pipeline import state_at, state_at_of_two
@@ -23,13 +25,26 @@ from dsa.kernels.mla.mla_tiles import (
     k_chunk_order,
 )
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
-from dsa.kernels.mla.swap_ab_softmax import SwapAbSoftmax
+from dsa.kernels.mla.swap_ab_score_loop import SwapAbScoreLoop
 from dsa.kernels.mla.topk_gather import TopkGather
 
 SCORE_WARPGROUPS = 2
 
 
-class SwapAbScores(SwapAbSoftmax):
+@dataclass(frozen=True)
+class ScoreOperands:
+    """The product; v chunks, rope parts and Q as its operands; its accumulator, whole and flat; the stages."""
+
+    mma: cute.TiledMma
+    rk: cute.Tensor
+    rr: cute.Tensor
+    rq: cute.Tensor
+    acc: cute.Tensor
+    scores: cute.Tensor
+    tensors: KvTensors
+
+
+class SwapAbScores(SwapAbScoreLoop):
     """Keys in `kv`, `head_tile` heads, 16 or 32; with_max_logits: write them, too."""
 
     def __init__(self, kv: TopkGather, head_tile: int, with_max_logits: bool):
@@ -55,51 +70,55 @@ class SwapAbScores(SwapAbSoftmax):
     ):
         """A score warpgroup: all work tiles of this CTA."""
         thr = mma.get_slice(thread.tid)
-        keys = [mma.make_fragment_A(thr.partition_A(stages)) for stages in (tensors.v, tensors.rope)]
+        rk, rr = [mma.make_fragment_A(thr.partition_A(stages)) for stages in (tensors.v, tensors.rope)]
         rq = mma.make_fragment_B(thr.partition_B(exchange.q))
         acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_N, self.head_tile)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.head_tile // 2))
-        max_logits = cute.make_rmem_tensor((self.columns,), Float32)
-        # Tiles of the rings, work tiles and tiles of P so far.
-        ring, work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0), Int32(0)
-        while batch_idx >= 0:
-            work_state = state_at_of_two(work_count)
-            batch_idx = pipeline.work.read_batch_idx(work_state)
-            work = pipeline.work.read(batch_idx, work_state)
-            if batch_idx >= 0:
-                # All have multiplied with the queries before.
-                self.sync_score()
-                self.load_q(tensors, pipeline, exchange, ring, thread)
-                ring += 1
-                self.prologue(exchange, thread)
-                max_logits.fill(-float("inf"))
-                cute.arch.fence_proxy("async.shared", space="cta")
-                self.sync_score()
-                first = (tile_count ^ thread.side) & (self.score_warpgroups - 1)
-                for tile in cutlass.range(first, work.tiles, self.score_warpgroups, unroll=1):
-                    self.start_scores(acc, mma, keys, rq, pipeline, ring + tile)
-                    p_state = state_at_of_two(tile_count + tile)
-                    exchange.p_pipeline.producer_wait(p_state)
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    rope, _ = state_at(ring + tile, self.kv.rope_stages)
-                    valid_mask = pipeline.valid_mask[thread.warp, rope]
-                    self.softmax(flat, exchange, valid_mask, None, None, max_logits, scale, p_state, thread)
-                    self.kv.release(pipeline.rope.empty + rope)
-                ring, tile_count = ring + work.tiles, tile_count + work.tiles
-                self.write_lse(results, exchange, work, heads, group, tile_count, work_count, max_logits, thread)
-                work_count += 1
+        scores = cute.make_tensor(acc.iterator, cute.make_layout(self.head_tile // 2))
+        operands = ScoreOperands(mma, rk, rr, rq, acc, scores, tensors)
+        self.run(results, operands, pipeline, exchange, heads, group, scale, thread)
 
     @cute.jit
-    def load_q(self, tensors: KvTensors, pipeline: KvPipeline, exchange: SwapAbExchange, ring, thread: Thread):
+    def score_tile(
+        self,
+        operands: ScoreOperands,
+        pipeline: KvPipeline,
+        exchange: SwapAbExchange,
+        q_power,
+        ring,
+        tile_count,
+        tile,
+        max_logits,
+        scale,
+        thread: Thread,
+    ):
+        self.start_scores(operands, pipeline, ring + tile)
+        p_state = state_at_of_two(tile_count + tile)
+        exchange.p_pipeline.producer_wait(p_state)
+        cute.nvgpu.warpgroup.wait_group(0)
+        rope, _ = state_at(ring + tile, self.kv.rope_stages)
+        valid_mask = pipeline.valid_mask[thread.warp, rope]
+        self.softmax(operands.scores, exchange, valid_mask, None, None, max_logits, scale, p_state, thread)
+        self.kv.release(pipeline.rope.empty + rope)
+
+    @cute.jit
+    def load_q(
+        self,
+        operands: ScoreOperands,
+        pipeline: KvPipeline,
+        exchange: SwapAbExchange,
+        ring,
+        heads: HeadRange,
+        thread: Thread,
+    ) -> None:
         """They came as keys do, as tile number `ring`, row by row: k chunks go to their memory as they are."""
         rope, rope_phase = state_at(ring, self.kv.rope_stages)
         vector = cute.make_rmem_tensor((8,), self.dtype)
         target = cute.recast_ptr(exchange.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         for n, chunk in enumerate(self.order):
-            stages, place = tensors.rope, rope
+            stages, place = operands.tensors.rope, rope
             if const_expr(chunk < ROPE_CHUNK):
                 v_stage, v_phase = state_at(ring * V_CHUNKS + self.v_chunk_of(n), self.kv.v_stages)
-                stages, place = tensors.v, v_stage * K_PER_V + chunk % K_PER_V
+                stages, place = operands.tensors.v, v_stage * K_PER_V + chunk % K_PER_V
                 cute.arch.mbarrier_wait(pipeline.v.full + place, v_phase)
             else:
                 cute.arch.mbarrier_wait(pipeline.rope.full + rope, rope_phase)
@@ -123,9 +142,9 @@ class SwapAbScores(SwapAbSoftmax):
         return sum(chunk < ROPE_CHUNK for chunk in self.order[:n]) // K_PER_V
 
     @cute.jit
-    def start_scores(self, acc, mma: cute.TiledMma, keys, rq, pipeline: KvPipeline, ring):
+    def start_scores(self, operands: ScoreOperands, pipeline: KvPipeline, ring):
         """Start acc = K Q^T of tile number `ring`, as its parts arrive."""
-        of_v, of_rope = keys
+        mma, acc = operands.mma, operands.acc
         rope, rope_phase = state_at(ring, self.kv.rope_stages)
         cute.nvgpu.warpgroup.fence()
         for n, chunk in enumerate(self.order):
@@ -136,9 +155,9 @@ class SwapAbScores(SwapAbSoftmax):
                 cute.arch.mbarrier_wait(pipeline.v.full + (v_stage * K_PER_V + chunk % K_PER_V), v_phase)
             own_v, own_rope = opaque(v_stage), opaque(rope)
             for step in cutlass.range_constexpr(K_CHUNK // K16):
-                a = of_rope[None, None, step, own_rope]
+                a = operands.rr[None, None, step, own_rope]
                 if const_expr(chunk < ROPE_CHUNK):
-                    a = of_v[None, None, chunk % K_PER_V * (K_CHUNK // K16) + step, own_v]
+                    a = operands.rk[None, None, chunk % K_PER_V * (K_CHUNK // K16) + step, own_v]
                 mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, n + step > 0)
-                cute.gemm(mma, acc, a, rq[None, None, chunk * (K_CHUNK // K16) + step, 0], acc)
+                cute.gemm(mma, acc, a, operands.rq[None, None, chunk * (K_CHUNK // K16) + step, 0], acc)
         cute.nvgpu.warpgroup.commit_group()

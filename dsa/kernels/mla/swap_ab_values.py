@@ -1,9 +1,10 @@
-"""The output warpgroups of attention with A and B swapped: O^T += V^T P^T, and O^T to its place.
+"""The output warpgroups of attention of few heads over latent keys in 16 bits: O^T += V^T P^T, and O^T to its place.
 
-Each has 256 channels x `head_tile` of O^T. `SwapAbOutput` is what those of 16-bit and of FP8 keys have in common. Of
-16-bit keys a lane has channels lane / 4 and 8 further of a warp's 16 of each 64; the result goes through shared memory,
-which turns it.
+A lane has channels lane / 4 and 8 further of a warp's 16 of each 64; the result goes through shared memory, which turns
+it.
 """
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -17,33 +18,22 @@ from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, V_CHUNK, V_CHUNKS, KvPipeline, KvStages
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
+from dsa.kernels.mla.swap_ab_output_loop import SwapAbOutputLoop
 
 
-class SwapAbOutput:
-    """`head_tile` heads, 16, 32 or 64: four products of 64 channels of O^T."""
+@dataclass(frozen=True)
+class ValueOperands:
+    """The product; V^T and P^T as its operands; its accumulators, also as one, flat; shared memory for the result."""
 
-    def __init__(self, head_tile: int):
-        self.head_tile, self.columns = head_tile, head_tile // 4  # columns of a lane
-
-    def element(self, column: int, j: int) -> int:
-        """Where a lane has the j-th of its eight channels of a column: two of each product."""
-        return j // 2 * (self.head_tile // 2) + column // 2 * 4 + j % 2 * 2 + column % 2
-
-    def head_of(self, column: int, lane):
-        """Which of the CTA's heads a lane's column is."""
-        return column // 2 * 8 + (lane & 3) * 2 + column % 2
-
-    @cute.jit
-    def rescale(self, acc, exchange: SwapAbExchange, p_stage, lane):
-        """Multiply O^T by the rescale factors of a stage of P, if there are any."""
-        if exchange.rescaled[p_stage] != 0:
-            for c in cutlass.range_constexpr(self.columns):
-                factor = exchange.rescale[self.head_of(c, lane), p_stage]
-                for j in cutlass.range_constexpr(8):
-                    acc[self.element(c, j)] *= factor
+    mma: cute.TiledMma
+    rv: cute.Tensor
+    rp: cute.Tensor
+    accs: list[cute.Tensor]
+    flat: cute.Tensor
+    staging: cute.Pointer
 
 
-class SwapAbValues(SwapAbOutput):
+class SwapAbValues(SwapAbOutputLoop):
     """Keys in `kv`, `head_tile` heads, 16 or 32."""
 
     def __init__(self, kv: KvStages, head_tile: int):
@@ -75,46 +65,66 @@ class SwapAbValues(SwapAbOutput):
         flat = cute.make_rmem_tensor((2 * self.head_tile,), Float32)
         of_v_chunk = cute.make_layout(thr.partition_shape_C((V_CHUNK, self.head_tile)))
         accs = [cute.make_tensor(flat.iterator + half * self.head_tile, of_v_chunk) for half in range(2)]
-        v_stage, work_count, tile_count, batch_idx = thread.side, Int32(0), Int32(0), Int32(0)
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        while batch_idx >= 0:
-            batch_idx, tiles, split_idx = pipeline.work.read_result(state_at_of_two(work_count))
-            if batch_idx >= 0:
-                flat.fill(0.0)
-                v_stage = self.kv.skip_v(v_stage, V_CHUNKS)  # the queries
-                for _ in cutlass.range(tiles, unroll=1):
-                    p_state = state_at_of_two(tile_count)
-                    exchange.p_pipeline.consumer_wait(p_state)
-                    self.rescale(flat, exchange, p_state.stage, thread.lane)
-                    cute.nvgpu.warpgroup.fence()
-                    second = self.kv.skip_v(v_stage, 2)
-                    for half, stage in enumerate((v_stage, second)):
-                        own = opaque(stage)
-                        for step in cutlass.range_constexpr(TILE_N // K16):
-                            a, b = rv[None, None, step, own], rp[None, None, step, p_state.stage]
-                            cute.gemm(mma, accs[half], a, b, accs[half])
-                        cute.nvgpu.warpgroup.commit_group()
-                    cute.nvgpu.warpgroup.wait_group(1)
-                    self.kv.release(pipeline.v.empty + v_stage)
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    self.kv.release(pipeline.v.empty + second)
-                    v_stage = self.kv.skip_v(second, 2)
-                    exchange.p_pipeline.consumer_release(p_state)
-                    tile_count += 1
-                cute.arch.mbarrier_wait(exchange.end.full, work_count & 1)
-                for c in cutlass.range_constexpr(self.columns):
-                    inverse = exchange.inverse[self.head_of(c, thread.lane)]
-                    for j in cutlass.range_constexpr(8):
-                        flat[self.element(c, j)] *= inverse
-                if split_idx >= 0:
-                    self.store_partial(flat, results.out_partial, split_idx, heads, thread)
-                else:
-                    sequence, query = divmod(batch_idx, group)
-                    self.store(flat, results.out, sequence, query, heads, staging, thread)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(exchange.end.empty)
-                work_count += 1
+        operands = ValueOperands(mma, rv, rp, accs, flat, staging)
+        self.run(results, operands, flat, pipeline, exchange, thread.side, heads, group, thread)
+
+    @cute.jit
+    def skip_q(self, pipeline: KvPipeline, state):
+        return self.kv.skip_v(state, V_CHUNKS)
+
+    @cute.jit
+    def add_tile(
+        self,
+        operands: ValueOperands,
+        pipeline: KvPipeline,
+        exchange: SwapAbExchange,
+        state,
+        tile_count,
+        thread: Thread,
+    ):
+        """state: the stage of the warpgroup's first v chunk of the tile."""
+        p_state = state_at_of_two(tile_count)
+        exchange.p_pipeline.consumer_wait(p_state)
+        self.rescale(operands.flat, exchange, p_state.stage, thread.lane)
+        cute.nvgpu.warpgroup.fence()
+        second = self.kv.skip_v(state, 2)
+        for half, stage in enumerate((state, second)):
+            own, acc = opaque(stage), operands.accs[half]
+            for step in cutlass.range_constexpr(TILE_N // K16):
+                a, b = operands.rv[None, None, step, own], operands.rp[None, None, step, p_state.stage]
+                cute.gemm(operands.mma, acc, a, b, acc)
+            cute.nvgpu.warpgroup.commit_group()
+        cute.nvgpu.warpgroup.wait_group(1)
+        self.kv.release(pipeline.v.empty + state)
+        cute.nvgpu.warpgroup.wait_group(0)
+        self.kv.release(pipeline.v.empty + second)
+        following = self.kv.skip_v(second, 2)
+        exchange.p_pipeline.consumer_release(p_state)
+        return following
+
+    @cute.jit
+    def write(
+        self,
+        operands: ValueOperands,
+        results: Results,
+        exchange: SwapAbExchange,
+        batch_idx,
+        split_idx,
+        heads: HeadRange,
+        group,
+        thread: Thread,
+    ):
+        flat = operands.flat
+        for c in cutlass.range_constexpr(self.columns):
+            inverse = exchange.inverse[self.head_of(c, thread.lane)]
+            for j in cutlass.range_constexpr(8):
+                flat[self.element(c, j)] *= inverse
+        if split_idx >= 0:
+            self.store_partial(flat, results.out_partial, split_idx, heads, thread)
+        else:
+            sequence, query = divmod(batch_idx, group)
+            self.store(flat, results.out, sequence, query, heads, operands.staging, thread)
 
     @cute.jit
     def store_partial(self, flat, out_partial, split_idx, heads: HeadRange, thread: Thread):

@@ -1,0 +1,96 @@
+"""The mainloop of the output warpgroups with A and B swapped, of 16-bit and of FP8 keys: O^T += V^T P^T over the tiles
+of every work tile. Each of the two warpgroups has 256 channels x `head_tile` of O^T.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from dsa.cute.pipeline import state_at_of_two
+from dsa.kernels.mla.mla_epilogue import Results
+from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
+
+
+class SwapAbOutputLoop:
+    """`head_tile` heads, 16, 32 or 64: four products of 64 channels of O^T.
+
+    A kernel says how a tile is multiplied (`skip_q`, `add_tile`) and how O^T is written (`write`).
+    """
+
+    def __init__(self, head_tile: int):
+        self.head_tile, self.columns = head_tile, head_tile // 4  # columns of a lane
+
+    def element(self, column: int, j: int) -> int:
+        """Where a lane has the j-th of its eight channels of a column: two of each product."""
+        return j // 2 * (self.head_tile // 2) + column // 2 * 4 + j % 2 * 2 + column % 2
+
+    def head_of(self, column: int, lane):
+        """Which of the CTA's heads a lane's column is."""
+        return column // 2 * 8 + (lane & 3) * 2 + column % 2
+
+    @cute.jit
+    def rescale(self, acc, exchange: SwapAbExchange, p_stage, lane):
+        """Multiply O^T by the rescale factors of a stage of P, if there are any."""
+        if exchange.rescaled[p_stage] != 0:
+            for c in cutlass.range_constexpr(self.columns):
+                factor = exchange.rescale[self.head_of(c, lane), p_stage]
+                for j in cutlass.range_constexpr(8):
+                    acc[self.element(c, j)] *= factor
+
+    @cute.jit
+    def skip_q(self, pipeline, state) -> Any:
+        """The state of the ring behind the stages with a work tile's queries, which are not for this warpgroup."""
+        raise NotImplementedError
+
+    @cute.jit
+    def add_tile(self, operands, pipeline, exchange: SwapAbExchange, state, tile_count, thread: Thread) -> Any:
+        """O^T += V^T P^T of the next tile, behind tile_count tiles of P. -> the state behind it."""
+        raise NotImplementedError
+
+    @cute.jit
+    def write(
+        self,
+        operands,
+        results: Results,
+        exchange: SwapAbExchange,
+        batch_idx,
+        split_idx,
+        heads: HeadRange,
+        group,
+        thread: Thread,
+    ):
+        """O^T times `inverse` to the result, or of a split to its partial result."""
+        raise NotImplementedError
+
+    @cute.jit
+    def run(
+        self,
+        results: Results,
+        operands,
+        acc,
+        pipeline,
+        exchange: SwapAbExchange,
+        state,
+        heads: HeadRange,
+        group,
+        thread: Thread,
+    ):
+        """An output warpgroup: its half of the channels, all work tiles of this CTA. acc: a lane's part of O^T, flat;
+        state: where the warpgroup begins in the ring of keys."""
+        work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0)
+        while batch_idx >= 0:
+            batch_idx, tiles, split_idx = pipeline.work.read_result(state_at_of_two(work_count))
+            if batch_idx >= 0:
+                acc.fill(0.0)
+                state = self.skip_q(pipeline, state)
+                for _ in cutlass.range(tiles, unroll=1):
+                    state = self.add_tile(operands, pipeline, exchange, state, tile_count, thread)
+                    tile_count += 1
+                cute.arch.mbarrier_wait(exchange.end.full, work_count & 1)
+                self.write(operands, results, exchange, batch_idx, split_idx, heads, group, thread)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(exchange.end.empty)
+                work_count += 1
