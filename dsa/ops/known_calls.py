@@ -19,16 +19,17 @@ def signature(*values: object) -> tuple:
     """Of each argument: of tensors, all but the contents; of numbers, strings and dtypes, the value; of lists and
     tuples, what they hold; of others, the type."""
     found: list[object] = []
+    add = found.append
     for x in values:
         if isinstance(x, torch.Tensor):
             try:
-                found.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16))
+                add((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16))
             except RuntimeError:  # a sparse or nested tensor, which the checks refuse: no call is like this one
-                found.append(object())
-        elif isinstance(x, (int, float, str, torch.dtype)):
-            found.append((type(x), x))
+                add(object())
+            continue
+        add(type(x))
+        if isinstance(x, (int, float, str, torch.dtype)):
+            add(x)
         elif isinstance(x, (list, tuple)):
-            found.append((type(x), signature(*x)))
-        else:
-            found.append(type(x))
+            add(signature(*x))
     return tuple(found)

@@ -71,7 +71,7 @@ def _swiglu_cast_to_fp8(
     q, scale = _results(gate)
     if gate.numel():
         channels = gate.shape[-1]
-        operands = (rows_at_16_bytes(merged_rows(name, x)) for name, x in (("gate", gate), ("up", up)))
+        operands = rows_at_16_bytes(merged_rows("gate", gate)), rows_at_16_bytes(merged_rows("up", up))
         bound = None if limit is None else float(limit)
         launch = _kernel(kernels, gate.dtype, use_ue8m0, limit is not None, channels % GROUP != 0)
         launch(*operands, q.view(-1, channels), scale.view(-1, scale.shape[-1]), bound)

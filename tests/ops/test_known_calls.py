@@ -1,0 +1,36 @@
+"""Signatures of calls: alike for calls that checks cannot tell apart, and for no others."""
+
+import itertools
+
+import torch
+
+from dsa.ops.known_calls import KnownCalls, signature
+
+X = torch.zeros(4, 8)
+
+
+def test_contents_do_not_count():
+    assert signature(X, 1, None, [X]) == signature(torch.ones(4, 8), 1, None, [torch.ones(4, 8)])
+
+
+def test_all_else_does():
+    calls = [
+        *[(x, 1) for x in (X, X[:3], X.T.contiguous().T, X.int(), X.to("meta"), torch.zeros(33)[1:].view(4, 8))],
+        *[(X, value) for value in (2, 1.0, True, "1", None, torch.float32, torch.int32, object())],
+        *[(X, value) for value in ([1], (1,), [1, 1], [[1], 1], [X], [X[:3]], [None])],
+        *[(X,), (X, 1, 1), (1, X), ([X], 1), ([X, 1],), (X, None, 1), (X, 1, None)],
+    ]
+    for first, second in itertools.combinations(calls, 2):
+        assert signature(*first) != signature(*second), (first[1:], second[1:])
+
+
+def test_a_tensor_without_strides_is_like_no_other():
+    sparse = X.to_sparse()
+    assert signature(sparse) != signature(sparse)
+
+
+def test_too_many_are_forgotten():
+    known = KnownCalls()
+    for i in range(5000):
+        known.remember(signature(X, i), {})
+    assert signature(X, 4999) in known and len(known) <= 4096
