@@ -8,18 +8,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_rows(name: str, x: torch.Tensor) -> None:
-    """x's last dimension is contiguous and its rows start at multiples of 16 bytes."""
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise ValueError(f"{name}: the last dimension must be contiguous, got strides {list(x.stride())}")
-    strides = [s * x.element_size() for s, n in zip(x.stride()[:-1], x.shape[:-1]) if n > 1]
-    if x.data_ptr() % 16 or any(s % 16 for s in strides):
-        raise ValueError(
-            f"{name}: rows must start at multiples of 16 bytes, got an address {x.data_ptr() % 16} bytes past one and "
-            f"strides of {strides} bytes"
-        )
-
-
 def merged_rows(name: str, x: torch.Tensor) -> torch.Tensor:
     """x [..., K] as [T, K] with one row stride, without a copy, or a ValueError."""
     if x.dim() == 2:

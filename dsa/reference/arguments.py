@@ -139,7 +139,7 @@ class Arguments:
     """The specs of an op's arguments, in their order.
 
     rule   called with all of them after the specs' checks, for what these cannot say; raises ValueError
-    first  tensors that are checked before all others: what the others' sizes come from, and the device
+    first  what is checked before all else: where the sizes and the device of the others come from
     """
 
     def __init__(self, *, rule: Callable[..., None] | None = None, first: tuple[str, ...] = (), **specs: Spec) -> None:

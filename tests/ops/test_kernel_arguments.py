@@ -5,7 +5,6 @@ import torch
 
 from dsa.ops._kernel_arguments import (
     check_pages,
-    check_rows,
     check_slot_count,
     dtype_name,
     merged_rows,
@@ -26,43 +25,6 @@ def shifted(x, elements):
 )
 def test_dtype_name(dtype, name):
     assert dtype_name(dtype) == name
-
-
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.zeros(5, 24)[:, :17],
-        torch.zeros(5, 3, 8).transpose(0, 1),
-        torch.zeros(3),
-        torch.zeros(5, 4).as_strided((5, 1), (4, 3)),
-        torch.zeros(2, 7)[:1, :5],  # a single row's stride means nothing
-        torch.zeros(8).expand(5, 8),
-        shifted(torch.zeros(4, 8), 4),
-        torch.zeros(0, 16),
-    ],
-)
-def test_rows_that_kernels_can_read(x):
-    check_rows("x", x)
-
-
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
-        (torch.zeros(4, 8).T, r"x: the last dimension must be contiguous, got strides \[1, 8\]"),
-        (torch.zeros(1).expand(4), r"x: the last dimension must be contiguous, got strides \[0\]"),
-        (shifted(torch.zeros(4, 8), 3), r"x: rows .* got an address 12 bytes past one and strides of \[32\] bytes"),
-        (
-            shifted(torch.zeros(8).bfloat16(), 1),
-            r"x: rows .* got an address 2 bytes past one and strides of \[\] bytes",
-        ),
-        (torch.zeros(4, 6), r"x: rows .* got an address 0 bytes past one and strides of \[24\] bytes"),
-        (torch.zeros(2, 4, 4).bfloat16(), r"strides of \[32, 8\] bytes"),
-        (torch.zeros(3, 1, 10), r"x: rows .* strides of \[40\] bytes"),
-    ],
-)
-def test_rows_that_they_cannot(x, message):
-    with pytest.raises(ValueError, match=message):
-        check_rows("x", x)
 
 
 def test_pages_are_rows_of_the_same_memory():

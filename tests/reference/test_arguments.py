@@ -324,3 +324,47 @@ def test_the_memory_of_a_list_of_tensors():
     BRANCHES.check_layouts(*branches())
     with pytest.raises(ValueError, match=r"outs\[1\]: the last dimension must be contiguous"):
         BRANCHES.check_layouts(*branches(outs=[torch.zeros(2, 3, 4), torch.zeros(2, 3, 8)[..., ::2]]))
+
+
+def shifted(x, elements):
+    """A copy of x that starts `elements` past a multiple of 16 bytes."""
+    buffer = torch.zeros(x.numel() + elements, dtype=x.dtype)
+    buffer[elements:] = x.flatten()
+    return buffer[elements:].view(x.shape)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(5, 24)[:, :17],
+        torch.zeros(5, 3, 8).transpose(0, 1),
+        torch.zeros(3),
+        torch.zeros(5, 4).as_strided((5, 1), (4, 3)),
+        torch.zeros(2, 7)[:1, :5],  # a single row's stride means nothing
+        torch.zeros(8).expand(5, 8),
+        shifted(torch.zeros(4, 8), 4),
+        torch.zeros(0, 16),
+    ],
+)
+def test_rows_that_kernels_can_read(x):
+    check_layout("x", x, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(4, 8).T, r"x: the last dimension must be contiguous, got strides \[1, 8\]"),
+        (torch.zeros(1).expand(4), r"x: the last dimension must be contiguous, got strides \[0\]"),
+        (shifted(torch.zeros(4, 8), 3), r"x: rows .* got an address 12 bytes past one and strides of \[32\] bytes"),
+        (
+            shifted(torch.zeros(8).bfloat16(), 1),
+            r"x: rows .* got an address 2 bytes past one and strides of \[\] bytes",
+        ),
+        (torch.zeros(4, 6), r"x: rows .* got an address 0 bytes past one and strides of \[24\] bytes"),
+        (torch.zeros(2, 4, 4).bfloat16(), r"strides of \[32, 8\] bytes"),
+        (torch.zeros(3, 1, 10), r"x: rows .* strides of \[40\] bytes"),
+    ],
+)
+def test_rows_that_they_cannot(x, message):
+    with pytest.raises(ValueError, match=message):
+        check_layout("x", x, ROWS)

@@ -97,7 +97,17 @@ def _get_paged_mqa_logits_metadata(
     return plan
 
 
-def _results(q: torch.Tensor, max_context_len: int, logits_dtype: torch.dtype) -> torch.Tensor:
+def _results(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule_meta: torch.Tensor | None,
+    max_context_len: int,
+    clean_logits: bool,
+    logits_dtype: torch.dtype,
+) -> torch.Tensor:
     needed = -(-max_context_len // SCHEDULE_SPLIT) * SCHEDULE_SPLIT
     rows, stride = q.shape[0] * q.shape[1], row_stride(needed, logits_dtype)
     return torch.empty(rows, stride, dtype=logits_dtype, device=q.device)[:, :max_context_len]
@@ -122,7 +132,7 @@ def _check_limits(
 @op(
     arguments=reference.FP8_PAGED_MQA_LOGITS,
     reference=reference.fp8_paged_mqa_logits,
-    results=lambda q, *others: _results(q, others[5], others[7]),
+    results=_results,
     kernels={
         "sm_90": (
             "dsa.kernels.indexer.fp8_paged_mqa_logits_sm90",
@@ -146,7 +156,8 @@ def _fp8_paged_mqa_logits(
     scores, planner = kernels
     batch, next_n, heads, dim = q.shape
     page_size = kv_cache.shape[1]
-    out = _results(q, max_context_len, logits_dtype)
+    arguments = (q, kv_cache, weights, context_lens, block_table, schedule_meta)
+    out = _results(*arguments, max_context_len, clean_logits, logits_dtype)
     if batch == 0 or kv_cache.shape[0] == 0 or block_table.shape[1] == 0:
         return out.fill_(-torch.inf)
     lengths, weights = _matrix(context_lens), _matrix(weights)

@@ -8,8 +8,8 @@ import torch
 
 from dsa.reference.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.indexer_cache import SLOTS, check_pages, check_writable_slots, write_indexer_cache
-from dsa.reference.cache.kv_cache import CACHE_DTYPES, check_layout, write_kv_cache
+from dsa.reference.cache.indexer_cache import SLOTS, check_index_cache, check_writable_slots, write_indexer_cache
+from dsa.reference.cache.kv_cache import CACHE_DTYPES, check_kv_cache, write_kv_cache
 from dsa.reference.checks import FLOATS, INT32, check_memory, check_updatable
 from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
@@ -68,10 +68,10 @@ def _check_write(
         )
     check_rotated("kv", kv[:, :d], cos)
     if is_index_cache(cache, d):
-        check_pages("cache", cache)
+        check_index_cache("cache", cache)
         if d & (d - 1):
             raise ValueError(f"cache: an index cache has a power of two channels an entry, kv gives {d}")
-    elif (cached := check_layout("cache", cache)["d"]) != d:
+    elif (cached := check_kv_cache("cache", cache)["d"]) != d:
         raise ValueError(f"cache: must have entries of {d} channels, got {cached} (sizes as of kv and overlap)")
 
 

@@ -14,7 +14,7 @@ BYTES = (torch.uint8,)
 SLOTS = (torch.int32, torch.int64)
 
 
-def check_pages(name: str, cache: torch.Tensor) -> None:
+def check_index_cache(name: str, cache: torch.Tensor) -> None:
     """A cache of such bytes has pages and keys, and its pages are contiguous."""
     page_size, width = cache.shape[1], cache.shape[3]
     if width <= 4 or page_size == 0:
@@ -30,11 +30,11 @@ WRITE_INDEXER_CACHE = Arguments(
     first=("cache",),
     k=Tensor("T D", E4M3, layout=ROWS),
     k_scale=Tensor("T", F32),
-    cache=Tensor("pages P 1 D+4", BYTES, rule=check_pages, written=True),
+    cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, written=True),
     slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
 )
 READ_INDEXER_CACHE = Arguments(
-    cache=Tensor("pages P 1 D+4", BYTES, rule=check_pages), slots=Tensor("T", SLOTS, layout=CONTIGUOUS)
+    cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache), slots=Tensor("T", SLOTS, layout=CONTIGUOUS)
 )
 
 
@@ -57,7 +57,7 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
 
 
 def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and scales in `slots`: (k [T, D] e4m3, k_scale [T] fp32), zeros for a slot that the cache has not.
+    """The keys and scales in `slots`: (k [T, D] e4m3, k_scale [T] fp32), zeros for slots outside the cache.
 
     Arguments as of `dsa.read_indexer_cache`.
     """

@@ -13,10 +13,10 @@ Source: FlashMLA's FP8 caches.
 
 import torch
 
-from dsa.reference.arguments import CONTIGUOUS, ROWS, Arguments, Dtype, Flag, Int, Sizes, Tensor
+from dsa.reference.arguments import CONTIGUOUS, ROWS, Arguments, Dtype, Flag, Sizes, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import SLOTS, check_writable_slots, split_slots
-from dsa.reference.checks import FLOATS, check_memory, check_tensor, check_updatable
+from dsa.reference.checks import FLOATS, check_memory, check_positive, check_tensor, check_updatable
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 
 V32_BYTES, V32_DIM, V32_NOPE, V32_GROUP = 656, 576, 512, 128
@@ -35,7 +35,7 @@ def row_dim(cache: torch.Tensor) -> int:
     return V32_DIM if cache.shape[-1] == V32_BYTES else V4_DIM
 
 
-def check_layout(name: str, cache: torch.Tensor) -> Sizes:
+def check_kv_cache(name: str, cache: torch.Tensor) -> Sizes:
     """A cache [pages, P, 1, d | 656 | 584], the argument `name`, is laid out as this module says. Returns its d."""
     if cache.shape[1] == 0:
         raise ValueError(f"{name}: a page must hold at least one token, got shape {list(cache.shape)}")
@@ -60,7 +60,7 @@ def is_v4(cache: torch.Tensor) -> bool:
 def cache_dim(cache: torch.Tensor, name: str = "cache") -> int:
     """`row_dim` of a tensor that is a cache, or an error."""
     check_tensor(name, cache, CACHE_DTYPES, ("pages", "P", 1, "d"))
-    return check_layout(name, cache)["d"]
+    return check_kv_cache(name, cache)["d"]
 
 
 def check_scales(cache: torch.Tensor, use_ue8m0: bool) -> None:
@@ -77,12 +77,12 @@ WRITE_KV_CACHE = Arguments(
     rule=_check_write,
     first=("cache",),
     kv=Tensor("T d", FLOATS, layout=ROWS),
-    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_layout, written=True),
+    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, written=True),
     slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
     use_ue8m0=Flag(),
 )
 READ_KV_CACHE = Arguments(
-    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_layout),
+    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache),
     slots=Tensor("...", SLOTS, layout=CONTIGUOUS),
     dtype=Dtype(FLOATS),
 )
@@ -93,8 +93,8 @@ def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None 
 
     At most 2^31 slots. Raises TypeError or ValueError for other numbers, and for a device that torch does not have.
     """
-    Int().check("pages", pages)
-    Int().check("page_size", page_size)
+    check_positive("pages", pages)
+    check_positive("page_size", page_size)
     if pages * page_size > MOST_SLOTS:
         raise ValueError(f"pages: must be at most 2^31 slots, got {pages} of page_size {page_size}")
     _check_device(device)
@@ -134,7 +134,7 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
 
 @without_autocast
 def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The rows in `slots`, [..., d] in `dtype`: fp32, or rounded from it; zeros for a slot that the cache has not.
+    """The rows in `slots`, [..., d] in `dtype`: fp32, or rounded from it; zeros for slots outside the cache.
 
     Arguments as of `dsa.read_kv_cache`.
     """
