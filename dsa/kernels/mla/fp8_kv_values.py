@@ -169,7 +169,7 @@ class Fp8KvValues(SwapAbOutputLoop):
                     self.from_numbers(words, first + (lane >> 2) * 4, scales, s, half)
                 else:
                     self.from_bytes(words, self.numbers_of(first, s, half), self.factors_of(scales, s), s, half)
-                self.start(operands, p_stage, s, half)
+                self.start_products(operands, p_stage, s, half)
 
     def row(self, i: int, s: int) -> int:
         """Where the i-th of a lane's four of 16 keys lies, from its first key on."""
@@ -211,7 +211,7 @@ class Fp8KvValues(SwapAbOutputLoop):
                     words[i, k, j, half] = times_to_f16(pairs[i], low, high)
 
     @cute.jit
-    def start(self, operands: ValueOperands, p_stage, s: cutlass.Constexpr, half: cutlass.Constexpr):
+    def start_products(self, operands: ValueOperands, p_stage, s: cutlass.Constexpr, half: cutlass.Constexpr):
         """Two of the four products, of 16 keys."""
         cute.nvgpu.warpgroup.fence()
         for j in cutlass.range_constexpr(2):

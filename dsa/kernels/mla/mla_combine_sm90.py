@@ -319,7 +319,7 @@ class SparseMlaCombineSm90(SplitCombine):
         # The workers that have the query's first tile and its last.
         first = scheduler.worker_of(number * scheduler.tiles)
         splits = scheduler.worker_of((number + 1) * scheduler.tiles - 1) - first + 1
-        query = scheduler.full_waves * scheduler.workers + number
+        query = scheduler.first_split() + number
         inside = cutlass.min(row, lse_partial.shape[2] - 1)
         if splits > 1:
             own_sink = -Float32(float("inf"))

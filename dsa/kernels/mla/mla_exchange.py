@@ -73,10 +73,10 @@ class ExchangeMemory:
     def exchange(self, storage) -> Exchange:
         layout = self.p_layout()
         return Exchange(
-            storage.p.get_tensor(layout.outer, swizzle=layout.inner),
-            Pipeline(storage.p_full.data_ptr(), storage.p_empty.data_ptr(), P_STAGES, Int32(0)),
-            storage.rescale.get_tensor(cute.make_layout((TILE_M, P_STAGES))),
-            storage.scored.data_ptr(),
-            storage.inverse.get_tensor(cute.make_layout(TILE_M)),
-            Pipeline(storage.end_full.data_ptr(), storage.end_empty.data_ptr(), 1, Int32(0)),
+            p=storage.p.get_tensor(layout.outer, swizzle=layout.inner),
+            p_pipeline=Pipeline(storage.p_full.data_ptr(), storage.p_empty.data_ptr(), P_STAGES, Int32(0)),
+            rescale=storage.rescale.get_tensor(cute.make_layout((TILE_M, P_STAGES))),
+            scored=storage.scored.data_ptr(),
+            inverse=storage.inverse.get_tensor(cute.make_layout(TILE_M)),
+            end=Pipeline(storage.end_full.data_ptr(), storage.end_empty.data_ptr(), 1, Int32(0)),
         )

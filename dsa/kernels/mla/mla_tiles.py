@@ -114,10 +114,10 @@ class KvStages:
 
     def pipeline(self, storage) -> KvPipeline:
         return KvPipeline(
-            Pipeline(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), self.v_stages, Int32(0)),
-            Pipeline(storage.rope_full.data_ptr(), storage.rope_empty.data_ptr(), self.rope_stages, Int32(0)),
-            storage.valid_mask.get_tensor(cute.make_layout((MASK_WORDS, self.rope_stages))),
-            WorkTileRing.of(storage),
+            v=Pipeline(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), self.v_stages, Int32(0)),
+            rope=Pipeline(storage.rope_full.data_ptr(), storage.rope_empty.data_ptr(), self.rope_stages, Int32(0)),
+            valid_mask=storage.valid_mask.get_tensor(cute.make_layout((MASK_WORDS, self.rope_stages))),
+            work=WorkTileRing.of(storage),
         )
 
     def tensor_storage(self) -> dict[str, Any]:

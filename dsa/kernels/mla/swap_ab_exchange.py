@@ -52,20 +52,20 @@ class Thread:
 
 @dataclass(frozen=True)
 class SwapAbExchange:
-    """q          Q [heads, channels]
-    p          P^T [heads, TILE_N, P_STAGES], and p_pipeline, its barriers
-    rescale    [heads, P_STAGES]: what the columns of O^T are multiplied by before a tile, if rescaled [P_STAGES] is
-    not 0
-    inverse    [heads]: what O^T is multiplied by at the end of a work tile; end: its pipeline of one stage
-    order      barriers, one a stage: each score warpgroup's turn to look at the maxima and change them
-    by_warp    [heads, score warps]: their columns' maxima, or sums
-    row_max    [heads]: what P is relative to, in powers of two (NO_MAX while there is none)
-    row_sum    [4, score threads, heads / 16]: of each, the sums of its columns over its keys
+    """q             Q [heads, channels]
+    p             P^T [heads, TILE_N, P_STAGES], and p_pipeline, its barriers
+    rescale       [heads, P_STAGES]: what the columns of O^T are multiplied by before a tile, if `rescaled` is not 0
+    rescaled      [P_STAGES]
+    inverse       [heads]: what O^T is multiplied by at the end of a work tile; `end` is its pipeline of one stage
+    order         barriers, one a stage: each score warpgroup's turn to look at the maxima and change them
+    by_warp       [heads, score warps]: their columns' maxima, or sums
+    row_max       [heads]: what P is relative to, in powers of two (NO_MAX while there is none)
+    row_sum       [4, score threads, heads / 16]: of each, the sums of its columns over its keys
 
     Of FP8 caches also:
-    q_f16      the memory of Q as f16
+    q_f16         the memory of Q as f16
     scale_tables  address of P_STAGES ScaleTables
-    q_largest  [score warps]: the largest magnitude of their part of Q, as bits of bf16
+    q_largest     [score warps]: the largest magnitude of their part of Q, as bits of bf16
     """
 
     q: cute.Tensor
@@ -129,17 +129,17 @@ class SwapAbExchangeMemory:
     @cute.jit
     def exchange(self, storage, q_layout: cute.ComposedLayout, p_layout: cute.ComposedLayout):
         exchange = SwapAbExchange(
-            storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
-            storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner),
-            Pipeline(storage.p_full.data_ptr(), storage.p_empty.data_ptr(), P_STAGES, Int32(0)),
-            storage.rescale.get_tensor(cute.make_layout((self.head_tile, P_STAGES))),
-            storage.rescaled.get_tensor(cute.make_layout(P_STAGES)),
-            storage.inverse.get_tensor(cute.make_layout(self.head_tile)),
-            Pipeline(storage.end_full.data_ptr(), storage.end_empty.data_ptr(), 1, Int32(0)),
-            storage.order.data_ptr(),
-            storage.by_warp.get_tensor(cute.make_layout((self.head_tile, 4 * self.score_warpgroups))),
-            storage.row_max.get_tensor(cute.make_layout(self.head_tile)),
-            storage.row_sum.get_tensor(
+            q=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
+            p=storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner),
+            p_pipeline=Pipeline(storage.p_full.data_ptr(), storage.p_empty.data_ptr(), P_STAGES, Int32(0)),
+            rescale=storage.rescale.get_tensor(cute.make_layout((self.head_tile, P_STAGES))),
+            rescaled=storage.rescaled.get_tensor(cute.make_layout(P_STAGES)),
+            inverse=storage.inverse.get_tensor(cute.make_layout(self.head_tile)),
+            end=Pipeline(storage.end_full.data_ptr(), storage.end_empty.data_ptr(), 1, Int32(0)),
+            order=storage.order.data_ptr(),
+            by_warp=storage.by_warp.get_tensor(cute.make_layout((self.head_tile, 4 * self.score_warpgroups))),
+            row_max=storage.row_max.get_tensor(cute.make_layout(self.head_tile)),
+            row_sum=storage.row_sum.get_tensor(
                 cute.make_layout(self.row_sum_shape, stride=(1, 4, 512 * self.score_warpgroups))
             ),
         )
