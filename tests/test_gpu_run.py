@@ -81,3 +81,28 @@ def test_what_the_environment_must_not_choose(monkeypatch, capsys):
         run.main(["--commit", "5c525c2"])
     assert "--commit: must be" in capsys.readouterr().err
     assert not set(run.UNSET) & set(run.os.environ)
+
+
+def test_every_kernel_of_an_entry_is_compiled_first(monkeypatch):
+    compiled = []
+
+    class InThisProcess:
+        def __init__(self, mp_context):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def submit(self, function, *arguments):
+            compiled.append(arguments[0].__name__)
+            future = run.concurrent.futures.Future()
+            future.set_result(None)
+            return future
+
+    monkeypatch.setattr(run.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    run.compile_all(["rms_norm", "kv_cache", "fuzz"], "sm_90")
+    kernels = {"compile_rms_norm", "compile_write_kv_cache", "compile_read_kv_cache", "compile_write_mla_cache"}
+    assert set(compiled) == kernels
