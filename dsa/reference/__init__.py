@@ -31,12 +31,10 @@ from dsa.reference.mla.sliding_window_decode import sliding_window_decode
 from dsa.reference.mla.window_indices import window_indices, window_slots
 from dsa.reference.moe.combine_experts import combine_experts
 from dsa.reference.moe.expert_routing import moe_gate, sort_by_expert
-from dsa.reference.training.indexer_training import (
-    indexer_topk,
-    indexer_warmup_attention,
-    sparse_indexer_loss,
-    sparse_mla_attention,
-)
+from dsa.reference.training.indexer_topk import indexer_topk
+from dsa.reference.training.indexer_warmup_attention import indexer_warmup_attention
+from dsa.reference.training.sparse_indexer_loss import sparse_indexer_loss
+from dsa.reference.training.sparse_mla_attention import sparse_mla_attention
 
 __all__ = [
     "FlashMLASchedMeta",

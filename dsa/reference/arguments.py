@@ -315,9 +315,10 @@ def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: 
     """A tensor's dtype beside that of the one that it must be like."""
     if value.dtype == other.dtype or value.dtype in spec.besides or (spec.mixed and other.dtype == torch.float32):
         return
-    if not spec.besides:
+    besides = [dtype for dtype in spec.besides if dtype != other.dtype]
+    if not besides:
         check_same_dtype((like, other), **{name: value})
-    own, got, *besides = (str(dtype).removeprefix("torch.") for dtype in (other.dtype, value.dtype, *spec.besides))
+    own, got, *besides = (str(dtype).removeprefix("torch.") for dtype in (other.dtype, value.dtype, *besides))
     raise ValueError(f"{name}: dtype must be {like}'s {own} or {' or '.join(besides)}, got {got}")
 
 

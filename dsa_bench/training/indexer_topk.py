@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import indexer_topk as reference
 from dsa_bench.harness.case import Case
 
 # sequences, their length, index heads, di, selected keys: V3.2's, a long one, and a small model's

@@ -8,7 +8,7 @@ import torch
 
 import dsa
 from dsa.ops.training._packed_attention import flash_backward
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import indexer_warmup_attention as reference
 from dsa.testing import assert_close
 from dsa_bench.harness.case import Call, Case
 

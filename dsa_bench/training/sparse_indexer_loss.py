@@ -6,7 +6,7 @@ import torch
 
 import dsa
 from dsa.ops.training import sparse_indexer_loss as op
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import sparse_indexer_loss as reference
 from dsa.testing import assert_close, bf16_gemm_rate
 from dsa_bench.harness.case import Call, Case
 

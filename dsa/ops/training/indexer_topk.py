@@ -1,14 +1,15 @@
 """What training's sparse stage attends to: each query's best keys by scores that are not quantised."""
 
+from types import ModuleType
+
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import INDEX_CHANNELS, K_TILE, MAX_INDEX_HEADS, Q_TILE
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
 from dsa.ops.indexer.topk_indices import MAX_K, topk_indices
 from dsa.ops.training._indexer_gradient import active_shape, index_scores
 from dsa.ops.training._warmup_sum import LEAST_WORKSPACE, Indexer, Plan, make_plan
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import indexer_topk as reference
 
 __all__ = ["indexer_topk"]
 
@@ -41,19 +42,44 @@ def indexer_topk(
     or a chunk's least. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    tensors = q_idx, k_idx, w_idx
     bounds = cu_seqlens_q, cu_seqlens_k
-    arguments = *tensors, top_k, *bounds, max_seqlen_q, max_seqlen_k, causal
-    reference.check_indexer_topk(*arguments)
-    if q_idx.dtype != torch.bfloat16:
-        backends.note_reference_only(f"indexer_topk in {dtype_name(q_idx.dtype)}", q_idx)
-        return reference.indexer_topk(*arguments)
-    if not backends.runs_kernel("indexer_topk", q_idx):
-        return reference.indexer_topk(*arguments)
-    _check_kernel_takes(q_idx, top_k)
-    sequences = *(x.contiguous() for x in bounds), max_seqlen_q, max_seqlen_k
+    return _indexer_topk(q_idx, k_idx, w_idx, top_k, *bounds, max_seqlen_q, max_seqlen_k, causal)
+
+
+def _check_limits(q_idx: torch.Tensor, k_idx: torch.Tensor, w_idx: torch.Tensor, top_k: int, *_: object) -> None:
+    if q_idx.shape[2] not in INDEX_CHANNELS:
+        raise ValueError(
+            f"q_idx: the Hopper kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}"
+        )
+    if not 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS:
+        raise ValueError(f"q_idx: the Hopper kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
+    if top_k > MAX_K:
+        raise ValueError(f"top_k: the Hopper kernel takes up to {MAX_K}, got {top_k}")
+
+
+@op(
+    arguments=reference.INDEXER_TOPK,
+    reference=reference.indexer_topk,
+    kernels={"sm_90": ("dsa.kernels.training.q_tile_plan_sm90", "dsa.kernels.training.indexer_scores_sm90")},
+    limits=_check_limits,
+    autograd=True,
+    dtypes=(torch.bfloat16,),
+)
+def _indexer_topk(
+    kernels: tuple[ModuleType, ...],
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    top_k: int,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+) -> torch.Tensor:
+    sequences = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k
     plan, _ = make_plan(sequences, len(q_idx), len(k_idx), causal)
-    return _select(Indexer.of(*(x.detach() for x in tensors)), plan, top_k)
+    return _select(Indexer.of(*(x.detach() for x in (q_idx, k_idx, w_idx))), plan, top_k)
 
 
 def _select(indexer: Indexer, plan: Plan, top_k: int) -> torch.Tensor:
@@ -82,14 +108,3 @@ def _select(indexer: Indexer, plan: Plan, top_k: int) -> torch.Tensor:
         indices = torch.where(indices < 0, indices, indices + first_key.expand(-1, Q_TILE).reshape(-1, 1))
         found[torch.where(there, first_query + row, queries).flatten().long()] = indices
     return found[:queries, None]
-
-
-def _check_kernel_takes(q_idx: torch.Tensor, top_k: int) -> None:
-    if q_idx.shape[2] not in INDEX_CHANNELS:
-        raise ValueError(
-            f"q_idx: the Hopper kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}"
-        )
-    if not 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS:
-        raise ValueError(f"q_idx: the Hopper kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
-    if top_k > MAX_K:
-        raise ValueError(f"top_k: the Hopper kernel takes up to {MAX_K}, got {top_k}")

@@ -1,22 +1,22 @@
 """The indexer's warm-up: dense attention, and the loss that makes the indexer follow it, with its gradients."""
 
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import (
     DENSE_CHANNELS,
     INDEX_CHANNELS,
     MAX_INDEX_HEADS,
 )
-from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
+from dsa.ops.declaration import op
 from dsa.ops.training._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.ops.training._warmup_per_head import per_head_backward, per_head_forward
 from dsa.ops.training._warmup_sum import Indexer, Plan, key_tiles_of, losses, make_plan, workspace
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import indexer_warmup_attention as reference
 
 __all__ = ["indexer_warmup_attention"]
 
@@ -70,17 +70,7 @@ def indexer_warmup_attention(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1; "per_head" is tl-dsa-warmup-lightning-indexer's.
     """
     tensors = q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k
-    rest = max_seqlen_q, max_seqlen_k, softmax_scale, causal, target
-    reference.check_warmup(*tensors, *rest)
-    if q.dtype != torch.bfloat16:
-        backends.note_reference_only(f"indexer_warmup_attention in {dtype_name(q.dtype)}", q)
-        return reference.indexer_warmup_attention(*tensors, *rest)
-    if not backends.runs_kernel("indexer_warmup_attention", q):
-        return reference.indexer_warmup_attention(*tensors, *rest)
-    _check_kernel_takes(q, k, v, q_idx, softmax_scale, target)
-    sequences = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k
-    loss = _PerHead if target == "per_head" else _Sum
-    return loss.apply(q, k, v, q_idx, k_idx, w_idx, sequences, float(softmax_scale), causal)
+    return _indexer_warmup_attention(*tensors, max_seqlen_q, max_seqlen_k, softmax_scale, causal, target)
 
 
 class _Warmup(torch.autograd.Function):
@@ -210,8 +200,20 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.
     return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 
-def _check_kernel_takes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_idx: torch.Tensor, softmax_scale: float, target: str
+def _check_limits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    target: str,
 ) -> None:
     if (q.shape[2], v.shape[2]) not in CHANNELS:
         raise ValueError(
@@ -231,5 +233,50 @@ def _check_kernel_takes(
     if (q.shape[2], v.shape[2]) == ABSORBED:
         if k.shape[1] != 1:
             raise ValueError(f"k: the Hopper kernel takes one head of {ABSORBED[0]} channels, got {k.shape[1]}")
+
+
+@op(
+    arguments=reference.INDEXER_WARMUP_ATTENTION,
+    reference=reference.indexer_warmup_attention,
+    kernels={
+        "sm_90": (
+            "dsa.kernels.training.attention_forward_sm90",
+            "dsa.kernels.training.q_tile_plan_sm90",
+            "dsa.kernels.training.indexer_scores_sm90",
+            "dsa.kernels.training.indexer_query_grad_sm90",
+            "dsa.kernels.training.indexer_key_grad_sm90",
+            "dsa.kernels.training.warmup_target_sm90",
+            "dsa.kernels.training.warmup_rows_sm90",
+            "dsa.kernels.training.per_head_kl_sm90",
+            "dsa.kernels.training.per_head_gradient_sm90",
+            "dsa.kernels.training.per_head_key_sum_sm90",
+            "dsa.kernels.training.uncovered_rows_sm90",
+        )
+    },
+    limits=_check_limits,
+    autograd=True,
+    dtypes=(torch.bfloat16,),
+)
+def _indexer_warmup_attention(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    target: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # Whose memory v is, a remembered call does not say.
+    if (q.shape[2], v.shape[2]) == ABSORBED:
         if len(v) and (v.data_ptr() != k.data_ptr() or v.stride(0) != k.stride(0)):
             raise ValueError(f"v: the Hopper kernel takes k[..., :{ABSORBED[1]}] for keys of {ABSORBED[0]} channels")
+    sequences = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k
+    loss = _PerHead if target == "per_head" else _Sum
+    return loss.apply(q, k, v, q_idx, k_idx, w_idx, sequences, float(softmax_scale), causal)

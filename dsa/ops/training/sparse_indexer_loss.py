@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
@@ -17,9 +18,10 @@ from dsa.kernels.training.limits import (
     SPARSE_KEY_TILE,
 )
 from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.declaration import op
 from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import sparse_indexer_loss as reference
 
 __all__ = ["sparse_indexer_loss"]
 
@@ -62,17 +64,7 @@ def sparse_indexer_loss(
     CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
-    arguments = (q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)
-    if isinstance(q, torch.Tensor) and q.dtype != torch.bfloat16:
-        backends.note_reference_only(f"sparse_indexer_loss in {str(q.dtype).removeprefix('torch.')}", q)
-        return reference.sparse_indexer_loss(*arguments, deterministic)
-    reference.check_sparse_loss(*arguments, deterministic)
-    if not backends.runs_kernel("sparse_indexer_loss", q):
-        return reference.sparse_indexer_loss(*arguments)
-    _check_kernel_takes(q, kv, q_idx, k_idx, indices, softmax_scale, lse)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    return _Loss.apply(*arguments, deterministic)
+    return _sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)
 
 
 class _Loss(torch.autograd.Function):
@@ -110,7 +102,8 @@ def forward(
         lse = flash_mla_sparse_fwd(q, kv, indices, softmax_scale)[2]
     else:
         lse = lse.float().T
-    launch = _forward_kernel(q.shape[2], -(-q.shape[1] // SPARSE_HEAD_TILE), q_idx.shape[2])
+    kernels, _ = _sparse_indexer_loss.modules(backends.arch_of(q.device))
+    launch = _forward_kernel(kernels, q.shape[2], -(-q.shape[1] // SPARSE_HEAD_TILE), q_idx.shape[2])
     with backends.on_device(q):
         launch(
             *(_rows(q), rows_at_16_bytes(kv[:, 0]), _rows(q_idx), rows_at_16_bytes(k_idx), w_idx.float()),
@@ -140,7 +133,8 @@ def backward(
     fixed_scale = inverse = None
     if deterministic:
         fixed_scale, inverse = _fixed_scale(q_idx, weights, grad, d_scores, indices.numel())
-    launch = _backward_kernel(q_idx.shape[2], deterministic)
+    _, kernels = _sparse_indexer_loss.modules(backends.arch_of(q_idx.device))
+    launch = _backward_kernel(kernels, q_idx.shape[2], deterministic)
     with backends.on_device(q_idx):
         launch(
             *(
@@ -177,7 +171,21 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().clone() if aligned is None else aligned
 
 
-def _check_kernel_takes(q, kv, q_idx, k_idx, indices, softmax_scale, lse) -> None:
+def _either(numbers: tuple[int, ...]) -> str:
+    return " or ".join(map(str, numbers))
+
+
+def _check_limits(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    lse: torch.Tensor | None,
+    deterministic: bool | None,
+) -> None:
     limits = (
         ("q", q, f"d = {_either(MLA_CHANNELS)}", q.shape[2] in MLA_CHANNELS),
         ("q", q, f"at most {MAX_SPARSE_HEADS} heads", q.shape[1] <= MAX_SPARSE_HEADS),
@@ -190,27 +198,43 @@ def _check_kernel_takes(q, kv, q_idx, k_idx, indices, softmax_scale, lse) -> Non
             raise ValueError(f"{name}: the Hopper kernel takes {taken}, got shape {list(x.shape)}")
     if not math.isfinite(softmax_scale) or (lse is None and softmax_scale <= 0):
         raise ValueError(f"softmax_scale: must be a finite number, without lse above 0, got {softmax_scale}")
-    for name, x in (("kv", kv), ("k_idx", k_idx)):
-        if x.numel() and rows_at_16_bytes(x) is None:
-            raise ValueError(
-                f"{name}: channels must be contiguous and keys start at multiples of 16 bytes, got strides "
-                f"{list(x.stride())} and an address {x.data_ptr() % 16} bytes past one"
-            )
 
 
-def _either(numbers: tuple[int, ...]) -> str:
-    return " or ".join(map(str, numbers))
+@op(
+    arguments=reference.SPARSE_INDEXER_LOSS,
+    reference=reference.sparse_indexer_loss,
+    kernels={
+        "sm_90": (
+            "dsa.kernels.training.sparse_indexer_target_sm90",
+            "dsa.kernels.training.sparse_indexer_grad_sm90",
+        )
+    },
+    limits=_check_limits,
+    autograd=True,
+    dtypes=(torch.bfloat16,),
+)
+def _sparse_indexer_loss(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    lse: torch.Tensor | None,
+    deterministic: bool | None,
+) -> torch.Tensor:
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return _Loss.apply(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)
 
 
 @functools.cache
-def _forward_kernel(dim: int, row_tiles: int, index_dim: int) -> Callable[..., None]:
-    from dsa.kernels.training.sparse_indexer_target_sm90 import compile_sparse_indexer_target
-
-    return compile_sparse_indexer_target(dim, row_tiles, index_dim)
+def _forward_kernel(kernels: ModuleType, dim: int, row_tiles: int, index_dim: int) -> Callable[..., None]:
+    return kernels.compile_sparse_indexer_target(dim, row_tiles, index_dim)
 
 
 @functools.cache
-def _backward_kernel(index_dim: int, fixed_point: bool) -> Callable[..., None]:
-    from dsa.kernels.training.sparse_indexer_grad_sm90 import compile_sparse_indexer_grad
-
-    return compile_sparse_indexer_grad(index_dim, fixed_point)
+def _backward_kernel(kernels: ModuleType, index_dim: int, fixed_point: bool) -> Callable[..., None]:
+    return kernels.compile_sparse_indexer_grad(index_dim, fixed_point)

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
@@ -16,9 +17,10 @@ from dsa.kernels.training.limits import (
 )
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
+from dsa.ops.declaration import op
 from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import sparse_mla_attention as reference
 
 __all__ = ["sparse_mla_attention"]
 
@@ -58,15 +60,7 @@ def sparse_mla_attention(
     safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
-    arguments = (q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
-    reference.check_sparse_attention(*arguments)
-    if q.dtype not in DTYPES:
-        backends.note_reference_only(f"sparse_mla_attention in {dtype_name(q.dtype)}", q)
-        return reference.sparse_mla_attention(*arguments)
-    if not backends.runs_kernel("sparse_mla_attention", q):
-        return reference.sparse_mla_attention(*arguments)
-    _check_kernel_takes(q, softmax_scale, d_v)
-    return _SparseMlaAttention.apply(*arguments)
+    return _sparse_mla_attention(q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
 
 
 class _SparseMlaAttention(torch.autograd.Function):
@@ -119,12 +113,13 @@ def gradients(
     name, sms = dtype_name(q.dtype), backends.num_sms(q.device)
     scale = float(scale)
     scales = (scale, scale * math.log2(math.e))
+    kernels, sum_kernels = _sparse_mla_attention.modules(backends.arch_of(q.device))
     with backends.on_device(q):
-        _inputs_kernel(name, sink is not None, dlse is not None)(
+        _inputs_kernel(sum_kernels, name, sink is not None, dlse is not None)(
             *(out, dout, lse, None if dlse is None else dlse.float()),
             *(None if sink is None else sink.float(), scale, head_terms, shares),
         )
-        launch = _kernel(name, dim, deterministic)
+        launch = _backward_kernel(kernels, name, dim, deterministic)
         if deterministic:
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
             most = -(-sms // head_tiles)  # queries at a time: a work tile for each multiprocessor
@@ -136,14 +131,14 @@ def gradients(
                 of_part = q[part], rows, dout[part], head_terms[part], topk_indices[part], dq[part], found
                 launch(*of_part, counters[n], *scales, ctas)
                 order, bounds = _lists(topk_indices[part], keys, head_tiles * key_tiles * SPARSE_KEY_TILE)
-                _sum_kernel(dim)(found, order, bounds, head_tiles, key_tiles * SPARSE_KEY_TILE, sums)
+                _sum_kernel(sum_kernels, dim)(found, order, bounds, head_tiles, key_tiles * SPARSE_KEY_TILE, sums)
         else:
             ctas = min(sms, tokens * head_tiles)
             # Behind the keys a row for each CTA, to which it adds what is no key.
             sums = q.new_zeros(keys + ctas, dim, dtype=torch.float32)
             counter = torch.zeros(1, dtype=torch.int32, device=q.device)
             launch(q, rows, dout, head_terms, topk_indices, dq, sums, counter, *scales, ctas)
-        _reorder_kernel(name, dim)(sums, dkv.squeeze(1))
+        _reorder_kernel(sum_kernels, name, dim)(sums, dkv.squeeze(1))
     return dq, dkv, None if sink is None else shares.sum(0).to(sink.dtype)
 
 
@@ -158,7 +153,9 @@ def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor,
     return (order // top_k * stride + order % top_k).int(), bounds
 
 
-def _check_kernel_takes(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
+def _check_limits(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, softmax_scale: float, d_v: int, *_: object
+) -> None:
     if q.shape[2] not in MLA_CHANNELS:
         raise ValueError(
             f"q: the Hopper kernel takes d = {' or '.join(map(str, MLA_CHANNELS))}, got shape {list(q.shape)}"
@@ -169,29 +166,47 @@ def _check_kernel_takes(q: torch.Tensor, softmax_scale: float, d_v: int) -> None
         raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {softmax_scale}")
 
 
+@op(
+    arguments=reference.SPARSE_MLA_ATTENTION,
+    reference=reference.sparse_mla_attention,
+    kernels={
+        "sm_90": (
+            "dsa.kernels.training.sparse_mla_backward_sm90",
+            "dsa.kernels.training.sparse_mla_backward_sums_sm90",
+        )
+    },
+    limits=_check_limits,
+    autograd=True,
+    dtypes=DTYPES,
+)
+def _sparse_mla_attention(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    d_v: int,
+    attn_sink: torch.Tensor | None,
+    deterministic: bool | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _SparseMlaAttention.apply(q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
+
+
 @functools.cache
-def _kernel(dtype: str, dim: int, ordered: bool) -> Callable[..., None]:
-    from dsa.kernels.training.sparse_mla_backward_sm90 import compile_sparse_mla_backward
-
-    return compile_sparse_mla_backward(dtype, dim, ordered)
+def _backward_kernel(kernels: ModuleType, dtype: str, dim: int, ordered: bool) -> Callable[..., None]:
+    return kernels.compile_sparse_mla_backward(dtype, dim, ordered)
 
 
 @functools.cache
-def _inputs_kernel(dtype: str, sink: bool, lse_grad: bool) -> Callable[..., None]:
-    from dsa.kernels.training.sparse_mla_backward_sums_sm90 import compile_backward_inputs
-
-    return compile_backward_inputs(dtype, sink, lse_grad)
+def _inputs_kernel(kernels: ModuleType, dtype: str, sink: bool, lse_grad: bool) -> Callable[..., None]:
+    return kernels.compile_backward_inputs(dtype, sink, lse_grad)
 
 
 @functools.cache
-def _reorder_kernel(dtype: str, dim: int) -> Callable[..., None]:
-    from dsa.kernels.training.sparse_mla_backward_sums_sm90 import compile_reorder_sums
-
-    return compile_reorder_sums(dtype, dim)
+def _reorder_kernel(kernels: ModuleType, dtype: str, dim: int) -> Callable[..., None]:
+    return kernels.compile_reorder_sums(dtype, dim)
 
 
 @functools.cache
-def _sum_kernel(dim: int) -> Callable[..., None]:
-    from dsa.kernels.training.sparse_mla_backward_sums_sm90 import compile_sum_lists
-
-    return compile_sum_lists(dim)
+def _sum_kernel(kernels: ModuleType, dim: int) -> Callable[..., None]:
+    return kernels.compile_sum_lists(dim)

@@ -5,8 +5,6 @@ A key's value is its first d_v numbers. An empty row has output 0, LSE +inf and 
 
 import torch
 
-from dsa.reference.checks import check_positive
-
 # Numbers in the largest gathered [queries, K, D] tensor: 256 MiB of fp32.
 _CHUNK = 2**26
 
@@ -46,13 +44,6 @@ def gather_attend(
         parts.append(attend(q_part, padded[torch.where(valid, index, keys)], valid, scale, d_v))
     out, lse, max_logits = (torch.cat(x) for x in zip(*parts))
     return out, lse, max_logits
-
-
-def check_value_dim(name: str, d_v: int, d: int) -> None:
-    """d_v, the argument `name`, counts numbers of a key of d, which queries have too."""
-    check_positive(name, d_v)
-    if d_v > d:
-        raise ValueError(f"{name}: must be at most d = {d}, got {d_v} (sizes as of q)")
 
 
 def apply_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:

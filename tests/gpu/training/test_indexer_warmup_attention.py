@@ -6,7 +6,7 @@ import torch
 import dsa
 from dsa.ops.training import _packed_attention
 from dsa.ops.training._warmup_sum import make_plan
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import indexer_warmup_attention as reference
 from dsa.testing import poison_free_memory
 
 LENGTHS = [(300, 300), (0, 5), (513, 513), (1, 1), (128, 128), (5, 200), (300, 3), (7, 0), (129, 129)]

@@ -5,7 +5,7 @@ import torch
 
 from dsa.ops.training import _warmup_per_head as bridge
 from dsa.ops.training._warmup_per_head import per_head_backward, per_head_forward
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import indexer_warmup_attention as reference
 from dsa.testing import poison_free_memory
 
 DIMS = [(64, 64), (64, 128), (128, 64), (128, 128), (192, 64), (192, 128)]

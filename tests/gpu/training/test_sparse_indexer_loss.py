@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dsa
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import sparse_indexer_loss as reference
 from dsa.testing import poison_free_memory
 
 NAN, INF = math.nan, math.inf

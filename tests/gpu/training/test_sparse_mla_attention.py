@@ -7,7 +7,8 @@ import torch
 
 import dsa
 from dsa.ops.training import sparse_mla_attention as op
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import masked_softmax as shared
+from dsa.reference.training import sparse_mla_attention as reference
 from dsa.testing import poison_free_memory
 
 D_V, TILE = 512, 64
@@ -49,10 +50,10 @@ def distance(x, y):
 
 def rounded_reference(q, kv, indices, scale, d_v, sink=None):
     """The reference with the weights rounded to q's dtype before they are multiplied, as every 16-bit attention."""
-    index, valid = reference._selected(indices, len(kv))
-    rows = reference._rows(kv[:, 0], index)
+    index, valid = shared.selected(indices, len(kv))
+    rows = shared.rows_of(kv[:, 0], index)
     logits = scale * torch.einsum("thd,tjd->htj", q.float(), rows.float())
-    weights, lse = reference._masked_softmax(logits, valid)
+    weights, lse = shared.masked_softmax(logits, valid)
     if sink is not None:
         share = torch.sigmoid(lse.T - sink.float())
         weights = weights * share.masked_fill(lse.T == torch.inf, 0.0).T[..., None]

@@ -46,8 +46,8 @@ def scores_of(q, minus_k, w, q_tiles, scores, active):
 
 
 @pytest.fixture
-def tiles(monkeypatch):
-    monkeypatch.setattr(op.backends, "runs_kernel", lambda name, *_: name == "indexer_topk")
+def tiles(kernel_path, monkeypatch):
+    monkeypatch.setattr(backends, "runs_kernel", lambda name, *_: name == "indexer_topk")
     monkeypatch.setattr(op, "make_plan", plan_of)
     monkeypatch.setattr(op, "index_scores", scores_of)
 
@@ -59,7 +59,7 @@ def test_tiles_give_the_references_topk_indices(tiles, monkeypatch, causal, head
     arguments = inputs(heads=heads)
     monkeypatch.setattr(op, "LEAST_WORKSPACE", q_tiles_a_chunk * 4 * 128 * 128 * 9)
     got = dsa.indexer_topk(*arguments, causal)
-    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: False)
+    monkeypatch.setattr(backends, "runs_kernel", lambda *_: False)
     assert torch.equal(got, dsa.indexer_topk(*arguments, causal))
 
 
@@ -96,7 +96,7 @@ def test_other_dtypes_are_told_of_on_hopper(monkeypatch):
     ("place", "value", "message"),
     [
         (1, torch.randn(1005, 64), "k_idx: dtype must be q_idx's bfloat16, got float32"),
-        (2, torch.randn(635, 8).half(), "w_idx: dtype must be float32 or q_idx's bfloat16, got float16"),
+        (2, torch.randn(635, 8).half(), "w_idx: dtype must be q_idx's bfloat16 or float32, got float16"),
         (3, 5000, "top_k: the Hopper kernel takes up to 4096, got 5000"),
         (3, 0, "top_k: "),
         (0, torch.randn(635, 65, 64).bfloat16(), "q_idx: the Hopper kernel takes 1 to 64 heads, got 65"),

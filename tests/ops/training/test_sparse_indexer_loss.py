@@ -1,6 +1,5 @@
 """The bridge of the sparse stage's loss, on the CPU: dispatch, what it launches, gradients, and errors with a name."""
 
-import contextlib
 import math
 import warnings
 
@@ -11,7 +10,7 @@ import dsa
 from dsa import backends
 from dsa.kernels.training import limits, sparse_indexer_grad_sm90, sparse_indexer_target_sm90
 from dsa.ops.training import sparse_indexer_loss as op
-from dsa.reference.training import indexer_training as reference
+from dsa.reference.training import sparse_indexer_loss as reference
 
 
 def inputs(queries=5, heads=20, d=576, keys=30, k=70, index_heads=8, di=64, dtype=torch.bfloat16):
@@ -22,11 +21,11 @@ def inputs(queries=5, heads=20, d=576, keys=30, k=70, index_heads=8, di=64, dtyp
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(kernel_path, monkeypatch):
     """The bridge goes the kernels' way; what it would launch is listed, not run: loss 1, gradients of ones."""
     found = []
 
-    def forward(*variant):
+    def forward(kernels, *variant):
         def launch(*arguments):
             found.append((variant, arguments))
             arguments[7].fill_(1.0)
@@ -34,7 +33,7 @@ def launches(monkeypatch):
 
         return launch
 
-    def backward(*variant):
+    def backward(kernels, *variant):
         def launch(*arguments):
             found.append((variant, arguments))
             for x in arguments[7:9]:
@@ -43,8 +42,6 @@ def launches(monkeypatch):
 
         return launch
 
-    monkeypatch.setattr(op.backends, "runs_kernel", lambda *_: True)
-    monkeypatch.setattr(op.backends, "on_device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(op, "_forward_kernel", forward)
     monkeypatch.setattr(op, "_backward_kernel", backward)
     monkeypatch.setattr(
@@ -182,7 +179,10 @@ def test_nothing_launches_nothing(launches):
         ({"indices": torch.zeros(5, 1, 2049, dtype=torch.int32)}, "indices: .* at most 2048 keys of a query"),
         ({"softmax_scale": math.inf}, "softmax_scale: must be finite in fp32, got inf"),
         ({"softmax_scale": 0.0}, "softmax_scale: must be a finite number, without lse above 0, got 0.0"),
-        ({"k_idx": torch.zeros(30, 65)[:, :64].bfloat16().T.contiguous().T}, "k_idx: channels must be contiguous"),
+        (
+            {"k_idx": torch.zeros(30, 65)[:, :64].bfloat16().T.contiguous().T},
+            "k_idx: the last dimension must be contiguous",
+        ),
         ({"lse": torch.zeros(5, 20)}, r"lse: shape must be \[20, 5\], got \[5, 20\]"),
     ],
 )

@@ -1,9 +1,9 @@
-"""The indexer's losses in float64: gradients by finite differences, the formulas in words, and the odd cases."""
+"""The warm-up's loss in float64: gradients by finite differences, the formula in words, and the odd cases."""
 
 import pytest
 import torch
 
-from dsa.reference.training.indexer_training import indexer_warmup_attention, sparse_indexer_loss, sparse_mla_attention
+from dsa.reference import indexer_warmup_attention
 
 F64 = torch.float64
 
@@ -103,76 +103,12 @@ def test_warmup_edges():
     assert kl.isfinite().all() and (kl <= torch.arange(1, 5).log() + 1e-5).all() and kl[0] == 0
 
 
-def sparse_inputs(tokens=5, keys=7, heads=3, index_heads=2, d=6, di=4):
-    torch.manual_seed(1)
-    shapes = (tokens, heads, d), (keys, 1, d), (tokens, index_heads, di), (keys, di), (tokens, index_heads)
-    indices = torch.stack([torch.randperm(keys)[:4] for _ in range(tokens)]).int()[:, None]
-    indices[1, 0, 2:], indices[2] = -1, -1
-    indices[3, 0, 0] = keys
-    return [torch.randn(*shape, dtype=F64, requires_grad=True) for shape in shapes], indices
-
-
-@pytest.mark.parametrize("sink", [False, True])
-def test_sparse_attention_gradients(sink):
-    (q, kv, *_), indices = sparse_inputs()
-    sinks = (torch.randn(3, dtype=F64, requires_grad=True),) if sink else ()
-
-    def run(q, kv, *sink):
-        out, lse = sparse_mla_attention(q, kv, indices, 0.4, 4, *sink)
-        return out, lse.masked_fill(lse == torch.inf, 0.0)
-
-    assert torch.autograd.gradcheck(run, (q, kv, *sinks))
-    out, lse = sparse_mla_attention(q, kv, indices, 0.4, 4, *sinks)
-    assert (out[2] == 0).all() and (lse[:, 2] == torch.inf).all()
-    seen = indices[1, 0, :2].long()
-    logits = 0.4 * kv[seen, 0] @ q[1, 0]
-    whole = torch.cat((logits, sinks[0][:1])) if sink else logits
-    assert torch.allclose(out[1, 0], whole.softmax(0)[:2] @ kv[seen, 0, :4])
-
-
-def test_what_no_index_names_reaches_nothing():
-    """NaN in the first row, where an index that is no key might look; and no rows at all."""
-    (q, kv, q_idx, k_idx, w_idx), indices = sparse_inputs()
-    indices[indices == 0] = -1
-    kv, k_idx = (x.detach().index_fill(0, torch.tensor(0), torch.nan) for x in (kv, k_idx))
-    for results in (
-        sparse_mla_attention(q, kv, indices, 0.4, 4),
-        [sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, 0.4)],
-    ):
-        assert not any(x.isnan().any() for x in results)
-    out, lse = sparse_mla_attention(q, kv[:0], indices, 0.4, 4)
-    assert not out.any() and lse.eq(torch.inf).all()
-    assert not sparse_indexer_loss(q, kv[:0], q_idx, k_idx[:0], w_idx, indices, 0.4).any()
-
-
 @pytest.mark.parametrize("target", ["sum", "per_head"])
 def test_warmup_without_sequences(target):
     tensors, _ = warmup_inputs([0], [0], index_heads=4)
     nothing = torch.zeros(1, dtype=torch.int32)
     out, lse, kl = indexer_warmup_attention(*tensors, nothing, nothing, 0, 0, 0.5, True, target)
     assert out.shape == (0, 4, 6) and lse.shape == (4, 0) and kl.shape == ((0,) if target == "sum" else (0, 4))
-
-
-@pytest.mark.parametrize("joint", [False, True])
-def test_sparse_loss(joint):
-    (q, kv, q_idx, k_idx, w_idx), indices = sparse_inputs()
-    lse = sparse_mla_attention(q, kv, indices, 0.4, 6)[1].detach()
-    # Heads give the selected keys e^0, e^-1 and e^-3 of their attention.
-    given = lse + torch.tensor([0.0, 1.0, 3.0], dtype=F64)[:, None] if joint else None
-
-    def run(*indexer):
-        return sparse_indexer_loss(q, kv, *indexer, indices, 0.4, given)
-
-    assert torch.autograd.gradcheck(run, (q_idx, k_idx, w_idx))
-    kl = run(q_idx, k_idx, w_idx)
-    assert kl[2] == 0 and (kl >= 0).all()
-    assert torch.autograd.grad(kl.sum(), (q, kv), allow_unused=True) == (None, None)
-    seen = indices[0, 0].long()
-    heads = torch.stack([(0.4 * kv[seen, 0] @ q[0, h]).softmax(0) for h in range(3)])
-    p = (heads * torch.tensor([[1.0], [-1.0], [-3.0]], dtype=F64).exp().index_fill(0, torch.tensor([0]), 1.0)).sum(0)
-    p = p / p.sum() if joint else heads.mean(0)
-    scores = sum(w_idx[0, j] * (k_idx[seen] @ q_idx[0, j]).clamp(min=0) for j in range(2))
-    assert torch.allclose(kl[0], (p * (p / scores.softmax(0)).log()).sum())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,37 @@
+"""The sparse stage's attention in float64: gradients by finite differences, and what no index names."""
+
+import pytest
+import torch
+
+from dsa.reference import sparse_mla_attention
+from tests.reference.training.sparse_inputs import sparse_inputs
+
+F64 = torch.float64
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_sparse_attention_gradients(sink):
+    (q, kv, *_), indices = sparse_inputs()
+    sinks = (torch.randn(3, dtype=F64, requires_grad=True),) if sink else ()
+
+    def run(q, kv, *sink):
+        out, lse = sparse_mla_attention(q, kv, indices, 0.4, 4, *sink)
+        return out, lse.masked_fill(lse == torch.inf, 0.0)
+
+    assert torch.autograd.gradcheck(run, (q, kv, *sinks))
+    out, lse = sparse_mla_attention(q, kv, indices, 0.4, 4, *sinks)
+    assert (out[2] == 0).all() and (lse[:, 2] == torch.inf).all()
+    seen = indices[1, 0, :2].long()
+    logits = 0.4 * kv[seen, 0] @ q[1, 0]
+    whole = torch.cat((logits, sinks[0][:1])) if sink else logits
+    assert torch.allclose(out[1, 0], whole.softmax(0)[:2] @ kv[seen, 0, :4])
+
+
+def test_what_no_index_names_reaches_nothing():
+    """NaN in the first row, where an index that is no key might look; and no rows at all."""
+    (q, kv, *_), indices = sparse_inputs()
+    indices[indices == 0] = -1
+    kv = kv.detach().index_fill(0, torch.tensor(0), torch.nan)
+    assert not any(x.isnan().any() for x in sparse_mla_attention(q, kv, indices, 0.4, 4))
+    out, lse = sparse_mla_attention(q, kv[:0], indices, 0.4, 4)
+    assert not out.any() and lse.eq(torch.inf).all()
