@@ -187,6 +187,7 @@ class AttentionForwardSm90:
             for atom in (loads.q, loads.k, loads.v):
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if tid == 0:
+            # Pipelines that are made here, and not where they are used, would hold their addresses in registers.
             for ring, stages in (("q", cfg.q_stages), ("k", STAGES), ("v", STAGES)):
                 for i in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(getattr(storage, f"{ring}_full").data_ptr() + i, 1)
@@ -309,10 +310,7 @@ class AttentionForwardSm90:
                 key -= KEYS
                 keys.consumer_wait(k_state)
                 self.take_turn(warpgroup)
-                cute.nvgpu.warpgroup.fence()
-                self.issue_scores(scores, rq, rk, q_state.stage, k_state.stage)
-                values.consumer_wait(v_state)
-                self.issue_sums(value_mma, sums, powers, rv, v_state.stage)
+                self.issue_products(scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values, v_state)
                 self.pass_turn(warpgroup)
                 cute.nvgpu.warpgroup.wait_group(1)
                 release(keys, k_state)
@@ -344,10 +342,7 @@ class AttentionForwardSm90:
             self.load_q(rq, shared.q, q_state.stage, warp, lane)
             self.take_turn(warpgroup)
             # Behind the last work tile these are scores of what happens to be there, which nobody reads.
-            cute.nvgpu.warpgroup.fence()
-            self.issue_scores(scores, rq, rk, q_state.stage, k_state.stage)
-            values.consumer_wait(v_state)
-            self.issue_sums(value_mma, sums, powers, rv, v_state.stage)
+            self.issue_products(scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values, v_state)
             self.pass_turn(warpgroup)
             cute.nvgpu.warpgroup.wait_group(0)
             release(values, v_state)
@@ -375,6 +370,14 @@ class AttentionForwardSm90:
                 chunk = (step % 4 * 2 + lane // 16) ^ (row % 8)
                 for i, word in enumerate(load_matrices(start + step // 4 * (self.rows * 128) + chunk * 16)):
                     words[i, step] = word
+
+    @cute.jit
+    def issue_products(self, scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values: Pipeline, v_state):
+        """Start the scores of `k_state`, and when its values are there, the product of `v_state`."""
+        cute.nvgpu.warpgroup.fence()
+        self.issue_scores(scores, rq, rk, q_state.stage, k_state.stage)
+        values.consumer_wait(v_state)
+        self.issue_sums(value_mma, sums, powers, rv, v_state.stage)
 
     @cute.jit
     def issue_scores(self, scores, rq, rk, q_stage, k_stage):
@@ -472,7 +475,7 @@ class AttentionForwardSm90:
 
 @cute.jit
 def release(pipeline: Pipeline, state: PipelineState):
-    """One arrival for the warp."""
+    """One arrival for the warp, whose lanes all make the address before one is elected."""
     barrier = pipeline.empty + state.stage
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)

@@ -99,6 +99,7 @@ def gather_chunk(target: Int32, sources, valid, chunk: cutlass.Constexpr, warp, 
 
 @cute.jit
 def release(barrier: cute.Pointer):
-    """One arrival for this warp, which has read what is behind the barrier. An elected lane's work."""
+    """One arrival for this warp, which has read what is behind the barrier. An elected lane's work; all lanes make the
+    address before, which `Pipeline.consumer_release` leaves to the elected one."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)

@@ -14,7 +14,7 @@ from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.reference.checks import check_same_device
 
 DTYPES = tuple(getattr(torch, name) for name in DENSE_DTYPES)
-LOG2E = 1.4426950408889634
+LOG2E = math.log2(math.e)
 L2_BYTES = 16 << 20  # of keys and values that are read at a time, so that they come from the L2 cache
 
 
