@@ -105,7 +105,8 @@ def check_plan(
             f"got {type(meta).__name__}"
         )
     elif not isinstance(num_splits, torch.Tensor):
-        raise TypeError(f"num_splits: must be a torch.Tensor, got {type(num_splits).__name__}")
+        got = type(num_splits).__name__
+        raise TypeError(f"num_splits: must be a torch.Tensor, got {got} (tile_scheduler_metadata is one)")
 
 
 def check_plan_tensors(
