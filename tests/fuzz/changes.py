@@ -159,7 +159,9 @@ def _stride(rng: random.Random, x: torch.Tensor, device: str) -> Change:
         changed = x.new_empty(x.numel() + 1)[1:].view(x.shape)
     else:
         dim = rng.randrange(x.dim())
-        return Change(f"expanded from its first along {dim}", x[:].narrow(dim, 0, 1).expand(x.shape), Kind.SAME)
+        # Integers that all are the first one may say what an op leaves unspecified, as rows that no weight has.
+        kind = Kind.SAME if x.is_floating_point() else Kind.CONTENTS
+        return Change(f"expanded from its first along {dim}", x[:].narrow(dim, 0, 1).expand(x.shape), kind)
     return Change(way, changed.copy_(x), Kind.SAME)
 
 
