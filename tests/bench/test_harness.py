@@ -244,7 +244,9 @@ def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, caps
     gpu = Gpu(monkeypatch, "fp8_mqa_logits")
     monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
     plan = case.load("fp8_mqa_logits").tuning()
-    only = tune.Tuning(plan.arch, plan.config_type, plan.compile_function, {"heads 8, dim 128": plan.classes["heads 8, dim 128"]})
+    only = tune.Tuning(
+        plan.arch, plan.config_type, plan.compile_function, {"heads 8, dim 128": plan.classes["heads 8, dim 128"]}
+    )
     monkeypatch.setattr(case.load("fp8_mqa_logits"), "tuning", lambda: only)
     path = tmp_path / "data.json"
     path.write_text(json.dumps({"winners": {"heads 8, dim 128": {"columns": 1}, "another": {"columns": 2}}}))

@@ -15,5 +15,6 @@ def index_scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> tor
     The arguments are not checked. Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    dots = torch.relu(q.to(dtype) @ k.to(dtype).mT)
-    return (weights.to(dtype).unsqueeze(-2) @ dots).squeeze(-2)
+    # Contiguous: how a product on a CPU rounds depends on strides.
+    q, k, weights = (x.to(dtype).contiguous() for x in (q, k, weights))
+    return (weights.unsqueeze(-2) @ torch.relu(q @ k.mT)).squeeze(-2)
