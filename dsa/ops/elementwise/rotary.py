@@ -96,6 +96,7 @@ def _reference_out(
     reference=_reference_out,
     results=lambda *_: None,
     kernels={"sm_90": "dsa.kernels.elementwise.rotary_sm90"},
+    public="apply_rotary",
 )
 def _apply_rotary_out(
     kernels: ModuleType,
