@@ -11,6 +11,7 @@ arch, and that there are any, change no digest.
 import ast
 import functools
 import hashlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -170,7 +171,13 @@ def op_module(op: str) -> str:
 
 def has_kernel(op: str, arch: str = "") -> bool:
     """Whether the op's bridge reaches a CuTe DSL kernel, for this arch or for any."""
-    return any(name.startswith("dsa.kernels.") for name in modules_used_by(op_module(op), arch=arch))
+    suffix = f"_{arch.replace('_', '')}" if arch else ""
+    return any(is_kernel(name) and name.endswith(suffix) for name in modules_used_by(op_module(op), arch=arch))
+
+
+def is_kernel(module: str) -> bool:
+    """Whether it is a kernel's module, named for its arch, and not what kernels share or their limits."""
+    return re.fullmatch(r"dsa\.kernels\.(\w+\.)*\w+_sm\d+", module) is not None
 
 
 @functools.cache
@@ -210,7 +217,7 @@ def _kernel_names(nodes: Iterable[ast.AST], package: str, arch: str) -> set[str]
         base = _base(node, package)
         for alias in node.names:
             bound, whole = alias.asname or alias.name, f"{base}.{alias.name}"
-            if base == "dsa.kernels" or base.startswith("dsa.kernels."):
+            if is_kernel(base) or is_kernel(whole):
                 found.add(bound)
             elif base.startswith("dsa.ops.") and alias.name in functions_with_kernels(base, arch):
                 found.add(bound)

@@ -47,7 +47,7 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     entry = {"bench": [prompt, BESIDE, faster, other], "device": "1 x NVIDIA H200", "date": "2026-11-23"}
     entry |= {"commit": "abc", "torch": "2.11", "dsl": "4.8"}
     receipt, doc = tmp_path / "receipt.json", tmp_path / "e2e.md"
-    receipt.write_text(json.dumps({"entries": {"e2e": entry}}))
+    receipt.write_text(json.dumps({"sm_90": {"e2e": entry}}))
     doc.write_text(f"Before.\n{document.BEGIN}\nan old table\n{document.END}\nAfter.\n")
     document.main(receipt, doc)
     text = doc.read_text()
