@@ -103,8 +103,6 @@ OF_ONE_FAMILY = {
     "shared_memory.load_byte": "an instruction beside load_4",
     "shared_memory.load_matrices_transposed": "an instruction beside load_matrices",
     "shared_memory.store_transposed": "an instruction beside store_matrices",
-    "pipeline.state_at": "a state of a pipeline, whose form is its own",
-    "pipeline.state_at_of_two": "a state of a pipeline, whose form is its own",
 }
 
 
@@ -114,12 +112,34 @@ def test_device_code_of_one_family_is_not_in_cute():
     assert OF_ONE_FAMILY.keys() <= alone.keys(), "exceptions that are none"
 
 
+def calls_of_arch(tree):
+    """The names of the instructions that a module asks for by itself, as cute.arch.NAME."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "arch":
+            yield node.attr
+
+
+# An arrival at another CTA's barrier, which a Pipeline does not know.
+OWN_BARRIERS = {"dsa/kernels/mla/mla_tiles.py": {"mbarrier_arrive"}}
+
+
+def test_kernels_wait_and_arrive_by_pipelines():
+    """What warps wait for is a Pipeline, a WorkTilePipeline or named Mbarriers of dsa.cute, and no bare address."""
+    found = {}
+    for path in sorted((ROOT / "dsa" / "kernels").glob("*/*.py")):
+        names = {name for name in calls_of_arch(ast.parse(path.read_text())) if name.startswith("mbarrier")}
+        if names := names - {"mbarrier_init_fence"}:
+            found[str(path.relative_to(ROOT))] = names
+    assert found == OWN_BARRIERS
+
+
 MOST_LINES, FEWEST_LINES = 600, 30
 # Files of fewer lines, and why they are files. Packages and limits.py are what they are.
 SHORT = {
     "dsa/cute/rounded.py": "an act of its own, of four families",
     "dsa/cute/sm90.py": "the hardware's numbers, which are read everywhere",
     "dsa/cute/wgmma.py": "an act of its own",
+    "dsa/kernels/training/tile_counter.py": "read by all dynamic persistent schedulers of the family",
     "dsa/ops/_aligned.py": "read by the bridges of every family, and by no reference",
     "dsa/ops/_tma_rows.py": "read by the bridges whose kernels load by TMA",
 }
@@ -211,3 +231,32 @@ def circle(graph):
         return found
 
     return next(filter(None, (search([name]) for name in sorted(graph))), None)
+
+
+def parts(package):
+    """{what lies directly under a package: what of that it imports, all of it together}."""
+    graph = {}
+    for path in (ROOT / package).rglob("*.py"):
+        part = ".".join(module(path).split(".")[:2])
+        found = {".".join(n.split(".")[:2]) for n in modules_imported(path) if n.startswith(f"{package}.")}
+        graph.setdefault(part, set()).update(found - {part})
+    return graph
+
+
+@pytest.mark.parametrize("package", ["dsa_layers", "dsa_bench"])
+def test_parts_of_a_package_do_not_import_one_another_in_circles(package):
+    assert circle(parts(package)) is None
+
+
+def package_of(name):
+    """The package that a module lies in; a module at the root of dsa_layers or dsa_bench stands for itself."""
+    is_package = (ROOT / name.replace(".", "/") / "__init__.py").exists()
+    return name if is_package or name.count(".") == 1 else name.rpartition(".")[0]
+
+
+def test_no_package_is_imported_by_what_it_imports():
+    graph = {}
+    for path in (p for top in ("dsa_layers", "dsa_bench") for p in (ROOT / top).rglob("*.py")):
+        own = package_of(module(path))
+        graph.setdefault(own, set()).update({package_of(name) for name in modules_imported(path)} - {own})
+    assert circle(graph) is None

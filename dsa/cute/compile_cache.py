@@ -39,12 +39,11 @@ from dsa.cute.object_file import cubin_in, write_object_file
 from dsa.cute.private_files import create_private_file, open_lock, open_private_file, path_of, private_folder
 from dsa.source_digest import source_digest
 
-ARCH = "sm_90a"
-_OPTIONS = f"--gpu-arch {ARCH} --enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
+_OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
 _ENTRY = "dsa_kernel"
 _ADVICE = "set DSA_CACHE_DIR to keep kernels from one process to the next"
-# Settings of the DSL that do not change what is compiled: _OPTIONS name the architecture, and the others say what the
-# DSL prints, and where it keeps files of its own.
+# Settings of the DSL that do not change what is compiled: `compile_for` names the arch, and the others say what the DSL
+# prints, and where it keeps files of its own.
 _HARMLESS = ("ARCH", "CACHE_DIR", "DUMP_DIR", "FILTER_STACKTRACE", "KEEP", "LOG_", "PRINT_", "SHOW_STACKTRACE")
 _compile_lock = threading.RLock()  # cute.compile is not thread-safe
 _warned: set[str] = set()
@@ -63,12 +62,17 @@ def cache_dir() -> Path | None:
         return Path(os.environ.get("TMPDIR") or "/tmp") / f"dsa-{os.geteuid()}"
 
 
-def compile_sm90(function: Callable, *args: Any) -> Any:
-    """cute.compile for sm_90a behind TVM-FFI; a kernel that spills registers does not compile.
+def compile_for(target: str, function: Callable, *args: Any) -> Any:
+    """cute.compile for a target of ptxas, as "sm_90a", behind TVM-FFI; a kernel that spills registers does not compile.
 
     Arguments are fake tensors, ints and a fake stream. The result is called with torch tensors and ints.
     """
-    return cute.compile(function, *args, options=_OPTIONS)
+    return cute.compile(function, *args, options=f"--gpu-arch {target} {_OPTIONS}")
+
+
+def compile_sm90(function: Callable, *args: Any) -> Any:
+    """`compile_for` Hopper, with the instructions that it alone has."""
+    return compile_for("sm_90a", function, *args)
 
 
 def cached(compile_function: Callable) -> Callable:

@@ -34,14 +34,21 @@ Waits are every lane's work. What arrives at a barrier (`producer_expect`, `prod
 work of one elected lane, and the whole warp must call it; where ordinary reads of the other lanes come before it,
 `cute.arch.sync_warp()` must stand between. `producer_acquire` is `producer_wait` and `producer_expect`; a warp that
 writes to the stage itself calls the first, writes, and then calls `producer_expect` or `producer_commit`. Where an
-elected lane has more to do before it arrives, its block ends with an arrival at `pipeline.producer_barrier(state)`.
+elected lane has more to do before it arrives, its block ends with `arrive(pipeline.producer_barrier(state))`, or with
+`expect_bytes` in place of `arrive`.
 Ask for `producer_barrier` at each use: a name that keeps the address over several uses may change the machine code.
+
+A stage whose data arrives in several parts, of which each can be used as soon as it is there, has `parts` full
+barriers: what concerns them takes the part's number. A consumer that is through with a stage releases all of it.
 
 A parity wait tells a phase from the one before it, not from the one before that. So whoever waits for a stage's data
 must have consumed the stage's last data itself: consumers that share a load between them need a ring each, or one that
 runs ahead takes the phase before last for the next. Such rings share one array of barriers: `pipeline.ring(i, stages)`
 is the i-th of them. Its states count its own stages, and `ring.index(state)` is the stage's number among all, by which
 it is found in shared memory. For a Pipeline that is not divided, `index(state)` is `state.stage`.
+
+What is not a ring, such as one warpgroup's word to another that it has come to some point, is an Mbarriers: barriers
+whose phases the kernel counts by itself.
 """
 
 from dataclasses import dataclass
@@ -60,8 +67,10 @@ class PipelineState(NamedTuple):
 
     @cute.jit
     def advance(self, stages) -> "PipelineState":
-        """The stage behind this one of a ring of `stages`."""
-        return PipelineState(*advance(self.stage, self.phase, stages))
+        """The stage behind this one of a ring of `stages`, by comparison: a division would put a dozen instructions
+        before every wait."""
+        wraps = self.stage == stages - 1
+        return PipelineState(0 if wraps else self.stage + 1, self.phase ^ 1 if wraps else self.phase)
 
 
 def start() -> PipelineState:
@@ -80,19 +89,12 @@ def state_at_of_two(count: Int32) -> PipelineState:
     return PipelineState(count & 1, (count >> 1) & 1)
 
 
-@cute.jit
-def advance(stage, phase, stages):
-    """The next stage and its phase, by comparison: a division would put a dozen instructions before every wait."""
-    wraps = stage == stages - 1
-    return 0 if wraps else stage + 1, phase ^ 1 if wraps else phase
-
-
-def pipeline_storage(stages: int) -> type:
+def pipeline_storage(stages: int, parts: int = 1) -> type:
     """The barriers of a ring of `stages` stages in shared memory: a field of a @cute.struct."""
 
     @cute.struct
     class PipelineStorage:
-        full: cute.struct.MemRange[Int64, stages]
+        full: cute.struct.MemRange[Int64, stages * parts]
         empty: cute.struct.MemRange[Int64, stages]
 
     return PipelineStorage
@@ -100,29 +102,33 @@ def pipeline_storage(stages: int) -> type:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A ring of `stages` stages: those from number `first` on of the barriers `full` and `empty` in shared memory."""
+    """A ring of `stages` stages: those from number `first` on of the barriers `full` and `empty` in shared memory, of
+    which a stage has `parts` full ones."""
 
     full: cute.Pointer
     empty: cute.Pointer
     stages: cutlass.Constexpr[int]
     first: Int32
+    parts: cutlass.Constexpr[int] = 1
 
     @staticmethod
-    def of(storage, stages: int) -> "Pipeline":
-        """Of what `pipeline_storage(stages)` has reserved."""
-        return Pipeline(storage.full.data_ptr(), storage.empty.data_ptr(), stages, Int32(0))
+    def of(storage, stages: int, parts: int = 1) -> "Pipeline":
+        """Of what `pipeline_storage(stages, parts)` has reserved."""
+        return Pipeline(storage.full.data_ptr(), storage.empty.data_ptr(), stages, Int32(0), parts)
 
     @cute.jit
     def init(self, consumers: cutlass.Constexpr, producers: cutlass.Constexpr = 1):
-        """Make the barriers: `producers` arrivals, and the bytes that they announce, fill a stage; the arrivals of
-        `consumers` warps empty it. One thread's work, before mbarrier_init_fence and a barrier of the CTA."""
+        """Make the barriers: `producers` arrivals, and the bytes that they announce, fill each part of a stage; the
+        arrivals of `consumers` warps empty it. One thread's work, before mbarrier_init_fence and a barrier of the
+        CTA."""
         for i in cutlass.range_constexpr(self.stages):
-            cute.arch.mbarrier_init(self.full + i, producers)
+            for part in cutlass.range_constexpr(self.parts):
+                cute.arch.mbarrier_init(self.full + (i * self.parts + part), producers)
             cute.arch.mbarrier_init(self.empty + i, consumers)
 
     def ring(self, index: Int32, stages: int) -> "Pipeline":
         """Ring number `index` of those of `stages` stages each that share these barriers."""
-        return Pipeline(self.full, self.empty, stages, index * stages)
+        return Pipeline(self.full, self.empty, stages, index * stages, self.parts)
 
     def index(self, state: PipelineState) -> Int32:
         """The number of the stage among all that share the barriers: where it is in shared memory."""
@@ -139,10 +145,10 @@ class Pipeline:
         cute.arch.mbarrier_wait(self.empty + self.index(state), state.phase ^ 1)
 
     @cute.jit
-    def producer_expect(self, state: PipelineState, size):
+    def producer_expect(self, state: PipelineState, size, part=0):
         """Announce `size` bytes of asynchronous copies to the stage, and arrive. An elected lane's work."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.full + self.index(state), size)
+            expect_bytes(self.producer_barrier(state, part), size)
 
     @cute.jit
     def producer_acquire(self, state: PipelineState, size):
@@ -151,22 +157,69 @@ class Pipeline:
         self.producer_expect(state, size)
 
     @cute.jit
-    def producer_commit(self, state: PipelineState):
+    def producer_commit(self, state: PipelineState, part=0):
         """Arrive: what this warp has written to the stage by itself is there. An elected lane's work."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.full + self.index(state))
+            arrive(self.producer_barrier(state, part))
 
-    def producer_barrier(self, state: PipelineState) -> cute.Pointer:
-        """What counts the bytes of copies to the stage."""
-        return self.full + self.index(state)
+    def producer_barrier(self, state: PipelineState, part=0) -> cute.Pointer:
+        """What counts the bytes of copies to a part of the stage."""
+        if self.parts == 1:
+            return self.full + self.index(state)
+        return self.full + (self.index(state) * self.parts + part)
 
     @cute.jit
-    def consumer_wait(self, state: PipelineState):
-        """Wait until the stage is full."""
-        cute.arch.mbarrier_wait(self.full + self.index(state), state.phase)
+    def consumer_wait(self, state: PipelineState, part=0):
+        """Wait until a part of the stage is full."""
+        cute.arch.mbarrier_wait(self.producer_barrier(state, part), state.phase)
 
     @cute.jit
     def consumer_release(self, state: PipelineState):
         """Arrive: this warp has read the stage. An elected lane's work."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + self.index(state))
+            arrive(self.consumer_barrier(state))
+
+    def consumer_barrier(self, state: PipelineState) -> cute.Pointer:
+        """What counts the arrivals of warps that have read the stage."""
+        return self.empty + self.index(state)
+
+
+@dataclass(frozen=True)
+class Mbarriers:
+    """`count` barriers in shared memory from `first` on, which are no ring: the kernel counts their phases itself."""
+
+    first: cute.Pointer
+    count: cutlass.Constexpr[int]
+
+    @cute.jit
+    def init(self, arrivals: cutlass.Constexpr):
+        """Make them: so many arrivals, and the bytes that they announce, end a phase. One thread's work."""
+        for i in cutlass.range_constexpr(self.count):
+            cute.arch.mbarrier_init(self.first + i, arrivals)
+
+    def barrier(self, index=0) -> cute.Pointer:
+        """Barrier number `index`, for `arrive`, `expect_bytes` and copies."""
+        return self.first + index
+
+    @cute.jit
+    def wait(self, phase, index=0):
+        """Wait for the end of the phase."""
+        cute.arch.mbarrier_wait(self.barrier(index), phase)
+
+    @cute.jit
+    def arrive(self, index=0):
+        """An elected lane's work."""
+        with cute.arch.elect_one():
+            arrive(self.barrier(index))
+
+
+@cute.jit
+def arrive(barrier: cute.Pointer):
+    """This thread's arrival."""
+    cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def expect_bytes(barrier: cute.Pointer, size):
+    """Announce `size` bytes of asynchronous copies, and arrive. This thread's work."""
+    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)

@@ -1,4 +1,5 @@
-"""Sums over the threads of a quad and of a warp; prefix sums over those of a warp and of a CTA."""
+"""Reductions over the lanes of a quad and of a warp; scans, or prefix sums, over those of a warp and over a block,
+which is all threads of a CTA."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,7 +7,7 @@ from cutlass import Float32, Int32
 
 
 @cute.jit
-def warp_scan(own, lane):
+def warp_inclusive_scan(own, lane):
     """The sum of `own` over this warp's lanes up to and with this one."""
     scanned = own
     for log in cutlass.range_constexpr(5):
@@ -17,12 +18,12 @@ def warp_scan(own, lane):
 
 
 @cute.jit
-def before_and_all(own, sums: cute.Tensor, lane, warp):
-    """The sum of `own` over the threads before this one, and over all of the CTA. One barrier.
+def block_exclusive_scan(own, sums: cute.Tensor, lane, warp):
+    """-> (the sum of `own` over the threads before this one, the sum over all threads of the CTA). One barrier.
 
     sums  32 Int32 of shared memory, zero beyond the CTA's warps. They may be used again after another barrier
     """
-    scanned = warp_scan(own, lane)
+    scanned = warp_inclusive_scan(own, lane)
     if lane == 31:
         sums[warp] = scanned
     cute.arch.sync_threads()
@@ -33,7 +34,7 @@ def before_and_all(own, sums: cute.Tensor, lane, warp):
 
 
 @cute.jit
-def quad_transpose(a, b, c, d, upper, odd):
+def quad_reduce_scatter(a, b, c, d, upper, odd):
     """The sum over a quad of a in its lane 0, of b in lane 1, of c in lane 2, of d in lane 3: three shuffles."""
     even_pair = (c if upper else a) + cute.arch.shuffle_sync_bfly(a if upper else c, offset=2)
     odd_pair = (d if upper else b) + cute.arch.shuffle_sync_bfly(b if upper else d, offset=2)
@@ -43,7 +44,7 @@ def quad_transpose(a, b, c, d, upper, odd):
 
 
 @cute.jit
-def sum_of_warp(x: Float32) -> Float32:
+def warp_reduce_sum(x: Float32) -> Float32:
     """The sum of x over a warp's lanes, which all get it."""
     for log in cutlass.range_constexpr(5):
         x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)

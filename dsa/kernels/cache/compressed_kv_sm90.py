@@ -11,8 +11,8 @@ Plan
 - A work tile is an entry. The first work tile of a sequence is its first two entries, for those alone are made of
   tokens in the state, which this CTA then overwrites with the new ones. A CTA finds the sequence of its work tile by a
   scan over all sequences. There are as many CTAs as sequences in order can ask for; where boundaries are wrong and
-  sequences overlap, a CTA takes several work tiles in grid stride.
-Shared memory: the WorkTileInfo, 4 sums of squares, GROUPS x 3 x d numbers.
+  sequences overlap, a CTA takes several work tiles (static persistent).
+Shared memory: the WorkTileInfo, the number of work tiles, 4 sums of squares, GROUPS x 3 x d numbers.
 Constraints: m = 4 with overlap and d of 512 or 128, m = 128 without and d = 512; rope turns 64 channels in neighbouring
 pairs; rows at multiples of 16 bytes.
 Roofline: memory, two projections of a token read once (of overlapping blocks one half each).
@@ -30,8 +30,9 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.indexer_page import page_planes
 from dsa.cute.quantize import hadamard, quantize, round_to
-from dsa.cute.reductions import sum_of_warp
+from dsa.cute.reductions import warp_inclusive_scan, warp_reduce_sum
 from dsa.cute.sm90 import LOG2E, WARP
+from dsa.cute.work_tile import read_info, static_persistent_scheduler, write_info
 from dsa.kernels.cache.kv_row import Fp8Row, find_row, quantize_group
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_DTYPES, ROPE_CHANNELS
 
@@ -42,15 +43,14 @@ MAX_WORK_TILES = 2**30  # of all sequences, of which only overlapping ones could
 
 
 class WorkTileInfo(NamedTuple):
-    """index: the work tile's number among its sequence's, -1 if there is none; low, length: the sequence's first new
-    token and how many there are; start: tokens before them; total: work tiles of all sequences."""
+    """number: the work tile's among its sequence's, -1 if there is none; low, length: the sequence's first new
+    token and how many there are; start: tokens before them."""
 
-    index: Int32
+    number: Int32
     low: Int32
     length: Int32
     start: Int32
     state_slot: Int32
-    total: Int32
 
 
 class WriteCompressedKvSm90:
@@ -118,42 +118,45 @@ class WriteCompressedKvSm90:
         eps: Float32,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        scheduler = static_persistent_scheduler()
 
         @cute.struct
         class Storage:
             work_tile: cute.struct.MemRange[Int32, len(WorkTileInfo._fields)]
+            total: cute.struct.MemRange[Int32, 1]
             squares: cute.struct.MemRange[Float32, 4]
             parts: cute.struct.Align[cute.struct.MemRange[Float32, self.groups * 3 * self.dim], 16]
 
         storage = SmemAllocator().allocate(Storage)
-        found = storage.work_tile.get_tensor(cute.make_layout(len(WorkTileInfo._fields)))
+        found = storage.work_tile.get_tensor(cute.make_layout((len(WorkTileInfo._fields), 1)))
+        totals = storage.total.get_tensor(cute.make_layout(1))
         squares = storage.squares.get_tensor(cute.make_layout(4))
         parts = storage.parts.get_tensor(cute.make_layout((self.dim, 3, self.groups)))
-        ctas, _, _ = cute.arch.grid_dim()
-        index, total = block, block + 1
+        index, total = scheduler.first, scheduler.first + 1
         while index < total:
             if tid < WARP:
-                self.find_work_tile(found, cu_seqlens, starts, state_slots, kv.shape[0], state.shape[0], index, tid)
+                self.find_work_tile(
+                    found, totals, cu_seqlens, starts, state_slots, kv.shape[0], state.shape[0], index, tid
+                )
             cute.arch.sync_threads()
-            tile = WorkTileInfo(*[found[i] for i in range(len(WorkTileInfo._fields))])
-            low, length, start, state_slot, total = tile.low, tile.length, tile.start, tile.state_slot, tile.total
-            if tile.index >= 0:
+            number, low, length, start, state_slot = read_info(WorkTileInfo, found, 0)
+            total = totals[0]
+            if number >= 0:
                 first, count = start // self.ratio, (start + length) // self.ratio - start // self.ratio
                 # The first work tile is the first two entries.
-                begin, end = tile.index + 1, cutlass.min(tile.index + 2, count)
-                if tile.index == 0:
+                begin, end = number + 1, cutlass.min(number + 2, count)
+                if number == 0:
                     begin = Int32(0)
                 for n in cutlass.range(begin, end, unroll=1):
                     self.entry(
                         *(kv, gate, ape, weight, cos, sin, cache, slots, state, squares, parts),
                         *(first + n, low, start, state_slot, page_size, divisor, eps, tid),
                     )
-                if tile.index == 0:
+                if number == 0:
                     # All have read what is overwritten now.
                     cute.arch.sync_threads()
                     self.keep(kv, gate, ape, state, low, start, length, state_slot, tid)
-            index += ctas
+            index += scheduler.step
             if index < total:
                 # All have read the WorkTileInfo, which is written anew now.
                 cute.arch.sync_threads()
@@ -170,18 +173,19 @@ class WriteCompressedKvSm90:
     def find_work_tile(
         self,
         found: cute.Tensor,
+        totals: cute.Tensor,
         cu_seqlens: cute.Tensor,
         starts: cute.Tensor,
         state_slots: cute.Tensor,
         tokens,
         slot_count,
-        number,
+        index,
         lane,
     ):
-        """Write the WorkTileInfo of work tile `number` of all to `found`; its index is -1 if there are fewer. Sequences
-        without a state slot are left out. A warp's work."""
+        """Write the WorkTileInfo of work tile `index` of all to `found`, with a number of -1 if there are fewer, and
+        how many there are to `totals`. Sequences without a state slot are left out. A warp's work."""
         if lane == 0:
-            found[0] = Int32(-1)
+            found[0, 0] = Int32(-1)  # stays if no lane finds it
         cute.arch.sync_warp()
         before = Int32(0)
         for chunk in cutlass.range(0, starts.shape[0], WARP, unroll=1):
@@ -193,17 +197,13 @@ class WriteCompressedKvSm90:
                 low, length, start = self.bounds(cu_seqlens, starts, b, tokens)
                 if state_slot >= 0 and state_slot < slot_count:
                     tiles = cutlass.max((start + length) // self.ratio - start // self.ratio - 1, 1)
-            total = tiles
-            for log in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(total, offset=1 << log, mask_and_clamp=0)
-                if lane >= 1 << log:
-                    total += other
-            own = number - before - (total - tiles)
+            total = warp_inclusive_scan(tiles, lane)
+            own = index - before - (total - tiles)
             if own >= 0 and own < tiles:
-                found[0], found[1], found[2], found[3], found[4] = own, low, length, start, state_slot
+                write_info(found, 0, WorkTileInfo(own, low, length, start, state_slot))
             before = cutlass.min(before + cute.arch.shuffle_sync(total, WARP - 1), MAX_WORK_TILES)
         if lane == 0:
-            found[5] = before
+            totals[0] = before
 
     @cute.jit
     def entry(
@@ -272,7 +272,7 @@ class WriteCompressedKvSm90:
         for i in cutlass.range_constexpr(CHANNELS):
             acc[i] = acc[i] / row_sum[i]
             square += acc[i] * acc[i]
-        square = sum_of_warp(square)
+        square = warp_reduce_sum(square)
         if const_expr(self.row_threads > WARP):
             cute.arch.sync_threads()
             if tid < self.row_threads and tid % WARP == 0:

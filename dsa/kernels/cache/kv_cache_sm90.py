@@ -24,7 +24,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Uint8, const_expr
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import round_to
-from dsa.cute.reductions import sum_of_warp
+from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.rounded import multiply_rounded, rotate_pair
 from dsa.cute.sm90 import WARP
 from dsa.kernels.cache.kv_row import Fp8Row, WarpRow, find_row
@@ -241,7 +241,7 @@ class WriteMlaCacheSm90:
                 total += v[i] * v[i]
             if const_expr(self.norms_pair):
                 total += pair[0] * pair[0] + pair[1] * pair[1]
-            inverse = cute.math.rsqrt(sum_of_warp(total) * Float32(1 / NORM_CHANNELS) + eps)
+            inverse = cute.math.rsqrt(warp_reduce_sum(total) * Float32(1 / NORM_CHANNELS) + eps)
             for i in cutlass.range_constexpr(cute.size(v)):
                 v[i] = v[i] * inverse * gain[i]
             round_to(v, kv.element_type)

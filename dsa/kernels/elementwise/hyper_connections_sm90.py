@@ -27,7 +27,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.reductions import sum_of_warp
+from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LOG2E, WARP, opaque
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES, HYPER_STREAMS, HYPER_TILES
 
@@ -143,7 +143,7 @@ class HyperCollapseSm90:
                     v = self.numbers(words[n, k, s])
                     for i in cutlass.range_constexpr(self.packed):
                         squares[k] = cute.math.fma(v[i], v[i], squares[k])
-        square = sum_of_warp((squares[0] + squares[1]) + (squares[2] + squares[3]))
+        square = warp_reduce_sum((squares[0] + squares[1]) + (squares[2] + squares[3]))
         if tid & (WARP - 1) == 0:
             sums[tid >> 5] = square
         cute.arch.sync_threads()

@@ -41,7 +41,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
-from dsa.cute.reductions import before_and_all
+from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.shared_memory import load_16, pack, store_matrices
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP
 from dsa.cute.wgmma import multiply
@@ -172,7 +172,7 @@ class Fp8GemmSm90:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == self.consumer_warps:
                 blocks = a_scale.shape[1]
-                self.load(a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline, lane)
+                self.produce(a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline, lane)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
@@ -191,7 +191,7 @@ class Fp8GemmSm90:
             if e < count:
                 begin, end = self.bounds(ends, e, rows)
                 own = cute.ceil_div(end - begin, self.rows)
-            before, of_all = before_and_all(own, sums, lane, warp)
+            before, of_all = block_exclusive_scan(own, sums, lane, warp)
             if e < count:
                 tiles[e] = cutlass.min(total + before, most)
             total = cutlass.min(total + of_all, most)
@@ -229,8 +229,8 @@ class Fp8GemmSm90:
         return WorkTileInfo(e, begin + local % down * self.rows, end, local // down * self.columns)
 
     @cute.jit
-    def load(self, a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline: Pipeline, lane):
-        """The producer."""
+    def produce(self, a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline: Pipeline, lane):
+        """The producer warp."""
         one = cute.make_layout(1)
         scheduler = static_persistent_scheduler()
         state, e = start(), Int32(0)

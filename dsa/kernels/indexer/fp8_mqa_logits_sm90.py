@@ -35,7 +35,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.reductions import quad_transpose
+from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.tuning import choices, tuned
 from dsa.cute.wgmma import multiply
@@ -367,7 +367,7 @@ class Fp8MqaLogitsSm90:
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_q):
             for half in cutlass.range_constexpr(2):
-                value = quad_transpose(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
+                value = quad_reduce_scatter(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
                 self.store(value * scales[half], first_keys[i], key_counts[i], rows[i], key + 8 * half)
 
     @cute.jit

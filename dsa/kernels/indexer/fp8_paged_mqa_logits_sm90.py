@@ -24,7 +24,6 @@ sums about N + 60 (docs/kernel-notes.md): memory up to N = 128, arithmetic beyon
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import cutlass
@@ -35,12 +34,12 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import EVICT_FIRST, tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.reductions import quad_transpose
+from dsa.cute.pipeline import Pipeline, arrive, expect_bytes, pipeline_storage, start
+from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.tuning import choices, tuned
 from dsa.cute.wgmma import multiply
-from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.cute.work_tile import read_info, static_persistent_scheduler, write_info
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, quad_pair, query_layout, registers_fit, score_mma
 
@@ -56,17 +55,39 @@ class Pipelines(NamedTuple):
     k: Pipeline
 
 
-class WorkTileField(IntEnum):
-    """Of the WorkTileInfo in shared memory: rows of a tensor whose columns are the stages. TILES is 0 behind the last
-    work tile; behind VISIBLE_KEYS follow those of the sequence's other queries."""
+class WorkTileInfo(NamedTuple):
+    """first_tile: of the sequence's key tiles; tiles: how many there are, 0 behind the last work tile."""
 
-    SEQUENCE = 0
-    FIRST_TILE = 1
-    TILES = 2
-    VISIBLE_KEYS = 3
+    sequence: Int32
+    first_tile: Int32
+    tiles: Int32
+
+    @staticmethod
+    def last() -> "WorkTileInfo":
+        """Behind the last work tile."""
+        return WorkTileInfo(Int32(0), Int32(0), Int32(0))
 
 
-WORK_TILE_FIELDS = 8
+@dataclass(frozen=True)
+class WorkTileMemory:
+    """What the consumers know of a work tile, in the stage of its queries: info, the fields of its WorkTileInfo
+    [fields, stages]; visible_keys, of each of the sequence's queries [next_n, stages]. A stage's lie together."""
+
+    info: cute.Tensor
+    visible_keys: cute.Tensor
+
+    @staticmethod
+    def numbers(next_n: int) -> int:
+        """Of a stage: a multiple of 16 bytes, so that several go to and from registers at once."""
+        return cute.round_up(len(WorkTileInfo._fields) + next_n, 4)
+
+    @staticmethod
+    def of(memory: cute.Pointer, next_n: int, stages: int) -> "WorkTileMemory":
+        fields, stride = len(WorkTileInfo._fields), (1, WorkTileMemory.numbers(next_n))
+        return WorkTileMemory(
+            cute.make_tensor(memory, cute.make_layout((fields, stages), stride=stride)),
+            cute.make_tensor(memory + fields, cute.make_layout((next_n, stages), stride=stride)),
+        )
 
 
 @dataclass(frozen=True)
@@ -139,7 +160,9 @@ class Fp8PagedMqaLogitsSm90:
             q_pipeline: pipeline_storage(self.sequences)
             # Of a key tile: one bit for each of its pages that is in the cache.
             valid_pages: cute.struct.MemRange[Uint32, self.stages]
-            work_tiles: cute.struct.MemRange[Int32, WORK_TILE_FIELDS * self.sequences]
+            work_tiles: cute.struct.Align[
+                cute.struct.MemRange[Int32, WorkTileMemory.numbers(self.next_n) * self.sequences], 16
+            ]
             weights: cute.struct.Align[cute.struct.MemRange[Float32, self.n * self.sequences], 128]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, TILE * self.stages], 128]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
@@ -182,7 +205,7 @@ class Fp8PagedMqaLogitsSm90:
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         spages = storage.k.get_tensor(page_layout.outer, swizzle=page_layout.inner)
         valid_pages = storage.valid_pages.get_tensor(cute.make_layout(self.stages))
-        work_tiles = storage.work_tiles.get_tensor(cute.make_layout((WORK_TILE_FIELDS, self.sequences)))
+        work_tiles = WorkTileMemory.of(storage.work_tiles.data_ptr(), self.next_n, self.sequences)
         sweights = storage.weights.get_tensor(cute.make_layout((self.heads, self.next_n, self.sequences)))
         scales = storage.scales.get_tensor(cute.make_layout((self.page, self.pages_a_tile * self.stages)))
 
@@ -259,7 +282,7 @@ class Fp8PagedMqaLogitsSm90:
         sq,
         spages,
         valid_pages,
-        work_tiles,
+        work_tiles: WorkTileMemory,
         sweights,
         scales,
         pipelines: Pipelines,
@@ -321,15 +344,12 @@ class Fp8PagedMqaLogitsSm90:
 
                 if group == 0:
                     pipelines.q.producer_wait(q_state)
-                    values = [sequence, first, tiles]
-                    for i in cutlass.range_constexpr(self.next_n):
-                        values.append(cute.arch.shuffle_sync(limits[i], source))
+                    visible_keys = [cute.arch.shuffle_sync(limits[i], source) for i in range(self.next_n)]
                     with cute.arch.elect_one():
-                        for i in cutlass.range_constexpr(WorkTileField.VISIBLE_KEYS + self.next_n):
-                            work_tiles[i, q_state.stage] = values[i]
-                        cute.arch.mbarrier_arrive_and_expect_tx(
-                            pipelines.q.producer_barrier(q_state), self.n * (self.dim + 4)
-                        )
+                        write_info(work_tiles.info, q_state.stage, WorkTileInfo(sequence, first, tiles))
+                        for i in cutlass.range_constexpr(self.next_n):
+                            work_tiles.visible_keys[i, q_state.stage] = visible_keys[i]
+                        expect_bytes(pipelines.q.producer_barrier(q_state), self.n * (self.dim + 4))
                     cute.copy(
                         q_atom,
                         tqg[None, sequence],
@@ -367,7 +387,7 @@ class Fp8PagedMqaLogitsSm90:
                     ring.producer_wait(k_state)
                     with cute.arch.elect_one():
                         valid_pages[stage] = bits
-                        cute.arch.mbarrier_arrive_and_expect_tx(k_full, cute.arch.popc(bits) * page_bytes)
+                        expect_bytes(k_full, cute.arch.popc(bits) * page_bytes)
                     for i in cutlass.range_constexpr(self.pages_a_tile):
                         if bits & (1 << i) != 0:
                             place = stage * self.pages_a_tile + i
@@ -384,8 +404,8 @@ class Fp8PagedMqaLogitsSm90:
         if group == 0:
             pipelines.q.producer_wait(q_state)
             with cute.arch.elect_one():
-                work_tiles[WorkTileField.TILES, q_state.stage] = 0
-                cute.arch.mbarrier_arrive(pipelines.q.producer_barrier(q_state))
+                write_info(work_tiles.info, q_state.stage, WorkTileInfo.last())
+                arrive(pipelines.q.producer_barrier(q_state))
 
     @cute.jit
     def fill(self, lengths, out, capacity, fill_columns, thread):
@@ -410,7 +430,19 @@ class Fp8PagedMqaLogitsSm90:
 
     @cute.jit
     def consume(
-        self, out, mma, sq, sk, valid_pages, work_tiles, sweights, scales, pipelines: Pipelines, tid, warp, lane
+        self,
+        out,
+        mma,
+        sq,
+        sk,
+        valid_pages,
+        work_tiles: WorkTileMemory,
+        sweights,
+        scales,
+        pipelines: Pipelines,
+        tid,
+        warp,
+        lane,
     ):
         """A consumer warpgroup."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
@@ -436,17 +468,15 @@ class Fp8PagedMqaLogitsSm90:
         limits = cute.make_rmem_tensor((self.lane_rows,), Int32)
         while tiles > 0:
             pipelines.q.consumer_wait(q_state)
-            tiles = work_tiles[WorkTileField.TILES, q_state.stage]
+            sequence, first, tiles = read_info(WorkTileInfo, work_tiles.info, q_state.stage)
             if tiles > 0:
-                sequence = work_tiles[WorkTileField.SEQUENCE, q_state.stage]
-                first = work_tiles[WorkTileField.FIRST_TILE, q_state.stage]
                 for j in cutlass.range_constexpr(self.n // 8):
                     for c in cutlass.range_constexpr(2):
                         w[2 * j + c] = sw[j * 8 + quad * 2 + c, q_state.stage] * 0.5
                 rows = []
                 for i in cutlass.range_constexpr(self.lane_rows):
                     row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
-                    limits[i] = work_tiles[WorkTileField.VISIBLE_KEYS + row, q_state.stage]
+                    limits[i] = work_tiles.visible_keys[row, q_state.stage]
                     rows.append(out[sequence * self.next_n + row, None])
                 # No tile is without its epilogue yet: a key that is stored nowhere.
                 key = Int32(NO_KEY)
@@ -481,7 +511,7 @@ class Fp8PagedMqaLogitsSm90:
         for i in cutlass.range_constexpr(self.lane_rows):
             at = 4 * i
             if const_expr(2 * i + 1 < self.next_n):
-                value = quad_transpose(sums[at], sums[at + 2], sums[at + 1], sums[at + 3], upper, odd)
+                value = quad_reduce_scatter(sums[at], sums[at + 2], sums[at + 1], sums[at + 3], upper, odd)
                 stores = key < NO_KEY
             else:
                 value = quad_pair(sums[at], sums[at + 1], upper)

@@ -21,7 +21,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake, fake_stream, strides
-from dsa.cute.reductions import before_and_all
+from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.limits import SCHEDULE_SPLIT
 
@@ -48,7 +48,7 @@ class PagedMqaLogitsMetadataSm90:
         own = Int32(0)
         for b in cutlass.range(tid, batch, THREADS, unroll=1):
             own += self.splits(lengths, b, most)
-        total = before_and_all(own, sums, lane, warp)[1]
+        total = block_exclusive_scan(own, sums, lane, warp)[1]
         cute.arch.sync_threads()
         boundaries = schedule.shape[0]
         sms = boundaries - 1
@@ -59,7 +59,7 @@ class PagedMqaLogitsMetadataSm90:
             own = Int32(0)
             if base + tid < batch:
                 own = self.splits(lengths, base + tid, most)
-            earlier, here = before_and_all(own, sums, lane, warp)
+            earlier, here = block_exclusive_scan(own, sums, lane, warp)
             ends[tid] = earlier + own
             cute.arch.sync_threads()
             for i in cutlass.range(tid, boundaries, THREADS, unroll=1):

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from dsa.cute.reductions import before_and_all
+from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 
 BINS = 2048
@@ -123,7 +123,7 @@ def _find(
         if tid == 0:  # the first position is that of NaN
             total -= memory.counts[flip]
             memory.counts[flip] = Int32(0)
-    before, all_counted = before_and_all(total, memory.sums[0, None], tid % WARP, tid // WARP)
+    before, all_counted = block_exclusive_scan(total, memory.sums[0, None], tid % WARP, tid // WARP)
     if before < rank and rank <= before + total:
         position = first
         for j in cutlass.range_constexpr(own - 1):

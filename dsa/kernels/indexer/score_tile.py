@@ -55,7 +55,7 @@ def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
 @cute.jit
 def quad_pair(a, b, upper):
     """The sum over a quad of a in its lanes 0 and 1, of b in lanes 2 and 3: two shuffles, added in the same order as
-    `quad_transpose` does."""
+    `quad_reduce_scatter` does."""
     keep = b if upper else a
     send = a if upper else b
     value = keep + cute.arch.shuffle_sync_bfly(send, offset=2)

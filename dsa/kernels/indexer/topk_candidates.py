@@ -11,8 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr
 
-from dsa.cute.pipeline import start
-from dsa.cute.reductions import before_and_all
+from dsa.cute.pipeline import Mbarriers, start
+from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.radix_select import (
     VECTOR_BYTES,
@@ -56,11 +56,14 @@ class CandidateCollector:
         candidates: Candidates,
         tiles: cute.Tensor,
         memory: SelectMemory,
-        barriers: cute.Pointer,
+        loaded: Mbarriers,
         list_sizes: cute.Tensor,
         tid,
     ):
-        """List the row's candidates; those of a cluster in its first CTA. -> how many. NaN follows up to a vector."""
+        """List the row's candidates; those of a cluster in its first CTA. -> how many. NaN follows up to a vector.
+
+        loaded: a barrier for each stage of `tiles`. That a stage is empty is known without one: the scan over a tile's
+        counts brings all threads together."""
         lane, warp = tid % WARP, tid // WARP
         each = (row.vectors + self.cluster - 1) // self.cluster
         first = cutlass.min(rank * each, row.vectors)
@@ -76,14 +79,14 @@ class CandidateCollector:
             if tid == 0:
                 stage = state.stage
                 for t in cutlass.range(cutlass.min(number_of_tiles, self.stages), unroll=1):
-                    self.load_tile(row, first, behind, t, stage, tiles, barriers)
+                    self.load_tile(row, first, behind, t, stage, tiles, loaded)
                     stage = 0 if stage == self.stages - 1 else stage + 1
             threshold, count = MINUS_INFINITY, Int32(0)
             if sampled:
                 threshold = self.find_threshold(row.n, k, attempt, candidates.scores, memory, tid)
             for t in cutlass.range(number_of_tiles, unroll=1):
                 tile = tiles[None, state.stage]
-                cute.arch.mbarrier_wait(barriers + state.stage, state.phase)
+                loaded.wait(state.phase, state.stage)
                 begin = first + t * self.tile_vectors
                 length = cutlass.min(behind - begin, self.tile_vectors)
                 own = self.cfg.tile // self.width
@@ -91,12 +94,12 @@ class CandidateCollector:
                 column = begin * self.width + place - row.ahead
                 mask = mask_from(tile, length, Int32(own), threshold, tid)
                 here = Int32(cute.arch.popc(mask))
-                before, found = before_and_all(here, memory.sums[t & 1, None], lane, warp)
+                before, found = block_exclusive_scan(here, memory.sums[t & 1, None], lane, warp)
                 last = self.stages - 1
                 if tid == 0 and t > 0 and t + last < number_of_tiles:
                     # All are done with the tile before: the next one that is not loaded yet takes its stage.
                     stage_before = last if state.stage == 0 else state.stage - 1
-                    self.load_tile(row, first, behind, t + last, stage_before, tiles, barriers)
+                    self.load_tile(row, first, behind, t + last, stage_before, tiles, loaded)
                 while count + found > self.capacity:
                     # Fill the list, cut it, and go on with what is left of the tile.
                     fits = cutlass.max(cutlass.min(self.capacity - count - before, here), 0)
@@ -106,7 +109,7 @@ class CandidateCollector:
                     count = k
                     mask = (mask ^ these) & mask_from(tile, length, Int32(own), threshold, tid)
                     here = Int32(cute.arch.popc(mask))
-                    before, found = before_and_all(here, memory.sums[t & 1, None], lane, warp)
+                    before, found = block_exclusive_scan(here, memory.sums[t & 1, None], lane, warp)
                     cute.arch.sync_threads()
                 self.append(tile, place, column, mask, count + before, candidates)
                 count += found
@@ -132,10 +135,10 @@ class CandidateCollector:
         cute.arch.sync_threads()
 
     @cute.jit
-    def load_tile(self, row: Row, first, behind, t, stage, tiles: cute.Tensor, barriers: cute.Pointer):
+    def load_tile(self, row: Row, first, behind, t, stage, tiles: cute.Tensor, loaded: Mbarriers):
         begin = first + t * self.tile_vectors
         end = cutlass.min(begin + self.tile_vectors, behind)
-        load_row(row, begin, end, tiles[None, stage], barriers + stage)
+        load_row(row, begin, end, tiles[None, stage], loaded.barrier(stage))
 
     @cute.jit
     def load_sample(self, row: Row, target: cute.Tensor, tid):
@@ -202,7 +205,7 @@ class CandidateCollector:
                     x[j], column[j] = Float32(candidates.scores[i + j]), candidates.columns[i + j]
                 here += Int32(1) if x[j] >= above else (Int32(1 << 16) if x[j] >= floor else Int32(0))
             turn = (base // (ITEMS_AT_ONCE * self.threads)) & 1
-            before, total = before_and_all(here, memory.sums[turn, None], tid % WARP, tid // WARP)
+            before, total = block_exclusive_scan(here, memory.sums[turn, None], tid % WARP, tid // WARP)
             same = equals + (before >> 16)
             entry = kept + (before & 0xFFFF) + cutlass.min(same, limit) - cutlass.min(equals, limit)
             for j in cutlass.range_constexpr(ITEMS_AT_ONCE):

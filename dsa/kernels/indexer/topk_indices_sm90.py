@@ -37,7 +37,8 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.reductions import before_and_all
+from dsa.cute.pipeline import Mbarriers
+from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import SHARED_BYTES, WARP
 from dsa.kernels.indexer.limits import BY_VALUE, PAGED, ROW_TO_SEQ, VALUES
 from dsa.kernels.indexer.radix_select import (
@@ -117,7 +118,7 @@ class TopkIndicesSm90:
         tile_numbers = max(self.tile_vectors, 1) * self.width
         tiles = smem.allocate_tensor(self.dtype, cute.make_layout((tile_numbers, self.stages)), 128)
         memory = SelectMemory.allocate(smem)
-        barriers = smem.allocate_tensor(Int64, cute.make_layout(self.stages), 8).iterator
+        loaded = Mbarriers(smem.allocate_tensor(Int64, cute.make_layout(self.stages), 8).iterator, self.stages)
         list_sizes = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
         candidates = Candidates(
             cute.make_tensor(
@@ -127,8 +128,7 @@ class TopkIndicesSm90:
             cute.make_tensor(columns.iterator + self.capacity, cute.make_layout(self.capacity)),
         )
         if tid == 0:
-            for i in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(barriers + i, 2)
+            loaded.init(2)
         cute.arch.mbarrier_init_fence()
 
         memory.clear(tid, self.threads)
@@ -142,16 +142,16 @@ class TopkIndicesSm90:
         if const_expr(self.cfg.tile > 0):
             resident = row.vectors <= self.cfg.resident_vectors(self.dtype.width)
         if resident and tid == 0:
-            load_row(row, Int32(0), row.vectors, candidates.scores, barriers)
+            load_row(row, Int32(0), row.vectors, candidates.scores, loaded.barrier())
         cute.arch.sync_threads()
 
         length = row.vectors
         if const_expr(self.cfg.tile > 0):
             if not resident:
-                count = self.collector.collect(row, rank, k, candidates, tiles, memory, barriers, list_sizes, tid)
+                count = self.collector.collect(row, rank, k, candidates, tiles, memory, loaded, list_sizes, tid)
                 length = (count + self.width - 1) // self.width
         if resident:
-            cute.arch.mbarrier_wait(barriers, 0)
+            loaded.wait(0)
         if rank == 0:
             found = self.select(row, candidates, columns, length, k, resident, memory, tid)
             if options & BY_VALUE:
@@ -208,10 +208,10 @@ class TopkIndicesSm90:
             above = mask_from(candidates.scores, length, own, next_above(floor), tid)
             equals = mask ^ above
             here = Int32(cute.arch.popc(equals))
-            before, _ = before_and_all(here, memory.sums[1, None], tid % WARP, tid // WARP)
+            before, _ = block_exclusive_scan(here, memory.sums[1, None], tid % WARP, tid // WARP)
             mask = above | lowest_bits(equals, cutlass.max(cutlass.min(equal - before, here), 0))
         here = Int32(cute.arch.popc(mask))
-        before, found = before_and_all(here, memory.sums[0, None], tid % WARP, tid // WARP)
+        before, found = block_exclusive_scan(here, memory.sums[0, None], tid % WARP, tid // WARP)
         # All have their bits, and the numbers are no longer needed: the columns go to their place.
         at = before + here
         place = tid * own * self.width

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from dsa.cute.copies import bulk_load
+from dsa.cute.pipeline import arrive, expect_bytes
 from dsa.kernels.indexer.limits import LENGTHS, STARTS
 from dsa.kernels.indexer.radix_select import VECTOR_BYTES
 
@@ -47,7 +48,7 @@ def find_row(scores: cute.Tensor, starts: cute.Tensor, lengths: cute.Tensor, ind
 
 @cute.jit
 def load_row(row: Row, first, behind, target: cute.Tensor, barrier: cute.Pointer):
-    """Start loading the row's vectors [first, behind) to `target`. One thread's work.
+    """Start loading the row's vectors [first, behind) to `target`: two arrivals. One thread's work.
 
     The row's first and last vector, where they hold numbers of others, are copied one by one, with NaN for those.
     """
@@ -56,7 +57,7 @@ def load_row(row: Row, first, behind, target: cute.Tensor, barrier: cute.Pointer
     whole = first + 1 if first * width < row.ahead else first
     whole_end = behind - 1 if behind * width > row.ahead + row.n else behind
     size = cutlass.max(whole_end - whole, 0) * VECTOR_BYTES
-    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+    expect_bytes(barrier, size)
     if size > 0:
         bulk_load(
             target.iterator + (whole - first) * width,
@@ -68,7 +69,7 @@ def load_row(row: Row, first, behind, target: cute.Tensor, barrier: cute.Pointer
         load_one_by_one(row, first, target, Int32(0))
     if whole_end < behind and (behind - first > 1 or whole == first):
         load_one_by_one(row, behind - 1, target, behind - 1 - first)
-    cute.arch.mbarrier_arrive(barrier)
+    arrive(barrier)
 
 
 @cute.jit

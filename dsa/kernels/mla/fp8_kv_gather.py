@@ -12,17 +12,17 @@ two keys apart or of four, lies in different banks.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint32, const_expr
 
 from dsa.cute.copies import arrive_when_gathered_too, bulk_gather, gather_8, prefetch_to_l2
-from dsa.cute.pipeline import Pipeline, PipelineState, start
+from dsa.cute.pipeline import Pipeline, PipelineState, expect_bytes, pipeline_storage, start
 from dsa.cute.shared_memory import store_16
+from dsa.cute.work_tile import WorkTilePipeline
 from dsa.kernels.mla.limits import FP8_KV_BYTES, HEAD_DIM, TILE_N
-from dsa.kernels.mla.tile_scheduler import WORK_STAGES, WorkTileRing
+from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 from dsa.kernels.mla.topk_gather import WARP_KEYS, Selection, TopkGather
 
 V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # of d = 512 without its scales
@@ -37,14 +37,11 @@ class Fp8KvPipeline:
 
     kv: Pipeline
     valid_mask: cute.Tensor
-    work: WorkTileRing
+    work: WorkTilePipeline
 
-
-class Fp8LoadState(NamedTuple):
-    """Where a load warp is in the rings of tiles and of work tiles."""
-
-    kv: PipelineState
-    work: PipelineState
+    def start(self) -> PipelineState:
+        """Before the first tile."""
+        return start()
 
 
 class Fp8TopkGather(TopkGather):
@@ -65,31 +62,25 @@ class Fp8TopkGather(TopkGather):
     def storage(self) -> type:
         @cute.struct
         class PipelineStorage:
-            full: cute.struct.MemRange[Int64, self.stages]
-            empty: cute.struct.MemRange[Int64, self.stages]
-            work_batch_known: cute.struct.MemRange[Int64, WORK_STAGES]
-            work_full: cute.struct.MemRange[Int64, WORK_STAGES]
-            work_empty: cute.struct.MemRange[Int64, WORK_STAGES]
+            kv: pipeline_storage(self.stages)
+            work: self.work_tile_storage()
             valid_mask: cute.struct.MemRange[Uint32, 4 * self.stages]
-            work_info: cute.struct.MemRange[Int32, 8 * WORK_STAGES]
 
         return PipelineStorage
 
     def pipeline(self, storage) -> Fp8KvPipeline:
         return Fp8KvPipeline(
-            Pipeline(storage.full.data_ptr(), storage.empty.data_ptr(), self.stages, Int32(0)),
+            Pipeline.of(storage.kv, self.stages),
             storage.valid_mask.get_tensor(cute.make_layout((4, self.stages))),
-            WorkTileRing.of(storage),
+            self.work_tile_pipeline(storage.work),
         )
 
-    def start_state(self) -> Fp8LoadState:
-        return Fp8LoadState(start(), start())
-
     @cute.jit
-    def init(self, pipeline: Fp8KvPipeline):
-        """Make the barriers; four warps fill a stage, twelve read it. One thread's work."""
+    def init(self, pipeline: Fp8KvPipeline, consumers: cutlass.Constexpr):
+        """Make the barriers: four warps fill a stage of keys and twelve read it; `consumers` warps read work tiles. One
+        thread's work."""
         pipeline.kv.init(consumers=12, producers=4)
-        pipeline.work.init(4 * self.score_warpgroups + 8)
+        pipeline.work.init(consumers)
 
     @cute.jit
     def address_of(self, selection: Selection, page, offset):
@@ -121,65 +112,59 @@ class Fp8TopkGather(TopkGather):
         lists,
         counts,
         ends,
-        query,
-        first,
-        tiles,
-        split_idx,
+        info: WorkTileInfo,
         first_row,
         warp,
         lane,
-        state: Fp8LoadState,
-    ) -> Fp8LoadState:
-        """Publish the work tile; the query's rows and then the tiles go to the stages at `raw`. Rows that are none are
-        left out."""
-        if warp == 0:
-            pipeline.work.publish(state.work, first, tiles, split_idx, 0, 0)
-        work, kv = pipeline.work.pipeline.advance(state.work), state.kv
+        state: PipelineState,
+    ) -> PipelineState:
+        """The query's rows and then the work tile's keys go to the stages at `raw`. Rows that are none are left out.
+        -> the state behind them."""
+        query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS
         index = self.index_of(lists, counts, ends, query, first, own)
         for i in cutlass.range_constexpr(self.q_stages):
-            target = raw + kv.stage * self.stage_bytes
-            pipeline.kv.producer_wait(kv)
-            self.load_rows(q, query, first_row + i * self.q_rows, target, pipeline.kv.producer_barrier(kv), warp, lane)
-            kv = pipeline.kv.advance(kv)
-        for tile in cutlass.range(first, first + tiles, unroll=1):
+            pipeline.kv.producer_wait(state)
+            self.load_rows(q, query, first_row + i * self.q_rows, raw, pipeline.kv, state, warp, lane)
+            state = pipeline.kv.advance(state)
+        for tile in cutlass.range(first, first + info.tiles, unroll=1):
             source, scales, valid = self.locate(lists, ends, tile, index)
             # The next tile's indices are on their way while these keys are asked for.
             index = self.index_of(lists, counts, ends, query, tile + 1, own)
             mask = Uint32(cute.arch.vote_ballot_sync(valid)) & 0xFFFF
-            target = raw + kv.stage * self.stage_bytes
-            pipeline.kv.producer_wait(kv)
+            target = raw + state.stage * self.stage_bytes
+            pipeline.kv.producer_wait(state)
             if mask != 0xFFFF:
                 self.clear(target + warp * WARP_KEYS * self.pitch, mask, lane)
             if const_expr(not self.has_rope):
                 if lane < WARP_KEYS:
                     gather_8(target + self.scales + own * 8, scales, valid)
-                arrive_when_gathered_too(pipeline.kv.producer_barrier(kv))
+                arrive_when_gathered_too(pipeline.kv.producer_barrier(state))
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                pipeline.valid_mask[warp, kv.stage] = mask
+                pipeline.valid_mask[warp, state.stage] = mask
                 keys = Int32(cute.arch.popc(mask))
-                cute.arch.mbarrier_arrive_and_expect_tx(pipeline.kv.producer_barrier(kv), keys * self.row_bytes)
+                expect_bytes(pipeline.kv.producer_barrier(state), keys * self.row_bytes)
             cute.arch.sync_warp()
             if valid and lane < WARP_KEYS:
-                full = pipeline.kv.producer_barrier(kv)
+                full = pipeline.kv.producer_barrier(state)
                 bulk_gather(target + own * self.pitch, source, Int32(self.row_bytes), full)
-            kv = pipeline.kv.advance(kv)
-        return Fp8LoadState(kv, work)
+            state = pipeline.kv.advance(state)
+        return state
 
     @cute.jit
-    def load_rows(self, q, query, first_row, target: Int32, full: cute.Pointer, warp, lane):
+    def load_rows(self, q, query, first_row, raw: Int32, pipeline: Pipeline, state: PipelineState, warp, lane):
         """A stage's rows of a query, from first_row on."""
         each = self.q_rows // 4
         row = warp * each + lane
         valid = lane < each and first_row + row < q.shape[2]
         rows = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(valid)))
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, rows * (2 * self.head_dim))
+        pipeline.producer_expect(state, rows * (2 * self.head_dim))
         cute.arch.sync_warp()
         if valid:
             source = Int64(q[query, 0, first_row + row, None].iterator.toint())
-            bulk_gather(target + row * (2 * self.head_dim), source, Int32(2 * self.head_dim), full)
+            target = raw + state.stage * self.stage_bytes + row * (2 * self.head_dim)
+            bulk_gather(target, source, Int32(2 * self.head_dim), pipeline.producer_barrier(state))
 
     @cute.jit
     def clear(self, target: Int32, mask: Uint32, lane):

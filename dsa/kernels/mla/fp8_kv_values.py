@@ -22,6 +22,7 @@ from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, ROPE_CHUNK
 from dsa.kernels.mla.swap_ab_exchange import SCALE_TABLE_BYTES, HeadRange, ScaleTable, SwapAbExchange, Thread
 from dsa.kernels.mla.swap_ab_output_loop import SwapAbOutputLoop
+from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
 LAST_CHUNK = ROPE_CHUNK - 1  # of the value; of 512 channels it is bf16
 
@@ -125,8 +126,7 @@ class Fp8KvValues(SwapAbOutputLoop):
         operands: ValueOperands,
         results: Results,
         exchange: SwapAbExchange,
-        batch_idx,
-        split_idx,
+        work: WorkTileInfo,
         heads: HeadRange,
         group,
         thread: Thread,
@@ -138,10 +138,10 @@ class Fp8KvValues(SwapAbOutputLoop):
             numbers = [operands.flat[self.element(c, j)] * inverse for j in range(8)]
             row = opaque(heads.first + column)
             if row < heads.total:
-                if split_idx >= 0:
-                    self.store(numbers, results.out_partial[split_idx, 0, row, None], channel)
+                if work.split_idx >= 0:
+                    self.store(numbers, results.out_partial[work.split_idx, 0, row, None], channel)
                 else:
-                    sequence, query = divmod(batch_idx, group)
+                    sequence, query = divmod(work.batch_idx, group)
                     self.store(numbers, results.out[sequence, query, row, None], channel)
 
     @cute.jit

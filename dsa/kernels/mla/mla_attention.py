@@ -27,7 +27,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.pipeline import start
+from dsa.cute.pipeline import PipelineState, arrive, start
 from dsa.cute.sm90 import WARPGROUP, opaque
 from dsa.kernels.mla.limits import TILE_M, TILE_N
 from dsa.kernels.mla.mla_epilogue import HALF_V, STAGED, Epilogue, QTile, Results
@@ -86,6 +86,17 @@ class TiledMmas:
 
 
 @dataclass(frozen=True)
+class MlaOperands:
+    """The products, and the layouts of Q, of the v chunks and of the rope parts: what the host makes and a kernel is
+    given."""
+
+    mmas: TiledMmas
+    q_layout: cute.ComposedLayout
+    v_layout: cute.ComposedLayout
+    rope_layout: cute.ComposedLayout
+
+
+@dataclass(frozen=True)
 class MlaShared:
     """A CTA's shared memory: barriers, what the warpgroups exchange, the chunks of Q that are not in registers,
     keys."""
@@ -126,9 +137,31 @@ class MlaAttention:
         shape = (TILE_M, TILE_N, self.q_smem_chunks * K_CHUNK)
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, 1)
 
+    def operands(self) -> MlaOperands:
+        return MlaOperands(self.tiled_mmas(), self.q_layout(), self.kv.v_layout(), self.kv.rope_layout())
+
+    def operand_storage(self) -> type:
+        """The shared memory of the queries and keys."""
+
+        @cute.struct
+        class OperandStorage:
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.q_layout())], 1024]
+            kv: self.kv.tensor_storage()
+
+        return OperandStorage
+
+    def shared(self, storage, operands: MlaOperands) -> MlaShared:
+        """Of a struct with the members pipeline, exchange and operands."""
+        return MlaShared(
+            self.kv.pipeline(storage.pipeline),
+            self.exchange_memory.exchange(storage.exchange),
+            storage.operands.q.get_tensor(operands.q_layout.outer, swizzle=operands.q_layout.inner),
+            self.kv.tensors(storage.operands.kv, operands.v_layout, operands.rope_layout),
+        )
+
     @cute.jit
-    def prefetch_q(self, q, shared: MlaShared, q_rmem, batch_idx, q_tile: QTile, warp, lane):
-        """Start loading the queries of the next work tile, whose batch_idx is known already."""
+    def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: QTile, warp, lane):
+        """Start loading the queries of the next work tile, where they are known before the rest of it."""
 
     @cute.jit
     def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:
@@ -181,14 +214,13 @@ class MlaAttention:
         scores = cute.make_tensor(acc.iterator, cute.make_layout(TILE_N // 2))
         tile_row = warp * 16 + lane // 4  # and 8 further
         softmax = SoftmaxState.make()
-        state, p_state, end_phase = KvState(start(), start()), start(), Int32(0)
+        state, p_state, end_state = pipeline.start(), start(), start()
         work_state, batch_idx = start(), Int32(0)
         while batch_idx >= 0:
-            batch_idx = pipeline.work.read_batch_idx(work_state)
-            if batch_idx >= 0:
-                self.prefetch_q(q, shared, q_rmem, batch_idx, q_tile, warp, lane)
-            work = pipeline.work.read(batch_idx, work_state)
-            work_state = pipeline.work.pipeline.advance(work_state)
+            self.prefetch_q(q, shared, q_rmem, work_state, q_tile, warp, lane)
+            work = pipeline.work.current(work_state)
+            work_state = pipeline.work.release(work_state)
+            batch_idx = work.batch_idx
             if batch_idx >= 0:
                 self.prologue(softmax, work, q_tile, tile_row)
                 softmax.reset()
@@ -201,20 +233,18 @@ class MlaAttention:
                     state = self.start_scores(acc, mmas, q_rmem, rq, rk, rr, pipeline, state)
                     exchange.p_pipeline.producer_wait(p_state)
                     cute.nvgpu.warpgroup.wait_group(0)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(exchange.scored)
+                    exchange.scored.arrive()
                     self.apply_mask(scores, softmax, shared, tile_state, work, q_tile, key, tid, lane)
                     self.online_softmax.run(scores, softmax, exchange, p_state, scale, warp, lane)
-                    self.kv.release(pipeline.rope.empty + tile_state.rope.stage)
+                    self.kv.release(pipeline.rope, tile_state.rope)
                     p_state = exchange.p_pipeline.advance(p_state)
                     key += TILE_N
-                cute.arch.mbarrier_wait(exchange.end.empty, end_phase ^ 1)
+                exchange.end.producer_wait(end_state)
                 for r in cutlass.range_constexpr(2):
                     self.epilogue.write_lse(results, exchange, work, q_tile, softmax, r, tile_row + 8 * r, lane)
                 cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(exchange.end.full)
-                end_phase ^= 1
+                exchange.end.producer_commit(end_state)
+                end_state = exchange.end.advance(end_state)
 
     @cute.jit
     def start_scores(self, acc, mmas: TiledMmas, q_rmem, rq, rk, rr, pipeline: KvPipeline, state: KvState) -> KvState:
@@ -224,7 +254,7 @@ class MlaAttention:
             if const_expr(n == ROPE_AFTER * K_PER_V):
                 pipeline.rope.consumer_wait(state.rope)
             if const_expr(chunk < ROPE_CHUNK):
-                cute.arch.mbarrier_wait(pipeline.v_full(state.v.stage, chunk % K_PER_V), state.v.phase)
+                pipeline.v.consumer_wait(state.v, chunk % K_PER_V)
             v_stage, rope_stage = opaque(state.v.stage), opaque(state.rope.stage)
             for step in cutlass.range_constexpr(K_CHUNK // K16):
                 keys = rr[None, None, step, rope_stage]
@@ -238,9 +268,9 @@ class MlaAttention:
                     at = (n - Q_RMEM_CHUNKS) * (K_CHUNK // K16) + step
                     cute.gemm(mmas.qk, acc, rq[None, None, at, 0], keys, acc)
             if const_expr(chunk < ROPE_CHUNK and chunk % K_PER_V == K_PER_V - 1):
-                state = self.kv.advance_v(state)
+                state = pipeline.advance_v(state)
         cute.nvgpu.warpgroup.commit_group()
-        return self.kv.advance_rope(state)
+        return pipeline.advance_rope(state)
 
     @cute.jit
     def output_mainloop(
@@ -264,19 +294,20 @@ class MlaAttention:
         of_v_chunk = cute.make_layout(thr.partition_shape_C((TILE_M, V_CHUNK)))
         accs = [cute.make_tensor(flat.iterator + half * (V_CHUNK // 2), of_v_chunk) for half in range(2)]
         tile_row = warp * 16 + lane // 4
-        end_phase, work_state, batch_idx = Int32(0), start(), Int32(0)
-        v_stage, p_state, scored_phase = Int32(side), start(), Int32(0)
+        work_state, end_state, batch_idx = start(), start(), Int32(0)
+        v_state, p_state, scored_phase = PipelineState(Int32(side), Int32(0)), start(), Int32(0)
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         while batch_idx >= 0:
-            batch_idx, tiles, split_idx = pipeline.work.read_result(work_state)
-            work_state = pipeline.work.pipeline.advance(work_state)
+            work = pipeline.work.current(work_state)
+            work_state = pipeline.work.release(work_state)
+            batch_idx, tiles = work.batch_idx, work.tiles
             if batch_idx >= 0:
                 flat.fill(0.0)
-                last_p = p_state.stage
+                last_p = p_state
                 if const_expr(self.q_in_ring):
-                    v_stage = self.kv.skip_v(v_stage, V_CHUNKS)
+                    v_state = pipeline.skip_v(v_state, V_CHUNKS)
                 for n in cutlass.range(tiles, unroll=1):
-                    cute.arch.mbarrier_wait(exchange.p_full(p_state.stage, 0), p_state.phase)
+                    exchange.p_pipeline.consumer_wait(p_state, 0)
                     upper = exchange.rescale[tile_row, p_state.stage]
                     lower = exchange.rescale[tile_row + 8, p_state.stage]
                     if cute.arch.vote_any_sync(upper != 1.0 or lower != 1.0):
@@ -287,26 +318,26 @@ class MlaAttention:
                         if const_expr(half == 1):
                             scored_phase ^= 1
                             if n < tiles - 1:
-                                cute.arch.mbarrier_wait(exchange.scored, scored_phase)  # of the next tile
+                                exchange.scored.wait(scored_phase)  # of the next tile
                         for step in cutlass.range_constexpr(TILE_N // K16):
                             if const_expr(half == 0 and step == TILE_N // 32):
-                                cute.arch.mbarrier_wait(exchange.p_full(p_state.stage, 1), p_state.phase)
-                            a, b = rp[None, None, step, p_state.stage], rv[None, None, step, v_stage]
+                                exchange.p_pipeline.consumer_wait(p_state, 1)
+                            a, b = rp[None, None, step, p_state.stage], rv[None, None, step, v_state.stage]
                             cute.gemm(mma, accs[half], a, b, accs[half])
                         cute.nvgpu.warpgroup.commit_group()
                         cute.nvgpu.warpgroup.wait_group(0)
-                        self.kv.release(pipeline.v.empty + v_stage)
-                        v_stage = self.kv.skip_v(v_stage, 2)
+                        self.kv.release(pipeline.v, v_state)
+                        v_state = pipeline.skip_v(v_state, 2)
                     if n < tiles - 1:
                         exchange.p_pipeline.consumer_release(p_state)
-                    last_p = p_state.stage
+                    last_p = p_state
                     p_state = exchange.p_pipeline.advance(p_state)
-                cute.arch.mbarrier_wait(exchange.end.full, end_phase)
+                exchange.end.consumer_wait(end_state)
                 upper, lower = exchange.inverse[tile_row], exchange.inverse[tile_row + 8]
                 row = opaque(q_tile.first_row + tile_row)
                 rows = [cutlass.min(row + 8 * r, q_tile.rows - 1) for r in range(2)]
-                if split_idx >= 0:
-                    targets = [results.out_partial[split_idx, q_tile.kv_head, rows[r], None] for r in range(2)]
+                if work.split_idx >= 0:
+                    targets = [results.out_partial[work.split_idx, q_tile.kv_head, rows[r], None] for r in range(2)]
                     self.epilogue.store_partial(flat, upper, lower, targets, q_tile.rows - row, side, lane)
                 else:
                     targets = []
@@ -314,13 +345,13 @@ class MlaAttention:
                         sequence, query, head = q_tile.coord(batch_idx, rows[r])
                         targets.append(results.out[sequence, query, head, None])
                     staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
-                    staging += last_p * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED
+                    staging += last_p.stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED
                     # Both warpgroups have read P.
                     cute.arch.barrier(barrier_id=NamedBarrier.OUTPUT, number_of_threads=2 * WARPGROUP)
                     self.epilogue.store(flat, upper, lower, targets, q_tile.rows - row, staging, side, lane)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(exchange.end.empty)
+                    arrive(exchange.end.consumer_barrier(end_state))
                     if tiles > 0:
-                        cute.arch.mbarrier_arrive(exchange.p_pipeline.empty + last_p)
-                end_phase ^= 1
+                        arrive(exchange.p_pipeline.consumer_barrier(last_p))
+                end_state = exchange.end.advance(end_state)

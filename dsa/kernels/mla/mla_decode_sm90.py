@@ -7,7 +7,8 @@ of them: decode_scheduler.py says which. With an even number of row tiles, the t
 keys: each loads half of every tile, into the shared memory of both.
 Warp roles: one score and two output warpgroups (mla_attention.py); of the load warpgroup one warp loads, by TMA
 (paged_load.py). The score warpgroup loads the queries itself (load_q.py).
-Pipeline: the load warp is the producer of work tiles and keys, the score warpgroup of P: mla_attention.py.
+Pipeline: the load warp is the producer of work tiles and keys, the score warpgroup of P: mla_attention.py. A work
+tile's sequence is announced before its length is known, so that the queries are loaded meanwhile.
 Results: a work tile that is a whole sequence writes out and lse; splits write partial results, normalised, for
 mla_combine_sm90.py.
 Shared memory: the chunks of Q that are not in registers, two stages of P, V_STAGES x 16 KiB + ROPE_STAGES x 8 KiB of
@@ -30,11 +31,12 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.pipeline import PipelineState
 from dsa.cute.sm90 import WARPGROUP, opaque
 from dsa.kernels.mla.decode_scheduler import DecodeScheduler
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, TILE_M, TILE_N
 from dsa.kernels.mla.load_q import start_q_load
-from dsa.kernels.mla.mla_attention import REGISTERS, THREADS, MlaAttention, MlaShared, TiledMmas, WarpRole
+from dsa.kernels.mla.mla_attention import REGISTERS, THREADS, MlaAttention, MlaOperands, MlaShared, WarpRole
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import K_PER_V, KvState
@@ -89,15 +91,12 @@ class MlaDecodeSm90(MlaAttention):
         stream,
     ):
         atom, keys = self.kv.load_atom(cache)
-        q_layout, v_layout, rope_layout = self.q_layout(), self.kv.v_layout(), self.kv.rope_layout()
 
         @cute.struct
         class Storage:
-            kv: self.kv.storage()
+            pipeline: self.kv.storage()
             exchange: self.exchange_memory.storage()
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
-            rope: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(rope_layout)], 1024]
+            operands: self.operand_storage()
 
         self.storage = Storage
         page_boxes = cute.fast_divmod_create_divisor_v2(cache.shape[1] // self.kv.box)
@@ -107,8 +106,7 @@ class MlaDecodeSm90(MlaAttention):
             parts = lengths.shape[0] * fixed_splits
         self.kernel(
             *(atom, keys, q, block_table, lengths, plan, num_splits, out, lse, out_partial, lse_partial),
-            *(scale, causal, capacity, fixed_splits, page_boxes, row_tiles),
-            *(self.tiled_mmas(), q_layout, v_layout, rope_layout),
+            *(scale, causal, capacity, fixed_splits, page_boxes, row_tiles, self.operands()),
         ).launch(
             grid=(parts * row_tiles, cache.shape[2], 1),
             block=(THREADS, 1, 1),
@@ -138,10 +136,7 @@ class MlaDecodeSm90(MlaAttention):
         fixed_splits: Int32,
         page_boxes: cute.FastDivmodDivisorV2,
         row_tiles: Int32,
-        mmas: TiledMmas,
-        q_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
-        rope_layout: cute.ComposedLayout,
+        operands: MlaOperands,
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -149,17 +144,12 @@ class MlaDecodeSm90(MlaAttention):
         block, kv_head, _ = cute.arch.block_idx()
         part, row_tile = block // row_tiles, block % row_tiles
         storage = SmemAllocator().allocate(self.storage)
-        shared = MlaShared(
-            self.kv.pipeline(storage.kv),
-            self.exchange_memory.exchange(storage.exchange),
-            storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
-            self.kv.tensors(storage, v_layout, rope_layout),
-        )
+        shared = self.shared(storage, operands)
 
         if warp == WarpRole.LOAD:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if tid == 0:
-            self.kv.init(shared.pipeline, 1, 1)
+            self.kv.init(shared.pipeline, consumers=WarpRole.LOAD)  # all warps before
             shared.exchange.init()
         cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
@@ -181,29 +171,18 @@ class MlaDecodeSm90(MlaAttention):
                 boxes, rope_boxes = self.kv.box_layout(V_STAGES * K_PER_V), self.kv.box_layout(ROPE_STAGES)
                 rank = block % self.cluster
                 self.kv.load(
-                    *(atom, mk, storage.v.get_tensor(boxes.outer, swizzle=boxes.inner)),
-                    storage.rope.get_tensor(rope_boxes.outer, swizzle=rope_boxes.inner),
-                    *(
-                        shared.pipeline,
-                        scheduler,
-                        Pages(block_table, page_boxes),
-                        part,
-                        kv_head,
-                        rank,
-                        lane,
-                        out_partial.shape[0],
-                    ),
+                    *(atom, mk, storage.operands.kv.v.get_tensor(boxes.outer, swizzle=boxes.inner)),
+                    storage.operands.kv.rope.get_tensor(rope_boxes.outer, swizzle=rope_boxes.inner),
+                    *(shared.pipeline, scheduler, Pages(block_table, page_boxes)),
+                    *(part, kv_head, rank, lane, out_partial.shape[0]),
                 )
         elif warp < WarpRole.OUTPUT:
             cute.arch.setmaxregister_increase(REGISTERS.score)
-            self.score_mainloop(
-                *(q, results, mmas, shared, q_tile, scale, tid, warp, lane),
-            )
+            self.score_mainloop(q, results, operands.mmas, shared, q_tile, scale, tid, warp, lane)
         else:
             cute.arch.setmaxregister_increase(REGISTERS.output)
             self.output_mainloop(
-                *(results, mmas.pv, shared, q_tile),
-                *(tid % WARPGROUP, warp % 4, lane, warp // 4 - 1),
+                results, operands.mmas.pv, shared, q_tile, tid % WARPGROUP, warp % 4, lane, warp // 4 - 1
             )
         if const_expr(self.cluster > 1):
             # The other CTA may still write to this one's shared memory.
@@ -211,11 +190,13 @@ class MlaDecodeSm90(MlaAttention):
             cute.arch.cluster_wait()
 
     @cute.jit
-    def prefetch_q(self, q, shared: MlaShared, q_rmem, batch_idx, q_tile: DecodeQTile, warp, lane):
-        start_q_load(
-            *(q, shared.q, q_rmem, self.order, batch_idx, q_tile.heads, q_tile.rows, q_tile.first_row, q_tile.kv_head),
-            *(warp, lane),
-        )
+    def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: DecodeQTile, warp, lane):
+        sequence = shared.pipeline.work.announced(work_state)
+        if sequence >= 0:
+            start_q_load(
+                *(q, shared.q, q_rmem, self.order, sequence, q_tile.heads, q_tile.rows, q_tile.first_row),
+                *(q_tile.kv_head, warp, lane),
+            )
 
     @cute.jit
     def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:

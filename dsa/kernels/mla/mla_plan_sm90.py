@@ -22,7 +22,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake, fake_stream, strides
-from dsa.cute.reductions import before_and_all
+from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.mla.decode_scheduler import TO_THE_END, PlanColumn
 from dsa.kernels.mla.limits import MAX_BATCH, TILE_N
@@ -55,7 +55,7 @@ class MlaPlanSm90:
                 # Rounded up without a sum beyond 32 bits.
                 tiles = (cutlass.max(lengths[base + tid], 0) - 1) // TILE_N + 1
                 own = cutlass.min(tiles, most) + overhead
-            earlier, here = before_and_all(own, sums, lane, warp)
+            earlier, here = block_exclusive_scan(own, sums, lane, warp)
             if base + tid < batch:
                 before[base + tid] = total + earlier
             total += here

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, const_expr
 from dsa.cute.pipeline import PipelineState
 from dsa.cute.shared_memory import pack, store_matrices, swizzled
 from dsa.kernels.mla.limits import TILE_M, TILE_N
-from dsa.kernels.mla.mla_exchange import Exchange
+from dsa.kernels.mla.mla_exchange import P_PARTS, Exchange
 
 RESCALE_THRESHOLD = 8.0  # the most, in powers of two, that P may exceed 1 by
 NO_MAX = -3e38  # the row_max of no score yet; finite, so that a difference to it is no NaN
@@ -93,7 +93,7 @@ class OnlineSoftmax:
             exchange.rescale[warp * 16 + lane // 4 + 8, p_state.stage] = rescale[1]
         start = Int32(exchange.p.iterator.toint()) + p_state.stage * (TILE_M * TILE_N * 2)
         row = warp * 16 + lane % 16
-        for half in cutlass.range_constexpr(2):
+        for half in cutlass.range_constexpr(P_PARTS):
             if const_expr(half == 1):
                 self.powers(p, scores, half, row_max, scale)
             for i in cutlass.range_constexpr(TILE_N // 32):
@@ -102,8 +102,7 @@ class OnlineSoftmax:
                 store_matrices(start + 2 * swizzled(row, vector), words)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(exchange.p_full(p_state.stage, half))
+            exchange.p_pipeline.producer_commit(p_state, half)
             for i in cutlass.range_constexpr(HALF):
                 row_sum[i // 2 % 2] += p[i]
 

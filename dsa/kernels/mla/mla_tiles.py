@@ -7,17 +7,18 @@ products take.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.pipeline import Pipeline, PipelineState
+from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
+from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
-from dsa.kernels.mla.tile_scheduler import WORK_STAGES, WorkTileRing
+from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
 K_CHUNK, V_CHUNK = 64, 128  # channels
 K_PER_V, V_CHUNKS = V_CHUNK // K_CHUNK, HEAD_DIM_V // V_CHUNK
@@ -44,19 +45,11 @@ class KvState(NamedTuple):
     rope: PipelineState
 
 
-class LoadState(NamedTuple):
-    """Where a load warp is in the rings of v chunks, of rope parts and of work tiles."""
-
-    v: PipelineState
-    rope: PipelineState
-    work: PipelineState
-
-
 @dataclass(frozen=True)
 class KvPipeline:
-    """The barriers of the rings, and what the load warps tell the others.
+    """The rings' barriers, and what the load warps tell the others.
 
-    v           of v chunks; `full` has a barrier for each of a stage's k chunks: see `v_full`
+    v           of v chunks; each of a stage's k chunks is a part of its own
     rope        of rope parts; keys without one use the ring for their valid mask alone
     valid_mask  [MASK_WORDS, rope stages]: which keys of the tile exist. Paged loads: a bit of the first word for each
                 box; top-k gathers: 16 bits of each word for as many keys
@@ -66,11 +59,24 @@ class KvPipeline:
     v: Pipeline
     rope: Pipeline
     valid_mask: cute.Tensor
-    work: WorkTileRing
+    work: WorkTilePipeline
 
-    def v_full(self, stage, k_chunk) -> cute.Pointer:
-        """The barrier of a k chunk of a v chunk's stage."""
-        return self.v.full + (stage * K_PER_V + k_chunk)
+    def start(self) -> KvState:
+        """Before the first stages."""
+        return KvState(start(), start())
+
+    def advance_v(self, state: KvState) -> KvState:
+        return KvState(self.v.advance(state.v), state.rope)
+
+    def advance_rope(self, state: KvState) -> KvState:
+        return KvState(state.v, self.rope.advance(state.rope))
+
+    @cute.jit
+    def skip_v(self, state: PipelineState, count: cutlass.Constexpr) -> PipelineState:
+        """The state `count` v chunks further."""
+        wraps = state.stage >= self.v.stages - count
+        stage = state.stage + count
+        return PipelineState(stage - self.v.stages if wraps else stage, state.phase ^ 1 if wraps else state.phase)
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,10 @@ class KvTensors:
 
 class KvStages:
     """The rings of a CTA: `v_stages` of v chunks, `rope_stages` of rope parts. `cluster` CTAs load into each other's
-    shared memory."""
+    shared memory. So many arrivals as `v_producers` and `rope_producers` fill a k chunk or a rope part."""
 
     has_rope = True
+    v_producers, rope_producers = 1, 1
 
     def __init__(self, dtype: type[cutlass.Numeric], v_stages: int, rope_stages: int, cluster: int = 1):
         self.dtype, self.v_stages, self.rope_stages, self.cluster = dtype, v_stages, rope_stages, cluster
@@ -98,35 +105,41 @@ class KvStages:
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE_N, TILE_N, K_CHUNK), self.dtype, self.rope_stages)
 
     def storage(self) -> type:
+        """The shared memory of a KvPipeline."""
+
         @cute.struct
         class PipelineStorage:
-            v_full: cute.struct.MemRange[Int64, self.v_stages * K_PER_V]
-            v_empty: cute.struct.MemRange[Int64, self.v_stages]
-            rope_full: cute.struct.MemRange[Int64, self.rope_stages]
-            rope_empty: cute.struct.MemRange[Int64, self.rope_stages]
-            work_batch_known: cute.struct.MemRange[Int64, WORK_STAGES]
-            work_full: cute.struct.MemRange[Int64, WORK_STAGES]
-            work_empty: cute.struct.MemRange[Int64, WORK_STAGES]
+            v: pipeline_storage(self.v_stages, parts=K_PER_V)
+            rope: pipeline_storage(self.rope_stages)
+            work: self.work_tile_storage()
             valid_mask: cute.struct.Align[cute.struct.MemRange[Uint32, MASK_WORDS * self.rope_stages], 16]
-            work_info: cute.struct.MemRange[Int32, 8 * WORK_STAGES]
 
         return PipelineStorage
 
     def pipeline(self, storage) -> KvPipeline:
         return KvPipeline(
-            v=Pipeline(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), self.v_stages, Int32(0)),
-            rope=Pipeline(storage.rope_full.data_ptr(), storage.rope_empty.data_ptr(), self.rope_stages, Int32(0)),
+            v=Pipeline.of(storage.v, self.v_stages, parts=K_PER_V),
+            rope=Pipeline.of(storage.rope, self.rope_stages),
             valid_mask=storage.valid_mask.get_tensor(cute.make_layout((MASK_WORDS, self.rope_stages))),
-            work=WorkTileRing.of(storage),
+            work=self.work_tile_pipeline(storage.work),
         )
 
-    def tensor_storage(self) -> dict[str, Any]:
-        """The stages as members of a CTA's shared memory. Keys of 512 channels have no rope part."""
+    def work_tile_storage(self) -> type:
+        return work_tile_storage(WorkTileInfo)
+
+    def work_tile_pipeline(self, storage) -> WorkTilePipeline:
+        return WorkTilePipeline.of(storage, WorkTileInfo)
+
+    def tensor_storage(self) -> type:
+        """The shared memory of the stages. Keys of 512 channels have no rope part."""
         rope_size = cute.cosize(self.rope_layout()) if self.has_rope else 8
-        return {
-            "v": cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.v_layout())], 1024],
-            "rope": cute.struct.Align[cute.struct.MemRange[self.dtype, rope_size], 1024],
-        }
+
+        @cute.struct
+        class TensorStorage:
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.v_layout())], 1024]
+            rope: cute.struct.Align[cute.struct.MemRange[self.dtype, rope_size], 1024]
+
+        return TensorStorage
 
     def tensors(self, storage, v_layout: cute.ComposedLayout, rope_layout: cute.ComposedLayout) -> KvTensors:
         return KvTensors(
@@ -135,41 +148,19 @@ class KvStages:
         )
 
     @cute.jit
-    def init(
-        self,
-        pipeline: KvPipeline,
-        v_producers: cutlass.Constexpr,
-        rope_producers: cutlass.Constexpr,
-        consumers: cutlass.Constexpr = 12,
-    ):
-        """Make the barriers: so many arrivals fill a k chunk or a rope part; four warps of every CTA of the cluster
-        empty a stage, and `consumers` warps read work tiles. One thread's work."""
-        for i in cutlass.range_constexpr(self.v_stages * K_PER_V):
-            cute.arch.mbarrier_init(pipeline.v.full + i, v_producers)
-        for i in cutlass.range_constexpr(self.v_stages):
-            cute.arch.mbarrier_init(pipeline.v.empty + i, 4 * self.cluster)
-        pipeline.rope.init(4 * self.cluster, rope_producers)
+    def init(self, pipeline: KvPipeline, consumers: cutlass.Constexpr):
+        """Make the barriers: four warps of every CTA of the cluster empty a stage, and `consumers` warps read work
+        tiles. One thread's work."""
+        pipeline.v.init(4 * self.cluster, self.v_producers)
+        pipeline.rope.init(4 * self.cluster, self.rope_producers)
         pipeline.work.init(consumers)
 
     @cute.jit
-    def release(self, empty: cute.Pointer):
-        """This warp has read a stage: tell all CTAs that load into it, by the stage's `empty` barrier."""
-        with cute.arch.elect_one():
-            if const_expr(self.cluster > 1):
-                for peer in cutlass.range_constexpr(self.cluster):
-                    cute.arch.mbarrier_arrive(empty, peer)
-            else:
-                cute.arch.mbarrier_arrive(empty)
-
-    @cute.jit
-    def skip_v(self, stage, count: cutlass.Constexpr):
-        """The stage `count` v chunks further."""
-        return stage + count - self.v_stages if stage >= self.v_stages - count else stage + count
-
-    @cute.jit
-    def advance_v(self, state: KvState) -> KvState:
-        return KvState(state.v.advance(self.v_stages), state.rope)
-
-    @cute.jit
-    def advance_rope(self, state: KvState) -> KvState:
-        return KvState(state.v, state.rope.advance(self.rope_stages))
+    def release(self, pipeline: Pipeline, state: PipelineState):
+        """This warp has read a stage of keys: tell all CTAs that load into it. An elected lane's work."""
+        if const_expr(self.cluster == 1):
+            pipeline.consumer_release(state)
+        else:
+            with cute.arch.elect_one():
+                for peer in cutlass.range_constexpr(self.cluster):  # a Pipeline knows its own CTA's barriers alone
+                    cute.arch.mbarrier_arrive(pipeline.consumer_barrier(state), peer)

@@ -11,7 +11,7 @@ from cutlass import Int16, Int32, Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.pipeline import start
+from dsa.cute.pipeline import expect_bytes, start
 from dsa.kernels.mla.decode_scheduler import DecodeScheduler
 from dsa.kernels.mla.limits import TILE_N
 from dsa.kernels.mla.mla_tiles import (
@@ -25,8 +25,8 @@ from dsa.kernels.mla.mla_tiles import (
     KvPipeline,
     KvStages,
     KvState,
-    LoadState,
 )
+from dsa.kernels.mla.tile_scheduler import AnnouncedWorkTilePipeline, WorkTileInfo, announced_work_tile_storage
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,12 @@ class PagedLoad(KvStages):
     def __init__(self, dtype: type[cutlass.Numeric], box: int, v_stages: int, rope_stages: int, cluster: int = 1):
         super().__init__(dtype, v_stages, rope_stages, cluster)
         self.box, self.boxes = box, TILE_N // box
+
+    def work_tile_storage(self) -> type:
+        return announced_work_tile_storage()
+
+    def work_tile_pipeline(self, storage) -> AnnouncedWorkTilePipeline:
+        return AnnouncedWorkTilePipeline.of(storage)
 
     def box_layout(self, k_chunks: int) -> cute.ComposedLayout:
         """The same memory by boxes [box, K_CHUNK], those of a k chunk one after the other."""
@@ -90,11 +96,11 @@ class PagedLoad(KvStages):
         source = cute.group_modes(gk, 0, 2)
         tvs, tkg = cute.nvgpu.cpasync.tma_partition(atom, 0, one, cute.group_modes(v_boxes, 0, 2), source)
         trs, _ = cute.nvgpu.cpasync.tma_partition(atom, 0, one, cute.group_modes(rope_boxes, 0, 2), source)
-        state = LoadState(start(), start(), start())
+        kv_state, work_state = pipeline.start(), start()
         work = scheduler.first(part)
         while work.is_valid:
             if scheduler.fixed_splits == 0:
-                pipeline.work.announce(work.sequence, state.work)
+                pipeline.work.announce(work_state, work.sequence)
             # The first page numbers are asked for together with the length, where the work tile probably begins.
             guess = scheduler.guess(work)
             page, place = pages.find(work.sequence, guess * self.boxes + lane)
@@ -105,15 +111,18 @@ class PagedLoad(KvStages):
             first, end, split_idx, empty = scheduler.work_tile(work, tiles, part, partials)
             if not empty:
                 if scheduler.fixed_splits > 0:
-                    pipeline.work.announce(work.sequence, state.work)
+                    pipeline.work.announce(work_state, work.sequence)
                 if first != guess:
                     page, place = pages.find(work.sequence, first * self.boxes + lane)
-                state = self.load_work_tile(
-                    *(atom, tkg, tvs, trs, pipeline, pages, work.sequence, first, end - first, split_idx),
-                    *(length, seen, page, place, mk.shape[3], rank, lane, state),
+                info = WorkTileInfo(work.sequence, first, end - first, split_idx, length, seen)
+                work_state = pipeline.work.publish(work_state, info)
+                kv_state = self.load_work_tile(
+                    *(atom, tkg, tvs, trs, pipeline, pages, info, page, place, mk.shape[3], rank, lane, kv_state),
                 )
             work = scheduler.advance(work)
-        pipeline.work.publish_end(state.work)
+        last = WorkTileInfo.last()
+        pipeline.work.announce(work_state, last.batch_idx)
+        pipeline.work.publish(work_state, last)
 
     @cute.jit
     def load_work_tile(
@@ -124,28 +133,21 @@ class PagedLoad(KvStages):
         trs,
         pipeline: KvPipeline,
         pages: Pages,
-        sequence,
-        first,
-        tiles,
-        split_idx,
-        length,
-        seen,
+        info: WorkTileInfo,
         page,
         place,
         num_pages,
         rank,
         lane,
-        state: LoadState,
-    ) -> LoadState:
-        """Publish the work tile and load its keys. page, place: of the lane's box, of the first 32."""
-        pipeline.work.publish(state.work, first, tiles, split_idx, length, seen)
-        work, kv = pipeline.work.pipeline.advance(state.work), KvState(state.v, state.rope)
-
+        state: KvState,
+    ) -> KvState:
+        """Load the work tile's keys. page, place: of the lane's box, of the first 32. -> the state behind them."""
+        first, length = info.first_tile, info.length
         next_box = Int32(0)
-        for tile in cutlass.range(tiles, unroll=1):
+        for tile in cutlass.range(info.tiles, unroll=1):
             if next_box == 32:
                 next_box = Int32(0)
-                page, place = pages.find(sequence, (first + tile) * self.boxes + lane)
+                page, place = pages.find(info.batch_idx, (first + tile) * self.boxes + lane)
             boxes, mask = [], Uint32(0)
             for i in cutlass.range_constexpr(self.boxes):
                 number = cute.arch.shuffle_sync(page, next_box + i)
@@ -156,11 +158,10 @@ class PagedLoad(KvStages):
                 boxes.append((number, cute.arch.shuffle_sync(place, next_box + i)))
             next_box += self.boxes
             for n, v_chunk in enumerate(V_CHUNK_ORDER):
-                full = pipeline.v_full(kv.v.stage, 0)
-                pipeline.v.producer_wait(kv.v)
+                pipeline.v.producer_wait(state.v)
                 with cute.arch.elect_one():
                     for c in cutlass.range_constexpr(K_PER_V):
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + c, TILE_N * K_CHUNK * 2)
+                        expect_bytes(pipeline.v.producer_barrier(state.v, c), TILE_N * K_CHUNK * 2)
                 for c in cutlass.range_constexpr(K_PER_V // self.cluster):
                     # With a cluster, the CTAs load the k chunks in turns, each for all.
                     k_chunk = c
@@ -170,16 +171,15 @@ class PagedLoad(KvStages):
                         self.copy_box(
                             atom,
                             tkg[None, boxes[i][1], v_chunk * K_PER_V + k_chunk, boxes[i][0]],
-                            tvs[None, (kv.v.stage * K_PER_V + k_chunk) * self.boxes + i],
-                            full + k_chunk,
+                            tvs[None, (state.v.stage * K_PER_V + k_chunk) * self.boxes + i],
+                            pipeline.v.producer_barrier(state.v, k_chunk),
                         )
-                kv = self.advance_v(kv)
+                state = pipeline.advance_v(state)
                 if const_expr(n == ROPE_AFTER - 1):
-                    full = pipeline.rope.producer_barrier(kv.rope)
-                    pipeline.rope.producer_wait(kv.rope)
+                    pipeline.rope.producer_wait(state.rope)
                     with cute.arch.elect_one():
-                        pipeline.valid_mask[0, kv.rope.stage] = mask
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_N * K_CHUNK * 2)
+                        pipeline.valid_mask[0, state.rope.stage] = mask
+                        expect_bytes(pipeline.rope.producer_barrier(state.rope), TILE_N * K_CHUNK * 2)
                     loads = True
                     if const_expr(self.cluster > 1):
                         loads = tile % self.cluster == rank
@@ -188,11 +188,11 @@ class PagedLoad(KvStages):
                             self.copy_box(
                                 atom,
                                 tkg[None, boxes[i][1], ROPE_CHUNK, boxes[i][0]],
-                                trs[None, kv.rope.stage * self.boxes + i],
-                                full,
+                                trs[None, state.rope.stage * self.boxes + i],
+                                pipeline.rope.producer_barrier(state.rope),
                             )
-                    kv = self.advance_rope(kv)
-        return LoadState(kv.v, kv.rope, work)
+                    state = pipeline.advance_rope(state)
+        return state
 
     @cute.jit
     def copy_box(self, atom, source, target, barrier):

@@ -35,7 +35,6 @@ from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.sparse_arguments import fake_arguments
 from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, SwapAbExchangeMemory, Thread
-from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 
 # By the heads of a CTA.
 SCORE_WARPGROUPS = {16: 2, 32: 2, 64: 1}
@@ -55,31 +54,29 @@ class Operands:
 
 @dataclass(frozen=True)
 class Shared:
-    """raw: the address of the tiles of bytes."""
+    """kv: the address of the tiles of bytes."""
 
     pipeline: Fp8KvPipeline
     exchange: SwapAbExchange
-    raw: Int32
+    kv: Int32
 
 
 class SparseMlaFp8KvSm90(SparseMlaKernel):
     """Keys of `head_dim` channels; `head_tile` heads of a CTA."""
 
     def __init__(self, head_dim: int, head_tile: int):
-        super().__init__(head_tile, SCORE_WARPGROUPS[head_tile], REGISTERS[head_tile])
-        self.kv = Fp8TopkGather(head_dim, head_tile, STAGES[head_tile], self.score_warpgroups)
-        self.exchange_memory = SwapAbExchangeMemory(None, head_dim, head_tile, self.score_warpgroups)
-        self.scores, self.values = Fp8KvScores(self.kv, head_tile), Fp8KvValues(self.kv, head_tile)
+        score_warpgroups = SCORE_WARPGROUPS[head_tile]
+        kv = Fp8TopkGather(head_dim, head_tile, STAGES[head_tile], score_warpgroups)
+        exchange_memory = SwapAbExchangeMemory(None, head_dim, head_tile, score_warpgroups)
+        super().__init__(kv, exchange_memory, head_tile, score_warpgroups, REGISTERS[head_tile])
+        self.scores, self.values = Fp8KvScores(kv, head_tile), Fp8KvValues(kv, head_tile)
 
-    def pipeline_storage(self) -> type:
-        return self.kv.storage()
+    def operand_storage(self) -> type:
+        @cute.struct
+        class OperandStorage:
+            kv: cute.struct.Align[cute.struct.MemRange[Uint8, self.kv.stages * self.kv.stage_bytes], 128]
 
-    def exchange_storage(self) -> type:
-        return self.exchange_memory.storage()
-
-    def operand_storage(self) -> dict[str, Any]:
-        size = self.kv.stages * self.kv.stage_bytes
-        return {"raw": cute.struct.Align[cute.struct.MemRange[Uint8, size], 128]}
+        return OperandStorage
 
     def operands(self) -> Operands:
         return Operands(self.scores.tiled_mmas(), self.values.tiled_mma(), *self.exchange_memory.layouts())
@@ -88,24 +85,14 @@ class SparseMlaFp8KvSm90(SparseMlaKernel):
         return Shared(
             self.kv.pipeline(storage.pipeline),
             self.exchange_memory.exchange(storage.exchange, operands.q_layout, operands.p_layout),
-            Int32(storage.raw.data_ptr().toint()),
+            Int32(storage.operands.kv.data_ptr().toint()),
         )
-
-    @cute.jit
-    def init(self, shared: Shared):
-        self.kv.init(shared.pipeline)
-        self.exchange_memory.init(shared.exchange)
-
-    @cute.jit
-    def load(self, q, lists, shared: Shared, group, scheduler: StreamKScheduler, coord: Coord):
-        warp = coord.warp % 4
-        self.kv.load(q, shared.raw, shared.pipeline, lists, group, scheduler, coord.first_head, warp, coord.lane)
 
     @cute.jit
     def score(self, q, results: Results, shared: Shared, operands: Operands, group, scale, coord: Coord):
         side = Int32(0) if const_expr(self.score_warpgroups == 1) else coord.warp // 4
         self.scores.score_mainloop(
-            *(results, operands.qk, shared.raw, shared.pipeline, shared.exchange),
+            *(results, operands.qk, shared.kv, shared.pipeline, shared.exchange),
             *(HeadRange(coord.first_head, coord.heads), group, scale, Thread(side, coord.warp % 4, coord.lane)),
         )
 
@@ -113,7 +100,7 @@ class SparseMlaFp8KvSm90(SparseMlaKernel):
     def output(self, results: Results, shared: Shared, operands: Operands, group, coord: Coord):
         thread = Thread(coord.warp // 4 - self.score_warpgroups, coord.warp % 4, coord.lane)
         self.values.output_mainloop(
-            *(results, operands.pv, shared.raw, shared.pipeline, shared.exchange),
+            *(results, operands.pv, shared.kv, shared.pipeline, shared.exchange),
             *(HeadRange(coord.first_head, coord.heads), group, thread),
         )
 

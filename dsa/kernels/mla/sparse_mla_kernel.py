@@ -26,10 +26,11 @@ from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARPGROUP
 from dsa.kernels.mla.limits import TILE_N
 from dsa.kernels.mla.mla_attention import RoleRegisters
 from dsa.kernels.mla.mla_epilogue import Results
+from dsa.kernels.mla.mla_exchange import ExchangeMemory
 from dsa.kernels.mla.sparse_arguments import selections
-from dsa.kernels.mla.swap_ab_exchange import Thread
+from dsa.kernels.mla.swap_ab_exchange import SwapAbExchangeMemory, Thread
 from dsa.kernels.mla.tile_scheduler import StreamKScheduler
-from dsa.kernels.mla.topk_gather import Selection
+from dsa.kernels.mla.topk_gather import Selection, TopkGather
 
 
 class Coord(NamedTuple):
@@ -54,27 +55,28 @@ class SparseMlaKernel:
     at multiples of 16 bytes. Queries behind full_waves * workers are split, with 2 * split_workers partial results
     (StreamKScheduler); with max_logits none may be.
 
+    kv: the keys' stages and how they are loaded; exchange_memory: what the score and output warpgroups share.
     all_heads: a CTA has all heads of a query. A variant has the methods below.
     """
 
     all_heads = False
 
-    def __init__(self, head_tile: int, score_warpgroups: int, registers: RoleRegisters):
+    def __init__(
+        self,
+        kv: TopkGather,
+        exchange_memory: ExchangeMemory | SwapAbExchangeMemory,
+        head_tile: int,
+        score_warpgroups: int,
+        registers: RoleRegisters,
+    ):
+        self.kv, self.exchange_memory = kv, exchange_memory
         self.head_tile, self.score_warpgroups, self.registers = head_tile, score_warpgroups, registers
         # The first warp of a role; before the first load warp are the consumers.
         self.output_warp = 4 * score_warpgroups
         self.load_warp = self.output_warp + 8
 
-    def pipeline_storage(self) -> type:
-        """The barriers of the keys and work tiles, and what goes with them."""
-        raise NotImplementedError
-
-    def exchange_storage(self) -> type:
-        """What the score and output warpgroups share."""
-        raise NotImplementedError
-
-    def operand_storage(self) -> dict[str, Any]:
-        """Members of the shared memory behind these: queries and keys."""
+    def operand_storage(self) -> type:
+        """The shared memory of the queries and keys."""
         raise NotImplementedError
 
     def operands(self) -> Any:
@@ -82,21 +84,13 @@ class SparseMlaKernel:
         raise NotImplementedError
 
     def shared(self, storage, operands) -> Any:
-        """The shared memory as the roles use it."""
-        raise NotImplementedError
-
-    def init(self, shared) -> None:
-        """Make the barriers. One thread's work."""
+        """The shared memory as the roles use it. It has a `pipeline` and an `exchange`, and the keys' stages, `kv`."""
         raise NotImplementedError
 
     def thread(self, warp, lane) -> Thread | None:
         """The thread's place in its role, for a variant that finds it before the roles part: then it is in uniform
         registers. Elsewhere it is None, and the roles find it."""
         return None
-
-    def load(self, q, lists, shared, group, scheduler: StreamKScheduler, coord: Coord) -> None:
-        """The load warpgroup."""
-        raise NotImplementedError
 
     def score(self, q, results: Results, shared, operands, group, scale, coord: Coord) -> None:
         """A score warpgroup."""
@@ -128,13 +122,14 @@ class SparseMlaKernel:
         split_workers: Int32,
         stream,
     ):
-        members = {
-            "pipeline": self.pipeline_storage(),
-            "sink": cute.struct.MemRange[Float32, self.head_tile],
-            "exchange": self.exchange_storage(),
-            **self.operand_storage(),
-        }
-        self.storage = cute.struct(type("Storage", (), {"__annotations__": members}))
+        @cute.struct
+        class Storage:
+            pipeline: self.kv.storage()
+            sink: cute.struct.MemRange[Float32, self.head_tile]
+            exchange: self.exchange_memory.storage()
+            operands: self.operand_storage()
+
+        self.storage = Storage
         assert self.storage.size_in_bytes() <= SHARED_BYTES
         head_tiles, ctas = None, workers
         if const_expr(not self.all_heads):
@@ -179,7 +174,8 @@ class SparseMlaKernel:
         storage = SmemAllocator().allocate(self.storage)
         shared = self.shared(storage, operands)
         if tid == 0:
-            self.init(shared)
+            self.kv.init(shared.pipeline, consumers=self.load_warp)
+            shared.exchange.init()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # What is behind this point touches global memory: the kernels before must be done with it.
@@ -198,7 +194,9 @@ class SparseMlaKernel:
             cute.arch.setmaxregister_decrease(self.registers.load)
             tiles = sum((selection.indices.shape[1] + TILE_N - 1) // TILE_N for selection in lists)
             scheduler = StreamKScheduler(worker, workers, full_waves, q.shape[0], cutlass.max(tiles, 1), split_workers)
-            self.load(q, lists, shared, group, scheduler, coord)
+            self.kv.load(
+                q, shared.kv, shared.pipeline, lists, group, scheduler, first_head, warp - self.load_warp, lane
+            )
         elif warp < self.output_warp:
             cute.arch.setmaxregister_increase(self.registers.score)
             self.score(q, results, shared, operands, group, scale, coord)

@@ -27,13 +27,13 @@ from dsa.cute.fake_tensors import cute_dtype
 from dsa.cute.shared_memory import load_matrices, swizzled
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, SPARSE_HEAD_DIMS, TILE_M, TILE_N
-from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, MlaShared, TiledMmas, WarpRole
+from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, MlaOperands, MlaShared
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, K_PER_V, MASK_WORDS, ROPE_CHUNK, KvState
 from dsa.kernels.mla.sparse_arguments import fake_arguments, fake_cache
 from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
-from dsa.kernels.mla.tile_scheduler import StreamKScheduler, WorkTileInfo
+from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 from dsa.kernels.mla.topk_gather import TopkGather
 
 V_STAGES = {HEAD_DIM: 10, HEAD_DIM_V: 11}
@@ -55,16 +55,6 @@ class SparseQTile:
         return *divmod(query, self.queries), row
 
 
-@dataclass(frozen=True)
-class Operands:
-    """The products, and the layouts of Q, of the v chunks and of the rope parts."""
-
-    mmas: TiledMmas
-    q_layout: cute.ComposedLayout
-    v_layout: cute.ComposedLayout
-    rope_layout: cute.ComposedLayout
-
-
 class SparseMlaAttention(MlaAttention):
     """Queries that come by the rings, and keys by the bits of the valid mask."""
 
@@ -82,7 +72,7 @@ class SparseMlaAttention(MlaAttention):
         for n, chunk in enumerate(self.order):
             stages, place = shared.kv.v, state.v.stage * K_PER_V + chunk % K_PER_V
             if const_expr(chunk < ROPE_CHUNK):
-                cute.arch.mbarrier_wait(pipeline.v.full + place, state.v.phase)
+                pipeline.v.consumer_wait(state.v, chunk % K_PER_V)
             else:
                 pipeline.rope.consumer_wait(state.rope)
                 stages, place = shared.kv.rope, state.rope.stage
@@ -102,10 +92,10 @@ class SparseMlaAttention(MlaAttention):
                     cute.autovec_copy(vector, cute.make_tensor(there, cute.make_layout(8)))
             if const_expr(chunk < ROPE_CHUNK and chunk % K_PER_V == K_PER_V - 1):
                 cute.arch.sync_warp()
-                self.kv.release(pipeline.v.empty + state.v.stage)
-                state = self.kv.advance_v(state)
-        self.kv.release(pipeline.rope.empty + state.rope.stage)
-        return self.kv.advance_rope(state)
+                self.kv.release(pipeline.v, state.v)
+                state = pipeline.advance_v(state)
+        self.kv.release(pipeline.rope, state.rope)
+        return pipeline.advance_rope(state)
 
     @cute.jit
     def apply_mask(
@@ -133,54 +123,28 @@ class SparseMlaSm90(SparseMlaKernel):
     """Keys of `head_dim` channels, 576 or 512; with_max_logits: write them, too."""
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, with_max_logits: bool):
-        super().__init__(TILE_M, 1, REGISTERS)
-        self.dtype = dtype
-        self.kv = TopkGather(dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES)
-        self.attention = SparseMlaAttention(self.kv, head_dim, with_max_logits)
+        kv = TopkGather(dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES)
+        self.attention = SparseMlaAttention(kv, head_dim, with_max_logits)
+        super().__init__(kv, self.attention.exchange_memory, TILE_M, 1, REGISTERS)
 
-    def pipeline_storage(self) -> type:
-        return self.kv.storage()
+    def operand_storage(self) -> type:
+        return self.attention.operand_storage()
 
-    def exchange_storage(self) -> type:
-        return self.attention.exchange_memory.storage()
+    def operands(self) -> MlaOperands:
+        return self.attention.operands()
 
-    def operand_storage(self) -> dict[str, Any]:
-        return {
-            "q": cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.attention.q_layout())], 1024],
-            **self.kv.tensor_storage(),
-        }
-
-    def operands(self) -> Operands:
-        attention, kv = self.attention, self.kv
-        return Operands(attention.tiled_mmas(), attention.q_layout(), kv.v_layout(), kv.rope_layout())
-
-    def shared(self, storage, operands: Operands) -> MlaShared:
-        return MlaShared(
-            self.kv.pipeline(storage.pipeline),
-            self.attention.exchange_memory.exchange(storage.exchange),
-            storage.q.get_tensor(operands.q_layout.outer, swizzle=operands.q_layout.inner),
-            self.kv.tensors(storage, operands.v_layout, operands.rope_layout),
-        )
+    def shared(self, storage, operands: MlaOperands) -> MlaShared:
+        return self.attention.shared(storage, operands)
 
     @cute.jit
-    def init(self, shared: MlaShared):
-        self.kv.init_gather(shared.pipeline)
-        shared.exchange.init()
-
-    @cute.jit
-    def load(self, q, lists, shared: MlaShared, group, scheduler: StreamKScheduler, coord: Coord):
-        warp = coord.warp - WarpRole.LOAD
-        self.kv.load(q, shared.kv, shared.pipeline, lists, group, scheduler, coord.first_head, warp, coord.lane)
-
-    @cute.jit
-    def score(self, q, results: Results, shared: MlaShared, operands: Operands, group, scale, coord: Coord):
+    def score(self, q, results: Results, shared: MlaShared, operands: MlaOperands, group, scale, coord: Coord):
         q_tile = SparseQTile(group, coord.heads, coord.first_head)
         self.attention.score_mainloop(
-            *(q, results, operands.mmas, shared, q_tile, scale, coord.tid, coord.warp, coord.lane),
+            q, results, operands.mmas, shared, q_tile, scale, coord.tid, coord.warp, coord.lane
         )
 
     @cute.jit
-    def output(self, results: Results, shared: MlaShared, operands: Operands, group, coord: Coord):
+    def output(self, results: Results, shared: MlaShared, operands: MlaOperands, group, coord: Coord):
         q_tile = SparseQTile(group, coord.heads, coord.first_head)
         self.attention.output_mainloop(
             *(results, operands.mmas.pv, shared, q_tile),

@@ -31,7 +31,6 @@ from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, SwapAbExchangeMemory, Thread
 from dsa.kernels.mla.swap_ab_scores import SCORE_WARPGROUPS, SwapAbScores
 from dsa.kernels.mla.swap_ab_values import SwapAbValues
-from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 from dsa.kernels.mla.topk_gather import TopkGather
 
 V_STAGES = {(HEAD_DIM, 16): 11, (HEAD_DIM, 32): 9, (HEAD_DIM_V, 16): 12, (HEAD_DIM_V, 32): 10}
@@ -57,7 +56,7 @@ class Shared:
 
     pipeline: KvPipeline
     exchange: SwapAbExchange
-    tensors: KvTensors
+    kv: KvTensors
     staging: cute.Pointer
 
 
@@ -67,24 +66,18 @@ class SparseMlaSwapAbSm90(SparseMlaKernel):
     all_heads = True
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, head_tile: int, with_max_logits: bool):
-        super().__init__(head_tile, SCORE_WARPGROUPS, REGISTERS)
-        self.dtype = dtype
-        self.kv = TopkGather(dtype, head_dim, V_STAGES[head_dim, head_tile], ROPE_STAGES)
-        self.scores = SwapAbScores(self.kv, head_tile, with_max_logits)
-        self.values = SwapAbValues(self.kv, head_tile)
-        self.exchange_memory = SwapAbExchangeMemory(dtype, head_dim, head_tile, SCORE_WARPGROUPS)
+        kv = TopkGather(dtype, head_dim, V_STAGES[head_dim, head_tile], ROPE_STAGES)
+        exchange_memory = SwapAbExchangeMemory(dtype, head_dim, head_tile, SCORE_WARPGROUPS)
+        super().__init__(kv, exchange_memory, head_tile, SCORE_WARPGROUPS, REGISTERS)
+        self.scores, self.values = SwapAbScores(kv, head_tile, with_max_logits), SwapAbValues(kv, head_tile)
 
-    def pipeline_storage(self) -> type:
-        return self.kv.storage()
+    def operand_storage(self) -> type:
+        @cute.struct
+        class OperandStorage:
+            staging: cute.struct.Align[cute.struct.MemRange[self.kv.dtype, 8 * 16 * self.head_tile], 128]
+            kv: self.kv.tensor_storage()
 
-    def exchange_storage(self) -> type:
-        return self.exchange_memory.storage()
-
-    def operand_storage(self) -> dict[str, Any]:
-        return {
-            "staging": cute.struct.Align[cute.struct.MemRange[self.dtype, 8 * 16 * self.head_tile], 128],
-            **self.kv.tensor_storage(),
-        }
+        return OperandStorage
 
     def operands(self) -> Operands:
         return Operands(
@@ -97,34 +90,24 @@ class SparseMlaSwapAbSm90(SparseMlaKernel):
         return Shared(
             self.kv.pipeline(storage.pipeline),
             self.exchange_memory.exchange(storage.exchange, operands.q_layout, operands.p_layout),
-            self.kv.tensors(storage, operands.v_layout, operands.rope_layout),
-            storage.staging.data_ptr(),
+            self.kv.tensors(storage.operands.kv, operands.v_layout, operands.rope_layout),
+            storage.operands.staging.data_ptr(),
         )
-
-    @cute.jit
-    def init(self, shared: Shared):
-        self.kv.init_gather(shared.pipeline, self.load_warp)
-        self.exchange_memory.init(shared.exchange)
 
     def thread(self, warp, lane) -> Thread:
         return Thread(warp // 4 % SCORE_WARPGROUPS, warp % 4, lane)
 
     @cute.jit
-    def load(self, q, lists, shared: Shared, group, scheduler: StreamKScheduler, coord: Coord):
-        warp = coord.warp % 4
-        self.kv.load(q, shared.tensors, shared.pipeline, lists, group, scheduler, coord.first_head, warp, coord.lane)
-
-    @cute.jit
     def score(self, q, results: Results, shared: Shared, operands: Operands, group, scale, coord: Coord):
         self.scores.score_mainloop(
-            *(results, operands.qk, shared.tensors, shared.pipeline, shared.exchange),
+            *(results, operands.qk, shared.kv, shared.pipeline, shared.exchange),
             *(HeadRange(coord.first_head, coord.heads), group, scale, coord.thread),
         )
 
     @cute.jit
     def output(self, results: Results, shared: Shared, operands: Operands, group, coord: Coord):
         self.values.output_mainloop(
-            *(results, operands.pv, shared.tensors.v, shared.pipeline, shared.exchange, shared.staging),
+            *(results, operands.pv, shared.kv.v, shared.pipeline, shared.exchange, shared.staging),
             *(HeadRange(coord.first_head, coord.heads), group, coord.thread),
         )
 

@@ -10,7 +10,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.pipeline import Pipeline
+from dsa.cute.pipeline import Mbarriers, Pipeline, pipeline_storage
 from dsa.cute.shared_memory import load_4, load_8
 from dsa.cute.sm90 import WARP, WARPGROUP
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
@@ -75,13 +75,22 @@ class SwapAbExchange:
     rescaled: cute.Tensor
     inverse: cute.Tensor
     end: Pipeline
-    order: cute.Pointer
+    order: Mbarriers
     by_warp: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
     q_f16: cute.Tensor | None = None
     scale_tables: Int32 | None = None
     q_largest: cute.Tensor | None = None
+
+    @cute.jit
+    def init(self):
+        """Make the barriers. One thread's work. A tile has one score warpgroup."""
+        self.p_pipeline.init(consumers=OUTPUT_WARPS, producers=4)
+        self.order.init(4)
+        self.end.init(consumers=OUTPUT_WARPS, producers=4)
+        for i in cutlass.range_constexpr(P_STAGES):
+            self.rescaled[i] = 0
 
 
 class SwapAbExchangeMemory:
@@ -108,11 +117,9 @@ class SwapAbExchangeMemory:
 
         @cute.struct
         class ExchangeStorage:
-            p_full: cute.struct.MemRange[Int64, P_STAGES]
-            p_empty: cute.struct.MemRange[Int64, P_STAGES]
-            end_full: cute.struct.MemRange[Int64, 1]
-            end_empty: cute.struct.MemRange[Int64, 1]
-            order: cute.struct.MemRange[Int64, 2]
+            p_pipeline: pipeline_storage(P_STAGES)
+            end: pipeline_storage(1)
+            order: cute.struct.MemRange[Int64, P_STAGES]
             rescaled: cute.struct.MemRange[Int32, P_STAGES]
             rescale: cute.struct.MemRange[Float32, self.head_tile * P_STAGES]
             inverse: cute.struct.MemRange[Float32, self.head_tile]
@@ -131,12 +138,12 @@ class SwapAbExchangeMemory:
         exchange = SwapAbExchange(
             q=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
             p=storage.p.get_tensor(p_layout.outer, swizzle=p_layout.inner),
-            p_pipeline=Pipeline(storage.p_full.data_ptr(), storage.p_empty.data_ptr(), P_STAGES, Int32(0)),
+            p_pipeline=Pipeline.of(storage.p_pipeline, P_STAGES),
             rescale=storage.rescale.get_tensor(cute.make_layout((self.head_tile, P_STAGES))),
             rescaled=storage.rescaled.get_tensor(cute.make_layout(P_STAGES)),
             inverse=storage.inverse.get_tensor(cute.make_layout(self.head_tile)),
-            end=Pipeline(storage.end_full.data_ptr(), storage.end_empty.data_ptr(), 1, Int32(0)),
-            order=storage.order.data_ptr(),
+            end=Pipeline.of(storage.end, 1),
+            order=Mbarriers(storage.order.data_ptr(), P_STAGES),
             by_warp=storage.by_warp.get_tensor(cute.make_layout((self.head_tile, 4 * self.score_warpgroups))),
             row_max=storage.row_max.get_tensor(cute.make_layout(self.head_tile)),
             row_sum=storage.row_sum.get_tensor(
@@ -151,16 +158,6 @@ class SwapAbExchangeMemory:
                 q_largest=storage.q_largest.get_tensor(cute.make_layout(4 * self.score_warpgroups)),
             )
         return exchange
-
-    @cute.jit
-    def init(self, exchange: SwapAbExchange):
-        """Make the barriers. One thread's work. A tile has one score warpgroup."""
-        for i in cutlass.range_constexpr(P_STAGES):
-            cute.arch.mbarrier_init(exchange.p_pipeline.full + i, 4)
-            cute.arch.mbarrier_init(exchange.p_pipeline.empty + i, OUTPUT_WARPS)
-            cute.arch.mbarrier_init(exchange.order + i, 4)
-            exchange.rescaled[i] = 0
-        exchange.end.init(consumers=OUTPUT_WARPS, producers=4)
 
 
 class ScaleTable:

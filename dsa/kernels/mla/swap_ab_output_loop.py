@@ -2,15 +2,14 @@
 of every work tile. Each of the two warpgroups has 256 channels x `head_tile` of O^T.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from dsa.cute.pipeline import state_at_of_two
+from dsa.cute.pipeline import PipelineState, state_at, state_at_of_two
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
+from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
 
 class SwapAbOutputLoop:
@@ -40,12 +39,14 @@ class SwapAbOutputLoop:
                     acc[self.element(c, j)] *= factor
 
     @cute.jit
-    def skip_q(self, pipeline, state) -> Any:
+    def skip_q(self, pipeline, state: PipelineState) -> PipelineState:
         """The state of the ring behind the stages with a work tile's queries, which are not for this warpgroup."""
         raise NotImplementedError
 
     @cute.jit
-    def add_tile(self, operands, pipeline, exchange: SwapAbExchange, state, tile_count, thread: Thread) -> Any:
+    def add_tile(
+        self, operands, pipeline, exchange: SwapAbExchange, state: PipelineState, tile_count, thread: Thread
+    ) -> PipelineState:
         """O^T += V^T P^T of the next tile, behind tile_count tiles of P. -> the state behind it."""
         raise NotImplementedError
 
@@ -55,8 +56,7 @@ class SwapAbOutputLoop:
         operands,
         results: Results,
         exchange: SwapAbExchange,
-        batch_idx,
-        split_idx,
+        work: WorkTileInfo,
         heads: HeadRange,
         group,
         thread: Thread,
@@ -72,7 +72,7 @@ class SwapAbOutputLoop:
         acc,
         pipeline,
         exchange: SwapAbExchange,
-        state,
+        state: PipelineState,
         heads: HeadRange,
         group,
         thread: Thread,
@@ -81,16 +81,19 @@ class SwapAbOutputLoop:
         state: where the warpgroup begins in the ring of keys."""
         work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0)
         while batch_idx >= 0:
-            batch_idx, tiles, split_idx = pipeline.work.read_result(state_at_of_two(work_count))
+            work_state = state_at_of_two(work_count)
+            work = pipeline.work.current(work_state)
+            pipeline.work.release(work_state)
+            batch_idx = work.batch_idx
             if batch_idx >= 0:
                 acc.fill(0.0)
                 state = self.skip_q(pipeline, state)
-                for _ in cutlass.range(tiles, unroll=1):
+                for _ in cutlass.range(work.tiles, unroll=1):
                     state = self.add_tile(operands, pipeline, exchange, state, tile_count, thread)
                     tile_count += 1
-                cute.arch.mbarrier_wait(exchange.end.full, work_count & 1)
-                self.write(operands, results, exchange, batch_idx, split_idx, heads, group, thread)
+                end_state = state_at(work_count, 1)
+                exchange.end.consumer_wait(end_state)
+                self.write(operands, results, exchange, work, heads, group, thread)
                 cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(exchange.end.empty)
+                exchange.end.consumer_release(end_state)
                 work_count += 1

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from dsa.cute.pipeline import state_at_of_two
+from dsa.cute.pipeline import state_at, state_at_of_two
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
 from dsa.kernels.mla.swap_ab_softmax import SwapAbSoftmax
@@ -62,8 +62,9 @@ class SwapAbScoreLoop(SwapAbSoftmax):
         ring, work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0), Int32(0)
         while batch_idx >= 0:
             work_state = state_at_of_two(work_count)
-            batch_idx = pipeline.work.read_batch_idx(work_state)
-            work = pipeline.work.read(batch_idx, work_state)
+            work = pipeline.work.current(work_state)
+            pipeline.work.release(work_state)
+            batch_idx = work.batch_idx
             if batch_idx >= 0:
                 # All have multiplied with the queries before.
                 self.sync_score()
@@ -80,5 +81,6 @@ class SwapAbScoreLoop(SwapAbSoftmax):
                         *(operands, pipeline, exchange, q_power, ring, tile_count, tile, max_logits, scale, thread)
                     )
                 ring, tile_count = ring + work.tiles, tile_count + work.tiles
-                self.write_lse(results, exchange, work, heads, group, tile_count, work_count, max_logits, thread)
+                end_state = state_at(work_count, 1)
+                self.write_lse(results, exchange, work, heads, group, tile_count, end_state, max_logits, thread)
                 work_count += 1

@@ -95,10 +95,10 @@ class SwapAbScores(SwapAbScoreLoop):
         p_state = state_at_of_two(tile_count + tile)
         exchange.p_pipeline.producer_wait(p_state)
         cute.nvgpu.warpgroup.wait_group(0)
-        rope, _ = state_at(ring + tile, self.kv.rope_stages)
-        valid_mask = pipeline.valid_mask[thread.warp, rope]
+        rope = state_at(ring + tile, self.kv.rope_stages)
+        valid_mask = pipeline.valid_mask[thread.warp, rope.stage]
         self.softmax(operands.scores, exchange, valid_mask, None, None, max_logits, scale, p_state, thread)
-        self.kv.release(pipeline.rope.empty + rope)
+        self.kv.release(pipeline.rope, rope)
 
     @cute.jit
     def load_q(
@@ -111,17 +111,17 @@ class SwapAbScores(SwapAbScoreLoop):
         thread: Thread,
     ) -> None:
         """They came as keys do, as tile number `ring`, row by row: k chunks go to their memory as they are."""
-        rope, rope_phase = state_at(ring, self.kv.rope_stages)
+        rope = state_at(ring, self.kv.rope_stages)
         vector = cute.make_rmem_tensor((8,), self.dtype)
         target = cute.recast_ptr(exchange.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         for n, chunk in enumerate(self.order):
-            stages, place = operands.tensors.rope, rope
+            stages, place = operands.tensors.rope, rope.stage
             if const_expr(chunk < ROPE_CHUNK):
-                v_stage, v_phase = state_at(ring * V_CHUNKS + self.v_chunk_of(n), self.kv.v_stages)
-                stages, place = operands.tensors.v, v_stage * K_PER_V + chunk % K_PER_V
-                cute.arch.mbarrier_wait(pipeline.v.full + place, v_phase)
+                v = state_at(ring * V_CHUNKS + self.v_chunk_of(n), self.kv.v_stages)
+                stages, place = operands.tensors.v, v.stage * K_PER_V + chunk % K_PER_V
+                pipeline.v.consumer_wait(v, chunk % K_PER_V)
             else:
-                cute.arch.mbarrier_wait(pipeline.rope.full + rope, rope_phase)
+                pipeline.rope.consumer_wait(rope)
             source = cute.recast_ptr(stages.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
             source += place * (TILE_N * K_CHUNK)
             # Rows of 128 bytes: a vector for each of 16 or 32 rows x 8.
@@ -133,9 +133,8 @@ class SwapAbScores(SwapAbScoreLoop):
         self.sync_score()
         if thread.side == 0:
             for n in cutlass.range_constexpr(V_CHUNKS):
-                v_stage, _ = state_at(ring * V_CHUNKS + n, self.kv.v_stages)
-                self.kv.release(pipeline.v.empty + v_stage)
-            self.kv.release(pipeline.rope.empty + rope)
+                self.kv.release(pipeline.v, state_at(ring * V_CHUNKS + n, self.kv.v_stages))
+            self.kv.release(pipeline.rope, rope)
 
     def v_chunk_of(self, n: int) -> int:
         """Of the k chunk that comes as number n the v chunk, in the order in which they come."""
@@ -145,15 +144,15 @@ class SwapAbScores(SwapAbScoreLoop):
     def start_scores(self, operands: ScoreOperands, pipeline: KvPipeline, ring):
         """Start acc = K Q^T of tile number `ring`, as its parts arrive."""
         mma, acc = operands.mma, operands.acc
-        rope, rope_phase = state_at(ring, self.kv.rope_stages)
+        rope = state_at(ring, self.kv.rope_stages)
         cute.nvgpu.warpgroup.fence()
         for n, chunk in enumerate(self.order):
-            v_stage, v_phase = state_at(ring * V_CHUNKS + self.v_chunk_of(n), self.kv.v_stages)
+            v = state_at(ring * V_CHUNKS + self.v_chunk_of(n), self.kv.v_stages)
             if const_expr(n == ROPE_AFTER * K_PER_V):
-                cute.arch.mbarrier_wait(pipeline.rope.full + rope, rope_phase)
+                pipeline.rope.consumer_wait(rope)
             if const_expr(chunk < ROPE_CHUNK):
-                cute.arch.mbarrier_wait(pipeline.v.full + (v_stage * K_PER_V + chunk % K_PER_V), v_phase)
-            own_v, own_rope = opaque(v_stage), opaque(rope)
+                pipeline.v.consumer_wait(v, chunk % K_PER_V)
+            own_v, own_rope = opaque(v.stage), opaque(rope.stage)
             for step in cutlass.range_constexpr(K_CHUNK // K16):
                 a = operands.rr[None, None, step, own_rope]
                 if const_expr(chunk < ROPE_CHUNK):

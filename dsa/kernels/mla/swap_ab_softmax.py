@@ -115,7 +115,7 @@ class SwapAbSoftmax:
         valid_mask: a bit for each of the warp's keys; p_state: of P; powers: of the lane's two keys, if they have any,
         and exponents, the same as numbers; max_logits: of the lane's columns the highest of its scores, if wanted
         """
-        stage, phase = p_state
+        stage = p_state.stage
         lane, number = opaque(thread.lane), opaque(self.number(thread))
         row_max = cute.make_tensor(
             exchange.row_max.iterator + (lane & 3) * 2, cute.make_layout((2, self.head_tile // 8), stride=(1, 8))
@@ -139,7 +139,7 @@ class SwapAbSoftmax:
                 max_logits[c] = cute.arch.fmax(max_logits[c], cute.arch.fmax(scores[at], scores[at + 2]))
         if const_expr(self.score_warpgroups > 1):
             # The first has the first turn.
-            cute.arch.mbarrier_wait(exchange.order + stage, phase ^ 1 ^ thread.side)
+            exchange.order.wait(p_state.phase ^ 1 ^ thread.side, stage)
             self.rescale_row_sum(exchange, stage ^ 1, thread)
         excess = -Float32(float("inf"))
         for n in cutlass.range_constexpr(self.head_tile // 8):
@@ -161,8 +161,7 @@ class SwapAbSoftmax:
             for n in cutlass.range_constexpr(self.head_tile // 8):
                 cute.autovec_copy(row_max[None, n], own_row_max[None, n])
             cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(exchange.order + (stage ^ 1))
+            exchange.order.arrive(stage ^ 1)
         start = Int32(exchange.p.iterator.toint()) + stage * (2 * TILE_N * self.head_tile)
         # Lane 8 i + r gives the address of row r of matrix i: two of keys, then two of heads.
         key = thread.warp * 16 + (lane & 8) + self.key_of(lane & 7)
@@ -184,8 +183,7 @@ class SwapAbSoftmax:
             store_matrices(start + (offset ^ ((offset >> 3) & (2 * self.head_tile - 16))), words)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(exchange.p_pipeline.full + stage)
+        exchange.p_pipeline.producer_commit(p_state)
 
     @cute.jit
     def rescale_row_sum(self, exchange: SwapAbExchange, stage, thread: Thread):
@@ -227,12 +225,12 @@ class SwapAbSoftmax:
         heads: HeadRange,
         group,
         tile_count,
-        work_count,
+        end_state: PipelineState,
         max_logits,
         thread: Thread,
     ):
         """LSE of the work tile's heads, and what O^T is multiplied by. tile_count: tiles that have been scored;
-        work_count: work tiles before this one."""
+        end_state: of `inverse`."""
         lane, tid, number = opaque(thread.lane), opaque(thread.tid), self.number(thread)
         if const_expr(self.score_warpgroups > 1):
             self.sync_score()
@@ -247,7 +245,7 @@ class SwapAbSoftmax:
                 exchange.by_warp[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = row_sum
         self.sync_score()
         if thread.side == 0:
-            cute.arch.mbarrier_wait(exchange.end.empty, ~work_count & 1)
+            exchange.end.producer_wait(end_state)
             if tid < self.head_tile:
                 # The warps of the work tile's first tile first: the sum shall not depend on what was before it.
                 turned = 4 * (tile_count - work.tiles & self.score_warpgroups - 1)
@@ -272,8 +270,7 @@ class SwapAbSoftmax:
                         sequence, query = divmod(work.batch_idx, group)
                         results.lse[sequence, row, query] = lse
             cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(exchange.end.full)
+            exchange.end.producer_commit(end_state)
         if const_expr(self.with_max_logits):
             # The sums have been read.
             self.sync_score()

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.pipeline import state_at_of_two
+from dsa.cute.pipeline import PipelineState, state_at_of_two
 from dsa.cute.shared_memory import pack, store_transposed
 from dsa.cute.sm90 import opaque
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
@@ -19,6 +19,7 @@ from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, V_CHUNK, V_CHUNKS, KvPipeline, KvStages
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
 from dsa.kernels.mla.swap_ab_output_loop import SwapAbOutputLoop
+from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,12 @@ class SwapAbValues(SwapAbOutputLoop):
         accs = [cute.make_tensor(flat.iterator + half * self.head_tile, of_v_chunk) for half in range(2)]
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         operands = ValueOperands(mma, rv, rp, accs, flat, staging)
-        self.run(results, operands, flat, pipeline, exchange, thread.side, heads, group, thread)
+        state = PipelineState(thread.side, Int32(0))
+        self.run(results, operands, flat, pipeline, exchange, state, heads, group, thread)
 
     @cute.jit
-    def skip_q(self, pipeline: KvPipeline, state):
-        return self.kv.skip_v(state, V_CHUNKS)
+    def skip_q(self, pipeline: KvPipeline, state: PipelineState) -> PipelineState:
+        return pipeline.skip_v(state, V_CHUNKS)
 
     @cute.jit
     def add_tile(
@@ -79,29 +81,28 @@ class SwapAbValues(SwapAbOutputLoop):
         operands: ValueOperands,
         pipeline: KvPipeline,
         exchange: SwapAbExchange,
-        state,
+        state: PipelineState,
         tile_count,
         thread: Thread,
-    ):
-        """state: the stage of the warpgroup's first v chunk of the tile."""
+    ) -> PipelineState:
+        """state: of the warpgroup's first v chunk of the tile."""
         p_state = state_at_of_two(tile_count)
         exchange.p_pipeline.consumer_wait(p_state)
         self.rescale(operands.flat, exchange, p_state.stage, thread.lane)
         cute.nvgpu.warpgroup.fence()
-        second = self.kv.skip_v(state, 2)
-        for half, stage in enumerate((state, second)):
-            own, acc = opaque(stage), operands.accs[half]
+        second = pipeline.skip_v(state, 2)
+        for half, v in enumerate((state, second)):
+            own, acc = opaque(v.stage), operands.accs[half]
             for step in cutlass.range_constexpr(TILE_N // K16):
                 a, b = operands.rv[None, None, step, own], operands.rp[None, None, step, p_state.stage]
                 cute.gemm(operands.mma, acc, a, b, acc)
             cute.nvgpu.warpgroup.commit_group()
         cute.nvgpu.warpgroup.wait_group(1)
-        self.kv.release(pipeline.v.empty + state)
+        self.kv.release(pipeline.v, state)
         cute.nvgpu.warpgroup.wait_group(0)
-        self.kv.release(pipeline.v.empty + second)
-        following = self.kv.skip_v(second, 2)
+        self.kv.release(pipeline.v, second)
         exchange.p_pipeline.consumer_release(p_state)
-        return following
+        return pipeline.skip_v(second, 2)
 
     @cute.jit
     def write(
@@ -109,8 +110,7 @@ class SwapAbValues(SwapAbOutputLoop):
         operands: ValueOperands,
         results: Results,
         exchange: SwapAbExchange,
-        batch_idx,
-        split_idx,
+        work: WorkTileInfo,
         heads: HeadRange,
         group,
         thread: Thread,
@@ -120,10 +120,10 @@ class SwapAbValues(SwapAbOutputLoop):
             inverse = exchange.inverse[self.head_of(c, thread.lane)]
             for j in cutlass.range_constexpr(8):
                 flat[self.element(c, j)] *= inverse
-        if split_idx >= 0:
-            self.store_partial(flat, results.out_partial, split_idx, heads, thread)
+        if work.split_idx >= 0:
+            self.store_partial(flat, results.out_partial, work.split_idx, heads, thread)
         else:
-            sequence, query = divmod(batch_idx, group)
+            sequence, query = divmod(work.batch_idx, group)
             self.store(flat, results.out, sequence, query, heads, operands.staging, thread)
 
     @cute.jit

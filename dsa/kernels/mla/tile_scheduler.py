@@ -1,27 +1,23 @@
-"""Which work tiles a CTA computes, and how its load warps tell the other warps about them.
+"""Which work tiles a CTA computes, and what its load warps tell the other warps about them.
 
 A work tile is what a CTA does of one query (sparse) or of one sequence (dense): some consecutive tiles of TILE_N keys.
-The load warps find the work tiles, by a plan or by a StreamKScheduler, and hand them on through a ring of WORK_STAGES
-stages: `WorkTileRing`. A work tile that is not all of its query's or sequence's keys is a split, and writes a partial
-result, which is combined later.
+The load warps find the work tiles, by a plan or by a StreamKScheduler, and pass them on through a WorkTilePipeline. A
+work tile that is not all of its query's or sequence's keys is a split, and writes a partial result, which is combined
+later.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
-from dsa.cute.pipeline import Pipeline, PipelineState
-
-WORK_STAGES = 2
-_FIELDS = 8  # numbers of a stage, padded
+from dsa.cute.pipeline import Mbarriers, PipelineState, arrive
+from dsa.cute.work_tile import INFO_STAGES, WorkTilePipeline, work_tile_storage, write_info
 
 
-@dataclass(frozen=True)
-class WorkTileInfo:
+class WorkTileInfo(NamedTuple):
     """batch_idx   the sequence or query; negative: there are no more work tiles
     first_tile  the first tile of keys
     tiles       how many there are
@@ -37,94 +33,73 @@ class WorkTileInfo:
     length: Int32
     seen: Int32
 
+    @staticmethod
+    def last() -> "WorkTileInfo":
+        """There are no more work tiles."""
+        return WorkTileInfo(Int32(-1), Int32(0), Int32(0), Int32(-1), Int32(0), Int32(0))
 
-class Field(IntEnum):
-    """What a stage of the ring holds."""
 
-    BATCH_IDX = 0
-    FIRST_TILE = 1
-    TILES = 2
-    SPLIT_IDX = 3
-    LENGTH = 4
-    SEEN = 5
+def announced_work_tile_storage() -> type:
+    """The shared memory of an AnnouncedWorkTilePipeline: a field of a @cute.struct."""
+
+    @cute.struct
+    class AnnouncedWorkTileStorage:
+        batch_known: cute.struct.MemRange[Int64, INFO_STAGES]
+        work_tiles: work_tile_storage(WorkTileInfo)
+        batch_idx: cute.struct.MemRange[Int32, INFO_STAGES]
+
+    return AnnouncedWorkTileStorage
 
 
 @dataclass(frozen=True)
-class WorkTileRing:
-    """batch_known  barriers, one a stage: batch_idx is there, before the rest where that helps
-    pipeline     full and empty barriers of the stages
-    info         [8, WORK_STAGES] the Fields
+class AnnouncedWorkTilePipeline(WorkTilePipeline):
+    """A WorkTilePipeline whose producer announces each work tile's batch_idx before it knows the rest, so that the
+    queries are loaded meanwhile.
+
+    batch_known  one barrier a stage: its batch_idx is there
+    batch_idx    [stages]
     """
 
-    batch_known: cute.Pointer
-    pipeline: Pipeline
-    info: cute.Tensor
+    batch_known: Mbarriers
+    batch_idx: cute.Tensor
 
     @staticmethod
-    def of(storage) -> "WorkTileRing":
-        """Of a struct with the members work_batch_known, work_full, work_empty and work_info."""
-        return WorkTileRing(
-            storage.work_batch_known.data_ptr(),
-            Pipeline(storage.work_full.data_ptr(), storage.work_empty.data_ptr(), WORK_STAGES, Int32(0)),
-            storage.work_info.get_tensor(cute.make_layout((_FIELDS, WORK_STAGES))),
+    def of(storage) -> "AnnouncedWorkTilePipeline":
+        """Of what `announced_work_tile_storage` has reserved."""
+        work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
+        return AnnouncedWorkTilePipeline(
+            *(work_tiles.pipeline, work_tiles.info, WorkTileInfo),
+            Mbarriers(storage.batch_known.data_ptr(), INFO_STAGES),
+            storage.batch_idx.get_tensor(cute.make_layout(INFO_STAGES)),
         )
 
     @cute.jit
     def init(self, consumers: cutlass.Constexpr):
-        """Make the barriers; so many warps read work tiles. One thread's work."""
-        for i in cutlass.range_constexpr(WORK_STAGES):
-            cute.arch.mbarrier_init(self.batch_known + i, 1)
-            cute.arch.mbarrier_init(self.pipeline.full + i, 1)
-            cute.arch.mbarrier_init(self.pipeline.empty + i, consumers)
+        """Make the barriers; so many warps read each work tile. One thread's work."""
+        self.batch_known.init(1)
+        self.pipeline.init(consumers)
 
     @cute.jit
-    def announce(self, batch_idx, state: PipelineState):
-        """Wait for an empty stage and say whose the next work tile is. A warp's work."""
+    def announce(self, state: PipelineState, batch_idx):
+        """Wait for an empty stage and say whose the next work tile is. A warp's work, which `publish` follows."""
         self.pipeline.producer_wait(state)
         with cute.arch.elect_one():
-            self.info[Field.BATCH_IDX, state.stage] = batch_idx
-            cute.arch.mbarrier_arrive(self.batch_known + state.stage)
+            self.batch_idx[state.stage] = batch_idx
+            arrive(self.batch_known.barrier(state.stage))
 
     @cute.jit
-    def publish(self, state: PipelineState, first_tile, tiles, split_idx, length, seen):
-        """The rest of what was announced. A warp's work."""
+    def publish(self, state: PipelineState, info: WorkTileInfo) -> PipelineState:
+        """Pass the announced work tile on. A warp's work. -> the state behind it."""
         with cute.arch.elect_one():
-            self.info[Field.FIRST_TILE, state.stage] = first_tile
-            self.info[Field.TILES, state.stage] = tiles
-            self.info[Field.SPLIT_IDX, state.stage] = split_idx
-            self.info[Field.LENGTH, state.stage] = length
-            self.info[Field.SEEN, state.stage] = seen
-            cute.arch.mbarrier_arrive(self.pipeline.full + state.stage)
+            write_info(self.info, state.stage, info)
+            arrive(self.pipeline.producer_barrier(state))
+        return self.pipeline.advance(state)
 
     @cute.jit
-    def publish_end(self, state: PipelineState):
-        """There are no more work tiles. A warp's work."""
-        self.announce(Int32(-1), state)
-        self.pipeline.producer_commit(state)
-
-    @cute.jit
-    def read_batch_idx(self, state: PipelineState):
+    def announced(self, state: PipelineState):
         """Whose the next work tile is."""
-        cute.arch.mbarrier_wait(self.batch_known + state.stage, state.phase)
-        return self.info[Field.BATCH_IDX, state.stage]
-
-    @cute.jit
-    def read(self, batch_idx, state: PipelineState) -> WorkTileInfo:
-        """The whole work tile, behind `read_batch_idx`. The stage is free for the next one afterwards."""
-        self.pipeline.consumer_wait(state)
-        fields = (Field.FIRST_TILE, Field.TILES, Field.SPLIT_IDX, Field.LENGTH, Field.SEEN)
-        work = WorkTileInfo(batch_idx, *[self.info[field, state.stage] for field in fields])
-        self.pipeline.consumer_release(state)
-        return work
-
-    @cute.jit
-    def read_result(self, state: PipelineState):
-        """(batch_idx, tiles, split_idx): what a warpgroup that writes the result needs. The stage is free then."""
-        self.pipeline.consumer_wait(state)
-        fields = (Field.BATCH_IDX, Field.TILES, Field.SPLIT_IDX)
-        batch_idx, tiles, split_idx = [self.info[field, state.stage] for field in fields]
-        self.pipeline.consumer_release(state)
-        return batch_idx, tiles, split_idx
+        self.batch_known.wait(state.phase, state.stage)
+        return self.batch_idx[state.stage]
 
 
 class SchedulerState(NamedTuple):
@@ -140,7 +115,8 @@ class SchedulerState(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamKScheduler:
-    """Stream-K over queries of equally many tiles: what worker number `worker` of `workers` does.
+    """Stream-K over queries of equally many tiles, with full waves: what worker number `worker` of `workers` does. The
+    training family's StreamKScheduler differs in that its line is of spans of unequal lengths, all of which it splits.
 
     In each of `full_waves` waves a worker has one whole query: worker, worker + workers and so on. The tiles of the
     queries behind these waves, if there are any, are split: the first `split_workers` workers have an even share of
@@ -193,7 +169,7 @@ class StreamKScheduler:
         return query, tile
 
     @cute.jit
-    def take(self, state: SchedulerState, query, tile, query_tiles):
+    def advance(self, state: SchedulerState, query, tile, query_tiles):
         """The work tile at (query, tile) of a query that has `query_tiles`: its first tile, the one behind its last,
         its split_idx, and the state behind it, whose query is the next one unless `is_valid` is False."""
         first, end, split_idx, following = Int32(0), query_tiles, Int32(-1), query + self.workers

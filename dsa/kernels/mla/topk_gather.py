@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from dsa.cute.copies import arrive_when_gathered, gather_16, prefetch_to_l2
-from dsa.cute.pipeline import start
+from dsa.cute.pipeline import arrive, start
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 from dsa.kernels.mla.mla_tiles import (
@@ -24,9 +24,8 @@ from dsa.kernels.mla.mla_tiles import (
     KvStages,
     KvState,
     KvTensors,
-    LoadState,
 )
-from dsa.kernels.mla.tile_scheduler import StreamKScheduler
+from dsa.kernels.mla.tile_scheduler import StreamKScheduler, WorkTileInfo
 
 WARP_KEYS = TILE_N // 4  # that a warp gathers of a tile
 
@@ -58,39 +57,33 @@ class TopkGather(KvStages):
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int):
         super().__init__(dtype, v_stages, rope_stages)
         self.head_dim, self.has_rope = head_dim, head_dim > HEAD_DIM_V
-
-    @cute.jit
-    def init_gather(self, pipeline: KvPipeline, consumers: cutlass.Constexpr = 12):
-        """A k chunk is there when all lanes have it; so is a rope part, and each warp has written its valid mask."""
-        self.init(pipeline, WARPGROUP, WARPGROUP + 4 if self.has_rope else 4, consumers)
-
-    def start_state(self) -> LoadState:
-        return LoadState(start(), start(), start())
+        # A k chunk is there when all lanes have it; so is a rope part, and each warp has written its valid mask.
+        self.v_producers, self.rope_producers = WARPGROUP, WARPGROUP + 4 if self.has_rope else 4
 
     @cute.jit
     def load(self, q, memory, pipeline, lists, group, scheduler: StreamKScheduler, first_row, warp, lane):
         """The load warpgroup: all work tiles of this CTA, and the end. lists: one Selection or two; memory, pipeline:
         the stages and their barriers."""
-        state = self.start_state()
+        kv_state, work_state = pipeline.start(), start()
         work = scheduler.first()
         while work.is_valid:
             query, tile = scheduler.locate(work)
-            if warp == 0:
-                pipeline.work.announce(query, state.work)
             counts = [selection.count(query, group) for selection in lists]
             ends = [(count + TILE_N - 1) // TILE_N for count in counts]
             query_tiles = ends[0] if const_expr(len(lists) == 1) else ends[0] + ends[1]
             # A query without keys has a tile of none: so every work tile that is a whole query has one.
             query_tiles = cutlass.max(query_tiles, 1)
-            first, end, split_idx, work = scheduler.take(work, query, tile, query_tiles)
+            first, end, split_idx, work = scheduler.advance(work, query, tile, query_tiles)
             if work.is_valid and work.query < scheduler.queries:
                 self.prefetch_q(q, work.query, first_row, warp, lane)
-            state = self.load_work_tile(
-                *(q, memory, pipeline, lists, counts, ends, query, first, end - first, split_idx, first_row),
-                *(warp, lane, state),
+            info = WorkTileInfo(query, first, end - first, split_idx, Int32(0), Int32(0))
+            if warp == 0:
+                work_state = pipeline.work.publish(work_state, info)
+            kv_state = self.load_work_tile(
+                *(q, memory, pipeline, lists, counts, ends, info, first_row, warp, lane, kv_state),
             )
         if warp == 0:
-            pipeline.work.publish_end(state.work)
+            pipeline.work.publish(work_state, WorkTileInfo.last())
 
     @cute.jit
     def prefetch_q(self, q, query, first_row, warp, lane):
@@ -170,23 +163,19 @@ class TopkGather(KvStages):
         lists,
         counts,
         ends,
-        query,
-        first,
-        tiles,
-        split_idx,
+        info: WorkTileInfo,
         first_row,
         warp,
         lane,
-        state: LoadState,
-    ) -> LoadState:
-        """Publish the work tile; the query's rows from first_row on go through the stages as a tile, then the keys."""
-        if warp == 0:
-            pipeline.work.publish(state.work, first, tiles, split_idx, 0, 0)
-        work, kv = pipeline.work.pipeline.advance(state.work), KvState(state.v, state.rope)
+        state: KvState,
+    ) -> KvState:
+        """The query's rows from first_row on go through the stages as a tile, then the work tile's keys. -> the state
+        behind them."""
+        query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS
         index = self.index_of(lists, counts, ends, query, first, own)
         address, valid = self.locate_row(q, query, first_row, warp, lane)
-        for tile in cutlass.range(first - 1, first + tiles, unroll=1):
+        for tile in cutlass.range(first - 1, first + info.tiles, unroll=1):
             if tile >= first:
                 address, _, valid = self.locate(lists, ends, tile, index)
                 # The next tile's indices are on their way while these keys are asked for.
@@ -194,21 +183,21 @@ class TopkGather(KvStages):
             mask = Uint32(cute.arch.vote_ballot_sync(valid)) & 0xFFFF
             sources, keep = self.spread(address, mask, lane)
             for n, v_chunk in enumerate(V_CHUNK_ORDER):
-                pipeline.v.producer_wait(kv.v)
+                pipeline.v.producer_wait(state.v)
                 for c in cutlass.range_constexpr(K_PER_V):
-                    self.gather(memory.v, kv.v.stage * K_PER_V + c, sources, keep, v_chunk * K_PER_V + c, warp, lane)
-                    arrive_when_gathered(pipeline.v_full(kv.v.stage, c))
-                kv = self.advance_v(kv)
+                    self.gather(memory.v, state.v.stage * K_PER_V + c, sources, keep, v_chunk * K_PER_V + c, warp, lane)
+                    arrive_when_gathered(pipeline.v.producer_barrier(state.v, c))
+                state = pipeline.advance_v(state)
                 if const_expr(n == ROPE_AFTER - 1):
-                    pipeline.rope.producer_wait(kv.rope)
+                    pipeline.rope.producer_wait(state.rope)
                     if const_expr(self.has_rope):
-                        self.gather(memory.rope, kv.rope.stage, sources, keep, ROPE_CHUNK, warp, lane)
-                        arrive_when_gathered(pipeline.rope.producer_barrier(kv.rope))
+                        self.gather(memory.rope, state.rope.stage, sources, keep, ROPE_CHUNK, warp, lane)
+                        arrive_when_gathered(pipeline.rope.producer_barrier(state.rope))
                     with cute.arch.elect_one():
-                        pipeline.valid_mask[warp, kv.rope.stage] = mask
-                        cute.arch.mbarrier_arrive(pipeline.rope.producer_barrier(kv.rope))
-                    kv = self.advance_rope(kv)
-        return LoadState(kv.v, kv.rope, work)
+                        pipeline.valid_mask[warp, state.rope.stage] = mask
+                        arrive(pipeline.rope.producer_barrier(state.rope))
+                    state = pipeline.advance_rope(state)
+        return state
 
     @cute.jit
     def gather(self, stages, place, sources, keep, k_chunk: cutlass.Constexpr, warp, lane):

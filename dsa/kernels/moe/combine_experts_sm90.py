@@ -105,12 +105,12 @@ class CombineExpertsSm90:
             if first + j < rows.shape[1]:
                 numbers[j], factors[j] = rows[token, first + j], weights[token, first + j]
         for j in cutlass.range_constexpr(BATCH):
-            present = numbers[j] >= 0 and numbers[j] < y.shape[0]
+            valid = numbers[j] >= 0 and numbers[j] < y.shape[0]
             # An absent row counts as zero whatever its weight, which may be infinite.
-            factors[j] = factors[j] if present else Float32(0.0)
+            factors[j] = factors[j] if valid else Float32(0.0)
             # Nor is its address formed: y's first row stands for it.
-            row = Int64(numbers[j]) if present else Int64(0)
-            gather_16(gathered + j * (THREADS * VECTOR_BYTES), start + row * row_bytes, present)
+            row = Int64(numbers[j]) if valid else Int64(0)
+            gather_16(gathered + j * (THREADS * VECTOR_BYTES), start + row * row_bytes, valid)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         words = cute.make_rmem_tensor((VECTOR_BYTES // 4,), Uint32)

@@ -37,12 +37,20 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.pipeline import Pipeline, PipelineState, start
+from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices, pack, store_matrices
 from dsa.cute.sm90 import LN2, SHARED_BYTES, WARPGROUP
-from dsa.kernels.training.attention_producer import STAGES, AttentionProducer, Loads, SharedTensors
-from dsa.kernels.training.attention_scheduler import INFO_STAGES, AttentionScheduler, Info
+from dsa.cute.work_tile import work_tile_storage
+from dsa.kernels.training.attention_producer import (
+    STAGES,
+    AttentionPipelines,
+    AttentionProducer,
+    Loads,
+    SharedTensors,
+)
+from dsa.kernels.training.attention_scheduler import AttentionScheduler, WorkTileInfo
 from dsa.kernels.training.limits import DENSE_DTYPES
+from dsa.kernels.training.tile_counter import fake_tile_counter
 
 KEYS = 128  # of a block
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # by consumer warpgroups: of their threads and of the producers'
@@ -132,16 +140,11 @@ class AttentionForwardSm90:
 
         @cute.struct
         class Storage:
-            q_full: cute.struct.MemRange[Int64, cfg.q_stages]
-            q_empty: cute.struct.MemRange[Int64, cfg.q_stages]
-            k_full: cute.struct.MemRange[Int64, STAGES]
-            k_empty: cute.struct.MemRange[Int64, STAGES]
-            v_full: cute.struct.MemRange[Int64, STAGES]
-            v_empty: cute.struct.MemRange[Int64, STAGES]
+            q_barriers: pipeline_storage(cfg.q_stages)
+            k_barriers: pipeline_storage(STAGES)
+            v_barriers: pipeline_storage(STAGES)
             v_loaded: cute.struct.MemRange[Int64, STAGES]
-            info_full: cute.struct.MemRange[Int64, INFO_STAGES]
-            info_empty: cute.struct.MemRange[Int64, INFO_STAGES]
-            info: cute.struct.MemRange[Int32, len(Info) * INFO_STAGES]
+            work_tiles: work_tile_storage(WorkTileInfo)
             out: cute.struct.Align[cute.struct.MemRange[Int32, self.consumer_warps * OUT_ROWS * OUT_COLUMNS // 2], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
@@ -180,23 +183,13 @@ class AttentionForwardSm90:
             storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
             storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner),
             storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner),
-            storage.info.get_tensor(cute.make_layout((len(Info), INFO_STAGES))),
         )
 
         if warp == self.consumer_warps + ProducerRole.LOAD:
             for atom in (loads.q, loads.k, loads.v):
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if tid == 0:
-            # Pipelines that are made here, and not where they are used, would hold their addresses in registers.
-            for ring, stages in (("q", cfg.q_stages), ("k", STAGES), ("v", STAGES)):
-                for i in cutlass.range_constexpr(stages):
-                    cute.arch.mbarrier_init(getattr(storage, f"{ring}_full").data_ptr() + i, 1)
-                    cute.arch.mbarrier_init(getattr(storage, f"{ring}_empty").data_ptr() + i, self.consumer_warps)
-            for i in cutlass.range_constexpr(STAGES):
-                cute.arch.mbarrier_init(storage.v_loaded.data_ptr() + i, 1)
-            for i in cutlass.range_constexpr(INFO_STAGES):
-                cute.arch.mbarrier_init(storage.info_full.data_ptr() + i, 1)
-                cute.arch.mbarrier_init(storage.info_empty.data_ptr() + i, self.consumer_warps + 2)
+            AttentionPipelines.of(storage, cfg.q_stages).init(self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -210,10 +203,7 @@ class AttentionForwardSm90:
                     *(cu_q, cu_k, tile_counter, Int32(out.shape[1]), group, ratio, causal),
                     *(self.rows, KEYS),
                 )
-                work_tiles = Pipeline(
-                    storage.info_full.data_ptr(), storage.info_empty.data_ptr(), INFO_STAGES, Int32(0)
-                )
-                scheduler.run(shared.info, work_tiles, lane)
+                scheduler.run(AttentionPipelines.of(storage, cfg.q_stages).work_tiles, lane)
             elif warp == self.consumer_warps + ProducerRole.CLEAR:
                 self.producer.clear(storage, shared, lane)
         else:
@@ -249,8 +239,7 @@ class AttentionForwardSm90:
         cfg = self.cfg
         score_mma, value_mma = self.score_mma(), self.value_mma()
         score_thr, value_thr = score_mma.get_slice(tid), value_mma.get_slice(tid)
-        sv, info = shared.v, shared.info
-        turned = cute.make_tensor(sv.iterator, cute.select(sv.layout, mode=[1, 0, 2]))
+        turned = cute.make_tensor(shared.v.iterator, cute.select(shared.v.layout, mode=[1, 0, 2]))
         if const_expr(cfg.q_rmem):
             rq = cute.make_rmem_tensor(score_thr.partition_shape_A((self.rows, self.dim)), self.dtype)
         else:
@@ -269,18 +258,15 @@ class AttentionForwardSm90:
         value_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         warpgroup = warp // 4
         own_row = warp * 16 + (lane >> 2)
-        keys = Pipeline(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), STAGES, Int32(0))
-        values = Pipeline(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), STAGES, Int32(0))
-        work_tiles = Pipeline(storage.info_full.data_ptr(), storage.info_empty.data_ptr(), INFO_STAGES, Int32(0))
-        queries = Pipeline(storage.q_full.data_ptr(), storage.q_empty.data_ptr(), cfg.q_stages, Int32(0))
+        pipelines = AttentionPipelines.of(storage, cfg.q_stages)
+        queries, keys, values, work_tiles = pipelines.q, pipelines.k, pipelines.v, pipelines.work_tiles
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
 
         # The prologue: the first work tile's first scores.
         if warpgroup == cfg.warpgroups - 1:
             self.pass_turn(warpgroup)
         tile_state, q_state, k_state, v_state = start(), start(), start(), start()
-        work_tiles.consumer_wait(tile_state)
-        blocks = info[Info.BLOCKS, tile_state.stage]
+        blocks = work_tiles.current(tile_state).blocks
         if blocks > 0:
             queries.consumer_wait(q_state)
             keys.consumer_wait(k_state)
@@ -290,12 +276,12 @@ class AttentionForwardSm90:
         cute.nvgpu.warpgroup.wait_group(0)
         while blocks > 0:
             # This work tile's first scores are there.
-            release(keys, k_state)
+            keys.consumer_release(k_state)
             k_state = keys.advance(k_state)
             if cfg.q_rmem or blocks == 1:
-                release(queries, q_state)
-            key_count = info[Info.KEY_COUNT, tile_state.stage]
-            first = info[Info.FIRST, tile_state.stage]
+                queries.consumer_release(q_state)
+            work_tile = work_tiles.read(tile_state)
+            key_count, first = work_tile.key_count, work_tile.first
             for r in cutlass.range_constexpr(2):
                 limits[r] = cutlass.min(key_count, first + own_row + 8 * r) - 2 * (lane & 3)
             clear = cutlass.min(key_count, first + 64 * warpgroup)
@@ -313,11 +299,11 @@ class AttentionForwardSm90:
                 self.issue_products(scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values, v_state)
                 self.pass_turn(warpgroup)
                 cute.nvgpu.warpgroup.wait_group(1)
-                release(keys, k_state)
+                keys.consumer_release(k_state)
                 k_state = keys.advance(k_state)
                 if const_expr(not cfg.q_rmem):
                     if key == 0:
-                        release(queries, q_state)
+                        queries.consumer_release(q_state)
                 rose = self.softmax(s, row_max, row_sum, factor, limits, clear, key, scale)
                 # A wait of its own for each case: in front of the branch it would be moved before most powers.
                 if rose:
@@ -326,15 +312,14 @@ class AttentionForwardSm90:
                         o[i] *= factor[i // 2 % 2]
                 else:
                     cute.nvgpu.warpgroup.wait_group(0)
-                release(values, v_state)
+                values.consumer_release(v_state)
                 v_state = values.advance(v_state)
                 self.pack_powers(s, p)
 
             # The last product with values, and the next work tile's first scores.
             last = tile_state
-            tile_state = work_tiles.advance(tile_state)
-            work_tiles.consumer_wait(tile_state)
-            blocks = info[Info.BLOCKS, tile_state.stage]
+            tile_state = work_tiles.pipeline.advance(tile_state)
+            blocks = work_tiles.current(tile_state).blocks
             q_state = queries.advance(q_state)
             if blocks > 0:
                 queries.consumer_wait(q_state)
@@ -345,10 +330,10 @@ class AttentionForwardSm90:
             self.issue_products(scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values, v_state)
             self.pass_turn(warpgroup)
             cute.nvgpu.warpgroup.wait_group(0)
-            release(values, v_state)
+            values.consumer_release(v_state)
             v_state = values.advance(v_state)
-            self.epilogue(o, row_max, row_sum, out, lse, info, last.stage, staged, own_row, warp, lane)
-            release(work_tiles, last)
+            self.epilogue(o, row_max, row_sum, out, lse, work_tiles.read(last), staged, own_row, warp, lane)
+            work_tiles.release(last)
 
     @cute.jit
     def take_turn(self, warpgroup):
@@ -403,22 +388,22 @@ class AttentionForwardSm90:
         """
         if key + KEYS > clear:
             self.apply_mask(s, limits, key)
-        highest = cute.make_rmem_tensor((2,), Float32)
+        new_max = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(2):
             value = s[2 * r]
             for i in cutlass.range_constexpr(1, KEYS // 4):
                 value = cute.arch.fmax(value, s[i // 2 * 4 + 2 * r + i % 2])
             value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
-            highest[r] = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2)) * scale
+            new_max[r] = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2)) * scale
         factor.fill(1.0)
         rose = cute.arch.vote_any_sync(
-            highest[0] > row_max[0] + RESCALE_THRESHOLD or highest[1] > row_max[1] + RESCALE_THRESHOLD
+            new_max[0] > row_max[0] + RESCALE_THRESHOLD or new_max[1] > row_max[1] + RESCALE_THRESHOLD
         )
         if rose:
             for r in cutlass.range_constexpr(2):
-                if highest[r] > row_max[r] + RESCALE_THRESHOLD:
-                    factor[r] = cute.math.exp2(row_max[r] - highest[r], fastmath=True)
-                    row_max[r] = highest[r]
+                if new_max[r] > row_max[r] + RESCALE_THRESHOLD:
+                    factor[r] = cute.math.exp2(row_max[r] - new_max[r], fastmath=True)
+                    row_max[r] = new_max[r]
                     row_sum[r] *= factor[r]
         for i in cutlass.range_constexpr(KEYS // 2):
             s[i] = cute.math.exp2(cute.math.fma(s[i], scale, -row_max[i // 2 % 2]), fastmath=True)
@@ -438,10 +423,10 @@ class AttentionForwardSm90:
             p[i] = pack(s[2 * i], s[2 * i + 1], self.dtype)
 
     @cute.jit
-    def epilogue(self, o, row_max, row_sum, out, lse, info, stage, staged, own_row, warp, lane):
+    def epilogue(self, o, row_max, row_sum, out, lse, work_tile: WorkTileInfo, staged, own_row, warp, lane):
         """Results of a warp's 16 rows, through its part of shared memory, whose rows are 128 bytes: the chunk of 16
         bytes c of row r lies where c ^ (r % 8) would."""
-        query, row_count, head = info[Info.QUERY, stage], info[Info.ROW_COUNT, stage], info[Info.HEAD, stage]
+        query, row_count, head = work_tile.query, work_tile.row_count, work_tile.head
         inverse = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(2):
             amount = row_sum[r] + cute.arch.shuffle_sync_bfly(row_sum[r], offset=1)
@@ -473,14 +458,6 @@ class AttentionForwardSm90:
             cute.arch.sync_warp()
 
 
-@cute.jit
-def release(pipeline: Pipeline, state: PipelineState):
-    """One arrival for the warp, whose lanes all make the address before one is elected."""
-    barrier = pipeline.empty + state.stage
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
-
-
 @cached
 def compile_attention_forward(dtype: str, config: AttentionConfig):
     """-> f(q [Tq, H, d], k [Tk, Hk, d], v [Tk, Hk, dv], cu_q [B + 1] int32, cu_k [B + 1] int32, out [Tq, H, dv], lse
@@ -503,7 +480,7 @@ def compile_attention_forward(dtype: str, config: AttentionConfig):
         *(fake(Int32, (batch,), (1,), 4) for _ in range(2)),
         rows(queries, heads, config.value_dim),
         fake(Float32, (heads, queries), (*strides(1), 1), 4),
-        fake(Int32, (1,), (1,), 4),
+        fake_tile_counter(),
         *(Float32(0.0), Int32(0), Int32(0), Int32(1), fake_stream()),
     )
 

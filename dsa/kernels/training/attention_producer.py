@@ -7,9 +7,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from dsa.cute.pipeline import start
+from dsa.cute.pipeline import Mbarriers, Pipeline, expect_bytes, start, state_at
 from dsa.cute.shared_memory import store_16
-from dsa.kernels.training.attention_scheduler import INFO_STAGES, Info
+from dsa.cute.work_tile import WorkTilePipeline
+from dsa.kernels.training.attention_scheduler import WorkTileInfo
 
 STAGES = 2  # of keys, and of values
 
@@ -28,97 +29,112 @@ class Loads:
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """q [rows, d, stage], k [keys, d, stage], v [keys, dv, stage]; info [fields, stage] of work tiles."""
+    """q [rows, d, stage], k [keys, d, stage], v [keys, dv, stage]."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
-    info: cute.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionPipelines:
+    """q: of work tiles' queries; k, v: of blocks of keys and of values; work_tiles: of what is known of work tiles.
+    v_loaded, of each stage of v: the block is there, but not yet the zeros over its rows that belong to no key.
+
+    Each role makes them in its own branch of the kernel: made before it, they would hold their addresses in
+    registers."""
+
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+    v_loaded: Mbarriers
+    work_tiles: WorkTilePipeline
+
+    @staticmethod
+    def of(storage, q_stages: int) -> "AttentionPipelines":
+        """Of the kernel's shared memory."""
+        return AttentionPipelines(
+            Pipeline.of(storage.q_barriers, q_stages),
+            Pipeline.of(storage.k_barriers, STAGES),
+            Pipeline.of(storage.v_barriers, STAGES),
+            Mbarriers(storage.v_loaded.data_ptr(), STAGES),
+            WorkTilePipeline.of(storage.work_tiles, WorkTileInfo),
+        )
+
+    @cute.jit
+    def init(self, consumer_warps: cutlass.Constexpr):
+        """One thread's work. Work tiles are read by the two producer warps, too, that do not schedule."""
+        for pipeline in (self.q, self.k, self.v):
+            pipeline.init(consumer_warps)
+        self.v_loaded.init(1)
+        self.work_tiles.init(consumer_warps + 2)
 
 
 class AttentionProducer:
     """Tiles of `rows` queries of `dim` numbers of `width` bytes, `q_stages` of them; blocks of `keys` keys, and of
-    values of `value_dim` numbers.
-
-    The barriers' addresses are made where they are used: made once, before the loops, they would be in registers."""
+    values of `value_dim` numbers."""
 
     def __init__(self, rows: int, keys: int, dim: int, value_dim: int, width: int, q_stages: int):
-        self.q_stages, self.rows, self.keys, self.dim, self.value_dim, self.width = (
-            q_stages,
-            rows,
-            keys,
-            dim,
-            value_dim,
-            width,
-        )
+        self.rows, self.keys, self.dim, self.value_dim = rows, keys, dim, value_dim
+        self.width, self.q_stages = width, q_stages
 
     @cute.jit
     def load(self, storage, loads: Loads, shared: SharedTensors):
         """The loading warp: all work tiles of this CTA."""
         q_bytes, k_bytes = self.rows * self.dim * self.width, self.keys * self.dim * self.width
         v_bytes = self.keys * self.value_dim * self.width
-        info, tile_state = shared.info, start()
-        q_state, k_state, v_state = start(), start(), start()
+        pipelines = AttentionPipelines.of(storage, self.q_stages)
+        tile_state, q_state, k_state, v_state = start(), start(), start(), start()
         blocks = Int32(1)
         while blocks > 0:
-            at = tile_state.stage
-            cute.arch.mbarrier_wait(storage.info_full.data_ptr() + at, tile_state.phase)
-            blocks, query, head = info[Info.BLOCKS, at], info[Info.QUERY, at], info[Info.HEAD, at]
-            key, kv_head, value_rows = info[Info.KEY, at], info[Info.KV_HEAD, at], info[Info.VALUE_ROWS, at]
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(storage.info_empty.data_ptr() + at)
-            tile_state = tile_state.advance(INFO_STAGES)
+            work_tile = pipelines.work_tiles.current(tile_state)
+            tile_state = pipelines.work_tiles.release(tile_state)
+            blocks, query, head = work_tile.blocks, work_tile.query, work_tile.head
+            key, kv_head = work_tile.key, work_tile.kv_head
             if blocks > 0:
                 tq, gq = blocks_of(loads.q, loads.mq, shared.q, query, head, (self.rows, self.dim))
                 tk, gk = blocks_of(loads.k, loads.mk, shared.k, key, kv_head, (self.keys, self.dim))
                 tv, gv = blocks_of(loads.v, loads.mv, shared.v, key, kv_head, (self.keys, self.value_dim))
-                cute.arch.mbarrier_wait(storage.q_empty.data_ptr() + q_state.stage, q_state.phase ^ 1)
-                full = storage.q_full.data_ptr() + q_state.stage
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, q_bytes)
-                cute.copy(loads.q, gq[None, 0], tq[None, q_state.stage], tma_bar_ptr=full)
-                q_state = q_state.advance(self.q_stages)
+                pipelines.q.producer_acquire(q_state, q_bytes)
+                q_full = pipelines.q.producer_barrier(q_state)
+                cute.copy(loads.q, gq[None, 0], tq[None, q_state.stage], tma_bar_ptr=q_full)
+                q_state = pipelines.q.advance(q_state)
                 for i in cutlass.range(blocks, unroll=1):
                     n = blocks - 1 - i
-                    cute.arch.mbarrier_wait(storage.k_empty.data_ptr() + k_state.stage, k_state.phase ^ 1)
-                    k_full = storage.k_full.data_ptr() + k_state.stage
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(k_full, k_bytes)
+                    pipelines.k.producer_acquire(k_state, k_bytes)
+                    k_full = pipelines.k.producer_barrier(k_state)
                     cute.copy(loads.k, gk[None, n], tk[None, k_state.stage], tma_bar_ptr=k_full)
-                    k_state = k_state.advance(STAGES)
-                    cute.arch.mbarrier_wait(storage.v_empty.data_ptr() + v_state.stage, v_state.phase ^ 1)
-                    v_full = storage.v_full.data_ptr() + v_state.stage
-                    if i == 0 and value_rows < self.keys:
-                        v_full = storage.v_loaded.data_ptr() + v_state.stage
+                    k_state = pipelines.k.advance(k_state)
+                    pipelines.v.producer_wait(v_state)
+                    v_full = pipelines.v.producer_barrier(v_state)
+                    if i == 0 and work_tile.value_rows < self.keys:
+                        v_full = pipelines.v_loaded.barrier(v_state.stage)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(v_full, v_bytes)
+                        expect_bytes(v_full, v_bytes)
                     cute.copy(loads.v, gv[None, n], tv[None, v_state.stage], tma_bar_ptr=v_full)
-                    v_state = v_state.advance(STAGES)
+                    v_state = pipelines.v.advance(v_state)
 
     @cute.jit
     def clear(self, storage, shared: SharedTensors, lane):
         """The clearing warp: zeros over the rows of the last block of values that no key of the sequence has, as
         0 * NaN is NaN."""
-        info, tile_state = shared.info, start()
-        blocks, stage, phases = Int32(1), Int32(0), Int32(0)
+        pipelines = AttentionPipelines.of(storage, self.q_stages)
+        # count: of blocks so far; phases: a bit for each stage, as not every block is cleared.
+        tile_state, blocks, count, phases = start(), Int32(1), Int32(0), Int32(0)
         while blocks > 0:
-            cute.arch.mbarrier_wait(storage.info_full.data_ptr() + tile_state.stage, tile_state.phase)
-            blocks, value_rows = info[Info.BLOCKS, tile_state.stage], info[Info.VALUE_ROWS, tile_state.stage]
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(storage.info_empty.data_ptr() + tile_state.stage)
-            tile_state = tile_state.advance(INFO_STAGES)
+            work_tile = pipelines.work_tiles.current(tile_state)
+            tile_state = pipelines.work_tiles.release(tile_state)
+            blocks = work_tile.blocks
             if blocks > 0:
-                if value_rows < self.keys:
-                    cute.arch.mbarrier_wait(storage.v_loaded.data_ptr() + stage, (phases >> stage) & 1)
-                    phases = phases ^ (1 << stage)
-                    self.clear_values(shared.v, stage, value_rows, lane)
+                if work_tile.value_rows < self.keys:
+                    v_state = state_at(count, STAGES)
+                    pipelines.v_loaded.wait((phases >> v_state.stage) & 1, v_state.stage)
+                    phases = phases ^ (1 << v_state.stage)
+                    self.clear_values(shared.v, v_state.stage, work_tile.value_rows, lane)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(storage.v_full.data_ptr() + stage)
-                stage = (stage + blocks) % STAGES
+                    pipelines.v.producer_commit(v_state)
+                count += blocks
 
     @cute.jit
     def clear_values(self, values: cute.Tensor, stage, first, lane):

@@ -7,37 +7,39 @@ draws, and passes what the others need to know in a pipeline of two stages in sh
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from dsa.cute.pipeline import Pipeline, start
-from dsa.cute.reductions import warp_scan
+from dsa.cute.pipeline import start
+from dsa.cute.reductions import warp_inclusive_scan
 from dsa.cute.sm90 import WARP
+from dsa.cute.work_tile import WorkTilePipeline
+from dsa.kernels.training.tile_counter import draw
 
-INFO_STAGES = 2
 
+class WorkTileInfo(NamedTuple):
+    """blocks: of keys, none behind the last work tile; query: its first; row_count: rows from there to the sequence's
+    end; head, kv_head: its own, and that of its keys; key, key_count: the sequence's first key, and how many there are;
+    first: how many keys the work tile's first row sees (further rows one more each, up to all); value_rows: how many
+    rows of the last block of values are the sequence's."""
 
-class Info(IntEnum):
-    """Which number of a work tile's info is where.
+    blocks: Int32
+    query: Int32
+    row_count: Int32
+    head: Int32
+    kv_head: Int32
+    key: Int32
+    key_count: Int32
+    first: Int32
+    value_rows: Int32
 
-    BLOCKS of keys, none behind the last work tile; its first QUERY and how many rows there are from it to the
-    sequence's end; its HEAD and that of its keys; the sequence's first KEY and how many there are; how many keys the
-    work tile's FIRST row sees (further rows one more each, up to all); and how many rows of the last block of values
-    are the sequence's.
-    """
-
-    BLOCKS = 0
-    QUERY = 1
-    ROW_COUNT = 2
-    HEAD = 3
-    KV_HEAD = 4
-    KEY = 5
-    KEY_COUNT = 6
-    FIRST = 7
-    VALUE_ROWS = 8
+    @staticmethod
+    def last() -> "WorkTileInfo":
+        """What comes behind the last work tile."""
+        return WorkTileInfo(*(Int32(0) for _ in WorkTileInfo._fields))
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class AttentionScheduler:
     keys: cutlass.Constexpr[int]
 
     @cute.jit
-    def run(self, info: cute.Tensor, pipeline: Pipeline, lane):
+    def run(self, work_tiles: WorkTilePipeline, lane):
         """Pass on what is to be known of this CTA's work tiles, one after the other. A warp's work."""
         index, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -77,28 +79,22 @@ class AttentionScheduler:
                 if other < batch:
                     own = cutlass.max(self.cu_q[other + 1] - self.cu_q[other], 0)
                     own = (own + self.rows - 1) // self.rows * self.heads
-                end = before + warp_scan(own, lane)
+                end = before + warp_inclusive_scan(own, lane)
                 passed = cute.arch.popc(cute.arch.vote_ballot_sync(other < batch and end <= index))
                 if passed > 0:
                     before = cute.arch.shuffle_sync(end, passed - 1)
                 sequence += passed
-            pipeline.producer_wait(state)
+            work_tile = WorkTileInfo.last()
             if sequence < batch:
-                self.describe(info, state.stage, sequence, index - before, lane)
+                work_tile = self.work_tile(sequence, index - before)
             else:
                 more = Int32(0)
-                if lane == 0:
-                    info[Info.BLOCKS, state.stage] = 0
-            if lane == 0:
-                cute.arch.mbarrier_arrive(pipeline.producer_barrier(state))
-            state = pipeline.advance(state)
-            if lane == 0:
-                index = ctas + cute.arch.atomic_add(self.tile_counter.iterator, Int32(1))
-            index = cute.arch.shuffle_sync(index, 0)
+            state = work_tiles.publish(state, work_tile)
+            index = ctas + draw(self.tile_counter, lane)
 
     @cute.jit
-    def describe(self, info: cute.Tensor, stage, sequence, local, lane):
-        """Of work tile number `local` of a sequence."""
+    def work_tile(self, sequence, local) -> WorkTileInfo:
+        """Work tile number `local` of a sequence."""
         query, key = self.cu_q[sequence], self.cu_k[sequence]
         queries = self.cu_q[sequence + 1] - query
         keys = cutlass.max(self.cu_k[sequence + 1] - key, 0)
@@ -118,8 +114,14 @@ class AttentionScheduler:
         value_rows = keys - (blocks - 1) * self.keys
         if seen <= 0:
             value_rows = Int32(0)
-        if lane == 0:
-            info[Info.BLOCKS, stage], info[Info.QUERY, stage], info[Info.ROW_COUNT, stage] = blocks, query + row, count
-            info[Info.HEAD, stage], info[Info.KV_HEAD, stage] = head, head // self.ratio
-            info[Info.KEY, stage], info[Info.KEY_COUNT, stage], info[Info.FIRST, stage] = key, keys, first
-            info[Info.VALUE_ROWS, stage] = value_rows
+        return WorkTileInfo(
+            blocks=blocks,
+            query=query + row,
+            row_count=count,
+            head=head,
+            kv_head=head // self.ratio,
+            key=key,
+            key_count=keys,
+            first=first,
+            value_rows=value_rows,
+        )

@@ -11,7 +11,7 @@ Plan
 - CTAs have even ranges of all (key block, column block) pairs (stream_k_scheduler.py). A key block that one CTA has
   alone it adds to dk; of the others there are partial sums, which a second kernel, the fixup, adds in a fixed order.
 - One producer warp loads: q by TMA; w, dI and bits by bulk copies. Columns behind a span's last are of queries of
-  another sequence: they are overwritten by zeros, as 0 * NaN would be NaN.
+  another sequence: they are overwritten by zeros, as 0 * NaN would be NaN (zero_fill_pipeline.py).
 Shared memory: STAGES of 64 x D x 2 bytes of q, 128 of w, 256 a query and warpgroup of dI, 1 KiB a warpgroup of bits.
 Registers: D accumulators, 32 of operands, 8 of w, 4 to 16 of dI, of 232 with two warpgroups,
 160 with three, at D 64.
@@ -33,7 +33,7 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import bulk_load, tile_load
 from dsa.cute.fake_tensors import fake, fake_stream
-from dsa.cute.pipeline import Pipeline, start
+from dsa.cute.pipeline import Pipeline, expect_bytes, start
 from dsa.cute.shared_memory import load_4, load_matrices, load_matrices_transposed, store_4
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
 from dsa.kernels.training.active_bits import multiply_pairs, permute, word_place
@@ -48,6 +48,7 @@ from dsa.kernels.training.q_tiles import (
     gradients_of,
 )
 from dsa.kernels.training.stream_k_scheduler import CtaRange, StreamKScheduler
+from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage, zero_rows
 
 TILE = 2 * KEY_BLOCK  # keys of a warpgroup
 FIXUP_THREADS = 256
@@ -141,9 +142,7 @@ class IndexerKeyGradSm90:
 
         @cute.struct
         class Storage:
-            # The last one tells the producer warp itself of a stage that it is to change.
-            full: cute.struct.MemRange[Int64, self.stages + 1]
-            empty: cute.struct.MemRange[Int64, self.stages]
+            column_pipeline: zero_fill_storage(self.stages)
             sums: cute.struct.MemRange[Int32, WARP]
             found: cute.struct.MemRange[Int32, 4]
             before: cute.struct.MemRange[Int32, MAX_Q_TILES]
@@ -181,8 +180,7 @@ class IndexerKeyGradSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
-        columns = Pipeline(storage.full.data_ptr(), storage.empty.data_ptr(), self.stages, Int32(0))
-        landed = storage.full.data_ptr() + self.stages
+        columns = ZeroFillPipeline.of(storage.column_pipeline, self.stages)
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         stages = Stages(storage.q.data_ptr(), storage.w.data_ptr(), storage.di.data_ptr(), storage.active.data_ptr())
         before = storage.before.get_tensor(cute.make_layout(MAX_Q_TILES))
@@ -192,7 +190,6 @@ class IndexerKeyGradSm90:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
         if tid == 0:
             columns.init(self.consumer_warps)
-            cute.arch.mbarrier_init(landed, 1)
         cute.arch.mbarrier_init_fence()
         if tid < WARP:
             sums[tid] = 0
@@ -206,7 +203,7 @@ class IndexerKeyGradSm90:
                 self.produce(q_atom, mq, w, q_tiles, di, active, sq, stages, columns, own, lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.consume(q_tiles, dk, partial_sums, fixup, mma, sq, stages, columns, own, cta, tid, warp, lane)
+            self.consume(q_tiles, dk, partial_sums, fixup, mma, sq, stages, columns.ring, own, cta, tid, warp, lane)
 
     @cute.jit
     def tiles_seen(self, span, key_block, column_block):
@@ -219,35 +216,32 @@ class IndexerKeyGradSm90:
         return count
 
     @cute.jit
-    def produce(self, q_atom, mq, w, q_tiles, di, active, sq, stages: Stages, columns: Pipeline, own: CtaRange, lane):
+    def produce(
+        self, q_atom, mq, w, q_tiles, di, active, sq, stages: Stages, columns: ZeroFillPipeline, own: CtaRange, lane
+    ):
         """The producer warp."""
         one = cute.make_layout(1)
-        first, offset, left = own
         state, landed_phase = start(), Int32(0)
-        key_block, column_block = self.scheduler.locate(self.scheduler.load_span(q_tiles, first, lane), offset)
-        while left > 0:
-            span = self.scheduler.load_span(q_tiles, first, lane)
-            column_block = self.scheduler.resume(span, key_block, column_block)
-            end = self.scheduler.end(span, key_block, column_block, left)
-            left -= end - column_block
+        next_tile = self.scheduler.first(q_tiles, own, lane)
+        while next_tile.is_valid:
+            work_tile = self.scheduler.work_tile(q_tiles, next_tile, lane)
+            span, key_block, column_block, end = work_tile
             flat = span.first_q * self.heads
             gq = cute.local_tile(cute.domain_offset((flat, 0), mq), (COLUMN_BLOCK, self.dim), (None, 0))
             tqs, tqg = cute.nvgpu.cpasync.tma_partition(
                 q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
             )
             for at in cutlass.range(column_block, end, unroll=1):
-                q_tile = first + at // self.scheduler.column_blocks_a_q_tile
+                q_tile = span.first + at // self.scheduler.column_blocks_a_q_tile
                 own_block = at % self.scheduler.column_blocks_a_q_tile
                 tiles = self.tiles_seen(span, key_block, at)
                 there = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # columns
-                columns.producer_wait(state)
-                barrier = columns.full + (state.stage if there == COLUMN_BLOCK else self.stages)
+                columns.ring.producer_wait(state)
+                barrier = columns.copy_barrier(state, there == COLUMN_BLOCK)
                 with cute.arch.elect_one():
                     weights = cutlass.min(w.shape[0] - (flat + at * COLUMN_BLOCK), COLUMN_BLOCK) * 2
                     pairs = tiles * (self.queries * TILE * 2)
-                    cute.arch.mbarrier_arrive_and_expect_tx(
-                        barrier, self.q_bytes + weights + pairs + tiles * (2 * BIT_BYTES)
-                    )
+                    expect_bytes(barrier, self.q_bytes + weights + pairs + tiles * (2 * BIT_BYTES))
                     own_w = w.iterator + Int64(flat + at * COLUMN_BLOCK)
                     bulk_load(stages.w + state.stage * self.w_bytes, own_w, weights, barrier)
                     for tile in cutlass.range_constexpr(self.warpgroups):
@@ -263,23 +257,14 @@ class IndexerKeyGradSm90:
                 cute.copy(q_atom, tqg[None, at], tqs[None, state.stage], tma_bar_ptr=barrier)
                 if there < COLUMN_BLOCK:
                     # The last columns are another sequence's.
-                    cute.arch.mbarrier_wait(columns.full + self.stages, landed_phase)
-                    landed_phase ^= 1
-                    self.clear(Int32(stages.q.toint()) + state.stage * self.q_bytes, there, lane)
+                    landed_phase = columns.wait_landed(landed_phase)
+                    block_start = Int32(stages.q.toint()) + state.stage * self.q_bytes
+                    zero_rows(block_start, there, COLUMN_BLOCK, self.dim * 2, lane)
                     for column in cutlass.range(there + 2 * lane, COLUMN_BLOCK, 64, unroll=1):
                         store_4(Int32(stages.w.toint()) + state.stage * self.w_bytes + 2 * column, Uint32(0))
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.sync_warp()
-                    columns.producer_commit(state)
-                state = columns.advance(state)
-            first, key_block, column_block, left = self.scheduler.following(span, q_tiles, key_block, left)
-
-    @cute.jit
-    def clear(self, address, there, lane):
-        """Rows `there` and on of a stage of q become 0."""
-        for row in cutlass.range(there, COLUMN_BLOCK, unroll=1):
-            for part in cutlass.range_constexpr(self.dim // 64):
-                store_4(address + part * (COLUMN_BLOCK * 128) + row * 128 + 4 * lane, Uint32(0))
+                    columns.commit(state)
+                state = columns.ring.advance(state)
+            next_tile = self.scheduler.advance(q_tiles, next_tile, work_tile)
 
     @cute.jit
     def consume(
@@ -307,14 +292,11 @@ class IndexerKeyGradSm90:
         active_at = Int32(stages.active.toint()) + tile * (2 * BIT_BYTES) + own_warp * 128 + word_place(lane) * 4
         operands_at = Lane(w_at, di_at, active_at)
         self.clear_fixup(fixup, cta, tid)
-        first, offset, left = own
         state = start()
-        key_block, column_block = self.scheduler.locate(self.scheduler.load_span(q_tiles, first, lane), offset)
-        while left > 0:
-            span = self.scheduler.load_span(q_tiles, first, lane)
-            column_block = self.scheduler.resume(span, key_block, column_block)
-            end = self.scheduler.end(span, key_block, column_block, left)
-            left -= end - column_block
+        next_tile = self.scheduler.first(q_tiles, own, lane)
+        while next_tile.is_valid:
+            work_tile = self.scheduler.work_tile(q_tiles, next_tile, lane)
+            span, key_block, column_block, end = work_tile
             for acc in flats:
                 acc.fill(0.0)
             key = key_block * self.keys + tile * TILE
@@ -352,7 +334,7 @@ class IndexerKeyGradSm90:
                         else:
                             fixup[cta, Fixup.HEAD] = 1
                             fixup[cta, Fixup.HEAD_ENDS] = Int32(1) if ended else Int32(0)
-            first, key_block, column_block, left = self.scheduler.following(span, q_tiles, key_block, left)
+            next_tile = self.scheduler.advance(q_tiles, next_tile, work_tile)
 
     @cute.jit
     def seen_from(self, span, key, end):

@@ -12,7 +12,7 @@ Plan
 - A work tile's own q waits in shared memory, put there by each warp for its rows in the prologue, for dw; dq leaves by
   the same way in the epilogue. dw needs no products again, as sum_j dI relu(q . k) = q . g.
 - One producer warp loads k by TMA, dI and bits by bulk copies. Keys behind a sequence's last are another's: they are
-  overwritten by zeros, as 0 * NaN would be NaN.
+  overwritten by zeros, as 0 * NaN would be NaN (zero_fill_pipeline.py).
 - Persistent CTAs; a work tile is the queries of all warpgroups' blocks (q_tile_scheduler.py).
 Shared memory: STAGES of 128 x D x 2 bytes of k, 256 a query of dI, 1 KiB a block of bits; 128 x D a block for q and dq.
 Registers: BLOCKS x D / 2 sums, BLOCKS x 16 of operands, 8 or 16 of dI, of 232 (two warpgroups) or 112; 40 or 32 for the
@@ -34,12 +34,13 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import bulk_load, gather_16, tile_load
 from dsa.cute.fake_tensors import fake, fake_stream
-from dsa.cute.pipeline import Pipeline, start
-from dsa.cute.shared_memory import load_8, load_16, load_matrices, pack, store_4, store_matrices
+from dsa.cute.pipeline import Pipeline, expect_bytes, start
+from dsa.cute.shared_memory import load_8, load_16, load_matrices, pack, store_matrices
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARPGROUP
+from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.active_bits import permute
 from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, K_TILE
-from dsa.kernels.training.q_tile_scheduler import QTileScheduler, fake_tile_counter
+from dsa.kernels.training.q_tile_scheduler import QTileScheduler, WorkTileInfo
 from dsa.kernels.training.q_tiles import (
     BIT_BYTES,
     COLUMN_BLOCK,
@@ -49,6 +50,8 @@ from dsa.kernels.training.q_tiles import (
     fake_q_tiles,
     gradients_of,
 )
+from dsa.kernels.training.tile_counter import fake_tile_counter
+from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage, zero_rows
 
 ROWS = 16  # of a warp
 
@@ -122,10 +125,8 @@ class IndexerQueryGradSm90:
 
         @cute.struct
         class Storage:
-            # The last one tells the producer warp itself of a stage that it is to change.
-            full: cute.struct.MemRange[Int64, self.stages + 1]
-            empty: cute.struct.MemRange[Int64, self.stages]
-            scheduler: self.scheduler.storage()
+            k_pipeline: zero_fill_storage(self.stages)
+            work_tiles: work_tile_storage(WorkTileInfo)
             di: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.di_bytes], 128]
             active: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.active_bytes], 128]
             q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, 4 * self.column_blocks * self.staged], 128]
@@ -156,16 +157,15 @@ class IndexerQueryGradSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
-        keys = Pipeline(storage.full.data_ptr(), storage.empty.data_ptr(), self.stages, Int32(0))
-        landed = storage.full.data_ptr() + self.stages
+        keys = ZeroFillPipeline.of(storage.k_pipeline, self.stages)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         stages = Stages(storage.k.data_ptr(), storage.di.data_ptr(), storage.active.data_ptr())
+        work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
             keys.init(self.consumer_warps)
-            cute.arch.mbarrier_init(landed, 1)
-            self.scheduler.init(storage.scheduler, self.consumer_warps)
+            work_tiles.init(self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -173,21 +173,34 @@ class IndexerQueryGradSm90:
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(other_registers)
             if warp == self.consumer_warps:
-                self.produce(k_atom, mk, q_tiles, tile_counter, storage.scheduler, di, active, sk, stages, keys, lane)
+                self.produce(k_atom, mk, q_tiles, tile_counter, work_tiles, di, active, sk, stages, keys, lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             staged = storage.q.data_ptr() + warp * (self.blocks * self.staged)
-            self.consume(q, w, dq, dw, mma, storage.scheduler, sk, stages, staged, keys, tid, warp, lane)
+            self.consume(q, w, dq, dw, mma, work_tiles, sk, stages, staged, keys.ring, tid, warp, lane)
 
     @cute.jit
-    def produce(self, k_atom, mk, q_tiles, tile_counter, storage, di, active, sk, stages: Stages, keys: Pipeline, lane):
+    def produce(
+        self,
+        k_atom,
+        mk,
+        q_tiles,
+        tile_counter,
+        work_tiles: WorkTilePipeline,
+        di,
+        active,
+        sk,
+        stages: Stages,
+        keys: ZeroFillPipeline,
+        lane,
+    ):
         """The producer warp."""
         one = cute.make_layout(1)
-        state, scheduler_state, landed_phase = start(), start(), Int32(0)
+        state, work_state, landed_phase = start(), start(), Int32(0)
         number = Int32(0)
         while number >= 0:
-            number, q_tile, row, scheduler_state = self.scheduler.advance(
-                storage, tile_counter, q_tiles, scheduler_state, lane
+            number, q_tile, row, work_state = self.scheduler.advance(
+                work_tiles, tile_counter, q_tiles, work_state, lane
             )
             if number >= 0:
                 first = row * self.heads // COLUMN_BLOCK
@@ -197,11 +210,10 @@ class IndexerQueryGradSm90:
                 )
                 for tile in cutlass.range(cute.ceil_div(q_tile.visible_to(row, self.block_q), K_TILE), unroll=1):
                     there = cutlass.min(q_tile.keys - tile * K_TILE, K_TILE)
-                    keys.producer_wait(state)
-                    barrier = keys.full + (state.stage if there == K_TILE else self.stages)
+                    keys.ring.producer_wait(state)
+                    barrier = keys.copy_barrier(state, there == K_TILE)
                     with cute.arch.elect_one():
-                        size = self.k_bytes + self.di_bytes + self.active_bytes
-                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+                        expect_bytes(barrier, self.k_bytes + self.di_bytes + self.active_bytes)
                         source = gradients_of(di, number, tile, row)
                         bulk_load(stages.di + state.stage * self.di_bytes, source, Int32(self.di_bytes), barrier)
                         for i in cutlass.range_constexpr(self.column_blocks):
@@ -211,19 +223,29 @@ class IndexerQueryGradSm90:
                     cute.copy(k_atom, tkg[None, tile], tks[None, state.stage], tma_bar_ptr=barrier)
                     if there < K_TILE:
                         # The last keys are another sequence's.
-                        cute.arch.mbarrier_wait(barrier, landed_phase)
-                        landed_phase ^= 1
-                        address = Int32(stages.k.toint()) + state.stage * self.k_bytes
-                        for key in cutlass.range(there, K_TILE, unroll=1):
-                            for part in cutlass.range_constexpr(self.dim // 64):
-                                store_4(address + part * (K_TILE * 128) + key * 128 + 4 * lane, Uint32(0))
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        cute.arch.sync_warp()
-                        keys.producer_commit(state)
-                    state = keys.advance(state)
+                        landed_phase = keys.wait_landed(landed_phase)
+                        tile_start = Int32(stages.k.toint()) + state.stage * self.k_bytes
+                        zero_rows(tile_start, there, K_TILE, self.dim * 2, lane)
+                        keys.commit(state)
+                    state = keys.ring.advance(state)
 
     @cute.jit
-    def consume(self, q, w, dq, dw, mma, storage, sk, stages: Stages, staged, keys: Pipeline, tid, warp, lane):
+    def consume(
+        self,
+        q,
+        w,
+        dq,
+        dw,
+        mma,
+        work_tiles: WorkTilePipeline,
+        sk,
+        stages: Stages,
+        staged,
+        keys: Pipeline,
+        tid,
+        warp,
+        lane,
+    ):
         """A consumer warpgroup: its column blocks of every work tile of this CTA."""
         thr = mma.get_slice(tid % WARPGROUP)
         channels = cute.make_tensor(sk.iterator, cute.select(sk.layout, mode=[1, 0, 2]))
@@ -245,10 +267,11 @@ class IndexerQueryGradSm90:
         # The bytes of two keys' words that have this lane's columns, and where in a byte the warp's are.
         taken = Uint32(0x6420) + Uint32(0x1111) * Uint32((lane >> 2) & 1)
         shift = Uint32(2 * own_warp)
-        state, scheduler_state = start(), start()
+        state, work_state = start(), start()
         number = Int32(0)
         while number >= 0:
-            work_tile, scheduler_state = self.scheduler.current(storage, scheduler_state)
+            work_tile = work_tiles.current(work_state)
+            work_state = work_tiles.release(work_state)
             number = work_tile.q_tile
             if number >= 0:
                 flat_row = (work_tile.first_q + work_tile.row) * self.heads + own

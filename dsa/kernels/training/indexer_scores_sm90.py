@@ -3,7 +3,7 @@ one bit for each (query, head, key): whether q_h[t] . k[j] > 0, which is all tha
 
 Plan
 - As the FP8 scores of inference: rows of a wgmma tile are 64 keys, its N columns the heads of N / H queries, so that
-  the sum over heads is multiply-adds in registers and a transposing shuffle over the quad. Consumer warpgroups take the
+  the sum over heads is multiply-adds in registers and a reduce-scatter over the quad. Consumer warpgroups take the
   key tiles in turns; a tile's epilogue runs under the next tile's wgmma.
 - Keys come with their sign turned. The accumulators hold -q . k, whose sign bit is set where a head is active, not for
   a product of 0: a funnel shift an accumulator collects 32 of them to a word (active_bits.py).
@@ -33,13 +33,15 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.reductions import quad_transpose
+from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARPGROUP
 from dsa.cute.wgmma import multiply
+from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.active_bits import negated_head_sum, sign_bits, word_place
 from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, K_TILE, Q_TILE
-from dsa.kernels.training.q_tile_scheduler import QTileScheduler, fake_tile_counter
+from dsa.kernels.training.q_tile_scheduler import QTileScheduler, WorkTileInfo
 from dsa.kernels.training.q_tiles import COLUMN_BLOCK, KEY_BLOCK, fake_active, fake_q_tiles, fake_scores
+from dsa.kernels.training.tile_counter import fake_tile_counter
 
 Q_STAGES = 2
 
@@ -101,7 +103,7 @@ class IndexerScoresSm90:
         class Storage:
             k_barriers: pipeline_storage(self.stages)
             q_barriers: pipeline_storage(Q_STAGES)
-            scheduler: self.scheduler.storage()
+            work_tiles: work_tile_storage(WorkTileInfo)
             q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(k_layout)], 1024]
 
@@ -134,13 +136,14 @@ class IndexerScoresSm90:
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
 
+        work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
             pipelines.k.init(4)
             pipelines.q.init(self.consumer_warps)
-            self.scheduler.init(storage.scheduler, self.consumer_warps)
+            work_tiles.init(self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -148,20 +151,33 @@ class IndexerScoresSm90:
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(other_registers)
             if warp == self.consumer_warps:
-                self.produce(q_atom, mq, k_atom, mk, q_tiles, tile_counter, storage.scheduler, sq, sk, pipelines, lane)
+                self.produce(q_atom, mq, k_atom, mk, q_tiles, tile_counter, work_tiles, sq, sk, pipelines, lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.consume(weights, scores, active, mma, storage.scheduler, sq, sk, pipelines, tid, warp, lane)
+            self.consume(weights, scores, active, mma, work_tiles, sq, sk, pipelines, tid, warp, lane)
 
     @cute.jit
-    def produce(self, q_atom, mq, k_atom, mk, q_tiles, tile_counter, storage, sq, sk, pipelines: Pipelines, lane):
+    def produce(
+        self,
+        q_atom,
+        mq,
+        k_atom,
+        mk,
+        q_tiles,
+        tile_counter,
+        work_tiles: WorkTilePipeline,
+        sq,
+        sk,
+        pipelines: Pipelines,
+        lane,
+    ):
         """The producer warp."""
         one = cute.make_layout(1)
-        q_state, k_state, scheduler_state = start(), start(), start()
+        q_state, k_state, work_state = start(), start(), start()
         warpgroup, number = Int32(0), Int32(0)
         while number >= 0:
-            number, q_tile, row, scheduler_state = self.scheduler.advance(
-                storage, tile_counter, q_tiles, scheduler_state, lane
+            number, q_tile, row, work_state = self.scheduler.advance(
+                work_tiles, tile_counter, q_tiles, work_state, lane
             )
             tiles = cute.ceil_div(q_tile.visible_to(row, self.block_q), KEY_BLOCK)
             if number >= 0 and tiles > 0:
@@ -189,7 +205,9 @@ class IndexerScoresSm90:
                         k_state = k.advance(k_state)
 
     @cute.jit
-    def consume(self, weights, scores, active, mma, storage, sq, sk, pipelines: Pipelines, tid, warp, lane):
+    def consume(
+        self, weights, scores, active, mma, work_tiles: WorkTilePipeline, sq, sk, pipelines: Pipelines, tid, warp, lane
+    ):
         """A consumer warpgroup: scores and active bits of its key tiles."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
@@ -204,12 +222,13 @@ class IndexerScoresSm90:
         k = pipelines.k.ring(warp // 4, self.cfg.stages)
         own_key = (warp % 4) * 16 + (lane >> 2)
         own_word = (warp % 4) * 32 + word_place(lane)
-        q_state, k_state, scheduler_state = start(), start(), start()
+        q_state, k_state, work_state = start(), start(), start()
         # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
         mine = warp // 4
         number = Int32(0)
         while number >= 0:
-            work_tile, scheduler_state = self.scheduler.current(storage, scheduler_state)
+            work_tile = work_tiles.current(work_state)
+            work_state = work_tiles.release(work_state)
             number, row, tiles = work_tile.q_tile, work_tile.row, cute.ceil_div(work_tile.visible, KEY_BLOCK)
             if number >= 0 and tiles > 0:
                 # A lane's scores: of every fourth query and of both keys, or of two queries it has one and a key.
@@ -257,11 +276,11 @@ class IndexerScoresSm90:
                 (own_active + (block * word_stride + tile * WARPGROUP)).store(words[block])
             first = own_scores + ((tile >> 1) * (Q_TILE * K_TILE) + (tile & 1) * KEY_BLOCK)
             if const_expr(self.block_q == 2):
-                first.store(quad_transpose(*(sums[i] for i in range(4)), upper, odd))
+                first.store(quad_reduce_scatter(*(sums[i] for i in range(4)), upper, odd))
             else:
                 for i in cutlass.range_constexpr(self.block_q // 4):
                     for half in cutlass.range_constexpr(2):
-                        value = quad_transpose(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
+                        value = quad_reduce_scatter(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
                         (first + (4 * i * K_TILE + 8 * half)).store(value)
 
 

@@ -33,8 +33,8 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import fake, fake_stream
-from dsa.cute.pipeline import Pipeline, pipeline_storage
+from dsa.cute.fake_tensors import fake_stream
+from dsa.cute.pipeline import Pipeline, pipeline_storage, start, state_at, state_at_of_two
 from dsa.cute.shared_memory import load_16, pack, store_16, store_matrices
 from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARP, WARPGROUP, opaque
 from dsa.kernels.training.global_sums import add_4, await_count, publish, store_4
@@ -60,6 +60,7 @@ from dsa.kernels.training.per_head_tiles import (
     score_mma,
 )
 from dsa.kernels.training.q_tiles import fake_q_tiles
+from dsa.kernels.training.tile_counter import fake_tile_counter
 
 SCORE_WARPGROUPS = 2
 SCORE_WARPS, KEY_WARPS = 4 * SCORE_WARPGROUPS, PER_HEAD_KEY_WARPS
@@ -246,36 +247,38 @@ class PerHeadGradientSm90(PerHeadTiles):
         weight, base, index_base = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
         query_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         own_row = warp * 16 + (lane >> 2)
-        count, steps = Uint32(0), Uint32(0)
+        # Of work tiles and of key tiles so far: pipelines walked by states would take more registers.
+        count, steps = Int32(0), Uint32(0)
         if side == 1:
             cute.arch.barrier_arrive(barrier_id=Barrier.TURN, number_of_threads=SCORE_WARPGROUPS * WARPGROUP)
-        work_tile = self.current(shared, count)
+        work_tile = shared.work_tiles.current(state_at_of_two(count))
         while work_tile.head >= 0:
             for r in cutlass.range_constexpr(2):
                 row = own_row + 8 * r
                 base[r], index_base[r], weight[r] = Float32(float("inf")), Float32(float("inf")), Float32(0.0)
-                if row < work_tile.count:
+                if row < work_tile.rows:
                     base[r] = lse[work_tile.head, work_tile.first_q + row] * LOG2E
                     index_base[r] = lse_idx[work_tile.head, work_tile.first_q + row] * LOG2E
                     weight[r] = w[work_tile.first_q + row, work_tile.head] * (0.5 * LOG2E)
             query_acc.fill(0.0)
             words.fill(0)
             whole = work_tile.limit(0) >> 6  # tiles that all rows see all keys of
-            if work_tile.count < ROWS:
+            if work_tile.rows < ROWS:
                 whole = Int32(0)  # what is loaded for missing rows is another sequence's: D is 0 there, whatever it is
-            cute.arch.mbarrier_wait(shared.rows.full, count % 2)
+            shared.rows.consumer_wait(state_at(count, 1))
             if const_expr(self.q_rmem):
                 load_operand(row_words, shared.q, warp * 16, lane)
             if const_expr(self.q_idx_rmem):
                 load_operand(index_words, shared.q_idx, warp * 16, lane)
             if const_expr(self.q_rmem and self.q_idx_rmem):
-                self.arrive(shared.rows.empty)
+                cute.arch.sync_warp()
+                shared.rows.consumer_release(state_at(count, 1))
             tile = work_tile.tiles
             while tile > 0:
                 tile -= 1
-                stage = steps % self.stages
-                cute.arch.mbarrier_wait(shared.keys.full + stage, steps // self.stages % 2)
-                last = stage
+                key_state = state_at(steps, self.stages)
+                shared.keys.consumer_wait(key_state)
+                stage, last = key_state.stage, key_state.stage
                 if tile < work_tile.tiles - 1:
                     last = (steps - 1) % self.stages
                 else:
@@ -293,44 +296,46 @@ class PerHeadGradientSm90(PerHeadTiles):
                 if tile < whole:
                     self.differ(scores, index_scores, weight, base, index_base, scale)
                 else:
-                    own = self.work_tile(shared, count)
+                    own = shared.work_tiles.read(state_at_of_two(count))
                     first = tile * KEYS + (lane & 3) * 2
                     limits = [own.limit(own_row + 8 * r) - first for r in range(2)]
                     self.differ(scores, index_scores, weight, base, index_base, scale, limits)
                 cute.nvgpu.warpgroup.wait_group(0)
                 if tile < work_tile.tiles - 1:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(shared.keys.empty + (steps - 1) % self.stages)
+                    shared.keys.consumer_release(state_at(steps - 1, self.stages))
                 for i in cutlass.range_constexpr(KEYS // 4):
                     words[i] = pack(scores[2 * i], scores[2 * i + 1], DTYPE)
-                d_stage = steps % D_STAGES
-                cute.arch.mbarrier_wait(d.empty + d_stage, steps // D_STAGES % 2 ^ 1)
-                self.store_difference(words, sd, d_stage, warp, lane)
+                d_state = state_at(steps, D_STAGES)
+                d.producer_wait(d_state)
+                self.store_difference(words, sd, d_state.stage, warp, lane)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                self.arrive(d.full + d_stage)
+                cute.arch.sync_warp()
+                d.producer_commit(d_state)
                 steps += 1
             if work_tile.tiles > 0:
-                last = (steps - 1) % self.stages
+                last_state = state_at(steps - 1, self.stages)
                 cute.nvgpu.warpgroup.fence()
-                multiply(query_mma, query_acc, differences, rv[None, None, None, last], False)
+                multiply(query_mma, query_acc, differences, rv[None, None, None, last_state.stage], False)
                 cute.nvgpu.warpgroup.wait_group(0)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(shared.keys.empty + last)
-            cute.arch.mbarrier_wait(d.empty + steps % D_STAGES, steps // D_STAGES % 2 ^ 1)
+                shared.keys.consumer_release(last_state)
+            # The rows of dq_idx go through the stage that is next, and is not committed.
+            staging = state_at(steps, D_STAGES)
+            d.producer_wait(staging)
             index_own = index_words if const_expr(self.q_idx_rmem) else None
-            own = self.work_tile(shared, count)
-            self.epilogue(sums, index_own, shared, sd, steps % D_STAGES, own, w, g, dq_idx, dw, warp, lane)
+            own = shared.work_tiles.read(state_at_of_two(count))
+            self.epilogue(sums, index_own, shared, sd, staging.stage, own, w, g, dq_idx, dw, warp, lane)
             if const_expr(not (self.q_rmem and self.q_idx_rmem)):
-                self.arrive(shared.rows.empty)
-            self.release(shared, count)
+                cute.arch.sync_warp()
+                shared.rows.consumer_release(state_at(count, 1))
+            shared.work_tiles.release(state_at_of_two(count))
             count += 1
-            work_tile = self.current(shared, count)
+            work_tile = shared.work_tiles.current(state_at_of_two(count))
 
     @cute.jit
     def clear_keys(self, shared: SharedTensors, count, tile, stage, tid):
         """Zeros over the index keys behind the sequence's: D is 0 there, but 0 * NaN would be NaN. Each score
         warpgroup does it before its first product with D, and needs a barrier of its own threads behind."""
-        behind = self.work_tile(shared, count).length - tile * KEYS
+        behind = shared.work_tiles.read(state_at_of_two(count)).length - tile * KEYS
         if behind < KEYS:
             zero = Uint32(0)
             start = Int32(shared.k_idx.iterator.toint()) + stage * (KEYS * self.index_dim * 2)
@@ -387,7 +392,7 @@ class PerHeadGradientSm90(PerHeadTiles):
             total = inner[r] + cute.arch.shuffle_sync_bfly(inner[r], offset=1)
             total += cute.arch.shuffle_sync_bfly(total, offset=2)
             factor[r] = Float32(0.0)
-            if row < work_tile.count:
+            if row < work_tile.rows:
                 upstream = g[work_tile.first_q + row, work_tile.head]
                 factor[r] = upstream * w[work_tile.first_q + row, work_tile.head]
                 if lane % 4 == 0:
@@ -404,7 +409,7 @@ class PerHeadGradientSm90(PerHeadTiles):
             for i in cutlass.range_constexpr(4):
                 out = warp * 16 + 4 * i + (lane >> 3)
                 loaded = load_16(start + out * (2 * CHUNK) + (((lane & 7) ^ (out & 7)) << 4))
-                if out < work_tile.count:
+                if out < work_tile.rows:
                     for j in cutlass.range_constexpr(4):
                         eight[j] = loaded[j]
                     target = dq_idx[work_tile.first_q + out, work_tile.head, None]
@@ -419,20 +424,22 @@ class PerHeadGradientSm90(PerHeadTiles):
         operands = [operand(mma, 64, ROWS) for _ in range(self.chunks)]
         acc = cute.make_rmem_tensor(mma.get_slice(tid).partition_shape_C((64, KEYS)), Float32)
         sums = cute.make_tensor(acc.iterator, cute.make_layout(KEYS // 2))
-        count, steps = Uint32(0), Uint32(0)
-        work_tile = self.current(shared, count)
+        work_state, row_state, d_state = start(), start(), start()
+        work_tile = shared.work_tiles.current(work_state)
         while work_tile.head >= 0:
             factor = Float32(0.0)
-            if tid < work_tile.count:
+            if tid < work_tile.rows:
                 factor = w[work_tile.first_q + tid, work_tile.head] * g[work_tile.first_q + tid, work_tile.head]
             # All have read the last work tile's.
             cute.arch.barrier(barrier_id=Barrier.FACTORS, number_of_threads=WARPGROUP)
             factors[tid] = factor
             cute.arch.barrier(barrier_id=Barrier.FACTORS, number_of_threads=WARPGROUP)
-            cute.arch.mbarrier_wait(shared.rows.full, count % 2)
+            shared.rows.consumer_wait(row_state)
             for chunk in cutlass.range_constexpr(self.chunks):
                 load_transposed(operands[chunk][1], shared.q_idx, chunk, warp, lane)
-            self.arrive(shared.rows.empty)
+            cute.arch.sync_warp()
+            shared.rows.consumer_release(row_state)
+            row_state = shared.rows.advance(row_state)
             for chunk in cutlass.range_constexpr(self.chunks):
                 self.scale_operand(*operands[chunk], factors, lane)
             own = done.iterator + ((Int64(work_tile.head) * done.shape[1] + work_tile.q_tile) * KEY_WARPS + warp)
@@ -443,11 +450,10 @@ class PerHeadGradientSm90(PerHeadTiles):
             while tile > 0:
                 tile -= 1
                 target -= PART * self.chunks
-                d_stage = steps % D_STAGES
-                cute.arch.mbarrier_wait(d.full + d_stage, steps // D_STAGES % 2)
+                d.consumer_wait(d_state)
                 for chunk in cutlass.range_constexpr(self.chunks):
                     cute.nvgpu.warpgroup.fence()
-                    multiply(mma, acc, operands[chunk][0], rd[None, None, None, d_stage], True)
+                    multiply(mma, acc, operands[chunk][0], rd[None, None, None, d_state.stage], True)
                     cute.nvgpu.warpgroup.wait_group(0)
                     if const_expr(chunk == 0):
                         if added > 0:
@@ -455,16 +461,14 @@ class PerHeadGradientSm90(PerHeadTiles):
                         if tile < before:
                             known = await_count(own - KEY_WARPS, known, before - tile)
                     if const_expr(chunk == self.chunks - 1):
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(d.empty + d_stage)
+                        d.consumer_release(d_state)
                     self.add(sums, target + chunk * PART, tile < before)
+                d_state = d.advance(d_state)
                 added += 1
-                steps += 1
             if added > 0:
                 publish(own, added)
-            self.release(shared, count)
-            count += 1
-            work_tile = self.current(shared, count)
+            work_state = shared.work_tiles.release(work_state)
+            work_tile = shared.work_tiles.current(work_state)
 
     @cute.jit
     def add(self, sums, target, begun: Boolean):
@@ -500,7 +504,7 @@ def compile_per_head_gradient(dim: int, index_dim: int):
     parts = compact(Float32, (heads, part_tiles, KEYS * index_dim), stride_order=(2, 1, 0), assumed_align=16)
     return compile_sm90(
         PerHeadGradientSm90(dim, index_dim),
-        *(*inputs, w, lse, lse_idx, g, fake_q_tiles(count), fake(Int32, (1,), (1,), 4), done),
+        *(*inputs, w, lse, lse_idx, g, fake_q_tiles(count), fake_tile_counter(), done),
         *(fake_rows((tokens, heads, index_dim)), dw, parts, Float32(1.0), Int32(1), Int32(1), fake_stream()),
     )
 

@@ -23,11 +23,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.fake_tensors import fake, fake_stream
+from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import start
 from dsa.cute.sm90 import LN2, LOG2E, SHARED_BYTES, WARPGROUP
 from dsa.kernels.training.limits import INDEX_CHANNELS, PER_HEAD_CHANNELS
@@ -47,6 +47,7 @@ from dsa.kernels.training.per_head_tiles import (
     score_mma,
 )
 from dsa.kernels.training.q_tiles import fake_q_tiles
+from dsa.kernels.training.tile_counter import fake_tile_counter
 
 CONSUMERS = 2  # warpgroups
 CONSUMER_WARPS, THREADS = 4 * CONSUMERS, (CONSUMERS + 1) * WARPGROUP
@@ -141,24 +142,26 @@ class PerHeadKlSm90(PerHeadTiles):
         weight, base, row_max, limit = (cute.make_rmem_tensor((2,), x) for x in (Float32, Float32, Float32, Int32))
         sums = cute.make_rmem_tensor((2, 4), Float32)
         own_row = warp * 16 + (lane >> 2)
-        count, key_state = Uint32(0), start()
-        work_tile = self.current(shared, count)
+        work_state, row_state, key_state = start(), start(), start()
+        work_tile = shared.work_tiles.current(work_state)
         while work_tile.head >= 0:
             for r in cutlass.range_constexpr(2):
                 row = own_row + 8 * r
                 limit[r] = work_tile.limit(row)
                 base[r], weight[r], row_max[r] = Float32(float("inf")), Float32(0.0), Float32(0.0)
-                if row < work_tile.count:
+                if row < work_tile.rows:
                     row_max[r] = Float32(NOTHING)
                     base[r] = lse[work_tile.head, work_tile.first_q + row] * LOG2E
                     weight[r] = w[work_tile.first_q + row, work_tile.head] * (0.5 * LOG2E)
             sums.fill(0.0)
             # All rows see all keys of the tiles below.
             whole = work_tile.limit(0) >> 6
-            cute.arch.mbarrier_wait(shared.rows.full, count % 2)
+            shared.rows.consumer_wait(row_state)
             load_operand(row_words, shared.q, warp * 16, lane)
             load_operand(index_words, shared.q_idx, warp * 16, lane)
-            self.arrive(shared.rows.empty)
+            cute.arch.sync_warp()
+            shared.rows.consumer_release(row_state)
+            row_state = shared.rows.advance(row_state)
             for n in cutlass.range(work_tile.tiles, unroll=1):
                 tile = work_tile.tiles - 1 - n
                 shared.keys.consumer_wait(key_state)
@@ -174,9 +177,8 @@ class PerHeadKlSm90(PerHeadTiles):
                 if careful:
                     self.add_carefully(scores, index_scores, sums, weight, base, row_max, limit, scale, tile, lane)
             self.epilogue(sums, weight, row_max, work_tile, own_row, kl, lse_idx, lane)
-            self.release(shared, count)
-            count += 1
-            work_tile = self.current(shared, count)
+            work_state = shared.work_tiles.release(work_state)
+            work_tile = shared.work_tiles.current(work_state)
 
     @cute.jit
     def add(self, scores, index_scores, sums, weight, base, row_max, scale):
@@ -204,15 +206,15 @@ class PerHeadKlSm90(PerHeadTiles):
         """Add a tile, whatever is in it, after `row_max` has been raised to what it needs."""
         first = tile * KEYS + (lane & 3) * 2
         for r in cutlass.range_constexpr(2):
-            highest = Float32(NOTHING)
+            new_max = Float32(NOTHING)
             for i in cutlass.range_constexpr(KEYS // 4):
                 j = i // 2 * 4 + 2 * r + i % 2
                 twice = index_scores[j] + cute.math.absf(index_scores[j])
                 value = twice * weight[r]
-                highest = cute.arch.fmax(highest, value if first + (j // 4 * 8 + i % 2) < limit[r] else highest)
-            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=1))
-            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=2))
-            raised = cute.arch.fmax(row_max[r], highest)
+                new_max = cute.arch.fmax(new_max, value if first + (j // 4 * 8 + i % 2) < limit[r] else new_max)
+            new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=1))
+            new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=2))
+            raised = cute.arch.fmax(row_max[r], new_max)
             sums[r, 0] *= cute.math.exp2(row_max[r] - raised, fastmath=True)
             row_max[r] = raised
             for i in cutlass.range_constexpr(KEYS // 4):
@@ -236,7 +238,7 @@ class PerHeadKlSm90(PerHeadTiles):
                 value = sums[r, i] + cute.arch.shuffle_sync_bfly(sums[r, i], offset=1)
                 total.append(value + cute.arch.shuffle_sync_bfly(value, offset=2))
             row = own_row + 8 * r
-            if lane % 4 == 0 and row < work_tile.count:
+            if lane % 4 == 0 and row < work_tile.rows:
                 loss, result = Float32(0.0), Float32(float("inf"))
                 if work_tile.limit(row) > 0:
                     power = row_max[r] + cute.math.log2(total[0])
@@ -255,8 +257,7 @@ def compile_per_head_kl(dim: int, index_dim: int):
     inputs = fake_inputs(tokens, keys, heads, dim, index_dim)
     w, kl = (fake_by_query(tokens, heads) for _ in range(2))
     lse, lse_idx = (fake_by_head(heads, tokens) for _ in range(2))
-    tile_counter = fake(Int32, (1,), (1,), 4)
-    arguments = *inputs, w, lse, fake_q_tiles(), tile_counter, kl, lse_idx, Float32(1.0), Int32(1), Int32(1)
+    arguments = *inputs, w, lse, fake_q_tiles(), fake_tile_counter(), kl, lse_idx, Float32(1.0), Int32(1), Int32(1)
     return compile_sm90(PerHeadKlSm90(dim, index_dim), *arguments, fake_stream())
 
 

@@ -13,6 +13,7 @@ A work tile is a head of a q tile: up to 128 consecutive queries of a sequence, 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,26 +23,26 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import fake, strides
-from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
+from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.shared_memory import load_matrices, load_matrices_transposed
+from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.limits import PER_HEAD_KEY_TILE, Q_TILE
+from dsa.kernels.training.tile_counter import draw
 
 ROWS, KEYS = Q_TILE, PER_HEAD_KEY_TILE
 CHUNK = 64  # channels that lie in a row of 128 bytes of shared memory
-INFO_STAGES, INFO_WORDS = 2, 12
 DTYPE = BFloat16
 
 
-@dataclass(frozen=True)
-class WorkTileInfo:
-    """head: -1 behind the last work tile. Row i < count is query first_q + i and sees keys first_k + j,
+class WorkTileInfo(NamedTuple):
+    """head: -1 behind the last work tile. Row i < rows is query first_q + i and sees keys first_k + j,
     j < visible(seen + step * i) of `length`. before: how many of the `tiles` tiles of keys the queries of the q tile
     before, of the same sequence, saw."""
 
     head: Int32
     q_tile: Int32
     first_q: Int32
-    count: Int32
+    rows: Int32
     first_k: Int32
     sequence: Int32
     length: Int32
@@ -50,17 +51,22 @@ class WorkTileInfo:
     tiles: Int32
     before: Int32
 
+    @staticmethod
+    def last() -> "WorkTileInfo":
+        """What comes behind the last work tile."""
+        return WorkTileInfo(*(Int32(-1) for _ in WorkTileInfo._fields))
+
     @cute.jit
     def limit(self, row):
         """How many keys a row sees."""
         number = cutlass.max(cutlass.min(self.seen + self.step * row, self.length), 0)
-        return number if row < self.count else Int32(0)
+        return number if row < self.rows else Int32(0)
 
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """Rows [128, d] and [128, di], keys [64, d, stage] and [64, di, stage], and the pipelines of rows, of keys, and of
-    what is known of work tiles."""
+    """Rows [128, d] and [128, di], keys [64, d, stage] and [64, di, stage]; the pipelines of rows (one stage) and of
+    keys, both kinds together, and of what is known of work tiles."""
 
     q: cute.Tensor
     q_idx: cute.Tensor
@@ -68,8 +74,7 @@ class SharedTensors:
     k_idx: cute.Tensor
     rows: Pipeline
     keys: Pipeline
-    work_tiles: Pipeline
-    info: cute.Tensor
+    work_tiles: WorkTilePipeline
 
 
 @dataclass(frozen=True)
@@ -103,8 +108,7 @@ class PerHeadTiles:
         class TileStorage:
             rows: pipeline_storage(1)
             keys: pipeline_storage(self.stages)
-            work_tiles: pipeline_storage(INFO_STAGES)
-            info: cute.struct.MemRange[Int32, INFO_WORDS * INFO_STAGES]
+            work_tiles: work_tile_storage(WorkTileInfo)
             q: cute.struct.Align[cute.struct.MemRange[DTYPE, ROWS * self.dim], 1024]
             q_idx: cute.struct.Align[cute.struct.MemRange[DTYPE, ROWS * self.index_dim], 1024]
             k: cute.struct.Align[cute.struct.MemRange[DTYPE, KEYS * self.dim * self.stages], 1024]
@@ -116,10 +120,8 @@ class PerHeadTiles:
         layouts = *map(self.row_layout, (self.dim, self.index_dim)), *map(self.key_layout, (self.dim, self.index_dim))
         ranges = storage.q, storage.q_idx, storage.k, storage.k_idx
         tensors = [x.get_tensor(layout.outer, swizzle=layout.inner) for x, layout in zip(ranges, layouts)]
-        rings = (storage.rows, 1), (storage.keys, self.stages), (storage.work_tiles, INFO_STAGES)
-        pipelines = [Pipeline.of(barriers, stages) for barriers, stages in rings]
-        info = storage.info.get_tensor(cute.make_layout((INFO_WORDS, INFO_STAGES)))
-        return SharedTensors(*tensors, *pipelines, info)
+        pipelines = Pipeline.of(storage.rows, 1), Pipeline.of(storage.keys, self.stages)
+        return SharedTensors(*tensors, *pipelines, WorkTilePipeline.of(storage.work_tiles, WorkTileInfo))
 
     @cute.jit
     def init(self, shared: SharedTensors, row_consumers: cutlass.Constexpr, key_consumers: cutlass.Constexpr):
@@ -155,14 +157,14 @@ class PerHeadTiles:
     ):
         """The producer warp: all work tiles of this CTA. heads_together: how many heads run through the q tiles
         together, a divisor of `heads`; group: of so many of them the keys are the same head's."""
-        index = self.draw(tile_counter, lane)
-        info_state, row_phase, key_state = start(), Int32(0), start()
+        index = draw(tile_counter, lane)
+        work_state, row_state, key_state = start(), start(), start()
         count = q_tiles.shape[0]
         total = count * heads
         while index < total:
             head = index // (count * heads_together) * heads_together + index % heads_together
             q_tile = index // heads_together % count
-            index = self.draw(tile_counter, lane)
+            index = draw(tile_counter, lane)
             # Lanes 0 to 7 have the q tile's fields, 8 to 15 those of the one before.
             own = q_tiles[cutlass.max(q_tile - (lane >> 3 & 1), 0), lane & 7]
             fields = [cute.arch.shuffle_sync(own, i) for i in range(8)]
@@ -171,39 +173,22 @@ class PerHeadTiles:
                 tiles, before = self.key_tiles(fields), self.key_tiles(earlier)
                 if q_tile == 0 or earlier[7] != fields[7]:
                     before = Int32(0)
-                shared.work_tiles.producer_wait(info_state)
-                with cute.arch.elect_one():
-                    first_q, rows, first_k, length, seen, step, _, sequence = fields
-                    info = (head, q_tile, first_q, rows, first_k, sequence, length, seen, step, tiles, before)
-                    for i in cutlass.range_constexpr(len(info)):
-                        shared.info[i, info_state.stage] = info[i]
-                    cute.arch.mbarrier_arrive(shared.work_tiles.producer_barrier(info_state))
-                info_state = shared.work_tiles.advance(info_state)
-                row_state = PipelineState(Int32(0), row_phase)
+                first_q, rows, first_k, length, seen, step, _, sequence = fields
+                info = WorkTileInfo(head, q_tile, first_q, rows, first_k, sequence, length, seen, step, tiles, before)
+                work_state = shared.work_tiles.publish(work_state, info)
                 shared.rows.producer_acquire(row_state, ROWS * (self.dim + self.index_dim) * 2)
                 full = shared.rows.producer_barrier(row_state)
-                self.copy(loads.q, loads.mq, shared.q, fields[0], head, ROWS, 0, 0, full)
-                self.copy(loads.q_idx, loads.mq_idx, shared.q_idx, fields[0], head, ROWS, 0, 0, full)
-                row_phase ^= 1
+                self.copy(loads.q, loads.mq, shared.q, first_q, head, ROWS, 0, 0, full)
+                self.copy(loads.q_idx, loads.mq_idx, shared.q_idx, first_q, head, ROWS, 0, 0, full)
+                row_state = shared.rows.advance(row_state)
                 for n in cutlass.range(tiles, unroll=1):
                     keys_full, stage = shared.keys.producer_barrier(key_state), key_state.stage
                     shared.keys.producer_acquire(key_state, KEYS * (self.dim + self.index_dim) * 2)
                     tile = tiles - 1 - n
-                    self.copy(loads.k, loads.mk, shared.k, fields[2], head // group, KEYS, tile, stage, keys_full)
-                    self.copy(loads.k_idx, loads.mk_idx, shared.k_idx, fields[2], 0, KEYS, tile, stage, keys_full)
+                    self.copy(loads.k, loads.mk, shared.k, first_k, head // group, KEYS, tile, stage, keys_full)
+                    self.copy(loads.k_idx, loads.mk_idx, shared.k_idx, first_k, 0, KEYS, tile, stage, keys_full)
                     key_state = shared.keys.advance(key_state)
-        shared.work_tiles.producer_wait(info_state)
-        with cute.arch.elect_one():
-            shared.info[0, info_state.stage] = Int32(-1)
-            cute.arch.mbarrier_arrive(shared.work_tiles.producer_barrier(info_state))
-
-    @cute.jit
-    def draw(self, tile_counter: cute.Tensor, lane):
-        """The number of the next work tile."""
-        number = Int32(0)
-        if lane == 0:
-            number = cute.arch.atomic_add(tile_counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-        return cute.arch.shuffle_sync(number, 0)
+        shared.work_tiles.publish(work_state, WorkTileInfo.last())
 
     @cute.jit
     def key_tiles(self, fields):
@@ -221,29 +206,6 @@ class PerHeadTiles:
             atom, 0, cute.make_layout(1), cute.group_modes(sx, 0, 2), cute.group_modes(gx, 0, 2)
         )
         cute.copy(atom, source[None, tile], target[None, stage], tma_bar_ptr=barrier)
-
-    @cute.jit
-    def current(self, shared: SharedTensors, count) -> WorkTileInfo:
-        """Wait for the CTA's work tile number `count`. A consumer warp's work."""
-        cute.arch.mbarrier_wait(shared.work_tiles.full + count % INFO_STAGES, count // INFO_STAGES % 2)
-        return self.work_tile(shared, count)
-
-    @cute.jit
-    def work_tile(self, shared: SharedTensors, count) -> WorkTileInfo:
-        """What is known of it again, where registers should not hold it."""
-        return WorkTileInfo(*[shared.info[i, count % INFO_STAGES] for i in range(11)])
-
-    @cute.jit
-    def release(self, shared: SharedTensors, count):
-        """This warp needs no more what is known of the CTA's work tile number `count`."""
-        self.arrive(shared.work_tiles.empty + count % INFO_STAGES)
-
-    @cute.jit
-    def arrive(self, barrier: cute.Pointer):
-        """Once for all lanes of this warp, when they all are here."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
 
 
 @cute.jit

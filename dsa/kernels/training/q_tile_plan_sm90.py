@@ -19,10 +19,10 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake, fake_stream
-from dsa.cute.reductions import before_and_all
+from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.training.limits import K_TILE, Q_TILE, Q_TILE_FIELDS
-from dsa.kernels.training.q_tiles import fake_q_tiles
+from dsa.kernels.training.limits import K_TILE, Q_TILE
+from dsa.kernels.training.q_tiles import QTile, fake_q_tiles, store_q_tile
 
 THREADS = 1024
 
@@ -72,7 +72,7 @@ class QTilePlanSm90:
             own = Int32(0)
             if base + tid < batch:
                 own = (bounds[0, base + tid + 1] - bounds[0, base + tid] + Q_TILE - 1) // Q_TILE
-            earlier, here = before_and_all(own, sums, lane, warp)
+            earlier, here = block_exclusive_scan(own, sums, lane, warp)
             if base + tid < batch:
                 before[base + tid] = total + earlier
             total += here
@@ -89,11 +89,12 @@ class QTilePlanSm90:
                     behind = before[middle] > number
                     high = middle if behind else high
                     low = low if behind else middle
-                own = self.describe(bounds, q_tiles, number, low, before[low], causal, most)
+                q_tile = self.q_tile(bounds, number, low, before[low], causal, most)
+                store_q_tile(q_tiles, number, q_tile)
+                own = q_tile.key_tiles
             elif number < count:
-                for i in cutlass.range_constexpr(Q_TILE_FIELDS):
-                    q_tiles[number, i] = -1 if i == Q_TILE_FIELDS - 1 else 0
-            earlier, here = before_and_all(own, sums, lane, warp)
+                store_q_tile(q_tiles, number, QTile.unused())
+            earlier, here = block_exclusive_scan(own, sums, lane, warp)
             if number < count:
                 key_tiles[number] = total + earlier
             total += here
@@ -111,15 +112,15 @@ class QTilePlanSm90:
                 own = cu_seqlens[base + tid]
             if own < 0 or own > end:
                 own = Int32(0)
-            so_far, here = prefix_max(own, maxima, lane, warp)
+            so_far, here = block_inclusive_max(own, maxima, lane, warp)
             if base + tid < count:
                 bounds[base + tid] = cutlass.max(highest, so_far)
             highest = cutlass.max(highest, here)
             cute.arch.sync_threads()
 
     @cute.jit
-    def describe(self, bounds, q_tiles, number, sequence, first_number, causal, most):
-        """Write a q tile's fields; returns its key tiles. first_number: that of the sequence's first q tile."""
+    def q_tile(self, bounds, number, sequence, first_number, causal, most) -> QTile:
+        """Q tile `number`, of a sequence whose first one is number `first_number`."""
         begin, end = bounds[0, sequence], bounds[0, sequence + 1]
         first_key, end_key = bounds[1, sequence], bounds[1, sequence + 1]
         own_keys = end_key - first_key
@@ -130,16 +131,15 @@ class QTilePlanSm90:
             seen = own_keys - (end - begin) + offset + 1
         visible = cutlass.min(cutlass.max(seen + causal * (rows - 1), 0), own_keys)
         key_tiles = cutlass.min((visible + K_TILE - 1) // K_TILE, most)
-        for i, value in enumerate((begin + offset, rows, first_key, own_keys, seen, causal, key_tiles, sequence)):
-            q_tiles[number, i] = value
-        return key_tiles
+        return QTile(begin + offset, rows, first_key, own_keys, seen, causal, key_tiles, sequence)
 
 
 @cute.jit
-def prefix_max(own, maxima: cute.Tensor, lane, warp):
-    """The maximum of `own`, at least 0, over the threads up to and with this one, and over all of the CTA. One barrier.
+def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
+    """-> (the maximum of `own`, at least 0, over the threads up to and with this one, the maximum over all threads of
+    the CTA). One barrier.
 
-    maxima  as `sums` of `before_and_all`
+    maxima  as `sums` of `block_exclusive_scan`
     """
     scanned = own
     for log in cutlass.range_constexpr(5):

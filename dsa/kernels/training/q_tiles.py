@@ -8,7 +8,7 @@ The gradients' kernels take a q tile's flat (query, head) columns in blocks of 6
 64, too.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -23,8 +23,9 @@ KEY_BLOCK = 64  # keys
 BIT_BYTES = 4 * WARPGROUP  # of the active bits of a key block x a column block
 
 
-@dataclass(frozen=True)
-class QTile:
+class QTile(NamedTuple):
+    """A row of `q_tiles`."""
+
     first_q: Int32
     rows: Int32
     first_k: Int32
@@ -33,6 +34,11 @@ class QTile:
     step: Int32
     key_tiles: Int32
     sequence: Int32
+
+    @staticmethod
+    def unused() -> "QTile":
+        """A q tile of no sequence, without rows."""
+        return QTile(*[Int32(0)] * (Q_TILE_FIELDS - 1), Int32(-1))
 
     @cute.jit
     def visible(self, row):
@@ -50,11 +56,20 @@ class QTile:
         return result
 
 
+ROWS, SEQUENCE = QTile._fields.index("rows"), QTile._fields.index("sequence")
+
+
 @cute.jit
 def load_q_tile(q_tiles: cute.Tensor, index: Int32) -> QTile:
     words = cute.make_rmem_tensor((Q_TILE_FIELDS,), Int32)
     cute.autovec_copy(q_tiles[index, None], words)
     return QTile(*[words[i] for i in range(Q_TILE_FIELDS)])
+
+
+@cute.jit
+def store_q_tile(q_tiles: cute.Tensor, index: Int32, q_tile: QTile):
+    for i in cutlass.range_constexpr(Q_TILE_FIELDS):
+        q_tiles[index, i] = q_tile[i]
 
 
 @cute.jit

@@ -39,7 +39,9 @@ from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices, pack, store_16, swizzled
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.training.gathered_tiles import (
+from dsa.kernels.training.global_sums import add_4, add_fixed
+from dsa.kernels.training.limits import INDEX_CHANNELS
+from dsa.kernels.training.topk_gather import (
     CHUNK,
     CHUNK_BYTES,
     TILE,
@@ -48,11 +50,8 @@ from dsa.kernels.training.gathered_tiles import (
     head_rows,
     key_rows,
     own_rows,
-    release,
     selected,
 )
-from dsa.kernels.training.global_sums import add_4, add_fixed
-from dsa.kernels.training.limits import INDEX_CHANNELS
 
 THREADS = 4 * WARPGROUP
 CONSUMER_WARPS = 12
@@ -290,7 +289,7 @@ class SparseIndexerGradSm90:
                 for i, word in enumerate(load_matrices(Int32(address.toint()))):
                     q_words[i, step] = word
             cute.arch.sync_warp()
-            release(pipelines.queries.empty + query_state.stage)
+            pipelines.queries.consumer_release(query_state)
             query_state = pipelines.queries.advance(query_state)
             sums.fill(0.0)
             for _ in cutlass.range(schedule.key_tiles, unroll=1):
@@ -312,7 +311,7 @@ class SparseIndexerGradSm90:
                     cute.gemm(sum_mma, total, operand[None, None, step], rv[None, None, step, here], total)
                 cute.nvgpu.warpgroup.commit_group()
                 cute.nvgpu.warpgroup.wait_group(0)
-                release(pipelines.keys.empty + key_state.stage)
+                pipelines.keys.consumer_release(key_state)
                 key_state = pipelines.keys.advance(key_state)
             self.epilogue(inputs, dq, dw, q_rmem, sums, query, warp, lane)
 
@@ -407,7 +406,7 @@ class SparseIndexerGradSm90:
                         at = 4 * j + 2 * r
                         words[j % 2 * 2 + r, j // 2] = self.where_positive(word, flat[at], flat[at + 1])
                 cute.arch.sync_warp()
-                release(pipelines.keys.empty + key_state.stage)
+                pipelines.keys.consumer_release(key_state)
                 key_state = pipelines.keys.advance(key_state)
                 cute.nvgpu.warpgroup.fence()
                 for step in cutlass.range_constexpr(STEPS):
@@ -418,14 +417,14 @@ class SparseIndexerGradSm90:
                 self.add(dk, sums, found, multiple, lane)
                 if tile + 1 < schedule.key_tiles:
                     key_state = self.skip_tile(pipelines.keys, key_state)
-            release(pipelines.queries.empty + query_state.stage)
+            pipelines.queries.consumer_release(query_state)
             query_state = pipelines.queries.advance(query_state)
 
     @cute.jit
     def skip_tile(self, pipeline: Pipeline, state: PipelineState) -> PipelineState:
         """A tile of the other key warpgroup's: all wait for every stage, so that phases are not mistaken."""
         pipeline.consumer_wait(state)
-        release(pipeline.empty + state.stage)
+        pipeline.consumer_release(state)
         return pipeline.advance(state)
 
     @cute.jit

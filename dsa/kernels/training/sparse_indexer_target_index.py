@@ -8,7 +8,6 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 from dsa.cute.pipeline import start
 from dsa.cute.shared_memory import pack
 from dsa.cute.sm90 import LN2, LOG2E, WARPGROUP, opaque
-from dsa.kernels.training.gathered_tiles import CHUNK, TILE, QuerySchedule, release, selected
 from dsa.kernels.training.sparse_indexer_target_tiles import (
     STEPS,
     Barrier,
@@ -19,6 +18,7 @@ from dsa.kernels.training.sparse_indexer_target_tiles import (
     sum_rows,
     sums_state,
 )
+from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, selected
 
 NOTHING = -3e38  # finite, so that a difference to it is no NaN
 SMALLEST = 2.0**-126
@@ -75,7 +75,7 @@ class IndexWarpgroup:
                 memory = source + (state.stage * self.index_chunks + chunk) * (TILE * CHUNK)
                 load_q_rmem(words, chunk, memory, warp, lane)
             cute.arch.sync_warp()
-            release(pipelines.index.empty + state.stage)
+            pipelines.index.consumer_release(state)
             state = pipelines.index.advance(state)
             # Of the column: of the target's warps the sum, of the others the highest score and the sum relative to it.
             row_sum, row_max = Float32(0.0), Float32(NOTHING)
@@ -91,7 +91,7 @@ class IndexWarpgroup:
                         cute.gemm(mma, acc, q_rmem[None, None, step, chunk], keys, acc)
                 cute.nvgpu.warpgroup.commit_group()
                 cute.nvgpu.warpgroup.wait_group(0)
-                release(pipelines.index.empty + state.stage)
+                pipelines.index.consumer_release(state)
                 state = pipelines.index.advance(state)
                 self.sum_heads(flat, weights, shared, tile & 1, warp, lane)
                 cute.arch.barrier(barrier_id=Barrier.INDEX, number_of_threads=WARPGROUP)
@@ -116,7 +116,7 @@ class IndexWarpgroup:
                     row_sum = row_sum * exp(row_max - higher) + exp(score - higher)
                     row_max = higher
                 cute.arch.sync_warp()
-                release(pipelines.sums.empty + sums.stage)
+                pipelines.sums.consumer_release(sums)
             tiles += schedule.key_tiles
             self.epilogue(shared, kl, d_scores, query, schedule.key_tiles, row_sum, row_max, warp, lane)
 
@@ -147,13 +147,13 @@ class IndexWarpgroup:
         shared.parts[2 * warp], shared.parts[2 * warp + 1] = row_sum, row_max
         cute.arch.barrier(barrier_id=Barrier.INDEX, number_of_threads=WARPGROUP)
         mass = shared.parts[0] + shared.parts[2]
-        highest = cute.arch.fmax(shared.parts[5], shared.parts[7])
-        amount = shared.parts[4] * exp(shared.parts[5] - highest)
-        amount += shared.parts[6] * exp(shared.parts[7] - highest)
+        row_max = cute.arch.fmax(shared.parts[5], shared.parts[7])
+        row_sum = shared.parts[4] * exp(shared.parts[5] - row_max)
+        row_sum += shared.parts[6] * exp(shared.parts[7] - row_max)
         # Without mass there is nothing to learn.
         inverse, lse = Float32(0.0), Float32(INFINITY)
         if not mass == 0.0:
-            inverse, lse = 1.0 / mass, highest + cute.math.log2(amount) * LN2
+            inverse, lse = 1.0 / mass, row_max + cute.math.log2(row_sum) * LN2
         row = d_scores[query, None]
         target, scores = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4,), Float32)
         stored = cute.make_rmem_tensor((2,), Uint32)

@@ -7,7 +7,8 @@ from cutlass import Int32
 
 from dsa.cute.copies import arrive_when_gathered
 from dsa.cute.pipeline import Pipeline, PipelineState, start
-from dsa.kernels.training.gathered_tiles import (
+from dsa.kernels.training.sparse_indexer_target_tiles import Inputs, Pipelines
+from dsa.kernels.training.topk_gather import (
     CHUNK_BYTES,
     TILE,
     QuerySchedule,
@@ -17,7 +18,6 @@ from dsa.kernels.training.gathered_tiles import (
     own_rows,
     selected,
 )
-from dsa.kernels.training.sparse_indexer_target_tiles import Inputs, Pipelines
 
 
 class TargetProducer:

@@ -40,7 +40,6 @@ from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.training.gathered_tiles import CHUNK, TILE, QuerySchedule, chunk_layout, release
 from dsa.kernels.training.limits import INDEX_CHANNELS, MAX_SPARSE_HEADS, MAX_SPARSE_KEYS, MLA_CHANNELS
 from dsa.kernels.training.sparse_indexer_target_index import IndexWarpgroup
 from dsa.kernels.training.sparse_indexer_target_producer import TargetProducer
@@ -60,6 +59,7 @@ from dsa.kernels.training.sparse_indexer_target_tiles import (
     sum_rows,
     sums_state,
 )
+from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, chunk_layout
 
 ATTENTION_REGISTERS, INDEX_REGISTERS, PRODUCER_REGISTERS = 176, 112, 48
 RMEM_CHUNKS = 7  # of Q
@@ -255,7 +255,7 @@ class SparseIndexerTargetSm90:
                         cute.autovec_copy(cute.make_tensor(memory + here, cute.make_layout(8)), vector)
                         cute.autovec_copy(vector, cute.make_tensor(place + here, cute.make_layout(8)))
             cute.arch.sync_warp()
-            release(pipeline.empty + state.stage)
+            pipeline.consumer_release(state)
             state = pipeline.advance(state)
         return state
 
@@ -264,7 +264,7 @@ class SparseIndexerTargetSm90:
         """A tile of the other warpgroup's: all wait for every stage, so that phases are not taken for each other."""
         for _ in cutlass.range_constexpr(self.chunks):
             pipeline.consumer_wait(state)
-            release(pipeline.empty + state.stage)
+            pipeline.consumer_release(state)
             state = pipeline.advance(state)
         return state
 
@@ -272,7 +272,7 @@ class SparseIndexerTargetSm90:
     def multiply(self, acc, mmas, queries, rk, pipeline: Pipeline, state: PipelineState, side) -> PipelineState:
         """acc = Q K^T of the next tile, as its chunks arrive; each group's stages are released behind the next one."""
         (smem_mma, rmem_mma), (q_smem, q_rmem) = mmas, queries
-        released = state.stage
+        released = state
         cute.nvgpu.warpgroup.fence()
         for chunk in cutlass.range_constexpr(self.chunks):
             pipeline.consumer_wait(state)
@@ -296,12 +296,12 @@ class SparseIndexerTargetSm90:
         return state
 
     @cute.jit
-    def release_chunks(self, pipeline: Pipeline, stage, count: cutlass.Constexpr):
-        """Release `count` stages from `stage` on. -> the stage behind them."""
+    def release_chunks(self, pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr) -> PipelineState:
+        """Release `count` stages from `state` on. -> the state behind them."""
         for _ in cutlass.range_constexpr(count):
-            release(pipeline.empty + stage)
-            stage, _ = pipeline.advance(PipelineState(stage, Int32(0)))
-        return stage
+            pipeline.consumer_release(state)
+            state = pipeline.advance(state)
+        return state
 
     @cute.jit
     def sum_heads(self, flat, offsets, pipelines: Pipelines, shared: SharedTensors, scale, tile, warp, lane):
@@ -318,7 +318,7 @@ class SparseIndexerTargetSm90:
         pipelines.sums.producer_wait(state)
         cute.autovec_copy(sums, cute.local_tile(shared.sums[None, warp, state.stage], (2,), (lane,)))
         cute.arch.sync_warp()
-        release(pipelines.sums.full + state.stage)
+        pipelines.sums.producer_commit(state)
 
 
 @cached

@@ -10,7 +10,7 @@ from cutlass import Int32
 from dsa.cute.pipeline import Pipeline, PipelineState
 from dsa.cute.shared_memory import load_matrices, swizzled
 from dsa.cute.sm90 import WARPGROUP
-from dsa.kernels.training.gathered_tiles import CHUNK
+from dsa.kernels.training.topk_gather import CHUNK
 
 THREADS = 4 * WARPGROUP
 STEPS = CHUNK // 16  # of wgmma in a chunk

@@ -6,11 +6,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from dsa.cute.copies import arrive_when_gathered, bulk_gather, gather_16, prefetch_to_l2
+from dsa.cute.pipeline import PipelineState, expect_bytes
 from dsa.cute.shared_memory import swizzled
 from dsa.cute.sm90 import opaque
 from dsa.kernels.training.sparse_mla_backward_tiles import (
     CHUNK,
     CHUNKS,
+    HALF_CHUNKS,
     HEAD_TERM_BYTES,
     HEADS,
     KEY_ROW_STAGES,
@@ -18,9 +20,14 @@ from dsa.kernels.training.sparse_mla_backward_tiles import (
     TILE,
     VALUE,
     BackwardConfig,
-    Barriers,
+    BackwardPipelines,
     SharedTensors,
     TileScheduler,
+    k_state,
+    next_key_tile,
+    next_work_tile,
+    q_state,
+    work_tile_state,
 )
 
 WARP_KEYS = TILE // 4  # of a tile, that a warp gathers
@@ -32,18 +39,25 @@ class BackwardProducer:
 
     @cute.jit
     def run(
-        self, atoms, sources, inputs, scheduler: TileScheduler, shared: SharedTensors, barriers: Barriers, warp, lane
+        self,
+        atoms,
+        sources,
+        inputs,
+        scheduler: TileScheduler,
+        shared: SharedTensors,
+        pipelines: BackwardPipelines,
+        warp,
+        lane,
     ):
         """All work tiles of this CTA. atoms, sources: TMA loads of q and dout, and what they load from; inputs: q, kv,
         dout, head_terms, indices, tile_counter."""
         q, kv, dout, head_terms, indices, tile_counter = inputs
-        block, _, _ = cute.arch.block_idx()
-        if warp == 0:
-            scheduler.publish(shared, barriers, Int32(block), 0, lane)
-        # The turn's number, and in the lowest two bits that of the key tiles so far: one register for both.
+        work_tiles = pipelines.work_tiles
         count = Int32(0)
-        while scheduler.current(shared, barriers, count >> 2) < scheduler.work_tiles:
-            query, _ = scheduler.coordinates(shared.work_tiles[(count >> 2) & 1])
+        if warp == 0:
+            work_tiles.publish(work_tile_state(count), scheduler.first())
+        while work_tiles.current(work_tile_state(count)).number < scheduler.work_tiles:
+            query, _ = scheduler.coordinates(work_tiles.read(work_tile_state(count)).number)
             index = self.index_of(indices, query, warp * WARP_KEYS + (opaque(lane) & (WARP_KEYS - 1)))
             for tile in cutlass.range(scheduler.key_tiles, unroll=1):
                 valid = index >= 0 and index < kv.shape[0]
@@ -54,26 +68,25 @@ class BackwardProducer:
                 own = opaque(lane) & (WARP_KEYS - 1)
                 index = self.index_of(indices, query, (tile + 1) * TILE + warp * WARP_KEYS + own)
                 for half in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_wait(barriers.k_empty + half, (count & 1) ^ 1)
+                    pipelines.k_half(half).producer_wait(k_state(count))
                     if const_expr(half == 0):
                         if lane < WARP_KEYS:
                             shared.key_rows[warp * WARP_KEYS + lane, count & (KEY_ROW_STAGES - 1)] = row
                         cute.arch.sync_warp()
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(barriers.k_full)
-                    self.gather_half(shared, barriers, half, address, valid_mask, warp, opaque(lane))
+                        pipelines.k_half(half).producer_commit(k_state(count))
+                    self.gather_half(shared, pipelines, half, k_state(count), address, valid_mask, warp, opaque(lane))
                 if warp == 0:
                     if tile == 0:
-                        self.load_q(atoms, sources, head_terms, scheduler, shared, barriers, count >> 2)
+                        self.load_q(atoms, sources, head_terms, scheduler, shared, pipelines, count)
                     # Late, so that a slow CTA does not draw what another one could begin sooner.
                     if tile == (3 * scheduler.key_tiles) >> 2:
-                        number = scheduler.draw(tile_counter, lane)
-                        scheduler.publish(shared, barriers, number, (count >> 2) + 1, lane)
-                count = (count & -4) | ((count + 1) & 3)
-            scheduler.release(barriers, count >> 2)
-            count += 4
-            following = scheduler.current(shared, barriers, count >> 2)
-            self.prefetch_q(q, dout, scheduler, following, warp, opaque(lane))
+                        following = scheduler.advance(tile_counter, lane)
+                        work_tiles.publish(work_tile_state(next_work_tile(count)), following)
+                count = next_key_tile(count)
+            work_tiles.release(work_tile_state(count))
+            count = next_work_tile(count)
+            number = work_tiles.current(work_tile_state(count)).number
+            self.prefetch_q(q, dout, scheduler, number, warp, opaque(lane))
 
     @cute.jit
     def prefetch_q(self, q, dout, scheduler: TileScheduler, number, warp, lane):
@@ -96,37 +109,49 @@ class BackwardProducer:
 
     @cute.jit
     def load_q(
-        self, atoms, sources, head_terms, scheduler: TileScheduler, shared: SharedTensors, barriers: Barriers, turn
+        self,
+        atoms,
+        sources,
+        head_terms,
+        scheduler: TileScheduler,
+        shared: SharedTensors,
+        pipelines: BackwardPipelines,
+        count,
     ):
         """Q, dO and the terms of 64 heads, a chunk as soon as the last query's is done with. Heads beyond the last are
         zeros, and have terms that give p = 0."""
-        query, first = scheduler.coordinates(shared.work_tiles[turn & 1])
+        query, first = scheduler.coordinates(pipelines.work_tiles.read(work_tile_state(count)).number)
+        state = q_state(count)
         one, strip_width = cute.make_layout(1), self.cfg.strip
         for chunk in self.cfg.query_chunks:
             is_first = chunk == self.cfg.query_chunks[0]
             strips_a_chunk = CHUNK // strip_width
             targets = (shared.q, shared.do) if chunk < CHUNKS else (shared.q,)
             strips = [(n, x, chunk * strips_a_chunk + i) for n, x in enumerate(targets) for i in range(strips_a_chunk)]
-            cute.arch.mbarrier_wait(barriers.q_empty + chunk, (turn & 1) ^ 1)
+            pipeline = pipelines.q_chunk(chunk)
+            pipeline.producer_wait(state)
             size = len(strips) * 2 * HEADS * strip_width + (HEAD_TERM_BYTES if is_first else 0)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full + chunk, size)
+                expect_bytes(pipeline.producer_barrier(state), size)
                 if const_expr(is_first):
                     source = Int64(head_terms[query, first // HEADS, None].iterator.toint())
-                    bulk_gather(shared.head_terms, source, Int32(HEAD_TERM_BYTES), barriers.q_full + chunk)
+                    barrier = pipeline.producer_barrier(state)
+                    bulk_gather(shared.head_terms, source, Int32(HEAD_TERM_BYTES), barrier)
             for n, target, strip in strips:
                 tiles = cute.local_tile(sources[n], (HEADS, strip_width), (first // HEADS, None, query))
                 own, source = cute.nvgpu.cpasync.tma_partition(
                     atoms[n], 0, one, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
                 )
-                cute.copy(atoms[n], source[None, strip], own[None, strip], tma_bar_ptr=barriers.q_full + chunk)
+                full = pipeline.producer_barrier(state)
+                cute.copy(atoms[n], source[None, strip], own[None, strip], tma_bar_ptr=full)
 
     @cute.jit
     def gather_half(
         self,
         shared: SharedTensors,
-        barriers: Barriers,
+        pipelines: BackwardPipelines,
         half: cutlass.Constexpr,
+        state: PipelineState,
         address: Int64,
         valid_mask: Uint32,
         warp,
@@ -142,13 +167,14 @@ class BackwardProducer:
             own_low, own_high = cute.arch.shuffle_sync(low, key), cute.arch.shuffle_sync(high, key)
             sources.append((Int64(own_high) << 32) + Int64(Uint32(own_low)) + vector * 16)
             valid.append((valid_mask >> key) & 1 != 0)
+        pipeline = pipelines.k_half(half)
         start = Int32(shared.k.iterator.toint())
-        for c in cutlass.range_constexpr(CHUNKS // 2):
-            chunk = half * (CHUNKS // 2) + c
+        for part in cutlass.range_constexpr(HALF_CHUNKS):
+            chunk = half * HALF_CHUNKS + part
             for i in cutlass.range_constexpr(WARP_KEYS // 4):
                 target = start + 2 * (chunk * TILE * CHUNK + swizzled(own + 4 * i, vector))
                 gather_16(target, sources[i] + 2 * CHUNK * chunk, valid[i])
-            arrive_when_gathered(barriers.k_full + chunk)
+            arrive_when_gathered(pipeline.producer_barrier(state, part))
         if const_expr(self.cfg.rope):
             # Rows of 64 bytes: four lanes a key, and so half of the lanes' keys at a time.
             start = Int32(shared.k_rope.iterator.toint()) + half * (2 * TILE * ROPE_HALF)
@@ -160,4 +186,4 @@ class BackwardProducer:
                 place = row * (2 * ROPE_HALF) + (((lane & 3) ^ ((row >> 1) & 3)) << 4)
                 source += 2 * VALUE + half * (2 * ROPE_HALF) + (lane & 3) * 16
                 gather_16(start + place, source, (valid_mask >> key) & 1 != 0)
-            arrive_when_gathered(barriers.k_full + (CHUNKS + half))
+            arrive_when_gathered(pipeline.producer_barrier(state, HALF_CHUNKS))

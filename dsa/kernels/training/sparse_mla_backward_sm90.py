@@ -27,7 +27,7 @@ Sums of dKV
   2q + 9, which it adds as 16 bytes. `ordered` stores them to rows of their own instead, to be summed in order.
 - Vector reductions are fastest on whole lines of 128 bytes: lanes exchange numbers, so that eight of them have a line.
 - A row for which there is no key is zeros in shared memory, has P = 0, and is added to a row behind the keys.
-Shared shared: Q 72 KiB, dO 64, K 72, dS of each owner 8, where dQ is staged at the end (d 576).
+Shared memory: Q 72 KiB, dO 64, K 72, dS of each owner 8, where dQ is staged at the end (d 576).
 Registers: 144 of dQ, 16 each of P^T, dS^T and dKV in a consumer thread, of 232; or 32 of S and 16 of dP, which comes in
 parts (d 576). 128 of dQ, 16 of P^T and 32 of dKV, or 32 each of S and dP (d 512).
 Roofline: reductions, 144 KiB a tile of 576 channels: 8800 clocks at the 3.8 TB/s that the L2 cache adds (it stores
@@ -46,8 +46,10 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.pipeline import arrive, pipeline_storage
 from dsa.cute.shared_memory import pack, store_matrices, swizzled
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
+from dsa.cute.work_tile import work_tile_storage
 from dsa.kernels.training.global_sums import add_4, store_4
 from dsa.kernels.training.limits import MLA_CHANNELS, SPARSE_DTYPES
 from dsa.kernels.training.sparse_mla_backward_producer import BackwardProducer
@@ -55,6 +57,7 @@ from dsa.kernels.training.sparse_mla_backward_tiles import (
     CHUNK,
     CHUNKS,
     HALF,
+    HALF_CHUNKS,
     HEADS,
     KEY_ROW_STAGES,
     ROPE_HALF,
@@ -62,11 +65,18 @@ from dsa.kernels.training.sparse_mla_backward_tiles import (
     TILE,
     VALUE,
     BackwardConfig,
-    Barriers,
+    BackwardPipelines,
     SharedTensors,
     TileScheduler,
     WarpRole,
+    WorkTileInfo,
+    k_state,
+    next_key_tile,
+    next_work_tile,
+    q_state,
+    work_tile_state,
 )
+from dsa.kernels.training.tile_counter import fake_tile_counter
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 STAGED_CHANNELS = 32  # of dQ that a warp stages at a time
@@ -123,14 +133,10 @@ class SparseMlaBackwardSm90:
 
         @cute.struct
         class Storage:
-            tile_full: cute.struct.MemRange[Int64, 2]
-            tile_empty: cute.struct.MemRange[Int64, 2]
-            q_full: cute.struct.MemRange[Int64, CHUNKS + 1]
-            q_empty: cute.struct.MemRange[Int64, CHUNKS + 1]
-            k_full: cute.struct.MemRange[Int64, CHUNKS + 2]
-            k_empty: cute.struct.MemRange[Int64, 2]
+            work_tiles: work_tile_storage(WorkTileInfo)
+            q_barriers: pipeline_storage(len(self.cfg.query_chunks))
+            k_barriers: pipeline_storage(2, self.cfg.k_parts)
             ds_full: cute.struct.MemRange[Int64, 1]
-            work_tiles: cute.struct.MemRange[Int32, 2]
             key_rows: cute.struct.Align[cute.struct.MemRange[Int32, TILE * KEY_ROW_STAGES], 16]
             head_terms: cute.struct.Align[cute.struct.MemRange[Float32, HEADS * 2], 16]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
@@ -186,15 +192,10 @@ class SparseMlaBackwardSm90:
             storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner),
             Int32(storage.head_terms.data_ptr().toint()),
             storage.key_rows.get_tensor(cute.make_layout((TILE, KEY_ROW_STAGES))),
-            storage.work_tiles.get_tensor(cute.make_layout(2)),
         )
-        barriers = Barriers(
-            *(storage.tile_full.data_ptr(), storage.tile_empty.data_ptr()),
-            *(storage.q_full.data_ptr(), storage.q_empty.data_ptr(), storage.k_full.data_ptr()),
-            *(storage.k_empty.data_ptr(), storage.ds_full.data_ptr()),
-        )
+        pipelines = BackwardPipelines.of(storage, self.cfg)
         if tid == 0:
-            barriers.init()
+            pipelines.init()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -202,11 +203,11 @@ class SparseMlaBackwardSm90:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             inputs = (q, kv, dout, head_terms, indices, tile_counter)
             producer = BackwardProducer(self.cfg)
-            producer.run(atoms, sources, inputs, scheduler, shared, barriers, warp - WarpRole.PRODUCER, lane)
+            producer.run(atoms, sources, inputs, scheduler, shared, pipelines, warp - WarpRole.PRODUCER, lane)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             thread = (tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
-            self.consume(kv.shape[0], dq, dkv, scale, scale_log2, scheduler, shared, barriers, *thread)
+            self.consume(kv.shape[0], dq, dkv, scale, scale_log2, scheduler, shared, pipelines, *thread)
 
     @cute.jit
     def consume(
@@ -218,7 +219,7 @@ class SparseMlaBackwardSm90:
         scale_log2,
         scheduler: TileScheduler,
         shared: SharedTensors,
-        barriers: Barriers,
+        pipelines: BackwardPipelines,
         tid,
         warp,
         lane,
@@ -228,43 +229,56 @@ class SparseMlaBackwardSm90:
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
         p_shape = self.dkv_product(CHUNK).get_slice(tid).partition_shape_A((TILE, HEADS))
-        # The turn's number, and in the lowest two bits that of the key tiles so far: one register for both.
+        work_tiles = pipelines.work_tiles
         count = Int32(0)
-        while scheduler.current(shared, barriers, count >> 2) < scheduler.work_tiles:
+        while work_tiles.current(work_tile_state(count)).number < scheduler.work_tiles:
             flat.fill(0.0)
             flat_rope.fill(0.0)
             if (count & 1) != side:
                 for chunk in self.cfg.query_chunks:
-                    cute.arch.mbarrier_wait(barriers.q_full + chunk, (count >> 2) & 1)
+                    pipelines.q_chunk(chunk).consumer_wait(q_state(count))
             for tile in cutlass.range(scheduler.key_tiles, unroll=1):
                 # Tiles belong to the two in turns, over the whole life of the CTA.
                 p, ds = (cute.make_rmem_tensor(p_shape, self.dtype) for _ in range(2))
                 if (count & 1) == side:
-                    self.score(p, ds, scale, scale_log2, shared, barriers, count, tile, tid, warp, lane, side)
-                self.add_dq(flat, flat_rope, shared, barriers, count, tid, side)
+                    self.score(p, ds, scale, scale_log2, shared, pipelines, count, tile, tid, warp, lane, side)
+                self.add_dq(flat, flat_rope, shared, pipelines, count, tid, side)
                 if (count & 1) == side:
                     place = Int32(0)
                     if const_expr(self.ordered):
-                        place = shared.work_tiles[(count >> 2) & 1] * scheduler.key_tiles + tile
+                        number = work_tiles.read(work_tile_state(count)).number
+                        place = number * scheduler.key_tiles + tile
                     last = tile == scheduler.key_tiles - 1
-                    self.add_dkv(p, ds, dkv, keys, place, shared, barriers, count, last, tid, warp, lane, side)
-                count = (count & -4) | ((count + 1) & 3)
+                    self.add_dkv(p, ds, dkv, keys, place, shared, pipelines, count, last, tid, warp, lane, side)
+                count = next_key_tile(count)
             if (count & 1) != side:
                 # The last tile was this one's: before its dS makes room for dQ, all must have multiplied with it.
                 for half in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_wait(barriers.k_empty + half, (count & 1) ^ 1)
+                    pipelines.k_half(half).producer_wait(k_state(count))
             else:
                 with cute.arch.elect_one():
                     for chunk in self.cfg.query_chunks:
-                        cute.arch.mbarrier_arrive(barriers.q_empty + chunk)
-            query, first = scheduler.coordinates(shared.work_tiles[(count >> 2) & 1])
-            scheduler.release(barriers, count >> 2)
+                        arrive(pipelines.q_chunk(chunk).consumer_barrier(q_state(count)))
+            query, first = scheduler.coordinates(work_tiles.read(work_tile_state(count)).number)
+            work_tiles.release(work_tile_state(count))
             self.store_dq(flat, flat_rope, dq, query, first, shared, side, warp, lane)
-            count += 4
+            count = next_work_tile(count)
 
     @cute.jit
     def score(
-        self, p, ds, scale, scale_log2, shared: SharedTensors, barriers: Barriers, count, tile, tid, warp, lane, side
+        self,
+        p,
+        ds,
+        scale,
+        scale_log2,
+        shared: SharedTensors,
+        pipelines: BackwardPipelines,
+        count,
+        tile,
+        tid,
+        warp,
+        lane,
+        side,
     ):
         """P^T of a tile, in 16 bits, to p, an operand in registers; dS to shared memory and, if there is a rope part,
         dS^T to ds."""
@@ -275,33 +289,32 @@ class SparseMlaBackwardSm90:
         s = cute.make_rmem_tensor(thr.partition_shape_C((TILE, HEADS)), Float32)
         flat_s = cute.make_tensor(s.iterator, cute.make_layout(HEADS // 2))
         # Of addresses that it knows ptxas would keep all chunks' descriptors in registers, those of S for dP.
-        phase = count & 1
-        zero = opaque(phase) >> 1
-        for n, chunk in enumerate(self.cfg.score_order):
-            if const_expr(isinstance(chunk, str)):
-                half = int(chunk[-1])
-                if const_expr(half == 0):
+        zero = opaque(count & 1) >> 1
+        for half in cutlass.range_constexpr(2):
+            for part in cutlass.range_constexpr(self.cfg.k_parts):
+                is_rope = part == HALF_CHUNKS
+                chunk = CHUNKS if is_rope else half * HALF_CHUNKS + part
+                if const_expr(not is_rope or half == 0):  # both halves of the keys' rope part are for one chunk of Q
                     if tile == 0:
-                        cute.arch.mbarrier_wait(barriers.q_full + CHUNKS, (count >> 2) & 1)
-                cute.arch.mbarrier_wait(barriers.k_full + (CHUNKS + half), phase)
-                first = VALUE + half * ROPE_HALF
-                pairs = [
-                    (rk_rope[None, None, i, half], self.step_of(rq, zero, first + 16 * i))
-                    for i in range(ROPE_HALF // 16)
-                ]
-            else:
-                if tile == 0:
-                    cute.arch.mbarrier_wait(barriers.q_full + chunk, (count >> 2) & 1)
-                cute.arch.mbarrier_wait(barriers.k_full + chunk, phase)
-                own = zero + chunk
-                pairs = [
-                    (rk[None, None, i, own], self.step_of(rq, zero, chunk * CHUNK + 16 * i)) for i in range(CHUNK // 16)
-                ]
-            if const_expr(n == 0):
-                cute.nvgpu.warpgroup.fence()
-            for i, (a, b) in enumerate(pairs):
-                mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, n + i > 0)
-                cute.gemm(mma, s, a, b, s)
+                        pipelines.q_chunk(chunk).consumer_wait(q_state(count))
+                pipelines.k_half(half).consumer_wait(k_state(count), part)
+                if const_expr(is_rope):
+                    first = VALUE + half * ROPE_HALF
+                    pairs = [
+                        (rk_rope[None, None, i, half], self.step_of(rq, zero, first + 16 * i))
+                        for i in range(ROPE_HALF // 16)
+                    ]
+                else:
+                    own = zero + chunk
+                    pairs = [
+                        (rk[None, None, i, own], self.step_of(rq, zero, chunk * CHUNK + 16 * i))
+                        for i in range(CHUNK // 16)
+                    ]
+                if const_expr(half + part == 0):
+                    cute.nvgpu.warpgroup.fence()
+                for i, (a, b) in enumerate(pairs):
+                    mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, half + part + i > 0)
+                    cute.gemm(mma, s, a, b, s)
         cute.nvgpu.warpgroup.commit_group()
 
         # dP in parts of the heads: there are not registers enough for all of it beside S and dQ with a rope part.
@@ -352,8 +365,7 @@ class SparseMlaBackwardSm90:
                 self.issue_dp(part_mma, dp, rv, shared, thr_part, count, part + 1)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barriers.ds_full)
+        pipelines.ds_full.arrive()
 
     @cute.jit
     def issue_dp(self, mma, dp, rv, shared: SharedTensors, thr, count, part: cutlass.Constexpr):
@@ -383,7 +395,7 @@ class SparseMlaBackwardSm90:
         )
 
     @cute.jit
-    def add_dq(self, flat, flat_rope, shared: SharedTensors, barriers: Barriers, count, tid, side):
+    def add_dq(self, flat, flat_rope, shared: SharedTensors, pipelines: BackwardPipelines, count, tid, side):
         """dQ += dS K, this warpgroup's half of the channels; then these keys are done with."""
         mma, rope = self.product(MN_MAJOR, MN_MAJOR, HALF), self.product(MN_MAJOR, MN_MAJOR, ROPE_HALF)
         thr, thr_rope = mma.get_slice(tid), rope.get_slice(tid)
@@ -396,7 +408,7 @@ class SparseMlaBackwardSm90:
         acc = cute.make_tensor(flat.iterator, cute.make_layout(thr.partition_shape_C((HEADS, HALF))))
         rope_shape = thr_rope.partition_shape_C((HEADS, ROPE_HALF))
         acc_rope = cute.make_tensor(flat_rope.iterator, cute.make_layout(rope_shape))
-        cute.arch.mbarrier_wait(barriers.ds_full, count & 1)
+        pipelines.ds_full.wait(count & 1)
         cute.nvgpu.warpgroup.fence()
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         rope.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
@@ -407,12 +419,24 @@ class SparseMlaBackwardSm90:
                 cute.gemm(rope, acc_rope, a, b, acc_rope)
         cute.nvgpu.warpgroup.commit_group()
         cute.nvgpu.warpgroup.wait_group(0)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barriers.k_empty + side)
+        pipelines.k_half(side).consumer_release(k_state(count))
 
     @cute.jit
     def add_dkv(
-        self, p, ds, dkv, keys, place, shared: SharedTensors, barriers: Barriers, count, last, tid, warp, lane, side
+        self,
+        p,
+        ds,
+        dkv,
+        keys,
+        place,
+        shared: SharedTensors,
+        pipelines: BackwardPipelines,
+        count,
+        last,
+        tid,
+        warp,
+        lane,
+        side,
     ):
         """dKV of a tile's keys += P^T dO + dS^T Q. place: of the tile among all, for rows of its own. last: of the
         query's, after which its Q and dO make room for the next one's."""
@@ -458,15 +482,10 @@ class SparseMlaBackwardSm90:
             cute.nvgpu.warpgroup.commit_group()
             cute.nvgpu.warpgroup.wait_group(0)
             if const_expr((first + self.strip) % CHUNK == 0):
-                self.release(barriers.q_empty + first // CHUNK, last)
+                with cute.arch.elect_one():
+                    if last:  # inside of elect_one this is the arrival's predicate; outside it would be a branch
+                        arrive(pipelines.q_chunk(first // CHUNK).consumer_barrier(q_state(count)))
             self.add_columns(acc, first, targets, odd)
-
-    @cute.jit
-    def release(self, barrier, last):
-        """A part of Q and dO, behind a query's last tile."""
-        with cute.arch.elect_one():
-            if last:
-                cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def add_columns(self, acc, first: cutlass.Constexpr, targets, odd):
@@ -544,7 +563,7 @@ def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
         fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
         rows(channels, queries, heads),
         fake(Float32, (cute.sym_int(), channels), (channels, 1), 16),
-        fake(Int32, (1,), (1,), 4),
+        fake_tile_counter(),
         *(Float32(0.0), Float32(0.0), Int32(1), fake_stream()),
     )
 

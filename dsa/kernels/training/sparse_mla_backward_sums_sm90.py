@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.reductions import sum_of_warp
+from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LOG2E, WARP
 from dsa.kernels.training.limits import MLA_CHANNELS, MLA_V_CHANNELS, SPARSE_DTYPES, SPARSE_HEAD_TILE
 
@@ -85,7 +85,7 @@ class BackwardInputsSm90:
             cute.autovec_copy(cute.local_tile(dout[query, own, None], (8,), (i * WARP + lane,)), b[None, i])
         for i in cutlass.range_constexpr(16):
             delta = cute.math.fma(a[i % 8, i // 8].to(Float32), b[i % 8, i // 8].to(Float32), delta)
-        delta = sum_of_warp(delta)
+        delta = warp_reduce_sum(delta)
         if lane == 0:
             result, slope, of_sink = Float32(float("inf")), Float32(0.0), Float32(0.0)
             value = lse[query, own]

@@ -1,23 +1,27 @@
-"""What the roles of the sparse MLA backward kernel share: its sizes, shared memory, barriers and the tile scheduler.
+"""What the roles of the sparse MLA backward kernel share: its sizes, shared memory, pipelines and the tile scheduler.
 
 A work tile is 64 heads of a query, with all of the query's keys, which come in tiles of 64.
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, state_at, state_at_of_two
 from dsa.cute.sm90 import WARP, WARPGROUP
+from dsa.cute.work_tile import WorkTilePipeline
 from dsa.kernels.training.limits import MLA_V_CHANNELS, SPARSE_HEAD_TILE, SPARSE_KEY_TILE
+from dsa.kernels.training.tile_counter import draw
 
 TILE, HEADS = SPARSE_KEY_TILE, SPARSE_HEAD_TILE
 CHUNK = 64  # channels
 VALUE = MLA_V_CHANNELS
 CHUNKS = VALUE // CHUNK
-HALF = VALUE // 2
+HALF, HALF_CHUNKS = VALUE // 2, CHUNKS // 2
 ROPE_HALF = 32
 CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP
 KEY_ROW_STAGES = 4
@@ -61,10 +65,10 @@ class BackwardConfig:
         return [*([CHUNKS] if self.rope else []), *range(CHUNKS)]
 
     @property
-    def score_order(self) -> list[int | str]:
-        """The chunks of a key tile in the order in which they arrive and are multiplied: halves, each with its half of
-        the rope part."""
-        return [0, 1, 2, 3, "rope0", 4, 5, 6, 7, "rope1"] if self.rope else list(range(CHUNKS))
+    def k_parts(self) -> int:
+        """Of a half of a key tile's channels, in the order in which they arrive and are multiplied: HALF_CHUNKS chunks,
+        and then a half of the rope part, which is number HALF_CHUNKS."""
+        return HALF_CHUNKS + (1 if self.rope else 0)
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,7 @@ class SharedTensors:
     """k: chunks of 64 channels [64, 64, 8], its rope part k_rope [64, 32, 2]; k_half [64, 256, 2] is the same memory as
     k. q, do: strips [64, 64, 8], or of 32 channels with q's rope part behind the others [64, 32, 18 and 16]. ds [keys,
     heads, 2]: of each consumer warpgroup's tiles. head_terms: the address of l / ln 2 and e of each head. key_rows [64,
-    KEY_ROW_STAGES]: the row of kv of each of a tile's keys, -1 for none. work_tiles [2]: the numbers of the current
-    work tile and of the next one."""
+    KEY_ROW_STAGES]: the row of kv of each of a tile's keys, -1 for none."""
 
     k: cute.Tensor
     k_rope: cute.Tensor
@@ -83,45 +86,83 @@ class SharedTensors:
     ds: cute.Tensor
     head_terms: Int32
     key_rows: cute.Tensor
-    work_tiles: cute.Tensor
+
+
+class WorkTileInfo(NamedTuple):
+    """number: of the work tile; behind the last one, as many as there are or more."""
+
+    number: Int32
 
 
 @dataclass(frozen=True)
-class Barriers:
-    """tile_full, tile_empty: of each of the two stages for a work tile's number. q_full, q_empty: of each chunk of Q
-    and dO, and of Q's rope part. k_full: of each chunk and each half of the rope part. k_empty: of each half of the
-    channels. ds_full: dS of a key tile."""
+class BackwardPipelines:
+    """q: of each chunk of Q and dO, and of Q's rope part, a ring of one stage. k: of each half of a key tile's channels
+    a ring of one stage, which arrives in `k_parts` parts. ds_full: dS of a key tile is in shared memory."""
 
-    tile_full: cute.Pointer
-    tile_empty: cute.Pointer
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
-    ds_full: cute.Pointer
+    work_tiles: WorkTilePipeline
+    q: Pipeline
+    k: Pipeline
+    ds_full: Mbarriers
+
+    @staticmethod
+    def of(storage, cfg: BackwardConfig) -> "BackwardPipelines":
+        """Of the kernel's shared memory."""
+        return BackwardPipelines(
+            WorkTilePipeline.of(storage.work_tiles, WorkTileInfo),
+            Pipeline.of(storage.q_barriers, len(cfg.query_chunks)),
+            Pipeline.of(storage.k_barriers, 2, cfg.k_parts),
+            Mbarriers(storage.ds_full.data_ptr(), 1),
+        )
 
     @cute.jit
     def init(self):
         """One thread's work."""
-        for i in cutlass.range_constexpr(2):
-            cute.arch.mbarrier_init(self.tile_full + i, 1)
-            cute.arch.mbarrier_init(self.tile_empty + i, THREADS // WARP)
-        for i in cutlass.range_constexpr(CHUNKS + 1):
-            cute.arch.mbarrier_init(self.q_full + i, 1)
-            cute.arch.mbarrier_init(self.q_empty + i, CONSUMER_WARPS)
-        for i in cutlass.range_constexpr(CHUNKS + 2):
-            # With the first chunk the producer warps also say which keys there are.
-            cute.arch.mbarrier_init(self.k_full + i, WARPGROUP + 4 if i == 0 else WARPGROUP)
-        for i in cutlass.range_constexpr(2):
-            cute.arch.mbarrier_init(self.k_empty + i, 4)
-        cute.arch.mbarrier_init(self.ds_full, 4)
+        self.work_tiles.init(THREADS // WARP)
+        self.q.init(CONSUMER_WARPS)
+        # Each thread that gathers arrives at each part of k. With the first part its warp also says which keys there
+        # are.
+        Mbarriers(self.k.full, 1).init(WARPGROUP + 4)
+        Mbarriers(self.k.full + 1, self.k.stages * self.k.parts - 1).init(WARPGROUP)
+        Mbarriers(self.k.empty, self.k.stages).init(4)
+        self.ds_full.init(4)
+
+    def q_chunk(self, chunk: int) -> Pipeline:
+        """The ring of a chunk of Q and dO; CHUNKS is the rope part of Q."""
+        return self.q.ring(chunk, 1)
+
+    def k_half(self, half: int | Int32) -> Pipeline:
+        """The ring of a half of a key tile's channels."""
+        return self.k.ring(half, 1)
+
+
+# A role's `count` has the number of its work tiles so far and, in the lowest two bits, that of its key tiles so far,
+# over the whole life of the CTA: one register for both. These are the states of the pipelines at a count.
+
+
+def work_tile_state(count: Int32) -> PipelineState:
+    return state_at_of_two(count >> 2)
+
+
+def q_state(count: Int32) -> PipelineState:
+    return state_at(count >> 2, 1)
+
+
+def k_state(count: Int32) -> PipelineState:
+    return state_at(count, 1)
+
+
+def next_key_tile(count: Int32) -> Int32:
+    return (count & -4) | ((count + 1) & 3)
+
+
+def next_work_tile(count: Int32) -> Int32:
+    return count + 4
 
 
 @dataclass(frozen=True)
 class TileScheduler:
     """A dynamic persistent scheduler: each CTA begins with the work tile of its own number, and draws the next one
-    from a tile counter in global memory while it works. Its producer passes the number on in a pipeline of two stages
-    in shared memory.
+    from a tile counter in global memory while it works. Its producer passes the number on in a WorkTilePipeline.
 
     work_tiles, key_tiles: how many there are, of all queries and of one query; head_tiles: blocks of 64 heads
     """
@@ -132,37 +173,18 @@ class TileScheduler:
     head_tiles: cute.FastDivmodDivisorV2
 
     @cute.jit
+    def first(self) -> WorkTileInfo:
+        """The CTA's first work tile."""
+        block, _, _ = cute.arch.block_idx()
+        return WorkTileInfo(Int32(block))
+
+    @cute.jit
+    def advance(self, tile_counter: cute.Tensor, lane) -> WorkTileInfo:
+        """Draw the next work tile. A warp's work."""
+        return WorkTileInfo(self.ctas + draw(tile_counter, lane))
+
+    @cute.jit
     def coordinates(self, number):
         """(query, first head) of a work tile."""
         query, head_tile = divmod(number, self.head_tiles)
         return query, head_tile * HEADS
-
-    @cute.jit
-    def draw(self, tile_counter: cute.Tensor, lane):
-        """The number of the next work tile: `work_tiles` or more if there is none left. Lane 0 has it."""
-        number = Int32(0)
-        if lane == 0:
-            number = self.ctas + cute.arch.atomic_add(tile_counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-        return number
-
-    @cute.jit
-    def publish(self, shared: SharedTensors, barriers: Barriers, number, turn, lane):
-        """Tell all warps the number of the CTA's work tile of a turn, which lane 0 has. A producer warp's work."""
-        stage = turn & 1
-        cute.arch.mbarrier_wait(barriers.tile_empty + stage, ((turn >> 1) & 1) ^ 1)
-        if lane == 0:
-            shared.work_tiles[stage] = number
-            cute.arch.mbarrier_arrive(barriers.tile_full + stage)
-
-    @cute.jit
-    def current(self, shared: SharedTensors, barriers: Barriers, turn):
-        """The number of the work tile of a turn."""
-        cute.arch.mbarrier_wait(barriers.tile_full + (turn & 1), (turn >> 1) & 1)
-        return shared.work_tiles[turn & 1]
-
-    @cute.jit
-    def release(self, barriers: Barriers, turn):
-        """This warp needs the number no more."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barriers.tile_empty + (turn & 1))

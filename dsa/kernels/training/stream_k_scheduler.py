@@ -3,26 +3,27 @@
 A *span* is the q tiles of a launch that are of one sequence: neighbours, 128 queries each but for the last. Its flat
 (query, head) columns make blocks of 64, numbered from its first one. A *key block*, `width` keys, is seen by the span's
 column blocks from some number on to the last. All (key block, column block) pairs, key block after key block and span
-after span, are a line, of which every CTA has an even range, whatever the lengths. A key block whose pairs are divided
-gets partial sums: a CTA has two at most, of the key block that its range begins within and of the one that it ends
-within.
+after span, are a line, of which every CTA has an even range, whatever the lengths. A work tile is what a CTA's range
+has of one key block's pairs. A key block whose pairs are divided gets partial sums: a CTA has two at most, of the key
+block that its range begins within and of the one that it ends within.
+
+The StreamKScheduler of dsa/kernels/mla divides queries that all count as equally many tiles, and only those behind its
+full waves; here spans and key blocks have unequal numbers of pairs, and there are no full waves.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from dsa.cute.reductions import before_and_all
+from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.training.limits import Q_TILE
-from dsa.kernels.training.q_tiles import COLUMN_BLOCK, load_q_tile
+from dsa.kernels.training.q_tiles import COLUMN_BLOCK, SEQUENCE, load_q_tile
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """first, end: its q tiles; columns: all of them; column_blocks: of these; visible: keys that its last query sees;
     key_blocks: of these keys."""
 
@@ -48,6 +49,30 @@ class CtaRange(NamedTuple):
     length: Int32
 
 
+class SchedulerState(NamedTuple):
+    """Where a CTA is: the first q tile of the span, the key block, the column block to go on with, -1 for the first
+    that sees the key block, and how many pairs its range still has."""
+
+    first: Int32
+    key_block: Int32
+    column_block: Int32
+    left: Int32
+
+    @property
+    def is_valid(self):
+        """Whether there is a work tile."""
+        return self.left > 0
+
+
+class WorkTileInfo(NamedTuple):
+    """The column blocks from `column_block` on and below `end`, of a span's key block."""
+
+    span: Span
+    key_block: Int32
+    column_block: Int32
+    end: Int32
+
+
 class StreamKScheduler:
     """Of index heads `heads`, a power of two up to 64, and key blocks of `width` keys."""
 
@@ -70,7 +95,7 @@ class StreamKScheduler:
             own = end + lane
             same = Int32(0)
             if own < count:
-                same = Int32(1) if q_tiles[own, 7] == q_tile.sequence else Int32(0)
+                same = Int32(1) if q_tiles[own, SEQUENCE] == q_tile.sequence else Int32(0)
             # The lanes of this span come first.
             found = cute.arch.popc(cute.arch.vote_ballot_sync(same == 1))
             end += found
@@ -115,7 +140,7 @@ class StreamKScheduler:
                     if key_blocks > 0:
                         # Of the key blocks that a q tile sees, its first rows may not see the last.
                         own -= self.first_column_block(q_tile.seen, q_tile.step, (key_blocks - 1) * self.width)
-            ahead, of_all = before_and_all(own, sums, lane, warp)
+            ahead, of_all = block_exclusive_scan(own, sums, lane, warp)
             if index < count:
                 before[index] = total + ahead
             total += of_all
@@ -133,19 +158,25 @@ class StreamKScheduler:
                 if index + 1 < count:
                     following = before[index + 1]
                 if before[index] <= begin and begin < following:
-                    found[0] = q_tiles[index, 7]
+                    found[0] = q_tiles[index, SEQUENCE]
         cute.arch.sync_threads()
         for first in cutlass.range(0, count, threads, unroll=1):
             index = first + tid
             if index < count:
-                if q_tiles[index, 7] == found[0]:
+                if q_tiles[index, SEQUENCE] == found[0]:
                     previous = Int32(-2)
                     if index > 0:
-                        previous = q_tiles[index - 1, 7]
+                        previous = q_tiles[index - 1, SEQUENCE]
                     if previous != found[0]:
                         found[1] = index
         cute.arch.sync_threads()
         return CtaRange(found[1], begin - before[found[1]], length)
+
+    @cute.jit
+    def first(self, q_tiles, own: CtaRange, lane) -> SchedulerState:
+        """A warp's work, as `work_tile` is."""
+        key_block, column_block = self.locate(self.load_span(q_tiles, own.first, lane), own.offset)
+        return SchedulerState(own.first, key_block, column_block, own.length)
 
     @cute.jit
     def locate(self, span: Span, offset):
@@ -169,19 +200,21 @@ class StreamKScheduler:
         return key_block, self.first_column_block(span.seen, span.step, key_block * self.width) + left
 
     @cute.jit
-    def resume(self, span: Span, key_block, column_block):
-        """The column block to go on with: `column_block`, or if that is -1 the first that sees the key block."""
-        own = self.first_column_block(span.seen, span.step, key_block * self.width)
-        return own if column_block < 0 else column_block
+    def work_tile(self, q_tiles, state: SchedulerState, lane) -> WorkTileInfo:
+        """The column blocks of a key block up to the last, or as many as the CTA's range still has."""
+        span = self.load_span(q_tiles, state.first, lane)
+        first_seen = self.first_column_block(span.seen, span.step, state.key_block * self.width)
+        column_block = first_seen if state.column_block < 0 else state.column_block
+        end = cutlass.min(span.column_blocks, column_block + state.left)
+        end = column_block if state.key_block >= span.key_blocks else end
+        return WorkTileInfo(span, state.key_block, column_block, end)
 
     @cute.jit
-    def end(self, span: Span, key_block, column_block, left):
-        """Where the column blocks of a key block end, or the `left` that the CTA's range still has."""
-        end = cutlass.min(span.column_blocks, column_block + left)
-        return column_block if key_block >= span.key_blocks else end
-
-    @cute.jit
-    def following(self, span: Span, q_tiles, key_block, left):
-        """Behind a key block: (first q tile of its span, key block, -1, what is left of the CTA's range)."""
-        first, key_block = (span.end, Int32(0)) if key_block + 1 >= span.key_blocks else (span.first, key_block + 1)
-        return first, key_block, Int32(-1), (Int32(0) if first >= q_tiles.shape[0] else left)
+    def advance(self, q_tiles, state: SchedulerState, work_tile: WorkTileInfo) -> SchedulerState:
+        """The state behind a work tile."""
+        span, left = work_tile.span, state.left - (work_tile.end - work_tile.column_block)
+        first, key_block = span.first, work_tile.key_block + 1
+        if key_block >= span.key_blocks:
+            first, key_block = span.end, Int32(0)
+        left = Int32(0) if first >= q_tiles.shape[0] else left
+        return SchedulerState(first, key_block, Int32(-1), left)

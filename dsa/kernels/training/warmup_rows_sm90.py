@@ -15,7 +15,7 @@ from cutlass import Float32
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake, fake_stream
-from dsa.cute.reductions import sum_of_warp
+from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LN2, LOG2E, WARP
 from dsa.kernels.training.limits import K_TILE, Q_TILE
 from dsa.kernels.training.q_tiles import fake_q_tiles, fake_scores, fake_tiles, load_q_tile
@@ -49,20 +49,20 @@ class WarmupLseSm90:
                 for i in cutlass.range_constexpr(4):
                     visible = tile * K_TILE + 4 * lane + i < limit
                     values.append(four[i] * LOG2E if visible else Float32(NOTHING))
-                highest = cute.arch.fmax(cute.arch.fmax(values[0], values[1]), cute.arch.fmax(values[2], values[3]))
-                highest = cute.arch.fmax(highest, row_max)
-                row_sum *= cute.math.exp2(row_max - highest, fastmath=True)
+                new_max = cute.arch.fmax(cute.arch.fmax(values[0], values[1]), cute.arch.fmax(values[2], values[3]))
+                new_max = cute.arch.fmax(new_max, row_max)
+                row_sum *= cute.math.exp2(row_max - new_max, fastmath=True)
                 for i in cutlass.range_constexpr(4):
-                    power = cute.math.exp2(values[i] - highest, fastmath=True)
+                    power = cute.math.exp2(values[i] - new_max, fastmath=True)
                     row_sum += power if values[i] > NOTHING else Float32(0.0)
-                row_max = highest
-            highest = row_max
+                row_max = new_max
+            new_max = row_max
             for log in cutlass.range_constexpr(5):
-                highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=1 << log))
-            row_sum *= cute.math.exp2(row_max - highest, fastmath=True)
-            row_sum = sum_of_warp(row_sum)
+                new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=1 << log))
+            row_sum *= cute.math.exp2(row_max - new_max, fastmath=True)
+            row_sum = warp_reduce_sum(row_sum)
             if lane == 0:
-                lse = (highest + cute.math.log2(row_sum)) * LN2
+                lse = (new_max + cute.math.log2(row_sum)) * LN2
                 # Of a sequence that is longer than was said, scores are missing.
                 missing = limit > scores.shape[1] * K_TILE
                 lse_idx[q_tile.first_q + row] = Float32(float("nan")) if missing else lse

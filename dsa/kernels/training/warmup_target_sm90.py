@@ -70,7 +70,16 @@ class Barrier(IntEnum):
     SCORES_READ = 1  # + the warpgroup's number
 
 
+class WorkTileInfo(NamedTuple):
+    """q_tile: its number; key_tile: which tile of its keys."""
+
+    q_tile: Int32
+    key_tile: Int32
+
+
 class Pipelines(NamedTuple):
+    """q: chunks of each head's queries; k: of the keys, once for all heads that share them."""
+
     q: Pipeline
     k: Pipeline
 
@@ -177,15 +186,15 @@ class WarmupTargetSm90:
             )
 
     @cute.jit
-    def find(self, index, number, key_tiles, lane):
-        """The q tile of work tile `index`, not before `number`, and which tile of its keys it is."""
+    def work_tile(self, index, q_tile, key_tiles, lane) -> WorkTileInfo:
+        """Work tile `index`, whose q tile is not before `q_tile`."""
         count = key_tiles.shape[0] - 1
         steps = Int32(WARP)
         while steps == WARP:
-            behind = cutlass.min(number + 1 + lane, count)
+            behind = cutlass.min(q_tile + 1 + lane, count)
             steps = cute.arch.popc(cute.arch.vote_ballot_sync(key_tiles[behind] <= index))
-            number += steps
-        return number, index - key_tiles[number]
+            q_tile += steps
+        return WorkTileInfo(q_tile, index - key_tiles[q_tile])
 
     @cute.jit
     def produce(
@@ -198,7 +207,7 @@ class WarmupTargetSm90:
         q_state, k_state, number = start(), start(), Int32(0)
         begin, end = key_tiles[0], key_tiles[key_tiles.shape[0] - 1]
         for index in cutlass.range(begin + scheduler.first, end, scheduler.step, unroll=1):
-            number, key_tile = self.find(index, number, key_tiles, lane)
+            number, key_tile = self.work_tile(index, number, key_tiles, lane)
             q_tile = load_q_tile(q_tiles, number)
             with cute.arch.elect_one():
                 prefetch_to_l2(Int64(scores[number, key_tile, None, None].iterator.toint()), Int32(Q_TILE * K_TILE * 4))
@@ -264,7 +273,7 @@ class WarmupTargetSm90:
         states, number = States(start(), start()), Int32(0)
         begin, end = key_tiles[0], key_tiles[key_tiles.shape[0] - 1]
         for index in cutlass.range(begin + scheduler.first, end, scheduler.step, unroll=1):
-            number, _ = self.find(index, number, key_tiles, lane)
+            number, _ = self.work_tile(index, number, key_tiles, lane)
             q_tile = load_q_tile(q_tiles, number)
             rows = [q_tile.first_q + cutlass.min(own_row + 8 * r, q_tile.rows - 1) for r in range(2)]
             sums.fill(0.0)

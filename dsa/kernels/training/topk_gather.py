@@ -95,11 +95,3 @@ def gather_chunk(target: Int32, sources, valid, chunk: cutlass.Constexpr, warp, 
     for i in cutlass.range_constexpr(LANE_ROWS):
         row = 4 * (i % 2) + (lane >> 3)  # of 8
         gather_16(start + 2 * (4 * i * CHUNK + ((lane & 7) ^ row) * 8), sources[i] + 2 * CHUNK * chunk, valid[i])
-
-
-@cute.jit
-def release(barrier: cute.Pointer):
-    """One arrival for this warp, which has read what is behind the barrier. An elected lane's work; all lanes make the
-    address before, which `Pipeline.consumer_release` leaves to the elected one."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
