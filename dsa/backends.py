@@ -86,8 +86,8 @@ def runs_kernel(op: str, tensor: torch.Tensor) -> bool:
     reason = why_no_kernels()
     if reason is None and tensor.device.type != "cuda":
         reason = f"the tensors are on {tensor.device}"
-    if reason is None and (arch := arch_of(tensor.device)) not in KERNELS.get(op, ("sm_90",)):
-        reason = f"the GPU is {arch}, and the op's kernels are for {_names(KERNELS[op])}"
+    if reason is None and (arch := arch_of(tensor.device)) not in (there := KERNELS.get(op) or archs()):
+        reason = f"the GPU is {arch}, and the op's kernels are for {_names(there)}"
         if chosen is None and op not in _warned:
             _warned.add(op)
             warnings.warn(f"dsa.{op} has no {arch} kernel yet: its PyTorch reference runs instead", stacklevel=_level())
@@ -128,4 +128,6 @@ def note_reference_only(op: str, tensor: torch.Tensor) -> None:
     """For an op without a kernel: say once that a GPU runs its PyTorch reference."""
     if op not in _warned and runs_kernel(op, tensor):
         _warned.add(op)
-        warnings.warn(f"dsa.{op} has no Hopper kernel yet: its PyTorch reference runs instead", stacklevel=_level())
+        arch = arch_of(tensor.device)
+        name = ARCH_NAMES.get(arch, arch)
+        warnings.warn(f"dsa.{op} has no {name} kernel yet: its PyTorch reference runs instead", stacklevel=_level())

@@ -4,8 +4,9 @@ Comments, layout and docstrings do not count, so a corrected sentence keeps comp
 and any change that could alter a result does not. Nothing is imported to compute it. The same trees tell which
 functions have kernels.
 
-An op's declaration names its kernels by GPU arch. Where an arch is given, only its rows count: the kernels of another
-arch, and that there are any, change no digest.
+A bridge names its kernels' modules by GPU arch, in the declaration of an op or in `Kernels(...)`: as a dict of archs,
+{"sm_90": "dsa.kernels.FAMILY.MODULE"}. These are its rows of the table of kernels, and each row counts as an import.
+Where an arch is given, only its rows count: the kernels of another arch, and that there are any, change no digest.
 """
 
 import ast
@@ -34,7 +35,7 @@ def _path_of(module: str, packages: tuple[str, ...] = PACKAGES) -> Path | None:
 def _tree(path: Path, arch: str = "") -> ast.Module:
     """With `arch`, without the rows of the table of kernels that are another's."""
     source = path.read_bytes()
-    return _of_arch(source, arch) if arch and b"kernels=" in source else _parsed(source)
+    return _of_arch(source, arch) if arch and b"dsa.kernels." in source else _parsed(source)
 
 
 @functools.cache
@@ -46,14 +47,10 @@ def _parsed(source: bytes) -> ast.Module:
 def _of_arch(source: bytes, arch: str) -> ast.Module:
     tree = _without_docstrings(ast.parse(source))
     for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and node.arg == "kernels" and isinstance(node.value, ast.Dict):
-            rows = [row for row in zip(node.value.keys, node.value.values) if _is_constant(row[0], arch)]
-            node.value.keys, node.value.values = [key for key, _ in rows], [value for _, value in rows]
+        if rows_in(node):
+            rows = [row for row in zip(node.keys, node.values) if row[0].value == arch]
+            node.keys, node.values = [key for key, _ in rows], [value for _, value in rows]
     return tree
-
-
-def _is_constant(node: ast.AST | None, value: object) -> bool:
-    return isinstance(node, ast.Constant) and node.value == value
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:
@@ -94,18 +91,31 @@ def _imports(module: str, path: Path, packages: tuple[str, ...], arch: str) -> s
             # `from package import name`: name is a submodule or something that the package defines.
             names = (f"{base}.{alias.name}" for alias in node.names)
             found |= {name if _path_of(name, packages) else base for name in names}
-    found.update(*map(_declared_kernels, ast.walk(_tree(path, arch))))
+    found |= _kernels_in(_tree(path, arch))
     return {name for name in found if _path_of(name, packages)}
 
 
-def _declared_kernels(node: ast.AST) -> set[str]:
-    """The modules that an op's declaration names as its kernels: `kernels={"sm_90": "dsa.kernels.FAMILY.MODULE"}`."""
-    if not isinstance(node, ast.keyword) or node.arg != "kernels":
-        return set()
-    names = {
-        part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant) and isinstance(part.value, str)
-    }
-    return {name for name in names if name.startswith("dsa.kernels.")}
+@functools.cache
+def _kernels_in(tree: ast.AST) -> frozenset[str]:
+    """The kernels' modules in all rows of a module."""
+    return frozenset(name for node in ast.walk(tree) for names in rows_in(node).values() for name in names)
+
+
+def rows_in(node: ast.AST) -> dict[str, tuple[str, ...]]:
+    """{arch: the kernels' modules} of a node that is a dict of rows of the table of kernels, {} of any other."""
+    if not isinstance(node, ast.Dict) or not all(map(_is_arch, node.keys)):
+        return {}
+    rows = {key.value: _strings(value) for key, value in zip(node.keys, node.values)}
+    return rows if any(name.startswith("dsa.kernels.") for names in rows.values() for name in names) else {}
+
+
+def _is_arch(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and re.fullmatch(r"sm_\d+", str(node.value)) is not None
+
+
+def _strings(node: ast.AST) -> tuple[str, ...]:
+    parts = ast.walk(node)
+    return tuple(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
 
 
 def _base(node: ast.ImportFrom, package: str) -> str:
@@ -199,7 +209,7 @@ def functions_with_kernels(module: str, arch: str = "") -> frozenset[str]:
             if name not in reaching
             and (
                 _kernel_names(ast.walk(node), package, arch)
-                or any(map(_declared_kernels, ast.walk(node)))
+                or any(map(rows_in, ast.walk(node)))
                 or any(isinstance(part, ast.Name) and part.id in reaching for part in ast.walk(node))
             )
         }

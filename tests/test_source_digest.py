@@ -216,8 +216,20 @@ DECLARED = {
 }
 
 
-def test_declared_kernels_are_those_of_their_arch(tree):
-    tree(DECLARED)
+# The rows of a part of an op, which is no op itself.
+OF_A_PART = {
+    **DECLARED,
+    "dsa/ops/entry.py": "from dsa.ops.part import launch\n\ndef cast():\n    launch()\n\ndef plain():\n    pass\n\n"
+    "def _cast():\n    launch()\n",
+    "dsa/ops/part.py": "from dsa.ops.declaration import Kernels\n\nKERNELS = Kernels(\n"
+    '"cast", {"sm_90": "dsa.kernels.cast_sm90", "sm_100": ("dsa.kernels.cast_sm100", "dsa.kernels.sums_sm100")}\n)\n'
+    "\ndef launch():\n    return KERNELS.modules()\n",
+}
+
+
+@pytest.mark.parametrize("files", [DECLARED, OF_A_PART], ids=["op", "part"])
+def test_declared_kernels_are_those_of_their_arch(tree, files):
+    tree(files)
     used = {arch: set(digests.modules_used_by(ENTRY, arch=arch)) for arch in ("", "sm_90", "sm_100", "sm_80")}
     assert {name for name in used["sm_90"] if ".kernels." in name} == {"dsa.kernels.cast_sm90"}
     assert {name for name in used["sm_100"] if ".kernels." in name} == {
@@ -229,13 +241,33 @@ def test_declared_kernels_are_those_of_their_arch(tree):
     assert not digests.functions_with_kernels(ENTRY, "sm_80")
 
 
-def test_another_archs_row_changes_no_digest(tree):
-    tree(DECLARED)
-    before = {arch: digests.digest_of([ENTRY], arch) for arch in ("", "sm_90", "sm_100")}
-    alone = DECLARED["dsa/ops/entry.py"].replace(', "sm_100": ("dsa.kernels.cast_sm100", "dsa.kernels.sums_sm100")', "")
-    tree({"dsa/ops/entry.py": alone})
-    after = {arch: digests.digest_of([ENTRY], arch) for arch in before}
+@pytest.mark.parametrize(("files", "module"), [(DECLARED, "entry"), (OF_A_PART, "part")], ids=["op", "part"])
+def test_another_archs_row_changes_no_digest(tree, files, module):
+    tree(files)
+    before = {arch: digests.digest_of([f"dsa.ops.{module}"], arch) for arch in ("", "sm_90", "sm_100")}
+    path, row = f"dsa/ops/{module}.py", ', "sm_100": ("dsa.kernels.cast_sm100", "dsa.kernels.sums_sm100")'
+    assert row in files[path]
+    tree({path: files[path].replace(row, "")})
+    after = {arch: digests.digest_of([f"dsa.ops.{module}"], arch) for arch in before}
     assert after["sm_90"] == before["sm_90"] and after["sm_100"] != before["sm_100"] and after[""] != before[""]
+
+
+def test_other_dicts_are_no_rows():
+    for source in ("{}", '{"sm_90": "Hopper"}', '{"a": "dsa.kernels.cast_sm90"}', "{**rows}", '["dsa.kernels.cast"]'):
+        assert digests.rows_in(ast.parse(source, mode="eval").body) == {}, source
+    rows = ast.parse('{"sm_90": ("dsa.kernels.cast_sm90", "dsa.kernels.config")}', mode="eval").body
+    assert digests.rows_in(rows) == {"sm_90": ("dsa.kernels.cast_sm90", "dsa.kernels.config")}
+
+
+def test_a_part_of_an_op_depends_on_its_kernels_and_on_no_others():
+    """The modules of index scores: they are launched by parts of ops, which name their kernels themselves."""
+    used = digests.modules_used_by("dsa.ops.training.indexer_topk", arch="sm_90")
+    assert {"dsa.kernels.training.indexer_scores_sm90", "dsa.kernels.training.q_tile_plan_sm90"} <= set(used)
+    assert not [name for name in used if "sparse_indexer" in name]
+    # No arch but Hopper has kernels of these.
+    found = digests.modules_used_by("dsa.ops.training.indexer_topk", arch="sm_100")
+    assert not [name for name in found if digests.is_kernel(name)]
+    assert "indexer_topk" in digests.functions_with_kernels("dsa.ops.training.indexer_topk", "sm_90")
 
 
 def test_which_ops_have_kernels():

@@ -24,14 +24,14 @@ def merged_rows(name: str, x: torch.Tensor) -> torch.Tensor:
 def check_slot_count(name: str, cache: torch.Tensor) -> None:
     """The kernels find a slot's page by a division of 32 bits."""
     if cache.shape[0] * cache.shape[1] > 2**31:
-        raise ValueError(f"{name}: the Hopper kernel takes at most 2^31 slots, got shape {list(cache.shape)}")
+        raise ValueError(f"{name}: the kernel takes at most 2^31 slots, got shape {list(cache.shape)}")
 
 
 def check_pages(name: str, cache: torch.Tensor) -> None:
     """A paged cache, each page contiguous, has pages that kernels can read: `pages_as_rows` of it."""
     check_slot_count(name, cache)
     if _page_bytes(cache) >= 2**31:  # the kernels count a page's bytes in 32 bits
-        raise ValueError(f"{name}: the Hopper kernel takes pages below 2^31 bytes, got shape {list(cache.shape)}")
+        raise ValueError(f"{name}: the kernel takes pages below 2^31 bytes, got shape {list(cache.shape)}")
     stride = _page_stride(cache)
     if cache.data_ptr() % 16 or stride % 16:
         raise ValueError(

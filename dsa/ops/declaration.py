@@ -2,19 +2,21 @@
 
     @op(
         arguments=reference.RMS_NORM,
-        reference=_reference,
+        reference=reference.rms_norm,
         results=_results,
         kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
         limits=_check_limits,
         differentiable=True,
     )
     def _rms_norm(kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        out = _results(x, weight, eps)
+        out = _results(x)
         ...  # launch
 
-The function that is decorated launches the kernels; what calls it has checked its arguments. Without its first
-parameter its signature is that of the op: tensors, numbers and strings in one flat list, which is what torch.library
-takes. The public function in front of it has the op's name, its keyword arguments and its docstring.
+The function that is decorated launches the kernels; its caller has checked the arguments. Its first parameter is the
+kernels' module, the others are the op's arguments, all of them, as the specs name and order them: tensors, numbers and
+strings in one flat list, which is what torch.library takes. The other functions of a declaration name as parameters the
+arguments that they use, and get these. The public function in front of the op has its name, its keyword arguments and
+its docstring.
 
 A call of the op
 - that asks for gradients, of an op that is `differentiable`, runs the reference, which is plain PyTorch;
@@ -40,6 +42,36 @@ from dsa.ops.known_calls import KnownCalls, signature
 from dsa.reference.arguments import Arguments
 
 OPS: dict[str, "Op"] = {}
+Row = str | tuple[str, ...]
+
+
+class Kernels:
+    """Where the kernels of an op, or of a part of one, are.
+
+    name  what errors call them
+    rows  GPU arch -> the name of a module, or of several
+    """
+
+    def __init__(self, name: str, rows: Mapping[str, Row]) -> None:
+        self.name, self.rows = name, dict(rows)
+        self._modules: dict[str, ModuleType | tuple[ModuleType, ...]] = {}
+
+    def modules(self, arch: str) -> ModuleType | tuple[ModuleType, ...]:
+        """The kernels for an arch: the module that its row names, or a tuple of them."""
+        if arch not in self._modules:
+            if arch not in self.rows:
+                there = ", ".join(f"{name} ({other})" for other, row in self.rows.items() for name in _names(row))
+                raise ValueError(f"{self.name}: has no {arch} kernel beside {there}")
+            row = self.rows[arch]
+            modules = tuple(map(importlib.import_module, _names(row)))
+            self._modules[arch] = modules[0] if isinstance(row, str) else modules
+        return self._modules[arch]
+
+
+def rows_of(*parts: Kernels) -> dict[str, Row]:
+    """The rows of an op that launches these parts' kernels: of the archs that every part has kernels for."""
+    archs = [arch for arch in parts[0].rows if all(arch in part.rows for part in parts)]
+    return {arch: tuple(name for part in parts for name in _names(part.rows[arch])) for arch in archs}
 
 
 class Op:
@@ -52,20 +84,25 @@ class Op:
         arguments: Arguments,
         reference: Callable[..., Any],
         results: Callable[..., Any] | None,
-        kernels: Mapping[str, str | tuple[str, ...]],
+        kernels: Mapping[str, Row],
         limits: Callable[..., None] | None,
         differentiable: bool,
         autograd: bool,
         dtypes: tuple[torch.dtype, ...],
         public: str,
     ) -> None:
-        self.name, self.launch, self.arguments, self.reference = name, launch, arguments, reference
-        self.results, self.kernels, self.limits, self.differentiable = results, dict(kernels), limits, differentiable
-        self.autograd, self.dtypes, self.public = autograd, dtypes, public or name
+        names, accepted = [*inspect.signature(launch).parameters], ["kernels", *arguments.specs]
+        if names != accepted:
+            raise TypeError(f"_{name}: must take {', '.join(accepted)}, got {', '.join(names)}")
+        self.name, self.launch, self.arguments, self.public = name, launch, arguments, public or name
+        self.reference = arguments.taking(f"reference of {name}", reference)
+        self.results = None if results is None else arguments.taking(f"results of {name}", results)
+        self.limits = None if limits is None else arguments.taking(f"limits of {name}", limits)
+        self.differentiable, self.autograd, self.dtypes = differentiable, autograd, dtypes
+        self.kernels = Kernels(self.public, kernels)
         table = backends.KERNELS.setdefault(self.public, {})
-        for arch, row in self.kernels.items():
+        for arch, row in self.kernels.rows.items():
             table[arch] = _together(table.get(arch, ()), row)
-        self._modules: dict[str, ModuleType | tuple[ModuleType, ...]] = {}
         self._known = KnownCalls()
         self._written = tuple(list(arguments.specs).index(argument) for argument in arguments.written)
         if not autograd:
@@ -103,7 +140,7 @@ class Op:
 
     def launch_on(self, device: torch.device, *arguments: Any) -> Any:
         """Launches the kernels for arguments that another op, which runs its own on this device, has checked."""
-        return self.launch(self.modules(backends.arch_of(device)), *arguments)
+        return self.launch(self.kernels.modules(backends.arch_of(device)), *arguments)
 
     def _lacks_dtype(self, tensor: torch.Tensor | None) -> bool:
         """Whether no kernel takes the dtype of the op's first tensor."""
@@ -122,25 +159,20 @@ class Op:
             )
         if call not in self._known:
             self._check_all(arguments)
-            self._known.remember(call, {})
+            self._known.remember(call)
 
     def _check_all(self, arguments: tuple[Any, ...]) -> None:
         self.arguments.check(*arguments)
         if self.limits is not None:
-            self.limits(*arguments)
+            self._check_limits(arguments)
         self.arguments.check_layouts(*arguments)
 
-    def modules(self, arch: str) -> ModuleType | tuple[ModuleType, ...]:
-        """The kernels for an arch: the module that the table names, or a tuple of them."""
-        if arch not in self._modules:
-            if arch not in self.kernels:
-                raise ValueError(
-                    f"{self.public}: has no {arch} kernel for {self.name}, but for {', '.join(self.kernels)}"
-                )
-            row = self.kernels[arch]
-            modules = tuple(map(importlib.import_module, (row,) if isinstance(row, str) else row))
-            self._modules[arch] = modules[0] if isinstance(row, str) else modules
-        return self._modules[arch]
+    def _check_limits(self, arguments: tuple[Any, ...]) -> None:
+        try:
+            self.limits(*arguments)
+        except ValueError as error:
+            archs = " and ".join(self.kernels.rows)
+            raise ValueError(f"{error} (kernels for {archs})") from None
 
     def _register(self) -> None:
         def prototype() -> None:
@@ -154,7 +186,7 @@ class Op:
 
         def fake(*arguments: Any) -> Any:
             self.arguments.check(*arguments)
-            return self.results(*arguments)
+            return None if self.results is None else self.results(*arguments)
 
         torch.library.register_fake(name, fake)
 
@@ -163,7 +195,7 @@ def op(
     *,
     arguments: Arguments,
     reference: Callable[..., Any],
-    kernels: Mapping[str, str | tuple[str, ...]],
+    kernels: Mapping[str, Row],
     results: Callable[..., Any] | None = None,
     limits: Callable[..., None] | None = None,
     differentiable: bool = False,
@@ -173,20 +205,24 @@ def op(
 ) -> Callable[[Callable[..., Any]], Op]:
     """Declares the op NAME with the function `_NAME`, which launches its kernels.
 
+    `reference`, `results` and `limits` get the arguments that their parameters name. TypeError where a function names
+    what is no argument, and where the launch does not take all of them.
+
     arguments       their specs
-    reference       the same function in PyTorch, with the op's arguments in their order
-    kernels         the op's rows in the table of kernels: arch -> module or modules, which `launch` gets first
-    results         allocates what the op returns; of meta tensors too. It returns None where the op writes in place
-    limits          raises ValueError for arguments in order that the kernels do not take all the same
+    reference       the same function in PyTorch
+    kernels         the op's rows in the table of kernels: arch -> module or modules, which the launch gets first
+    results         allocates what the op returns; of meta tensors too. None for an op that writes to its arguments and
+                    returns nothing, and for one with `autograd`
+    limits          raises ValueError for arguments that the specs allow and the kernels do not take
     differentiable  where a gradient is asked for, the reference runs
-    autograd        what is launched has gradients of its own; needs no `results`
+    autograd        what is launched has gradients of its own
     dtypes          of the first tensor, those that the kernels take, if not all of its spec's: for the others the
-                    reference runs, which a warning says where the kernels would
-    public          the public function that it is a part of, if that has another name: errors, warnings and the table
-                    of kernels say that
+                    reference runs, with a warning where the kernels would have run
+    public          the public function that the op is a part of, if that has another name: errors, warnings and the
+                    table of kernels say that name
     """
-    if results is None and not autograd:
-        raise TypeError("results: must be given for an op without autograd, got None")
+    if results is None and not autograd and not arguments.written:
+        raise TypeError("results: must be given for an op that returns something, got None")
 
     def declare(launch: Callable[..., Any]) -> Op:
         name = launch.__name__.removeprefix("_")
@@ -211,10 +247,13 @@ def _first_tensor(arguments: tuple[Any, ...]) -> torch.Tensor | None:
     return next((x for x in _flat(arguments) if isinstance(x, torch.Tensor)), None)
 
 
-def _together(first: str | tuple[str, ...], second: str | tuple[str, ...]) -> str | tuple[str, ...]:
+def _names(row: Row) -> tuple[str, ...]:
+    return (row,) if isinstance(row, str) else row
+
+
+def _together(first: Row, second: Row) -> Row:
     """A row of the table with the modules of two ops of a public function."""
-    names = *((first,) if isinstance(first, str) else first), *((second,) if isinstance(second, str) else second)
-    found = tuple(dict.fromkeys(names))
+    found = tuple(dict.fromkeys((*_names(first), *_names(second))))
     return found[0] if len(found) == 1 else found
 
 

@@ -6,13 +6,13 @@ import torch
 _MOST = 4096
 
 
-class KnownCalls(dict[tuple, dict]):
-    """By signature, what was found out about a call. Forgets all when there are too many."""
+class KnownCalls(set[tuple]):
+    """Their signatures. Forgets all when there are too many."""
 
-    def remember(self, signature: tuple, config: dict) -> None:
+    def remember(self, signature: tuple) -> None:
         if len(self) >= _MOST:
             self.clear()
-        self[signature] = config
+        self.add(signature)
 
 
 def signature(*values: object) -> tuple:

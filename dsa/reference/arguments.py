@@ -14,6 +14,7 @@ the same ones wherever it stands. "B | B T" is either of the two, neither of the
 The name of an Int that stands before is a word as well, for its value.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -138,12 +139,14 @@ Spec = Tensor | Tensors | Int | Number | Flag | Choice | Dtype
 class Arguments:
     """The specs of an op's arguments, in their order.
 
-    rule   called with all of them after the specs' checks, for what these cannot say; raises ValueError
+    rule   called after the specs' checks with the arguments that its parameters name, for what the specs cannot say;
+           raises ValueError
     first  what is checked before all else: where the sizes and the device of the others come from
     """
 
     def __init__(self, *, rule: Callable[..., None] | None = None, first: tuple[str, ...] = (), **specs: Spec) -> None:
         self.specs, self.rule = specs, rule
+        self._check_rule = None if rule is None else self.taking("rule", rule)
         self.names = tuple(getattr(spec, "name", "") or name for name, spec in specs.items())
         self.written = tuple(name for name, spec in specs.items() if isinstance(spec, Tensor) and spec.written)
         with_shape = ((name, spec) for name, spec in specs.items() if isinstance(spec, (Tensor, Tensors)))
@@ -189,9 +192,31 @@ class Arguments:
             found[shown] = value
         first, *others = found.items()
         check_same_device(first, **dict(others))
-        if self.rule is not None:
-            self.rule(*values)
+        if self._check_rule is not None:
+            self._check_rule(*values)
         return sizes
+
+    def taking(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, to be called with all arguments in their order: it gets those that its parameters name.
+
+        what  how the error calls the function; TypeError for a parameter that is no argument
+        """
+        names, positions, keywords = list(self.specs), [], {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name not in names or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                got = parameter.replace(annotation=parameter.empty, default=parameter.empty)
+                raise TypeError(f"{what}: must take arguments by their names, {', '.join(names)}, got {got}")
+            if parameter.kind == parameter.KEYWORD_ONLY:
+                keywords[name] = names.index(name)
+            else:
+                positions.append(names.index(name))
+        if positions == [*range(len(names))]:
+            return function
+
+        def call(*values: Any) -> Any:
+            return function(*[values[i] for i in positions], **{name: values[i] for name, i in keywords.items()})
+
+        return call
 
     def check_layouts(self, *values: object) -> None:
         """ValueError for a tensor whose memory the kernels do not take."""

@@ -9,14 +9,14 @@ import torch
 import dsa
 from dsa import backends
 from dsa.ops import declaration
-from dsa.ops.declaration import op
+from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.reference.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
 
 KERNELS = "dsa.kernels.elementwise.made_up_sm90"
 checked = []
 
 SCALE_ROWS = Arguments(
-    rule=lambda *arguments: checked.append(arguments),
+    rule=lambda x, negate: checked.append((x, negate)),
     x=Tensor("T D", F32, layout=ROWS),
     by=Number(),
     negate=Flag(),
@@ -38,8 +38,8 @@ def ops():
 
     @op(
         arguments=SCALE_ROWS,
-        reference=lambda x, by, negate: x * (-by if negate else by),
-        results=lambda x, by, negate: torch.empty_like(x),
+        reference=_scaled,
+        results=lambda x: torch.empty_like(x),
         kernels={"sm_90": KERNELS},
         limits=_limits,
         differentiable=True,
@@ -51,7 +51,6 @@ def ops():
     @op(
         arguments=ADD_TO,
         reference=_add_to,
-        results=lambda x, out, copy: None,
         kernels={"sm_90": (KERNELS, KERNELS)},
     )
     def _test_add_to(kernels, x: torch.Tensor, out: torch.Tensor, copy: torch.Tensor | None) -> None:
@@ -64,15 +63,19 @@ def ops():
         table.update(old)
 
 
+def _scaled(by, *, negate=False, x):
+    return x * (-by if negate else by)
+
+
 def _add_to(x, out, copy):
     out.add_(x)
     if copy is not None:
         copy.copy_(out)
 
 
-def _limits(x, by, negate):
+def _limits(x):
     if x.shape[1] > 64:
-        raise ValueError(f"x: the Hopper kernel takes up to 64 channels, got {x.shape[1]}")
+        raise ValueError(f"x: the kernel takes up to 64 channels, got {x.shape[1]}")
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +117,7 @@ def test_a_call_in_order_is_checked_once(ops, kernel_path):
 
 def test_a_call_out_of_order_is_refused_every_time(ops, kernel_path):
     for _ in range(2):
-        with pytest.raises(ValueError, match="x: the Hopper kernel takes up to 64 channels, got 72"):
+        with pytest.raises(ValueError, match="x: the kernel takes up to 64 channels, got 72"):
             ops["scale"](torch.zeros(2, 72), 2.0, False)
         with pytest.raises(ValueError, match="x: rows must start at multiples of 16 bytes"):
             ops["scale"](torch.zeros(2, 9)[:, :8], 2.0, False)
@@ -240,11 +243,65 @@ def test_errors_and_the_table_say_the_public_functions_name(doubling):
 
 
 def test_arguments_may_be_checked_before_a_call(ops, kernel_path):
-    with pytest.raises(ValueError, match="x: the Hopper kernel takes up to 64 channels, got 72"):
+    with pytest.raises(ValueError, match="x: the kernel takes up to 64 channels, got 72"):
         ops["scale"].check(torch.zeros(2, 72), 2.0, False)
     ops["scale"].check(torch.zeros(2, 8), 2.0, False)
     ops["scale"](torch.zeros(2, 8), 2.0, False)
     assert len(checked) == 2 and len(ops["kernels"].calls) == 1
+
+
+def test_functions_of_a_declaration_get_what_they_name(ops):
+    x, scale = torch.randn(3, 8), ops["scale"]
+    assert torch.equal(scale.reference(x, 2.0, True), -2 * x)
+    assert scale.results(x, 2.0, True).shape == x.shape and scale.limits(x, 2.0, True) is None
+    # One that takes all arguments in their order is not wrapped.
+    assert ops["add"].reference is _add_to
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"reference": lambda x, scale: x},
+            "reference of test_wrong: must take .* by their names, x, by, negate, got scale",
+        ),
+        ({"results": lambda x, *rest: x}, r"results of test_wrong: must take .* x, by, negate, got \*rest"),
+        ({"limits": lambda **all: None}, r"limits of test_wrong: must take .* x, by, negate, got \*\*all"),
+        ({"results": None}, "results: must be given for an op that returns something, got None"),
+    ],
+)
+def test_a_function_that_names_no_argument_is_refused(changes, message):
+    functions = {"reference": _scaled, "results": lambda x: x, "limits": None} | changes
+    with pytest.raises(TypeError, match=message):
+
+        @op(arguments=SCALE_ROWS, kernels={"sm_90": KERNELS}, **functions)
+        def _test_wrong(kernels, x: torch.Tensor, by: float, negate: bool) -> torch.Tensor:
+            return x
+
+    assert "test_wrong" not in declaration.OPS and "test_wrong" not in backends.KERNELS
+
+
+def test_a_launch_takes_all_arguments_in_their_order():
+    message = "_test_wrong: must take kernels, x, by, negate, got kernels, x, negate, by"
+    with pytest.raises(TypeError, match=message):
+
+        @op(arguments=SCALE_ROWS, reference=_scaled, results=lambda x: x, kernels={"sm_90": KERNELS})
+        def _test_wrong(kernels, x: torch.Tensor, negate: bool, by: float) -> torch.Tensor:
+            return x
+
+
+def test_kernels_are_found_by_arch(ops):
+    both = Kernels("both", {"sm_90": (KERNELS, KERNELS), "sm_100": "dsa.kernels.elementwise.made_up_sm100"})
+    assert both.modules("sm_90") == (ops["kernels"], ops["kernels"])
+    assert Kernels("one", {"sm_90": KERNELS}).modules("sm_90") is ops["kernels"]
+    with pytest.raises(ValueError, match=rf"one: has no sm_100 kernel beside {KERNELS} \(sm_90\)"):
+        Kernels("one", {"sm_90": KERNELS}).modules("sm_100")
+
+
+def test_an_op_of_parts_has_the_archs_that_all_parts_have():
+    first, second = Kernels("first", {"sm_90": "a_sm90", "sm_100": "a_sm100"}), Kernels("second", {"sm_90": ("b", "c")})
+    assert rows_of(first, second) == {"sm_90": ("a_sm90", "b", "c")}
+    assert rows_of(first) == {"sm_90": ("a_sm90",), "sm_100": ("a_sm100",)}
 
 
 def test_modules_of_ops_of_one_public_function_are_one_row():

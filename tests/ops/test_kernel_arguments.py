@@ -82,9 +82,9 @@ def test_unit_inner():
 def test_caches_that_32_bits_can_count():
     one = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
     assert check_slot_count("cache", one.expand(2**25, 64, 1, 132)) is None
-    with pytest.raises(ValueError, match=r"cache: the Hopper kernel takes at most 2\^31 slots, got shape \[33554433, "):
+    with pytest.raises(ValueError, match=r"cache: the kernel takes at most 2\^31 slots, got shape \[33554433, "):
         check_slot_count("cache", one.expand(2**25 + 1, 64, 1, 132))
-    with pytest.raises(ValueError, match=r"cache: the Hopper kernel takes at most 2\^31 slots"):
+    with pytest.raises(ValueError, match=r"cache: the kernel takes at most 2\^31 slots"):
         check_pages("cache", one.expand(2**25 + 1, 64, 1, 132))
-    with pytest.raises(ValueError, match=r"cache: the Hopper kernel takes pages below 2\^31 bytes, got shape \[1, "):
+    with pytest.raises(ValueError, match=r"cache: the kernel takes pages below 2\^31 bytes, got shape \[1, "):
         check_pages("cache", one.expand(1, 2**24, 1, 132))

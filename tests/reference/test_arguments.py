@@ -130,7 +130,19 @@ def test_a_wrong_scalar_is_named(place, value, error, message):
         SCALARS.check(*values)
 
 
-def test_a_rule_sees_all_arguments_after_their_specs():
+def test_a_rule_sees_the_arguments_that_it_names():
+    seen = []
+    few = Arguments(rule=lambda k, *, x: seen.append((k, x)), x=Tensor("T", F32), y=Tensor("T", F32), k=Int())
+    x = torch.zeros(3)
+    few.check(x, torch.ones(3), 2)
+    few.strict().check(x, torch.ones(3), 2)
+    assert len(seen) == 2 and all(k == 2 and value is x for k, value in seen)
+    for rule, got in ((lambda x, n: None, "n"), (lambda x, *y: None, r"\*y"), (lambda **k: None, r"\*\*k")):
+        with pytest.raises(TypeError, match=f"rule: must take arguments by their names, x, k, got {got}"):
+            Arguments(rule=rule, x=Tensor("T", F32), k=Int())
+
+
+def test_a_rule_is_called_after_the_specs_checks():
     def rule(x, k):
         if k > len(x):
             raise ValueError(f"k: must be at most {len(x)}, got {k}")

@@ -20,8 +20,7 @@ def check_cache(cache: torch.Tensor) -> None:
     """ValueError for a cache that the kernels do not take: `cache_rows` of it."""
     if cache.dtype not in BYTE_DTYPES and cache.shape[3] % CHANNEL_MULTIPLE:
         raise ValueError(
-            f"cache: the Hopper kernel takes float rows of a multiple of {CHANNEL_MULTIPLE} channels, got "
-            f"{cache.shape[3]}"
+            f"cache: the kernel takes float rows of a multiple of {CHANNEL_MULTIPLE} channels, got {cache.shape[3]}"
         )
     if is_v4(cache):
         check_pages("cache", cache)

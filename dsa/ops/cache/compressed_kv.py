@@ -37,40 +37,42 @@ def write_compressed_kv(
 ) -> None:
     """Writes rope(RMSNorm(C)) of every entry that a new token ends into that token's slot of the cache, in place.
 
-    C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the slots j of entry i; Z = gate + ape[position mod m]. The slots
-    of entry i are the m tokens of block i, and d = c. With overlap they are 2 m, and d = c / 2: of block i - 1 the
-    first d channels of each token, of block i the last d; block -1 has no weight.
+    C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m]. A block is
+    m tokens of a sequence, and block i ends with entry i. Without overlap the entry is made of the m tokens of its
+    block with all their channels, d = c. With overlap it is made of two blocks, d = c / 2: block i - 1 gives the first
+    d channels of its tokens, block i the last d channels of its own, and entry 0 is made of block 0 alone.
 
     kv, gate     [T, c] fp32, bf16 or fp16: projections of new tokens, the sequences one after another
     ape          [m, c] fp32
     norm_weight  [d] fp32
-    cos, sin     [T, R / 2] fp32: for a token that ends block i, of position i m; the others' are not used. Rope turns
-                 the last R channels in pairs (2i, 2i + 1)
+    cos, sin     [T, R / 2] fp32: the row of a token that ends block i is for position i m; the rows of other tokens
+                 are not used. Rope rotates the last R channels in pairs (2i, 2i + 1)
     cache        of entries, [pages, P, 1, d | 584] as `write_kv_cache` has it, or [pages, P, 1, d + 4] bytes as
                  `write_indexer_cache` has it: then entries pass the Hadamard transform and are rounded to e4m3 with a
                  power-of-two scale each
-    slots        [T] int32 or int64: page * P + offset for a token that ends a block; -1 skips its entry, and is what
-                 the others have
+    slots        [T] int32 or int64: page * P + offset for a token that ends a block, or -1, which skips its entry; for
+                 all other tokens -1
     cu_seqlens   [B + 1] int32, from at least 0 to at most T, not decreasing: sequence b has the tokens cu_seqlens[b] up
                  to cu_seqlens[b + 1]
-    starts       [B] int32, at least 0, and with T below 2^31 - 512: tokens of each sequence before these, which are in
-                 `state`
-    state        [S, n, 2, c] fp32, n = m, or 2 m with overlap: KV and Z of the token at position p in row p mod n of
-                 the sequence's state slot. The new tokens' are written
-    state_slots  [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Those of one slot, as of sequences
-                 that are padding, spoil each other's state
+    starts       [B] int32, at least 0, and starts + T below 2^31 - 512: how many tokens of each sequence came before
+                 the new ones; `state` has the last n of these
+    state        [S, n, 2, c] fp32, n = m, or 2 m with overlap: a sequence's state slot has KV and Z of its token at
+                 position p in row p mod n; those of the new tokens are written
+    state_slots  [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, as
+                 padding may, overwrite each other's state
     overlap      whether an entry is made of two blocks
     eps          added to the mean of the squares: a finite number, at least 0
 
-    Sum, norm and rope are fp32 and round once, to kv's dtype. Not differentiable; `compress_kv` is. Raises TypeError or
-    ValueError for other types, dtypes, shapes and strides; the reference also for slots below -1 or beyond the cache
-    and for other integers than these. The kernel skips such slots and sequences of such state slots, takes a sequence
-    whose boundaries decrease or are outside for one without new tokens, and makes unspecified entries of the tokens of
-    such starts; all else is as it would be.
+    Sum, norm and rope are fp32; an entry is rounded once, to kv's dtype. This op is not differentiable; `compress_kv`
+    is. Raises TypeError or ValueError for other types, dtypes, shapes and strides. The reference also raises for slots
+    below -1 or beyond the cache and for cu_seqlens, starts and state_slots other than these. The kernel does not see
+    these in time: it skips entries with such slots and sequences with such state slots, takes a sequence whose
+    boundaries decrease or are outside for one without new tokens, and writes unspecified entries for a sequence with
+    such a start; everything else is as it would be without them.
     On Hopper: one kernel; kv fp32 or bf16; d = 512 with m = 4 and overlap or m = 128 without, into floats or 584 bytes,
-    and d = 128 with m = 4 and overlap, into bf16 or 132 bytes; R = 64; rows and pages at multiples of 16 bytes. Another
-    order of sums than the reference's, so that now and then a number rounds to its neighbour. Deterministic. CUDA-graph
-    safe with new lengths and slots, no host synchronisation, no workspace.
+    and d = 128 with m = 4 and overlap, into bf16 or 132 bytes; R = 64; rows and pages at multiples of 16 bytes. The
+    kernel sums in another order than the reference, so that now and then a number rounds to its neighbour.
+    Deterministic. CUDA-graph safe with new lengths and slots, no host synchronisation, no workspace.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     _write_compressed_kv(
@@ -78,51 +80,23 @@ def write_compressed_kv(
     )
 
 
-def _reference(
-    kv: torch.Tensor,
-    gate: torch.Tensor,
-    ape: torch.Tensor,
-    norm_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    state: torch.Tensor,
-    state_slots: torch.Tensor,
-    overlap: bool,
-    eps: float,
-) -> None:
-    tensors = (kv, gate, ape, norm_weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots)
-    reference.write_compressed_kv(*tensors, overlap=overlap, eps=eps)
-
-
 def _check_limits(
     kv: torch.Tensor,
-    gate: torch.Tensor,
     ape: torch.Tensor,
     norm_weight: torch.Tensor,
     cos: torch.Tensor,
-    sin: torch.Tensor,
     cache: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    state: torch.Tensor,
-    state_slots: torch.Tensor,
     overlap: bool,
-    eps: float,
 ) -> None:
     d, m = norm_weight.shape[0], ape.shape[0]
     if dtype_name(kv.dtype) not in COMPRESSED_DTYPES:
-        raise ValueError(f"kv: the Hopper kernel takes fp32 and bf16, got {dtype_name(kv.dtype)}")
+        raise ValueError(f"kv: the kernel takes fp32 and bf16, got {dtype_name(kv.dtype)}")
     if (d, m, overlap) not in COMPRESSED_KINDS:
         accepted = ", ".join(f"{d} of {m} {'with' if lap else 'without'} overlap" for d, m, lap in COMPRESSED_KINDS)
         got = f"{d} of {m} {'with' if overlap else 'without'}"
-        raise ValueError(f"ape: the Hopper kernel takes entries of channels and tokens {accepted}, got {got}")
+        raise ValueError(f"ape: the kernel takes entries of channels and tokens {accepted}, got {got}")
     if 2 * cos.shape[1] != ROPE_CHANNELS:
-        raise ValueError(f"cos: the Hopper kernel rotates R {ROPE_CHANNELS} channels, got {2 * cos.shape[1]}")
+        raise ValueError(f"cos: the kernel rotates R {ROPE_CHANNELS} channels, got {2 * cos.shape[1]}")
     if reference.is_index_cache(cache, d):
         check_pages("cache", cache)
     else:
@@ -131,8 +105,7 @@ def _check_limits(
 
 @op(
     arguments=reference.WRITE_COMPRESSED_KV,
-    reference=_reference,
-    results=lambda *_: None,
+    reference=reference.write_compressed_kv,
     kernels={"sm_90": "dsa.kernels.cache.compressed_kv_sm90"},
     limits=_check_limits,
 )

@@ -23,36 +23,36 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
     slots    [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
 
     Every other byte of the cache stays as it is. Raises TypeError or ValueError for other types, dtypes, shapes and
-    strides; the reference also for a slot below -1 or beyond the cache, which the kernel skips.
+    strides. For a slot below -1 or beyond the cache the reference raises ValueError; the kernel skips the token.
     On Hopper: D in {32, 64, 128}, rows and pages at multiples of 16 bytes. CUDA-graph safe, no host synchronisation.
-    Source: the layout is DeepGEMM's, of `fp8_paged_mqa_logits`.
+    Source: the cache of DeepGEMM's `fp8_paged_mqa_logits`.
     """
     _write_indexer_cache(k, k_scale, cache, slots)
 
 
 def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and scales in `slots`: (k [T, D] float8_e4m3fn, k_scale [T] fp32), both contiguous.
+    """(k [T, D] float8_e4m3fn, k_scale [T] fp32), both contiguous: the keys in `slots` and their scales.
 
     cache  [pages, P, 1, D + 4] uint8, as `write_indexer_cache` leaves it
     slots  [T] int32 or int64, page * P + offset; -1 or any slot outside the cache gives key 0 and scale 0
 
-    Raises TypeError or ValueError for other types, dtypes, shapes and strides. On Hopper as `write_indexer_cache`.
+    Raises TypeError or ValueError for other types, dtypes, shapes and strides.
+    On Hopper it takes what `write_indexer_cache` takes.
     """
     return _read_indexer_cache(cache, slots)
 
 
 def _check_limits(cache: torch.Tensor) -> None:
     if cache.shape[3] - 4 not in INDEX_HEAD_DIMS:
-        raise ValueError(f"cache: the Hopper kernel takes D {INDEX_HEAD_DIMS}, got {cache.shape[3] - 4}")
+        raise ValueError(f"cache: the kernel takes D {INDEX_HEAD_DIMS}, got {cache.shape[3] - 4}")
     check_pages("cache", cache)
 
 
 @op(
     arguments=reference.WRITE_INDEXER_CACHE,
     reference=reference.write_indexer_cache,
-    results=lambda *_: None,
     kernels={"sm_90": "dsa.kernels.cache.indexer_cache_sm90"},
-    limits=lambda k, k_scale, cache, slots: _check_limits(cache),
+    limits=_check_limits,
 )
 def _write_indexer_cache(
     kernels: ModuleType, k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
@@ -71,7 +71,7 @@ def _read_results(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tenso
     reference=reference.read_indexer_cache,
     results=_read_results,
     kernels={"sm_90": "dsa.kernels.cache.indexer_cache_sm90"},
-    limits=lambda cache, slots: _check_limits(cache),
+    limits=_check_limits,
 )
 def _read_indexer_cache(
     kernels: ModuleType, cache: torch.Tensor, slots: torch.Tensor

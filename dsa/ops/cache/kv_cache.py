@@ -26,27 +26,29 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
                [pages, P, 1, 584] (V4, d = 512), each page contiguous: P x (448 e4m3 | 64 bf16), then P x 8 bytes: 7
                ue8m0 scales and a pad
     slots      [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
-    use_ue8m0  V3.2's scales of 128 channels: True rounds max(amax, 1e-4) / 448 up to a power of two, False keeps the
-               figure itself. V4's, of 64, are powers of two, and False is refused; a float cache has no scales
+    use_ue8m0  for V3.2, with a scale for 128 channels: True rounds max(amax, 1e-4) / 448 up to a power of two, False
+               takes that number as it is. V4 stores powers of two only, a scale for 64 channels: False is refused. A
+               float cache has no scales
 
-    A scale multiplies: value = e4m3 * scale. Rope channels round to bf16, a float cache rounds to its dtype. NaN in a
-    group makes its values and its scale NaN. V4's pad is written 0; every other byte of the cache stays as it is. Not
-    differentiable. Raises TypeError or ValueError for other types, dtypes, shapes and strides; the reference also for
-    slots below -1 or beyond the cache, which the kernel skips.
-    On Hopper: one kernel, exactly the bits of the reference on that GPU; rows and V4's pages at multiples of 16 bytes,
-    float rows of a multiple of 8 channels. CUDA-graph safe, no host synchronisation. Source: FlashMLA's caches.
+    A scale multiplies: value = e4m3 * scale. Rope channels are rounded to bf16, and all channels of a float cache to
+    its dtype. NaN in a group makes the group's values and its scale NaN. V4's pad byte is written 0; every other byte
+    of the cache stays as it is. Not differentiable. Raises TypeError or ValueError for other types, dtypes, shapes and
+    strides. For a slot below -1 or beyond the cache the reference raises ValueError; the kernel skips the token.
+    On Hopper: one kernel, which writes exactly the reference's bits on that GPU; rows and V4's pages at multiples of 16
+    bytes, float rows of a multiple of 8 channels. CUDA-graph safe, no host synchronisation. Source: FlashMLA's caches.
     """
     _write_kv_cache(kv, cache, slots, use_ue8m0)
 
 
 def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The rows in `slots`: [..., d] in `dtype`, contiguous; value = e4m3 * scale for bytes.
+    """The rows in `slots`: [..., d] in `dtype`, contiguous; value = e4m3 * scale of a byte cache.
 
-    cache  [pages, P, 1, d | 656 | 584], as `write_kv_cache` leaves it; V3.2's scales count in full precision
+    cache  [pages, P, 1, d | 656 | 584], as `write_kv_cache` leaves it; V3.2's fp32 scales multiply in full precision
     slots  [...] int32 or int64, page * P + offset, contiguous; -1 or any slot outside the cache gives zeros
     dtype  float32, or bfloat16 or float16: rounded once, from fp32
 
-    Raises TypeError or ValueError for other types, dtypes, shapes and strides. On Hopper as `write_kv_cache`.
+    Raises TypeError or ValueError for other types, dtypes, shapes and strides.
+    On Hopper it takes what `write_kv_cache` takes.
     """
     return _read_kv_cache(cache, slots, dtype)
 
@@ -54,9 +56,8 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtyp
 @op(
     arguments=reference.WRITE_KV_CACHE,
     reference=reference.write_kv_cache,
-    results=lambda *_: None,
     kernels={"sm_90": "dsa.kernels.cache.kv_cache_sm90"},
-    limits=lambda kv, cache, *_: check_cache(cache),
+    limits=check_cache,
 )
 def _write_kv_cache(
     kernels: ModuleType, kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool
@@ -67,20 +68,16 @@ def _write_kv_cache(
         launch(rows_at_16_bytes(kv), cache_rows(cache), slot_words(slots))
 
 
-def _read_reference(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return reference.read_kv_cache(cache, slots, dtype=dtype)
-
-
 def _read_results(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*slots.shape, reference.row_dim(cache), dtype=dtype, device=cache.device)
 
 
 @op(
     arguments=reference.READ_KV_CACHE,
-    reference=_read_reference,
+    reference=reference.read_kv_cache,
     results=_read_results,
     kernels={"sm_90": "dsa.kernels.cache.kv_cache_sm90"},
-    limits=lambda cache, *_: check_cache(cache),
+    limits=check_cache,
 )
 def _read_kv_cache(kernels: ModuleType, cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = _read_results(cache, slots, dtype)

@@ -32,8 +32,8 @@ def write_mla_cache(
 ) -> None:
     """Writes rope(RMSNorm(kv)) into token t's slot slots[t] = page * P + offset, in place.
 
-    RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight on the first N channels, then rope on the last R, which N may
-    include: in V3.2 kv is the latent (N = 512) and the rope key (R = 64) behind it; in V4 N = d = 512.
+    RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight on the first N channels, then rope on the last R channels. The
+    two may overlap: in V3.2 kv is the latent (N = 512) with the rope key (R = 64) behind it; in V4 N = d = 512.
 
     kv           [T, d] bf16, fp16 or fp32, last dimension contiguous: the projection
     norm_weight  [N] fp32, N at most d
@@ -41,56 +41,37 @@ def write_mla_cache(
     cache        [pages, P, 1, d | 656 | 584], as `write_kv_cache` has it
     slots        [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
     eps          added to the mean of the squares: a finite number, at least 0
-    interleaved  rope turns the pairs (2i, 2i + 1); False: (i, i + R / 2)
+    interleaved  True: rope rotates the pairs (2i, 2i + 1); False: (i, i + R / 2)
     use_ue8m0    as `write_kv_cache` takes it
-    out          [T, d] in kv's dtype, last dimension contiguous, or None: gets the rows as they are before the cache
-                 rounds them, those of skipped tokens too. Must not overlap kv
+    out          [T, d] in kv's dtype, last dimension contiguous, or None: gets the rows of all tokens, of skipped ones
+                 too, as they are before the cache rounds them. Must not overlap kv
 
-    Norm and rope each round to kv's dtype, as the separate operations do; what the cache stores of that is up to
-    `write_kv_cache`. Every other byte of the cache stays as it is. Not differentiable. Raises TypeError or ValueError
-    for other types, dtypes, shapes and strides; the reference also for slots below -1 or beyond the cache, which the
-    kernel skips.
+    Norm and rope each round to kv's dtype, as the separate operations do; the cache then stores what `write_kv_cache`
+    would store of these rows. Every other byte of the cache stays as it is. Not differentiable. Raises TypeError or
+    ValueError for other types, dtypes, shapes and strides. For a slot below -1 or beyond the cache the reference raises
+    ValueError; the kernel skips the token.
     On Hopper: one kernel, d 576 or 512, N 512, R 64; rows of kv and out, rows or V4's pages of the cache and
-    norm_weight at multiples of 16 bytes; the norm's sum in another order than the reference's, so that now and then a
-    value rounds to its neighbour. CUDA-graph safe, no host synchronisation.
+    norm_weight at multiples of 16 bytes. The kernel sums the squares in another order than the reference, so that now
+    and then a value rounds to its neighbour. CUDA-graph safe, no host synchronisation.
     Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
     """
     _write_mla_cache(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
 
 
-def _reference(
-    kv: torch.Tensor,
-    norm_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-    interleaved: bool,
-    use_ue8m0: bool,
-    out: torch.Tensor | None,
-) -> None:
-    options = {"eps": eps, "interleaved": interleaved, "use_ue8m0": use_ue8m0, "out": out}
-    reference.write_mla_cache(kv, norm_weight, cos, sin, cache, slots, **options)
-
-
-def _check_limits(
-    kv: torch.Tensor, norm_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, *_: object
-) -> None:
+def _check_limits(kv: torch.Tensor, norm_weight: torch.Tensor, cos: torch.Tensor, cache: torch.Tensor) -> None:
     if kv.shape[1] not in LATENT_CHANNELS or norm_weight.shape[0] != NORM_CHANNELS:
         raise ValueError(
-            f"norm_weight: the Hopper kernel takes N {NORM_CHANNELS} of d {LATENT_CHANNELS} channels, got "
+            f"norm_weight: the kernel takes N {NORM_CHANNELS} of d {LATENT_CHANNELS} channels, got "
             f"{norm_weight.shape[0]} of {kv.shape[1]}"
         )
     if 2 * cos.shape[1] != ROPE_CHANNELS:
-        raise ValueError(f"cos: the Hopper kernel rotates R {ROPE_CHANNELS} channels, got {2 * cos.shape[1]}")
+        raise ValueError(f"cos: the kernel rotates R {ROPE_CHANNELS} channels, got {2 * cos.shape[1]}")
     check_cache(cache)
 
 
 @op(
     arguments=reference.WRITE_MLA_CACHE,
-    reference=_reference,
-    results=lambda *_: None,
+    reference=reference.write_mla_cache,
     kernels={"sm_90": "dsa.kernels.cache.kv_cache_sm90"},
     limits=_check_limits,
 )

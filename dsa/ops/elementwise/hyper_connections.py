@@ -27,25 +27,28 @@ def hyper_collapse(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x = sum_k pre_k X_k, and the weights by which `hyper_expand` makes the new streams.
 
-    z = mix / sqrt(mean(v^2) + eps), v a token's streams flattened; its n + n + n^2 numbers times scale plus base give
-      pre  = sigmoid(.) + hc_eps
-      post = 2 sigmoid(.)
-      comb = Sinkhorn(softmax(.) + hc_eps)
-    where Sinkhorn divides columns by their sums + hc_eps, then `iterations` - 1 times rows and columns.
+    v is a token's n streams as one vector, z = mix / sqrt(mean(v^2) + eps), and z * scale + base are n numbers a, n
+    numbers b and a matrix c [n, n], of which
+      pre  = sigmoid(a) + hc_eps
+      post = 2 sigmoid(b)
+      comb = Sinkhorn(softmax(c) + hc_eps), with the softmax over each row
+    Sinkhorn divides every column by its sum + hc_eps, and then `iterations` - 1 times every row and every column.
 
     streams  X [T, n, D] fp32, bf16 or fp16
-    mix      [T, (2 + n) n] fp32: fn v, a projection of the streams
+    mix      [T, (2 + n) n] fp32: a linear projection of v
     base     [(2 + n) n] fp32
-    scale    [3] fp32: of pre, post and comb
+    scale    [3] fp32: of a, of b and of c
     iterations   from 1 to 1000
     eps, hc_eps  finite numbers, at least 0
 
-    Returns x [T, D] in streams' dtype, post [T, n] and comb [T, n, n] fp32, contiguous. All is fp32 and x rounds once.
-    NaN and infinities stay in their token. Differentiable: where a gradient is asked for, the PyTorch formula runs.
+    Returns x [T, D] in streams' dtype, post [T, n] and comb [T, n, n] fp32, contiguous. Everything is computed in fp32,
+    and x is rounded once. NaN and infinities stay in their token. Differentiable: where a gradient is asked for, the
+    formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, n = 4, D a multiple of 8 and at most 16384 (fp32: 8192), T D at most 2^33 - 2^13, streams
-    with rows at multiples of 16 bytes, the others contiguous. Another order of sums than the reference's.
-    Deterministic, and the same for a token whatever the others. CUDA-graph safe, no host synchronisation, no workspace.
+    with rows at multiples of 16 bytes, the other tensors contiguous. The kernel sums in another order than the
+    reference. Deterministic, and a token's result does not depend on the other tokens. CUDA-graph safe, no host
+    synchronisation, no workspace.
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
@@ -59,59 +62,46 @@ def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, com
     post     [T, n] fp32
     comb     [T, n, n] fp32
 
-    Returns X' [T, n, D] in streams' dtype, contiguous. Differentiable: where a gradient is asked for, the PyTorch
-    formula runs. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    Returns X' [T, n, D] in streams' dtype, contiguous. Differentiable: where a gradient is asked for, the formula runs
+    in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, n = 4, D a multiple of 8, T D at most 2^33 - 2^13, y and streams with rows at multiples of 16
-    bytes, the others contiguous. Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
+    bytes, the other tensors contiguous. Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_expand(y, streams, post, comb)
 
 
-def _collapse_reference(
-    streams: torch.Tensor,
-    mix: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    iterations: int,
-    eps: float,
-    hc_eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return reference.hyper_collapse(streams, mix, base, scale, iterations=iterations, eps=eps, hc_eps=hc_eps)
-
-
-def _collapse_results(streams: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _collapse_results(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens, n, channels = streams.shape
     x = torch.empty(tokens, channels, dtype=streams.dtype, device=streams.device)
     post, comb = (torch.empty(tokens, *s, dtype=torch.float32, device=streams.device) for s in ((n,), (n, n)))
     return x, post, comb
 
 
-def _expand_results(y: torch.Tensor, streams: torch.Tensor, *_: object) -> torch.Tensor:
+def _expand_results(streams: torch.Tensor) -> torch.Tensor:
     return torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
 
 
 def _check_limits(streams: torch.Tensor) -> None:
     tokens, n, channels = streams.shape
     if n != HYPER_STREAMS:
-        raise ValueError(f"streams: the Hopper kernel takes n {HYPER_STREAMS} streams, got {n}")
+        raise ValueError(f"streams: the kernel takes n {HYPER_STREAMS} streams, got {n}")
     if channels % CHANNEL_MULTIPLE:
-        raise ValueError(f"streams: the Hopper kernel takes D a multiple of {CHANNEL_MULTIPLE}, got {channels}")
+        raise ValueError(f"streams: the kernel takes D a multiple of {CHANNEL_MULTIPLE}, got {channels}")
     if tokens * channels > MAX_HYPER_CHANNELS:
         raise ValueError(
-            f"streams: the Hopper kernel takes T D at most {MAX_HYPER_CHANNELS} channels, got shape "
-            f"{list(streams.shape)}"
+            f"streams: the kernel takes T D at most {MAX_HYPER_CHANNELS} channels, got shape {list(streams.shape)}"
         )
 
 
-def _check_collapse_limits(streams: torch.Tensor, *_: object) -> None:
+def _check_collapse_limits(streams: torch.Tensor) -> None:
     _check_limits(streams)
     _tile(streams)
 
 
 @op(
     arguments=reference.HYPER_COLLAPSE,
-    reference=_collapse_reference,
+    reference=reference.hyper_collapse,
     results=_collapse_results,
     kernels={"sm_90": "dsa.kernels.elementwise.hyper_connections_sm90"},
     limits=_check_collapse_limits,
@@ -140,13 +130,13 @@ def _hyper_collapse(
     reference=reference.hyper_expand,
     results=_expand_results,
     kernels={"sm_90": "dsa.kernels.elementwise.hyper_connections_sm90"},
-    limits=lambda y, streams, *_: _check_limits(streams),
+    limits=_check_limits,
     differentiable=True,
 )
 def _hyper_expand(
     kernels: ModuleType, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:
-    out = _expand_results(y, streams)
+    out = _expand_results(streams)
     if y.shape[0]:
         y, rows, post, weights = (rows_at_16_bytes(t) for t in (y, streams, post, comb.flatten(1)))
         _expand_kernel(kernels, streams.dtype)(y, rows, post, weights, out)
@@ -160,7 +150,7 @@ def _tile(streams: torch.Tensor) -> tuple[int, int]:
         if streams.shape[2] <= threads * steps * width:
             return threads, steps
     raise ValueError(
-        f"streams: the Hopper kernel takes D at most {HYPER_TILES[-1][0] * HYPER_TILES[-1][1] * width} of "
+        f"streams: the kernel takes D at most {HYPER_TILES[-1][0] * HYPER_TILES[-1][1] * width} of "
         f"{dtype_name(streams.dtype)}, got {streams.shape[2]}"
     )
 

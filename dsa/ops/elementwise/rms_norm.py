@@ -27,45 +27,41 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     Returns y, contiguous, of x's shape and dtype. A NaN makes its own row NaN, and a row's result does not depend on
     the other rows. Differentiable in x and weight: where gradients are asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, one read and one write of x, D a multiple of 8 up to 32768 (fp32: 16384), contiguous
+    On Hopper: one kernel that reads x once and writes y once; D a multiple of 8 up to 32768 (fp32: 16384), contiguous
     channels, rows at any multiples of 16 bytes (of more than two dimensions before D, all but the last must be
-    mergeable into one). Deterministic; its sum is in another order than the reference's, so that now and then a value
-    rounds to its neighbour. CUDA-graph safe, no host synchronisation.
+    mergeable into one). Deterministic; the kernel sums in another order than the reference, so that now and then a
+    value rounds to its neighbour. CUDA-graph safe, no host synchronisation.
     Source: arXiv 1910.07467; `RMSNorm` of DeepSeek-V3.2's inference code, and V4's norm of each query head.
     """
     return _rms_norm(x, weight, eps)
 
 
-def _reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return reference.rms_norm(x, weight, eps).contiguous()
-
-
-def _results(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _results(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _check_limits(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
+def _check_limits(x: torch.Tensor) -> None:
     channels = x.shape[-1]
     if channels == 0 or channels % CHANNEL_MULTIPLE or channels > _MAX_CHANNELS[x.dtype]:
         raise ValueError(
-            f"x: the Hopper kernel takes a last dimension of a multiple of {CHANNEL_MULTIPLE} up to "
+            f"x: the kernel takes a last dimension of a multiple of {CHANNEL_MULTIPLE} up to "
             f"{_MAX_CHANNELS[x.dtype]} for {dtype_name(x.dtype)}, got shape {list(x.shape)}"
         )
     if x.numel() // channels > MAX_NORM_ROWS:
-        raise ValueError(f"x: the Hopper kernel takes at most {MAX_NORM_ROWS} rows, got shape {list(x.shape)}")
+        raise ValueError(f"x: the kernel takes at most {MAX_NORM_ROWS} rows, got shape {list(x.shape)}")
     _three_dims(x)
 
 
 @op(
     arguments=reference.RMS_NORM,
-    reference=_reference,
+    reference=reference.rms_norm,
     results=_results,
     kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
     limits=_check_limits,
     differentiable=True,
 )
 def _rms_norm(kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    out = _results(x, weight, eps)
+    out = _results(x)
     if out.numel():
         rows = _three_dims(rows_at_16_bytes(x))
         launch = _kernel(kernels, x.dtype, weight is not None, x.shape[-1])

@@ -31,20 +31,20 @@ def apply_rotary(
     (a, b) -> (a cos - b sin, a sin + b cos) on pairs of channels, in fp32, rounded once to x's dtype.
 
     x            [T, ..., D] bf16, fp16 or fp32
-    cos, sin     [T, R / 2] fp32, R at most D: of the tokens' positions. -sin turns back
-    interleaved  the pairs are (2i, 2i + 1); False: (i, i + R / 2). The wrong one still runs, and answers wrongly:
-                 DeepSeek-V3.2 pairs interleaved in MLA and half-split in the indexer
-    dims         turns the "first" or the "last" R channels
-    out          None, or a tensor of x's shape, dtype and device to write to, its rows at any stride: a part of a wider
-                 tensor, say. It may be x itself, whose other channels are then not touched; what memory that the two
-                 share in any other way holds afterwards is undefined
+    cos, sin     [T, R / 2] fp32, R at most D: of the tokens' positions. With -sin in place of sin the op rotates back
+    interleaved  True: the pairs are (2i, 2i + 1); False: (i, i + R / 2). No check can tell which one a model means, and
+                 the other one gives wrong numbers: DeepSeek-V3.2 has True in MLA and False in the indexer
+    dims         whether the "first" or the "last" R channels are rotated
+    out          None, or a tensor of x's shape, dtype and device to write to, its rows at any stride, such as a part of
+                 a wider tensor. It may be x itself, whose other channels are then not touched. If x and out share
+                 memory in any other way, what that memory holds afterwards is undefined
 
-    Returns out, or a new contiguous tensor. Differentiable in x where out is None: the gradient is turned back.
+    Returns out, or a new contiguous tensor. Differentiable in x where out is None: its gradient is rotated back.
     Raises TypeError or ValueError for other types, dtypes and shapes, and for an out where gradients are asked for.
-    On Hopper: one kernel, exactly the reference's bits. R at least 2, D even (any, in place), last dimensions of x and
+    On Hopper: one kernel, exactly the reference's bits. R at least 2, D even (in place any D), last dimensions of x and
     out contiguous, all dimensions between T and D mergeable into one. Rows at multiples of 16 bytes with R and D
-    multiples of 8 are fast, others are read one channel at a time; cos and sin are copied where their rows are neither.
-    Their gradients are the reference's only. CUDA-graph safe, no host synchronisation.
+    multiples of 8 are fast, others are read one channel at a time; cos and sin are copied where the kernel cannot read
+    them as they lie. Gradients of cos and sin are the reference's only. CUDA-graph safe, no host synchronisation.
     Source: RoFormer (arXiv 2104.09864); `apply_rotary_emb` of DeepSeek-V3.2's and V4's inference code.
     """
     wants_gradients = torch.is_grad_enabled() and wants_gradient(x, cos, sin, out)
@@ -62,17 +62,13 @@ def apply_rotary(
     return _apply_rotary(x, cos, sin, interleaved, dims)
 
 
-def _reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str) -> torch.Tensor:
-    return reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims)
-
-
-def _results(x: torch.Tensor, *_: object) -> torch.Tensor:
+def _results(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @op(
     arguments=reference.ROTARY,
-    reference=_reference,
+    reference=reference.apply_rotary,
     results=_results,
     kernels={"sm_90": "dsa.kernels.elementwise.rotary_sm90"},
 )
@@ -88,13 +84,12 @@ def _reference_out(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor
 ) -> None:
     check_updatable("out", out)
-    out.copy_(_reference(x, cos, sin, interleaved, dims))
+    out.copy_(reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims))
 
 
 @op(
     arguments=reference.ROTARY_OUT,
     reference=_reference_out,
-    results=lambda *_: None,
     kernels={"sm_90": "dsa.kernels.elementwise.rotary_sm90"},
     public="apply_rotary",
 )
@@ -121,13 +116,13 @@ def _launch(
 ) -> None:
     rotated = 2 * cos.shape[1]
     if rotated == 0:
-        raise ValueError(f"cos: the Hopper kernel rotates at least 2 channels, got shape {list(cos.shape)}")
+        raise ValueError(f"cos: the kernel rotates at least 2 channels, got shape {list(cos.shape)}")
     begin = x.shape[-1] - rotated if dims == "last" else 0
     if x.data_ptr() == out.data_ptr() and x.stride() == out.stride():
         x, out = (t[..., begin : begin + rotated] for t in (x, out))
         begin = 0
     if x.shape[-1] % 2:
-        raise ValueError(f"x: the Hopper kernel takes an even last dimension, got shape {list(x.shape)}")
+        raise ValueError(f"x: the kernel takes an even last dimension, got shape {list(x.shape)}")
     if not x.numel():
         return
     rows, target = _heads("x", x), _heads("out", out)
@@ -137,7 +132,7 @@ def _launch(
     channels = 2 * ROTARY_PAIRS if wide is not None else 2
     if x.numel() // channels > MAX_ROTARY_GROUPS:
         raise ValueError(
-            f"x: the Hopper kernel takes at most {MAX_ROTARY_GROUPS * channels} numbers in rows like these, got shape "
+            f"x: the kernel takes at most {MAX_ROTARY_GROUPS * channels} numbers in rows like these, got shape "
             f"{list(x.shape)}"
         )
     angles = (_angles(a, wide is not None) for a in (cos, sin))

@@ -31,11 +31,11 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -
     b          (w [N, K] e4m3, ws [ceil(N / 128), ceil(K / 128)] fp32): the weight, row-major, and its scales
     out_dtype  float32, bfloat16 or float16
 
-    Returns [..., M, N]. Scales are any fp32 numbers and multiply; N and K may end inside a block. A row's result
-    depends on no other row. No rows or no channels: an empty or a zero result.
+    Returns [..., M, N]. Scales are any fp32 numbers, and multiply. N and K need not be multiples of 128: the last block
+    is then smaller. A row's result depends on no other row. Without rows the result is empty, without channels zero.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel; K a multiple of 16, N of 8, rows of w at multiples of 16 bytes. Within a block the tensor
-    cores sum with about 14 bits, the blocks are added in order in fp32. Deterministic. CUDA-graph safe.
+    cores sum with about 14 bits; the blocks are added in their order in fp32. Deterministic. CUDA-graph safe.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
     return _fp8_gemm_nt(*reference.pair("a", a), *reference.pair("b", b), out_dtype)
@@ -46,17 +46,18 @@ def grouped_fp8_gemm_nt(
 ) -> torch.Tensor:
     """`fp8_gemm_nt` of each row with one of E weights: rows ends[e - 1] to ends[e] - 1 with weight e, ends[-1] being 0.
 
-    a          (q [M, K] e4m3, s [M, ceil(K / 128)] fp32)
-    b          (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32)
-    ends       int32 [E], ascending from at least 0 to M: a weight's rows may be none
+    a          (q [M, K] e4m3, s [M, ceil(K / 128)] fp32): the activations and their scales
+    b          (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32): the weights and their scales
+    ends       int32 [E], ascending from at least 0 to M; a weight may have no rows
     out_dtype  float32, bfloat16 or float16
 
     Returns [M, N]. A row's result depends on no other row.
-    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and for ends that are not so; on a GPU
-    these are not looked at by the host: a weight whose ends decrease or are outside then has no rows, and what is in
-    rows that are no weight's is undefined.
-    On Hopper: one kernel, no padding of rows and no host synchronisation; limits as of `fp8_gemm_nt`, E up to 1024.
-    Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index a row.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for ends
+    that do not ascend from at least 0 to M. The kernel does not see these in time: a weight whose ends decrease or are
+    outside has no rows, and the result is undefined in rows that belong to no weight.
+    On Hopper: one kernel, no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to
+    1024. Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index for
+    each row.
     """
     return _grouped_fp8_gemm_nt(*reference.pair("a", a), *reference.pair("b", b), ends, out_dtype)
 
@@ -67,9 +68,7 @@ def _reference(
     return reference.fp8_gemm_nt((q, s), (w, ws), out_dtype)
 
 
-def _results(
-    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def _results(q: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     return q.new_empty((*q.shape[:-1], len(w)), dtype=out_dtype)
 
 
@@ -79,13 +78,11 @@ def _grouped_reference(
     return reference.grouped_fp8_gemm_nt((q, s), (w, ws), ends, out_dtype)
 
 
-def _grouped_results(
-    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def _grouped_results(q: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     return q.new_empty((len(q), w.shape[1]), dtype=out_dtype)
 
 
-def _check_limits(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, *_: object) -> None:
+def _check_limits(q: torch.Tensor, w: torch.Tensor) -> None:
     (columns, channels), rows = w.shape[-2:], math.prod(q.shape[:-1])
     if rows == 0 or w.numel() == 0:
         return
@@ -98,10 +95,10 @@ def _check_limits(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, *_: object)
         raise ValueError(f"a[0]: the kernel takes at most {limits.MAX_ROWS} rows, got {rows}")
 
 
-def _check_grouped_limits(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, *_: object) -> None:
+def _check_grouped_limits(q: torch.Tensor, w: torch.Tensor) -> None:
     if len(w) > limits.MAX_MATRICES:
         raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_MATRICES} weights, got {len(w)}")
-    _check_limits(q, s, w)
+    _check_limits(q, w)
 
 
 @op(
@@ -114,7 +111,7 @@ def _check_grouped_limits(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, *_:
 def _fp8_gemm_nt(
     kernels: ModuleType, q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    out = _results(q, s, w, ws, out_dtype)
+    out = _results(q, w, out_dtype)
     if q.dim() == 2:
         _launch(kernels, q, s, w[None], ws[None], _all_rows(q.device), out)
     else:
@@ -140,7 +137,7 @@ def _grouped_fp8_gemm_nt(
     ends: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    out = _grouped_results(q, s, w, ws, ends, out_dtype)
+    out = _grouped_results(q, w, out_dtype)
     _launch(kernels, q, s, w, ws, ends.contiguous(), out)
     return out
 

@@ -21,7 +21,7 @@ def per_token_cast_to_fp8(
     """q = round_to_e4m3(x * (1 / scale)), scale = max(amax(|x|), 1e-4) / 448 over groups of a token's channels.
 
     x          [..., K] bf16, fp16 or fp32, K a multiple of gran_k
-    use_ue8m0  True: scale is the next power of two at or above that figure; False: the figure itself
+    use_ue8m0  True: scale is the next power of two at or above max(amax(|x|), 1e-4) / 448; False: that number itself
     gran_k     channels per scale
     hadamard   True: x is first replaced, in each group of gran_k channels, by H x / sqrt(gran_k), rounded to x's dtype
                (H the Sylvester matrix), as the lightning indexer does before it quantises its queries and keys
@@ -29,35 +29,31 @@ def per_token_cast_to_fp8(
     Returns q [..., K] float8_e4m3fn and scale [..., K / gran_k] float32, both contiguous; x ~ q * scale (the scale
     multiplies). NaN in a group makes its scale and values NaN; infinity makes the scale infinite. Not differentiable.
     Empty x gives empty results. Raises ValueError or TypeError for any other dtype, K, stride, gran_k or flag.
-    Groups of NaN or infinity apart, the bytes are those of DeepGEMM's function on the same device; that divides by 448
-    on a CPU and multiplies with 1 / 448 on a GPU, as PyTorch does, so that without ue8m0 a scale's last bit may differ
-    between the two.
-    On Hopper: one kernel, gran_k 128, any number of tokens, contiguous channels, rows with any one stride that is a
-    multiple of 16 bytes; exactly the bits of the reference on that GPU. CUDA-graph safe, no host synchronisation.
+    The bytes are those of DeepGEMM's function on the same device, except in groups with NaN or infinity. PyTorch
+    divides by 448 on a CPU and multiplies by 1 / 448 on a GPU, so that without ue8m0 a scale's last bit may differ
+    between the two devices.
+    On Hopper: one kernel, gran_k 128, any number of tokens, contiguous channels, rows with one stride, any multiple of
+    16 bytes; exactly the reference's bits on that GPU. CUDA-graph safe, no host synchronisation.
     Source: DeepGEMM's function of this name and `act_quant` / `rotate_activation` of DeepSeek-V3.2's inference code.
     """
     return _per_token_cast_to_fp8(x, use_ue8m0, gran_k, hadamard)
 
 
-def _reference(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.per_token_cast_to_fp8(x, use_ue8m0, gran_k, hadamard=hadamard)
-
-
-def _results(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _results(x: torch.Tensor, gran_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     return q, torch.empty((*x.shape[:-1], x.shape[-1] // gran_k), dtype=torch.float32, device=x.device)
 
 
-def _check_limits(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> None:
+def _check_limits(x: torch.Tensor, gran_k: int) -> None:
     if gran_k != GROUP:
-        raise ValueError(f"gran_k: the Hopper kernel takes {GROUP}, got {gran_k}")
+        raise ValueError(f"gran_k: the kernel takes {GROUP}, got {gran_k}")
     if x.numel():
         merged_rows("x", x)
 
 
 @op(
     arguments=reference.PER_TOKEN_CAST_TO_FP8,
-    reference=_reference,
+    reference=reference.per_token_cast_to_fp8,
     results=_results,
     kernels={"sm_90": "dsa.kernels.gemm.per_token_cast_to_fp8_sm90"},
     limits=_check_limits,
@@ -65,7 +61,7 @@ def _check_limits(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool)
 def _per_token_cast_to_fp8(
     kernels: ModuleType, x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q, scale = _results(x, use_ue8m0, gran_k, hadamard)
+    q, scale = _results(x, gran_k)
     if x.numel():
         rows = rows_at_16_bytes(merged_rows("x", x))
         launch = _kernel(kernels, x.dtype, use_ue8m0, hadamard, x.numel().bit_length())

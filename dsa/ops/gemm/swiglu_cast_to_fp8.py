@@ -20,39 +20,33 @@ def swiglu_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q = round_to_e4m3(h * (1 / scale)) of h = silu(gate) * up: `per_token_cast_to_fp8(h, use_ue8m0)` in one pass.
 
-    gate, up   [..., I] bf16, fp16 or fp32, both of one dtype; the halves of a [..., 2 I] tensor are read where they are
-    use_ue8m0  True: scale is the next power of two at or above max(amax(|h|), 1e-4) / 448; False: the figure itself
-    limit      gate is at most that, up between -limit and limit, a finite number above 0; None: any
+    gate, up   [..., I] bf16, fp16 or fp32, both of one dtype; they may be the halves of a [..., 2 I] tensor
+    use_ue8m0  True: scale is the next power of two at or above max(amax(|h|), 1e-4) / 448; False: that number itself
+    limit      a finite number above 0: gate is first clamped to at most limit, up to -limit to limit. None: no clamp
 
     h is computed in fp32 and rounded to the operands' dtype. Returns q [..., I] float8_e4m3fn and scale
     [..., ceil(I / 128)] float32, both contiguous; h ~ q * scale (the scale multiplies). The last block of channels may
-    be ragged. NaN in a block makes its scale and values NaN, infinity in h makes the scale infinite, and silu(-inf) is
-    NaN. Not differentiable. No rows or channels: empty results.
+    have fewer than 128. NaN in a block makes its scale and values NaN, infinity in h makes the scale infinite, and
+    silu(-inf) is NaN. Not differentiable. Without rows or channels the results are empty.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and limits.
     On Hopper: one kernel, I a multiple of 8, contiguous channels and rows at multiples of 16 bytes (the dimensions
-    before the last mergeable into one). The fp32 value of h is within 2^-20 of the exact one, or 1e-36 * max(|up|, 1),
-    before it is rounded; q and scale are then exactly the cast's bits on that GPU. CUDA-graph safe, no host
-    synchronisation.
+    before the last mergeable into one). Before h is rounded, its fp32 value is within 2^-20 of the exact one, or
+    within 1e-36 * max(|up|, 1); of the rounded h, q and scale are exactly the cast's bits on that GPU. CUDA-graph safe,
+    no host synchronisation.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     return _swiglu_cast_to_fp8(gate, up, use_ue8m0, limit)
 
 
-def _reference(
-    gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.swiglu_cast_to_fp8(gate, up, use_ue8m0, limit=limit)
-
-
-def _results(gate: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _results(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     q = torch.empty(gate.shape, dtype=torch.float8_e4m3fn, device=gate.device)
     blocks = -(-gate.shape[-1] // GROUP)
     return q, torch.empty((*gate.shape[:-1], blocks), dtype=torch.float32, device=gate.device)
 
 
-def _check_limits(gate: torch.Tensor, up: torch.Tensor, *_: object) -> None:
+def _check_limits(gate: torch.Tensor, up: torch.Tensor) -> None:
     if gate.shape[-1] % SWIGLU_MULTIPLE:
-        raise ValueError(f"gate: the Hopper kernel takes I a multiple of {SWIGLU_MULTIPLE}, got {list(gate.shape)}")
+        raise ValueError(f"gate: the kernel takes I a multiple of {SWIGLU_MULTIPLE}, got {list(gate.shape)}")
     if gate.numel():
         merged_rows("gate", gate)
         merged_rows("up", up)
@@ -60,7 +54,7 @@ def _check_limits(gate: torch.Tensor, up: torch.Tensor, *_: object) -> None:
 
 @op(
     arguments=reference.SWIGLU_CAST_TO_FP8,
-    reference=_reference,
+    reference=reference.swiglu_cast_to_fp8,
     results=_results,
     kernels={"sm_90": "dsa.kernels.gemm.swiglu_cast_sm90"},
     limits=_check_limits,

@@ -33,15 +33,16 @@ def fp8_mqa_logits(
     kv                  (k [Skv, D] float8_e4m3fn, k_scale [Skv] fp32)
     weights             [S, H] fp32, any row stride, may be negative
     cu_seq_len_k_start  [S] int32, ks: the first key that query t sees
-    cu_seq_len_k_end    [S] int32, ke: one past the last. ke <= ks means none; both are clipped to [0, Skv]. Ranges may
-                        be unordered or disjoint
+    cu_seq_len_k_end    [S] int32, ke: one past the last. With ke <= ks query t sees no key; both are clipped to
+                        [0, Skv]. The ranges of the queries may lie in any order, apart or overlapping
     clean_logits        True: positions outside [ks, ke) are -inf. False: they are unspecified
     max_seqlen_k        0: the result is [S, Skv]. Above 0 it is [S, max_seqlen_k], and column j stands for key
                         ks[t] + j; keys that do not fit are left out
     logits_dtype        torch.float32 or torch.bfloat16: the sum is fp32, rounded once
 
     Returns a view of a buffer whose rows start at multiples of 1024 bytes. NaN in a key reaches only that key's column.
-    No keys, no queries: an empty or an all -inf result. Raises TypeError or ValueError for other types, dtypes, shapes.
+    Without queries the result is empty, without keys it is empty or -inf. Raises TypeError or ValueError for other
+    types, dtypes and shapes.
     On Hopper: H in {8, 16, 32, 64}, D in {32, 64, 128}; rows of k 16-byte aligned. Deterministic, CUDA-graph safe with
     new ranges, no host synchronisation. Not differentiable.
     Source: DeepGEMM's function of this name; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
@@ -55,36 +56,27 @@ def _reference(
     k: torch.Tensor,
     k_scale: torch.Tensor,
     weights: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
     clean_logits: bool,
     max_seqlen_k: int,
     logits_dtype: torch.dtype,
 ) -> torch.Tensor:
-    return reference.fp8_mqa_logits(q, (k, k_scale), weights, starts, ends, clean_logits, max_seqlen_k, logits_dtype)
+    ranges = cu_seq_len_k_start, cu_seq_len_k_end
+    return reference.fp8_mqa_logits(q, (k, k_scale), weights, *ranges, clean_logits, max_seqlen_k, logits_dtype)
 
 
-def _results(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    weights: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    clean_logits: bool,
-    max_seqlen_k: int,
-    logits_dtype: torch.dtype,
-) -> torch.Tensor:
+def _results(q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int, logits_dtype: torch.dtype) -> torch.Tensor:
     columns, needed = reference.logits_columns(k.shape[0], max_seqlen_k)
     buffer = torch.empty(q.shape[0], reference.row_stride(needed, logits_dtype), dtype=logits_dtype, device=q.device)
     return buffer[:, :columns]
 
 
-def _check_limits(q: torch.Tensor, *_: object) -> None:
+def _check_limits(q: torch.Tensor) -> None:
     if q.shape[1] not in HEADS:
-        raise ValueError(f"q: the Hopper kernel takes {HEADS} heads, got {q.shape[1]}")
+        raise ValueError(f"q: the kernel takes {HEADS} heads, got {q.shape[1]}")
     if q.shape[2] not in HEAD_DIMS:
-        raise ValueError(f"q: the Hopper kernel takes head dimensions {HEAD_DIMS}, got {q.shape[2]}")
+        raise ValueError(f"q: the kernel takes head dimensions {HEAD_DIMS}, got {q.shape[2]}")
 
 
 @op(
@@ -100,13 +92,13 @@ def _fp8_mqa_logits(
     k: torch.Tensor,
     k_scale: torch.Tensor,
     weights: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
     clean_logits: bool,
     max_seqlen_k: int,
     logits_dtype: torch.dtype,
 ) -> torch.Tensor:
-    out = _results(q, k, k_scale, weights, starts, ends, clean_logits, max_seqlen_k, logits_dtype)
+    out = _results(q, k, max_seqlen_k, logits_dtype)
     queries, heads, dim = q.shape
     keys = k.shape[0]
     if queries == 0 or keys == 0:
@@ -120,7 +112,8 @@ def _fp8_mqa_logits(
     whole = out.as_strided((queries, columns), out.stride())
     flat = q.view(queries * heads, dim)
     launch = _kernel(kernels, heads, dim, logits_dtype, clean_logits, max_seqlen_k > 0)
-    launch(flat, k, k_scale, weights, starts, ends, whole, columns, chunk, min(work_tiles, sms))
+    ranges = cu_seq_len_k_start, cu_seq_len_k_end
+    launch(flat, k, k_scale, weights, *ranges, whole, columns, chunk, min(work_tiles, sms))
     return out
 
 

@@ -22,16 +22,16 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
 
     context_lens  [B] or [B, next_n] int32, keys per sequence or per query; a sequence is as long as its longest query
     block_kv      page size, a divisor of 256
-    num_sms       SMs that share the work; `dsa.num_sms(device)` has them all
+    num_sms       how many SMs share the work; `dsa.num_sms(device)` is how many the GPU has
 
-    Returns [num_sms + 1, 2] int32. Row i is (sequence, split): the work is the splits of 256 keys of sequence 0, then
-    of sequence 1 and so on, ceil(length / 256) each and none for an empty sequence, and row i is the first split of
-    SM i. Every SM gets total // num_sms splits, the last total % num_sms of them one more. The last row is (B, 0), as
-    is the row of every SM when there is no work. All the queries of a sequence share its splits. A sequence counts for
-    at most (2^31 - 1) // B splits, so that their total is an int32.
-    One kernel, no host synchronisation: captured in a CUDA graph with the scores, it plans anew at every replay.
+    Returns [num_sms + 1, 2] int32. The work is cut into splits of 256 keys: those of sequence 0, then of sequence 1 and
+    so on, ceil(length / 256) for each and none for an empty sequence. Row i is (sequence, split), the first split of
+    SM i. Every SM gets total // num_sms splits, and the last total % num_sms SMs get one more. The last row is (B, 0);
+    without any work all rows are. All queries of a sequence share its splits. A sequence counts for at most
+    (2^31 - 1) // B splits, so that their total is an int32.
     Raises TypeError or ValueError for other types, dtypes and shapes.
-    Source: DeepGEMM's function of this name, whose plan for next_n <= 2 this is.
+    On Hopper: one kernel, no host synchronisation. Captured in a CUDA graph with the scores, it plans anew at every
+    replay. Source: DeepGEMM's function of this name, whose plan for next_n <= 2 this is.
     """
     return _get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms)
 
@@ -54,12 +54,12 @@ def fp8_paged_mqa_logits(
                      pages may lie any multiple of 16 bytes apart, and the cache may exceed 2^31 bytes
     weights          [B * next_n, H] fp32, any row stride, may be negative
     context_lens     [B] int32: row i sees the first context_lens[b] - next_n + i + 1 keys, so that the last row sees
-                     all of them; or [B, next_n] int32: row i sees the first context_lens[b, i] keys. 0 is a length
+                     all of them; or [B, next_n] int32: row i sees the first context_lens[b, i] keys. May be 0
     block_table      [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past a
                      row's keys mean nothing; a page outside the cache is not read
     schedule_meta    [SMs + 1, 2] int32, contiguous, from `get_paged_mqa_logits_metadata` for these lengths; or None:
-                     planned here. The scores do not depend on the number of SMs. A plan for other lengths, or none at
-                     all, leaves scores unwritten, and does no other harm
+                     the op plans itself. The scores do not depend on the number of SMs. A plan for other lengths, or
+                     numbers that are no plan, may leave scores unwritten, but nothing outside the result is written
     max_context_len  columns of the result; keys beyond them are left out
     clean_logits     True: columns past a row's keys are -inf. False: they are unspecified
     logits_dtype     torch.float32 or torch.bfloat16: the sum is fp32, rounded once
@@ -78,7 +78,13 @@ def fp8_paged_mqa_logits(
     )
 
 
-def _plan_results(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
+def _check_lengths(context_lens: torch.Tensor) -> None:
+    """They are a vector, of any stride, or a matrix whose rows are contiguous."""
+    if context_lens.dim() == 2:
+        check_layout("context_lens", context_lens, INNER)
+
+
+def _plan_results(context_lens: torch.Tensor, num_sms: int) -> torch.Tensor:
     return torch.empty(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
 
 
@@ -87,35 +93,23 @@ def _plan_results(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> to
     reference=reference.get_paged_mqa_logits_metadata,
     results=_plan_results,
     kernels={"sm_90": "dsa.kernels.indexer.paged_mqa_logits_metadata_sm90"},
-    limits=lambda context_lens, *_: _check_columns("context_lens", context_lens),
+    limits=_check_lengths,
 )
 def _get_paged_mqa_logits_metadata(
     kernels: ModuleType, context_lens: torch.Tensor, block_kv: int, num_sms: int
 ) -> torch.Tensor:
-    plan = _plan_results(context_lens, block_kv, num_sms)
+    plan = _plan_results(context_lens, num_sms)
     _metadata_kernel(kernels)(_matrix(context_lens), plan)
     return plan
 
 
-def _results(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    schedule_meta: torch.Tensor | None,
-    max_context_len: int,
-    clean_logits: bool,
-    logits_dtype: torch.dtype,
-) -> torch.Tensor:
+def _results(q: torch.Tensor, max_context_len: int, logits_dtype: torch.dtype) -> torch.Tensor:
     needed = -(-max_context_len // SCHEDULE_SPLIT) * SCHEDULE_SPLIT
     rows, stride = q.shape[0] * q.shape[1], row_stride(needed, logits_dtype)
     return torch.empty(rows, stride, dtype=logits_dtype, device=q.device)[:, :max_context_len]
 
 
-def _check_limits(
-    q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Tensor, context_lens: torch.Tensor, *_: object
-) -> None:
+def _check_limits(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Tensor) -> None:
     _, next_n, heads, dim = q.shape
     for name, what, value, accepted in (
         ("q", "heads", heads, HEADS),
@@ -124,9 +118,9 @@ def _check_limits(
         ("kv_cache", "page sizes", kv_cache.shape[1], PAGE_SIZES),
     ):
         if value not in accepted:
-            raise ValueError(f"{name}: the Hopper kernel takes {what} {accepted}, got {value}")
+            raise ValueError(f"{name}: the kernel takes {what} {accepted}, got {value}")
     check_pages("kv_cache", kv_cache)
-    _check_columns("context_lens", context_lens)
+    _check_lengths(context_lens)
 
 
 @op(
@@ -156,15 +150,14 @@ def _fp8_paged_mqa_logits(
     scores, planner = kernels
     batch, next_n, heads, dim = q.shape
     page_size = kv_cache.shape[1]
-    arguments = (q, kv_cache, weights, context_lens, block_table, schedule_meta)
-    out = _results(*arguments, max_context_len, clean_logits, logits_dtype)
+    out = _results(q, max_context_len, logits_dtype)
     if batch == 0 or kv_cache.shape[0] == 0 or block_table.shape[1] == 0:
         return out.fill_(-torch.inf)
     lengths, weights = _matrix(context_lens), _matrix(weights)
     if weights.data_ptr() % 16 or weights.stride(0) % 4:
         weights = weights.clone(memory_format=torch.contiguous_format)
     if schedule_meta is None:
-        schedule_meta = _plan_results(context_lens, page_size, backends.num_sms(q.device))
+        schedule_meta = _plan_results(context_lens, backends.num_sms(q.device))
         _metadata_kernel(planner)(lengths, schedule_meta)
     launch = _kernel(scores, heads, dim, next_n, page_size, logits_dtype)
     launch(
@@ -186,12 +179,6 @@ def _kernel(
 ) -> Callable[..., None]:
     config = kernels.choose_config(heads, next_n)
     return kernels.compile_fp8_paged_mqa_logits(heads, dim, next_n, page_size, dtype_name(dtype), config)
-
-
-def _check_columns(name: str, x: torch.Tensor) -> None:
-    """x is a vector, of any stride, or a matrix whose rows are contiguous."""
-    if x.dim() == 2:
-        check_layout(name, x, INNER)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -24,20 +24,22 @@ def quantize_indexer_queries(
     dims: str = "first",
     use_ue8m0: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q8, s = FP8(H128 rope(q)) with one scale per head; the scale folds into the head's weight: w8 = weights * s.
+    """q8, s = FP8(H128 rope(q)) with one scale s per token and head, which goes into the head's weight: w8 = weights s.
+
+    H128 is the Hadamard transform of 128 channels, FP8 the cast `per_token_cast_to_fp8`.
 
     q            [T, H, 128] bf16, fp16 or fp32: the query projection, last dimension contiguous
     weights      [T, H] fp32
     cos, sin     [T, R / 2] fp32, R at most 128: of the tokens' positions
-    interleaved  rope turns the pairs (2i, 2i + 1); False: (i, i + R / 2)
-    dims         rope turns the "first" or the "last" R channels
-    use_ue8m0    the scale is a power of two
+    interleaved  True: rope rotates the pairs (2i, 2i + 1); False: (i, i + R / 2)
+    dims         whether rope rotates the "first" or the "last" R channels
+    use_ue8m0    whether scales are powers of two
 
     Returns q8 [T, H, 128] float8_e4m3fn and w8 [T, H] fp32, contiguous: sum_h w8 relu(q8 . k) is the score of k, as
-    `fp8_mqa_logits` computes it. Rope and Hadamard each round to q's dtype. Not differentiable.
+    `fp8_mqa_logits` computes it. Rope and Hadamard transform each round to q's dtype. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes and shapes.
-    On Hopper: one kernel, R in {32, 64, 128}, rows at multiples of 16 bytes; exactly the bits of the reference on that
-    GPU. CUDA-graph safe, no host synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
+    On Hopper: one kernel, R in {32, 64, 128}, rows at multiples of 16 bytes; exactly the reference's bits on that GPU.
+    CUDA-graph safe, no host synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
     return _quantize_indexer_queries(q, weights, cos, sin, interleaved, dims, use_ue8m0)
 
@@ -58,51 +60,45 @@ def write_indexer_keys(
 ) -> None:
     """Writes FP8(H128 rope(LayerNorm(k))) and its scale into token t's slot slots[t] = page * P + offset, in place.
 
+    H128 is the Hadamard transform of 128 channels, FP8 the cast `per_token_cast_to_fp8`.
+
     k            [T, 128] bf16, fp16 or fp32: the key projection, last dimension contiguous
-    norm_weight  [128] fp32, and norm_bias: of the LayerNorm over the 128 channels
+    norm_weight  [128] fp32: the LayerNorm's, over the 128 channels
+    norm_bias    [128] fp32: the LayerNorm's
+    cos, sin     [T, R / 2] fp32, R at most 128: of the tokens' positions
     cache        [pages, P, 1, 132] uint8, as `write_indexer_cache` has it
     slots        [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
     eps          added to the variance: a finite number, at least 0
-    others       as `quantize_indexer_queries`
+    interleaved  True: rope rotates the pairs (2i, 2i + 1); False: (i, i + R / 2)
+    dims         whether rope rotates the "first" or the "last" R channels
+    use_ue8m0    whether scales are powers of two
 
-    LayerNorm, rope and Hadamard each round to k's dtype. Every other byte of the cache stays as it is. Raises TypeError
-    or ValueError for other types, dtypes and shapes; the reference also for slots below -1 or beyond the cache, which
-    the kernel skips. On Hopper: one kernel, R in {32, 64, 128}, rows and pages at multiples of 16 bytes; the
-    LayerNorm's sums in another order than the reference's, so that now and then a value rounds to its neighbour.
-    CUDA-graph safe, no host synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
+    LayerNorm, rope and Hadamard transform each round to k's dtype. Every other byte of the cache stays as it is. Raises
+    TypeError or ValueError for other types, dtypes and shapes. For a slot below -1 or beyond the cache the reference
+    raises ValueError; the kernel skips the token.
+    On Hopper: one kernel, R in {32, 64, 128}, rows and pages at multiples of 16 bytes. The kernel sums the LayerNorm in
+    another order than the reference, so that now and then a value rounds to its neighbour. CUDA-graph safe, no host
+    synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
     _write_indexer_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, eps, interleaved, dims, use_ue8m0)
 
 
-def _query_reference(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    dims: str,
-    use_ue8m0: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.quantize_indexer_queries(
-        q, weights, cos, sin, interleaved=interleaved, dims=dims, use_ue8m0=use_ue8m0
-    )
-
-
-def _query_results(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _query_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     q8 = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
     return q8, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def _check_query_limits(q: torch.Tensor, weights: torch.Tensor, cos: torch.Tensor, *_: object) -> None:
-    _check_rotated(cos)
+def _check_rotated(cos: torch.Tensor) -> None:
+    if 2 * cos.shape[1] not in ROTATED:
+        raise ValueError(f"cos: the kernel rotates R {ROTATED} channels, got {2 * cos.shape[1]}")
 
 
 @op(
     arguments=reference.QUANTIZE_INDEXER_QUERIES,
-    reference=_query_reference,
+    reference=reference.quantize_indexer_queries,
     results=_query_results,
     kernels={"sm_90": "dsa.kernels.indexer.indexer_inputs_sm90"},
-    limits=_check_query_limits,
+    limits=_check_rotated,
 )
 def _quantize_indexer_queries(
     kernels: ModuleType,
@@ -122,40 +118,14 @@ def _quantize_indexer_queries(
     return q8, scaled
 
 
-def _key_reference(
-    k: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-    interleaved: bool,
-    dims: str,
-    use_ue8m0: bool,
-) -> None:
-    options = {"eps": eps, "interleaved": interleaved, "dims": dims, "use_ue8m0": use_ue8m0}
-    reference.write_indexer_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, **options)
-
-
-def _check_key_limits(
-    k: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cache: torch.Tensor,
-    *_: object,
-) -> None:
+def _check_key_limits(cos: torch.Tensor, cache: torch.Tensor) -> None:
     _check_rotated(cos)
     check_pages("cache", cache)
 
 
 @op(
     arguments=reference.WRITE_INDEXER_KEYS,
-    reference=_key_reference,
-    results=lambda *_: None,
+    reference=reference.write_indexer_keys,
     kernels={"sm_90": "dsa.kernels.indexer.indexer_inputs_sm90"},
     limits=_check_key_limits,
 )
@@ -177,11 +147,6 @@ def _write_indexer_keys(
         launch = _key_kernel(kernels, k.dtype, slots.dtype, 2 * cos.shape[1], interleaved, dims == "last", use_ue8m0)
         k, angles = _without_odd_strides(k), (_angle_rows(cos), _angle_rows(sin))
         launch(k, norm_weight, norm_bias, *angles, pages_as_rows(cache), slots, cache.shape[1], float(eps))
-
-
-def _check_rotated(cos: torch.Tensor) -> None:
-    if 2 * cos.shape[1] not in ROTATED:
-        raise ValueError(f"cos: the Hopper kernel rotates R {ROTATED} channels, got {2 * cos.shape[1]}")
 
 
 def _angle_rows(x: torch.Tensor) -> torch.Tensor:

@@ -30,9 +30,10 @@ def topk_indices(
     """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r; of equal ones the lowest index.
 
     scores         [rows, cols] fp32 or bf16, rows any distance apart
-    k              how many to pick, at least 1, possibly above cols
+    k              how many to pick, at least 1, possibly more than cols
     starts         [rows] int32, the row's first column; 0 if None
-    lengths        [rows] int32, candidates of the row; cols - starts if None. Columns outside [0, cols) do not exist
+    lengths        [rows] int32, how many candidates the row has; cols - starts if None. Columns outside [0, cols) are
+                   no candidates
     block_table    [B, max_pages] int32, turns an index into a cache slot: block_table[b, index // page_size] *
                    page_size + index % page_size, b = row_to_seq[r]
     page_size      tokens per page, given with block_table
@@ -40,19 +41,19 @@ def topk_indices(
     sorted         True: by value, largest first, ties by index. False: by index, smallest first
     return_values  True: also return the picked scores
 
-    Returns indices [rows, k] int32, and values [rows, k] fp32 if asked. An index is relative to the row's start: 0 is
-    column starts[r]. That is what vLLM's and SGLang's prefill top-k give for ragged rows; add starts[r] for the column.
-    Rows with fewer than k candidates end in -1, and values are -inf where the index is -1. Of equal scores the lowest
-    index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is never picked, so a row may
-    have less than k indices on its account. With block_table, an index whose page is negative or outside the
-    table, whose slot is 2^31 or more, or whose row_to_seq names no sequence, becomes -1 in its place: the order is
-    still that of the indices.
-    Prefill: starts and lengths of each query's keys. Decode: lengths alone. Speculative decode, next_n rows a
-    sequence: lengths of each row, and row_to_seq = r // next_n.
+    Returns indices [rows, k] int32, and with return_values also values [rows, k] fp32. An index is relative to the
+    row's start: 0 is column starts[r], as in vLLM's and SGLang's prefill top-k; add starts[r] for the column. Rows with
+    fewer than k candidates end in -1, and values are -inf where the index is -1. Of equal scores the lowest index is
+    picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is never picked, so that a row with NaN may
+    have fewer than k indices. With block_table, an index becomes -1 if its page is negative or outside the table, if
+    its slot is 2^31 or more, or if row_to_seq names no sequence for the row; the slots of the others stay in the order
+    that their indices had.
+    In prefill, give starts and lengths of each query's keys; in decoding lengths alone; in speculative decoding, with
+    next_n rows a sequence, lengths of each row and row_to_seq = r // next_n.
 
     Exact for any input: a row's result does not depend on the other rows, on the machine or on the run.
     Raises TypeError or ValueError for other types, dtypes and shapes.
-    On Hopper: one kernel, the scores read once; k up to 4096, cols below 2^30, the last dimensions of scores and
+    On Hopper: one kernel that reads the scores once; k up to 4096, cols below 2^30, the last dimensions of scores and
     block_table contiguous. CUDA-graph safe with new lengths, no host synchronisation, no workspace.
     Source: the contract of vLLM's top_k_per_row_prefill / _decode and SGLang's fast_topk, with an order of ties.
     """
@@ -62,42 +63,24 @@ def topk_indices(
     return (indices, values) if return_values else indices
 
 
-def _reference(
-    scores: torch.Tensor,
-    k: int,
-    starts: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    page_size: int | None,
-    row_to_seq: torch.Tensor | None,
-    by_value: bool,
-    return_values: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    paging = {"block_table": block_table, "page_size": page_size, "row_to_seq": row_to_seq}
-    indices, values = reference.topk_indices(
-        scores, k, starts=starts, lengths=lengths, **paging, sorted=by_value, return_values=True
-    )
-    return indices, values if return_values else values.new_empty(0, 0)
-
-
-def _results(scores: torch.Tensor, k: int, *options: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _results(scores: torch.Tensor, k: int, return_values: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(indices, values), the latter empty unless asked for."""
-    rows, return_values = scores.shape[0], options[-1]
+    rows = scores.shape[0]
     indices = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     shape = (rows, k) if return_values else (0, 0)
     return indices, torch.empty(shape, dtype=torch.float32, device=scores.device)
 
 
-def _check_limits(scores: torch.Tensor, k: int, *_: object) -> None:
+def _check_limits(scores: torch.Tensor, k: int) -> None:
     if k > MAX_K:
-        raise ValueError(f"k: the Hopper kernel takes up to {MAX_K}, got {k}")
+        raise ValueError(f"k: the kernel takes up to {MAX_K}, got {k}")
     if scores.shape[1] >= MAX_COLS:
-        raise ValueError(f"scores: the Hopper kernel takes less than {MAX_COLS} columns, got {list(scores.shape)}")
+        raise ValueError(f"scores: the kernel takes less than {MAX_COLS} columns, got {list(scores.shape)}")
 
 
 @op(
     arguments=reference.TOPK_INDICES,
-    reference=_reference,
+    reference=reference.indices_and_values,
     results=_results,
     kernels={"sm_90": ("dsa.kernels.indexer.topk_indices_sm90", "dsa.kernels.indexer.topk_config")},
     limits=_check_limits,
@@ -111,7 +94,7 @@ def _topk_indices(
     block_table: torch.Tensor | None,
     page_size: int | None,
     row_to_seq: torch.Tensor | None,
-    by_value: bool,
+    sorted: bool,
     return_values: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, cols = scores.shape
@@ -125,7 +108,7 @@ def _topk_indices(
             | (lengths is not None) << 1
             | (block_table is not None) << 2
             | (row_to_seq is not None) << 3
-            | by_value << 4
+            | sorted << 4
             | return_values << 5
         )
         _kernel(kernels, scores.dtype, rows, _vectors(scores), k, backends.num_sms(scores.device))(

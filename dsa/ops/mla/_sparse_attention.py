@@ -142,11 +142,11 @@ def check_limits(q: torch.Tensor, value_dim: tuple[str, int], scale: tuple[str, 
     """What the kernels take of queries [..., d] and of two numbers, which come with their names."""
     if q.shape[-1] not in SPARSE_HEAD_DIMS:
         dims = " or ".join(map(str, SPARSE_HEAD_DIMS))
-        raise ValueError(f"q: the Hopper kernel takes d = {dims}, got shape {list(q.shape)}")
+        raise ValueError(f"q: the kernel takes d = {dims}, got shape {list(q.shape)}")
     if value_dim[1] != HEAD_DIM_V:
-        raise ValueError(f"{value_dim[0]}: the Hopper kernel takes {HEAD_DIM_V}, got {value_dim[1]}")
+        raise ValueError(f"{value_dim[0]}: the kernel takes {HEAD_DIM_V}, got {value_dim[1]}")
     if not 0 < scale[1] < math.inf:
-        raise ValueError(f"{scale[0]}: the Hopper kernel takes a positive number, got {scale[1]}")
+        raise ValueError(f"{scale[0]}: the kernel takes a positive number, got {scale[1]}")
 
 
 @functools.cache

@@ -11,33 +11,20 @@ from dsa.reference.arguments import ROWS, check_layout
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 
 
-def _results(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    head_dim_v: int,
-    *_: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return allocate(q, head_dim_v)
+def allocate(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
+    batch, s_q, h_q, _ = q.shape
+    return q.new_empty(batch, s_q, h_q, head_dim_v), q.new_empty(batch, h_q, s_q, dtype=torch.float32)
 
 
 def _check_limits(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
     head_dim_v: int,
-    scale: float,
-    *_: object,
+    softmax_scale: float,
 ) -> None:
-    check_limits(q, ("head_dim_v", head_dim_v), ("softmax_scale", scale))
+    check_limits(q, ("head_dim_v", head_dim_v), ("softmax_scale", softmax_scale))
     check_cache("k_cache", k_cache, q)
     if extra_k_cache is not None:
         check_cache("extra_k_cache", extra_k_cache, q)
@@ -46,7 +33,7 @@ def _check_limits(
 @sparse_op(
     arguments=reference.SPARSE_MLA_DECODE.strict(),
     reference=reference.sparse_mla_decode,
-    results=_results,
+    results=allocate,
     limits=_check_limits,
     public="flash_mla_with_kvcache",
 )
@@ -57,10 +44,10 @@ def _sparse_mla_decode(
     indices: torch.Tensor,
     topk_length: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
+    extra_indices_in_kvcache: torch.Tensor | None,
     extra_topk_length: torch.Tensor | None,
     head_dim_v: int,
-    scale: float,
+    softmax_scale: float,
     attn_sink: torch.Tensor | None,
     batch_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +55,7 @@ def _sparse_mla_decode(
     batch, s_q, h_q, _ = q.shape
     out, lse = allocate(q, head_dim_v)
     given = []
-    lists = (k_cache, indices, topk_length), (extra_k_cache, extra_indices, extra_topk_length)
+    lists = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     for cache, index, counts in lists:
         if cache is not None and 0 not in (cache.shape[0], cache.shape[1], index.shape[2]):
             cache = (_byte_pages(cache) if _is_bytes(cache) else rows_at_16_bytes(cache)).squeeze(2)
@@ -78,17 +65,17 @@ def _sparse_mla_decode(
         return out.zero_(), lse.fill_(torch.inf)
     rows = q.flatten(0, 1)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
-    attend(kernels, rows, given, scale, sink, Results(out, lse, None), may_split=not batch_invariant)
+    attend(kernels, rows, given, softmax_scale, sink, Results(out, lse, None), may_split=not batch_invariant)
     return out, lse
 
 
 def check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
-    """Of a cache that the reference takes, what the Hopper kernels do not."""
+    """Of a cache that the reference takes, what the kernels do not."""
     if not _is_bytes(cache):
         check_layout(name, cache, ROWS)
         return
     if q.dtype != torch.bfloat16:
-        raise ValueError(f"q: the Hopper kernel takes bfloat16 with a byte cache, got {dtype_name(q.dtype)}")
+        raise ValueError(f"q: the kernel takes bfloat16 with a byte cache, got {dtype_name(q.dtype)}")
     _check_bytes(name, cache)
 
 
@@ -113,9 +100,3 @@ def _byte_pages(cache: torch.Tensor) -> torch.Tensor:
     pages, page_size, _, width = cache.shape
     stride = cache.stride(0) if pages > 1 else page_size * width + -page_size * width % 16
     return cache.view(torch.uint8).as_strided(cache.shape, (stride, width, width, 1))
-
-
-def allocate(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
-    batch, s_q, h_q, _ = q.shape
-    return q.new_empty(batch, s_q, h_q, head_dim_v), q.new_empty(batch, h_q, s_q, dtype=torch.float32)

@@ -31,28 +31,25 @@ def flash_mla_sparse_fwd(
     topk_length  [s_q] int32 or None: only the first topk_length[t] indices count
 
     Returns out [s_q, h_q, d_v] in q's dtype, max_logits [s_q, h_q] fp32, the largest scaled logit, and lse [s_q, h_q]
-    fp32 (natural log); the sink changes neither of the last two. A query without keys has out 0, max_logits -inf and
+    fp32 (natural log); the sink changes neither max_logits nor lse. A query without keys has out 0, max_logits -inf and
     lse +inf. NaN in kv reaches only the queries that select it.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads without padding (multiples of 64 fill the tensor
     cores), any K and s_kv, any strides of q, rows of kv at multiples of 16 bytes, sm_scale above 0. Logits and sums are
-    fp32; softmax weights are rounded to q's dtype before they meet the values. One kernel, no workspace. Deterministic,
-    and a query's result does not depend on the others, bit for bit. CUDA-graph safe, no host synchronisation.
+    fp32; softmax weights are rounded to q's dtype before the values are multiplied by them. One kernel, no workspace.
+    Deterministic, and a query's result does not depend on the others, bit for bit. CUDA-graph safe, no host
+    synchronisation.
     Source: FlashMLA's function of this name, which takes 64 and 128 heads and K in multiples of 128.
     """
     return _sparse_mla_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
 
 
-def _results(
-    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, d_v: int, *_: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _results(q: torch.Tensor, d_v: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = q.shape[:2]
     return q.new_empty(*rows, d_v), *(q.new_empty(rows, dtype=torch.float32) for _ in range(2))
 
 
-def _check_limits(
-    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, d_v: int, *_: object
-) -> None:
+def _check_limits(q: torch.Tensor, sm_scale: float, d_v: int) -> None:
     check_limits(q, ("d_v", d_v), ("sm_scale", sm_scale))
 
 
@@ -73,7 +70,7 @@ def _sparse_mla_prefill(
     attn_sink: torch.Tensor | None,
     topk_length: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out, max_logits, lse = _results(q, kv, indices, sm_scale, d_v)
+    out, max_logits, lse = _results(q, d_v)
     if 0 in q.shape[:2] or 0 in (kv.shape[0], indices.shape[2]):
         return out.zero_(), max_logits.fill_(-torch.inf), lse.fill_(torch.inf)
     # All keys as one page.

@@ -38,23 +38,26 @@ OVERHEAD = 5  # what beginning a sequence costs, in tiles
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
     """A plan for `flash_mla_with_kvcache`, to be passed as its `tile_scheduler_metadata` and `num_splits`.
 
-    New style, no arguments: (FlashMLASchedMeta(), None). The first call that gets the object makes the plan and leaves
-    it there, with the call's shapes; later calls with the same shapes use it.
+    New style, without arguments: returns (FlashMLASchedMeta(), None). The first call of `flash_mla_with_kvcache` that
+    gets the object makes a plan and keeps it there with the call's shapes; later calls with the same shapes use it.
 
     Old style, (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None, is_fp8_kvcache=False, topk=None)
-    by position or by name: (tile_scheduler_metadata [num_sm_parts, 8] int32, num_splits [B + 1] int32).
+    by position or by name: returns (tile_scheduler_metadata [num_sm_parts, 8] int32, num_splits [B + 1] int32).
       cache_seqlens            [B] int32, cached keys per sequence, B at most 32768 on Hopper
       num_q_tokens_per_head_k  s_q * h_q / h_k
-      topk                     None, or the keys that every query selects
-    A row of the first is one part of the GPU: its first sequence, the tile of 64 keys where it begins there, its last
-    sequence, the tile where it stops there (2^30: the end, wherever that is then), how many splits of its first
-    sequence are before it; then, of row i, the i-th sequence that is split, or -1; two unused numbers. num_splits
-    counts the splits of the split sequences before each sequence.
+      num_heads_k              h_k
+      topk                     None, or how many keys every query selects
+    A row of tile_scheduler_metadata is the work of one part of the GPU. Its numbers are: the first sequence; the tile
+    of 64 keys of that sequence where the work begins; the last sequence; the tile of that sequence where the work ends
+    (2^30: its end, whatever its length is then); how many splits of the first sequence other parts have before this
+    one; in row i the i-th sequence that is split, or -1; and two unused numbers. num_splits[b] counts the splits of
+    those sequences before b that are split.
 
-    A plan says where long sequences are cut, nothing else: made for other lengths, of as many sequences, it gives the
-    right result, less well balanced. So a plan outside a CUDA graph serves all its replays; made inside, it follows
-    the lengths. Numbers that are no plan lead outside no tensor, but may leave out sequences, whose results are then
-    unspecified. One kernel, no host synchronisation.
+    A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives the right result,
+    too, with its work less evenly spread. So a plan that was made outside a CUDA graph serves all replays of the graph,
+    and one that is made inside follows the lengths. Numbers that are no plan make no kernel read or write outside its
+    tensors, but sequences may be left out, and their results are then unspecified.
+    On Hopper: one kernel, no host synchronisation.
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """
     if not args and not kwargs:
@@ -91,21 +94,21 @@ def flash_mla_with_kvcache(
                    `write_kv_cache` lays them out (d = 576 or 512). h_k divides h_q; query head h reads key head
                    h // (h_q / h_k). A value is the first head_dim_v numbers of its key
     head_dim_v     at most d
-    tile_scheduler_metadata, num_splits  from `get_mla_metadata` in either style, or None: planned here. A
+    tile_scheduler_metadata, num_splits  from `get_mla_metadata` in either style, or None: the op plans itself. A
                    FlashMLASchedMeta may be used again with the same shapes only
     softmax_scale  multiplies the logits: a finite number, or None: d^-0.5
-    batch_invariant  True: a sequence's result does not depend on the other sequences, bit for bit. Dense, its splits
-                   then follow from its length alone (at least 4096 keys each, at most 32), and the plan is not used;
-                   sparse, a query is not split. False: the result depends on the plan, or on the number of queries, by
-                   rounding, and is the same from run to run
+    batch_invariant  True: a sequence's result does not depend on the other sequences, bit for bit. In dense decoding a
+                   sequence's splits then follow from its length alone (at least 4096 keys each, at most 32), and the
+                   plan is not used; in sparse decoding no query is split. False: the plan, or in sparse decoding the
+                   number of queries, changes how a result is rounded; it is still the same from run to run
 
-    Dense, if indices is None:
+    Dense decoding, if indices is None:
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past the
                    sequence mean nothing; a page outside the cache holds no keys and is not read
     cache_seqlens  [B] int32, keys per sequence, 0 included
     causal         True: query i sees the first cache_seqlens - s_q + i + 1 keys. False: it sees all of them
 
-    Sparse (h_k = 1, causal False; block_table, cache_seqlens and the plan are not used):
+    Sparse decoding, if indices are given (h_k = 1, causal False; block_table, cache_seqlens and plan are not used):
     indices        [B, s_q, K] int32, page * P + offset; negative or outside the cache is no key. A key named twice
                    counts twice
     topk_length    [B] int32 or None: only the first topk_length[b] indices count
@@ -114,18 +117,19 @@ def flash_mla_with_kvcache(
                    page size, whose selected keys join the same softmax
 
     Returns out [B, s_q, h_q, head_dim_v] in q's dtype, contiguous, and lse [B, h_q, s_q] fp32 (natural log, without
-    the sink). A query without keys has out 0 and lse +inf. Unused cache rows may hold NaN; dense, NaN in a key that one
-    query of a sequence sees may reach, on Hopper, the sequence's other queries.
+    the sink). A query without keys has out 0 and lse +inf. Unused cache rows may hold NaN. In dense decoding on Hopper
+    NaN in a key that one query of a sequence sees may reach the sequence's other queries.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
     On Hopper, dense: d = 576 with head_dim_v = 512, any number of heads and queries, pages of a multiple of 16 keys
     (64 and more best), any strides of q, cache rows at multiples of 16 bytes, softmax_scale above 0, caches beyond 2^31
-    bytes. Logits and sums are fp32; softmax weights are rounded to q's dtype before they meet the values.
+    bytes. Logits and sums are fp32; softmax weights are rounded to q's dtype before the values are multiplied by them.
     On Hopper, sparse: d = 576 or 512 with head_dim_v = 512, any number of heads, queries and indices, pages of any
-    size, keys at multiples of 16 bytes; or with bf16 q pages of bytes, each contiguous and at a multiple of 16 bytes:
-    for the logits their numbers are exact and multiplied by the fp32 scales in fp32; as values they are rounded to
-    fp16's 11 bits after the scale, relative to the key's largest scale: 2^-22 of that is the most that can be lost.
-    Deterministic. CUDA-graph safe with new lengths and indices, no host synchronisation. Workspace: at most two partial
-    results a multiprocessor, or, dense with batch_invariant, one a sequence and split.
+    size, keys at multiples of 16 bytes; or, with bf16 q, a cache of bytes whose pages are each contiguous and start at
+    multiples of 16 bytes. Of a cache of bytes, e4m3 numbers go into the logits exactly and are multiplied by the fp32
+    scales in fp32; as values they are multiplied by their scale and rounded to fp16's 11 bits. Where a group's scale
+    is below 2^-20 of the key's largest scale, up to 2^-22 of the largest scale is lost besides.
+    Deterministic. CUDA-graph safe with new lengths and indices, no host synchronisation. The workspace is at most two
+    partial results for each multiprocessor, or in dense decoding with batch_invariant one for each sequence and split.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
     meta = tile_scheduler_metadata
@@ -193,30 +197,31 @@ def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> int:
     return max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // TILE_M)))
 
 
-def _plan_results(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = _parts(cache_seqlens, rows, kv_heads) if backends.runs_kernel("get_mla_metadata", cache_seqlens) else 1
+def _plan_results(
+    cache_seqlens: torch.Tensor, num_q_tokens_per_head_k: int, num_heads_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = num_q_tokens_per_head_k, num_heads_k
+    parts = _parts(cache_seqlens, *rows) if backends.runs_kernel("get_mla_metadata", cache_seqlens) else 1
     return cache_seqlens.new_empty(parts, 8), cache_seqlens.new_empty(cache_seqlens.shape[0] + 1)
 
 
-def _check_plan_limits(cache_seqlens: torch.Tensor, *_: object) -> None:
+def _check_plan_limits(cache_seqlens: torch.Tensor) -> None:
     if len(cache_seqlens) > MAX_BATCH:
-        raise ValueError(
-            f"cache_seqlens: the Hopper kernel plans for at most {MAX_BATCH} sequences, got {len(cache_seqlens)}"
-        )
+        raise ValueError(f"cache_seqlens: the kernel plans for at most {MAX_BATCH} sequences, got {len(cache_seqlens)}")
 
 
 @op(
     arguments=mla_metadata.MLA_METADATA,
-    reference=lambda cache_seqlens, *_: mla_metadata.plan_one_part(cache_seqlens),
+    reference=mla_metadata.plan_one_part,
     results=_plan_results,
     kernels={"sm_90": "dsa.kernels.mla.mla_plan_sm90"},
     limits=_check_plan_limits,
     public="get_mla_metadata",
 )
 def _mla_metadata(
-    kernels: ModuleType, cache_seqlens: torch.Tensor, rows: int, kv_heads: int
+    kernels: ModuleType, cache_seqlens: torch.Tensor, num_q_tokens_per_head_k: int, num_heads_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    plan = cache_seqlens.new_empty(_parts(cache_seqlens, rows, kv_heads), 8)
+    plan = cache_seqlens.new_empty(_parts(cache_seqlens, num_q_tokens_per_head_k, num_heads_k), 8)
     num_splits = cache_seqlens.new_empty(len(cache_seqlens) + 1)
     if len(cache_seqlens) == 0:
         return plan.fill_(-1), num_splits.zero_()
@@ -224,51 +229,36 @@ def _mla_metadata(
     return plan, num_splits
 
 
-def _results(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    head_dim_v: int,
-    *_: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return allocate(q, head_dim_v)
-
-
 def _check_limits(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
     head_dim_v: int,
-    plan: torch.Tensor | None,
-    num_splits: torch.Tensor | None,
-    scale: float,
-    causal: bool,
+    tile_scheduler_metadata: torch.Tensor | None,
+    softmax_scale: float,
 ) -> None:
     if k_cache.dtype != q.dtype:  # bytes
         raise ValueError(
-            f"k_cache: the Hopper kernel takes q's dtype {dtype_name(q.dtype)} without indices, got "
+            f"k_cache: the kernel takes q's dtype {dtype_name(q.dtype)} without indices, got "
             f"{dtype_name(k_cache.dtype)}"
         )
     if q.shape[3] != HEAD_DIM:
-        raise ValueError(f"q: the Hopper kernel takes d = {HEAD_DIM}, got shape {list(q.shape)}")
+        raise ValueError(f"q: the kernel takes d = {HEAD_DIM}, got shape {list(q.shape)}")
     if head_dim_v != HEAD_DIM_V:
-        raise ValueError(f"head_dim_v: the Hopper kernel takes {HEAD_DIM_V}, got {head_dim_v}")
+        raise ValueError(f"head_dim_v: the kernel takes {HEAD_DIM_V}, got {head_dim_v}")
     if k_cache.shape[1] % PAGE_MULTIPLE:
         raise ValueError(
-            f"k_cache: the Hopper kernel takes pages of a multiple of {PAGE_MULTIPLE} keys, got {k_cache.shape[1]}"
+            f"k_cache: the kernel takes pages of a multiple of {PAGE_MULTIPLE} keys, got {k_cache.shape[1]}"
         )
-    if not 0 < scale < math.inf:
-        raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {scale}")
-    if plan is not None and not 0 < len(plan) <= MAX_PARTS:
-        raise ValueError(f"tile_scheduler_metadata: the Hopper kernel takes 1 to {MAX_PARTS} parts, got {len(plan)}")
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: the kernel takes a positive number, got {softmax_scale}")
+    if tile_scheduler_metadata is not None and not 0 < (parts := len(tile_scheduler_metadata)) <= MAX_PARTS:
+        raise ValueError(f"tile_scheduler_metadata: the kernel takes 1 to {MAX_PARTS} parts, got {parts}")
 
 
 @op(
     arguments=reference.DENSE_MLA_DECODE.strict(),
     reference=reference.dense_mla_decode,
-    results=_results,
+    results=allocate,
     kernels={"sm_90": ("dsa.kernels.mla.mla_decode_sm90", "dsa.kernels.mla.mla_combine_sm90")},
     limits=_check_limits,
     dtypes=DTYPES,
@@ -281,9 +271,9 @@ def _dense_mla_decode(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     head_dim_v: int,
-    plan: torch.Tensor | None,
+    tile_scheduler_metadata: torch.Tensor | None,
     num_splits: torch.Tensor | None,
-    scale: float,
+    softmax_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `flash_mla_with_kvcache` does without indices. Without a plan: batch-invariant."""
@@ -297,7 +287,7 @@ def _dense_mla_decode(
     k_cache = rows_at_16_bytes(k_cache)
     rows = s_q * h_q // kv_heads
     capacity = min(block_table.shape[1] * page_size, 2**31 - TILE_N)
-    fixed_splits = 0
+    plan, fixed_splits = tile_scheduler_metadata, 0
     if plan is None:
         fixed_splits = min(MAX_FIXED_SPLITS, -(-capacity // (TILE_N * FIXED_SPLIT_TILES)))
         plan, num_splits = cache_seqlens.new_empty(1, 8), cache_seqlens.new_empty(2)
@@ -309,7 +299,8 @@ def _dense_mla_decode(
     per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
     combine = _combine_kernel(kernels[1], q.dtype, per_sequence, together)
     tensors = (cache_seqlens, plan, num_splits, out, lse, out_partial, lse_partial)
-    decode(q, k_cache, unit_inner(block_table), *tensors, scale * math.log2(math.e), causal, capacity, fixed_splits)
+    options = softmax_scale * math.log2(math.e), causal, capacity, fixed_splits
+    decode(q, k_cache, unit_inner(block_table), *tensors, *options)
     if fixed_splits != 1:
         combine(*tensors, capacity, fixed_splits)
     return out, lse

@@ -21,14 +21,14 @@ def merge_attention(
     """out = sum_i e^(lse_i - lse) out_i with lse = log sum_i e^lse_i: attention over the union of disjoint key sets.
 
     outs       list of branches [..., H, d_v] bf16, fp16 or fp32, all of one dtype, computed without a sink
-    lses       their [..., H] fp32 (natural log); an infinity of either sign marks an empty branch, whose out is not
-               looked at and may hold NaN
+    lses       list of the branches' LSE, [..., H] fp32 (natural log); an infinity of either sign marks an empty branch,
+               whose out is not looked at and may hold NaN
     attn_sink  [H] fp32 or None, any value from -inf to +inf: the merged out is scaled by e^lse / (e^lse + e^sink), once
                for all branches
 
-    Returns out [..., H, d_v] in the first branch's dtype and lse [..., H] fp32, without the sink, both contiguous.
-    Where every branch is empty: out 0 and lse +inf. Where one is not, and without a sink: exactly that branch. All is
-    fp32 in between. Not differentiable.
+    Returns out [..., H, d_v] in the branches' dtype and lse [..., H] fp32, without the sink, both contiguous. Where
+    every branch is empty, out is 0 and lse +inf. Where all branches but one are empty and there is no sink, the result
+    is exactly that branch. Everything is fp32 in between. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, 1 to 4 branches, d_v a multiple of 8, outs with contiguous channels and rows at
     multiples of 16 bytes, lses and attn_sink of any strides (of more than two dimensions before H, all but the last
@@ -38,27 +38,22 @@ def merge_attention(
     return _merge_attention(reference.list_of(outs), reference.list_of(lses), attn_sink)
 
 
-def _results(
-    outs: list[torch.Tensor], lses: list[torch.Tensor], attn_sink: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _results(outs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     first = outs[0]
     out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
     return out, torch.empty(first.shape[:-1], dtype=torch.float32, device=first.device)
 
 
-def _check_limits(outs: list[torch.Tensor], lses: list[torch.Tensor], attn_sink: torch.Tensor | None) -> None:
+def _check_limits(outs: list[torch.Tensor]) -> None:
     if len(outs) > MAX_BRANCHES:
-        raise ValueError(f"outs: the Hopper kernel merges 1 to {MAX_BRANCHES} branches, got {len(outs)}")
+        raise ValueError(f"outs: the kernel merges 1 to {MAX_BRANCHES} branches, got {len(outs)}")
     first = outs[0]
     if first.shape[-1] == 0 or first.shape[-1] % MERGE_CHANNEL_MULTIPLE:
         raise ValueError(
-            f"outs[0]: the Hopper kernel takes d_v a multiple of {MERGE_CHANNEL_MULTIPLE}, got shape "
-            f"{list(first.shape)}"
+            f"outs[0]: the kernel takes d_v a multiple of {MERGE_CHANNEL_MULTIPLE}, got shape {list(first.shape)}"
         )
     if first.numel() // first.shape[-1] > MAX_MERGE_ROWS:
-        raise ValueError(
-            f"outs[0]: the Hopper kernel takes at most {MAX_MERGE_ROWS} rows, got shape {list(first.shape)}"
-        )
+        raise ValueError(f"outs[0]: the kernel takes at most {MAX_MERGE_ROWS} rows, got shape {list(first.shape)}")
 
 
 @op(
@@ -71,7 +66,7 @@ def _check_limits(outs: list[torch.Tensor], lses: list[torch.Tensor], attn_sink:
 def _merge_attention(
     kernels: ModuleType, outs: list[torch.Tensor], lses: list[torch.Tensor], attn_sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _results(outs, lses, attn_sink)
+    out, lse = _results(outs)
     if out.numel():
         branches = [_four_dims(f"outs[{i}]", rows_at_16_bytes(x), 2) for i, x in enumerate(outs)]
         logs = [_four_dims(f"lses[{i}]", x, 1) for i, x in enumerate(lses)]

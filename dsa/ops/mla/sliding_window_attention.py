@@ -30,7 +30,7 @@ def sliding_window_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale * q[t] . kv[j]) kv[j, :d_v] over the keys max(0, p - window + 1) <= j <= p.
 
-    p is the query's position among its sequence's keys: queries are the last of them, so that query i of Lq has
+    p is the query's position among its sequence's keys. A sequence's queries belong to its last keys: query i of Lq has
     p = Lk - Lq + i. A query with p < 0 sees no key.
 
     q              [total_q, H, d] bf16 or fp16, the sequences one after another; fp32 runs the PyTorch reference, with
@@ -42,8 +42,8 @@ def sliding_window_attention(
     softmax_scale  multiplies the logits: a finite number
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
-    indices        [total_q, window] int32 or None: what `window_indices` gives for this, which is the same for all
-                   layers of a pass. None: made here, by a kernel more
+    indices        [total_q, window] int32 or None: what `window_indices` gives for these sequences, which is the same
+                   for all layers of a pass. None: the op calls it, which costs a kernel
 
     Returns out [total_q, H, d_v] in q's dtype and lse [total_q, H] fp32 (natural log, without the sink). A query
     without keys, also one that belongs to no sequence, has out 0 and lse +inf. NaN in kv reaches only the queries whose
@@ -53,10 +53,10 @@ def sliding_window_attention(
     attends to unspecified keys of kv, or to none, and nothing outside kv is read.
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads without padding (multiples of 64 fill the tensor
     cores), any strides of q, rows of kv at multiples of 16 bytes, softmax_scale above 0. Logits and sums are fp32;
-    softmax weights are rounded to q's dtype before they meet the values. Two kernels, `window_indices`' and
-    `flash_mla_sparse_fwd`'s: keys are gathered in tiles of 64, and a window fills its last one or not. Deterministic,
-    and a query's result does not depend on the others, bit for bit. CUDA-graph safe with new cu_seqlens, no host
-    synchronisation. Workspace: the list, 4 bytes a query and key.
+    softmax weights are rounded to q's dtype before the values are multiplied by them. Two kernels, `window_indices`'
+    and `flash_mla_sparse_fwd`'s, which gathers keys in tiles of 64: a window of another size pays for whole tiles.
+    Deterministic, and a query's result does not depend on the others, bit for bit. CUDA-graph safe with new cu_seqlens,
+    no host synchronisation. The workspace is the list of indices, 4 bytes for each query and key of its window.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     softmax = (softmax_scale, d_v, attn_sink)
@@ -80,9 +80,10 @@ def window_sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale * q[t] . k_j) k_j[:d_v] over the keys of t's window and its selected entries.
 
-    The window's keys are those rows of kv that `sliding_window_attention` attends to, the others the rows indices[t] of
-    compressed. One softmax over all of them, and one sink: V4's layer in prefill. In decoding the same is
-    `flash_mla_with_kvcache` with indices = `window_slots`, extra_k_cache and extra_indices_in_kvcache.
+    The window's keys are those rows of kv that `sliding_window_attention` attends to, the selected entries the rows
+    indices[t] of compressed. There is one softmax over all of them, and one sink. That is V4's layer in prefill; in
+    decoding it is `flash_mla_with_kvcache` with `window_slots` as indices, and the entries as extra_k_cache with
+    extra_indices_in_kvcache.
 
     q             [total_q, H, d] bf16 or fp16, the sequences one after another; fp32 runs the PyTorch reference, with a
                   warning on Hopper
@@ -97,11 +98,11 @@ def window_sparse_attention(
     attn_sink     [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
     topk_length   [total_q] int32 or None: only the first topk_length[t] of indices[t] count
     window_indices  [total_q, window] int32 or None: what the function of this name gives, which is the same for all
-                  layers of a pass. None: made here, by a kernel more
+                  layers of a pass. None: the op calls it, which costs a kernel
 
     Returns out [total_q, H, d_v] in q's dtype and lse [total_q, H] fp32 (natural log, without the sink). A query
-    without keys has out 0 and lse +inf. NaN reaches only the queries that attend to it.
-    Raises as `sliding_window_attention` does, and on Hopper takes what that takes, with any K and n.
+    without keys has out 0 and lse +inf. NaN in a key reaches only the queries that attend to it.
+    Raises as `sliding_window_attention` does, and on Hopper takes the same shapes, with any K and n.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
@@ -122,15 +123,16 @@ def sliding_window_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[b, i] = softmax_j(softmax_scale * q[b, i] . k_j) k_j[:d_v] over the keys max(0, p - window + 1) <= j <= p.
 
-    p = cache_seqlens[b] - s_q + i: the queries are the last of the cached keys. With p < 0 a query sees no key.
+    p = cache_seqlens[b] - s_q + i, for the queries belong to the last of the cached keys. A query with p < 0 sees no
+    key.
 
     q              [B, s_q, H, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
     cache          [pages, P, 1, d] in q's dtype, or with is_fp8_kvcache [pages, P, 1, 656 | 584] bytes as
                    `write_kv_cache` lays them out (d = 576 or 512); a value is the first d_v numbers of its key. At most
                    2^31 keys
-    block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. None, a ring: it is at
-                   offset s % P of page b
-    cache_seqlens  [B] int32, keys per sequence, the queries' own included; 0 is legal
+    block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. None: page b is a ring
+                   of sequence b's keys, key s is at its offset s % P
+    cache_seqlens  [B] int32, keys per sequence, the queries' own included; may be 0
     window         keys that a query sees at most, itself included; at least 1. A ring has P >= window + s_q - 1; with a
                    block_table, a window above max_pages * P counts as that
     softmax_scale  multiplies the logits: a finite number
@@ -141,41 +143,31 @@ def sliding_window_decode(
     query without keys has out 0 and lse +inf; a page outside the table or the cache holds no keys and is not read. NaN
     in a cached row reaches only the queries whose window holds it.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
-    On Hopper: `window_slots`, which is the same for all layers of a pass, and then `flash_mla_with_kvcache` with these
-    indices; a caller that has them calls that. What it takes, this takes: d = 576 or 512 with d_v = 512, any number of
-    heads and queries, pages of any size, softmax_scale above 0, with bytes bf16 q. Deterministic; with windows of up to
-    192 keys a sequence's result does not depend on the others, bit for bit, and with longer ones by rounding.
-    CUDA-graph safe with new tables and lengths, no host synchronisation.
+    On Hopper: the kernel of `window_slots`, and with its indices that of `flash_mla_with_kvcache`. The indices are the
+    same for all layers of a pass, so that a caller with many layers makes them once and calls `flash_mla_with_kvcache`.
+    It takes d = 576 or 512 with d_v = 512, any number of heads and queries, pages of any size, softmax_scale above 0,
+    and bf16 q with a cache of bytes. Deterministic; with windows of up to 192 keys a sequence's result does not depend
+    on the other sequences, bit for bit, and with longer windows it depends on them by rounding. CUDA-graph safe with
+    new tables and lengths, no host synchronisation.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     options = (softmax_scale, d_v, attn_sink, is_fp8_kvcache)
     return _sliding_window_decode(q, cache, block_table, cache_seqlens, window, *options)
 
 
+def _allocate(q: torch.Tensor, d_v: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(*q.shape[:2], d_v), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
 def _check_limits(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
     check_limits(q, ("d_v", d_v), ("softmax_scale", softmax_scale))
 
 
-def _window_reference(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    window: int,
-    softmax_scale: float,
-    d_v: int,
-    attn_sink: torch.Tensor | None,
-    indices: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
-    return reference.sliding_window_attention(*packed, softmax_scale, d_v, attn_sink, indices=indices)
-
-
 @sparse_op(
     arguments=reference.SLIDING_WINDOW_ATTENTION.strict(),
-    reference=_window_reference,
-    results=lambda q, kv, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, d_v, *_: _allocate(q, d_v),
-    limits=lambda q, kv, cu_seqlens_q, cu_seqlens_k, window, *softmax: _check_limits(q, *softmax[:2]),
+    reference=reference.sliding_window_attention,
+    results=_allocate,
+    limits=_check_limits,
 )
 def _sliding_window_attention(
     kernels: tuple[ModuleType, ...],
@@ -193,30 +185,11 @@ def _sliding_window_attention(
     return _attend(kernels, packed, indices, None, softmax_scale, d_v, attn_sink)
 
 
-def _window_sparse_reference(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    window: int,
-    compressed: torch.Tensor,
-    indices: torch.Tensor,
-    softmax_scale: float,
-    d_v: int,
-    attn_sink: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    window_indices: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    packed, softmax = (q, kv, cu_seqlens_q, cu_seqlens_k, window), (softmax_scale, d_v, attn_sink)
-    selected = (compressed, indices, *softmax, topk_length)
-    return reference.window_sparse_attention(*packed, *selected, window_indices=window_indices)
-
-
 @sparse_op(
     arguments=reference.WINDOW_SPARSE_ATTENTION.strict(),
-    reference=_window_sparse_reference,
-    results=lambda q, kv, cu_q, cu_k, window, compressed, indices, softmax_scale, d_v, *_: _allocate(q, d_v),
-    limits=lambda q, kv, cu_q, cu_k, window, compressed, indices, *softmax: _check_limits(q, *softmax[:2]),
+    reference=reference.window_sparse_attention,
+    results=_allocate,
+    limits=_check_limits,
 )
 def _window_sparse_attention(
     kernels: tuple[ModuleType, ...],
@@ -246,7 +219,6 @@ def _check_decode_limits(
     window: int,
     softmax_scale: float,
     d_v: int,
-    *_: object,
 ) -> None:
     _check_limits(q, softmax_scale, d_v)
     _sparse_decode.check_cache("cache", cache, q)
@@ -257,7 +229,7 @@ def _check_decode_limits(
 @sparse_op(
     arguments=window_decode.SLIDING_WINDOW_DECODE.strict(),
     reference=window_decode.sliding_window_decode,
-    results=lambda q, cache, block_table, cache_seqlens, window, scale, d_v, *_: _sparse_decode.allocate(q, d_v),
+    results=lambda q, d_v: _sparse_decode.allocate(q, d_v),
     limits=_check_decode_limits,
 )
 def _sliding_window_decode(
@@ -312,7 +284,3 @@ def _attend(
 
 def _one_page(keys: torch.Tensor) -> torch.Tensor:
     return rows_at_16_bytes(keys.squeeze(1).unsqueeze(0))
-
-
-def _allocate(q: torch.Tensor, d_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(*q.shape[:2], d_v), q.new_empty(q.shape[:2], dtype=torch.float32)

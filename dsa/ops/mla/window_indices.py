@@ -14,21 +14,22 @@ __all__ = ["window_indices", "window_slots"]
 
 
 def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
-    """indices[t] = k0 + max(0, p - window + 1), ..., k0 + p: the keys that query t sees, p its position among them.
+    """indices[t] = k0 + max(0, p - window + 1), ..., k0 + p: the keys that query t sees.
 
     Query t = cu_seqlens_q[b] + i is number i of the Lq queries of sequence b, whose Lk keys begin at k0 =
-    cu_seqlens_k[b]. The queries are the last of the keys: p = Lk - Lq + i, and with p < 0 a query sees no key.
+    cu_seqlens_k[b]. p is the query's position among these keys. The queries belong to the last of them: p = Lk - Lq +
+    i, and a query with p < 0 sees no key.
 
     cu_seqlens_q  [B + 1] int32, not decreasing: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
     cu_seqlens_k  [B + 1] int32, likewise for the keys
-    total_q       queries, at least 0; those of no sequence see no key
+    total_q       how many queries there are, at least 0; those of no sequence see no key
     window        keys that a query sees at most, itself included; at least 1
 
     Returns [total_q, window] int32, contiguous: rows of keys as `sliding_window_attention` sees them, ascending, with
-    -1 behind the last one. Each is below the largest number in cu_seqlens_k, and so an int32. In any order of
-    boundaries a query belongs to the sequence with queries that begins last before it, if that ends behind it: a
-    boundary below 0 or beyond total_q spoils the lists of the sequences beside it alone. An index is then still -1 or
-    at least 0, and no memory but that of the arguments is read.
+    -1 behind the last one. Each index is below the largest number in cu_seqlens_k, and so an int32. Boundaries that
+    decrease or lie outside are no error: a query belongs to that sequence with queries which begins last before it, if
+    the sequence ends behind it. A boundary below 0 or beyond total_q thus changes only the lists of the sequences
+    beside it; an index is still -1 or at least 0, and no memory but that of the arguments is read.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, any strides, total_q and window up to 2^30. Deterministic. CUDA-graph safe with new
     cu_seqlens, no host synchronisation, no workspace.
@@ -42,18 +43,19 @@ def window_slots(
 ) -> torch.Tensor:
     """slots[b, i] = where the keys max(0, p - window + 1), ..., p of sequence b lie in its cache, for query i of s_q.
 
-    p = cache_seqlens[b] - s_q + i: the queries are the last of the cached keys. With p < 0 a query sees no key.
+    p = cache_seqlens[b] - s_q + i, for the queries belong to the last of the cached keys. A query with p < 0 sees no
+    key.
 
     block_table    [B, max_pages] int32: key s is in slot block_table[b, s // page_size] * page_size + s % page_size.
-                   None, a ring: sequence b has page b to itself, and key s is in slot b * page_size + s % page_size
+                   None: page b is a ring of sequence b's keys, key s is in slot b * page_size + s % page_size
     cache_seqlens  [B] int32, keys per sequence, the queries' own included
     s_q            queries per sequence, at least 0
-    page_size      keys per page; of a ring at least window + s_q - 1, what all queries together see
+    page_size      keys per page; of a ring at least window + s_q - 1, as many as all queries together see
     window         keys that a query sees at most, itself included; at least 1
 
     Returns [B, s_q, window] int32, contiguous: `flash_mla_with_kvcache`'s indices, from the lowest position to the
-    highest, with -1 behind the last key, and also for a key whose page is negative or outside the table or whose slot,
-    2^31 or more, is no int32.
+    highest, with -1 behind the last key. A key is -1, too, if its page is negative or outside the table or if its slot
+    is 2^31 or more, which is no int32.
     Raises TypeError or ValueError for other types, dtypes, shapes, sizes and devices, also for a ring of more than 2^31
     slots.
     On Hopper: one kernel, any strides; B * s_q, page_size and window up to 2^30. Deterministic. CUDA-graph safe with
@@ -66,10 +68,10 @@ def window_slots(
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size > MAX_WINDOW:
-            raise ValueError(f"{name}: the Hopper kernel takes at most {MAX_WINDOW}, got {size}")
+            raise ValueError(f"{name}: the kernel takes at most {MAX_WINDOW}, got {size}")
 
 
-def _indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
+def _indices(cu_seqlens_q: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
     return cu_seqlens_q.new_empty(total_q, window)
 
 
@@ -78,26 +80,22 @@ def _indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: in
     reference=reference.window_indices,
     results=_indices,
     kernels={"sm_90": "dsa.kernels.mla.window_indices_sm90"},
-    limits=lambda _, __, total_q, window: _check_sizes(total_q=total_q, window=window),
+    limits=lambda total_q, window: _check_sizes(total_q=total_q, window=window),
 )
 def _window_indices(
     kernels: ModuleType, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int
 ) -> torch.Tensor:
-    indices = _indices(cu_seqlens_q, cu_seqlens_k, total_q, window)
+    indices = _indices(cu_seqlens_q, total_q, window)
     if total_q:
         _indices_kernel(kernels)(cu_seqlens_q, cu_seqlens_k, indices)
     return indices
 
 
-def _slots(
-    block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
-) -> torch.Tensor:
+def _slots(cache_seqlens: torch.Tensor, s_q: int, window: int) -> torch.Tensor:
     return cache_seqlens.new_empty(cache_seqlens.shape[0], s_q, window)
 
 
-def _check_slots_limits(
-    block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
-) -> None:
+def _check_slots_limits(cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int) -> None:
     _check_sizes(page_size=page_size, window=window, **{"B * s_q": cache_seqlens.shape[0] * s_q})
 
 
@@ -116,7 +114,7 @@ def _window_slots(
     page_size: int,
     window: int,
 ) -> torch.Tensor:
-    slots = _slots(block_table, cache_seqlens, s_q, page_size, window)
+    slots = _slots(cache_seqlens, s_q, window)
     if block_table is not None and block_table.shape[1] == 0:
         return slots.fill_(-1)
     if cache_seqlens.shape[0] * s_q:

@@ -21,36 +21,37 @@ def combine_experts(
     """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once.
 
     y        [M, H] bf16, fp16 or fp32: the experts' outputs, sorted by expert or in any other order
-    rows     [T, k] int32 or int64, any k: where the outputs for token t lie. A row outside [0, M) is not read and
-             counts as zero, whatever its weight
+    rows     [T, k] int32 or int64, any k: which rows of y are the outputs for token t. A row outside [0, M) is not read
+             and counts as zero, whatever its weight
     weights  [T, k] fp32
     shared   [T, H] of y's dtype, the shared expert's output, or None: zero
 
     Returns [T, H] in y's dtype, contiguous. Products are rounded to fp32 and added in the order of j, shared last, so
-    runs and backends agree bit for bit. NaN and infinity follow IEEE rules. No rows (M or k of 0): shared, or zeros.
-    Differentiable in y, weights and shared: where a gradient is asked for, PyTorch computes the formula.
+    that runs and backends agree bit for bit. NaN and infinity follow IEEE rules. Where M or k is 0 the result is
+    shared, or zeros. Differentiable in y, weights and shared: where a gradient is asked for, the formula runs in
+    PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, H a multiple of 8; y and shared with contiguous channels and rows at multiples of 16 bytes,
-    rows and weights of any strides; at most 2^31 - 1 rows of y and of CTAs, which have 2 KiB of a token each.
+    rows and weights of any strides; at most 2^31 - 1 rows of y, and as many CTAs, each of which has 2 KiB of a token.
     Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
     return _combine_experts(y, rows, weights, shared)
 
 
-def _results(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+def _results(y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.empty((len(rows), y.shape[1]), dtype=y.dtype, device=y.device)
 
 
-def _check_limits(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> None:
+def _check_limits(y: torch.Tensor, rows: torch.Tensor) -> None:
     if y.shape[1] % CHANNEL_MULTIPLE:
-        raise ValueError(f"y: the Hopper kernel takes H a multiple of {CHANNEL_MULTIPLE}, got shape {list(y.shape)}")
+        raise ValueError(f"y: the kernel takes H a multiple of {CHANNEL_MULTIPLE}, got shape {list(y.shape)}")
     if len(y) > MAX_COMBINE_ROWS:
-        raise ValueError(f"y: the Hopper kernel takes at most {MAX_COMBINE_ROWS} rows, got shape {list(y.shape)}")
+        raise ValueError(f"y: the kernel takes at most {MAX_COMBINE_ROWS} rows, got shape {list(y.shape)}")
     ctas = len(rows) * -(-y.shape[1] * y.element_size() // COMBINE_CTA_BYTES)
     if ctas > MAX_COMBINE_ROWS:
         raise ValueError(
-            f"rows: the Hopper kernel takes at most {MAX_COMBINE_ROWS} times {COMBINE_CTA_BYTES} bytes of tokens' "
+            f"rows: the kernel takes at most {MAX_COMBINE_ROWS} times {COMBINE_CTA_BYTES} bytes of tokens' "
             f"channels, got {ctas}"
         )
 
@@ -69,7 +70,7 @@ def _combine_experts(
     # Nothing to sum: PyTorch's one or two kernels, and no tensor without memory goes to ours.
     if y.numel() == 0 or rows.numel() == 0:
         return reference.combine_experts(y, rows, weights, shared)
-    out = _results(y, rows, weights, shared)
+    out = _results(y, rows)
     launch = _kernel(kernels, y.dtype, rows.dtype, shared is not None)
     launch(rows_at_16_bytes(y), rows, weights, None if shared is None else rows_at_16_bytes(shared), out)
     return out

@@ -27,22 +27,26 @@ def moe_gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which experts a token goes to, and with what weights.
 
-    s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias: a group of E / n_group experts is
-    worth its two best, the best topk_group groups stay, and the top_k best experts in them win, the best first.
-    Their weights are s without the bias, divided by their sum plus 1e-20 if `normalise`, times `scale`: a token whose
-    scores are all 0 has weights of 0. Of equal ones the lowest number wins.
+    s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias: a group of E / n_group experts
+    counts as much as the sum of its two best experts, the best topk_group groups stay, and the top_k best experts of
+    these groups are chosen, the best first. An expert's weight is its s without the bias, with `normalise` divided by
+    the sum of the chosen experts' s plus 1e-20, times `scale`: a token whose scores are all 0 has weights of 0. Of
+    equal groups or experts the one with the lowest number is chosen.
 
     logits      fp32 [T, E]
     bias        fp32 [E]
     top_k       experts of a token
     scores      "sigmoid" or "sqrtsoftplus"
-    n_group     groups, each of as many experts; topk_group of them stay
+    n_group     how many groups of equally many experts there are
+    topk_group  how many groups stay
+    normalise   whether a token's weights are divided by their sum
+    scale       multiplies the weights: a finite number
 
-    Returns experts int64 [T, top_k] and weights fp32 [T, top_k]. A NaN is above all numbers; the picks are experts in
-    any case. Differentiable in logits, through the weights, where gradients are asked for: then it is the reference.
-    Raises TypeError or ValueError for other types, dtypes, shapes and devices.
-    On Hopper: one kernel, s to a few parts in 10^6; E up to 1024, top_k and n_group up to 32. Deterministic. CUDA-graph
-    safe.
+    Returns experts int64 [T, top_k] and weights fp32 [T, top_k]. A NaN counts as larger than all numbers; experts are
+    from 0 to E - 1 in any case. Differentiable in logits, through the weights: where gradients are asked for, the
+    formula runs in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes and devices.
+    On Hopper: one kernel, which computes s to a few parts in 10^6; E up to 1024, top_k and n_group up to 32.
+    Deterministic. CUDA-graph safe.
     Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is transformers',
     in every family.
     """
@@ -52,52 +56,37 @@ def moe_gate(
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The order of entries by expert, entries of the same expert in their own order.
 
-    experts  int32 or int64, any shape of N elements; one below 0 or from `count` on is none, and comes last
+    experts  int32 or int64, any shape of N elements; a number below 0 or from `count` on is no expert, and its entry
+             comes last
     count    E, how many experts there are
 
-    Returns order int32 [N], entry order[r] is in row r; rows int32 in the shape of experts, the row of each entry, -1
-    if its expert is none; ends int32 [E], the rows of expert e end before ends[e]: what `grouped_fp8_gemm_nt` takes.
+    Returns (order, rows, ends):
+      order  int32 [N]: row r has entry order[r]
+      rows   int32 in the shape of experts: the row of each entry, -1 for an entry without an expert
+      ends   int32 [E]: the rows of expert e end before row ends[e], as `grouped_fp8_gemm_nt` takes them
     Raises TypeError or ValueError for other types and dtypes, and counts below 1.
     On Hopper: one kernel, no workspace. Deterministic. CUDA-graph safe.
     """
     return _sort_by_expert(experts, count)
 
 
-def _gate_reference(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    top_k: int,
-    scores: str,
-    n_group: int,
-    topk_group: int,
-    normalise: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = {"n_group": n_group, "topk_group": topk_group}
-    return reference.moe_gate(logits, bias, top_k, scores=scores, normalise=normalise, scale=scale, **groups)
-
-
-def _gate_results(
-    logits: torch.Tensor, bias: torch.Tensor, top_k: int, *_: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gate_results(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     shape = len(logits), top_k
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
 
 
-def _check_gate_limits(
-    logits: torch.Tensor, bias: torch.Tensor, top_k: int, scores: str, n_group: int, *_: object
-) -> None:
+def _check_gate_limits(logits: torch.Tensor, top_k: int, n_group: int) -> None:
     if logits.shape[1] > MAX_EXPERTS:
-        raise ValueError(f"logits: the Hopper kernel takes up to {MAX_EXPERTS} experts, got {logits.shape[1]}")
+        raise ValueError(f"logits: the kernel takes up to {MAX_EXPERTS} experts, got {logits.shape[1]}")
     if top_k > MAX_TOP_K:
-        raise ValueError(f"top_k: the Hopper kernel takes up to {MAX_TOP_K}, got {top_k}")
+        raise ValueError(f"top_k: the kernel takes up to {MAX_TOP_K}, got {top_k}")
     if n_group > MAX_GROUPS:
-        raise ValueError(f"n_group: the Hopper kernel takes up to {MAX_GROUPS}, got {n_group}")
+        raise ValueError(f"n_group: the kernel takes up to {MAX_GROUPS}, got {n_group}")
 
 
 @op(
     arguments=reference.MOE_GATE,
-    reference=_gate_reference,
+    reference=reference.moe_gate,
     results=_gate_results,
     kernels={"sm_90": "dsa.kernels.moe.moe_gate_sm90"},
     limits=_check_gate_limits,
@@ -114,7 +103,7 @@ def _moe_gate(
     normalise: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    experts, weights = _gate_results(logits, bias, top_k)
+    experts, weights = _gate_results(logits, top_k)
     if len(logits):
         launch = _gate_kernel(kernels, logits.shape[1], top_k, scores, n_group, topk_group, normalise)
         rows = logits if logits.stride(-1) == 1 else logits.contiguous()

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
@@ -10,9 +11,11 @@ from dsa import backends
 from dsa.kernels.training.limits import DENSE_CHANNELS, DENSE_DTYPES
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
+from dsa.ops.declaration import Kernels
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.reference.checks import check_same_device
 
+KERNELS = Kernels("attention_forward", {"sm_90": "dsa.kernels.training.attention_forward_sm90"})
 DTYPES = tuple(getattr(torch, name) for name in DENSE_DTYPES)
 LOG2E = math.log2(math.e)
 L2_BYTES = 16 << 20  # of keys and values that are read at a time, so that they come from the L2 cache
@@ -54,7 +57,7 @@ def attention_forward(
     key_bytes = max(max_seqlen_k, 1) * (dim + value_dim) * k.element_size()
     group = max(1, min(kv_heads, L2_BYTES // key_bytes)) * (heads // kv_heads)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    launch = _kernel(q.dtype, dim, value_dim)
+    launch = _kernel(KERNELS.modules(backends.arch_of(q.device)), q.dtype, dim, value_dim)
     with backends.on_device(q):
         launch(
             *(tma_rows(x) for x in (q, k, v)),
@@ -97,7 +100,5 @@ def check(
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, dim: int, value_dim: int) -> Callable[..., None]:
-    from dsa.kernels.training import attention_forward_sm90 as kernels
-
+def _kernel(kernels: ModuleType, dtype: torch.dtype, dim: int, value_dim: int) -> Callable[..., None]:
     return kernels.compile_attention_forward(dtype_name(dtype), kernels.CONFIGS[dim, value_dim])

@@ -15,11 +15,17 @@ INDEX_CHANNELS.
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 from dsa import backends
 from dsa.kernels.training.limits import K_TILE, MAX_Q_TILES, Q_TILE
+from dsa.ops.declaration import Kernels
+
+SCORES = Kernels("index_scores", {"sm_90": "dsa.kernels.training.indexer_scores_sm90"})
+QUERY_GRAD = Kernels("index_query_grad", {"sm_90": "dsa.kernels.training.indexer_query_grad_sm90"})
+KEY_GRAD = Kernels("index_key_grad", {"sm_90": "dsa.kernels.training.indexer_key_grad_sm90"})
 
 
 def active_shape(q_tiles: int, heads: int, key_tiles: int) -> tuple[int, int, int, int]:
@@ -45,7 +51,7 @@ def index_scores(
     tokens, heads, dim = q_idx.shape
     if 0 in (tokens, len(minus_k_idx), len(q_tiles)):
         return
-    launch, work_tiles = _scores_kernel(heads, dim)
+    launch, work_tiles = _scores_kernel(SCORES.modules(backends.arch_of(q_idx.device)), heads, dim)
     with backends.on_device(q_idx):
         ctas = min(backends.num_sms(q_idx.device), work_tiles * len(q_tiles))
         flat = q_idx.view(-1, dim), minus_k_idx, w, q_tiles, scores, active.view(torch.uint32)
@@ -75,7 +81,7 @@ def index_query_grad(
         dq.zero_()
         dw.zero_()
         return
-    launch, work_tiles = _query_kernel(heads, dim)
+    launch, work_tiles = _query_kernel(QUERY_GRAD.modules(backends.arch_of(q_idx.device)), heads, dim)
     with backends.on_device(q_idx):
         ctas = min(backends.num_sms(q_idx.device), work_tiles * len(q_tiles))
         flat = q_idx.view(-1, dim), k_idx, w.view(-1), q_tiles, gradients_in(scores), active.view(torch.uint32)
@@ -97,7 +103,7 @@ def index_key_grad(
     tokens, heads, dim = q_idx.shape
     if 0 in (tokens, len(dk), len(q_tiles)):
         return
-    launch, keys = _key_kernel(heads, dim)
+    launch, keys = _key_kernel(KEY_GRAD.modules(backends.arch_of(q_idx.device)), heads, dim)
     with backends.on_device(q_idx):
         ctas = backends.num_sms(q_idx.device)
         flat, weights = q_idx.view(-1, dim), w.view(-1)
@@ -123,26 +129,20 @@ def gradients_in(scores: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _scores_kernel(heads: int, dim: int) -> tuple[Callable[..., None], int]:
+def _scores_kernel(kernels: ModuleType, heads: int, dim: int) -> tuple[Callable[..., None], int]:
     """The launcher and the work tiles of a q tile."""
-    from dsa.kernels.training import indexer_scores_sm90 as kernels
-
     config = kernels.choose_config(heads, dim)
     return kernels.compile_indexer_scores(heads, dim, config), Q_TILE * heads // config.columns
 
 
 @functools.cache
-def _query_kernel(heads: int, dim: int) -> tuple[Callable[..., None], int]:
-    from dsa.kernels.training import indexer_query_grad_sm90 as kernels
-
+def _query_kernel(kernels: ModuleType, heads: int, dim: int) -> tuple[Callable[..., None], int]:
     config = kernels.choose_config(heads, dim)
     return kernels.compile_indexer_query_grad(heads, dim, config), 2 * heads // config.column_blocks
 
 
 @functools.cache
-def _key_kernel(heads: int, dim: int) -> tuple[Callable[..., None], int]:
+def _key_kernel(kernels: ModuleType, heads: int, dim: int) -> tuple[Callable[..., None], int]:
     """The launcher and the keys of a key block."""
-    from dsa.kernels.training import indexer_key_grad_sm90 as kernels
-
     config = kernels.choose_config(heads, dim)
     return kernels.compile_indexer_key_grad(heads, dim, config), config.keys

@@ -3,11 +3,14 @@
 import functools
 import math
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 from dsa import backends
+from dsa.ops.declaration import Kernels
 
+KERNELS = Kernels("fill_uncovered", {"sm_90": "dsa.kernels.training.uncovered_rows_sm90"})
 MOST = 2**31 - 1
 
 
@@ -20,7 +23,8 @@ def fill_uncovered(bounds: torch.Tensor, *filled: tuple[torch.Tensor, float], mo
     tensors = [words(x) for x, _ in filled]
     if 0 in (tensors[0].shape[0], max(x.numel() for x in tensors)):
         return
-    launch = _kernel(tuple(value == math.inf for _, value in filled))
+    infinite = tuple(value == math.inf for _, value in filled)
+    launch = _kernel(KERNELS.modules(backends.arch_of(bounds.device)), infinite)
     with backends.on_device(bounds):
         launch(bounds, tensors, min(most, MOST), backends.num_sms(bounds.device))
 
@@ -33,7 +37,5 @@ def words(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _kernel(infinite: tuple[bool, ...]) -> Callable[..., None]:
-    from dsa.kernels.training import uncovered_rows_sm90 as kernels
-
+def _kernel(kernels: ModuleType, infinite: tuple[bool, ...]) -> Callable[..., None]:
     return kernels.compile_uncovered_rows(tuple(kernels.INFINITY if x else kernels.ZERO for x in infinite))

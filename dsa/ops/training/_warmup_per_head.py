@@ -11,12 +11,25 @@ of PER_HEAD_CHANNELS, di of INDEX_CHANNELS (the kernels' limits.py).
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 from dsa import backends
 from dsa.kernels.training.limits import PER_HEAD_KEY_TILE, PER_HEAD_KEY_WARPS
+from dsa.ops.declaration import Kernels
 from dsa.ops.training._uncovered_rows import fill_uncovered
+
+KERNELS = Kernels(
+    "per_head",
+    {
+        "sm_90": (
+            "dsa.kernels.training.per_head_kl_sm90",
+            "dsa.kernels.training.per_head_gradient_sm90",
+            "dsa.kernels.training.per_head_key_sum_sm90",
+        )
+    },
+)
 
 # Heads that run through the q tiles together: a q tile's gradients wait for those of the q tile before, and rarely if
 # there are many; but what they add to should fit in the L2 cache.
@@ -41,7 +54,7 @@ def per_head_forward(
     # Of queries in no q tile the former is 0, and nobody reads the latter.
     kl, lse_idx = w.new_zeros(tokens, heads), w.new_empty(heads, tokens)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    launch, _, _ = _kernels(q.shape[2], q_idx.shape[2])
+    launch, _, _ = _kernels(KERNELS.modules(backends.arch_of(q.device)), q.shape[2], q_idx.shape[2])
     with backends.on_device(q):
         inputs = q, k, q_idx, k_idx[:, None], w, lse, q_tiles
         launch(*inputs, counter, kl, lse_idx, softmax_scale, _together(heads), backends.num_sms(q.device))
@@ -72,7 +85,7 @@ def per_head_backward(
     dk_idx = k_idx.new_empty(keys, index_dim)
     zeros = torch.zeros(1 + heads * count * PER_HEAD_KEY_WARPS, dtype=torch.int32, device=q.device)
     parts = w.new_empty(heads, keys // PER_HEAD_KEY_TILE + batch, PER_HEAD_KEY_TILE * index_dim)
-    _, launch, launch_sum = _kernels(dim, index_dim)
+    _, launch, launch_sum = _kernels(KERNELS.modules(backends.arch_of(q.device)), dim, index_dim)
     counter, done = zeros[:1], zeros[1:].view(heads, count, PER_HEAD_KEY_WARPS)
     together = _together(heads, keys // max(batch, 1) * index_dim * 4)
     with backends.on_device(q):
@@ -91,11 +104,11 @@ def _together(heads: int, bytes_of_head: int = 0) -> int:
 
 
 @functools.cache
-def _kernels(dim: int, index_dim: int) -> tuple[Callable[..., None], ...]:
-    """The launchers of the loss, of its gradients and of the sum of the keys'."""
-    from dsa.kernels.training.per_head_gradient_sm90 import compile_per_head_gradient
-    from dsa.kernels.training.per_head_key_sum_sm90 import compile_per_head_key_sum
-    from dsa.kernels.training.per_head_kl_sm90 import compile_per_head_kl
-
-    dims = dim, index_dim
-    return compile_per_head_kl(*dims), compile_per_head_gradient(*dims), compile_per_head_key_sum(index_dim)
+def _kernels(kernels: tuple[ModuleType, ...], dim: int, index_dim: int) -> tuple[Callable[..., None], ...]:
+    """The launchers of the loss, of its gradients and of the sum of the keys' gradients."""
+    kl, gradient, key_sum = kernels
+    return (
+        kl.compile_per_head_kl(dim, index_dim),
+        gradient.compile_per_head_gradient(dim, index_dim),
+        key_sum.compile_per_head_key_sum(index_dim),
+    )

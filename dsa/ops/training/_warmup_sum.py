@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -11,9 +12,14 @@ from dsa import backends
 from dsa.kernels.training.limits import INDEX_HEADS, K_TILE, Q_TILE, Q_TILE_FIELDS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
+from dsa.ops.declaration import Kernels
 from dsa.ops.training._indexer_gradient import active_shape, index_key_grad, index_query_grad, index_scores
 from dsa.ops.training._packed_attention import Sequences
 
+PLAN = Kernels("make_plan", {"sm_90": "dsa.kernels.training.q_tile_plan_sm90"})
+LOSSES = Kernels(
+    "losses", {"sm_90": ("dsa.kernels.training.warmup_target_sm90", "dsa.kernels.training.warmup_rows_sm90")}
+)
 LEAST_WORKSPACE = 192 << 20  # bytes
 SHARE = 15 / 16
 
@@ -90,7 +96,7 @@ def losses(
     active = torch.empty(active_shape(most, heads, n), dtype=torch.int32, device=q.device)
     kl_parts, lse_idx = torch.empty(most, n, Q_TILE, **fp32), torch.empty(len(q), **fp32)
     minus_k, rounded_w = -indexer.k, indexer.w.bfloat16()
-    target, rows, sums = _kernels(q.dtype, q.shape[2])
+    target, rows, sums = _kernels(LOSSES.modules(backends.arch_of(q.device)), q.dtype, q.shape[2])
     q, k = tma_rows(q), tma_rows(k)
     for chunk in chunks:
         own, size = plan.q_tiles[chunk], chunk.stop - chunk.start
@@ -130,22 +136,20 @@ def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tu
     bounds = (torch.empty if batch else torch.zeros)(2, batch + 1, **ints)
     if count:
         before = torch.empty(batch, **ints)
+        launch = _plan_kernel(PLAN.modules(backends.arch_of(q_tiles.device)))
         with backends.on_device(q_tiles):
             numbers = int(causal), queries, keys, max_key_tiles
-            _plan_kernel()(cu_seqlens_q, cu_seqlens_k, bounds, before, q_tiles, key_tiles, *numbers)
+            launch(cu_seqlens_q, cu_seqlens_k, bounds, before, q_tiles, key_tiles, *numbers)
     return Plan(q_tiles, key_tiles, max_key_tiles), (*bounds.unbind(), *longest)
 
 
 @functools.cache
-def _plan_kernel() -> Callable[..., None]:
-    from dsa.kernels.training.q_tile_plan_sm90 import compile_q_tile_plan
-
-    return compile_q_tile_plan()
+def _plan_kernel(kernels: ModuleType) -> Callable[..., None]:
+    return kernels.compile_q_tile_plan()
 
 
 @functools.cache
-def _kernels(dtype: torch.dtype, dim: int) -> tuple[Callable[..., None], ...]:
-    from dsa.kernels.training import warmup_rows_sm90 as rows
-    from dsa.kernels.training import warmup_target_sm90 as target
-
+def _kernels(kernels: tuple[ModuleType, ...], dtype: torch.dtype, dim: int) -> tuple[Callable[..., None], ...]:
+    """The launchers of the target, of the index scores' LSE and of the sum of the loss."""
+    target, rows = kernels
     return target.compile_warmup_target(dtype_name(dtype), dim), rows.compile_warmup_lse(), rows.compile_warmup_kl()

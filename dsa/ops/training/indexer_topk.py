@@ -5,10 +5,10 @@ from types import ModuleType
 import torch
 
 from dsa.kernels.training.limits import INDEX_CHANNELS, K_TILE, MAX_INDEX_HEADS, Q_TILE
-from dsa.ops.declaration import op
+from dsa.ops.declaration import op, rows_of
 from dsa.ops.indexer.topk_indices import MAX_K, topk_indices
-from dsa.ops.training._indexer_gradient import active_shape, index_scores
-from dsa.ops.training._warmup_sum import LEAST_WORKSPACE, Indexer, Plan, make_plan
+from dsa.ops.training._indexer_gradient import SCORES, active_shape, index_scores
+from dsa.ops.training._warmup_sum import LEAST_WORKSPACE, PLAN, Indexer, Plan, make_plan
 from dsa.reference.training import indexer_topk as reference
 
 __all__ = ["indexer_topk"]
@@ -28,39 +28,40 @@ def indexer_topk(
     """The top_k keys s of each query t of packed sequences by I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s]).
 
     q_idx         [Tq, Hi, di]; k_idx [Tk, di] in its dtype; w_idx [Tq, Hi] in that or fp32, of any sign
-    top_k         how many to pick, at least 1, possibly more than a sequence has
+    top_k         how many keys to pick, at least 1, possibly more than a sequence has
     cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
-    max_seqlen_*  no sequence is longer; a query that sees more keys than these, rounded up to 128, selects none
-    causal        a sequence's last query sees all its keys, each one before it one fewer
+    max_seqlen_*  at least the length of the longest sequence. On Hopper a query that sees more than max_seqlen_k keys,
+                  rounded up to 128, selects none
+    causal        a sequence's last query sees all its keys, and every other query one key fewer than the next
 
-    Returns int32 [Tq, 1, top_k]: rows of k_idx, in their order, then -1 for the keys that there are not. Of equal
-    scores the lowest index is picked; NaN never. No gradients. Raises TypeError or ValueError for other types, dtypes,
-    shapes and devices, and where the reference runs, for other contents of cu_seqlens, which the kernels take as those
-    of `indexer_warmup_attention` do. A query of no sequence selects none.
+    Returns int32 [Tq, 1, top_k]: rows of k_idx in ascending order, with -1 behind the last one where a query has fewer
+    than top_k. Of equal scores the lowest index is picked; NaN is never picked. A query of no sequence selects none.
+    There are no gradients. Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the
+    reference runs, for cu_seqlens that do not ascend from 0 to the end; the kernels take such boundaries as
+    `indexer_warmup_attention` does.
     On Hopper: bf16 (w_idx also fp32), di 64 or 128, up to 64 heads, top_k up to 4096; other dtypes run the PyTorch
-    reference, with a warning. Products are bf16's, sums fp32. The workspace is a chunk of queries by all keys, 192 MiB
-    or a chunk's least. CUDA-graph safe, no host synchronisation.
+    reference, with a warning. Queries and keys are multiplied in bf16 and summed in fp32. The workspace holds the
+    scores of a chunk of queries for all keys: 192 MiB, or more where the smallest chunk of 128 queries needs it.
+    CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
     bounds = cu_seqlens_q, cu_seqlens_k
     return _indexer_topk(q_idx, k_idx, w_idx, top_k, *bounds, max_seqlen_q, max_seqlen_k, causal)
 
 
-def _check_limits(q_idx: torch.Tensor, k_idx: torch.Tensor, w_idx: torch.Tensor, top_k: int, *_: object) -> None:
+def _check_limits(q_idx: torch.Tensor, top_k: int) -> None:
     if q_idx.shape[2] not in INDEX_CHANNELS:
-        raise ValueError(
-            f"q_idx: the Hopper kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}"
-        )
+        raise ValueError(f"q_idx: the kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}")
     if not 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS:
-        raise ValueError(f"q_idx: the Hopper kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
+        raise ValueError(f"q_idx: the kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
     if top_k > MAX_K:
-        raise ValueError(f"top_k: the Hopper kernel takes up to {MAX_K}, got {top_k}")
+        raise ValueError(f"top_k: the kernel takes up to {MAX_K}, got {top_k}")
 
 
 @op(
     arguments=reference.INDEXER_TOPK,
     reference=reference.indexer_topk,
-    kernels={"sm_90": ("dsa.kernels.training.q_tile_plan_sm90", "dsa.kernels.training.indexer_scores_sm90")},
+    kernels=rows_of(PLAN, SCORES),
     limits=_check_limits,
     autograd=True,
     dtypes=(torch.bfloat16,),

@@ -11,7 +11,8 @@ from dsa.kernels.training.limits import (
     MAX_INDEX_HEADS,
 )
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.declaration import op
+from dsa.ops.declaration import op, rows_of
+from dsa.ops.training import _dense_attention, _indexer_gradient, _uncovered_rows, _warmup_per_head, _warmup_sum
 from dsa.ops.training._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.ops.training._warmup_per_head import per_head_backward, per_head_forward
@@ -49,24 +50,28 @@ def indexer_warmup_attention(
                   k and v in q's dtype
     q_idx         [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in that or fp32, of any sign
     cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
-    max_seqlen_*  no sequence is longer; on Hopper the losses of one with more keys are NaN for "sum", and gradients of
-                  q, k and v are 0 behind so many rows
-    causal        a sequence's last query sees all its keys, each one before it one fewer
+    max_seqlen_*  at least the length of the longest sequence. On Hopper a sequence with more keys has NaN losses for
+                  "sum", and of a sequence that is longer the rows behind this length have gradients of 0 in q, k and v
+    causal        a sequence's last query sees all its keys, and every other query one key fewer than the next
+    target        "sum" or "per_head", as above
 
     Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] fp32 (natural log) and kl fp32 [Tq] or [Tq, H]. A query without
     keys has out 0, lse +inf and kl 0. Gradients of out reach q, k and v; those of kl reach q_idx, k_idx and w_idx only.
-    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for other
-    contents of cu_seqlens. The kernels take a number outside the tensor, or below an earlier one, for the one before
-    it; what is in no sequence has empty rows and gradients of 0.
-    On Hopper: bf16, w_idx also fp32; other dtypes run the PyTorch reference, with a warning. (d, dv) = (64, 64), (128,
-    128), (192, 128) or (576, 512), the last with Hk = 1, target "sum", and v a view of k, whose gradient then has v's
-    in it. di 64 or 128; up to 64 index heads for "sum" (8, 16, 32 and 64 without padding). Nothing is S x S: the
-    workspace is a chunk of queries by all keys, at most 15/16 of the inputs or 192 MiB, or for "per_head" Tk di numbers
-    a head in the backward pass. "sum" computes the indexer's gradients with the loss, for equal weights of all tokens,
-    and keeps them; a backward pass scales them, and computes k_idx's again if the weights differ: `kl.sum()` says that
-    they do not, `kl.mean()` lets the device find out. lse has no gradient, and nothing a second one. q's, k's and v's
-    gradients are PyTorch's flash attention's, or at (576, 512) those of `sparse_mla_attention`: sums in no order; all
-    else is deterministic. CUDA-graph safe, no host synchronisation.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for
+    cu_seqlens that do not ascend from 0 to the end. The kernels replace a boundary that is outside the tensor, or below
+    an earlier one, by the boundary before it; rows that are in no sequence are queries without keys, with gradients of
+    0.
+    On Hopper: bf16, w_idx also fp32; other dtypes run the PyTorch reference, with a warning. (d, dv) is (64, 64), (128,
+    128), (192, 128) or (576, 512); the last one has Hk = 1, target "sum", and v a view of k, and k's gradient then
+    includes v's. di is 64 or 128. "sum" takes up to 64 index heads (8, 16, 32 and 64 without padding).
+    No matrix of all queries by all keys is stored: the workspace holds a chunk of queries by all keys, at most 15/16 of
+    the inputs or 192 MiB, whichever is more, and for "per_head" Tk di numbers for each head in the backward pass. "sum"
+    computes the indexer's gradients together with the loss, as if all tokens had the same upstream gradient, and keeps
+    them. The backward pass scales them, and computes k_idx's gradient again if the upstream gradients differ; after
+    `kl.sum()` the host knows that they are equal, after `kl.mean()` the device finds out. lse has no gradient, and
+    nothing has a second gradient. The gradients of q, k and v are those of PyTorch's flash attention, or at (576, 512)
+    those of `sparse_mla_attention`, and are summed in no fixed order; everything else is deterministic. CUDA-graph
+    safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1; "per_head" is tl-dsa-warmup-lightning-indexer's.
     """
     tensors = q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k
@@ -201,58 +206,34 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.
 
 
 def _check_limits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    w_idx: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    target: str,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_idx: torch.Tensor, softmax_scale: float, target: str
 ) -> None:
     if (q.shape[2], v.shape[2]) not in CHANNELS:
         raise ValueError(
-            f"q, v: the Hopper kernel takes channels (d, dv) of {', '.join(map(str, CHANNELS))}, got "
+            f"q, v: the kernel takes channels (d, dv) of {', '.join(map(str, CHANNELS))}, got "
             f"{(q.shape[2], v.shape[2])}"
         )
     if q_idx.shape[2] not in INDEX_CHANNELS:
-        raise ValueError(
-            f"q_idx: the Hopper kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}"
-        )
+        raise ValueError(f"q_idx: the kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}")
     if target == "per_head" and (q.shape[2], v.shape[2]) == ABSORBED:
-        raise ValueError(f"target: 'per_head' has no Hopper kernel for {ABSORBED[0]} channels")
+        raise ValueError(f"target: 'per_head' has no kernel for {ABSORBED[0]} channels")
     if target == "sum" and not 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS:
-        raise ValueError(f"q_idx: the Hopper kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
+        raise ValueError(f"q_idx: the kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
     if not 0 < softmax_scale < float("inf"):
-        raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {softmax_scale}")
+        raise ValueError(f"softmax_scale: the kernel takes a positive number, got {softmax_scale}")
     if (q.shape[2], v.shape[2]) == ABSORBED:
         if k.shape[1] != 1:
-            raise ValueError(f"k: the Hopper kernel takes one head of {ABSORBED[0]} channels, got {k.shape[1]}")
+            raise ValueError(f"k: the kernel takes one head of {ABSORBED[0]} channels, got {k.shape[1]}")
 
 
 @op(
     arguments=reference.INDEXER_WARMUP_ATTENTION,
     reference=reference.indexer_warmup_attention,
-    kernels={
-        "sm_90": (
-            "dsa.kernels.training.attention_forward_sm90",
-            "dsa.kernels.training.q_tile_plan_sm90",
-            "dsa.kernels.training.indexer_scores_sm90",
-            "dsa.kernels.training.indexer_query_grad_sm90",
-            "dsa.kernels.training.indexer_key_grad_sm90",
-            "dsa.kernels.training.warmup_target_sm90",
-            "dsa.kernels.training.warmup_rows_sm90",
-            "dsa.kernels.training.per_head_kl_sm90",
-            "dsa.kernels.training.per_head_gradient_sm90",
-            "dsa.kernels.training.per_head_key_sum_sm90",
-            "dsa.kernels.training.uncovered_rows_sm90",
-        )
-    },
+    kernels=rows_of(
+        *(_dense_attention.KERNELS, _uncovered_rows.KERNELS, _warmup_per_head.KERNELS),
+        *(_warmup_sum.PLAN, _warmup_sum.LOSSES),
+        *(_indexer_gradient.SCORES, _indexer_gradient.QUERY_GRAD, _indexer_gradient.KEY_GRAD),
+    ),
     limits=_check_limits,
     autograd=True,
     dtypes=(torch.bfloat16,),
@@ -276,7 +257,7 @@ def _indexer_warmup_attention(
     # Whose memory v is, a remembered call does not say.
     if (q.shape[2], v.shape[2]) == ABSORBED:
         if len(v) and (v.data_ptr() != k.data_ptr() or v.stride(0) != k.stride(0)):
-            raise ValueError(f"v: the Hopper kernel takes k[..., :{ABSORBED[1]}] for keys of {ABSORBED[0]} channels")
+            raise ValueError(f"v: the kernel takes k[..., :{ABSORBED[1]}] for keys of {ABSORBED[0]} channels")
     sequences = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k
     loss = _PerHead if target == "per_head" else _Sum
     return loss.apply(q, k, v, q_idx, k_idx, w_idx, sequences, float(softmax_scale), causal)

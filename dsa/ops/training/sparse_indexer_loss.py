@@ -45,23 +45,28 @@ def sparse_indexer_loss(
     p[t, j] = sum_h exp(softmax_scale q_h[t] . kv[j] - lse_h[t]), divided by its sum over j
     I[t, j] = sum_i w_idx[t, i] relu(q_idx_i[t] . k_idx[j])
 
-    q              [Tq, H, d] bf16; kv [Tk, 1, d] in q's dtype
+    q              [Tq, H, d] bf16 on Hopper; kv [Tk, 1, d] in q's dtype
     q_idx          [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] of any sign and float dtype
     indices        int32 [Tq, 1, K], below 0 or from Tk on is no key. A key named twice counts twice
-    lse            [H, Tq] of each head's whole softmax (natural log), as attention to these keys returns it. With V4's,
-                   which has its window and its sink in it, a head counts by what it gives these keys. None: of these
-                   keys alone, so that every head counts the same (V3.2); it then costs a `flash_mla_sparse_fwd`
+    softmax_scale  multiplies the logits: a finite number
+    lse            [H, Tq] float: each head's LSE over all that its softmax covers (natural log). V4's attention covers
+                   a window and a sink, too: with its lse a head counts by the share of attention that it gives these
+                   keys. None: the LSE over these keys alone, so that every head counts the same (V3.2); the op computes
+                   it by a `flash_mla_sparse_fwd`
     deterministic  whether runs give the same gradient of k_idx bit for bit: its parts are then added as 64-bit
-                   integers. All else is deterministic. None: as torch.are_deterministic_algorithms_enabled() says
+                   integers. Everything else is deterministic in any case. None: as
+                   torch.are_deterministic_algorithms_enabled() says
 
-    Returns kl [Tq] fp32, 0 for a query without keys, and without gradients where the heads give these keys less than
-    e^-125 of their attention. Gradients reach q_idx, k_idx and w_idx only; kept for them are the inputs they need and
-    [Tq, K] in bf16. The relu has no gradient at 0. NaN in a row that no index names reaches nothing.
+    Returns kl [Tq] fp32. A query without keys has kl 0, and one whose heads give these keys less than e^-125 of their
+    attention has no gradients. Gradients reach q_idx, k_idx and w_idx only; the forward pass keeps for them the inputs
+    that they need and [Tq, K] numbers in bf16. The relu has no gradient at 0. NaN in a row that no index names reaches
+    nothing.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: bf16, d = 576 or 512, up to 128 heads (a multiple of 64 fills the tensor cores), up to 64 index heads of
-    64 or 128 channels, K up to 2048; rows of kv and k_idx at multiples of 16 bytes. fp32 and float64 run the PyTorch
-    reference, with a warning on Hopper. One kernel forward, one backward, which adds up k_idx's gradient in fp32.
-    CUDA-graph safe, no host synchronisation.
+    64 or 128 channels, K up to 2048; rows of kv and k_idx at multiples of 16 bytes. fp16, fp32 and float64 run the
+    PyTorch reference, with a warning. One kernel in the forward pass, and one in the backward pass, which adds up
+    k_idx's gradient in fp32 unless `deterministic`. softmax_scale above 0 unless lse is given. CUDA-graph safe, no host
+    synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     return _sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)
@@ -102,7 +107,7 @@ def forward(
         lse = flash_mla_sparse_fwd(q, kv, indices, softmax_scale)[2]
     else:
         lse = lse.float().T
-    kernels, _ = _sparse_indexer_loss.modules(backends.arch_of(q.device))
+    kernels, _ = _sparse_indexer_loss.kernels.modules(backends.arch_of(q.device))
     launch = _forward_kernel(kernels, q.shape[2], -(-q.shape[1] // SPARSE_HEAD_TILE), q_idx.shape[2])
     with backends.on_device(q):
         launch(
@@ -133,7 +138,7 @@ def backward(
     fixed_scale = inverse = None
     if deterministic:
         fixed_scale, inverse = _fixed_scale(q_idx, weights, grad, d_scores, indices.numel())
-    _, kernels = _sparse_indexer_loss.modules(backends.arch_of(q_idx.device))
+    _, kernels = _sparse_indexer_loss.kernels.modules(backends.arch_of(q_idx.device))
     launch = _backward_kernel(kernels, q_idx.shape[2], deterministic)
     with backends.on_device(q_idx):
         launch(
@@ -176,15 +181,7 @@ def _either(numbers: tuple[int, ...]) -> str:
 
 
 def _check_limits(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    w_idx: torch.Tensor,
-    indices: torch.Tensor,
-    softmax_scale: float,
-    lse: torch.Tensor | None,
-    deterministic: bool | None,
+    q: torch.Tensor, q_idx: torch.Tensor, indices: torch.Tensor, softmax_scale: float, lse: torch.Tensor | None
 ) -> None:
     limits = (
         ("q", q, f"d = {_either(MLA_CHANNELS)}", q.shape[2] in MLA_CHANNELS),
@@ -195,7 +192,7 @@ def _check_limits(
     )
     for name, x, taken, fits in limits:
         if not fits:
-            raise ValueError(f"{name}: the Hopper kernel takes {taken}, got shape {list(x.shape)}")
+            raise ValueError(f"{name}: the kernel takes {taken}, got shape {list(x.shape)}")
     if not math.isfinite(softmax_scale) or (lse is None and softmax_scale <= 0):
         raise ValueError(f"softmax_scale: must be a finite number, without lse above 0, got {softmax_scale}")
 

@@ -38,26 +38,29 @@ def sparse_mla_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t], with gradients.
 
-    q              [Tq, H, d] bf16 or fp16; fp32 and float64 run the PyTorch reference, with a warning on Hopper
+    q              [Tq, H, d] bf16 or fp16; fp32 and float64 run the PyTorch reference, on Hopper with a warning
     kv             [Tk, 1, d] in q's dtype; a value is the first d_v numbers of its key
     indices        [Tq, 1, K] int32; below 0 or from Tk on is no key. A key named twice counts twice
     softmax_scale  multiplies the logits: a finite number
     d_v            from 1 to d
-    attn_sink      [H] or None: a logit in the softmax without a value, out is scaled by e^lse / (e^lse + e^sink)
-    deterministic  dkv's sums in a fixed order: bit-identical from run to run, several times slower. The order depends
-                   on how many queries there are and how many multiprocessors. None: as
-                   torch.are_deterministic_algorithms_enabled() says when the gradient is computed
+    attn_sink      [H] or None: a logit in the softmax that has no value, so that out is scaled by
+                   e^lse / (e^lse + e^sink)
+    deterministic  whether kv's gradient is summed in a fixed order: it is then bit-identical from run to run, and the
+                   backward pass several times slower. The order depends on how many queries and how many
+                   multiprocessors there are. None: as torch.are_deterministic_algorithms_enabled() says when the
+                   gradient is computed
 
-    Returns out [Tq, H, d_v] in q's dtype and lse [H, Tq] fp32 (natural log), without the sink; out 0 and lse +inf
-    without keys. Gradients of both reach q and kv, those of out attn_sink. A query without keys has zero gradients, and
-    gives none. Not twice differentiable on Hopper.
+    Returns out [Tq, H, d_v] in q's dtype and lse [H, Tq] fp32 (natural log), without the sink. A query without keys has
+    out 0 and lse +inf; its gradient is 0, and it adds nothing to other gradients. Gradients of out and of lse reach q
+    and kv, those of out also attn_sink. Not twice differentiable on Hopper.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads (multiples of 64 fill the tensor cores), any K and Tk,
-    softmax_scale above 0. Forward as `flash_mla_sparse_fwd`. Backward: P and dS are rounded to q's dtype before they
-    are multiplied; dkv is summed in fp32, in no order unless `deterministic`; dq and attn_sink's gradient are
-    bit-identical from run to run in any case. Workspace: 4 Tk d bytes and 8 for each head of a query; `deterministic`
-    about 5 MB a multiprocessor for K = 2048 besides. A sink that outweighs the keys by 2^64 counts as 2^64. CUDA-graph
-    safe, no host synchronisation.
+    softmax_scale above 0. The forward pass is `flash_mla_sparse_fwd`. In the backward pass the softmax weights and the
+    gradients of the logits are rounded to q's dtype before they are multiplied; kv's gradient is summed in fp32, in no
+    fixed order unless `deterministic`; the gradients of q and attn_sink are bit-identical from run to run in any case.
+    The workspace is 4 Tk d bytes and 8 bytes for each head of a query, with `deterministic` and K = 2048 also about
+    5 MB for each multiprocessor. A sink that outweighs the keys by more than 2^64 counts as 2^64. CUDA-graph safe, no
+    host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     return _sparse_mla_attention(q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
@@ -113,7 +116,7 @@ def gradients(
     name, sms = dtype_name(q.dtype), backends.num_sms(q.device)
     scale = float(scale)
     scales = (scale, scale * math.log2(math.e))
-    kernels, sum_kernels = _sparse_mla_attention.modules(backends.arch_of(q.device))
+    kernels, sum_kernels = _sparse_mla_attention.kernels.modules(backends.arch_of(q.device))
     with backends.on_device(q):
         _inputs_kernel(sum_kernels, name, sink is not None, dlse is not None)(
             *(out, dout, lse, None if dlse is None else dlse.float()),
@@ -153,17 +156,13 @@ def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor,
     return (order // top_k * stride + order % top_k).int(), bounds
 
 
-def _check_limits(
-    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, softmax_scale: float, d_v: int, *_: object
-) -> None:
+def _check_limits(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
     if q.shape[2] not in MLA_CHANNELS:
-        raise ValueError(
-            f"q: the Hopper kernel takes d = {' or '.join(map(str, MLA_CHANNELS))}, got shape {list(q.shape)}"
-        )
+        raise ValueError(f"q: the kernel takes d = {' or '.join(map(str, MLA_CHANNELS))}, got shape {list(q.shape)}")
     if d_v != MLA_V_CHANNELS:
-        raise ValueError(f"d_v: the Hopper kernel takes {MLA_V_CHANNELS}, got {d_v}")
+        raise ValueError(f"d_v: the kernel takes {MLA_V_CHANNELS}, got {d_v}")
     if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale: the Hopper kernel takes a positive number, got {softmax_scale}")
+        raise ValueError(f"softmax_scale: the kernel takes a positive number, got {softmax_scale}")
 
 
 @op(

@@ -31,14 +31,7 @@ def _check_blocks(ape: torch.Tensor, state: torch.Tensor | None, overlap: bool) 
 
 
 def _check_compress(
-    kv: torch.Tensor,
-    gate: torch.Tensor,
-    ape: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    state: torch.Tensor | None,
-    state_slots: torch.Tensor | None,
-    overlap: bool,
+    ape: torch.Tensor, state: torch.Tensor | None, state_slots: torch.Tensor | None, overlap: bool
 ) -> None:
     _check_blocks(ape, state, overlap)
     if (state is None) != (state_slots is None):
@@ -47,19 +40,12 @@ def _check_compress(
 
 def _check_write(
     kv: torch.Tensor,
-    gate: torch.Tensor,
     ape: torch.Tensor,
     norm_weight: torch.Tensor,
     cos: torch.Tensor,
-    sin: torch.Tensor,
     cache: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
     state: torch.Tensor,
-    state_slots: torch.Tensor,
     overlap: bool,
-    eps: float,
 ) -> None:
     d = _check_blocks(ape, state, overlap)
     if norm_weight.shape[0] != d:
@@ -120,24 +106,27 @@ def compress_kv(
     *,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the slots j of entry i; Z = gate + ape[position mod m].
+    """C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m].
 
-    The slots of entry i are the m tokens of block i, and d = c. With overlap they are 2 m, and d = c / 2: of block
-    i - 1 the first d channels of each token, of block i the last d; block -1 has no weight.
+    A block is m tokens of a sequence, and block i ends with entry i. Without overlap the entry is made of the m tokens
+    of its block with all their channels, d = c. With overlap it is made of two blocks, d = c / 2: block i - 1 gives the
+    first d channels of its tokens, block i the last d channels of its own, and entry 0 is made of block 0 alone.
 
     kv, gate    [T, c] fp32, bf16 or fp16, both of one dtype: projections of new tokens, the sequences one after another
     ape         [m, c] fp32
     cu_seqlens  [B + 1] int32, from at least 0 to at most T, not decreasing: sequence b has the tokens cu_seqlens[b] up
                 to cu_seqlens[b + 1]
-    starts      [B] int32, at least 0: tokens of each sequence before these, which are in `state`
-    state       [S, n, 2, c] fp32, n = m, or 2 m with overlap: KV and Z of the token at position p in row p mod n of
-                the sequence's state slot. The new tokens' are written. None: all sequences begin here
-    state_slots [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Those of one slot, as of sequences
-                that are padding, spoil each other's state
+    starts      [B] int32, at least 0: how many tokens of each sequence came before the new ones; `state` has the last
+                n of these
+    state       [S, n, 2, c] fp32, n = m, or 2 m with overlap: a sequence's state slot has KV and Z of its token at
+                position p in row p mod n; those of the new tokens are written. None: all sequences begin here
+    state_slots [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, as
+                padding may, overwrite each other's state
+    overlap     whether an entry is made of two blocks
 
     Returns (entries [N, d] fp32, tokens [N] int64, the new tokens that end their blocks, ascending). Gradients flow to
-    kv, gate and ape. Raises TypeError or ValueError for other types, dtypes, shapes, devices and integers; then nothing
-    is written.
+    kv, gate and ape. Raises TypeError or ValueError for other types, dtypes, shapes, devices and integers, before
+    anything is written.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     COMPRESS_KV.check(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap)

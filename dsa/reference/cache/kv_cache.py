@@ -69,12 +69,8 @@ def check_scales(cache: torch.Tensor, use_ue8m0: bool) -> None:
         raise ValueError("use_ue8m0: must be True for the V4 layout, which stores powers of two only, got False")
 
 
-def _check_write(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool) -> None:
-    check_scales(cache, use_ue8m0)
-
-
 WRITE_KV_CACHE = Arguments(
-    rule=_check_write,
+    rule=check_scales,
     first=("cache",),
     kv=Tensor("T d", FLOATS, layout=ROWS),
     cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, written=True),

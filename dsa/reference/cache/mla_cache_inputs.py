@@ -11,16 +11,7 @@ from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
 
 
 def _check_inputs(
-    kv: torch.Tensor,
-    norm_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-    interleaved: bool,
-    use_ue8m0: bool,
-    out: torch.Tensor | None,
+    kv: torch.Tensor, norm_weight: torch.Tensor, cos: torch.Tensor, cache: torch.Tensor, use_ue8m0: bool
 ) -> None:
     d = kv.shape[1]
     if not 1 <= norm_weight.shape[0] <= d:

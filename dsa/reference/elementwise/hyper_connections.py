@@ -15,7 +15,7 @@ def _check_streams(streams: torch.Tensor) -> None:
 
 
 HYPER_COLLAPSE = Arguments(
-    rule=lambda streams, *_: _check_streams(streams),
+    rule=_check_streams,
     streams=Tensor("T n D", FLOATS, layout=ROWS),
     mix=Tensor("T (2+n)*n", F32, layout=ALIGNED),
     base=Tensor("(2+n)*n", F32, layout=ALIGNED),
@@ -25,7 +25,7 @@ HYPER_COLLAPSE = Arguments(
     hc_eps=Number(least=0),
 )
 HYPER_EXPAND = Arguments(
-    rule=lambda y, streams, *_: _check_streams(streams),
+    rule=_check_streams,
     y=Tensor("T D", FLOATS, layout=ROWS),
     streams=Tensor("T n D", FLOATS, like="y", layout=ROWS),
     post=Tensor("T n", F32, layout=ALIGNED),
@@ -46,19 +46,21 @@ def hyper_collapse(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x = sum_k pre_k X_k, and the weights by which `hyper_expand` makes the new streams.
 
-    z = mix / sqrt(mean(v^2) + eps), v a token's streams flattened; its n + n + n^2 numbers times scale plus base give
-      pre  = sigmoid(.) + hc_eps
-      post = 2 sigmoid(.)
-      comb = Sinkhorn(softmax(.) + hc_eps)
-    where Sinkhorn divides columns by their sums + hc_eps, then `iterations` - 1 times rows and columns.
+    v is a token's n streams as one vector, z = mix / sqrt(mean(v^2) + eps), and z * scale + base are n numbers a, n
+    numbers b and a matrix c [n, n], of which
+      pre  = sigmoid(a) + hc_eps
+      post = 2 sigmoid(b)
+      comb = Sinkhorn(softmax(c) + hc_eps), with the softmax over each row
+    Sinkhorn divides every column by its sum + hc_eps, and then `iterations` - 1 times every row and every column.
 
-    All is fp32 and x rounds once. Gradients flow to every tensor. Arguments as of `dsa.hyper_collapse`.
+    Everything is computed in fp32, and x is rounded once. Gradients flow to every tensor.
+    Arguments as of `dsa.hyper_collapse`.
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     HYPER_COLLAPSE.check(streams, mix, base, scale, iterations, eps, hc_eps)
     check_memory("streams", streams)
     n = streams.shape[1]
-    v = streams.flatten(1).float()
+    v = streams.flatten(1).float().contiguous()
     z = mix * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
     pre, post, comb = z.split((n, n, n * n), -1)
     pre_base, post_base, comb_base = base.split((n, n, n * n))

@@ -20,4 +20,4 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     check_memory("x", x)
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return (y if weight is None else y * weight).to(x.dtype)
+    return (y if weight is None else y * weight).to(x.dtype).contiguous()

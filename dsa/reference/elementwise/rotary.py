@@ -17,7 +17,7 @@ def check_rotated(name: str, x: torch.Tensor, cos: torch.Tensor) -> None:
         )
 
 
-def _check_channels(x: torch.Tensor, cos: torch.Tensor, *_: object) -> None:
+def _check_channels(x: torch.Tensor, cos: torch.Tensor) -> None:
     check_rotated("x", x, cos)
 
 
@@ -36,11 +36,10 @@ ROTARY_OUT = Arguments(rule=_check_channels, **_SPECS, out=Tensor("T ... D", FLO
 def apply_rotary(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, dims: str = "first"
 ) -> torch.Tensor:
-    """Rotate the first or last R = 2 * cos.shape[-1] dimensions of x; the others pass.
+    """Rotate the first or last R = 2 * cos.shape[-1] dimensions of x; the others are copied.
 
-    (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) if `interleaved`, else (i, i + R / 2).
-    x [T, ..., D] float, cos and sin fp32 [T, R / 2]. fp32 inside; returns x's shape and dtype.
-    DeepSeek-V3.2 pairs interleaved in MLA and half-split in the indexer: the wrong one still runs, and answers wrongly.
+    (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) if `interleaved`, else (i, i + R / 2), in fp32,
+    rounded once to x's dtype. Gradients flow to x, cos and sin. Arguments as of `dsa.apply_rotary`.
     """
     ROTARY.check(x, cos, sin, interleaved, dims)
     check_memory("x", x)

@@ -21,7 +21,7 @@ AMAX_MIN = 1e-4
 SCALES = (torch.float32, torch.float8_e8m0fnu)
 
 
-def _check_groups(x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool) -> None:
+def _check_groups(x: torch.Tensor, gran_k: int, hadamard: bool) -> None:
     if x.shape[-1] % gran_k:
         raise ValueError(f"x: the last dimension must be a multiple of gran_k={gran_k}, got {x.shape[-1]}")
     if hadamard and gran_k & (gran_k - 1):
@@ -85,9 +85,13 @@ def per_row_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = True) -> tuple[torch.
 def per_block_cast_to_fp8(
     w: torch.Tensor, use_ue8m0: bool = True, block: int = 128
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One scale per block x block tile of a weight; the last tiles may be ragged.
+    """q = round_to_e4m3(w * (1 / scale)), scale = max(amax(|w|), 1e-4) / 448 over each block x block tile of a weight.
 
-    w: [O, I] fp32, bf16 or fp16. Returns q [O, I] e4m3 and scale [ceil(O / block), ceil(I / block)] fp32.
+    w          [O, I] fp32, bf16 or fp16
+    use_ue8m0  True: scale is the next power of two at or above that number
+    block      rows and columns of a tile; the last tiles have as many as are left
+
+    Returns q [O, I] e4m3 and scale [ceil(O / block), ceil(I / block)] fp32; w ~ q * scale (the scale multiplies).
     Raises TypeError or ValueError for other types, dtypes and shapes.
     """
     PER_BLOCK_CAST_TO_FP8.check(w, use_ue8m0, block)
@@ -111,9 +115,14 @@ def dequantize_per_token(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
 def dequantize_per_block(
     q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32, block: int = 128
 ) -> torch.Tensor:
-    """w[i, j] = q[i, j] * scale[i // block, j // block], in `dtype`; the last tiles may be ragged.
+    """w[i, j] = q[i, j] * scale[i // block, j // block], computed in fp32 and rounded to `dtype`.
 
-    q: [O, I] e4m3. scale: [ceil(O / block), ceil(I / block)] fp32 or e8m0. dtype: fp32, bf16, fp16 or float64.
+    q      [O, I] e4m3
+    scale  [ceil(O / block), ceil(I / block)] fp32 or e8m0
+    dtype  of the result: fp32, bf16, fp16 or float64
+    block  rows and columns of a tile; the last tiles have as many as are left
+
+    Returns [O, I] in `dtype`. `per_block_cast_to_fp8` makes such q and scale.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     """
     DEQUANTIZE_PER_BLOCK.check(q, scale, dtype, block)

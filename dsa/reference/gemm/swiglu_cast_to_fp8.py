@@ -10,7 +10,7 @@ from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 BLOCK = 128
 
 
-def _check_limit(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None) -> None:
+def _check_limit(limit: float | None) -> None:
     if limit is not None and limit <= 0:
         raise ValueError(f"limit: must be positive or None, got {limit}")
 

@@ -80,9 +80,17 @@ def mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t], -inf elsewhere.
 
-    The unquantised form of `fp8_mqa_logits`: q [S, H, D] and k [Skv, D] are fp32, bf16 or fp16, weights [S, H] fp32,
-    ranges as there. Returns [S, Skv] fp32, differentiable in q, k and weights. Raises TypeError or ValueError for
-    other types, dtypes and shapes. Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
+    `fp8_mqa_logits` without quantisation, for parity and research; it runs in PyTorch on every device.
+
+    q                   [S, H, D] fp32, bf16 or fp16
+    k                   [Skv, D] fp32, bf16 or fp16
+    weights             [S, H] fp32, may be negative
+    cu_seq_len_k_start  [S] int32, ks: the first key that query t sees
+    cu_seq_len_k_end    [S] int32, ke: one past the last. With ke <= ks query t sees no key; both are clipped to
+                        [0, Skv]
+
+    Returns [S, Skv] fp32, differentiable in q, k and weights. Raises TypeError or ValueError for other types, dtypes
+    and shapes. Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     MQA_LOGITS.check(q, k, weights, cu_seq_len_k_start, cu_seq_len_k_end)
     check_memory("q", q)

@@ -13,7 +13,7 @@ SPLIT_KV = 256
 MOST_SPLITS = 2**31 - 1  # of all sequences
 
 
-def _check_page_size(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> None:
+def _check_page_size(block_kv: int) -> None:
     if SPLIT_KV % block_kv:
         raise ValueError(f"block_kv: must be a divisor of {SPLIT_KV}, got {block_kv}")
 
@@ -42,12 +42,7 @@ FP8_PAGED_MQA_LOGITS = Arguments(
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
     """The plan of `fp8_paged_mqa_logits`: SM i works from boundary i up to, not including, boundary i + 1.
 
-    Returns [num_sms + 1, 2] int32. Row i is (sequence, split): the work is the splits of 256 keys of sequence 0, then
-    of sequence 1 and so on, ceil(length / 256) each and none for an empty sequence, and row i is the first split of
-    SM i. Every SM gets total // num_sms splits, the last total % num_sms of them one more. The last row is (B, 0), as
-    is the row of every SM when there is no work. All the queries of a sequence share its splits. A sequence counts for
-    at most (2^31 - 1) // B splits, so that their total is an int32.
-    Arguments as of `dsa.get_paged_mqa_logits_metadata`.
+    Arguments and result as of `dsa.get_paged_mqa_logits_metadata`.
     Source: DeepGEMM's function of this name, whose plan for next_n <= 2 this is.
     """
     GET_PAGED_MQA_LOGITS_METADATA.check(context_lens, block_kv, num_sms)

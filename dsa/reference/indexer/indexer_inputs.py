@@ -12,13 +12,11 @@ from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 DIM = 128
 
 
-def _check_queries(q: torch.Tensor, weights: torch.Tensor, cos: torch.Tensor, *_: object) -> None:
+def _check_queries(q: torch.Tensor, cos: torch.Tensor) -> None:
     check_rotated("q", q, cos)
 
 
-def _check_keys(
-    k: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, cos: torch.Tensor, *_: object
-) -> None:
+def _check_keys(k: torch.Tensor, cos: torch.Tensor) -> None:
     check_rotated("k", k, cos)
 
 
@@ -58,7 +56,7 @@ def quantize_indexer_queries(
     dims: str = "first",
     use_ue8m0: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q8, s = FP8(H128 rope(q)) with one scale per head; the scale folds into the head's weight: w8 = weights * s.
+    """q8, s = FP8(H128 rope(q)) with one scale s per token and head, which goes into the head's weight: w8 = weights s.
 
     Rope and Hadamard each round to q's dtype. Arguments as of `dsa.quantize_indexer_queries`.
     Source: `Indexer.forward` of DeepSeek-V3.2's inference code.

@@ -14,14 +14,7 @@ _SLOT_LIMIT = 2**31
 
 
 def _check_paging(
-    scores: torch.Tensor,
-    k: int,
-    starts: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    page_size: int | None,
-    row_to_seq: torch.Tensor | None,
-    *_: object,
+    scores: torch.Tensor, block_table: torch.Tensor | None, page_size: int | None, row_to_seq: torch.Tensor | None
 ) -> None:
     rows = scores.shape[0]
     if block_table is None:
@@ -51,7 +44,6 @@ TOPK_INDICES = Arguments(
 )
 
 
-@without_autocast
 def topk_indices(
     scores: torch.Tensor,
     k: int,
@@ -69,6 +61,24 @@ def topk_indices(
     Of equal scores the lowest index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is
     never picked. Arguments and results as of `dsa.topk_indices`.
     """
+    options = starts, lengths, block_table, page_size, row_to_seq, sorted, return_values
+    indices, values = indices_and_values(scores, k, *options)
+    return (indices, values) if return_values else indices
+
+
+@without_autocast
+def indices_and_values(
+    scores: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    page_size: int | None,
+    row_to_seq: torch.Tensor | None,
+    sorted: bool,
+    return_values: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `topk_indices` returns, with values [0, 0] where they are not asked for."""
     TOPK_INDICES.check(scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
     check_memory("scores", scores)
     (rows, cols), device = scores.shape, scores.device
@@ -84,7 +94,7 @@ def topk_indices(
     if block_table is not None:
         indices = _to_slots(indices, block_table, page_size, row_to_seq)
         values = values.masked_fill(indices < 0, -torch.inf)
-    return (indices.int(), values) if return_values else indices.int()
+    return indices.int(), values if return_values else values.new_empty(0, 0)
 
 
 def _select(

@@ -33,12 +33,8 @@ def check_latent_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
 def _check_dense(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    head_dim_v: int,
     tile_scheduler_metadata: torch.Tensor | None,
     num_splits: torch.Tensor | None,
-    *_: object,
 ) -> None:
     check_latent_cache("k_cache", k_cache, q)
     if q.shape[2] % k_cache.shape[2]:
@@ -49,12 +45,9 @@ def _check_dense(
 def _check_sparse(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
     extra_indices_in_kvcache: torch.Tensor | None,
     extra_topk_length: torch.Tensor | None,
-    *_: object,
 ) -> None:
     check_latent_cache("k_cache", k_cache, q)
     if extra_k_cache is None:
@@ -131,7 +124,7 @@ def flash_mla_with_kvcache(
         dense = (q, k_cache, block_table, cache_seqlens, head_dim_v, *tensors, scale, causal)
         DENSE_MLA_DECODE.check(*dense)
         bind_plan(tile_scheduler_metadata, config_of(q, causal, (k_cache, None)))
-        return dense_mla_decode(*dense)
+        return dense_mla_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
     check_plan_tensors(*plan, q)
     sparse = (q, k_cache, indices, topk_length, *extra, head_dim_v, scale, attn_sink)
     SPARSE_MLA_DECODE.check(*sparse, batch_invariant)
@@ -202,18 +195,16 @@ def dense_mla_decode(
     k_cache: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
-    d_v: int,
-    tile_scheduler_metadata: torch.Tensor | None,
-    num_splits: torch.Tensor | None,
-    scale: float,
+    head_dim_v: int,
+    softmax_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense decoding of checked arguments, whatever the plan: out [B, s_q, h_q, d_v] and lse [B, h_q, s_q]."""
+    """Dense decoding of checked arguments, whatever the plan: out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
     check_memory("q", q)
     batch, s_q, h_q, _ = q.shape
     pages, page_size, h_k, _ = k_cache.shape
     group = h_q // h_k
-    out = torch.zeros(batch, s_q, h_q, d_v, dtype=torch.float32, device=q.device)
+    out = torch.zeros(batch, s_q, h_q, head_dim_v, dtype=torch.float32, device=q.device)
     lse = torch.full((batch, h_q, s_q), torch.inf, dtype=torch.float32, device=q.device)
     for b in range(batch):
         length = min(max(int(cache_seqlens[b]), 0), block_table.shape[1] * page_size)
@@ -226,7 +217,8 @@ def dense_mla_decode(
             for i in range(s_q):
                 # A slice rather than a mask: a key that a query does not see must not touch it, even if it is NaN.
                 seen = max(0, int(cache_seqlens[b]) - s_q + i + 1) if causal else length
-                row, row_lse, _ = attend(q[b, None, i, heads], kv[None, :seen], slots[None, :seen] >= 0, scale, d_v)
+                keys = kv[None, :seen], slots[None, :seen] >= 0
+                row, row_lse, _ = attend(q[b, None, i, heads], *keys, softmax_scale, head_dim_v)
                 out[b, i, heads], lse[b, heads, i] = row[0], row_lse[0]
     return out.to(q.dtype), lse
 
@@ -238,18 +230,17 @@ def sparse_mla_decode(
     indices: torch.Tensor,
     topk_length: torch.Tensor | None,
     extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
+    extra_indices_in_kvcache: torch.Tensor | None,
     extra_topk_length: torch.Tensor | None,
-    d_v: int,
-    scale: float,
+    head_dim_v: int,
+    softmax_scale: float,
     attn_sink: torch.Tensor | None,
-    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sparse decoding of checked arguments: out [B, s_q, h_q, d_v] and lse [B, h_q, s_q]."""
+    """Sparse decoding of checked arguments: out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
     check_memory("q", q)
-    given = (k_cache, indices, topk_length), (extra_k_cache, extra_indices, extra_topk_length)
+    given = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     selections = [(cache, _slots(cache, *rest)) for cache, *rest in given if cache is not None]
-    out, lse = _sparse(q.flatten(0, 1), selections, d_v, scale)
+    out, lse = _sparse(q.flatten(0, 1), selections, head_dim_v, softmax_scale)
     if attn_sink is not None:
         out = apply_sink(out, lse, attn_sink)
     out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])

@@ -22,7 +22,8 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = sum_i e^(lse_i - lse) out_i with lse = log sum_i e^lse_i: attention over the union of disjoint key sets.
 
-    All is fp32 in between. Where every branch is empty: out 0 and lse +inf. Arguments as of `dsa.merge_attention`.
+    Everything is fp32 in between. Where every branch is empty, out is 0 and lse +inf.
+    Arguments as of `dsa.merge_attention`.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     outs, lses = list_of(outs), list_of(lses)

@@ -33,15 +33,7 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
     """A plan for `flash_mla_with_kvcache`, to be passed as its `tile_scheduler_metadata` and `num_splits`.
 
-    New style, no arguments: (FlashMLASchedMeta(), None). The object takes up the shapes of the first call that gets
-    it.
-
-    Old style, (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None, is_fp8_kvcache=False, topk=None)
-    by position or by name: (tile_scheduler_metadata [num_sm_parts, 8] int32, num_splits [B + 1] int32).
-      cache_seqlens            [B] int32, cached keys per sequence
-      num_q_tokens_per_head_k  s_q * h_q / h_k
-      topk                     None, or the keys that every query selects
-    Rows of the first as of `dsa.get_mla_metadata`. The reference needs no plan: its own has one part and no splits.
+    Arguments and results as of `dsa.get_mla_metadata`. The reference needs no plan: its own has one part and no splits.
     Source: FlashMLA's function of this name.
     """
     if not args and not kwargs:

@@ -43,7 +43,7 @@ def sliding_window_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale * q[t] . kv[j]) kv[j, :d_v] over the keys max(0, p - window + 1) <= j <= p.
 
-    p is the query's position among its sequence's keys: queries are the last of them, so that query i of Lq has
+    p is the query's position among its sequence's keys. A sequence's queries belong to its last keys: query i of Lq has
     p = Lk - Lq + i. A query with p < 0 sees no key.
 
     Everything is fp32 in between. A query without keys, also one that belongs to no sequence, has out 0 and lse +inf,
@@ -78,8 +78,8 @@ def window_sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(softmax_scale * q[t] . k_j) k_j[:d_v] over the keys of t's window and its selected entries.
 
-    The window's keys are those rows of kv that `sliding_window_attention` attends to, the others the rows indices[t] of
-    compressed. One softmax over all of them, and one sink.
+    The window's keys are those rows of kv that `sliding_window_attention` attends to, the selected entries the rows
+    indices[t] of compressed. There is one softmax over all of them, and one sink.
 
     Everything is fp32 in between. A query without keys has out 0 and lse +inf, and NaN reaches only the queries that
     attend to it. Arguments as of `dsa.window_sparse_attention`; keys of fp32 queries may have any float dtype.

@@ -15,15 +15,7 @@ from dsa.reference.mla.window_indices import window_slots
 
 
 def _check_cache(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor,
-    window: int,
-    softmax_scale: float,
-    d_v: int,
-    attn_sink: torch.Tensor | None,
-    is_fp8_kvcache: bool,
+    q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor | None, window: int, is_fp8_kvcache: bool
 ) -> None:
     check_layout_flag("cache", cache, is_fp8_kvcache)
     check_latent_cache("cache", cache, q)
@@ -65,7 +57,8 @@ def sliding_window_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[b, i] = softmax_j(softmax_scale * q[b, i] . k_j) k_j[:d_v] over the keys max(0, p - window + 1) <= j <= p.
 
-    p = cache_seqlens[b] - s_q + i: the queries are the last of the cached keys. With p < 0 a query sees no key.
+    p = cache_seqlens[b] - s_q + i, for the queries belong to the last of the cached keys. A query with p < 0 sees no
+    key.
 
     Everything is fp32 in between. A query without keys has out 0 and lse +inf, a page outside the table or the cache
     holds no keys, and NaN in a cached row reaches only the queries whose window holds it. Arguments as of

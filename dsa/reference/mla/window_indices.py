@@ -45,13 +45,14 @@ WINDOW_SLOTS = Arguments(
 
 
 def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
-    """indices[t] = k0 + max(0, p - window + 1), ..., k0 + p: the keys that query t sees, p its position among them.
+    """indices[t] = k0 + max(0, p - window + 1), ..., k0 + p: the keys that query t sees.
 
     Query t = cu_seqlens_q[b] + i is number i of the Lq queries of sequence b, whose Lk keys begin at k0 =
-    cu_seqlens_k[b]. The queries are the last of the keys: p = Lk - Lq + i, and with p < 0 a query sees no key.
+    cu_seqlens_k[b]. p is the query's position among these keys. The queries belong to the last of them: p = Lk - Lq +
+    i, and a query with p < 0 sees no key.
 
-    Of boundaries in any order, a query belongs to the sequence with queries that begins last before it, if that ends
-    behind it. Arguments as of `dsa.window_indices`.
+    Of boundaries in any order, a query belongs to that sequence with queries which begins last before it, if the
+    sequence ends behind it. Arguments as of `dsa.window_indices`.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     WINDOW_INDICES.check(cu_seqlens_q, cu_seqlens_k, total_q, window)
@@ -76,7 +77,8 @@ def window_slots(
 ) -> torch.Tensor:
     """slots[b, i] = where the keys max(0, p - window + 1), ..., p of sequence b lie in its cache, for query i of s_q.
 
-    p = cache_seqlens[b] - s_q + i: the queries are the last of the cached keys. With p < 0 a query sees no key.
+    p = cache_seqlens[b] - s_q + i, for the queries belong to the last of the cached keys. A query with p < 0 sees no
+    key.
 
     Key s is in slot block_table[b, s // page_size] * page_size + s % page_size, or without a table in the ring that is
     page b, b * page_size + s % page_size. Arguments as of `dsa.window_slots`.

@@ -26,11 +26,11 @@ def combine_experts(
     """
     COMBINE_EXPERTS.check(y, rows, weights, shared)
     check_memory("y", y)
-    present = (rows >= 0) & (rows < len(y))
+    valid = (rows >= 0) & (rows < len(y))
     # The absent ones read a row of zeros behind the others.
     padded = torch.cat((y, y.new_zeros(1, y.shape[1])))
-    sources = rows.long().masked_fill(~present, len(y))
-    factors = weights.masked_fill(~present, 0.0)
+    sources = rows.long().masked_fill(~valid, len(y))
+    factors = weights.masked_fill(~valid, 0.0)
     out = torch.zeros(len(rows), y.shape[1], dtype=torch.float32, device=y.device)
     for source, factor in zip(sources.unbind(1), factors.unbind(1)):
         out = out + padded[source].float() * factor[:, None]

@@ -11,9 +11,7 @@ SCORES = ("sigmoid", "sqrtsoftplus")
 LEAST_SUM = 1e-20
 
 
-def _check_groups(
-    logits: torch.Tensor, bias: torch.Tensor, top_k: int, scores: str, n_group: int, topk_group: int, *_: object
-) -> None:
+def _check_groups(logits: torch.Tensor, top_k: int, n_group: int, topk_group: int) -> None:
     experts = logits.shape[1]
     if experts % n_group:
         raise ValueError(f"n_group: must divide the {experts} experts of logits, got {n_group}")
@@ -55,12 +53,14 @@ def moe_gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which experts a token goes to, and with what weights.
 
-    s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias: a group of E / n_group experts is
-    worth its two best, the best topk_group groups stay, and the top_k best experts in them win, the best first.
-    Their weights are s without the bias, divided by their sum plus 1e-20 if `normalise`, times `scale`: a token whose
-    scores are all 0 has weights of 0. Of equal ones the lowest number wins.
+    s = sigmoid(logits), or sqrt(softplus(logits)). Experts are chosen by s + bias: a group of E / n_group experts
+    counts as much as the sum of its two best experts, the best topk_group groups stay, and the top_k best experts of
+    these groups are chosen, the best first. An expert's weight is its s without the bias, with `normalise` divided by
+    the sum of the chosen experts' s plus 1e-20, times `scale`. Of equal groups or experts the one with the lowest
+    number is chosen.
 
-    A NaN is above all numbers. Differentiable in logits, through the weights. Arguments as of `dsa.moe_gate`.
+    A NaN counts as larger than all numbers. Differentiable in logits, through the weights.
+    Arguments as of `dsa.moe_gate`.
     Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is transformers',
     in every family.
     """

@@ -12,13 +12,7 @@ from dsa.reference.training.packed_sequences import SEQUENCES, check_bounds, seq
 
 
 def _check_bounds(
-    q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    w_idx: torch.Tensor,
-    top_k: int,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    *_: object,
+    q_idx: torch.Tensor, k_idx: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
 ) -> None:
     check_bounds(cu_seqlens_q, cu_seqlens_k, ("q_idx", q_idx), ("k_idx", k_idx))
 
@@ -54,7 +48,7 @@ def indexer_topk(
     bounds = (cu_seqlens_q, cu_seqlens_k)
     INDEXER_TOPK.check(q_idx, k_idx, w_idx, top_k, *bounds, max_seqlen_q, max_seqlen_k, causal)
     check_memory("q_idx", q_idx)
-    picks = [torch.full((0, top_k), -1, dtype=torch.int32, device=q_idx.device)]
+    found = [torch.full((0, top_k), -1, dtype=torch.int32, device=q_idx.device)]
     with torch.no_grad():
         for begin_q, end_q, begin_k, end_k in sequence_ranges(*bounds, ("q_idx", q_idx), ("k_idx", k_idx)):
             queries, keys = slice(begin_q, end_q), slice(begin_k, end_k)
@@ -64,5 +58,5 @@ def indexer_topk(
             if causal:
                 lengths = (n - m + 1 + torch.arange(m, device=q_idx.device)).clamp(0, n).int()
             own = topk_indices(scores, top_k, lengths=lengths)
-            picks.append(torch.where(own < 0, own, own + begin_k))
-    return torch.cat(picks)[:, None]
+            found.append(torch.where(own < 0, own, own + begin_k))
+    return torch.cat(found)[:, None]

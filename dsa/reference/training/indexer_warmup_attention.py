@@ -19,15 +19,12 @@ TARGETS = ("sum", "per_head")
 def _check_heads_and_bounds(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
     q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    w_idx: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    *rest: object,
+    target: str,
 ) -> None:
-    heads, key_heads, target = q.shape[1], k.shape[1], rest[-1]
+    heads, key_heads = q.shape[1], k.shape[1]
     if heads == 0:  # their mean is what the indexer is to follow
         raise ValueError(f"q: must have at least one head, got shape {list(q.shape)}")
     if key_heads == 0 or heads % key_heads:
@@ -95,7 +92,7 @@ def indexer_warmup_attention(
             visible = visible.tril(n - m)
         repeat = q.shape[1] // k.shape[1]
         own_k, own_v = (x[keys].to(work).repeat_interleave(repeat, 1) for x in (k, v))
-        logits = softmax_scale * torch.einsum("thd,shd->hts", q[queries].to(work), own_k)
+        logits = softmax_scale * torch.einsum("thd,shd->hts", q[queries].to(work).contiguous(), own_k)
         weights, lse = masked_softmax(logits, visible)
         outs.append(torch.einsum("hts,shd->thd", weights, own_v))
         lses.append(lse)

@@ -41,9 +41,9 @@ def sparse_indexer_loss(
     p[t, j] = sum_h exp(softmax_scale q_h[t] . kv[j] - lse_h[t]), divided by its sum over j
     I[t, j] = sum_i w_idx[t, i] relu(q_idx_i[t] . k_idx[j])
 
-    lse is each head's of its whole softmax; without it that of the selected keys alone, so that every head counts the
-    same. A query without keys has kl 0. Gradients reach q_idx, k_idx and w_idx only. Arguments as of
-    `dsa.sparse_indexer_loss`; `deterministic` is for the kernels.
+    lse is each head's LSE over all that its softmax covers; None stands for the LSE over the selected keys alone, so
+    that every head counts the same. A query without keys has kl 0. Gradients reach q_idx, k_idx and w_idx only.
+    Arguments as of `dsa.sparse_indexer_loss`; `deterministic` is for the kernels.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     SPARSE_INDEXER_LOSS.check(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)
@@ -51,7 +51,9 @@ def sparse_indexer_loss(
     work = work_dtype(q)
     index, valid = selected(indices, len(kv))
     with torch.no_grad():
-        logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work), rows_of(kv[:, 0].to(work), index))
+        logits = softmax_scale * torch.einsum(
+            "thd,tjd->htj", q.to(work).contiguous(), rows_of(kv[:, 0].to(work), index)
+        )
         own_weights, own_lse = masked_softmax(logits, valid)
         if lse is not None:
             # Each head's share of its whole softmax, in logs: all of them may be tiny.

@@ -39,7 +39,7 @@ def sparse_mla_attention(
     work = work_dtype(q)
     index, valid = selected(indices, len(kv))
     rows = rows_of(kv[:, 0].to(work), index)
-    logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work), rows)
+    logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work).contiguous(), rows)
     weights, lse = masked_softmax(logits, valid)
     out = torch.einsum("htj,tjd->thd", weights, rows[..., :d_v])
     if attn_sink is not None:

@@ -69,13 +69,13 @@ def test_nothing_to_do(launches):
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     [
-        ({"dtype": torch.float16}, {}, "kv: the Hopper kernel takes fp32 and bf16, got float16"),
-        ({"m": 8}, {}, "ape: the Hopper kernel takes entries of channels and tokens 512 of 4 with overlap"),
+        ({"dtype": torch.float16}, {}, "kv: the kernel takes fp32 and bf16, got float16"),
+        ({"m": 8}, {}, "ape: the kernel takes entries of channels and tokens 512 of 4 with overlap"),
         ({"overlap": False}, {}, "got 512 of 4 without"),
         (
             {},
             {"cos": torch.rand(9, 16), "sin": torch.rand(9, 16)},
-            "cos: the Hopper kernel rotates R 64 channels, got 32",
+            "cos: the kernel rotates R 64 channels, got 32",
         ),
         ({}, {"state": torch.randn(4, 8, 2, 2048)[..., ::2]}, "state: must be contiguous"),
         ({}, {"kv": torch.randn(9, 2048)[:, ::2]}, "kv: the last dimension must be contiguous"),

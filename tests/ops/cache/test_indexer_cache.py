@@ -152,7 +152,7 @@ def test_what_the_kernel_does_not_take(launches):
     dsa.read_indexer_cache(cache, five[:1])
     for write in (True, False):
         for cached, into, message in [
-            (poisoned_cache(dim=48), slots, r"cache: the Hopper kernel takes D \(32, 64, 128\), got 48"),
+            (poisoned_cache(dim=48), slots, r"cache: the kernel takes D \(32, 64, 128\), got 48"),
             (cache, five, r"slots: must be contiguous, got strides \[2\]"),
         ]:
             with pytest.raises(ValueError, match=message):

@@ -200,7 +200,7 @@ def test_what_the_kernels_do_not_take(launches):
         ({"cache": v4, "kv": rows("v4")}, "cache: pages must start at multiples of 16 bytes"),
         (
             {"cache": torch.zeros(3, 4, 1, 12), "kv": torch.zeros(5, 12)},
-            "cache: the Hopper kernel takes float rows of a multiple of 8",
+            "cache: the kernel takes float rows of a multiple of 8",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

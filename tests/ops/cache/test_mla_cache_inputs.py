@@ -132,15 +132,15 @@ def test_what_the_kernel_does_not_take(launches):
         ({"norm_weight": torch.rand(1024)[::2]}, "norm_weight: the last dimension must be contiguous"),
         (
             {"norm_weight": torch.rand(576)},
-            r"norm_weight: the Hopper kernel takes N 512 of d \(576, 512\) .* 576 of 576",
+            r"norm_weight: the kernel takes N 512 of d \(576, 512\) .* 576 of 576",
         ),
         (
             {"kv": torch.randn(5, 520), "cache": torch.zeros(3, 4, 1, 520)},
-            r"norm_weight: the Hopper kernel takes N 512 of d \(576, 512\) channels, got 512 of 520",
+            r"norm_weight: the kernel takes N 512 of d \(576, 512\) channels, got 512 of 520",
         ),
         (
             {"cos": torch.zeros(5, 16), "sin": torch.zeros(5, 16)},
-            "cos: the Hopper kernel rotates R 64 channels, got 32",
+            "cos: the kernel rotates R 64 channels, got 32",
         ),
         ({"sin": good["sin"].to("meta")}, "sin: must be on cache's device cpu, got meta"),
         ({"slots": torch.arange(10)[::2]}, r"slots: must be contiguous, got strides \[2\]"),

@@ -123,9 +123,9 @@ def test_gradients_of_expand_run_the_formula(launches, name):
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     [
-        ({"n": 2}, {}, "streams: the Hopper kernel takes n 4 streams, got 2"),
-        ({"d": 60}, {}, "streams: the Hopper kernel takes D a multiple of 8, got 60"),
-        ({"d": 16392, "tokens": 1}, {}, "streams: the Hopper kernel takes D at most 16384 of bfloat16, got 16392"),
+        ({"n": 2}, {}, "streams: the kernel takes n 4 streams, got 2"),
+        ({"d": 60}, {}, "streams: the kernel takes D a multiple of 8, got 60"),
+        ({"d": 16392, "tokens": 1}, {}, "streams: the kernel takes D at most 16384 of bfloat16, got 16392"),
         ({"d": 8200, "tokens": 1, "dtype": torch.float32}, {}, "D at most 8192 of float32, got 8200"),
         ({}, {"streams": torch.randn(5, 4, 128).bfloat16()[..., ::2]}, "streams: the last dimension must be contig"),
         ({}, {"streams": torch.randn(5, 4, 65).bfloat16()[..., 1:]}, "streams: rows must start at multiples of 16"),
@@ -146,8 +146,8 @@ def test_errors_of_collapse(launches, options, changes, message):
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     [
-        ({"n": 2}, {}, "streams: the Hopper kernel takes n 4 streams, got 2"),
-        ({"d": 60}, {}, "streams: the Hopper kernel takes D a multiple of 8, got 60"),
+        ({"n": 2}, {}, "streams: the kernel takes n 4 streams, got 2"),
+        ({"d": 60}, {}, "streams: the kernel takes D a multiple of 8, got 60"),
         ({}, {"y": torch.randn(5, 65).bfloat16()[:, 1:]}, "y: rows must start at multiples of 16 bytes"),
         ({}, {"post": torch.randn(5, 8)[:, ::2]}, "post: must be contiguous"),
         ({}, {"post": torch.randn(21)[1:].view(5, 4)}, "post: must start at a multiple of 16 bytes"),
@@ -164,7 +164,7 @@ def test_errors_of_expand(launches, options, changes, message):
 def test_too_many_channels(launches):
     """2^33 of them, in one row of memory."""
     streams = torch.zeros(8, dtype=torch.bfloat16).as_strided((2**30, 4, 8), (0, 0, 1))
-    with pytest.raises(ValueError, match="streams: the Hopper kernel takes T D at most 8589926400 channels"):
+    with pytest.raises(ValueError, match="streams: the kernel takes T D at most 8589926400 channels"):
         op._check_limits(streams)
 
 

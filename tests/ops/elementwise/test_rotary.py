@@ -215,13 +215,13 @@ def test_what_the_kernel_does_not_take(launches):
     for arguments, message in [
         ((x[..., ::2], cos[:, :2], sin[:, :2]), r"x: the last dimension must be contiguous, got strides \[72, 24, 2\]"),
         ((x, cos, sin, x.repeat_interleave(2, -1)[..., ::2]), "out: the last dimension must be contiguous"),
-        ((x[..., :23], cos, sin), r"x: the Hopper kernel takes an even last dimension, got shape \[5, 3, 23\]"),
-        ((x, cos[:, :0], sin[:, :0]), r"cos: the Hopper kernel rotates at least 2 channels, got shape \[5, 0\]"),
+        ((x[..., :23], cos, sin), r"x: the kernel takes an even last dimension, got shape \[5, 3, 23\]"),
+        ((x, cos[:, :0], sin[:, :0]), r"cos: the kernel rotates at least 2 channels, got shape \[5, 0\]"),
         ((apart, cos, sin), "x: " + merged),
         ((four, cos, sin, apart), "out: " + merged),
         ((x, cos.to("meta"), sin), "cos: must be on x's device cpu, got meta"),
         ((x, cos, sin.to("meta")), "sin: must be on x's device cpu, got meta"),
-        ((many, angles, angles), "x: the Hopper kernel takes at most 4294966272 numbers in rows like these"),
+        ((many, angles, angles), "x: the kernel takes at most 4294966272 numbers in rows like these"),
     ]:
         with pytest.raises(ValueError, match=message):
             dsa.apply_rotary(*arguments[:3], interleaved=True, out=arguments[3] if len(arguments) > 3 else None)

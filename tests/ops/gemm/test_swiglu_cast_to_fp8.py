@@ -108,7 +108,7 @@ def test_a_single_vector(launches):
 def test_what_the_kernel_does_not_take(launches):
     good = torch.zeros(4, 128)
     for gate, up, message in [
-        (torch.zeros(4, 100), torch.zeros(4, 100), r"gate: the Hopper kernel takes I a multiple of 8, got \[4, 100\]"),
+        (torch.zeros(4, 100), torch.zeros(4, 100), r"gate: the kernel takes I a multiple of 8, got \[4, 100\]"),
         (
             good,
             torch.zeros(4, 131)[:, :128],

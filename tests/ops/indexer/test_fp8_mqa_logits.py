@@ -66,7 +66,7 @@ def test_what_the_kernel_does_not_take(launches):
     cases = [
         (
             (q[:, :6].contiguous(), k, scale, weights[:, :6]),
-            r"q: the Hopper kernel takes \(8, 16, 32, 64\) heads, got 6",
+            r"q: the kernel takes \(8, 16, 32, 64\) heads, got 6",
         ),
         ((q[..., :16].contiguous(), k[:, :16], scale, weights), r"q: .* head dimensions \(32, 64, 128\), got 16"),
         ((q.transpose(0, 1).contiguous().transpose(0, 1), k, scale, weights), "q: must be contiguous, got strides"),

@@ -159,11 +159,11 @@ def test_what_the_kernel_does_not_take(launches):
     for changes, message in [
         (
             {"q": q.new_zeros(3, 2, 24, 32), "weights": torch.zeros(6, 24)},
-            r"q: the Hopper kernel takes heads \(8, 16, 32, 64\), got 24",
+            r"q: the kernel takes heads \(8, 16, 32, 64\), got 24",
         ),
         (
             {"q": narrow, "kv_cache": cache.new_zeros(13, 32, 1, 20)},
-            r"q: the Hopper kernel takes head dimensions \(32, 64, 128\), got 16",
+            r"q: the kernel takes head dimensions \(32, 64, 128\), got 16",
         ),
         (
             {"q": q.new_zeros(3, 5, 8, 32), "weights": torch.zeros(15, 8)},

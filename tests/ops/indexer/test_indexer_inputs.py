@@ -187,7 +187,7 @@ def test_what_the_kernels_do_not_take(launches):
 
 @pytest.mark.parametrize("rotated", [0, 16, 96, 126])
 def test_the_kernels_rotate_some_numbers_of_channels(rotated, launches):
-    message = rf"cos: the Hopper kernel rotates R \(32, 64, 128\) channels, got {rotated}"
+    message = rf"cos: the kernel rotates R \(32, 64, 128\) channels, got {rotated}"
     with pytest.raises(ValueError, match=message):
         dsa.quantize_indexer_queries(*query_arguments(rotated=rotated))
     with pytest.raises(ValueError, match=message):

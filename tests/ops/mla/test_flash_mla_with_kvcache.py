@@ -178,7 +178,7 @@ def test_which_plans_the_kernel_makes(launches):
     arguments = (i32([70, 0, 128]), 16, 1, 16, True, 2048)
     assert_same(dsa.get_mla_metadata(*arguments), mla_metadata.get_mla_metadata(*arguments))
     many = torch.zeros(32769, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"cache_seqlens: the Hopper kernel plans for at most 32768 .* got 32769"):
+    with pytest.raises(ValueError, match=r"cache_seqlens: the kernel plans for at most 32768 .* got 32769"):
         dsa.get_mla_metadata(many, 16, 1)
     assert not launches
     dsa.get_mla_metadata(many[1:], 16, 1)
@@ -217,14 +217,14 @@ def test_what_the_kernel_does_not_take(launches):
     good |= {"tile_scheduler_metadata": plan, "num_splits": num_splits}
     aligned = "k_cache: rows must start at multiples of 16 bytes, got an address "
     fp8 = {"k_cache": torch.zeros(10, 16, 1, 656, dtype=torch.uint8), "is_fp8_kvcache": True}
-    positive = "softmax_scale: the Hopper kernel takes a positive number, got "
+    positive = "softmax_scale: the kernel takes a positive number, got "
     for changes, message in [
         ({"k_cache": cache.half()}, "k_cache: dtype must be q's bfloat16 or .*, got float16"),
         ({"q": q.half()}, "k_cache: dtype must be q's float16 or .*, got bfloat16"),
-        (fp8, "k_cache: the Hopper kernel takes q's dtype bfloat16 without indices, got uint8"),
+        (fp8, "k_cache: the kernel takes q's dtype bfloat16 without indices, got uint8"),
         ({"q": q[..., :512], "k_cache": cache[..., :512]}, r"q: .* takes d = 576, got shape \[3, 2, 4, 512\]"),
-        ({"head_dim_v": 256}, "head_dim_v: the Hopper kernel takes 512, got 256"),
-        ({"k_cache": cache[:, :15]}, "k_cache: the Hopper kernel takes pages of a multiple of 16 keys, got 15"),
+        ({"head_dim_v": 256}, "head_dim_v: the kernel takes 512, got 256"),
+        ({"k_cache": cache[:, :15]}, "k_cache: the kernel takes pages of a multiple of 16 keys, got 15"),
         ({"k_cache": wider(cache, 4, 4)}, aligned + "8 bytes past one"),
         ({"k_cache": wider(cache, 0, 4)}, aligned + r"0 bytes past one and strides of \[18560, 1160\] bytes"),
         (

@@ -176,8 +176,8 @@ def test_what_the_kernel_does_not_take(launches):
     many = torch.zeros(8).bfloat16().expand(2**20, 2**11, 8), torch.zeros(1).expand(2**20, 2**11)
     narrow = [x[..., :12] for x in outs]
     for arguments, message in [
-        ((outs * 3, lses * 3), "outs: the Hopper kernel merges 1 to 4 branches, got 6"),
-        ((narrow, lses), r"outs\[0\]: the Hopper kernel takes d_v a multiple of 8, got shape \[3, 4, 12\]"),
+        ((outs * 3, lses * 3), "outs: the kernel merges 1 to 4 branches, got 6"),
+        ((narrow, lses), r"outs\[0\]: the kernel takes d_v a multiple of 8, got shape \[3, 4, 12\]"),
         (([x[..., :0] for x in outs], lses), r"outs\[0\]: .* takes d_v a multiple of 8, got shape \[3, 4, 0\]"),
         (([outs[0], outs[1].float()], lses), r"outs\[1\]: dtype must be outs\[0\]'s bfloat16, got float32"),
         (([outs[0], odd], lses), aligned + r"an address 0 bytes past one and strides of \[136, 34\] bytes"),
@@ -188,7 +188,7 @@ def test_what_the_kernel_does_not_take(launches):
             (six, [logs[0], logs_apart]),
             r"lses\[1\]: the first 2 dimensions must be mergeable .* got shape \[2, 3, 2, 4\]",
         ),
-        (([many[0]], [many[1]]), r"outs\[0\]: the Hopper kernel takes at most 2147483640 rows, got shape"),
+        (([many[0]], [many[1]]), r"outs\[0\]: the kernel takes at most 2147483640 rows, got shape"),
         (([outs[0], outs[1].to("meta")], lses), r"outs\[1\]: must be on outs\[0\]'s device cpu, got meta"),
         ((outs, [lses[0].to("meta"), lses[1]]), r"lses\[0\]: must be on outs\[0\]'s device cpu, got meta"),
         ((outs, lses, torch.zeros(4, device="meta")), r"attn_sink: must be on outs\[0\]'s device cpu, got meta"),

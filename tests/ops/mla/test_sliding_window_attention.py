@@ -248,14 +248,14 @@ def test_prefill_errors(launches):
         ({"window": 0}, "window: must be at least 1, got 0"),
         ({"window": 2.0}, "window: must be an int, got float"),
         ({"softmax_scale": "1"}, "softmax_scale: must be a number, got str"),
-        ({"softmax_scale": 0.0}, r"softmax_scale: the Hopper kernel takes a positive number, got 0\.0"),
-        ({"d_v": 256}, "d_v: the Hopper kernel takes 512, got 256"),
+        ({"softmax_scale": 0.0}, r"softmax_scale: the kernel takes a positive number, got 0\.0"),
+        ({"d_v": 256}, "d_v: the kernel takes 512, got 256"),
         ({"d_v": 1000}, "d_v: must be at most d = 512, got 1000"),
         ({"attn_sink": torch.zeros(3)}, r"attn_sink: shape must be \[4\], got \[3\]"),
         ({"attn_sink": meta}, "attn_sink: must be on q's device cpu, got meta"),
     ]
     alone = [
-        (short, r"q: the Hopper kernel takes d = 576 or 512, got shape \[7, 4, 320\]"),
+        (short, r"q: the kernel takes d = 576 or 512, got shape \[7, 4, 320\]"),
         ({"indices": indices}, r"indices: shape must be \[7, 6\], got \[7, 5\]"),
     ]
     joined = [
@@ -301,17 +301,17 @@ def test_decode_errors(launches):
         ({"cache": unaligned, "q": v4_q, **fp8}, "cache: pages must start at multiples of 16 bytes"),
         (
             {"cache": raw, "q": wide_q.half(), **fp8},
-            "q: the Hopper kernel takes bfloat16 with a byte cache, got float16",
+            "q: the kernel takes bfloat16 with a byte cache, got float16",
         ),
         ({"block_table": table[:2]}, r"block_table: shape must be \[3, max_pages\], got \[2, 3\]"),
         ({"block_table": table.to("meta")}, "block_table: must be on q's device cpu, got meta"),
         ({"block_table": None, "window": 8}, r"cache: must have a page of at least window \+ s_q - 1 = 9 keys"),
         ({"cache_seqlens": lengths[:2]}, r"cache_seqlens: shape must be \[3\], got \[2\]"),
         ({"cache_seqlens": lengths.to("meta")}, "cache_seqlens: must be on q's device cpu, got meta"),
-        ({"softmax_scale": -1.0}, r"softmax_scale: the Hopper kernel takes a positive number, got -1\.0"),
-        ({"d_v": 256}, "d_v: the Hopper kernel takes 512, got 256"),
+        ({"softmax_scale": -1.0}, r"softmax_scale: the kernel takes a positive number, got -1\.0"),
+        ({"d_v": 256}, "d_v: the kernel takes 512, got 256"),
         ({"attn_sink": torch.zeros(3)}, r"attn_sink: shape must be \[4\], got \[3\]"),
-        ({"q": q[..., :320], "cache": cache[..., :320], "d_v": 320}, "q: the Hopper kernel takes d = 576 or 512"),
+        ({"q": q[..., :320], "cache": cache[..., :320], "d_v": 320}, "q: the kernel takes d = 576 or 512"),
     ]:
         # A call that was found wrong is found wrong again.
         for _ in range(2):

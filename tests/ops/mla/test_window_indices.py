@@ -115,15 +115,15 @@ def test_what_the_kernels_do_not_take(launches):
     most = 2**30
     for call, arguments, message in [
         (dsa.window_indices, (CU_Q, meta, 7, 4), "cu_seqlens_k: must be on cu_seqlens_q's device cpu, got meta"),
-        (dsa.window_indices, (CU_Q, CU_K, most + 1, 1), "total_q: the Hopper kernel takes at most 1073741824, got"),
-        (dsa.window_indices, (CU_Q, CU_K, 1, most + 1), "window: the Hopper kernel takes at most 1073741824, got"),
+        (dsa.window_indices, (CU_Q, CU_K, most + 1, 1), "total_q: the kernel takes at most 1073741824, got"),
+        (dsa.window_indices, (CU_Q, CU_K, 1, most + 1), "window: the kernel takes at most 1073741824, got"),
         (dsa.window_slots, (TABLE.to("meta"), LENGTHS, 1, 8, 4), "block_table: must be on cache_seqlens's device cpu"),
-        (dsa.window_slots, (TABLE, LENGTHS, 1, most + 1, 4), "page_size: the Hopper kernel takes at most"),
-        (dsa.window_slots, (TABLE, LENGTHS, 1, 8, most + 1), "window: the Hopper kernel takes at most"),
+        (dsa.window_slots, (TABLE, LENGTHS, 1, most + 1, 4), "page_size: the kernel takes at most"),
+        (dsa.window_slots, (TABLE, LENGTHS, 1, 8, most + 1), "window: the kernel takes at most"),
         (
             dsa.window_slots,
             (TABLE, LENGTHS, most, 8, 1),
-            r"B \* s_q: the Hopper kernel takes at most .*, got 2147483648",
+            r"B \* s_q: the kernel takes at most .*, got 2147483648",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

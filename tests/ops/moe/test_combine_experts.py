@@ -44,8 +44,8 @@ def test_gradients_come_from_the_formula(launches):
     y, rows, weights, shared = inputs(torch.float32)
     weights.requires_grad_()
     dsa.combine_experts(y, rows, weights, shared).sum().backward()
-    present = (rows >= 0) & (rows < 20)
-    torch.testing.assert_close(weights.grad, y.sum(1)[rows.clamp(0, 19)] * present)
+    valid = (rows >= 0) & (rows < 20)
+    torch.testing.assert_close(weights.grad, y.sum(1)[rows.clamp(0, 19)] * valid)
     assert not launches
     with torch.no_grad():
         dsa.combine_experts(y, rows, weights, shared)
@@ -103,15 +103,15 @@ def test_what_the_kernel_does_not_take(launches):
     odd = torch.nn.functional.pad(shared, (0, 1))[:, :24]
     many = torch.zeros(1, 8).bfloat16().expand(2**31, 8)
     for arguments, message in [
-        ((y[:, :12], rows, weights), r"y: the Hopper kernel takes H a multiple of 8, got shape \[20, 12\]"),
+        ((y[:, :12], rows, weights), r"y: the kernel takes H a multiple of 8, got shape \[20, 12\]"),
         ((y.T.contiguous().T, rows, weights), r"y: the last dimension must be contiguous, got strides \[1, 20\]"),
         ((y, rows, weights, odd), r"shared: rows must start at multiples of 16 bytes, .* strides of \[50\] bytes"),
         ((y, rows.to("meta"), weights), "rows: must be on y's device cpu, got meta"),
         ((y, rows, weights, shared.to("meta")), "shared: must be on y's device cpu, got meta"),
-        ((many, rows, weights), r"y: the Hopper kernel takes at most 2147483647 rows, got shape \[2147483648, 8\]"),
+        ((many, rows, weights), r"y: the kernel takes at most 2147483647 rows, got shape \[2147483648, 8\]"),
         (
             (y, rows[:1].expand(2**31, 3), weights[:1].expand(2**31, 3)),
-            "rows: the Hopper kernel takes at most 2147483647 times 2048 bytes of tokens' channels, got 2147483648",
+            "rows: the kernel takes at most 2147483647 times 2048 bytes of tokens' channels, got 2147483648",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -38,9 +38,9 @@ def test_fake_tensors_have_the_results_shapes():
 @pytest.mark.parametrize(
     "experts, options, message",
     [
-        (1056, {}, "logits: the Hopper kernel takes up to 1024 experts, got 1056"),
-        (64, {"top_k": 33}, "top_k: the Hopper kernel takes up to 32, got 33"),
-        (128, {"n_group": 64, "topk_group": 64}, "n_group: the Hopper kernel takes up to 32, got 64"),
+        (1056, {}, "logits: the kernel takes up to 1024 experts, got 1056"),
+        (64, {"top_k": 33}, "top_k: the kernel takes up to 32, got 33"),
+        (128, {"n_group": 64, "topk_group": 64}, "n_group: the kernel takes up to 32, got 64"),
     ],
 )
 def test_what_the_kernel_takes(monkeypatch, experts, options, message):

@@ -97,10 +97,10 @@ def test_other_dtypes_are_told_of_on_hopper(monkeypatch):
     [
         (1, torch.randn(1005, 64), "k_idx: dtype must be q_idx's bfloat16, got float32"),
         (2, torch.randn(635, 8).half(), "w_idx: dtype must be q_idx's bfloat16 or float32, got float16"),
-        (3, 5000, "top_k: the Hopper kernel takes up to 4096, got 5000"),
+        (3, 5000, "top_k: the kernel takes up to 4096, got 5000"),
         (3, 0, "top_k: "),
-        (0, torch.randn(635, 65, 64).bfloat16(), "q_idx: the Hopper kernel takes 1 to 64 heads, got 65"),
-        (0, torch.randn(635, 8, 32).bfloat16(), "q_idx: the Hopper kernel takes di of 64 or 128, got 32"),
+        (0, torch.randn(635, 65, 64).bfloat16(), "q_idx: the kernel takes 1 to 64 heads, got 65"),
+        (0, torch.randn(635, 8, 32).bfloat16(), "q_idx: the kernel takes di of 64 or 128, got 32"),
     ],
 )
 def test_errors(tiles, place, value, message):

@@ -50,18 +50,18 @@ def test_other_dtypes_are_told_of_on_hopper(monkeypatch):
     [
         ({"k": torch.randn(7, 2, 64)}, "k: dtype must be q's bfloat16, got float32"),
         ({"w_idx": torch.randn(5, 8).half()}, "w_idx: dtype must be q_idx's bfloat16 or float32, got float16"),
-        (inputs(dims=(96, 64)), r"q, v: the Hopper kernel takes channels .* got \(96, 64\)"),
-        (inputs(index=(8, 32)), "q_idx: the Hopper kernel takes di of 64 or 128, got 32"),
-        (inputs(index=(65, 64)), "q_idx: the Hopper kernel takes 1 to 64 heads, got 65"),
-        ({"softmax_scale": 0.0}, "softmax_scale: the Hopper kernel takes a positive number, got 0.0"),
-        (inputs(dims=(576, 512)), "k: the Hopper kernel takes one head of 576 channels, got 2"),
+        (inputs(dims=(96, 64)), r"q, v: the kernel takes channels .* got \(96, 64\)"),
+        (inputs(index=(8, 32)), "q_idx: the kernel takes di of 64 or 128, got 32"),
+        (inputs(index=(65, 64)), "q_idx: the kernel takes 1 to 64 heads, got 65"),
+        ({"softmax_scale": 0.0}, "softmax_scale: the kernel takes a positive number, got 0.0"),
+        (inputs(dims=(576, 512)), "k: the kernel takes one head of 576 channels, got 2"),
         (
             inputs(dims=(576, 512), key_heads=1) | {"v": torch.randn(7, 1, 512).bfloat16()},
-            r"v: the Hopper kernel takes k\[..., :512\]",
+            r"v: the kernel takes k\[..., :512\]",
         ),
         (
             inputs(dims=(576, 512), key_heads=1, index=(4, 64)) | {"target": "per_head"},
-            "target: 'per_head' has no Hopper kernel for 576 channels",
+            "target: 'per_head' has no kernel for 576 channels",
         ),
     ],
 )

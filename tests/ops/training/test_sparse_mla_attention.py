@@ -124,7 +124,7 @@ def test_nothing_to_do(launches, empty):
         *(({"d_v": x}, ValueError, f"d_v: must be at most d = 576, got {x}") for x in (577, 10**6)),
         *(({"softmax_scale": x}, ValueError, "softmax_scale: must be finite") for x in (float("nan"), float("inf"))),
         ({"deterministic": 1}, TypeError, "deterministic: must be True or False, got int"),
-        ({"d_v": 256}, ValueError, "d_v: the Hopper kernel takes 512, got 256"),
+        ({"d_v": 256}, ValueError, "d_v: the kernel takes 512, got 256"),
         ({"softmax_scale": 0.0}, ValueError, "softmax_scale: .* positive number, got 0.0"),
         ({"indices": torch.zeros(3, 1, 4)}, ValueError, "indices: dtype must be int32"),
         ({"attn_sink": torch.zeros(4)}, ValueError, "attn_sink: "),
