@@ -10,23 +10,25 @@ from dsa_layers.batch.token_batch import TokenBatch
 
 @dataclass(frozen=True)
 class DecodeBatch(TokenBatch):
-    """The last tokens of B sequences, of which all earlier ones are in a cache.
+    """One new token of each of B sequences, whose earlier tokens are all in a cache.
 
-    block_table         int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end
-    page_size           tokens a page
-    key_lens_tensor     int32 [B]: tokens of each sequence after this pass
-    state_slots_tensor  int32 [B]: the number of each sequence's part of what a cache keeps by sequence, not by page
-    max_key_len         no sequence has more tokens than that
+    block_table      int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end
+    page_size        tokens a page
+    key_lens_tensor  int32 [B]: tokens of each sequence after this pass, the new one included
+    max_key_len      an upper bound of these lengths
+    state_slots      int32 [B]: each sequence's row of the tensors that a cache keeps by sequence and not by page; None
+                     where the cache keeps nothing so
 
-    Nothing a layer computes from it depends on host numbers but B, max_pages and max_key_len: a pass that a CUDA graph
-    has captured holds for any lengths up to it, written into the same tensors.
+    What a layer computes from a batch depends on the host's numbers B, max_pages and max_key_len alone. A CUDA graph
+    that has captured a pass, the making of its batch included, therefore holds for any lengths up to max_key_len that
+    are written into the same tensors.
     """
 
     block_table: torch.Tensor
     page_size: int
     key_lens_tensor: torch.Tensor
-    state_slots_tensor: torch.Tensor
     max_key_len: int
+    state_slots: torch.Tensor | None = None
 
     is_decode = True
 
@@ -41,6 +43,12 @@ class DecodeBatch(TokenBatch):
     @property
     def device(self) -> torch.device:
         return self.key_lens_tensor.device
+
+    @property
+    def state_slots_tensor(self) -> torch.Tensor:
+        if self.state_slots is None:
+            raise ValueError("state_slots: must be one a sequence for this model's cache, got None")
+        return self.state_slots
 
     @cached_property
     def positions(self) -> torch.Tensor:

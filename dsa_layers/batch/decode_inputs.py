@@ -1,4 +1,4 @@
-"""Passes over running sequences: what they read, built from the sequences."""
+"""The input tensors of a decoding pass, filled from the sequences that are running."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from dsa_layers.batch.decode_batch import DecodeBatch
 
 
 class Running(Protocol):
-    """A sequence whose last token is not in the cache yet, and all others are."""
+    """A sequence all of whose tokens but the last are in the cache."""
 
     tokens: Sequence[int]
     pages: Sequence[int]
@@ -18,10 +18,11 @@ class Running(Protocol):
 
 
 class DecodeInputs:
-    """What a decoding pass reads, at addresses that stay, so that a CUDA graph that has captured it reads new data.
+    """The tensors that a decoding pass reads. Their addresses stay the same, so that a captured CUDA graph reads what
+    `fill` has written since.
 
-    tokens int64 [count], the sequences' last ones; `batch` makes a DecodeBatch of the rest. count: of rows; pages: the
-    most that a sequence has.
+    tokens int64 [count]: the sequences' last tokens. The other tensors are those of the DecodeBatch that `batch` makes.
+    count: rows of the batch; pages: columns of its block table.
     """
 
     def __init__(self, count: int, pages: int, page_size: int, device: torch.device) -> None:
@@ -33,7 +34,7 @@ class DecodeInputs:
         self._held: list[Running] = []
 
     def fill(self, sequences: Sequence[Running], padding: Running) -> None:
-        """Writes the sequences, and `padding` into the rows that are left."""
+        """Writes a row for each sequence, and `padding` into the rows that remain."""
         rows = [*sequences, *[padding] * (self.count - len(sequences))]
         self.tokens.copy_(torch.tensor([row.tokens[-1] for row in rows], dtype=torch.int64, device="cpu"))
         self.key_lens.copy_(torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32, device="cpu"))
@@ -45,4 +46,4 @@ class DecodeInputs:
 
     def batch(self) -> DecodeBatch:
         most = self.pages * self.page_size
-        return DecodeBatch(self.block_table, self.page_size, self.key_lens, self.state_slots, most)
+        return DecodeBatch(self.block_table, self.page_size, self.key_lens, most, self.state_slots)

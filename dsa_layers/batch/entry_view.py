@@ -1,4 +1,4 @@
-"""Where a pass's compressed entries are: one for every `ratio` tokens of a sequence."""
+"""The positions and cache slots of compressed entries, of which a sequence has one for every `ratio` tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +12,8 @@ from dsa_layers.batch.tokens import Tokens
 
 @dataclass(frozen=True)
 class EntryView:
-    """Entry i of a sequence stands for its tokens i * ratio to i * ratio + ratio - 1, and is there from the last of
-    them on. A page of the cache holds the entries of its tokens: page_size / ratio of them."""
+    """Entry i of a sequence stands for its tokens i * ratio to i * ratio + ratio - 1. It exists from the pass on that
+    computes the last of these. A page of the cache holds the entries of its tokens, page_size / ratio of them."""
 
     batch: Tokens
     ratio: int
@@ -25,12 +25,12 @@ class EntryView:
 
     @property
     def lens(self) -> tuple[int, ...]:
-        """Rows that each sequence's entries take where they are packed."""
+        """Rows that each sequence's entries take where entries of all sequences are packed."""
         return tuple(n // self.ratio for n in self.batch.key_lens)
 
     @property
     def most(self) -> int:
-        """No sequence has more after this pass."""
+        """The largest number of entries that a sequence has after this pass."""
         return self.batch.max_key_len // self.ratio
 
     @cached_property
@@ -39,7 +39,7 @@ class EntryView:
         return torch.div(self.batch.key_lens_tensor, self.ratio, rounding_mode="floor").to(torch.int32)
 
     @cached_property
-    def visible(self) -> torch.Tensor:
+    def visible_keys(self) -> torch.Tensor:
         """int32 [T]: how many entries of its sequence each new token may see."""
         return torch.div(self.batch.positions + 1, self.ratio, rounding_mode="floor").to(torch.int32)
 
@@ -52,7 +52,7 @@ class EntryView:
     def rows(self) -> torch.Tensor:
         """int32 [T, most]: the rows of the entries that each new token may see among all entries packed, -1 behind."""
         columns = torch.arange(self.most, dtype=torch.int32, device=self.batch.device)
-        return torch.where(columns < self.visible[:, None], self.starts[:, None] + columns, -1)
+        return torch.where(columns < self.visible_keys[:, None], self.starts[:, None] + columns, -1)
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -64,13 +64,18 @@ class EntryView:
         """int64 [T]: where the entry that a new token ends goes in the cache; -1 for tokens that end none."""
         ends = (self.batch.positions + 1) % self.ratio == 0
         entry = torch.div(self.batch.positions, self.ratio, rounding_mode="floor")
-        return torch.where(ends, self._slots_of(self.batch.sequences, entry), -1)
+        return torch.where(ends, self._slots(self.batch.sequences, entry), -1)
 
     @cached_property
     def all_slots(self) -> torch.Tensor:
         """int64 [sum(lens)]: the slots of all entries, sequence after sequence; -1 where it has no page."""
         entry = packing.ranges([0] * len(self.lens), self.lens, self.batch.device)
-        return self._slots_of(packing.owners(self.lens, self.batch.device), entry)
+        return self._slots(packing.owners(self.lens, self.batch.device), entry)
+
+    def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
+        """int32 [T, K]: the slots of the entries `indices` [T, K] of each new token's sequence; -1 stays."""
+        slots = self._slots(self.batch.sequences[:, None], indices.clamp(min=0))
+        return torch.where(indices < 0, -1, slots).to(torch.int32)
 
     @cached_property
     def slot_table(self) -> torch.Tensor:
@@ -82,5 +87,5 @@ class EntryView:
         """The plan of `dsa.fp8_paged_mqa_logits` for these entries: one for all layers of the pass."""
         return dsa.get_paged_mqa_logits_metadata(self.lens_tensor, self.page_size, dsa.num_sms(self.batch.device))
 
-    def _slots_of(self, sequences: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    def _slots(self, sequences: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
         return packing.paged_slots(self.batch.block_table, self.page_size, sequences, entries)

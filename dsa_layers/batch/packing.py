@@ -1,7 +1,8 @@
-"""Rows of several sequences packed one after the other: where each begins, whose each is, where each is in a cache.
+"""Rows of several sequences packed one after the other: at which row a sequence begins, which sequence a row belongs
+to, and where in a cache a row is.
 
-Lengths are host numbers, and what follows from them is made on the host and copied in one piece, so that nothing waits
-for the device.
+Lengths are numbers on the host. Tensors that follow from them are made on the host and copied to the device whole, so
+that nothing waits for the device.
 """
 
 from collections.abc import Sequence

@@ -20,10 +20,10 @@ class SequenceBatch(TokenBatch):
     device       where the tensors below live
     block_table  int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end; None without a cache
     page_size    tokens a page; 0 without a cache
-    state_slots  of each sequence the number of its part of what a cache keeps by sequence, not by page; None: the cache
+    state_slots  each sequence's row of the tensors that a cache keeps by sequence and not by page; None where the cache
                  keeps nothing so
 
-    Lengths are host numbers, so that no layer needs to ask the device for one.
+    Lengths are numbers on the host, so that no layer has to copy one from the device.
     """
 
     query_lens: tuple[int, ...]

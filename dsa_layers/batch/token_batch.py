@@ -1,4 +1,4 @@
-"""What layers ask of the tokens of a pass, whoever keeps the lengths."""
+"""What layers read of a pass's tokens, whether their lengths are on the host or on the device."""
 
 from functools import cached_property
 
@@ -12,8 +12,8 @@ from dsa_layers.batch.window_view import WindowView
 
 
 class TokenBatch(Tokens):
-    """T new tokens of B sequences, where their keys are, and what all layers of a pass share because it follows from
-    these: slots, schedules, and views of compressed entries and of sliding windows."""
+    """T new tokens of B sequences and where their keys are. What follows from these is computed once for all layers of
+    a pass, when it is first read: slots, schedules, and views of compressed entries and of sliding windows."""
 
     @cached_property
     def slots(self) -> torch.Tensor:

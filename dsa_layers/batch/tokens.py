@@ -1,4 +1,4 @@
-"""What views of a pass's tokens ask of the batch that they are of."""
+"""The tensors and numbers that every batch has, from which `EntryView` and `WindowView` derive their own."""
 
 from typing import Protocol
 
@@ -12,9 +12,9 @@ class Tokens(Protocol):
     block_table          int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end; None without a cache
     page_size            tokens a page; 0 without a cache
     query_lens           new tokens of each sequence
-    key_lens             rows that each sequence's tokens take where keys are packed, cached ones and new ones: as many
-                         as there are after this pass, or more. These lengths are host numbers, as shapes must be
-    max_key_len          the most of these
+    key_lens             rows that each sequence takes where keys are packed: at least its tokens after this pass,
+                         cached and new ones. These are numbers on the host, since shapes depend on them
+    max_key_len          the largest of key_lens
     is_decode            whether every sequence has one new token
     positions            int64 [T]: each new token's position in its sequence
     sequences            int32 [T]: the sequence of each new token
@@ -22,7 +22,7 @@ class Tokens(Protocol):
     earlier_lens_tensor  int32 [B]: tokens of each sequence before the new ones
     cu_query_lens        int32 [B + 1]: where the sequences' new tokens begin among the T
     last_tokens          int64 [B]: the row of each sequence's last token among the T
-    state_slots_tensor   int32 [B]: the number of each sequence's part of what a cache keeps by sequence, not by page
+    state_slots_tensor   int32 [B]: each sequence's row of the tensors that a cache keeps by sequence and not by page
     """
 
     device: torch.device

@@ -1,4 +1,4 @@
-"""Where a pass's sliding windows are: a ring of slots for each sequence, which holds its last tokens."""
+"""The cache slots of sliding windows: each sequence has a ring of slots, which holds its last tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +43,7 @@ class WindowView:
 
     @cached_property
     def earlier_slots(self) -> torch.Tensor:
-        """int64 [sum(earlier_lens)]: their slots, ascending by position."""
+        """int64 [sum(earlier_lens)]: the slots of these earlier tokens, ascending by position."""
         batch, earlier = self.batch, self.earlier_lens
         ends = [total - new for new, total in zip(batch.query_lens, batch.key_lens)]
         positions = packing.ranges([end - n for end, n in zip(ends, earlier)], ends, batch.device)

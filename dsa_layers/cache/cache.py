@@ -1,4 +1,4 @@
-"""What a model's cache must have, whatever it keeps."""
+"""The protocol of a model's cache."""
 
 from typing import Any, Protocol
 
@@ -8,8 +8,8 @@ from dsa_layers.cache.kv_cache import PageAllocator
 
 
 class Cache(Protocol):
-    """What generation asks of a cache. A sequence has pages for its tokens and one state slot for what is kept by
-    sequence; a cache that keeps nothing so counts sequences by them.
+    """What generation asks of a cache. A sequence has pages for its tokens, and one state slot for what the cache keeps
+    by sequence and not by page. A cache that keeps nothing by sequence limits the number of sequences by state slots.
 
     page_size    tokens a page
     allocator    hands out pages
@@ -22,10 +22,10 @@ class Cache(Protocol):
     state_slots: PageAllocator
 
     def layer(self, i: int) -> Any:
-        """What layer i of the model reads and writes."""
+        """The tensors that layer i of the model reads and writes."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds memory in."""
+        """All tensors that the cache has allocated."""
 
     @property
     def nbytes(self) -> int: ...

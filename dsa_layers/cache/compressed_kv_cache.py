@@ -8,13 +8,34 @@ import torch
 
 import dsa
 from dsa_layers.cache.kv_cache import PageAllocator, check_sizes, check_storage
-from dsa_layers.layers.compressed_attention import CompressedLayerCache
-from dsa_layers.layers.compressor import EntryCache
+
+
+@dataclass(frozen=True)
+class EntryCache:
+    """A layer's compressed entries. pages: [pages, P, 1, d | 584 | d + 4] as `dsa.write_compressed_kv` has them;
+    state: fp32 [state slots, n, 2, c], the projections of the tokens that entries to come are made of."""
+
+    pages: torch.Tensor
+    state: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CompressedLayerCache:
+    """The cache of a layer. window: [state slots, window, 1, d | 584], a ring for each sequence. entries: those of the
+    layer's compressor; index_entries: those of its indexer's compressor; None where the layer lacks it."""
+
+    window: torch.Tensor
+    entries: EntryCache | None = None
+    index_entries: EntryCache | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.window.dtype == torch.uint8
 
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Of a compressor's entries: tokens of an entry, channels, and the shape of its state of one sequence."""
+    """The sizes of a compressor's entries: tokens of an entry, channels, and the shape of one sequence's state."""
 
     ratio: int
     dim: int
@@ -22,12 +43,11 @@ class EntryShape:
 
 
 class CompressedKVCache:
-    """Windows, entries and index entries of all layers. Page p of every layer holds the entries of the same tokens;
-    state slot s of every layer is a sequence's ring, and what its compressors keep of unfinished blocks.
+    """Windows, entries and index entries of all layers. Page p of every layer holds the entries of the same tokens.
+    State slot s of every layer holds a sequence's ring, and what its compressors keep of unfinished blocks.
 
-    state_slots: sequences at a time.
-
-    layers: of each, the shapes of its entries and of its indexer's, or None.
+    state_slots: the most sequences at a time.
+    layers: for each layer the shape of its entries and that of its indexer's entries, or None for what it lacks.
     entries, index: "fp8" for the byte layouts (584 bytes an entry or token, and index_dim + 4), or the float dtype to
     store. Memory is not cleared: what an unused slot holds never reaches a result.
     Raises TypeError or ValueError for sizes and kinds that make no cache.
@@ -84,7 +104,7 @@ class CompressedKVCache:
         return self._layers[i]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds memory in."""
+        """All tensors that the cache has allocated."""
         parts = [part for layer in self._layers for part in (layer.entries, layer.index_entries) if part is not None]
         windows = [layer.window for layer in self._layers]
         return [*windows, *(tensor for part in parts for tensor in (part.pages, part.state))]

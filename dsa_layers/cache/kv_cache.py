@@ -52,7 +52,7 @@ def check_sizes(num_pages: int, page_size: int, state_slots: int) -> None:
 
 
 def check_storage(name: str, kind: torch.dtype | str) -> None:
-    """Raises ValueError for what a cache cannot store in."""
+    """Raises ValueError for a kind of storage that caches do not have."""
     if kind != "fp8" and kind not in _FLOATS:
         raise ValueError(f"{name}: must be 'fp8', torch.bfloat16, torch.float16 or torch.float32, got {kind!r}")
 
@@ -74,7 +74,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages, lowest numbers first; OutOfPages if there are fewer, and then none is taken."""
+        """The numbers of `count` free pages. Raises OutOfPages, and takes none, if fewer are free."""
         if integer("count", count, at_least=0) > len(self._free):
             raise OutOfPages(f"{count} pages are needed and {len(self._free)} of {self.num_pages} are free")
         pages = [self._free.pop() for _ in range(count)]
@@ -82,8 +82,8 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back. ValueError, and none is given back, for one that is not in use or that is named twice: a
-        page in two hands would mix two sequences."""
+        """Gives pages back. Raises ValueError, and gives none back, if one is not in use or is named twice: a page with
+        two owners would mix two sequences."""
         pages = [integer(f"pages[{i}]", page) for i, page in enumerate(pages)]
         if wrong := sorted(set(pages) - self._used):
             raise ValueError(f"pages: {wrong} are not in use")
@@ -98,7 +98,7 @@ class PagedKVCache:
 
     latent, index: "fp8" for the byte layouts of LayerCache, or the float dtype to store.
     index_layers: the layers that have index pages; all of them if None.
-    state_slots: sequences at a time; nothing is kept by sequence.
+    state_slots: the most sequences at a time. This cache keeps nothing by sequence.
     Memory is not cleared: what an unused slot holds never reaches a result.
     Raises TypeError or ValueError for sizes and kinds that make no cache.
     """
@@ -137,7 +137,7 @@ class PagedKVCache:
         return LayerCache(self._latent[i], None if row is None else self._index[row])
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds memory in."""
+        """All tensors that the cache has allocated."""
         return [self._latent, self._index]
 
     @property

@@ -7,10 +7,10 @@ end, so a load that fails leaves it as it was.
 """
 
 from dsa_layers.checkpoint.directory import INDEX_NAME, SINGLE_NAME, Checkpoint
-from dsa_layers.checkpoint.errors import CheckpointError
 from dsa_layers.checkpoint.header import TensorInfo
 from dsa_layers.checkpoint.plan import SCALE_SUFFIX, Index
 from dsa_layers.checkpoint.weights import load_weights
+from dsa_layers.errors import CheckpointError
 
 __all__ = [
     "INDEX_NAME",

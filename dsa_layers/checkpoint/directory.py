@@ -8,8 +8,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dsa_layers.arguments import shown
-from dsa_layers.checkpoint.errors import CheckpointError, Problems
 from dsa_layers.checkpoint.header import MAX_HEADER, MAX_TENSORS, TensorInfo, header_length, name_problem, read_header
+from dsa_layers.checkpoint.problems import Problems
+from dsa_layers.errors import CheckpointError
 from dsa_layers.untrusted_files import read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"

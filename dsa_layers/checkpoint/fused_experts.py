@@ -2,7 +2,8 @@
 
 import re
 
-from dsa_layers.checkpoint import CheckpointError, Index
+from dsa_layers.checkpoint.directory import Index
+from dsa_layers.errors import CheckpointError
 from dsa_layers.families.fields import MAX_EXPERTS
 
 _FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<scale>_scale_inv)?")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dsa_layers.arguments import shown
-from dsa_layers.checkpoint.errors import CheckpointError
+from dsa_layers.errors import CheckpointError
 from dsa_layers.untrusted_files import file_size
 
 MAX_HEADER = 100_000_000  # bytes, of a checkpoint's files together; the safetensors library has this limit for each

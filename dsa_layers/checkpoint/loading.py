@@ -11,8 +11,8 @@ import torch
 
 from dsa_layers.arguments import flag
 from dsa_layers.checkpoint import Checkpoint, load_weights
+from dsa_layers.checkpoint.checks import check_layers, check_quantised_sizes, check_values
 from dsa_layers.checkpoint.fused_experts import split_experts
-from dsa_layers.families.checks import check_expert_tables, check_layers, check_quantised_sizes
 from dsa_layers.families.config import read_config
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.precision import Precision, check_device
@@ -63,7 +63,7 @@ def load_model(
     names = {"skip": model.skips, "name_of": model.name_of, "parts_of": parts_of}
     learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad and trainable]
     load_weights(model, checkpoint, device=device, progress=progress, **names)
-    check_expert_tables(model, checkpoint.directory)
+    check_values(model, checkpoint.directory)
     model.init_buffers(device)
     for name in learned:
         model.get_parameter(name).requires_grad_(True)

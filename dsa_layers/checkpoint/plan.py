@@ -9,9 +9,9 @@ import torch
 
 from dsa import dequantize_per_block
 from dsa_layers.checkpoint.directory import Index
-from dsa_layers.checkpoint.errors import Problems
 from dsa_layers.checkpoint.fp4 import GROUP, dequantize_fp4, widen_fp4
 from dsa_layers.checkpoint.header import TensorInfo
+from dsa_layers.checkpoint.problems import Problems
 
 SCALE_SUFFIX = "_scale_inv"
 

@@ -7,10 +7,11 @@ import torch
 from tqdm import tqdm
 
 from dsa_layers.checkpoint.directory import Checkpoint, Index
-from dsa_layers.checkpoint.errors import CheckpointError, Problems
 from dsa_layers.checkpoint.header import MAX_TENSORS
 from dsa_layers.checkpoint.memory import memory_of
 from dsa_layers.checkpoint.plan import Part, Target, make_plan, sliced
+from dsa_layers.checkpoint.problems import Problems
+from dsa_layers.errors import CheckpointError
 
 # A model that needs so many tensors, and four times what the files hold, is not compared with them one by one.
 _LISTED_TENSORS = 2**14

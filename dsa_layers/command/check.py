@@ -2,7 +2,7 @@
 
 import argparse
 
-from dsa_layers.command import options
+from dsa_layers import options
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

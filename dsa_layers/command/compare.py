@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsa_layers import SHIPPED_MODEL
-from dsa_layers.command import options
+from dsa_layers import SHIPPED_MODEL, options
 from dsa_layers.command.model_options import LoadedModel, add_model_options, load
 from dsa_layers.command.prompt_sources import read_text_file
 from dsa_layers.command.streams import say_json
@@ -26,11 +25,9 @@ _SELECTIONS = 16
 _JSON = """\
 With --json the standard output is one JSON object a line, each with the key "event":
   start      checkpoint, device, backend, dequantized, text, sequences, length, index_topk
-  attention  attention ("sparse", "latest" or "dense"), loss, perplexity, tokens, seconds, read, context, share,
-             most_read, longest_context
+  attention  attention ("sparse", "latest" or "dense"), loss, perplexity, tokens, seconds, read, dense (what dense
+             attention over the same cache reads), context, share (read / dense), most_read, most_dense, longest_context
   error      error, exit_code: nothing follows"""
-
-_HEAD = f"{'attention':<18}{'loss':>8}{'perplexity':>12}{'keys read a token':>19}{'of context':>12}{'seconds':>9}"
 
 
 @dataclass(frozen=True)
@@ -92,19 +89,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         weights = "dequantised weights, " if loaded.dequantized else ""
         print(f"{_from_here(loaded.checkpoint)}: {weights}{loaded.device}, backend {loaded.backend}")
-        print(f"{_from_here(args.text)}: {len(sequences)} x {length} tokens\n")
-        print(
-            f"{'attention':<22}{'loss':>8}{'perplexity':>12}{'keys read a token':>20}{'of context':>12}{'seconds':>9}"
-        )
+        print(f"{_from_here(args.text)}: {len(sequences)} x {length} tokens\n", flush=True)
     names = {"sparse": f"sparse, top {top_k}", "latest": f"the latest {top_k}", "dense": "dense, all keys"}
+    rows = []
     for name in names:
         row = _row(loaded, name, sequences, length, args.prefill_chunk)
         if args.json:
             say_json("attention", **_event(row))
         else:
+            if not rows:
+                print(_head(row))
             print(_line(names[name], row), flush=True)
+        rows.append(row)
     if not args.json:
-        _explain(loaded, length, top_k)
+        _explain(loaded, rows, length, top_k)
     return 0
 
 
@@ -158,6 +156,11 @@ def _event(row: _Row) -> dict[str, object]:
     }
 
 
+def _head(row: _Row) -> str:
+    of = "of context" if row.keys.keys_are_tokens else "of dense"
+    return f"{'attention':<18}{'loss':>8}{'perplexity':>12}{'keys read a token':>19}{of:>12}{'seconds':>9}"
+
+
 def _line(name: str, row: _Row) -> str:
     result, keys = row.result, row.keys
     return (
@@ -166,12 +169,20 @@ def _line(name: str, row: _Row) -> str:
     )
 
 
-def _explain(loaded: LoadedModel, length: int, top_k: int) -> None:
-    print("\nLoss: nats a token. Of context: the share of the tokens up to itself that a token reads.")
-    if length <= top_k:
+def _explain(loaded: LoadedModel, rows: list[_Row], length: int, top_k: int) -> None:
+    sparse, *_, dense = (row.keys for row in rows)
+    if sparse.keys_are_tokens:
+        print("\nLoss: nats a token. Of context: the share of the tokens up to itself that a token reads.")
+    else:
         print(
-            f"All read the same keys: a token selects {top_k}, and no sequence is longer than {length} tokens. A "
-            "longer --text or --length shows what selection leaves out."
+            "\nLoss: nats a token. Of dense: the share of the keys that dense attention over the same cache reads. "
+            "Keys are the\ntokens of a window and compressed entries, each of several tokens: "
+            f"{dense.dense:.1f} keys for {dense.context:.1f} tokens of context."
+        )
+    if sparse.read == dense.read:
+        print(
+            f"All read the same keys: a token selects {top_k}, and sequences of {length} tokens have no more to select "
+            "from. A longer --text or --length shows what selection leaves out."
         )
     if loaded.backend == "reference":
         print("Seconds are those of PyTorch references, where gathering keys costs more than reading all of them.")

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from dsa_layers.command import options
+from dsa_layers import options
 from dsa_layers.command.model_options import LoadedModel, add_model_options, load
 from dsa_layers.command.prompt_sources import Prompt, add_prompt_options, read_prompts
 from dsa_layers.command.streams import say, say_json
@@ -23,7 +23,8 @@ With --json the standard output is one JSON object a line, each with the key "ev
   token       sequence (the prompt's number, from 0), token (its id), text (what can be shown by now)
   completion  sequence, prompt, prompt_tokens, text, tokens, finish_reason ("eos", "stop", "length" or "error"), error
   throughput  prefill_tokens, prefill_seconds, decode_tokens, decode_seconds
-  keys_read   read, context, share, most_read, longest_context (with --stats)
+  keys_read   read, dense (what dense attention over the same cache reads), context, share (read / dense), most_read,
+              most_dense, longest_context (with --stats)
   error       error, exit_code: nothing follows
 Exit codes: 0; 1 where a sequence or the command failed; 2 for a wrong call or input; 130 after Ctrl-C."""
 
@@ -166,10 +167,16 @@ def _report(
             say_json("keys_read", **asdict(keys), share=keys.share)
         return
     if keys is not None:
+        of = "in its context" if keys.keys_are_tokens else "that dense attention reads"
         say(
-            f"keys read: {keys.read:.1f} a token of the {keys.context:.1f} in its context ({keys.share:.0%}), "
-            f"at most {keys.most_read} of {keys.longest_context}"
+            f"keys read: {keys.read:.1f} a token of the {keys.dense:.1f} {of} ({keys.share:.0%}), "
+            f"at most {keys.most_read} of {keys.most_dense}"
         )
+        if not keys.keys_are_tokens:
+            say(
+                "keys are the tokens of a window and compressed entries, each of several tokens: a token's context has "
+                f"{keys.context:.1f} tokens, at most {keys.longest_context}"
+            )
     sampling = f"temperature {params.temperature:g}, top-p {params.top_p:g}" if params.temperature else "greedy"
     weights = ", dequantised" if loaded.dequantized else ""
     say(f"{throughput} ({loaded.device}, backend {loaded.backend}{weights}, {sampling})")

@@ -35,6 +35,10 @@ def check(seeds: int = 1) -> bool:
     return all(passed)
 
 
+def _arch() -> str:
+    return backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
+
+
 def _cache_state() -> str:
     try:
         from dsa.cute.compile_cache import cache_dir
@@ -70,6 +74,6 @@ def _run(name: str, device: str, seeds: int) -> bool:
         except Exception as error:
             outcome = f"FAILED{f' with seed {seed}' if seed else ''}: {type(error).__name__}: {error}"
             break
-    how = "kernel" if device == "cuda" and dsa.backend() == "cute" and has_kernel(name) else "reference"
+    how = "kernel" if device == "cuda" and dsa.backend() == "cute" and has_kernel(name, _arch()) else "reference"
     print(f"  {name:<28} {how:<9} {time.perf_counter() - started:6.2f} s  {outcome}")
     return outcome == "ok"

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsa_layers import SHIPPED_MODEL
-from dsa_layers.command import options
+from dsa_layers import SHIPPED_MODEL, options
 
 if TYPE_CHECKING:
     from dsa_layers.families.model import Model

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsa_layers import options
 from dsa_layers.arguments import shown
-from dsa_layers.command import options
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def say_json(event: str, **fields: object) -> None:
 
 
 def prepare_streams() -> None:
-    """What a terminal's encoding lacks is shown as a question mark; a stream that the caller has closed takes all."""
+    """Makes a terminal show characters that its encoding lacks as question marks, and replaces a stream that the caller
+    has closed by one that takes all output."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -37,7 +38,7 @@ def prepare_streams() -> None:
 
 
 def drop_unwritten() -> None:
-    """What the standard output cannot take is lost quietly: Python would print a traceback about it on its way out."""
+    """Drops quietly what the standard output does not take. Python would print a traceback about it at its end."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from dsa_layers.command import options
+from dsa_layers import options
 from dsa_layers.families.registry import model_types
 
 

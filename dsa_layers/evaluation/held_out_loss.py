@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.families.model import Model
 
 
@@ -21,7 +21,9 @@ class HeldOutLoss:
 
 @torch.inference_mode()
 def held_out_loss(model: Model, sequences: Sequence[Sequence[int]], *, chunk: int = 2048) -> HeldOutLoss:
-    """Of each sequence's tokens behind its first, every one predicted from those before it.
+    """The loss of predicting each token of the sequences, but for the first of each, from the tokens before it.
+
+    chunk: the most tokens of a pass.
 
     Raises ValueError for sequences of fewer than two tokens, and for none.
     """
@@ -37,8 +39,8 @@ def held_out_loss(model: Model, sequences: Sequence[Sequence[int]], *, chunk: in
         done = 0
         # Even parts: none is of a single token, which would be a decoding pass, unless all are.
         for part, expected in zip(*(x.tensor_split(-(-len(inputs) // chunk)) for x in (inputs, targets))):
+            batch = prefill_batch([Chunk(len(part), done, range(pages), 0)], page_size, device)
             done += len(part)
-            batch = SequenceBatch.paged([len(part)], [done], [range(pages)], page_size, device, [0])
             logits = model(part, batch, cache, all_tokens=True)
             total += torch.nn.functional.cross_entropy(logits, expected, reduction="sum")
     predicted = sum(len(tokens) - 1 for tokens in sequences)

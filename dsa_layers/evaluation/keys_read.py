@@ -1,96 +1,81 @@
-"""How many keys attention reads, counted from what each layer of a model selects while it runs."""
+"""How many keys attention reads, as each layer of a model tells while it runs."""
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
 
-from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.selecting_attention import SelectingAttention
 
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """Over all tokens of all passes, averaged over layers: the keys that a token's attention read, and the tokens that
-    it could see, itself included; and the most of each."""
+    """Over all tokens of all passes, averaged over layers: the keys that a token's attention read, those that dense
+    attention over the same cache would have read, and the tokens that it could see, itself included; and the most of
+    each. In DeepSeek-V4 keys are the tokens of a window and compressed entries, elsewhere tokens."""
 
     read: float
+    dense: float
     context: float
     most_read: int
+    most_dense: int
     longest_context: int
 
     @property
     def share(self) -> float:
-        return self.read / self.context
+        """Of the keys that dense attention would have read."""
+        return self.read / self.dense
+
+    @property
+    def keys_are_tokens(self) -> bool:
+        """Whether dense attention reads every token that it can see, and nothing else."""
+        return (self.dense, self.most_dense) == (self.context, self.longest_context)
 
 
 class KeysRead:
-    """While it lasts, every pass of the model is counted.
+    """A context that counts the keys which every pass of the model reads.
 
         with KeysRead(model) as keys:
             model(tokens, batch)
         keys.counts().share  # of the keys that dense attention reads
 
-    Passes run as Python: the replay of a CUDA graph is not counted, so a Generator needs cuda_graphs=False. The keys of
-    DeepSeek-V4 are the tokens of the window and the compressed entries, each of which stands for several tokens.
+    Layers that are a `SelectingAttention` tell what they read. Passes run as Python: the replay of a CUDA graph is not
+    counted, so a Generator needs cuda_graphs=False. Passes that train indexers are not counted either.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, DSAAttention | CompressedAttention)]
+        self._layers: list[SelectingAttention] = [m for m in model.modules() if hasattr(m, "key_counter")]
         if not self._layers:
-            raise ValueError("model: must have DSAAttention or CompressedAttention layers, got none")
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._selected: dict[nn.Module, torch.Tensor] = {}
+            raise ValueError(
+                "model: must have attention layers that tell how many keys they read, by the attribute `key_counter` "
+                f"of dsa_layers.layers.selecting_attention, got {type(model).__name__} without such a layer"
+            )
         self._tokens = 0
-        self._sums = self._most = torch.zeros(2, dtype=torch.int64)
+        self._sums = self._most = torch.zeros(3, dtype=torch.int64)
 
     def __enter__(self) -> Self:
         for layer in self._layers:
-            if isinstance(layer, DSAAttention):
-                self._hooks.append(layer.register_forward_hook(self._after_sparse_mla))
-                continue
-            self._hooks.append(layer.register_forward_hook(self._after_compressed))
-            if layer.indexer is not None:
-                self._hooks.append(layer.indexer.register_forward_hook(self._after_indexer))
+            layer.key_counter = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for layer in self._layers:
+            layer.key_counter = None
 
     def counts(self) -> KeyCounts:
-        """Of the passes so far. Raises RuntimeError if there was none."""
+        """The counts of all passes so far. Raises RuntimeError if there was none."""
         if not self._tokens:
             raise RuntimeError("counts: no pass was counted")
-        read, context = (self._sums.double() / self._tokens).tolist()
-        return KeyCounts(read, context, *self._most.tolist())
+        return KeyCounts(*(self._sums.double() / self._tokens).tolist(), *self._most.tolist())
 
-    def _after_sparse_mla(self, layer: DSAAttention, args: tuple[Any, ...], _: torch.Tensor) -> None:
-        batch, selection = args[3], args[5]
-        visible, topk_indices = batch.visible_keys, selection.topk_indices
-        self._add(visible if topk_indices is None else (topk_indices >= 0).sum(-1), visible)
-
-    def _after_indexer(self, indexer: nn.Module, _: tuple[Any, ...], topk_indices: torch.Tensor) -> None:
-        self._selected[indexer] = (topk_indices >= 0).sum(-1)
-
-    def _after_compressed(self, layer: CompressedAttention, args: tuple[Any, ...], _: torch.Tensor) -> None:
-        batch = args[3]
-        visible = batch.visible_keys
-        read = visible.clamp(max=layer.window)
-        if layer.indexer is not None:
-            read = read + self._selected.pop(layer.indexer)
-        elif layer.compressor is not None:
-            read = read + batch.entries(layer.compressor.ratio).visible
-        self._add(read, visible)
-
-    def _add(self, read: torch.Tensor, visible: torch.Tensor) -> None:
-        """Leaves the sums on the device: counting waits for nothing."""
-        both = torch.stack((read.long(), visible.long()))
-        self._tokens += len(visible)
-        self._sums = self._sums.to(both.device) + both.sum(-1)
-        self._most = torch.maximum(self._most.to(both.device), both.amax(-1))
+    def add(self, read: torch.Tensor, dense: torch.Tensor, context: torch.Tensor) -> None:
+        """What a layer tells of a pass (`KeyCounter`). The sums stay on the device, so that counting does not wait for
+        it."""
+        counts = torch.stack((read.long(), dense.long(), context.long()))
+        self._tokens += len(context)
+        self._sums = self._sums.to(counts.device) + counts.sum(-1)
+        self._most = torch.maximum(self._most.to(counts.device), counts.amax(-1))

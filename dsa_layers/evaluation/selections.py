@@ -1,68 +1,74 @@
-"""The same weights with another selection: all keys, or the latest ones, in place of those that the indexers choose."""
+"""Contexts in which a model attends to all keys, or to the latest ones, in place of those that its indexers select.
+
+Layers and indexers are found by the attributes of `dsa_layers.layers.selecting_attention.SelectingAttention`.
+"""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch
-from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.compressed_attention import CompressedAttention
-from dsa_layers.layers.compressed_indexer import CompressedIndexer
+from dsa_layers.layers.selecting_attention import SelectingAttention
 
 
 @contextlib.contextmanager
 def all_keys(model: nn.Module, longest: int) -> Iterator[None]:
     """Dense attention: every token reads all keys of its sequence, which has at most `longest` tokens; in DeepSeek-V4
-    all compressed entries beside its window. For passes over several tokens of a sequence."""
-    before = []
-    for layer in _indexed(model):
-        if isinstance(layer, DSAAttention):
-            before.append((layer.indexer, "top_k", layer.indexer.top_k))
-            layer.indexer.top_k = max(longest, layer.indexer.top_k)
-        else:
-            before.append((layer, "indexer", layer.indexer))
-            layer.indexer = None
+    all compressed entries beside its window. For passes over several tokens of a sequence.
+
+    Raises ValueError for a model without indexers, and for one that lacks an attribute.
+    """
+    before = [(layer.indexer, layer.indexer.top_k) for layer in _indexed(model)]
+    for indexer, top_k in before:
+        indexer.top_k = max(longest, top_k)
     try:
         yield
     finally:
-        for module, name, value in before:
-            setattr(module, name, value)
+        for indexer, top_k in before:
+            indexer.top_k = top_k
 
 
 @contextlib.contextmanager
 def latest_keys(model: nn.Module) -> Iterator[None]:
-    """A window: every token reads as many keys as its indexer selects, but the latest ones. In DeepSeek-V4 they are the
-    latest compressed entries, and passes are over several tokens of a sequence."""
-    before = [(layer, layer.indexer) for layer in _indexed(model)]
-    for layer, indexer in before:
-        layer.indexer = _LatestKeys(indexer.top_k) if isinstance(layer, DSAAttention) else _LatestEntries(indexer)
+    """Attention to a window: every token reads the latest keys, as many as its indexer would select. In DeepSeek-V4
+    these are the latest compressed entries. Indexers keep nothing in the cache.
+
+    Raises ValueError for a model without indexers, and for one that lacks an attribute.
+    """
+    layers = _indexed(model)
+    for layer in layers:
+        layer.indexer.select = _select_latest(layer)
     try:
         yield
     finally:
-        for layer, indexer in before:
-            layer.indexer = indexer
+        for layer in layers:
+            del layer.indexer.select  # its class' method is there again
 
 
-def _indexed(model: nn.Module) -> list[DSAAttention | CompressedAttention]:
-    layers = [m for m in model.modules() if isinstance(m, DSAAttention | CompressedAttention)]
-    indexed = [layer for layer in layers if layer.indexer is not None]
-    if not indexed:
-        raise ValueError("model: must have layers with an indexer, got none")
-    return indexed
+def _indexed(model: nn.Module) -> list[SelectingAttention]:
+    layers = [m for m in model.modules() if getattr(m, "indexer", None) is not None]
+    if not layers:
+        raise ValueError(
+            f"model: must have attention layers with an `indexer`, got {type(model).__name__} without such a layer"
+        )
+    for layer in layers:
+        for owner, names in ((layer, ("selectable",)), (layer.indexer, ("top_k", "select"))):
+            if missing := [name for name in names if not hasattr(owner, name)]:
+                raise ValueError(
+                    f"model: its {type(owner).__name__} lacks {' and '.join(f'`{name}`' for name in missing)} of "
+                    "dsa_layers.layers.selecting_attention"
+                )
+    return layers
 
 
-class _LatestKeys(nn.Module):
-    """In a LightningIndexer's place; it keeps nothing in the cache."""
-
-    def __init__(self, top_k: int) -> None:
-        super().__init__()
-        self.top_k = top_k
+def _select_latest(layer: SelectingAttention) -> Callable[..., torch.Tensor | None]:
+    """What takes the place of the `select` of the layer's indexer. An indexer's further arguments are not read."""
+    top_k, selectable = layer.indexer.top_k, layer.selectable
 
     def select(
-        self,
         x: torch.Tensor,
         qr: torch.Tensor,
         cos: torch.Tensor,
@@ -72,24 +78,15 @@ class _LatestKeys(nn.Module):
         *,
         paged_slots: bool = False,
         store_only: bool = False,
+        **_: Any,
     ) -> torch.Tensor | None:
         if store_only:
             return None
-        latest = _latest(batch.visible_keys, self.top_k)
-        return batch.slots_of(latest) if paged_slots else latest
+        keys = selectable(batch)
+        latest = _latest(keys.visible_keys, top_k)
+        return keys.slots_of(latest) if paged_slots else latest
 
-
-class _LatestEntries(nn.Module):
-    """In a CompressedIndexer's place. Its compressor gives a cache its shape."""
-
-    def __init__(self, indexer: CompressedIndexer) -> None:
-        super().__init__()
-        self.top_k, self.compressor = indexer.top_k, indexer.compressor
-
-    def forward(
-        self, x: torch.Tensor, qr: torch.Tensor, rope: Any, entry_rope: Any, batch: TokenBatch, cache: Any = None
-    ) -> torch.Tensor:
-        return _latest(batch.entries(self.compressor.ratio).visible, self.top_k)
+    return select
 
 
 def _latest(visible: torch.Tensor, count: int) -> torch.Tensor:

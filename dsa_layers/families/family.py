@@ -1,4 +1,4 @@
-"""What the registry knows of a model family."""
+"""The record of a model family, by which the registry finds its parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa_layers.arguments import shown
+from dsa_layers.errors import ConfigError
 from dsa_layers.untrusted_files import read_json_object
 
 # Numbers are limited one by one, each far beyond what any model has, so that no tensor of a model can have 2^63 bytes
@@ -39,10 +40,6 @@ NO_INFLUENCE = frozenset(
         "use_cache",
     }
 )
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used. The message names the file, the field, its value and what is accepted."""
 
 
 _REQUIRED = object()

@@ -1,4 +1,4 @@
-"""What a model and its configuration must have, whatever their family."""
+"""The protocols of a model and of its configuration, which every family follows."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -34,7 +34,7 @@ class ModelConfig(Protocol):
     dtype: str
 
     def fp8_widths(self) -> dict[str, int]:
-        """The widths that FP8 cuts into blocks of 128, by the field that each is to be blamed on."""
+        """Field of config.json -> a width that follows from it and that FP8 cuts into blocks of 128."""
 
 
 @runtime_checkable
@@ -66,12 +66,15 @@ class Model(Protocol):
 
 
 class CheckpointModel(Model, Protocol):
-    """What `load_model` asks of a model beside: a torch.nn.Module, made on the meta device, that tells which of a
-    checkpoint's tensors are its own.
+    """What `load_model` asks of a model in addition. The model is a torch.nn.Module, made on the meta device, and tells
+    which of a checkpoint's tensors are its own.
 
     name_of       the model's name of a checkpoint's tensor; CheckpointError for one of a variant that is not supported
     skips         whether a checkpoint's tensor is of a part that the model does not have
     init_buffers  computes on a device what no checkpoint stores
+
+    A module of the model may have `check_values()`, which is called once its tensors are loaded. It raises ValueError,
+    with the tensor's name first, for values that a forward pass must not meet.
     """
 
     def name_of(self, stored: str) -> str: ...

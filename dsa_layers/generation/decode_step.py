@@ -10,22 +10,22 @@ from dsa_layers.families.model import Model
 
 
 class _Padding:
-    """A sequence of one token that nobody asked for, with a page and a state slot of its own."""
+    """A sequence of one token that fills up a batch. It has a page and a state slot of its own."""
 
     def __init__(self, cache: Cache) -> None:
         self.tokens, self.pages, self.state_slot = [0], cache.allocator.allocate(1), cache.state_slots.allocate(1)[0]
 
 
 class DecodeStep:
-    """logits fp32 [B, vocab_size] = step(sequences): of B sequences the token after their last ones.
+    """logits fp32 [B, vocab_size] = step(sequences): the logits of the token after each of B sequences.
 
     On a GPU the pass is captured as a CUDA graph once for a number of sequences and of pages, both rounded up to a
     power of two, and replayed from then on: one launch instead of thousands. The first pass of a size runs twice,
-    which changes nothing: it writes the same to the same places. Sequences that round up the number write to a page and
-    a state slot that are taken from the cache for them. Elsewhere, without `capture`, and for models whose
-    decoding passes cannot be captured, it runs as it is.
+    which changes nothing: it writes the same numbers to the same places. The sequences that fill up a batch write to a
+    page and a state slot that are taken from the cache for them. On a CPU, without `capture`, and for models whose
+    decoding passes cannot be captured, the pass runs without a graph.
 
-    The logits are overwritten by the next step.
+    The next step overwrites the logits.
     """
 
     def __init__(self, model: Model, cache: Cache, *, capture: bool = True) -> None:

@@ -11,7 +11,7 @@ from types import GeneratorType
 import torch
 
 from dsa_layers.arguments import flag, integer, shown
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages
 from dsa_layers.families.model import Model
@@ -291,14 +291,8 @@ class Generator:
 
     def _prefill(self, work: list[tuple[RunningSequence, int]]) -> torch.Tensor:
         """logits fp32 [B, vocab_size] after the next n prompt tokens of each sequence."""
-        batch = SequenceBatch.paged(
-            [n for _, n in work],
-            [s.cached + n for s, n in work],
-            [s.pages for s, _ in work],
-            self.cache.page_size,
-            self.device,
-            [s.state_slot for s, _ in work],
-        )
+        chunks = [Chunk(n, s.cached, s.pages, s.state_slot) for s, n in work]
+        batch = prefill_batch(chunks, self.cache.page_size, self.device)
         tokens = [t for s, n in work for t in s.tokens[s.cached : s.cached + n]]
         return self.model(torch.tensor(tokens, device=self.device), batch, self.cache)
 

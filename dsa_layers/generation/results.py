@@ -1,4 +1,4 @@
-"""What generation gives: a token's event, a finished sequence, and how fast it went."""
+"""The results of generation: events of tokens, finished sequences, and throughput."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,9 +8,9 @@ FinishReason = Literal["eos", "stop", "length", "error"]
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One new token of one sequence. text: what can be shown by now; it may lag behind tokens, and joins up to the
-    sequence's text. finish_reason: set with the last event of a sequence. "error": the sequence ends here for the
-    reason that `error` tells, without another token."""
+    """One new token of one sequence. text: the text that is complete by now, which may lag behind the tokens; the texts
+    of all events make the sequence's text. finish_reason: set in the last event of a sequence. With "error" the
+    sequence ends here, without another token, for the reason in `error`."""
 
     sequence: int
     token: int | None
@@ -22,8 +22,8 @@ class TokenEvent:
 @dataclass
 class Completion:
     """A finished sequence. tokens: the new ones, with the end-of-sequence token if that ended it.
-    finish_reason: "eos", "stop" (a stop string), "length" (max_new_tokens, or the model's context), or "error": its
-    logits were not finite, as `error` says; tokens and text are what came before."""
+    finish_reason: "eos", "stop" (a stop string), "length" (max_new_tokens, or the model's context), or "error" where
+    its logits were not finite, as `error` says; tokens and text are then those from before the error."""
 
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)

@@ -7,7 +7,7 @@ from dsa_layers.generation.stop_strings import StopStrings
 
 
 class RunningSequence:
-    """A sequence on its way: its tokens, its pages, and how many of its tokens are in the cache."""
+    """A sequence that is being generated: its tokens, its pages, and how many of its tokens are in the cache."""
 
     def __init__(self, index: int, prompt: Sequence[int], params: SamplingParams, limit: int, text: StopStrings):
         self.index = index

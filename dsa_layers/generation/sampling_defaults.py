@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa_layers.arguments import shown
-from dsa_layers.families.fields import ConfigError
+from dsa_layers.errors import ConfigError
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.untrusted_files import read_json_object
 

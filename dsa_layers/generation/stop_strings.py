@@ -18,7 +18,8 @@ class StopStrings:
         self._held = ""
 
     def push(self, token: int, *, last: bool) -> tuple[str, bool]:
-        """-> (text that can be shown, whether a stop string was met). last: no token follows, hold nothing back."""
+        """Returns (text that can be shown, whether a stop string was met). last: no token follows, so that nothing is
+        held back."""
         if self._decoder is None:
             return "", False
         self._held += self._decoder.push(token)

@@ -219,8 +219,8 @@ def _missing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _failures(problem: str) -> Iterator[None]:
-    """What the tokenizers library raises, as TokenizerError: Exception itself, and for what its authors thought
-    impossible an exception that is none."""
+    """Turns what the tokenizers library raises into TokenizerError. The library raises Exception itself, and where a
+    state was thought impossible a panic, which is no subclass of Exception."""
     try:
         yield
     except Exception as error:

@@ -12,24 +12,25 @@ from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.indexer import Indexer
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
 
 class TrainingStage(Protocol):
-    """What passes report to while indexers are trained. name: "warmup" or "sparse"."""
+    """What layers report their losses to while their indexers are trained. name: "warmup" or "sparse"."""
 
     name: str
 
     def add(self, kl: torch.Tensor) -> None:
-        """A layer's loss of every token."""
+        """kl fp32 [T]: a layer's loss of every token."""
 
 
 @dataclass
 class Selection:
-    """What the last layer with an indexer attended to in this pass, for the layers after it that have none.
+    """Hands what a layer's indexer selected in this pass to the layers after it that have no indexer.
 
-    topk_indices  int32 [T, top_k]: rows of the keys that it attended to, of the packed keys or of the cache, with -1
-                  where there are fewer; None if it attended to all keys
+    topk_indices  int32 [T, top_k]: rows of the selected keys, among the packed keys or in the cache, then -1; None if
+                  that layer attended to all keys
     """
 
     topk_indices: torch.Tensor | None = None
@@ -46,9 +47,10 @@ class DSAAttention(nn.Module):
     Without an indexer (IndexShare) a layer attends to the keys that the last layer with one attended to.
 
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selection=None) -> [T, hidden]
-    With a cache the new tokens' latents and index keys are written to its pages first, and what is attended to is what
-    the pages hold: FP8 pages round it. Without one, `batch` must hold whole sequences. A layer with an indexer sets
-    `selection`, if given; one without needs it, as set by the layers before it in the same pass.
+    With a cache the new tokens' latents and index keys are first written to its pages, and attention reads the keys as
+    the pages hold them, rounded if these are FP8. Without a cache, `batch` must hold whole sequences. A layer with an
+    indexer sets `selection`, if it is given; a layer without one reads it, as the layers before it in the same pass
+    have set it.
     Parameters by the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
     kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
     Source: `MLA` of DeepSeek-V3.2's inference code; the report, section 2.1. IndexShare: arXiv 2603.12201.
@@ -86,6 +88,8 @@ class DSAAttention(nn.Module):
         self.indexer = indexer
         # Set while the indexer is trained.
         self.indexer_stage: TrainingStage | None = None
+        # Set while the keys that tokens read are counted.
+        self.key_counter: KeyCounter | None = None
 
     def forward(
         self,
@@ -127,6 +131,10 @@ class DSAAttention(nn.Module):
             topk_indices = self._select(x, qr, cos, sin, batch, cache, sparse, in_pages)
             if selection is not None:
                 selection.topk_indices = topk_indices
+        if self.key_counter is not None:
+            visible = batch.visible_keys
+            read = visible if topk_indices is None else (topk_indices >= 0).sum(-1)
+            self.key_counter.add(read, visible, visible)
 
         if not (decode or sparse):
             q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
@@ -140,6 +148,10 @@ class DSAAttention(nn.Module):
             attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments)
         return self.o_proj(_by_head(attended, w_uv.mT).flatten(-2))
 
+    def selectable(self, batch: TokenBatch) -> TokenBatch:
+        """The keys among which the indexer selects: tokens."""
+        return batch
+
     def _train(
         self,
         x: torch.Tensor,
@@ -151,7 +163,7 @@ class DSAAttention(nn.Module):
         batch: TokenBatch,
         cache: LayerCache | None,
     ) -> torch.Tensor:
-        """A pass that trains the indexer: its inputs are constants, and its loss goes to `indexer_stage`."""
+        """A pass that trains the indexer: the indexer gets detached inputs, and its loss goes to `indexer_stage`."""
         if cache is not None:
             raise ValueError("cache: a pass that trains the indexer takes none")
         q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
@@ -194,7 +206,7 @@ class DSAAttention(nn.Module):
         return torch.where(topk_indices < 0, topk_indices, topk_indices + batch.key_starts[:, None])
 
     def _norm_and_rotate(self, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """kv [T, latent + rope], as projected -> what `dsa.write_mla_cache` writes, but with gradients."""
+        """kv [T, latent + rope], as projected -> the rows that `dsa.write_mla_cache` would write, differentiable."""
         latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
         return torch.cat((self.kv_a_layernorm(latent), dsa.apply_rotary(k_pe, cos, sin, interleaved=True)), -1)
 

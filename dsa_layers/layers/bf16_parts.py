@@ -7,9 +7,9 @@ class BF16Parts:
     """linear(x, W) = x W^T in fp32, of bf16 x [T, I] and fp32 W [O, I], through the tensor cores.
 
     W = hi + mid + lo to 2^-24 of each number, but for numbers that bf16 cannot hold (above 3.39e38). The parts [3 O, I]
-    are made at the first product and kept; when W was changed in place or replaced, the next product, or `update`,
-    makes them anew, in the same memory where it can: a CUDA graph captured before reads the new ones. What changes W
-    behind PyTorch's back, through `.data` or from outside, needs `forget`.
+    are made at the first product and kept. After W has been changed in place or replaced, the next product, or
+    `update`, makes them again, in the same memory where that is possible, so that a CUDA graph captured earlier reads
+    the new parts. After a change that PyTorch does not see, through `.data` or from outside, call `forget`.
     """
 
     def __init__(self) -> None:

@@ -1,40 +1,28 @@
 """DeepSeek-V4's attention: a sliding window, and compressed entries of all earlier tokens, in one softmax."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
 import dsa
+from dsa_layers.batch.entry_view import EntryView
 from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
-from dsa_layers.layers.compressor import Compressor, EntryCache
+from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.selecting_attention import KeyCounter
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class CompressedLayerCache:
-    """What a layer keeps. window: [state slots, window, 1, d | 584], a ring for each sequence; entries and
-    index_entries: of its compressor and its indexer's, None without."""
-
-    window: torch.Tensor
-    entries: EntryCache | None = None
-    index_entries: EntryCache | None = None
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.window.dtype == torch.uint8
 
 
 class CompressedAttention(nn.Module):
     """o[t, h] = sum_j e^{z_j} k_j / (sum_j e^{z_j} + e^{sink_h}), z_j = dim^-0.5 q[t, h] . k_j, over t's keys k_j.
 
-    These are the last `window` tokens up to t, and of the compressor's entries that t may see those that the indexer
-    selects, or all without an indexer; a layer without a compressor has the window alone. Keys are values.
+    These keys are the last `window` tokens up to t, and the compressor's entries that the indexer selects among those
+    that t may see; without an indexer they are all entries that t may see, and without a compressor the window alone.
+    Keys are also the values.
       qr = q_norm(wq_a x), q = wq_b qr per head, divided by its root mean square, with rope on the last dims;
       token keys: kv_norm(wkv x) with rope on the last dims; y = wo_b(wo_a by groups of heads(o)), after the rope of o's
       last dims is turned back by t's angle, so that only the distance to a key counts.
@@ -80,6 +68,8 @@ class CompressedAttention(nn.Module):
         self.wo_a = GroupedLinear(o_groups, n_heads * dim // o_groups, o_lora_rank, **options)
         self.wo_b = make_linear(o_groups * o_lora_rank, hidden, **options)
         self.compressor, self.indexer = compressor, indexer
+        # Set while the keys that tokens read are counted.
+        self.key_counter: KeyCounter | None = None
 
     def forward(
         self,
@@ -116,6 +106,7 @@ class CompressedAttention(nn.Module):
         keys, cu_keys = self._token_keys(x, rope, batch, cache), windows.cu_keys
         packed = (q, keys[:, None], batch.cu_query_lens, cu_keys, self.window)
         compressed, rows = self._entries(x, qr, rope, entry_rope, batch, cache)
+        self._count_keys(batch, rows)
         scale = self.dim**-0.5
         if compressed is None or len(compressed) == 0:
             out, _ = dsa.sliding_window_attention(*packed, scale, self.dim, self.attn_sink, indices=windows.indices)
@@ -168,8 +159,27 @@ class CompressedAttention(nn.Module):
         if self.indexer is None:
             return compressed, entries.rows
         index_cache = None if cache is None else cache.index_entries
-        topk_indices = self.indexer(x, qr, rope, entry_rope, batch, index_cache)
+        dense = entries.most <= self.indexer.top_k
+        options = {"entry_rope": entry_rope, "store_only": dense}
+        topk_indices = self.indexer.select(x, qr, *rope, batch, index_cache, **options)
+        if dense:
+            return compressed, entries.rows
         return compressed, torch.where(topk_indices < 0, topk_indices, topk_indices + entries.starts[:, None])
+
+    def selectable(self, batch: TokenBatch) -> EntryView:
+        """The keys among which the indexer selects: entries."""
+        return batch.entries(self.compressor.ratio)
+
+    def _count_keys(self, batch: TokenBatch, entries: torch.Tensor | None) -> None:
+        """entries int32 [T, ..., K]: those that each new token reads beside its window, -1 where there are fewer."""
+        if self.key_counter is None:
+            return
+        context = batch.visible_keys
+        read = dense = context.clamp(max=self.window)
+        if entries is not None:
+            read = read + (entries >= 0).flatten(1).sum(-1)
+            dense = dense + batch.entries(self.compressor.ratio).visible_keys
+        self.key_counter.add(read, dense, context)
 
     def _decode(
         self,
@@ -183,15 +193,17 @@ class CompressedAttention(nn.Module):
     ) -> torch.Tensor:
         windows, norm = batch.windows(self.window), self.kv_norm
         dsa.write_mla_cache(self.wkv(x), norm.weight.float(), *rope, cache.window, windows.slots, eps=norm.eps)
-        extra = {}
+        slots, extra = None, {}
         if self.compressor is not None:
             entries = batch.entries(self.compressor.ratio)
             self.compressor.store(x, *entry_rope, batch, cache.entries)
             if self.indexer is None:
                 slots = entries.slot_table
             else:
-                slots = self.indexer(x, qr, rope, entry_rope, batch, cache.index_entries, paged_slots=True)[:, None]
+                options = {"entry_rope": entry_rope, "paged_slots": True}
+                slots = self.indexer.select(x, qr, *rope, batch, cache.index_entries, **options)[:, None]
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
+        self._count_keys(batch, slots)
         # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
         dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
         out, _ = dsa.flash_mla_with_kvcache(

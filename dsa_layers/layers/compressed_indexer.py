@@ -5,7 +5,8 @@ from torch import nn
 
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
-from dsa_layers.layers.compressor import Compressor, EntryCache
+from dsa_layers.cache.compressed_kv_cache import EntryCache
+from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.key_selection import select_packed, select_paged
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 
@@ -18,10 +19,9 @@ class CompressedIndexer(nn.Module):
     go to e4m3 with a power-of-two scale per head and entry (the published model simulates FP4, which Hopper cannot
     multiply); the queries' scales fold into w.
 
-    forward(x [T, hidden], qr [T, q_lora_rank], rope, entry_rope, batch, cache=None)
-      -> int32 [T, top_k] entries of the sequence, ascending, -1 where there are fewer; or, if paged_slots, page *
-         page_size + offset of each in the cache's pages. rope, entry_rope: (cos, sin) of the tokens and of the entries
-         that they may end.
+    `select` is that of `dsa_layers.layers.indexer.Indexer`, whose keys are compressed entries here, and asks for one
+    argument more: entry_rope, (cos, sin) of the entries that the tokens may end. There is no `loss`: this indexer is
+    not trained here.
     Parameters: wq_b [n_heads * head_dim, q_lora_rank], weights_proj [n_heads, hidden], compressor. Entries of equal
     score: the first win. Selection takes no gradient.
     Source: `Indexer` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
@@ -47,40 +47,45 @@ class CompressedIndexer(nn.Module):
         self.compressor = compressor
 
     @torch.no_grad()
-    def forward(
+    def select(
         self,
         x: torch.Tensor,
         qr: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        entry_rope: tuple[torch.Tensor, torch.Tensor],
+        cos: torch.Tensor,
+        sin: torch.Tensor,
         batch: TokenBatch,
         cache: EntryCache | None = None,
         *,
+        entry_rope: tuple[torch.Tensor, torch.Tensor],
         paged_slots: bool = False,
-    ) -> torch.Tensor:
+        store_only: bool = False,
+    ) -> torch.Tensor | None:
+        if cache is not None:
+            self.compressor.store(x, *entry_rope, batch, cache)
+        if store_only:
+            return None
         q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim))
         weights = linear_fp32(x, self.weights_proj.weight)
         weights = weights * (self.n_heads**-0.5 * self.head_dim**-0.5)
         if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, *rope, interleaved=True, dims="last")
+            q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, interleaved=True, dims="last")
         else:
-            q = dsa.apply_rotary(q, *rope, interleaved=True, dims="last")
+            q = dsa.apply_rotary(q, cos, sin, interleaved=True, dims="last")
         entries = batch.entries(self.compressor.ratio)
         page_size = entries.page_size if paged_slots else None
+        if self.quantize and batch.is_decode and cache is not None:
+            lengths, table = entries.lens_tensor, batch.block_table
+            schedule, most = entries.index_schedule, max(entries.most, 1)
+            return select_paged(q, cache.pages, weights, self.top_k, lengths, table, schedule, most, page_size)
         if cache is None:
             keys = self.compressor.entries(x, *entry_rope, batch)
             if self.quantize:
                 keys, scale = dsa.per_token_cast_to_fp8(keys, True, self.head_dim, hadamard=True)
                 keys = keys, scale.squeeze(-1)
         else:
-            self.compressor.store(x, *entry_rope, batch, cache)
-            if self.quantize and batch.is_decode:
-                lengths, table = entries.lens_tensor, batch.block_table
-                schedule, most = entries.index_schedule, max(entries.most, 1)
-                return select_paged(q, cache.pages, weights, self.top_k, lengths, table, schedule, most, page_size)
             read = dsa.read_indexer_cache if self.quantize else dsa.read_kv_cache
             keys = read(cache.pages, entries.all_slots)
         paging = {}
         if paged_slots:
             paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": batch.sequences}
-        return select_packed(q, keys, weights, self.top_k, entries.starts, entries.visible, **paging)
+        return select_packed(q, keys, weights, self.top_k, entries.starts, entries.visible_keys, **paging)

@@ -1,23 +1,13 @@
 """DeepSeek-V4's compressor: one entry for every block of tokens, and what it keeps of unfinished blocks."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.compressed_kv_cache import EntryCache
 from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.norm import RMSNorm
-
-
-@dataclass(frozen=True)
-class EntryCache:
-    """A layer's compressed entries. pages: [pages, P, 1, d | 584 | d + 4] as `dsa.write_compressed_kv` has them;
-    state: fp32 [state slots, n, 2, c], the projections of the tokens that entries to come are made of."""
-
-    pages: torch.Tensor
-    state: torch.Tensor
 
 
 class Compressor(nn.Module):
@@ -53,7 +43,7 @@ class Compressor(nn.Module):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of one sequence's state."""
+        """The shape of one sequence's state."""
         return (2 * self.ratio if self.overlap else self.ratio, 2, self.ape.shape[1])
 
     def entries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch
-from dsa_layers.layers.compressed_attention import Angles, CompressedAttention, CompressedLayerCache
+from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
+from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.hyper_connections import HyperConnection
 from dsa_layers.layers.moe import MoE
 from dsa_layers.layers.norm import RMSNorm

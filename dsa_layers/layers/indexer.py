@@ -1,4 +1,4 @@
-"""Indexers: which earlier tokens a query token attends to. What every one must have, and the lightning indexer."""
+"""Indexers choose which earlier tokens a query token attends to: their protocol, and the lightning indexer."""
 
 from typing import Literal, Protocol
 
@@ -15,11 +15,13 @@ from dsa_layers.layers.trained_attention import TrainedAttention
 
 
 class Indexer(Protocol):
-    """What `DSAAttention` asks of its indexer, a torch.nn.Module: with another class that has this, it attends to other
-    keys, and `IndexerStage` trains that class.
+    """What `DSAAttention` asks of its indexer. Any torch.nn.Module with these methods can take the lightning indexer's
+    place: `DSAAttention` attends to the keys that it selects, and `IndexerStage` trains it.
 
-    top_k  keys that a token attends to, where it sees so many
-    x [T, hidden], qr [T, q_lora_rank]: the tokens and their queries' latents. cos, sin: fp32 [T, rope_dim / 2]
+    top_k    how many keys a token attends to; a token that sees fewer attends to all of them
+    x        [T, hidden]: the new tokens
+    qr       [T, q_lora_rank]: the latents of their queries
+    cos, sin fp32 [T, rope_dim / 2]: the angles of their positions
     """
 
     top_k: int
@@ -36,20 +38,21 @@ class Indexer(Protocol):
         paged_slots: bool = False,
         store_only: bool = False,
     ) -> torch.Tensor | None:
-        """int32 [T, top_k]: positions in each token's sequence, ascending, -1 where there are fewer; if paged_slots,
-        the slots of these in the cache instead, which `batch.slots_of` gives.
+        """int32 [T, top_k]: the selected positions in each token's sequence, ascending, then -1. With paged_slots the
+        result has the slots of these positions in the cache, as `batch.slots_of` gives them.
 
-        With a cache, what is kept of the new tokens is written to `cache.index` first, at `batch.slots`; that of all
-        tokens, earlier ones too, is at `batch.key_slots`, and token t sees `batch.visible_keys[t]` of these rows from
-        `batch.key_starts[t]` on. Without one, the rows are the tokens of this pass. store_only: the pass attends to all
-        keys, so nothing is to be done but the writing, and the result is not read.
+        With a cache, the indexer first writes what it keeps of the new tokens to `cache.index` at `batch.slots`. What
+        it has kept of all tokens, earlier ones included, is then at `batch.key_slots`: these are the rows of the keys,
+        and token t sees `batch.visible_keys[t]` of them from row `batch.key_starts[t]` on. Without a cache, the rows
+        are the tokens of this pass. With store_only the pass attends to all keys: the indexer writes to the cache, and
+        its result is not read.
         """
 
     def loss(
         self, x: torch.Tensor, qr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: TrainedAttention
     ) -> torch.Tensor:
-        """fp32 [T]: of each token of a pass that trains the indexer, how far its scores are from `attention`, whose
-        `kl` or `lightning_kl` computes it of them. x and qr are constants."""
+        """fp32 [T]: each token's loss, in a pass that trains the indexer. `attention.kl` or `attention.lightning_kl`
+        computes it from the indexer's scores. x and qr are detached."""
 
 
 class LightningIndexer(nn.Module):

@@ -19,10 +19,14 @@ def select_packed(
     lengths: torch.Tensor,
     **paging: torch.Tensor | int,
 ) -> torch.Tensor:
-    """int32 [T, top_k]: which of the `lengths` keys from `starts` on each token selects, ascending, then -1.
+    """Selects among keys that are packed in rows.
 
-    q, weights: of the tokens. keys: float [N, dim], or e4m3 [N, dim] and fp32 scales [N] where q is e4m3. paging: as
-    `dsa.topk_indices` takes it, for slots in a cache in place of positions.
+    q         [T, heads, dim], float or e4m3; weights fp32 [T, heads]: of the tokens
+    keys      float [N, dim]; where q is e4m3, e4m3 [N, dim] and fp32 scales [N]
+    starts    int32 [T]: the first row that each token sees; lengths int32 [T]: how many it sees
+    paging    block_table, page_size and row_to_seq as `dsa.topk_indices` takes them: gives slots, not positions
+
+    Returns int32 [T, top_k]: the selected positions, counted from `starts`, ascending, then -1.
     """
     if isinstance(keys, tuple):
         scores = dsa.fp8_mqa_logits(q, keys, weights, starts, starts + lengths, clean_logits=False)
@@ -42,9 +46,12 @@ def select_paged(
     most: int,
     page_size: int | None = None,
 ) -> torch.Tensor:
-    """The same for one new token of each sequence, whose keys stay in pages of FP8 bytes. lengths: of the sequences;
-    most: none is longer; schedule: the plan of `dsa.fp8_paged_mqa_logits` for these lengths. With a page_size, in keys,
-    slots in place of positions."""
+    """Selects for one new token of each sequence among keys in pages of FP8 bytes, where they are.
+
+    lengths int32 [B]: keys of the sequences; most: an upper bound of them; schedule: the plan of
+    `dsa.fp8_paged_mqa_logits` for these lengths. With page_size, the keys of a page, the result has slots in the cache
+    in place of positions. Returns as `select_packed`.
+    """
     scores = dsa.fp8_paged_mqa_logits(q[:, None], pages, weights, lengths, block_table, schedule, most)
     paging = {} if page_size is None else {"block_table": block_table, "page_size": page_size}
     return dsa.topk_indices(scores, top_k, lengths=lengths, **paging)

@@ -112,6 +112,14 @@ class SqrtSoftplusRouter(nn.Module):
             table = torch.zeros(hash_tokens, top_k, dtype=torch.int64)
             self.tid2eid = nn.Parameter(table, requires_grad=False)
 
+    def check_values(self) -> None:
+        """Raises ValueError if the table names an expert that is not there: routing would read beyond the weights."""
+        if self.tid2eid is None:
+            return
+        low, high = (value.item() for value in self.tid2eid.aminmax())
+        if low < 0 or high >= len(self.weight):
+            raise ValueError(f"tid2eid names the experts {low} to {high}; the model has 0 to {len(self.weight) - 1}")
+
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = linear_fp32(x, self.weight)
         if self.tid2eid is None:

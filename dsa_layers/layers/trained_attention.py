@@ -1,7 +1,7 @@
-"""A layer's attention while its indexer is trained: what the indexer learns to follow.
+"""A layer's attention while its indexer is trained: the target of the indexer's loss.
 
-The indexer's loss is KL(p || softmax(I)): p is the attention of all heads, summed and normalised, a constant; I are the
-indexer's scores of the keys. Which keys these are, and what is computed with what, differs between the two stages.
+The loss is KL(p || softmax(I)), where p is the attention of all heads, summed, normalised and detached, and I are the
+indexer's scores of the keys. In the warm-up these are all keys, in the sparse stage those that the scores select.
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
 """
 
@@ -10,20 +10,21 @@ from typing import Protocol
 import torch
 
 import dsa
+from dsa.reference.training.masked_softmax import kl_divergence
 from dsa_layers.batch.token_batch import TokenBatch
 
 
 class TrainedAttention(Protocol):
-    """What an indexer's `loss` is given. One of the two methods is called, once: it attends, and returns the loss of
-    each token, fp32 [T], whose gradients reach the scores, or what they are made of, and nothing else."""
+    """What an indexer's `loss` is given. The indexer calls one of the two methods, once. The method computes the
+    layer's attention, and returns each token's loss, fp32 [T], which has gradients for its arguments alone."""
 
     def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """For the scores I[t, s] = sum_h weights[t, h] relu(q[t, h] . k[s]), in kernels that never hold [T, T]:
         q [T, heads, dim], k [T, dim], weights fp32 [T, heads]."""
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
-        """For any scores [T, T], of each token t and key s among all tokens packed. What t may not see is left out
-        here. Plain PyTorch, with memory for [heads, T, T] numbers: to try a score out."""
+        """For any scores [T, T], of each token t and each key s among all packed tokens. Scores of keys that t may not
+        see are ignored. This is plain PyTorch with memory for [heads, T, T] numbers, for trying a score out."""
 
 
 class WarmupAttention:
@@ -49,7 +50,7 @@ class WarmupAttention:
         logits = torch.einsum("thd,shd->hts", self._q.float(), self._k.float()) * self._scale
         weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
         self.out = torch.einsum("hts,shd->thd", weights, self._v.float()).to(self._v.dtype)
-        return _kl(weights.detach().mean(0), scores, visible)
+        return kl_divergence(weights.detach().mean(0), scores.float(), visible)
 
 
 class SparseAttention:
@@ -85,7 +86,7 @@ class SparseAttention:
             keys = self._kv[rows, 0].float()
             logits = torch.einsum("thd,tkd->htk", self._q.float(), keys) * self._scale
             p = (logits - lse[..., None]).exp().masked_fill(~selected, 0).mean(0)
-        return _kl(p, scores.gather(1, rows), selected)
+        return kl_divergence(p / p.sum(-1, keepdim=True), scores.gather(1, rows).float(), selected)
 
     def _attend(self, topk_indices: torch.Tensor) -> torch.Tensor:
         """Attention to the rows [T, 1, top_k]; returns the logarithm of its softmax's denominator, [heads, T]."""
@@ -106,10 +107,3 @@ def _visible(scores: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     keys = torch.arange(tokens, device=scores.device)
     starts = batch.key_starts[:, None]
     return (keys >= starts) & (keys < starts + batch.visible_keys[:, None])
-
-
-def _kl(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """KL(p || softmax(scores)) over the visible keys [T, N] -> fp32 [T]."""
-    p = p / p.sum(-1, keepdim=True)
-    log_q = scores.float().masked_fill(~visible, -torch.inf).log_softmax(-1).masked_fill(~visible, 0)
-    return (torch.xlogy(p, p) - p * log_q).sum(-1)

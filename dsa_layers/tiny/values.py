@@ -4,20 +4,8 @@ import re
 
 import torch
 
-from dsa import per_block_cast_to_fp8
-from dsa_layers.checkpoint import SCALE_SUFFIX
-from dsa_layers.checkpoint.fp4 import quantize_fp4
+from dsa_layers.checkpoint.published_format import as_published, scales_of, shape_of_values
 from dsa_layers.families.family import Manifest
-
-_TORCH_DTYPE = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64, "F8_E8M0": torch.float8_e8m0fnu}
-_QUANTIZED = ("F8_E4M3", "I8")
-
-
-def scales_of(manifest: Manifest) -> dict[str, str]:
-    """Quantised weight -> its scale, under the name that its family gives it."""
-    weights = [name for name, (_, dtype) in manifest.items() if dtype in _QUANTIZED]
-    spellings = {name: (name + SCALE_SUFFIX, name.removesuffix("weight") + "scale") for name in weights}
-    return {name: next(scale for scale in names if scale in manifest) for name, names in spellings.items()}
 
 
 def random_tensors(
@@ -34,14 +22,8 @@ def random_tensors(
     for name in names:
         if name in made_with_weight:
             continue
-        shape, dtype = manifest[name]
-        # What is packed has half the columns.
-        values = _random_values(name, (shape[0], 2 * shape[1]) if dtype == "I8" else shape, generator, experts)
-        if dtype in _QUANTIZED:
-            q, scale = quantize_fp4(values) if dtype == "I8" else per_block_cast_to_fp8(values, use_ue8m0)
-            tensors[name], tensors[scales[name]] = q, scale.to(_TORCH_DTYPE[manifest[scales[name]][1]])
-        else:
-            tensors[name] = values.to(_TORCH_DTYPE[dtype])
+        values = _random_values(name, shape_of_values(name, manifest), generator, experts)
+        tensors |= as_published(name, values, manifest, scales, use_ue8m0=use_ue8m0)
     return tensors
 
 

@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from dsa_layers.checkpoint import INDEX_NAME
+from dsa_layers.checkpoint.published_format import scales_of
 from dsa_layers.families.config import read_config
 from dsa_layers.families.family import Manifest
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.tiny.tokenizer import tokenizer_config, train_tokenizer
-from dsa_layers.tiny.values import random_tensors, scales_of
+from dsa_layers.tiny.values import random_tensors
 
 _SHARD_BYTES = 12 * 2**20
 _WRITER = "dsa tiny checkpoint"

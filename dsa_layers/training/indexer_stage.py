@@ -6,13 +6,11 @@ from typing import Literal, Self
 import torch
 from torch import nn
 
-from dsa_layers.layers.attention import DSAAttention
-
 STAGES = ("warmup", "sparse")
 
 
 class IndexerStage:
-    """While it lasts, passes of a model without a cache train its indexers, and their losses come together here.
+    """A context in which passes of a model train its indexers; it collects the indexers' losses. Passes take no cache.
 
         import torch
         from dsa_layers import SHIPPED_MODEL, SequenceBatch, load_model
@@ -26,16 +24,19 @@ class IndexerStage:
             loss = torch.nn.functional.cross_entropy(logits, tokens[1:]) + stage.loss()
         loss.backward()
 
-    "warmup"  every token attends to all keys, and the indexer's scores over them follow the sum of the heads'
-              attention. The paper trains nothing but the indexers then: `parameters` gives them
-    "sparse"  every token attends to the keys that its indexer selects, and the scores over these follow it
+    "warmup"  every token attends to all keys, and the indexer's scores of them learn to follow the sum of the heads'
+              attention. The paper trains the indexers alone in this stage: `parameters` gives their parameters
+    "sparse"  every token attends to the keys that its indexer selects, and the scores of these keys learn to follow
+              the attention to them
 
-    Any indexer is trained that has the `loss` of `dsa_layers.layers.indexer.Indexer`.
+    Every indexer that has the method `loss` of `dsa_layers.layers.indexer.Indexer` can be trained, in attention layers
+    that report to a stage, for which they have the attribute `indexer_stage`: `DSAAttention` does. DeepSeek-V4's
+    attention and indexer have neither, and ValueError says so.
 
-    The inputs of an indexer are constants, and so is what it follows: the loss reaches the indexers' parameters and no
-    others, and the language model's loss reaches all others. Scores are not quantised. Layers that share an indexer
-    (IndexShare) cannot be trained so. Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False), if
-    the backward pass is inside of the `with`.
+    An indexer's inputs and its target are detached: the loss has gradients for the indexers' parameters alone, and the
+    language model's loss has gradients for all other parameters. Scores are not quantised. Models in which layers share
+    an indexer (IndexShare) are refused. Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False),
+    if the backward pass runs inside of the `with`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
 
@@ -43,11 +44,7 @@ class IndexerStage:
         if name not in STAGES:
             raise ValueError(f"name: must be one of {', '.join(STAGES)}, got {name!r}")
         self.name = name
-        self._layers = [module for module in model.modules() if isinstance(module, DSAAttention)]
-        if not self._layers:
-            raise ValueError("model: has no DSAAttention, whose indexers are trained here")
-        if any(layer.indexer is None for layer in self._layers):
-            raise ValueError("model: has layers that share an indexer, which have none to train")
+        self._layers = _trained_layers(model)
         self._kls: list[torch.Tensor] = []
 
     def __enter__(self) -> Self:
@@ -64,16 +61,17 @@ class IndexerStage:
             self._kls.clear()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the indexers."""
+        """The indexers' parameters."""
         return [parameter for layer in self._layers for parameter in layer.indexer.parameters()]
 
     def add(self, kl: torch.Tensor) -> None:
-        """A layer's loss of every token. Not what a backward pass computes again for checkpointed activations."""
+        """kl fp32 [T]: a layer's loss of every token. It is ignored where a backward pass computes checkpointed
+        activations again."""
         if torch._C._current_graph_task_id() == -1:
             self._kls.append(kl)
 
     def loss(self) -> torch.Tensor:
-        """The layers' losses since it was last asked for, summed, and averaged over tokens."""
+        """The sum over layers of their losses since the last call, each averaged over tokens."""
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
         # A sum gives every token's loss the same upstream gradient. The warm-up's backward pass then scales the
@@ -81,3 +79,28 @@ class IndexerStage:
         total = torch.stack([kl.sum() / max(kl.numel(), 1) for kl in self._kls]).sum()
         self._kls.clear()
         return total
+
+
+def _trained_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers whose indexers are trained, found by their attributes. ValueError says what a model lacks."""
+    layers = [module for module in model.modules() if hasattr(module, "indexer_stage")]
+    if not layers:
+        lacking = {_lacks(module) for module in model.modules() if getattr(module, "indexer", None) is not None}
+        found = "; ".join(sorted(lacking)) or f"{type(model).__name__} without an `indexer`"
+        raise ValueError(
+            f"model: must have attention layers that train their indexers, as DSAAttention does, got {found}"
+        )
+    if any(layer.indexer is None for layer in layers):
+        raise ValueError("model: has layers that share an indexer, which have none to train")
+    for layer in layers:
+        if not hasattr(layer.indexer, "loss"):
+            raise ValueError(
+                f"model: its {type(layer.indexer).__name__} has no method `loss`, by which it would be trained"
+            )
+    return layers
+
+
+def _lacks(layer: nn.Module) -> str:
+    """What an attention layer without `indexer_stage`, and its indexer, would need."""
+    text = f"{type(layer).__name__} without `indexer_stage` and a pass that reports to it"
+    return text if hasattr(layer.indexer, "loss") else f"{text}, whose {type(layer.indexer).__name__} has no `loss`"

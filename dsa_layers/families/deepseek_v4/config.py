@@ -43,11 +43,11 @@ DSPARK = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "d
 class DeepseekV4Config:
     """What the DeepSeek-V4 model needs to know. Names are config.json's own; dimensions are in elements.
 
-    layer_types: of each layer, a key of LAYER_TYPES. compress_rates: tokens of an entry, by layer type. hash_layers: of
-    each layer, whether its experts follow from the token. rope: of layers without entries; compress_rope: of the
-    others, their entries and their indexers. eos_token_ids: every id that ends a sequence, () if there is none.
-    bos_token_id: None if there is none. dtype: of tensors that are not quantised: "bfloat16", "float16" or "float32".
-    quantization: None if no tensor is quantised.
+    layer_types: for each layer a key of LAYER_TYPES. compress_rates: tokens of an entry, by layer type. hash_layers:
+    for each layer whether its experts follow from the token. rope: that of layers without entries; compress_rope: that
+    of the other layers, of their entries and of their indexers. eos_token_ids: every id that ends a sequence, () if
+    there is none. bos_token_id: None if there is none. dtype: of tensors that are not quantised: "bfloat16", "float16"
+    or "float32". quantization: None if no tensor is quantised.
     """
 
     model_type: ClassVar[str] = "deepseek_v4"
@@ -89,7 +89,7 @@ class DeepseekV4Config:
     dtype: str
 
     def fp8_widths(self) -> dict[str, int]:
-        """The widths that FP8 cuts into blocks of 128, by the field that each is to be blamed on."""
+        """Field of config.json -> a width that follows from it and that FP8 cuts into blocks of 128."""
         names = ("hidden_size", "q_lora_rank", "moe_intermediate_size", "o_lora_rank")
         widths = {name: getattr(self, name) for name in names}
         return widths | {"o_groups": self.num_attention_heads * self.head_dim // self.o_groups}

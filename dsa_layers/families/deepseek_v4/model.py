@@ -7,7 +7,7 @@ from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, EntryShape
-from dsa_layers.checkpoint import CheckpointError
+from dsa_layers.errors import CheckpointError
 from dsa_layers.families.deepseek_v4.config import DeepseekV4Config
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.rotary import make_rotary
@@ -110,7 +110,7 @@ def _block(config: DeepseekV4Config, precision: Precision, layer: int) -> HyperD
 
 
 class DeepseekV4ForCausalLM(nn.Module):
-    """The language model. Parameters go by the published checkpoint's names, but for those that RENAMES tells.
+    """The language model. Parameters have the published checkpoint's names, except for those that RENAMES changes.
 
     forward(tokens int64 [T], batch, cache=None) -> fp32 logits [B, vocab_size] of each sequence's last token, or of
     all T tokens with all_tokens=True. The multi-token-prediction layer of the checkpoint is not part of it.
@@ -192,7 +192,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         return name.startswith("mtp.") and _variant(name) is None
 
     def name_of(self, stored: str) -> str:
-        """The model's name of a checkpoint's tensor. Raises CheckpointError for one of a variant."""
+        """The model's name of a checkpoint's tensor. Raises CheckpointError for a tensor of a variant of the model that
+        is not supported."""
         variant = _variant(stored)
         if variant is not None:
             raise CheckpointError(f"belongs to {variant}, which is not supported")

@@ -84,7 +84,7 @@ class SparseMLAConfig:
     dtype: str
 
     def fp8_widths(self) -> dict[str, int]:
-        """The widths that FP8 cuts into blocks of 128, by the field that each is to be blamed on."""
+        """Field of config.json -> a width that follows from it and that FP8 cuts into blocks of 128."""
         names = ["hidden_size", "q_lora_rank", "kv_lora_rank"]
         names += ["intermediate_size"] if self.first_k_dense_replace else []
         names += ["moe_intermediate_size"] if self.first_k_dense_replace < self.num_hidden_layers else []

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 
 
@@ -47,10 +48,12 @@ def test_entries_by_hand():
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4)
     entries = batch.entries(2)
     assert entries.page_size == 2 and entries.lens == (2, 1) and entries.lens_tensor.tolist() == [2, 1]
-    assert entries.visible.tolist() == [2, 2, 1] and entries.starts.tolist() == [0, 0, 2]
+    assert entries.visible_keys.tolist() == [2, 2, 1] and entries.starts.tolist() == [0, 0, 2]
     assert entries.rows.tolist() == [[0, 1], [0, 1], [2, -1]]
     assert entries.positions.tolist() == [2, 3, 0] and entries.slots.tolist() == [15, -1, 8]
     assert entries.all_slots.tolist() == [14, 15, 8]
+    got = entries.slots_of(torch.tensor([[1, -1], [0, 1], [0, -1]], dtype=torch.int32))
+    assert got.tolist() == [[15, -1], [14, 15], [8, -1]] and got.dtype == torch.int32
 
 
 @pytest.mark.parametrize(
@@ -91,3 +94,14 @@ def test_batches_of_other_types(arguments, message):
         SequenceBatch.paged(*arguments)
     with pytest.raises(TypeError, match=r"lens\[1\]: must be an integer, got 2.0"):
         SequenceBatch.without_cache([1, 2.0])
+
+
+def test_a_chunk_of_each_prompt():
+    """The second chunk of a prompt, and all of another one, whose page is full then."""
+    batch = prefill_batch([Chunk(2, 3, [7, 2], 6), Chunk(4, 0, range(4, 5), 1)], page_size=4, device="cpu")
+    assert (batch.query_lens, batch.key_lens) == ((2, 4), (5, 4)) and not batch.is_decode
+    assert batch.positions.tolist() == [3, 4, 0, 1, 2, 3] and batch.earlier_lens_tensor.tolist() == [3, 0]
+    assert batch.slots.tolist() == [31, 8, 16, 17, 18, 19] and batch.block_table.tolist() == [[7, 2], [4, -1]]
+    assert batch.state_slots_tensor.tolist() == [6, 1]
+    with pytest.raises(ValueError, match=r"key_lens\[0\]: must be between .* the 4 tokens of its pages, got 5"):
+        prefill_batch([Chunk(2, 3, [7], 0)], page_size=4, device="cpu")

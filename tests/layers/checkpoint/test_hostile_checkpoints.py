@@ -17,8 +17,9 @@ from safetensors.torch import save, save_file
 
 from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, CheckpointError, load_weights, memory
 from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.errors import ConfigError
 from dsa_layers.families.config import read_config
-from dsa_layers.families.fields import NO_INFLUENCE, ConfigError
+from dsa_layers.families.fields import NO_INFLUENCE
 from tests.layers.checkpoint.damage import JSON, damaged, examples, torn
 from tests.layers.checkpoint.hostile_files import CASES, VALUES, VENDORED, tensor, write_config, write_safetensors
 from tests.layers.families.v4_checkpoints import write_published

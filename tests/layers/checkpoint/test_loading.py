@@ -1,10 +1,15 @@
-"""Models loaded to be trained: which parameters learn, and what a step makes of them."""
+"""Models loaded to be trained: which parameters learn, what a step makes of them, and how they are written."""
+
+import json
 
 import pytest
 import torch
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint import Checkpoint
+from dsa_layers.checkpoint.export import save_fp8_checkpoint
 from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.checkpoint.published_format import as_published
 from dsa_layers.families.registry import model_types
 from dsa_layers.tiny import write_tiny_checkpoint
 from dsa_layers.training.indexer_stage import IndexerStage
@@ -74,3 +79,23 @@ def test_fp8_weights_do_not_learn(checkpoint):
         load_model(checkpoint, trainable=True, progress=False)
     with pytest.raises(TypeError, match="trainable: must be True or False, got 1"):
         load_model(checkpoint, trainable=1)
+
+
+def test_export_in_the_published_format(directory, tmp_path):
+    """What was quantised before is so again, without loss: FP8 blocks, and DeepSeek-V4's experts in FP4."""
+    model = load_model(directory, dtype=torch.float32, dequantize=True, progress=False)
+    fields = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    if "compress_ratios" in fields:  # those of the multi-token-prediction layers are at the end
+        fields["compress_ratios"] = fields["compress_ratios"][: fields["num_hidden_layers"]]
+    save_fp8_checkpoint(model, tmp_path, fields)
+    before, after = Checkpoint(directory).tensors, Checkpoint(tmp_path).tensors
+    assert after and all((info.dtype, info.shape) == (before[n].dtype, before[n].shape) for n, info in after.items())
+    again = load_model(tmp_path, dtype=torch.float32, dequantize=True, progress=False)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_dtypes_that_are_not_written():
+    manifest = {"a": ((2,), "F64")}
+    with pytest.raises(ValueError, match="manifest: a is F64; tensors that can be written are BF16, F32, I64"):
+        as_published("a", torch.zeros(2), manifest, {}, use_ue8m0=True)

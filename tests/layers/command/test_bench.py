@@ -32,13 +32,16 @@ def test_bench_and_tune_name_the_ops(command, capsys):
 def test_bench_and_tune_need_a_gpu(command, what, monkeypatch, capsys):
     monkeypatch.setattr(backends, "why_no_kernels", lambda: "torch sees no CUDA GPU")
     assert main([command, "per_token_cast_to_fp8"]) == 2
-    assert error(capsys) == f"dsa {command}: {what} needs a Hopper GPU: torch sees no CUDA GPU"
+    assert error(capsys) == f"dsa {command}: {what} needs a GPU with kernels: torch sees no CUDA GPU"
 
 
 def test_tune_needs_an_op_with_configurations(monkeypatch, capsys):
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
     assert main(["tune", "indexer_cache"]) == 2
-    assert error(capsys) == "dsa tune: indexer_cache: its benchmark has no tuning()"
+    ops = "fp8_mqa_logits, fp8_paged_mqa_logits"
+    assert error(capsys) == (
+        f"dsa tune: op: must be one of {ops}, whose kernels have configurations, got 'indexer_cache'"
+    )
 
 
 @pytest.mark.parametrize(

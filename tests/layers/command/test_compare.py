@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,9 +42,9 @@ def test_sparse_attention_beside_dense_on_the_shipped_text(capsys):
     contexts = range(1, 1025)
     read, context = (sum(values) / 1024 for values in ([min(n, 128) for n in contexts], contexts))
     for name in ("sparse", "latest"):
-        counted = {key: rows[name][key] for key in ("read", "context", "share", "most_read", "longest_context")}
-        wanted = {"read": read, "context": context, "share": read / context, "most_read": 128, "longest_context": 1024}
-        assert counted == pytest.approx(wanted)
+        wanted = {"read": read, "dense": context, "context": context, "share": read / context}
+        wanted |= {"most_read": 128, "most_dense": 1024, "longest_context": 1024}
+        assert {key: rows[name][key] for key in wanted} == pytest.approx(wanted)
     assert (rows["dense"]["read"], rows["dense"]["share"], rows["dense"]["most_read"]) == (context, 1, 1024)
     loss = {name: row["loss"] for name, row in rows.items()}
     assert loss["sparse"] == pytest.approx(loss["dense"], abs=0.02)
@@ -51,6 +52,18 @@ def test_sparse_attention_beside_dense_on_the_shipped_text(capsys):
     for row in rows.values():
         assert row["tokens"] == 1024 and row["seconds"] > 0
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+
+
+def test_columns_stand_beneath_their_names(capsys):
+    """In the table, whose head is that of the README's example."""
+    assert compare("--length", 256, "--max-tokens", 256) == 0
+    head, *rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert head in (Path(__file__).parents[3] / "README.md").read_text().splitlines()
+    names = [match.end() for match in re.finditer(r"loss|perplexity|keys read a token|of context|seconds", head)]
+    assert len(names) == 5 and len(rows) == 3
+    for row in rows:
+        # What comes before the first number is the attention's name, which has digits and spaces of its own.
+        assert [match.end() for match in re.finditer(r"\S+", row)][-5:] == names
 
 
 def test_the_loss_is_the_models_own(tmp_path, capsys):
@@ -90,7 +103,8 @@ def test_the_table(monkeypatch, capsys):
 
 def test_sequences_that_selection_does_not_shorten(capsys):
     assert compare("--length", 100, "--max-tokens", 100) == 0
-    assert "All read the same keys: a token selects 128" in capsys.readouterr().out
+    expected = "All read the same keys: a token selects 128, and sequences of 100 tokens have no more to select from."
+    assert expected in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
@@ -101,7 +115,21 @@ def test_every_family(tmp_path, capsys, family):
     _, rows = measured(capsys)
     assert all(math.isfinite(row["loss"]) for row in rows.values())
     assert rows["sparse"]["loss"] != rows["dense"]["loss"] != rows["latest"]["loss"]
+    assert rows["dense"]["share"] == 1 > rows["sparse"]["share"]
     assert rows["sparse"]["read"] == rows["latest"]["read"] < rows["dense"]["read"] <= rows["dense"]["context"] == 150.5
+
+
+def test_the_keys_of_deepseek_v4(tmp_path, capsys):
+    """Dense attention reads all of what is in the cache, which is less than the context has tokens."""
+    assert main(["tiny", str(tmp_path / "tiny"), "--model", "deepseek_v4"]) == 0
+    capsys.readouterr()
+    assert compare(tmp_path / "tiny", "--length", 450, "--max-tokens", 450) == 0
+    out = capsys.readouterr().out
+    head, *rows = out.split("\n\n")[1].splitlines()
+    assert "of dense" in head and "context" not in head
+    assert [re.search(r"(\d+)% +[\d.]+$", row)[1] == "100" for row in rows] == [False, False, True]
+    dense = re.fullmatch(r"dense, all keys +\S+ +\S+ +(\S+) +100% +\S+", rows[-1])[1]
+    assert f"compressed entries, each of several tokens: {dense} keys for 225.5 tokens of context." in out
 
 
 def test_wrong_calls(tmp_path, error):

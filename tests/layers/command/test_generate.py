@@ -12,6 +12,7 @@ from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator, TokenEvent
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.command.calls import PROMPT, TOKENS, generate
 
 SPEED = r"prefill: \d+ tokens, [\d.]+ tokens/s; decode: \d+ tokens, [\d.]+ tokens/s"
@@ -244,13 +245,28 @@ def test_keys_read(tmp_path, checkpoint, capsys, as_json):
     contexts = range(1, tokens + 4)
     read, context = (sum(values) / len(contexts) for values in ([min(n, 128) for n in contexts], contexts))
     if as_json:
-        expected = {"event": "keys_read", "most_read": 128, "longest_context": tokens + 3}
-        assert found[-1] == pytest.approx(expected | {"read": read, "context": context, "share": read / context})
+        expected = {"event": "keys_read", "most_read": 128, "most_dense": tokens + 3, "longest_context": tokens + 3}
+        expected |= {"read": read, "dense": context, "context": context, "share": read / context}
+        assert found[-1] == pytest.approx(expected)
     else:
         assert err.splitlines()[-2] == (
             f"keys read: {read:.1f} a token of the {context:.1f} in its context ({read / context:.0%}), at most 128 of "
             f"{tokens + 3}"
         )
+
+
+def test_keys_of_deepseek_v4(tmp_path, capsys):
+    """A window of 128 tokens and entries beside it: more keys than tokens in a short context, and never more than dense
+    attention reads."""
+    write_tiny_checkpoint(tmp_path, model="deepseek_v4")
+    assert generate(tmp_path, "--raw", "--stats", "--max-new-tokens", 4) == 0
+    line, words, _ = capsys.readouterr().err.splitlines()[-3:]
+    pattern = r"keys read: (\S+) a token of the (\S+) that dense attention reads \(100%\), at most (\d+) of (\d+)"
+    read, dense, most_read, most_dense = re.fullmatch(pattern, line).groups()
+    pattern = r"keys are the tokens of a window and compressed entries, .* has (\S+) tokens, at most (\d+)"
+    context, longest = re.fullmatch(pattern, words).groups()
+    assert read == dense and most_read == most_dense
+    assert float(dense) > float(context) and int(most_dense) > int(longest)
 
 
 def test_keys_are_counted_when_asked_for(checkpoint, capsys):

@@ -26,6 +26,12 @@ def test_the_command_imports_nothing_slow_before_it_can_be_interrupted():
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
+def test_the_package_is_the_command():
+    process = subprocess.run([sys.executable, "-m", "dsa_layers.command", "check", "--seeds", "0"], **PIPES, text=True)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == "dsa check: argument --seeds: must be at least 1, got 0 (see dsa check --help)\n"
+
+
 @pytest.mark.parametrize("prefix", ["torch.", "dsa."])
 def test_control_c_in_the_first_seconds(tmp_path, prefix):
     """While modules are imported, as Python tells by a line for each of them."""

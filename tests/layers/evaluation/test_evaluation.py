@@ -1,7 +1,10 @@
 """Loss on held-out text, keys that tokens read, and other selections with the same weights."""
 
+import contextlib
+
 import pytest
 import torch
+from torch import nn
 
 from dsa_layers import SHIPPED_MODEL, Generator, SamplingParams, SequenceBatch, load_model
 from dsa_layers.evaluation.held_out_loss import held_out_loss
@@ -99,9 +102,9 @@ def test_keys_are_counted_in_every_pass(model):
         generator.generate([[65] * 150, [66] * 20], SamplingParams(max_new_tokens=6))
     contexts = [*range(1, 156), *range(1, 26)]
     counts = keys.counts()
-    assert counts.context == pytest.approx(sum(contexts) / len(contexts))
+    assert counts.context == counts.dense == pytest.approx(sum(contexts) / len(contexts)) and counts.keys_are_tokens
     assert counts.read == pytest.approx(sum(min(n, TOP_K) for n in contexts) / len(contexts))
-    assert (counts.most_read, counts.longest_context) == (TOP_K, 155)
+    assert (counts.most_read, counts.most_dense, counts.longest_context) == (TOP_K, 155, 155)
     generator.generate([[65] * 150], SamplingParams(max_new_tokens=2))
     assert keys.counts() == counts  # it has ended
 
@@ -109,9 +112,75 @@ def test_keys_are_counted_in_every_pass(model):
 def test_nothing_counted(model):
     with KeysRead(model) as keys, pytest.raises(RuntimeError, match="counts: no pass was counted"):
         keys.counts()
-    for wrong in (KeysRead, latest_keys(torch.nn.Linear(2, 2)).__enter__):
-        with pytest.raises(ValueError, match="model: must have"):
-            wrong(torch.nn.Linear(2, 2)) if wrong is KeysRead else wrong()
+    with pytest.raises(ValueError, match=r"by the attribute `key_counter` .*, got Linear without such a layer"):
+        KeysRead(nn.Linear(2, 2))
+
+
+def test_the_latest_entries_in_decoding_passes(tmp_path):
+    """DeepSeek-V4 reads the same entries token by token as in one pass, from slots of the cache in place of rows."""
+    write_tiny_checkpoint(tmp_path, model="deepseek_v4")
+    model = load_model(tmp_path, dequantize=True, dtype=torch.float32, progress=False)
+    for layer in model.layers:
+        if layer.attn.indexer is not None:
+            layer.attn.indexer.top_k = 2
+    tokens = [(7 * i) % 50 for i in range(25)]
+    with latest_keys(model):
+        by_token, at_once = (held_out_loss(model, [tokens], chunk=chunk).loss for chunk in (1, 24))
+    assert by_token == pytest.approx(at_once, rel=1e-5) != pytest.approx(held_out_loss(model, [tokens]).loss, rel=1e-5)
+
+
+class First(nn.Module):
+    """An indexer that selects the first token twice. depth: an argument that other indexers do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.top_k = 2
+
+    def select(self, x, qr, cos, sin, batch, cache=None, *, depth, paged_slots=False, store_only=False):
+        return torch.zeros(len(x), self.top_k, dtype=torch.int32)
+
+
+class Other(nn.Module):
+    """Attention of a class that nobody knows: its output is what its indexer selects."""
+
+    def __init__(self):
+        super().__init__()
+        self.indexer, self.key_counter = First(), None
+
+    def selectable(self, batch):
+        return batch
+
+    def forward(self, tokens, batch):
+        selected = self.indexer.select(tokens, None, None, None, batch, None, depth=3)
+        if self.key_counter is not None:
+            self.key_counter.add((selected >= 0).sum(-1), batch.visible_keys, batch.visible_keys)
+        return selected
+
+
+def test_attention_of_another_class():
+    model, tokens, batch = nn.Sequential(Other()), torch.arange(4), SequenceBatch.without_cache([4])
+    with KeysRead(model) as keys, latest_keys(model):
+        assert model[0](tokens, batch).tolist() == [[0, -1], [0, 1], [1, 2], [2, 3]]
+    assert (keys.counts().read, keys.counts().context, keys.counts().most_read) == (7 / 4, 10 / 4, 2)
+    assert model[0](tokens, batch).tolist() == [[0, 0]] * 4  # by its indexer again
+    with all_keys(model, 4):
+        assert model[0].indexer.top_k == 4
+    assert model[0].indexer.top_k == 2 and model[0].key_counter is None
+
+
+def test_what_a_model_lacks(monkeypatch):
+    def refused(context, message, model):
+        with pytest.raises(ValueError, match=message), context(model):
+            pass
+
+    for context in (latest_keys, lambda model: all_keys(model, 4)):
+        refused(context, "model: must have attention layers with an `indexer`, got Linear", nn.Linear(2, 2))
+        model = Other()
+        model.indexer = nn.ReLU()
+        refused(context, "model: its ReLU lacks `top_k` and `select` of dsa_layers.layers.selecting_attention", model)
+        with monkeypatch.context() as patch:
+            patch.delattr(Other, "selectable")
+            refused(context, "model: its Other lacks `selectable` of", Other())
 
 
 def test_keys_of_windows_and_entries(tmp_path):
@@ -131,8 +200,12 @@ def test_keys_of_windows_and_entries(tmp_path):
                 read += min(seen, config.sliding_window) + (min(entries, selected) if indexed else entries)
         return read / length / config.num_hidden_layers
 
-    for context, selected in ((KeysRead(model), config.index_topk), (all_keys(model, length), length)):
+    sparse, latest, dense = contextlib.nullcontext(), latest_keys(model), all_keys(model, length)
+    for context, selected in ((sparse, config.index_topk), (latest, config.index_topk), (dense, length)):
         with context, KeysRead(model) as keys, torch.no_grad():
             model(tokens, SequenceBatch.without_cache([length]))
-        assert keys.counts().read == pytest.approx(expected(selected))
+        counts = keys.counts()
+        assert counts.read == pytest.approx(expected(selected)) and counts.dense == pytest.approx(expected(length))
+        assert counts.context == (length + 1) / 2 and counts.longest_context == length and not counts.keys_are_tokens
+        assert counts.share == counts.read / counts.dense and counts.most_read <= counts.most_dense
     assert expected(length) > expected(config.index_topk)

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from dsa_layers.errors import ConfigError
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v32.manifest import deepseek_v32_tensor_manifest
-from dsa_layers.families.fields import ConfigError
 from dsa_layers.families.parts import QuantizationConfig, RopeConfig, YarnConfig
 from dsa_layers.families.published import VENDORED
 from tests.layers.families.listings import read_listing

@@ -12,9 +12,9 @@ import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint import SINGLE_NAME, CheckpointError
 from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.errors import ConfigError
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
-from dsa_layers.families.fields import ConfigError
 from dsa_layers.families.precision import Precision
 from dsa_layers.layers.linear import BlockFP8Linear, Linear
 from tests.layers.families.listings import parts

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from dsa_layers.errors import ConfigError
 from dsa_layers.families.config import read_config
-from dsa_layers.families.fields import ConfigError
 from dsa_layers.families.glm_moe_dsa.config import GlmMoeDsaConfig
 from dsa_layers.families.parts import RopeConfig
 from dsa_layers.families.published import VENDORED

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dsa_layers import SHIPPED_MODEL
-from dsa_layers.families.fields import ConfigError
+from dsa_layers.errors import ConfigError
 from dsa_layers.generation.sampling_defaults import sampling_defaults
 
 

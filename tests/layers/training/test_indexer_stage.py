@@ -11,6 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.compressed_indexer import CompressedIndexer
+from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.training.indexer_stage import IndexerStage
@@ -101,13 +104,26 @@ def test_errors():
     model = Small(6)
     with pytest.raises(ValueError, match="name: must be one of warmup, sparse, got 'dense'"):
         IndexerStage(model, "dense")
-    with pytest.raises(ValueError, match="model: has no DSAAttention"):
+    with pytest.raises(ValueError, match=r"train their indexers, .*, got Linear without an `indexer`"):
         IndexerStage(nn.Linear(2, 2), "warmup")
     with pytest.raises(RuntimeError, match="loss: no pass since"):
         IndexerStage(model, "warmup").loss()
+    model.layers[1].indexer = nn.ReLU()
+    with pytest.raises(ValueError, match="model: its ReLU has no method `loss`"):
+        IndexerStage(model, "sparse")
     model.layers[1].indexer = None
     with pytest.raises(ValueError, match="model: has layers that share an indexer"):
         IndexerStage(model, "sparse")
+
+
+def test_what_deepseek_v4_lacks():
+    sizes = {"dim": 32, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 16}
+    compressors = [Compressor(32, 32, 4, overlap=True) for _ in range(2)]
+    indexer = CompressedIndexer(32, 16, compressors[0], n_heads=2, top_k=4)
+    model = nn.Sequential(CompressedAttention(32, 2, compressor=compressors[1], indexer=indexer, **sizes))
+    lacking = "got CompressedAttention without `indexer_stage` and a pass that reports to it, whose CompressedIndexer "
+    with pytest.raises(ValueError, match=f"^model: .*, {lacking}has no `loss`$"):
+        IndexerStage(model, "warmup")
 
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])

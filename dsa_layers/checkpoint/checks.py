@@ -5,11 +5,10 @@ from pathlib import Path
 
 from torch import nn
 
-from dsa_layers.checkpoint import Checkpoint, CheckpointError
-from dsa_layers.families.fields import ConfigError
+from dsa_layers.checkpoint.directory import Checkpoint
+from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.precision import Precision
-from dsa_layers.layers.moe import SqrtSoftplusRouter
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 _BLOCK = 128  # columns that share a scale in FP8
@@ -48,15 +47,13 @@ def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path)
             refuse(name, problem, f"a multiple of {_BLOCK}, the columns that share a scale in FP8")
 
 
-def check_expert_tables(model: nn.Module, directory: Path) -> None:
-    """Raises CheckpointError if a table of tokens' experts names one that is not there: routing would read beyond the
-    experts' weights."""
+def check_values(model: nn.Module, directory: Path) -> None:
+    """Raises CheckpointError for values with which a module would read beyond its tensors, as a table of experts with
+    one that is not there. Modules whose tensors hold such values have `check_values` (see `CheckpointModel`)."""
     for name, module in model.named_modules():
-        if not isinstance(module, SqrtSoftplusRouter) or module.tid2eid is None:
+        if (check := getattr(module, "check_values", None)) is None:
             continue
-        experts = len(module.weight)
-        low, high = (value.item() for value in module.tid2eid.aminmax())
-        if low < 0 or high >= experts:
-            raise CheckpointError(
-                f"{directory}: {name}.tid2eid names the experts {low} to {high}; the model has 0 to {experts - 1}"
-            )
+        try:
+            check()
+        except ValueError as error:
+            raise CheckpointError(f"{directory}: {name}.{error}") from None

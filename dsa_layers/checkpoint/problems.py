@@ -1,12 +1,10 @@
-"""How checkpoints are refused."""
+"""What is wrong with a checkpoint, told at once."""
 
 from pathlib import Path
 
+from dsa_layers.errors import CheckpointError
+
 _SHOWN_PROBLEMS = 10
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded. Names files and tensors, what was expected and what was found."""
 
 
 class Problems:

@@ -1,0 +1,9 @@
+"""How a checkpoint directory is refused. Either error is a ValueError."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message names the file, the field, its value and what is accepted."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded. Names files and tensors, what was expected and what was found."""

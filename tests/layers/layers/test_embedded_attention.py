@@ -1,0 +1,72 @@
+"""What docs/embed-attention.md says of its example: an engine's pages, tables and lengths around one layer."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+TEXT = (Path(__file__).parents[3] / "docs" / "embed-attention.md").read_text()
+(EXAMPLE,) = [block for block in re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M) if "def decode(" in block]
+
+
+@pytest.fixture
+def engine():
+    """The names that the example has defined when it has run."""
+    torch.manual_seed(0)
+    names = {}
+    exec(EXAMPLE, names)
+    return names
+
+
+@torch.no_grad()
+def test_a_decoding_step_is_the_end_of_a_prefill(engine):
+    token, pages = engine["token"].cpu(), engine["block_table"]
+    decoded = engine["decode"](engine["token"], torch.tensor([301, 41], dtype=torch.int32), pages)
+    for row, (total, expected) in enumerate(zip((301, 41), decoded)):
+        prefilled = engine["prefill"](token[row : row + 1].repeat(2, 1), (2,), (total + 1,), pages[row : row + 1])
+        torch.testing.assert_close(prefilled[0], expected, rtol=0.02, atol=0.02)
+
+
+@torch.no_grad()
+def test_only_new_tokens_are_written(engine):
+    """Two bytes of garbage a slot would show: the tokens' own slots change, in both tensors, and no others."""
+    latent, index = engine["latent"], engine["index"]
+    latent.fill_(0xFF)
+    index.fill_(0xFF)
+    engine["prefill"](engine["prompts"][:3], (3,), (67,), engine["block_table"][:1])
+    written = (latent != 0xFF).flatten(2).any(-1).nonzero().tolist()
+    assert written == [[1, 0], [1, 1], [1, 2]]  # tokens 64 to 66 are the first of the sequence's second page, page 1
+    assert (index != 0xFF).flatten(1).any(-1).nonzero().flatten().tolist() == [1]
+
+
+@torch.no_grad()
+def test_a_row_that_fills_up_a_batch(engine):
+    """Length 0 and no pages: 0, nothing written, and the other row as without it."""
+    both = torch.tensor([301, 41], dtype=torch.int32)
+    expected = engine["decode"](engine["token"], both, engine["block_table"])[0].clone()
+    table = engine["block_table"].clone()
+    table[1] = -1
+    before = engine["latent"].clone(), engine["index"].clone()
+    out = engine["decode"](engine["token"], torch.tensor([301, 0], dtype=torch.int32), table)
+    assert torch.equal(out[0], expected) and not out[1].any()
+    assert torch.equal(engine["latent"], before[0]) and torch.equal(engine["index"], before[1])
+
+
+@torch.no_grad()
+def test_what_lies_behind_a_sequence_does_not_matter(engine):
+    """Every byte of the pages but those of the sequences' own tokens may be a NaN."""
+    lengths, pages = torch.tensor([301, 41], dtype=torch.int32), engine["block_table"]
+    expected = engine["decode"](engine["token"], lengths, pages).clone()
+    own = torch.zeros(engine["PAGES"] * engine["PAGE_SIZE"], dtype=torch.bool)
+    for row, total in zip(pages.tolist(), lengths.tolist()):
+        for position in range(total):
+            own[row[position // 64] * 64 + position % 64] = True
+    engine["latent"].view(-1, 656)[~own] = 0xFF
+    assert torch.equal(engine["decode"](engine["token"], lengths, pages), expected)
+
+
+def test_a_batch_without_state_slots(engine):
+    batch = engine["DecodeBatch"](engine["block_table"], 64, torch.tensor([3, 4], dtype=torch.int32), 384)
+    with pytest.raises(ValueError, match="state_slots: must be one a sequence for this model's cache, got None"):
+        _ = batch.state_slots_tensor
