@@ -3,22 +3,33 @@
 import argparse
 import importlib.util
 
-from dsa_layers.command import options
+from dsa_bench.harness.benchmarks import benchmarks, tunable
+from dsa_layers import options
 
 
 def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    bench = commands.add_parser("bench", help="time an op beside its peers (needs a Hopper GPU)")
+    bench = commands.add_parser("bench", help="time an op beside its peers (needs a GPU with kernels)")
     bench.set_defaults(run=_bench)
-    bench.add_argument("op", help="an op, or e2e: layers of V3.2 and V4-Flash with their real sizes, by part")
+    bench.add_argument(
+        "op",
+        help="e2e: layers of V3.2 and V4-Flash with their real sizes, by part; or one of the ops "
+        + ", ".join(benchmarks()),
+    )
     bench.add_argument("--csv", type=options.path, help="also write the rows to this file")
     bench.add_argument("--png", type=options.path, help="also draw the rows into this file (needs matplotlib)")
     bench.add_argument(
         "--profile", action="store_true", help="where the first shape's time goes, by the torch profiler and ncu"
     )
 
-    tune = commands.add_parser("tune", help="search an op's tile configurations (needs a Hopper GPU)")
+    tune = commands.add_parser(
+        "tune",
+        help="search an op's tile configurations (needs a GPU with kernels)",
+        description="Compile every configuration that an op's kernel may have on this GPU, drop those whose results "
+        "differ from the reference, time the rest in turns, and write the fastest of each class of shapes as the data "
+        "that the op loads.",
+    )
     tune.set_defaults(run=_tune)
-    tune.add_argument("op")
+    tune.add_argument("op", help=f"an op whose kernel has configurations to choose from, one of {', '.join(tunable())}")
     tune.add_argument(
         "--output", type=options.path, help="write the winners here (default: the data that the op loads)"
     )
@@ -88,4 +99,4 @@ def _need_a_gpu(what: str) -> None:
     from dsa import backends
 
     if reason := backends.why_no_kernels():
-        raise ValueError(f"{what} needs a Hopper GPU: {reason}")
+        raise ValueError(f"{what} needs a GPU with kernels: {reason}")

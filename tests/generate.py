@@ -1,4 +1,5 @@
-"""Write what is made from the code: public names in dsa/__init__.py, docs/ops.md, docs/status.md, the README's table.
+"""Write what is made from the code: the public names in dsa/__init__.py and dsa/reference/__init__.py, docs/ops.md,
+docs/status.md, the README's table.
 
 usage: python -m tests.generate
 
@@ -6,43 +7,37 @@ A bridge says in `__all__` which names it gives to dsa; its ops' declarations sa
 is in no list that somebody keeps by hand. tests/test_generated.py fails where a file is not what this writes.
 """
 
-import ast
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import dsa.ops
 from dsa.backends import ARCH_NAMES, KERNELS
-from dsa.source_digest import op_modules
 from tests.gpu import headlines, status_table
+from tests.public_names import BACKENDS, ROOT, ops_of, public_names, references
 
-ROOT = Path(__file__).parent.parent
 INIT, OPS = ROOT / "dsa" / "__init__.py", ROOT / "docs" / "ops.md"
-BACKENDS = ("backend", "num_sms", "use_backend")
-
-
-def public_names() -> dict[str, list[str]]:
-    """{a bridge's module: what it gives to dsa}, read from the source: a new bridge is not imported yet."""
-    found = {}
-    for module in op_modules().values():
-        tree = ast.parse(Path(ROOT, *module.split(".")).with_suffix(".py").read_text())
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-                found[module] = sorted(ast.literal_eval(node.value))
-    return dict(sorted(found.items()))
+REFERENCES = ROOT / "dsa" / "reference" / "__init__.py"
 
 
 def init() -> str:
     """dsa/__init__.py: its head stays, imports and `__all__` are made."""
     text = INIT.read_text()
     head, version = text[: text.index("from dsa.")], next(s for s in text.splitlines() if s.startswith("__version__"))
-    imports = {"dsa.backends": list(BACKENDS)} | public_names()
-    lines = [_import(module, names) for module, names in imports.items()]
+    return _names(head, {"dsa.backends": list(BACKENDS)} | public_names(), f"{version}\n\n")
+
+
+def reference_init() -> str:
+    """dsa/reference/__init__.py in the same way."""
+    text = REFERENCES.read_text()
+    return _names(text[: text.index("from dsa.")], references())
+
+
+def _names(head: str, imports: dict[str, list[str]], between: str = "") -> str:
+    lines = "".join(_import(module, names) for module, names in imports.items())
     everything = sorted(name for names in imports.values() for name in names)
     listed = "".join(f'    "{name}",\n' for name in everything)
-    return f"{head}{''.join(lines)}\n{version}\n\n__all__ = [\n{listed}]\n"
+    return f"{head}{lines}\n{between}__all__ = [\n{listed}]\n"
 
 
 def _import(module: str, names: list[str]) -> str:
@@ -55,7 +50,7 @@ def _import(module: str, names: list[str]) -> str:
 def ops() -> str:
     """docs/ops.md: every public function with its signature and its docstring, family by family."""
     rows, parts = [], []
-    for family, names in _families():
+    for family, names in _families().items():
         parts.append(f"## {family}\n\n{inspect.getdoc(importlib.import_module(f'dsa.ops.{family}'))}\n")
         for name in names:
             function = getattr(dsa, name)
@@ -76,14 +71,12 @@ for the GPU at hand runs its PyTorch reference; so does every op on a CPU.
 """
 
 
-def _families() -> Iterator[tuple[str, list[str]]]:
-    """(family, its functions)."""
-    by_family: dict[str, list[str]] = {}
-    for module, names in public_names().items():
-        functions = [name for name in names if inspect.isfunction(getattr(dsa, name, None))]
-        by_family.setdefault(module.split(".")[2], []).extend(functions)
-    for family, names in by_family.items():
-        yield family, sorted(names)
+def _families() -> dict[str, list[str]]:
+    """{family: its functions}."""
+    found: dict[str, list[str]] = {}
+    for module in public_names():
+        found.setdefault(module.split(".")[2], []).extend(ops_of(module))
+    return {family: sorted(names) for family, names in found.items()}
 
 
 def _first_sentence(doc: str) -> str:
@@ -93,6 +86,7 @@ def _first_sentence(doc: str) -> str:
 
 def main() -> None:
     INIT.write_text(init())
+    REFERENCES.write_text(reference_init())
     importlib.reload(dsa)  # with the new names
     OPS.write_text(ops())
     for document in (status_table, headlines):

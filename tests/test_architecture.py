@@ -11,6 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+REASON = "has not run on a GPU"
+# The receipt as if all of it had run on the code before the example: what does not match afterwards is the example's.
+FRESH = """
+from tests.gpu import receipt
+
+data = receipt.load()
+for arch, entries in data.items():
+    for name, entry in entries.items():
+        if not entry["unverified"]:
+            entry["digest"] = receipt.digest(name, arch)
+receipt.save(data)
+"""
 BLOCKS = re.findall(
     r"^```python (file|append)=(\S+)\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.S | re.M
 )
@@ -18,23 +30,22 @@ BLOCKS = re.findall(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy of the project with the example's files, its entry of the receipt, and what is generated."""
+    """A copy of the project with the example's files, and what the page says to run where there is no GPU."""
     copy = tmp_path_factory.mktemp("project")
     leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png")
     for folder in ("dsa", "dsa_layers", "dsa_bench", "docs", "tests", "examples"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=leave)
     for file in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / file, copy)
+    run(copy, "-c", FRESH)
     for kind, path, text in BLOCKS:
         if kind == "file":
             assert not (copy / path).exists(), path
             (copy / path).write_text(text)
         else:
             (copy / path).write_text(f"{(copy / path).read_text()}\n\n{text}")
-    receipt = copy / "tests/gpu/receipt.json"
-    entries = json.loads(receipt.read_text())
-    entries["sm_90"]["scale_rows"] = {"unverified": "has not run on a GPU"}
-    receipt.write_text(json.dumps(entries))
+    run(copy, "-m", "tests.generate")
+    run(copy, "-m", "tests.gpu.unverify", REASON)
     run(copy, "-m", "tests.generate")
     return copy
 
@@ -70,15 +81,37 @@ def test_its_own_tests_pass(project):
     assert re.match(r"\.{8,}s{9}\s", printed), printed  # the GPU's are skipped here
 
 
-def test_nothing_else_misses_it(project):
-    """Lists that are generated, calls that all ops have, self tests, benchmarks, imports, receipts."""
-    chosen = ["tests/test_generated.py", "tests/test_imports.py", "tests/ops/test_torch_defaults.py"]
-    chosen += ["tests/ops/test_tensor_kinds.py", "tests/layers/command/test_check.py::test_every_op_has_a_self_test"]
-    entries = "tests/test_receipt.py::test_every_test_on_a_gpu_is_an_entry"
-    run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, entries)
+# What goes through all ops: receipts; self tests and what they notice; what is generated, imports and valid calls.
+EVERYTHING = [
+    "tests/test_receipt.py",
+    "tests/layers/command/test_check.py",
+    "tests/test_generated.py tests/test_imports.py tests/test_valid_calls.py tests/reference/test_exports.py "
+    "tests/ops/test_torch_defaults.py tests/ops/test_tensor_kinds.py tests/ops/test_kernel_rows.py",
+]
+
+
+@pytest.mark.parametrize("files", EVERYTHING)
+def test_nothing_else_misses_it(project, files):
+    run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files.split())
+
+
+def test_it_is_where_ops_are_looked_for(project):
     assert run(project, "-c", "from dsa_bench.harness import case; print(case.load('scale_rows').SHAPES)")
     assert "scale_rows" in run(project, "-c", "import dsa; print(dsa.__all__, dsa.backends.KERNELS['scale_rows'])")
+    assert "scale_rows" in run(project, "-c", "from dsa import reference; print(reference.__all__)")
+    help_of_bench = "from dsa_layers.command.main import main; main(['bench', '--help'])"
+    assert "scale_rows" in run(project, "-c", help_of_bench)
     assert "### scale_rows" in (project / "docs/ops.md").read_text()
+    assert f"| `scale_rows` | kernel | unverified: {REASON} |" in (project / "docs/status.md").read_text()
+
+
+def test_which_entries_it_ends(project):
+    """Its own, which is missing, and the wholes, which have all ops; none of another op."""
+    wholes = {"e2e", "fuzz", "generation", "hostile_contents", "user_commands"}
+    before = json.loads((ROOT / "tests/gpu/receipt.json").read_text())["sm_90"]
+    entries = json.loads((project / "tests/gpu/receipt.json").read_text())["sm_90"]
+    marked = {name for name, entry in entries.items() if entry["unverified"] == REASON}
+    assert marked == {"scale_rows", *(name for name in wholes if before[name]["unverified"] in (None, REASON))}
 
 
 def test_a_floor_that_is_missing_is_noticed(project):
@@ -88,12 +121,7 @@ def test_a_floor_that_is_missing_is_noticed(project):
     path.write_text(whole.replace('@valid("scale_rows"', '@valid("rms_norm"'))
     try:
         with pytest.raises(AssertionError, match="scale_rows"):
-            run(
-                project,
-                "-m",
-                "pytest",
-                "-q",
-                "tests/ops/test_torch_defaults.py::test_every_op_has_a_call_with_all_of_its_arguments",
-            )
+            test = "tests/ops/test_torch_defaults.py::test_every_op_has_a_call_with_all_of_its_arguments"
+            run(project, "-m", "pytest", "-q", test)
     finally:
         path.write_text(whole)

@@ -3,7 +3,8 @@
 import pytest
 
 import dsa
-from tests import generate
+from dsa import reference
+from tests import generate, public_names
 from tests.gpu import headlines, status_table
 
 STALE = "run `python -m tests.generate`"
@@ -11,7 +12,14 @@ STALE = "run `python -m tests.generate`"
 
 def test_public_names():
     assert generate.INIT.read_text() == generate.init(), STALE
-    assert set(dsa.__all__) == {*generate.BACKENDS, *(n for names in generate.public_names().values() for n in names)}
+    bridges = {name for names in public_names.public_names().values() for name in names}
+    assert set(dsa.__all__) == {*public_names.BACKENDS, *bridges}
+
+
+def test_references():
+    """Every op has one that dsa.reference gives."""
+    assert generate.REFERENCES.read_text() == generate.reference_init(), STALE
+    assert public_names.all_ops() <= set(reference.__all__)
 
 
 def test_ops_page():

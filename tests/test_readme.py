@@ -9,7 +9,12 @@ import pytest
 from dsa_layers.command.main import main
 from tests.gpu.receipt import python_blocks
 
-TEXT = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 @pytest.mark.parametrize("block", python_blocks(), ids=lambda block: f"{len(block)} characters")
@@ -39,12 +44,46 @@ def test_the_tiny_checkpoints(tmp_path, monkeypatch, capsys):
 
 
 def test_every_path_and_command_exists():
-    root = Path(__file__).parent.parent
     for path in re.findall(r"^\| `([\w/.-]+)` \|", TEXT, re.M):
         if "/" in path:
-            assert (root / path).exists(), path
-    contributing = (root / "CONTRIBUTING.md").read_text()
+            assert (ROOT / path).exists(), path
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
     for path in re.findall(r"`([\w.-]+/[\w/.-]*)`", contributing):
-        assert (root / path).exists(), path
-    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
+        assert (ROOT / path).exists(), path
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"^make ([\w-]+)", TEXT + contributing, re.M)) <= targets
+
+
+def anchors(page):
+    """The fragments by which a page's headings are linked to."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            path, _, anchor = target.partition("#")
+            linked = page.parent / path if path else page
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked), target
+
+
+def test_every_page_is_linked():
+    """From the README and from the architecture page, but for that page itself."""
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= set(re.findall(r"\(docs/([\w-]+\.md)[)#]", TEXT))
+    how_tos = {"embed-attention.md", "change-the-indexer.md", "add-a-family.md", "add-an-arch.md"}
+    assert how_tos <= set(re.findall(r"\(([\w-]+\.md)[)#]", (ROOT / "docs" / "architecture.md").read_text()))
+
+
+def test_every_folder_is_on_the_architecture_page():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    families = {path.name for path in (ROOT / "dsa" / "ops").iterdir() if path.is_dir()} - {"__pycache__"}
+    for package in ("dsa", "dsa_layers", "dsa_bench", "tests"):
+        folders = {path.name for path in (ROOT / package).iterdir() if path.is_dir()} - {"__pycache__"}
+        if package == "dsa_bench":
+            assert families <= folders
+            folders -= families
+        assert set(re.findall(rf"^\| `{package}/(\w+)` \|", text, re.M)) == folders

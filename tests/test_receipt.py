@@ -1,5 +1,6 @@
 """Nobody is told that a kernel works on a GPU when that code never ran there, or was never judged by these tests."""
 
+import functools
 import re
 import shutil
 
@@ -8,74 +9,137 @@ import pytest
 from dsa import backends, source_digest
 from dsa_bench.e2e import document
 from dsa_bench.harness import case
-from tests.gpu import receipt
+from tests.gpu import headlines, receipt, status_table, unverify
 
-ARCH = "sm_90"
-
-
-def entries():
-    return receipt.load()[ARCH]
+# Of these digests are compared below: an arch on which everything is to run.
+(ARCH, *_) = [arch for arch in backends.archs() if receipt.WHOLES.keys() <= {*receipt.asked(arch)}]
 
 
-@pytest.mark.parametrize(("name", "arch"), receipt.ops_with_kernels())
-def test_every_kernel_has_gpu_tests(name, arch):
-    names = [
-        n
-        for n in set(receipt.tested()) - receipt.WHOLES.keys()
-        if receipt.op_module(n) == source_digest.op_module(name)
-    ]
-    assert names, f"{source_digest.op_module(name)} has a kernel and no test_{name}.py in tests/gpu"
+@pytest.mark.parametrize("op", receipt.archs_by_op())
+def test_every_kernel_has_gpu_tests(op):
+    module = source_digest.op_module(op)
+    names = [name for name in receipt.tested() if name not in receipt.WHOLES and receipt.op_module(name) == module]
+    assert names, f"{module} has a kernel and no test_{op}.py in tests/gpu"
+
+
+def test_the_table_of_kernels_has_every_op_whose_bridge_names_one():
+    """Which entries are asked for is read from the table, and their digests from the source."""
+    for arch in backends.archs():
+        found = {op for op in source_digest.op_modules() if source_digest.has_kernel(op, arch)}
+        assert {op for op, archs in receipt.archs_by_op().items() if arch in archs} <= found
+
+
+def test_parts_belong_to_their_op():
+    parts = {
+        name: receipt.op_module(name).rpartition(".")[2] for name in receipt.tested() if name not in receipt.WHOLES
+    }
+    assert parts["flash_mla_with_kvcache_sparse"] == parts["flash_mla_with_kvcache"] == "flash_mla_with_kvcache"
+    assert parts["indexer_warmup_attention_per_head"] == "indexer_warmup_attention"
+    with pytest.raises(ValueError, match=r"op: must be one of .*, got 'nothing'"):
+        receipt.op_module("nothing")
 
 
 @pytest.mark.parametrize("arch", backends.archs())
 def test_every_test_on_a_gpu_is_an_entry(arch):
-    assert receipt.load()[arch].keys() == set(receipt.tested()), f"run `python -m tests.gpu.run` on a GPU of {arch}"
+    there, run = receipt.load().get(arch, {}).keys(), f"run `python -m tests.gpu.run` on a GPU of {arch}"
+    missing, unknown = {*receipt.asked(arch)} - there, there - {*receipt.tested()}
+    assert not missing, f"{run}, or without one `python -m tests.gpu.unverify REASON`; no entry: {sorted(missing)}"
+    assert not unknown, f"not in tests/gpu any more: {sorted(unknown)}"
 
 
-@pytest.mark.parametrize("arch", backends.archs())
-@pytest.mark.parametrize("name", receipt.tested())
+def test_every_arch_of_the_receipt_has_kernels():
+    assert {*receipt.load()} <= {*backends.archs()}
+
+
+def entries_by_arch():
+    return [(name, arch) for arch, entries in receipt.load().items() for name in entries]
+
+
+@pytest.mark.parametrize(("name", "arch"), entries_by_arch())
 def test_receipt_is_of_this_code(name, arch):
     entry = receipt.load()[arch][name]
     if entry["unverified"]:
         return
     assert entry["digest"] == receipt.digest(name, arch), (
-        f"{name}: run `python -m tests.gpu.run {name}` on a Hopper GPU"
+        f"{name}: run `python -m tests.gpu.run {name}` on a GPU of {arch}, "
+        "or without one `python -m tests.gpu.unverify REASON`"
     )
     assert entry["tests"] > 0 or not receipt.test_files(name)
     assert entry["failed"] == 0
     assert entry["bench"] or not (name == "e2e" or name in case.benchmarks())
     assert re.fullmatch(r"[0-9a-f]{12,40}", entry["commit"])
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"]) and "H200" in entry["device"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"]) and re.fullmatch(r"\d+ x .+", entry["device"])
 
 
 @pytest.fixture
-def copy(tmp_path, monkeypatch):
-    """A copy of this project. Call it with a file, what to replace there and by what."""
-    for package in ("dsa", "dsa_layers", "dsa_bench", "tests", "docs"):
-        leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png", "*.json")
-        shutil.copytree(receipt.ROOT / package, tmp_path / package, ignore=leave)
-    for folder in ("dsa/tuned", "dsa_layers/vendored"):
-        shutil.copytree(receipt.ROOT / folder, tmp_path / folder, dirs_exist_ok=True)
-    shutil.copy(receipt.ROOT / "README.md", tmp_path)
-    monkeypatch.setattr(source_digest, "_ROOT", tmp_path)
-    monkeypatch.setattr(receipt, "ROOT", tmp_path)
-    monkeypatch.setattr(receipt, "HERE", tmp_path / "tests" / "gpu")
-    monkeypatch.setattr(receipt, "TUNED", tmp_path / "dsa" / "tuned")
-    monkeypatch.setattr(receipt, "LAYERS", tmp_path / "dsa_layers")
+def another_arch(monkeypatch):
+    """One op has a kernel for another arch too."""
+    rows = backends.KERNELS["rms_norm"] | {"sm_100": "dsa.kernels.elementwise.rms_norm_sm100"}
+    monkeypatch.setitem(backends.KERNELS, "rms_norm", rows)
+    return "sm_100"
 
-    def clear():
-        for function in (source_digest._tree, source_digest._module_text, source_digest.modules_used_by):
-            function.cache_clear()
 
-    def change(file, old, new):
+def test_of_an_arch_only_the_ops_with_kernels_for_it_are_asked(another_arch):
+    assert receipt.asked(ARCH) == receipt.tested()
+    assert receipt.asked(another_arch) == ["rms_norm"] and receipt.asked("sm_1") == []
+
+
+def test_an_op_that_one_arch_alone_has_leaves_the_others_entries_asked_for(monkeypatch):
+    monkeypatch.setitem(backends.KERNELS, "rms_norm", {"sm_100": "dsa.kernels.elementwise.rms_norm_sm100"})
+    assert {*receipt.tested()} - {*receipt.asked(ARCH)} == {"rms_norm"}
+
+
+def test_a_new_row_is_an_entry_that_has_to_run_and_nothing_else(another_arch, monkeypatch, tmp_path):
+    verified = {name: {"unverified": None, "digest": name} for name in receipt.tested()}
+    monkeypatch.setattr(receipt, "PATH", tmp_path / "receipt.json")
+    monkeypatch.setattr(receipt, "digest", lambda name, arch: name)
+    receipt.save({ARCH: verified})
+    assert receipt.needed(receipt.load(), ARCH) == [] and receipt.needed(receipt.load(), another_arch) == ["rms_norm"]
+    test_every_test_on_a_gpu_is_an_entry(ARCH)
+    with pytest.raises(AssertionError, match=r"on a GPU of sm_100, .*unverify REASON`; no entry: \['rms_norm'\]"):
+        test_every_test_on_a_gpu_is_an_entry(another_arch)
+    assert unverify.unverify("has not run on a GPU") == ["rms_norm of sm_100"]
+    assert receipt.load() == {ARCH: verified, another_arch: {"rms_norm": {"unverified": "has not run on a GPU"}}}
+    test_every_test_on_a_gpu_is_an_entry(another_arch)
+    test_receipt_is_of_this_code("rms_norm", another_arch)
+    monkeypatch.setattr(status_table, "op_modules", lambda: {"rms_norm": source_digest.op_module("rms_norm")})
+    table = status_table.table(another_arch, receipt.load()[another_arch])
+    assert "| `rms_norm` | PyTorch | unverified: has not run on a GPU |" in table and "`dsa bench e2e`" not in table
+
+
+def clear():
+    for function in (source_digest._tree, source_digest._module_text, source_digest.modules_used_by):
+        function.cache_clear()
+
+
+@pytest.fixture
+def change(tmp_path, monkeypatch):
+    """Call it with a file, what to replace there and by what: from then on digests are of a copy of this project."""
+
+    def replace(file, old, new):
+        for package in ("dsa", "dsa_layers", "dsa_bench", "tests", "docs"):
+            leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png", "*.json")
+            shutil.copytree(receipt.ROOT / package, tmp_path / package, ignore=leave)
+        for folder in ("dsa/tuned", "dsa_layers/vendored"):
+            shutil.copytree(receipt.ROOT / folder, tmp_path / folder, dirs_exist_ok=True)
+        shutil.copy(receipt.ROOT / "README.md", tmp_path)
         path = tmp_path / file
         assert old in path.read_text(), f"{file} has no {old!r}"
         path.write_text(path.read_text().replace(old, new))
+        monkeypatch.setattr(source_digest, "_ROOT", tmp_path)
+        monkeypatch.setattr(receipt, "ROOT", tmp_path)
+        monkeypatch.setattr(receipt, "HERE", tmp_path / "tests" / "gpu")
+        monkeypatch.setattr(receipt, "TUNED", tmp_path / "dsa" / "tuned")
+        monkeypatch.setattr(receipt, "LAYERS", tmp_path / "dsa_layers")
         clear()
 
+    yield replace
     clear()
-    yield change
-    clear()
+
+
+@functools.cache
+def digest_of_this_project(name):
+    return receipt.digest(name, ARCH)
 
 
 # What is changed, and entries that this ends and does not end.
@@ -125,6 +189,16 @@ CHANGES = {
         ("rms_norm",),
         ("topk_indices", "generation", "e2e"),
     ),
+    "a valid call": (
+        ("tests/valid_calls/elementwise.py", '"eps": 1e-6}', '"eps": 1e-5}'),
+        ("fuzz",),
+        ("rms_norm", "hostile_contents"),
+    ),
+    "a family's hostile contents": (
+        ("tests/hostile/moe.py", "PAGE = 64", "PAGE = 32"),
+        ("hostile_contents",),
+        ("rms_norm", "generation", "fuzz"),
+    ),
     "hostile contents": (
         ("tests/hostile/__init__.py", "2**30", "2**29"),
         ("hostile_contents",),
@@ -142,6 +216,11 @@ CHANGES = {
     ),
     "the self tests": (
         ("dsa/self_test/comparisons.py", "4e-3", "4e-2"),
+        ("user_commands",),
+        ("generation", "rms_norm"),
+    ),
+    "a family's self tests": (
+        ("dsa/self_test/moe.py", "abs_tol=0.0", "abs_tol=1.0"),
         ("user_commands",),
         ("generation", "rms_norm"),
     ),
@@ -184,22 +263,77 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("change", "ends", "keeps"), CHANGES.values(), ids=CHANGES)
-def test_what_ends_an_entry(copy, change, ends, keeps):
-    before = {name: receipt.digest(name, ARCH) for name in (*ends, *keeps)}
-    copy(*change)
+@pytest.mark.parametrize(("replaced", "ends", "keeps"), CHANGES.values(), ids=CHANGES)
+def test_what_ends_an_entry(change, replaced, ends, keeps):
+    before = {name: digest_of_this_project(name) for name in (*ends, *keeps)}
+    change(*replaced)
     after = {name: receipt.digest(name, ARCH) for name in before}
     assert {name for name in before if before[name] != after[name]} == set(ends)
 
 
 def test_tables_of_whole_passes_are_generated():
     """Once the entry is verified; before, the document says itself where its tables are from."""
-    entry, text = entries()["e2e"], (receipt.ROOT / "docs" / "e2e.md").read_text()
+    entry, text = receipt.load()[ARCH]["e2e"], (receipt.ROOT / "docs" / "e2e.md").read_text()
     if not entry["unverified"]:
         assert document.inserted(text, entry) == text, (
-            "run `python -m dsa_bench.e2e.document tests/gpu/receipt.json docs/e2e.md`"
+            f"run `python -m dsa_bench.e2e.document tests/gpu/receipt.json docs/e2e.md {ARCH}`"
         )
     assert document.BEGIN in text
+
+
+@pytest.fixture
+def three_entries(monkeypatch, tmp_path):
+    """One of this code, one of code that has changed, and one that says already that it did not run."""
+    monkeypatch.setattr(receipt, "PATH", tmp_path / "receipt.json")
+    monkeypatch.setattr(receipt, "asked", lambda arch: ["fuzz", "rms_norm", "rotary", "e2e"] if arch == ARCH else [])
+    monkeypatch.setattr(receipt, "digest", lambda name, arch: "1")
+    entries = {"rms_norm": {"unverified": None, "digest": "1", "bench": [{"ms": 1.0}]}}
+    entries |= {"rotary": {"unverified": None, "digest": "0"}, "e2e": {"unverified": "no peers"}}
+    receipt.save({ARCH: entries})
+    return entries
+
+
+def test_what_did_not_run_is_marked_and_nothing_else(three_entries, capsys):
+    assert unverify.main(["no GPU here"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"fuzz of {ARCH}", f"rotary of {ARCH}"]
+    reason = {"unverified": "no GPU here"}
+    assert receipt.load()[ARCH] == three_entries | {"fuzz": reason, "rotary": reason}
+    assert unverify.main(["another reason"]) == 0
+    assert capsys.readouterr().out.startswith("nothing is marked")
+    assert receipt.load()[ARCH] == three_entries | {"fuzz": reason, "rotary": reason}
+
+
+def test_some_entries_alone_are_marked(three_entries, capsys):
+    assert unverify.main(["no GPU here", "rms_norm", "fuzz"]) == 0
+    assert receipt.load()[ARCH] == three_entries | {"fuzz": {"unverified": "no GPU here"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: REASON"),
+        ([" "], "REASON: must be a line of text without |"),
+        (["a | b"], "REASON: must be a line of text without |, for a table's cell, got 'a | b'"),
+        (["no GPU", "nothing", "fuzz"], "ENTRY: must be of "),
+    ],
+)
+def test_what_cannot_be_marked(three_entries, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        unverify.main(arguments)
+    assert message in capsys.readouterr().err
+    assert receipt.load()[ARCH] == three_entries
+
+
+def test_the_readme_speaks_of_the_arch_on_which_most_is_measured(monkeypatch, tmp_path):
+    rows = [{"shape": shape, "ratio": 2.0, "figure": "1 us", "peer": "a peer"} for _, _, shape in headlines.ROWS]
+    entries = {name: {"unverified": None, "bench": [row]} for (_, name, _), row in zip(headlines.ROWS, rows)}
+    monkeypatch.setattr(receipt, "PATH", tmp_path / "receipt.json")
+    unrun = {name: {"unverified": "has not run"} for name in entries}
+    receipt.save({"sm_100": entries, "sm_90": unrun})
+    assert headlines.table().count("2.00; 2.00 to 2.00 over 1 shapes (a peer)") == len(rows)
+    receipt.save({"sm_100": {"rms_norm": {"unverified": "has not run"}}, "sm_90": {**entries, "e2e": unrun["e2e"]}})
+    text = headlines.table()
+    assert text.count("a peer)") == len(rows) - 1 and text.endswith("not yet run on this code: has not run | |")
 
 
 def test_a_changed_digest_is_noticed(monkeypatch):

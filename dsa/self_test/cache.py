@@ -3,8 +3,52 @@
 import torch
 
 import dsa
-from dsa.self_test.comparisons import D, check_rounded, hadamard
+from dsa.self_test.comparisons import D, check_rounded, check_same, hadamard
 from dsa.testing import assert_close
+
+
+def indexer_cache(device: str) -> None:
+    """Keys and scales, by the layout's definition and as they are read: bit by bit. Slot -1 is no slot."""
+    k, scale = torch.randn(40, 128, device=device).to(torch.float8_e4m3fn), torch.rand(40, device=device)
+    cache = torch.zeros(3, 64, 1, 132, dtype=torch.uint8, device=device)
+    slots = torch.randperm(3 * 64, device=device)[:40]
+    slots[7] = -1
+    dsa.write_indexer_cache(k, scale, cache, slots)
+    expected = torch.zeros(192, 128, device=device), torch.zeros(192, device=device)
+    for whole, rows in zip(expected, (k.float(), scale)):
+        whole[slots[slots >= 0]] = rows[slots >= 0]
+    values, scales = cache.view(3, -1).split((64 * 128, 64 * 4), 1)
+    written = values.reshape(192, 128).view(torch.float8_e4m3fn), scales.reshape(192, 4).view(torch.float32)[:, 0]
+    read = dsa.read_indexer_cache(cache, torch.arange(-1, 192, device=device))
+    for name, got, back, x in zip(("k", "k_scale"), written, read, expected):
+        check_same(f"{name} that is written", got.float(), x)
+        check_same(f"{name} that is read", back.float(), torch.cat((torch.zeros_like(x[:1]), x)))
+
+
+def kv_cache(device: str) -> None:
+    """Rows of floats as they are; of V3.2's and V4's bytes the 64 rope channels as they are, the others rounded. Slot
+    -1 is no slot, and a new V4 cache has zeros."""
+    slots = torch.randperm(3 * 64, device=device)[:40]
+    slots[7] = -1
+    at = slots[slots >= 0]
+    for kind, d in (("bf16", D), ("v32", D), ("v4", 512)):
+        width, dtype = (d, torch.bfloat16) if kind == "bf16" else (656, torch.uint8)
+        cache = torch.zeros(3, 64, 1, width, dtype=dtype, device=device)
+        if kind == "v4":
+            cache = dsa.make_v4_cache(3, 64, device)
+        kv = torch.randn(40, d, device=device).bfloat16()
+        dsa.write_kv_cache(kv, cache, slots)
+        expected = torch.zeros(192, d, device=device)
+        expected[at] = kv.float()[slots >= 0]
+        got = dsa.read_kv_cache(cache, torch.arange(-1, 192, device=device))
+        check_same(f"{kind}, slot -1", got[:1], torch.zeros_like(got[:1]))
+        exact = 0 if kind == "bf16" else d - 64
+        check_same(kind, got[1:, exact:], expected[:, exact:])
+        if exact:
+            x, back = expected[at, :exact], got[1:][at, :exact]
+            check_rounded(f"{kind} values", back, x, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
+            left = got[1:].index_fill(0, at, 0.0)
+            check_same(f"{kind}, unwritten slots", left, torch.zeros_like(left))
 
 
 def mla_cache_inputs(device: str) -> None:
@@ -52,11 +96,15 @@ def compressed_kv(device: str) -> None:
         before = [torch.cat((x[:1] * 0 + pad, x[:-1]))[..., :d] for x, pad in ((k, 0), (z, -torch.inf))]
         k, z = (torch.cat((a, b[..., d:]), 1) for a, b in zip(before, (k, z)))
         x = (z.softmax(1) * k).sum(1)
-        ends, start = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 42], [0]))
-        entries, tokens = dsa.compress_kv(kv, gate, ape, ends, start, overlap=True)
-        assert_close("entries", entries, x, abs_tol=1e-5, rel_tol=1e-4)
-        if tokens.tolist() != list(range(3, 42, 4)):
-            raise AssertionError("not the tokens that end their blocks")
+        state, found = torch.full((1, 8, 2, 2 * d), torch.nan, device=device), []
+        for low, high in ((0, 27), (27, 42)):
+            ends, start = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, high - low], [low]))
+            part = (x[low:high] for x in (kv, gate))
+            entries, tokens = dsa.compress_kv(*part, ape, ends, start, state, state_slots.to(device), overlap=True)
+            if tokens.tolist() != [token - low for token in range(3, 42, 4) if low <= token < high]:
+                raise AssertionError("not the tokens that end their blocks")
+            found.append(entries)
+        assert_close("entries", torch.cat(found), x, abs_tol=1e-5, rel_tol=1e-4)
         x *= gain.double() / (x.square().mean(1, keepdim=True) + 1e-6).sqrt()
         pair = torch.complex(x[:, -64::2], x[:, -63::2]) * torch.exp(1j * angles[3::4].double().to(device))
         x[:, -64:] = torch.view_as_real(pair).flatten(1)

@@ -47,6 +47,11 @@ def check_diff(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: 
         raise AssertionError(f"{name}: calc_diff {diff:.3g} is above {tolerance}")
 
 
+def check_same(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    if not torch.equal(got, expected):
+        raise AssertionError(f"{name}: {(got != expected).sum()} numbers of {expected.numel()} are others")
+
+
 def check_rounded(
     name: str, got: torch.Tensor, expected: torch.Tensor, abs_tol: float, rel_tol: float, cos_tol: float
 ) -> None:

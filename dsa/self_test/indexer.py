@@ -67,6 +67,6 @@ def indexer_inputs(device: str) -> None:
 def topk_indices(device: str) -> None:
     scores = torch.randn(5, 300, device=device).round(decimals=1)
     got = dsa.topk_indices(scores, 64).cpu()
-    for row, picked in zip(scores.tolist(), got.tolist()):
-        if picked != sorted(sorted(range(300), key=lambda i: (-row[i], i))[:64]):
+    for row, selected in zip(scores.tolist(), got.tolist()):
+        if selected != sorted(sorted(range(300), key=lambda i: (-row[i], i))[:64]):
             raise AssertionError("not the 64 largest with ties to the lowest index")

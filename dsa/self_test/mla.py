@@ -85,14 +85,14 @@ def sliding_window_attention(device: str) -> None:
         check_lse("decode lse", lse[0].T, expected_lse[38:])
 
     more = torch.randn(30, 1, D_V, device=device).bfloat16()
-    picks = torch.rand(40, 30, device=device).argsort(1)[:, :5].int()
-    keys = [torch.cat((near, more[p.long(), 0])) for near, p in zip(windows, picks)]
+    topk_indices = torch.rand(40, 30, device=device).argsort(1)[:, :5].int()
+    keys = [torch.cat((near, more[p.long(), 0])) for near, p in zip(windows, topk_indices)]
     expected, expected_lse, size = rows(attention(*row, D_V**-0.5) for row in zip(q, keys))
     sink = torch.full((H,), -torch.inf, device=device)
     sink[0] = expected_lse[:, 0].mean()
     share = expected_lse[:, 0].exp() / (expected_lse[:, 0].exp() + sink[0].double().exp())
     expected[:, 0] *= share[:, None]
-    out, lse = dsa.window_sparse_attention(q, kv, ends, ends, 8, more, picks, D_V**-0.5, attn_sink=sink)
+    out, lse = dsa.window_sparse_attention(q, kv, ends, ends, 8, more, topk_indices, D_V**-0.5, attn_sink=sink)
     check_attention("out with selected", out, expected, size, 7e-6)
     check_lse("lse with selected", lse, expected_lse)
 

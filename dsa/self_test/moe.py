@@ -15,8 +15,8 @@ def expert_routing(device: str) -> None:
     experts, weights = dsa.moe_gate(logits, (chosen_by - s)[0], 3, **options)
     if experts.tolist() != [[4, 5, 12]]:
         raise AssertionError(f"experts: expected 4, 5, 12, got {experts.tolist()}")
-    picked = s.gather(1, experts)
-    assert_close("weights", weights, 2.5 * picked / picked.sum(), abs_tol=0.0, rel_tol=1e-5)
+    chosen = s.gather(1, experts)
+    assert_close("weights", weights, 2.5 * chosen / chosen.sum(), abs_tol=0.0, rel_tol=1e-5)
     logits = torch.tensor([[-9.0, 3.0, 1.0, 25.0]], device=device)
     experts, weights = dsa.moe_gate(logits, torch.zeros(4, device=device), 4, scores="sqrtsoftplus", normalise=False)
     if experts.tolist() != [[3, 1, 2, 0]]:

@@ -39,14 +39,14 @@ def indexer_topk(device: str) -> None:
     q, k = (torch.randint(-1, 2, shape, device=device).bfloat16() for shape in ((9, 8, 64), (40, 64)))
     w = torch.randint(-4, 5, (9, 8), device=device) / 8
     bounds = [torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 5, 9), (0, 30, 40))]
-    picks = dsa.indexer_topk(q, k, w, 12, *bounds, 5, 30)[:, 0].tolist()
+    topk_indices = dsa.indexer_topk(q, k, w, 12, *bounds, 5, 30)[:, 0].tolist()
     for t in range(9):
         first, seen = (0, 26 + t) if t < 5 else (30, 2 + t)
         scores = (w[t, :, None] * (q[t].float() @ k[first : first + seen].float().T).relu()).sum(0).tolist()
         best = sorted(sorted(range(seen), key=lambda s, of=scores: (-of[s], s))[:12])
         expected = [first + s for s in best] + [-1] * (12 - len(best))
-        if picks[t] != expected:
-            raise AssertionError(f"query {t}: picked {picks[t]}, expected {expected}")
+        if topk_indices[t] != expected:
+            raise AssertionError(f"query {t}: selected {topk_indices[t]}, expected {expected}")
 
 
 def sparse_indexer_loss(device: str) -> None:
@@ -54,9 +54,9 @@ def sparse_indexer_loss(device: str) -> None:
     q, kv = torch.randn(1, H, D, device=device).bfloat16(), torch.randn(9, 1, D, device=device).bfloat16()
     q_idx, k_idx = torch.randn(1, 8, 64, device=device).bfloat16(), torch.randn(9, 64, device=device).bfloat16()
     w, scale = torch.randn(1, 8, device=device) / 8, 8 * D**-0.5
-    picks = torch.tensor([[[6, -1, 5, 9, 5]]], dtype=torch.int32, device=device)
+    topk_indices = torch.tensor([[[6, -1, 5, 9, 5]]], dtype=torch.int32, device=device)
     learned = [x.requires_grad_() for x in (q_idx, k_idx, w)]
-    kl = dsa.sparse_indexer_loss(q, kv, *learned, picks, scale)
+    kl = dsa.sparse_indexer_loss(q, kv, *learned, topk_indices, scale)
     got = torch.autograd.grad(kl.sum(), learned)
     rows = torch.tensor([6, 5, 5], device=device)
     p = (scale * q[0].double() @ kv[rows, 0].double().T).softmax(-1).mean(0)
@@ -72,15 +72,15 @@ def sparse_indexer_loss(device: str) -> None:
 def sparse_mla_attention(device: str) -> None:
     """Results and gradients of two queries, one of which has no keys, by the definition in float64."""
     q, kv = torch.randn(2, H, D, device=device).bfloat16(), torch.randn(90, 1, D, device=device).bfloat16()
-    picks = torch.full((2, 1, 70), -1, dtype=torch.int32, device=device)
-    picks[0, 0, :50] = torch.randperm(90, device=device)[:50]
+    topk_indices = torch.full((2, 1, 70), -1, dtype=torch.int32, device=device)
+    topk_indices[0, 0, :50] = torch.randperm(90, device=device)[:50]
     sink, leaves = torch.full((H,), 4.0, device=device), [x.requires_grad_() for x in (q, kv)]
     sink.requires_grad_()
-    out, lse = dsa.sparse_mla_attention(*leaves, picks, D**-0.5, D_V, sink)
+    out, lse = dsa.sparse_mla_attention(*leaves, topk_indices, D**-0.5, D_V, sink)
     dout = torch.randn_like(out)
     dq, dkv, dsink = torch.autograd.grad(out, (*leaves, sink), dout)
     wide = [x.detach().double().requires_grad_() for x in (*leaves, sink)]
-    keys = wide[1][picks[0, 0, :50].long(), 0]
+    keys = wide[1][topk_indices[0, 0, :50].long(), 0]
     logits = wide[0][0] @ keys.T * D**-0.5
     p = torch.cat((logits, wide[2][:, None]), 1).softmax(-1)[:, :50]
     expected = p @ keys[:, :D_V]

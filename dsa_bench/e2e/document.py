@@ -1,6 +1,8 @@
 """The tables of docs/e2e.md, written from the receipt's entry `e2e`.
 
-usage: python -m dsa_bench.e2e.document RECEIPT DOCUMENT
+usage: python -m dsa_bench.e2e.document RECEIPT DOCUMENT [ARCH]
+
+ARCH need not be given where the receipt has the entry of one arch alone.
 """
 
 import json
@@ -76,10 +78,14 @@ def inserted(text: str, entry: Mapping[str, Any]) -> str:
     return f"{before}{BEGIN}\n\n{generated(entry)}\n\n{END}{after}"
 
 
-def main(receipt: Path, document: Path) -> None:
-    entry = json.loads(receipt.read_text(encoding="utf-8"))["sm_90"]["e2e"]
+def main(receipt: Path, document: Path, arch: str | None = None) -> None:
+    entries = json.loads(receipt.read_text(encoding="utf-8"))
+    archs = [name for name in entries if "e2e" in entries[name]]
+    if (arch is None and len(archs) != 1) or (arch is not None and arch not in archs):
+        raise ValueError(f"arch: must be one of {', '.join(archs)}, which have an entry e2e, got {arch}")
+    entry = entries[arch or archs[0]]["e2e"]
     document.write_text(inserted(document.read_text(encoding="utf-8"), entry), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

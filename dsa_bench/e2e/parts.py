@@ -26,7 +26,6 @@ from dsa_layers.layers.moe import MoE
 REST = "rest"
 PARTS = ("indexer", "top-k", "attention", "MoE", REST)
 MODULES = {
-    CompressedIndexer: "indexer",
     DSAAttention: "attention",
     CompressedAttention: "attention",
     MoE: "MoE",
@@ -95,7 +94,7 @@ def _announced(model: nn.Module) -> Iterator[None]:
         return announced_call
 
     topk_indices = dsa.topk_indices
-    indexers = [module for module in model.modules() if isinstance(module, LightningIndexer)]
+    indexers = [module for module in model.modules() if isinstance(module, LightningIndexer | CompressedIndexer)]
     for indexer in indexers:
         indexer.select = announced("indexer", indexer.select)
     handles = []

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 import dsa
+from dsa_bench.harness.calls import reason
 from dsa_bench.peers import deep_gemm, flash_mla, operators
-from dsa_bench.peers.package import Library, reason
+from dsa_bench.peers.package import Library
 
 Op = Callable[..., Any]
 

@@ -13,8 +13,8 @@ from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.peers import Replaced, peer_kernels
 from dsa_bench.e2e.runs import Model, Run, decode, milliseconds, prefill
 from dsa_bench.e2e.stacks import STACKS, linear_shapes, stack
+from dsa_bench.harness.calls import reason
 from dsa_bench.peers.deep_gemm import compile_products
-from dsa_bench.peers.package import reason
 
 # Tokens of a prompt, all of which are computed; and sequences by the tokens that they already have.
 PROMPTS = (4096, 16384, 65536, 131072)
@@ -24,6 +24,7 @@ STEPS = tuple((count, context) for context in CONTEXTS for count in COUNTS)
 SHORT = {"prompts": PROMPTS[:2], "steps": tuple(step for step in STEPS if step[1] <= 32768)}
 CHUNK = 8192
 LONG = 32768  # tokens of a prompt that is timed once
+STEP_REPEATS = 20  # a step is over in milliseconds: of fewer, one disturbance of the host may be most
 Row = dict[str, Any]
 
 # What a run took on an H200, in ms: of a prompt, for a token and for the square of its number; of a step, for one
@@ -70,7 +71,7 @@ def estimated_seconds(
     seconds = 0.0
     for name in names:
         of_prompts = [(_repeats(n), n * _PROMPT_MS[name][0] + n**2 * _PROMPT_MS[name][1]) for n in prompts]
-        of_steps = [(5, _STEP_MS[name][1] + n * _STEP_MS[name][0]) for n, _ in steps]
+        of_steps = [(STEP_REPEATS, _STEP_MS[name][1] + n * _STEP_MS[name][0]) for n, _ in steps]
         # Each is run once more before it is timed, twice without counting, and once in the profiler.
         passes = sum((repeats + 4) * ms for repeats, ms in (*of_prompts, *of_steps))
         seconds += _MODEL_SECONDS + 2 * (passes / 1000 + _RUN_SECONDS * (len(prompts) + len(steps)))
@@ -93,7 +94,7 @@ def _runs(
     for tokens in prompts:
         yield f"prefill {tokens}", tokens, partial(prefill, model, tokens, CHUNK), _repeats(tokens)
     for count, context in steps:
-        yield f"decode {count} x {context}", count, partial(decode, model, count, context), 5
+        yield f"decode {count} x {context}", count, partial(decode, model, count, context), STEP_REPEATS
 
 
 def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[], Run], repeats: int) -> Iterator[Row]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dsa.testing import bench
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.families.model import Model
 from dsa_layers.generation.decode_step import DecodeStep
 
@@ -39,14 +39,14 @@ def prefill(model: Model, tokens: int, chunk: int) -> Run:
     """A prompt of so many tokens, `chunk` at a time, into a cache of its own."""
     device = next(model.parameters()).device
     cache = model.make_cache(-(-tokens // model.page_size), device=device, state_slots=1)
-    pages = [list(range(cache.allocator.num_pages))]
+    pages = range(cache.allocator.num_pages)
     prompt = torch.arange(tokens, device=device) % model.config.vocab_size
 
     @torch.inference_mode()
     def run() -> torch.Tensor:
         for begin in range(0, tokens, chunk):
             end = min(begin + chunk, tokens)
-            batch = SequenceBatch.paged([end - begin], [end], pages, cache.page_size, device, [0])
+            batch = prefill_batch([Chunk(end - begin, begin, pages, 0)], cache.page_size, device)
             logits = model(prompt[begin:end], batch, cache)
         return logits
 

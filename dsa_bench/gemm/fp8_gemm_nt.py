@@ -8,8 +8,9 @@ import torch
 
 import dsa
 from dsa.testing import calc_diff, copy_bandwidth, fp8_gemm_rate
+from dsa_bench.harness import agreement
 from dsa_bench.harness.case import Call, Case
-from dsa_bench.peers import agreement, deep_gemm
+from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.package import Library, Peers
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ SHAPES = [
     *((rows, 4096, 7168, 256, 8) for rows in (1, 64, 128, 4096, 16384)),
     *((rows, 7168, 2048, 256, 8) for rows in (1, 64, 128, 4096, 16384)),
 ]
+PROBED = [(128, 2112, 1536, None, None), (1, 2112, 1536, None, None), (256, 1024, 512, 16, 2)]
 CUBLAS = Library("cuBLASLt", ("torch",))
 _tensor_ceiling, _memory_ceiling = cache(fp8_gemm_rate), cache(copy_bandwidth)
 
@@ -56,8 +58,8 @@ def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int
     lead = () if experts is None else (experts,)
     ends = None
     if experts is not None:
-        picks = torch.rand(rows, experts, device="cuda").argsort(-1)[:, :top_k].flatten()
-        ends = torch.bincount(picks, minlength=experts).cumsum(0).to(torch.int32)
+        chosen = torch.rand(rows, experts, device="cuda").argsort(-1)[:, :top_k].flatten()
+        ends = torch.bincount(chosen, minlength=experts).cumsum(0).to(torch.int32)
     m = rows * (top_k or 1)
     blocks = channels // 128
     a = torch.randn(m, channels, device="cuda").to(torch.float8_e4m3fn), torch.rand(m, blocks, device="cuda") + 0.5

@@ -25,6 +25,7 @@ SHAPES = [
     )
     for use_ue8m0 in (True, False)
 ]
+PROBED = [(128, 7168, False, True), (128, 7168, False, False)]
 _FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
 _ceiling = cache(copy_bandwidth)
 

@@ -1,20 +1,17 @@
 """A benchmark case: one shape of one op, ours and the peers' calls over the same inputs."""
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-import dsa.ops
-import dsa_bench
 from dsa.testing import bench
-from dsa_bench.peers.agreement import agree
-from dsa_bench.peers.package import Call, reason
+from dsa_bench.harness.agreement import agree
+from dsa_bench.harness.benchmarks import benchmarks
+from dsa_bench.harness.calls import Call, reason
 
 OURS = "dsa"
 
@@ -34,6 +31,7 @@ class Case:
                in the table
     failed     peers that are installed and have no call -> why
     agree      raises AssertionError if a peer's result on the first input, the first argument, is not ours, the second
+    reference  whether ours on the first input can be called with the backend "reference" too
     """
 
     name: str
@@ -47,6 +45,7 @@ class Case:
     flops: Mapping[str, float] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     agree: Callable[[Any, Any], None] = agree
+    reference: bool = True
 
     def row(self) -> dict[str, Any]:
         """{"shape", "ms", "figure", "peers", "peer", "peer_ms", "ratio", "baselines", "baseline", "baseline_ms",
@@ -113,14 +112,6 @@ def _fastest(others: Mapping[str, Mapping[str, float]]) -> tuple[str | None, flo
         return None, None, None
     name = min(others, key=lambda name: others[name]["ms"])
     return name, others[name]["ms"], others[name]["ratio"]
-
-
-def benchmarks() -> dict[str, str]:
-    """{op: the module of its benchmark}, dsa_bench/FAMILY/OP.py with the families of dsa.ops."""
-    families = [m.name for m in pkgutil.iter_modules(dsa.ops.__path__) if m.ispkg]
-    folders = [Path(dsa_bench.__file__).parent / family for family in families]
-    paths = [path for folder in folders for path in folder.glob("[!_]*.py")]
-    return {path.stem: f"dsa_bench.{path.parent.name}.{path.stem}" for path in sorted(paths, key=lambda p: p.stem)}
 
 
 def load(op: str) -> ModuleType:

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
+from dsa import backends
+from dsa.ops.declaration import OPS
 from dsa.source_digest import op_module
 from dsa.testing import bench
+from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.case import Call, Case, load
 
 
@@ -31,10 +34,9 @@ class TuningClass:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What the tuner asks of an op: its kernel's arch, configuration dataclass and `compile_*` function, and classes of
+    """What the tuner asks of an op: its kernel's configuration dataclass and `compile_*` function, and classes of
     shapes."""
 
-    arch: str
     config_type: type
     compile_function: Callable[..., Any]
     classes: dict[str, TuningClass]
@@ -60,14 +62,15 @@ class Trial:
 
 
 def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
-    """Compile all candidates of `op` in parallel processes, time those that are correct, print them by class, and
-    write the winners to `output`, by default the package's own data."""
+    """Compile all candidates of `op` for the current GPU's arch in parallel processes, time those that are correct,
+    print them by class, and write the winners to `output`, by default the package's own data."""
     from dsa.cute import tuning
 
     module = load(op)
     if not hasattr(module, "tuning"):
-        raise ValueError(f"{op}: its benchmark has no tuning()")
-    plan: Tuning = module.tuning()
+        raise ValueError(f"op: must be one of {', '.join(tunable())}, whose kernels have configurations, got {op!r}")
+    arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
+    plan: Tuning = module.tuning(OPS[op].kernels.modules(arch))
     everything = tuning.candidates(plan.config_type)
     todo = [
         (name, config, arguments)
@@ -90,16 +93,15 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     winners = {}
     for name, shapes in plan.classes.items():
         cases = [module.case(*shape) for shape in shapes.shapes]
-        trials = _try_all(
-            op, plan.arch, name, {c: registers[name, c] for c in everything if (name, c) in registers}, cases
-        )
+        trials = _try_all(op, arch, name, {c: registers[name, c] for c in everything if (name, c) in registers}, cases)
         trials.sort(key=lambda trial: trial.score)
         print_trials(name, [case.name for case in cases], trials)
         if not trials or not trials[0].ms:
             raise RuntimeError(f"{op}: no configuration of class {name!r} is correct")
         winners[name] = trials[0].config
     note = {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
-    path = output or tuning.path_of(op, plan.arch)
+    path = output or tuning.path_of(op, arch)
+    path.parent.mkdir(parents=True, exist_ok=True)  # an arch's first
     tuning.write(op, winners, note, path)
     print(f"wrote {path}")
 

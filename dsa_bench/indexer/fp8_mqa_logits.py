@@ -1,14 +1,16 @@
 """Index scores over contiguous keys: TFLOP/s on the pairs in range, beside DeepGEMM and cuDNN-frontend."""
 
 from functools import cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import dsa
 from dsa.testing import calc_diff, fp8_gemm_rate
+from dsa_bench.harness import agreement
 from dsa_bench.harness.case import Call, Case
-from dsa_bench.peers import agreement, cudnn, deep_gemm
+from dsa_bench.peers import cudnn, deep_gemm
 
 if TYPE_CHECKING:
     from dsa_bench.harness.tune import Tuning
@@ -23,6 +25,7 @@ SHAPES = [
     (4096, 32768, 64, 128, False),
     (2048, 8192, 64, 128, False),
 ]
+PROBED = [(512, 4096, 64, 128, True), (512, 4096, 32, 64, False)]
 _ceiling = cache(fp8_gemm_rate)
 
 
@@ -67,8 +70,7 @@ def _seen(ends: torch.Tensor, keys: int) -> torch.Tensor:
     return torch.arange(keys, device=ends.device) < ends[:, None]
 
 
-def tuning() -> "Tuning":
-    from dsa.kernels.indexer import fp8_mqa_logits_sm90 as kernels
+def tuning(kernels: ModuleType) -> "Tuning":
     from dsa_bench.harness.tune import Tuning, TuningClass
 
     sizes = {
@@ -78,7 +80,6 @@ def tuning() -> "Tuning":
         8: [(8192, 8192)],
     }
     return Tuning(
-        "sm_90",
         kernels.MqaLogitsConfig,
         kernels.compile_fp8_mqa_logits,
         {

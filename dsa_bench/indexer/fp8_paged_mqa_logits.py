@@ -1,14 +1,16 @@
 """Index scores over paged keys: bytes a second, beside both builds of DeepGEMM; and the plan."""
 
 from functools import cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import dsa
 from dsa.testing import calc_diff, copy_bandwidth
+from dsa_bench.harness import agreement
 from dsa_bench.harness.case import Call, Case
-from dsa_bench.peers import agreement, deep_gemm
+from dsa_bench.peers import deep_gemm
 
 if TYPE_CHECKING:
     from dsa_bench.harness.tune import Tuning
@@ -27,6 +29,7 @@ SHAPES = [
     (64, 1, 32768, 32),
     (128, 1, 0, 64),
 ]
+PROBED = [*((4, n, 4096, heads) for n, heads in ((1, 64), (2, 64), (4, 64), (1, 32))), (4, 1, 0, 64)]
 DIM, PAGE = 128, 64
 _PLANS = 8  # in a graph
 _FRESH_BYTES = 128 << 20  # of inputs in a graph: more than the L2 cache holds
@@ -59,7 +62,7 @@ def _plan_case(batch: int) -> Case:
     ours = partial(dsa.get_paged_mqa_logits_metadata, lengths, PAGE, dsa.num_sms("cuda"))
 
     def agree(got: torch.Tensor, ours: torch.Tensor) -> None:
-        """Work is cut in other places: a part of the GPU has a row in all of them."""
+        """Work is split in other places: a part of the GPU has a row in all of them."""
         if got.shape != ours.shape:
             raise AssertionError(f"differs: shape {list(got.shape)}, where ours is {list(ours.shape)}")
 
@@ -98,16 +101,15 @@ def case(batch: int, next_n: int, mean: int, heads: int) -> Case:
     return Case(name, calls, figure, check, graph=True, failed=peers.failed, agree=agree)
 
 
-def tuning() -> "Tuning":
-    from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernels
+def tuning(kernels: tuple[ModuleType, ModuleType]) -> "Tuning":
     from dsa_bench.harness.tune import Tuning, TuningClass
 
+    scores, _ = kernels
     # Several (heads, next_n) have the same number of columns: one stands for all.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
-        "sm_90",
-        kernels.PagedMqaLogitsConfig,
-        kernels.compile_fp8_paged_mqa_logits,
+        scores.PagedMqaLogitsConfig,
+        scores.compile_fp8_paged_mqa_logits,
         {
             f"columns {n}": TuningClass(
                 lambda config, n=n: config.fits(n),

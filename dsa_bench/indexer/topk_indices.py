@@ -11,8 +11,9 @@ import torch
 
 import dsa
 from dsa.testing import copy_bandwidth
+from dsa_bench.harness import agreement
 from dsa_bench.harness.case import Call, Case
-from dsa_bench.peers import agreement, cudnn, operators
+from dsa_bench.peers import cudnn, operators
 
 # rows, columns, scores, k
 SHAPES = [
@@ -32,6 +33,7 @@ SHAPES = [
     (4096, 32768, "normal", 512),
     (64, 131072, "normal", 512),
 ]
+PROBED = [(64, 8192, "normal", 2048), (1024, 8192, "normal", 512)]
 _FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
 _RECALL = 0.98  # of the selected scores that a peer must have
 _ceiling = cache(copy_bandwidth)
@@ -62,13 +64,13 @@ def _agree(scores: torch.Tensor, got: Any, ours: torch.Tensor) -> None:
     """Different keys, and nearly all of them as high as our lowest: some peers compare with fewer bits, and ties may be
     other keys."""
     rows = agreement.some(len(ours))
-    picks, own, scores = agreement.first(got)[rows].long(), ours[rows].long(), scores[rows]
-    if picks.shape != own.shape or not ((picks >= 0) & (picks < scores.shape[1])).all():
+    selected, own, scores = agreement.first(got)[rows].long(), ours[rows].long(), scores[rows]
+    if selected.shape != own.shape or not ((selected >= 0) & (selected < scores.shape[1])).all():
         raise AssertionError(f"differs: not {own.shape[1]} keys of each row")
-    if (picks.sort(1).values.diff(dim=1) == 0).any():
+    if (selected.sort(1).values.diff(dim=1) == 0).any():
         raise AssertionError("differs: a key is there twice")
     lowest = scores.gather(1, own).amin(1, keepdim=True)
-    if (recall := (scores.gather(1, picks) >= lowest).float().mean().item()) < _RECALL:
+    if (recall := (scores.gather(1, selected) >= lowest).float().mean().item()) < _RECALL:
         raise AssertionError(f"differs: {recall:.1%} of the keys are as high as ours")
 
 

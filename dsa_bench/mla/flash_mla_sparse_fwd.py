@@ -20,6 +20,7 @@ SHAPES = [
     *((keys, 576, heads, 2048) for heads in (16, 32) for keys in (32768, 8192, 131072)),
     *((32768, 576, heads, selected) for heads in (64, 128) for selected in (512, 1024)),
 ]
+PROBED = [(4096, 576, 64, 2048, 128), (4096, 512, 128, 512, 128), (4096, 576, 16, 512, 128)]
 QUERIES, D_V = 4096, 512
 _ceiling = cache(bf16_gemm_rate)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]

@@ -17,6 +17,7 @@ SHAPES = [
     *((128, 4096, heads, 1) for heads in (8, 32)),
     *((batch, keys, heads, 1) for batch in (1, 4, 16) for keys in (1024, 8192, 131072) for heads in (16, 64, 128)),
 ]
+PROBED = [(4, 1024, 16, 1), (4, 1024, 128, 2)]
 D, D_V, PAGE = 576, 512, 64
 _FRESH_BYTES = 150e6  # of caches in a graph: more than the L2 cache holds
 _copy, _gemm = cache(copy_bandwidth), cache(bf16_gemm_rate)

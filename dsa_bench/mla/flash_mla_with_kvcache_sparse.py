@@ -24,6 +24,7 @@ SHAPES = [
     *((batch, heads, 1, 2048, 32768) for heads in (16, 32) for batch in (128, 2)),
     *((128, heads, 1, selected, 32768) for heads in (64, 128) for selected in (512, 1024)),
 ]
+PROBED = [(4, 64, 1, 512, 4096), (2, 128, 2, 2048, 4096), (2, 16, 1, 512, 4096)]
 D, D_V, PAGE, BYTES = 576, 512, 64, 656
 _FRESH_BYTES = 150e6  # that the calls of a graph select: more than the L2 cache holds
 _copy, _gemm = cache(copy_bandwidth), cache(bf16_gemm_rate)

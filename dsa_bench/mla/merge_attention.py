@@ -20,6 +20,7 @@ SHAPES = [
     *((tokens, heads, 2, False) for tokens in (1, 16, 128) for heads in (16, 128)),
     (128, 128, 4, True),
 ]
+PROBED = [(128, 16, 2, False)]
 D_V = 512
 _FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
 _ceiling = cache(copy_bandwidth)

@@ -23,6 +23,7 @@ SHAPES = [
     *(("prefill, 512 selected", 4096, heads) for heads in (128, 64)),
     *(("decode", 64, heads) for heads in (128, 64)),
 ]
+PROBED = [("prefill", 512, 64), ("prefill, 512 selected", 2048, 64), ("decode", 4, 64)]
 D, WINDOW, SELECTED, PAGE, KEYS = 512, 128, 512, 64, 1024
 FLASH, FLASH_D, MERGED = "torch flash, d 256", 256, "two branches merged"
 YARDSTICKS = frozenset({FLASH, MERGED})

@@ -7,7 +7,7 @@ import torch
 import dsa
 from dsa_bench.harness.case import Call, Case
 
-# tokens, experts, picks, groups, groups that stay, scores; "sort" sorts the picks instead
+# tokens, experts, top_k, groups, groups that stay, scores; "sort" sorts the chosen experts instead
 SHAPES = [
     *((tokens, 256, 8, 8, 4, "sigmoid") for tokens in (1, 128, 4096)),
     *((tokens, 256, 6, 1, 1, "sqrtsoftplus") for tokens in (1, 128, 4096)),
@@ -15,11 +15,11 @@ SHAPES = [
 ]
 
 
-def case(tokens: int, experts: int, picks: int, groups: int, stay: int, scores: str) -> Case:
+def case(tokens: int, experts: int, top_k: int, groups: int, stay: int, scores: str) -> Case:
     logits = torch.randn(tokens, experts, device="cuda")
     bias = torch.randn(experts, device="cuda")
     kind = "sigmoid" if scores == "sort" else scores
-    gate = partial(dsa.moe_gate, logits, bias, picks, scores=kind, n_group=groups, topk_group=stay)
+    gate = partial(dsa.moe_gate, logits, bias, top_k, scores=kind, n_group=groups, topk_group=stay)
     call: Call = gate if scores != "sort" else partial(dsa.sort_by_expert, gate()[0], experts)
 
     def in_torch() -> object:
@@ -34,5 +34,5 @@ def case(tokens: int, experts: int, picks: int, groups: int, stay: int, scores: 
         if scores == "sort" and not all(torch.equal(a, b) for a, b in zip(got, in_torch())):
             raise AssertionError("not the reference's order")
 
-    name = f"{tokens} tokens, {picks} of {experts} experts, {scores}"
+    name = f"{tokens} tokens, {top_k} of {experts} experts, {scores}"
     return Case(name, calls, lambda ms: f"{ms * 1e3:.1f} us", check, graph=True, baselines=frozenset({"torch"}))

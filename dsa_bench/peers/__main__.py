@@ -6,6 +6,6 @@ from dsa import backends
 from dsa_bench.peers.probe import main
 
 if reason := backends.why_no_kernels():
-    print(f"the peers need a Hopper GPU: {reason}", file=sys.stderr)
+    print(f"the peers need a GPU with kernels: {reason}", file=sys.stderr)
     sys.exit(2)
 sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,8 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.peers.package import Call, Library, Peers
+from dsa_bench.harness.calls import Call
+from dsa_bench.peers.package import Library, Peers
 
 CUDNN = Library("cuDNN-FE", ("cudnn",))
 

@@ -19,7 +19,8 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.peers.package import Call, Library, Peers
+from dsa_bench.harness.calls import Call
+from dsa_bench.peers.package import Library, Peers
 
 NEW = Library("deepgemm 2.8.1", ("deep_gemm28", "vllm.third_party.deep_gemm"))
 OLD = Library("deepgemm", ("deep_gemm",))

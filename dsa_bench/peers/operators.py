@@ -9,7 +9,8 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.peers.package import Call, Library, Peers
+from dsa_bench.harness.calls import Call
+from dsa_bench.peers.package import Library, Peers
 
 OPERATORS = Library("vllm and sglang", ("peer_topk",))
 _WORKSPACE = 1 << 20
@@ -33,30 +34,30 @@ def topk(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
     return peers
 
 
-def _picks(scores: torch.Tensor, k: int) -> torch.Tensor:
+def _empty_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
     return torch.empty(len(scores), k, dtype=torch.int32, device=scores.device)
 
 
 def _topk_prefill(module: ModuleType, scores, lengths, k: int) -> Call:
-    out, starts = _picks(scores, k), torch.zeros_like(lengths)
+    out, starts = _empty_indices(scores, k), torch.zeros_like(lengths)
     arguments = (scores, starts, lengths, out, len(scores), scores.stride(0), 1, k)
     return partial(_into, out, partial(torch.ops._C.top_k_per_row_prefill, *arguments))
 
 
 def _topk_decode(module: ModuleType, scores, lengths, k: int) -> Call:
-    out = _picks(scores, k)
+    out = _empty_indices(scores, k)
     arguments = (scores, 1, lengths, out, len(scores), scores.stride(0), 1, k)
     return partial(_into, out, partial(torch.ops._C.top_k_per_row_decode, *arguments))
 
 
 def _topk_workspace(operator: str, module: ModuleType, scores, lengths, k: int) -> Call:
-    out, workspace = _picks(scores, k), torch.zeros(_WORKSPACE, dtype=torch.uint8, device=scores.device)
+    out, workspace = _empty_indices(scores, k), torch.zeros(_WORKSPACE, dtype=torch.uint8, device=scores.device)
     call = partial(getattr(torch.ops._C, operator), scores, lengths, out, workspace, k, scores.shape[1])
     return partial(_into, out, call)
 
 
 def _topk_sglang(module: ModuleType, scores, lengths, k: int) -> Call:
-    out = _picks(scores, k)
+    out = _empty_indices(scores, k)
     return partial(_into, out, partial(torch.ops.sgl_kernel.fast_topk, scores, out, lengths, None))
 
 

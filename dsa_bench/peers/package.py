@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 
-Call = Callable[[], object]
-_LINE = 200  # characters of a reason
+from dsa_bench.harness.calls import Call, reason
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,3 @@ class Peers:
                 self.calls[name] = [make(module, *one) for one in inputs]
         except Exception as error:  # a peer may say no in any way, and must not end the others' run
             self.failed[name] = f"failed: {reason(error)}"
-
-
-def reason(error: BaseException) -> str:
-    """The first line of what an exception says, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:_LINE] if lines else type(error).__name__

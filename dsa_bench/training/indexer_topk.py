@@ -14,7 +14,7 @@ SHAPES = [(4, 2048, 64, 128, 512), (1, 16384, 64, 128, 2048), (16, 2048, 64, 128
 
 def case(batch: int, length: int, heads: int, dim: int, top_k: int) -> Case:
     tokens = batch * length
-    # Small whole numbers: scores are exact, so that the picks must be equal.
+    # Small whole numbers: scores are exact, so that the indices must be equal.
     q, k = (torch.randint(-1, 2, shape, device="cuda").bfloat16() for shape in ((tokens, heads, dim), (tokens, dim)))
     w = torch.randint(-4, 5, (tokens, heads), device="cuda") / 8
     bounds = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)

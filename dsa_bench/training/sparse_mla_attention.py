@@ -18,6 +18,7 @@ SHAPES = [
     (512, 128, 1024, False),
     (576, 128, 2048, True),
 ]
+PROBED = [(512, 64, 512, False)]
 QUERIES, KEYS, D_V = 8192, 8192, 512
 _ceiling = cache(bf16_gemm_rate)
 
@@ -54,4 +55,4 @@ def case(d: int, heads: int, selected: int, deterministic: bool) -> Case:
 
     kind = ", deterministic" if deterministic else ""
     name = f"{QUERIES} queries, d {d}, {heads} heads, k {selected}{kind}"
-    return Case(name, calls, figure, check, repeats=5, failed=peers.failed)
+    return Case(name, calls, figure, check, repeats=5, failed=peers.failed, reference=False)

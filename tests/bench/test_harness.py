@@ -1,15 +1,19 @@
 """Rows, profiles' reports and the tuner, without a GPU."""
 
 import csv
+import dataclasses
 import json
 
 import pytest
 import torch
 
+from dsa import backends
 from dsa.cute import tuning
 from dsa.kernels.cache import indexer_cache_sm90
 from dsa.kernels.indexer import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90
+from dsa.ops.declaration import OPS, Kernels
 from dsa_bench.harness import case, plot, profile, table, tune
+from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.table import print_table
 
 
@@ -179,7 +183,8 @@ def test_shipped_winners_are_candidates_that_fit(op, config_type, classes):
     for name, size in classes.items():
         winner = tuning.tuned(config_type, op, "sm_90", name)
         assert winner in everything and winner.fits(size)
-    assert case.load(op).tuning().classes.keys() == classes.keys()
+    assert op in OPS and op in tunable()
+    assert case.load(op).tuning(OPS[op].kernels.modules("sm_90")).classes.keys() == classes.keys()
 
 
 def test_a_trial_stands_in_for_the_winner():
@@ -193,15 +198,17 @@ def test_a_trial_stands_in_for_the_winner():
 class Gpu:
     """Stands for what the tuner asks of a GPU: a configuration of two stages is the fastest, and wrong."""
 
-    def __init__(self, monkeypatch, op):
-        self.op, self.timed = op, []
+    def __init__(self, monkeypatch, op, arch="sm_90"):
+        self.op, self.arch, self.timed = op, arch, []
         monkeypatch.setattr(tune, "bench", self.bench)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(backends, "arch_of", lambda device: arch)
         monkeypatch.setattr(case.load(op), "case", self.case)
         monkeypatch.setattr(tune, "_compile", compile_nothing)
 
     def config(self):
-        return fp8_mqa_logits_sm90.choose_config(8, 128)
+        return tuning.tuned(fp8_mqa_logits_sm90.MqaLogitsConfig, self.op, self.arch, "heads 8, dim 128")
 
     def case(self, queries, keys, heads, dim):
         def check(got):
@@ -240,17 +247,25 @@ class InThisProcess:
         return future
 
 
-def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, capsys):
-    gpu = Gpu(monkeypatch, "fp8_mqa_logits")
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, capsys, arch):
+    """Of the kernels for the GPU at hand, whose data has its arch in its path."""
+    gpu = Gpu(monkeypatch, "fp8_mqa_logits", arch)
+    rows = {arch: "dsa.kernels.indexer.fp8_mqa_logits_sm90"}
+    monkeypatch.setattr(OPS["fp8_mqa_logits"], "kernels", Kernels("fp8_mqa_logits", rows))
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
     monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
-    plan = case.load("fp8_mqa_logits").tuning()
-    only = tune.Tuning(
-        plan.arch, plan.config_type, plan.compile_function, {"heads 8, dim 128": plan.classes["heads 8, dim 128"]}
-    )
-    monkeypatch.setattr(case.load("fp8_mqa_logits"), "tuning", lambda: only)
-    path = tmp_path / "data.json"
+    whole = case.load("fp8_mqa_logits").tuning
+
+    def one_class(kernels):
+        plan = whole(kernels)
+        return dataclasses.replace(plan, classes={"heads 8, dim 128": plan.classes["heads 8, dim 128"]})
+
+    monkeypatch.setattr(case.load("fp8_mqa_logits"), "tuning", one_class)
+    path = tmp_path / arch / "fp8_mqa_logits.json"
+    path.parent.mkdir()
     path.write_text(json.dumps({"winners": {"heads 8, dim 128": {"columns": 1}, "another": {"columns": 2}}}))
-    tune.tune("fp8_mqa_logits", path)
+    tune.tune("fp8_mqa_logits")
     data = json.loads(path.read_text())
     assert data["winners"] == {
         "heads 8, dim 128": {"columns": 128, "stages": 3, "groups": 2},
@@ -261,6 +276,26 @@ def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, caps
     assert "128    3    2    96 registers     3.2000  3.20" in shown
     assert "wrong: calc_diff 1" in shown and "fails: spilled" in shown
     assert all(config.stages != 2 and config.columns == 128 for config in gpu.timed)
+
+
+def test_the_tuner_writes_an_archs_first_data(monkeypatch, tmp_path):
+    Gpu(monkeypatch, "fp8_mqa_logits", "sm_100")
+    rows = {"sm_100": "dsa.kernels.indexer.fp8_mqa_logits_sm90"}
+    monkeypatch.setattr(OPS["fp8_mqa_logits"], "kernels", Kernels("fp8_mqa_logits", rows))
+    monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+    monkeypatch.setattr(
+        tune, "_try_all", lambda op, arch, name, found, cases: [tune.Trial(next(iter(found)), "96", (1.0,))]
+    )
+    tune.tune("fp8_mqa_logits")
+    winners = json.loads((tmp_path / "sm_100" / "fp8_mqa_logits.json").read_text())["winners"]
+    assert winners.keys() == {f"heads {heads}, dim {dim}" for heads in (8, 16, 32, 64) for dim in (32, 64, 128)}
+
+
+def test_the_tuner_needs_a_kernel_for_the_gpu_at_hand(monkeypatch):
+    Gpu(monkeypatch, "fp8_mqa_logits", "sm_100")
+    with pytest.raises(ValueError, match=r"fp8_mqa_logits: has no sm_100 kernel beside .*\(sm_90\)"):
+        tune.tune("fp8_mqa_logits")
 
 
 def test_the_tuner_reports_a_class_without_a_correct_configuration(monkeypatch, tmp_path):

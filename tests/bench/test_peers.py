@@ -3,13 +3,15 @@
 import functools
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
+from dsa_bench.harness import calls
 from dsa_bench.harness import case as cases
-from dsa_bench.peers import deep_gemm, flash_mla, package, probe
-from dsa_bench.peers.agreement import agree
+from dsa_bench.harness.agreement import agree
+from dsa_bench.peers import deep_gemm, flash_mla, probe
 from dsa_bench.peers.package import Library, Peers
 
 # Small enough for a CPU; every peer and every kind of argument.
@@ -50,7 +52,7 @@ EVERYONE = {
 
 @pytest.fixture
 def small(monkeypatch, on_cpu):
-    monkeypatch.setattr(probe, "SHAPES", SHAPES)
+    probe_only(monkeypatch, SHAPES)
     monkeypatch.setattr(cases.load("sliding_window_attention"), "SELECTED", 128)
     monkeypatch.setattr(cases.load("flash_mla_with_kvcache_sparse"), "_cache", a_small_cache)
     # This build of torch has no block-scaled product for a CPU.
@@ -58,6 +60,15 @@ def small(monkeypatch, on_cpu):
     product._scaled_mm = scaled_mm
     monkeypatch.setitem(sys.modules, "torch with a product", product)
     monkeypatch.setattr(cases.load("fp8_gemm_nt"), "CUBLAS", Library("cuBLASLt", ("torch with a product",)))
+
+
+def probe_only(monkeypatch, shapes):
+    """These ops are probed, with these shapes."""
+    for op in probe.probed():
+        if op in shapes:
+            monkeypatch.setattr(cases.load(op), "PROBED", shapes[op])
+        else:
+            monkeypatch.delattr(cases.load(op), "PROBED")
 
 
 def a_small_cache(rows):
@@ -75,21 +86,29 @@ def scaled_mm(a, b, scale_a, scale_b, out_dtype):
 
 @pytest.mark.parametrize("op", SHAPES)
 def test_every_peer_is_called_as_it_demands_and_agrees(op, monkeypatch, peers, small):
-    monkeypatch.setattr(probe, "SHAPES", {op: SHAPES[op]})
+    probe_only(monkeypatch, {op: SHAPES[op]})
     found = list(probe.outcomes())
     assert all(outcome == "ok" for *_, outcome in found), found
     assert {name for _, _, name, _ in found} == EVERYONE[op]
 
 
-def test_all_peers_functions_are_probed():
-    """The real shapes of the probe cover the same ops, and each is one that has peers."""
-    assert SHAPES.keys() | probe.KERNEL_ALONE == probe.SHAPES.keys()
-    for op, shapes in probe.SHAPES.items():
+def test_every_benchmark_with_peers_says_what_is_probed():
+    """A case has peers where its module calls one of those in dsa_bench.peers."""
+    paths = {op: Path(cases.load(op).__file__) for op in cases.benchmarks()}
+    with_peers = {op for op, path in paths.items() if "from dsa_bench.peers import " in path.read_text()}
+    assert probe.probed().keys() == with_peers
+    for op, shapes in probe.probed().items():
         assert len({len(shape) for shape in shapes}) == 1, op
 
 
+def test_every_peer_of_the_ops_that_run_on_a_cpu_is_called_here():
+    """Of the others ours has no reference by itself."""
+    alone = {op for op in probe.probed() if "reference=False" in Path(cases.load(op).__file__).read_text()}
+    assert SHAPES.keys() == probe.probed().keys() - alone and alone == {"sparse_mla_attention"}
+
+
 def test_without_peers_there_is_nothing_to_report(no_peers, small, capsys, monkeypatch):
-    monkeypatch.setattr(probe, "SHAPES", {"fp8_mqa_logits": [(16, 64, 32, 32, True)]})
+    probe_only(monkeypatch, {"fp8_mqa_logits": [(16, 64, 32, 32, True)]})
     assert probe.main() == 0
     names = ["sgl-flash-mla", "flashmla", "deepgemm 2.8.1", "deepgemm", "vllm and sglang", "cuDNN-FE"]
     assert capsys.readouterr().out.splitlines() == [f"{name}: not installed" for name in names]
@@ -103,7 +122,7 @@ def test_the_probe_tells_what_is_wrong(peers, small, capsys, monkeypatch):
     peers["deep_gemm28"].fp8_fp4_mqa_logits = lambda *arguments: right(*arguments).roll(1, 1)
     peers["deep_gemm"].fp8_mqa_logits = refuse
     del peers["cudnn"].DSA
-    monkeypatch.setattr(probe, "SHAPES", {"fp8_mqa_logits": [(16, 64, 32, 32, False)]})
+    probe_only(monkeypatch, {"fp8_mqa_logits": [(16, 64, 32, 32, False)]})
     assert probe.main() == 1
     new, old, cudnn = sorted(capsys.readouterr().out.splitlines(), key=lambda line: -line.find("differs"))
     assert new.startswith("deepgemm 2.8.1") and "differs by " in new
@@ -186,8 +205,8 @@ def test_selections_agree_up_to_ties_and_a_few_keys():
 
 
 def test_a_reason_is_one_line():
-    assert package.reason(RuntimeError("\n one\ntwo")) == "one" and package.reason(KeyError()) == "KeyError"
-    assert len(package.reason(ValueError("x" * 1000))) == 200
+    assert calls.reason(RuntimeError("\n one\ntwo")) == "one" and calls.reason(KeyError()) == "KeyError"
+    assert len(calls.reason(ValueError("x" * 1000))) == 200
 
 
 def test_compiling_beforehand_calls_every_build(peers, monkeypatch):

@@ -1,4 +1,4 @@
-"""GPU tests: skipped without a Hopper GPU; each records its worst error for the receipt."""
+"""GPU tests: skipped without a GPU that has kernels; each records its worst error for the receipt."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
 """The GPU receipt: which code was tested on which GPU arch, by which tests, with what outcome, and how fast it was.
 
 `tests/gpu/FAMILY/test_NAME.py` and `dsa_bench/FAMILY/NAME.py` belong to the op NAME, whose code is
-`dsa/ops/FAMILY/NAME.py` (a suffix of PARTS names a part of an op). Entries of WHOLES are of more than one op. An
-entry's digest covers
+`dsa/ops/FAMILY/NAME.py`; where NAME is an op's with more words behind it, to that part of the op. Entries of WHOLES are
+of more than one op. An entry's digest covers
 - the code: what the entry is about, with everything of this project that it imports, and the tile configurations that
   its kernels load. Of an op's kernels those for the entry's arch count: an entry is of one arch;
 - the judges: its test file, conftest and benchmark, with the modules of tests/, dsa_bench/ and dsa.testing that they
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from dsa import source_digest
-from dsa.backends import archs
-from dsa.source_digest import digest_of, has_kernel, modules_used_by, op_modules
+from dsa.backends import KERNELS
+from dsa.source_digest import digest_of, modules_used_by, op_modules
+from tests.public_names import ops_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PATH = HERE / "receipt.json"
 TUNED = ROOT / "dsa" / "tuned"
 LAYERS = ROOT / "dsa_layers"
-PARTS = ("_sparse", "_forward", "_gradient", "_per_head")
 WHOLES = {
     "e2e": "whole passes: `dsa bench e2e`",
     "fuzz": "all ops: mutated calls",
@@ -54,9 +54,8 @@ def save(data: Entries) -> None:
 
 def op_module(name: str) -> str:
     """The bridge of the op that an entry is about."""
-    for part in PARTS:
-        name = name.removesuffix(part)
-    return source_digest.op_module(name)
+    ops = [op for op in op_modules() if f"{name}_".startswith(f"{op}_")]
+    return source_digest.op_module(max(ops, key=len, default=name))
 
 
 def test_files(name: str) -> list[Path]:
@@ -67,13 +66,34 @@ def test_files(name: str) -> list[Path]:
 
 
 def tested() -> list[str]:
-    """Every entry that a complete receipt has."""
+    """Every entry that there can be."""
     return sorted({path.stem.removeprefix("test_") for path in HERE.rglob("test_*.py")} | WHOLES.keys())
 
 
-def ops_with_kernels() -> list[tuple[str, str]]:
-    """(op, arch) of every kernel: each needs an entry."""
-    return [(op, arch) for op in op_modules() for arch in archs() if has_kernel(op, arch)]
+def asked(arch: str) -> list[str]:
+    """The entries that a complete receipt has of an arch: those of the ops that have kernels for it; and the wholes,
+    where most ops have them, so that a pass of a model is kernels in the main."""
+    with_kernels = archs_by_op()
+    modules = [source_digest.op_module(op) for op, archs in with_kernels.items() if arch in archs]
+    names = [name for name in tested() if name not in WHOLES and op_module(name) in modules]
+    return sorted([*names, *WHOLES] if 2 * len(modules) > len(with_kernels) else names)
+
+
+def archs_by_op() -> dict[str, set[str]]:
+    """{op: the archs for which one of its functions has kernels} of every op with kernels."""
+    rows = {op: [KERNELS.get(f, {}) for f in ops_of(module)] for op, module in op_modules().items()}
+    return {op: set().union(*archs) for op, archs in rows.items() if any(archs)}
+
+
+def needed(data: Entries, arch: str) -> list[str]:
+    """The entries of an arch that have to run there, or have to say why they have not: those that are asked for and
+    missing, and those of code or tests that have changed."""
+    there = data.get(arch, {})
+    return [
+        name
+        for name in sorted({*asked(arch), *there} & {*tested()})
+        if name not in there or not (there[name]["unverified"] or there[name]["digest"] == digest(name, arch))
+    ]
 
 
 def module_of(path: Path) -> str:
@@ -131,7 +151,19 @@ def judge_modules(name: str, arch: str) -> list[str]:
 
 
 def _closure(roots: Iterable[str], arch: str, packages: tuple[str, ...] = ("dsa",)) -> list[str]:
-    return sorted({module for root in roots for module in modules_used_by(root, packages, arch)})
+    found, todo = set(), set(roots)
+    while todo:
+        found.update(*(modules_used_by(root, packages, arch) for root in todo))
+        todo = {module for package in found for module in _walked(package)} - found
+    return sorted(found)
+
+
+def _walked(package: str) -> list[str]:
+    """The modules of a package that imports all that it has, without their names."""
+    path = ROOT.joinpath(*package.split("."), "__init__.py")
+    if not path.exists() or "iter_modules(__path__)" not in path.read_text():
+        return []
+    return [module_of(module) for module in path.parent.glob("[!_]*.py")]
 
 
 def python_blocks() -> list[str]:

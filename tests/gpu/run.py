@@ -1,9 +1,10 @@
-"""Run the GPU tests and benchmarks of some entries of the receipt, or of all, and write them into it.
+"""Run the GPU tests and benchmarks of entries of the receipt, and write them into it.
 
 usage: python -m tests.gpu.run [--commit COMMIT] [--no-bench] [ENTRY...]
 
-COMMIT is the one whose tree this is; where git can tell, it need not be given. `several_gpus` needs two GPUs and is
-left out where there is one; `hostile_contents` runs under compute-sanitizer.
+Without ENTRY these are all that a complete receipt has of the GPU's arch. COMMIT is the one whose tree this is; where
+git can tell, it need not be given. `several_gpus` needs two GPUs and is left out where there is one; `hostile_contents`
+runs under compute-sanitizer.
 """
 
 import argparse
@@ -217,12 +218,12 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--commit: must be at least 12 digits of its hash, got {args.commit!r}")
     if unknown := set(args.entries) - set(receipt.tested()):
         parser.error(f"no GPU tests for {', '.join(sorted(unknown))}; there are {', '.join(receipt.tested())}")
+    arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
     names = args.entries or [
-        name for name in receipt.tested() if name != "several_gpus" or torch.cuda.device_count() > 1
+        name for name in receipt.asked(arch) if name != "several_gpus" or torch.cuda.device_count() > 1
     ]
     if "hostile_contents" in names and not shutil.which(MEMCHECK[0]):
         parser.error(f"hostile_contents runs under {MEMCHECK[0]}, which is not on the PATH")
-    arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
     compile_all(names, arch)
     outcomes, failed = run_tests(names), []
     for name in names:

@@ -3,19 +3,16 @@
 usage: python -m tests.gpu.status_table
 """
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
-import dsa
 from dsa.backends import ARCH_NAMES
 from dsa.source_digest import functions_with_kernels, op_modules
 from tests.gpu import receipt
+from tests.public_names import ops_of
 
 PATH = receipt.ROOT / "docs" / "status.md"
 BEGIN, END = "<!-- status table: python -m tests.gpu.status_table -->", "<!-- end of status table -->"
-# Helpers of the ops rather than ops.
-NOT_OPS = {"FlashMLASchedMeta", "backend", "make_v4_cache", "num_sms", "use_backend"}
 HEAD = """\
 | op | runs | tests on a GPU | figure | speed-up over the best peer | over plain PyTorch | run |
 |---|---|---|---|---|---|---|"""
@@ -24,17 +21,10 @@ HEAD = """\
 def table(arch: str, entries: Mapping[str, dict[str, Any]]) -> str:
     """A row for each module of dsa.ops, with the public functions that it has, for each part of one, and for each
     entry of more than one op."""
-    modules = [op for op in op_modules() if public_functions(op)]
-    names = sorted({*modules, *entries} - receipt.WHOLES.keys()) + list(receipt.WHOLES)
+    modules = [op for op in op_modules() if ops_of(op_modules()[op])]
+    wholes = [name for name in receipt.WHOLES if name in {*entries, *receipt.asked(arch)}]
+    names = sorted({*modules, *entries} - receipt.WHOLES.keys()) + wholes
     return "\n".join([HEAD, *(_row(name, arch, entries.get(name)) for name in names)])
-
-
-def public_functions(name: str) -> list[str]:
-    """The functions of dsa that an op's module defines."""
-    module = importlib.import_module(receipt.op_module(name))
-    there = {f: getattr(dsa, f) for f in dsa.__all__ if f not in NOT_OPS and hasattr(module, f)}
-    # Not what an op takes from another one's module.
-    return [f for f, x in there.items() if x.__module__ == module.__name__ or not x.__module__.startswith("dsa.ops.")]
 
 
 def _row(name: str, arch: str, entry: dict[str, Any] | None) -> str:
@@ -57,14 +47,15 @@ def _label(name: str) -> str:
     if name in receipt.WHOLES:
         return receipt.WHOLES[name]
     part = name.removeprefix(receipt.op_module(name).rpartition(".")[2]).strip("_")
-    return ", ".join(f"`{f}`" for f in public_functions(name)) + (f" ({part})" if part else "")
+    return ", ".join(f"`{f}`" for f in ops_of(receipt.op_module(name))) + (f" ({part})" if part else "")
 
 
 def _implementations(name: str, arch: str) -> str:
     """Kernel or PyTorch, by function where a module has both."""
     if name in receipt.WHOLES:
         return ""
-    public, with_kernel = public_functions(name), functions_with_kernels(receipt.op_module(name), arch)
+    module = receipt.op_module(name)
+    public, with_kernel = ops_of(module), functions_with_kernels(module, arch)
     plain = [f"`{f}`" for f in public if f not in with_kernel]
     if len(plain) == len(public):
         return "PyTorch"

@@ -1,4 +1,4 @@
-"""Generation on a Hopper GPU: the same code, with kernels where they exist, beside the CPU's references."""
+"""Generation on a GPU: the same code, with kernels where they exist, beside the CPU's references."""
 
 from dataclasses import replace
 
@@ -96,7 +96,7 @@ def test_the_published_mode_runs_its_kernels(checkpoint, monkeypatch):
         *("get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "topk_indices"),
         *("write_mla_cache", "read_kv_cache", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"),
     }
-    # Prefill picks positions in ragged rows; decode picks cache slots, translated by the top-k itself.
+    # Prefill selects positions in ragged rows; decode selects cache slots, translated by the top-k itself.
     assert options == {STARTS | LENGTHS, LENGTHS | PAGED}
 
 
@@ -209,7 +209,7 @@ def test_other_dtypes_over_fp8_caches(family, tmp_path):
         assert all(len(c.tokens) == 4 for c in completions)
 
 
-def test_many_sequences_share_pages_and_lanes(checkpoint):
+def test_many_sequences_share_pages_and_slots(checkpoint):
     """100 sequences through 64 places: what a sequence gives does not depend on who had its pages before."""
     model = without_end(load_model(checkpoint, device="cuda", progress=False))
     prompts = [[i + 5, *range(10, 10 + i % 37)] for i in range(100)]

@@ -7,6 +7,8 @@ tests/ops/test_hostile_contents.py runs them on the references, tests/gpu/test_h
 compute-sanitizer watches.
 """
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +28,8 @@ class Prepared:
     run      the argument's tensor -> every tensor that the call returns or writes (caches too), made anew by each call
     valid    the argument as it should be
     places   name -> (index into `valid`, what of the results a wrong number there does not concern)
-    exact    results are compared bit by bit; False where sums are in no order or are cut elsewhere: then within 1e-2
-             relative or 1e-3
+    exact    results are compared bit by bit; False where sums are in no order or are split elsewhere: then within
+             1e-2 relative or 1e-3
     """
 
     run: Callable[[torch.Tensor], Results]
@@ -119,6 +121,5 @@ def _same(name: str, got: torch.Tensor, right: torch.Tensor, exact: bool) -> Non
 
 def all_arguments() -> list[IndexArgument]:
     """Those of all families, whose modules import this one."""
-    from tests.hostile import cache, gemm, indexer, mla, moe, training
-
-    return [argument for family in (mla, training, indexer, moe, gemm, cache) for argument in family.ARGUMENTS]
+    modules = [importlib.import_module(f"{__name__}.{name}") for _, name, _ in pkgutil.iter_modules(__path__)]
+    return [argument for module in modules for argument in getattr(module, "ARGUMENTS", ())]

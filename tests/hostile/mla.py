@@ -38,10 +38,10 @@ def first_of(given: dict[str, torch.Tensor], name: str, count: int, *dims: int) 
 
 
 def prefill(device: str, name: str, dim: int, heads: int) -> Prepared:
-    tokens, keys, picks = 3, 100, 70
+    tokens, keys, top_k = 3, 100, 70
     q, kv = numbers(device, tokens, heads, dim), numbers(device, keys, 1, dim)
     given = {
-        "indices": torch.randint(0, keys, (tokens, 1, picks), dtype=torch.int32).to(device),
+        "indices": torch.randint(0, keys, (tokens, 1, top_k), dtype=torch.int32).to(device),
         "topk_length": ints(device, 66, 1, 70),
     }
 
@@ -144,14 +144,14 @@ def byte_cache(device: str, dim: int) -> torch.Tensor:
     return cache
 
 
-def sparse(device: str, name: str, dim: int, heads: int, fp8: bool, picks: int, extra: bool) -> Prepared:
-    """picks: of more than a few tiles the kernels share a query's keys."""
+def sparse(device: str, name: str, dim: int, heads: int, fp8: bool, top_k: int, extra: bool) -> Prepared:
+    """top_k: of more than a few tiles the kernels share a query's keys."""
     batch, s_q = 2, 2
     q = numbers(device, batch, s_q, heads, dim)
     caches = [byte_cache(device, dim) if fp8 else numbers(device, PAGES, PAGE, 1, dim) for _ in range(2)]
     given = {
-        "indices": torch.randint(0, PAGES * PAGE, (batch, s_q, picks), dtype=torch.int32).to(device),
-        "topk_length": ints(device, picks - 3, picks),
+        "indices": torch.randint(0, PAGES * PAGE, (batch, s_q, top_k), dtype=torch.int32).to(device),
+        "topk_length": ints(device, top_k - 3, top_k),
         "extra_indices_in_kvcache": torch.randint(0, PAGES * PAGE, (batch, s_q, 5), dtype=torch.int32).to(device),
         "extra_topk_length": ints(device, 1, 5),
     }

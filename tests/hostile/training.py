@@ -9,7 +9,7 @@ from tests.hostile import IndexArgument, Prepared, Results
 from tests.hostile.unconcerned import others, rows, rows_of
 
 BF16 = torch.bfloat16
-# Of each packed sequence: one longer than a slot of 128 queries, one without queries, one whose first queries see none.
+# Of each packed sequence: one longer than a tile of 128 queries, one without queries, one whose first queries see none.
 QUERIES, KEYS = (130, 0, 7, 5), (140, 4, 3, 70)
 
 
@@ -80,21 +80,21 @@ def top_k(device: str, which: int) -> Prepared:
     return Prepared(run, bounds[which], packed_places([0], [None]))
 
 
-TOKENS, TK, PICKS = 3, 150, 70
+TOKENS, TK, TOP_K = 3, 150, 70
 
 
-def picks(device: str) -> torch.Tensor:
-    """[TOKENS, 1, PICKS]: the last query has half as many keys."""
-    found = torch.stack([torch.randperm(TK)[:PICKS] for _ in range(TOKENS)]).int()
-    found[-1, PICKS // 2 :] = -1
+def topk_indices(device: str) -> torch.Tensor:
+    """[TOKENS, 1, TOP_K]: the last query has half as many keys."""
+    found = torch.stack([torch.randperm(TK)[:TOP_K] for _ in range(TOKENS)]).int()
+    found[-1, TOP_K // 2 :] = -1
     return found[:, None].to(device)
 
 
-def picks_places(valid: torch.Tensor, of_queries: Sequence, of_keys: Sequence) -> dict:
+def places_in_lists(valid: torch.Tensor, of_queries: Sequence, of_keys: Sequence) -> dict:
     """Numbers of two queries, with the other queries and the keys that these two queries do not name. A result that is
     of neither sums over the queries."""
     places = {}
-    for query, pick in ((0, 0), (0, PICKS - 1), (TOKENS - 1, PICKS - 1), (TOKENS - 1, 3)):
+    for query, entry in ((0, 0), (0, TOP_K - 1), (TOKENS - 1, TOP_K - 1), (TOKENS - 1, 3)):
         named = set(valid[query, 0].tolist())
         kept = []
         for dim_q, dim_k in zip(of_queries, of_keys):
@@ -104,14 +104,14 @@ def picks_places(valid: torch.Tensor, of_queries: Sequence, of_keys: Sequence) -
                 kept.append((dim_q, others(TOKENS, query)))
             else:
                 kept.append((dim_k, others(TK, *named)))
-        places[f"pick {pick} of query {query}"] = ((query, 0, pick), rows(*kept))
+        places[f"entry {entry} of query {query}"] = ((query, 0, entry), rows(*kept))
     return places
 
 
 def sparse_attention(device: str, dim: int, heads: int, sink: bool, deterministic: bool) -> Prepared:
     q, kv = leaves(device, (TOKENS, heads, dim), (TK, 1, dim))
     sinks = [torch.randn(heads, device=device, requires_grad=True)] if sink else []
-    valid = picks(device)
+    valid = topk_indices(device)
     upstream = [torch.randn(TOKENS, heads, 512, device=device).to(BF16), torch.randn(heads, TOKENS, device=device)]
 
     def run(indices: torch.Tensor) -> Results:
@@ -120,7 +120,7 @@ def sparse_attention(device: str, dim: int, heads: int, sink: bool, deterministi
 
     # The sink's gradient is a sum over all queries.
     of_queries, of_keys = (0, 1, 0, None, *[None] * sink), (None, None, None, 0, *[None] * sink)
-    return Prepared(run, valid, picks_places(valid, of_queries, of_keys), exact=False)
+    return Prepared(run, valid, places_in_lists(valid, of_queries, of_keys), exact=False)
 
 
 def sparse_loss(
@@ -129,14 +129,14 @@ def sparse_loss(
     index_heads, index_dim = index
     q, kv = (x.detach() for x in leaves(device, (TOKENS, heads, dim), (TK, 1, dim)))
     indexer = leaves(device, (TOKENS, index_heads, index_dim), (TK, index_dim), (TOKENS, index_heads))
-    valid, upstream = picks(device), [torch.randn(TOKENS, device=device)]
+    valid, upstream = topk_indices(device), [torch.randn(TOKENS, device=device)]
     lse = torch.randn(heads, TOKENS, device=device) + 5 if joint else None
 
     def run(indices: torch.Tensor) -> Results:
         kl = dsa.sparse_indexer_loss(q, kv, *indexer, indices, dim**-0.5, lse, deterministic)
         return with_gradients([kl], upstream, indexer)
 
-    return Prepared(run, valid, picks_places(valid, (0, 0, None, 0), (None, None, 0, None)), exact=False)
+    return Prepared(run, valid, places_in_lists(valid, (0, 0, None, 0), (None, None, 0, None)), exact=False)
 
 
 def _of(op: str, argument: str, variant: str, prepare, *rest) -> IndexArgument:

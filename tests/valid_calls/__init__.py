@@ -1,18 +1,17 @@
-"""Small valid calls of every public op, with all of their arguments, that run on a CPU in about a millisecond and on
-Hopper through the kernels; and what each op promises to return.
+"""Small valid calls of every public op, with all of their arguments, that run on a CPU in about a millisecond and on a
+GPU through the kernels; and what each op promises to return.
 
 A module a family, as in dsa.ops. `CALLS` is for tests of whichever op: of defaults that torch can change, and of wrong
 arguments.
 """
 
-from tests.valid_calls import cache, elementwise, gemm, indexer, mla, moe, training
+import importlib
+import pkgutil
+
 from tests.valid_calls.description import ValidCall
 
-__all__ = ["CALLS", "NOT_OPS", "ValidCall"]
+__all__ = ["CALLS", "ValidCall"]
 
-# Public names that are not ops.
-NOT_OPS = {"FlashMLASchedMeta", "backend", "num_sms", "use_backend"}
 
-CALLS: list[ValidCall] = [
-    call for family in (cache, elementwise, gemm, indexer, mla, moe, training) for call in family.CALLS
-]
+_modules = [importlib.import_module(f"{__name__}.{name}") for _, name, _ in pkgutil.iter_modules(__path__)]
+CALLS: list[ValidCall] = [call for module in _modules for call in getattr(module, "CALLS", ())]

@@ -16,7 +16,7 @@ valid = partial(call, CALLS)
 E4M3 = torch.float8_e4m3fn
 
 
-@valid("write_indexer_cache", nothing, written="cache", integers="slots")
+@valid("write_indexer_cache", nothing, written=("cache",))
 def _(new: Maker):
     cache = {"cache": new.index_cache(3, 16, 32), "slots": new.ints([7, -1, 40], torch.int64)}
     return {"k": new.e4m3(3, 32), "k_scale": new.positive(3), **cache}
@@ -25,7 +25,6 @@ def _(new: Maker):
 @valid(
     "read_indexer_cache",
     lambda a: [((len(a["slots"]), a["cache"].shape[3] - 4), E4M3), ((len(a["slots"]),), F32)],
-    integers="slots",
 )
 def _(new: Maker):
     return {"cache": new.index_cache(3, 16, 32), "slots": new.ints([7, -1, 48, 40])}
@@ -41,17 +40,17 @@ def _cache(new: Maker, kind: str) -> torch.Tensor:
 
 
 def _add_caches(kind: str) -> None:
-    @valid(f"write_kv_cache {kind}", nothing, written="cache", integers="slots")
+    @valid(f"write_kv_cache {kind}", nothing, written=("cache",))
     def _(new: Maker):
         cache, kv = _cache(new, kind), new.bf16(4, 512 if kind == "v4" else 576)
         return {"kv": kv, "cache": cache, "slots": new.ints([7, -1, 40, 0]), "use_ue8m0": True}
 
-    @valid(f"read_kv_cache {kind}", lambda a: [((*a["slots"].shape, _dim(a["cache"])), a["dtype"])], integers="slots")
+    @valid(f"read_kv_cache {kind}", lambda a: [((*a["slots"].shape, _dim(a["cache"])), a["dtype"])])
     def _(new: Maker):
         slots = new.ints([[7, -1], [40, 3]], torch.int64)
         return {"cache": _cache(new, kind), "slots": slots, "dtype": BF16}
 
-    @valid(f"write_mla_cache {kind}", nothing, written="cache out", integers="slots")
+    @valid(f"write_mla_cache {kind}", nothing, written=("cache", "out"))
     def _(new: Maker):
         d = 512 if kind == "v4" else 576
         kv = {"kv": new.bf16(4, d), "norm_weight": new.f32(512), **new.angles(4)}
@@ -83,23 +82,23 @@ def _entries(a):
     return [((count, c // 2 if a["overlap"] else c), F32), ((count,), torch.int64)]
 
 
-@valid("compress_kv", _entries, written="state", integers="cu_seqlens starts state_slots")
+@valid("compress_kv", _entries, written=("state",))
 def _(new: Maker):
     return _new_tokens(new, 16)
 
 
-@valid("compress_kv without a state", _entries, integers="cu_seqlens starts")
+@valid("compress_kv without a state", _entries)
 def _(new: Maker):
     return _new_tokens(new, 16) | {"starts": new.ints([0, 0]), "state": None, "state_slots": None}
 
 
-@valid("write_compressed_kv", nothing, written="cache state", integers="slots cu_seqlens starts state_slots")
+@valid("write_compressed_kv", nothing, written=("cache", "state"))
 def _(new: Maker):
     cache = {"cache": new.v4_cache(2, 16), "slots": new.ints([3, -1, -1, -1, -1, 20, -1])}
     return {**_new_tokens(new, 1024), "norm_weight": new.f32(512), **new.angles(7), **cache, "eps": 1e-6}
 
 
-@valid("write_compressed_kv index", nothing, written="cache state", integers="slots cu_seqlens starts state_slots")
+@valid("write_compressed_kv index", nothing, written=("cache", "state"))
 def _(new: Maker):
     cache = {"cache": new.index_cache(2, 16, 128), "slots": new.ints([3, -1, -1, -1, -1, 20, -1], torch.int64)}
     return {**_new_tokens(new, 256), "norm_weight": new.f32(128), **new.angles(7), **cache, "eps": 1e-6}

@@ -66,7 +66,6 @@ class ValidCall:
     make         maker -> the keyword arguments
     promises     arguments -> shapes and dtypes of what is returned
     written      arguments that are written in place
-    integers     arguments whose contents are indices, lengths or bounds
     """
 
     name: str
@@ -74,15 +73,22 @@ class ValidCall:
     make: Callable[[Maker], dict[str, Any]]
     promises: Callable[[Arguments], Promise]
     written: tuple[str, ...]
-    integers: tuple[str, ...]
+
+    def function(self) -> Callable[..., Any]:
+        return getattr(dsa, self.op)
 
     def arguments(self, device: str = "cpu") -> dict[str, Any]:
         """Fresh ones, with the same numbers every time."""
         return self.make(Maker(device))
 
+    def index_arguments(self) -> set[str]:
+        """Those whose contents are indices, lengths or bounds: all of its tensors of integers but for bytes."""
+        found = {name: x for name, x in self.arguments().items() if isinstance(x, torch.Tensor)}
+        return {name for name, x in found.items() if x.dtype in (torch.int32, torch.int64)}
+
     def run(self, arguments: Arguments) -> list[torch.Tensor]:
         """Every tensor that the op returns."""
-        found = getattr(dsa, self.op)(**arguments)
+        found = self.function()(**arguments)
         found = found if isinstance(found, tuple) else (found,)
         return [x for x in found if isinstance(x, torch.Tensor)]
 
@@ -98,12 +104,13 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (x, y)))
 
 
-def call(calls: list[ValidCall], name: str, promises: Callable[[Arguments], Promise], **kinds: str) -> Callable:
-    """Adds what it decorates to `calls`; `name` begins with the op's. kinds: `written` and `integers`, words."""
+def call(
+    calls: list[ValidCall], name: str, promises: Callable[[Arguments], Promise], written: tuple[str, ...] = ()
+) -> Callable:
+    """Adds what it decorates to `calls`; `name` begins with the op's."""
 
     def add(make: Callable[[Maker], dict[str, Any]]) -> None:
-        words = (tuple(kinds.get(kind, "").split()) for kind in ("written", "integers"))
-        calls.append(ValidCall(name, name.split()[0], make, promises, *words))
+        calls.append(ValidCall(name, name.split()[0], make, promises, written))
 
     return add
 

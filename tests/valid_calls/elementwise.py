@@ -20,7 +20,7 @@ def _(new: Maker):
     return {"x": new.bf16(3, 2, 80), **new.angles(3), "interleaved": True, "dims": "first", "out": None}
 
 
-@valid("apply_rotary into out", like("x"), written="out")
+@valid("apply_rotary into out", like("x"), written=("out",))
 def _(new: Maker):
     return {"x": new.bf16(3, 80), **new.angles(3), "interleaved": False, "dims": "last", "out": new.bf16(3, 80)}
 

@@ -21,7 +21,7 @@ def _(new: Maker):
     return {"q": new.bf16(3, 2, 128), "weights": new.f32(3, 2), **new.angles(3), **options}
 
 
-@valid("write_indexer_keys", nothing, written="cache", integers="slots")
+@valid("write_indexer_keys", nothing, written=("cache",))
 def _(new: Maker):
     options = {"eps": 1e-6, "interleaved": True, "dims": "last", "use_ue8m0": True}
     norm = {"norm_weight": new.f32(128), "norm_bias": new.f32(128)}
@@ -38,24 +38,24 @@ def _ranges(new: Maker):
     return {"cu_seq_len_k_start": new.ints([0, 2, 5]), "cu_seq_len_k_end": new.ints([7, 5, 5])}
 
 
-@valid("fp8_mqa_logits", _logits, integers="cu_seq_len_k_start cu_seq_len_k_end")
+@valid("fp8_mqa_logits", _logits)
 def _(new: Maker):
     kv, options = (new.e4m3(7, 32), new.positive(7)), {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32}
     return {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new), **options}
 
 
-@valid("fp8_mqa_logits compressed", _logits, integers="cu_seq_len_k_start cu_seq_len_k_end")
+@valid("fp8_mqa_logits compressed", _logits)
 def _(new: Maker):
     kv, options = (new.e4m3(7, 32), new.positive(7)), {"clean_logits": True, "max_seqlen_k": 5, "logits_dtype": BF16}
     return {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new), **options}
 
 
-@valid("mqa_logits", _logits, integers="cu_seq_len_k_start cu_seq_len_k_end")
+@valid("mqa_logits", _logits)
 def _(new: Maker):
     return {"q": new.bf16(3, 8, 32), "k": new.bf16(7, 32), "weights": new.f32(3, 8), **_ranges(new)}
 
 
-@valid("get_paged_mqa_logits_metadata", lambda a: [((a["num_sms"] + 1, 2), INT32)], integers="context_lens")
+@valid("get_paged_mqa_logits_metadata", lambda a: [((a["num_sms"] + 1, 2), INT32)])
 def _(new: Maker):
     return {"context_lens": new.ints([70, 0]), "block_kv": 32, "num_sms": 5}
 
@@ -63,7 +63,6 @@ def _(new: Maker):
 @valid(
     "fp8_paged_mqa_logits",
     lambda a: [((a["q"].shape[0] * a["q"].shape[1], a["max_context_len"]), a["logits_dtype"])],
-    integers="context_lens block_table schedule_meta",
 )
 def _(new: Maker):
     tensors = {"q": new.e4m3(2, 2, 8, 32), "kv_cache": new.index_cache(3, 32, 32), "weights": new.f32(4, 8)}
@@ -77,14 +76,14 @@ def _topk(a):
     return [(shape, INT32), (shape, F32)][: 1 + a["return_values"]]
 
 
-@valid("topk_indices", _topk, integers="starts lengths")
+@valid("topk_indices", _topk)
 def _(new: Maker):
     part = {"starts": new.ints([0, 5, 2]), "lengths": new.ints([20, 3, 9])}
     paging = {"block_table": None, "page_size": None, "row_to_seq": None}
     return {"scores": new.bf16(3, 20), "k": 4, **part, **paging, "sorted": True, "return_values": True}
 
 
-@valid("topk_indices paged", _topk, integers="lengths block_table row_to_seq")
+@valid("topk_indices paged", _topk)
 def _(new: Maker):
     part = {"starts": None, "lengths": new.ints([20, 3, 9])}
     paging = {"block_table": new.ints([[2, 0, 1], [3, -1, 5]]), "page_size": 8, "row_to_seq": new.ints([1, 0, 0])}

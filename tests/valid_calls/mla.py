@@ -27,13 +27,13 @@ def _decode(a):
     return [((batch, queries, heads, d_v), a["q"].dtype), ((batch, heads, queries), F32)]
 
 
-def _picks(new: Maker):
+def _topk_indices(new: Maker):
     return new.ints([[[0, 3, -1, 3]], [[4, 1, 2, 0]], [[5, -1, -1, -7]]])
 
 
-@valid("flash_mla_sparse_fwd", lambda a: [*_prefill(a), _prefill(a)[1]], integers="indices topk_length")
+@valid("flash_mla_sparse_fwd", lambda a: [*_prefill(a), _prefill(a)[1]])
 def _(new: Maker):
-    tensors = {"q": new.bf16(3, 2, 576), "kv": new.bf16(5, 1, 576), "indices": _picks(new)}
+    tensors = {"q": new.bf16(3, 2, 576), "kv": new.bf16(5, 1, 576), "indices": _topk_indices(new)}
     return {
         **{**tensors, "sm_scale": 0.04, "d_v": D_V, "attn_sink": new.f32(2), "topk_length": new.ints([4, 2, 0])},
     }
@@ -49,7 +49,7 @@ def _plan(plan=None, splits=None):
     return {"tile_scheduler_metadata": plan, "num_splits": splits}
 
 
-@valid("flash_mla_with_kvcache dense", _decode, integers="block_table cache_seqlens")
+@valid("flash_mla_with_kvcache dense", _decode)
 def _(new: Maker):
     keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cache_seqlens": new.ints([20, 1])}
     tensors = {"q": new.bf16(2, 2, 2, 576), "k_cache": new.float_cache(3, 16, 576), **keys, "head_dim_v": D_V}
@@ -57,9 +57,7 @@ def _(new: Maker):
     return {**tensors, **_plan(dsa.get_mla_metadata()[0]), **options, **NO_SELECTION}
 
 
-@valid(
-    "flash_mla_with_kvcache old plan", _decode, integers="block_table cache_seqlens tile_scheduler_metadata num_splits"
-)
+@valid("flash_mla_with_kvcache old plan", _decode)
 def _(new: Maker):
     keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cache_seqlens": new.ints([20, 0])}
     tensors = {"q": new.bf16(2, 1, 4, 576), "k_cache": new.float_cache(3, 16, 576), **keys, "head_dim_v": D_V}
@@ -69,29 +67,26 @@ def _(new: Maker):
 
 
 def _selection(new: Maker, k_cache: torch.Tensor, extra: torch.Tensor, fp8: bool):
-    picks = new.ints([[[0, 30, -1]], [[47, 48, 5]]])
-    first = {"k_cache": k_cache, "indices": picks, "topk_length": new.ints([3, 2])}
-    more = {"extra_k_cache": extra, "extra_indices_in_kvcache": picks[..., :2].clone()}
+    topk_indices = new.ints([[[0, 30, -1]], [[47, 48, 5]]])
+    first = {"k_cache": k_cache, "indices": topk_indices, "topk_length": new.ints([3, 2])}
+    more = {"extra_k_cache": extra, "extra_indices_in_kvcache": topk_indices[..., :2].clone()}
     options = {"softmax_scale": 0.05, "causal": False, "is_fp8_kvcache": fp8, "batch_invariant": True}
     dense = {"block_table": None, "cache_seqlens": None, "head_dim_v": D_V, "attn_sink": new.f32(2)}
     return {**dense, **first, **more, "extra_topk_length": new.ints([2, 1]), **_plan(), **options}
 
 
-SELECTED = "indices topk_length extra_indices_in_kvcache extra_topk_length"
-
-
-@valid("flash_mla_with_kvcache sparse", _decode, integers=SELECTED)
+@valid("flash_mla_with_kvcache sparse", _decode)
 def _(new: Maker):
     caches = (new.float_cache(3, 16, 576), new.float_cache(2, 5, 576))
     return {"q": new.bf16(2, 1, 2, 576), **_selection(new, *caches, False)}
 
 
-@valid("flash_mla_with_kvcache v32", _decode, integers=SELECTED)
+@valid("flash_mla_with_kvcache v32", _decode)
 def _(new: Maker):
     return {"q": new.bf16(2, 1, 2, 576), **_selection(new, new.v32_cache(3, 16), new.v32_cache(2, 5), True)}
 
 
-@valid("flash_mla_with_kvcache v4", _decode, integers=SELECTED)
+@valid("flash_mla_with_kvcache v4", _decode)
 def _(new: Maker):
     return {"q": new.bf16(2, 1, 2, 512), **_selection(new, new.v4_cache(3, 16), new.v4_cache(2, 16), True)}
 
@@ -100,7 +95,6 @@ def _(new: Maker):
     "get_mla_metadata",
     # On a GPU how many parts there are depends on its multiprocessors.
     lambda a: [((None, 8), INT32), ((len(a["cache_seqlens"]) + 1,), INT32)],
-    integers="cache_seqlens",
 )
 def _(new: Maker):
     heads = {"num_q_tokens_per_head_k": 4, "num_heads_k": 1, "num_heads_q": 4}
@@ -116,40 +110,47 @@ def _softmax(new: Maker):
     return {"softmax_scale": 0.05, "d_v": D_V, "attn_sink": new.f32(2)}
 
 
-@valid("sliding_window_attention", _prefill, integers="cu_seqlens_q cu_seqlens_k")
+@valid("sliding_window_attention", _prefill)
 def _(new: Maker):
     return {**_windows(new), **_softmax(new), "indices": None}
 
 
-@valid("sliding_window_attention listed", _prefill, integers="cu_seqlens_q cu_seqlens_k indices")
+@valid("sliding_window_attention listed", _prefill)
 def _(new: Maker):
     return {**_windows(new), **_softmax(new), "indices": new.ints([[0, 1], [1, 2], [3, -1], [3, 4]])}
 
 
-@valid("window_sparse_attention", _prefill, integers="cu_seqlens_q cu_seqlens_k indices topk_length")
+@valid("window_sparse_attention", _prefill)
 def _(new: Maker):
-    picks = {
+    topk_indices = {
         "indices": new.ints([[0, 2, -1], [1, 1, 3], [2, 0, 1], [-1, -1, -1]]),
         "topk_length": new.ints([3, 2, 0, 3]),
     }
-    return {**_windows(new), "compressed": new.bf16(3, 1, 512), **picks, **_softmax(new), "window_indices": None}
+    return {**_windows(new), "compressed": new.bf16(3, 1, 512), **topk_indices, **_softmax(new), "window_indices": None}
 
 
-@valid("sliding_window_decode", _decode, integers="block_table cache_seqlens")
+@valid("window_sparse_attention listed", _prefill)
+def _(new: Maker):
+    lists = {"indices": new.ints([[0, 2], [1, -1], [2, 0], [1, 1]]), "topk_length": None}
+    near = new.ints([[0, 1], [1, 2], [3, -1], [3, 4]])
+    return {**_windows(new), "compressed": new.bf16(3, 1, 512), **lists, **_softmax(new), "window_indices": near}
+
+
+@valid("sliding_window_decode", _decode)
 def _(new: Maker):
     keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cache_seqlens": new.ints([20, 1])}
     tensors = {"q": new.bf16(2, 2, 2, 576), "cache": new.float_cache(3, 16, 576), **keys, "window": 3}
     return {**tensors, **_softmax(new), "is_fp8_kvcache": False}
 
 
-@valid("sliding_window_decode ring", _decode, integers="cache_seqlens")
+@valid("sliding_window_decode ring", _decode)
 def _(new: Maker):
     keys = {"block_table": None, "cache_seqlens": new.ints([20, 1])}
     tensors = {"q": new.bf16(2, 2, 2, 512), "cache": new.v4_cache(2, 16), **keys, "window": 3}
     return {**tensors, **_softmax(new), "is_fp8_kvcache": True}
 
 
-@valid("window_indices", lambda a: [((a["total_q"], a["window"]), INT32)], integers="cu_seqlens_q cu_seqlens_k")
+@valid("window_indices", lambda a: [((a["total_q"], a["window"]), INT32)])
 def _(new: Maker):
     bounds = {"cu_seqlens_q": new.ints([0, 2, 4]), "cu_seqlens_k": new.ints([0, 3, 5])}
     return {**bounds, "total_q": 6, "window": 3}
@@ -159,13 +160,13 @@ def _slots(a):
     return [((len(a["cache_seqlens"]), a["s_q"], a["window"]), INT32)]
 
 
-@valid("window_slots", _slots, integers="block_table cache_seqlens")
+@valid("window_slots", _slots)
 def _(new: Maker):
     keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cache_seqlens": new.ints([20, 1])}
     return {**keys, "s_q": 2, "page_size": 16, "window": 3}
 
 
-@valid("window_slots ring", _slots, integers="cache_seqlens")
+@valid("window_slots ring", _slots)
 def _(new: Maker):
     return {"block_table": None, "cache_seqlens": new.ints([20, 1]), "s_q": 2, "page_size": 16, "window": 3}
 

@@ -21,13 +21,12 @@ def _(new: Maker):
 @valid(
     "sort_by_expert",
     lambda a: [((a["experts"].numel(),), INT32), (tuple(a["experts"].shape), INT32), ((a["count"],), INT32)],
-    integers="experts",
 )
 def _(new: Maker):
     return {"experts": new.ints([[2, 0], [7, 2], [0, -1]]), "count": 4}
 
 
-@valid("combine_experts", lambda a: [((len(a["rows"]), a["y"].shape[1]), a["y"].dtype)], integers="rows")
+@valid("combine_experts", lambda a: [((len(a["rows"]), a["y"].shape[1]), a["y"].dtype)])
 def _(new: Maker):
     rows = new.ints([[0, 3], [5, -1], [2, 2]])
     return {"y": new.bf16(6, 16), "rows": rows, "weights": new.f32(3, 2), "shared": new.bf16(3, 16)}

@@ -15,7 +15,7 @@ valid = partial(call, CALLS)
 D_V = 512
 
 
-def _picks(new: Maker):
+def _topk_indices(new: Maker):
     return new.ints([[[0, 3, -1, 3]], [[4, 1, 2, 0]], [[5, -1, -1, -7]]])
 
 
@@ -24,9 +24,9 @@ def _trained(a):
     return [((tokens, heads, a["d_v"]), a["q"].dtype), ((heads, tokens), work)]
 
 
-@valid("sparse_mla_attention", _trained, integers="indices")
+@valid("sparse_mla_attention", _trained)
 def _(new: Maker):
-    tensors = {"q": new.bf16(3, 2, 576), "kv": new.bf16(5, 1, 576), "indices": _picks(new)}
+    tensors = {"q": new.bf16(3, 2, 576), "kv": new.bf16(5, 1, 576), "indices": _topk_indices(new)}
     return {**tensors, "softmax_scale": 0.04, "d_v": D_V, "attn_sink": new.f32(2), "deterministic": None}
 
 
@@ -39,7 +39,7 @@ def _packed(new: Maker):
     return {**bounds, "max_seqlen_q": 3, "max_seqlen_k": 5}
 
 
-@valid("indexer_topk", lambda a: [((len(a["q_idx"]), 1, a["top_k"]), INT32)], integers="cu_seqlens_q cu_seqlens_k")
+@valid("indexer_topk", lambda a: [((len(a["q_idx"]), 1, a["top_k"]), INT32)])
 def _(new: Maker):
     return {**_indexer(new), "top_k": 3, **_packed(new), "causal": True}
 
@@ -51,7 +51,7 @@ def _warmup(a):
 
 
 def _add_warmup(target: str) -> None:
-    @valid(f"indexer_warmup_attention {target}", _warmup, integers="cu_seqlens_q cu_seqlens_k")
+    @valid(f"indexer_warmup_attention {target}", _warmup)
     def _(new: Maker):
         attention = {"q": new.bf16(5, 8, 64), "k": new.bf16(7, 2, 64), "v": new.bf16(7, 2, 64)}
         return {**attention, **_indexer(new), **_packed(new), "softmax_scale": 0.125, "causal": True, "target": target}
@@ -64,12 +64,11 @@ for _target in ("sum", "per_head"):
 @valid(
     "sparse_indexer_loss",
     lambda a: [((len(a["q"]),), torch.float64 if a["q"].dtype == torch.float64 else F32)],
-    integers="indices",
 )
 def _(new: Maker):
     attention = {"q": new.bf16(5, 2, 512), "kv": new.bf16(7, 1, 512)}
-    picks = new.ints([[[0, 3, -1]], [[6, 6, 1]], [[7, -1, -1]], [[2, 0, 5]], [[4, 1, 3]]])
+    topk_indices = new.ints([[[0, 3, -1]], [[6, 6, 1]], [[7, -1, -1]], [[2, 0, 5]], [[4, 1, 3]]])
     return {
-        **{**attention, **_indexer(new), "indices": picks, "softmax_scale": 0.04, "lse": new.f32(2, 5)},
+        **{**attention, **_indexer(new), "indices": topk_indices, "softmax_scale": 0.04, "lse": new.f32(2, 5)},
         "deterministic": False,
     }

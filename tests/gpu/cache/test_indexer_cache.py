@@ -97,5 +97,5 @@ def test_errors_name_the_argument():
         dsa.write_indexer_cache(k.cpu(), scale, cache, slots)
     with pytest.raises(ValueError, match="slots: must be contiguous"):
         dsa.read_indexer_cache(cache, slots.repeat(2)[::2])
-    with pytest.raises(ValueError, match=r"cache: the Hopper kernel takes D \(32, 64, 128\), got 16"):
+    with pytest.raises(ValueError, match=r"cache: the kernel takes D \(32, 64, 128\), got 16"):
         dsa.read_indexer_cache(torch.empty(2, 64, 1, 20, dtype=torch.uint8, device="cuda"), slots)

@@ -220,9 +220,9 @@ def test_repeated_runs_graph_replay_and_torch_compile(layout, d):
 def test_errors_name_the_argument():
     kv, gain, cos, sin = case(9)
     cache, slots = poisoned_cache("v32", 576), torch.arange(9, device="cuda")
-    with pytest.raises(ValueError, match="cos: the Hopper kernel rotates R 64 channels, got 32"):
+    with pytest.raises(ValueError, match="cos: the kernel rotates R 64 channels, got 32"):
         dsa.write_mla_cache(kv, gain, cos[:, :16], sin[:, :16], cache, slots)
-    with pytest.raises(ValueError, match=r"norm_weight: the Hopper kernel takes N 512 of d \(576, 512\) channels"):
+    with pytest.raises(ValueError, match=r"norm_weight: the kernel takes N 512 of d \(576, 512\) channels"):
         dsa.write_mla_cache(kv, gain[:448], cos, sin, cache, slots)
     with pytest.raises(ValueError, match="slots: must be on cache's device cuda:0, got cpu"):
         dsa.write_mla_cache(kv, gain, cos, sin, cache, slots.cpu())

@@ -187,7 +187,7 @@ def test_torch_compile():
 
 def test_errors_name_the_argument():
     x, weight = inputs((4, 512))
-    with pytest.raises(ValueError, match="x: the Hopper kernel takes a last dimension of a multiple of 8 up to 32768"):
+    with pytest.raises(ValueError, match="x: the kernel takes a last dimension of a multiple of 8 up to 32768"):
         dsa.rms_norm(x[:, :12], weight[:12])
     with pytest.raises(ValueError, match="x: rows must start at multiples of 16 bytes"):
         dsa.rms_norm(x[:, 1:9], weight[:8])

@@ -180,7 +180,7 @@ def test_torch_compile():
 def test_errors_name_the_argument():
     q, (k, scale), weights = inputs(4, 20)
     r = int32([0] * 4)
-    with pytest.raises(ValueError, match=r"q: the Hopper kernel takes \(8, 16, 32, 64\) heads, got 24"):
+    with pytest.raises(ValueError, match=r"q: the kernel takes \(8, 16, 32, 64\) heads, got 24"):
         dsa.fp8_mqa_logits(q[:, :24].contiguous(), (k, scale), weights[:, :24], r, r)
     with pytest.raises(ValueError, match="q: must be contiguous"):
         dsa.fp8_mqa_logits(q[:, :32], (k, scale), weights[:, :32], r, r)

@@ -286,13 +286,11 @@ def test_errors_name_the_argument():
     case = Case([100, 3], 2)
     q, cache, weights, lengths, table, plan, columns = case.arguments(100)
     call = dsa.fp8_paged_mqa_logits
-    with pytest.raises(ValueError, match=r"q: the Hopper kernel takes heads \(8, 16, 32, 64\), got 24"):
+    with pytest.raises(ValueError, match=r"q: the kernel takes heads \(8, 16, 32, 64\), got 24"):
         call(q[:, :, :24].contiguous(), cache, weights[:, :24], lengths, table, plan, columns)
-    with pytest.raises(ValueError, match=r"kv_cache: the Hopper kernel takes page sizes \(32, 64\), got 16"):
+    with pytest.raises(ValueError, match=r"kv_cache: the kernel takes page sizes \(32, 64\), got 16"):
         call(q, cache.view(-1, 16, 1, 132), weights, lengths, table, plan, columns)
-    with pytest.raises(
-        ValueError, match=r"q: the Hopper kernel takes queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5"
-    ):
+    with pytest.raises(ValueError, match=r"q: the kernel takes queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5"):
         call(q.new_zeros(2, 5, 64, 128), cache, weights.new_zeros(10, 64), lengths, table, plan, columns)
     with pytest.raises(ValueError, match="q: must be contiguous"):
         call(q[:, :, :32], cache, weights[:, :32], lengths, table, plan, columns)

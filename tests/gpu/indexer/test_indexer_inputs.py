@@ -219,7 +219,7 @@ def test_torch_compile():
 def test_errors_name_the_argument():
     arguments, shape, slots = key_case(9)
     cache = poisoned(shape, torch.uint8, "cuda")
-    with pytest.raises(ValueError, match=r"cos: the Hopper kernel rotates R \(32, 64, 128\) channels, got 16"):
+    with pytest.raises(ValueError, match=r"cos: the kernel rotates R \(32, 64, 128\) channels, got 16"):
         dsa.write_indexer_keys(*arguments[:3], *angles(9, 16), cache, slots)
     with pytest.raises(ValueError, match="slots: must be on cache's device cuda:0, got cpu"):
         dsa.write_indexer_keys(*arguments, cache, slots.cpu())

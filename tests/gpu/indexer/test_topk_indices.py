@@ -277,11 +277,11 @@ def test_no_host_synchronisation():
 
 def test_errors_name_the_argument():
     scores = torch.randn(4, 10000, device="cuda")
-    with pytest.raises(ValueError, match="k: the Hopper kernel takes up to 4096, got 4097"):
+    with pytest.raises(ValueError, match="k: the kernel takes up to 4096, got 4097"):
         dsa.topk_indices(scores, 4097)
     with pytest.raises(ValueError, match="lengths: must be on scores's device cuda:0, got cpu"):
         dsa.topk_indices(scores, 5, lengths=torch.zeros(4, dtype=torch.int32))
     with pytest.raises(ValueError, match="scores: the last dimension must be contiguous"):
         dsa.topk_indices(scores.T, 5)
-    with pytest.raises(ValueError, match="scores: the Hopper kernel takes less than 1073741824 columns"):
+    with pytest.raises(ValueError, match="scores: the kernel takes less than 1073741824 columns"):
         dsa.topk_indices(torch.empty(1, device="cuda").expand(1, 2**30), 5)

@@ -239,9 +239,9 @@ def test_torch_compile():
 
 def test_errors_name_the_argument():
     outs, lses = branches(5, (4, 8, 512))
-    with pytest.raises(ValueError, match="outs: the Hopper kernel merges 1 to 4 branches, got 5"):
+    with pytest.raises(ValueError, match="outs: the kernel merges 1 to 4 branches, got 5"):
         dsa.merge_attention(outs, lses)
     with pytest.raises(ValueError, match=r"lses\[1\]: must be on outs\[0\]'s device cuda:0, got cpu"):
         dsa.merge_attention(outs[:2], [lses[0], lses[1].cpu()])
-    with pytest.raises(ValueError, match=r"outs\[0\]: the Hopper kernel takes d_v a multiple of 8"):
+    with pytest.raises(ValueError, match=r"outs\[0\]: the kernel takes d_v a multiple of 8"):
         dsa.merge_attention([x[..., :12].contiguous() for x in outs[:2]], lses[:2])

@@ -218,5 +218,5 @@ def test_errors_name_the_argument():
     cu = int32([0, 4])
     with pytest.raises(ValueError, match="cu_seqlens_k: must be on cu_seqlens_q's device cuda:0, got cpu"):
         dsa.window_indices(cu, cu.cpu(), 4, 8)
-    with pytest.raises(ValueError, match="page_size: the Hopper kernel takes at most 1073741824, got 1073741825"):
+    with pytest.raises(ValueError, match="page_size: the kernel takes at most 1073741824, got 1073741825"):
         dsa.window_slots(int32([[0]]), int32([4]), 1, 2**30 + 1, 8)

@@ -181,7 +181,7 @@ def test_errors_name_the_argument():
     y, rows, weights, shared = inputs(4, 2, 64)
     with pytest.raises(ValueError, match="rows: must be on y's device cuda:0, got cpu"):
         dsa.combine_experts(y, rows.cpu(), weights)
-    with pytest.raises(ValueError, match="y: the Hopper kernel takes H a multiple of 8"):
+    with pytest.raises(ValueError, match="y: the kernel takes H a multiple of 8"):
         dsa.combine_experts(y[:, :12].contiguous(), rows, weights)
     with pytest.raises(ValueError, match="shared: rows must start at multiples of 16 bytes"):
         dsa.combine_experts(y, rows, weights, torch.nn.functional.pad(shared, (0, 4))[:, :64])

@@ -68,10 +68,10 @@ def test_infinities_and_nan_stay_in_their_rows(variant):
     logits[2, 7] = torch.nan
     logits[3] = torch.nan
     logits[4] = 200.0
-    picks, weights = gate(logits, torch.zeros(experts, device="cuda"), variant)
+    chosen, weights = gate(logits, torch.zeros(experts, device="cuda"), variant)
     for row in (0, 5):
-        assert torch.equal(picks[row], clean[0][row]) and torch.equal(weights[row], clean[1][row])
-    assert ((picks >= 0) & (picks < experts)).all() and picks[2, 0] == 7
+        assert torch.equal(chosen[row], clean[0][row]) and torch.equal(weights[row], clean[1][row])
+    assert ((chosen >= 0) & (chosen < experts)).all() and chosen[2, 0] == 7
     assert (weights[1] == 0).all()
     assert weights[2].isnan().any() and weights[3].isnan().all() and weights[4].isfinite().all()
 
@@ -95,10 +95,10 @@ def test_gate_of_strided_rows_repeats_itself_and_replays():
     assert all(torch.equal(a, b) for a, b in zip(first, gate(logits.contiguous(), bias, VARIANTS[0])))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        picks, weights = gate(logits, bias, VARIANTS[0])
+        chosen, weights = gate(logits, bias, VARIANTS[0])
     wide.copy_(wide.flip(0))
     graph.replay()
-    assert torch.equal(picks, first[0].flip(0)) and torch.equal(weights, first[1].flip(0))
+    assert torch.equal(chosen, first[0].flip(0)) and torch.equal(weights, first[1].flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -60,8 +60,8 @@ def test_a_graph_takes_new_data():
     dsa.indexer_topk(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        picks = dsa.indexer_topk(*arguments)
+        topk_indices = dsa.indexer_topk(*arguments)
     for x, y in zip(arguments[:3], other[:3]):
         x.copy_(y)
     graph.replay()
-    assert torch.equal(picks, expected(other))
+    assert torch.equal(topk_indices, expected(other))

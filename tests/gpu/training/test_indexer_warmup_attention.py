@@ -356,14 +356,14 @@ def test_nothing():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"q": torch.randn(4, 2, 96), "k": torch.randn(4, 1, 96)}, "q, v: the Hopper kernel takes channels"),
+        ({"q": torch.randn(4, 2, 96), "k": torch.randn(4, 1, 96)}, "q, v: the kernel takes channels"),
         (
             {"q_idx": torch.randn(4, 8, 32), "k_idx": torch.randn(4, 32)},
-            "q_idx: the Hopper kernel takes di of 64 or 128",
+            "q_idx: the kernel takes di of 64 or 128",
         ),
         (
             {"q_idx": torch.randn(4, 65, 64), "w_idx": torch.randn(4, 65)},
-            "q_idx: the Hopper kernel takes 1 to 64 heads",
+            "q_idx: the kernel takes 1 to 64 heads",
         ),
     ],
 )

@@ -1,0 +1,105 @@
+"""docs/add-an-arch.md shows a kernel for another arch: in a copy of this project with its file and its row, it compiles
+for that arch, documents name it, and what was measured on the other arch stays valid."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "add-an-arch.md").read_text()
+FILES = re.findall(r"^```python file=(\S+)\n(.*?)^```", TEXT, re.S | re.M)
+(ROW,) = re.findall(r"^    kernels=\{.*\},$", TEXT, re.M)
+OP = "dsa/ops/elementwise/rms_norm.py"
+DIGESTS = "from tests.gpu import receipt; print({name: receipt.digest(name, 'sm_90') for name in ('rms_norm', 'fuzz')})"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of the project without the example."""
+    copy = tmp_path_factory.mktemp("project")
+    leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png")
+    for folder in ("dsa", "dsa_layers", "dsa_bench", "docs", "tests", "examples"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=leave)
+    for file in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / file, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def digests_before(project):
+    return run(project, "-c", DIGESTS)
+
+
+@pytest.fixture(scope="module")
+def extended(project, digests_before):
+    """The copy with the example, and with an entry of the receipt for the op on the new arch."""
+    for path, text in FILES:
+        assert not (project / path).exists(), path
+        (project / path).write_text(text)
+    source, rows = re.subn(r"^    kernels=\{.*\},$", ROW, (project / OP).read_text(), flags=re.M)
+    assert rows == 1
+    (project / OP).write_text(source)
+    receipt = project / "tests/gpu/receipt.json"
+    entries = json.loads(receipt.read_text())
+    entries["sm_100"] = {"rms_norm": {"unverified": "has not run on a GPU"}}
+    receipt.write_text(json.dumps(entries))
+    run(project, "-m", "tests.generate")
+    return project
+
+
+def run(project, *command, returncode=0):
+    environment = os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=project, capture_output=True, text=True, env=environment)
+    assert done.returncode == returncode, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def test_it_compiles_for_that_arch(extended):
+    """To machine code of sm_100a, which is not Hopper's, without spills."""
+    script = """
+import importlib
+
+import dsa
+from dsa import backends
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+
+assert set(backends.KERNELS["rms_norm"]) == {"sm_90", "sm_100"} and backends.archs() == ["sm_100", "sm_90"]
+found = []
+for arch in ("sm_90", "sm_100"):
+    kernels = importlib.import_module(backends.KERNELS["rms_norm"][arch])
+    code = cubin(kernels.compile_rms_norm, "bfloat16", True, kernels.choose_config("bfloat16", 512))
+    assert disassemble(code).stack == 0
+    found.append(code)
+assert found[0] != found[1] and b"sm_100a" in found[1] and b"sm_100a" not in found[0]
+"""
+    run(extended, "-c", script)
+
+
+def test_the_other_archs_entries_stay_valid(extended, digests_before):
+    assert run(extended, "-c", DIGESTS) == digests_before
+
+
+def test_documents_name_the_arch(extended):
+    assert "sm_90 (Hopper), sm_100 (Blackwell)" in (extended / "docs/ops.md").read_text()
+    status = (extended / "docs/status.md").read_text()
+    assert "## sm_100 (Blackwell)" in status and "unverified: has not run on a GPU" in status
+
+
+def test_an_entry_that_is_missing_is_noticed(extended):
+    receipt = extended / "tests/gpu/receipt.json"
+    whole = receipt.read_text()
+    receipt.write_text(json.dumps({arch: entries for arch, entries in json.loads(whole).items() if arch != "sm_100"}))
+    try:
+        printed = run(
+            extended, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_receipt.py", "-k", "sm_100", returncode=1
+        )
+    finally:
+        receipt.write_text(whole)
+    assert "FAILED tests/test_receipt.py" in printed and "sm_100" in printed
