@@ -256,7 +256,7 @@ class Fp8GemmSm90:
 
     @cute.jit
     def consume(self, a_scale, b_scale, ends, out, tiles, total, sa, sb, pipeline: Pipeline, staged, tid, warp, lane):
-        """A consumer warpgroup."""
+        """The mainloop of a consumer warpgroup."""
         major = cute.nvgpu.OperandMajorMode.K
         mma = sm90.make_trivial_tiled_mma(
             *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.rows // 64, 1, 1), (64, self.width))

@@ -444,7 +444,7 @@ class Fp8PagedMqaLogitsSm90:
         warp,
         lane,
     ):
-        """A consumer warpgroup."""
+        """The mainloop of a consumer warpgroup."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)

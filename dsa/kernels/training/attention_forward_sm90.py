@@ -235,7 +235,7 @@ class AttentionForwardSm90:
 
     @cute.jit
     def consume(self, storage, out, lse, scale, shared: SharedTensors, tid, warp, lane):
-        """A consumer warpgroup: its 64 rows of every work tile of this CTA."""
+        """The mainloop of a consumer warpgroup: its 64 rows of every work tile of this CTA."""
         cfg = self.cfg
         score_mma, value_mma = self.score_mma(), self.value_mma()
         score_thr, value_thr = score_mma.get_slice(tid), value_mma.get_slice(tid)

@@ -270,7 +270,7 @@ class IndexerKeyGradSm90:
     def consume(
         self, q_tiles, dk, partial_sums, fixup, mma, sq, stages: Stages, columns: Pipeline, own, cta, tid, warp, lane
     ):
-        """A consumer warpgroup: its 128 keys of every key block in the CTA's range."""
+        """The mainloop of a consumer warpgroup: its 128 keys of every key block in the CTA's range."""
         thr = mma.get_slice(tid % WARPGROUP)
         channels = cute.make_tensor(sq.iterator, cute.select(sq.layout, mode=[1, 0, 2]))
         rb = mma.make_fragment_B(thr.partition_B(channels))
@@ -375,7 +375,7 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def store(self, flat, half: cutlass.Constexpr, row, add: cutlass.Constexpr, lane):
-        """A row's sums, in pairs of columns 8 apart, or what is there and they."""
+        """The epilogue of a key block: a row's sums, in pairs of columns 8 apart, or what is there and they."""
         pairs = cute.local_tile(row, (2,), (None,))
         pair = cute.make_rmem_tensor((2,), Float32)
         for j in cutlass.range_constexpr(self.dim // 8):

@@ -246,7 +246,7 @@ class IndexerQueryGradSm90:
         warp,
         lane,
     ):
-        """A consumer warpgroup: its column blocks of every work tile of this CTA."""
+        """The mainloop of a consumer warpgroup: its column blocks of every work tile of this CTA."""
         thr = mma.get_slice(tid % WARPGROUP)
         channels = cute.make_tensor(sk.iterator, cute.select(sk.layout, mode=[1, 0, 2]))
         rb = mma.make_fragment_B(thr.partition_B(channels))

@@ -208,7 +208,7 @@ class IndexerScoresSm90:
     def consume(
         self, weights, scores, active, mma, work_tiles: WorkTilePipeline, sq, sk, pipelines: Pipelines, tid, warp, lane
     ):
-        """A consumer warpgroup: scores and active bits of its key tiles."""
+        """The mainloop of a consumer warpgroup: scores and active bits of its key tiles."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((KEY_BLOCK, self.n)), Float32)

@@ -223,7 +223,7 @@ class PerHeadGradientSm90(PerHeadTiles):
         warp,
         lane,
     ):
-        """A score warpgroup: its 64 rows of every work tile of this CTA."""
+        """The mainloop of a score warpgroup: its 64 rows of every work tile of this CTA."""
         side = warp // 4
         thr, index_thr, query_thr = main_mma.get_slice(tid), index_mma.get_slice(tid), query_mma.get_slice(tid)
         rk = main_mma.make_fragment_B(thr.partition_B(shared.k))
@@ -419,7 +419,7 @@ class PerHeadGradientSm90(PerHeadTiles):
 
     @cute.jit
     def sum_keys(self, shared: SharedTensors, mma, sd, d: Pipeline, factors, w, g, done, parts, tid, warp, lane):
-        """The key warpgroup: what a work tile adds to the keys' gradients."""
+        """The mainloop of the key warpgroup: what a work tile adds to the keys' gradients."""
         rd = mma.make_fragment_B(mma.get_slice(tid).partition_B(sd))
         operands = [operand(mma, 64, ROWS) for _ in range(self.chunks)]
         acc = cute.make_rmem_tensor(mma.get_slice(tid).partition_shape_C((64, KEYS)), Float32)

@@ -128,7 +128,7 @@ class PerHeadKlSm90(PerHeadTiles):
 
     @cute.jit
     def consume(self, shared: SharedTensors, mma, w, lse, kl, lse_idx, scale, tid, warp, lane):
-        """A consumer warpgroup: its 64 rows of every work tile of this CTA."""
+        """The mainloop of a consumer warpgroup: its 64 rows of every work tile of this CTA."""
         thr = mma.get_slice(tid)
         rk = mma.make_fragment_B(thr.partition_B(shared.k))
         rk_idx = mma.make_fragment_B(thr.partition_B(shared.k_idx))

@@ -258,7 +258,7 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """The query warpgroup: dq and dw."""
+        """The mainloop of the query warpgroup: dq and dw."""
         tid = warp * 32 + lane
         thr, sum_thr = rmem_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = rmem_mma.make_fragment_B(thr.partition_B(shared.keys))
@@ -359,7 +359,7 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """A key warpgroup, number `side`: dk of every second tile."""
+        """The mainloop of a key warpgroup, number `side`: dk of every second tile."""
         tid = warp * 32 + lane
         thr, sum_thr = scores_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = scores_mma.make_fragment_A(thr.partition_A(shared.keys))

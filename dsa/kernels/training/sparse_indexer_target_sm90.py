@@ -192,7 +192,7 @@ class SparseIndexerTargetSm90:
         warp,
         lane,
     ):
-        """An attention warpgroup, number `side`: sums over heads of exponentials."""
+        """The mainloop of an attention warpgroup, number `side`: sums over heads of exponentials."""
         tid = warp * 32 + lane
         thr = smem_mma.get_slice(tid)
         q_smem = smem_mma.make_fragment_A(thr.partition_A(sq))

@@ -225,7 +225,7 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """A consumer warpgroup, number `side`: all work tiles of this CTA."""
+        """The mainloop of a consumer warpgroup, number `side`: all work tiles of this CTA."""
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
         p_shape = self.dkv_product(CHUNK).get_slice(tid).partition_shape_A((TILE, HEADS))
@@ -509,7 +509,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def store_dq(self, flat, flat_rope, dq, query, first, shared: SharedTensors, side, warp, lane):
-        """This warp's 16 heads of its half of the channels, by way of 1 KiB of shared memory, where dS of its own keys
+        """The epilogue: this warp's 16 heads of its half of the channels, by way of 1 KiB of shared memory, where dS of its own keys
         was: another warp may still be multiplying with its keys' dS for dKV, or be at the next query's already."""
         staging = cute.recast_ptr(shared.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         lane, warp = opaque(lane), opaque(warp)
