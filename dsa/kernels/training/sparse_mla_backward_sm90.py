@@ -509,8 +509,9 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def store_dq(self, flat, flat_rope, dq, query, first, shared: SharedTensors, side, warp, lane):
-        """The epilogue: this warp's 16 heads of its half of the channels, by way of 1 KiB of shared memory, where dS of its own keys
-        was: another warp may still be multiplying with its keys' dS for dKV, or be at the next query's already."""
+        """The epilogue: this warp's 16 heads of its half of the channels, by way of 1 KiB of shared memory, where dS of
+        its own keys was: another warp may still be multiplying with its keys' dS for dKV, or be at the next query's
+        already."""
         staging = cute.recast_ptr(shared.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         lane, warp = opaque(lane), opaque(warp)
         staging += side * (TILE * HEADS) + warp * (16 * HEADS)
