@@ -24,7 +24,8 @@ STEPS = tuple((count, context) for context in CONTEXTS for count in COUNTS)
 SHORT = {"prompts": PROMPTS[:2], "steps": tuple(step for step in STEPS if step[1] <= 32768)}
 CHUNK = 8192
 LONG = 32768  # tokens of a prompt that is timed once
-STEP_REPEATS = 20  # a step is over in milliseconds: of fewer, one disturbance of the host may be most
+# A pass of milliseconds is over soon: of a few of them, one disturbance of the host may be most.
+PROMPT_REPEATS, STEP_REPEATS = 10, 20
 Row = dict[str, Any]
 
 # What a run took on an H200, in ms: of a prompt, for a token and for the square of its number; of a step, for one
@@ -79,7 +80,7 @@ def estimated_seconds(
 
 
 def _repeats(tokens: int) -> int:
-    return 3 if tokens <= LONG else 1
+    return PROMPT_REPEATS if tokens <= LONG else 1
 
 
 def _row_counts(prompts: Sequence[int], steps: Sequence[tuple[int, int]]) -> set[int]:
