@@ -3,12 +3,13 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.project_copy import copy_project
 
 ROOT = Path(__file__).parent.parent
 REASON = "has not run on a GPU"
@@ -31,12 +32,7 @@ BLOCKS = re.findall(
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A copy of the project with the example's files, and what the page says to run where there is no GPU."""
-    copy = tmp_path_factory.mktemp("project")
-    leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png")
-    for folder in ("dsa", "dsa_layers", "dsa_bench", "docs", "tests", "examples"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=leave)
-    for file in ("README.md", "pyproject.toml"):
-        shutil.copy(ROOT / file, copy)
+    copy = copy_project(tmp_path_factory.mktemp("project"))
     run(copy, "-c", FRESH)
     for kind, path, text in BLOCKS:
         if kind == "file":

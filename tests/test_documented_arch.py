@@ -4,12 +4,13 @@ for that arch, documents name it, and what was measured on the other arch stays 
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.project_copy import copy_project
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "add-an-arch.md").read_text()
@@ -22,13 +23,7 @@ DIGESTS = "from tests.gpu import receipt; print({name: receipt.digest(name, 'sm_
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A copy of the project without the example."""
-    copy = tmp_path_factory.mktemp("project")
-    leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png")
-    for folder in ("dsa", "dsa_layers", "dsa_bench", "docs", "tests", "examples"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=leave)
-    for file in ("README.md", "pyproject.toml"):
-        shutil.copy(ROOT / file, copy)
-    return copy
+    return copy_project(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture(scope="module")
