@@ -14,9 +14,9 @@
 
 The function that is decorated launches the kernels; its caller has checked the arguments. Its first parameter is the
 kernels' module, the others are the op's arguments, all of them, as the specs name and order them: tensors, numbers and
-strings in one flat list, which is what torch.library takes. The other functions of a declaration name as parameters the
-arguments that they use, and get these. The public function in front of the op has its name, its keyword arguments and
-its docstring.
+strings in one flat list, which is what PyTorch's custom ops take. The other functions of a declaration name as
+parameters the arguments that they use, and get these. The public function in front of the op has its name, its keyword
+arguments and its docstring.
 
 A call of the op
 - that asks for gradients, of an op that is `differentiable`, runs the reference, which is plain PyTorch;
