@@ -11,8 +11,11 @@ from dsa.ops.cache.mla_cache_inputs import write_mla_cache
 from dsa.ops.elementwise.hyper_connections import hyper_collapse, hyper_expand
 from dsa.ops.elementwise.rms_norm import rms_norm
 from dsa.ops.elementwise.rotary import apply_rotary
+from dsa.ops.gemm.fp8_fp4_gemm_nt import fp4_block_scales, grouped_fp8_fp4_gemm_nt, widen_fp4
 from dsa.ops.gemm.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, grouped_fp8_gemm_nt, per_block_cast_to_fp8
+from dsa.ops.gemm.grouped_fp8_gemm_swiglu import grouped_fp8_fp4_gemm_swiglu, grouped_fp8_gemm_swiglu
 from dsa.ops.gemm.per_token_cast_to_fp8 import per_token_cast_to_fp8
+from dsa.ops.gemm.scatter_cast_to_fp8 import scatter_cast_to_fp8
 from dsa.ops.gemm.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
 from dsa.ops.indexer.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
 from dsa.ops.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
@@ -45,12 +48,16 @@ __all__ = [
     "dequantize_per_block",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "fp4_block_scales",
     "fp8_gemm_nt",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
     "get_mla_metadata",
     "get_paged_mqa_logits_metadata",
+    "grouped_fp8_fp4_gemm_nt",
+    "grouped_fp8_fp4_gemm_swiglu",
     "grouped_fp8_gemm_nt",
+    "grouped_fp8_gemm_swiglu",
     "hyper_collapse",
     "hyper_expand",
     "indexer_topk",
@@ -66,6 +73,7 @@ __all__ = [
     "read_indexer_cache",
     "read_kv_cache",
     "rms_norm",
+    "scatter_cast_to_fp8",
     "sliding_window_attention",
     "sliding_window_decode",
     "sort_by_expert",
@@ -74,6 +82,7 @@ __all__ = [
     "swiglu_cast_to_fp8",
     "topk_indices",
     "use_backend",
+    "widen_fp4",
     "window_indices",
     "window_slots",
     "window_sparse_attention",

@@ -50,6 +50,8 @@ def _bench(args: argparse.Namespace) -> int:
         return 0
     rows = case.run(args.op)
     table.print_table(args.op, rows)
+    if hasattr(module, "summary"):
+        print(module.summary(rows))
     if args.csv:
         table.write_csv(rows, args.csv)
     if args.png:

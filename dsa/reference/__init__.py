@@ -7,6 +7,7 @@ from dsa.reference.cache.mla_cache_inputs import write_mla_cache
 from dsa.reference.elementwise.hyper_connections import hyper_collapse, hyper_expand
 from dsa.reference.elementwise.rms_norm import rms_norm
 from dsa.reference.elementwise.rotary import apply_rotary
+from dsa.reference.gemm.fp4_cast import fp4_block_scales, widen_fp4
 from dsa.reference.gemm.fp8_cast import (
     ceil_to_ue8m0,
     dequantize_per_block,
@@ -15,8 +16,11 @@ from dsa.reference.gemm.fp8_cast import (
     per_row_cast_to_fp8,
     per_token_cast_to_fp8,
 )
+from dsa.reference.gemm.fp8_fp4_gemm_nt import grouped_fp8_fp4_gemm_nt
 from dsa.reference.gemm.fp8_gemm_nt import fp8_gemm_nt, grouped_fp8_gemm_nt
+from dsa.reference.gemm.grouped_fp8_gemm_swiglu import grouped_fp8_fp4_gemm_swiglu, grouped_fp8_gemm_swiglu
 from dsa.reference.gemm.hadamard import hadamard_transform
+from dsa.reference.gemm.scatter_cast_to_fp8 import scatter_cast_to_fp8
 from dsa.reference.gemm.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
 from dsa.reference.indexer.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
 from dsa.reference.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
@@ -46,12 +50,16 @@ __all__ = [
     "dequantize_per_token",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "fp4_block_scales",
     "fp8_gemm_nt",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
     "get_mla_metadata",
     "get_paged_mqa_logits_metadata",
+    "grouped_fp8_fp4_gemm_nt",
+    "grouped_fp8_fp4_gemm_swiglu",
     "grouped_fp8_gemm_nt",
+    "grouped_fp8_gemm_swiglu",
     "hadamard_transform",
     "hyper_collapse",
     "hyper_expand",
@@ -68,6 +76,7 @@ __all__ = [
     "read_indexer_cache",
     "read_kv_cache",
     "rms_norm",
+    "scatter_cast_to_fp8",
     "sliding_window_attention",
     "sliding_window_decode",
     "sort_by_expert",
@@ -75,6 +84,7 @@ __all__ = [
     "sparse_mla_attention",
     "swiglu_cast_to_fp8",
     "topk_indices",
+    "widen_fp4",
     "window_indices",
     "window_slots",
     "window_sparse_attention",

@@ -3,7 +3,7 @@
 import torch
 
 import dsa
-from dsa.self_test.comparisons import check_product, check_rounded, hadamard
+from dsa.self_test.comparisons import check_product, check_rounded, check_same, hadamard
 from dsa.testing import assert_close
 
 
@@ -16,6 +16,15 @@ def per_token_cast_to_fp8(device: str) -> None:
     back = q.double().cpu() * scale.double().cpu().repeat_interleave(128, -1)
     expected = (x.double().cpu().view(33, 2, 128) @ hadamard()).view(33, 256)
     check_rounded("Hadamard x", back, expected, abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
+
+
+def scatter_cast_to_fp8(device: str) -> None:
+    x = torch.randn(7, 256, device=device).bfloat16()
+    places = torch.tensor([[13 - t, t] for t in range(7)], dtype=torch.int32, device=device)
+    q, scale = dsa.scatter_cast_to_fp8(x, places)
+    back = q.double() * scale.double().repeat_interleave(128, -1)
+    expected = torch.cat((x, x.flip(0))).double()
+    check_rounded("scattered x", back, expected, abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
 
 
 def fp8_gemm_nt(device: str) -> None:
@@ -45,3 +54,57 @@ def swiglu_cast_to_fp8(device: str) -> None:
             check_rounded("h", back, expected, **tolerance)
         else:  # many numbers are the limit, and all of these are rounded alike
             assert_close("limited h", back, expected, **tolerance)
+
+
+def fp8_fp4_gemm_nt(device: str) -> None:
+    """FP4 weights of three experts, the second without rows; tokens in any order, with weights."""
+    packed, scale, exponents, w = _fp4_weights(3, 136, 256, device)
+    by_block = (part.unflatten(2, (2, 4)).amax((1, 3)) for part in (exponents[:, :128], exponents[:, 128:]))
+    largest = torch.stack([*by_block], 1)
+    block_scale = dsa.fp4_block_scales(packed, scale)
+    check_same("block scales", block_scale.double(), torch.exp2(largest.double() - 6))
+    q, s = dsa.widen_fp4(packed, scale)
+    wide = s.double().repeat_interleave(128, 1)[:, :136].repeat_interleave(128, 2)
+    check_same("widened w", q.double() * wide, w)
+    a = dsa.per_token_cast_to_fp8(torch.randn(5, 256, device=device))
+    rows, ends = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((4, 0, 0, 2), (1, 1, 4)))
+    weights = torch.rand(4, device=device) + 0.5
+    x = (a[0].double() * a[1].double().repeat_interleave(128, 1))[rows.long()] * weights.double()[:, None]
+    expected, size = (torch.cat((y[:1] @ v[0].T, y[1:] @ v[2].T)) for y, v in ((x, w), (x.square(), w.square())))
+    got = dsa.grouped_fp8_fp4_gemm_nt(a, (packed, scale, s), ends, torch.float32, rows=rows, weights=weights)
+    check_product("y", got, expected, size.sqrt())
+
+
+def grouped_fp8_gemm_swiglu(device: str) -> None:
+    """With a limit that many exceed, and without; then FP4 weights."""
+    packed, scale, _, w = _fp4_weights(2, 256, 256, device)
+    q, s = dsa.widen_fp4(packed, scale)
+    a = dsa.per_token_cast_to_fp8(3 * torch.randn(100, 256, device=device))
+    rows = torch.randint(100, (200,), dtype=torch.int32, device=device)
+    ends = torch.tensor((72, 200), dtype=torch.int32, device=device)
+    x = (a[0].double() * a[1].double().repeat_interleave(128, 1))[rows.long()]
+    gate, up = torch.cat((x[:72] @ w[0].T, x[72:] @ w[1].T)).chunk(2, -1)
+    for limit in (None, 1.0):
+        g, u = (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
+        expected, tolerance = g / (1 + (-g).exp()) * u, {"abs_tol": 0.12, "rel_tol": 0.075, "cos_tol": 2e-3}
+        # One after the other: wrong scales of blocks, which the products of FP8 weights show, are refused with FP4's.
+        for name, op, b in (
+            ("h", dsa.grouped_fp8_gemm_swiglu, (q, s)),
+            ("h of FP4 weights", dsa.grouped_fp8_fp4_gemm_swiglu, (packed, scale, s)),
+        ):
+            values, scales = op(a, b, ends, rows=rows, limit=limit)
+            got = values.double() * scales.double()
+            if limit is None:
+                check_rounded(name, got, expected, **tolerance)
+            else:  # many numbers are the limit, and all of these are rounded alike
+                assert_close(f"limited {name}", got, expected, **tolerance)
+
+
+def _fp4_weights(experts: int, rows: int, columns: int, device: str) -> tuple[torch.Tensor, ...]:
+    """(packed, scale, the scales' exponents, the weights in float64), of about columns^-0.5."""
+    codes = torch.randint(16, (experts, rows, columns), device=device)
+    exponents = torch.randint(-7, -4, (experts, rows, columns // 32), device=device)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.double, device=device)
+    w = torch.cat((values, -values))[codes] * torch.exp2(exponents.double()).repeat_interleave(32, -1)
+    packed = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return packed, (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu), exponents, w

@@ -3,6 +3,7 @@
 import json
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from dsa_layers.families.config import read_config
 from dsa_layers.families.model import CheckpointModel
+from dsa_layers.families.precision import Precision
 from dsa_layers.families.published import published_config
 from dsa_layers.families.registry import family
 from dsa_layers.layers.linear import BlockFP8Linear
@@ -24,14 +26,16 @@ STACKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def skeleton(name: str, **changes: Any) -> CheckpointModel:
-    """The model of a stack on the meta device, in the published precision. changes: further fields."""
+def skeleton(name: str, *, widen_experts: bool = False, **changes: Any) -> CheckpointModel:
+    """The model of a stack on the meta device, in the published precision. widen_experts: FP4 experts are FP8, as
+    `load_model` has it; changes: further fields."""
     file, fields = STACKS[name]
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(published_config(file) | fields | changes))
         config = read_config(directory)
     with torch.device("meta"):
-        return family(config.model_type).model(config)
+        fp4 = config.quantization.expert_dtype == "fp4" and not widen_experts
+        return family(config.model_type).model(config, replace(Precision.of(config), fp4_experts=fp4))
 
 
 def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
@@ -41,9 +45,11 @@ def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def stack(name: str, device: torch.device | str = "cuda", **changes: Any) -> CheckpointModel:
+def stack(
+    name: str, device: torch.device | str = "cuda", *, widen_experts: bool = False, **changes: Any
+) -> CheckpointModel:
     """The same with weights, drawn on `device`."""
-    model = skeleton(name, **changes).to_empty(device=device)
+    model = skeleton(name, widen_experts=widen_experts, **changes).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     for key, parameter in model.named_parameters():
         _draw(key, parameter.data, model.config, generator)
@@ -57,6 +63,12 @@ def _draw(name: str, values: torch.Tensor, config: Any, generator: torch.Generat
         # Any sign, exponents for 1/4 to 1, any fraction: bytes at random, since nothing draws FP8.
         bits = values.view(torch.uint8).random_(0, 32, generator=generator)
         bits.add_(bits & 0x10, alpha=7).add_(0x28)
+    elif values.dtype == torch.int8:  # FP4: any two values
+        values.view(torch.uint8).random_(0, 256, generator=generator)
+    elif values.dtype == torch.float8_e8m0fnu:
+        values.view(torch.uint8).fill_(127 + _fp4_exponent(32 * values.shape[-1]))
+    elif name.endswith("_block_scale"):
+        values.fill_(2.0 ** (_fp4_exponent(128 * values.shape[-1]) - 6))
     elif name.endswith("_scale_inv"):
         columns = 128 * values.shape[-1]
         values.fill_(2.0 ** round(math.log2(columns**-0.5 / 0.55)))
@@ -67,3 +79,8 @@ def _draw(name: str, values: torch.Tensor, config: Any, generator: torch.Generat
         values.normal_(std=1.0 if "embed" in name else values.shape[-1] ** -0.5, generator=generator)
     else:
         values.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+
+
+def _fp4_exponent(columns: int) -> int:
+    """Of the scale of FP4 weights, which are 2.9 in the root mean square."""
+    return round(math.log2(columns**-0.5 / 2.9))

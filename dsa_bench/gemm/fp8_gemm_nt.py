@@ -22,15 +22,48 @@ SHAPES = [
     *((rows, 7168, 16384, None, None) for rows in (4096, 128, 1)),
     *((rows, 24576, 1536, None, None) for rows in (1, 128, 4096)),
     *((rows, 2112, 7168, None, None) for rows in (1, 128, 4096)),
-    *((rows, 4096, 7168, 256, 8) for rows in (1, 64, 128, 4096, 16384)),
+    # Of the other linear layers, `dsa bench linear_layers`, each at some number of rows: of V3.2
+    *((rows, 1536, 7168, None, None) for rows in (1, 64)),
+    *((rows, 576, 7168, None, None) for rows in (2, 8192)),
+    (16, 128, 7168, None, None),
+    (32, 8192, 1536, None, None),
+    *((rows, 18432, 7168, None, None) for rows in (8, 16384)),
+    (256, 7168, 18432, None, None),
+    *((rows, 7168, 2048, None, None) for rows in (4, 8192)),
+    (512, 2048, 7168, None, None),
+    (1024, 32768, 512, None, None),
+    # GLM-5
+    *((rows, 16384, 2048, None, None) for rows in (1, 4096)),
+    *((rows, 6144, 16384, None, None) for rows in (16, 8192)),
+    (2, 2048, 6144, None, None),
+    (64, 12288, 6144, None, None),
+    (1024, 6144, 12288, None, None),
+    # V4-Flash
+    *((rows, 32768, 1024, None, None) for rows in (1, 512, 16384)),
+    *((rows, 4096, 8192, None, None) for rows in (8, 256, 8192)),
+    (4, 512, 4096, None, None),
+    (32, 1024, 4096, None, None),
+    (128, 4096, 2048, None, None),
+    # V4-Pro
+    *((rows, 65536, 1536, None, None) for rows in (1, 64, 4096)),
+    (16, 512, 7168, None, None),
+    (1024, 3072, 7168, None, None),
+    # The experts of V3.2
+    *((rows, 4096, 7168, 256, 8) for rows in (1, 64, 128, 4096, 8192, 16384)),
     *((rows, 7168, 2048, 256, 8) for rows in (1, 64, 128, 4096, 16384)),
+    # V4-Flash
+    *((rows, 4096, 4096, 256, 6) for rows in (8, 8192)),
+    (1024, 4096, 2048, 256, 6),
+    # V4-Pro
+    (64, 6144, 7168, 384, 6),
+    (4096, 7168, 3072, 384, 6),
 ]
 PROBED = [(128, 2112, 1536, None, None), (1, 2112, 1536, None, None), (256, 1024, 512, 16, 2)]
 CUBLAS = Library("cuBLASLt", ("torch",))
 _tensor_ceiling, _memory_ceiling = cache(fp8_gemm_rate), cache(copy_bandwidth)
 
 
-def _cublas(a: "Scaled", b: "Scaled") -> Peers:
+def cublas(a: "Scaled", b: "Scaled") -> Peers:
     """torch's block-scaled product, where this build of it has one."""
 
     def make(module: ModuleType, a: "Scaled", b: "Scaled") -> Call:
@@ -42,7 +75,7 @@ def _cublas(a: "Scaled", b: "Scaled") -> Peers:
     return peers
 
 
-def _agree(got: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
+def agree_on_some(got: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
     """A peer's result may be (rows between padding, where ours are)."""
     out, rows = got if isinstance(got, tuple) else (got, None)
     some = agreement.some(len(ours))
@@ -51,15 +84,13 @@ def _agree(got: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: t
 
 def prepare() -> None:
     """One product after the other, DeepGEMM's would keep nvcc busy for minutes."""
-    deep_gemm.compile_products((m, n, k) for m, n, k, experts, _ in SHAPES if experts is None)
+    deep_gemm.compile_products(shape[:3] for shape in SHAPES if shape[3] is None)
+    deep_gemm.compile_grouped_products(shape for shape in SHAPES if shape[3] is not None)
 
 
 def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int | None) -> Case:
     lead = () if experts is None else (experts,)
-    ends = None
-    if experts is not None:
-        chosen = torch.rand(rows, experts, device="cuda").argsort(-1)[:, :top_k].flatten()
-        ends = torch.bincount(chosen, minlength=experts).cumsum(0).to(torch.int32)
+    ends = None if experts is None else deep_gemm.routed(rows, experts, top_k)
     m = rows * (top_k or 1)
     blocks = channels // 128
     a = torch.randn(m, channels, device="cuda").to(torch.float8_e4m3fn), torch.rand(m, blocks, device="cuda") + 0.5
@@ -86,11 +117,11 @@ def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int
         if not (diff := calc_diff(got, expected)) < 1e-5:
             raise AssertionError(f"calc_diff {diff:.2g}")
 
-    every = [deep_gemm.product(a, b), _cublas(a, b)] if ends is None else [deep_gemm.grouped_product(a, b, ends)]
+    every = [deep_gemm.product(a, b), cublas(a, b)] if ends is None else [deep_gemm.grouped_product(a, b, ends)]
     calls: dict[str, list[Call]] = {"dsa": [partial(product, *arguments)]}
     failed: dict[str, str] = {}
     for peers in every:
         calls |= peers.calls
         failed |= peers.failed
     name = f"{rows} x {columns} x {channels}" + ("" if experts is None else f", {top_k} of {experts} experts")
-    return Case(name, calls, figure, check, graph=rows <= 128, repeats=15, failed=failed, agree=_agree)
+    return Case(name, calls, figure, check, graph=rows <= 512, repeats=15, failed=failed, agree=agree_on_some)

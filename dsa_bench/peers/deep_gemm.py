@@ -8,12 +8,15 @@ Facts, on Hopper:
   multiprocessors, since two share a task
 - products: rows' scales fp32, laid out column by column beforehand, matrices' scales [n / 128, k / 128], results bf16;
   groups' rows begin at multiples of 128, or all groups have the same number of rows and a count (masked)
-- nvcc compiles at a first call
+- nvcc compiles at a first call, 10 s and more a kernel. A product's kernel is one for its columns, channels and groups
+  and for the tile, which is chosen by the rows too. What is compiled stays in the folder DG_JIT_CACHE_DIR, found again
+  by the kernel's source, the compiler and its options, the path of the package among them: the folder can be carried
+  to another machine that has the package at the same place
 """
 
 import concurrent.futures
 import multiprocessing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -26,7 +29,9 @@ NEW = Library("deepgemm 2.8.1", ("deep_gemm28", "vllm.third_party.deep_gemm"))
 OLD = Library("deepgemm", ("deep_gemm",))
 BUILDS = (NEW, OLD)  # the newest first
 ALIGNMENT = 128  # of a group's first row
-_PROCESSES = 8
+_PROCESSES = 16
+_GROUPED_MEMORY = 0.8  # of the GPU's free memory, for compiling processes with all groups' weights
+_ROWS_MEMORY = 5 << 30  # of such a process, beside the weights
 Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -93,10 +98,10 @@ def _plan(module: ModuleType, visible: torch.Tensor, page: int) -> Call:
     return partial(module.get_paged_mqa_logits_metadata, visible, page, module.get_num_sms())
 
 
-def product(a: Scaled, b: Scaled) -> Peers:
+def product(a: Scaled, b: Scaled, builds: Sequence[Library] = BUILDS) -> Peers:
     """`fp8_gemm_nt`: results are (out, None)."""
     peers = Peers()
-    for library in BUILDS:
+    for library in builds:
         peers.add(library, _product, [(a, b)])
     return peers
 
@@ -107,16 +112,31 @@ def _product(module: ModuleType, a: Scaled, b: Scaled) -> Call:
     return partial(_into, out, None, partial(module.fp8_gemm_nt, operand, b, out))
 
 
-def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor) -> Peers:
+def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[Library] = BUILDS) -> Peers:
     """`m_grouped_fp8_gemm_nt_contiguous`, and of few rows 2.8.1's masked product too. Results are (out, the rows of out
     that are ours)."""
     peers, inputs = Peers(), [(a, b, ends)]
-    for library in BUILDS:
+    for library in builds:
         peers.add(library, _contiguous, inputs)
     most = int(ends.diff(prepend=ends.new_zeros(1)).max())
-    if most <= ALIGNMENT:
+    if NEW in builds and most <= ALIGNMENT:
         peers.add(NEW, _masked, inputs, f"{NEW.name}, masked")
     return peers
+
+
+def contiguous_product(a: Scaled, b: Scaled, ends: torch.Tensor) -> Peers:
+    """The contiguous product alone, for a case that has it in a baseline: these are called without being tried, so that
+    a build whose call raises is among the failed here."""
+    peers = Peers()
+    for library in BUILDS:
+        peers.add(library, _tried_contiguous, [(a, b, ends)])
+    return peers
+
+
+def _tried_contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
+    call = _contiguous(module, a, b, ends)
+    call()
+    return call
 
 
 def _contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
@@ -162,23 +182,69 @@ def _into(out: torch.Tensor, rows: torch.Tensor | None, call: Call) -> tuple[tor
     return out, rows
 
 
-def compile_products(shapes: Iterable[tuple[int, int, int]], device: str = "cuda") -> None:
+def compile_products(
+    shapes: Iterable[tuple[int, int, int]], device: str = "cuda", builds: Sequence[Library] = BUILDS
+) -> None:
     """Lets nvcc compile the products of these (rows, columns, channels), in parallel processes: one after the other
     they take seconds each. What fails here fails again where it is reported."""
-    context = multiprocessing.get_context("spawn")
-    if not (shapes := sorted(set(shapes))) or all(_quiet(library.load) is None for library in BUILDS):
+    # By rows first: matrices of different sizes share no kernel, and those that do are not compiled at once.
+    _in_processes(_compile, [(*shape, device, builds) for shape in sorted(set(shapes))], _PROCESSES, builds)
+
+
+def compile_grouped_products(
+    shapes: Iterable[tuple[int, int, int, int, int]], device: str = "cuda", builds: Sequence[Library] = BUILDS
+) -> None:
+    """The same of grouped products of these (rows, columns, channels, experts, top k), rows before they are routed.
+    Each process holds the weights of all groups: there are as many as have room."""
+    shapes, processes = sorted(set(shapes)), _PROCESSES
+    if device == "cuda" and shapes and torch.cuda.is_available():
+        largest = max(columns * channels * experts for _, columns, channels, experts, _ in shapes)
+        room = _GROUPED_MEMORY * torch.cuda.mem_get_info()[0]
+        processes = max(1, min(_PROCESSES, int(room // (largest + _ROWS_MEMORY))))
+    _in_processes(_compile_grouped, [(*shape, device, builds) for shape in shapes], processes, builds)
+
+
+def _in_processes(
+    function: Callable[..., None], arguments: Sequence[tuple], processes: int, builds: Sequence[Library]
+) -> None:
+    if not arguments or all(_quiet(library.load) is None for library in builds):
         return
-    with concurrent.futures.ProcessPoolExecutor(min(_PROCESSES, len(shapes)), mp_context=context) as pool:
-        for future in [pool.submit(_compile, *shape, device) for shape in shapes]:
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(processes, len(arguments)), mp_context=context) as pool:
+        for future in [pool.submit(function, *one) for one in arguments]:
             _quiet(future.result)
 
 
-def _compile(rows: int, columns: int, channels: int, device: str) -> None:
-    def scaled(n: int, scales: int) -> Scaled:
-        q = torch.zeros(n, channels, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-        return q, torch.ones(scales, channels // 128, device=device)
+def _compile(rows: int, columns: int, channels: int, device: str, builds: Sequence[Library] = BUILDS) -> None:
+    operands = _unset((rows,), channels, 1, device), _unset((columns,), channels, 128, device)
+    _call_all(product(*operands, builds), device)
 
-    peers = product(scaled(rows, rows), scaled(columns, -(-columns // 128)))
+
+def _compile_grouped(
+    rows: int, columns: int, channels: int, experts: int, top_k: int, device: str, builds: Sequence[Library] = BUILDS
+) -> None:
+    ends = routed(rows, experts, top_k, device)
+    operands = _unset((rows * top_k,), channels, 1, device), _unset((experts, columns), channels, 128, device)
+    for library in builds:  # one after the other: each has its own rows with padding
+        _call_all(grouped_product(*operands, ends, [library]), device)
+    del operands
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def routed(rows: int, experts: int, top_k: int, device: str = "cuda") -> torch.Tensor:
+    """int32 [experts]: the ends of each expert's rows, of so many that each go to `top_k` experts at random."""
+    chosen = torch.rand(rows, experts, device=device).argsort(-1)[:, :top_k].flatten()
+    return torch.bincount(chosen, minlength=experts).cumsum(0).to(torch.int32)
+
+
+def _unset(shape: tuple[int, ...], channels: int, block: int, device: str) -> Scaled:
+    """Values [*shape, channels] without a number set, and a scale of 1 for `block` rows and 128 channels."""
+    q = torch.empty(*shape, channels, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    return q, torch.ones(*shape[:-1], -(-shape[-1] // block), channels // 128, device=device)
+
+
+def _call_all(peers: Peers, device: str) -> None:
     for calls in peers.calls.values():
         _quiet(calls[0])
     if device == "cuda":

@@ -6,16 +6,19 @@ from dsa_layers.checkpoint.directory import Index
 from dsa_layers.errors import CheckpointError
 from dsa_layers.families.fields import MAX_EXPERTS
 
-_FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<scale>_scale_inv)?")
+_FUSED = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<scale>_scale_inv|_block_scale)?"
+)
 
 
 def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None) -> dict[str, Index]:
     """The tensors that a checkpoint tensor holds, each with its slice; () is all of it.
 
     `experts.gate_up_proj` [E, 2 I, H] holds `experts.e.gate_proj.weight` and below it `up_proj`, `experts.down_proj`
-    [E, H, I] `experts.e.down_proj.weight`; those with `_scale_inv` their scales, whatever block one is for. Any other
-    tensor is itself. experts: how many E must be, where that is known. Raises CheckpointError for another shape,
-    before anything is made of it: a header of a few bytes can speak of 10^9 experts.
+    [E, H, I] `experts.e.down_proj.weight`; those with `_scale_inv` their scales, whatever block one is for, and those
+    with `_block_scale` what a model has beside FP4 weights. Any other tensor is itself. experts: how many E must be,
+    where that is known. Raises CheckpointError for another shape, before anything is made of it: a header of a few
+    bytes can speak of 10^9 experts.
     """
     match = _FUSED.fullmatch(name)
     if match is None:

@@ -13,6 +13,7 @@ from dsa_layers.arguments import flag
 from dsa_layers.checkpoint import Checkpoint, load_weights
 from dsa_layers.checkpoint.checks import check_layers, check_quantised_sizes, check_values
 from dsa_layers.checkpoint.fused_experts import split_experts
+from dsa_layers.checkpoint.plan import PACKED, SCALE_SUFFIX
 from dsa_layers.families.config import read_config
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.precision import Precision, check_device
@@ -26,23 +27,27 @@ def load_model(
     dtype: torch.dtype | None = None,
     dequantize: bool = False,
     kv_cache: Literal["fp8", "model"] | None = None,
+    widen_experts: bool = False,
     trainable: bool = False,
     progress: bool = True,
 ) -> CheckpointModel:
     """The model of a checkpoint directory (config.json, safetensors); its class is the family's.
 
-    dtype       of activations and unquantised weights; the checkpoint's own if None
-    dequantize  FP8 and FP4 weights become `dtype` weights, and neither activations nor index keys are quantised
-    kv_cache    how latents are cached (see Precision); "fp8" for FP8 checkpoints, "model" for others if None
-    trainable   parameters take gradients, but for what is not learned so (routers' biases, tables of experts), and the
-                model is in training mode. Of a quantised checkpoint, with `dequantize` only: FP8 takes no gradient.
-                Otherwise none does, and the model is in evaluation mode
+    dtype          of activations and unquantised weights; the checkpoint's own if None
+    dequantize     FP8 and FP4 weights become `dtype` weights, and neither activations nor index keys are quantised
+    kv_cache       how latents are cached (see Precision); "fp8" for FP8 checkpoints, "model" for others if None
+    widen_experts  experts in FP4 become FP8 when they are loaded, without loss and for twice the memory. Otherwise they
+                   stay FP4, and the results are the same. With `dequantize` they are neither
+    trainable      parameters take gradients, but for what is not learned so (routers' biases, tables of experts), and
+                   the model is in training mode. Of a quantised checkpoint, with `dequantize` only: FP8 takes no
+                   gradient. Otherwise none does, and the model is in evaluation mode
 
     Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor, and ValueError or TypeError
     that name any other argument; nothing is half-loaded.
     """
     device = check_device(device)
     flag("dequantize", dequantize)
+    flag("widen_experts", widen_experts)
     flag("trainable", trainable)
     config = read_config(directory)
     precision = Precision.of(config, dtype)
@@ -55,6 +60,8 @@ def load_model(
     check_quantised_sizes(config, precision, Path(directory) / "config.json")
     checkpoint = Checkpoint(directory)
     check_layers(config, checkpoint)
+    if precision.fp8_linear and not widen_experts and _holds_fp4_experts(checkpoint):
+        precision = replace(precision, fp4_experts=True)
     with torch.device("meta"):
         model = family(config.model_type).model(config, precision)
     if config.num_nextn_predict_layers and progress:
@@ -68,3 +75,10 @@ def load_model(
     for name in learned:
         model.get_parameter(name).requires_grad_(True)
     return model.train(trainable)
+
+
+def _holds_fp4_experts(checkpoint: Checkpoint) -> bool:
+    """Whether all experts' weights are packed FP4, whatever config.json says: the earliest ones do not."""
+    experts = {name: info for name, info in checkpoint.tensors.items() if ".experts." in name}
+    dtypes = {info.dtype for name, info in experts.items() if not name.endswith((".scale", SCALE_SUFFIX))}
+    return bool(dtypes) and dtypes <= PACKED.keys()

@@ -7,13 +7,14 @@ from functools import partial
 
 import torch
 
-from dsa import dequantize_per_block
+from dsa import dequantize_per_block, fp4_block_scales, widen_fp4
 from dsa_layers.checkpoint.directory import Index
-from dsa_layers.checkpoint.fp4 import GROUP, dequantize_fp4, widen_fp4
+from dsa_layers.checkpoint.fp4 import GROUP, dequantize_fp4
 from dsa_layers.checkpoint.header import TensorInfo
 from dsa_layers.checkpoint.problems import Problems
 
 SCALE_SUFFIX = "_scale_inv"
+BLOCK_SCALE_SUFFIX = "_block_scale"  # of what a model has beside FP4 weights, and no checkpoint
 
 _BLOCK = 128
 
@@ -23,7 +24,7 @@ _EXACT |= {torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2
 _EXACT |= {torch.float8_e8m0fnu: "F8_E8M0"}
 
 # What two FP4 values a byte are called, and the columns that one column of it stands for: I8 says nothing of FP4.
-_PACKED = {"I8": 2, "F4": 1}
+PACKED = {"I8": 2, "F4": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,11 @@ class Part:
     def shape(self) -> tuple[int, ...]:
         """Of the values, unpacked."""
         *rows, columns = self.info.shape or (1,)
-        return (*rows, columns * _PACKED[self.info.dtype]) if self.is_packed else self.info.shape
+        return (*rows, columns * PACKED[self.info.dtype]) if self.is_packed else self.info.shape
 
     @property
     def is_packed(self) -> bool:
-        return self.info.dtype in _PACKED and len(self.info.shape) == 2
+        return self.info.dtype in PACKED and len(self.info.shape) == 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +100,26 @@ def make_plan(wanted: dict[str, Target], parts: dict[str, Part], problems: Probl
         if name not in wanted:
             continue
         target = wanted[name]
-        weight = name.removesuffix(SCALE_SUFFIX)
-        if weight != name and weight in wanted and _is_widened(parts.get(weight), wanted[weight]):
+        weight = name.removesuffix(SCALE_SUFFIX).removesuffix(BLOCK_SCALE_SUFFIX)
+        if weight != name and weight in wanted and _brings_scales(weight, parts.get(weight), wanted):
             continue  # follows from the weight
         to_float, to_fp8 = target.dtype in _FLOATS, target.dtype == torch.float8_e4m3fn
+        to_fp4 = _is_fp4(name, wanted)
         scale_name = name + SCALE_SUFFIX
         scale = parts.get(scale_name)
         accounted.add(name)
-        problem = _mismatch(part, target)
+        problem = _mismatch(part, target, to_fp4)
         if to_float and part.info.dtype == "F8_E4M3":
             accounted.add(scale_name)
             problem = problem or _scale_problem(part, scale, ("F32", "F8_E8M0"), (_BLOCK, _BLOCK))
             make = partial(_dequantize, name, target.dtype, dequantize_per_block)
-        elif part.is_packed and (to_float or to_fp8):
-            accounted.add(scale_name)
+        elif part.is_packed and (to_float or to_fp8 or to_fp4):
+            accounted |= {scale_name, name + BLOCK_SCALE_SUFFIX} if to_fp4 else {scale_name}
             problem = problem or _scale_problem(part, scale, ("F8_E8M0",), (1, GROUP))
-            make = partial(_widen, name) if to_fp8 else partial(_dequantize, name, target.dtype, dequantize_fp4)
+            if to_float:
+                make = partial(_dequantize, name, target.dtype, dequantize_fp4)
+            else:
+                make = partial(_widen if to_fp8 else _keep, name)
         else:
             scale = None
             make = partial(_cast, name, target.dtype)
@@ -124,7 +129,8 @@ def make_plan(wanted: dict[str, Target], parts: dict[str, Part], problems: Probl
         steps.append(Step((part,) if scale is None else (part, scale), make))
 
     for name, target in wanted.items():
-        if name not in accounted:
+        of_weight = name.endswith(BLOCK_SCALE_SUFFIX) and name.removesuffix(BLOCK_SCALE_SUFFIX) in wanted
+        if name not in accounted and not of_weight:
             described = f"{_FLOATS.get(target.dtype) or _EXACT.get(target.dtype, target.dtype)} {list(target.shape)}"
             problems.add(f"{name}: missing; the model expects {described}")
     for name, part in parts.items():
@@ -133,8 +139,15 @@ def make_plan(wanted: dict[str, Target], parts: dict[str, Part], problems: Probl
     return steps
 
 
-def _is_widened(part: Part | None, target: Target) -> bool:
-    return part is not None and part.is_packed and target.dtype == torch.float8_e4m3fn
+def _is_fp4(name: str, wanted: dict[str, Target]) -> bool:
+    """Whether the model keeps the weight `name` in FP4: other bytes have no block scales."""
+    return wanted[name].dtype == torch.int8 and name + BLOCK_SCALE_SUFFIX in wanted
+
+
+def _brings_scales(name: str, part: Part | None, wanted: dict[str, Target]) -> bool:
+    """Whether the scales of the weight `name` are made together with it. part: the checkpoint's."""
+    quantised = wanted[name].dtype == torch.float8_e4m3fn or _is_fp4(name, wanted)
+    return part is not None and part.is_packed and quantised
 
 
 def _cast(name: str, dtype: torch.dtype, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -152,15 +165,23 @@ def _widen(name: str, packed: torch.Tensor, scale: torch.Tensor) -> dict[str, to
     return {name: q, name + SCALE_SUFFIX: block_scale}
 
 
-def _mismatch(part: Part, target: Target) -> str | None:
+def _keep(name: str, packed: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    block_scale = fp4_block_scales(packed, scale)
+    return {name: packed.view(torch.int8), name + SCALE_SUFFIX: scale, name + BLOCK_SCALE_SUFFIX: block_scale}
+
+
+def _mismatch(part: Part, target: Target, to_fp4: bool) -> str | None:
     info, label = part.info, part.label
-    may_be_packed = target.dtype in _FLOATS or target.dtype == torch.float8_e4m3fn
+    may_be_packed = to_fp4 or target.dtype in _FLOATS or target.dtype == torch.float8_e4m3fn
     shape = part.shape if may_be_packed else info.shape
-    if shape != target.shape:
+    expected = (*target.shape[:-1], 2 * target.shape[-1]) if to_fp4 else target.shape
+    if shape != expected:
         stands_for = f", FP4 values of {list(shape)}" if shape != info.shape else ""
-        return f"{label} has shape {list(info.shape)}{stands_for}; the model expects {list(target.shape)}"
+        return f"{label} has shape {list(info.shape)}{stands_for}; the model expects {list(expected)}"
     if may_be_packed and part.is_packed:
         return None
+    if to_fp4:
+        return f"{label} is {info.dtype}; the model's FP4 accepts {', '.join(sorted(PACKED))}"
     if may_be_packed and info.dtype == "F8_E4M3":
         # A block that is cut has no scale of its own.
         cut = [i.start for i in part.index if isinstance(i, slice) and (i.start or 0) % _BLOCK]

@@ -44,7 +44,9 @@ def load_weights(
     model's is made of the checkpoint's of that name. Either function may raise CheckpointError to refuse a tensor, with
     the reason. A model tensor of dtype
     - float8_e4m3fn takes an F8_E4M3 tensor as it is; its scale `<name>_scale_inv` is a model tensor of its own. Or it
-      takes packed FP4 (`dsa_layers.checkpoint.fp4`), widened without loss, and the scale follows from that;
+      takes packed FP4, widened without loss (`dsa.widen_fp4`), and the scale follows from that;
+    - int8, where the model has a tensor `<name>_block_scale` too, takes packed FP4 as it is, with its scales, which are
+      the model's `<name>_scale_inv`; the block scales follow from both (`dsa.fp4_block_scales`);
     - bf16, fp16, fp32 or fp64 takes a float tensor, cast, or an F8_E4M3 or FP4 matrix, dequantised with its
       `<name>_scale_inv`, which is then no model tensor;
     - any other takes its own dtype only.
@@ -55,7 +57,7 @@ def load_weights(
     Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint` and for tensors that are
     missing, unexpected, refused, there twice, or of the wrong shape or dtype: these are looked for before anything is
     read, and reported together. Also for a model larger than the memory of `device`, if a file then cannot be read, or
-    if FP4 weights cannot be widened without loss.
+    for a block of FP4 weights that e4m3 cannot hold, of those that stay FP4 too: they are multiplied as e4m3.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     problems = Problems()

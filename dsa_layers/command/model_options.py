@@ -59,6 +59,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "else model)",
     )
     parser.add_argument(
+        "--widen-experts",
+        action="store_true",
+        help="experts in FP4 become FP8 when they are loaded, which takes twice the memory and gives the same results "
+        "(default: off, they stay FP4)",
+    )
+    parser.add_argument(
         "--prefill-chunk",
         type=options.positive,
         default=2048,
@@ -102,6 +108,7 @@ def load(args: argparse.Namespace) -> LoadedModel:
         dtype=args.dtype and getattr(torch, args.dtype),
         dequantize=dequantize,
         kv_cache=args.kv_cache,
+        widen_experts=args.widen_experts,
         progress=sys.stderr is not None and sys.stderr.isatty(),
     )
     backend = dsa.backend() if on_gpu else "reference"

@@ -19,6 +19,7 @@ class Precision:
     fp8_linear    True: FP8 weights stay FP8 and activations are quantised for them; False: dequantised at load
     fp8_indexer   True: index queries and keys go through Hadamard and e4m3, as the model was trained
     kv_cache      "fp8": latents are cached in 656 bytes a token (V4: 584), rounded to e4m3; "model": in `dtype`
+    fp4_experts   True: experts' FP4 weights stay FP4, to be multiplied as FP8; False: they are widened to FP8
 
     Raises TypeError or ValueError for anything else.
     """
@@ -27,6 +28,7 @@ class Precision:
     fp8_linear: bool
     fp8_indexer: bool
     kv_cache: Literal["fp8", "model"]
+    fp4_experts: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
@@ -35,6 +37,11 @@ class Precision:
             raise ValueError(f"dtype: must be {_LISTED}, got {self.dtype}")
         flag("fp8_linear", self.fp8_linear)
         flag("fp8_indexer", self.fp8_indexer)
+        flag("fp4_experts", self.fp4_experts)
+        if self.fp4_experts and not self.fp8_linear:
+            raise ValueError(
+                "fp4_experts: FP4 weights are multiplied with FP8 activations; accepted with fp8_linear=True"
+            )
         if not isinstance(self.kv_cache, str) or self.kv_cache not in KV_CACHES:
             raise ValueError(f"kv_cache: must be {' or '.join(map(repr, KV_CACHES))}, got {shown(self.kv_cache)}")
 

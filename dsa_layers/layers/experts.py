@@ -6,6 +6,9 @@ from torch import nn
 import dsa
 from dsa_layers.layers.linear import BLOCK
 
+FP4_GROUP = 32  # columns that share a scale
+_FP4_SIZE = 2.9  # the root mean square of e2m1's values
+
 
 class Experts(nn.Module):
     """y[t] = sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]) + shared[t], summed in fp32 in the order of j.
@@ -15,7 +18,10 @@ class Experts(nn.Module):
     depends on no other token.
     limit: as in `SwiGLU`. Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection;
     down_proj [E, hidden, inner]; with `fp8` e4m3 and {gate_up_proj,down_proj}_scale_inv fp32, an entry per 128 x 128
-    block, as `BlockFP8Linear` has them. Checkpoints' `experts.e.*_proj.weight` are their parts (`split_experts`).
+    block, as `BlockFP8Linear` has them. With `fp4`, which goes with `fp8`, two e2m1 columns a byte, int8
+    [.., columns / 2], {..}_scale_inv e8m0 [.., columns / 32] and {..}_block_scale fp32, their `dsa.fp4_block_scales`:
+    the results are those of the same weights in FP8. Checkpoints' `experts.e.*_proj.weight` are parts of these
+    (`split_experts`). Quantised weights are for inference: nothing gets a gradient through them.
     """
 
     def __init__(
@@ -26,16 +32,20 @@ class Experts(nn.Module):
         *,
         limit: float | None = None,
         fp8: bool = False,
+        fp4: bool = False,
         dtype: torch.dtype | None = None,
         use_ue8m0: bool = True,
     ) -> None:
         super().__init__()
-        self.limit, self.fp8, self.use_ue8m0 = limit, fp8, use_ue8m0
+        self.limit, self.fp8, self.fp4, self.use_ue8m0 = limit, fp8, fp4, use_ue8m0
+        if fp4 and not fp8:
+            raise ValueError("fp4: FP4 weights are multiplied with FP8 activations; accepted with fp8=True")
+        if fp8 and (inner % BLOCK or hidden % BLOCK):
+            raise ValueError(f"hidden, inner: must be multiples of {BLOCK} for FP8 weights, got {hidden} and {inner}")
         for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
-            if fp8 and (inner % BLOCK or hidden % BLOCK):
-                raise ValueError(
-                    f"hidden, inner: must be multiples of {BLOCK} for FP8 weights, got {hidden} and {inner}"
-                )
+            if fp4:
+                self._make_fp4(name, count, rows, columns)
+                continue
             weight = torch.empty(count, rows, columns, dtype=torch.float32 if fp8 else dtype)
             if weight.device.type != "meta":
                 nn.init.normal_(weight, std=columns**-0.5)
@@ -48,12 +58,26 @@ class Experts(nn.Module):
                 weight = weight.to(torch.float8_e4m3fn)
             self.register_parameter(name, nn.Parameter(weight, requires_grad=not fp8))
 
+    def _make_fp4(self, name: str, count: int, rows: int, columns: int) -> None:
+        """Parameters of random codes, of about the size that others begin with."""
+        packed = torch.empty(count, rows, columns // 2, dtype=torch.int8)
+        power = (columns**-0.5 / _FP4_SIZE) * torch.ones(count, rows, columns // FP4_GROUP, dtype=torch.float32)
+        scale = power.to(torch.float8_e8m0fnu)
+        block_scale = torch.empty(count, rows // BLOCK, columns // BLOCK, dtype=torch.float32)
+        if packed.device.type != "meta":
+            packed = torch.randint(-128, 128, packed.shape, dtype=torch.int8)
+            block_scale = dsa.fp4_block_scales(packed, scale)
+        for suffix, tensor in (("", packed), ("_scale_inv", scale), ("_block_scale", block_scale)):
+            self.register_parameter(name + suffix, nn.Parameter(tensor, requires_grad=False))
+
     def forward(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
-        count, k = len(self.down_proj), experts.shape[1]
-        order, rows, ends = dsa.sort_by_expert(experts, count)
-        outputs = (self._fp8_outputs if self.fp8 else self._float_outputs)(x, order // k, ends)
+        order, rows, ends = dsa.sort_by_expert(experts, len(self.down_proj))
+        if self.fp8:
+            outputs = self._quantised_outputs(x, rows, ends)
+        else:
+            outputs = self._float_outputs(x, order // experts.shape[1], ends)
         return dsa.combine_experts(outputs, rows, weights, shared)
 
     def _float_outputs(self, x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -65,10 +89,12 @@ class Experts(nn.Module):
         h = (nn.functional.silu(gate) * up).to(x.dtype)
         return nn.functional.grouped_mm(h, self.down_proj.transpose(1, 2), offs=ends)
 
-    def _fp8_outputs(self, x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """As `_float_outputs`. Tokens are cast once, and their bytes go to each of their experts."""
-        q, scale = dsa.per_token_cast_to_fp8(x, self.use_ue8m0)
-        rows = q.view(torch.uint8)[tokens].view(torch.float8_e4m3fn), scale[tokens]
-        gate_up = dsa.grouped_fp8_gemm_nt(rows, (self.gate_up_proj, self.gate_up_proj_scale_inv), ends, x.dtype)
-        h = dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1), self.use_ue8m0, limit=self.limit)
-        return dsa.grouped_fp8_gemm_nt(h, (self.down_proj, self.down_proj_scale_inv), ends, x.dtype)
+    def _quantised_outputs(self, x: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """As `_float_outputs`, for the rows [T, k] that tokens go to. A token is cast once, and stored at its rows."""
+        swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if self.fp4 else dsa.grouped_fp8_gemm_swiglu
+        product = dsa.grouped_fp8_fp4_gemm_nt if self.fp4 else dsa.grouped_fp8_gemm_nt
+        suffixes = ("", "_scale_inv", "_block_scale") if self.fp4 else ("", "_scale_inv")
+        gate_up, down = (tuple(getattr(self, name + s) for s in suffixes) for name in ("gate_up_proj", "down_proj"))
+        activations = dsa.scatter_cast_to_fp8(x, rows, self.use_ue8m0)
+        h = swiglu(activations, gate_up, ends, limit=self.limit, use_ue8m0=self.use_ue8m0, dtype=x.dtype)
+        return product(h, down, ends, x.dtype)

@@ -134,6 +134,7 @@ class MoE(nn.Module):
 
     x [T, hidden], and tokens int64 [T] if the router asks for them -> [T, hidden]. Submodules by the checkpoint's
     names: gate, experts, shared_experts (one SwiGLU of n_shared * inner, absent if n_shared is 0).
+    fp4_experts: with `fp8`, the routed experts' weights are FP4 (see `Experts`).
     """
 
     def __init__(
@@ -145,13 +146,14 @@ class MoE(nn.Module):
         n_shared: int = 1,
         limit: float | None = None,
         fp8: bool = False,
+        fp4_experts: bool = False,
         dtype: torch.dtype | None = None,
         use_ue8m0: bool = True,
     ) -> None:
         super().__init__()
         options = {"limit": limit, "fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
         self.gate = router
-        self.experts = Experts(len(router.weight), hidden, inner, **options)
+        self.experts = Experts(len(router.weight), hidden, inner, fp4=fp4_experts, **options)
         self.shared_experts = SwiGLU(hidden, n_shared * inner, **options) if n_shared else None
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:

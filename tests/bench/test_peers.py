@@ -21,6 +21,9 @@ SHAPES = {
     "flash_mla_with_kvcache_sparse": [(2, 64, 2, 64, 128), (1, 16, 1, 64, 128)],
     "fp8_gemm_nt": [(5, 192, 256, None, None), (6, 192, 256, 4, 2), (300, 192, 256, 4, 2)],
     "fp8_mqa_logits": [(16, 64, 32, 32, True), (16, 64, 64, 64, False)],
+    "grouped_fp8_fp4_gemm_nt": [(6, 256, 256, 4, 2)],
+    "grouped_fp8_gemm_swiglu": [(6, 128, 256, 4, 2, 1.0)],
+    "linear_layers": [(5, 192, 256), (600, 192, 256)],
     "fp8_paged_mqa_logits": [*((2, n, 100, 32) for n in (1, 2, 3, 4)), (4, 1, 0, 32)],
     "merge_attention": [(8, 2, 2, False)],
     "per_token_cast_to_fp8": [(8, 256, False, ue8m0) for ue8m0 in (True, False)],
@@ -38,6 +41,10 @@ EVERYONE = {
         *("sgl-flash-mla, padded to 64", "flashmla, padded to 64"),
     },
     "fp8_gemm_nt": {"deepgemm 2.8.1", "deepgemm", "deepgemm 2.8.1, masked", "cuBLASLt"},
+    # DeepGEMM has a part of what these do, in its baselines.
+    "grouped_fp8_fp4_gemm_nt": set(),
+    "grouped_fp8_gemm_swiglu": set(),
+    "linear_layers": {"deepgemm 2.8.1", "cuBLASLt"},
     "fp8_mqa_logits": {"deepgemm 2.8.1, not cleaned", "deepgemm 2.8.1", "deepgemm", "cuDNN-FE"},
     "fp8_paged_mqa_logits": {"deepgemm 2.8.1", "deepgemm"},
     "merge_attention": {"vllm", "sglang"},
@@ -217,6 +224,49 @@ def test_compiling_beforehand_calls_every_build(peers, monkeypatch):
     assert sorted(called) == [("deep_gemm", 3, 192), ("deep_gemm28", 3, 192)]
 
 
+def test_compiling_grouped_products_beforehand_calls_every_build(peers, monkeypatch):
+    called = []
+    for name in ("deep_gemm", "deep_gemm28"):
+        for function in ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"):
+            monkeypatch.setattr(
+                peers[name], function, lambda a, b, d, *rest, name=name: called.append((name, *d.shape)), raising=False
+            )
+    deep_gemm._compile_grouped(3, 192, 256, 4, 4, "cpu")
+    # Every expert has the three rows: each group is padded, or has its own 128.
+    assert called == [("deep_gemm28", 512, 192), ("deep_gemm28", 4, 128, 192), ("deep_gemm", 512, 192)]
+    called.clear()
+    deep_gemm._compile_grouped(200, 192, 256, 4, 4, "cpu", (deep_gemm.NEW,))
+    assert called == [("deep_gemm28", 1024, 192)]
+
+
+def test_products_are_compiled_by_their_rows_and_matrices_in_many_processes(peers, monkeypatch):
+    started = []
+
+    class Pool:
+        def __init__(self, processes, mp_context):
+            started.append(processes)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            pass
+
+        def submit(self, function, *arguments):
+            started.append((function, *arguments))
+            return types.SimpleNamespace(result=lambda: 1 / 0)
+
+    monkeypatch.setattr(deep_gemm.concurrent.futures, "ProcessPoolExecutor", Pool)
+    shapes = [(8, 256, 128), (1, 512, 128), (8, 256, 128), (1, 256, 128)]
+    deep_gemm.compile_products(shapes, "cpu", (deep_gemm.NEW,))
+    ordered = [(1, 256, 128), (1, 512, 128), (8, 256, 128)]
+    assert started == [3, *((deep_gemm._compile, *shape, "cpu", (deep_gemm.NEW,)) for shape in ordered)]
+    started.clear()
+    deep_gemm.compile_grouped_products([(8, 256, 128, 4, 2)] * 2, "cpu")
+    assert started == [1, (deep_gemm._compile_grouped, 8, 256, 128, 4, 2, "cpu", deep_gemm.BUILDS)]
+
+
 def test_without_deep_gemm_nothing_is_compiled_beforehand(no_peers, monkeypatch):
     monkeypatch.setattr(deep_gemm.concurrent.futures, "ProcessPoolExecutor", lambda *a, **o: pytest.fail("a pool"))
     deep_gemm.compile_products([(1, 128, 128)])
+    deep_gemm.compile_grouped_products([(1, 128, 128, 2, 1)])

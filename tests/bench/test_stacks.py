@@ -51,3 +51,15 @@ def test_runs(name):
     logits = run.timed()
     assert logits.shape == (3, 512) and logits.isfinite().all()
     assert torch.equal(run.launched(), logits)
+
+
+def test_fp4_experts_stay_so_unless_they_are_widened():
+    held = {
+        widen: sum(
+            t.nbytes
+            for name, t in skeleton("V4-Flash", widen_experts=widen).state_dict().items()
+            if ".experts." in name
+        )
+        for widen in (False, True)
+    }
+    assert 1.8 < held[True] / held[False] < 2

@@ -187,6 +187,10 @@ def _contents(rng: random.Random, x: torch.Tensor, device: str) -> Change:
         generator = torch.Generator().manual_seed(rng.randrange(2**32))
         changed.copy_(torch.randint(256, x.shape, dtype=torch.uint8, generator=generator))
         return Change("random bytes", changed, Kind.CONTENTS)
+    if x.dtype == torch.float8_e8m0fnu:  # of which torch makes no other numbers than powers of two
+        byte = rng.choice((0, 1, 127, 254, 255))
+        changed.view(torch.uint8).fill_(byte)
+        return Change(f"all of the byte {byte}", changed, Kind.CONTENTS)
     if x.dtype.is_floating_point:
         limits = (3e38, -3e38) if x.dtype in (torch.float32, torch.bfloat16) else (448.0,)
         number = rng.choice((float("nan"), *limits, -0.0, 0.0))

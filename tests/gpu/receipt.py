@@ -121,13 +121,19 @@ def code_modules(name: str, arch: str) -> list[str]:
     if name == "several_gpus":
         return _closure((op_module(path.stem.removeprefix("test_")) for path in test_files(name)), arch)
     if name not in WHOLES:
-        return _closure([op_module(name)], arch)
+        return _closure([op_module(name), *_compat_modules(name)], arch)
     ops = _closure(op_modules().values(), arch)
     if name == "e2e":
         return [*ops, *_layers(NOT_RUN)]
     if name == "generation":
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in TINY))]
     return [*_closure(["dsa.self_test"], arch), *_layers(())] if name == "user_commands" else ops
+
+
+def _compat_modules(name: str) -> list[str]:
+    """The modules of dsa.compat that an entry's tests call: other libraries' signatures over the op."""
+    used = {module for path in test_files(name) for module in modules_used_by(module_of(path), ("tests", "dsa"))}
+    return sorted(module for module in used if module.startswith("dsa.compat."))
 
 
 def _layers(left_out: tuple[str, ...]) -> list[str]:

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+import dsa
 from tests.valid_calls.description import BF16, F32, Maker, ValidCall, call
 
 CALLS: list[ValidCall] = []
@@ -28,6 +29,11 @@ def cast(name):
 @valid("per_token_cast_to_fp8", cast("x"))
 def _(new: Maker):
     return {"x": new.bf16(3, 256), "use_ue8m0": False, "gran_k": 128, "hadamard": True}
+
+
+@valid("scatter_cast_to_fp8", lambda a: [((a["places"].numel(), 256), E4M3), ((a["places"].numel(), 2), F32)])
+def _(new: Maker):
+    return {"x": new.bf16(3, 256), "places": new.ints([[0, 5], [3, 1], [4, 2]]), "use_ue8m0": False}
 
 
 @valid("swiglu_cast_to_fp8", cast("gate"))
@@ -59,7 +65,64 @@ def _(new: Maker):
     return {"a": a, "b": b, "out_dtype": F32}
 
 
-@valid("grouped_fp8_gemm_nt", lambda a: [((len(a["a"][0]), a["b"][0].shape[1]), a["out_dtype"])])
+def products(a):
+    return [((len(a["rows"]), a["b"][0].shape[1]), a["out_dtype"])]
+
+
+def activations(a):
+    rows, inner = len(a["rows"]), a["b"][0].shape[1] // 2
+    return [((rows, inner), E4M3), ((rows, inner // 128), F32)]
+
+
+def fp4(new: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [..., N, K]: any codes, and scales that e4m3 holds."""
+    *rows, channels = shape
+    packed = new.e4m3(*rows, channels // 2).view(torch.uint8)
+    exponents = new.positive(*rows, channels // 32).clamp(max=4.0).round()
+    return packed, exponents.exp2().to(torch.float8_e8m0fnu)
+
+
+@valid("grouped_fp8_gemm_nt", products)
 def _(new: Maker):
     a, b = (new.e4m3(5, 160), new.positive(5, 2)), (new.e4m3(3, 16, 160), new.positive(3, 1, 2))
-    return {"a": a, "b": b, "ends": new.ints([2, 2, 5]), "out_dtype": BF16}
+    rows = {"ends": new.ints([2, 2, 4]), "rows": new.ints([4, 0, 0, 2]), "weights": new.positive(4)}
+    return {"a": a, "b": b, "out_dtype": BF16, **rows}
+
+
+@valid("grouped_fp8_fp4_gemm_nt", products)
+def _(new: Maker):
+    a, weight = (new.e4m3(5, 160), new.positive(5, 2)), fp4(new, 3, 16, 160)
+    rows = {"ends": new.ints([2, 2, 4]), "rows": new.ints([4, 0, 0, 2]), "weights": new.positive(4)}
+    return {"a": a, "b": (*weight, dsa.fp4_block_scales(*weight)), "out_dtype": BF16, **rows}
+
+
+@valid("grouped_fp8_gemm_swiglu", activations)
+def _(new: Maker):
+    a, b = (new.e4m3(5, 160), new.positive(5, 2)), (new.e4m3(3, 256, 160), new.positive(3, 2, 2))
+    options = {"limit": 2.0, "use_ue8m0": False, "dtype": BF16}
+    return {"a": a, "b": b, "ends": new.ints([2, 2, 4]), "rows": new.ints([4, 0, 0, 2]), **options}
+
+
+@valid("grouped_fp8_fp4_gemm_swiglu", activations)
+def _(new: Maker):
+    a, weight = (new.e4m3(5, 160), new.positive(5, 2)), fp4(new, 3, 256, 160)
+    options = {"limit": 2.0, "use_ue8m0": False, "dtype": BF16}
+    b = *weight, dsa.fp4_block_scales(*weight)
+    return {"a": a, "b": b, "ends": new.ints([2, 2, 4]), "rows": new.ints([4, 0, 0, 2]), **options}
+
+
+def blocks(a):
+    *leading, rows, half = a["packed"].shape
+    return (*leading, -(-rows // 128), -(-half // 64)), F32
+
+
+@valid("fp4_block_scales", lambda a: [blocks(a)])
+def _(new: Maker):
+    packed, scale = fp4(new, 2, 140, 160)
+    return {"packed": packed, "scale": scale}
+
+
+@valid("widen_fp4", lambda a: [((*a["packed"].shape[:-1], 2 * a["packed"].shape[-1]), E4M3), blocks(a)])
+def _(new: Maker):
+    packed, scale = fp4(new, 2, 140, 160)
+    return {"packed": packed, "scale": scale}

@@ -1,409 +1,526 @@
-"""Products of block-scaled FP8 matrices, one or a group of them:
-out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g],
-e the matrix of row m.
+"""Products of block-scaled FP8 matrices, one or a group of them, e the matrix of row m and r = rows[m]:
+out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g].
+Instead of sums, SwiGLU of them can be what is stored, cast to FP8 (swiglu_epilogue.py).
 
 Plan
-- Rows lie one matrix's after another's. `ends` says on the device where each one's end, so no row is padded and no host
-  reads a length. A work tile has rows of one matrix only; it loads what lies beyond them and does not store it.
-- Warp roles: one warp is the producer, which loads a and b by TMA. A consumer warpgroup owns 64 rows of a work tile.
+- Work tiles have rows of one matrix only (grouped_tiles.py). What a tile loads beyond them is not stored, and a
+  warpgroup whose 64 rows all lie beyond them multiplies nothing.
+- Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them on and loads by TMA. Where `rows`
+  says which rows of a are meant, TMA loads b alone, and all four warps gather a by 16 bytes a lane. A consumer
+  warpgroup owns 64 rows of a work tile.
 - Pipeline: a ring of STAGES stages, each a block of 128 channels of a and of b, that runs on over work tile after work
-  tile.
+  tile. Scales come with every fourth block, for four: a row's scales lie in a line of their own, so one block's alone
+  would be a fourth of a sector.
 - Mainloop: per block of 128 channels four wgmma into fresh accumulators, whose products are scaled and added in fp32
   while another warpgroup has the tensor cores. The tensor cores' own sum keeps about 14 bits: 128 channels are what may
   be left to it.
-- Many rows get work tiles of 128 x 256. A warpgroup's columns are then in two parts, as each of its wgmma reads the 64
-  rows again and shared memory is what they wait for. Few rows get narrow work tiles: enough of them to keep all SMs
+- Many rows get work tiles of 256 x 128 or 128 x 192: a warpgroup has registers for the sums of 128 x 128 and the
+  products of 64 x 128, so it multiplies its 128 rows in two waves. SwiGLU's work tiles are of 128 rows and 128 columns
+  of gate and of up, two parts, one after the other. Few rows get narrow work tiles: enough of them to keep all SMs
   loading weights. The order of a sum is the same in all.
-- Scales are loaded four blocks at a time. A row's scales lie in a line of their own, and each line that a warp touches
-  costs a clock of the L1 cache, which is the shared memory that wgmma reads from. One block at a time they would be a
-  sixth of its time.
-- Epilogue: 16-bit results go through shared memory, a warp's 16 rows at a time, to be stored 128 bytes in a row.
-- Scheduler: static persistent. The work tiles of a matrix come together, and its tiles of rows innermost: a tile of
-  weights comes from memory once. A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
-Shared memory: barriers, prefix sums, 2 KiB a consumer warp for results, STAGES x (64 GROUPS + COLUMNS) x 128 bytes.
-Registers: COLUMNS / 2 sums and 32 or 64 accumulators a consumer thread, of 240; 24 for the others.
-Roofline: for many rows a matrix shared memory, 128 bytes a clock: 1152 clocks a block of 128 x 256, of which wgmma has
-1024; for few rows memory: b once.
+- Epilogue: 16-bit results go through shared memory, where a warp has room for all of its 16 rows, and from there by
+  TMA, while the next work tile is multiplied already (result_epilogue.py).
+- Scheduler: static persistent; for several matrices dynamic, since their work tiles take different times
+  (tile_indices.py).
+Shared memory: barriers, prefix sums, scales; a consumer warp's results, 2 KiB for 64 columns; STAGES x (64 GROUPS +
+COLUMNS) x 128 bytes.
+Registers: COLUMNS / 2 sums and 32 to 96 accumulators a consumer thread, of 240 (232 beside gathering warps, which need
+40); 24 for the others.
+Roofline: for many rows the tensor cores, and the registers that they share with the multiply-adds: 1024 + 256 clocks a
+block of 128 x 256, of which shared memory, 128 bytes a clock, is busy 1152. For few rows memory: b once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Uint32
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.copies import tile_load
+from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
-from dsa.cute.reductions import block_exclusive_scan
-from dsa.cute.shared_memory import load_16, pack, store_matrices
-from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP
+from dsa.cute.pipeline import Pipeline, pipeline_storage, start
+from dsa.cute.shared_memory import load_16
+from dsa.cute.sm90 import REGISTERS, WARPGROUP
 from dsa.cute.wgmma import multiply
-from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.gemm.limits import GROUP, MAX_MATRICES, OUT_DTYPES
+from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
+from dsa.kernels.gemm.fp8_gemm_config import (
+    CONFIGS,
+    DRAWN_CONFIGS,
+    GATHERING_CONFIGS,
+    SCALES,
+    SWIGLU_CONFIGS,
+    WARP_ROWS,
+    Fp8GemmConfig,
+)
+from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS as GATHERED_ROWS
+from dsa.kernels.gemm.fp8_gemm_config import choose_config as choose_config
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo
+from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
+from dsa.kernels.gemm.result_epilogue import ResultEpilogue
+from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
+from dsa.kernels.gemm.tile_indices import TileIndices
 
-MAX_TILES = 2**30
-WIDTH = 128  # columns that a warpgroup multiplies at a time
-SCALES = 4  # blocks whose scales a thread loads at a time
-# Results of a warp on their way out: rows, and columns of 2 bytes.
-OUT_ROWS, OUT_COLUMNS = 16, 64
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-
-
-class WorkTileInfo(NamedTuple):
-    """matrix: its number; row, column: the first of the work tile; end: of the matrix's rows."""
-
-    matrix: Int32
-    row: Int32
-    end: Int32
-    column: Int32
-
-
-@dataclass(frozen=True)
-class Fp8GemmConfig:
-    """groups: consumer warpgroups, of 64 rows each; columns: of a tile; stages: blocks of 128 channels in flight."""
-
-    groups: int
-    columns: int
-    stages: int
-
-    @property
-    def together(self) -> int:
-        """Blocks of channels multiplied before the first of them is added: what hides a narrow tile's latency."""
-        return max(1, WIDTH // self.columns)
-
-    @property
-    def threads(self) -> int:
-        return (self.groups + 1) * WARPGROUP
-
-    def fits(self) -> bool:
-        """Whether shared memory holds it."""
-        staged = 4 * self.groups * OUT_ROWS * OUT_COLUMNS * 2
-        loaded = self.stages * (64 * self.groups + self.columns) * GROUP
-        return loaded + staged + 4 * (MAX_MATRICES + 64) + 16 * self.stages + 3 * 1024 <= SHARED_BYTES
-
-
-CONFIGS = Fp8GemmConfig(1, 64, 12), Fp8GemmConfig(1, 128, 8), Fp8GemmConfig(2, 128, 6), Fp8GemmConfig(2, 256, 4)
+SCALE_BYTES = 4 * SCALES
+# Scales of b's rows 0 to 127 of a work tile, and of those from 128 on.
+SCALE_BLOCKS = 2
+LOADING_REGISTERS = 240, 24
+VECTORS = GROUP // 16  # lanes that gather a row's block
 
 
 class Fp8GemmSm90:
-    def __init__(self, out_dtype: type[cutlass.Numeric], cfg: Fp8GemmConfig):
-        self.out_dtype = out_dtype
-        self.rows, self.columns, self.stages = 64 * cfg.groups, cfg.columns, cfg.stages
-        self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
-        self.together, self.width = cfg.together, min(WIDTH, cfg.columns)
-        self.parts = cfg.columns // self.width
+    """epilogue: what becomes of the sums."""
+
+    def __init__(self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue):
+        self.config, self.gathered, self.epilogue = config, gathered, epilogue
+        self.rows, self.columns, self.stages = config.rows, config.columns, config.stages
+        self.groups, self.waves, self.parts = config.groups, config.waves, epilogue.parts
+        self.width = self.columns // self.parts
+        self.consumer_warps = 4 * config.groups
+        # One consumer warpgroup leaves enough for warps that gather.
+        self.registers = LOADING_REGISTERS if not gathered else (240, 56) if config.groups == 1 else REGISTERS[2]
 
     @cute.jit
     def __call__(
         self,
         a: cute.Tensor,
         a_scale: cute.Tensor,
+        rows: cute.Tensor | None,
         b: cute.Tensor,
         b_scale: cute.Tensor,
         ends: cute.Tensor,
         out: cute.Tensor,
+        of_rows: cute.Tensor | None,
+        limit: Float32 | None,
+        counter: cute.Tensor | None,
         ctas: Int32,
         stream,
     ):
+        results = out, of_rows, limit
         tile = (self.rows, self.columns, GROUP)
         a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
         b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
-        a_atom, a_tma = tile_load(a, a_layout, (self.rows, GROUP))
-        b_atom, b_tma = tile_load(b, b_layout, (self.columns, GROUP))
+        slots = self.config.scale_slots
+        as_layout = cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES))
+        # A slot begins at 128 bytes, as TMA wants it.
+        bs_layout = cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32))
+        # A stage has b's rows of each part, one part after the other.
+        b_box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, self.width, GROUP), Float8E4M3FN, 1)
+        loads = [tile_load(b, b_box, (self.width, GROUP)), tile_load(b_scale, bs_layout, (1, SCALES))]
+        if const_expr(not self.gathered):
+            loads += [tile_load(a, a_layout, (self.rows, GROUP)), tile_load(a_scale, as_layout, (self.rows, SCALES))]
+        stores = self.epilogue.tma_stores(results)
+        count = out.shape[0]
 
         @cute.struct
         class Storage:
             pipeline: pipeline_storage(self.stages)
+            work_tiles: work_tile_storage(WorkTileInfo)
             sums: cute.struct.MemRange[Int32, 32]
-            # Tiles of rows before each matrix; behind the last one those of all.
-            tiles: cute.struct.MemRange[Int32, MAX_MATRICES + 32]
-            out: cute.struct.Align[cute.struct.MemRange[Int32, self.consumer_warps * OUT_ROWS * OUT_COLUMNS // 2], 1024]
+            prefix: cute.struct.MemRange[Int32, PREFIX_SUMS]
+            a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(as_layout)], 128]
+            b_scale: cute.struct.Align[cute.struct.MemRange[Float32, SCALE_BLOCKS * slots * 32], 128]
+            staged: cute.struct.Align[
+                cute.struct.MemRange[Int32, self.consumer_warps * self.epilogue.warp_bytes // 4], 1024
+            ]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
 
         self.storage = Storage
-        self.kernel(a_atom, a_tma, a_scale, b_atom, b_tma, b_scale, ends, out, a_layout, b_layout).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        self.kernel(
+            *(a, a_scale, rows, loads, ends, results, stores, counter, count, a_layout, b_layout, as_layout, bs_layout)
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(self.config.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel
     def kernel(
         self,
-        a_atom: cute.CopyAtom,
-        ma: cute.Tensor,
+        a: cute.Tensor,
         a_scale: cute.Tensor,
-        b_atom: cute.CopyAtom,
-        mb: cute.Tensor,
-        b_scale: cute.Tensor,
+        rows: cute.Tensor | None,
+        loads,
         ends: cute.Tensor,
-        out: cute.Tensor,
+        results,
+        stores,
+        counter: cute.Tensor | None,
+        count: Int32,
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
+        as_layout: cute.Layout,
+        bs_layout: cute.Layout,
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
+        work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        tiles = storage.tiles.get_tensor(cute.make_layout(MAX_MATRICES + 32))
+        sas, sbs = storage.a_scale.get_tensor(as_layout), storage.b_scale.get_tensor(bs_layout)
         sums = storage.sums.get_tensor(cute.make_layout(32))
+        prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
+        across = cute.ceil_div(out_columns(results), self.epilogue.tile_columns)
+        tiles = GroupedTiles(ends, count, across, prefix, self.rows, self.epilogue.tile_columns)
+        indices = TileIndices.of(counter)
 
         if warp == self.consumer_warps:
-            cute.nvgpu.cpasync.prefetch_descriptor(a_atom)
-            cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
+            for atom, _ in loads:
+                cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if tid == 0:
-            pipeline.init(consumers=self.consumer_warps)
+            producers = 1 + WARPGROUP if const_expr(self.gathered) else 1
+            pipeline.init(consumers=self.consumer_warps, producers=producers)
+            work_tiles.init(consumers=self.consumer_warps + (3 if const_expr(self.gathered) else 0))
         cute.arch.mbarrier_init_fence()
         if tid < 32:
             sums[tid] = 0
         cute.arch.sync_threads()
-        total = self.count_tiles(ends, *out.shape, tiles, sums, tid, lane, warp)
+        total = tiles.count(sums, self.config.threads, tid, lane, warp)
 
+        blocks, memory = a_scale.shape[1], (sa, sas, sb, sbs)
         if warp >= self.consumer_warps:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers[1])
+            gather = a, a_scale, rows, tid - 32 * self.consumer_warps
             if warp == self.consumer_warps:
-                blocks = a_scale.shape[1]
-                self.produce(a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline, lane)
+                self.produce(loads, gather, indices, tiles, total, blocks, memory, pipeline, work_tiles, lane)
+            elif const_expr(self.gathered):
+                self.gather_only(gather, blocks, sa, sas, pipeline, work_tiles)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
-            self.consume(a_scale, b_scale, ends, out, tiles, total, sa, sb, pipeline, staged, tid, warp, lane)
+            cute.arch.setmaxregister_increase(self.registers[0])
+            staged = storage.staged.data_ptr().toint() + warp * self.epilogue.warp_bytes
+            self.consume(results, stores, blocks, memory, staged, pipeline, work_tiles, warp, lane)
 
     @cute.jit
-    def count_tiles(self, ends, rows, columns, tiles, sums, tid, lane, warp):
-        """Fill in the tiles of rows before each matrix; returns those of all."""
-        count = ends.shape[0]
-        # Matrices that overlap, as ends that decrease make them, could have more tiles than an int32 holds.
-        most = MAX_TILES // cute.ceil_div(columns, self.columns)
-        total = Int32(0)
-        for first in cutlass.range(0, count, self.threads, unroll=1):
-            e = first + tid
-            own = Int32(0)
-            if e < count:
-                begin, end = self.bounds(ends, e, rows)
-                own = cute.ceil_div(end - begin, self.rows)
-            before, of_all = block_exclusive_scan(own, sums, lane, warp)
-            if e < count:
-                tiles[e] = cutlass.min(total + before, most)
-            total = cutlass.min(total + of_all, most)
-            cute.arch.sync_threads()
-        if tid < 32:
-            tiles[count + tid] = total
-        cute.arch.sync_threads()
-        return total
-
-    @cute.jit
-    def bounds(self, ends, e, rows):
-        """Where the rows of matrix e begin and end; inside the rows that there are, whatever `ends` says. If its ends
-        decrease or are outside it has none, and takes none of the others'; the last may end beyond the rows."""
-        begin, end = Int32(0), ends[e]
-        if e > 0:
-            begin = ends[e - 1]
-        if e == ends.shape[0] - 1:
-            end = cutlass.min(end, rows)
-        if begin < 0 or begin > end or end > rows:
-            begin, end = Int32(0), Int32(0)
-        return begin, end
-
-    @cute.jit
-    def work_tile(self, index, e, ends, out, tiles, lane) -> WorkTileInfo:
-        """Work tile `index`, whose matrix is not before e."""
-        across = cute.ceil_div(out.shape[1], self.columns)
-        steps = Int32(32)
-        while steps == 32:
-            # Whether the tile lies behind the beginning of each of the next 32 matrices.
-            steps = cute.arch.popc(cute.arch.vote_ballot_sync(tiles[e + 1 + lane] * across <= index))
-            e += steps
-        begin, end = self.bounds(ends, e, out.shape[0])
-        down = cute.ceil_div(end - begin, self.rows)
-        local = index - tiles[e] * across
-        return WorkTileInfo(e, begin + local % down * self.rows, end, local // down * self.columns)
-
-    @cute.jit
-    def produce(self, a_atom, ma, b_atom, mb, blocks, ends, out, tiles, total, sa, sb, pipeline: Pipeline, lane):
-        """The producer warp."""
-        one = cute.make_layout(1)
-        scheduler = static_persistent_scheduler()
-        state, e = start(), Int32(0)
-        across = cute.ceil_div(out.shape[1], self.columns)
-        for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
-            e, row, _, column = self.work_tile(index, e, ends, out, tiles, lane)
-            ga = cute.local_tile(cute.domain_offset((row, 0), ma), (self.rows, GROUP), (0, None))
-            gb = cute.local_tile(
-                cute.domain_offset((e * out.shape[1] + column, 0), mb), (self.columns, GROUP), (0, None)
-            )
-            tas, tag = cute.nvgpu.cpasync.tma_partition(
-                a_atom, 0, one, cute.group_modes(sa, 0, 2), cute.group_modes(ga, 0, 2)
-            )
-            tbs, tbg = cute.nvgpu.cpasync.tma_partition(
-                b_atom, 0, one, cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
-            )
-            for block in cutlass.range(blocks, unroll=1):
-                pipeline.producer_acquire(state, (self.rows + self.columns) * GROUP)
-                full = pipeline.producer_barrier(state)
-                cute.copy(a_atom, tag[None, block], tas[None, state.stage], tma_bar_ptr=full)
-                cute.copy(b_atom, tbg[None, block], tbs[None, state.stage], tma_bar_ptr=full)
-                state = pipeline.advance(state)
-
-    @cute.jit
-    def consume(self, a_scale, b_scale, ends, out, tiles, total, sa, sb, pipeline: Pipeline, staged, tid, warp, lane):
-        """The mainloop of a consumer warpgroup."""
-        major = cute.nvgpu.OperandMajorMode.K
-        mma = sm90.make_trivial_tiled_mma(
-            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.rows // 64, 1, 1), (64, self.width))
-        )
-        thr_mma = mma.get_slice(tid)
-        ra = mma.make_fragment_A(thr_mma.partition_A(sa))
-        parts = [cute.local_tile(sb, (self.width, GROUP, self.stages), (part, 0, 0)) for part in range(self.parts)]
-        rb = [mma.make_fragment_B(thr_mma.partition_B(part)) for part in parts]
-        shape = thr_mma.partition_shape_C((self.rows, self.width))
-        acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.together)]
-        sums = cute.make_rmem_tensor((self.columns // 2,), Float32)
-        own_row = warp * 16 + (lane >> 2)
-        scheduler = static_persistent_scheduler()
-        state, e = start(), Int32(0)
-        across = cute.ceil_div(out.shape[1], self.columns)
-        for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
-            e, row, end, column = self.work_tile(index, e, ends, out, tiles, lane)
-            sums.fill(0.0)
-            # What lies beyond the rows has no scale and is not stored.
-            of_rows = [a_scale[cutlass.min(row + own_row + 8 * half, end - 1), None] for half in range(2)]
-            last = b_scale.shape[1] - 1
-            of_parts = [b_scale[e, cutlass.min(column // GROUP + part, last), None] for part in range(self.parts)]
-            of = (*of_rows, *of_parts)
-            state = self.mainloop(mma, acc, ra, rb, sums, of, pipeline, state)
-            if cutlass.const_expr(self.out_dtype.width == 16):
-                self.store_rows(sums, out, row + warp * 16, end, column, staged, lane)
+    def produce(self, loads, gather, indices, tiles, total, blocks, memory, pipeline, work_tiles, lane):
+        """The warp that finds the work tiles and loads them."""
+        (b_atom, mb), (bs_atom, mbs) = loads[:2]
+        sa, sas, sb, sbs = memory
+        targets = [cute.local_tile(sb, (self.width, GROUP, self.stages), (i, 0, 0)) for i in range(self.parts)]
+        state, tile_state, slot = start(), start(), Int32(0)
+        b_rows = mb.shape[0] // tiles.ends.shape[0]
+        size, of_scales = self.columns * GROUP, SCALE_BLOCKS * SCALE_BYTES
+        if const_expr(not self.gathered):
+            size, of_scales = size + self.rows * GROUP, of_scales + self.rows * SCALE_BYTES
+        index = indices.first
+        info = tiles.at(index, Int32(0), total, lane)
+        while info.end > 0:
+            e = info.matrix
+            tile_state = work_tiles.publish(tile_state, info)
+            columns = self.epilogue.columns_of_parts(info.column, b_rows)
+            of_b = [
+                part(b_atom, target, rows_from(mb, e * b_rows + c, self.width)) for target, c in zip(targets, columns)
+            ]
+            scale_rows = self.epilogue.scale_blocks(info.column, b_rows)
+            of_bs = [part(bs_atom, sbs, scales_from(mbs, c, e)) for c in scale_rows]
+            if const_expr(self.gathered):
+                sources = self.sources(gather, info)
             else:
-                self.store_pairs(sums, out, row + own_row, end, column + lane % 4 * 2)
-
-    @cute.jit
-    def mainloop(self, mma, acc, ra, rb, sums, of, pipeline: Pipeline, state: PipelineState) -> PipelineState:
-        """Add up a work tile's blocks. of: the scales of this thread's rows `row` and `row` + 8, and of the columns."""
-        groups = of[0].shape[0] // SCALES
-        scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in of]
-        self.load_scales(scales, of, 0)
-        # The next blocks' are on their way while these are multiplied: all of them, if there are registers for both.
-        load_at = 0 if self.parts == 1 else SCALES - self.together
-        for group in cutlass.range(groups, unroll=1):
-            scales_rmem = [[x[i] for x in scales] for i in range(SCALES)]
-            for first in cutlass.range_constexpr(0, SCALES, self.together):
-                states = []
-                for i in cutlass.range_constexpr(self.together):
-                    pipeline.consumer_wait(state)
-                    multiply(mma, acc[i], ra, rb[0], state.stage, state.stage)
-                    states.append(state)
+                (a_atom, ma), (as_atom, mas) = loads[2:]
+                tas, tag = part(a_atom, sa, rows_from(ma, info.row, self.rows))
+                tass, tasg = part(
+                    as_atom,
+                    sas,
+                    cute.local_tile(cute.domain_offset((info.row, 0), mas), (self.rows, SCALES), (0, None)),
+                )
+            following = info  # which a gathering warp has no registers to know before its last loads
+            for group in cutlass.range(blocks // SCALES, unroll=1):
+                for i in cutlass.range_constexpr(SCALES):
+                    block = group * SCALES + i
+                    pipeline.producer_acquire(state, size + (of_scales if const_expr(i == 0) else 0))
+                    full = pipeline.producer_barrier(state)
+                    if const_expr(i == 0):
+                        for j in cutlass.range_constexpr(SCALE_BLOCKS):
+                            shared, place = of_bs[j]
+                            cute.copy(
+                                bs_atom, place[None, group], shared[None, slot * SCALE_BLOCKS + j], tma_bar_ptr=full
+                            )
+                    for j in cutlass.range_constexpr(self.parts):
+                        shared, place = of_b[j]
+                        cute.copy(b_atom, place[None, block], shared[None, state.stage], tma_bar_ptr=full)
+                    if const_expr(self.gathered):
+                        self.gather_block(gather, sources, sa, sas, block, group, i == 0, slot, state.stage)
+                        arrive_when_gathered(full)
+                    else:
+                        if const_expr(i == 0):
+                            cute.copy(as_atom, tasg[None, group], tass[None, slot], tma_bar_ptr=full)
+                        cute.copy(a_atom, tag[None, block], tas[None, state.stage], tma_bar_ptr=full)
                     state = pipeline.advance(state)
-                if cutlass.const_expr(first == load_at):
-                    self.load_scales(scales, of, cutlass.min(group + 1, groups - 1))
-                for i in cutlass.range_constexpr(self.together):
-                    for part in cutlass.range_constexpr(self.parts):
-                        if cutlass.const_expr(part > 0):
-                            multiply(mma, acc[i], ra, rb[part], states[i].stage, states[i].stage)
-                        cute.nvgpu.warpgroup.wait_group(self.together - 1 - i)
-                        if cutlass.const_expr(part == self.parts - 1):
-                            pipeline.consumer_release(states[i])
-                        of_rows = [scales_rmem[first + i][half] * scales_rmem[first + i][2 + part] for half in range(2)]
-                        add_scaled(sums, part * self.width // 2, acc[i], *of_rows)
-        return state
+                slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
+                if const_expr(not self.gathered):
+                    if group == 0:
+                        # While stages are full: the next tile's first loads will not wait for its number.
+                        index = indices.behind(index, lane)
+                        following = tiles.at(index, e, total, lane)
+            if const_expr(self.gathered):
+                index = indices.behind(index, lane)
+                following = tiles.at(index, e, total, lane)
+            info = following
+        work_tiles.publish(tile_state, WorkTileInfo.last())
 
     @cute.jit
-    def load_scales(self, target, of, group):
-        for j in cutlass.range_constexpr(len(of)):
-            cute.autovec_copy(cute.local_tile(of[j], (SCALES,), (group,)), target[j])
+    def gather_only(self, gather, blocks, sa, sas, pipeline: Pipeline, work_tiles: WorkTilePipeline):
+        """The other warps of the producer warpgroup, where rows are gathered."""
+        state, tile_state, slot = start(), start(), Int32(0)
+        info = work_tiles.current(tile_state)
+        while info.end > 0:
+            tile_state = work_tiles.release(tile_state)
+            sources = self.sources(gather, info)
+            for group in cutlass.range(blocks // SCALES, unroll=1):
+                for i in cutlass.range_constexpr(SCALES):
+                    pipeline.producer_wait(state)
+                    self.gather_block(gather, sources, sa, sas, group * SCALES + i, group, i == 0, slot, state.stage)
+                    arrive_when_gathered(pipeline.producer_barrier(state))
+                    state = pipeline.advance(state)
+                slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
+            info = work_tiles.current(tile_state)
 
     @cute.jit
-    def store_rows(self, sums, out, row, end, column, staged, lane):
-        """A warp's 16 rows from `row` on, through its part of shared memory, whose rows are 128 bytes: the chunk of 16
-        bytes c of row r lies where c ^ (r % 8) would."""
-        width = min(self.columns, OUT_COLUMNS)
-        chunks = width // 8
-        own = lane % OUT_ROWS
-        eight = cute.make_rmem_tensor((4,), Uint32)
-        for first in cutlass.range_constexpr(0, self.columns, width):
-            for pair in cutlass.range_constexpr(chunks // 2):
-                places = [first // 2 + 8 * pair + 2 * i for i in range(4)]
-                words = [pack(sums[i], sums[i + 1], self.out_dtype) for i in places]
-                # Lanes 0 to 15 have the rows of the even chunk, the others those of the odd one.
-                store_matrices(staged + own * 128 + ((2 * pair + lane // OUT_ROWS) ^ (own % 8)) * 16, words)
-            cute.arch.sync_warp()
-            for i in cutlass.range_constexpr(0, OUT_ROWS * chunks, 32):
-                r, chunk = (i + lane) // chunks, (i + lane) % chunks
-                at = column + first + 8 * chunk
-                if row + r < end and at < out.shape[1]:
-                    loaded = load_16(staged + r * 128 + (chunk ^ (r % 8)) * 16)
-                    for k in cutlass.range_constexpr(4):
-                        eight[k] = loaded[k]
-                    target = cute.local_tile(out[row + r, None], (8,), (at // 8,))
-                    cute.autovec_copy(cute.recast_tensor(eight, self.out_dtype), target)
-            cute.arch.sync_warp()
+    def sources(self, gather, info: WorkTileInfo):
+        """The rows of a that this thread gathers, -1 where there is none: of every 16th row of the tile, from number
+        thread / 8 on, and of row `thread`, whose scales are its."""
+        a, _, rows, thread = gather
+        found = []
+        for i in cutlass.range_constexpr(self.rows // 16 + 1):
+            row = info.row + (thread if const_expr(i == self.rows // 16) else thread // VECTORS + 16 * i)
+            source = Int32(-1)
+            if row < info.end:
+                source = rows[row]
+                # What `rows` says of no row of a is not read.
+                source = source if source < a.shape[0] else Int32(-1)
+            found.append(source)
+        return found
 
     @cute.jit
-    def store_pairs(self, sums, out, row, end, column):
-        """The sums of rows `row` and `row` + 8, in pairs of columns 8 apart: 32 bytes in a row."""
-        pair = cute.make_rmem_tensor((2,), self.out_dtype)
-        for half in cutlass.range_constexpr(2):
-            if row + 8 * half < end:
-                pairs = cute.local_tile(out[row + 8 * half, None], (2,), (None,))
-                for j in cutlass.range_constexpr(self.columns // 8):
-                    if column + 8 * j < out.shape[1]:
-                        for c in cutlass.range_constexpr(2):
-                            pair[c] = sums[4 * j + 2 * half + c]
-                        cute.autovec_copy(pair, pairs[None, column // 2 + 4 * j])
+    def gather_block(self, gather, sources, sa, sas, block, group, scales: cutlass.Constexpr, slot, stage):
+        """Copy this thread's part of a block of channels, and of its scales if they begin there."""
+        a, a_scale, _, thread = gather
+        vector, first = thread % VECTORS, thread // VECTORS
+        channel = block * GROUP + vector * 16
+        inside = channel < a.shape[1]
+        start_at = Int64(a.iterator.toint()) + channel
+        target = sa.iterator.toint() + stage * (self.rows * GROUP) + first * GROUP + (vector ^ (first % VECTORS)) * 16
+        for i in cutlass.range_constexpr(self.rows // 16):
+            source = sources[i]
+            at = start_at + Int64(cutlass.max(source, 0)) * a.stride[0]
+            gather_16(Int32(target + i * 16 * GROUP), at, source >= 0 and inside)
+        if const_expr(scales):
+            source = sources[self.rows // 16]
+            at = (
+                Int64(a_scale.iterator.toint())
+                + (Int64(cutlass.max(source, 0)) * a_scale.stride[0] + group * SCALES) * 4
+            )
+            if thread < self.rows:
+                gather_16(Int32(sas.iterator.toint() + (slot * self.rows + thread) * SCALE_BYTES), at, source >= 0)
+
+    @cute.jit
+    def consume(self, results, stores, blocks, memory, staged, pipeline: Pipeline, work_tiles, warp, lane):
+        """A consumer warpgroup."""
+        sa, sas, sb, sbs = memory
+        mma = self.tiled_mma()
+        # The same number in all threads of the warpgroup, and known to be: its descriptors are uniform registers.
+        group = cute.arch.make_warp_uniform(warp // 4)
+        thr_mma = mma.get_slice(group * WARPGROUP)
+        high = 64 * self.groups
+        waves = [cute.local_tile(sa, (high, GROUP, self.stages), (wave, 0, 0)) for wave in range(self.waves)]
+        parts = [cute.local_tile(sb, (self.width, GROUP, self.stages), (i, 0, 0)) for i in range(self.parts)]
+        ra = [mma.make_fragment_A(thr_mma.partition_A(wave)) for wave in waves]
+        rb = [mma.make_fragment_B(thr_mma.partition_B(part)) for part in parts]
+        shape = thr_mma.partition_shape_C((high, self.width))
+        acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.config.together)]
+        # Of one product after the other: of each wave, or of each part.
+        sums = [cute.make_rmem_tensor((self.width // 2,), Float32) for _ in range(self.waves * self.parts)]
+        operands = acc, ra, rb
+        scales = sas.iterator.toint() + (warp * WARP_ROWS + (lane >> 2)) * SCALE_BYTES, sbs.iterator.toint()
+        state, tile_state, slot = start(), start(), Int32(0)
+        info = work_tiles.current(tile_state)
+        while info.end > 0:
+            tile_state = work_tiles.release(tile_state)
+            odd = info.column // 64 % 2 == 1
+            left = info.end - info.row - group * 64
+            if left > high * (self.waves - 1):
+                for product in cutlass.range_constexpr(self.waves * self.parts):
+                    sums[product].fill(0.0)
+                for _ in cutlass.range(blocks // SCALES, unroll=1):
+                    state, slot = self.four_blocks(len(sums), operands, sums, scales, odd, pipeline, state, slot)
+                for wave in cutlass.range_constexpr(self.waves):
+                    row = info.row + wave * high + warp * WARP_ROWS
+                    own = sums[wave * self.parts : (wave + 1) * self.parts]
+                    self.epilogue.store(own, results, stores, info, row, staged, lane)
+            elif left > 0:
+                if const_expr(self.waves > 1):
+                    # The second wave has no rows.
+                    sums[0].fill(0.0)
+                    for _ in cutlass.range(blocks // SCALES, unroll=1):
+                        state, slot = self.four_blocks(1, operands, sums, scales, odd, pipeline, state, slot)
+                    self.epilogue.store(sums[:1], results, stores, info, info.row + warp * WARP_ROWS, staged, lane)
+            else:
+                for _ in cutlass.range(blocks, unroll=1):
+                    pipeline.consumer_wait(state)
+                    pipeline.consumer_release(state)
+                    state = pipeline.advance(state)
+                slot = (slot + blocks // SCALES) % self.config.scale_slots
+            info = work_tiles.current(tile_state)
+        self.epilogue.finish()
+
+    def tiled_mma(self):
+        """A new one for each branch of the kernel, since `multiply` changes it."""
+        major = cute.nvgpu.OperandMajorMode.K
+        return sm90.make_trivial_tiled_mma(
+            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.groups, 1, 1), (64, self.width))
+        )
+
+    @cute.jit
+    def four_blocks(self, products: cutlass.Constexpr, operands, sums, scales, odd, pipeline: Pipeline, state, slot):
+        """Add SCALES blocks of channels to the sums of the first `products`. -> the state and the slot behind them."""
+        acc, ra, rb = operands
+        mma = self.tiled_mma()
+        together = self.config.together
+        # Of each product: which rows of a it has, and which part of b.
+        pairs = [(i // self.parts, i % self.parts) for i in range(products)]
+        of_rows, of_columns = None, None
+        for first in cutlass.range_constexpr(0, SCALES, together):
+            states = []
+            for i in cutlass.range_constexpr(together):
+                pipeline.consumer_wait(state)
+                if const_expr(first + i == 0):
+                    at = scales[0] + slot * (self.rows * SCALE_BYTES)
+                    halves = [64 * self.groups * wave + 8 * half for wave in range(pairs[-1][0] + 1) for half in (0, 1)]
+                    of_rows = [load_floats(at + row * SCALE_BYTES) for row in halves]
+                    at = scales[1] + slot * (SCALE_BLOCKS * 128)
+                    of_columns = [load_floats(at + 128 * j) for j in range(SCALE_BLOCKS if self.columns > 128 else 1)]
+                multiply(mma, acc[i], ra[0], rb[0], state.stage, state.stage)
+                states.append(state)
+                state = pipeline.advance(state)
+            for i in cutlass.range_constexpr(together):
+                for product in cutlass.range_constexpr(products):
+                    wave, part_of_b = pairs[product]
+                    if const_expr(product > 0):
+                        multiply(mma, acc[i], ra[wave], rb[part_of_b], states[i].stage, states[i].stage)
+                    cute.nvgpu.warpgroup.wait_group(together - 1 - i)
+                    if const_expr(product == products - 1):
+                        pipeline.consumer_release(states[i])
+                    for j in cutlass.range_constexpr(self.width // 64):
+                        of = self.epilogue.scale_of(part_of_b, j, [x[first + i] for x in of_columns], odd)
+                        both = [of_rows[2 * wave + half][first + i] * of for half in range(2)]
+                        multiplied = cute.make_tensor(acc[i].iterator + 32 * j, cute.make_layout(32))
+                        add_scaled(sums[product], 32 * j, multiplied, *both)
+        return state, 0 if slot == self.config.scale_slots - 1 else slot + 1
+
+
+def out_columns(results):
+    return results[0].shape[1]
 
 
 @cute.jit
-def add_scaled(sums, first: cutlass.Constexpr, acc, of_row: Float32, of_row_8: Float32):
-    """sums[first + i] += acc[i], scaled: pairs of columns of a row and of the row 8 below it take turns."""
-    products = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-    for i in cutlass.range_constexpr(cute.size(acc)):
+def rows_from(x, row, height: cutlass.Constexpr):
+    """The blocks of channels of x's rows from `row` on."""
+    return cute.local_tile(cute.domain_offset((row, 0), x), (height, GROUP), (0, None))
+
+
+@cute.jit
+def scales_from(x, block, e):
+    """Those of a block of b's rows, SCALES blocks of channels at a time."""
+    return cute.local_tile(cute.domain_offset((block, 0, e), x)[None, None, 0], (1, SCALES), (0, None))
+
+
+@cute.jit
+def part(atom, shared, tensor):
+    """(stages, blocks) of a TMA load."""
+    one = cute.make_layout(1)
+    return cute.nvgpu.cpasync.tma_partition(
+        *(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tensor, 0, 2))
+    )
+
+
+@cute.jit
+def load_floats(address):
+    return [word.bitcast(Float32) for word in load_16(Int32(address))]
+
+
+@cute.jit
+def add_scaled(sums, first: cutlass.Constexpr, products, of_row: Float32, of_row_8: Float32):
+    """sums[first + i] += products[i], scaled: pairs of columns of a row and of the row 8 below it take turns."""
+    for i in cutlass.range_constexpr(cute.size(products)):
         sums[first + i] += products[i] * (of_row_8 if i // 2 % 2 else of_row)
 
 
-@cached
-def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
-    """-> f(a [M, K] e4m3, a_scale [M, G], b [E * N, K] e4m3, b_scale [E, ceil(N / 128), G], ends [E] int32 ascending,
-    out [M, N], ctas); E up to 1024, M up to 2^27; M, N, K > 0. K is a multiple of 16, N of 8; G is ceil(K / 128),
-    rounded up to a multiple of 4 with finite scales; rows of all but ends start at multiples of 16 bytes."""
-    rows, columns, channels, matrices = (cute.sym_int() for _ in range(4))
-    blocks = cute.sym_int(divisibility=SCALES)
-    out_type = cute_dtype(out_dtype)
+def _operands(gathered: bool):
+    """a, a_scale, rows, b, b_scale and ends of unknown extents."""
+    channels, matrices, blocks = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=SCALES)
+    rows = cute.sym_int()
     a = fake(Float8E4M3FN, (rows, channels), (*strides(1, 16), 1))
     a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))
+    source = fake(Int32, (cute.sym_int(),), (1,), 4) if gathered else None
     b = fake(Float8E4M3FN, (cute.sym_int(), channels), (*strides(1, 16), 1))
-    b_scale = fake(Float32, (matrices, cute.sym_int(), blocks), (*strides(2, SCALES), 1))
-    ends = fake(Int32, (matrices,), (1,), 4)
-    out = fake(out_type, (rows, columns), (*strides(1, 128 // out_type.width), 1))
-    return compile_sm90(Fp8GemmSm90(out_type, config), a, a_scale, b, b_scale, ends, out, Int32(1), fake_stream())
+    row, matrix = strides(2, SCALES)
+    b_scale = fake(Float32, (cute.sym_int(), blocks, matrices), (row, 1, matrix))
+    return a, a_scale, source, b, b_scale, fake(Int32, (matrices,), (1,), 4)
 
 
-def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
-    """For `rows` in all, as many for each matrix: what takes the fewest clocks of shared memory a block of channels,
-    over all tiles that a multiprocessor gets in turn. It moves 128 bytes a clock: what TMA writes, and what every wgmma
-    reads, its 64 rows and its columns."""
-    used = max(min(rows, matrices), 1)
-    each = -(-rows // used)
-    candidates = [config for config in CONFIGS if config.groups == 1 or each > 64]
+def fake_counter(dynamic: bool) -> cute.Tensor | None:
+    return fake(Int32, (1,), (1,), 4) if dynamic else None
 
-    def clocks(config: Fp8GemmConfig) -> float:
-        tiles = used * -(-each // (64 * config.groups)) * -(-columns // config.columns)
-        width = min(WIDTH, config.columns)
-        read = config.groups * config.columns // width * (64 + width) * GROUP
-        written = (64 * config.groups + config.columns) * GROUP
-        return -(-tiles // multiprocessors) * (read + written) / 128
 
-    return min(candidates, key=clocks)
+@cached
+def compile_fp8_gemm(
+    out_dtype: str, config: Fp8GemmConfig, gathered: bool = False, weighted: bool = False, dynamic: bool = False
+):
+    """-> f(a [A, K] e4m3, a_scale [A, G], rows [M] int32 if `gathered` or None, b [E * N, K] e4m3, b_scale
+    [ceil(N / 128), G, E], ends [E] int32 ascending, out [M, N], weights [M] if `weighted` or None, None, ctas); E up to
+    1024, M up to 2^27; M, N, K > 0; A = M unless gathered. K is a multiple of 16, N of 8; G is ceil(K / 128), rounded
+    up to a multiple of 4 with finite scales; rows of all but ends, rows and weights start at multiples of 16 bytes."""
+    out_type = cute_dtype(out_dtype)
+    out_rows = cute.sym_int()
+    out = fake(out_type, (out_rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
+    weights = fake(Float32, (out_rows,), (1,), 4) if weighted else None
+    kernel = Fp8GemmSm90(config, gathered, ResultEpilogue(out_type, config, weighted))
+    return compile_sm90(
+        kernel, *_operands(gathered), out, weights, None, fake_counter(dynamic), Int32(1), fake_stream()
+    )
+
+
+@cached
+def compile_fp8_gemm_swiglu(
+    dtype: str,
+    use_ue8m0: bool,
+    limited: bool,
+    config: Fp8GemmConfig,
+    gathered: bool = False,
+    dynamic: bool = False,
+):
+    """-> f(a, a_scale, rows, b [E * 2 I, K], b_scale [2 I / 128, G, E], ends, q [M, I] e4m3, scale [M, I / 128], limit
+    if `limited` or None, ctas): as `compile_fp8_gemm`, I a multiple of 128."""
+    rows = cute.sym_int()
+    q = fake(Float8E4M3FN, (rows, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1))
+    scale = fake(Float32, (rows, cute.sym_int()), (*strides(1), 1), 4)
+    kernel = Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0))
+    limit = Float32(1.0) if limited else None
+    return compile_sm90(kernel, *_operands(gathered), q, scale, limit, fake_counter(dynamic), Int32(1), fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
-    return [(compile_fp8_gemm, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]
+    """Every compile function and its arguments that the ops can ask for: (gathered, weighted, dynamic), of which rows
+    are gathered or tiles are drawn."""
+    both = (False, True)
+    plain = [(config, False, weighted, False) for config in CONFIGS for weighted in both]
+    gathered = [(config, True, weighted, False) for config in GATHERING_CONFIGS for weighted in both]
+    drawn = [(config, False, weighted, True) for config in DRAWN_CONFIGS for weighted in both]
+    products = [(compile_fp8_gemm, (dtype, *variant)) for dtype in OUT_DTYPES for variant in plain + gathered + drawn]
+    kinds = [(config, gathered, False) for config in SWIGLU_CONFIGS for gathered in both]
+    kinds += [(SWIGLU_CONFIGS[-1], False, True)]
+    swiglus = [
+        (compile_fp8_gemm_swiglu, (dtype, use_ue8m0, limited, *kind))
+        for dtype in OUT_DTYPES
+        for use_ue8m0 in both
+        for limited in both
+        for kind in kinds
+    ]
+    return products + swiglus

@@ -7,6 +7,7 @@ Plan
   order of the strides and the fp32 arithmetic are the reference's, so results agree bit for bit.
 - amax is a shuffle tree with NaN-propagating maxima; the reference's rule for scales, NaN and infinity holds as it is.
 - Group g of the [T, K / 128] grid is row g // (K / 128), by a precomputed divisor. Rows may be strided, 64-bit offsets.
+- Scattered: a token's group is stored at every row of the results that the token is to have.
 Shared memory: none. Constraints: K a multiple of 128, innermost stride 1, rows aligned to 16 bytes.
 Roofline: memory. Per channel 2 bytes in (bf16), 1 + 4 / 128 out; about 6 instructions an element (8 with fp32 scales),
 which leaves the issue slots half idle at the copy bandwidth.
@@ -49,16 +50,22 @@ class PerTokenCastToFp8Sm90:
         self.groups_per_cta = self.groups_per_pass * config.groups
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, stream):
+    def __call__(self, x: cute.Tensor, places: cute.Tensor | None, q: cute.Tensor, scale: cute.Tensor, stream):
         groups_per_row = scale.shape[1]
-        total = scale.shape[0] * groups_per_row
-        self.kernel(x, q, scale, cute.fast_divmod_create_divisor_v2(groups_per_row), total).launch(
+        total = x.shape[0] * groups_per_row
+        self.kernel(x, places, q, scale, cute.fast_divmod_create_divisor_v2(groups_per_row), total).launch(
             grid=(cute.ceil_div(total, self.groups_per_cta), 1, 1), block=(self.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, x: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, row_groups: cute.FastDivmodDivisorV2, total: Int32
+        self,
+        x: cute.Tensor,
+        places: cute.Tensor | None,
+        q: cute.Tensor,
+        scale: cute.Tensor,
+        row_groups: cute.FastDivmodDivisorV2,
+        total: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -85,21 +92,37 @@ class PerTokenCastToFp8Sm90:
             s = quantize(v, self.channels, self.use_ue8m0)
             out.store(v.load().to(Float8E4M3FN))
             if first + u * self.groups_per_pass < total:
-                target = cute.local_tile(q, (1, self.channels), (rows[u], cols[u] * self.lanes + lane))
-                cute.autovec_copy(out, target[0, None])
-                if lane == 0:
-                    scale[rows[u], cols[u]] = s
+                if const_expr(places is None):
+                    self.store(out, s, q, scale, rows[u], cols[u], lane)
+                else:
+                    for j in cutlass.range(places.shape[1], unroll=1):
+                        place = places[rows[u], j]
+                        if place >= 0 and place < q.shape[0]:
+                            self.store(out, s, q, scale, place, cols[u], lane)
+
+    @cute.jit
+    def store(self, out, s, q, scale, row, col, lane):
+        """A group's values, of this lane, and its scale."""
+        target = cute.local_tile(q, (1, self.channels), (row, col * self.lanes + lane))
+        cute.autovec_copy(out, target[0, None])
+        if lane == 0:
+            scale[row, col] = s
 
 
 @cached
-def compile_per_token_cast_to_fp8(dtype: str, use_ue8m0: bool, hadamard: bool, config: CastConfig):
-    """-> f(x [T, K] dtype, row stride a multiple of 16 bytes; q [T, K] e4m3; scale [T, K / 128] fp32), T * K > 0."""
+def compile_per_token_cast_to_fp8(
+    dtype: str, use_ue8m0: bool, hadamard: bool, config: CastConfig, scattered: bool = False
+):
+    """-> f(x [T, K] dtype, row stride a multiple of 16 bytes; places int32 [T, k], or None unless `scattered`; q [T, K]
+    e4m3; scale [T, K / 128] fp32, both of any number of rows if scattered), T * K > 0."""
     element = cute_dtype(dtype)
     rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
     x = fake(element, (rows, cols), (*strides(1, 128 // element.width), 1))
-    q = fake(Float8E4M3FN, (rows, cols), (*strides(1, GROUP), 1))
-    scale = fake(Float32, (rows, groups), (*strides(1), 1), 4)
-    return compile_sm90(PerTokenCastToFp8Sm90(use_ue8m0, hadamard, config), x, q, scale, fake_stream())
+    places = fake(Int32, (rows, cute.sym_int()), (*strides(1), 1), 4) if scattered else None
+    results = cute.sym_int() if scattered else rows
+    q = fake(Float8E4M3FN, (results, cols), (*strides(1, GROUP), 1))
+    scale = fake(Float32, (results, groups), (*strides(1), 1), 4)
+    return compile_sm90(PerTokenCastToFp8Sm90(use_ue8m0, hadamard, config), x, places, q, scale, fake_stream())
 
 
 def choose_config(dtype: str, elements: int) -> CastConfig:
@@ -111,9 +134,9 @@ def choose_config(dtype: str, elements: int) -> CastConfig:
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_per_token_cast_to_fp8, (dtype, use_ue8m0, hadamard, config))
+        (compile_per_token_cast_to_fp8, (dtype, use_ue8m0, hadamard, config, scattered))
         for dtype in CAST_DTYPES
         for config in sorted({choose_config(dtype, n) for n in (1, SHORT_INPUT)}, key=str)
         for use_ue8m0 in (True, False)
-        for hadamard in (True, False)
+        for hadamard, scattered in ((True, False), (False, False), (False, True))
     ]

@@ -27,6 +27,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.kernels.gemm.limits import CAST_DTYPES, SWIGLU_MULTIPLE
+from dsa.kernels.gemm.swiglu import swiglu
 
 THREADS = 128
 CHANNELS = 16  # of a lane
@@ -82,10 +83,7 @@ class SwigluCastSm90:
         h = cute.make_rmem_tensor((CHANNELS,), Float32)
         for i in cutlass.range_constexpr(CHANNELS):
             g, u = gates[i].to(Float32), ups[i].to(Float32)
-            if const_expr(limit is not None):
-                g = cute.arch.fmin(g, limit, nan=True)
-                u = cute.arch.fmax(cute.arch.fmin(u, limit, nan=True), -limit, nan=True)
-            h[i] = g * cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(-g)) * u
+            h[i] = swiglu(g, u, limit)
         round_to(h, gate.element_type)
         s = quantize(h, CHANNELS, self.use_ue8m0)
         out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)

@@ -1,6 +1,6 @@
 """The weighted sum of the rows that a token's experts computed, and of the shared expert's row.
 
-out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t])
+out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]), or without weights, which then are 1
 
 Plan
 - A thread owns 16 bytes of a token's channels, from the first load to the store: no exchange between threads. A CTA has
@@ -48,7 +48,7 @@ class CombineExpertsSm90:
         self,
         y: cute.Tensor,
         rows: cute.Tensor,
-        weights: cute.Tensor,
+        weights: cute.Tensor | None,
         shared: cute.Tensor | None,
         out: cute.Tensor,
         stream,
@@ -69,7 +69,7 @@ class CombineExpertsSm90:
         self,
         y: cute.Tensor,
         rows: cute.Tensor,
-        weights: cute.Tensor,
+        weights: cute.Tensor | None,
         shared: cute.Tensor | None,
         out: cute.Tensor,
         parts: cute.FastDivmodDivisorV2,
@@ -103,7 +103,9 @@ class CombineExpertsSm90:
         for j in cutlass.range_constexpr(BATCH):
             numbers[j], factors[j] = rows.element_type(-1), Float32(0.0)
             if first + j < rows.shape[1]:
-                numbers[j], factors[j] = rows[token, first + j], weights[token, first + j]
+                numbers[j] = rows[token, first + j]
+                if const_expr(weights is not None):
+                    factors[j] = weights[token, first + j]
         for j in cutlass.range_constexpr(BATCH):
             valid = numbers[j] >= 0 and numbers[j] < y.shape[0]
             # An absent row counts as zero whatever its weight, which may be infinite.
@@ -120,12 +122,16 @@ class CombineExpertsSm90:
                 words[i] = loaded[i]
             values = cute.recast_tensor(words, self.dtype)
             for i in cutlass.range_constexpr(self.width):
-                acc[i] += multiply_rounded(factors[j], values[i].to(Float32))
+                value = values[i].to(Float32)
+                if const_expr(weights is not None):
+                    value = multiply_rounded(factors[j], value)
+                acc[i] += value
 
 
 @cached
-def compile_combine_experts(dtype: str, index_dtype: str, shared: bool):
-    """-> f(y [M, H] dtype, rows [T, k] index_dtype, weights [T, k] fp32, shared [T, H] dtype or None, out [T, H]).
+def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared: bool):
+    """-> f(y [M, H] dtype, rows [T, k] index_dtype, weights [T, k] fp32 or None, shared [T, H] dtype or None, out
+    [T, H]).
     T, H and M are from 1 to 2^31 - 1, and so is T * ceil(H / (THREADS * channels of 16 bytes)). Rows of H start at
     multiples of 16 bytes."""
     element = cute_dtype(dtype)
@@ -141,7 +147,7 @@ def compile_combine_experts(dtype: str, index_dtype: str, shared: bool):
         CombineExpertsSm90(element),
         rows_of(sources),
         numbers(cute_dtype(index_dtype)),
-        numbers(Float32),
+        numbers(Float32) if weighted else None,
         rows_of(tokens) if shared else None,
         rows_of(tokens),
         fake_stream(),
@@ -151,8 +157,9 @@ def compile_combine_experts(dtype: str, index_dtype: str, shared: bool):
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_combine_experts, (dtype, index_dtype, shared))
+        (compile_combine_experts, (dtype, index_dtype, weighted, shared))
         for dtype in COMBINE_DTYPES
         for index_dtype in ("int32", "int64")
+        for weighted in (True, False)
         for shared in (False, True)
     ]

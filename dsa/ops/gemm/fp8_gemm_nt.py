@@ -42,24 +42,34 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -
 
 
 def grouped_fp8_gemm_nt(
-    a: Scaled, b: Scaled, ends: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16
+    a: Scaled,
+    b: Scaled,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    rows: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fp8_gemm_nt` of each row with one of E weights: rows ends[e - 1] to ends[e] - 1 with weight e, ends[-1] being 0.
 
-    a          (q [M, K] e4m3, s [M, ceil(K / 128)] fp32): the activations and their scales
+    a          (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
     b          (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32): the weights and their scales
     ends       int32 [E], ascending from at least 0 to M; a weight may have no rows
     out_dtype  float32, bfloat16 or float16
+    rows       int32 [M]: row m of the product is of row rows[m] of a, from 0 to A - 1; the same one may stand several
+               times. None: the rows of a as they are, M = A
+    weights    fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
 
     Returns [M, N]. A row's result depends on no other row.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for ends
-    that do not ascend from at least 0 to M. The kernel does not see these in time: a weight whose ends decrease or are
-    outside has no rows, and the result is undefined in rows that belong to no weight.
-    On Hopper: one kernel, no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to
-    1024. Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index for
-    each row.
+    that do not ascend from at least 0 to M and for rows outside a. The kernel does not see these in time: a weight
+    whose ends decrease or are outside has no rows, and the result is undefined in rows that belong to no weight, and
+    where rows[m] is outside a.
+    On Hopper: one kernel, no padding of rows, no copy of a by `rows` and no host synchronisation; K and N as
+    `fp8_gemm_nt` takes them, E up to 1024. Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows
+    of a group and takes an index for each row.
     """
-    return _grouped_fp8_gemm_nt(*reference.pair("a", a), *reference.pair("b", b), ends, out_dtype)
+    return _grouped_fp8_gemm_nt(*reference.pair("a", a), *reference.pair("b", b), ends, out_dtype, rows, weights)
 
 
 def _reference(
@@ -73,13 +83,22 @@ def _results(q: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.
 
 
 def _grouped_reference(
-    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype
+    q: torch.Tensor,
+    s: torch.Tensor,
+    w: torch.Tensor,
+    ws: torch.Tensor,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    return reference.grouped_fp8_gemm_nt((q, s), (w, ws), ends, out_dtype)
+    return reference.grouped_fp8_gemm_nt((q, s), (w, ws), ends, out_dtype, rows=rows, weights=weights)
 
 
-def _grouped_results(q: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    return q.new_empty((len(q), w.shape[1]), dtype=out_dtype)
+def _grouped_results(
+    q: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, rows: torch.Tensor | None
+) -> torch.Tensor:
+    return q.new_empty((len(q if rows is None else rows), w.shape[1]), dtype=out_dtype)
 
 
 def _check_limits(q: torch.Tensor, w: torch.Tensor) -> None:
@@ -95,29 +114,37 @@ def _check_limits(q: torch.Tensor, w: torch.Tensor) -> None:
         raise ValueError(f"a[0]: the kernel takes at most {limits.MAX_ROWS} rows, got {rows}")
 
 
-def _check_grouped_limits(q: torch.Tensor, w: torch.Tensor) -> None:
+def check_grouped_limits(q: torch.Tensor, w: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """What the kernels do not take, of grouped products."""
     if len(w) > limits.MAX_MATRICES:
         raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_MATRICES} weights, got {len(w)}")
     _check_limits(q, w)
+    if rows is not None and len(rows) > limits.MAX_ROWS:
+        raise ValueError(f"rows: the kernel takes at most {limits.MAX_ROWS} rows, got {len(rows)}")
 
 
 @op(
     arguments=reference.FP8_GEMM_NT,
     reference=_reference,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.gemm.fp8_gemm_sm90"},
+    kernels={"sm_90": ("dsa.kernels.gemm.fp8_gemm_sm90", "dsa.kernels.gemm.fp8_gemm_few_rows_sm90")},
     limits=_check_limits,
 )
 def _fp8_gemm_nt(
-    kernels: ModuleType, q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype
+    kernels: tuple[ModuleType, ModuleType],
+    q: torch.Tensor,
+    s: torch.Tensor,
+    w: torch.Tensor,
+    ws: torch.Tensor,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     out = _results(q, w, out_dtype)
     if q.dim() == 2:
-        _launch(kernels, q, s, w[None], ws[None], _all_rows(q.device), out)
+        write_product(kernels, q, s, w, ws, out)
     else:
         rows = math.prod(q.shape[:-1])
         flat = (x.reshape(rows, x.shape[-1]) for x in (q, s))
-        _launch(kernels, *flat, w[None], ws[None], _all_rows(q.device), out.view(rows, len(w)))
+        write_product(kernels, *flat, w, ws, out.view(rows, len(w)))
     return out
 
 
@@ -126,7 +153,7 @@ def _fp8_gemm_nt(
     reference=_grouped_reference,
     results=_grouped_results,
     kernels={"sm_90": "dsa.kernels.gemm.fp8_gemm_sm90"},
-    limits=_check_grouped_limits,
+    limits=check_grouped_limits,
 )
 def _grouped_fp8_gemm_nt(
     kernels: ModuleType,
@@ -136,13 +163,34 @@ def _grouped_fp8_gemm_nt(
     ws: torch.Tensor,
     ends: torch.Tensor,
     out_dtype: torch.dtype,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    out = _grouped_results(q, w, out_dtype)
-    _launch(kernels, q, s, w, ws, ends.contiguous(), out)
+    out = _grouped_results(q, w, out_dtype, rows)
+    write_grouped_product(kernels, q, s, w, ws, ends, out, rows, weights)
     return out
 
 
-def _launch(
+def write_product(
+    kernels: tuple[ModuleType, ModuleType],
+    q: torch.Tensor,
+    s: torch.Tensor,
+    w: torch.Tensor,
+    ws: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """out [M, N] = the product of q [M, K] and w [N, K]."""
+    many, few = kernels
+    (rows, channels), columns = q.shape, len(w)
+    if not 0 < rows <= few.MAX_ROWS or columns == 0 or channels == 0:
+        write_grouped_product(many, q, s, w[None], ws[None], _all_rows(q.device), out)
+        return
+    multiprocessors = backends.num_sms(q.device)
+    launch = _few_rows_kernel(few, out.dtype, rows, columns, channels, multiprocessors)
+    launch(aligned_rows(q), aligned_scales(s), w, aligned_scales(ws[None]), out, multiprocessors)
+
+
+def write_grouped_product(
     kernels: ModuleType,
     q: torch.Tensor,
     s: torch.Tensor,
@@ -150,21 +198,62 @@ def _launch(
     ws: torch.Tensor,
     ends: torch.Tensor,
     out: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> None:
-    """out [M, N] = the products of q [M, K] with w [E, N, K]."""
-    (rows, channels), (matrices, columns) = q.shape, w.shape[:2]
-    if channels == 0:
+    """out [M, N] = the products of q [M, K], or of its rows `rows`, with w [E, N, K], times weights [M]."""
+    (matrices, columns), channels, count = w.shape[:2], q.shape[1], len(out)
+    if channels == 0 or len(q) == 0:
         out.zero_()
-    if out.numel() == 0 or channels == 0 or matrices == 0:
+    if out.numel() == 0 or channels == 0 or matrices == 0 or len(q) == 0:
         return
-    aligned = rows_at_16_bytes(q)
-    q = q.contiguous().clone() if aligned is None else aligned
+    q, s, rows = gathered_rows(kernels, q, s, rows)
     multiprocessors = backends.num_sms(q.device)
-    launch = _kernel(kernels, out.dtype, rows, columns, matrices, multiprocessors)
-    launch(q, _scales(s), w.view(-1, channels), _scales(ws), ends, out, multiprocessors)
+    drawn = rows is None and draws(count, matrices)
+    sizes = count, columns, channels, matrices, multiprocessors
+    launch = _kernel(kernels, out.dtype, *sizes, rows is not None, weights is not None, drawn)
+    counter = tile_counter(q, drawn)
+    b = w.view(-1, channels), aligned_scales(ws).permute(1, 2, 0)
+    of_rows = None if weights is None else weights.contiguous()
+    launch(
+        aligned_rows(q), aligned_scales(s), rows, *b, ends.contiguous(), out, of_rows, None, counter, multiprocessors
+    )
 
 
-def _scales(x: torch.Tensor) -> torch.Tensor:
+def gathered_rows(
+    kernels: ModuleType, q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(q, s, rows) as the kernel gets them: of many rows a copy, since it gathers few rows faster and many slower."""
+    if rows is None or len(rows) <= kernels.GATHERED_ROWS:
+        return q, s, None if rows is None else rows.contiguous()
+    return *copied_rows(q, s, rows), None
+
+
+def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
+    """q and s of these rows. Rows that there are not are read from others; their results are undefined."""
+    if rows is None:
+        return q, s
+    rows = rows.clamp(0, len(q) - 1)
+    return q.view(torch.uint8)[rows].view(q.dtype), s[rows]
+
+
+def draws(rows: int, matrices: int) -> bool:
+    """Whether CTAs draw their work tiles: of several matrices these take different times, if each has several."""
+    return matrices > 1 and rows >= max(limits.DRAWN_ROWS, limits.DRAWN_ROWS_OF_A_MATRIX * matrices)
+
+
+def tile_counter(like: torch.Tensor, drawn: bool) -> torch.Tensor | None:
+    """What they draw from."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device) if drawn else None
+
+
+def aligned_rows(q: torch.Tensor) -> torch.Tensor:
+    """q [M, K] with its rows at multiples of 16 bytes."""
+    aligned = rows_at_16_bytes(q)
+    return q.contiguous().clone() if aligned is None else aligned
+
+
+def aligned_scales(x: torch.Tensor) -> torch.Tensor:
     """x [..., G] as the kernel takes it: contiguous, from a multiple of 16 bytes on, G a multiple of 4."""
     if x.shape[-1] % 4:
         return torch.nn.functional.pad(x, (0, -x.shape[-1] % 4))
@@ -174,10 +263,28 @@ def _scales(x: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(4096)
 def _kernel(
-    kernels: ModuleType, out_dtype: torch.dtype, rows: int, columns: int, matrices: int, multiprocessors: int
+    kernels: ModuleType,
+    out_dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    channels: int,
+    matrices: int,
+    multiprocessors: int,
+    gathered: bool,
+    weighted: bool,
+    drawn: bool,
 ) -> Callable[..., None]:
-    config = kernels.choose_config(rows, columns, matrices, multiprocessors)
-    return kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
+    configs = kernels.GATHERING_CONFIGS if gathered else kernels.DRAWN_CONFIGS if drawn else kernels.CONFIGS
+    config = kernels.choose_config(rows, columns, channels, matrices, multiprocessors, configs)
+    return kernels.compile_fp8_gemm(dtype_name(out_dtype), config, gathered, weighted, drawn)
+
+
+@functools.lru_cache(4096)
+def _few_rows_kernel(
+    kernels: ModuleType, out_dtype: torch.dtype, rows: int, columns: int, channels: int, multiprocessors: int
+) -> Callable[..., None]:
+    config = kernels.choose_config(rows, columns, channels, multiprocessors)
+    return kernels.compile_fp8_gemm_few_rows(dtype_name(out_dtype), config)
 
 
 def _all_rows(device: torch.device) -> torch.Tensor:

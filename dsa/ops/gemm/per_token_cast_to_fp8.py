@@ -66,9 +66,9 @@ def _per_token_cast_to_fp8(
         rows = rows_at_16_bytes(merged_rows("x", x))
         launch = _kernel(kernels, x.dtype, use_ue8m0, hadamard, x.numel().bit_length())
         if x.dim() == 2:
-            launch(rows, q, scale)
+            launch(rows, None, q, scale)
         else:
-            launch(rows, q.view(rows.shape), scale.view(rows.shape[0], -1))
+            launch(rows, None, q.view(rows.shape), scale.view(rows.shape[0], -1))
     return q, scale
 
 

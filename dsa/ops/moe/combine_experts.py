@@ -16,14 +16,17 @@ __all__ = ["combine_experts"]
 
 
 def combine_experts(
-    y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
+    y: torch.Tensor,
+    rows: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once.
 
     y        [M, H] bf16, fp16 or fp32: the experts' outputs, sorted by expert or in any other order
     rows     [T, k] int32 or int64, any k: which rows of y are the outputs for token t. A row outside [0, M) is not read
              and counts as zero, whatever its weight
-    weights  [T, k] fp32
+    weights  [T, k] fp32, or None: 1, where the rows have their weights already
     shared   [T, H] of y's dtype, the shared expert's output, or None: zero
 
     Returns [T, H] in y's dtype, contiguous. Products are rounded to fp32 and added in the order of j, shared last, so
@@ -65,17 +68,23 @@ def _check_limits(y: torch.Tensor, rows: torch.Tensor) -> None:
     differentiable=True,
 )
 def _combine_experts(
-    kernels: ModuleType, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
+    kernels: ModuleType,
+    y: torch.Tensor,
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
 ) -> torch.Tensor:
     # Nothing to sum: PyTorch's one or two kernels, and no tensor without memory goes to ours.
     if y.numel() == 0 or rows.numel() == 0:
         return reference.combine_experts(y, rows, weights, shared)
     out = _results(y, rows)
-    launch = _kernel(kernels, y.dtype, rows.dtype, shared is not None)
+    launch = _kernel(kernels, y.dtype, rows.dtype, weights is not None, shared is not None)
     launch(rows_at_16_bytes(y), rows, weights, None if shared is None else rows_at_16_bytes(shared), out)
     return out
 
 
 @functools.cache
-def _kernel(kernels: ModuleType, dtype: torch.dtype, index_dtype: torch.dtype, shared: bool) -> Callable[..., None]:
-    return kernels.compile_combine_experts(dtype_name(dtype), dtype_name(index_dtype), shared)
+def _kernel(
+    kernels: ModuleType, dtype: torch.dtype, index_dtype: torch.dtype, weighted: bool, shared: bool
+) -> Callable[..., None]:
+    return kernels.compile_combine_experts(dtype_name(dtype), dtype_name(index_dtype), weighted, shared)

@@ -1,5 +1,6 @@
 """GEMM of FP8 activations with one scale per token and 128 channels and FP8 weights with one per 128 x 128 block."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -18,14 +19,25 @@ FP8_GEMM_NT = Arguments(
     ws=Tensor("ceil(N/128) ceil(K/128)", F32, name="b[1]"),
     out_dtype=Dtype(FLOATS),
 )
+
+
+def check_rows(q: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None) -> None:
+    """The rule of grouped products: without `rows`, each row of q has one row of the result."""
+    if rows is None and weights is not None and len(weights) != len(q):
+        raise ValueError(f"weights: shape must be [{len(q)}], got [{len(weights)}] (sizes as of a[0], without rows)")
+
+
 GROUPED_FP8_GEMM_NT = Arguments(
+    rule=check_rows,
     first=("w", "ws"),
-    q=Tensor("M K", E4M3, name="a[0]"),
-    s=Tensor("M ceil(K/128)", F32, name="a[1]"),
+    q=Tensor("A K", E4M3, name="a[0]"),
+    s=Tensor("A ceil(K/128)", F32, name="a[1]"),
     w=Tensor("E N K", E4M3, layout=ALIGNED, name="b[0]"),
     ws=Tensor("E ceil(N/128) ceil(K/128)", F32, name="b[1]"),
     ends=Tensor("E", INT32),
     out_dtype=Dtype(FLOATS),
+    rows=Tensor("M", INT32, optional=True),
+    weights=Tensor("M", F32, optional=True),
 )
 
 
@@ -66,22 +78,51 @@ def grouped_fp8_gemm_nt(
     b: tuple[torch.Tensor, torch.Tensor],
     ends: torch.Tensor,
     out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    rows: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fp8_gemm_nt` of each row with one of E weights: rows ends[e - 1] to ends[e] - 1 with weight e, ends[-1] being 0.
 
-    Raises ValueError for ends that do not ascend from at least 0 to M. Arguments as of `dsa.grouped_fp8_gemm_nt`.
+    Row m is row rows[m] of a, and its fp32 sum is multiplied by weights[m] before it is rounded. Raises ValueError for
+    ends that do not ascend from at least 0 to M, and for rows outside a. Arguments as of `dsa.grouped_fp8_gemm_nt`.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index a row.
     """
     (q, s), (w, ws) = pair("a", a), pair("b", b)
-    GROUPED_FP8_GEMM_NT.check(q, s, w, ws, ends, out_dtype)
+    GROUPED_FP8_GEMM_NT.check(q, s, w, ws, ends, out_dtype, rows, weights)
     check_memory("a[0]", q)
+    return products_by_weight((q, s), lambda e: (w[e], ws[e]), w.shape[1], ends, out_dtype, rows, weights)
+
+
+def products_by_weight(
+    a: tuple[torch.Tensor, torch.Tensor],
+    weight_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    columns: int,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """`grouped_fp8_gemm_nt` of arguments that are checked but for their contents. weight_of: e -> (w [N, K], scales),
+    of those weights that have rows."""
+    q, s = a
+    if rows is not None:
+        outside = ((rows < 0) | (rows >= len(q))).nonzero()
+        if len(outside):
+            m = outside[0].item()
+            raise ValueError(f"rows: must be from 0 to {len(q) - 1}, got {rows[m].item()} at {m}")
+        q, s = q.view(torch.uint8)[rows].view(q.dtype), s[rows]
     limits = [0, *ends.tolist()]
     if limits != sorted(limits) or limits[-1] != len(q):
-        raise ValueError(f"ends: must ascend from at least 0 to M={len(q)}, got {limits[1:]}")
-    parts = [slice(begin, end) for begin, end in pairwise(limits)]
-    out = torch.empty(len(q), w.shape[1], dtype=out_dtype, device=q.device)
-    for part, weight, scale in zip(parts, w, ws):
-        out[part] = fp8_gemm_nt((q[part], s[part]), (weight, scale), out_dtype)
+        origin = "" if rows is None else " (as of rows)"
+        raise ValueError(f"ends: must ascend from at least 0 to M={len(q)}{origin}, got {limits[1:]}")
+    out = torch.empty(len(q), columns, dtype=out_dtype, device=q.device)
+    for e, (begin, end) in enumerate(pairwise(limits)):
+        if begin == end:
+            continue
+        part = slice(begin, end)
+        sums = fp8_gemm_nt((q[part], s[part]), weight_of(e), torch.float32)
+        out[part] = sums if weights is None else sums * weights[part, None]
     return out
 
 

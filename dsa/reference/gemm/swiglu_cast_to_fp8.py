@@ -10,13 +10,14 @@ from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 BLOCK = 128
 
 
-def _check_limit(limit: float | None) -> None:
+def check_limit(limit: float | None) -> None:
+    """The rule of SwiGLU's clamp."""
     if limit is not None and limit <= 0:
         raise ValueError(f"limit: must be positive or None, got {limit}")
 
 
 SWIGLU_CAST_TO_FP8 = Arguments(
-    rule=_check_limit,
+    rule=check_limit,
     gate=Tensor("... I", FLOATS, layout=ROWS),
     up=Tensor("... I", FLOATS, like="gate", layout=ROWS),
     use_ue8m0=Flag(),

@@ -9,19 +9,22 @@ from dsa.reference.checks import FLOATS, check_memory
 COMBINE_EXPERTS = Arguments(
     y=Tensor("M H", FLOATS, layout=ROWS),
     rows=Tensor("T k", (torch.int32, torch.int64)),
-    weights=Tensor("T k", F32),
+    weights=Tensor("T k", F32, optional=True),
     shared=Tensor("T H", FLOATS, like="y", optional=True, layout=ROWS),
 )
 
 
 @without_autocast
 def combine_experts(
-    y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
+    y: torch.Tensor,
+    rows: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once.
 
-    Products are rounded to fp32 and added in the order of j, shared last. Differentiable in y, weights and shared.
-    Arguments as of `dsa.combine_experts`.
+    Without weights, they are 1. Products are rounded to fp32 and added in the order of j, shared last. Differentiable
+    in y, weights and shared. Arguments as of `dsa.combine_experts`.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
     COMBINE_EXPERTS.check(y, rows, weights, shared)
@@ -30,7 +33,7 @@ def combine_experts(
     # The absent ones read a row of zeros behind the others.
     padded = torch.cat((y, y.new_zeros(1, y.shape[1])))
     sources = rows.long().masked_fill(~valid, len(y))
-    factors = weights.masked_fill(~valid, 0.0)
+    factors = torch.ones_like(sources, dtype=torch.float32) if weights is None else weights.masked_fill(~valid, 0.0)
     out = torch.zeros(len(rows), y.shape[1], dtype=torch.float32, device=y.device)
     for source, factor in zip(sources.unbind(1), factors.unbind(1)):
         out = out + padded[source].float() * factor[:, None]

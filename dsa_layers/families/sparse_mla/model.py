@@ -63,7 +63,8 @@ def _block(config: SparseMLAConfig, precision: Precision, layer: int) -> Decoder
         scale=config.routed_scaling_factor,
         dtype=dtype,
     )
-    moe = MoE(hidden, config.moe_intermediate_size, router, n_shared=config.n_shared_experts, **projections)
+    experts = {"n_shared": config.n_shared_experts, "fp4_experts": precision.fp4_experts}
+    moe = MoE(hidden, config.moe_intermediate_size, router, **experts, **projections)
     return DecoderBlock(hidden, attention, moe, eps=eps)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dsa
+from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few_rows_kernels
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.gemm import fp8_gemm_nt as op
@@ -14,6 +15,10 @@ from dsa.testing import calc_diff, poison_free_memory
 E4M3 = torch.float8_e4m3fn
 SHAPES = [(1, 7168, 1536), (7, 576, 7168), (64, 2112, 7168), (65, 128, 128), (128, 8, 16), (300, 1000, 400),
           (4096, 4096, 7168), (513, 24576, 1536)]  # fmt: skip
+# [N, K] of layers: those of few columns have their channels split where the rows are few.
+LAYERS = [(2112, 7168), (576, 7168), (128, 7168), (1536, 7168), (7168, 2048), (24576, 1536), (392, 400)]
+# Of matrices: full and all but empty last tiles of every height, and warps with one row.
+TAILS = [1, 63, 64, 0, 65, 128, 129, 192, 193, 0, 255, 256, 257, 300]
 
 
 def operands(rows, columns, channels, matrices=None, powers=True):
@@ -94,17 +99,126 @@ def test_a_row_depends_on_no_other():
     assert torch.equal(got, dsa.grouped_fp8_gemm_nt(a, b, ends))
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-def test_every_tile_gives_the_same_bits(out_dtype, monkeypatch):
-    sizes = torch.tensor([0, 5, 300, 64, 1, 130])
-    a, b = operands(500, 392, 400, len(sizes))
-    ends = sizes.cumsum(0, dtype=torch.int32).cuda()
-    expected = dsa.grouped_fp8_gemm_nt(a, b, ends, out_dtype)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("columns", "channels"), LAYERS)
+def test_a_row_does_not_depend_on_how_many_there_are(columns, channels, out_dtype):
+    """One kernel multiplies up to 64 rows, in tiles of 8 to 64 of them, and with a matrix's channels split or whole;
+    another more."""
+    a, b = operands(4096, columns, channels)
+    whole = dsa.fp8_gemm_nt(a, b, out_dtype)
+    for rows in (*range(1, 66), 128, 300, 1000):
+        first = 977 * rows % (4096 - rows)
+        part = slice(first, first + rows)
+        poison_free_memory(mebibytes=1)
+        assert torch.equal(dsa.fp8_gemm_nt((a[0][part], a[1][part]), b, out_dtype), whole[part]), rows
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("columns", "channels"), [(136, 7168), (392, 400), (8, 8192), (64, 16)])
+def test_every_tile_of_few_rows_gives_the_same_bits(columns, channels, out_dtype):
+    a, b = operands(64, columns, channels)
+    expected = launched(kernels.CONFIGS[0], a, (b[0][None], b[1][None]), one_end(64), out_dtype)
+    for config in few_rows_kernels.CONFIGS:
+        launch = few_rows_kernels.compile_fp8_gemm_few_rows(dtype_name(out_dtype), config)
+        for rows in {1, config.rows // 2 + 1, config.rows}:
+            guarded = torch.full((rows + 2, columns), 7.0, dtype=out_dtype, device="cuda")
+            scales = op.aligned_scales(a[1][:rows]), op.aligned_scales(b[1][None])
+            launch(a[0][:rows], scales[0], b[0], scales[1], guarded[1:-1], dsa.num_sms(guarded.device))
+            assert torch.equal(guarded[1:-1], expected[:rows]), (config, rows)
+            assert guarded[0].eq(7).all() and guarded[-1].eq(7).all()
+
+
+def one_end(rows):
+    return torch.tensor([rows], dtype=torch.int32, device="cuda")
+
+
+def launched(config, a, b, ends, out_dtype, rows=None, weights=None, drawn=False, out=None, ctas=None):
+    """The kernel's product with work tiles of `config`, written to `out` if there is one."""
+    (q, s), (w, ws) = a, b
+    if out is None:
+        poison_free_memory(mebibytes=16)
+        out = torch.empty(len(q if rows is None else rows), w.shape[1], dtype=out_dtype, device="cuda")
+    variant = config, rows is not None, weights is not None, drawn
+    counter = torch.zeros(1, dtype=torch.int32, device="cuda") if drawn else None
+    kernels.compile_fp8_gemm(dtype_name(out_dtype), *variant)(
+        *(q, op.aligned_scales(s), rows, w.view(-1, w.shape[-1]), op.aligned_scales(ws).permute(1, 2, 0), ends),
+        *(out, weights, None, counter, dsa.num_sms(q.device) if ctas is None else ctas),
+    )
+    return out
+
+
+def kinds(config):
+    """What the kernel has tiles of `config` for: (gathered, drawn)."""
+    found = [(False, False)]
+    found += [(True, False)] if config in kernels.GATHERING_CONFIGS else []
+    return found + ([(False, True)] if config in kernels.DRAWN_CONFIGS else [])
+
+
+def matrix_by_matrix(a, b, sizes, out_dtype=torch.float32):
+    parts, begin = [], 0
+    for e, size in enumerate(sizes):
+        part = slice(begin, begin + size)
+        parts.append(dsa.fp8_gemm_nt((a[0][part], a[1][part]), (b[0][e], b[1][e]), out_dtype))
+        begin += size
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("columns", "channels"), [(392, 400), (576, 1152), (8, 16)])
+def test_every_tile_gives_the_same_bits(columns, channels, out_dtype):
+    """Whether rows are gathered, weighted, or work tiles drawn: what each matrix's product alone gives."""
+    a, b = operands(sum(TAILS), columns, channels, len(TAILS))
+    ends = torch.tensor(TAILS).cumsum(0, dtype=torch.int32).cuda()
+    expected = matrix_by_matrix(a, b, TAILS)
+    factors = torch.rand(len(expected), device="cuda") - 0.5
+    # Rows that stand in another order, as parts of wider ones.
+    order = torch.randperm(len(expected), device="cuda")
+    shuffled = tuple(torch.empty_like(x.view(torch.uint8)).index_copy_(0, order, x.view(torch.uint8)) for x in a)
+    q = torch.cat((shuffled[0], shuffled[0]), 1).view(E4M3)[:, :channels]
+    mixed = q, shuffled[1].view(torch.float32)
     for config in kernels.CONFIGS:
-        kernel = kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
-        monkeypatch.setattr(op, "_kernel", lambda *arguments, kernel=kernel: kernel)
+        for gathered, drawn in kinds(config):
+            operand, rows = (mixed, order.int()) if gathered else (a, None)
+            got = launched(config, operand, b, ends, out_dtype, rows, None, drawn)
+            assert torch.equal(got, expected.to(out_dtype)), (config, gathered, drawn)
+            got = launched(config, operand, b, ends, out_dtype, rows, factors, drawn)
+            assert torch.equal(got, (expected * factors[:, None]).to(out_dtype)), (config, gathered, drawn)
+
+
+@pytest.mark.parametrize("ctas", [1, 7, 132, 500])
+def test_tiles_drawn_by_any_number_of_ctas(ctas):
+    a, b = operands(sum(TAILS), 392, 256, len(TAILS))
+    ends = torch.tensor(TAILS).cumsum(0, dtype=torch.int32).cuda()
+    expected = launched(kernels.CONFIGS[0], a, b, ends, torch.bfloat16)
+    for config in kernels.DRAWN_CONFIGS:
+        assert torch.equal(launched(config, a, b, ends, torch.bfloat16, drawn=True, ctas=ctas), expected)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[0] * 1000 + [50] * 24, [2] * 1024, [0, 0, 4500, 0], [1500, 0, 1, 2600]],
+    ids=lambda sizes: f"{len(sizes)} of {sum(sizes)}",
+)
+def test_many_rows_of_several_matrices(sizes):
+    """Work tiles are drawn; rows by number are gathered by the kernel, or copied where they are too many for that."""
+    count = sum(sizes)
+    a, b = operands(700, 136, 256, len(sizes))
+    rows = torch.randint(0, 700, (count,), dtype=torch.int32, device="cuda")
+    ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32).cuda()
+    copied = a[0].view(torch.uint8)[rows].view(E4M3), a[1][rows]
+    expected = launched(kernels.CONFIGS[0], copied, b, ends, torch.float32)
+    used = [(e, size) for e, size in enumerate(sizes) if size][-3:]
+    behind = count
+    for e, size in reversed(used):
+        part, behind = slice(behind - size, behind), behind - size
+        alone = dsa.fp8_gemm_nt((copied[0][part], copied[1][part]), (b[0][e], b[1][e]), torch.float32)
+        assert torch.equal(expected[part], alone)
+    factors = torch.rand(count, device="cuda")
+    for operand, order in ((copied, None), (a, rows)):
         poison_free_memory(mebibytes=64)
-        assert torch.equal(dsa.grouped_fp8_gemm_nt(a, b, ends, out_dtype), expected)
+        assert torch.equal(dsa.grouped_fp8_gemm_nt(operand, b, ends, rows=order), expected.bfloat16())
+        got = dsa.grouped_fp8_gemm_nt(operand, b, ends, torch.float16, rows=order, weights=factors)
+        assert torch.equal(got, (expected * factors[:, None]).half())
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
@@ -123,20 +237,39 @@ def test_every_tile_gives_the_same_bits(out_dtype, monkeypatch):
 def test_nothing_outside_the_rows_is_written(ends, rows_of, out_dtype):
     """Whatever the ends say: rows that are a weight's are right, rows that are none's stay as they were, and so do the
     rows in memory before and behind."""
-    rows, columns = 64, 136
-    a, b = operands(rows, columns, 128, 4)
-    expected = torch.full((3 * rows, columns), 7.0, dtype=out_dtype, device="cuda")
+    count, columns = 64, 136
+    a, b = operands(count, columns, 128, 4)
+    expected = torch.full((3 * count, columns), 7.0, dtype=out_dtype, device="cuda")
     for e, (begin, end) in rows_of.items():
         part = slice(begin, end)
-        expected[rows:][part] = dsa.fp8_gemm_nt((a[0][part], a[1][part]), (b[0][e], b[1][e]), out_dtype)
+        expected[count:][part] = dsa.fp8_gemm_nt((a[0][part], a[1][part]), (b[0][e], b[1][e]), out_dtype)
+    numbers = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    every = torch.arange(count, dtype=torch.int32, device="cuda")
     for config in kernels.CONFIGS:
-        launch = kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
-        guarded = torch.full_like(expected, 7.0)
-        (q, s), (w, ws) = a, b
-        numbers = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        multiprocessors = dsa.num_sms(q.device)
-        launch(q, op._scales(s), w.view(-1, 128), op._scales(ws), numbers, guarded[rows : 2 * rows], multiprocessors)
-        assert torch.equal(guarded, expected)
+        for gathered, drawn in kinds(config):
+            guarded = torch.full_like(expected, 7.0)
+            out, rows = guarded[count : 2 * count], every if gathered else None
+            launched(config, a, b, numbers, out_dtype, rows, None, drawn, out)
+            assert torch.equal(guarded, expected), (config, gathered, drawn)
+
+
+@pytest.mark.parametrize("wrong", [-1, -(2**31), 2**31 - 1, 90, 2**31 - 64])
+@pytest.mark.parametrize("count", [200, 4200])
+def test_rows_that_there_are_not(count, wrong):
+    """Gathered by the kernel or copied before: the other rows are right."""
+    a, b = operands(90, 136, 256, 3)
+    rows = torch.randint(0, 90, (count,), dtype=torch.int32, device="cuda")
+    ends = torch.tensor([70, 70, count], dtype=torch.int32, device="cuda")
+    expected = dsa.grouped_fp8_gemm_nt(a, b, ends, rows=rows)
+    bad = torch.zeros(count, dtype=torch.bool, device="cuda")
+    bad[[0, 69, 70, 133, count - 1]] = True
+    got = dsa.grouped_fp8_gemm_nt(a, b, ends, rows=rows.masked_fill(bad, wrong))
+    assert torch.equal(got[~bad], expected[~bad])
+    for config in kernels.GATHERING_CONFIGS:
+        guarded = torch.full((count + 2, 136), 7.0, dtype=torch.bfloat16, device="cuda")
+        launched(config, a, b, ends, torch.bfloat16, rows.masked_fill(bad, wrong), out=guarded[1:-1])
+        assert torch.equal(guarded[1:-1][~bad], expected[~bad])
+        assert guarded[0].eq(7).all() and guarded[-1].eq(7).all()
 
 
 def test_strided_rows_leading_dimensions_and_empty_inputs():
@@ -160,6 +293,23 @@ def test_graph_replay_with_new_sizes():
         ends.copy_(torch.cat((cuts, torch.tensor([256]))))
         graph.replay()
         check(out, a, b, ends)
+
+
+def test_graph_replay_of_drawn_tiles():
+    """The graph zeroes the counter of each replay."""
+    a, b = operands(2000, 392, 256, 8)
+    ends = torch.full((8,), 2000, dtype=torch.int32, device="cuda")
+    factors = torch.rand(2000, device="cuda")
+    dsa.grouped_fp8_gemm_nt(a, b, ends, weights=factors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dsa.grouped_fp8_gemm_nt(a, b, ends, weights=factors)
+    for seed in (0, 0, 1):
+        cuts = torch.randint(0, 2001, (7,), generator=torch.Generator().manual_seed(seed)).sort().values
+        ends.copy_(torch.cat((cuts, torch.tensor([2000]))))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, launched(kernels.CONFIGS[1], a, b, ends, torch.bfloat16, weights=factors))
 
 
 def test_shapes_without_a_kernel():

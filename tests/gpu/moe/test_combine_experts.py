@@ -39,6 +39,18 @@ def test_variants(dtype, k, index_dtype, with_shared, record_error):
     check(*inputs(37, k, 1536, dtype, index_dtype, with_shared), record_error)
 
 
+@pytest.mark.parametrize("with_shared", [False, True])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("k", [1, 6, 8, 9, 33])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_weights(dtype, k, index_dtype, with_shared, record_error):
+    """They are 1; rows outside are zero here too."""
+    y, rows, _, shared = inputs(37, k, 1536, dtype, index_dtype, with_shared)
+    rows[::5, 0], rows[1::5, -1] = -1, len(y)
+    y[rows[2, 0]] = INF
+    check(y, rows, None, shared, record_error)
+
+
 @pytest.mark.parametrize("channels", [8, 16, 200, 1016, 1024, 1032, 4096, 7168])
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

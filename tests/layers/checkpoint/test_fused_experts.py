@@ -27,6 +27,8 @@ def test_split_experts():
     }
     scale = split_experts("a.experts.gate_up_proj_scale_inv", (1, 4, 1))
     assert scale["a.experts.0.up_proj.weight_scale_inv"] == (0, slice(2, 4))
+    block_scale = split_experts("a.experts.down_proj_block_scale", (2, 1, 1))
+    assert block_scale["a.experts.1.down_proj.weight_block_scale"] == (1,)
     for other in ("a.shared_experts.down_proj.weight", "a.experts.0.down_proj.weight", "a.gate_up_proj"):
         assert split_experts(other, (4, 4)) == {other: ()}
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dsa import fp4_block_scales, widen_fp4
 from dsa_layers.checkpoint import SINGLE_NAME, Checkpoint, load_weights
-from dsa_layers.checkpoint.fp4 import dequantize_fp4, widen_fp4
+from dsa_layers.checkpoint.fp4 import dequantize_fp4
 from tests.layers.checkpoint.stand_ins import BF16, E8M0, F32, FP8, failure, powers, stand_in, write
 
 
@@ -44,6 +45,54 @@ def test_fp4_is_widened_to_fp8(tmp_path, fp4, name):
     assert torch.equal(state[f"{name}_scale_inv"], scale)
 
 
+def keeps_fp4(name="w.weight"):
+    """A model that keeps the weight of `fp4`."""
+    scales = {f"{name}_scale_inv": ((200, 4), E8M0), f"{name}_block_scale": ((2, 1), F32)}
+    return stand_in({name: ((200, 64), torch.int8)} | scales)
+
+
+@pytest.mark.parametrize("name", ["w.weight", "weights"])
+def test_fp4_is_kept(tmp_path, fp4, name):
+    """With the scales of its blocks, which nothing stores; what the file has of that name is not read."""
+    stored = {name: fp4["w.weight"], f"{name}_scale_inv": fp4["w.weight_scale_inv"]}
+    for more in ({}, {f"{name}_block_scale": torch.ones(3)}):
+        save_file(stored | more, tmp_path / SINGLE_NAME)
+        model = keeps_fp4(name)
+        load_weights(model, tmp_path, progress=False)
+        state = model.state_dict()
+        assert torch.equal(state[name], fp4["w.weight"])
+        assert torch.equal(state[f"{name}_scale_inv"].view(torch.uint8), fp4["w.weight_scale_inv"].view(torch.uint8))
+        assert torch.equal(state[f"{name}_block_scale"], fp4_block_scales(*fp4.values()))
+
+
+def test_fp4_that_is_kept_by_its_own_name(tmp_path, fp4):
+    packed = fp4["w.weight"].view(torch.float4_e2m1fn_x2)
+    save_file({"w.weight": packed, "w.weight_scale_inv": fp4["w.weight_scale_inv"]}, tmp_path / SINGLE_NAME)
+    model = keeps_fp4()
+    load_weights(model, tmp_path, progress=False)
+    assert torch.equal(model.w.weight, fp4["w.weight"])
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({}, ["w.weight: missing; the model expects I8 [200, 64]", "w.weight_scale_inv: missing"]),
+        (
+            {"w.weight": torch.ones(200, 128).to(FP8), "w.weight_scale_inv": torch.ones(2, 1)},
+            ["w.weight is F8_E4M3; the model's FP4 accepts F4, I8", "w.weight_scale_inv has shape [2, 1]"],
+        ),
+        (
+            {"w.weight": torch.zeros(200, 32, dtype=torch.int8)},
+            ["w.weight has shape [200, 32], FP4 values of [200, 64]; the model expects [200, 128]"],
+        ),
+    ],
+)
+def test_what_cannot_be_kept(tmp_path, stored, expected):
+    save_file(stored | {"other": torch.ones(1)}, tmp_path / SINGLE_NAME)
+    message = failure(keeps_fp4(), tmp_path, skip=lambda name: name == "other")
+    assert all(text in message for text in expected) and "block_scale" not in message
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_fp4_is_dequantised(tmp_path, fp4, dtype):
     write(tmp_path, {"w.weight": fp4["w.weight"]}, {"w.weight_scale_inv": fp4["w.weight_scale_inv"]})
@@ -77,9 +126,9 @@ def test_fp4_that_fp8_cannot_hold(tmp_path, fp4):
     scale[130, 0], scale[131, 0] = 100, 127 + 6
     save_file(fp4, tmp_path / SINGLE_NAME)
     model = stand_in({"w.weight": ((200, 128), FP8), "w.weight_scale_inv": ((2, 1), F32)})
-    message = failure(model, tmp_path)
     expected = "w.weight: block [1, 0] of 128 x 128: its groups' scales go from 2^-27 to 2^6, a spread of 2^33"
-    assert message.startswith(f"{tmp_path / SINGLE_NAME}: {expected}")
+    for other in (model, keeps_fp4()):
+        assert failure(other, tmp_path).startswith(f"{tmp_path / SINGLE_NAME}: {expected}")
     model = stand_in({"w.weight": ((200, 128), F32)})
     load_weights(model, tmp_path, progress=False)
     assert model.w.weight[130, 0] == 2.0**-28
@@ -89,7 +138,7 @@ def dropped(name):
     return lambda tensors: tensors.pop(name)
 
 
-@pytest.mark.parametrize("dtype", [FP8, F32])
+@pytest.mark.parametrize("dtype", [FP8, F32, "FP4"])
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
@@ -119,7 +168,8 @@ def test_fp4_that_does_not_fit(tmp_path, fp4, dtype, damage, expected, monkeypat
     wanted = {"w.weight": ((200, 128), dtype)}
     if dtype == FP8:
         wanted["w.weight_scale_inv"] = ((2, 1), F32)
-    assert expected in failure(stand_in(wanted), tmp_path)
+    model = keeps_fp4() if dtype == "FP4" else stand_in(wanted)
+    assert expected in failure(model, tmp_path)
 
 
 def test_fp4_of_half_a_group(tmp_path):

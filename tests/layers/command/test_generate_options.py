@@ -92,9 +92,11 @@ def test_weights_are_dequantised_on_a_cpu_alone(loaded, monkeypatch, checkpoint)
 
 
 def test_precision_options_reach_the_model(checkpoint, loaded):
-    assert generate(checkpoint) == generate(checkpoint, "--dtype", "float32", "--kv-cache", "fp8") == 2
+    given = ["--dtype", "float32", "--kv-cache", "fp8", "--widen-experts"]
+    assert generate(checkpoint) == generate(checkpoint, *given) == 2
     wanted = {"device": "cpu", "dtype": None, "dequantize": True, "kv_cache": None, "progress": False}
-    assert loaded == [wanted, wanted | {"dtype": torch.float32, "kv_cache": "fp8"}]
+    wanted["widen_experts"] = False
+    assert loaded == [wanted, wanted | {"dtype": torch.float32, "kv_cache": "fp8", "widen_experts": True}]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -98,6 +98,10 @@ def without_limit(result, arguments):
     return reference.swiglu_cast_to_fp8(gate, up)
 
 
+def without_experts_limit(result, arguments):
+    return reference.grouped_fp8_gemm_swiglu(*(arguments[i] for i in range(3)), rows=arguments["rows"])
+
+
 def without_shared(result, arguments):
     return result - arguments[3] if 3 in arguments else result
 
@@ -132,6 +136,11 @@ WRONG = {
     "order of entries": ("expert_routing", "sort_by_expert", lambda r, a: (r[0].flip(0), *r[1:])),
     "rows of entries": ("expert_routing", "sort_by_expert", lambda r, a: (r[0], r[1].abs(), r[2])),
     "SwiGLU without the limit": ("swiglu_cast_to_fp8", "swiglu_cast_to_fp8", without_limit),
+    "experts' SwiGLU without the limit": (
+        *("grouped_fp8_gemm_swiglu", "grouped_fp8_gemm_swiglu"),
+        without_experts_limit,
+    ),
+    "FP4 product's first row": ("fp8_fp4_gemm_nt", "grouped_fp8_fp4_gemm_nt", larger_first_row),
     "experts' first row": ("combine_experts", "combine_experts", larger_first_row),
     "experts' sum without the shared one": ("combine_experts", "combine_experts", without_shared),
     "logits' mask": ("fp8_mqa_logits", "fp8_mqa_logits", unmasked),
@@ -299,6 +308,14 @@ MISLED = {
     "product, without the last block": ("fp8_gemm_nt", "fp8_gemm_nt", 0, without_last_block, {}),
     "grouped product, a block's scale": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", 0, one_percent_in_a_block, {}),
     "grouped product, a row off": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", 2, lambda ends: ends - (ends == 2).int(), {}),
+    "FP4 product, a row off": (
+        "fp8_fp4_gemm_nt",
+        "grouped_fp8_fp4_gemm_nt",
+        2,
+        lambda ends: ends + (ends == 1).int(),
+        {},
+    ),
+    "experts' rows": ("grouped_fp8_gemm_swiglu", "grouped_fp8_gemm_swiglu", "rows", lambda rows: rows.flip(0), {}),
     "logits, a key too few": ("fp8_mqa_logits", "fp8_mqa_logits", 4, one_less, {}),
     "logits' weights": ("fp8_mqa_logits", "fp8_mqa_logits", 2, one_percent, {}),
     "paged logits, a key too few": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", 3, one_less, {}),

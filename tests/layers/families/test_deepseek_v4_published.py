@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.parts import QuantizationConfig, RopeConfig, YarnConfig
+from dsa_layers.families.precision import Precision
 from dsa_layers.families.published import VENDORED
 from tests.layers.families.listings import parts, read_listing
 
-# How the model holds what is stored: FP4 widened to FP8, scales and norms in fp32.
+# How the model holds what is stored, with FP4 widened to FP8: scales and norms in fp32.
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
 DTYPES |= {"F8_E8M0": torch.float32, "I64": torch.int64}
 
@@ -129,3 +131,19 @@ def parameters_by_hand(config):
     total += kinds.count("compressed_sparse_attention") * (sparse + indexer)
     total += (layers - 3) * config.n_routed_experts
     return total + 2 * 129280 * hidden + hidden + 4 * 4 * hidden + 4 + 1
+
+
+def test_fp4_experts_take_what_their_files_take(tmp_path, release):
+    """Within 2%, so that V4-Flash fits two H200s with room for its cache."""
+    config = published(release, tmp_path)
+    sizes = {"I8": 1, "F8_E8M0": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4, "I64": 8}
+    with torch.device("meta"):
+        model = DeepseekV4ForCausalLM(config, replace(Precision.of(config), fp4_experts=True))
+    stored = {n: e for n, e in deepseek_v4_tensor_manifest(config).items() if not model.skips(n)}
+    tensors = parts(model)
+    for word in (".experts.", ""):
+        in_files = sum(math.prod(shape) * sizes[dtype] for n, (shape, dtype) in stored.items() if word in n)
+        held = sum(tensor.nbytes for name, tensor in tensors.items() if word in name)
+        assert abs(held / in_files - 1) < 0.02
+    if release == "flash":
+        assert 140e9 < held < 170e9

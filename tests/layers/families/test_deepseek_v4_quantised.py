@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint import SINGLE_NAME, CheckpointError
+from dsa_layers.checkpoint.fp4 import dequantize_fp4
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.errors import ConfigError
 from dsa_layers.families.config import read_config
@@ -51,7 +52,8 @@ def test_quantised(checkpoint):
     """The same weights, in FP8 with scales that are powers of two where the checkpoint's are."""
     directory, worth = checkpoint
     model = load_model(directory, progress=False)
-    assert model.precision == Precision(torch.bfloat16, True, True, "fp8")
+    fp4 = model.config.quantization.expert_dtype == "fp4"
+    assert model.precision == Precision(torch.bfloat16, True, True, "fp8", fp4_experts=fp4)
     for name, module in model.named_modules():
         if isinstance(module, BlockFP8Linear):
             assert torch.equal(module.float_weight(torch.float32), worth[f"{name}.weight"]), name
@@ -61,15 +63,52 @@ def test_quantised(checkpoint):
             assert torch.equal(module.weight.float(), worth[f"{name}.weight"]), name
     tensors = parts(model)
     for name, tensor in tensors.items():
-        if tensor.dtype == torch.float32 and not name.endswith("_scale_inv"):
+        if tensor.dtype == torch.float32 and not name.endswith(("_scale_inv", "_block_scale")):
             assert torch.equal(tensor, worth[name]), name
         if ".experts." in name and tensor.dtype == torch.float8_e4m3fn:
             value = dsa.dequantize_per_block(tensor, tensors[f"{name}_scale_inv"], torch.float32)
             assert torch.equal(value, worth[name]), name
+        if ".experts." in name and tensor.dtype == torch.int8:
+            assert fp4 and torch.equal(dequantize_fp4(tensor, tensors[f"{name}_scale_inv"]), worth[name]), name
     # Activations are rounded to e4m3, so only close.
     model = load_model(directory, dtype=torch.float32, progress=False)
     rounded, exact = logits(model), logits(load_model(directory, dtype=torch.float32, dequantize=True, progress=False))
     assert torch.nn.functional.cosine_similarity(rounded, exact).mean() > 0.9
+
+
+def expert_bytes(tensors):
+    return sum(tensor.nbytes for name, tensor in tensors.items() if ".experts." in name)
+
+
+def test_widened_experts(checkpoint):
+    """Of the same results, for twice the memory; FP4 takes what its files take."""
+    directory, _ = checkpoint
+    kept, widened = (load_model(directory, widen_experts=widen, progress=False) for widen in (False, True))
+    assert not widened.precision.fp4_experts
+    assert {t.dtype for name, t in widened.state_dict().items() if name.endswith("experts.down_proj")} == {
+        torch.float8_e4m3fn
+    }
+    assert torch.equal(logits(kept), logits(widened))
+    stored = load_file(directory / SINGLE_NAME)
+    in_files = expert_bytes({name: t for name, t in stored.items() if not name.startswith("mtp.")})
+    assert abs(expert_bytes(kept.state_dict()) / in_files - 1) < 0.02
+    if kept.precision.fp4_experts:
+        assert expert_bytes(widened.state_dict()) > 1.8 * in_files
+
+
+def test_fp4_experts_need_fp8_activations():
+    with pytest.raises(ValueError, match="fp4_experts: FP4 weights are multiplied with FP8 activations"):
+        Precision(torch.bfloat16, False, True, "fp8", fp4_experts=True)
+    with pytest.raises(TypeError, match="fp4_experts: must be True or False, got None"):
+        Precision(torch.bfloat16, True, True, "fp8", fp4_experts=None)
+
+
+def test_widen_experts_is_a_flag(checkpoint):
+    with pytest.raises(TypeError, match="widen_experts: must be True or False, got 'yes'"):
+        load_model(checkpoint[0], widen_experts="yes")
+    for widen in (False, True):
+        model = load_model(checkpoint[0], dequantize=True, widen_experts=widen, progress=False)
+        assert model.layers[0].ffn.experts.down_proj.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dequantize", [True, False])
@@ -224,4 +263,12 @@ def test_experts_are_what_their_tensors_are(files):
     """The earliest published configurations do not say."""
     edit(files, expert_dtype=None)
     assert read_config(files).quantization.expert_dtype is None
-    assert load_model(files, progress=False).layers[0].ffn.experts.gate_up_proj.dtype == torch.float8_e4m3fn
+    assert load_model(files, progress=False).layers[0].ffn.experts.gate_up_proj.dtype == torch.int8
+
+
+def test_experts_of_both_kinds_are_widened(files):
+    name, q = "layers.2.ffn.experts.3.w2", torch.ones(256, 128).to(torch.float8_e4m3fn)
+    with_tensors(files, **{f"{name}.weight": q, f"{name}.scale": torch.ones(2, 1).to(torch.float8_e8m0fnu)})
+    model = load_model(files, progress=False)
+    assert all(layer.ffn.experts.down_proj.dtype == torch.float8_e4m3fn for layer in model.layers)
+    assert model.layers[2].ffn.experts.down_proj[3].float().eq(1).all()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import dsa
 from dsa.testing import calc_diff
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
@@ -129,6 +130,30 @@ def test_experts_are_swiglus(fp8):
         torch.testing.assert_close(only, single(x), rtol=1e-6, atol=1e-6)
     alone = torch.cat([experts(x[i : i + 1], topk_indices[i : i + 1], weights[i : i + 1]) for i in range(12)])
     torch.testing.assert_close(got, alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp4_experts_are_the_same_in_fp8(dtype):
+    torch.manual_seed(2)
+    fp4, fp8 = Experts(5, 128, 256, limit=1.0, fp8=True, fp4=True), Experts(5, 128, 256, limit=1.0, fp8=True)
+    for name in ("gate_up_proj", "down_proj"):
+        packed, scale = fp4.get_parameter(name), fp4.get_parameter(f"{name}_scale_inv")
+        assert (packed.dtype, scale.dtype) == (torch.int8, torch.float8_e8m0fnu)
+        for suffix, tensor in zip(("", "_scale_inv"), dsa.widen_fp4(packed, scale)):
+            setattr(fp8, name + suffix, nn.Parameter(tensor, requires_grad=False))
+        assert torch.equal(fp4.get_parameter(f"{name}_block_scale"), fp8.get_parameter(f"{name}_scale_inv"))
+    topk_indices, weights, x = torch.rand(12, 5).argsort(-1)[:, :2], torch.rand(12, 2), torch.randn(12, 128).to(dtype)
+    shared = torch.randn(12, 128).to(dtype)
+    got = fp4(x, topk_indices, weights, shared)
+    assert got.dtype == dtype and 0.1 < (got - shared).float().std() < 10
+    assert torch.equal(got, fp8(x, topk_indices, weights, shared))
+
+
+def test_fp4_experts_have_fp8_activations():
+    with pytest.raises(
+        ValueError, match="fp4: FP4 weights are multiplied with FP8 activations; accepted with fp8=True"
+    ):
+        Experts(2, 128, 128, fp4=True)
 
 
 def test_experts_gradients():

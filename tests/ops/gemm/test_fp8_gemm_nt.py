@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import dsa
+from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.kernels.gemm import limits
 from dsa.ops.gemm import fp8_gemm_nt as op
 
+BRIDGES = (op,)
 E4M3 = torch.float8_e4m3fn
 
 
@@ -22,29 +24,121 @@ def same(x, y):
     return x.data_ptr() == y.data_ptr() and x.dtype == y.dtype
 
 
+def padded(scales):
+    """With rows of 16 bytes."""
+    return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
+
+
 @pytest.mark.parametrize("leading", [(), (2,), (3, 2)])
-def test_what_the_kernel_gets(leading, launches):
+def test_what_the_kernel_of_few_rows_gets(leading, named_launches):
     (q, s), (w, ws) = operands(leading=leading)
-    s4, ws4 = (torch.nn.functional.pad(x, (0, 2)) for x in (s, ws))
     out = dsa.fp8_gemm_nt((q, s), (w, ws), torch.float32)
     assert out.shape == (*leading, 6, 136) and out.dtype == torch.float32 and out.is_contiguous()
-    [(variant, (rows, scales, weight, weight_scales, ends, flat, multiprocessors))] = launches
+    [(name, variant, (rows, scales, weight, weight_scales, flat, multiprocessors))] = named_launches
     count = out.numel() // 136
-    assert variant == (torch.float32, count, 136, 1, 132) and multiprocessors == 132
-    assert rows.shape == (count, 256) and same(rows, q) and weight.shape == (136, 256) and same(weight, w)
-    # Rows of scales are padded to 16 bytes.
-    assert torch.equal(scales, s4.view(count, 4)) and torch.equal(weight_scales, ws4[None])
-    assert ends.tolist() == [2**31 - 1] and flat.shape == (count, 136) and same(flat, out)
+    assert name == "few_rows" and variant == (torch.float32, count, 136, 256, 132) and multiprocessors == 132
+    assert rows.shape == (count, 256) and same(rows, q) and weight is w
+    assert torch.equal(scales, padded(s).view(count, 4)) and torch.equal(weight_scales, padded(ws)[None])
+    assert flat.shape == (count, 136) and same(flat, out)
 
 
-def test_what_the_grouped_kernel_gets(launches):
+@pytest.mark.parametrize("leading", [(65,), (5, 13)])
+def test_what_the_kernel_of_many_rows_gets(leading, named_launches):
+    (q, s), (w, ws) = operands(leading=leading[:-1], rows=leading[-1])
+    out = dsa.fp8_gemm_nt((q, s), (w, ws), torch.float32)
+    assert out.shape == (*leading, 136) and out.dtype == torch.float32 and out.is_contiguous()
+    [(name, variant, arguments)] = named_launches
+    rows, scales, gathered, weight, weight_scales, ends, flat, weights, limit, counter, multiprocessors = arguments
+    assert name == "" and variant == (torch.float32, 65, 136, 256, 1, 132, False, False, False)
+    assert rows.shape == (65, 256) and same(rows, q) and weight.shape == (136, 256) and same(weight, w)
+    assert torch.equal(scales, padded(s).view(65, 4)) and torch.equal(weight_scales, padded(ws)[..., None])
+    # A matrix's blocks of channels lie one after the other, 16 bytes at a time.
+    assert weight_scales.shape == (2, 4, 1) and weight_scales.stride()[:2] == (4, 1)
+    assert ends.tolist() == [2**31 - 1] and flat.shape == (65, 136) and same(flat, out)
+    assert gathered is weights is limit is counter is None and multiprocessors == 132
+
+
+@pytest.mark.parametrize("rows, name", [(1, "few_rows"), (64, "few_rows"), (65, ""), (5000, "")])
+def test_which_kernel_gets_how_many_rows(rows, name, named_launches):
+    dsa.fp8_gemm_nt(*operands(rows=rows, columns=8, channels=128))
+    assert [launch[0] for launch in named_launches] == [name]
+
+
+def test_what_the_grouped_kernel_gets(named_launches):
     (q, s), (w, ws) = operands(channels=512, matrices=3)
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
     out = dsa.grouped_fp8_gemm_nt((q, s), (w, ws), ends)
-    [(variant, (rows, scales, weight, weight_scales, passed, flat, _))] = launches
-    assert variant == (torch.bfloat16, 6, 136, 3, 132) and flat is out and out.shape == (6, 136)
-    assert rows is q and scales is s and weight_scales is ws and passed is ends
+    [(name, variant, arguments)] = named_launches
+    rows, scales, gathered, weight, weight_scales, passed, flat, weights, limit, counter, _ = arguments
+    assert name == "" and variant == (torch.bfloat16, 6, 136, 512, 3, 132, False, False, False)
+    assert flat is out and out.shape == (6, 136) and rows is q and scales is s and passed is ends
+    assert torch.equal(weight_scales, ws.permute(1, 2, 0)) and same(weight_scales, ws)
     assert weight.shape == (3 * 136, 512) and same(weight, w)
+    assert gathered is weights is limit is counter is None
+
+
+def test_rows_that_are_gathered_and_weighted(launches):
+    (q, s), b = operands(channels=512, matrices=3)
+    rows, weights = torch.tensor([5, 0, 0, 3], dtype=torch.int32), torch.rand(8)[::2]
+    ends = torch.tensor([2, 2, 4], dtype=torch.int32)
+    for given in (None, weights):
+        out = dsa.grouped_fp8_gemm_nt((q, s), b, ends, torch.float16, rows=rows, weights=given)
+        variant, arguments = launches.pop()
+        assert variant == (torch.float16, 4, 136, 512, 3, 132, True, given is not None, False)
+        assert arguments[0] is q and arguments[1] is s and arguments[2] is rows and arguments[6] is out
+        assert out.shape == (4, 136) and arguments[8] is arguments[9] is None
+        assert arguments[7] is None if given is None else torch.equal(arguments[7], weights)
+    assert arguments[7].is_contiguous() and not launches
+
+
+@pytest.mark.parametrize("rows_first", [(-5, 6), (2**31 - 1, -(2**31))])
+def test_more_rows_than_are_gathered_are_copied(rows_first, launches):
+    (q, s), b = operands(channels=16, columns=8, matrices=2)
+    rows = torch.randint(0, 6, (kernels.GATHERED_ROWS + 1,), dtype=torch.int32)
+    ends = torch.tensor([100, len(rows) - 1], dtype=torch.int32)
+    dsa.grouped_fp8_gemm_nt((q, s), b, ends, rows=rows[:-1])
+    gathered, arguments = launches.pop()
+    assert gathered[6:] == (True, False, False) and same(arguments[2], rows) and arguments[9] is None
+    rows[:2] = torch.tensor(rows_first)
+    dsa.grouped_fp8_gemm_nt((q, s), b, ends + 1, rows=rows)
+    copied, arguments = launches.pop()
+    assert copied[1] == len(rows) and copied[6:] == (False, False, True) and arguments[2] is None
+    # Rows that there are not are read from others.
+    clamped = rows.clamp(0, 5)
+    assert torch.equal(arguments[0].view(torch.uint8), q.view(torch.uint8)[clamped])
+    assert torch.equal(arguments[1], padded(s)[clamped])
+
+
+@pytest.mark.parametrize(
+    "rows, matrices, drawn", [(1024, 1, False), (1023, 2, False), (1024, 2, True), (1279, 40, False), (1280, 40, True)]
+)
+def test_work_tiles_are_drawn_from_a_counter(rows, matrices, drawn, launches):
+    """Of several matrices that have enough rows; each call has its own, at zero."""
+    a, b = operands(rows=rows, channels=16, columns=8, matrices=matrices)
+    ends = torch.full((matrices,), rows, dtype=torch.int32)
+    for _ in range(2):
+        dsa.grouped_fp8_gemm_nt(a, b, ends)
+    (variant, first), (_, second) = launches
+    assert variant[6:] == (False, False, drawn)
+    for counter in (first[9], second[9]):
+        assert counter is None if not drawn else (counter.tolist() == [0] and counter.dtype == torch.int32)
+    assert not drawn or first[9] is not second[9]
+
+
+@pytest.mark.parametrize("matrices", [1, 2, 256, limits.MAX_MATRICES])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_only_shipped_variants_are_asked_for(out_dtype, gathered, matrices, monkeypatch):
+    shipped = [arguments for _, arguments in kernels.shipped_variants()]
+    monkeypatch.setattr(kernels, "compile_fp8_gemm", lambda *arguments: arguments)
+    for rows in (1, 7, 64, 65, 300, 1024, 4096, 16384, 131072, limits.MAX_ROWS):
+        if gathered and rows > kernels.GATHERED_ROWS:
+            continue
+        drawn = not gathered and op.draws(rows, matrices)
+        for columns, channels in ((8, 16), (136, 128), (2112, 7168), (24576, 1536)):
+            for weighted in (False, True):
+                sizes = rows, columns, channels, matrices, 132
+                assert op._kernel.__wrapped__(kernels, out_dtype, *sizes, gathered, weighted, drawn) in shipped
 
 
 def test_rows_that_the_kernel_cannot_read_are_copied(launches):
@@ -85,6 +179,10 @@ def test_what_the_kernel_does_not_take(launches):
     a, b = operands(rows=1, columns=8, channels=16, matrices=limits.MAX_MATRICES + 1)
     with pytest.raises(ValueError, match=r"b\[0\]: the kernel takes at most 1024 weights, got 1025"):
         dsa.grouped_fp8_gemm_nt(a, b, torch.zeros(1025, dtype=torch.int32))
+    a, b = operands(rows=1, columns=8, channels=16, matrices=1)
+    rows = torch.zeros(1, dtype=torch.int32).expand(limits.MAX_ROWS + 1)
+    with pytest.raises(ValueError, match="rows: the kernel takes at most 134217728 rows, got 134217729"):
+        dsa.grouped_fp8_gemm_nt(a, b, torch.zeros(1, dtype=torch.int32), rows=rows)
     assert not launches
 
 
@@ -93,11 +191,16 @@ def test_each_is_one_node_of_a_compiled_graph():
     c, d = operands(matrices=2)
     ends = torch.tensor([4, 6], dtype=torch.int32)
 
-    def run(a, b, c, d, ends):
-        return dsa.fp8_gemm_nt(a, b), dsa.grouped_fp8_gemm_nt(c, d, ends, torch.float32)
+    rows, weights = torch.tensor([0, 5, 5, 1, 2, 2], dtype=torch.int32), torch.rand(6)
 
+    def run(*x):
+        a, b, c, d, ends, rows, weights = x
+        plain = dsa.fp8_gemm_nt(a, b), dsa.grouped_fp8_gemm_nt(c, d, ends, torch.float32)
+        return *plain, dsa.grouped_fp8_gemm_nt(c, d, ends, rows=rows, weights=weights)
+
+    arguments = a, b, c, d, ends, rows, weights
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(a, b, c, d, ends), run(a, b, c, d, ends)):
+    for got, expected in zip(compiled(*arguments), run(*arguments), strict=True):
         assert torch.equal(got, expected)
 
 
@@ -107,7 +210,10 @@ def test_registration():
     (a, b), (c, d) = operands(leading=(2,)), operands(matrices=2)
     torch.library.opcheck(torch.ops.dsa.fp8_gemm_nt.default, (*a, *b, torch.float16), test_utils=tests)
     ends = torch.tensor([4, 6], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.dsa.grouped_fp8_gemm_nt.default, (*c, *d, ends, torch.float32), test_utils=tests)
+    rows, weights = torch.tensor([0, 5, 5, 1, 2, 2], dtype=torch.int32), torch.rand(6)
+    for more in ((None, None), (rows, weights)):
+        arguments = (*c, *d, ends, torch.float32, *more)
+        torch.library.opcheck(torch.ops.dsa.grouped_fp8_gemm_nt.default, arguments, test_utils=tests)
 
 
 def test_operands_are_pairs():

@@ -55,7 +55,8 @@ def test_what_the_kernel_gets(dtype, launches):
     x = torch.zeros(2, 4, 384, dtype=dtype)[:, :, 128:256]
     q, scale = dsa.per_token_cast_to_fp8(x, False, hadamard=True)
     assert q.shape == x.shape and scale.shape == (2, 4, 1) and q.is_contiguous() and scale.is_contiguous()
-    [(variant, (rows, q_rows, scale_rows))] = launches
+    [(variant, (rows, places, q_rows, scale_rows))] = launches
+    assert places is None
     assert variant == (dtype, False, True, 11)
     assert rows.shape == q_rows.shape == (8, 128) and rows.stride() == (384, 1) and rows.data_ptr() == x.data_ptr()
     assert scale_rows.shape == (8, 1)

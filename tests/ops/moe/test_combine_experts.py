@@ -19,14 +19,14 @@ def inputs(dtype=torch.bfloat16, index_dtype=torch.int32, k=3):
 def test_every_dtype_has_a_kernel():
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
-        assert (kernels.compile_combine_experts, (name, "int64", True)) in kernels.shipped_variants()
+        assert (kernels.compile_combine_experts, (name, "int64", True, True)) in kernels.shipped_variants()
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_runs_the_reference_without_a_gpu(dtype, index_dtype):
     y, rows, weights, shared = inputs(dtype, index_dtype)
-    for tensors in ((y, rows, weights), (y, rows, weights, shared)):
+    for tensors in ((y, rows, weights), (y, rows, weights, shared), (y, rows), (y, rows, None, shared)):
         got = dsa.combine_experts(*tensors)
         assert got.dtype == dtype and torch.equal(got, reference.combine_experts(*tensors))
 
@@ -38,6 +38,7 @@ def test_is_one_node_of_a_compiled_graph():
         assert torch.equal(compiled(*some), dsa.combine_experts(*some))
     torch.library.opcheck(torch.ops.dsa.combine_experts.default, tensors)
     torch.library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:3], None))
+    torch.library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:2], None, None))
 
 
 def test_gradients_come_from_the_formula(launches):
@@ -82,9 +83,12 @@ def test_what_the_kernel_gets(dtype, index_dtype, launches):
     wide = torch.nn.functional.pad(y, (8, 16))[:, 8:32]
     out = dsa.combine_experts(wide, rows, weights.T.contiguous().T, shared)
     dsa.combine_experts(y, rows, weights)
+    dsa.combine_experts(y, rows, None, shared)
     assert out.shape == (7, 24) and out.dtype == dtype and out.is_contiguous()
-    [(variant, arguments), (plain, others)] = launches
-    assert variant == (dtype, index_dtype, True) and plain == (dtype, index_dtype, False) and others[3] is None
+    [(variant, arguments), (plain, others), (unweighted, rest)] = launches
+    assert variant == (dtype, index_dtype, True, True)
+    assert plain == (dtype, index_dtype, True, False) and others[3] is None
+    assert unweighted == (dtype, index_dtype, False, True) and rest[2] is None and rest[3] is shared
     assert arguments[0].data_ptr() == wide.data_ptr() and arguments[0].stride() == (48, 1)
     assert arguments[1] is rows and arguments[2].stride() == (1, 7) and arguments[3] is shared and arguments[4] is out
 

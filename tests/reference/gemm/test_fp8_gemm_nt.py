@@ -96,6 +96,61 @@ def test_groups_are_single_products():
     assert grouped_fp8_gemm_nt((q[:0], s[:0]), (w, ws), none).shape == (0, 136)
 
 
+def grouped(rows, columns=136):
+    """a of 9 rows, b of 4 weights, and the ends of so many rows."""
+    torch.manual_seed(5)
+    a = torch.randn(9, 256).to(torch.float8_e4m3fn), torch.rand(9, 2)
+    b = torch.randn(4, columns, 256).to(torch.float8_e4m3fn), torch.rand(4, -(-columns // 128), 2)
+    return a, b, torch.tensor([2, 2, rows - 1, rows], dtype=torch.int32)
+
+
+def test_rows_are_gathered():
+    """In any order, several times or not at all; strided too."""
+    rows = torch.tensor([3, 3, 8, 0, 5, 3, 1, 7, 3, 3, 2, 0, 8], dtype=torch.int32)
+    (q, s), b, ends = grouped(len(rows))
+    copied = q.view(torch.uint8)[rows].view(q.dtype), s[rows]
+    expected = grouped_fp8_gemm_nt(copied, b, ends, torch.float32)
+    assert torch.equal(grouped_fp8_gemm_nt((q, s), b, ends, torch.float32, rows=rows), expected)
+    every_second = torch.stack((rows, -rows), 1)[:, 0]
+    assert torch.equal(grouped_fp8_gemm_nt((q, s), b, ends, torch.float32, rows=every_second), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_multiply_sums_before_they_are_rounded(dtype):
+    a, b, ends = grouped(9)
+    weights = torch.rand(9)
+    got = grouped_fp8_gemm_nt(a, b, ends, dtype, weights=weights)
+    sums = grouped_fp8_gemm_nt(a, b, ends, torch.float32)
+    assert torch.equal(got, (sums * weights[:, None]).to(dtype))
+    rows = torch.tensor([8, 0, 0], dtype=torch.int32)
+    both = grouped_fp8_gemm_nt(a, b, torch.tensor([0, 1, 1, 3]).int(), dtype, rows=rows, weights=weights[:3])
+    for m, (row, e) in enumerate(((8, 1), (0, 3), (0, 3))):
+        one = fp8_gemm_nt(tuple(x[row : row + 1] for x in a), tuple(x[e] for x in b), torch.float32)
+        assert torch.equal(both[m], (one[0] * weights[m]).to(dtype))
+
+
+@pytest.mark.parametrize("row", [-1, 9, 2**31 - 1, -(2**31)])
+def test_rows_that_are_not_there(row):
+    a, b, ends = grouped(3)
+    rows = torch.tensor([0, row, 1], dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"rows: must be from 0 to 8, got {row} at 1"):
+        grouped_fp8_gemm_nt(a, b, ends, rows=rows)
+
+
+def test_rows_and_weights_have_one_length():
+    a, b, ends = grouped(9)
+    rows, weights = torch.arange(9, dtype=torch.int32), torch.ones(8)
+    for options, message in [
+        ({"weights": weights}, r"weights: shape must be \[9\], got \[8\] \(sizes as of a\[0\], without rows\)"),
+        ({"rows": rows, "weights": weights}, r"weights: shape must be \[9\], got \[8\] \(sizes as of rows\)"),
+        ({"rows": rows.long()}, "rows: dtype must be int32, got int64"),
+        ({"weights": weights.double()}, "weights: dtype must be float32, got float64"),
+        ({"rows": rows[:8]}, r"ends: must ascend from at least 0 to M=8 \(as of rows\), got \[2, 2, 8, 9\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            grouped_fp8_gemm_nt(a, b, ends, **options)
+
+
 @pytest.mark.parametrize("ends", [[2, 1, 8, 9], [2, 3, 8, 8], [-1, 3, 8, 9], [2, 3, 8, 10]])
 def test_ends_that_are_none(ends):
     q, w = torch.zeros(9, 128).to(torch.float8_e4m3fn), torch.zeros(4, 8, 128).to(torch.float8_e4m3fn)

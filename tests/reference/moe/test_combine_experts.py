@@ -40,6 +40,13 @@ def test_rounds_once_and_in_order():
     assert combine_experts(y, torch.tensor([[0, 1, 2]]), torch.ones(1, 3), shared).item() == 258.0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_weights_they_are_one(dtype):
+    y, rows, shared = torch.randn(9, 16).to(dtype), torch.randint(-2, 11, (7, 4)), torch.randn(7, 16).to(dtype)
+    assert torch.equal(combine_experts(y, rows), combine_experts(y, rows, torch.ones(7, 4)))
+    assert torch.equal(combine_experts(y, rows, None, shared), combine_experts(y, rows, torch.ones(7, 4), shared))
+
+
 def test_absent_rows_count_as_zero_whatever_their_weight():
     y, weights = torch.ones(2, 8), torch.tensor([[math.inf, 2.0, math.nan]])
     got = combine_experts(y, torch.tensor([[-1, 1, 2**40]]), weights)

@@ -1,0 +1,123 @@
+"""FP4 weights (e2m1) as e4m3 operands of wgmma, in registers or on their way to shared memory.
+
+A byte has two e2m1 codes, the even channel's in its low nibble, and 32 channels of a row share a scale, a power of two
+as an e8m0 byte. Times the powers of two between its own scale and that of its block of 128 x 128, the block scale, an
+e2m1 number is an e4m3 number exactly: relative exponents go from -8 to 6, since the block scale is 2^-6 times its
+largest group's scale. So a group's eight magnitudes are a table of eight bytes, and a byte permutation looks four up at
+a time. Tables for all relative exponents are a line of shared memory, one under its exponent modulo 16: 8 bytes in
+banks of their own, read without conflicts. Zeros are zeros in every table, so a group of zeros may have any scale.
+
+A lane of wgmma's operand in registers has, of 32 channels, numbers 4 q to 4 q + 3 and 16 + 4 q to 19 + 4 q, q being
+lane % 4. Eight neighbouring channels are one word of FP4, though, and a word a lane is what ldmatrix gives. So lane q
+takes the channels 8 q to 8 q + 7 in their place, and the other operand's channels are put in the same order, words of
+four: 0, 2, 4, 6, 1, 3, 5, 7 (`ordered_place`). The tensor cores align all 32 products of an instruction and add them at
+once, so the sum's bits are those of the plain order.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+
+from dsa.cute.shared_memory import load_8, store_4
+
+TABLE_BYTES = 128  # of all tables, at a multiple of 8
+_MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # of e2m1, by code
+_TABLES, _BYTES = 16, 8
+_LOWEST = -8  # relative exponent
+
+
+@cute.jit
+def write_tables(tables: Int32, lane):
+    """The tables, at the address `tables` in shared memory: a warp's work, whose first 16 lanes write one each."""
+    if lane < _TABLES:
+        exponent = ((lane - _LOWEST) & (_TABLES - 1)) + _LOWEST
+        factor = (Uint32(exponent + 127) << 23).bitcast(Float32)
+        for half in cutlass.range_constexpr(2):
+            word = _four_e4m3(*[Float32(x) * factor for x in _MAGNITUDES[4 * half : 4 * half + 4]])
+            store_4(tables + lane * _BYTES + 4 * half, word)
+
+
+@cute.jit
+def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
+    """Where the tables of the four groups of a row's 128 channels begin, a byte each.
+
+    scales: their four e8m0 bytes; block_scale: a power of two. Whatever the bytes say, the places are inside.
+    """
+    base = (0 - (block_scale.bitcast(Uint32) >> 23) & (_TABLES - 1)) * Uint32(0x08080808)
+    return (((scales << 3) & Uint32(0x78787878)) + base) & Uint32(0x78787878)
+
+
+@cute.jit
+def table_places_of_blocks(words, group, block_scales) -> Uint32:
+    """The same of one group of a row's in four blocks, `group` the same in each.
+
+    words: the blocks' e8m0 bytes, four groups each, [4]; block_scales: their powers of two, [4].
+    """
+    chosen = group | ((group + 4) << 4)
+    pairs = [select_bytes(words[2 * i], words[2 * i + 1], chosen) for i in range(2)]
+    scales = select_bytes(*pairs, Int32(0x5410))
+    base = Uint32(0)
+    for i in cutlass.range_constexpr(4):
+        own = 0 - (block_scales[i].bitcast(Uint32) >> 23) & (_TABLES - 1)
+        base = base | (own << (8 * i + 3))
+    return (((scales << 3) & Uint32(0x78787878)) + base) & Uint32(0x78787878)
+
+
+@cute.jit
+def select_bytes(low: Uint32, high: Uint32, selector: Int32) -> Uint32:
+    """A byte of the eight for each of four nibbles of the selector."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[low, high, selector]
+    )
+
+
+@cute.jit
+def load_table(tables: Int32, places: Uint32, group: cutlass.Constexpr):
+    """The magnitudes of codes 0 to 3 and 4 to 7 of a group of `table_places`, as e4m3 bytes."""
+    place = cute.arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, 0, {0x4440 + group};", write_only_types=[Int32], read_only_args=[places]
+    )
+    return load_8(tables + place)
+
+
+@cute.jit
+def widen(codes: Uint32, low: Uint32, high: Uint32):
+    """Eight neighbouring e2m1 codes by their table (`load_table`) -> two words of four e4m3 numbers.
+
+    Nine instructions: the magnitudes' codes are selectors of byte permutations; the signs are brought to the tops of
+    their bytes, those of even channels by a shift.
+    """
+    return cute.arch.inline_ptx(
+        "{{ .reg .b32 m, n, e, s, t; and.b32 m, {$r0}, 0x77777777; shr.b32 n, m, 16; shl.b32 e, {$r0}, 4; "
+        "prmt.b32 s, e, {$r0}, 0x5140; prmt.b32 t, e, {$r0}, 0x7362; "
+        "prmt.b32 m, {$r1}, {$r2}, m; prmt.b32 n, {$r1}, {$r2}, n; "
+        "lop3.b32 {$w0}, m, s, 0x80808080, 0xF8; lop3.b32 {$w1}, n, t, 0x80808080, 0xF8; }}",
+        write_only_types=[Uint32, Uint32],
+        read_only_args=[codes, low, high],
+    )
+
+
+def ordered_place(word):
+    """Where word number `word` of a row of e4m3 numbers, four channels each, stands in the order that `widen` gives."""
+    return word // 8 * 8 + word % 2 * 4 + word % 8 // 2
+
+
+@cute.jit
+def gather_4(target: Int32, source: Int64, valid: Boolean):
+    """Copy 4 bytes from the address `source`; where `valid` is False, write zeros and read nothing."""
+    size = Int32(4) if valid else Int32(0)
+    cute.arch.inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
+        read_only_args=[target, source, size],
+    )
+
+
+@cute.jit
+def _four_e4m3(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
+    """Rounded, the first in the lowest byte."""
+    return cute.arch.inline_ptx(
+        "{{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 y, {$r3}, {$r2}; mov.b32 {$w0}, {x, y}; }}",
+        write_only_types=[Uint32],
+        read_only_args=[a, b, c, d],
+    )

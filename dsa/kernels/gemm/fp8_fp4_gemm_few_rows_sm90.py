@@ -1,0 +1,549 @@
+"""Grouped product of FP8 activations with FP4 weights, for few rows a weight (decoding):
+out[m, n] = w[m] * sum_g (sum_{k in block g} a[rows[m], k] b8[e, n, k]) * a_scale[rows[m], g] * b_scale[e, n // 128, g],
+e the matrix of row m, b8 = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128], which e4m3
+holds exactly. The bits are those of the FP8 product with b8.
+
+Plan
+- Weights are the rows of the wgmma, m64 nT k32, and T rows of the product its columns. A consumer warpgroup owns 64
+  weights; its lanes read FP4 by ldmatrix, widen it in registers (fp4_operand.py) and multiply from there: only FP4
+  goes through shared memory.
+- Warp roles: the producer warpgroup's first warp loads weights, codes by TMA and their scales by cp.async, and waits
+  for nothing else; its other three gather the rows of activations and their scales. One or two consumer warpgroups;
+  with one, two CTAs share a multiprocessor.
+- Pipeline: one ring of STAGES stages of 512 channels, four blocks: codes (two boxes of 256 channels, 128 bytes a row),
+  e8m0 scales (16 bytes a row), activations (T x 128 bytes a block) and the scales of activations and blocks (16 bytes a
+  row). It runs on over work tile after work tile. About 130 KB of FP4 are on their way.
+- Mainloop: per block of 128 channels four wgmma into accumulators of its own, T / 2 registers. The next block is
+  widened while they run; behind the fourth block the products are scaled and added in fp32 in their order.
+- Activations' words are copied in the order in which lanes have the weights' channels, 4 bytes a copy: few rows make
+  few copies. Rows beyond the matrix's end are not copied: they are columns of their own, which nobody stores. Channels
+  beyond K are zeros.
+- Epilogue: 16-bit results are transposed by stmatrix, 16 rows of weights a warp, and stored 32 bytes in a row.
+- Scheduler: static persistent. The work tiles of a matrix come together, and its tiles of rows innermost: a tile of
+  weights comes from memory once. Neighbouring CTAs have neighbouring weights.
+Shared memory: barriers, prefix sums, tables, T x 32 bytes a consumer warp for results, and the ring.
+Registers: 64 of widened weights, 2 T of accumulators and T / 2 sums a consumer thread; see REGISTERS.
+Instructions: 18 a lane and 8 weights in all; 10 are the ALU's, which issues 2 a clock and multiprocessor: 320 clocks a
+block of 128 x 128.
+Roofline: memory, 8.5 KB a block of 128 x 128: 480 clocks or more at 4.2 TB/s.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
+from dsa.cute.reductions import block_exclusive_scan
+from dsa.cute.shared_memory import load_16, load_matrices, pack, store_transposed
+from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
+from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.gemm.fp4_operand import (
+    TABLE_BYTES,
+    gather_4,
+    load_table,
+    ordered_place,
+    table_places,
+    widen,
+    write_tables,
+)
+from dsa.kernels.gemm.limits import GROUP, MAX_MATRICES, OUT_DTYPES
+
+MAX_TILES = 2**30
+BLOCKS = 4  # of GROUP channels a stage
+STEPS = GROUP // 32  # wgmma a block
+BOX = 128  # bytes of codes a row and TMA box: 256 channels
+BOXES = BLOCKS * GROUP // 2 // BOX
+SCALE_BYTES = 16  # of a row and stage: four e8m0 bytes a block, or one fp32
+OWN_ROWS = 16  # of weights, of a warp
+GATHER_WARPS = 3
+# By the number of consumer warpgroups: CTAs a multiprocessor, registers of consumers' and of producers' threads.
+RESIDENT = {1: 2, 2: 1}
+REGISTERS = {1: (208, 48), 2: (232, 40)}
+
+
+class WorkTileInfo(NamedTuple):
+    """matrix: its number; row, column: the first of the work tile; end: of the matrix's rows."""
+
+    matrix: Int32
+    row: Int32
+    end: Int32
+    column: Int32
+
+
+@dataclass(frozen=True)
+class Fp8Fp4GemmFewRowsConfig:
+    """groups: consumer warpgroups, of 64 weights each; rows: of the product, 8, 16 or 32; stages: of 512 channels."""
+
+    groups: int
+    rows: int
+    stages: int
+
+    @property
+    def columns(self) -> int:
+        """Weights of a work tile."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return (self.groups + 1) * WARPGROUP
+
+    def ctas(self, multiprocessors: int) -> int:
+        """What a launch is given: all that are resident at once."""
+        return RESIDENT[self.groups] * multiprocessors
+
+    def fits(self) -> bool:
+        """Whether shared memory holds it; each resident CTA takes 1 KiB more."""
+        stage = self.columns * (BOXES * BOX + SCALE_BYTES) + self.rows * BLOCKS * GROUP + (self.rows + 1) * SCALE_BYTES
+        others = 4 * (MAX_MATRICES + 64) + TABLE_BYTES + 16 * self.stages + self.groups * WARPGROUP * self.rows + 1024
+        resident = RESIDENT[self.groups]
+        return self.stages * stage + others <= (SHARED_BYTES + 1024) // resident - 1024
+
+
+CONFIGS = (
+    *(Fp8Fp4GemmFewRowsConfig(1, 8, 5), Fp8Fp4GemmFewRowsConfig(1, 16, 4), Fp8Fp4GemmFewRowsConfig(1, 32, 3)),
+    *(Fp8Fp4GemmFewRowsConfig(2, 8, 5), Fp8Fp4GemmFewRowsConfig(2, 16, 5), Fp8Fp4GemmFewRowsConfig(2, 32, 4)),
+)
+
+
+class Ring(NamedTuple):
+    """Addresses of the stages' parts in shared memory."""
+
+    codes: Int32
+    scales: Int32
+    rows: Int32
+    row_scales: Int32
+
+
+class Fp8Fp4GemmFewRowsSm90:
+    def __init__(self, out_dtype: type[cutlass.Numeric], cfg: Fp8Fp4GemmFewRowsConfig):
+        self.out_dtype, self.cfg = out_dtype, cfg
+        self.rows, self.columns, self.stages = cfg.rows, cfg.columns, cfg.stages
+        self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        a_scale: cute.Tensor,
+        rows: cute.Tensor,
+        b: cute.Tensor,
+        b_scale_32: cute.Tensor,
+        b_scale: cute.Tensor,
+        ends: cute.Tensor,
+        weights: cute.Tensor,
+        out: cute.Tensor,
+        ctas: Int32,
+        stream,
+    ):
+        tile = (self.columns, self.rows, BOX)
+        b_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Uint8, BOXES * self.stages)
+        a_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, BLOCKS * self.stages)
+        b_atom, b_tma = tile_load(b, b_layout, (self.columns, BOX))
+
+        @cute.struct
+        class Storage:
+            pipeline: pipeline_storage(self.stages)
+            sums: cute.struct.MemRange[Int32, 32]
+            # Tiles of rows before each matrix; behind the last one those of all.
+            tiles: cute.struct.MemRange[Int32, MAX_MATRICES + 32]
+            tables: cute.struct.Align[cute.struct.MemRange[Uint8, TABLE_BYTES], TABLE_BYTES]
+            out: cute.struct.Align[cute.struct.MemRange[Uint8, self.consumer_warps * self.rows * 2 * OWN_ROWS], 16]
+            row_scales: cute.struct.Align[cute.struct.MemRange[Uint8, self.stages * (self.rows + 1) * SCALE_BYTES], 16]
+            scales: cute.struct.Align[cute.struct.MemRange[Uint8, self.stages * self.columns * SCALE_BYTES], 128]
+            b: cute.struct.Align[cute.struct.MemRange[Uint8, cute.cosize(b_layout)], 1024]
+            a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
+
+        self.storage = Storage
+        self.kernel(
+            a, a_scale, rows, b_atom, b_tma, b_scale_32, b_scale, ends, weights, out, b_layout, a_layout
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=RESIDENT[self.cfg.groups],
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        a: cute.Tensor,
+        a_scale: cute.Tensor,
+        rows: cute.Tensor,
+        b_atom: cute.CopyAtom,
+        mb: cute.Tensor,
+        b_scale_32: cute.Tensor,
+        b_scale: cute.Tensor,
+        ends: cute.Tensor,
+        weights: cute.Tensor,
+        out: cute.Tensor,
+        b_layout: cute.ComposedLayout,
+        a_layout: cute.ComposedLayout,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        storage = SmemAllocator().allocate(self.storage)
+        pipeline = Pipeline.of(storage.pipeline, self.stages)
+        sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+        sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+        tiles = storage.tiles.get_tensor(cute.make_layout(MAX_MATRICES + 32))
+        sums = storage.sums.get_tensor(cute.make_layout(32))
+        tables = Int32(storage.tables.data_ptr().toint())
+        places = storage.b, storage.scales, storage.a, storage.row_scales
+        ring = Ring(*(Int32(place.data_ptr().toint()) for place in places))
+
+        if warp == self.consumer_warps:
+            cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
+        if tid == 0:
+            # The announcement of the codes' bytes, and a lane each for what it copies.
+            pipeline.init(consumers=self.consumer_warps, producers=1 + (1 + GATHER_WARPS) * WARP)
+        cute.arch.mbarrier_init_fence()
+        if tid < 32:
+            sums[tid] = 0
+            write_tables(tables, lane)
+        cute.arch.sync_threads()
+        total = self.count_tiles(ends, *out.shape, tiles, sums, tid, lane, warp)
+
+        consumer_registers, producer_registers = REGISTERS[self.cfg.groups]
+        if warp >= self.consumer_warps:
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp == self.consumer_warps:
+                self.load_weights(b_atom, mb, b_scale_32, b_scale, ends, out, tiles, total, sb, ring, pipeline, lane)
+            else:
+                number = warp - self.consumer_warps - 1
+                self.gather_rows(a, a_scale, rows, ends, out, tiles, total, ring, pipeline, number, lane)
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            groups = a_scale.shape[1] // BLOCKS
+            staged = Int32(storage.out.data_ptr().toint()) + warp * (self.rows * 2 * OWN_ROWS)
+            self.consume(groups, weights, ends, out, tiles, total, sa, ring, tables, pipeline, staged, tid, warp, lane)
+
+    @cute.jit
+    def count_tiles(self, ends, rows, columns, tiles, sums, tid, lane, warp):
+        """Fill in the tiles of rows before each matrix; returns those of all."""
+        count = ends.shape[0]
+        # Matrices that overlap, as ends that decrease make them, could have more tiles than an int32 holds.
+        most = MAX_TILES // cute.ceil_div(columns, self.columns)
+        total = Int32(0)
+        for first in cutlass.range(0, count, self.threads, unroll=1):
+            e = first + tid
+            own = Int32(0)
+            if e < count:
+                begin, end = self.bounds(ends, e, rows)
+                own = cute.ceil_div(end - begin, self.rows)
+            before, of_all = block_exclusive_scan(own, sums, lane, warp)
+            if e < count:
+                tiles[e] = cutlass.min(total + before, most)
+            total = cutlass.min(total + of_all, most)
+            cute.arch.sync_threads()
+        if tid < 32:
+            tiles[count + tid] = total
+        cute.arch.sync_threads()
+        return total
+
+    @cute.jit
+    def bounds(self, ends, e, rows):
+        """Where the rows of matrix e begin and end; inside the rows that there are, whatever `ends` says. If its ends
+        decrease or are outside it has none, and takes none of the others'; the last may end beyond the rows."""
+        begin, end = Int32(0), ends[e]
+        if e > 0:
+            begin = ends[e - 1]
+        if e == ends.shape[0] - 1:
+            end = cutlass.min(end, rows)
+        if begin < 0 or begin > end or end > rows:
+            begin, end = Int32(0), Int32(0)
+        return begin, end
+
+    @cute.jit
+    def work_tile(self, index, e, ends, out, tiles, lane) -> WorkTileInfo:
+        """Work tile `index`, whose matrix is not before e."""
+        across = cute.ceil_div(out.shape[1], self.columns)
+        steps = Int32(32)
+        while steps == 32:
+            # Whether the tile lies behind the beginning of each of the next 32 matrices.
+            steps = cute.arch.popc(cute.arch.vote_ballot_sync(tiles[e + 1 + lane] * across <= index))
+            e += steps
+        begin, end = self.bounds(ends, e, out.shape[0])
+        down = cute.ceil_div(end - begin, self.rows)
+        local = index - tiles[e] * across
+        return WorkTileInfo(e, begin + local % down * self.rows, end, local // down * self.columns)
+
+    @cute.jit
+    def load_weights(
+        self, b_atom, mb, b_scale_32, b_scale, ends, out, tiles, total, sb, ring: Ring, pipeline: Pipeline, lane
+    ):
+        """The warp that loads the weights' codes and scales, and the blocks' scales."""
+        scheduler = static_persistent_scheduler()
+        state, e = start(), Int32(0)
+        columns = out.shape[1]
+        pitch = Int64(b_scale_32.stride[1])
+        across = cute.ceil_div(columns, self.columns)
+        for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
+            e, _, _, column = self.work_tile(index, e, ends, out, tiles, lane)
+            gb = cute.local_tile(cute.domain_offset((e * columns + column, 0), mb), (self.columns, BOX), (0, None))
+            tbs, tbg = cute.nvgpu.cpasync.tma_partition(
+                b_atom, 0, cute.make_layout(1), cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
+            )
+            # What lies beyond the columns is not stored: it may have any scale, as zeros.
+            of_rows = b_scale_32[e, cutlass.min(column + lane, columns - 1), None].iterator.toint()
+            of_block = b_scale[e, column // GROUP, None].iterator.toint()
+            for group in cutlass.range(b_scale.shape[2] // BLOCKS, unroll=1):
+                pipeline.producer_acquire(state, self.columns * BOXES * BOX)
+                for box in cutlass.range_constexpr(BOXES):
+                    full = pipeline.producer_barrier(state)
+                    target = tbs[None, BOXES * state.stage + box]
+                    cute.copy(b_atom, tbg[None, BOXES * group + box], target, tma_bar_ptr=full)
+                target = ring.scales + (state.stage * self.columns + lane) * SCALE_BYTES
+                for i in cutlass.range_constexpr(0, self.columns, WARP):
+                    valid = column + i + lane < columns
+                    source = of_rows + i * pitch if valid else of_rows
+                    gather_16(target + i * SCALE_BYTES, source + group * SCALE_BYTES, valid)
+                if lane == 0:
+                    target = ring.row_scales + (state.stage * (self.rows + 1) + self.rows) * SCALE_BYTES
+                    gather_16(target, of_block + group * SCALE_BYTES, True)
+                arrive_when_gathered(pipeline.producer_barrier(state))
+                state = pipeline.advance(state)
+
+    @cute.jit
+    def gather_rows(
+        self, a, a_scale, rows, ends, out, tiles, total, ring: Ring, pipeline: Pipeline, number: Int32, lane
+    ):
+        """Gathering warp `number`: every third row of activations, a word a lane; the first one their scales, too."""
+        scheduler = static_persistent_scheduler()
+        state, e = start(), Int32(0)
+        sources, channels = a.shape
+        place = ordered_place(lane)
+        chunk, word = place // 4, place % 4
+        across = cute.ceil_div(out.shape[1], self.columns)
+        for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
+            e, row, end, _ = self.work_tile(index, e, ends, out, tiles, lane)
+            count = cutlass.min(end - row, self.rows)
+            own = cutlass.min(row + lane, end - 1)
+            if rows.shape[0] > 0:
+                own = rows[own]
+            # Whatever `rows` says, what is read is there.
+            own = cutlass.max(cutlass.min(own, sources - 1), 0)
+            own_scales = a_scale[own, None].iterator.toint()
+            for group in cutlass.range(a_scale.shape[1] // BLOCKS, unroll=1):
+                pipeline.producer_wait(state)
+                for r in cutlass.range(number, count, GATHER_WARPS, unroll=1):
+                    source = a[cute.arch.shuffle_sync(own, r), None].iterator.toint()
+                    target = ring.rows + (state.stage * BLOCKS * self.rows + r) * GROUP
+                    target += (chunk ^ (r % 8)) * 16 + word * 4
+                    for block in cutlass.range_constexpr(BLOCKS):
+                        channel = (group * BLOCKS + block) * GROUP + 4 * lane
+                        valid = channel < channels
+                        gather_4(target + block * (self.rows * GROUP), source + (channel if valid else 0), valid)
+                if number == 0 and lane < count:
+                    target = ring.row_scales + (state.stage * (self.rows + 1) + lane) * SCALE_BYTES
+                    gather_16(target, own_scales + group * SCALE_BYTES, True)
+                arrive_when_gathered(pipeline.producer_barrier(state))
+                state = pipeline.advance(state)
+
+    @cute.jit
+    def consume(
+        self,
+        groups,
+        weights,
+        ends,
+        out,
+        tiles,
+        total,
+        sa,
+        ring: Ring,
+        tables,
+        pipeline: Pipeline,
+        staged,
+        tid,
+        warp,
+        lane,
+    ):
+        """The mainloop of a consumer warp, of whose warpgroup all take the same way."""
+        major, registers = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource.RMEM
+        mma = sm90.make_trivial_tiled_mma(
+            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (1, 1, 1), (64, self.rows), registers)
+        )
+        thr = mma.get_slice(tid % WARPGROUP)
+        activations = mma.make_fragment_B(thr.partition_B(sa))
+        widened = [cute.make_rmem_tensor(thr.partition_shape_A((64, GROUP)), Float8E4M3FN) for _ in range(BLOCKS)]
+        shape = thr.partition_shape_C((64, self.rows))
+        acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCKS)]
+        sums = cute.make_rmem_tensor((self.rows // 2,), Float32)
+        factors = cute.make_rmem_tensor((self.rows // 4,), Float32)
+        own_row = lane % 4 * 2
+        scheduler = static_persistent_scheduler()
+        state, e = start(), Int32(0)
+        across = cute.ceil_div(out.shape[1], self.columns)
+        for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
+            e, row, end, column = self.work_tile(index, e, ends, out, tiles, lane)
+            sums.fill(0.0)
+            factors.fill(1.0)
+            if weights.shape[0] > 0:
+                for i in cutlass.range_constexpr(self.rows // 4):
+                    factors[i] = weights[cutlass.min(row + i // 2 * 8 + own_row + i % 2, end - 1)]
+            for _ in cutlass.range(groups, unroll=1):
+                state = self.add_stage(mma, acc, widened, activations, sums, ring, tables, pipeline, state, warp, lane)
+            for i in cutlass.range_constexpr(self.rows // 2):
+                sums[i] = sums[i] * factors[i // 4 * 2 + i % 2]
+            if const_expr(self.out_dtype.width == 16):
+                self.store_rows(sums, out, row, end, column + warp * OWN_ROWS, staged, lane)
+            else:
+                self.store_numbers(sums, out, row + own_row, end, column + warp * OWN_ROWS + lane // 4)
+
+    @cute.jit
+    def add_stage(
+        self,
+        mma,
+        acc,
+        widened,
+        activations,
+        sums,
+        ring: Ring,
+        tables,
+        pipeline: Pipeline,
+        state: PipelineState,
+        warp,
+        lane,
+    ) -> PipelineState:
+        """Add up a stage's four blocks."""
+        pipeline.consumer_wait(state)
+        # Activations were not written by TMA; wgmma reads them through the other proxy.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        row_scales = ring.row_scales + state.stage * ((self.rows + 1) * SCALE_BYTES)
+        of_block = [x.bitcast(Float32) for x in load_16(row_scales + self.rows * SCALE_BYTES)]
+        first = state.stage * self.columns + warp * OWN_ROWS
+        scales = [load_16(ring.scales + (first + lane // 4 + 8 * half) * SCALE_BYTES) for half in range(2)]
+        # Matrices of ldmatrix: 16 rows' chunk of 16 bytes, then their next one.
+        own = ring.codes + (state.stage * (BOXES * self.columns) + warp * OWN_ROWS + lane % OWN_ROWS) * BOX
+        chunk = (lane // OWN_ROWS) ^ (lane % 8)
+        for block in cutlass.range_constexpr(BLOCKS):
+            places = [table_places(scales[half][block], of_block[block]) for half in range(2)]
+            words = cute.make_tensor(
+                cute.recast_ptr(widened[block].iterator, dtype=Uint32), cute.make_layout((2, 2, STEPS))
+            )
+            box = own + block // 2 * (self.columns * BOX)
+            for pair in cutlass.range_constexpr(STEPS // 2):
+                codes = load_matrices(box + ((chunk ^ (block % 2 * STEPS + 2 * pair)) * 16))
+                for i in cutlass.range_constexpr(4):
+                    half, step = i % 2, 2 * pair + i // 2
+                    table = load_table(tables, places[half], step)
+                    words[half, 0, step], words[half, 1, step] = widen(codes[i], *table)
+            cute.nvgpu.warpgroup.fence()
+            for step in cutlass.range_constexpr(STEPS):
+                mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
+                b = activations[None, None, step, state.stage * BLOCKS + block]
+                cute.gemm(mma, acc[block], widened[block][None, None, step], b, acc[block])
+            cute.nvgpu.warpgroup.commit_group()
+        of_rows = [
+            load_16(row_scales + (8 * (i // 2) + lane % 4 * 2 + i % 2) * SCALE_BYTES) for i in range(self.rows // 4)
+        ]
+        for block in cutlass.range_constexpr(BLOCKS):
+            cute.nvgpu.warpgroup.wait_group(BLOCKS - 1 - block)
+            if const_expr(block == BLOCKS - 1):
+                cute.arch.sync_warp()
+                pipeline.consumer_release(state)
+            factors = [x[block].bitcast(Float32) * of_block[block] for x in of_rows]
+            products = cute.make_tensor(acc[block].iterator, cute.make_layout(self.rows // 2))
+            for i in cutlass.range_constexpr(self.rows // 2):
+                sums[i] += products[i] * factors[i // 4 * 2 + i % 2]
+        return pipeline.advance(state)
+
+    @cute.jit
+    def store_rows(self, sums, out, row, end, column, staged, lane):
+        """A warp's 16 columns from `column` on, transposed through its part of shared memory: 32 bytes a row."""
+        for j in cutlass.range_constexpr(self.rows // 8):
+            words = [pack(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1], self.out_dtype) for half in range(2)]
+            store_transposed(staged + (8 * j + lane % 8) * (2 * OWN_ROWS) + lane // 8 % 2 * 16, words)
+        cute.arch.sync_warp()
+        eight = cute.make_rmem_tensor((4,), Uint32)
+        for i in cutlass.range_constexpr(0, 2 * self.rows, WARP):
+            r, at = (i + lane) // 2, column + (i + lane) % 2 * 8
+            if r < self.rows and row + r < end and at < out.shape[1]:
+                loaded = load_16(staged + (i + lane) * 16)
+                for k in cutlass.range_constexpr(4):
+                    eight[k] = loaded[k]
+                target = cute.local_tile(out[row + r, None], (8,), (at // 8,))
+                cute.autovec_copy(cute.recast_tensor(eight, self.out_dtype), target)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def store_numbers(self, sums, out, row, end, column):
+        """Columns `column` and `column` + 8 of pairs of rows 8 apart: eight lanes have 32 bytes in a row."""
+        for i in cutlass.range_constexpr(self.rows // 2):
+            own_row, own_column = row + i // 4 * 8 + i % 2, column + i // 2 % 2 * 8
+            if own_row < end and own_column < out.shape[1]:
+                out[own_row, own_column] = sums[i]
+
+
+@cached
+def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfig):
+    """-> f(a [T, K] e4m3, a_scale [T, G] fp32, rows [M] int32, or [0] where row m of the product is a's row m, b
+    [E * N, K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending,
+    weights [M] fp32, or [0] for none, out [M, N], ctas).
+
+    E up to 1024, T and M up to 2^27, all > 0; K is a multiple of 128, N of 8; G is K / 128, rounded up to a multiple of
+    4 with finite scales, and any bytes in b_scale_32; rows of all but the vectors start at multiples of 16 bytes. ctas:
+    config.ctas(multiprocessors).
+    """
+    sources, rows, columns, channels, matrices = (cute.sym_int() for _ in range(5))
+    blocks = cute.sym_int(divisibility=BLOCKS)
+    out_type = cute_dtype(out_dtype)
+    a = fake(Float8E4M3FN, (sources, channels), (*strides(1, 16), 1))
+    a_scale = fake(Float32, (sources, blocks), (*strides(1, 4), 1))
+    sources_of_rows = fake(Int32, (cute.sym_int(),), (1,), 4)
+    b = fake(Uint8, (cute.sym_int(), cute.sym_int()), (*strides(1, 16), 1))
+    b_scale_32 = fake(Uint8, (matrices, columns, cute.sym_int()), (*strides(2, SCALE_BYTES), 1))
+    b_scale = fake(Float32, (matrices, cute.sym_int(), blocks), (*strides(2, 4), 1))
+    ends = fake(Int32, (matrices,), (1,), 4)
+    weights = fake(Float32, (cute.sym_int(),), (1,), 4)
+    out = fake(out_type, (rows, columns), (*strides(1, 128 // out_type.width), 1))
+    kernel = Fp8Fp4GemmFewRowsSm90(out_type, config)
+    return compile_sm90(
+        kernel,
+        *(a, a_scale, sources_of_rows, b, b_scale_32, b_scale, ends, weights, out, Int32(1), fake_stream()),
+    )
+
+
+def choose_config(
+    rows: int, columns: int, channels: int, matrices: int, multiprocessors: int
+) -> Fp8Fp4GemmFewRowsConfig:
+    """For `rows` in all: what the busiest multiprocessor loads the fewest bytes with. All work tiles have as many
+    `channels`, so these are no matter."""
+
+    def loaded(config: Fp8Fp4GemmFewRowsConfig) -> float:
+        tiles = matrices * expected_tiles(rows, matrices, config.rows) * -(-columns // config.columns)
+        # A block's codes and e8m0 bytes, and its activations.
+        return math.ceil(tiles / multiprocessors) * (config.columns * (GROUP // 2 + 4) + config.rows * GROUP)
+
+    return min(CONFIGS, key=loaded)
+
+
+def expected_tiles(rows: int, matrices: int, each: int) -> float:
+    """Of `each` rows, that a matrix has if `rows` find theirs at random: the sum over j of P(more than j * each)."""
+    mean = rows / matrices
+    if matrices == 1 or mean > 8 * each:
+        return math.ceil(mean / each)
+    chance, at_most, tiles = math.exp(-mean), 0.0, 0.0
+    for i in range(16 * each):
+        at_most += chance
+        if i % each == 0:
+            tiles += 1 - at_most
+        chance *= mean / (i + 1)
+    return tiles
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_fp8_fp4_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]

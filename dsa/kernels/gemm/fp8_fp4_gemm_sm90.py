@@ -1,0 +1,399 @@
+"""Grouped product of FP8 activations with FP4 weights, for many rows a weight (prefill):
+out[m, n] = weights[m] * sum_g (sum_{k in block g} a[m, k] b8[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g],
+e the matrix of row m, b8 = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128], which e4m3
+holds exactly. The bits are those of the FP8 product with b8.
+
+Plan
+- The FP8 product (fp8_gemm_sm90.py) with a warpgroup more, the converters: they widen a stage's FP4 to e4m3 before the
+  consumers multiply it. Work tiles, the mainloop, its order of sums and the epilogues are that kernel's.
+- Warp roles: one or two consumer warpgroups, of 64 rows a wave; the converters, four warps; a producer warp, which
+  finds the work tiles, passes them on and loads by TMA. The producer is no converter: together with two consumer
+  warpgroups of 216 registers there are 56 for converters and 24 for the producer, and a warp that is both would need
+  more than 56.
+- Pipeline: one ring of STAGES stages of 128 channels. Each has two barriers that its data pass: `loaded` counts TMA's
+  bytes, `widened` the converter warps. Consumers wait for both and release the stage once.
+- Widening is in place: a converter warp owns 32 of each 128 rows of b, 4 KiB of e4m3 in a stage, into whose first
+  2 KiB TMA writes their codes. It goes from the last rows to the first, and has read the codes of all when it comes to
+  those that lie where codes are: it needs no memory beside the stage and waits for no other warp.
+- A lane's 16 bytes of codes are a row's 32 channels that share an e8m0 scale: one table (fp4_operand.py) for four
+  words. Eight lanes read 128 bytes in a row, and write two rows' 16 bytes of other channels, with TMA's swizzle in
+  banks of their own.
+- Scales of all kinds come for four blocks at a time, with the first of them. Converters make places of tables of them
+  before they release that one to the consumers, whose own release lets the next ones come.
+- Scheduler: static persistent. Drawn tiles are no faster here, where the converters set the pace.
+Shared memory: as the FP8 product's, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes and results; 16 bytes of e8m0
+scales a row of b and slot, and tables.
+Registers: see REGISTERS; consumers have 64 accumulators and 64 or 128 sums.
+Instructions of a converter lane and block of 128 x 128: 180, of which 150 are the ALU's, which takes 300 clocks.
+Roofline: the tensor cores and the multiply-adds, 1280 clocks a block of 256 x 128 or 128 x 256; shared memory, 128
+bytes a clock, is busy as long for 256 x 128, 768 clocks with wgmma, 320 with TMA and 224 with converters, and longer
+for 128 x 256, where TMA takes 256 and converters 448.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import tile_load
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, pipeline_storage, start
+from dsa.cute.shared_memory import load_16, store_16
+from dsa.cute.sm90 import WARP, opaque
+from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
+from dsa.kernels.gemm.fp4_operand import TABLE_BYTES, load_table, table_places_of_blocks, widen, write_tables
+from dsa.kernels.gemm.fp8_fp4_gemm_config import CONFIGS, Fp8Fp4GemmConfig
+from dsa.kernels.gemm.fp8_fp4_gemm_config import choose_config as choose_config
+from dsa.kernels.gemm.fp8_gemm_config import SCALES
+from dsa.kernels.gemm.fp8_gemm_sm90 import (
+    SCALE_BLOCKS,
+    SCALE_BYTES,
+    Fp8GemmSm90,
+    load_floats,
+    out_columns,
+    part,
+    rows_from,
+    scales_from,
+)
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo
+from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
+from dsa.kernels.gemm.result_epilogue import ResultEpilogue
+from dsa.kernels.gemm.tile_indices import TileIndices
+
+CODE_BYTES = GROUP // 2  # of a row and block
+CONVERTERS = 4  # warps
+OWN_ROWS = 32  # of b, of a converter warp
+OWN_BYTES = OWN_ROWS * GROUP
+UNITS = CODE_BYTES // 16  # groups of 32 channels of a row
+UNIT_ROWS = WARP // UNITS  # that a warp reads at a time
+# By the number of consumer warpgroups: registers of the threads of consumers, of converters and of the producer's
+# warpgroup; what a launch of all of them gives to a thread, redistributed.
+REGISTERS = {1: (240, 104, 40), 2: (216, 56, 24)}
+
+
+@dataclass(frozen=True)
+class WidenedPipeline:
+    """What consumers see of a ring whose stages are loaded and then widened."""
+
+    loaded: Pipeline
+    widened: Mbarriers
+
+    @cute.jit
+    def consumer_wait(self, state: PipelineState):
+        """Wait until the stage is loaded and widened: who widens it says nothing of the other matrix's bytes."""
+        self.loaded.consumer_wait(state)
+        self.widened.wait(state.phase, state.stage)
+
+    @cute.jit
+    def consumer_release(self, state: PipelineState):
+        """Arrive: this warp has read the stage. An elected lane's work."""
+        self.loaded.consumer_release(state)
+
+    @cute.jit
+    def advance(self, state: PipelineState) -> PipelineState:
+        """The stage behind `state`."""
+        return self.loaded.advance(state)
+
+
+class LateResultEpilogue(ResultEpilogue):
+    """One that finds its addresses when it stores: kept from tile to tile, they would take registers of the sums."""
+
+    @cute.jit
+    def store(self, sums, results, stores, info, row, staged, lane):
+        """The sums of a warp's 16 rows from `row` on."""
+        ResultEpilogue.store(self, sums, results, stores, info, row, opaque(staged), opaque(lane))
+
+
+class Fp8Fp4GemmSm90(Fp8GemmSm90):
+    """epilogue: what becomes of the sums."""
+
+    def __init__(self, config: Fp8Fp4GemmConfig, epilogue: ResultEpilogue):
+        super().__init__(config, False, epilogue)
+        self.registers = REGISTERS[config.groups]
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        a_scale: cute.Tensor,
+        b: cute.Tensor,
+        b_scale_32: cute.Tensor,
+        b_scale: cute.Tensor,
+        ends: cute.Tensor,
+        out: cute.Tensor,
+        of_rows: cute.Tensor | None,
+        ctas: Int32,
+        stream,
+    ):
+        results = out, of_rows, None
+        tile = (self.rows, self.columns, GROUP)
+        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
+        b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
+        slots = self.config.scale_slots
+        # A converter warp's codes, at the beginning of its part of a stage.
+        boxes = CONVERTERS * self.parts * self.stages
+        codes_layout = cute.make_layout((OWN_ROWS, CODE_BYTES, boxes), stride=(CODE_BYTES, 1, OWN_BYTES))
+        as_layout = cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES))
+        es_layout = cute.make_layout(
+            (GROUP, SCALE_BYTES, self.parts * slots), stride=(SCALE_BYTES, 1, GROUP * SCALE_BYTES)
+        )
+        # A slot begins at 128 bytes, as TMA wants it.
+        bs_layout = cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32))
+        loads = [
+            tile_load(a, a_layout, (self.rows, GROUP)),
+            tile_load(a_scale, as_layout, (self.rows, SCALES)),
+            tile_load(b, codes_layout, (OWN_ROWS, CODE_BYTES)),
+            tile_load(b_scale_32, es_layout, (GROUP, SCALE_BYTES)),
+            tile_load(b_scale, bs_layout, (1, SCALES)),
+        ]
+        stores = self.epilogue.tma_stores(results)
+
+        @cute.struct
+        class Storage:
+            pipeline: pipeline_storage(self.stages)
+            widened: cute.struct.MemRange[Int64, self.stages]
+            work_tiles: work_tile_storage(WorkTileInfo)
+            sums: cute.struct.MemRange[Int32, 32]
+            prefix: cute.struct.MemRange[Int32, PREFIX_SUMS]
+            tables: cute.struct.Align[cute.struct.MemRange[Uint8, TABLE_BYTES], TABLE_BYTES]
+            a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(as_layout)], 128]
+            b_scale_32: cute.struct.Align[cute.struct.MemRange[Uint8, cute.cosize(es_layout)], 128]
+            b_scale: cute.struct.Align[cute.struct.MemRange[Float32, SCALE_BLOCKS * slots * 32], 128]
+            staged: cute.struct.Align[
+                cute.struct.MemRange[Int32, self.consumer_warps * self.epilogue.warp_bytes // 4], 1024
+            ]
+            a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
+
+        self.storage = Storage
+        layouts = a_layout, b_layout, codes_layout, as_layout, es_layout, bs_layout
+        self.kernel(loads, a_scale.shape[1], ends, results, stores, out.shape[0], layouts).launch(
+            grid=(ctas, 1, 1),
+            block=(self.config.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        loads,
+        blocks: Int32,
+        ends: cute.Tensor,
+        results,
+        stores,
+        count: Int32,
+        layouts,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        storage = SmemAllocator().allocate(self.storage)
+        pipeline = Pipeline.of(storage.pipeline, self.stages)
+        widened = Mbarriers(storage.widened.data_ptr(), self.stages)
+        work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
+        a_layout, b_layout, codes_layout, as_layout, es_layout, bs_layout = layouts
+        sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+        sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+        codes = cute.make_tensor(cute.recast_ptr(storage.b.data_ptr(), dtype=Uint8), codes_layout)
+        sas, ses = storage.a_scale.get_tensor(as_layout), storage.b_scale_32.get_tensor(es_layout)
+        sbs = storage.b_scale.get_tensor(bs_layout)
+        tables = Int32(storage.tables.data_ptr().toint())
+        sums = storage.sums.get_tensor(cute.make_layout(32))
+        prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
+        across = cute.ceil_div(out_columns(results), self.epilogue.tile_columns)
+        tiles = GroupedTiles(ends, count, across, prefix, self.rows, self.epilogue.tile_columns)
+        indices = TileIndices.of(None)
+        producer = self.consumer_warps + CONVERTERS
+
+        if warp == producer:
+            for atom, _ in loads:
+                cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        if tid == 0:
+            pipeline.init(consumers=self.consumer_warps)
+            widened.init(arrivals=CONVERTERS)
+            work_tiles.init(consumers=self.consumer_warps + CONVERTERS)
+        cute.arch.mbarrier_init_fence()
+        if tid < 32:
+            sums[tid] = 0
+            write_tables(tables, lane)
+        cute.arch.sync_threads()
+        total = tiles.count(sums, self.config.threads, tid, lane, warp)
+
+        if warp >= producer:
+            cute.arch.setmaxregister_decrease(self.registers[2])
+            if warp == producer:
+                shared = sa, sas, codes, ses, sbs
+                self.produce_codes(loads, shared, indices, tiles, total, blocks, pipeline, work_tiles, lane)
+        elif warp >= self.consumer_warps:
+            cute.arch.setmaxregister_decrease(self.registers[1])
+            memory = [Int32(x.iterator.toint()) for x in (codes, ses, sbs)]
+            number = warp - self.consumer_warps
+            self.widen_stages(memory, tables, blocks, pipeline, widened, work_tiles, number, lane)
+        else:
+            cute.arch.setmaxregister_increase(self.registers[0])
+            staged = storage.staged.data_ptr().toint() + warp * self.epilogue.warp_bytes
+            both = WidenedPipeline(pipeline, widened)
+            self.consume(results, stores, blocks, (sa, sas, sb, sbs), staged, both, work_tiles, warp, lane)
+
+    @cute.jit
+    def produce_codes(
+        self, loads, shared, indices: TileIndices, tiles: GroupedTiles, total, blocks, pipeline, work_tiles, lane
+    ):
+        """The warp that finds the work tiles and loads them."""
+        (a_atom, ma), (as_atom, mas), (b_atom, mb), (es_atom, mes), (bs_atom, mbs) = loads
+        sa, sas, codes, ses, sbs = shared
+        state, tile_state, slot = start(), start(), Int32(0)
+        b_rows = mb.shape[0] // tiles.ends.shape[0]
+        size = self.rows * GROUP + self.columns * CODE_BYTES
+        of_scales = (self.rows + self.columns + self.parts) * SCALE_BYTES
+        index = indices.first
+        info = tiles.at(index, Int32(0), total, lane)
+        while info.end > 0:
+            e = info.matrix
+            tile_state = work_tiles.publish(tile_state, info)
+            columns = [e * b_rows + c for c in self.epilogue.columns_of_parts(info.column, b_rows)]
+            begins = [column + OWN_ROWS * i for column in columns for i in range(CONVERTERS)]
+            of_b = [part(b_atom, codes, tile_of(mb, row, (OWN_ROWS, CODE_BYTES))) for row in begins]
+            of_es = [part(es_atom, ses, tile_of(mes, row, (GROUP, SCALE_BYTES))) for row in columns]
+            scale_rows = self.epilogue.scale_blocks(info.column, b_rows)[: self.parts]
+            of_bs = [part(bs_atom, sbs, scales_from(mbs, row, e)) for row in scale_rows]
+            tas, tag = part(a_atom, sa, rows_from(ma, info.row, self.rows))
+            tass, tasg = part(as_atom, sas, tile_of(mas, info.row, (self.rows, SCALES)))
+            following = info
+            for group in cutlass.range(blocks // SCALES, unroll=1):
+                for i in cutlass.range_constexpr(SCALES):
+                    block = group * SCALES + i
+                    pipeline.producer_acquire(state, size + (of_scales if const_expr(i == 0) else 0))
+                    full = pipeline.producer_barrier(state)
+                    if const_expr(i == 0):
+                        for j in cutlass.range_constexpr(self.parts):
+                            target, place = of_es[j]
+                            at = slot * self.parts + j
+                            cute.copy(es_atom, place[None, group], target[None, at], tma_bar_ptr=full)
+                            target, place = of_bs[j]
+                            at = slot * SCALE_BLOCKS + j
+                            cute.copy(bs_atom, place[None, group], target[None, at], tma_bar_ptr=full)
+                        cute.copy(as_atom, tasg[None, group], tass[None, slot], tma_bar_ptr=full)
+                    for j in cutlass.range_constexpr(len(of_b)):
+                        target, place = of_b[j]
+                        at = state.stage * len(of_b) + j
+                        cute.copy(b_atom, place[None, block], target[None, at], tma_bar_ptr=full)
+                    cute.copy(a_atom, tag[None, block], tas[None, state.stage], tma_bar_ptr=full)
+                    state = pipeline.advance(state)
+                slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
+                if group == 0:
+                    # While stages are full: the next tile's first loads will not wait for its number.
+                    index = indices.behind(index, lane)
+                    following = tiles.at(index, e, total, lane)
+            info = following
+        work_tiles.publish(tile_state, WorkTileInfo.last())
+
+    @cute.jit
+    def widen_stages(
+        self, memory, tables, blocks, pipeline: Pipeline, widened: Mbarriers, work_tiles: WorkTilePipeline, number, lane
+    ):
+        """Converter warp `number`: its rows of each stage, in place."""
+        codes, scales, block_scales = memory
+        row, unit = lane // UNITS, lane % UNITS
+        own = codes + number * OWN_BYTES
+        read_at = own + lane * 16
+        # The unit's first 16 bytes of e4m3 and, beside them, the other ones.
+        write_at = own + row * GROUP + ((2 * unit) ^ row) * 16
+        scales += (number * OWN_ROWS + row) * SCALE_BYTES
+        units = [(part_of_b, j) for part_of_b in range(self.parts) for j in reversed(range(UNITS))]
+        state, tile_state, slot = start(), start(), Int32(0)
+        info = work_tiles.current(tile_state)
+        while info.end > 0:
+            tile_state = work_tiles.release(tile_state)
+            for _ in cutlass.range(blocks // SCALES, unroll=1):
+                places = None
+                for i in cutlass.range_constexpr(SCALES):
+                    pipeline.consumer_wait(state)
+                    at = scales + slot * (self.columns * SCALE_BYTES), block_scales + slot * (SCALE_BLOCKS * 128)
+                    if const_expr(i == 0):
+                        places = [self.places(*at, 0, unit)]
+                    offset = state.stage * (self.columns * GROUP)
+                    words, table = self.read_unit(read_at + offset, tables, places, units[0], i)
+                    for k in cutlass.range_constexpr(len(units)):
+                        own_words, own_table = words, table
+                        if const_expr(k + 2 == UNITS * len(places) and len(places) < self.parts):
+                            # Not before: all parts' at once would take too many registers.
+                            places.append(self.places(*at, len(places), unit))
+                        if const_expr(k + 1 < len(units)):
+                            words, table = self.read_unit(read_at + offset, tables, places, units[k + 1], i)
+                        part_of_b, j = units[k]
+                        if const_expr(j == 1):
+                            # Units 1 and 0 are written to where codes are, which all lanes have read.
+                            cute.arch.sync_warp()
+                        wide = [word for eight in own_words for word in widen(eight, *own_table)]
+                        target = write_at + offset + (part_of_b * GROUP + j * UNIT_ROWS) * GROUP
+                        store_16(target, wide[:4])
+                        store_16(target ^ 16, wide[4:])
+                    # wgmma reads through the other proxy.
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.sync_warp()
+                    widened.arrive(state.stage)
+                    state = pipeline.advance(state)
+                slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
+            info = work_tiles.current(tile_state)
+
+    def read_unit(self, address, tables, places, unit, block: int):
+        """Four words of codes, and their table."""
+        part_of_b, j = unit
+        words = load_16(address + part_of_b * (GROUP * GROUP) + j * (WARP * 16))
+        return words, load_table(tables, places[part_of_b][j], block)
+
+    def places(self, scales, block_scales, part_of_b: int, unit):
+        """Of the tables of this lane's rows of a part, for SCALES blocks."""
+        of_blocks = load_floats(block_scales + part_of_b * 128)
+        rows = [part_of_b * GROUP + j * UNIT_ROWS for j in range(UNITS)]
+        return [table_places_of_blocks(load_16(scales + r * SCALE_BYTES), unit, of_blocks) for r in rows]
+
+
+@cute.jit
+def tile_of(x, row, shape: cutlass.Constexpr):
+    """The tiles of x's rows from `row` on, one after another."""
+    return cute.local_tile(cute.domain_offset((row, 0), x), shape, (0, None))
+
+
+def _operands():
+    """a, a_scale, b, b_scale_32, b_scale and ends of unknown extents."""
+    rows, columns, matrices, blocks = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=SCALES)
+    a = fake(Float8E4M3FN, (rows, cute.sym_int()), (*strides(1, 16), 1))
+    a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))
+    b = fake(Uint8, (columns, cute.sym_int()), (*strides(1, 16), 1))
+    b_scale_32 = fake(Uint8, (columns, cute.sym_int()), (*strides(1, 16), 1))
+    row, matrix = strides(2, SCALES)
+    b_scale = fake(Float32, (cute.sym_int(), blocks, matrices), (row, 1, matrix))
+    return a, a_scale, b, b_scale_32, b_scale, fake(Int32, (matrices,), (1,), 4)
+
+
+@cached
+def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: bool = False):
+    """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [E * N, K / 2] uint8, b_scale_32 [E * N, 4 G] uint8, b_scale
+    [ceil(N / 128), G, E] fp32, ends [E] int32 ascending, out [M, N], weights [M] fp32 if `weighted` or None, ctas).
+
+    E up to 1024, M up to 2^27, all > 0. K is a multiple of 32, N of 8; G is ceil(K / 128), rounded up to a multiple of
+    4 with finite scales, and any bytes in b_scale_32; rows of all but ends and weights start at multiples of 16
+    bytes."""
+    out_type = cute_dtype(out_dtype)
+    rows = cute.sym_int()
+    out = fake(out_type, (rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
+    weights = fake(Float32, (rows,), (1,), 4) if weighted else None
+    kernel = Fp8Fp4GemmSm90(config, LateResultEpilogue(out_type, config, weighted))
+    return compile_sm90(kernel, *_operands(), out, weights, Int32(1), fake_stream())
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    variants = itertools.product(OUT_DTYPES, CONFIGS, (False, True))
+    return [(compile_fp8_fp4_gemm, arguments) for arguments in variants]

@@ -1,0 +1,114 @@
+"""Tile configurations of the FP8 product kernel, and which of them a shape gets."""
+
+from dataclasses import dataclass
+
+from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS
+from dsa.kernels.gemm.limits import GROUP
+
+SCALES = 4  # blocks of channels whose scales are loaded at a time
+WARP_ROWS = 16
+# A warp's results on their way out: chunks of 16 rows of 128 bytes.
+CHUNK_BYTES = WARP_ROWS * 128
+
+
+@dataclass(frozen=True)
+class Fp8GemmConfig:
+    """groups: consumer warpgroups; waves: so many times 64 rows has each of them, one after the other; columns: of a
+    work tile; stages: blocks of 128 channels in flight; chunks: of results that a warp has shared memory for."""
+
+    groups: int
+    waves: int
+    columns: int
+    stages: int
+    chunks: int
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups * self.waves
+
+    @property
+    def together(self) -> int:
+        """Blocks of channels multiplied before the first of them is added: what hides a narrow tile's latency."""
+        return max(1, 128 // self.columns) if self.waves == 1 else 1
+
+    @property
+    def threads(self) -> int:
+        return (self.groups + 1) * WARPGROUP
+
+    @property
+    def scale_slots(self) -> int:
+        """A group of SCALES blocks is read before the first of them is released."""
+        return -(-self.stages // SCALES)
+
+    def fits(self) -> bool:
+        """Whether shared memory holds it."""
+        loaded = self.stages * (self.rows + self.columns) * GROUP
+        scales = self.scale_slots * (self.rows * SCALES * 4 + 256)
+        staged = 4 * self.groups * self.chunks * CHUNK_BYTES
+        return loaded + scales + staged + 4 * (PREFIX_SUMS + 32) + 16 * self.stages + 256 + 4 * 1024 <= SHARED_BYTES
+
+
+CONFIGS = (
+    Fp8GemmConfig(1, 1, 64, 11, 1),
+    Fp8GemmConfig(1, 1, 128, 8, 1),
+    Fp8GemmConfig(2, 1, 64, 7, 1),
+    Fp8GemmConfig(2, 1, 128, 5, 2),
+    Fp8GemmConfig(2, 1, 192, 4, 3),
+    Fp8GemmConfig(2, 2, 128, 4, 1),
+)
+# With SwiGLU the columns are those of gate and of up, half of each.
+SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
+# What warps gather rows for: these have registers for as many.
+GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
+# Up to so many rows of the result they are gathered by the kernel, which costs it a quarter where the tensor cores are
+# busy; more are copied before.
+GATHERED_ROWS = 4096
+# Of these work tiles can be drawn.
+DRAWN_CONFIGS = CONFIGS[3:]
+# Clocks of a work tile beside its blocks of channels, where TMA stores its results and where warps do; of a block
+# beside its products. Measured on an H200.
+TMA_STORE_CLOCKS, STORE_CLOCKS, BLOCK_CLOCKS = 2100, 4400, 150
+
+
+def choose_config(
+    rows: int,
+    columns: int,
+    channels: int,
+    matrices: int,
+    multiprocessors: int,
+    configs: tuple[Fp8GemmConfig, ...] = CONFIGS,
+) -> Fp8GemmConfig:
+    """For `rows` in all: what takes the fewest clocks. One matrix's tiles are dealt out in whole rounds; those of
+    several even out, and their rows are taken for random numbers about the mean."""
+    blocks = -(-channels // GROUP)
+    used = max(min(rows, matrices), 1)
+    each = rows / used
+    sizes = [rows] if matrices == 1 else [max(1, round(each + sign * each**0.5)) for sign in (-1, 1)]
+
+    def clocks(config: Fp8GemmConfig) -> float:
+        across = -(-columns // config.columns)
+        total = 0.0
+        for size in sizes:
+            full, left = divmod(size, config.rows)
+            of_rows = [(full, config.rows), (1, left)] if left else [(full, config.rows)]
+            total += sum(count * across * tile_clocks(config, height, blocks) for count, height in of_rows)
+        total *= used / len(sizes) / multiprocessors
+        if matrices > 1:
+            return total
+        rounds = -(-across * -(-rows // config.rows) // multiprocessors)
+        return max(total, rounds * tile_clocks(config, min(rows, config.rows), blocks))
+
+    return min([config for config in configs if config.groups == 1 or each > 64] or configs, key=clocks)
+
+
+def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
+    """Of a work tile with so many rows. A block of 128 channels takes what the tensor cores and the multiply-adds take,
+    which keep each other from the registers; or shared memory, which moves 128 bytes a clock: what TMA writes, and what
+    every wgmma reads, its 64 rows and its columns. A warpgroup alone waits for each product of its own."""
+    units = -(-rows // 64)
+    multiplied = units * config.columns * 2 + units * config.columns // 2
+    moved = units * (64 + config.columns) + config.rows + config.columns
+    alone = -(-units // config.groups) * (config.columns * 5 // 2 + 180 // config.together)
+    stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
+    return stored + blocks * (BLOCK_CLOCKS + max(multiplied, moved, alone))

@@ -1,0 +1,211 @@
+"""Products of a few rows with a narrow block-scaled FP8 matrix, whose channels a cluster of CTAs splits:
+out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g], m up to 64.
+
+Plan
+- A matrix of few columns has fewer work tiles than there are SMs. So the CTAs of a cluster take turns with the blocks
+  of channels of one work tile of 64 columns. A sum must not depend on how many they are: none adds up its own blocks.
+  It sends their products to the CTA that owns the result, which scales and adds those of all blocks in their order. The
+  bits are those of the other kernels.
+- CTA i of a cluster of C owns columns 64 / C * i and so on of the work tile: as the rows of the wgmma these are whole
+  accumulators of a thread, in pairs of rows of the result.
+- Warp roles: a consumer warpgroup multiplies, one warp is the producer, which loads by TMA. The first consumer warp
+  loads the scales of all blocks before it begins.
+- Pipeline: a ring of stages, each SPLIT_SPAN blocks of 128 channels of a and of b. A CTA has few blocks, so that most
+  of them are in flight at once. Two barriers of the cluster: all CTAs run, before the first product is sent; all
+  products are there.
+- Epilogue: a warp adds and stores slabs of 8 columns and 8 rows, a lane one column of two rows.
+- Scheduler: a cluster for each work tile.
+Shared memory: barriers; stages x SPLIT_SPAN x (64 + rows) x 128 bytes; products received, MAX_SPLIT_BLOCKS x 256 x
+rows / C bytes; scales, (rows + 1) x (MAX_SPLIT_BLOCKS + 4) x 4 bytes.
+Roofline: memory, b once; then a fixed part: launch, the latency of one load, two barriers of the cluster, the sums.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.copies import bulk_load, tile_load
+from dsa.cute.pipeline import Mbarriers, Pipeline, expect_bytes, pipeline_storage, start
+from dsa.cute.sm90 import WARP
+from dsa.cute.wgmma import multiply
+from dsa.kernels.gemm.cluster import remote_address, store_remote_8
+from dsa.kernels.gemm.few_rows_tile import (
+    COLUMNS,
+    CONSUMER_WARPS,
+    MAX_SPLIT_BLOCKS,
+    SCALES,
+    SPLIT_SPAN,
+    THREADS,
+    FewRowsConfig,
+    fragments,
+    load_blocks,
+    operand_layouts,
+    tiles_of,
+)
+from dsa.kernels.gemm.limits import GROUP
+
+SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # scales of a row: 8 rows' are then in different banks
+
+
+class Fp8GemmSplitChannelsSm90:
+    def __init__(self, out_dtype: type[cutlass.Numeric], cfg: FewRowsConfig):
+        self.out_dtype, self.rows, self.stages, self.ctas = out_dtype, cfg.rows, cfg.stages, cfg.ctas
+        self.owned = 8 // cfg.ctas  # of the work tile's 8 times 8 columns
+        self.slabs = self.owned * cfg.rows // 8
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        a_scale: cute.Tensor,
+        b: cute.Tensor,
+        b_scale: cute.Tensor,
+        out: cute.Tensor,
+        ctas: Int32,
+        stream,
+    ):
+        a_layout, b_layout = operand_layouts(self.rows, SPLIT_SPAN * self.stages)
+        a_atom, a_tma = tile_load(a, a_layout, (self.rows, GROUP))
+        b_atom, b_tma = tile_load(b, b_layout, (COLUMNS, GROUP))
+
+        @cute.struct
+        class Storage:
+            pipeline: pipeline_storage(self.stages)
+            scales_loaded: cute.struct.MemRange[Int64, 1]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, (self.rows + 1) * SCALE_STRIDE], 16]
+            products: cute.struct.Align[cute.struct.MemRange[Float32, MAX_SPLIT_BLOCKS * self.slabs * 64], 128]
+            a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
+
+        self.storage = Storage
+        tiles = cute.ceil_div(out.shape[1], COLUMNS)
+        self.kernel(a_atom, a_tma, a_scale, b_atom, b_tma, b_scale, out, a_layout, b_layout).launch(
+            grid=(tiles * self.ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(self.ctas, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        a_atom: cute.CopyAtom,
+        ma: cute.Tensor,
+        a_scale: cute.Tensor,
+        b_atom: cute.CopyAtom,
+        mb: cute.Tensor,
+        b_scale: cute.Tensor,
+        out: cute.Tensor,
+        a_layout: cute.ComposedLayout,
+        b_layout: cute.ComposedLayout,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        cta, _, _ = cute.arch.block_idx()
+        index, rank = cta // self.ctas, cta % self.ctas
+        storage = SmemAllocator().allocate(self.storage)
+        pipeline = Pipeline.of(storage.pipeline, self.stages)
+        scales_loaded = Mbarriers(storage.scales_loaded.data_ptr(), 1)
+        sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+        sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+        # The last row has the columns' scales.
+        scales = storage.scales.get_tensor(
+            cute.make_layout((self.rows + 1, MAX_SPLIT_BLOCKS), stride=(SCALE_STRIDE, 1))
+        )
+        products = storage.products.get_tensor(cute.make_layout((2, WARP, self.slabs, MAX_SPLIT_BLOCKS)))
+        blocks = a_scale.shape[1]
+        groups = blocks // SPLIT_SPAN
+
+        if warp == CONSUMER_WARPS:
+            with cute.arch.elect_one():
+                pipeline.init(consumers=CONSUMER_WARPS)
+                scales_loaded.init(1)
+            cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
+            cute.nvgpu.cpasync.prefetch_descriptor(a_atom)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.cluster_arrive_relaxed()
+
+        if warp == CONSUMER_WARPS:
+            state = start()
+            tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), 0)
+            tbs, tbg = tiles_of(b_atom, sb, mb, (COLUMNS, GROUP), index)
+            for group in cutlass.range(rank, groups, self.ctas, unroll=1):
+                pipeline.producer_acquire(state, SPLIT_SPAN * (COLUMNS + self.rows) * GROUP)
+                full = pipeline.producer_barrier(state)
+                load_blocks(b_atom, tbg, tbs, group, state.stage, SPLIT_SPAN, full)
+                load_blocks(a_atom, tag, tas, group, state.stage, SPLIT_SPAN, full)
+                state = pipeline.advance(state)
+            cute.arch.cluster_wait()
+        else:
+            if warp == 0:
+                self.load_scales(a_scale, b_scale[0, index * COLUMNS // GROUP, None], scales, scales_loaded, lane)
+            cute.arch.cluster_wait()
+            self.multiply_blocks(rank, groups, sa, sb, products, pipeline, warp, lane)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp < CONSUMER_WARPS:
+            scales_loaded.wait(0)
+            for first in cutlass.range_constexpr(0, self.slabs, CONSUMER_WARPS):
+                slab = first + warp
+                if slab < self.slabs:
+                    self.add_blocks(blocks, products, scales, out, index * COLUMNS + rank * self.owned * 8, slab, lane)
+
+    @cute.jit
+    def load_scales(self, a_scale, of_columns, scales, loaded: Mbarriers, lane):
+        """Copy the scales of all rows and of the columns. A warp's work."""
+        rows, size = cutlass.min(self.rows, a_scale.shape[0]), a_scale.shape[1] * 4
+        with cute.arch.elect_one():
+            expect_bytes(loaded.barrier(), (rows + 1) * size)
+            bulk_load(scales[self.rows, None].iterator, of_columns.iterator, size, loaded.barrier())
+        for first in cutlass.range_constexpr(0, self.rows, WARP):
+            row = first + lane
+            if row < rows:
+                bulk_load(scales[row, None].iterator, a_scale[row, None].iterator, size, loaded.barrier())
+
+    @cute.jit
+    def multiply_blocks(self, rank, groups, sa, sb, products, pipeline: Pipeline, warp, lane):
+        """The mainloop of the consumer warpgroup: multiply this CTA's blocks, and send the products to their owners."""
+        mma, acc, rb, ra = fragments(self.rows, SPLIT_SPAN, sb, sa)
+        # A thread has two times 8 columns of the work tile, and one pair of each 8 rows.
+        targets = []
+        for half in cutlass.range_constexpr(2):
+            eight = 2 * warp + half
+            own = products[None, lane, eight % self.owned * (self.rows // 8), 0].iterator.toint()
+            targets.append(remote_address(Int32(own), eight // self.owned))
+        state = start()
+        for group in cutlass.range(rank, groups, self.ctas, unroll=1):
+            pipeline.consumer_wait(state)
+            for i in cutlass.range_constexpr(SPLIT_SPAN):
+                block = SPLIT_SPAN * state.stage + i
+                multiply(mma, acc[i], rb, ra, block, block)
+            for i in cutlass.range_constexpr(SPLIT_SPAN):
+                cute.nvgpu.warpgroup.wait_group(SPLIT_SPAN - 1 - i)
+                numbers = cute.make_tensor(acc[i].iterator, cute.make_layout(cute.size(acc[i])))
+                for j in cutlass.range_constexpr(self.rows // 4):
+                    slab = (SPLIT_SPAN * group + i) * self.slabs + j // 2
+                    store_remote_8(targets[j % 2] + slab * (WARP * 8), numbers[2 * j], numbers[2 * j + 1])
+            pipeline.consumer_release(state)
+            state = pipeline.advance(state)
+
+    @cute.jit
+    def add_blocks(self, blocks, products, scales, out, column, slab, lane):
+        """Add a slab's blocks in their order, and store it. column: this CTA's first."""
+        row, at = slab % (self.rows // 8) * 8 + lane % 4 * 2, column + slab // (self.rows // 8) * 8 + lane // 4
+        sums = [Float32(0.0) for _ in range(2)]
+        of = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(3)]
+        pair = cute.make_rmem_tensor((2, SCALES), Float32)
+        for group in cutlass.range(blocks // SCALES, unroll=2):
+            for j in cutlass.range_constexpr(3):
+                line = scales[row + j if j < 2 else self.rows, None]
+                cute.autovec_copy(cute.local_tile(line, (SCALES,), (group,)), of[j])
+            for i in cutlass.range_constexpr(SCALES):
+                cute.autovec_copy(products[None, lane, slab, SCALES * group + i], pair[None, i])
+            for i in cutlass.range_constexpr(SCALES):
+                for c in cutlass.range_constexpr(2):
+                    sums[c] += pair[c, i] * (of[c][i] * of[2][i])
+        for c in cutlass.range_constexpr(2):
+            if row + c < out.shape[0] and at < out.shape[1]:
+                out[row + c, at] = sums[c].to(self.out_dtype)

@@ -1,0 +1,112 @@
+"""Work tiles of a grouped product: rows of one matrix each, found on the device.
+
+Rows lie one matrix's after another's, and `ends` says where each one's end: no row is padded, and no host reads a
+length. The tiles of a matrix come together, in bands of BAND rows: so what is multiplied at a time is of about as many
+rows as columns, and the L2 cache holds what several tiles read. Within a band the rows are innermost, if there is one
+matrix. Of several, the columns are: a matrix of a few tiles of rows has a last one of few rows, and the scheduler,
+which deals tiles out in turn, would give these to every second CTA.
+A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from dsa.cute.reductions import block_exclusive_scan
+from dsa.kernels.gemm.limits import MAX_MATRICES
+
+MAX_TILES = 2**30
+BAND = 2048
+# Tiles of rows before each matrix; behind the last one those of all, 32 times.
+PREFIX_SUMS = MAX_MATRICES + 32
+
+
+class WorkTileInfo(NamedTuple):
+    """matrix: its number; row, column: the first of the work tile; end: of the matrix's rows. An end of 0: no tile is
+    left."""
+
+    matrix: Int32
+    row: Int32
+    end: Int32
+    column: Int32
+
+    @staticmethod
+    def last() -> "WorkTileInfo":
+        return WorkTileInfo(*[Int32(0)] * 4)
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """ends [matrices]; rows: of all matrices; across: tiles of columns; prefix [PREFIX_SUMS] in shared memory; height,
+    width: rows and columns of a tile."""
+
+    ends: cute.Tensor
+    rows: Int32
+    across: Int32
+    prefix: cute.Tensor
+    height: cutlass.Constexpr[int]
+    width: cutlass.Constexpr[int]
+
+    @cute.jit
+    def count(self, sums, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
+        """Fill in the prefix sums. -> the tiles of all matrices. Work of all threads of the CTA; sums: 32 Int32 of
+        shared memory, zero beyond the CTA's warps."""
+        matrices = self.ends.shape[0]
+        # Matrices that overlap, as ends that decrease make them, could have more tiles than an int32 holds.
+        most = MAX_TILES // self.across
+        total = Int32(0)
+        for first in cutlass.range(0, matrices, threads, unroll=1):
+            e = first + tid
+            own = Int32(0)
+            if e < matrices:
+                begin, end = self.bounds(e)
+                own = cute.ceil_div(end - begin, self.height)
+            before, of_all = block_exclusive_scan(own, sums, lane, warp)
+            if e < matrices:
+                self.prefix[e] = cutlass.min(total + before, most)
+            total = cutlass.min(total + of_all, most)
+            cute.arch.sync_threads()
+        if tid < 32:
+            self.prefix[matrices + tid] = total
+        cute.arch.sync_threads()
+        return total * self.across
+
+    @cute.jit
+    def bounds(self, e):
+        """Where the rows of matrix e begin and end; inside the rows that there are, whatever `ends` says. If its ends
+        decrease or are outside it has none, and takes none of the others'; the last may end beyond the rows."""
+        begin, end = Int32(0), self.ends[e]
+        if e > 0:
+            begin = self.ends[e - 1]
+        if e == self.ends.shape[0] - 1:
+            end = cutlass.min(end, self.rows)
+        if begin < 0 or begin > end or end > self.rows:
+            begin, end = Int32(0), Int32(0)
+        return begin, end
+
+    @cute.jit
+    def at(self, index, e, total, lane) -> WorkTileInfo:
+        """Work tile `index` of `total`, whose matrix is not before e; the last WorkTileInfo, if there is none."""
+        row, end, column = Int32(0), Int32(0), Int32(0)
+        if index < total:
+            steps = Int32(32)
+            while steps == 32:
+                # Whether the tile lies behind the beginning of each of the next 32 matrices.
+                steps = cute.arch.popc(cute.arch.vote_ballot_sync(self.prefix[e + 1 + lane] * self.across <= index))
+                e += steps
+            begin, end = self.bounds(e)
+            down = cute.ceil_div(end - begin, self.height)
+            local = index - self.prefix[e] * self.across
+            tiles = BAND // self.height
+            band = local // (tiles * self.across) * tiles
+            local -= band * self.across
+            of_band = cutlass.min(down - band, tiles)
+            several = self.ends.shape[0] > 1
+            inner = self.across if several else of_band
+            outer, rest = local // inner, local % inner
+            row = begin + (band + (outer if several else rest)) * self.height
+            column = (rest if several else outer) * self.width
+        return WorkTileInfo(e, row, end, column)

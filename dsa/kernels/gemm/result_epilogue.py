@@ -1,0 +1,158 @@
+"""What becomes of a product's sums: rounded once and stored, multiplied by their row's weight if there are weights.
+
+16-bit results of a warp, 16 rows, go to its part of shared memory in chunks of 64 columns, 128 bytes a row: the 16
+bytes c of row r lie where c ^ (r % 8) would, as TMA reads them. Where there is room for all of a warp's chunks, TMA
+stores those all of whose rows are the work tile's, and they are written again a work tile later. Others are stored by
+the warp, 128 bytes a row.
+fp32 results are stored in pairs of columns: 32 bytes in a row.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Uint32, const_expr
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.shared_memory import load_16, pack, store_matrices
+from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, WARP_ROWS, Fp8GemmConfig
+from dsa.kernels.gemm.limits import GROUP
+
+CHUNK = 64  # columns
+
+
+class ResultEpilogue:
+    """results: (out [M, N], weights [M] or None, None)."""
+
+    def __init__(self, out_dtype: type[cutlass.Numeric], config: Fp8GemmConfig, weighted: bool):
+        self.out_dtype, self.weighted, self.tile_columns = out_dtype, weighted, config.columns
+        self.chunks = config.columns // CHUNK if out_dtype.width == 16 else 0
+        self.by_tma = self.chunks > 0 and config.chunks >= self.chunks * config.waves
+        self.room, self.warp_bytes = config.chunks, config.chunks * CHUNK_BYTES
+
+    parts = 1
+
+    def columns_of_parts(self, column, b_rows):
+        """Where b's rows of a work tile begin."""
+        return (column,)
+
+    def scale_blocks(self, column, b_rows):
+        """The numbers of their blocks of 128 rows."""
+        return column // GROUP, column // GROUP + 1
+
+    @cute.jit
+    def scale_of(self, part: cutlass.Constexpr, j: cutlass.Constexpr, of_blocks, odd):
+        """The scale of columns 64 j to 64 j + 63 of the work tile, `odd` if it begins in the middle of a block: tiles
+        of 192 columns do so every other time."""
+        of = of_blocks[(j + 1) // 2 if const_expr(len(of_blocks) > 1) else 0]
+        if const_expr(len(of_blocks) > 1 and j == 1):
+            of = of_blocks[1] if odd else of_blocks[0]
+        return of
+
+    def tma_stores(self, results):
+        """What TMA needs to store a chunk."""
+        if const_expr(not self.by_tma):
+            return None
+        layout = sm90.make_smem_layout_epi(self.out_dtype, LayoutEnum.ROW_MAJOR, (WARP_ROWS, CHUNK), 1)
+        store = cute.nvgpu.cpasync.CopyBulkTensorTileS2GOp()
+        info = cute.nvgpu.cpasync.make_tiled_tma_atom(
+            store, results[0], cute.slice_(layout, (None, None, 0)), (WARP_ROWS, CHUNK)
+        )
+        return info[0], info[1], layout
+
+    @cute.jit
+    def store(self, sums, results, stores, info, row, staged, lane):
+        """The sums of a warp's 16 rows from `row` on."""
+        out, weights, _ = results
+        sums = sums[0]
+        if const_expr(self.weighted):
+            for half in cutlass.range_constexpr(2):
+                own = weights[cutlass.min(row + (lane >> 2) + 8 * half, info.end - 1)]
+                for i in cutlass.range_constexpr(cute.size(sums)):
+                    if const_expr(i // 2 % 2 == half):
+                        sums[i] = sums[i] * own
+        if const_expr(self.by_tma):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            for chunk in cutlass.range_constexpr(self.chunks):
+                self.stage(sums, staged, chunk, chunk, lane)
+            if row + WARP_ROWS <= info.end:
+                self.store_chunks(stores, row, info.column, out.shape[1], staged)
+            else:
+                cute.arch.sync_warp()
+                for chunk in cutlass.range_constexpr(self.chunks):
+                    self.store_rows(out, row, info.end, info.column, staged, chunk, chunk, lane)
+                cute.arch.sync_warp()
+        elif const_expr(self.chunks > 0):
+            for chunk in cutlass.range_constexpr(self.chunks):
+                self.stage(sums, staged, chunk, chunk % self.room, lane)
+                if const_expr((chunk + 1) % self.room == 0 or chunk == self.chunks - 1):
+                    cute.arch.sync_warp()
+                    for ready in cutlass.range_constexpr(chunk // self.room * self.room, chunk + 1):
+                        self.store_rows(out, row, info.end, info.column, staged, ready, ready % self.room, lane)
+                    cute.arch.sync_warp()
+        else:
+            self.store_pairs(sums, out, row + (lane >> 2), info.end, info.column + lane % 4 * 2)
+
+    @cute.jit
+    def finish(self):
+        """Before the CTA ends, and its shared memory with it."""
+        if const_expr(self.by_tma):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def stage(self, sums, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
+        """A chunk of the sums to place number `place`."""
+        own = lane % WARP_ROWS
+        for pair in cutlass.range_constexpr(4):
+            places = [32 * chunk + 8 * pair + 2 * i for i in range(4)]
+            words = [pack(sums[i], sums[i + 1], self.out_dtype) for i in places]
+            # Lanes 0 to 15 have the rows of the even 16 bytes, the others those of the odd ones.
+            vector = (2 * pair + lane // WARP_ROWS) ^ (own % 8)
+            store_matrices(staged + place * CHUNK_BYTES + own * 128 + vector * 16, words)
+
+    @cute.jit
+    def store_chunks(self, stores, row, column, columns, staged):
+        atom, out, layout = stores
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        for chunk in cutlass.range_constexpr(self.chunks):
+            if column + chunk * CHUNK < columns:
+                pointer = cute.make_ptr(
+                    self.out_dtype, staged + chunk * CHUNK_BYTES, cute.AddressSpace.smem, assumed_align=1024
+                )
+                source = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, self.out_dtype), layout.outer)
+                target = cute.local_tile(
+                    cute.domain_offset((row, column + chunk * CHUNK), out), (WARP_ROWS, CHUNK), (0, 0)
+                )
+                shared, place = cute.nvgpu.cpasync.tma_partition(
+                    atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
+                )
+                cute.copy(atom, shared[None, 0], place)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_rows(self, out, row, end, column, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
+        """A chunk's rows before `end`, 16 bytes a lane."""
+        eight = cute.make_rmem_tensor((4,), Uint32)
+        for i in cutlass.range_constexpr(0, WARP_ROWS * 8, 32):
+            r, vector = (i + lane) // 8, (i + lane) % 8
+            at = column + chunk * CHUNK + 8 * vector
+            if row + r < end and at < out.shape[1]:
+                loaded = load_16(staged + place * CHUNK_BYTES + r * 128 + (vector ^ (r % 8)) * 16)
+                for k in cutlass.range_constexpr(4):
+                    eight[k] = loaded[k]
+                target = cute.local_tile(out[row + r, None], (8,), (at // 8,))
+                cute.autovec_copy(cute.recast_tensor(eight, self.out_dtype), target)
+
+    @cute.jit
+    def store_pairs(self, sums, out, row, end, column):
+        """The sums of rows `row` and `row` + 8, in pairs of columns 8 apart."""
+        pair = cute.make_rmem_tensor((2,), self.out_dtype)
+        for half in cutlass.range_constexpr(2):
+            if row + 8 * half < end:
+                pairs = cute.local_tile(out[row + 8 * half, None], (2,), (None,))
+                for j in cutlass.range_constexpr(self.tile_columns // 8):
+                    if column + 8 * j < out.shape[1]:
+                        for c in cutlass.range_constexpr(2):
+                            pair[c] = sums[4 * j + 2 * half + c]
+                        cute.autovec_copy(pair, pairs[None, column // 2 + 4 * j])

@@ -1,0 +1,94 @@
+"""What becomes of the sums of an expert's first product: h = silu(gate) * up, cast to FP8, a scale per 128 channels.
+
+A work tile has 128 channels of h: its part 0 are the 128 columns of gate, its part 1 those of up, which lie behind all
+of gate's. gate and up are rounded to `dtype` first, and so is h, so that the bytes are those of the product and
+`swiglu_cast_to_fp8` one after the other. A quad has a row's 128 channels, 32 a lane. The bytes of a warp's 16 rows go
+through its part of shared memory, 128 bytes a row: the 16 bytes c of row r lie where c ^ (r % 8) would.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.cute.shared_memory import load_16
+from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, WARP_ROWS
+from dsa.kernels.gemm.swiglu import swiglu
+
+OWN = GROUP // 4  # channels of a row that a lane has
+
+
+class SwigluEpilogue:
+    """results: (q [M, I] e4m3, scale [M, I / 128] fp32, limit or None)."""
+
+    parts, tile_columns, warp_bytes = 2, GROUP, CHUNK_BYTES
+
+    def __init__(self, dtype: type[cutlass.Numeric], use_ue8m0: bool):
+        self.dtype, self.use_ue8m0 = dtype, use_ue8m0
+
+    def columns_of_parts(self, column, b_rows):
+        """Where b's rows of each part begin: gate's, up's."""
+        return column, b_rows // 2 + column
+
+    def scale_blocks(self, column, b_rows):
+        """The numbers of their blocks of 128 rows."""
+        return column // GROUP, (b_rows // 2 + column) // GROUP
+
+    def scale_of(self, part, j, of_blocks, odd):
+        """The scale of a part's columns."""
+        return of_blocks[part]
+
+    def tma_stores(self, results):
+        return None
+
+    @cute.jit
+    def store(self, sums, results, stores, info, row, staged, lane):
+        """A warp's 16 rows from `row` on."""
+        q, scale, limit = results
+        for half in cutlass.range_constexpr(2):
+            operands = cute.make_rmem_tensor((2 * OWN,), Float32)
+            for i in cutlass.range_constexpr(OWN):
+                at = i // 2 * 4 + 2 * half + i % 2
+                operands[i], operands[OWN + i] = sums[0][at], sums[1][at]
+            round_to(operands, self.dtype)
+            h = cute.make_rmem_tensor((OWN,), Float32)
+            for i in cutlass.range_constexpr(OWN):
+                h[i] = swiglu(operands[i], operands[OWN + i], limit)
+            round_to(h, self.dtype)
+            own_scale = quantize(h, OWN, self.use_ue8m0)
+            r = (lane >> 2) + 8 * half
+            if lane % 4 == 0 and row + r < info.end:
+                scale[row + r, info.column // GROUP] = own_scale
+            for i in cutlass.range_constexpr(0, OWN, 2):
+                # Columns 4 i + 2 (lane % 4) and the next: in the 16 bytes number i / 4.
+                at = r * GROUP + ((i // 4) ^ (r % 8)) * 16 + i // 2 % 2 * 8 + lane % 4 * 2
+                store_pair(Int32(staged + at), h[i], h[i + 1])
+        cute.arch.sync_warp()
+        self.store_rows(q, row, info.end, info.column, staged, lane)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def store_rows(self, q, row, end, column, staged, lane):
+        """The rows before `end`, 16 bytes a lane."""
+        bytes_of = cute.make_rmem_tensor((4,), Uint32)
+        for i in cutlass.range_constexpr(0, WARP_ROWS * 8, 32):
+            r, vector = (i + lane) // 8, (i + lane) % 8
+            if row + r < end:
+                loaded = load_16(staged + r * GROUP + (vector ^ (r % 8)) * 16)
+                for k in cutlass.range_constexpr(4):
+                    bytes_of[k] = loaded[k]
+                target = cute.local_tile(q[row + r, None], (16,), (column // 16 + vector,))
+                cute.autovec_copy(cute.recast_tensor(bytes_of, q.element_type), target)
+
+    @cute.jit
+    def finish(self):
+        """Nothing is left to do before the CTA ends."""
+
+
+@cute.jit
+def store_pair(address: Int32, low: Float32, high: Float32):
+    """Two numbers, rounded to e4m3, as two bytes."""
+    cute.arch.inline_ptx(
+        "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; st.shared.b16 [{$r0}], pair; }",
+        read_only_args=[address, low, high],
+    )

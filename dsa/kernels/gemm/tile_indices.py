@@ -1,0 +1,40 @@
+"""Which work tile comes next: of a static persistent scheduler, or of a dynamic one.
+
+Where work tiles take different times, as those of matrices with few rows do, CTAs that take every so-manieth tile drift
+apart, and what tiles of the same weights read is no longer in the L2 cache for the second one. So they draw: each takes
+the next tile when it is free, and tiles that are neighbours are computed at the same time.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from dsa.cute.work_tile import static_persistent_scheduler
+
+
+@dataclass(frozen=True)
+class TileIndices:
+    """first: the CTA's first tile; step: how many CTAs there are. counter: int32 [1] in global memory, 0 before the
+    launch: the tiles that were drawn, beside each CTA's first; None: static."""
+
+    first: Int32
+    step: Int32
+    counter: cute.Tensor | None
+
+    @staticmethod
+    def of(counter: cute.Tensor | None) -> "TileIndices":
+        scheduler = static_persistent_scheduler()
+        return TileIndices(scheduler.first, scheduler.step, counter)
+
+    @cute.jit
+    def behind(self, index, lane) -> Int32:
+        """The tile behind tile `index` of this CTA. A warp's work; all lanes have it."""
+        number = index + self.step
+        if cutlass.const_expr(self.counter is not None):
+            drawn = Int32(0)
+            if lane == 0:
+                drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+            number = self.step + cute.arch.shuffle_sync(drawn, 0)
+        return number

@@ -1,0 +1,174 @@
+"""Grouped matrix products of FP8 activations and FP4 weights, and what is made of FP4 weights, which is PyTorch by
+design."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa import backends
+from dsa.kernels.gemm import limits
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import Kernels, op, rows_of
+from dsa.ops.gemm import fp8_gemm_nt as fp8
+from dsa.reference.gemm import fp4_cast
+from dsa.reference.gemm import fp8_fp4_gemm_nt as reference
+from dsa.reference.gemm.fp8_gemm_nt import pair
+
+__all__ = ["fp4_block_scales", "grouped_fp8_fp4_gemm_nt", "widen_fp4"]
+
+fp4_block_scales = fp4_cast.fp4_block_scales
+widen_fp4 = fp4_cast.widen_fp4
+
+Scaled = tuple[torch.Tensor, torch.Tensor]
+FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+PRODUCTS = Kernels(
+    "grouped_fp8_fp4_gemm_nt",
+    {"sm_90": ("dsa.kernels.gemm.fp8_fp4_gemm_sm90", "dsa.kernels.gemm.fp8_fp4_gemm_few_rows_sm90")},
+)
+# Of a matrix, on average, up to which the kernel that widens weights in registers is faster than the one that widens
+# them in shared memory, for many rows at a time.
+FEW_ROWS = 24
+
+
+def grouped_fp8_fp4_gemm_nt(
+    a: Scaled,
+    b: FP4Weights,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    rows: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`grouped_fp8_gemm_nt` with FP4 weights: bit by bit the product of the weights that `widen_fp4` makes of them.
+
+    a          (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
+    b          (packed [E, N, K / 2] int8 or uint8, scale [E, N, K / 32] float8_e8m0fnu, block_scale
+               [E, ceil(N / 128), ceil(K / 128)] fp32): two e2m1 codes a byte, the low nibble the even channel; the
+               scale of 32 channels of a row; `fp4_block_scales(packed, scale)`. K is a multiple of 32
+    ends       int32 [E], ascending from at least 0 to M; a weight may have no rows
+    out_dtype  float32, bfloat16 or float16
+    rows       int32 [M]: row m of the product is of row rows[m] of a, from 0 to A - 1; the same one may stand several
+               times. None: the rows of a as they are, M = A
+    weights    fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
+
+    Returns [M, N]. A row's result depends on no other row. The weights stay FP4: they become e4m3 only where the tensor
+    cores read them, with the powers of two between a group's scale and its block's in the values.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for ends
+    and rows as `grouped_fp8_gemm_nt` does, and for block scales other than those of `fp4_block_scales`, which refuses
+    blocks that e4m3 cannot hold. With other block scales the kernel's result is undefined.
+    On Hopper: K a multiple of 32 and N of 8, E up to 1024, packed and scale contiguous from multiples of 16 bytes on;
+    no host synchronisation.
+    Source: the experts of DeepSeek-V4's checkpoints, and its inference code.
+    """
+    operands = *pair("a", a), *reference.fp4_weight("b", b)
+    return _grouped_fp8_fp4_gemm_nt(*operands, ends, out_dtype, rows, weights)
+
+
+def _reference(
+    q: torch.Tensor,
+    s: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    block_scale: torch.Tensor,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    b = packed, scale, block_scale
+    return reference.grouped_fp8_fp4_gemm_nt((q, s), b, ends, out_dtype, rows=rows, weights=weights)
+
+
+def _results(q: torch.Tensor, packed: torch.Tensor, out_dtype: torch.dtype, rows: torch.Tensor | None) -> torch.Tensor:
+    return q.new_empty((len(q if rows is None else rows), packed.shape[1]), dtype=out_dtype)
+
+
+def check_fp4_limits(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """What the kernels do not take, of FP4 weights."""
+    count = len(q if rows is None else rows)
+    if len(packed) > limits.MAX_MATRICES:
+        raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_MATRICES} weights, got {len(packed)}")
+    if packed.shape[1] % limits.N_MULTIPLE and count:
+        raise ValueError(
+            f"b[0]: the kernel takes N that is a multiple of {limits.N_MULTIPLE}, got shape {list(packed.shape)}"
+        )
+    for name, most in (("a[0]", len(q)), ("rows", count)):
+        if most > limits.MAX_ROWS:
+            raise ValueError(f"{name}: the kernel takes at most {limits.MAX_ROWS} rows, got {most}")
+
+
+@op(
+    arguments=reference.GROUPED_FP8_FP4_GEMM_NT,
+    reference=_reference,
+    results=_results,
+    kernels=rows_of(PRODUCTS),
+    limits=check_fp4_limits,
+)
+def _grouped_fp8_fp4_gemm_nt(
+    kernels: tuple[ModuleType, ModuleType],
+    q: torch.Tensor,
+    s: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    block_scale: torch.Tensor,
+    ends: torch.Tensor,
+    out_dtype: torch.dtype,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    out = _results(q, packed, out_dtype, rows)
+    (matrices, columns), channels, count = packed.shape[:2], q.shape[1], len(out)
+    if channels == 0 or len(q) == 0:
+        out.zero_()
+    if out.numel() == 0 or channels == 0 or matrices == 0 or len(q) == 0:
+        return out
+    many, few = kernels
+    multiprocessors = backends.num_sms(q.device)
+    sizes = count, columns, channels, matrices, multiprocessors
+    codes = packed.view(torch.uint8).view(-1, channels // 2)
+    factors = None if weights is None else weights.contiguous()
+    if count <= FEW_ROWS * matrices and channels % limits.GROUP == 0:
+        launch, ctas = _few_rows_kernel(few, out_dtype, *sizes)
+        sources = q.new_empty(0, dtype=torch.int32) if rows is None else rows.contiguous()
+        a = fp8.aligned_rows(q), fp8.aligned_scales(s), sources
+        b = codes, _group_scales(scale), fp8.aligned_scales(block_scale)
+        launch(*a, *b, ends.contiguous(), s.new_empty(0) if factors is None else factors, out, ctas)
+        return out
+    q, s = fp8.copied_rows(q, s, rows)
+    launch = _kernel(many, out_dtype, *sizes, weights is not None)
+    a, b = (fp8.aligned_rows(q), fp8.aligned_scales(s)), (codes, _group_scales(scale).flatten(0, 1))
+    of_blocks = fp8.aligned_scales(block_scale).permute(1, 2, 0)
+    launch(*a, *b, of_blocks, ends.contiguous(), out, factors, multiprocessors)
+    return out
+
+
+def _group_scales(scale: torch.Tensor) -> torch.Tensor:
+    """e8m0 scales [E, N, K / 32] as the kernels take them: bytes, so many a row that they are multiples of 16."""
+    codes = scale.view(torch.uint8)
+    return torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 16)) if codes.shape[-1] % 16 else codes
+
+
+@functools.lru_cache(4096)
+def _kernel(
+    kernels: ModuleType,
+    out_dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    channels: int,
+    matrices: int,
+    multiprocessors: int,
+    weighted: bool,
+) -> Callable[..., None]:
+    config = kernels.choose_config(rows, columns, channels, matrices, multiprocessors)
+    return kernels.compile_fp8_fp4_gemm(dtype_name(out_dtype), config, weighted)
+
+
+@functools.lru_cache(4096)
+def _few_rows_kernel(kernels: ModuleType, out_dtype: torch.dtype, *sizes: int) -> tuple[Callable[..., None], int]:
+    """The kernel, and how many CTAs it is launched with."""
+    config = kernels.choose_config(*sizes)
+    launch = kernels.compile_fp8_fp4_gemm_few_rows(dtype_name(out_dtype), config)
+    return launch, config.ctas(sizes[-1])

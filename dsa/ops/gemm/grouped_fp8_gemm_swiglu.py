@@ -1,0 +1,208 @@
+"""The first half of a mixture's experts: gate and up projection in one grouped product, SwiGLU, and the cast to FP8."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa import backends
+from dsa.kernels.gemm.limits import GROUP
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import Kernels, op, rows_of
+from dsa.ops.gemm import fp8_fp4_gemm_nt as fp4
+from dsa.ops.gemm import fp8_gemm_nt as fp8
+from dsa.ops.gemm import swiglu_cast_to_fp8 as cast
+from dsa.reference.gemm import grouped_fp8_gemm_swiglu as reference
+from dsa.reference.gemm.fp8_fp4_gemm_nt import fp4_weight
+from dsa.reference.gemm.fp8_gemm_nt import pair
+
+__all__ = ["grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_gemm_swiglu"]
+
+Scaled = tuple[torch.Tensor, torch.Tensor]
+FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# What there is nothing to multiply of is cast on its own.
+PRODUCT = Kernels("grouped_fp8_gemm_nt", {"sm_90": "dsa.kernels.gemm.fp8_gemm_sm90"})
+CAST = Kernels("swiglu_cast_to_fp8", {"sm_90": "dsa.kernels.gemm.swiglu_cast_sm90"})
+
+
+def grouped_fp8_gemm_swiglu(
+    a: Scaled,
+    b: Scaled,
+    ends: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    limit: float | None = None,
+    use_ue8m0: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`swiglu_cast_to_fp8` of the halves, gate and up, of `grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)`.
+
+    a          (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
+    b          (w [E, 2 I, K] e4m3, ws [E, 2 I / 128, ceil(K / 128)] fp32): the weights, the rows of the gate projection
+               before those of the up projection, and their scales; I is a multiple of 128
+    ends       int32 [E], ascending from at least 0 to M: where the rows of each weight end; it may have none
+    rows       int32 [M]: row m of the result is of row rows[m] of a, from 0 to A - 1; None: the rows of a, M = A
+    limit      a finite number above 0: gate is clamped to at most limit, up to -limit to limit. None: no clamp
+    use_ue8m0  True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
+    dtype      float32, bfloat16 or float16: what gate and up are rounded to, and their SwiGLU
+
+    Returns q [M, I] float8_e4m3fn and scale [M, I / 128] float32, both contiguous: the activations of the down
+    projection. A row's result depends on no other row. NaN and infinity as in `swiglu_cast_to_fp8`. Not differentiable.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and for ends and rows as
+    `grouped_fp8_gemm_nt` does, where the reference runs.
+    On Hopper: K and E as `grouped_fp8_gemm_nt` takes them; the SwiGLU within the bounds of `swiglu_cast_to_fp8`.
+    CUDA-graph safe, no host synchronisation.
+    Source: `Expert` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
+    """
+    operands = *pair("a", a), *pair("b", b)
+    return _grouped_fp8_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype)
+
+
+def grouped_fp8_fp4_gemm_swiglu(
+    a: Scaled,
+    b: FP4Weights,
+    ends: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    limit: float | None = None,
+    use_ue8m0: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`grouped_fp8_gemm_swiglu` with FP4 weights: bit by bit that of the weights that `widen_fp4` makes of them.
+
+    b  (packed [E, 2 I, K / 2] int8 or uint8, scale [E, 2 I, K / 32] float8_e8m0fnu, block_scale
+       [E, 2 I / 128, ceil(K / 128)] fp32) as `grouped_fp8_fp4_gemm_nt` takes them, the rows of the gate projection
+       before those of the up projection; I is a multiple of 128, K of 32
+
+    The other arguments and the results are those of `grouped_fp8_gemm_swiglu`.
+    Raises TypeError or ValueError as that does, and for FP4 weights as `grouped_fp8_fp4_gemm_nt` does.
+    On Hopper: packed and scale contiguous from multiples of 16 bytes on. CUDA-graph safe, no host synchronisation.
+    Source: the experts of DeepSeek-V4's checkpoints, and its inference code.
+    """
+    operands = *pair("a", a), *fp4_weight("b", b)
+    return _grouped_fp8_fp4_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype)
+
+
+def _reference(
+    q: torch.Tensor,
+    s: torch.Tensor,
+    w: torch.Tensor,
+    ws: torch.Tensor,
+    ends: torch.Tensor,
+    rows: torch.Tensor | None,
+    limit: float | None,
+    use_ue8m0: bool,
+    dtype: torch.dtype,
+) -> Scaled:
+    options = {"rows": rows, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype}
+    return reference.grouped_fp8_gemm_swiglu((q, s), (w, ws), ends, **options)
+
+
+def _fp4_reference(
+    q: torch.Tensor,
+    s: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    block_scale: torch.Tensor,
+    ends: torch.Tensor,
+    rows: torch.Tensor | None,
+    limit: float | None,
+    use_ue8m0: bool,
+    dtype: torch.dtype,
+) -> Scaled:
+    options = {"rows": rows, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype}
+    return reference.grouped_fp8_fp4_gemm_swiglu((q, s), (packed, scale, block_scale), ends, **options)
+
+
+def _results(q: torch.Tensor, w: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
+    count, inner = len(q if rows is None else rows), w.shape[1] // 2
+    return q.new_empty(count, inner), q.new_empty(count, inner // GROUP, dtype=torch.float32)
+
+
+def _fp4_results(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
+    return _results(q, packed, rows)
+
+
+@op(
+    arguments=reference.GROUPED_FP8_GEMM_SWIGLU,
+    reference=_reference,
+    results=_results,
+    kernels=rows_of(PRODUCT, CAST),
+    limits=fp8.check_grouped_limits,
+)
+def _grouped_fp8_gemm_swiglu(
+    kernels: tuple[ModuleType, ModuleType],
+    q: torch.Tensor,
+    s: torch.Tensor,
+    w: torch.Tensor,
+    ws: torch.Tensor,
+    ends: torch.Tensor,
+    rows: torch.Tensor | None,
+    limit: float | None,
+    use_ue8m0: bool,
+    dtype: torch.dtype,
+) -> Scaled:
+    out, scale = _results(q, w, rows)
+    (matrices, columns), channels, count = w.shape[:2], q.shape[1], len(out)
+    if channels == 0 or matrices == 0 or len(q) == 0:
+        nothing = torch.zeros(count, columns // 2, dtype=dtype, device=q.device)
+        return cast._swiglu_cast_to_fp8.launch_on(q.device, nothing, nothing, use_ue8m0, limit)
+    if out.numel() == 0:
+        return out, scale
+    product, _ = kernels
+    q, s, rows = fp8.gathered_rows(product, q, s, rows)
+    multiprocessors = backends.num_sms(q.device)
+    drawn = rows is None and fp8.draws(count, matrices)
+    sizes = count, columns, channels, matrices, multiprocessors
+    launch = _kernel(product, dtype, use_ue8m0, limit is not None, *sizes, rows is not None, drawn)
+    a = fp8.aligned_rows(q), fp8.aligned_scales(s), rows
+    b = w.view(-1, channels), fp8.aligned_scales(ws).permute(1, 2, 0)
+    launch(*a, *b, ends.contiguous(), out, scale, limit, fp8.tile_counter(q, drawn), multiprocessors)
+    return out, scale
+
+
+@functools.lru_cache(4096)
+def _kernel(
+    kernels: ModuleType,
+    dtype: torch.dtype,
+    use_ue8m0: bool,
+    limited: bool,
+    rows: int,
+    columns: int,
+    channels: int,
+    matrices: int,
+    multiprocessors: int,
+    gathered: bool,
+    drawn: bool,
+) -> Callable[..., None]:
+    configs = kernels.SWIGLU_CONFIGS[-1:] if drawn else kernels.SWIGLU_CONFIGS
+    config = kernels.choose_config(rows, columns, channels, matrices, multiprocessors, configs)
+    return kernels.compile_fp8_gemm_swiglu(dtype_name(dtype), use_ue8m0, limited, config, gathered, drawn)
+
+
+@op(
+    arguments=reference.GROUPED_FP8_FP4_GEMM_SWIGLU,
+    reference=_fp4_reference,
+    results=_fp4_results,
+    kernels=rows_of(fp4.PRODUCTS, CAST),
+    limits=fp4.check_fp4_limits,
+)
+def _grouped_fp8_fp4_gemm_swiglu(
+    kernels: tuple[ModuleType, ModuleType, ModuleType],
+    q: torch.Tensor,
+    s: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    block_scale: torch.Tensor,
+    ends: torch.Tensor,
+    rows: torch.Tensor | None,
+    limit: float | None,
+    use_ue8m0: bool,
+    dtype: torch.dtype,
+) -> Scaled:
+    # One kernel would widen 256 columns for 128 rows; two products of 128 columns for 256 rows and a cast are faster.
+    operands = q, s, packed, scale, block_scale, ends, dtype, rows, None
+    gate_up = fp4._grouped_fp8_fp4_gemm_nt.launch_on(q.device, *operands)
+    return cast._swiglu_cast_to_fp8.launch_on(q.device, *gate_up.chunk(2, -1), use_ue8m0, limit)

@@ -1,0 +1,64 @@
+"""FP8 cast of tokens to the rows of the experts that they go to: no copy of the cast values by expert."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.gemm.limits import GROUP
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
+from dsa.reference.gemm import scatter_cast_to_fp8 as reference
+
+__all__ = ["scatter_cast_to_fp8"]
+
+
+def scatter_cast_to_fp8(
+    x: torch.Tensor, places: torch.Tensor, use_ue8m0: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`per_token_cast_to_fp8(x, use_ue8m0)`, each token cast once and stored k times: where its experts' rows are.
+
+    x          [T, K] bf16, fp16 or fp32, K a multiple of 128
+    places     int32 [T, k]: token t goes to the rows places[t, 0] to places[t, k - 1] of the results; a number outside
+               [0, T * k) is none. `sort_by_expert` gives them, as its `rows`
+    use_ue8m0  True: a scale is the next power of two at or above max(amax(|x|), 1e-4) / 448; False: that number itself
+
+    Returns q [T * k, K] float8_e4m3fn and scale [T * k, K / 128] float32, both contiguous: the activations of
+    `grouped_fp8_gemm_swiglu`. What a kernel returns in rows that no token goes to is undefined, and of several tokens
+    for a row one is stored. Not differentiable. Without tokens or channels the results are empty.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel, contiguous channels, rows at multiples of 16 bytes; exactly the cast's bits on that GPU.
+    CUDA-graph safe, no host synchronisation.
+    """
+    return _scatter_cast_to_fp8(x, places, use_ue8m0)
+
+
+def _results(x: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, channels = places.numel(), x.shape[1]
+    q = torch.empty((rows, channels), dtype=torch.float8_e4m3fn, device=x.device)
+    return q, torch.empty((rows, channels // GROUP), dtype=torch.float32, device=x.device)
+
+
+@op(
+    arguments=reference.SCATTER_CAST_TO_FP8,
+    reference=reference.scatter_cast_to_fp8,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.gemm.per_token_cast_to_fp8_sm90"},
+)
+def _scatter_cast_to_fp8(
+    kernels: ModuleType, x: torch.Tensor, places: torch.Tensor, use_ue8m0: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, scale = _results(x, places)
+    if q.numel():
+        launch = _kernel(kernels, x.dtype, use_ue8m0, x.numel().bit_length())
+        launch(rows_at_16_bytes(x), places.contiguous(), q, scale)
+    return q, scale
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, dtype: torch.dtype, use_ue8m0: bool, size_bits: int) -> Callable[..., None]:
+    name = dtype_name(dtype)
+    config = kernels.choose_config(name, 1 << (size_bits - 1))
+    return kernels.compile_per_token_cast_to_fp8(name, use_ue8m0, False, config, True)

@@ -1,0 +1,72 @@
+"""Experts' products with FP4 weights, beside the same products with the weights widened to FP8: ours and DeepGEMM's."""
+
+from functools import cache, partial
+
+import torch
+
+import dsa
+from dsa.testing import copy_bandwidth
+from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import deep_gemm
+
+# tokens, columns, channels, experts, how many a token goes to: V4-Flash's gate and up, its down, and V4-Pro's
+SHAPES = [
+    *((tokens, 4096, 4096, 256, 6) for tokens in (64, 1, 8, 32, 128, 1024, 4096, 8192, 16384)),
+    *((tokens, 4096, 2048, 256, 6) for tokens in (1, 32, 128, 8192)),
+    *((tokens, 6144, 7168, 384, 6) for tokens in (8, 64)),
+    *((tokens, 7168, 3072, 384, 6) for tokens in (128, 4096)),
+]
+PROBED = [(128, 256, 512, 16, 2)]
+_SHORT = 512  # tokens up to which a call takes microseconds a launch
+_ceiling = cache(copy_bandwidth)
+
+
+def prepare() -> None:
+    deep_gemm.compile_grouped_products(SHAPES)
+
+
+def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> Case:
+    ends = deep_gemm.routed(tokens, experts, top_k)
+    m, blocks = tokens * top_k, channels // 128
+    a = torch.randn(m, channels, device="cuda").to(torch.float8_e4m3fn), torch.rand(m, blocks, device="cuda") + 0.5
+    packed = torch.randint(0, 256, (experts, columns, channels // 2), dtype=torch.uint8, device="cuda")
+    # Scales of 2^-6 to 2^-1 as E8M0's bytes: a spread that FP8 holds.
+    exponents = torch.randint(121, 127, (experts, columns, channels // 32), dtype=torch.uint8, device="cuda")
+    exponents[:, ::128, ::4] = 126  # the largest of each block, so that every block's scale is the same
+    scale = torch.full((experts, columns // 128, blocks), 2.0**-7, device="cuda")
+    b = packed.view(torch.int8), exponents.view(torch.float8_e8m0fnu), scale
+    wide = _widened(packed, exponents), scale
+    calls: dict[str, list[Call]] = {
+        "dsa": [partial(dsa.grouped_fp8_fp4_gemm_nt, a, b, ends)],
+        "dsa, FP8": [partial(dsa.grouped_fp8_gemm_nt, a, wide, ends)],
+    }
+    peers = deep_gemm.contiguous_product(a, wide, ends)
+    calls |= {f"{name}, FP8": made for name, made in peers.calls.items()}
+    used = int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
+    flop = 2 * m * columns * channels
+    size = used * columns * channels * (1 / 2 + 1 / 32) + m * (channels + 2 * columns)
+
+    def figure(ms: float) -> str:
+        seconds = ms * 1e-3
+        share = f"{size / seconds / _ceiling():.0%} of copy"
+        return f"{ms * 1e3:.1f} us, {flop / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s; {share}"
+
+    def check(got: torch.Tensor) -> None:
+        if not torch.equal(got, dsa.grouped_fp8_gemm_nt(a, wide, ends)):
+            raise AssertionError("differs from the product of the widened weights")
+
+    name = f"{tokens} x {columns} x {channels}, {top_k} of {experts} experts"
+    others = frozenset(calls) - {"dsa"}
+    graph = tokens <= _SHORT
+    return Case(name, calls, figure, check, graph=graph, repeats=15, baselines=others, failed=peers.failed)
+
+
+def _widened(packed: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """e2m1 [E, N, K / 2] with its scales over a block's 2^-7, as e4m3 [E, N, K], an expert after the other."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
+    pairs = torch.cat((values, -values))
+    wide = packed.new_empty(*packed.shape[:2], 2 * packed.shape[2]).view(torch.float8_e4m3fn)
+    for expert, (codes, powers) in enumerate(zip(packed, exponents)):
+        numbers = torch.stack((pairs[(codes & 15).int()], pairs[(codes >> 4).int()]), -1).flatten(1)
+        wide[expert] = (numbers.unflatten(1, (-1, 32)) * torch.exp2(powers.float() - 120)[..., None]).flatten(1)
+    return wide

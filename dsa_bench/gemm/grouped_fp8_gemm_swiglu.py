@@ -1,0 +1,76 @@
+"""Gate and up products of experts with SwiGLU and the cast in one kernel, beside DeepGEMM's product and our cast."""
+
+from functools import partial
+
+import torch
+
+import dsa
+from dsa.testing import calc_diff
+from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import deep_gemm
+
+# tokens, inner channels (half of the product's columns), channels, experts, how many a token goes to, limit
+SHAPES = [
+    *((tokens, 2048, 7168, 256, 8, None) for tokens in (4096, 1, 8, 64, 128, 8192, 16384)),
+    *((tokens, 2048, 4096, 256, 6, 10.0) for tokens in (1, 64, 1024, 8192)),
+    *((tokens, 3072, 7168, 384, 6, 10.0) for tokens in (8, 4096)),
+]
+PROBED = [(128, 256, 512, 16, 2, None), (256, 256, 512, 16, 2, 10.0)]
+_SHORT = 512  # tokens up to which a call takes microseconds a launch
+
+
+def prepare() -> None:
+    deep_gemm.compile_grouped_products(
+        (tokens, 2 * inner, channels, experts, top_k) for tokens, inner, channels, experts, top_k, _ in SHAPES
+    )
+
+
+def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit: float | None) -> Case:
+    blocks = channels // 128
+    chosen = torch.rand(tokens, experts, device="cuda").argsort(-1)[:, :top_k]
+    order, _, ends = dsa.sort_by_expert(chosen, experts)
+    rows = (order // top_k).to(torch.int32)
+    q = torch.randn(tokens, channels, device="cuda").to(torch.float8_e4m3fn)
+    s = torch.rand(tokens, blocks, device="cuda") + 0.5
+    # Any sign, exponents for 1/4 to 1, any fraction: as many numbers as these take long to draw.
+    w = torch.randint(0, 32, (experts, 2 * inner, channels), dtype=torch.uint8, device="cuda")
+    w.add_(w & 0x10, alpha=7).add_(0x28)
+    b = w.view(torch.float8_e4m3fn), torch.full((experts, 2 * inner // 128, blocks), channels**-0.5, device="cuda")
+
+    def gathered() -> deep_gemm.Scaled:
+        return q.view(torch.uint8)[rows].view(q.dtype), s[rows]
+
+    def separate() -> tuple[torch.Tensor, torch.Tensor]:
+        return _cast(dsa.grouped_fp8_gemm_nt(gathered(), b, ends))
+
+    def _cast(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1), limit=limit)
+
+    def with_cast(product: Call) -> object:
+        return _cast(product()[0])
+
+    calls: dict[str, list[Call]] = {
+        "dsa": [partial(dsa.grouped_fp8_gemm_swiglu, (q, s), b, ends, rows=rows, limit=limit)],
+        "dsa, three kernels": [separate],
+    }
+    # DeepGEMM's rows are those of the experts already, with padding, which is cast too.
+    peers = deep_gemm.contiguous_product(gathered(), b, ends)
+    calls |= {f"{name}, our cast": [partial(with_cast, call) for call in made] for name, made in peers.calls.items()}
+    used = int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
+    flop = 2 * len(rows) * 2 * inner * channels
+    size = used * 2 * inner * channels + tokens * channels + len(rows) * inner
+
+    def figure(ms: float) -> str:
+        return f"{ms * 1e3:.1f} us, {flop / (ms * 1e-3) / 1e12:.0f} TFLOP/s, {size / (ms * 1e-3) / 1e12:.2f} TB/s"
+
+    def check(got: tuple[torch.Tensor, torch.Tensor]) -> None:
+        back, expected = (x.float() * scale.repeat_interleave(128, -1) for x, scale in (got, separate()))
+        # A sum that rounds to another bf16, and so a value that moves to the next e4m3.
+        if not (diff := calc_diff(back, expected)) < 1e-4:
+            raise AssertionError(f"calc_diff {diff:.2g}")
+
+    bound = "" if limit is None else f", limit {limit:g}"
+    name = f"{tokens} x {2 * inner} x {channels}, {top_k} of {experts} experts{bound}"
+    others = frozenset(calls) - {"dsa"}
+    graph = tokens <= _SHORT
+    return Case(name, calls, figure, check, graph=graph, repeats=15, baselines=others, failed=peers.failed)

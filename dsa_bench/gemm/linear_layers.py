@@ -1,0 +1,119 @@
+"""FP8 products of all linear layers of the published models, at few rows and many, beside DeepGEMM 2.8.1 and cuBLASLt.
+
+`fp8_gemm_nt` has a choice of these shapes, and its figures are in the receipt; these are in no receipt. The sizes are
+those of the models that the pinned configurations make, the layers that `fp8_gemm_nt` multiplies: V4's `wo_a` is a
+grouped product, and `kv_b_proj` is one of V3.2's and GLM-5's where a prompt's keys are expanded.
+"""
+
+import json
+import statistics
+import tempfile
+from collections.abc import Iterable
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dsa
+from dsa_bench.gemm.fp8_gemm_nt import agree_on_some, cublas
+from dsa_bench.harness.case import Call, Case
+from dsa_bench.peers import deep_gemm
+from dsa_layers.families.config import read_config
+from dsa_layers.families.published import published_config
+from dsa_layers.families.registry import family
+from dsa_layers.layers.grouped_linear import GroupedLinear
+from dsa_layers.layers.linear import BlockFP8Linear
+
+MODELS = {
+    "V3.2": "deepseek_v32_config.json",
+    "GLM-5": "glm_5_config.json",
+    "V4-Flash": "deepseek_v4_flash_config.json",
+    "V4-Pro": "deepseek_v4_pro_config.json",
+}
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192, 16384)
+PROBED = [(128, 2112, 1536), (1, 2112, 1536)]
+_PEERS = (deep_gemm.NEW,)
+_QUANTIZATION = "quantization_config"
+_SHORT = 512  # rows up to which a product takes microseconds
+
+
+def linear_shapes(model: str) -> list[tuple[int, int]]:
+    """(columns, channels) of the FP8 layers of a model that are one matrix each."""
+    fields = published_config(MODELS[model])
+    if _QUANTIZATION not in fields:  # GLM-5's FP8 release quantises what DeepSeek-V3.2's does
+        fields |= {_QUANTIZATION: published_config(MODELS["V3.2"])[_QUANTIZATION]}
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(fields))
+        config = read_config(directory)
+    with torch.device("meta"):
+        modules = list(family(config.model_type).model(config).modules())
+    grouped = {module.matrices for module in modules if isinstance(module, GroupedLinear)}
+    layers = (module for module in modules if isinstance(module, BlockFP8Linear) and module not in grouped)
+    return sorted({tuple(layer.weight.shape) for layer in layers})
+
+
+@cache
+def shapes() -> list[tuple[int, int, int]]:
+    """(rows, columns, channels), a matrix' rows one after the other and the matrices by their channels."""
+    matrices = {shape for model in MODELS for shape in linear_shapes(model)}
+    return [(rows, *shape) for shape in sorted(matrices, key=lambda shape: shape[::-1]) for rows in ROWS]
+
+
+def __getattr__(name: str) -> Any:
+    """SHAPES: the models are made when somebody asks."""
+    if name == "SHAPES":
+        return shapes()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def prepare() -> None:
+    deep_gemm.compile_products(shapes(), builds=_PEERS)
+
+
+def case(rows: int, columns: int, channels: int) -> Case:
+    q, s = _activations(channels)
+    a, b = (q[:rows], s[:rows]), _weight(columns, channels)
+    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.fp8_gemm_nt, a, b)]}
+    failed: dict[str, str] = {}
+    for peers in (deep_gemm.product(a, b, _PEERS), cublas(a, b)):
+        calls |= peers.calls
+        failed |= peers.failed
+    size = columns * channels + rows * (channels + 2 * columns)
+
+    def figure(ms: float) -> str:
+        rate = 2 * rows * columns * channels / (ms * 1e-3)
+        return f"{ms * 1e3:.1f} us, {rate / 1e12:.0f} TFLOP/s, {size / (ms * 1e-3) / 1e12:.2f} TB/s"
+
+    name = f"{rows} x {columns} x {channels}"
+    short = rows <= _SHORT
+    return Case(name, calls, figure, graph=short, repeats=7 if short else 4, failed=failed, agree=agree_on_some)
+
+
+@lru_cache(1)
+def _activations(channels: int) -> deep_gemm.Scaled:
+    """As many rows as are asked for at most."""
+    q = torch.randn(max(ROWS), channels, device="cuda").to(torch.float8_e4m3fn)
+    return q, torch.rand(max(ROWS), -(-channels // 128), device="cuda") + 0.5
+
+
+@lru_cache(1)
+def _weight(columns: int, channels: int) -> deep_gemm.Scaled:
+    # Bytes at random, but no NaN.
+    w = torch.randint(0, 127, (columns, channels), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    return w, torch.rand(-(-columns // 128), -(-channels // 128), device="cuda") + 0.5
+
+
+def summary(rows: Iterable[dict[str, Any]]) -> str:
+    """Of the rows with peers: by their number of rows how many times as fast as the best peer ours is."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if row["ratio"] is not None:
+            for group in (row["shape"].partition(" ")[0], "all"):
+                ratios.setdefault(group, []).append(row["ratio"])
+    lines = [f"{'rows':>8} {'shapes':>8} {'least':>8} {'median':>8} {'at least 1.00':>14}"]
+    for group in sorted(ratios, key=lambda group: (group == "all", len(group), group)):
+        found = ratios[group]
+        share = sum(ratio >= 1 for ratio in found) / len(found)
+        lines.append(f"{group:>8} {len(found):>8} {min(found):>8.2f} {statistics.median(found):>8.2f} {share:>14.0%}")
+    return "\n".join(lines)

@@ -1,0 +1,90 @@
+"""Which products of the published models are measured, and what is said of all of them."""
+
+import pytest
+import torch
+
+from dsa.testing import calc_diff
+from dsa_bench.gemm import fp8_gemm_nt, grouped_fp8_fp4_gemm_nt, grouped_fp8_gemm_swiglu, linear_layers
+from dsa_layers.checkpoint.fp4 import dequantize_fp4, widen_fp4
+from dsa_layers.families.published import published_config
+
+FUSED = (2112, 7168)  # V3.2's q_a_proj and kv_a_proj_with_mqa as one matrix, which engines make of them
+DENSE = [shape[:3] for shape in fp8_gemm_nt.SHAPES if shape[3] is None]
+
+
+def test_the_layers_are_those_of_the_configurations():
+    config = published_config(linear_layers.MODELS["V3.2"])
+    heads, hidden, q_rank = config["num_attention_heads"], config["hidden_size"], config["q_lora_rank"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    v32 = {
+        *((q_rank, hidden), (heads * (nope + rope), q_rank), (config["kv_lora_rank"] + rope, hidden)),
+        *((heads * (nope + value), config["kv_lora_rank"]), (hidden, heads * value)),
+        *((config["index_n_heads"] * config["index_head_dim"], q_rank), (config["index_head_dim"], hidden)),
+        *((config["intermediate_size"], hidden), (hidden, config["intermediate_size"])),
+        *((config["moe_intermediate_size"], hidden), (hidden, config["moe_intermediate_size"])),
+    }
+    assert {*linear_layers.linear_shapes("V3.2")} == v32
+    assert (28672, 512) in linear_layers.linear_shapes("GLM-5") and len(linear_layers.linear_shapes("GLM-5")) == 10
+    # wo_a, of 8 matrices of 1024 rows, is no product of one matrix.
+    flash = linear_layers.linear_shapes("V4-Flash")
+    assert (4096, 8192) in flash and (8192, 4096) not in flash and len(flash) == 7
+    assert (65536, 1536) in linear_layers.linear_shapes("V4-Pro")
+
+
+def test_every_layer_is_measured_at_every_number_of_rows():
+    matrices = {shape for model in linear_layers.MODELS for shape in linear_layers.linear_shapes(model)}
+    assert {*linear_layers.SHAPES} == {(rows, *shape) for rows in linear_layers.ROWS for shape in matrices}
+    assert len(linear_layers.SHAPES) == len({*linear_layers.SHAPES})
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        linear_layers.nothing  # noqa: B018
+
+
+def test_the_receipt_has_some_of_every_model_and_every_number_of_rows():
+    assert {*DENSE} <= {*linear_layers.SHAPES, *((rows, *FUSED) for rows in linear_layers.ROWS)}
+    assert {rows for rows, *_ in DENSE} == {*linear_layers.ROWS} and len(DENSE) == len({*DENSE}) <= 45
+    for model in linear_layers.MODELS:
+        measured = [rows for rows, *shape in DENSE if tuple(shape) in linear_layers.linear_shapes(model)]
+        assert min(measured) <= 2 and max(measured) >= 4096, model
+
+
+@pytest.mark.parametrize(
+    "model", [name for name in linear_layers.MODELS if name != "GLM-5"]
+)  # whose experts are V3.2's
+def test_experts_are_those_of_the_configurations(model):
+    config = published_config(linear_layers.MODELS[model])
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    experts = config["n_routed_experts"], config["num_experts_per_tok"]
+    gate_up, down = (2 * inner, hidden, *experts), (hidden, inner, *experts)
+    products = {shape[1:] for shape in fp8_gemm_nt.SHAPES if shape[3] is not None}
+    assert {gate_up, down} <= products
+    assert (inner, hidden, *experts, config.get("swiglu_limit")) in {s[1:] for s in grouped_fp8_gemm_swiglu.SHAPES}
+    if config.get("expert_dtype") == "fp4":
+        assert {gate_up, down} <= {shape[1:] for shape in grouped_fp8_fp4_gemm_nt.SHAPES}
+
+
+def test_fp4_weights_are_widened_as_the_loader_does():
+    torch.manual_seed(0)
+    packed = torch.randint(0, 256, (2, 256, 128), dtype=torch.uint8)
+    exponents = torch.randint(121, 127, (2, 256, 8), dtype=torch.uint8)
+    exponents[:, ::128, ::4] = 126
+    wide = grouped_fp8_fp4_gemm_nt._widened(packed, exponents)
+    for codes, powers, got in zip(packed, exponents, wide):
+        scales = powers.view(torch.float8_e8m0fnu)
+        expected, block = widen_fp4(codes.view(torch.int8), scales)
+        assert (block == 2.0**-7).all() and torch.equal(got.float(), expected.float())
+        assert calc_diff(got.float() * 2.0**-7, dequantize_fp4(codes.view(torch.int8), scales)) == 0
+
+
+def test_the_summary_is_by_the_number_of_rows():
+    rows = [
+        {"shape": f"{count} x 256 x 128", "ratio": ratio}
+        for count, ratio in ((1, 0.5), (1, 1.0), (1, 1.5), (16, 2.0), (4, None), (128, 0.99))
+    ]
+    head, *lines = (line.split() for line in linear_layers.summary(rows).splitlines())
+    assert head[:2] == ["rows", "shapes"]
+    assert lines == [
+        ["1", "3", "0.50", "1.00", "67%"],
+        ["16", "1", "2.00", "2.00", "100%"],
+        ["128", "1", "0.99", "0.99", "0%"],
+        ["all", "5", "0.50", "1.00", "60%"],
+    ]

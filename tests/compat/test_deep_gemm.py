@@ -1,0 +1,260 @@
+"""DeepGEMM's signatures over the references, and what they give to the kernels: on the CPU."""
+
+import contextlib
+import random
+from functools import partial
+
+import pytest
+import torch
+
+import dsa
+from dsa import backends
+from dsa.compat import deep_gemm
+from dsa.ops.gemm import fp8_gemm_nt as bridge
+from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
+from dsa.testing import calc_diff
+
+BF16, E4M3, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
+MAX_DIFF = 2e-3  # DeepGEMM's is half of it, for sums of more numbers
+
+
+def operands(rows, columns, channels, groups=None):
+    """bf16 x and w, and both cast as DeepGEMM's tests do: rows by 128 channels, weights by 128 x 128."""
+    many = () if groups is None else (groups,)
+    x, w = torch.randn(rows, channels).to(BF16), torch.randn(*many, columns, channels).to(BF16)
+    casts = [dsa.per_block_cast_to_fp8(matrix, False) for matrix in w.view(-1, columns, channels)]
+    b = tuple(torch.stack(tensors).view(*many, *tensors[0].shape) for tensors in zip(*casts))
+    return x, w, per_token_cast_to_fp8(x, False), b
+
+
+def column_major(scales):
+    """The layout of `get_mn_major_tma_aligned_tensor`: columns one after the other, each of a multiple of 4 rows."""
+    rows, blocks = scales.shape[-2:]
+    wide = scales.new_full((*scales.shape[:-2], blocks, -(-rows // 4) * 4), torch.nan)
+    wide[..., :rows] = scales.mT
+    return wide.mT[..., :rows, :]
+
+
+def aligned(sizes):
+    return [-(-size // 128) * 128 for size in sizes]
+
+
+def m_indices_of(sizes, filled=False):
+    """-1 in the padding to 128 rows, or its group's number, as some callers have it."""
+    parts = [
+        (group if filled or row < size else -1)
+        for group, (size, rows) in enumerate(zip(sizes, aligned(sizes)))
+        for row in range(rows)
+    ]
+    return torch.tensor(parts, dtype=INT32)
+
+
+# The columns and channels of DeepGEMM's `enumerate_normal`, an eighth of each: three of them end with a smaller block.
+@pytest.mark.parametrize("rows", [1, 16, 130])
+@pytest.mark.parametrize(
+    ("columns", "channels"),
+    [(264, 896), (72, 896), (3072, 192), (4096, 64), (896, 2048), (512, 896), (896, 256)],
+)
+def test_one_matrix(rows, columns, channels):
+    channels = -(-channels // 128) * 128
+    x, w, a, b = operands(rows, columns, channels)
+    d = torch.full((rows, columns), torch.nan, dtype=BF16)
+    assert deep_gemm.fp8_gemm_nt(a, b, d) is None
+    assert calc_diff(d, x.float() @ w.float().T) < MAX_DIFF
+    assert torch.equal(d, dsa.fp8_gemm_nt(a, b))
+
+
+def test_scales_in_either_layout_and_a_result_of_any_stride():
+    _, _, (q, s), (weight, ws) = operands(130, 264, 384)
+    expected = dsa.fp8_gemm_nt((q, s), (weight, ws), torch.float32)
+    around = torch.full((130, 300), 7.0)
+    for scales in (s, column_major(s)):
+        for weight_scales in (ws, ws.T.contiguous().T):
+            d = around.clone()[:, 8:272]
+            deep_gemm.fp8_gemm_nt((q, scales), (weight, weight_scales), d, recipe=(1, 128, 128), compiled_dims="mnk")
+            assert torch.equal(d, expected)
+            base = d._base
+            assert (base[:, :8] == 7).all() and (base[:, 272:] == 7).all()
+    deep_gemm.fp8_gemm_nt((q, s), (weight, ws), d.zero_(), recipe_a=(1, 128), recipe_b=[128, 128])
+    assert torch.equal(d, expected)
+
+
+# (groups, expected rows of each, columns, channels) of `enumerate_m_grouped_contiguous`, small.
+@pytest.mark.parametrize(("groups", "rows"), [(4, 256), (8, 128)])
+@pytest.mark.parametrize(("columns", "channels"), [(384, 448), (448, 192), (256, 256), (256, 128)])
+@pytest.mark.parametrize("layout", ["-1", "filled", "psum"])
+def test_contiguous_groups(groups, rows, columns, channels, layout):
+    random.seed(0)
+    sizes = [int(rows * random.uniform(0.7, 1.3)) for _ in range(groups)]
+    padded = aligned(sizes)
+    channels = -(-channels // 128) * 128
+    x, w, (q, s), b = operands(sum(padded), columns, channels, groups)
+    starts = [sum(padded[:e]) for e in range(groups)]
+    valid = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes)])
+    ends = torch.tensor([start + size for start, size in zip(starts, sizes)], dtype=INT32)
+    numbers = ends if layout == "psum" else m_indices_of(sizes, layout == "filled")
+    if layout == "psum":  # what lies between the groups was never written
+        poison = torch.full_like(s, torch.nan)
+        poison[valid] = s[valid]
+        s = poison
+    d = torch.full((len(q), columns), torch.nan, dtype=BF16)
+    given = numbers.clone()
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q, s), b, d, numbers, use_psum_layout=layout == "psum")
+    for e, (start, size) in enumerate(zip(starts, sizes)):
+        part = slice(start, start + size)
+        assert calc_diff(d[part], x[part].float() @ w[e].float().T) < MAX_DIFF
+        assert torch.equal(d[part], dsa.fp8_gemm_nt((q[part], s[part]), (b[0][e], b[1][e])))
+    assert torch.equal(numbers, given)
+
+
+@pytest.mark.parametrize(
+    ("m_indices", "ends"),
+    [
+        ([0, 0, -1, 2, 2, -1], [3, 3, 5, 5]),
+        ([-1, -1, 1, 1], [2, 4, 4, 4]),
+        ([-1, -1], [0, 0, 0, 0]),
+        ([3, 3], [0, 0, 0, 2]),
+        ([0, -1, -1, 0, 1], [4, 5, 5, 5]),
+        # Of callers who say what is not so: no ends outside the rows, and none that decrease.
+        ([2, 0, 1, 7, 0], [0, 0, 3, 3]),
+        ([-(2**31), 2**31 - 1, 0], [1, 1, 1, 1]),
+    ],
+)
+def test_ends_of_indices(m_indices, ends):
+    assert deep_gemm._ends(torch.tensor(m_indices, dtype=INT32), 4).tolist() == ends
+
+
+def test_ends_with_padding():
+    ends = torch.tensor([3, 128, 257, 600], dtype=INT32)
+    assert deep_gemm._ends_with_padding(ends, 610).tolist() == [128, 128, 384, 610] and ends[0] == 3
+
+
+# (groups, rows of a group at most, expected rows, columns, channels) of `enumerate_m_grouped_masked`, small.
+@pytest.mark.parametrize(("groups", "most", "rows"), [(8, 64, 24), (6, 128, 80), (8, 32, 2), (6, 32, 2)])
+@pytest.mark.parametrize(("columns", "channels"), [(384, 512), (256, 128)])
+def test_masked_groups(groups, most, rows, columns, channels):
+    random.seed(0)
+    sizes = [int(rows * random.uniform(0.7, 1.3)) for _ in range(groups)]
+    sizes[1] = 0
+    x, w, a, b = operands(groups * most, columns, channels, groups)
+    q, s = (t.view(groups, most, -1) for t in a)
+    d = torch.full((groups, most, columns), torch.nan, dtype=BF16)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked((q, column_major(s)), b, d, torch.tensor(sizes, dtype=INT32), rows)
+    for e, size in enumerate(sizes):
+        assert (
+            size == 0 or calc_diff(d[e, :size], x.view(groups, most, -1)[e, :size].float() @ w[e].float().T) < MAX_DIFF
+        )
+        assert torch.equal(d[e, :size], dsa.fp8_gemm_nt((q[e, :size], s[e, :size]), (b[0][e], b[1][e])))
+        assert d[e, size:].isnan().all()
+    odd = torch.tensor([most + 9, -3, *sizes[2:]], dtype=INT32)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked((q, s), b, d.fill_(torch.nan), odd, rows)
+    assert not d[0].isnan().any() and d[1].isnan().all()
+
+
+def test_nothing_to_multiply():
+    _, _, (q, s), b = operands(4, 256, 128, 2)
+    d = torch.full((0, 256), 1.0)
+    deep_gemm.fp8_gemm_nt((q[:0], s[:0]), (b[0][0], b[1][0]), d)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q[:0], s[:0]), b, d, torch.zeros(0, dtype=INT32))
+    wide = torch.ones(4, 256)
+    no_channels = (b[0][0, :, :0], b[1][0, :, :0])
+    deep_gemm.fp8_gemm_nt((q[:, :0], s[:, :0]), no_channels, wide)
+    assert (wide == 0).all()
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What would be launched, (few or many rows, arguments) each; the kernels' way without a GPU."""
+    found = []
+    monkeypatch.setattr(backends, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(backends, "arch_of", lambda _: "sm_90")
+    monkeypatch.setattr(backends, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(bridge, "_known_ends", {})
+    for kind, name in (("few", "_few_rows_kernel"), ("many", "_kernel")):
+        note = partial(lambda kind, *arguments: found.append((kind, arguments)), kind)
+        monkeypatch.setattr(bridge, name, lambda *_, note=note: note)
+    return found
+
+
+def same(x, y):
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
+
+
+@pytest.mark.parametrize("rows", [64, 256])
+def test_kernels_write_to_what_the_caller_gives(rows, launches):
+    _, _, (q, s), (w, ws) = operands(rows, 264, 128, 3)
+    d = torch.zeros(rows, 272, dtype=BF16)[:, :264]
+    deep_gemm.fp8_gemm_nt((q, s), (w[0], ws[0]), d)
+    [(kind, one)] = launches
+    assert same(one[0], q)
+    if rows <= 64:
+        assert kind == "few" and same(one[2], w[0]) and same(one[4], d)
+    else:
+        assert kind == "many" and same(one[3], w[0]) and same(one[6], d) and one[5].tolist() == [2**31 - 1]
+
+
+def test_kernels_write_groups_to_what_the_caller_gives(launches):
+    _, _, (q, s), (w, ws) = operands(256, 264, 128, 3)
+    d = torch.zeros(256, 272, dtype=BF16)[:, :264]
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q, s), (w, ws), d, m_indices_of([100, 0, 128]))
+    [(kind, groups)] = launches
+    assert kind == "many" and same(groups[0], q) and same(groups[3], w.view(-1, 128)) and same(groups[6], d)
+    assert groups[5].tolist() == [128, 128, 256]
+    # Rows are not gathered or weighted, and so few of them are not drawn.
+    assert groups[2] is groups[7] is groups[8] is groups[9] is None
+    launches.clear()
+    q, s, d = (t.view(2, 128, -1) for t in (q, s, torch.zeros(256, 264, dtype=BF16)))
+    masked = torch.tensor([5, 77], dtype=INT32)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked((q, s), (w[:2], ws[:2]), d, masked, 40)
+    assert [(kind, call[5].tolist()) for kind, call in launches] == [("many", [5]), ("many", [77])]
+    second = launches[1][1]
+    assert same(second[0], q[1]) and same(second[3], w[1]) and same(second[6], d[1])
+
+
+@pytest.mark.parametrize(("rows", "place"), [(16, 4), (65, 6)])
+def test_kernels_leave_a_result_that_they_cannot_write_to_a_copy(rows, place, launches):
+    _, _, a, (w, ws) = operands(rows, 264, 128)
+    d = torch.full((rows, 265), 3.0, dtype=BF16)[:, 1:]
+    deep_gemm.fp8_gemm_nt(a, (w, ws), d)
+    out = launches[0][1][place]
+    assert out.is_contiguous() and out.shape == d.shape
+    assert (d == 3).all()  # with what was there where no row is written
+
+
+def test_what_is_refused():
+    _, _, a, b = operands(8, 256, 128, 2)
+    one, d, rows = (b[0][0], b[1][0]), torch.zeros(8, 256, dtype=BF16), torch.zeros(8, dtype=INT32)
+    packed = torch.zeros(8, 128, dtype=torch.int8)
+    many = tuple(t.view(2, 4, -1) for t in a)
+    wide = d.view(2, 4, 256)
+    for call, message in [
+        (lambda: deep_gemm.fp8_gemm_nt(a, one, d, c=d), "c: must be None on Hopper, got Tensor"),
+        (lambda: deep_gemm.fp8_gemm_nt(a, one, d, alpha=2.0), "alpha: must be None on Hopper, got float"),
+        (lambda: deep_gemm.fp8_gemm_nt(a, one, d, recipe=(1, 1, 128)), r"recipe: must be None or \(1, 128, 128\)"),
+        (lambda: deep_gemm.fp8_gemm_nt(a, one, d, recipe_b=(1, 32)), r"recipe_b: must be None or \(128, 128\) on"),
+        (lambda: deep_gemm.fp8_gemm_nt((packed, a[1]), one, d), r"a\[0\]: dtype must be float8_e4m3fn, got int8"),
+        (lambda: deep_gemm.fp8_gemm_nt((a[0], a[1].int()), one, d), r"a\[1\]: dtype must be float32, got int32"),
+        (lambda: deep_gemm.fp8_gemm_nt((a[0], a[1][:4]), one, d), r"a\[1\]: shape must be \[8, 1\], got \[4, 1\]"),
+        (lambda: deep_gemm.fp8_gemm_nt(a, b, d), r"b\[0\]: shape must be \[N, K\], got \[2, 256, 128\]"),
+        (lambda: deep_gemm.fp8_gemm_nt(a, one, d[:, :128]), r"d: shape must be \[8, 256\], got \[8, 128\]"),
+        (lambda: deep_gemm.fp8_gemm_nt(a, one, d.int()), "d: dtype must be float32, bfloat16 or float16, got int32"),
+        (lambda: deep_gemm.fp8_gemm_nt(a, one, d.T.contiguous().T), "d: the last dimension must be contiguous"),
+        (lambda: deep_gemm.fp8_gemm_nt(a, one, d[:1].expand(8, 256)), "d: its numbers must not share memory"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows[:4]), r"m_indices: shape must be \[8\]"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows.long()), "m_indices: dtype must be int32"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows + 2), "ascend from at least 0 to at most 1"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows.flip(0).cumsum(0).int().flip(0) + 1
+                                                             - torch.arange(8, dtype=INT32)), "m_indices: the rows'"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows, epilogue=1), "epilogue: must be None"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows, use_psum_layout=True), r"must be \[2\]"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(many, b, wide, rows[:2], 0), "expected_m: must be at least 1"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(many, b, wide, rows, 1), r"masked_m: shape must be \[2\]"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, wide, rows[:2], 1), r"a\[0\]: shape must be \[E, max M"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(many, one, wide, rows[:2], 1), r"b\[0\]: shape must be \[2"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match=r"^a: must be a pair \(e4m3 values, fp32 scales\), got Tensor"):
+        deep_gemm.fp8_gemm_nt(a[0], one, d)
+    assert not d.any()

@@ -1,0 +1,59 @@
+"""Every shipped variant of the product with FP4 weights for few rows compiles to sm_90a: FP8 wgmma with weights from
+registers, several blocks' in flight, no spills, room in shared memory; and the choice among them."""
+
+import pytest
+
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+from dsa.kernels.gemm import fp8_fp4_gemm_few_rows_sm90 as kernels
+from dsa.kernels.gemm.fp4_operand import ordered_place
+from tests.kernels.variants import shipped
+
+
+@shipped(kernels.compile_fp8_fp4_gemm_few_rows)
+def test_sass(arguments):
+    _, config = arguments
+    sass = disassemble(cubin(kernels.compile_fp8_fp4_gemm_few_rows, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    steps = kernels.BLOCKS * kernels.STEPS
+    assert sass.instructions["QGMMA"] == steps
+    assert sass.instructions["UTMALDG"] == kernels.BOXES
+    # One multiply-add an accumulator: the compiler has neither split them nor left any out.
+    assert sass.instructions["FFMA"] == config.rows // 2 * kernels.BLOCKS
+    # A block's wgmma are started together and waited for once: the compiler has not serialised them.
+    assert sass.instructions["WARPGROUP"] == 2 * kernels.BLOCKS
+    # Two rows of a lane: codes come four words at a time; a word takes four permutations and its table's place one.
+    assert sass.instructions["LDSM"] == 2 * steps // 4
+    assert sass.instructions["PRMT"] == 2 * steps * 5
+    assert sass.registers * config.threads * kernels.RESIDENT[config.groups] <= 65536
+    assert config.fits()
+
+
+def test_words_stand_where_a_lane_has_its_neighbouring_channels():
+    """Lane q of four has words q and 4 + q of a step of wgmma: those of channels 8 q to 8 q + 7."""
+    places = [ordered_place(word) for word in range(32)]
+    for step in range(4):
+        for q in range(4):
+            assert places[8 * step + 2 * q] == 8 * step + q
+            assert places[8 * step + 2 * q + 1] == 8 * step + 4 + q
+
+
+def test_expected_tiles():
+    assert kernels.expected_tiles(20, 1, 8) == 3
+    assert kernels.expected_tiles(1, 256, 8) * 256 == pytest.approx(1, rel=1e-2)
+    # Two of six rows seldom meet in one of 256 matrices; 100 rows a matrix fill their tiles but for a half.
+    assert 5.9 < kernels.expected_tiles(6, 256, 8) * 256 < 6
+    assert kernels.expected_tiles(100, 2, 8) == pytest.approx(50 / 8 + 0.5, abs=0.1)
+    for each in (8, 16, 32):
+        means = [kernels.expected_tiles(rows, 256, each) for rows in (1, 10, 100, 1000, 10000, 1000000)]
+        assert means == sorted(means)
+
+
+def test_choice():
+    def chosen(tokens, columns=4096, channels=4096):
+        return kernels.choose_config(6 * tokens, columns, channels, 256, 132)
+
+    assert all(chosen(tokens) in kernels.CONFIGS for tokens in range(1, 2000, 7))
+    assert chosen(1).rows == 8 and chosen(32).rows == 8 and chosen(1000).rows == 32
+    # Few tiles: smaller ones are shared out more evenly.
+    assert chosen(1).groups == 1

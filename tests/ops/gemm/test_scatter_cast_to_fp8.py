@@ -1,0 +1,34 @@
+"""The bridge of the scattered cast, on the CPU: what it launches, torch.compile, and what needs no launch."""
+
+import torch
+
+import dsa
+from dsa.ops.gemm import scatter_cast_to_fp8 as op  # noqa: F401 -- `launches` looks at it
+
+
+def operands(tokens=5, channels=256, k=2):
+    places = torch.randperm(tokens * k).view(tokens, k).to(torch.int32)
+    return torch.randn(tokens, channels).bfloat16(), places
+
+
+def test_what_the_kernel_gets(launches):
+    x, places = operands()
+    q, scale = dsa.scatter_cast_to_fp8(x, places.t().contiguous().t(), False)
+    [(variant, (rows, at, values, scales))] = launches
+    assert variant == (torch.bfloat16, False, (5 * 256).bit_length())
+    assert rows is x and at.is_contiguous() and torch.equal(at, places) and values is q and scales is scale
+    assert q.shape == (10, 256) and q.dtype == torch.float8_e4m3fn and scale.shape == (10, 2)
+
+
+def test_nothing_to_store_launches_nothing(launches):
+    for shape in ({"tokens": 0}, {"channels": 0}, {"k": 0}):
+        dsa.scatter_cast_to_fp8(*operands(**shape))
+    assert not launches
+
+
+def test_is_one_node_of_a_compiled_graph():
+    x, places = operands()
+    compiled = torch.compile(dsa.scatter_cast_to_fp8, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(x, places), dsa.scatter_cast_to_fp8(x, places), strict=True):
+        assert torch.equal(got.float(), expected.float())
+    torch.library.opcheck(torch.ops.dsa.scatter_cast_to_fp8.default, (x, places, True))

@@ -1,0 +1,178 @@
+"""FP4 weights in FP8: exactly the same weights, with a scale a block of 128 x 128, wherever e4m3 has the range."""
+
+import re
+
+import pytest
+import torch
+
+from dsa.reference import dequantize_per_block, fp4_block_scales, widen_fp4
+from dsa.reference.gemm.fp4_cast import values_in_blocks
+from tests.reference.gemm.fp4 import LARGEST, SMALLEST, e8m0, pack, random_codes, weight
+
+
+def assert_lossless(codes, exponents):
+    q, scale = widen_fp4(pack(codes), e8m0(exponents))
+    assert q.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+    expected = weight(codes, exponents)
+    rows, columns = torch.meshgrid(*(torch.arange(n) // 128 for n in codes.shape), indexing="ij")
+    assert torch.equal(q.double() * scale[rows, columns].double(), expected)
+    assert torch.equal(q.double().signbit(), expected.signbit())  # of zeros too
+    mantissa, _ = torch.frexp(scale)
+    assert mantissa.eq(0.5).all()  # powers of two
+    return scale
+
+
+@pytest.mark.parametrize("code", range(16))
+@pytest.mark.parametrize("offset", range(15))
+def test_every_code_at_every_offset(code, offset):
+    """A group that lies `offset` below its block's largest scale: each code survives, and beside all others."""
+    codes = torch.full((128, 128), code)
+    codes[:, 96:] = LARGEST
+    exponents = torch.full((128, 4), -3 - offset)
+    exponents[:, 3] = -3
+    assert assert_lossless(codes, exponents).tolist() == [[2.0**-9]]
+
+
+def test_all_codes_and_offsets_in_one_block():
+    codes = random_codes(128, 128)
+    exponents = torch.arange(512).reshape(128, 4) % 15
+    assert_lossless(codes, exponents)
+
+
+def test_every_block_has_its_own_scale():
+    codes = random_codes(300, 320)  # ragged both ways: 3 x 3 blocks, the last of 44 rows and 2 groups
+    blocks = torch.tensor([[0, 40, -40], [90, -90, 7], [-60, 60, 1]])
+    exponents = blocks.repeat_interleave(128, 0)[:300].repeat_interleave(4, 1)[:, :10]
+    exponents = exponents + torch.randint(-14, 1, exponents.shape, generator=torch.Generator().manual_seed(2))
+    exponents[::128, ::4] = blocks
+    codes[::128, ::128] = LARGEST
+    assert torch.equal(assert_lossless(codes, exponents), torch.ldexp(torch.ones(3, 3), blocks - 6))
+
+
+@pytest.mark.parametrize("top", [-127, -126, -120, -113, 0, 127])
+def test_ends_of_the_scale_range(top):
+    """The block's scale stays a normal fp32, whatever the groups' are."""
+    codes = random_codes(128, 128)
+    codes[0, 0] = LARGEST
+    exponents = torch.full((128, 4), top)
+    exponents[1::2] = max(top - 14, -127)
+    assert assert_lossless(codes, exponents).item() == 2.0 ** max(top - 6, -126)
+
+
+def test_groups_of_zeros_do_not_count():
+    """Quantisers write any scale there."""
+    codes = random_codes(128, 256)
+    codes[5, 32:64] = 8  # -0
+    codes[6, 64:96] = 0
+    codes[:, 128:] = 0
+    exponents = torch.zeros(128, 8, dtype=torch.int64)
+    exponents[5, 1], exponents[6, 2] = -127, 127
+    exponents[:, 4:] = -127
+    q, scale = widen_fp4(pack(codes), e8m0(exponents))
+    assert scale[0].tolist()[0] == 2.0**-6
+    assert torch.equal(
+        dequantize_per_block(q, scale)[:, :128].double(), weight(codes, exponents.where(exponents == 0, 0))[:, :128]
+    )
+    assert q[:, 128:].float().eq(0).all()
+
+
+@pytest.mark.parametrize(("code", "spread"), [(SMALLEST, 14), (3, 14), (2, 15), (4, 16), (6, 17), (LARGEST, 16)])
+def test_limit_of_the_spread(code, spread):
+    """Exactly what e4m3 cannot hold is refused: 4 lies three steps further from its end than 0.5."""
+    codes = torch.full((256, 256), LARGEST)
+    codes[200, 160:192] = code
+    exponents = torch.zeros(256, 8, dtype=torch.int64)
+    exponents[200, 5] = -spread
+    assert_lossless(codes, exponents)
+    exponents[200, 5] -= 1
+    message = (
+        f"block [1, 1] of 128 x 128: its groups' scales go from 2^{-spread - 1} to 2^0, a spread of 2^{spread + 1}"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        widen_fp4(pack(codes), e8m0(exponents))
+
+
+def test_widest_spread_is_refused():
+    """Not even a value far below fp32's smallest passes for a zero."""
+    codes = torch.full((128, 128), LARGEST)
+    exponents = torch.full((128, 4), 127)
+    exponents[3, 3] = -127
+    with pytest.raises(ValueError, match=re.escape("block [0, 0]") + r".*from 2\^-127 to 2\^127, a spread of 2\^254"):
+        widen_fp4(pack(codes), e8m0(exponents))
+
+
+def test_nan_scale():
+    scale = e8m0(torch.zeros(4, 2))
+    scale.view(torch.uint8)[2, 1] = 255
+    with pytest.raises(ValueError, match=re.escape("scale[2, 1] is NaN")):
+        widen_fp4(torch.zeros(4, 32, dtype=torch.int8), scale)
+    with pytest.raises(ValueError, match=re.escape("scale[1, 2, 1] is NaN")):
+        fp4_block_scales(torch.zeros(2, 4, 32, dtype=torch.int8), torch.stack((e8m0(torch.zeros(4, 2)), scale)))
+
+
+def experts():
+    """Weights [2, 3, 140, 160] whose blocks' scales all differ."""
+    codes = random_codes(2, 3, 140, 160)
+    blocks = torch.arange(2 * 3 * 2 * 2).view(2, 3, 2, 2) - 12
+    exponents = blocks.repeat_interleave(128, 2)[:, :, :140].repeat_interleave(4, 3)[..., :5]
+    codes[..., 0::32] = LARGEST
+    return pack(codes), e8m0(exponents), torch.ldexp(torch.ones(2, 3, 2, 2), blocks - 6)
+
+
+def test_leading_dimensions():
+    packed, scale, expected = experts()
+    q, block_scale = widen_fp4(packed, scale)
+    assert q.shape == (2, 3, 140, 160) and torch.equal(block_scale, expected)
+    for i in range(2):
+        for j in range(3):
+            one, of_block = widen_fp4(packed[i, j], scale[i, j])
+            assert torch.equal(q[i, j].view(torch.uint8), one.view(torch.uint8))
+            assert torch.equal(block_scale[i, j], of_block)
+
+
+def test_block_scales_alone():
+    packed, scale, expected = experts()
+    assert torch.equal(fp4_block_scales(packed, scale), expected)
+    assert torch.equal(
+        fp4_block_scales(packed.view(torch.uint8).transpose(0, 1), scale.transpose(0, 1)), expected.transpose(0, 1)
+    )
+
+
+def test_values_of_known_blocks():
+    """What a product reads of FP4: no values are looked at."""
+    packed, scale, block_scale = (x.flatten(0, 1) for x in experts())
+    q, _ = widen_fp4(packed, scale)
+    assert torch.equal(values_in_blocks(packed, scale, block_scale).view(torch.uint8), q.view(torch.uint8))
+
+
+def test_a_block_among_experts_is_named():
+    packed, scale, _ = experts()
+    packed.view(torch.uint8)[1, 2, 130, 64:80], packed.view(torch.uint8)[1, 2, 131, 64:80] = 0x11, 0x77
+    exponents = scale.view(torch.uint8)
+    exponents[1, 2, 130, 4], exponents[1, 2, 131, 4] = 100, 121
+    message = "block [1, 2, 1, 1] of 128 x 128: its groups' scales go from 2^-27 to 2^"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fp4_block_scales(packed, scale)
+
+
+def test_without_rows_or_channels():
+    for shape, blocks in (((0, 64), (0, 1)), ((130, 0), (2, 0)), ((0, 4, 64), (0, 1, 1))):
+        packed = torch.zeros(*shape[:-1], shape[-1] // 2, dtype=torch.int8)
+        q, block_scale = widen_fp4(packed, e8m0(torch.zeros(*shape[:-1], shape[-1] // 32)))
+        assert q.shape == shape and block_scale.shape == blocks
+
+
+def test_refuses_bad_arguments():
+    packed, scale = torch.zeros(4, 32, dtype=torch.int8), e8m0(torch.zeros(4, 2))
+    for wrong, message in [
+        ((packed, scale[:, :1]), "scale: shape must be [4, 2], got [4, 1] (sizes as of packed)"),
+        ((packed, scale[:1]), "scale: shape must be [4, 2], got [1, 2]"),
+        ((packed[0], scale), "packed: must have at least 2 dimensions, got shape [32]"),
+        ((packed[:, :24], scale), "packed: must have a multiple of 32 channels, two a byte, got 48 channels"),
+        ((packed.short(), scale), "packed: dtype must be int8 or uint8, got int16"),
+        ((packed, scale.float()), "scale: dtype must be float8_e8m0fnu, got float32"),
+        ((packed.to("meta"), scale.to("meta")), "packed: must be on a device with memory"),
+    ]:
+        for function in (widen_fp4, fp4_block_scales):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                function(*wrong)

@@ -1,0 +1,81 @@
+"""Experts' first half is the product, the SwiGLU and the cast, one after the other."""
+
+import re
+
+import pytest
+import torch
+
+from dsa.reference import (
+    fp4_block_scales,
+    grouped_fp8_fp4_gemm_swiglu,
+    grouped_fp8_gemm_nt,
+    grouped_fp8_gemm_swiglu,
+    swiglu_cast_to_fp8,
+    widen_fp4,
+)
+from tests.reference.gemm.fp4 import e8m0, pack, random_codes
+
+ENDS = torch.tensor([2, 2, 6], dtype=torch.int32)
+ROWS = torch.tensor([4, 0, 0, 3, 1, 4], dtype=torch.int32)
+
+
+def operands(columns=256, channels=160, tokens=5):
+    torch.manual_seed(0)
+    a = torch.randn(tokens, channels).to(torch.float8_e4m3fn), torch.rand(tokens, -(-channels // 128)) + 0.1
+    packed, scale = pack(random_codes(3, columns, channels)), e8m0(torch.randint(-9, 1, (3, columns, channels // 32)))
+    return a, (packed, scale)
+
+
+def same(got, expected):
+    assert len(got) == len(expected)
+    for x, y in zip(got, expected):
+        assert x.dtype == y.dtype and x.is_contiguous() and x.shape == y.shape
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+@pytest.mark.parametrize("limit", [None, 1.5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [256, 768])
+def test_is_what_it_is_made_of(columns, dtype, limit, use_ue8m0):
+    a, packed = operands(columns)
+    b = widen_fp4(*packed)
+    gate_up = grouped_fp8_gemm_nt(a, b, ENDS, dtype, rows=ROWS)
+    gate, up = gate_up[:, : columns // 2], gate_up[:, columns // 2 :]
+    expected = swiglu_cast_to_fp8(gate, up, use_ue8m0, limit=limit)
+    assert expected[0].shape == (6, columns // 2) and expected[1].shape == (6, columns // 256)
+    options = {"rows": ROWS, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype}
+    same(grouped_fp8_gemm_swiglu(a, b, ENDS, **options), expected)
+    same(grouped_fp8_fp4_gemm_swiglu(a, (*packed, fp4_block_scales(*packed)), ENDS, **options), expected)
+
+
+def test_rows_as_they_are():
+    (q, s), packed = operands(tokens=6)
+    b = widen_fp4(*packed)
+    every = torch.arange(6, dtype=torch.int32)
+    same(grouped_fp8_gemm_swiglu((q, s), b, ENDS), grouped_fp8_gemm_swiglu((q, s), b, ENDS, rows=every))
+    none = torch.zeros(3, dtype=torch.int32)
+    values, scales = grouped_fp8_gemm_swiglu((q[:0], s[:0]), b, none)
+    assert values.shape == (0, 128) and scales.shape == (0, 1)
+
+
+def test_refuses_bad_arguments():
+    a, packed = operands(columns=384)
+    with pytest.raises(
+        ValueError, match=re.escape("b[0]: must have 2 I rows, of gate and up, with I a multiple of 128")
+    ):
+        grouped_fp8_gemm_swiglu(a, widen_fp4(*packed), ENDS, rows=ROWS)
+    with pytest.raises(ValueError, match=re.escape("I a multiple of 128, got N=384")):
+        grouped_fp8_fp4_gemm_swiglu(a, (*packed, fp4_block_scales(*packed)), ENDS, rows=ROWS)
+    a, packed = operands()
+    b = widen_fp4(*packed)
+    for options, message in [
+        ({"limit": 0.0}, "limit: must be positive or None, got 0.0"),
+        ({"rows": ROWS + 1}, "rows: must be from 0 to 4, got 5 at 0"),
+        ({"dtype": torch.float64}, "dtype: must be float32, bfloat16 or float16, got float64"),
+        ({"rows": ROWS[:5]}, "ends: must ascend from at least 0 to M=5 (as of rows), got [2, 2, 6]"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            grouped_fp8_gemm_swiglu(a, b, ENDS, **({"rows": ROWS} | options))
+    with pytest.raises(TypeError, match="use_ue8m0: must be True or False, got int"):
+        grouped_fp8_gemm_swiglu(a, b, ENDS, rows=ROWS, use_ue8m0=1)

@@ -1,0 +1,44 @@
+"""The cast of tokens to their experts' rows, on the CPU."""
+
+import pytest
+import torch
+
+from dsa.reference import per_token_cast_to_fp8, scatter_cast_to_fp8, sort_by_expert
+
+
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+def test_every_row_is_its_tokens_cast(use_ue8m0):
+    x = torch.randn(7, 256).bfloat16()
+    experts = torch.stack([torch.randperm(5)[:3] for _ in range(7)])
+    order, rows, _ = sort_by_expert(experts, 5)
+    q, scale = scatter_cast_to_fp8(x, rows, use_ue8m0)
+    expected_q, expected_scale = per_token_cast_to_fp8(x, use_ue8m0)
+    assert torch.equal(q.float(), expected_q.float()[order // 3]) and torch.equal(scale, expected_scale[order // 3])
+
+
+def test_places_outside_are_none():
+    x = torch.randn(2, 128)
+    q, scale = scatter_cast_to_fp8(x, torch.tensor([[3, -1], [4, 0]], dtype=torch.int32))
+    expected, scales = per_token_cast_to_fp8(x)
+    assert torch.equal(q.float()[[3, 0]], expected.float()) and not q.float()[[1, 2]].any()
+    assert torch.equal(scale[[3, 0]], scales) and scale[[1, 2]].tolist() == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize("shape, k", [((0, 256), 2), ((3, 0), 2), ((3, 256), 0)])
+def test_empty(shape, k):
+    q, scale = scatter_cast_to_fp8(torch.zeros(shape), torch.zeros(shape[0], k, dtype=torch.int32))
+    assert q.shape == (shape[0] * k, shape[1]) and scale.shape == (shape[0] * k, shape[1] // 128)
+
+
+@pytest.mark.parametrize(
+    ("x", "places", "message"),
+    [
+        (torch.zeros(2, 100), torch.zeros(2, 1, dtype=torch.int32), "x: K must be a multiple of 128"),
+        (torch.zeros(2, 128), torch.zeros(3, 1, dtype=torch.int32), r"places: .*shape"),
+        (torch.zeros(2, 128), torch.zeros(2, 1), "places: dtype must be"),
+        (torch.zeros(2, 128).int(), torch.zeros(2, 1, dtype=torch.int32), "x: dtype must be"),
+    ],
+)
+def test_bad_input(x, places, message):
+    with pytest.raises(ValueError, match=message):
+        scatter_cast_to_fp8(x, places)
