@@ -11,9 +11,9 @@ from dsa_bench.peers import deep_gemm
 
 # tokens, inner channels (half of the product's columns), channels, experts, how many a token goes to, limit
 SHAPES = [
-    *((tokens, 2048, 7168, 256, 8, None) for tokens in (4096, 1, 8, 64, 128, 8192, 16384)),
-    *((tokens, 2048, 4096, 256, 6, 10.0) for tokens in (1, 64, 1024, 8192)),
-    *((tokens, 3072, 7168, 384, 6, 10.0) for tokens in (8, 4096)),
+    *((tokens, 2048, 7168, 256, 8, None) for tokens in (4096, 1, 64, 1024, 8192, 16384)),
+    *((tokens, 2048, 4096, 256, 6, 10.0) for tokens in (64, 8192)),
+    (4096, 3072, 7168, 384, 6, 10.0),
 ]
 PROBED = [(128, 256, 512, 16, 2, None), (256, 256, 512, 16, 2, 10.0)]
 _SHORT = 512  # tokens up to which a call takes microseconds a launch

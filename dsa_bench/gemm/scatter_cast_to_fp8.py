@@ -10,7 +10,6 @@ from dsa_bench.harness.case import Call, Case
 
 # tokens, channels, experts of a token: V3.2's and V4-Flash's mixtures, prefill and decoding
 SHAPES = [(8192, 7168, 8), (8192, 4096, 6), (1024, 7168, 8), (128, 7168, 8), (1, 7168, 8)]
-PROBED: list[tuple] = []
 COPIED = "cast and copy"
 _EXPERTS = 256
 _ceiling = cache(copy_bandwidth)

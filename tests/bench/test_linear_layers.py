@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from dsa.reference.gemm.fp4_cast import widen_fp4
 from dsa.testing import calc_diff
-from dsa_bench.gemm import fp8_gemm_nt, grouped_fp8_fp4_gemm_nt, grouped_fp8_gemm_swiglu, linear_layers
-from dsa_layers.checkpoint.fp4 import dequantize_fp4, widen_fp4
+from dsa_bench.gemm import fp8_fp4_gemm_nt, fp8_gemm_nt, grouped_fp8_gemm_swiglu, linear_layers
+from dsa_layers.checkpoint.fp4 import dequantize_fp4
 from dsa_layers.families.published import published_config
 
 FUSED = (2112, 7168)  # V3.2's q_a_proj and kv_a_proj_with_mqa as one matrix, which engines make of them
@@ -59,7 +60,7 @@ def test_experts_are_those_of_the_configurations(model):
     assert {gate_up, down} <= products
     assert (inner, hidden, *experts, config.get("swiglu_limit")) in {s[1:] for s in grouped_fp8_gemm_swiglu.SHAPES}
     if config.get("expert_dtype") == "fp4":
-        assert {gate_up, down} <= {shape[1:] for shape in grouped_fp8_fp4_gemm_nt.SHAPES}
+        assert {gate_up, down} <= {shape[1:] for shape in fp8_fp4_gemm_nt.SHAPES}
 
 
 def test_fp4_weights_are_widened_as_the_loader_does():
@@ -67,7 +68,7 @@ def test_fp4_weights_are_widened_as_the_loader_does():
     packed = torch.randint(0, 256, (2, 256, 128), dtype=torch.uint8)
     exponents = torch.randint(121, 127, (2, 256, 8), dtype=torch.uint8)
     exponents[:, ::128, ::4] = 126
-    wide = grouped_fp8_fp4_gemm_nt._widened(packed, exponents)
+    wide = fp8_fp4_gemm_nt._widened(packed, exponents)
     for codes, powers, got in zip(packed, exponents, wide):
         scales = powers.view(torch.float8_e8m0fnu)
         expected, block = widen_fp4(codes.view(torch.int8), scales)

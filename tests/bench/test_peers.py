@@ -21,7 +21,7 @@ SHAPES = {
     "flash_mla_with_kvcache_sparse": [(2, 64, 2, 64, 128), (1, 16, 1, 64, 128)],
     "fp8_gemm_nt": [(5, 192, 256, None, None), (6, 192, 256, 4, 2), (300, 192, 256, 4, 2)],
     "fp8_mqa_logits": [(16, 64, 32, 32, True), (16, 64, 64, 64, False)],
-    "grouped_fp8_fp4_gemm_nt": [(6, 256, 256, 4, 2)],
+    "fp8_fp4_gemm_nt": [(6, 256, 256, 4, 2)],
     "grouped_fp8_gemm_swiglu": [(6, 128, 256, 4, 2, 1.0)],
     "linear_layers": [(5, 192, 256), (600, 192, 256)],
     "fp8_paged_mqa_logits": [*((2, n, 100, 32) for n in (1, 2, 3, 4)), (4, 1, 0, 32)],
@@ -42,7 +42,7 @@ EVERYONE = {
     },
     "fp8_gemm_nt": {"deepgemm 2.8.1", "deepgemm", "deepgemm 2.8.1, masked", "cuBLASLt"},
     # DeepGEMM has a part of what these do, in its baselines.
-    "grouped_fp8_fp4_gemm_nt": set(),
+    "fp8_fp4_gemm_nt": set(),
     "grouped_fp8_gemm_swiglu": set(),
     "linear_layers": {"deepgemm 2.8.1", "cuBLASLt"},
     "fp8_mqa_logits": {"deepgemm 2.8.1, not cleaned", "deepgemm 2.8.1", "deepgemm", "cuDNN-FE"},

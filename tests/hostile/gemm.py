@@ -1,4 +1,4 @@
-"""Index tensors of products: where the rows of a weight end."""
+"""Index tensors of products and of casts: where the rows of a weight end, which rows, and where they go."""
 
 from collections.abc import Callable
 from functools import partial
@@ -52,6 +52,17 @@ def of_experts(op: str, device: str, tokens: int, count: int, ends: list[int], a
     return Prepared(run, arguments[argument], places_of(ends) if argument == "ends" else of_rows)
 
 
+def scattering(device: str) -> Prepared:
+    """Each token goes to two rows."""
+    x, valid = randn(12, 256, device=device), torch.randperm(24).view(12, 2)
+
+    def run(given: torch.Tensor) -> Results:
+        return dsa.scatter_cast_to_fp8(x, given)
+
+    places = {f"token {t}": ((t, t % 2), rows_but([int(valid[t, t % 2])])) for t in (0, 5, 11)}
+    return Prepared(run, valid.to(torch.int32).to(device), places)
+
+
 OF_EXPERTS = (
     "grouped_fp8_gemm_nt",
     "grouped_fp8_fp4_gemm_nt",
@@ -69,6 +80,7 @@ CALLS = {
 }
 
 ARGUMENTS: list[IndexArgument] = [
+    IndexArgument("scatter_cast_to_fp8", "places", scattering),
     IndexArgument("grouped_fp8_gemm_nt", "ends", products),
     *(
         IndexArgument(

@@ -8,8 +8,6 @@ import torch
 
 import dsa
 from dsa import reference
-from dsa.kernels.gemm import fp8_fp4_gemm_few_rows_sm90 as fp4_few_rows_kernels
-from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as fp4_kernels
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.kernels.gemm import limits
 from dsa.ops.gemm import fp8_fp4_gemm_nt as fp4
@@ -93,25 +91,6 @@ def test_what_the_kernels_do_not_take(name, kernel_path):
         OPS[name](a, b, ENDS, rows=rows)
 
 
-@pytest.mark.parametrize("columns, channels", [(12, 128), (256, 160)])
-def test_shapes_of_fp4_weights(columns, channels, kernel_path):
-    a, b = operands("fp4", columns=columns, channels=channels)
-    message = (
-        "b[0]: the kernel takes K that is a multiple of 128 and N of 8, got shape "
-        f"[3, {columns}, {channels // 2}], of K / 2 bytes a row"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=ROWS)
-
-
-def test_casts_of_weights_are_pytorch():
-    """On any device, and whatever the backend."""
-    assert not {"fp4_block_scales", "widen_fp4"} & dsa.backends.KERNELS.keys()
-    _, (packed, scale, block_scale) = operands("fp4")
-    q, again = dsa.widen_fp4(packed, scale)
-    assert torch.equal(again, block_scale) and q.shape == (3, 256, 384)
-
-
 def padded(scales):
     """With rows of 16 bytes."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
@@ -179,77 +158,29 @@ def test_swiglu_of_nothing(name, named_launches):
     assert out.shape == (5, 128) and scale.shape == (5, 1) and not arguments[0].any() and not arguments[1].any()
 
 
-def test_what_the_kernel_of_few_rows_of_fp4_weights_gets(kernel_path, monkeypatch):
-    found = []
-
-    def few_rows_kernel(kernels, *variant):
-        return lambda *arguments: found.append((variant, arguments)), 99
-
-    monkeypatch.setattr(fp4, "_few_rows_kernel", few_rows_kernel)
-    (q, s), (packed, scale, block_scale) = operands("fp4")
-    weights = torch.rand(4)
-    for rows, given in ((ROWS, weights), (ROWS, None), (None, None)):
-        ends = ENDS if rows is ROWS else ENDS + 1
-        out = dsa.grouped_fp8_fp4_gemm_nt((q, s), (packed, scale, block_scale), ends, rows=rows, weights=given)
-        variant, arguments = found.pop()
-        assert variant == (torch.bfloat16, len(out), 256, 384, 3, 132) and arguments[8] is out
-        assert arguments[0] is q and torch.equal(arguments[1], padded(s)) and arguments[9] == 99
-        # Neither rows nor weights: an empty tensor, as all have the same kernel.
-        assert arguments[2] is rows if rows is ROWS else arguments[2].shape == (0,)
-        assert arguments[7] is weights if given is weights else arguments[7].shape == (0,)
-        assert arguments[3].shape == (768, 192) and arguments[3].data_ptr() == packed.data_ptr()
-        assert arguments[4].shape == (3, 256, 16) and torch.equal(arguments[4][..., :12], scale.view(torch.uint8))
-        assert torch.equal(arguments[5], padded(block_scale)) and torch.equal(arguments[6], ends)
-
-
-@pytest.mark.parametrize("name", ["grouped_fp8_fp4_gemm_nt", "grouped_fp8_fp4_gemm_swiglu"])
-@pytest.mark.parametrize("count, drawn", [(100, False), (1023, False), (1024, True)])
-def test_what_the_kernels_of_many_rows_of_fp4_weights_get(name, count, drawn, named_launches):
-    """Rows are copied, however many there are."""
-    (q, s), (packed, scale, block_scale) = operands(name)
-    rows, ends = many(count, 3)
-    out = OPS[name]((q, s), (packed, scale, block_scale), ends, rows=rows)
-    [(kind, variant, arguments)] = named_launches
-    sizes = count, 256, 384, 3, 132
-    if "swiglu" in name:
-        assert kind == "fp4" and variant == (torch.bfloat16, True, False, *sizes, drawn)
-        assert arguments[6] is out[0] and arguments[7] is out[1] and arguments[8] is None
-    else:
-        assert kind == "" and variant == (torch.bfloat16, *sizes, False, drawn)
-        assert arguments[6] is out and arguments[7] is arguments[8] is None
-    assert torch.equal(bytes_of(arguments[0]), bytes_of(q)[rows]) and torch.equal(arguments[1], padded(s)[rows])
-    assert arguments[2].shape == (768, 192) and arguments[2].data_ptr() == packed.data_ptr()
-    assert arguments[3].shape == (768, 16) and torch.equal(arguments[3][:, :12], scale.view(torch.uint8).flatten(0, 1))
-    assert torch.equal(arguments[4], blocks_innermost(block_scale)) and torch.equal(arguments[5], ends)
-    assert (arguments[9].tolist() == [0] if drawn else arguments[9] is None) and arguments[10] == 132
-
-
-SIZES = [(columns, channels) for columns in (256, 4096) for channels in (128, 2048, 7168)]
+@pytest.mark.parametrize("rows", [None, ROWS])
+def test_swiglu_of_fp4_weights_is_a_product_and_a_cast(rows, named_launches, monkeypatch):
+    monkeypatch.setattr(fp4, "FEW_ROWS", 0)
+    a, b = operands("fp4")
+    ends = ENDS if rows is ROWS else ENDS + 1
+    out, scale = dsa.grouped_fp8_fp4_gemm_swiglu(a, b, ends, rows=rows, limit=2.0, dtype=torch.float16)
+    (_, product, arguments), (_, of_cast, given) = named_launches
+    assert product[0] == torch.float16 and of_cast[:3] == (torch.float16, True, True)
+    gate_up = arguments[6]
+    assert gate_up.shape == (len(out), 256) and gate_up.dtype == torch.float16
+    for half, got in zip(gate_up.chunk(2, -1), given[:2], strict=True):
+        assert half.data_ptr() == got.data_ptr() and half.stride() == got.stride()
+    assert given[2].data_ptr() == out.data_ptr() and given[3].data_ptr() == scale.data_ptr() and given[4] == 2.0
 
 
 @pytest.mark.parametrize("matrices", [1, 2, 256, limits.MAX_MATRICES])
 @pytest.mark.parametrize("rows", [1, 24, 64, 65, 1024, 4096, 16384, 131072, limits.MAX_ROWS])
 def test_only_shipped_variants_are_asked_for(rows, matrices, monkeypatch):
-    of_swiglu, of_fp4, of_few = (
-        [arguments for _, arguments in module.shipped_variants()]
-        for module in (kernels, fp4_kernels, fp4_few_rows_kernels)
-    )
-    for module, compile_function in (
-        (kernels, "compile_fp8_gemm_swiglu"),
-        (fp4_kernels, "compile_fp8_fp4_gemm_swiglu"),
-        (fp4_kernels, "compile_fp8_fp4_gemm"),
-        (fp4_few_rows_kernels, "compile_fp8_fp4_gemm_few_rows"),
-    ):
-        monkeypatch.setattr(module, compile_function, lambda *arguments: arguments)
-    drawn = fp8.draws(rows, matrices)
-    for sizes in ((rows, *size, matrices, 132) for size in SIZES):
-        kind = torch.bfloat16, True, False, *sizes
-        assert swiglu._kernel.__wrapped__(kernels, *kind, False, drawn) in of_swiglu
-        if rows <= kernels.GATHERED_ROWS:
-            assert swiglu._kernel.__wrapped__(kernels, *kind, True, False) in of_swiglu
-        if fp4.has_few_rows(rows, matrices):
-            launch, ctas = fp4._few_rows_kernel.__wrapped__(fp4_few_rows_kernels, torch.float16, *sizes)
-            assert launch in of_few and ctas > 0
-        else:
-            assert swiglu._fp4_kernel.__wrapped__(fp4_kernels, *kind, drawn) in of_fp4
-            assert fp4._kernel.__wrapped__(fp4_kernels, torch.float16, *sizes, True, drawn) in of_fp4
+    shipped = [arguments for _, arguments in kernels.shipped_variants()]
+    monkeypatch.setattr(kernels, "compile_fp8_gemm_swiglu", lambda *arguments: arguments)
+    for columns in (256, 4096):
+        for channels in (128, 2048, 7168):
+            kind = torch.bfloat16, True, False, rows, columns, channels, matrices, 132
+            assert swiglu._kernel.__wrapped__(kernels, *kind, False, fp8.draws(rows, matrices)) in shipped
+            if rows <= kernels.GATHERED_ROWS:
+                assert swiglu._kernel.__wrapped__(kernels, *kind, True, False) in shipped

@@ -11,10 +11,10 @@ from dsa_bench.peers import deep_gemm
 
 # tokens, columns, channels, experts, how many a token goes to: V4-Flash's gate and up, its down, and V4-Pro's
 SHAPES = [
-    *((tokens, 4096, 4096, 256, 6) for tokens in (64, 1, 8, 32, 128, 1024, 4096, 8192, 16384)),
-    *((tokens, 4096, 2048, 256, 6) for tokens in (1, 32, 128, 8192)),
-    *((tokens, 6144, 7168, 384, 6) for tokens in (8, 64)),
-    *((tokens, 7168, 3072, 384, 6) for tokens in (128, 4096)),
+    *((tokens, 4096, 4096, 256, 6) for tokens in (64, 1, 32, 128, 512, 1024, 8192)),
+    *((tokens, 4096, 2048, 256, 6) for tokens in (32, 8192)),
+    (64, 6144, 7168, 384, 6),
+    (4096, 7168, 3072, 384, 6),
 ]
 PROBED = [(128, 256, 512, 16, 2)]
 _SHORT = 512  # tokens up to which a call takes microseconds a launch

@@ -1,0 +1,116 @@
+"""The bridge of products with FP4 weights, on the CPU: what it launches, and what it refuses."""
+
+import re
+
+import pytest
+import torch
+
+import dsa
+from dsa.kernels.gemm import fp8_fp4_gemm_few_rows_sm90 as few_rows_kernels
+from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as kernels
+from dsa.kernels.gemm import limits
+from dsa.ops.gemm import fp8_fp4_gemm_nt as op
+
+BRIDGES = (op,)
+ENDS = torch.tensor([2, 2, 4], dtype=torch.int32)
+ROWS = torch.tensor([4, 0, 0, 3], dtype=torch.int32)
+
+
+def operands(columns=256, channels=384):
+    """Five tokens and three weights."""
+    a = torch.randn(5, channels).to(torch.float8_e4m3fn), torch.rand(5, -(-channels // 128))
+    packed = torch.randint(-128, 128, (3, columns, channels // 2), dtype=torch.int8)
+    scale = torch.randint(120, 128, (3, columns, channels // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    return a, (packed, scale, dsa.fp4_block_scales(packed, scale))
+
+
+def padded(scales):
+    """With rows of 16 bytes."""
+    return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % (16 // scales.itemsize)))
+
+
+@pytest.fixture
+def few_rows_launches(kernel_path, monkeypatch):
+    """What would be launched for few rows: (variant, arguments) each."""
+    found = []
+
+    def kernel(kernels, *variant):
+        return lambda *arguments: found.append((variant, arguments)), 99
+
+    monkeypatch.setattr(op, "_few_rows_kernel", kernel)
+    return found
+
+
+@pytest.mark.parametrize("rows, weights", [(ROWS, torch.rand(4)), (ROWS, None), (None, torch.rand(5)), (None, None)])
+def test_what_the_kernel_of_few_rows_gets(rows, weights, few_rows_launches):
+    (q, s), (packed, scale, block_scale) = operands()
+    ends = ENDS if rows is ROWS else ENDS + 1
+    out = dsa.grouped_fp8_fp4_gemm_nt((q, s), (packed, scale, block_scale), ends, rows=rows, weights=weights)
+    [(variant, arguments)] = few_rows_launches
+    assert variant == (torch.bfloat16, len(out), 256, 384, 3, 132) and arguments[8] is out and arguments[9] == 99
+    assert arguments[0] is q and torch.equal(arguments[1], padded(s))
+    # Without rows or weights: an empty tensor, as all have the same kernel.
+    for got, given in ((arguments[2], rows), (arguments[7], weights)):
+        assert got.shape == (0,) if given is None else got is given
+    assert arguments[3].shape == (768, 192) and arguments[3].data_ptr() == packed.data_ptr()
+    assert torch.equal(arguments[4], padded(scale.view(torch.uint8))) and arguments[4].shape == (3, 256, 16)
+    assert torch.equal(arguments[5], padded(block_scale)) and torch.equal(arguments[6], ends)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("count", [100, 5000])
+def test_what_the_kernel_of_many_rows_gets(count, weighted, launches):
+    """Rows are copied, however many there are; what `rows` says of no token is read from another."""
+    (q, s), (packed, scale, block_scale) = operands()
+    ends, rows = torch.full((3,), count, dtype=torch.int32), torch.randint(0, 5, (count,), dtype=torch.int32)
+    rows[:2] = torch.tensor([-1, 2**31 - 1])
+    weights = torch.rand(count) if weighted else None
+    b = packed, scale, block_scale
+    out = dsa.grouped_fp8_fp4_gemm_nt((q, s), b, ends, torch.float32, rows=rows, weights=weights)
+    [(variant, arguments)] = launches
+    values, scales, codes, group_scales, of_blocks, given_ends, written, factors, multiprocessors = arguments
+    assert variant == (torch.float32, count, 256, 384, 3, 132, weighted) and written is out and factors is weights
+    inside = rows.clamp(0, 4)
+    assert torch.equal(values.view(torch.uint8), q.view(torch.uint8)[inside])
+    assert torch.equal(scales, padded(s)[inside]) and given_ends is ends and multiprocessors == 132
+    assert codes.shape == (768, 192) and codes.data_ptr() == packed.data_ptr()
+    assert torch.equal(group_scales, padded(scale.view(torch.uint8)).flatten(0, 1))
+    # A weight's block scales are still one after the other.
+    assert torch.equal(of_blocks, padded(block_scale).permute(1, 2, 0)) and of_blocks.stride(1) == 1
+
+
+def test_channels_of_no_whole_block_have_the_kernel_of_many_rows(launches, few_rows_launches):
+    a, b = operands(channels=160)
+    dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=ROWS)
+    assert len(launches) == 1 and not few_rows_launches
+
+
+def test_columns(kernel_path):
+    a, b = operands(columns=12)
+    with pytest.raises(
+        ValueError, match=re.escape("b[0]: the kernel takes N that is a multiple of 8, got shape [3, 12, 192]")
+    ):
+        dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=ROWS)
+
+
+def test_casts_of_weights_are_pytorch():
+    """On any device, and whatever the backend."""
+    assert not {"fp4_block_scales", "widen_fp4"} & dsa.backends.KERNELS.keys()
+    _, (packed, scale, block_scale) = operands()
+    q, again = dsa.widen_fp4(packed, scale)
+    assert torch.equal(again, block_scale) and q.shape == (3, 256, 384)
+
+
+@pytest.mark.parametrize("matrices", [1, 2, 256, limits.MAX_MATRICES])
+@pytest.mark.parametrize("rows", [1, 24, 64, 65, 1024, 4096, 16384, 131072, limits.MAX_ROWS])
+def test_only_shipped_variants_are_asked_for(rows, matrices, monkeypatch):
+    shipped = [arguments for module in (kernels, few_rows_kernels) for _, arguments in module.shipped_variants()]
+    monkeypatch.setattr(kernels, "compile_fp8_fp4_gemm", lambda *arguments: arguments)
+    monkeypatch.setattr(few_rows_kernels, "compile_fp8_fp4_gemm_few_rows", lambda *arguments: arguments)
+    for columns in (8, 256, 4096):
+        for channels in (128, 2048, 7168):
+            sizes = rows, columns, channels, matrices, 132
+            for weighted in (False, True):
+                assert op._kernel.__wrapped__(kernels, torch.float16, *sizes, weighted) in shipped
+            launch, ctas = op._few_rows_kernel.__wrapped__(few_rows_kernels, torch.bfloat16, *sizes)
+            assert launch in shipped and ctas > 0
