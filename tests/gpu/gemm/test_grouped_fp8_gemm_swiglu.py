@@ -144,6 +144,7 @@ def test_rows_as_they_are():
     every = torch.arange(90, dtype=torch.int32, device="cuda")
     for op, operand in ((dsa.grouped_fp8_gemm_swiglu, dsa.widen_fp4(*b[:2])), (dsa.grouped_fp8_fp4_gemm_swiglu, b)):
         same(op(a, operand, ends), op(a, operand, ends, rows=every))
+        same(op(a, operand, ends, limit=2), op(a, operand, ends, limit=2.0))
         none = torch.zeros(4, dtype=torch.int32, device="cuda")
         assert op(tuple(x[:0] for x in a), operand, none)[0].shape == (0, 256)
 
