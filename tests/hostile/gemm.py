@@ -63,17 +63,6 @@ def scattering(device: str) -> Prepared:
     return Prepared(run, valid.to(torch.int32).to(device), places)
 
 
-def scattering(device: str) -> Prepared:
-    """Where tokens go. What is in rows that none goes to is undefined: no more than the others is compared."""
-    x, places = randn(30, 256, device=device), torch.randperm(60).view(30, 2).to(torch.int32).to(device)
-
-    def run(given: torch.Tensor) -> Results:
-        return list(dsa.scatter_cast_to_fp8(x, given))
-
-    at = {(t, j): int(places[t, j]) for t, j in ((0, 0), (7, 1), (29, 1))}
-    return Prepared(run, places, {f"token {t}, place {j}": ((t, j), rows_but([row])) for (t, j), row in at.items()})
-
-
 OF_EXPERTS = (
     "grouped_fp8_gemm_nt",
     "grouped_fp8_fp4_gemm_nt",
@@ -91,7 +80,6 @@ CALLS = {
 }
 
 ARGUMENTS: list[IndexArgument] = [
-    IndexArgument("scatter_cast_to_fp8", "places", scattering),
     IndexArgument("scatter_cast_to_fp8", "places", scattering),
     IndexArgument("grouped_fp8_gemm_nt", "ends", products),
     *(
