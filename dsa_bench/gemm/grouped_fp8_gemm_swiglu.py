@@ -1,4 +1,4 @@
-"""Gate and up products of experts with SwiGLU and the cast in one kernel, beside DeepGEMM's product and our cast."""
+"""Gate and up products of experts that end in SwiGLU and the cast, beside DeepGEMM's product and our cast."""
 
 from functools import partial
 

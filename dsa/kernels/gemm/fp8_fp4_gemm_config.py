@@ -29,7 +29,7 @@ class Fp8Fp4GemmConfig(Fp8GemmConfig):
 
 CONFIGS = (Fp8Fp4GemmConfig(1, 1, 128, 8, 2), Fp8Fp4GemmConfig(2, 1, 128, 5, 2), Fp8Fp4GemmConfig(2, 2, 128, 4, 1))
 # Clocks of a block beside its products; of 128 columns that are widened, and those of them in which shared memory moves
-# codes, tables and e4m3 numbers. Predicted.
+# codes, tables and e4m3 numbers.
 BLOCK_CLOCKS, WIDEN_CLOCKS, WIDEN_MOVES = 120, 450, 224
 
 

@@ -12,7 +12,7 @@ Plan
   with one, two CTAs share a multiprocessor.
 - Pipeline: one ring of STAGES stages of 512 channels, four blocks: codes (two boxes of 256 channels, 128 bytes a row),
   e8m0 scales (16 bytes a row), activations (T x 128 bytes a block) and the scales of activations and blocks (16 bytes a
-  row). It runs on over work tile after work tile. About 130 KB of FP4 are on their way.
+  row). It runs on over work tile after work tile. 100 to 170 KB of FP4 are on their way.
 - Mainloop: per block of 128 channels four wgmma into accumulators of its own, T / 2 registers. The next block is
   widened while they run; behind the fourth block the products are scaled and added in fp32 in their order.
 - Activations' words are copied in the order in which lanes have the weights' channels, 4 bytes a copy: few rows make

@@ -25,9 +25,8 @@ Shared memory: as the FP8 product's, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 
 scales a row of b and slot, and tables.
 Registers: see REGISTERS; consumers have 64 accumulators and 64 or 128 sums.
 Instructions of a converter lane and block of 128 x 128: 180, of which 150 are the ALU's, which takes 300 clocks.
-Roofline: the tensor cores and the multiply-adds, 1280 clocks a block of 256 x 128 or 128 x 256; shared memory, 128
-bytes a clock, is busy as long for 256 x 128, 768 clocks with wgmma, 320 with TMA and 224 with converters, and longer
-for 128 x 256, where TMA takes 256 and converters 448.
+Roofline: the tensor cores and the multiply-adds, 1280 clocks a block of 256 x 128; shared memory, 128 bytes a clock, is
+busy as long: 768 clocks with wgmma, 320 with TMA and 224 with converters.
 """
 
 import itertools

@@ -18,14 +18,15 @@ Plan
   products of 64 x 128, so it multiplies its 128 rows in two waves. SwiGLU's work tiles are of 128 rows and 128 columns
   of gate and of up, two parts, one after the other. Few rows get narrow work tiles: enough of them to keep all SMs
   loading weights. The order of a sum is the same in all.
-- Epilogue: 16-bit results go through shared memory, where a warp has room for all of its 16 rows, and from there by
-  TMA, while the next work tile is multiplied already (result_epilogue.py).
-- Scheduler: static persistent; for several matrices dynamic, since their work tiles take different times
+- Epilogue: 16-bit results go through shared memory (result_epilogue.py): where a warp has room for all of its 16 rows,
+  from there by TMA, while the next work tile is multiplied already; of 256 x 128 and 64 x 128, whose room is the
+  stages', by the warps themselves.
+- Scheduler: static persistent; dynamic for several matrices of many rows, since their work tiles take different times
   (tile_indices.py).
 Shared memory: barriers, prefix sums, scales; a consumer warp's results, 2 KiB for 64 columns; STAGES x (64 GROUPS +
 COLUMNS) x 128 bytes.
-Registers: COLUMNS / 2 sums and 32 to 96 accumulators a consumer thread, of 240 (232 beside gathering warps, which need
-40); 24 for the others.
+Registers: COLUMNS / 2 sums a wave and 64 to 96 accumulators a consumer thread, of 240; 24 for the others. Warps that
+gather need 40, which leaves 232 to two consumer warpgroups; one leaves them 56.
 Roofline: for many rows the tensor cores, and the registers that they share with the multiply-adds: 1024 + 256 clocks a
 block of 128 x 256, of which shared memory, 128 bytes a clock, is busy 1152. For few rows memory: b once.
 """

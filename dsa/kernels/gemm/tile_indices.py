@@ -1,8 +1,8 @@
 """Which work tile comes next: of a static persistent scheduler, or of a dynamic one.
 
-Where work tiles take different times, as those of matrices with few rows do, CTAs that take every so-manieth tile drift
-apart, and what tiles of the same weights read is no longer in the L2 cache for the second one. So they draw: each takes
-the next tile when it is free, and tiles that are neighbours are computed at the same time.
+Where work tiles take different times, as those of matrices with few rows do, CTAs that take tiles at fixed distances
+drift apart, and what tiles of the same weights read is no longer in the L2 cache for the second one. So they draw: each
+takes the next tile when it is free, and tiles that are neighbours are computed at the same time.
 """
 
 from dataclasses import dataclass

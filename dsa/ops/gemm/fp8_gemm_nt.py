@@ -34,7 +34,8 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -
     Returns [..., M, N]. Scales are any fp32 numbers, and multiply. N and K need not be multiples of 128: the last block
     is then smaller. A row's result depends on no other row. Without rows the result is empty, without channels zero.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
-    On Hopper: one kernel; K a multiple of 16, N of 8, rows of w at multiples of 16 bytes. Within a block the tensor
+    On Hopper: one kernel, behind a copy of the scales where ceil(K / 128) is no multiple of 4; K a multiple of 16, N of
+    8, rows of w at multiples of 16 bytes. Within a block the tensor
     cores sum with about 14 bits; the blocks are added in their order in fp32. Deterministic. CUDA-graph safe.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
@@ -65,9 +66,10 @@ def grouped_fp8_gemm_nt(
     that do not ascend from at least 0 to M and for rows outside a. The kernel does not see these in time: a weight
     whose ends decrease or are outside has no rows, and the result is undefined in rows that belong to no weight, and
     where rows[m] is outside a.
-    On Hopper: one kernel, no padding of rows, no copy of a by `rows` and no host synchronisation; K and N as
-    `fp8_gemm_nt` takes them, E up to 1024. Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows
-    of a group and takes an index for each row.
+    On Hopper: no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to 1024. Up to
+    4096 rows of the result the kernel gathers `rows` of a; of more a copy is made before, which is faster there.
+    Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index for each
+    row.
     """
     return _grouped_fp8_gemm_nt(*reference.pair("a", a), *reference.pair("b", b), ends, out_dtype, rows, weights)
 
