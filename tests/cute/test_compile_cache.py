@@ -227,10 +227,10 @@ def test_a_directory_that_can_only_be_read_is_read(directory, monkeypatch):
 
 
 def test_the_key_covers_what_is_compiled(monkeypatch):
-    config = ARGS[-1]
+    *others, config, scattered = ARGS
     other_config = dataclasses.replace(config, threads=config.threads * 2)
-    keys = [compile_cache._key(ORIGINAL, ARGS), compile_cache._key(ORIGINAL, (*ARGS[:-1], other_config))]
-    assert compile_cache._key(ORIGINAL, (*ARGS[:-1], dataclasses.replace(config))) == keys[0]
+    keys = [compile_cache._key(ORIGINAL, ARGS), compile_cache._key(ORIGINAL, (*others, other_config, scattered))]
+    assert compile_cache._key(ORIGINAL, (*others, dataclasses.replace(config), scattered)) == keys[0]
 
     def another_function():
         pass
