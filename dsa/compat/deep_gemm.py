@@ -10,7 +10,8 @@ multiplies FP8 on Hopper. As there
 What DeepGEMM takes on Hopper, and this does not: `c` (accumulation, its fp32 kernel for gradients of weights) and the
 recipe (1, 1, 128) of the same kernel. What it does not take there either is refused too: FP4 values, scales packed
 four to an int32, `alpha` and epilogues. Beyond DeepGEMM: d may be fp32 or fp16, too, N any multiple of 8 and K of 16,
-and groups may begin at any row. `compiled_dims`, `disable_ue8m0_cast` and `ensure_zero_padding` change nothing here.
+and groups may begin at any row. `compiled_dims`, `disable_ue8m0_cast` and `ensure_zero_padding` change nothing here:
+no row of padding is zeroed, whatever the last one says.
 A row's bits are those of `dsa.fp8_gemm_nt`, whatever else is in the call.
 
 Errors are those of the ops, in their names for the arguments, "a[1]: ..."; ValueError or TypeError, before a launch.
@@ -25,6 +26,7 @@ from dsa import backends
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.declaration import Op
 from dsa.ops.gemm import fp8_gemm_nt as bridge
+from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.checks import (
     E4M3,
     FLOATS,
@@ -40,8 +42,6 @@ __all__ = ["fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gem
 
 ALIGNMENT = 128  # of a group's first row, where ends say where the groups are
 _RECIPE, _RECIPE_A, _RECIPE_B = (1, 128, 128), (1, 128), (128, 128)
-
-Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def fp8_gemm_nt(
@@ -165,6 +165,11 @@ def m_grouped_fp8_gemm_nt_masked(
     op = bridge._grouped_fp8_gemm_nt
     op.check(q[0], s[0], w, ws, masked_m, d.dtype, None, None)
     if backends.runs_kernel(op.public, q):
+        if not q.shape[-1]:
+            own = torch.arange(q.shape[1], device=q.device) < masked_m[:, None]
+            d.masked_fill_(own[..., None], 0)
+            return
+        s, ws = bridge.aligned_scales(s), bridge.aligned_scales(ws)
         for e in range(len(q)):
             one = slice(e, e + 1)
             _write(op, d[e], q[e], s[e], w[one], ws[one], masked_m[one])

@@ -212,6 +212,32 @@ def test_kernels_write_groups_to_what_the_caller_gives(launches):
     assert same(second[0], q[1]) and same(second[3], w[1]) and same(second[6], d[1])
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_masked_groups_without_channels(kernels, request):
+    """Zeros, in no row behind those that count."""
+    found = request.getfixturevalue("launches") if kernels else []
+    a = torch.zeros(3, 8, 0).to(E4M3), torch.zeros(3, 8, 0)
+    b = torch.zeros(3, 16, 0).to(E4M3), torch.zeros(3, 1, 0)
+    base = torch.full((3, 8, 32), 7.0)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, base[..., :16], torch.tensor([5, -3, 99], dtype=INT32), 4)
+    assert (base[0, :5, :16] == 0).all() and (base[0, 5:] == 7).all() and (base[1] == 7).all()
+    assert (base[2, :, :16] == 0).all() and (base[..., 16:] == 7).all() and not found
+
+
+def test_scales_of_masked_groups_are_aligned_once(launches):
+    """Their groups' are then parts of one tensor, which the kernel takes as they are."""
+    _, _, (q, s), b = operands(3 * 16, 256, 384, 3)
+    d = torch.zeros(3, 16, 256, dtype=BF16)
+    a = q.view(3, 16, -1), column_major(s.view(3, 16, -1))
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, torch.full((3,), 16, dtype=INT32), 16)
+    scales, of_weights = ([call[place] for _, call in launches] for place in (1, 4))
+    for e in range(3):
+        assert torch.equal(scales[e][:, :3], s.view(3, 16, 3)[e]) and scales[e].shape == (16, 4)
+        assert torch.equal(of_weights[e][:, :3, 0], b[1][e]) and of_weights[e].shape == (2, 4, 1)
+        assert scales[e].data_ptr() - scales[0].data_ptr() == e * 16 * 16
+        assert of_weights[e].data_ptr() - of_weights[0].data_ptr() == e * 2 * 16
+
+
 @pytest.mark.parametrize(("rows", "place"), [(16, 4), (65, 6)])
 def test_kernels_leave_a_result_that_they_cannot_write_to_a_copy(rows, place, launches):
     _, _, a, (w, ws) = operands(rows, 264, 128)

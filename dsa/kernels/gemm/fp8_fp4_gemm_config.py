@@ -4,14 +4,21 @@ from dataclasses import dataclass
 
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP
 from dsa.kernels.gemm.fp4_operand import TABLE_BYTES
-from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, SCALES, STORE_CLOCKS, TMA_STORE_CLOCKS, Fp8GemmConfig
+from dsa.kernels.gemm.fp8_gemm_config import (
+    CHUNK_BYTES,
+    SCALES,
+    STORE_CLOCKS,
+    TMA_STORE_CLOCKS,
+    Fp8GemmConfig,
+    of_fewest_clocks,
+)
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS
 from dsa.kernels.gemm.limits import GROUP
 
 
 @dataclass(frozen=True)
 class Fp8Fp4GemmConfig(Fp8GemmConfig):
-    """As the FP8 product's, of parts of 128 columns."""
+    """As the FP8 product's, of 128 columns."""
 
     @property
     def threads(self) -> int:
@@ -34,23 +41,8 @@ BLOCK_CLOCKS, WIDEN_CLOCKS, WIDEN_MOVES = 120, 450, 224
 
 
 def choose_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmConfig:
-    """For `rows` in all: what takes the fewest clocks. One matrix's tiles are dealt out in whole rounds; those of
-    several even out, and their rows are taken for random numbers about the mean."""
-    blocks = -(-channels // GROUP)
-    used = max(min(rows, matrices), 1)
-    each = rows / used
-    sizes = [rows] if matrices == 1 else [max(1, round(each + sign * each**0.5)) for sign in (-1, 1)]
-
-    def clocks(config: Fp8Fp4GemmConfig) -> float:
-        tiles = [(size // config.rows, size % config.rows) for size in sizes]
-        of_full = tile_clocks(config, config.rows, blocks)
-        total = sum(full * of_full + (tile_clocks(config, left, blocks) if left else 0) for full, left in tiles)
-        across = -(-columns // config.columns)
-        total *= across * used / len(sizes) / multiprocessors
-        rounds = -(-across * -(-rows // config.rows) // multiprocessors)
-        return total if matrices > 1 else max(total, rounds * tile_clocks(config, min(rows, config.rows), blocks))
-
-    return min(CONFIGS, key=clocks)
+    """For `rows` in all: what takes the fewest clocks."""
+    return of_fewest_clocks(CONFIGS, tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def tile_clocks(config: Fp8Fp4GemmConfig, rows: int, blocks: int) -> float:
@@ -58,8 +50,7 @@ def tile_clocks(config: Fp8Fp4GemmConfig, rows: int, blocks: int) -> float:
     or a warpgroup alone; or the converters."""
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
-    parts = config.columns // GROUP
-    moved = units * (64 + config.columns) + config.rows + config.columns // 2 + parts * WIDEN_MOVES
+    moved = units * (64 + config.columns) + config.rows + config.columns // 2 + WIDEN_MOVES
     alone = -(-units // config.groups) * (config.columns * 5 // 2 + 100 // config.together)
     stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
-    return stored + blocks * (BLOCK_CLOCKS + max(multiplied, moved, alone, parts * WIDEN_CLOCKS))
+    return stored + blocks * (BLOCK_CLOCKS + max(multiplied, moved, alone, WIDEN_CLOCKS))

@@ -44,7 +44,6 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
-from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.shared_memory import load_16, load_matrices, pack, store_transposed
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.work_tile import static_persistent_scheduler
@@ -57,9 +56,9 @@ from dsa.kernels.gemm.fp4_operand import (
     widen,
     write_tables,
 )
-from dsa.kernels.gemm.limits import GROUP, MAX_MATRICES, OUT_DTYPES
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo
+from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 
-MAX_TILES = 2**30
 BLOCKS = 4  # of GROUP channels a stage
 STEPS = GROUP // 32  # wgmma a block
 BOX = 128  # bytes of codes a row and TMA box: 256 channels
@@ -70,15 +69,6 @@ GATHER_WARPS = 3
 # By the number of consumer warpgroups: CTAs a multiprocessor, registers of consumers' and of producers' threads.
 RESIDENT = {1: 2, 2: 1}
 REGISTERS = {1: (208, 48), 2: (232, 40)}
-
-
-class WorkTileInfo(NamedTuple):
-    """matrix: its number; row, column: the first of the work tile; end: of the matrix's rows."""
-
-    matrix: Int32
-    row: Int32
-    end: Int32
-    column: Int32
 
 
 @dataclass(frozen=True)
@@ -105,7 +95,7 @@ class Fp8Fp4GemmFewRowsConfig:
     def fits(self) -> bool:
         """Whether shared memory holds it; each resident CTA takes 1 KiB more."""
         stage = self.columns * (BOXES * BOX + SCALE_BYTES) + self.rows * BLOCKS * GROUP + (self.rows + 1) * SCALE_BYTES
-        others = 4 * (MAX_MATRICES + 64) + TABLE_BYTES + 16 * self.stages + self.groups * WARPGROUP * self.rows + 1024
+        others = 4 * (PREFIX_SUMS + 32) + TABLE_BYTES + 16 * self.stages + self.groups * WARPGROUP * self.rows + 1024
         resident = RESIDENT[self.groups]
         return self.stages * stage + others <= (SHARED_BYTES + 1024) // resident - 1024
 
@@ -155,8 +145,7 @@ class Fp8Fp4GemmFewRowsSm90:
         class Storage:
             pipeline: pipeline_storage(self.stages)
             sums: cute.struct.MemRange[Int32, 32]
-            # Tiles of rows before each matrix; behind the last one those of all.
-            tiles: cute.struct.MemRange[Int32, MAX_MATRICES + 32]
+            prefix: cute.struct.MemRange[Int32, PREFIX_SUMS]
             tables: cute.struct.Align[cute.struct.MemRange[Uint8, TABLE_BYTES], TABLE_BYTES]
             out: cute.struct.Align[cute.struct.MemRange[Uint8, self.consumer_warps * self.rows * 2 * OWN_ROWS], 16]
             row_scales: cute.struct.Align[cute.struct.MemRange[Uint8, self.stages * (self.rows + 1) * SCALE_BYTES], 16]
@@ -198,7 +187,9 @@ class Fp8Fp4GemmFewRowsSm90:
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
-        tiles = storage.tiles.get_tensor(cute.make_layout(MAX_MATRICES + 32))
+        prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
+        across = cute.ceil_div(out.shape[1], self.columns)
+        tiles = GroupedTiles(ends, out.shape[0], across, prefix, self.rows, self.columns)
         sums = storage.sums.get_tensor(cute.make_layout(32))
         tables = Int32(storage.tables.data_ptr().toint())
         places = storage.b, storage.scales, storage.a, storage.row_scales
@@ -214,84 +205,42 @@ class Fp8Fp4GemmFewRowsSm90:
             sums[tid] = 0
             write_tables(tables, lane)
         cute.arch.sync_threads()
-        total = self.count_tiles(ends, *out.shape, tiles, sums, tid, lane, warp)
+        total = tiles.count(sums, self.threads, tid, lane, warp)
 
         consumer_registers, producer_registers = REGISTERS[self.cfg.groups]
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == self.consumer_warps:
-                self.load_weights(b_atom, mb, b_scale_32, b_scale, ends, out, tiles, total, sb, ring, pipeline, lane)
+                self.load_weights(b_atom, mb, b_scale_32, b_scale, tiles, total, sb, ring, pipeline, lane)
             else:
                 number = warp - self.consumer_warps - 1
-                self.gather_rows(a, a_scale, rows, ends, out, tiles, total, ring, pipeline, number, lane)
+                self.gather_rows(a, a_scale, rows, tiles, total, ring, pipeline, number, lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             groups = a_scale.shape[1] // BLOCKS
             staged = Int32(storage.out.data_ptr().toint()) + warp * (self.rows * 2 * OWN_ROWS)
-            self.consume(groups, weights, ends, out, tiles, total, sa, ring, tables, pipeline, staged, tid, warp, lane)
+            self.consume(groups, weights, out, tiles, total, sa, ring, tables, pipeline, staged, tid, warp, lane)
 
     @cute.jit
-    def count_tiles(self, ends, rows, columns, tiles, sums, tid, lane, warp):
-        """Fill in the tiles of rows before each matrix; returns those of all."""
-        count = ends.shape[0]
-        # Matrices that overlap, as ends that decrease make them, could have more tiles than an int32 holds.
-        most = MAX_TILES // cute.ceil_div(columns, self.columns)
-        total = Int32(0)
-        for first in cutlass.range(0, count, self.threads, unroll=1):
-            e = first + tid
-            own = Int32(0)
-            if e < count:
-                begin, end = self.bounds(ends, e, rows)
-                own = cute.ceil_div(end - begin, self.rows)
-            before, of_all = block_exclusive_scan(own, sums, lane, warp)
-            if e < count:
-                tiles[e] = cutlass.min(total + before, most)
-            total = cutlass.min(total + of_all, most)
-            cute.arch.sync_threads()
-        if tid < 32:
-            tiles[count + tid] = total
-        cute.arch.sync_threads()
-        return total
-
-    @cute.jit
-    def bounds(self, ends, e, rows):
-        """Where the rows of matrix e begin and end; inside the rows that there are, whatever `ends` says. If its ends
-        decrease or are outside it has none, and takes none of the others'; the last may end beyond the rows."""
-        begin, end = Int32(0), ends[e]
-        if e > 0:
-            begin = ends[e - 1]
-        if e == ends.shape[0] - 1:
-            end = cutlass.min(end, rows)
-        if begin < 0 or begin > end or end > rows:
-            begin, end = Int32(0), Int32(0)
-        return begin, end
-
-    @cute.jit
-    def work_tile(self, index, e, ends, out, tiles, lane) -> WorkTileInfo:
-        """Work tile `index`, whose matrix is not before e."""
-        across = cute.ceil_div(out.shape[1], self.columns)
-        steps = Int32(32)
-        while steps == 32:
-            # Whether the tile lies behind the beginning of each of the next 32 matrices.
-            steps = cute.arch.popc(cute.arch.vote_ballot_sync(tiles[e + 1 + lane] * across <= index))
-            e += steps
-        begin, end = self.bounds(ends, e, out.shape[0])
+    def work_tile(self, tiles: GroupedTiles, index, e, lane) -> WorkTileInfo:
+        """Work tile `index`, whose matrix is not before e: the tiles of rows are innermost."""
+        e = tiles.matrix_of(index, e, lane)
+        begin, end = tiles.bounds(e)
         down = cute.ceil_div(end - begin, self.rows)
-        local = index - tiles[e] * across
+        local = index - tiles.prefix[e] * tiles.across
         return WorkTileInfo(e, begin + local % down * self.rows, end, local // down * self.columns)
 
     @cute.jit
     def load_weights(
-        self, b_atom, mb, b_scale_32, b_scale, ends, out, tiles, total, sb, ring: Ring, pipeline: Pipeline, lane
+        self, b_atom, mb, b_scale_32, b_scale, tiles: GroupedTiles, total, sb, ring: Ring, pipeline: Pipeline, lane
     ):
         """The warp that loads the weights' codes and scales, and the blocks' scales."""
         scheduler = static_persistent_scheduler()
         state, e = start(), Int32(0)
-        columns = out.shape[1]
+        columns = b_scale_32.shape[1]
         pitch = Int64(b_scale_32.stride[1])
-        across = cute.ceil_div(columns, self.columns)
-        for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
-            e, _, _, column = self.work_tile(index, e, ends, out, tiles, lane)
+        for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
+            e, _, _, column = self.work_tile(tiles, index, e, lane)
             gb = cute.local_tile(cute.domain_offset((e * columns + column, 0), mb), (self.columns, BOX), (0, None))
             tbs, tbg = cute.nvgpu.cpasync.tma_partition(
                 b_atom, 0, cute.make_layout(1), cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
@@ -318,7 +267,7 @@ class Fp8Fp4GemmFewRowsSm90:
 
     @cute.jit
     def gather_rows(
-        self, a, a_scale, rows, ends, out, tiles, total, ring: Ring, pipeline: Pipeline, number: Int32, lane
+        self, a, a_scale, rows, tiles: GroupedTiles, total, ring: Ring, pipeline: Pipeline, number: Int32, lane
     ):
         """Gathering warp `number`: every third row of activations, a word a lane; the first one their scales, too."""
         scheduler = static_persistent_scheduler()
@@ -326,9 +275,8 @@ class Fp8Fp4GemmFewRowsSm90:
         sources, channels = a.shape
         place = ordered_place(lane)
         chunk, word = place // 4, place % 4
-        across = cute.ceil_div(out.shape[1], self.columns)
-        for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
-            e, row, end, _ = self.work_tile(index, e, ends, out, tiles, lane)
+        for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
+            e, row, end, _ = self.work_tile(tiles, index, e, lane)
             count = cutlass.min(end - row, self.rows)
             own = cutlass.min(row + lane, end - 1)
             if rows.shape[0] > 0:
@@ -357,9 +305,8 @@ class Fp8Fp4GemmFewRowsSm90:
         self,
         groups,
         weights,
-        ends,
         out,
-        tiles,
+        tiles: GroupedTiles,
         total,
         sa,
         ring: Ring,
@@ -385,9 +332,8 @@ class Fp8Fp4GemmFewRowsSm90:
         own_row = lane % 4 * 2
         scheduler = static_persistent_scheduler()
         state, e = start(), Int32(0)
-        across = cute.ceil_div(out.shape[1], self.columns)
-        for index in cutlass.range(scheduler.first, total * across, scheduler.step, unroll=1):
-            e, row, end, column = self.work_tile(index, e, ends, out, tiles, lane)
+        for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
+            e, row, end, column = self.work_tile(tiles, index, e, lane)
             sums.fill(0.0)
             factors.fill(1.0)
             if weights.shape[0] > 0:
@@ -516,11 +462,9 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
     )
 
 
-def choose_config(
-    rows: int, columns: int, channels: int, matrices: int, multiprocessors: int
-) -> Fp8Fp4GemmFewRowsConfig:
-    """For `rows` in all: what the busiest multiprocessor loads the fewest bytes with. All work tiles have as many
-    `channels`, so these are no matter."""
+def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmFewRowsConfig:
+    """For `rows` in all: what the busiest multiprocessor loads the fewest bytes with, however many channels all work
+    tiles have."""
 
     def loaded(config: Fp8Fp4GemmFewRowsConfig) -> float:
         tiles = matrices * expected_tiles(rows, matrices, config.rows) * -(-columns // config.columns)

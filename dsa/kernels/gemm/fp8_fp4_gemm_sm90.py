@@ -112,7 +112,7 @@ class LateResultEpilogue(ResultEpilogue):
 
 
 class Fp8Fp4GemmSm90(Fp8GemmSm90):
-    """epilogue: what becomes of the sums."""
+    """Of work tiles of 128 columns. epilogue: what becomes of the sums."""
 
     def __init__(self, config: Fp8Fp4GemmConfig, epilogue: ResultEpilogue):
         super().__init__(config, False, epilogue)
@@ -138,12 +138,10 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
         slots = self.config.scale_slots
         # A converter warp's codes, at the beginning of its part of a stage.
-        boxes = CONVERTERS * self.parts * self.stages
+        boxes = CONVERTERS * self.stages
         codes_layout = cute.make_layout((OWN_ROWS, CODE_BYTES, boxes), stride=(CODE_BYTES, 1, OWN_BYTES))
         as_layout = cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES))
-        es_layout = cute.make_layout(
-            (GROUP, SCALE_BYTES, self.parts * slots), stride=(SCALE_BYTES, 1, GROUP * SCALE_BYTES)
-        )
+        es_layout = cute.make_layout((GROUP, SCALE_BYTES, slots), stride=(SCALE_BYTES, 1, GROUP * SCALE_BYTES))
         # A slot begins at 128 bytes, as TMA wants it.
         bs_layout = cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32))
         loads = [
@@ -253,18 +251,17 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         state, tile_state, slot = start(), start(), Int32(0)
         b_rows = mb.shape[0] // tiles.ends.shape[0]
         size = self.rows * GROUP + self.columns * CODE_BYTES
-        of_scales = (self.rows + self.columns + self.parts) * SCALE_BYTES
+        of_scales = (self.rows + self.columns + 1) * SCALE_BYTES
         index = indices.first
         info = tiles.at(index, Int32(0), total, lane)
         while info.end > 0:
             e = info.matrix
             tile_state = work_tiles.publish(tile_state, info)
-            columns = [e * b_rows + c for c in self.epilogue.columns_of_parts(info.column, b_rows)]
-            begins = [column + OWN_ROWS * i for column in columns for i in range(CONVERTERS)]
+            column = e * b_rows + info.column
+            begins = [column + OWN_ROWS * i for i in range(CONVERTERS)]
             of_b = [part(b_atom, codes, tile_of(mb, row, (OWN_ROWS, CODE_BYTES))) for row in begins]
-            of_es = [part(es_atom, ses, tile_of(mes, row, (GROUP, SCALE_BYTES))) for row in columns]
-            scale_rows = self.epilogue.scale_blocks(info.column, b_rows)[: self.parts]
-            of_bs = [part(bs_atom, sbs, scales_from(mbs, row, e)) for row in scale_rows]
+            tess, tesg = part(es_atom, ses, tile_of(mes, column, (GROUP, SCALE_BYTES)))
+            tbss, tbsg = part(bs_atom, sbs, scales_from(mbs, info.column // GROUP, e))
             tas, tag = part(a_atom, sa, rows_from(ma, info.row, self.rows))
             tass, tasg = part(as_atom, sas, tile_of(mas, info.row, (self.rows, SCALES)))
             following = info
@@ -274,17 +271,12 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                     pipeline.producer_acquire(state, size + (of_scales if const_expr(i == 0) else 0))
                     full = pipeline.producer_barrier(state)
                     if const_expr(i == 0):
-                        for j in cutlass.range_constexpr(self.parts):
-                            target, place = of_es[j]
-                            at = slot * self.parts + j
-                            cute.copy(es_atom, place[None, group], target[None, at], tma_bar_ptr=full)
-                            target, place = of_bs[j]
-                            at = slot * SCALE_BLOCKS + j
-                            cute.copy(bs_atom, place[None, group], target[None, at], tma_bar_ptr=full)
+                        cute.copy(es_atom, tesg[None, group], tess[None, slot], tma_bar_ptr=full)
+                        cute.copy(bs_atom, tbsg[None, group], tbss[None, slot * SCALE_BLOCKS], tma_bar_ptr=full)
                         cute.copy(as_atom, tasg[None, group], tass[None, slot], tma_bar_ptr=full)
-                    for j in cutlass.range_constexpr(len(of_b)):
+                    for j in cutlass.range_constexpr(CONVERTERS):
                         target, place = of_b[j]
-                        at = state.stage * len(of_b) + j
+                        at = state.stage * CONVERTERS + j
                         cute.copy(b_atom, place[None, block], target[None, at], tma_bar_ptr=full)
                     cute.copy(a_atom, tag[None, block], tas[None, state.stage], tma_bar_ptr=full)
                     state = pipeline.advance(state)
@@ -308,7 +300,6 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         # The unit's first 16 bytes of e4m3 and, beside them, the other ones.
         write_at = own + row * GROUP + ((2 * unit) ^ row) * 16
         scales += (number * OWN_ROWS + row) * SCALE_BYTES
-        units = [(part_of_b, j) for part_of_b in range(self.parts) for j in reversed(range(UNITS))]
         state, tile_state, slot = start(), start(), Int32(0)
         info = work_tiles.current(tile_state)
         while info.end > 0:
@@ -319,22 +310,18 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                     pipeline.consumer_wait(state)
                     at = scales + slot * (self.columns * SCALE_BYTES), block_scales + slot * (SCALE_BLOCKS * 128)
                     if const_expr(i == 0):
-                        places = [self.places(*at, 0, unit)]
+                        places = self.places(*at, unit)
                     offset = state.stage * (self.columns * GROUP)
-                    words, table = self.read_unit(read_at + offset, tables, places, units[0], i)
-                    for k in cutlass.range_constexpr(len(units)):
+                    words, table = self.read_unit(read_at + offset, tables, places, UNITS - 1, i)
+                    for j in cutlass.range_constexpr(UNITS - 1, -1, -1):
                         own_words, own_table = words, table
-                        if const_expr(k + 2 == UNITS * len(places) and len(places) < self.parts):
-                            # Not before: all parts' at once would take too many registers.
-                            places.append(self.places(*at, len(places), unit))
-                        if const_expr(k + 1 < len(units)):
-                            words, table = self.read_unit(read_at + offset, tables, places, units[k + 1], i)
-                        part_of_b, j = units[k]
+                        if const_expr(j > 0):
+                            words, table = self.read_unit(read_at + offset, tables, places, j - 1, i)
                         if const_expr(j == 1):
                             # Units 1 and 0 are written to where codes are, which all lanes have read.
                             cute.arch.sync_warp()
                         wide = [word for eight in own_words for word in widen(eight, *own_table)]
-                        target = write_at + offset + (part_of_b * GROUP + j * UNIT_ROWS) * GROUP
+                        target = write_at + offset + j * UNIT_ROWS * GROUP
                         store_16(target, wide[:4])
                         store_16(target ^ 16, wide[4:])
                     # wgmma reads through the other proxy.
@@ -345,16 +332,14 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                 slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
             info = work_tiles.current(tile_state)
 
-    def read_unit(self, address, tables, places, unit, block: int):
-        """Four words of codes, and their table."""
-        part_of_b, j = unit
-        words = load_16(address + part_of_b * (GROUP * GROUP) + j * (WARP * 16))
-        return words, load_table(tables, places[part_of_b][j], block)
+    def read_unit(self, address, tables, places, j: int, block: int):
+        """Four words of codes of unit j, and their table."""
+        return load_16(address + j * (WARP * 16)), load_table(tables, places[j], block)
 
-    def places(self, scales, block_scales, part_of_b: int, unit):
-        """Of the tables of this lane's rows of a part, for SCALES blocks."""
-        of_blocks = load_floats(block_scales + part_of_b * 128)
-        rows = [part_of_b * GROUP + j * UNIT_ROWS for j in range(UNITS)]
+    def places(self, scales, block_scales, unit):
+        """Of the tables of this lane's rows, for SCALES blocks."""
+        of_blocks = load_floats(block_scales)
+        rows = [j * UNIT_ROWS for j in range(UNITS)]
         return [table_places_of_blocks(load_16(scales + r * SCALE_BYTES), unit, of_blocks) for r in rows]
 
 

@@ -1,6 +1,8 @@
 """Tile configurations of the FP8 product kernel, and which of them a shape gets."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS
@@ -49,6 +51,8 @@ class Fp8GemmConfig:
         return loaded + scales + staged + 4 * (PREFIX_SUMS + 32) + 16 * self.stages + 256 + 4 * 1024 <= SHARED_BYTES
 
 
+Config = TypeVar("Config", bound=Fp8GemmConfig)
+
 CONFIGS = (
     Fp8GemmConfig(1, 1, 64, 11, 1),
     Fp8GemmConfig(1, 1, 128, 8, 1),
@@ -79,14 +83,30 @@ def choose_config(
     multiprocessors: int,
     configs: tuple[Fp8GemmConfig, ...] = CONFIGS,
 ) -> Fp8GemmConfig:
-    """For `rows` in all: what takes the fewest clocks. One matrix's tiles are dealt out in whole rounds; those of
-    several even out, and their rows are taken for random numbers about the mean."""
+    """For `rows` in all: what takes the fewest clocks. One warpgroup has to do for matrices of up to 64 rows."""
+    few = rows <= 64 * max(min(rows, matrices), 1)
+    narrow = [config for config in configs if config.groups == 1] if few else []
+    return of_fewest_clocks(narrow or configs, tile_clocks, rows, columns, channels, matrices, multiprocessors)
+
+
+def of_fewest_clocks(
+    configs: Sequence[Config],
+    tile_clocks: Callable[[Config, int, int], float],
+    rows: int,
+    columns: int,
+    channels: int,
+    matrices: int,
+    multiprocessors: int,
+) -> Config:
+    """One of `configs`, where a work tile of so many rows and blocks takes tile_clocks(config, rows, blocks). One
+    matrix's tiles are dealt out in whole rounds; those of several even out, and their rows are taken for random numbers
+    about the mean."""
     blocks = -(-channels // GROUP)
     used = max(min(rows, matrices), 1)
     each = rows / used
     sizes = [rows] if matrices == 1 else [max(1, round(each + sign * each**0.5)) for sign in (-1, 1)]
 
-    def clocks(config: Fp8GemmConfig) -> float:
+    def clocks(config: Config) -> float:
         across = -(-columns // config.columns)
         total = 0.0
         for size in sizes:
@@ -99,7 +119,7 @@ def choose_config(
         rounds = -(-across * -(-rows // config.rows) // multiprocessors)
         return max(total, rounds * tile_clocks(config, min(rows, config.rows), blocks))
 
-    return min([config for config in configs if config.groups == 1 or each > 64] or configs, key=clocks)
+    return min(configs, key=clocks)
 
 
 def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:

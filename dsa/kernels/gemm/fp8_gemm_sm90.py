@@ -391,6 +391,9 @@ class Fp8GemmSm90:
             states = []
             for i in cutlass.range_constexpr(together):
                 pipeline.consumer_wait(state)
+                if const_expr(self.gathered):
+                    # Rows of a were not written by TMA; wgmma reads them through the other proxy.
+                    cute.arch.fence_proxy("async.shared", space="cta")
                 if const_expr(first + i == 0):
                     at = scales[0] + slot * (self.rows * SCALE_BYTES)
                     halves = [64 * self.groups * wave + 8 * half for wave in range(pairs[-1][0] + 1) for half in (0, 1)]
@@ -407,6 +410,9 @@ class Fp8GemmSm90:
                         multiply(mma, acc[i], ra[wave], rb[part_of_b], states[i].stage, states[i].stage)
                     cute.nvgpu.warpgroup.wait_group(together - 1 - i)
                     if const_expr(product == products - 1):
+                        if const_expr(first + i == 0):
+                            # All lanes have read the scales, whose slot is free with this stage.
+                            cute.arch.sync_warp()
                         pipeline.consumer_release(states[i])
                     for j in cutlass.range_constexpr(self.width // 64):
                         of = self.epilogue.scale_of(part_of_b, j, [x[first + i] for x in of_columns], odd)

@@ -88,15 +88,21 @@ class GroupedTiles:
         return begin, end
 
     @cute.jit
+    def matrix_of(self, index, e, lane) -> Int32:
+        """The matrix of work tile `index`, one of those that there are, not before e."""
+        steps = Int32(32)
+        while steps == 32:
+            # Whether the tile lies behind the beginning of each of the next 32 matrices.
+            steps = cute.arch.popc(cute.arch.vote_ballot_sync(self.prefix[e + 1 + lane] * self.across <= index))
+            e += steps
+        return e
+
+    @cute.jit
     def at(self, index, e, total, lane) -> WorkTileInfo:
         """Work tile `index` of `total`, whose matrix is not before e; the last WorkTileInfo, if there is none."""
         row, end, column = Int32(0), Int32(0), Int32(0)
         if index < total:
-            steps = Int32(32)
-            while steps == 32:
-                # Whether the tile lies behind the beginning of each of the next 32 matrices.
-                steps = cute.arch.popc(cute.arch.vote_ballot_sync(self.prefix[e + 1 + lane] * self.across <= index))
-                e += steps
+            e = self.matrix_of(index, e, lane)
             begin, end = self.bounds(e)
             down = cute.ceil_div(end - begin, self.height)
             local = index - self.prefix[e] * self.across

@@ -12,6 +12,7 @@ from dsa.kernels.gemm import limits
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.ops.gemm import fp8_gemm_nt as fp8
+from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import fp4_cast
 from dsa.reference.gemm import fp8_fp4_gemm_nt as reference
 from dsa.reference.gemm.fp8_gemm_nt import pair
@@ -21,7 +22,6 @@ __all__ = ["fp4_block_scales", "grouped_fp8_fp4_gemm_nt", "widen_fp4"]
 fp4_block_scales = fp4_cast.fp4_block_scales
 widen_fp4 = fp4_cast.widen_fp4
 
-Scaled = tuple[torch.Tensor, torch.Tensor]
 FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 PRODUCTS = Kernels(
@@ -59,8 +59,9 @@ def grouped_fp8_fp4_gemm_nt(
     Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for ends
     and rows as `grouped_fp8_gemm_nt` does, and for block scales other than those of `fp4_block_scales`, which refuses
     blocks that e4m3 cannot hold. With other block scales the kernel's result is undefined.
-    On Hopper: K a multiple of 32 and N of 8, E up to 1024, packed and scale contiguous from multiples of 16 bytes on;
-    no host synchronisation.
+    On Hopper: K a multiple of 32 and N of 8, E up to 1024, E N below 2^31, packed and scale contiguous from multiples
+    of 16 bytes on; no host synchronisation. Every call copies the scales, those of the weights too, unless K is a
+    multiple of 512. Up to 24 rows a weight, on average, have a kernel of their own if K is a multiple of 128.
     Source: the experts of DeepSeek-V4's checkpoints, and its inference code.
     """
     operands = *pair("a", a), *reference.fp4_weight("b", b)
@@ -91,13 +92,16 @@ def check_fp4_limits(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor |
     count = len(q if rows is None else rows)
     if len(packed) > limits.MAX_MATRICES:
         raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_MATRICES} weights, got {len(packed)}")
-    if packed.shape[1] % limits.N_MULTIPLE and count:
+    if count == 0 or packed.numel() == 0 or len(q) == 0:
+        return
+    if packed.shape[1] % limits.N_MULTIPLE:
         raise ValueError(
             f"b[0]: the kernel takes N that is a multiple of {limits.N_MULTIPLE}, got shape {list(packed.shape)}"
         )
     for name, most in (("a[0]", len(q)), ("rows", count)):
         if most > limits.MAX_ROWS:
             raise ValueError(f"{name}: the kernel takes at most {limits.MAX_ROWS} rows, got {most}")
+    fp8.check_columns(packed)
 
 
 @op(
@@ -127,18 +131,17 @@ def _grouped_fp8_fp4_gemm_nt(
         return out
     many, few = kernels
     multiprocessors = backends.num_sms(q.device)
-    sizes = count, columns, channels, matrices, multiprocessors
     codes = packed.view(torch.uint8).view(-1, channels // 2)
     factors = None if weights is None else weights.contiguous()
     if count <= FEW_ROWS * matrices and channels % limits.GROUP == 0:
-        launch, ctas = _few_rows_kernel(few, out_dtype, *sizes)
+        launch, ctas = _few_rows_kernel(few, out_dtype, count, columns, matrices, multiprocessors)
         sources = q.new_empty(0, dtype=torch.int32) if rows is None else rows.contiguous()
         a = fp8.aligned_rows(q), fp8.aligned_scales(s), sources
         b = codes, _group_scales(scale), fp8.aligned_scales(block_scale)
         launch(*a, *b, ends.contiguous(), s.new_empty(0) if factors is None else factors, out, ctas)
         return out
     q, s = fp8.copied_rows(q, s, rows)
-    launch = _kernel(many, out_dtype, *sizes, weights is not None)
+    launch = _kernel(many, out_dtype, count, columns, channels, matrices, multiprocessors, weights is not None)
     a, b = (fp8.aligned_rows(q), fp8.aligned_scales(s)), (codes, _group_scales(scale).flatten(0, 1))
     of_blocks = fp8.aligned_scales(block_scale).permute(1, 2, 0)
     launch(*a, *b, of_blocks, ends.contiguous(), out, factors, multiprocessors)
@@ -167,8 +170,10 @@ def _kernel(
 
 
 @functools.lru_cache(4096)
-def _few_rows_kernel(kernels: ModuleType, out_dtype: torch.dtype, *sizes: int) -> tuple[Callable[..., None], int]:
+def _few_rows_kernel(
+    kernels: ModuleType, out_dtype: torch.dtype, rows: int, columns: int, matrices: int, multiprocessors: int
+) -> tuple[Callable[..., None], int]:
     """The kernel, and how many CTAs it is launched with."""
-    config = kernels.choose_config(*sizes)
+    config = kernels.choose_config(rows, columns, matrices, multiprocessors)
     launch = kernels.compile_fp8_fp4_gemm_few_rows(dtype_name(out_dtype), config)
-    return launch, config.ctas(sizes[-1])
+    return launch, config.ctas(multiprocessors)

@@ -66,8 +66,9 @@ def grouped_fp8_gemm_nt(
     that do not ascend from at least 0 to M and for rows outside a. The kernel does not see these in time: a weight
     whose ends decrease or are outside has no rows, and the result is undefined in rows that belong to no weight, and
     where rows[m] is outside a.
-    On Hopper: no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to 1024. Up to
-    4096 rows of the result the kernel gathers `rows` of a; of more a copy is made before, which is faster there.
+    On Hopper: no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to 1024, E N
+    below 2^31. Up to 4096 rows of the result the kernel gathers `rows` of a; of more a copy is made before, which is
+    faster there.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index for each
     row.
     """
@@ -114,6 +115,14 @@ def _check_limits(q: torch.Tensor, w: torch.Tensor) -> None:
         )
     if rows > limits.MAX_ROWS:
         raise ValueError(f"a[0]: the kernel takes at most {limits.MAX_ROWS} rows, got {rows}")
+    check_columns(w)
+
+
+def check_columns(w: torch.Tensor) -> None:
+    """w [.., N, K] has no more columns of products than the kernels count, of all matrices."""
+    columns = math.prod(w.shape[:-1])
+    if columns > limits.MAX_COLUMNS:
+        raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_COLUMNS} rows of all weights, got {columns}")
 
 
 def check_grouped_limits(q: torch.Tensor, w: torch.Tensor, rows: torch.Tensor | None) -> None:
@@ -252,7 +261,7 @@ def tile_counter(like: torch.Tensor, drawn: bool) -> torch.Tensor | None:
 def aligned_rows(q: torch.Tensor) -> torch.Tensor:
     """q [M, K] with its rows at multiples of 16 bytes."""
     aligned = rows_at_16_bytes(q)
-    return q.contiguous().clone() if aligned is None else aligned
+    return q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
 
 
 def aligned_scales(x: torch.Tensor) -> torch.Tensor:
@@ -291,10 +300,13 @@ def _few_rows_kernel(
 
 def _all_rows(device: torch.device) -> torch.Tensor:
     """The end of a single matrix's rows: beyond any, which the kernel takes for the last. It is kept for later calls,
-    unless a graph is being captured, whose tensors hold nothing before its replay."""
+    unless a graph is being captured, whose tensors hold nothing before its replay. Those calls may be on other streams,
+    which do not wait for this one: so it is waited for, once a device."""
     ends = _known_ends.get(device)
     if ends is None:
         ends = torch.full((1,), 2**31 - 1, dtype=torch.int32, device=device)
         if not torch.cuda.is_current_stream_capturing():
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
             _known_ends[device] = ends
     return ends

@@ -13,14 +13,13 @@ from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.ops.gemm import fp8_fp4_gemm_nt as fp4
 from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.ops.gemm import swiglu_cast_to_fp8 as cast
+from dsa.ops.gemm.fp8_fp4_gemm_nt import FP4Weights
+from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import grouped_fp8_gemm_swiglu as reference
 from dsa.reference.gemm.fp8_fp4_gemm_nt import fp4_weight
 from dsa.reference.gemm.fp8_gemm_nt import pair
 
 __all__ = ["grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_gemm_swiglu"]
-
-Scaled = tuple[torch.Tensor, torch.Tensor]
-FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # What there is nothing to multiply of is cast on its own.
 PRODUCT = Kernels("grouped_fp8_gemm_nt", {"sm_90": "dsa.kernels.gemm.fp8_gemm_sm90"})
@@ -78,7 +77,9 @@ def grouped_fp8_fp4_gemm_swiglu(
 
     The other arguments and the results are those of `grouped_fp8_gemm_swiglu`.
     Raises TypeError or ValueError as that does, and for FP4 weights as `grouped_fp8_fp4_gemm_nt` does.
-    On Hopper: packed and scale contiguous from multiples of 16 bytes on. CUDA-graph safe, no host synchronisation.
+    On Hopper: packed and scale contiguous from multiples of 16 bytes on; every call copies the scales, those of the
+    weights too, unless K is a multiple of 512, and few rows have a kernel of their own if K is a multiple of 128.
+    CUDA-graph safe, no host synchronisation.
     Source: the experts of DeepSeek-V4's checkpoints, and its inference code.
     """
     operands = *pair("a", a), *fp4_weight("b", b)

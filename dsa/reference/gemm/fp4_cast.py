@@ -6,8 +6,6 @@ cores do not take FP4, but every e2m1 value times a power of two from 2^-8 to 2^
 go into the e4m3 values: nothing is rounded.
 """
 
-import functools
-
 import torch
 
 from dsa.reference.arguments import Arguments, Tensor
@@ -123,19 +121,6 @@ def widen_matrix(
     return _in_e4m3(packed, shift), powers_of_two(block_exponents)
 
 
-def values_in_blocks(packed: torch.Tensor, scale: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
-    """q of `widen_fp4` [E, N, K], of weights whose block scales are known: nothing is checked, and nothing waited for.
-
-    block_scale: fp32 [E, ceil(N / 128), ceil(K / 128)], `fp4_block_scales(packed, scale)`.
-    """
-    count, rows, half = packed.shape
-    q = torch.empty(count, rows, 2 * half, dtype=torch.float8_e4m3fn, device=packed.device)
-    exponents, block_exponents = group_exponents(scale), (block_scale.view(torch.int32) >> 23) - 127
-    for e in range(count):
-        q[e] = _in_e4m3(packed[e], _shifts(exponents[e], block_exponents[e]))
-    return q
-
-
 def e2m1_groups(packed: torch.Tensor) -> torch.Tensor:
     """The e2m1 values of bytes [..., N, K / 2] as fp32 [..., N, K / 32, 32]."""
     groups = _bytes(packed)
@@ -169,15 +154,9 @@ def _places(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     return (shift[..., None] - _LOWEST_SHIFT) * len(_BYTES) + _bytes(packed)
 
 
-@functools.cache
-def _table(device: torch.device) -> torch.Tensor:
-    """_IN_E4M3 there, kept: a copy from the host would end a graph's capture."""
-    return _IN_E4M3.to(device)
-
-
 def _in_e4m3(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """[N, K] e4m3"""
-    found = _table(packed.device).index_select(0, _places(packed, shift).flatten())
+    found = _IN_E4M3.to(packed.device).index_select(0, _places(packed, shift).flatten())
     return found.view(len(packed), -1).view(torch.float8_e4m3fn)
 
 

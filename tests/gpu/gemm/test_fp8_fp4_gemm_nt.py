@@ -6,9 +6,20 @@ import pytest
 import torch
 
 import dsa
+from dsa.kernels.gemm import fp8_fp4_gemm_few_rows_sm90 as few_rows_kernels
+from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as kernels
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.gemm import fp8_fp4_gemm_nt as op
+from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.testing import poison_free_memory
 
 E4M3 = torch.float8_e4m3fn
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Of both kernels: the one for few rows has its own rows of a, the other a copy of them.
+CONFIGS = [*few_rows_kernels.CONFIGS, *kernels.CONFIGS]
+# Of matrices: full and all but empty last tiles of every height, and warps with one row.
+TAILS = [0, 1, 7, 8, 9, 0, 16, 31, 32, 33, 64, 65, 130, 257, 0]
+UNTOUCHED = 7.0
 
 
 def weights(experts, columns, channels, spread=14):
@@ -104,3 +115,109 @@ def test_graph_replay_with_new_sizes():
         factors.copy_(torch.rand(256, generator=generator))
         graph.replay()
         assert torch.equal(out, dsa.grouped_fp8_gemm_nt(a, dsa.widen_fp4(*b[:2]), ends, rows=rows, weights=factors))
+
+
+def launched(config, a, b, ends, out, rows=None, weights=None):
+    """The product with work tiles of `config`, written to `out`."""
+    (q, s), (packed, scale, block_scale) = a, b
+    codes = packed.view(torch.uint8).view(-1, packed.shape[-1])
+    group_scales, of_blocks = op._group_scales(scale), fp8.aligned_scales(block_scale)
+    multiprocessors = dsa.num_sms(out.device)
+    if config in few_rows_kernels.CONFIGS:
+        none = q.new_empty(0, dtype=torch.int32), s.new_empty(0)
+        rows, weights = (empty if x is None else x for x, empty in zip((rows, weights), none))
+        few_rows_kernels.compile_fp8_fp4_gemm_few_rows(dtype_name(out.dtype), config)(
+            *(q, fp8.aligned_scales(s), rows, codes, group_scales, of_blocks, ends, weights, out),
+            config.ctas(multiprocessors),
+        )
+        return
+    q, s = fp8.copied_rows(q, s, rows)
+    kernels.compile_fp8_fp4_gemm(dtype_name(out.dtype), config, weights is not None)(
+        *(q, fp8.aligned_scales(s), codes, group_scales.flatten(0, 1), of_blocks.permute(1, 2, 0), ends, out, weights),
+        multiprocessors,
+    )
+
+
+def surrounded(rows, columns, out_dtype):
+    """What stands before and behind `rows` rows must stay as it is; twice: the whole, and these rows of it."""
+    whole = torch.full((rows + 128, columns), UNTOUCHED, dtype=out_dtype, device="cuda")
+    return whole, whole[64 : 64 + rows]
+
+
+def check_written(config, expected, a, b, ends, **options):
+    """expected [M, N]: with UNTOUCHED in rows that are no matrix's."""
+    whole, out = surrounded(*expected.shape, expected.dtype)
+    launched(config, a, b, ends, out, **options)
+    assert torch.equal(out, expected), (config, sorted(options))
+    assert whole[:64].eq(UNTOUCHED).all() and whole[-64:].eq(UNTOUCHED).all(), (config, sorted(options))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("columns", "channels"), [(392, 640), (136, 512), (8, 128), (264, 160), (8, 32)])
+def test_every_tile_gives_the_bits_of_the_widened_weights(columns, channels, out_dtype):
+    """Of both kernels, rows in their order or by number, weighted or not."""
+    count = sum(TAILS)
+    a, b = activations(count, channels), weights(len(TAILS), columns, channels)
+    ends = torch.tensor(TAILS, device="cuda").cumsum(0, dtype=torch.int32)
+    sums = dsa.grouped_fp8_gemm_nt(a, dsa.widen_fp4(*b[:2]), ends, torch.float32)
+    factors = torch.rand(count, device="cuda") - 0.5
+    plain, weighted = sums.to(out_dtype), (sums * factors[:, None]).to(out_dtype)
+    # The same rows, elsewhere among others.
+    order = torch.randperm(count + 50, device="cuda")[:count]
+    q = torch.full((count + 50, channels), 0x7F, dtype=torch.uint8, device="cuda")
+    s = torch.full((count + 50, a[1].shape[1]), torch.nan, device="cuda")
+    q[order], s[order] = a[0].view(torch.uint8), a[1]
+    mixed, order = (q.view(E4M3), s), order.int()
+    for config in CONFIGS:
+        if config in few_rows_kernels.CONFIGS and channels % 128:
+            continue
+        poison_free_memory(mebibytes=16)
+        check_written(config, plain, a, b, ends)
+        check_written(config, weighted, a, b, ends, weights=factors)
+        check_written(config, plain, mixed, b, ends, rows=order)
+        check_written(config, weighted, mixed, b, ends, rows=order, weights=factors)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("ends", "rows_of"),
+    [
+        ([10, 5, 200, 300], {0: (0, 10)}),
+        ([-5, 10, 2**31 - 1, 64], {}),
+        ([-(2**31), 2**31 - 1, 20, 64], {3: (20, 64)}),
+        ([64, 0, 0, 0], {0: (0, 64)}),
+        ([10, 20, 30, 2**31 - 1], {0: (0, 10), 1: (10, 20), 2: (20, 30), 3: (30, 64)}),
+        ([10, 10, 17, 33], {0: (0, 10), 2: (10, 17), 3: (17, 33)}),
+    ],
+    ids=str,
+)
+def test_nothing_outside_the_rows_is_written(ends, rows_of, out_dtype):
+    """Whatever the ends say: rows that are a weight's are right, rows that are none's stay as they were."""
+    a, b = activations(64, 256), weights(4, 136, 256)
+    wide = dsa.widen_fp4(*b[:2])
+    expected = torch.full((64, 136), UNTOUCHED, dtype=out_dtype, device="cuda")
+    for e, (begin, end) in rows_of.items():
+        part = slice(begin, end)
+        expected[part] = dsa.fp8_gemm_nt((a[0][part], a[1][part]), (wide[0][e], wide[1][e]), out_dtype)
+    numbers, every = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (ends, range(64)))
+    ones = torch.ones(64, device="cuda")
+    for config in CONFIGS:
+        check_written(config, expected, a, b, numbers)
+        check_written(config, expected, a, b, numbers, rows=every, weights=ones)
+
+
+@pytest.mark.parametrize("wrong", [-1, -(2**31), 2**31 - 1, 90, 2**31 - 64])
+def test_rows_that_there_are_not(wrong):
+    """The other rows are right, and nothing is written elsewhere."""
+    count, sizes = 200, [70, 0, 130]
+    a, b = activations(90, 256), weights(3, 136, 256)
+    rows = torch.randint(0, 90, (count,), dtype=torch.int32, device="cuda")
+    ends = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
+    expected = dsa.grouped_fp8_gemm_nt(a, dsa.widen_fp4(*b[:2]), ends, rows=rows)
+    bad = torch.zeros(count, dtype=torch.bool, device="cuda")
+    bad[[0, 69, 70, 133, count - 1]] = True
+    for config in CONFIGS:
+        whole, out = surrounded(count, 136, torch.bfloat16)
+        launched(config, a, b, ends, out, rows.masked_fill(bad, wrong))
+        assert torch.equal(out[~bad], expected[~bad]), config
+        assert whole[:64].eq(UNTOUCHED).all() and whole[-64:].eq(UNTOUCHED).all(), config

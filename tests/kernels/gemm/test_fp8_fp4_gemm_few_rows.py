@@ -50,10 +50,9 @@ def test_expected_tiles():
 
 
 def test_choice():
-    def chosen(tokens, columns=4096, channels=4096):
-        return kernels.choose_config(6 * tokens, columns, channels, 256, 132)
+    def chosen(tokens, columns=4096):
+        return kernels.choose_config(6 * tokens, columns, 256, 132)
 
-    assert all(chosen(tokens) in kernels.CONFIGS for tokens in range(1, 2000, 7))
     assert chosen(1).rows == 8 and chosen(32).rows == 8 and chosen(1000).rows == 32
     # Few tiles: smaller ones are shared out more evenly.
     assert chosen(1).groups == 1

@@ -47,7 +47,7 @@ def test_what_the_kernel_of_few_rows_gets(rows, weights, few_rows_launches):
     ends = ENDS if rows is ROWS else ENDS + 1
     out = dsa.grouped_fp8_fp4_gemm_nt((q, s), (packed, scale, block_scale), ends, rows=rows, weights=weights)
     [(variant, arguments)] = few_rows_launches
-    assert variant == (torch.bfloat16, len(out), 256, 384, 3, 132) and arguments[8] is out and arguments[9] == 99
+    assert variant == (torch.bfloat16, len(out), 256, 3, 132) and arguments[8] is out and arguments[9] == 99
     assert arguments[0] is q and torch.equal(arguments[1], padded(s))
     # Without rows or weights: an empty tensor, as all have the same kernel.
     for got, given in ((arguments[2], rows), (arguments[7], weights)):
@@ -93,6 +93,32 @@ def test_columns(kernel_path):
         dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=ROWS)
 
 
+@pytest.mark.parametrize("matrices, channels, count", [(0, 64, 0), (0, 64, 5), (3, 0, 5), (3, 64, 0)])
+def test_nothing_to_multiply_has_any_columns(matrices, channels, count, launches, few_rows_launches):
+    """Without weights, channels or rows no kernel is asked for, and none's limits hold."""
+    q, packed = torch.zeros(count, channels), torch.zeros(matrices, 12, channels // 2, dtype=torch.int8)
+    scale = torch.zeros(matrices, 12, channels // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    a = q.to(torch.float8_e4m3fn), torch.ones(count, -(-channels // 128))
+    b = packed, scale, torch.ones(matrices, 1, -(-channels // 128))
+    out = dsa.grouped_fp8_fp4_gemm_nt(a, b, torch.full((matrices,), count, dtype=torch.int32), torch.float32)
+    assert out.shape == (count, 12) and not launches and not few_rows_launches
+    assert matrices == 0 or torch.equal(out, torch.zeros(count, 12))
+
+
+def test_rows_of_all_weights():
+    """They are counted by an int32; of a single matrix, too."""
+    most = torch.empty(2, (2**30 - 8), 16, dtype=torch.uint8, device="meta")
+    more = torch.empty(2, 2**30, 16, dtype=torch.uint8, device="meta")
+    q = torch.empty(4, 32, dtype=torch.uint8, device="meta")
+    message = re.escape("b[0]: the kernel takes at most 2147483647 rows of all weights, got 2147483648")
+    for check in (op.check_fp4_limits, op.fp8.check_grouped_limits):
+        check(q, most, None)
+        with pytest.raises(ValueError, match=message):
+            check(q, more, None)
+    with pytest.raises(ValueError, match=message):
+        op.fp8._check_limits(q, more.view(2**31, 16))
+
+
 def test_casts_of_weights_are_pytorch():
     """On any device, and whatever the backend."""
     assert not {"fp4_block_scales", "widen_fp4"} & dsa.backends.KERNELS.keys()
@@ -112,5 +138,6 @@ def test_only_shipped_variants_are_asked_for(rows, matrices, monkeypatch):
             sizes = rows, columns, channels, matrices, 132
             for weighted in (False, True):
                 assert op._kernel.__wrapped__(kernels, torch.float16, *sizes, weighted) in shipped
-            launch, ctas = op._few_rows_kernel.__wrapped__(few_rows_kernels, torch.bfloat16, *sizes)
-            assert launch in shipped and ctas > 0
+        sizes = rows, columns, matrices, 132
+        launch, ctas = op._few_rows_kernel.__wrapped__(few_rows_kernels, torch.bfloat16, *sizes)
+        assert launch in shipped and ctas > 0

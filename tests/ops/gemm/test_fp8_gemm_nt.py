@@ -242,6 +242,25 @@ def test_what_a_capture_makes_is_not_kept(capturing):
     assert op._all_rows(torch.device("cpu")) is ends
 
 
+def test_other_streams_read_what_is_there(capturing, monkeypatch):
+    """The first caller's stream is waited for before the tensor is kept, once; in a capture nothing can wait."""
+    waits = []
+
+    class Stream:
+        def synchronize(self):
+            waits.append(dict(op._known_ends))
+
+    device, full = torch.device("cuda", 3), torch.full
+    monkeypatch.setattr(op.torch, "full", lambda *sizes, device, **options: full(*sizes, **options))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda which: Stream() if which is device else None)
+    capturing[0] = True
+    op._all_rows(device)
+    assert not waits
+    capturing[0] = False
+    ends = op._all_rows(device)
+    assert waits == [{}] and op._all_rows(device) is ends and len(waits) == 1
+
+
 def test_a_capture_uses_what_is_there(capturing):
     ends = op._all_rows(torch.device("cpu"))
     capturing[0] = True

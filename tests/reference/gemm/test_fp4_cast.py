@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dsa.reference import dequantize_per_block, fp4_block_scales, widen_fp4
-from dsa.reference.gemm.fp4_cast import values_in_blocks
 from tests.reference.gemm.fp4 import LARGEST, SMALLEST, e8m0, pack, random_codes, weight
 
 
@@ -136,13 +135,6 @@ def test_block_scales_alone():
     assert torch.equal(
         fp4_block_scales(packed.view(torch.uint8).transpose(0, 1), scale.transpose(0, 1)), expected.transpose(0, 1)
     )
-
-
-def test_values_of_known_blocks():
-    """What a product reads of FP4: no values are looked at."""
-    packed, scale, block_scale = (x.flatten(0, 1) for x in experts())
-    q, _ = widen_fp4(packed, scale)
-    assert torch.equal(values_in_blocks(packed, scale, block_scale).view(torch.uint8), q.view(torch.uint8))
 
 
 def test_a_block_among_experts_is_named():
