@@ -104,22 +104,30 @@ def of_fewest_clocks(
     blocks = -(-channels // GROUP)
     used = max(min(rows, matrices), 1)
     each = rows / used
-    sizes = [rows] if matrices == 1 else [max(1, round(each + sign * each**0.5)) for sign in (-1, 1)]
+    sizes = [max(1, round(each + sign * each**0.5)) for sign in (-1, 1)]
 
     def clocks(config: Config) -> float:
         across = -(-columns // config.columns)
-        total = 0.0
-        for size in sizes:
-            full, left = divmod(size, config.rows)
-            of_rows = [(full, config.rows), (1, left)] if left else [(full, config.rows)]
-            total += sum(count * across * tile_clocks(config, height, blocks) for count, height in of_rows)
-        total *= used / len(sizes) / multiprocessors
-        if matrices > 1:
-            return total
-        rounds = -(-across * -(-rows // config.rows) // multiprocessors)
-        return max(total, rounds * tile_clocks(config, min(rows, config.rows), blocks))
+        if matrices == 1:
+            return clocks_of_one(config, rows, columns, channels, multiprocessors)
+        total = sum(across * _clocks_of_column(config, size, blocks) for size in sizes)
+        return total * used / len(sizes) / multiprocessors
 
     return min(configs, key=clocks)
+
+
+def clocks_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
+    """Of one matrix' product."""
+    blocks, across = -(-channels // GROUP), -(-columns // config.columns)
+    rounds = -(-across * -(-rows // config.rows) // multiprocessors)
+    longest = rounds * tile_clocks(config, min(rows, config.rows), blocks)
+    return max(across * _clocks_of_column(config, rows, blocks) / multiprocessors, longest)
+
+
+def _clocks_of_column(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
+    """Of the tiles that have the same columns, one after the other."""
+    full, left = divmod(rows, config.rows)
+    return full * tile_clocks(config, config.rows, blocks) + (tile_clocks(config, left, blocks) if left else 0)
 
 
 def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:

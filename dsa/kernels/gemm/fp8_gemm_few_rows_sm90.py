@@ -1,12 +1,16 @@
 """Products of a few rows with a block-scaled FP8 matrix:
-out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g], m up to 64.
+out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g], m up to 512.
 
 Plan
 - The matrix's rows are those of the wgmma (its operands are swapped): 64 columns of the result by 8 to 64 rows. So one
   row costs an eighth of the products, shared memory and registers that it costs in `fp8_gemm_sm90`, whose rows are the
   64 of a wgmma. The order of a sum is the same there, and so are the bits.
-- Warp roles: one consumer warpgroup owns the work tile, one warp is the producer, which loads everything by TMA. The
-  160 threads have registers enough without moving any between them.
+- Work tiles are of 64 columns; of 32, whose wgmma have 32 rows of nothing, where these are what fills the SMs; of 128,
+  a warpgroup for each 64, where rows would be loaded for too many tiles. More rows than a tile has make more tiles,
+  which are next to each other, so that b comes from memory once.
+- Warp roles: a consumer warpgroup owns 64 columns of a work tile, one warp is the producer, which loads everything by
+  TMA. The 160 threads of one consumer warpgroup have registers enough without moving any between them; two are given
+  those of a producer warpgroup, three warps of which end at once.
 - Pipeline: a ring of stages, each SCALES blocks of 128 channels of a and of b with their scales, that runs on over work
   tile after work tile. It is as deep as shared memory allows.
 - Mainloop: the wgmma of a stage's blocks are issued one behind the other, each block's into accumulators of its own,
@@ -17,11 +21,13 @@ Plan
 - Scheduler: static persistent.
 - A matrix of few columns has fewer work tiles than there are SMs: its channels may be split, see
   `fp8_gemm_split_channels_sm90`. `choose_config` says when.
-Shared memory: barriers, 32 bytes a row and warp for results, stages x SCALES x ((64 + rows) x 128 + 4 x (rows + 1)).
-Registers: SCALES x rows / 2 accumulators, rows / 2 sums and rows scales a consumer thread.
-Roofline: memory, b once; where a matrix has fewer work tiles than SMs, what an SM can load, about 64 bytes a clock.
+Shared memory: barriers, 32 bytes a row and warp for results, stages x SCALES x ((64 groups + rows) x 128 + 4 x (rows +
+1)).
+Registers: SCALES x rows / 2 accumulators, rows / 2 sums and rows scales, or half of them, a consumer thread.
+Roofline: memory, b once; else what an SM can load, (columns + rows) x 128 bytes a block at about 55 bytes a clock.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,20 +35,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import bulk_load, tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, pack, store_transposed
+from dsa.cute.sm90 import opaque
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.gemm import fp8_gemm_config
 from dsa.kernels.gemm.few_rows_tile import (
     COLUMNS,
     CONSUMER_WARPS,
     MAX_SPLIT_BLOCKS,
     SCALES,
-    THREADS,
     FewRowsConfig,
     fragments,
     load_blocks,
@@ -52,7 +61,11 @@ from dsa.kernels.gemm.few_rows_tile import (
 from dsa.kernels.gemm.fp8_gemm_split_channels_sm90 import Fp8GemmSplitChannelsSm90
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 
-WHOLE_CONFIGS = FewRowsConfig(8, 6), FewRowsConfig(16, 5), FewRowsConfig(32, 4), FewRowsConfig(64, 3)
+WHOLE_CONFIGS = (
+    *(FewRowsConfig(8, 6), FewRowsConfig(16, 5), FewRowsConfig(32, 4), FewRowsConfig(64, 3)),
+    *(FewRowsConfig(8, 6, columns=32), FewRowsConfig(16, 5, columns=32)),
+    *(FewRowsConfig(32, 4, columns=32), FewRowsConfig(64, 3, columns=32), FewRowsConfig(64, 2, columns=128)),
+)
 # Those of up to 113 KiB let two CTAs share an SM: clusters of four do not fill the SMs otherwise.
 SPLIT_CONFIGS = (
     *(FewRowsConfig(8, 6, 2), FewRowsConfig(8, 4, 4), FewRowsConfig(8, 5, 8)),
@@ -60,16 +73,24 @@ SPLIT_CONFIGS = (
     *(FewRowsConfig(32, 3, 4), FewRowsConfig(32, 5, 8), FewRowsConfig(64, 2, 8)),
 )
 CONFIGS = WHOLE_CONFIGS + SPLIT_CONFIGS
-MAX_ROWS = max(config.rows for config in CONFIGS)
-# The cost model of `choose_config`: bytes a microsecond from memory, and to one SM; microseconds of an exchange's
-# barriers.
-MEMORY_RATE, SM_RATE, EXCHANGE = 4.2e6, 50e3, 1.2
+MAX_ROWS = 512  # of a product that may be this kernel's
+REGISTERS = 240, 24  # of two consumer warpgroups' threads, and of the producer warpgroup's
+# The cost model of `choose_config`: bytes a microsecond from memory, from the L2 cache, to one SM, and of products to
+# one CTA; microseconds of an exchange's barriers, and of a tile's end for each of its rows. Measured on an H200.
+MEMORY_RATE, L2_RATE, SM_RATE, SEND_RATE, EXCHANGE, ROW_END = 4.2e6, 9e6, 100e3, 40e3, 1.2, 0.02
+# Of `fp8_gemm_sm90`'s cost model: clocks a microsecond; and the microseconds that it begins to load later, since it
+# looks for work tiles of several matrices.
+CLOCKS, LATER = 1755.0, 1.0
 ROOM = 0.8  # of the CTAs that multiprocessors have room for, those in clusters
 
 
 class Fp8GemmFewRowsSm90:
     def __init__(self, out_dtype: type[cutlass.Numeric], cfg: FewRowsConfig):
-        self.out_dtype, self.rows, self.stages = out_dtype, cfg.rows, cfg.stages
+        self.out_dtype, self.config, self.rows, self.stages = out_dtype, cfg, cfg.rows, cfg.stages
+        self.columns, self.groups = cfg.columns, cfg.groups
+        self.consumer_warps = CONSUMER_WARPS * cfg.groups
+        # Blocks whose scales a thread has at a time: what it has registers for beside the accumulators.
+        self.span = SCALES if cfg.groups == 1 or cfg.rows < 64 else 2
 
     @cute.jit
     def __call__(
@@ -82,10 +103,11 @@ class Fp8GemmFewRowsSm90:
         ctas: Int32,
         stream,
     ):
-        a_layout, b_layout = operand_layouts(self.rows, SCALES * self.stages)
+        a_layout, b_layout = operand_layouts(self.rows, SCALES * self.stages, self.groups)
         s_layout = cute.make_layout((self.rows, SCALES, self.stages), stride=(SCALES, 1, self.rows * SCALES))
         a_atom, a_tma = tile_load(a, a_layout, (self.rows, GROUP))
-        b_atom, b_tma = tile_load(b, b_layout, (COLUMNS, GROUP))
+        # The rows of a wgmma beyond a tile of 32 columns are never loaded.
+        b_atom, b_tma = tile_load(b, self.loaded(b_layout), (self.columns, GROUP))
         s_atom, s_tma = tile_load(a_scale, s_layout, (self.rows, SCALES))
 
         @cute.struct
@@ -93,14 +115,14 @@ class Fp8GemmFewRowsSm90:
             pipeline: pipeline_storage(self.stages)
             b_scale: cute.struct.Align[cute.struct.MemRange[Float32, SCALES * self.stages], 16]
             a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(s_layout)], 128]
-            out: cute.struct.Align[cute.struct.MemRange[Int32, CONSUMER_WARPS * self.rows * 8], 128]
+            out: cute.struct.Align[cute.struct.MemRange[Int32, self.consumer_warps * self.rows * 8], 128]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
 
         self.storage = Storage
-        tiles = cute.ceil_div(out.shape[1], COLUMNS)
+        tiles = cute.ceil_div(out.shape[1], self.columns) * cute.ceil_div(out.shape[0], self.rows)
         self.kernel(a_atom, a_tma, b_atom, b_tma, s_atom, s_tma, b_scale, out, a_layout, b_layout, s_layout).launch(
-            grid=(cutlass.min(ctas, tiles), 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(cutlass.min(ctas, tiles), 1, 1), block=(self.config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -128,35 +150,50 @@ class Fp8GemmFewRowsSm90:
         s_of_b = storage.b_scale.get_tensor(cute.make_layout((SCALES, self.stages)))
         groups = b_scale.shape[2] // SCALES
 
-        if warp == CONSUMER_WARPS:
+        if warp == self.consumer_warps:
             with cute.arch.elect_one():
-                pipeline.init(consumers=CONSUMER_WARPS)
+                pipeline.init(consumers=self.consumer_warps)
             cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(a_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(s_atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if warp == CONSUMER_WARPS:
-            atoms = (b_atom, a_atom, s_atom)
-            self.produce(atoms, ma, mb, ms, b_scale, out, groups, sa, sb, ss, s_of_b, pipeline)
+        if warp >= self.consumer_warps:
+            if cutlass.const_expr(self.groups > 1):
+                cute.arch.setmaxregister_decrease(REGISTERS[1])
+            if warp == self.consumer_warps:
+                atoms = (b_atom, a_atom, s_atom)
+                self.produce(atoms, ma, mb, ms, b_scale, out, groups, sa, sb, ss, s_of_b, pipeline)
         else:
+            if cutlass.const_expr(self.groups > 1):
+                cute.arch.setmaxregister_increase(REGISTERS[0])
             staged = storage.out.data_ptr().toint() + warp * (self.rows * 32)
             self.consume(out, groups, sa, sb, ss, s_of_b, pipeline, staged, warp, lane)
+
+    def loaded(self, b_layout):
+        """The layout of what a load of b fills: the first rows of a stage's block."""
+        if self.columns >= COLUMNS:
+            return b_layout
+        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, self.columns, GROUP), Float8E4M3FN, 1)
 
     @cute.jit
     def produce(self, atoms, ma, mb, ms, b_scale, out, groups, sa, sb, ss, s_of_b, pipeline: Pipeline):
         """The producer warp."""
         b_atom, a_atom, s_atom = atoms
-        size = SCALES * ((COLUMNS + self.rows) * GROUP + 4 * (self.rows + 1))
-        tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), 0)
-        tss, tsg = tiles_of(s_atom, ss, ms, (self.rows, SCALES), 0)
+        size = SCALES * ((self.columns + self.rows) * GROUP + 4 * (self.rows + 1))
+        filled = cute.local_tile(sb, (self.columns, GROUP, SCALES * self.stages), (0, 0, 0))
         scheduler = static_persistent_scheduler()
         state = start()
-        tiles = cute.ceil_div(out.shape[1], COLUMNS)
+        of_rows = cute.ceil_div(out.shape[0], self.rows)
+        tiles = cute.ceil_div(out.shape[1], self.columns) * of_rows
         for index in cutlass.range(scheduler.first, tiles, scheduler.step, unroll=1):
-            tbs, tbg = tiles_of(b_atom, sb, mb, (COLUMNS, GROUP), index)
-            of_columns = cute.local_tile(b_scale[0, index * COLUMNS // GROUP, None], (SCALES,), (None,))
+            # Neighbours have the same columns: b comes from memory once.
+            across, down = index // of_rows, index % of_rows
+            tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), down)
+            tss, tsg = tiles_of(s_atom, ss, ms, (self.rows, SCALES), down)
+            tbs, tbg = tiles_of(b_atom, filled, mb, (self.columns, GROUP), across)
+            of_columns = cute.local_tile(b_scale[0, across * self.columns // GROUP, None], (SCALES,), (None,))
             for group in cutlass.range(groups, unroll=1):
                 pipeline.producer_acquire(state, size)
                 full = pipeline.producer_barrier(state)
@@ -169,47 +206,57 @@ class Fp8GemmFewRowsSm90:
 
     @cute.jit
     def consume(self, out, groups, sa, sb, ss, s_of_b, pipeline: Pipeline, staged, warp, lane):
-        """The mainloop of the consumer warpgroup."""
-        mma, acc, rb, ra = fragments(self.rows, SCALES, sb, sa)
+        """The mainloop of a consumer warpgroup."""
+        warpgroup = cute.arch.make_warp_uniform(warp // CONSUMER_WARPS) if cutlass.const_expr(self.groups > 1) else 0
+        mma, acc, rb, ra = fragments(self.rows, SCALES, sb, sa, self.groups, warpgroup)
         sums = cute.make_rmem_tensor((self.rows // 2,), Float32)
         scheduler = static_persistent_scheduler()
         state = start()
-        tiles = cute.ceil_div(out.shape[1], COLUMNS)
+        of_rows = cute.ceil_div(out.shape[0], self.rows)
+        tiles = cute.ceil_div(out.shape[1], self.columns) * of_rows
         for index in cutlass.range(scheduler.first, tiles, scheduler.step, unroll=1):
             sums.fill(0.0)
             for _ in cutlass.range(groups, unroll=1):
                 pipeline.consumer_wait(state)
                 for i in cutlass.range_constexpr(SCALES):
-                    block = SCALES * state.stage + i
+                    # Hidden, so that each block's descriptors are computed by themselves: as offsets from the first
+                    # block's they are in vector registers, and four moves before every wgmma.
+                    block = opaque(SCALES * state.stage + i)
                     multiply(mma, acc[i], rb, ra, block, block)
-                scales = self.scales(ss, s_of_b, state, lane)
-                for i in cutlass.range_constexpr(SCALES):
-                    cute.nvgpu.warpgroup.wait_group(SCALES - 1 - i)
-                    add_scaled(sums, acc[i], scales, i)
+                for first in cutlass.range_constexpr(0, SCALES, self.span):
+                    scales = self.scales(ss, s_of_b, first // self.span, state, lane)
+                    for i in cutlass.range_constexpr(self.span):
+                        cute.nvgpu.warpgroup.wait_group(SCALES - 1 - first - i)
+                        add_scaled(sums, acc[first + i], scales, i)
                 cute.arch.sync_warp()
                 pipeline.consumer_release(state)
                 state = pipeline.advance(state)
-            column = index * COLUMNS + warp * 16
-            if cutlass.const_expr(self.out_dtype.width == 16):
-                self.store_turned(sums, out, column, staged, lane)
-            else:
-                self.store(sums, out, column, lane)
+            across, row = index // of_rows, index % of_rows * self.rows
+            # The products of warps beyond a tile of 32 columns are nobody's.
+            if warp * 16 < self.columns:
+                column = across * self.columns + warp * 16
+                if cutlass.const_expr(self.out_dtype.width == 16):
+                    self.store_turned(sums, out, row, column, staged, lane)
+                else:
+                    self.store(sums, out, row, column, lane)
 
     @cute.jit
-    def scales(self, ss, s_of_b, state: PipelineState, lane):
-        """The products of the scales of this thread's rows, rows / 8 pairs, and the columns': [SCALES] of each row."""
-        of_columns = cute.make_rmem_tensor((SCALES,), Float32)
-        cute.autovec_copy(s_of_b[None, state.stage], of_columns)
-        scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(self.rows // 4)]
+    def scales(self, ss, s_of_b, part: cutlass.Constexpr, state: PipelineState, lane):
+        """The products of the scales of this thread's rows, rows / 8 pairs, and the columns', of a part of the stage's
+        blocks: [span] of each row."""
+        of_columns = cute.make_rmem_tensor((self.span,), Float32)
+        cute.autovec_copy(cute.local_tile(s_of_b[None, state.stage], (self.span,), (part,)), of_columns)
+        scales = [cute.make_rmem_tensor((self.span,), Float32) for _ in range(self.rows // 4)]
         for j in cutlass.range_constexpr(self.rows // 4):
-            cute.autovec_copy(ss[j // 2 * 8 + lane % 4 * 2 + j % 2, None, state.stage], scales[j])
-            for i in cutlass.range_constexpr(SCALES):
+            of_row = ss[j // 2 * 8 + lane % 4 * 2 + j % 2, None, state.stage]
+            cute.autovec_copy(cute.local_tile(of_row, (self.span,), (part,)), scales[j])
+            for i in cutlass.range_constexpr(self.span):
                 scales[j][i] = scales[j][i] * of_columns[i]
         return scales
 
     @cute.jit
-    def store_turned(self, sums, out, column, staged, lane):
-        """A warp's 16 columns from `column` on, through its part of shared memory, which has 32 bytes of each row."""
+    def store_turned(self, sums, out, first_row, column, staged, lane):
+        """A tile's rows of a warp's 16 columns from `column` on, through its part of shared memory: 32 bytes a row."""
         matrices = min(4, self.rows // 4)
         for first in cutlass.range_constexpr(0, self.rows // 4, matrices):
             # Matrix i of 8 rows and 8 columns: rows from i / 2 * 8 on, columns from i % 2 * 8 on.
@@ -221,19 +268,19 @@ class Fp8GemmFewRowsSm90:
         for first in cutlass.range_constexpr(0, 2 * self.rows, 32):
             row, chunk = (first + lane) // 2, lane % 2
             at = column + 8 * chunk
-            if row < cutlass.min(self.rows, out.shape[0]) and at < out.shape[1]:
+            if row < cutlass.min(self.rows, out.shape[0] - first_row) and at < out.shape[1]:
                 loaded = load_16(staged + row * 32 + chunk * 16)
                 for k in cutlass.range_constexpr(4):
                     eight[k] = loaded[k]
-                target = cute.local_tile(out[row, None], (8,), (at // 8,))
+                target = cute.local_tile(out[first_row + row, None], (8,), (at // 8,))
                 cute.autovec_copy(cute.recast_tensor(eight, self.out_dtype), target)
         cute.arch.sync_warp()
 
     @cute.jit
-    def store(self, sums, out, column, lane):
-        """A warp's 16 columns, straight from registers."""
+    def store(self, sums, out, first_row, column, lane):
+        """The same, straight from registers."""
         for i in cutlass.range_constexpr(self.rows // 2):
-            row, at = i // 4 * 8 + lane % 4 * 2 + i % 2, column + i // 2 % 2 * 8 + lane // 4
+            row, at = first_row + i // 4 * 8 + lane % 4 * 2 + i % 2, column + i // 2 % 2 * 8 + lane // 4
             if row < out.shape[0] and at < out.shape[1]:
                 out[row, at] = sums[i]
 
@@ -260,36 +307,61 @@ def fake_operands(out_dtype: str) -> tuple[cute.Tensor, ...]:
 
 @cached
 def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
-    """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [1, ceil(N / 128), G], out [M, N], ctas); M up to the
-    config's rows; M, N, K > 0. K is a multiple of 16, N of 8; G is ceil(K / 128), rounded up to a multiple of 4 with
+    """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [1, ceil(N / 128), G], out [M, N], ctas); M, N, K >
+    0. K is a multiple of 16, N of 8; G is ceil(K / 128), rounded up to a multiple of 4 with
     finite scales, and if the config splits channels at most 64; rows start at multiples of 16 bytes."""
     kernel = Fp8GemmFewRowsSm90 if config.ctas == 1 else Fp8GemmSplitChannelsSm90
     return compile_sm90(kernel(cute_dtype(out_dtype), config), *fake_operands(out_dtype), Int32(1), fake_stream())
 
 
 def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) -> FewRowsConfig:
-    """The narrowest tile that has all rows; and as many CTAs for it, of those that can run all at once, as take the
-    shortest time: the longer of what all bytes take from memory and what those of an SM's CTAs take to it; and that of
-    the exchange of products, if there is one."""
+    """What takes the shortest time, of tiles no higher than the rows need, and of clusters that can run all at once."""
     blocks = -(-channels // (SCALES * GROUP)) * SCALES
-    tile_rows = min(config.rows for config in CONFIGS if rows <= config.rows)
-    tiles = -(-columns // COLUMNS)
+    highest = min((config.rows for config in CONFIGS if rows <= config.rows), default=CONFIGS[-1].rows)
 
     def possible(config: FewRowsConfig) -> bool:
         # A cluster has to fit into a group of SMs, and groups have different numbers of them.
-        at_once = tiles * config.ctas <= ROOM * multiprocessors * config.ctas_per_sm()
-        return config.rows == tile_rows and (config.ctas == 1 or (blocks <= MAX_SPLIT_BLOCKS and at_once))
+        ctas = work_tiles(config, rows, columns) * config.ctas
+        at_once = ctas <= ROOM * multiprocessors * config.ctas_per_sm()
+        return config.rows <= highest and (config.ctas == 1 or (blocks <= MAX_SPLIT_BLOCKS and at_once))
 
-    def microseconds(config: FewRowsConfig) -> float:
-        stages = -(-blocks // (config.span * config.ctas))
-        of_cta = stages * config.span * (COLUMNS + config.rows) * GROUP
-        of_sm = -(-tiles * config.ctas // multiprocessors) * of_cta
-        exchange = 0.0
-        if config.ctas > 1:
-            exchange = EXCHANGE + blocks * COLUMNS * config.rows * 4 / config.ctas / SM_RATE
-        return max(columns * channels / MEMORY_RATE, of_sm / SM_RATE) + exchange
+    return min(
+        filter(possible, CONFIGS), key=lambda config: microseconds(config, rows, columns, channels, multiprocessors)
+    )
 
-    return min(filter(possible, CONFIGS), key=microseconds)
+
+@functools.lru_cache(4096)
+def takes(rows: int, columns: int, channels: int, multiprocessors: int) -> bool:
+    """Whether a product is this kernel's: all of up to 64 rows, since the other's tiles are no lower; of up to MAX_ROWS
+    those that take it no longer."""
+    if not 64 < rows <= MAX_ROWS:
+        return 0 < rows <= 64
+    config = choose_config(rows, columns, channels, multiprocessors)
+    here = microseconds(config, rows, columns, channels, multiprocessors)
+    many = fp8_gemm_config.choose_config(rows, columns, channels, 1, multiprocessors)
+    clocks = fp8_gemm_config.clocks_of_one(many, rows, columns, channels, multiprocessors)
+    return here <= clocks / CLOCKS + LATER
+
+
+def work_tiles(config: FewRowsConfig, rows: int, columns: int) -> int:
+    return -(-columns // config.columns) * -(-rows // config.rows)
+
+
+def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
+    """The longest of what all bytes take from memory, those of all CTAs from the L2 cache, and those of an SM's CTAs to
+    it; what the ends of an SM's tiles take; and that of the exchange of products, if there is one. Without the
+    launch."""
+    blocks = -(-channels // (SCALES * GROUP)) * SCALES
+    ctas = work_tiles(config, rows, columns) * config.ctas
+    rounds = -(-ctas // multiprocessors)
+    stages = -(-blocks // (config.span * config.ctas))
+    of_cta = stages * config.span * (config.columns + min(config.rows, rows)) * GROUP
+    memory = (columns * channels + rows * (channels + 2 * columns)) / MEMORY_RATE
+    exchange = 0.0
+    if config.ctas > 1:
+        exchange = EXCHANGE + blocks * COLUMNS * config.rows * 4 / config.ctas / SEND_RATE
+    loads = max(memory, ctas * of_cta / L2_RATE, rounds * of_cta / SM_RATE)
+    return loads + rounds * config.rows * ROW_END + exchange
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -1,5 +1,5 @@
 """Products of a few rows with a narrow block-scaled FP8 matrix, whose channels a cluster of CTAs splits:
-out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g], m up to 64.
+out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g].
 
 Plan
 - A matrix of few columns has fewer work tiles than there are SMs. So the CTAs of a cluster take turns with the blocks
@@ -36,7 +36,6 @@ from dsa.kernels.gemm.few_rows_tile import (
     MAX_SPLIT_BLOCKS,
     SCALES,
     SPLIT_SPAN,
-    THREADS,
     FewRowsConfig,
     fragments,
     load_blocks,
@@ -51,6 +50,7 @@ SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # scales of a row: 8 rows' are then in diff
 class Fp8GemmSplitChannelsSm90:
     def __init__(self, out_dtype: type[cutlass.Numeric], cfg: FewRowsConfig):
         self.out_dtype, self.rows, self.stages, self.ctas = out_dtype, cfg.rows, cfg.stages, cfg.ctas
+        self.threads = cfg.threads
         self.owned = 8 // cfg.ctas  # of the work tile's 8 times 8 columns
         self.slabs = self.owned * cfg.rows // 8
 
@@ -79,10 +79,10 @@ class Fp8GemmSplitChannelsSm90:
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
 
         self.storage = Storage
-        tiles = cute.ceil_div(out.shape[1], COLUMNS)
+        tiles = cute.ceil_div(out.shape[1], COLUMNS) * cute.ceil_div(out.shape[0], self.rows)
         self.kernel(a_atom, a_tma, a_scale, b_atom, b_tma, b_scale, out, a_layout, b_layout).launch(
             grid=(tiles * self.ctas, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(self.threads, 1, 1),
             cluster=(self.ctas, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -104,7 +104,9 @@ class Fp8GemmSplitChannelsSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         cta, _, _ = cute.arch.block_idx()
-        index, rank = cta // self.ctas, cta % self.ctas
+        # Neighbouring clusters have the same columns: b comes from memory once.
+        rank, of_rows = cta % self.ctas, cute.ceil_div(out.shape[0], self.rows)
+        index, down = cta // self.ctas // of_rows, cta // self.ctas % of_rows
         storage = SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         scales_loaded = Mbarriers(storage.scales_loaded.data_ptr(), 1)
@@ -130,7 +132,7 @@ class Fp8GemmSplitChannelsSm90:
 
         if warp == CONSUMER_WARPS:
             state = start()
-            tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), 0)
+            tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), down)
             tbs, tbg = tiles_of(b_atom, sb, mb, (COLUMNS, GROUP), index)
             for group in cutlass.range(rank, groups, self.ctas, unroll=1):
                 pipeline.producer_acquire(state, SPLIT_SPAN * (COLUMNS + self.rows) * GROUP)
@@ -141,7 +143,8 @@ class Fp8GemmSplitChannelsSm90:
             cute.arch.cluster_wait()
         else:
             if warp == 0:
-                self.load_scales(a_scale, b_scale[0, index * COLUMNS // GROUP, None], scales, scales_loaded, lane)
+                of_columns = b_scale[0, index * COLUMNS // GROUP, None]
+                self.load_scales(a_scale, down * self.rows, of_columns, scales, scales_loaded, lane)
             cute.arch.cluster_wait()
             self.multiply_blocks(rank, groups, sa, sb, products, pipeline, warp, lane)
         cute.arch.cluster_arrive()
@@ -151,19 +154,20 @@ class Fp8GemmSplitChannelsSm90:
             for first in cutlass.range_constexpr(0, self.slabs, CONSUMER_WARPS):
                 slab = first + warp
                 if slab < self.slabs:
-                    self.add_blocks(blocks, products, scales, out, index * COLUMNS + rank * self.owned * 8, slab, lane)
+                    column = index * COLUMNS + rank * self.owned * 8
+                    self.add_blocks(blocks, products, scales, out, down * self.rows, column, slab, lane)
 
     @cute.jit
-    def load_scales(self, a_scale, of_columns, scales, loaded: Mbarriers, lane):
-        """Copy the scales of all rows and of the columns. A warp's work."""
-        rows, size = cutlass.min(self.rows, a_scale.shape[0]), a_scale.shape[1] * 4
+    def load_scales(self, a_scale, first_row, of_columns, scales, loaded: Mbarriers, lane):
+        """Copy the scales of the tile's rows and of the columns. A warp's work."""
+        rows, size = cutlass.min(self.rows, a_scale.shape[0] - first_row), a_scale.shape[1] * 4
         with cute.arch.elect_one():
             expect_bytes(loaded.barrier(), (rows + 1) * size)
             bulk_load(scales[self.rows, None].iterator, of_columns.iterator, size, loaded.barrier())
         for first in cutlass.range_constexpr(0, self.rows, WARP):
             row = first + lane
             if row < rows:
-                bulk_load(scales[row, None].iterator, a_scale[row, None].iterator, size, loaded.barrier())
+                bulk_load(scales[row, None].iterator, a_scale[first_row + row, None].iterator, size, loaded.barrier())
 
     @cute.jit
     def multiply_blocks(self, rank, groups, sa, sb, products, pipeline: Pipeline, warp, lane):
@@ -191,8 +195,8 @@ class Fp8GemmSplitChannelsSm90:
             state = pipeline.advance(state)
 
     @cute.jit
-    def add_blocks(self, blocks, products, scales, out, column, slab, lane):
-        """Add a slab's blocks in their order, and store it. column: this CTA's first."""
+    def add_blocks(self, blocks, products, scales, out, first_row, column, slab, lane):
+        """Add a slab's blocks in their order, and store it. first_row, column: this CTA's first."""
         row, at = slab % (self.rows // 8) * 8 + lane % 4 * 2, column + slab // (self.rows // 8) * 8 + lane // 4
         sums = [Float32(0.0) for _ in range(2)]
         of = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(3)]
@@ -207,5 +211,5 @@ class Fp8GemmSplitChannelsSm90:
                 for c in cutlass.range_constexpr(2):
                     sums[c] += pair[c, i] * (of[c][i] * of[2][i])
         for c in cutlass.range_constexpr(2):
-            if row + c < out.shape[0] and at < out.shape[1]:
-                out[row + c, at] = sums[c].to(self.out_dtype)
+            if first_row + row + c < out.shape[0] and at < out.shape[1]:
+                out[first_row + row + c, at] = sums[c].to(self.out_dtype)

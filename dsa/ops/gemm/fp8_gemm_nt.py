@@ -193,10 +193,10 @@ def write_product(
     """out [M, N] = the product of q [M, K] and w [N, K]."""
     many, few = kernels
     (rows, channels), columns = q.shape, len(w)
-    if not 0 < rows <= few.MAX_ROWS or columns == 0 or channels == 0:
+    multiprocessors = backends.num_sms(q.device)
+    if columns == 0 or channels == 0 or not few.takes(rows, columns, channels, multiprocessors):
         write_grouped_product(many, q, s, w[None], ws[None], _all_rows(q.device), out)
         return
-    multiprocessors = backends.num_sms(q.device)
     launch = _few_rows_kernel(few, out.dtype, rows, columns, channels, multiprocessors)
     launch(aligned_rows(q), aligned_scales(s), w, aligned_scales(ws[None]), out, multiprocessors)
 

@@ -102,11 +102,11 @@ def test_a_row_depends_on_no_other():
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("columns", "channels"), LAYERS)
 def test_a_row_does_not_depend_on_how_many_there_are(columns, channels, out_dtype):
-    """One kernel multiplies up to 64 rows, in tiles of 8 to 64 of them, and with a matrix's channels split or whole;
-    another more."""
+    """One kernel multiplies up to 64 rows, and more of some matrices, in tiles of 8 to 64 of them, and with a matrix's
+    channels split or whole; another the others."""
     a, b = operands(4096, columns, channels)
     whole = dsa.fp8_gemm_nt(a, b, out_dtype)
-    for rows in (*range(1, 66), 128, 300, 1000):
+    for rows in (*range(1, 66), 100, 128, 192, 256, 300, 511, 512, 1000):
         first = 977 * rows % (4096 - rows)
         part = slice(first, first + rows)
         poison_free_memory(mebibytes=1)
@@ -116,11 +116,11 @@ def test_a_row_does_not_depend_on_how_many_there_are(columns, channels, out_dtyp
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("columns", "channels"), [(136, 7168), (392, 400), (8, 8192), (64, 16)])
 def test_every_tile_of_few_rows_gives_the_same_bits(columns, channels, out_dtype):
-    a, b = operands(64, columns, channels)
-    expected = launched(kernels.CONFIGS[0], a, (b[0][None], b[1][None]), one_end(64), out_dtype)
+    a, b = operands(200, columns, channels)
+    expected = launched(kernels.CONFIGS[0], a, (b[0][None], b[1][None]), one_end(200), out_dtype)
     for config in few_rows_kernels.CONFIGS:
         launch = few_rows_kernels.compile_fp8_gemm_few_rows(dtype_name(out_dtype), config)
-        for rows in {1, config.rows // 2 + 1, config.rows}:
+        for rows in {1, config.rows // 2 + 1, config.rows, config.rows + 1, 200}:
             guarded = torch.full((rows + 2, columns), 7.0, dtype=out_dtype, device="cuda")
             scales = op.aligned_scales(a[1][:rows]), op.aligned_scales(b[1][None])
             launch(a[0][:rows], scales[0], b[0], scales[1], guarded[1:-1], dsa.num_sms(guarded.device))

@@ -29,13 +29,37 @@ def test_sass(arguments):
         # Two accumulators a store to shared memory of the cluster.
         assert sass.instructions["ST"] == accumulators // 2
         assert sass.instructions["UCGABAR_ARV"] and sass.instructions["UCGABAR_WAIT"]
-    assert sass.registers * few_rows_tile.THREADS <= 65536
+    # Descriptors are computed in uniform registers, not moved there before every wgmma.
+    assert sass.instructions["R2UR"] < 2 * sass.instructions["QGMMA"]
+    assert sass.registers * config.threads <= 65536
+    if config.groups > 1:
+        consumer, producer = kernels.REGISTERS
+        assert config.groups * consumer + producer <= sass.registers * (config.groups + 1)
     assert config.fits()
 
 
 @pytest.mark.parametrize("columns", [8, 128, 2112, 24576])
-def test_the_chosen_tile_has_all_rows_and_room_for_all_blocks(columns):
-    for rows, channels in itertools.product(range(1, 65), (16, 7168, 8192, 8208, 131072)):
+def test_the_chosen_tile_is_no_higher_than_needed_and_has_room_for_all_blocks(columns):
+    for rows, channels in itertools.product((*range(1, 65), 65, 100, 128, 512), (16, 7168, 8192, 8208, 131072)):
         config = kernels.choose_config(rows, columns, channels, 132)
-        assert rows <= config.rows and config in kernels.CONFIGS
+        assert config in kernels.CONFIGS and config.rows <= max(8, 2 * rows - 1)
         assert config.ctas == 1 or channels <= few_rows_tile.MAX_SPLIT_BLOCKS * kernels.GROUP
+        ctas = kernels.work_tiles(config, rows, columns) * config.ctas
+        assert config.ctas == 1 or ctas <= 132 * config.ctas_per_sm()
+
+
+@pytest.mark.parametrize("columns, channels", [(8, 16), (576, 7168), (2112, 7168), (24576, 1536), (7168, 16384)])
+def test_up_to_64_rows_are_always_this_kernels(columns, channels):
+    assert all(kernels.takes(rows, columns, channels, 132) for rows in (1, 63, 64))
+    assert not any(kernels.takes(rows, columns, channels, 132) for rows in (0, kernels.MAX_ROWS + 1, 16384))
+
+
+def test_more_rows_are_this_kernels_where_a_matrix_has_few_tiles():
+    assert kernels.takes(128, 2112, 7168, 132) and kernels.takes(128, 4096, 2048, 132)
+    assert not kernels.takes(512, 24576, 1536, 132)
+
+
+def test_more_rows_take_no_less_time():
+    for config in kernels.CONFIGS:
+        times = [kernels.microseconds(config, rows, 2112, 7168, 132) for rows in range(1, 513)]
+        assert times == sorted(times) and times[0] > 0

@@ -42,25 +42,28 @@ def test_what_the_kernel_of_few_rows_gets(leading, named_launches):
     assert flat.shape == (count, 136) and same(flat, out)
 
 
-@pytest.mark.parametrize("leading", [(65,), (5, 13)])
+@pytest.mark.parametrize("leading", [(600,), (5, 120)])
 def test_what_the_kernel_of_many_rows_gets(leading, named_launches):
     (q, s), (w, ws) = operands(leading=leading[:-1], rows=leading[-1])
     out = dsa.fp8_gemm_nt((q, s), (w, ws), torch.float32)
     assert out.shape == (*leading, 136) and out.dtype == torch.float32 and out.is_contiguous()
     [(name, variant, arguments)] = named_launches
     rows, scales, gathered, weight, weight_scales, ends, flat, weights, limit, counter, multiprocessors = arguments
-    assert name == "" and variant == (torch.float32, 65, 136, 256, 1, 132, False, False, False)
-    assert rows.shape == (65, 256) and same(rows, q) and weight.shape == (136, 256) and same(weight, w)
-    assert torch.equal(scales, padded(s).view(65, 4)) and torch.equal(weight_scales, padded(ws)[..., None])
+    assert name == "" and variant == (torch.float32, 600, 136, 256, 1, 132, False, False, False)
+    assert rows.shape == (600, 256) and same(rows, q) and weight.shape == (136, 256) and same(weight, w)
+    assert torch.equal(scales, padded(s).view(600, 4)) and torch.equal(weight_scales, padded(ws)[..., None])
     # A matrix's blocks of channels lie one after the other, 16 bytes at a time.
     assert weight_scales.shape == (2, 4, 1) and weight_scales.stride()[:2] == (4, 1)
-    assert ends.tolist() == [2**31 - 1] and flat.shape == (65, 136) and same(flat, out)
+    assert ends.tolist() == [2**31 - 1] and flat.shape == (600, 136) and same(flat, out)
     assert gathered is weights is limit is counter is None and multiprocessors == 132
 
 
-@pytest.mark.parametrize("rows, name", [(1, "few_rows"), (64, "few_rows"), (65, ""), (5000, "")])
-def test_which_kernel_gets_how_many_rows(rows, name, named_launches):
-    dsa.fp8_gemm_nt(*operands(rows=rows, columns=8, channels=128))
+@pytest.mark.parametrize(
+    "rows, columns, name",
+    [(1, 8, "few_rows"), (64, 8, "few_rows"), (512, 8, "few_rows"), (512, 32768, ""), (513, 8, ""), (5000, 8, "")],
+)
+def test_which_kernel_gets_how_many_rows(rows, columns, name, named_launches):
+    dsa.fp8_gemm_nt(*operands(rows=rows, columns=columns, channels=128))
     assert [launch[0] for launch in named_launches] == [name]
 
 
