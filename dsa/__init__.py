@@ -9,6 +9,7 @@ from dsa.ops.cache.indexer_cache import read_indexer_cache, write_indexer_cache
 from dsa.ops.cache.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.ops.cache.mla_cache_inputs import write_mla_cache
 from dsa.ops.elementwise.hyper_connections import hyper_collapse, hyper_expand
+from dsa.ops.elementwise.hyper_mix import hyper_mix
 from dsa.ops.elementwise.rms_norm import rms_norm
 from dsa.ops.elementwise.rotary import apply_rotary
 from dsa.ops.gemm.fp8_fp4_gemm_nt import fp4_block_scales, grouped_fp8_fp4_gemm_nt, widen_fp4
@@ -60,6 +61,7 @@ __all__ = [
     "grouped_fp8_gemm_swiglu",
     "hyper_collapse",
     "hyper_expand",
+    "hyper_mix",
     "indexer_topk",
     "indexer_warmup_attention",
     "make_v4_cache",

@@ -5,6 +5,7 @@ from dsa.reference.cache.indexer_cache import read_indexer_cache, write_indexer_
 from dsa.reference.cache.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.reference.cache.mla_cache_inputs import write_mla_cache
 from dsa.reference.elementwise.hyper_connections import hyper_collapse, hyper_expand
+from dsa.reference.elementwise.hyper_mix import hyper_mix
 from dsa.reference.elementwise.rms_norm import rms_norm
 from dsa.reference.elementwise.rotary import apply_rotary
 from dsa.reference.gemm.fp4_cast import fp4_block_scales, widen_fp4
@@ -63,6 +64,7 @@ __all__ = [
     "hadamard_transform",
     "hyper_collapse",
     "hyper_expand",
+    "hyper_mix",
     "indexer_topk",
     "indexer_warmup_attention",
     "make_v4_cache",

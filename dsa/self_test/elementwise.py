@@ -56,3 +56,15 @@ def hyper_connections(device: str) -> None:
     assert_close(
         "streams", dsa.hyper_expand(y, streams, post, comb), expected, abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5
     )
+
+
+def hyper_mix(device: str) -> None:
+    """24 outputs, and 4 of streams that are no whole number of blocks; many and few tokens."""
+    for tokens, n, channels, count in ((300, 4, 128, 24), (3, 2, 264, 4)):
+        streams = torch.randn(tokens, n, channels, device=device).bfloat16()
+        parts = torch.randn(3, count, n * channels, device=device).bfloat16()
+        parts *= torch.tensor([1, 2**-8, 2**-16], device=device)[:, None, None]
+        mix = dsa.hyper_mix(streams, parts)
+        v, weight = streams.flatten(1).double(), parts.double().sum(0)
+        allowed = 1e-5 * (v.abs() @ weight.abs().T)
+        assert ((mix - v @ weight.T).abs() <= allowed).all()

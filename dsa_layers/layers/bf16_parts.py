@@ -4,10 +4,10 @@ import torch
 
 
 class BF16Parts:
-    """linear(x, W) = x W^T in fp32, of bf16 x [T, I] and fp32 W [O, I], through the tensor cores.
+    """of(W): the parts of an fp32 matrix W [O, I], which `dsa.hyper_mix` takes.
 
-    W = hi + mid + lo to 2^-24 of each number, but for numbers that bf16 cannot hold (above 3.39e38). The parts [3 O, I]
-    are made at the first product and kept. After W has been changed in place or replaced, the next product, or
+    W = hi + mid + lo to 2^-24 of each number, but for numbers that bf16 cannot hold (above 3.39e38). The parts, bf16
+    [3, O, I], are made at the first use and kept. After W has been changed in place or replaced, the next use, or
     `update`, makes them again, in the same memory where that is possible, so that a CUDA graph captured earlier reads
     the new parts. After a change that PyTorch does not see, through `.data` or from outside, call `forget`.
     """
@@ -20,12 +20,8 @@ class BF16Parts:
     def __reduce__(self) -> tuple[type["BF16Parts"], tuple[()]]:
         return type(self), ()  # a copy's matrix is another one
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        parts = self.of(weight)
-        return torch.mm(x, parts.T, out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
-
     def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """The parts, one below the other: bf16 [3 O, I]."""
+        """The parts: bf16 [3, O, I]."""
         if self._is_current(weight):
             return self._parts
         # A tensor of inference mode does not count its changes. What a graph being captured computes is there only
@@ -70,4 +66,4 @@ def _split(weight: torch.Tensor) -> torch.Tensor:
     for _ in range(3):
         parts.append(rest.bfloat16())
         rest = rest - parts[-1].float()
-    return torch.cat(parts)
+    return torch.stack(parts)

@@ -14,7 +14,7 @@ class _Mixing(nn.Module):
     """A projection of the flattened streams X [T, n, D] in fp32. Parameters, fp32: fn [count, n D], base [count],
     scale [scales].
 
-    On a GPU, where no gradient is asked for, bf16 streams go through the tensor cores.
+    On a GPU, where no gradient is asked for, of bf16 streams it is `dsa.hyper_mix`.
     """
 
     def __init__(self, hidden: int, streams: int, count: int, scales: int) -> None:
@@ -26,11 +26,10 @@ class _Mixing(nn.Module):
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """fn v -> fp32 [T, count]; v the streams, flattened."""
-        v = x.flatten(1)
-        exact = v.dtype == torch.bfloat16 and self.fn.dtype == torch.float32  # products of the parts, in fp32
-        if exact and v.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return self._fn_parts.linear(v, self.fn)
-        return nn.functional.linear(v.float(), self.fn.float())
+        exact = x.dtype == torch.bfloat16 and self.fn.dtype == torch.float32  # products of the parts, in fp32
+        if exact and x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return dsa.hyper_mix(x, self._fn_parts.of(self.fn))
+        return nn.functional.linear(x.flatten(1).float(), self.fn.float())
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         moved = super()._apply(fn, recurse)

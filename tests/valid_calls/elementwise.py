@@ -41,3 +41,8 @@ def _(new: Maker):
 @valid("hyper_expand", like("streams"))
 def _(new: Maker):
     return {"y": new.bf16(3, 16), "streams": new.bf16(3, 4, 16), "post": new.f32(3, 4), "comb": new.f32(3, 4, 4)}
+
+
+@valid("hyper_mix", lambda a: [((a["streams"].shape[0], a["parts"].shape[1]), F32)])
+def _(new: Maker):
+    return {"streams": new.bf16(3, 4, 16), "parts": new.bf16(3, 24, 64)}

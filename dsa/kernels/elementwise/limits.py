@@ -16,3 +16,10 @@ HYPER_STREAMS = 4
 # Collapse: threads of a CTA, and vectors of 16 bytes that each has of a stream.
 HYPER_TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
 MAX_HYPER_CHANNELS = 2**33 - 2**13  # of all tokens: a kernel counts their vectors, at least 4 channels each, in 31 bits
+# The projection of the streams: tokens of a cluster in the kernel for few tokens, and in the other one, which takes a
+# matrix of MIX_OUTPUTS outputs and streams of blocks of MIX_BLOCK channels.
+MIX_FEW_ROWS = (16, 32)
+MIX_ROWS = (128, 256)
+MIX_OUTPUTS = 24
+MIX_BLOCK = 64
+MAX_MIX_TOKENS, MAX_MIX_WIDTH, MAX_MIX_OUTPUTS = 2**31 - 512, 2**30, 8 * 65535

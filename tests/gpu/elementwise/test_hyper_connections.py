@@ -191,7 +191,7 @@ def test_a_captured_projection_follows_the_weights():
             if warm:
                 layer.project(streams)
             else:
-                HyperConnection(512, 4).cuda().project(streams)  # cuBLAS sets up
+                HyperConnection(512, 4).cuda().project(streams)  # the kernel is loaded
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 mix = layer.project(streams)

@@ -13,7 +13,7 @@ from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 
 
 def value(parts):
-    return parts.double().unflatten(0, (3, -1)).sum(0)
+    return parts.double().sum(0)
 
 
 @pytest.fixture
@@ -27,19 +27,9 @@ def is_of(parts, weight):
 
 def test_the_parts_are_the_matrix(weight):
     parts = BF16Parts().of(weight)
-    assert parts.dtype == torch.bfloat16 and parts.shape == (72, 40) and not parts.requires_grad
+    assert parts.dtype == torch.bfloat16 and parts.shape == (3, 24, 40) and not parts.requires_grad
     assert ((value(parts) - weight).abs() <= weight.double().abs() * 2**-24).all()
     assert not value(BF16Parts().of(torch.zeros(3, 2))).any()
-
-
-def test_product(monkeypatch, weight):
-    # The CPU's product has no other output type than its operands'.
-    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
-    x = torch.randn(5, 40).bfloat16()
-    got = BF16Parts().linear(x, weight)
-    expected = x.double() @ weight.double().T
-    scale = x.double().abs() @ weight.double().abs().T
-    assert got.dtype == torch.float32 and got.is_contiguous() and ((got - expected).abs() <= 1e-6 * scale).all()
 
 
 def test_made_once(weight):
@@ -139,7 +129,17 @@ def test_a_layer_that_loads_updates_them(make, assign):
 
 
 def test_only_bf16_on_a_gpu_without_gradients_takes_them(monkeypatch):
-    monkeypatch.setattr(hyper_connections.BF16Parts, "linear", lambda *_: pytest.fail("on the CPU"))
+    monkeypatch.setattr(hyper_connections.dsa, "hyper_mix", lambda *_: pytest.fail("on the CPU"))
     layer = HyperConnection(8, 4)
     with torch.no_grad():
         layer.collapse(torch.randn(3, 4, 8).bfloat16())
+
+
+@pytest.mark.parametrize("make", [lambda: HyperConnection(64, 4), lambda: HyperHead(64, 4)])
+def test_the_parts_are_what_the_projection_takes(make):
+    layer = make()
+    nn.init.normal_(layer.fn)
+    x = torch.randn(3, 4, 64).bfloat16()
+    with torch.no_grad():
+        got = hyper_connections.dsa.hyper_mix(x, layer._fn_parts.of(layer.fn))
+        torch.testing.assert_close(got, layer.project(x), rtol=1e-5, atol=1e-5)

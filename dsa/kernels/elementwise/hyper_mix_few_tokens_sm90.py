@@ -1,0 +1,187 @@
+"""The projection of DeepSeek-V4's hyper-connections, for few tokens or a narrow matrix:
+mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], v a token's streams as one vector.
+
+Plan
+- A cluster of 8 CTAs has 16 or 32 tokens and 8 outputs, of which a matrix of 24 has three: for one token 24 CTAs share
+  the bytes of the matrix. The 64 slices of the channels are the cluster's 64 warps'.
+- A warp reads its slice of tokens and matrix straight to registers, 16 bytes a lane, which are the operands of two mma
+  instructions as they are: nothing goes through shared memory. Several blocks of 64 channels are in flight at once.
+- The slices of a CTA meet in shared memory. Their sum, the CTA's group, goes to the owners of the results in the
+  cluster, 1/8 of the tokens each, which add the 8 groups and store.
+- Before it waits for the kernel in front, a warp asks for its slice of the matrix to be brought to the L2 cache. It
+  does not read it: that may be what the kernel in front writes.
+Shared memory: slices, 256 x rows bytes; groups received, 32 x rows bytes.
+Constraints: D a multiple of 8, 16-byte rows. Tokens that do not exist are the last one over again.
+Roofline: memory, the matrix once for every 16 or 32 tokens, from L2 but for the first. Of few tokens, latency: launch,
+one or two rounds of loads, two barriers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int64, Uint32
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import prefetch_to_l2
+from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.sm90 import WARP
+from dsa.kernels.elementwise.hyper_mix_sums import (
+    BLOCK,
+    CTAS,
+    GROUP_SLICES,
+    OUTPUTS,
+    PARTS,
+    VECTOR,
+    add_groups,
+    multiply_add,
+    octet_row,
+    send,
+    slice_start,
+)
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MIX_FEW_ROWS
+
+WORDS = 4  # of 16 bytes
+HALVES = BLOCK // (4 * VECTOR)  # loads of a lane in a row of a block
+THREADS = GROUP_SLICES * WARP
+
+
+class HyperMixFewTokensSm90:
+    def __init__(self, rows: int):
+        self.rows, self.octets = rows, rows // 8
+        self.together = 64 // rows  # blocks in flight: 160 registers of 16 tokens, 112 of 32
+        self.pairs = 4 * rows
+
+    @cute.jit
+    def __call__(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor, stream):
+        tokens = cute.ceil_div(out.shape[0], self.rows)
+        self.kernel(streams, parts, out).launch(
+            grid=(tokens * CTAS, cute.ceil_div(out.shape[1], OUTPUTS), 1),
+            block=(THREADS, 1, 1),
+            cluster=(CTAS, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor):
+        tid, _, _ = cute.arch.thread_idx()
+        cta, column, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        tile, rank = cta // CTAS, cta % CTAS
+
+        @cute.struct
+        class Storage:
+            slices: cute.struct.Align[cute.struct.MemRange[Float32, GROUP_SLICES * self.pairs * 2], 16]
+            received: cute.struct.Align[cute.struct.MemRange[Float32, self.pairs * 2], 16]
+
+        storage = SmemAllocator().allocate(Storage)
+        slices = storage.slices.get_tensor(cute.make_layout((2, self.pairs, GROUP_SLICES)))
+        received = storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
+        cute.arch.cluster_arrive_relaxed()
+
+        blocks = streams.shape[1] * cute.ceil_div(streams.shape[2], BLOCK)
+        index = rank * GROUP_SLICES + warp
+        first, end = slice_start(index, blocks), slice_start(index + 1, blocks)
+        self.prefetch(parts, streams.shape[2], column, first, end, lane)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if lane == 0:
+            slices[0, 0, warp] = Float32(0.0)
+        sums = self.multiply(streams, parts, tile, column, first, end, slices[None, 0, warp], warp, lane)
+        for octet in cutlass.range_constexpr(self.octets):
+            pair = (8 * octet + octet_row(lane // 4)) * 4 + lane % 4
+            cute.autovec_copy(sums[None, octet], slices[None, pair, warp])
+        cute.arch.sync_threads()
+        cute.arch.cluster_wait()
+        if tid < self.pairs:
+            values = cute.make_rmem_tensor((2, GROUP_SLICES), Float32)
+            for i in cutlass.range_constexpr(GROUP_SLICES):
+                cute.autovec_copy(slices[None, tid, i], values[None, i])
+            group = [Float32(0.0), Float32(0.0)]
+            for i in cutlass.range_constexpr(GROUP_SLICES):
+                for j in cutlass.range_constexpr(2):
+                    group[j] += values[j, i]
+            send(received, rank, tid, group[0], group[1])
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        add_groups(received, out, rank, tile * self.rows, column * OUTPUTS, 1, tid, THREADS)
+
+    @cute.jit
+    def prefetch(self, parts, channels, column, first, end, lane):
+        """Ask for a slice of the rows of the matrix, one a lane."""
+        part, row = lane // OUTPUTS, column * OUTPUTS + lane % OUTPUTS
+        if part < PARTS and row < parts.shape[1] and first < end:
+            of_stream = cute.ceil_div(channels, BLOCK)
+            start = first // of_stream * channels + first % of_stream * BLOCK
+            stop = end // of_stream * channels + end % of_stream * BLOCK
+            source = parts[part, row, None].iterator.toint() + Int64(start) * 2
+            prefetch_to_l2(Int64(source), (stop - start) * 2)
+
+    @cute.jit
+    def multiply(self, streams, parts, tile, column, first, end, nothing, warp, lane) -> cute.Tensor:
+        """A slice's products, as a lane has them: [2 neighbouring places of outputs, octet of tokens]."""
+        of_stream, vectors = cute.ceil_div(streams.shape[2], BLOCK), streams.shape[2] // VECTOR
+        place, quad = octet_row(lane // 4), lane % 4
+        output = cutlass.min(column * OUTPUTS + place, parts.shape[1] - 1)
+        acc = cute.make_rmem_tensor((4, self.octets // 2, PARTS), Float32)
+        acc.fill(0.0)
+        for begin in cutlass.range(first, end, self.together, unroll=1):
+            v = cute.make_rmem_tensor((WORDS, self.octets, HALVES, self.together), Uint32)
+            w = cute.make_rmem_tensor((WORDS, PARTS, HALVES, self.together), Uint32)
+            v.fill(0)
+            w.fill(0)
+            for i in cutlass.range_constexpr(self.together):
+                block = begin + i
+                k = block // of_stream
+                for half in cutlass.range_constexpr(HALVES):
+                    at = block % of_stream * (BLOCK // VECTOR) + half * 4 + quad
+                    if at < (vectors if block < end else 0):
+                        for part in cutlass.range_constexpr(PARTS):
+                            source = cute.local_tile(parts[part, output, None], (VECTOR,), (k * vectors + at,))
+                            cute.autovec_copy(cute.recast_tensor(source, Uint32), w[None, part, half, i])
+                        for octet in cutlass.range_constexpr(self.octets):
+                            token = cutlass.min(tile * self.rows + octet * 8 + place, streams.shape[0] - 1)
+                            source = cute.local_tile(streams[token, k, None], (VECTOR,), (at,))
+                            cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, half, i])
+            # The compiler would put loads behind products that wait for the first ones. It moves none over a barrier,
+            # and no product before it that needs a number read behind it: a zero, from where this warp has put it.
+            cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
+            acc.store(acc.load() + nothing[0])
+            for i in cutlass.range_constexpr(self.together):
+                for half in cutlass.range_constexpr(HALVES):
+                    for pair in cutlass.range_constexpr(0, WORDS, 2):
+                        for m in cutlass.range_constexpr(self.octets // 2):
+                            for part in cutlass.range_constexpr(PARTS):
+                                upper, lower = v[None, 2 * m, half, i], v[None, 2 * m + 1, half, i]
+                                multiply_add(acc[None, m, part], upper, lower, w[None, part, half, i], pair)
+        sums = cute.make_rmem_tensor((2, self.octets), Float32)
+        for octet in cutlass.range_constexpr(self.octets):
+            for i in cutlass.range_constexpr(2):
+                at = octet % 2 * 2 + i
+                sums[i, octet] = acc[at, octet // 2, 0] + (acc[at, octet // 2, 1] + acc[at, octet // 2, 2])
+        return sums
+
+
+@cached
+def compile_hyper_mix_few_tokens(rows: int):
+    """-> f(streams [T, n, D] bf16, parts [3, C, n D] bf16, mix [T, C] fp32); T, n, C, D > 0, rows of streams and parts
+    at multiples of 16 bytes."""
+    tokens, count = cute.sym_int(), cute.sym_int()
+    channels, width = (cute.sym_int(divisibility=CHANNEL_MULTIPLE) for _ in range(2))
+    return compile_sm90(
+        HyperMixFewTokensSm90(rows),
+        fake(BFloat16, (tokens, cute.sym_int(), channels), (*strides(2, CHANNEL_MULTIPLE), 1)),
+        fake(BFloat16, (PARTS, count, width), (*strides(2, CHANNEL_MULTIPLE), 1)),
+        fake(Float32, (tokens, count), (*strides(1), 1), 4),
+        fake_stream(),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_hyper_mix_few_tokens, (rows,)) for rows in MIX_FEW_ROWS]

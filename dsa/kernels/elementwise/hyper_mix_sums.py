@@ -1,0 +1,101 @@
+"""What the two kernels of hyper_mix have in common: the order of a sum, so that both give a token the same bits.
+
+The channels of all streams are blocks of 64; what a stream lacks of its last one counts as zeros. SLICES slices divide
+the blocks. A slice is one chain of mma instructions of 16 channels for each of the three parts, from zero on, and then
+  slice = high + (middle + low)
+A group is the sum of GROUP_SLICES slices, and the result the sum of the CTAS groups, both in their order from zero on.
+A group is a CTA's work. The CTAs of a cluster send their groups to the owners of the results, which add them: each owns
+as many of the pairs of numbers that one lane has.
+
+An mma wants two pairs of neighbouring channels of each lane. A lane has 16 bytes, four pairs, of a row: the first two
+are its share of one mma, the others of the next. Which channels meet in an mma does not matter as long as streams and
+matrix agree, and both are read in this way.
+Rows are read in an order, `octet_row`, in which the lanes of a quarter of a warp read all banks of shared memory.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+PARTS = 3
+OUTPUTS = 8  # columns of an mma
+BLOCK = 64  # channels
+VECTOR = 8  # channels in 16 bytes
+CTAS = 8  # of a cluster
+GROUP_SLICES = 8
+SLICES = CTAS * GROUP_SLICES
+
+
+@cute.jit
+def octet_row(i: Int32) -> Int32:
+    """The row, or column, of eight that has place i of an mma: 0, 4, 1, 5, 2, 6, 3, 7."""
+    return (i >> 1) | ((i & 1) << 2)
+
+
+@cute.jit
+def slice_start(index: Int32, blocks: Int32) -> Int32:
+    """The first block of a slice."""
+    return index * (blocks // SLICES) + index * (blocks % SLICES) // SLICES
+
+
+@cute.jit
+def multiply_add(
+    acc: cute.Tensor, upper: cute.Tensor, lower: cute.Tensor, matrix: cute.Tensor, pair: cutlass.Constexpr
+):
+    """acc += 16 tokens x 16 channels times 16 channels x 8 outputs.
+
+    acc           four numbers: two neighbouring places of outputs in the upper and in the lower eight tokens
+    upper, lower  this lane's 16 bytes of a token of the upper and of the lower eight
+    matrix        those of an output
+    pair          0 or 2: the first of their two words that count
+    """
+    given = [upper[pair], lower[pair], upper[pair + 1], lower[pair + 1], matrix[pair], matrix[pair + 1]]
+    made = cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {"
+        + "{$w0}, {$w1}, {$w2}, {$w3}"
+        + "}, {"
+        + "{$r0}, {$r1}, {$r2}, {$r3}"
+        + "}, {"
+        + "{$r4}, {$r5}"
+        + "}, {"
+        + "{$r6}, {$r7}, {$r8}, {$r9}"
+        + "};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*given, acc[0], acc[1], acc[2], acc[3]],
+    )
+    for i in cutlass.range_constexpr(4):
+        acc[i] = made[i]
+
+
+@cute.jit
+def send(received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
+    """Two numbers of this CTA's group to the CTA that owns them. received: [2, owned pairs, CTAS], of every CTA."""
+    owned = received.shape[1]
+    numbers = cute.make_rmem_tensor((2,), Float32)
+    numbers[0], numbers[1] = low, high
+    there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
+    cute.autovec_copy(numbers, cute.make_tensor(there, cute.make_layout(2)))
+
+
+@cute.jit
+def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token: Int32, first_output: Int32,
+               octets: cutlass.Constexpr, tid: Int32, threads: cutlass.Constexpr):  # fmt: skip
+    """Add the groups of the pairs that this CTA owns, and store them.
+
+    A token has 4 pairs of each of the `octets` eights of outputs; first_token and first_output are those of pair 0 of
+    the cluster. All `threads` threads take part.
+    """
+    owned = received.shape[1]
+    for at in cutlass.range(tid, owned, threads, unroll=1):
+        pair = rank * owned + at
+        token, place = first_token + pair // (4 * octets), pair % (4 * octets)
+        values = cute.make_rmem_tensor((2, CTAS), Float32)
+        for group in cutlass.range_constexpr(CTAS):
+            cute.autovec_copy(received[None, at, group], values[None, group])
+        for i in cutlass.range_constexpr(2):
+            total = Float32(0.0)
+            for group in cutlass.range_constexpr(CTAS):
+                total += values[i, group]
+            output = first_output + place // 4 * OUTPUTS + octet_row(2 * (place % 4) + i)
+            if token < out.shape[0] and output < out.shape[1]:
+                out[token, output] = total

@@ -1,0 +1,104 @@
+"""DeepSeek-V4's hyper-connections: the projection of a token's residual streams, in fp32 from bf16 parts."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.elementwise.limits import (
+    CHANNEL_MULTIPLE,
+    MAX_MIX_OUTPUTS,
+    MAX_MIX_TOKENS,
+    MAX_MIX_WIDTH,
+    MIX_BLOCK,
+    MIX_FEW_ROWS,
+    MIX_OUTPUTS,
+    MIX_ROWS,
+)
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.declaration import op
+from dsa.reference.elementwise import hyper_mix as reference
+
+__all__ = ["hyper_mix"]
+
+# Up to so many tokens the kernel for few is the faster one, and up to so many the narrower tile of the other.
+FEW_TOKENS, NARROW_TOKENS = 256, 2048
+
+
+def hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """mix[t, c] = sum_k W[c, k] v[t, k] in fp32: what `hyper_collapse` takes.
+
+    v is a token's n streams as one vector, and W the sum of three bf16 matrices. Any fp32 matrix is such a sum to 2^-24
+    of each number, but for numbers that bf16 cannot hold (above 3.39e38): high = bf16(W), middle = bf16(W - high),
+    low = bf16(W - high - middle). Their products with bf16 numbers are exact in fp32.
+
+    streams  X [T, n, D] bf16
+    parts    [3, C, n D] bf16: high, middle, low
+
+    Returns mix [T, C] fp32, contiguous. NaN and infinities stay in their token. Differentiable: where a gradient is
+    asked for, the formula runs in PyTorch.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel, D a multiple of 8, n D at most 2^30, C at most 524280, T at most 2^31 - 512, streams with
+    rows at multiples of 16 bytes, parts contiguous. It sums in another order than the reference, in the tensor cores,
+    which cut where others round: of n D = 16384 the error is at most about 4e-6 of sum_k |W[c, k] v[t, k]|.
+    Deterministic, and a token's result does not depend on the other tokens. CUDA-graph safe, no host synchronisation,
+    no workspace.
+    Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
+    """
+    return _hyper_mix(streams, parts)
+
+
+def _results(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    return torch.empty(streams.shape[0], parts.shape[1], dtype=torch.float32, device=streams.device)
+
+
+def _check_limits(streams: torch.Tensor, parts: torch.Tensor) -> None:
+    tokens, _, channels = streams.shape
+    if channels % CHANNEL_MULTIPLE:
+        raise ValueError(f"streams: the kernel takes D a multiple of {CHANNEL_MULTIPLE}, got {channels}")
+    if tokens > MAX_MIX_TOKENS:
+        raise ValueError(f"streams: the kernel takes at most {MAX_MIX_TOKENS} tokens, got {tokens}")
+    _, count, width = parts.shape
+    if width > MAX_MIX_WIDTH or count > MAX_MIX_OUTPUTS:
+        raise ValueError(
+            f"parts: the kernel takes n D at most {MAX_MIX_WIDTH} and C at most {MAX_MIX_OUTPUTS}, got shape "
+            f"{list(parts.shape)}"
+        )
+
+
+@op(
+    arguments=reference.HYPER_MIX,
+    reference=reference.hyper_mix,
+    results=_results,
+    kernels={"sm_90": ("dsa.kernels.elementwise.hyper_mix_sm90", "dsa.kernels.elementwise.hyper_mix_few_tokens_sm90")},
+    limits=_check_limits,
+    differentiable=True,
+)
+def _hyper_mix(kernels: tuple[ModuleType, ModuleType], streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    mix = _results(streams, parts)
+    many, few = kernels
+    tokens, n, channels = streams.shape
+    if not tokens:
+        return mix
+    streams, parts = rows_at_16_bytes(streams), rows_at_16_bytes(parts)
+    # Which kernel runs is a matter of time: the bits are the same.
+    wide = parts.shape[1] == MIX_OUTPUTS and channels % MIX_BLOCK == 0
+    flat = streams.stride(0) > 0 and (n == 1 or streams.stride(1) == channels)
+    if tokens > FEW_TOKENS and wide and flat:
+        rows = MIX_ROWS[tokens > NARROW_TOKENS]
+        _many_tokens_kernel(many, rows)(streams.flatten(1), parts.flatten(0, 1), mix)
+    else:
+        rows = MIX_FEW_ROWS[tokens > MIX_FEW_ROWS[0]]
+        _few_tokens_kernel(few, rows)(streams, parts, mix)
+    return mix
+
+
+@functools.cache
+def _many_tokens_kernel(kernels: ModuleType, rows: int) -> Callable[..., None]:
+    return kernels.compile_hyper_mix(rows)
+
+
+@functools.cache
+def _few_tokens_kernel(kernels: ModuleType, rows: int) -> Callable[..., None]:
+    return kernels.compile_hyper_mix_few_tokens(rows)

@@ -1,0 +1,27 @@
+"""The kernels of the streams' projection compile to sm_90a: mma from registers, all loads of a round in flight."""
+
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+from dsa.kernels.elementwise import hyper_mix_few_tokens_sm90, hyper_mix_sm90
+from tests.kernels.variants import shipped
+
+
+@shipped(hyper_mix_few_tokens_sm90.compile_hyper_mix_few_tokens)
+def test_few_tokens(compile_function, arguments):
+    sass = disassemble(cubin(compile_function, *arguments))
+    (rows,) = arguments
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.registers <= 65536 // 256
+    blocks = 64 // rows
+    assert sass.instructions["LDG"] == blocks * 2 * (3 + rows // 8)
+    assert sass.instructions["HMMA"] == blocks * 2 * 2 * 3 * rows // 16
+
+
+@shipped(hyper_mix_sm90.compile_hyper_mix)
+def test_many_tokens(compile_function, arguments):
+    sass = disassemble(cubin(compile_function, *arguments))
+    (rows,) = arguments
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.registers <= (112 if rows == 128 else 224)
+    assert sass.instructions["HMMA"] == 2 * 2 * 9 * rows // 128
+    assert sass.instructions["UTMALDG"] == 1 + 9

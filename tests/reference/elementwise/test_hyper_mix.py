@@ -1,0 +1,54 @@
+"""The reference of the streams' projection against float64, and the matrices that it takes."""
+
+import pytest
+import torch
+
+from dsa.reference.elementwise.hyper_mix import hyper_mix
+
+
+def split(weight):
+    high = weight.bfloat16()
+    middle = (weight - high.float()).bfloat16()
+    return torch.stack((high, middle, (weight - high.float() - middle.float()).bfloat16()))
+
+
+@pytest.mark.parametrize(("tokens", "n", "d", "count"), [(5, 4, 6, 24), (3, 1, 7, 1), (2, 3, 16, 4), (0, 4, 8, 24)])
+def test_formula(tokens, n, d, count):
+    streams, weight = torch.randn(tokens, n, d).bfloat16(), torch.randn(count, n * d)
+    mix = hyper_mix(streams, split(weight))
+    assert mix.shape == (tokens, count) and mix.dtype == torch.float32
+    torch.testing.assert_close(mix, (streams.flatten(1).double() @ weight.double().T).float(), atol=1e-5, rtol=1e-5)
+
+
+def test_every_part_counts():
+    streams, parts = torch.ones(1, 1, 2).bfloat16(), torch.tensor([1.0, 2.0, 4.0]).bfloat16()
+    assert hyper_mix(streams, parts[:, None, None].expand(3, 1, 2)).item() == 14
+
+
+def test_gradients():
+    streams, parts = (torch.randn(s).bfloat16().requires_grad_() for s in ((2, 4, 3), (3, 24, 12)))
+    hyper_mix(streams, parts).square().sum().backward()
+    for tensor in (streams, parts):
+        assert tensor.grad.isfinite().all() and tensor.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("streams", "parts", "message"),
+    [
+        ((3, 4, 8), (3, 24, 31), r"parts: shape must be \[3, C, 32\], got \[3, 24, 31\]"),
+        ((3, 4, 8), (2, 24, 32), r"parts: shape must be \[3, C, 32\]"),
+        ((3, 4, 8), (3, 0, 32), "parts: must have at least one row"),
+        ((3, 4, 0), (3, 24, 0), "streams: must have at least one stream and one channel"),
+        ((3, 32), (3, 24, 32), r"streams: shape must be \[T, n, D\]"),
+    ],
+)
+def test_errors(streams, parts, message):
+    with pytest.raises(ValueError, match=message):
+        hyper_mix(torch.zeros(streams).bfloat16(), torch.zeros(parts).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["streams", "parts"])
+def test_errors_of_dtypes(name):
+    given = {"streams": torch.zeros(3, 4, 8).bfloat16(), "parts": torch.zeros(3, 24, 32).bfloat16()}
+    with pytest.raises(ValueError, match=f"{name}: dtype must be bfloat16, got float32"):
+        hyper_mix(**(given | {name: given[name].float()}))
