@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-MAX_SLOTS = 2**31  # of a cache: the division that finds a slot's page is one of 32 bits
+from dsa.cute.limits import MAX_SLOTS
 
 
 @cute.jit

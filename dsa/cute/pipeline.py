@@ -140,6 +140,13 @@ class Pipeline:
         return state.advance(self.stages)
 
     @cute.jit
+    def skip(self, state: PipelineState, count: cutlass.Constexpr) -> PipelineState:
+        """The state `count` stages further, no more than there are."""
+        wraps = state.stage >= self.stages - count
+        stage = state.stage + count
+        return PipelineState(stage - self.stages if wraps else stage, state.phase ^ 1 if wraps else state.phase)
+
+    @cute.jit
     def producer_wait(self, state: PipelineState):
         """Wait until the stage is empty."""
         cute.arch.mbarrier_wait(self.empty + self.index(state), state.phase ^ 1)
@@ -214,9 +221,9 @@ class Mbarriers:
 
 
 @cute.jit
-def arrive(barrier: cute.Pointer):
-    """This thread's arrival."""
-    cute.arch.mbarrier_arrive(barrier)
+def arrive(barrier: cute.Pointer, cta: cutlass.Constexpr = None):
+    """This thread's arrival; with `cta`, at the same barrier of that CTA of the cluster."""
+    cute.arch.mbarrier_arrive(barrier, cta)
 
 
 @cute.jit

@@ -10,8 +10,7 @@ them and their parts so:
 - stream-K: the mainloop steps of all tiles, one after the other, are a line of which every CTA has an even part, so a
   tile may be split between neighbours, and each writes a partial result. Full waves: as many whole tiles as all CTAs
   take at once may come first, so that only the tiles behind them are split.
-- dynamic persistent: a CTA draws its next tile from a tile counter in global memory, int32 [1], 0 before the launch,
-  when it is free.
+- dynamic persistent: a CTA draws its next tile from a tile counter in global memory (tile_counter.py) when it is free.
 
 How tiles are split differs between families, so the schedulers of the last two kinds are with their kernels. They have
 these methods, in so far as they need them: `first()`, the CTA's first tile; `advance(tile)`, the one behind it;
@@ -108,6 +107,11 @@ class WorkTilePipeline:
     def publish(self, state: PipelineState, info) -> PipelineState:
         """Pass a work tile on. A warp's work. -> the state behind it."""
         self.pipeline.producer_wait(state)
+        return self.commit(state, info)
+
+    @cute.jit
+    def commit(self, state: PipelineState, info) -> PipelineState:
+        """The same behind a wait for the empty stage."""
         with cute.arch.elect_one():
             write_info(self.info, state.stage, info)
             arrive(self.pipeline.producer_barrier(state))

@@ -104,7 +104,11 @@ class Op:
         for arch, row in self.kernels.rows.items():
             table[arch] = _together(table.get(arch, ()), row)
         self._known = KnownCalls()
-        self._written = tuple(list(arguments.specs).index(argument) for argument in arguments.written)
+        places = {argument: i for i, argument in enumerate(arguments.specs)}
+        self._written = tuple(places[argument] for argument in arguments.written)
+        # What is written may be the tensor that it is like, and limits may be others then.
+        like = ((argument, arguments.specs[argument].like) for argument in arguments.written)
+        self._in_place = tuple((places[argument], places[other]) for argument, other in like if other)
         if not autograd:
             self._register()
 
@@ -156,6 +160,7 @@ class Op:
                 *call,
                 torch.is_grad_enabled(),
                 *(getattr(arguments[i], "requires_grad", None) for i in self._written),
+                *(_begin_together(arguments[i], arguments[other]) for i, other in self._in_place),
             )
         if call not in self._known:
             self._check_all(arguments)
@@ -238,6 +243,16 @@ def op(
 def wants_gradient(*arguments: Any) -> bool:
     """Whether one of them is, or holds, a tensor that requires a gradient."""
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in _flat(arguments))
+
+
+def _begin_together(x: Any, y: Any) -> bool:
+    """Whether both are tensors from the same address on."""
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
+    try:
+        return x.data_ptr() == y.data_ptr()
+    except RuntimeError:  # a sparse or nested tensor, which the checks refuse
+        return False
 
 
 def _first_tensor(arguments: tuple[Any, ...]) -> torch.Tensor | None:

@@ -43,6 +43,8 @@ INNER = "the last dimension contiguous"
 ROWS = "the last dimension contiguous, rows at multiples of 16 bytes"
 CONTIGUOUS = "contiguous"
 ALIGNED = "contiguous, from a multiple of 16 bytes on"
+PAGES = "the first dimension's entries contiguous each, and at multiples of 16 bytes"
+Layout = str | Callable[[torch.Tensor], str]
 
 Sizes = dict[str, Any]
 
@@ -55,7 +57,9 @@ class Tensor:
     besides   those of `dtypes` that it may have instead
     mixed     any of `dtypes` will do where `like` is float32, which no kernel has: for references, not for ops
     optional  may be None
-    layout    ANY, INNER, ROWS, CONTIGUOUS or ALIGNED: what the kernels ask of its memory
+    layout    ANY, INNER, ROWS, CONTIGUOUS, ALIGNED or PAGES: what the kernels ask of its memory. Or a function of the
+              tensor, whose dtype and shape are right, that returns one of these
+    merged    (first, end): the kernels take its dimensions first:end as one, so that these must be mergeable
     written   the op writes to it in place
     name      what messages call it, where that is not the parameter's name: "kv[0]"
     rule      called with that name and the tensor, whose dtype and shape are right, for what these cannot say; raises
@@ -68,7 +72,8 @@ class Tensor:
     besides: tuple[torch.dtype, ...] = ()
     mixed: bool = False
     optional: bool = False
-    layout: str = ANY
+    layout: Layout = ANY
+    merged: tuple[int, int] = (0, 0)
     written: bool = False
     name: str = ""
     rule: Callable[[str, torch.Tensor], Sizes | None] | None = None
@@ -76,12 +81,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Tensors:
-    """A list of at least one tensor, all of one dtype and shape. count: a word, for how many there are."""
+    """A list of at least one tensor, all of one dtype and shape. count: a word, for how many there are. layout, merged:
+    of each."""
 
     shape: str
     dtypes: tuple[torch.dtype, ...]
     count: str
-    layout: str = ANY
+    layout: Layout = ANY
+    merged: tuple[int, int] = (0, 0)
     optional: bool = False
     name: str = ""
 
@@ -222,10 +229,10 @@ class Arguments:
         """ValueError for a tensor whose memory the kernels do not take."""
         for spec, shown, value in zip(self.specs.values(), self.names, values, strict=True):
             if isinstance(spec, Tensor) and isinstance(value, torch.Tensor):
-                check_layout(shown, value, spec.layout)
+                _check_memory(shown, value, spec)
             elif isinstance(spec, Tensors) and value is not None:
                 for i, x in enumerate(value):
-                    check_layout(f"{shown}[{i}]", x, spec.layout)
+                    _check_memory(f"{shown}[{i}]", x, spec)
 
     def _shown(self, name: str) -> str:
         return self.specs[name].name or name
@@ -248,6 +255,33 @@ def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
                 f"{name}: rows must start at multiples of 16 bytes, got an address {x.data_ptr() % 16} bytes past one "
                 f"and strides of {strides} bytes"
             )
+    if layout == PAGES:
+        if not x[0].is_contiguous():
+            raise ValueError(f"{name}: every page must be contiguous, got strides {list(x.stride())}")
+        stride = x.stride(0) * x.element_size() if len(x) > 1 else 0
+        if x.data_ptr() % 16 or stride % 16:
+            raise ValueError(
+                f"{name}: pages must start at multiples of 16 bytes, got an address {x.data_ptr() % 16} bytes past one "
+                f"and a page stride of {stride} bytes"
+            )
+
+
+def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
+    """x's dimensions first:end are one with a single stride, without a copy. Those of a tensor without elements are."""
+    if len(x.shape[first:end]) < 2 or not x.numel():
+        return
+    try:
+        x.view(*x.shape[:first], -1, *x.shape[end:])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: dimensions {first} to {x.dim() + end - 1} must be mergeable into one with a single stride, got "
+            f"shape {list(x.shape)} with strides {list(x.stride())}"
+        ) from None
+
+
+def _check_memory(name: str, x: torch.Tensor, spec: Tensor | Tensors) -> None:
+    check_layout(name, x, spec.layout if isinstance(spec.layout, str) else spec.layout(x))
+    check_mergeable(name, x, *spec.merged)
 
 
 class _Shapes:

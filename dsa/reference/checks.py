@@ -11,6 +11,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 E4M3 = (torch.float8_e4m3fn,)
 INT32 = (torch.int32,)
 INT_MAX = 2**31 - 1  # of every int: what kernels take, and what an int32 can count
+MOST_SLOTS = INT_MAX + 1  # of a paged cache, which an int32 can number
 _FP32_MAX = torch.finfo(torch.float32).max
 
 

@@ -3,21 +3,17 @@
 import pytest
 import torch
 
+from dsa.cute.limits import MAX_SLOTS
 from dsa.ops._kernel_arguments import (
-    check_pages,
+    check_page_size,
     check_slot_count,
     dtype_name,
-    merged_rows,
     pages_as_rows,
     unit_inner,
+    with_dims,
 )
-
-
-def shifted(x, elements):
-    """A copy of x that starts `elements` past a multiple of 16 bytes."""
-    buffer = torch.zeros(x.numel() + elements, dtype=x.dtype)
-    buffer[elements:] = x.flatten()
-    return buffer[elements:].view(x.shape)
+from dsa.reference.arguments import PAGES, check_layout
+from dsa.reference.checks import MOST_SLOTS
 
 
 @pytest.mark.parametrize(
@@ -30,7 +26,7 @@ def test_dtype_name(dtype, name):
 def test_pages_are_rows_of_the_same_memory():
     wide = torch.arange(3 * 64, dtype=torch.uint8).view(3, 64)
     cache = wide[1:, :40].unflatten(1, (4, 1, 10))
-    check_pages("cache", cache)
+    check_layout("cache", cache, PAGES)
     rows = pages_as_rows(cache)
     assert rows.stride() == (64, 1) and torch.equal(rows, wide[1:, :40])
     rows[1, 39] = 200
@@ -40,7 +36,7 @@ def test_pages_are_rows_of_the_same_memory():
 @pytest.mark.parametrize("stride", [0, 7, 160])
 def test_a_single_page_may_have_any_stride(stride):
     cache = torch.arange(40, dtype=torch.uint8).as_strided((1, 4, 1, 10), (stride, 10, 10, 1))
-    check_pages("cache", cache)
+    check_layout("cache", cache, PAGES)
     rows = pages_as_rows(cache)
     # The stride is one that kernels take, though 40 bytes are not a multiple of 16.
     assert rows.stride() == (48, 1) and rows.tolist() == [list(range(40))]
@@ -48,27 +44,16 @@ def test_a_single_page_may_have_any_stride(stride):
 
 def test_no_pages():
     cache = torch.zeros(0, 4, 1, 12, dtype=torch.uint8)
-    check_pages("cache", cache)
+    check_page_size("cache", cache)
     assert pages_as_rows(cache).shape == (0, 48)
 
 
-def test_misaligned_pages():
-    cache = torch.zeros(2, 4, 1, 12, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"kv: pages .* got an address 8 bytes past one and a page stride of 48 bytes"):
-        check_pages("kv", shifted(cache, 8))
-    with pytest.raises(ValueError, match=r"kv: pages .* got an address 0 bytes past one and a page stride of 40 bytes"):
-        check_pages("kv", torch.zeros(2, 4, 1, 10, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"kv: pages .* got an address 1 bytes past one"):
-        check_pages("kv", shifted(cache[:1], 1))
-
-
-def test_rows_that_can_be_merged():
+def test_dimensions_are_merged_or_added():
     x = torch.arange(48.0).view(2, 4, 6)
-    assert merged_rows("x", x[0]) is not None and merged_rows("x", x[0]).shape == (4, 6)
-    assert torch.equal(merged_rows("x", x), x.view(8, 6)) and merged_rows("x", x[0, 0]).shape == (1, 6)
-    assert merged_rows("x", x[..., 1:3]).stride() == (6, 1)
-    with pytest.raises(ValueError, match=r"x: .* mergeable .*, got shape \[2, 3, 6\] with strides .* x\.contiguous"):
-        merged_rows("x", x[:, :3])
+    assert with_dims(x, 3) is x and torch.equal(with_dims(x, 2), x.view(8, 6))
+    assert with_dims(x[0, 0], 2).shape == (1, 6) and with_dims(x, 5).shape == (1, 1, 2, 4, 6)
+    assert with_dims(x[..., 1:3], 2).stride() == (6, 1)
+    assert with_dims(x.view(2, 2, 2, 6), 3).shape == (4, 2, 6)
 
 
 def test_unit_inner():
@@ -79,12 +64,16 @@ def test_unit_inner():
     assert unit_inner(matrix[0, ::4]).stride() == (1,)
 
 
+def test_kernels_and_references_number_as_many_slots():
+    assert MAX_SLOTS == MOST_SLOTS == 2**31
+
+
 def test_caches_that_32_bits_can_count():
     one = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
     assert check_slot_count("cache", one.expand(2**25, 64, 1, 132)) is None
     with pytest.raises(ValueError, match=r"cache: the kernel takes at most 2\^31 slots, got shape \[33554433, "):
         check_slot_count("cache", one.expand(2**25 + 1, 64, 1, 132))
     with pytest.raises(ValueError, match=r"cache: the kernel takes at most 2\^31 slots"):
-        check_pages("cache", one.expand(2**25 + 1, 64, 1, 132))
+        check_page_size("cache", one.expand(2**25 + 1, 64, 1, 132))
     with pytest.raises(ValueError, match=r"cache: the kernel takes pages below 2\^31 bytes, got shape \[1, "):
-        check_pages("cache", one.expand(1, 2**24, 1, 132))
+        check_page_size("cache", one.expand(1, 2**24, 1, 132))

@@ -8,6 +8,7 @@ from dsa.reference.arguments import (
     CONTIGUOUS,
     F32,
     INNER,
+    PAGES,
     ROWS,
     Arguments,
     Choice,
@@ -230,6 +231,9 @@ WIDE = torch.zeros(4, 40)
         (ROWS, torch.zeros(4, 9)[:, :8], r"x: rows must .* strides of \[36\] bytes"),
         (CONTIGUOUS, WIDE[:, :8], r"x: must be contiguous, got strides \[40, 1\]"),
         (ALIGNED, WIDE[:, :8], "x: must be contiguous"),
+        (PAGES, WIDE.view(2, 2, 40)[..., :36], r"x: every page must be contiguous, got strides \[80, 40, 1\]"),
+        (PAGES, torch.zeros(2, 6), r"x: pages .* an address 0 bytes past one and a page stride of 24 bytes"),
+        (PAGES, WIDE.flatten()[1:5].view(1, 4), "x: pages .* an address 4 bytes past one and a page stride of 0 bytes"),
         (ALIGNED, WIDE.flatten()[1:], "x: must start at a multiple of 16 bytes, got an address 4 past one"),
     ],
 )
@@ -238,7 +242,35 @@ def test_memory_that_a_kernel_does_not_take(layout, x, message):
         check_layout("x", x, layout)
 
 
+def test_a_layout_may_follow_from_the_tensor():
+    either = Arguments(x=Tensor("T D", FLOATS, layout=lambda x: CONTIGUOUS if x.dtype == torch.float32 else INNER))
+    either.check_layouts(WIDE[:, :8].bfloat16()[:, :4])
+    with pytest.raises(ValueError, match="x: must be contiguous"):
+        either.check_layouts(WIDE[:, :8])
+
+
+def test_dimensions_that_kernels_take_as_one():
+    merged = Arguments(
+        x=Tensor("... D", FLOATS, layout=INNER, merged=(0, -1)),
+        y=Tensor("T ... D", FLOATS, optional=True, merged=(1, -1)),
+        z=Tensors("... H D", FLOATS, count="n", optional=True, merged=(0, -2)),
+    )
+    x = torch.zeros(2, 3, 4, 6)
+    apart = x[:, :2]
+    for right in (x, x[..., 1:3], x[:, :1, :1], x[:1], x[0, :2], x[0, 0, 0], x[0, :0], x[:, :, :0]):
+        merged.check_layouts(right, None, None)
+    with pytest.raises(ValueError, match=r"x: dimensions 0 to 2 must be mergeable .*, got shape \[2, 2, 4, 6\]"):
+        merged.check_layouts(apart, None, None)
+    merged.check_layouts(x, apart, [x, x[:, :, :2]])
+    with pytest.raises(ValueError, match=r"y: dimensions 1 to 2 .* strides \[72, 24, 6, 1\]"):
+        merged.check_layouts(x, x[:, :, :2], None)
+    with pytest.raises(ValueError, match=r"z\[1\]: dimensions 0 to 1 must be mergeable"):
+        merged.check_layouts(x, None, [x, apart])
+
+
 def test_memory_that_a_kernel_takes():
+    for pages in (WIDE[:, :6], torch.zeros(1, 6), torch.zeros(0, 6), torch.zeros(3, 5)[:1].as_strided((1, 5), (3, 1))):
+        check_layout("x", pages, PAGES)
     for layout in (INNER, ROWS):
         check_layout("x", WIDE[:, :8], layout)
         check_layout("x", WIDE[:1, :1].as_strided((1, 1), (7, 3)), layout)  # one element: its strides mean nothing

@@ -47,6 +47,7 @@ from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.shared_memory import load_16
 from dsa.cute.sm90 import REGISTERS, WARPGROUP
+from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.gemm.fp8_gemm_config import (
@@ -472,10 +473,6 @@ def _operands(gathered: bool):
     return a, a_scale, source, b, b_scale, fake(Int32, (matrices,), (1,), 4)
 
 
-def fake_counter(dynamic: bool) -> cute.Tensor | None:
-    return fake(Int32, (1,), (1,), 4) if dynamic else None
-
-
 @cached
 def compile_fp8_gemm(
     out_dtype: str, config: Fp8GemmConfig, gathered: bool = False, weighted: bool = False, dynamic: bool = False
@@ -489,9 +486,8 @@ def compile_fp8_gemm(
     out = fake(out_type, (out_rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
     weights = fake(Float32, (out_rows,), (1,), 4) if weighted else None
     kernel = Fp8GemmSm90(config, gathered, ResultEpilogue(out_type, config, weighted))
-    return compile_sm90(
-        kernel, *_operands(gathered), out, weights, None, fake_counter(dynamic), Int32(1), fake_stream()
-    )
+    counter = fake_tile_counter() if dynamic else None
+    return compile_sm90(kernel, *_operands(gathered), out, weights, None, counter, Int32(1), fake_stream())
 
 
 @cached
@@ -510,7 +506,8 @@ def compile_fp8_gemm_swiglu(
     scale = fake(Float32, (rows, cute.sym_int()), (*strides(1), 1), 4)
     kernel = Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0))
     limit = Float32(1.0) if limited else None
-    return compile_sm90(kernel, *_operands(gathered), q, scale, limit, fake_counter(dynamic), Int32(1), fake_stream())
+    counter = fake_tile_counter() if dynamic else None
+    return compile_sm90(kernel, *_operands(gathered), q, scale, limit, counter, Int32(1), fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -11,13 +11,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from dsa.cute.tile_counter import draw
 from dsa.cute.work_tile import static_persistent_scheduler
 
 
 @dataclass(frozen=True)
 class TileIndices:
-    """first: the CTA's first tile; step: how many CTAs there are. counter: int32 [1] in global memory, 0 before the
-    launch: the tiles that were drawn, beside each CTA's first; None: static."""
+    """first: the CTA's first tile; step: how many CTAs there are. counter: a tile counter, of those behind each CTA's
+    first; None: static."""
 
     first: Int32
     step: Int32
@@ -33,8 +34,5 @@ class TileIndices:
         """The tile behind tile `index` of this CTA. A warp's work; all lanes have it."""
         number = index + self.step
         if cutlass.const_expr(self.counter is not None):
-            drawn = Int32(0)
-            if lane == 0:
-                drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-            number = self.step + cute.arch.shuffle_sync(drawn, 0)
+            number = self.step + draw(self.counter, lane)
         return number

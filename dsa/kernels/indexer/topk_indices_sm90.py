@@ -37,6 +37,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.pipeline import Mbarriers
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import SHARED_BYTES, WARP
@@ -53,8 +54,6 @@ from dsa.kernels.indexer.radix_select import (
 from dsa.kernels.indexer.topk_candidates import MINUS_INFINITY, CandidateCollector, Candidates
 from dsa.kernels.indexer.topk_config import CONFIGS, TopkConfig
 from dsa.kernels.indexer.topk_row import Row, find_row, load_row
-
-SLOT_LIMIT = 2**31  # what int32 cannot hold
 
 
 class TopkIndicesSm90:
@@ -279,7 +278,7 @@ class TopkIndicesSm90:
                 page, offset = divmod(cutlass.max(index, 0), divisor)
                 physical = block_table[sequence, cutlass.min(page, last)]
                 slot = Int64(physical) * page_size + offset
-                exists = index >= 0 and page <= last and physical >= 0 and slot < Int64(SLOT_LIMIT)
+                exists = index >= 0 and page <= last and physical >= 0 and slot < Int64(MAX_SLOTS)
                 columns[i] = Int32(slot) if exists else Int32(-1)
         else:
             for i in cutlass.range(tid, found, self.threads, unroll=1):

@@ -20,7 +20,8 @@ MAX_TILES = 2**31 // TILE_N
 
 
 class PlanColumn(IntEnum):
-    """A plan is int32 [parts, 8]. Row i is part i, but for SPLIT_SEQUENCE: the i-th sequence that is split, or -1."""
+    """A plan is int32 [parts, 8]. Row i is part i, but for SPLIT_SEQUENCE: the i-th sequence that is split, or -1.
+    Two numbers are 0."""
 
     FIRST_SEQUENCE = 0
     FIRST_TILE = 1

@@ -14,6 +14,7 @@ FP8_KV_HEADS = (16, 32, 64)  # heads of a CTA of the kernel for FP8 caches
 
 PAGE_MULTIPLE = 16  # keys of a page of a dense cache
 MAX_BATCH = 32768  # sequences of a plan
+PLAN_COLUMNS, PLAN_NUMBERS = 8, 6  # of a plan's row, as FlashMLA has it, and of those that mean something; others are 0
 MAX_PARTS = 160  # CTAs per row tile that a plan is for, and so splits of a sequence
 # Splits that depend on nothing but the sequence's length: at least so many tiles each, at most so many.
 FIXED_SPLIT_TILES, MAX_FIXED_SPLITS = 64, 32

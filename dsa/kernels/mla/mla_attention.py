@@ -305,7 +305,7 @@ class MlaAttention:
                 flat.fill(0.0)
                 last_p = p_state
                 if const_expr(self.q_in_ring):
-                    v_state = pipeline.skip_v(v_state, V_CHUNKS)
+                    v_state = pipeline.v.skip(v_state, V_CHUNKS)
                 for n in cutlass.range(tiles, unroll=1):
                     exchange.p_pipeline.consumer_wait(p_state, 0)
                     upper = exchange.rescale[tile_row, p_state.stage]
@@ -327,7 +327,7 @@ class MlaAttention:
                         cute.nvgpu.warpgroup.commit_group()
                         cute.nvgpu.warpgroup.wait_group(0)
                         self.kv.release(pipeline.v, v_state)
-                        v_state = pipeline.skip_v(v_state, 2)
+                        v_state = pipeline.v.skip(v_state, 2)
                     if n < tiles - 1:
                         exchange.p_pipeline.consumer_release(p_state)
                     last_p = p_state

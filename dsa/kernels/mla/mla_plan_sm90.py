@@ -5,6 +5,7 @@ Work: one CTA
 - Then one warp goes through the parts: a part has a payload, the mean cost and `overhead` more, takes the whole
   sequences that fit, 32 compared at a time, and splits the next one if more than `overhead` is left. As what is left of
   a split sequence costs `overhead` again, every part takes at least the mean, and the last one reaches the end.
+- The other warps write 0 to the numbers that a plan has and that mean nothing.
 - A split says where a work tile begins. The last split of a sequence goes to its end, wherever that is when the plan
   is used: a plan of other lengths is out of balance, not wrong.
 - A length may be any number. Together the sequences count as at most MAX_TILES tiles, so that sums have 32 bits.
@@ -25,7 +26,7 @@ from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.mla.decode_scheduler import TO_THE_END, PlanColumn
-from dsa.kernels.mla.limits import MAX_BATCH, TILE_N
+from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_N
 
 THREADS = 1024
 MAX_TILES = 2**30  # of all sequences together
@@ -65,6 +66,10 @@ class MlaPlanSm90:
         cute.arch.sync_threads()
         if warp == 0:
             self.split(before, plan, num_splits, overhead, total, batch, lane)
+        else:
+            for part in cutlass.range(tid - WARP, plan.shape[0], THREADS - WARP, unroll=1):
+                for column in cutlass.range_constexpr(PLAN_NUMBERS, PLAN_COLUMNS):
+                    plan[part, column] = 0
 
     @cute.jit
     def split(self, before, plan, num_splits, overhead, total, batch, lane):
@@ -114,7 +119,7 @@ class MlaPlanSm90:
 def compile_mla_plan():
     """-> f(lengths [B], plan [parts, 8], num_splits [B + 1], overhead) for 0 < B <= MAX_BATCH; int32."""
     lengths = fake(Int32, (cute.sym_int(),), strides(1), 4)
-    plan = fake(Int32, (cute.sym_int(), 8), (8, 1), 4)
+    plan = fake(Int32, (cute.sym_int(), PLAN_COLUMNS), (PLAN_COLUMNS, 1), 4)
     num_splits = fake(Int32, (cute.sym_int(),), (1,), 4)
     return compile_sm90(MlaPlanSm90(), lengths, plan, num_splits, Int32(0), fake_stream())
 

@@ -15,7 +15,7 @@ from cutlass import Uint32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
+from dsa.cute.pipeline import Pipeline, PipelineState, arrive, pipeline_storage, start
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
@@ -70,13 +70,6 @@ class KvPipeline:
 
     def advance_rope(self, state: KvState) -> KvState:
         return KvState(state.v, self.rope.advance(state.rope))
-
-    @cute.jit
-    def skip_v(self, state: PipelineState, count: cutlass.Constexpr) -> PipelineState:
-        """The state `count` v chunks further."""
-        wraps = state.stage >= self.v.stages - count
-        stage = state.stage + count
-        return PipelineState(stage - self.v.stages if wraps else stage, state.phase ^ 1 if wraps else state.phase)
 
 
 @dataclass(frozen=True)
@@ -162,5 +155,5 @@ class KvStages:
             pipeline.consumer_release(state)
         else:
             with cute.arch.elect_one():
-                for peer in cutlass.range_constexpr(self.cluster):  # a Pipeline knows its own CTA's barriers alone
-                    cute.arch.mbarrier_arrive(pipeline.consumer_barrier(state), peer)
+                for peer in cutlass.range_constexpr(self.cluster):
+                    arrive(pipeline.consumer_barrier(state), peer)

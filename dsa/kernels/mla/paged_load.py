@@ -115,14 +115,14 @@ class PagedLoad(KvStages):
                 if first != guess:
                     page, place = pages.find(work.sequence, first * self.boxes + lane)
                 info = WorkTileInfo(work.sequence, first, end - first, split_idx, length, seen)
-                work_state = pipeline.work.publish(work_state, info)
+                work_state = pipeline.work.commit(work_state, info)
                 kv_state = self.load_work_tile(
                     *(atom, tkg, tvs, trs, pipeline, pages, info, page, place, mk.shape[3], rank, lane, kv_state),
                 )
             work = scheduler.advance(work)
         last = WorkTileInfo.last()
         pipeline.work.announce(work_state, last.batch_idx)
-        pipeline.work.publish(work_state, last)
+        pipeline.work.commit(work_state, last)
 
     @cute.jit
     def load_work_tile(

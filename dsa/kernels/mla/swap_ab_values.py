@@ -73,7 +73,7 @@ class SwapAbValues(SwapAbOutputLoop):
 
     @cute.jit
     def skip_q(self, pipeline: KvPipeline, state: PipelineState) -> PipelineState:
-        return pipeline.skip_v(state, V_CHUNKS)
+        return pipeline.v.skip(state, V_CHUNKS)
 
     @cute.jit
     def add_tile(
@@ -90,7 +90,7 @@ class SwapAbValues(SwapAbOutputLoop):
         exchange.p_pipeline.consumer_wait(p_state)
         self.rescale(operands.flat, exchange, p_state.stage, thread.lane)
         cute.nvgpu.warpgroup.fence()
-        second = pipeline.skip_v(state, 2)
+        second = pipeline.v.skip(state, 2)
         for half, v in enumerate((state, second)):
             own, acc = opaque(v.stage), operands.accs[half]
             for step in cutlass.range_constexpr(TILE_N // K16):
@@ -102,7 +102,7 @@ class SwapAbValues(SwapAbOutputLoop):
         cute.nvgpu.warpgroup.wait_group(0)
         self.kv.release(pipeline.v, second)
         exchange.p_pipeline.consumer_release(p_state)
-        return pipeline.skip_v(second, 2)
+        return pipeline.v.skip(second, 2)
 
     @cute.jit
     def write(

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from dsa.cute.pipeline import Mbarriers, PipelineState, arrive
-from dsa.cute.work_tile import INFO_STAGES, WorkTilePipeline, work_tile_storage, write_info
+from dsa.cute.work_tile import INFO_STAGES, WorkTilePipeline, work_tile_storage
 
 
 class WorkTileInfo(NamedTuple):
@@ -81,19 +81,11 @@ class AnnouncedWorkTilePipeline(WorkTilePipeline):
 
     @cute.jit
     def announce(self, state: PipelineState, batch_idx):
-        """Wait for an empty stage and say whose the next work tile is. A warp's work, which `publish` follows."""
+        """Wait for an empty stage and say whose the next work tile is. A warp's work, which `commit` follows."""
         self.pipeline.producer_wait(state)
         with cute.arch.elect_one():
             self.batch_idx[state.stage] = batch_idx
             arrive(self.batch_known.barrier(state.stage))
-
-    @cute.jit
-    def publish(self, state: PipelineState, info: WorkTileInfo) -> PipelineState:
-        """Pass the announced work tile on. A warp's work. -> the state behind it."""
-        with cute.arch.elect_one():
-            write_info(self.info, state.stage, info)
-            arrive(self.pipeline.producer_barrier(state))
-        return self.pipeline.advance(state)
 
     @cute.jit
     def announced(self, state: PipelineState):

@@ -26,11 +26,11 @@ from cutlass import Int32, Int64, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.sm90 import WARP
 
 WARPS = 4
 UNROLL = 4
-SLOT_LIMIT = 2**31
 LOWEST = -(2**31)
 
 
@@ -139,7 +139,7 @@ class WindowSlotsSm90:
             page = block_table[b, place if known else 0]
             exists = exists and known and page >= 0
         slot = Int64(page) * page_size + offset
-        return Int32(slot) if exists and slot < Int64(SLOT_LIMIT) else Int32(-1)
+        return Int32(slot) if exists and slot < Int64(MAX_SLOTS) else Int32(-1)
 
 
 def _int32(*shape, contiguous=False):

@@ -40,6 +40,7 @@ from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices, pack, store_matrices
 from dsa.cute.sm90 import LN2, SHARED_BYTES, WARPGROUP
+from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import work_tile_storage
 from dsa.kernels.training.attention_producer import (
     STAGES,
@@ -50,7 +51,6 @@ from dsa.kernels.training.attention_producer import (
 )
 from dsa.kernels.training.attention_scheduler import AttentionScheduler, WorkTileInfo
 from dsa.kernels.training.limits import DENSE_DTYPES
-from dsa.kernels.training.tile_counter import fake_tile_counter
 
 KEYS = 128  # of a block
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # by consumer warpgroups: of their threads and of the producers'

@@ -16,8 +16,8 @@ from cutlass import Int32
 from dsa.cute.pipeline import start
 from dsa.cute.reductions import warp_inclusive_scan
 from dsa.cute.sm90 import WARP
+from dsa.cute.tile_counter import draw
 from dsa.cute.work_tile import WorkTilePipeline
-from dsa.kernels.training.tile_counter import draw
 
 
 class WorkTileInfo(NamedTuple):

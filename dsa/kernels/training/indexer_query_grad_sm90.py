@@ -37,6 +37,7 @@ from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.pipeline import Pipeline, expect_bytes, start
 from dsa.cute.shared_memory import load_8, load_16, load_matrices, pack, store_matrices
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARPGROUP
+from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.active_bits import permute
 from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, K_TILE
@@ -50,7 +51,6 @@ from dsa.kernels.training.q_tiles import (
     fake_q_tiles,
     gradients_of,
 )
-from dsa.kernels.training.tile_counter import fake_tile_counter
 from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage, zero_rows
 
 ROWS = 16  # of a warp

@@ -35,13 +35,13 @@ from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARPGROUP
+from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.active_bits import negated_head_sum, sign_bits, word_place
 from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, K_TILE, Q_TILE
 from dsa.kernels.training.q_tile_scheduler import QTileScheduler, WorkTileInfo
 from dsa.kernels.training.q_tiles import COLUMN_BLOCK, KEY_BLOCK, fake_active, fake_q_tiles, fake_scores
-from dsa.kernels.training.tile_counter import fake_tile_counter
 
 Q_STAGES = 2
 

@@ -37,6 +37,7 @@ from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start, state_at, state_at_of_two
 from dsa.cute.shared_memory import load_16, pack, store_16, store_matrices
 from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARP, WARPGROUP, opaque
+from dsa.cute.tile_counter import fake_tile_counter
 from dsa.kernels.training.global_sums import add_4, await_count, publish, store_4
 from dsa.kernels.training.limits import INDEX_CHANNELS, PER_HEAD_CHANNELS, PER_HEAD_KEY_WARPS
 from dsa.kernels.training.per_head_tiles import (
@@ -60,7 +61,6 @@ from dsa.kernels.training.per_head_tiles import (
     score_mma,
 )
 from dsa.kernels.training.q_tiles import fake_q_tiles
-from dsa.kernels.training.tile_counter import fake_tile_counter
 
 SCORE_WARPGROUPS = 2
 SCORE_WARPS, KEY_WARPS = 4 * SCORE_WARPGROUPS, PER_HEAD_KEY_WARPS

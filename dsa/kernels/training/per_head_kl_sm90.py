@@ -30,6 +30,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import start
 from dsa.cute.sm90 import LN2, LOG2E, SHARED_BYTES, WARPGROUP
+from dsa.cute.tile_counter import fake_tile_counter
 from dsa.kernels.training.limits import INDEX_CHANNELS, PER_HEAD_CHANNELS
 from dsa.kernels.training.per_head_tiles import (
     KEYS,
@@ -47,7 +48,6 @@ from dsa.kernels.training.per_head_tiles import (
     score_mma,
 )
 from dsa.kernels.training.q_tiles import fake_q_tiles
-from dsa.kernels.training.tile_counter import fake_tile_counter
 
 CONSUMERS = 2  # warpgroups
 CONSUMER_WARPS, THREADS = 4 * CONSUMERS, (CONSUMERS + 1) * WARPGROUP

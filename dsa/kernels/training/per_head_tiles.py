@@ -25,9 +25,9 @@ from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import fake, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.shared_memory import load_matrices, load_matrices_transposed
+from dsa.cute.tile_counter import draw
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.limits import PER_HEAD_KEY_TILE, Q_TILE
-from dsa.kernels.training.tile_counter import draw
 
 ROWS, KEYS = Q_TILE, PER_HEAD_KEY_TILE
 CHUNK = 64  # channels that lie in a row of 128 bytes of shared memory

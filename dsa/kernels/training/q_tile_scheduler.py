@@ -1,8 +1,8 @@
 """The dynamic persistent scheduler of the indexer's kernels that go by queries: a work tile is some neighbouring
 queries of a q tile, with all keys that one of them sees.
 
-CTAs draw work tiles from a tile counter (tile_counter.py). Later queries come first: in a causal batch they see the
-most keys, so that short work tiles come last and all CTAs end together. A CTA's producer warp draws, and passes the
+CTAs draw work tiles from a tile counter (dsa.cute.tile_counter). Later queries come first: in a causal batch they see
+the most keys, so that short work tiles come last and all CTAs end together. A CTA's producer warp draws, and passes the
 WorkTileInfo to the consumers by a WorkTilePipeline.
 """
 
@@ -13,10 +13,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from dsa.cute.pipeline import PipelineState
+from dsa.cute.tile_counter import draw
 from dsa.cute.work_tile import WorkTilePipeline
 from dsa.kernels.training.limits import Q_TILE
 from dsa.kernels.training.q_tiles import ROWS, load_q_tile
-from dsa.kernels.training.tile_counter import draw
 
 
 class WorkTileInfo(NamedTuple):

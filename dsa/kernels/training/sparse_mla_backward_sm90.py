@@ -49,6 +49,7 @@ from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import arrive, pipeline_storage
 from dsa.cute.shared_memory import pack, store_matrices, swizzled
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
+from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import work_tile_storage
 from dsa.kernels.training.global_sums import add_4, store_4
 from dsa.kernels.training.limits import MLA_CHANNELS, SPARSE_DTYPES
@@ -76,7 +77,6 @@ from dsa.kernels.training.sparse_mla_backward_tiles import (
     q_state,
     work_tile_state,
 )
-from dsa.kernels.training.tile_counter import fake_tile_counter
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 STAGED_CHANNELS = 32  # of dQ that a warp stages at a time

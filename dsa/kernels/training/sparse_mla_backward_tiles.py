@@ -13,9 +13,9 @@ from cutlass import Int32
 
 from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, state_at, state_at_of_two
 from dsa.cute.sm90 import WARP, WARPGROUP
+from dsa.cute.tile_counter import draw
 from dsa.cute.work_tile import WorkTilePipeline
 from dsa.kernels.training.limits import MLA_V_CHANNELS, SPARSE_HEAD_TILE, SPARSE_KEY_TILE
-from dsa.kernels.training.tile_counter import draw
 
 TILE, HEADS = SPARSE_KEY_TILE, SPARSE_HEAD_TILE
 CHUNK = 64  # channels

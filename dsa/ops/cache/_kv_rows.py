@@ -4,8 +4,7 @@ import torch
 
 from dsa.kernels.cache.limits import CHANNEL_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_pages, check_slot_count, dtype_name, pages_as_rows, unit_inner
-from dsa.reference.arguments import ROWS, check_layout
+from dsa.ops._kernel_arguments import check_page_size, check_slot_count, dtype_name, pages_as_rows, unit_inner
 from dsa.reference.cache.kv_cache import BYTE_DTYPES, V4_ROW, is_v4
 
 
@@ -23,10 +22,9 @@ def check_cache(cache: torch.Tensor) -> None:
             f"cache: the kernel takes float rows of a multiple of {CHANNEL_MULTIPLE} channels, got {cache.shape[3]}"
         )
     if is_v4(cache):
-        check_pages("cache", cache)
+        check_page_size("cache", cache)
     else:
         check_slot_count("cache", cache)
-        check_layout("cache", cache, ROWS)
 
 
 def cache_rows(cache: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, ROPE_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_pages, dtype_name, pages_as_rows
+from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
 from dsa.ops.declaration import op
 from dsa.reference.cache import compressed_kv as reference
@@ -98,7 +98,7 @@ def _check_limits(
     if 2 * cos.shape[1] != ROPE_CHANNELS:
         raise ValueError(f"cos: the kernel rotates R {ROPE_CHANNELS} channels, got {2 * cos.shape[1]}")
     if reference.is_index_cache(cache, d):
-        check_pages("cache", cache)
+        check_page_size("cache", cache)
     else:
         check_cache(cache)
 

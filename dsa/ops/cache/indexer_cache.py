@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
-from dsa.ops._kernel_arguments import check_pages, dtype_name, pages_as_rows
+from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
 from dsa.ops.declaration import op
 from dsa.reference.cache import indexer_cache as reference
 
@@ -45,7 +45,7 @@ def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.
 def _check_limits(cache: torch.Tensor) -> None:
     if cache.shape[3] - 4 not in INDEX_HEAD_DIMS:
         raise ValueError(f"cache: the kernel takes D {INDEX_HEAD_DIMS}, got {cache.shape[3] - 4}")
-    check_pages("cache", cache)
+    check_page_size("cache", cache)
 
 
 @op(

@@ -8,7 +8,7 @@ import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_CHANNELS, MAX_NORM_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.ops.declaration import op
 from dsa.reference.elementwise import rms_norm as reference
 
@@ -49,7 +49,6 @@ def _check_limits(x: torch.Tensor) -> None:
         )
     if x.numel() // channels > MAX_NORM_ROWS:
         raise ValueError(f"x: the kernel takes at most {MAX_NORM_ROWS} rows, got shape {list(x.shape)}")
-    _three_dims(x)
 
 
 @op(
@@ -63,23 +62,10 @@ def _check_limits(x: torch.Tensor) -> None:
 def _rms_norm(kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     out = _results(x)
     if out.numel():
-        rows = _three_dims(rows_at_16_bytes(x))
+        rows = with_dims(rows_at_16_bytes(x), 3)
         launch = _kernel(kernels, x.dtype, weight is not None, x.shape[-1])
         launch(rows, weight, out if out.dim() == 3 else out.view(rows.shape), float(eps))
     return out
-
-
-def _three_dims(x: torch.Tensor) -> torch.Tensor:
-    """x with two dimensions before its last, without a copy, or a ValueError."""
-    if x.dim() <= 3:
-        return x[(None,) * (3 - x.dim())]
-    try:
-        return x.view(-1, *x.shape[-2:])
-    except RuntimeError:
-        raise ValueError(
-            f"x: the first {x.dim() - 2} dimensions must be mergeable into one with a single stride, got shape "
-            f"{list(x.shape)} with strides {list(x.stride())}"
-        ) from None
 
 
 @functools.cache

@@ -66,11 +66,16 @@ def _results(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def _check_limits(x: torch.Tensor, cos: torch.Tensor) -> None:
+    _check_turned(x, x, cos)  # a new tensor has aligned rows wherever the kernel can have groups of 8 channels
+
+
 @op(
     arguments=reference.ROTARY,
     reference=reference.apply_rotary,
     results=_results,
     kernels={"sm_90": "dsa.kernels.elementwise.rotary_sm90"},
+    limits=_check_limits,
 )
 def _apply_rotary(
     kernels: ModuleType, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str
@@ -87,10 +92,16 @@ def _reference_out(
     out.copy_(reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims))
 
 
+def _check_out_limits(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor) -> None:
+    x, out, _ = _turned(x, cos, dims, out)
+    _check_turned(x, out, cos)
+
+
 @op(
     arguments=reference.ROTARY_OUT,
     reference=_reference_out,
     kernels={"sm_90": "dsa.kernels.elementwise.rotary_sm90"},
+    limits=_check_out_limits,
     public="apply_rotary",
 )
 def _apply_rotary_out(
@@ -114,45 +125,46 @@ def _launch(
     dims: str,
     out: torch.Tensor,
 ) -> None:
-    rotated = 2 * cos.shape[1]
-    if rotated == 0:
-        raise ValueError(f"cos: the kernel rotates at least 2 channels, got shape {list(cos.shape)}")
-    begin = x.shape[-1] - rotated if dims == "last" else 0
-    if x.data_ptr() == out.data_ptr() and x.stride() == out.stride():
-        x, out = (t[..., begin : begin + rotated] for t in (x, out))
-        begin = 0
-    if x.shape[-1] % 2:
-        raise ValueError(f"x: the kernel takes an even last dimension, got shape {list(x.shape)}")
     if not x.numel():
         return
-    rows, target = _heads("x", x), _heads("out", out)
-    wide = _wide(rows, target, rotated)
+    x, out, begin = _turned(x, cos, dims, out)
+    rows, target = _heads(x), _heads(out)
+    wide = _wide(rows, target, 2 * cos.shape[1])
     if wide is not None:
         rows, target = wide
     channels = 2 * ROTARY_PAIRS if wide is not None else 2
-    if x.numel() // channels > MAX_ROTARY_GROUPS:
-        raise ValueError(
-            f"x: the kernel takes at most {MAX_ROTARY_GROUPS * channels} numbers in rows like these, got shape "
-            f"{list(x.shape)}"
-        )
     angles = (_angles(a, wide is not None) for a in (cos, sin))
     launch = _kernel(kernels, x.dtype, interleaved, wide is not None, x.numel().bit_length())
     launch(rows, *angles, target, begin // channels)
 
 
-def _heads(name: str, x: torch.Tensor) -> torch.Tensor:
-    """x [T, ..., D] as [T, H, D], without a copy, or a ValueError."""
-    if x.stride(-1) != 1:
-        raise ValueError(f"{name}: the last dimension must be contiguous, got strides {list(x.stride())}")
-    if x.dim() <= 3:
-        return x if x.dim() == 3 else x[:, None]
-    try:
-        return x.view(x.shape[0], -1, x.shape[-1])
-    except RuntimeError:
+def _turned(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What the kernel reads and writes of x and out, in place only the channels that turn, and the first of these."""
+    rotated = 2 * cos.shape[1]
+    begin = x.shape[-1] - rotated if dims == "last" else 0
+    if x.data_ptr() == out.data_ptr() and x.stride() == out.stride():
+        return x[..., begin : begin + rotated], out[..., begin : begin + rotated], 0
+    return x, out, begin
+
+
+def _check_turned(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor) -> None:
+    """x and out are what the kernel reads and writes."""
+    rotated = 2 * cos.shape[1]
+    if rotated == 0:
+        raise ValueError(f"cos: the kernel rotates at least 2 channels, got shape {list(cos.shape)}")
+    if x.shape[-1] % 2:
+        raise ValueError(f"x: the kernel takes an even last dimension, got shape {list(x.shape)}")
+    channels = 2 if _wide(x, out, rotated) is None else 2 * ROTARY_PAIRS
+    if x.numel() // channels > MAX_ROTARY_GROUPS:
         raise ValueError(
-            f"{name}: all dimensions between the first and the last must be mergeable into one with a single stride, "
-            f"got shape {list(x.shape)} with strides {list(x.stride())}"
-        ) from None
+            f"x: the kernel takes at most {MAX_ROTARY_GROUPS * channels} numbers in rows like these, got shape "
+            f"{list(x.shape)}"
+        )
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """x [T, ..., D] as [T, H, D]."""
+    return x if x.dim() == 3 else x.view(x.shape[0], -1, x.shape[-1])
 
 
 def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -8,7 +8,7 @@ import torch
 
 from dsa.kernels.gemm.limits import GROUP, SWIGLU_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, merged_rows
+from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.ops.declaration import op
 from dsa.reference.gemm import swiglu_cast_to_fp8 as reference
 
@@ -44,12 +44,9 @@ def _results(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, torch.empty((*gate.shape[:-1], blocks), dtype=torch.float32, device=gate.device)
 
 
-def _check_limits(gate: torch.Tensor, up: torch.Tensor) -> None:
+def _check_limits(gate: torch.Tensor) -> None:
     if gate.shape[-1] % SWIGLU_MULTIPLE:
         raise ValueError(f"gate: the kernel takes I a multiple of {SWIGLU_MULTIPLE}, got {list(gate.shape)}")
-    if gate.numel():
-        merged_rows("gate", gate)
-        merged_rows("up", up)
 
 
 @op(
@@ -65,7 +62,7 @@ def _swiglu_cast_to_fp8(
     q, scale = _results(gate)
     if gate.numel():
         channels = gate.shape[-1]
-        operands = rows_at_16_bytes(merged_rows("gate", gate)), rows_at_16_bytes(merged_rows("up", up))
+        operands = rows_at_16_bytes(with_dims(gate, 2)), rows_at_16_bytes(with_dims(up, 2))
         bound = None if limit is None else float(limit)
         launch = _kernel(kernels, gate.dtype, use_ue8m0, limit is not None, channels % GROUP != 0)
         launch(*operands, q.view(-1, channels), scale.view(-1, scale.shape[-1]), bound)

@@ -8,7 +8,7 @@ import torch
 
 from dsa import backends
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
-from dsa.ops._kernel_arguments import check_pages, dtype_name, pages_as_rows
+from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
 from dsa.ops.declaration import op
 from dsa.reference.arguments import INNER, check_layout
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
@@ -119,7 +119,7 @@ def _check_limits(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.T
     ):
         if value not in accepted:
             raise ValueError(f"{name}: the kernel takes {what} {accepted}, got {value}")
-    check_pages("kv_cache", kv_cache)
+    check_page_size("kv_cache", kv_cache)
     _check_lengths(context_lens)
 
 

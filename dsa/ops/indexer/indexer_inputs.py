@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 from dsa.kernels.indexer.limits import ROTATED
-from dsa.ops._kernel_arguments import check_pages, dtype_name, pages_as_rows, unit_inner
+from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows, unit_inner
 from dsa.ops.declaration import op
 from dsa.reference.indexer import indexer_inputs as reference
 
@@ -120,7 +120,7 @@ def _quantize_indexer_queries(
 
 def _check_key_limits(cos: torch.Tensor, cache: torch.Tensor) -> None:
     _check_rotated(cos)
-    check_pages("cache", cache)
+    check_page_size("cache", cache)
 
 
 @op(

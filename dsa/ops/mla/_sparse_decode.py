@@ -7,7 +7,6 @@ import torch
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.mla._sparse_attention import Results, Selection, attend, check_limits, inner_contiguous, sparse_op
-from dsa.reference.arguments import ROWS, check_layout
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 
 
@@ -71,28 +70,12 @@ def _sparse_mla_decode(
 
 def check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
     """Of a cache that the reference takes, what the kernels do not."""
-    if not _is_bytes(cache):
-        check_layout(name, cache, ROWS)
-        return
-    if q.dtype != torch.bfloat16:
+    if _is_bytes(cache) and q.dtype != torch.bfloat16:
         raise ValueError(f"q: the kernel takes bfloat16 with a byte cache, got {dtype_name(q.dtype)}")
-    _check_bytes(name, cache)
 
 
 def _is_bytes(cache: torch.Tensor) -> bool:
     return cache.element_size() == 1
-
-
-def _check_bytes(name: str, cache: torch.Tensor) -> None:
-    """Keys of a page lie one after the other, pages at multiples of 16 bytes."""
-    _, page_size, _, width = cache.shape
-    if cache.numel() and (cache.stride(3) != 1 or (page_size > 1 and cache.stride(1) != width)):
-        raise ValueError(f"{name}: pages of bytes must be contiguous, got strides {list(cache.stride())}")
-    if cache.numel() and (cache.data_ptr() % 16 or (cache.shape[0] > 1 and cache.stride(0) % 16)):
-        raise ValueError(
-            f"{name}: pages must start at multiples of 16 bytes, got an address {cache.data_ptr() % 16} bytes past one "
-            f"and a page stride of {cache.stride(0)} bytes"
-        )
 
 
 def _byte_pages(cache: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ from dsa.kernels.mla.limits import (
     MAX_FIXED_SPLITS,
     MAX_PARTS,
     PAGE_MULTIPLE,
+    PLAN_COLUMNS,
+    PLAN_NUMBERS,
     TILE_M,
     TILE_N,
 )
@@ -50,7 +52,7 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     A row of tile_scheduler_metadata is the work of one part of the GPU. Its numbers are: the first sequence; the tile
     of 64 keys of that sequence where the work begins; the last sequence; the tile of that sequence where the work ends
     (2^30: its end, whatever its length is then); how many splits of the first sequence other parts have before this
-    one; in row i the i-th sequence that is split, or -1; and two unused numbers. num_splits[b] counts the splits of
+    one; in row i the i-th sequence that is split, or -1; and two unused numbers, 0. num_splits[b] counts the splits of
     those sequences before b that are split.
 
     A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives the right result,
@@ -202,7 +204,7 @@ def _plan_results(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = num_q_tokens_per_head_k, num_heads_k
     parts = _parts(cache_seqlens, *rows) if backends.runs_kernel("get_mla_metadata", cache_seqlens) else 1
-    return cache_seqlens.new_empty(parts, 8), cache_seqlens.new_empty(cache_seqlens.shape[0] + 1)
+    return cache_seqlens.new_empty(parts, PLAN_COLUMNS), cache_seqlens.new_empty(cache_seqlens.shape[0] + 1)
 
 
 def _check_plan_limits(cache_seqlens: torch.Tensor) -> None:
@@ -221,10 +223,11 @@ def _check_plan_limits(cache_seqlens: torch.Tensor) -> None:
 def _mla_metadata(
     kernels: ModuleType, cache_seqlens: torch.Tensor, num_q_tokens_per_head_k: int, num_heads_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    plan = cache_seqlens.new_empty(_parts(cache_seqlens, num_q_tokens_per_head_k, num_heads_k), 8)
+    plan = cache_seqlens.new_empty(_parts(cache_seqlens, num_q_tokens_per_head_k, num_heads_k), PLAN_COLUMNS)
     num_splits = cache_seqlens.new_empty(len(cache_seqlens) + 1)
     if len(cache_seqlens) == 0:
-        return plan.fill_(-1), num_splits.zero_()
+        plan.fill_(-1)[:, PLAN_NUMBERS:].zero_()
+        return plan, num_splits.zero_()
     _plan_kernel(kernels)(cache_seqlens, plan, num_splits, OVERHEAD)
     return plan, num_splits
 

@@ -8,7 +8,7 @@ import torch
 
 from dsa.kernels.mla.limits import MAX_BRANCHES, MAX_MERGE_ROWS, MERGE_CHANNEL_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.ops.declaration import op
 from dsa.reference.mla import merge_attention as reference
 
@@ -68,25 +68,10 @@ def _merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _results(outs)
     if out.numel():
-        branches = [_four_dims(f"outs[{i}]", rows_at_16_bytes(x), 2) for i, x in enumerate(outs)]
-        logs = [_four_dims(f"lses[{i}]", x, 1) for i, x in enumerate(lses)]
+        branches, logs = [with_dims(rows_at_16_bytes(x), 4) for x in outs], [with_dims(x, 3) for x in lses]
         launch = _kernel(kernels, out.dtype, len(branches), attn_sink is not None)
-        launch(branches, logs, attn_sink, _four_dims("out", out, 2), _four_dims("lse", lse, 1))
+        launch(branches, logs, attn_sink, with_dims(out, 4), with_dims(lse, 3))
     return out, lse
-
-
-def _four_dims(name: str, x: torch.Tensor, last: int) -> torch.Tensor:
-    """x with two dimensions before its `last` ones, without a copy, or a ValueError."""
-    before = x.dim() - last
-    if before <= 2:
-        return x[(None,) * (2 - before)]
-    try:
-        return x.view(-1, *x.shape[before - 1 :])
-    except RuntimeError:
-        raise ValueError(
-            f"{name}: the first {before - 1} dimensions must be mergeable into one with a single stride, got shape "
-            f"{list(x.shape)} with strides {list(x.stride())}"
-        ) from None
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from dsa.reference.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import SLOTS, check_index_cache, check_writable_slots, write_indexer_cache
-from dsa.reference.cache.kv_cache import CACHE_DTYPES, check_kv_cache, write_kv_cache
+from dsa.reference.cache.kv_cache import CACHE_DTYPES, check_kv_cache, page_layout, write_kv_cache
 from dsa.reference.checks import FLOATS, INT32, check_memory, check_updatable
 from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
@@ -84,7 +84,7 @@ WRITE_COMPRESSED_KV = Arguments(
     norm_weight=Tensor("d", F32, layout=ALIGNED),
     cos=Tensor("T R/2", F32, layout=ROWS),
     sin=Tensor("T R/2", F32, layout=ROWS),
-    cache=Tensor("pages P 1 bytes", CACHE_DTYPES, written=True),
+    cache=Tensor("pages P 1 bytes", CACHE_DTYPES, layout=page_layout, written=True),
     slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
     **_SEQUENCES,
     state=Tensor("S n 2 c", F32, layout=ALIGNED, written=True),

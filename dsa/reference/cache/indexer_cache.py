@@ -7,7 +7,7 @@ itself is contiguous. Source: DeepGEMM's `kv_cache` of `fp8_paged_mqa_logits`.
 
 import torch
 
-from dsa.reference.arguments import CONTIGUOUS, F32, ROWS, Arguments, Tensor
+from dsa.reference.arguments import CONTIGUOUS, F32, PAGES, ROWS, Arguments, Tensor
 from dsa.reference.checks import E4M3, check_memory, check_updatable
 
 BYTES = (torch.uint8,)
@@ -30,11 +30,12 @@ WRITE_INDEXER_CACHE = Arguments(
     first=("cache",),
     k=Tensor("T D", E4M3, layout=ROWS),
     k_scale=Tensor("T", F32),
-    cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, written=True),
+    cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES, written=True),
     slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
 )
 READ_INDEXER_CACHE = Arguments(
-    cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache), slots=Tensor("T", SLOTS, layout=CONTIGUOUS)
+    cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES),
+    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
 )
 
 

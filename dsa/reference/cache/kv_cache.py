@@ -13,17 +13,16 @@ Source: FlashMLA's FP8 caches.
 
 import torch
 
-from dsa.reference.arguments import CONTIGUOUS, ROWS, Arguments, Dtype, Flag, Sizes, Tensor
+from dsa.reference.arguments import CONTIGUOUS, PAGES, ROWS, Arguments, Dtype, Flag, Sizes, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import SLOTS, check_writable_slots, split_slots
-from dsa.reference.checks import FLOATS, check_memory, check_positive, check_tensor, check_updatable
+from dsa.reference.checks import FLOATS, MOST_SLOTS, check_memory, check_positive, check_tensor, check_updatable
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 
 V32_BYTES, V32_DIM, V32_NOPE, V32_GROUP = 656, 576, 512, 128
 V4_BYTES, V4_DIM, V4_NOPE, V4_GROUP = 584, 512, 448, 64
 V4_ROW = V4_NOPE + 2 * (V4_DIM - V4_NOPE)
 V4_SCALE_ROW = V4_BYTES - V4_ROW
-MOST_SLOTS = 2**31  # that an int32 can number
 BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 CACHE_DTYPES = (*FLOATS, *BYTE_DTYPES)
 
@@ -57,6 +56,16 @@ def is_v4(cache: torch.Tensor) -> bool:
     return cache.dtype in BYTE_DTYPES and cache.shape[-1] == V4_BYTES
 
 
+def row_layout(cache: torch.Tensor) -> str:
+    """What kernels that look for single rows ask of such a cache."""
+    return PAGES if is_v4(cache) else ROWS
+
+
+def page_layout(cache: torch.Tensor) -> str:
+    """What kernels that read bytes page by page ask of a cache."""
+    return PAGES if cache.dtype in BYTE_DTYPES else ROWS
+
+
 def cache_dim(cache: torch.Tensor, name: str = "cache") -> int:
     """`row_dim` of a tensor that is a cache, or an error."""
     check_tensor(name, cache, CACHE_DTYPES, ("pages", "P", 1, "d"))
@@ -73,12 +82,12 @@ WRITE_KV_CACHE = Arguments(
     rule=check_scales,
     first=("cache",),
     kv=Tensor("T d", FLOATS, layout=ROWS),
-    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, written=True),
+    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, layout=row_layout, written=True),
     slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
     use_ue8m0=Flag(),
 )
 READ_KV_CACHE = Arguments(
-    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache),
+    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, layout=row_layout),
     slots=Tensor("...", SLOTS, layout=CONTIGUOUS),
     dtype=Dtype(FLOATS),
 )

@@ -5,7 +5,7 @@ import torch
 from dsa.reference.arguments import CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import SLOTS
-from dsa.reference.cache.kv_cache import CACHE_DTYPES, check_kv_cache, check_scales, write_kv_cache
+from dsa.reference.cache.kv_cache import CACHE_DTYPES, check_kv_cache, check_scales, row_layout, write_kv_cache
 from dsa.reference.checks import FLOATS, check_memory, check_updatable
 from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
 
@@ -27,7 +27,7 @@ WRITE_MLA_CACHE = Arguments(
     norm_weight=Tensor("N", F32, layout=ROWS),
     cos=Tensor("T R/2", F32),
     sin=Tensor("T R/2", F32),
-    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, written=True),
+    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, layout=row_layout, written=True),
     slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
     eps=Number(least=0),
     interleaved=Flag(),

@@ -7,7 +7,7 @@ from dsa.reference.autocast import without_autocast
 from dsa.reference.checks import FLOATS, check_memory
 
 RMS_NORM = Arguments(
-    x=Tensor("... D", FLOATS, layout=ROWS),
+    x=Tensor("... D", FLOATS, layout=ROWS, merged=(0, -2)),
     weight=Tensor("D", F32, optional=True, layout=ROWS),
     eps=Number(least=0),
 )

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa.reference.arguments import F32, Arguments, Choice, Flag, Tensor
+from dsa.reference.arguments import F32, INNER, Arguments, Choice, Flag, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.checks import FLOATS, check_memory
 
@@ -22,14 +22,18 @@ def _check_channels(x: torch.Tensor, cos: torch.Tensor) -> None:
 
 
 _SPECS = {
-    "x": Tensor("T ... D", FLOATS),
+    "x": Tensor("T ... D", FLOATS, layout=INNER, merged=(1, -1)),
     "cos": Tensor("T R/2", F32),
     "sin": Tensor("T R/2", F32),
     "interleaved": Flag(),
     "dims": Choice(DIMS),
 }
 ROTARY = Arguments(rule=_check_channels, **_SPECS)
-ROTARY_OUT = Arguments(rule=_check_channels, **_SPECS, out=Tensor("T ... D", FLOATS, like="x", written=True))
+ROTARY_OUT = Arguments(
+    rule=_check_channels,
+    **_SPECS,
+    out=Tensor("T ... D", FLOATS, like="x", layout=INNER, merged=(1, -1), written=True),
+)
 
 
 @without_autocast

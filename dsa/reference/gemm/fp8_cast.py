@@ -29,7 +29,11 @@ def _check_groups(x: torch.Tensor, gran_k: int, hadamard: bool) -> None:
 
 
 PER_TOKEN_CAST_TO_FP8 = Arguments(
-    rule=_check_groups, x=Tensor("... K", FLOATS, layout=ROWS), use_ue8m0=Flag(), gran_k=Int(), hadamard=Flag()
+    rule=_check_groups,
+    x=Tensor("... K", FLOATS, layout=ROWS, merged=(0, -1)),
+    use_ue8m0=Flag(),
+    gran_k=Int(),
+    hadamard=Flag(),
 )
 PER_BLOCK_CAST_TO_FP8 = Arguments(w=Tensor("O I", FLOATS), use_ue8m0=Flag(), block=Int())
 DEQUANTIZE_PER_BLOCK = Arguments(

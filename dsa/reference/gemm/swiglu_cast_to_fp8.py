@@ -18,8 +18,8 @@ def check_limit(limit: float | None) -> None:
 
 SWIGLU_CAST_TO_FP8 = Arguments(
     rule=check_limit,
-    gate=Tensor("... I", FLOATS, layout=ROWS),
-    up=Tensor("... I", FLOATS, like="gate", layout=ROWS),
+    gate=Tensor("... I", FLOATS, layout=ROWS, merged=(0, -1)),
+    up=Tensor("... I", FLOATS, like="gate", layout=ROWS, merged=(0, -1)),
     use_ue8m0=Flag(),
     limit=Number(optional=True),
 )

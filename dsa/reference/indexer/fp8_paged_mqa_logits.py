@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, CONTIGUOUS, F32, INNER, Arguments, Dtype, Flag, Int, Tensor
+from dsa.reference.arguments import ALIGNED, CONTIGUOUS, F32, INNER, PAGES, Arguments, Dtype, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import BYTES, check_index_cache, read_indexer_cache
 from dsa.reference.checks import E4M3, INT32, check_memory
@@ -28,7 +28,7 @@ GET_PAGED_MQA_LOGITS_METADATA = Arguments(
 )
 FP8_PAGED_MQA_LOGITS = Arguments(
     q=Tensor("B next_n H D", E4M3, layout=ALIGNED),
-    kv_cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache),
+    kv_cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES),
     weights=Tensor("B*next_n H", F32, layout=INNER),
     context_lens=Tensor("B | B next_n", INT32),
     block_table=Tensor("B max_pages", INT32, layout=INNER),

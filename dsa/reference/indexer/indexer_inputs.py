@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa.reference.arguments import CONTIGUOUS, F32, INNER, ROWS, Arguments, Choice, Flag, Number, Tensor
+from dsa.reference.arguments import CONTIGUOUS, F32, INNER, PAGES, ROWS, Arguments, Choice, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import BYTES, SLOTS, check_index_cache, write_indexer_cache
 from dsa.reference.checks import FLOATS, check_memory
@@ -37,7 +37,7 @@ WRITE_INDEXER_KEYS = Arguments(
     norm_bias=Tensor("128", F32, layout=ROWS),
     cos=Tensor("T R/2", F32),
     sin=Tensor("T R/2", F32),
-    cache=Tensor("pages P 1 132", BYTES, rule=check_index_cache, written=True),
+    cache=Tensor("pages P 1 132", BYTES, rule=check_index_cache, layout=PAGES, written=True),
     slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
     eps=Number(least=0),
     **_ROPE,

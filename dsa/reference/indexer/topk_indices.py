@@ -4,13 +4,11 @@ import torch
 
 from dsa.reference.arguments import INNER, Arguments, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import INT32, check_memory
+from dsa.reference.checks import INT32, MOST_SLOTS, check_memory
 
 # Scores sorted at a time: the sort's int64 indices take 8 bytes each.
 _CHUNK = 2**24
 _NEVER = torch.iinfo(torch.int32).min
-# The first slot that int32 cannot hold.
-_SLOT_LIMIT = 2**31
 
 
 def _check_paging(
@@ -129,5 +127,5 @@ def _to_slots(
     slots = torch.full_like(indices, -1)
     physical = block_table[sequence[known], page[known]].long()
     slot = physical * page_size + indices[known] % page_size
-    slots[known] = torch.where((physical >= 0) & (slot < _SLOT_LIMIT), slot, -1)
+    slots[known] = torch.where((physical >= 0) & (slot < MOST_SLOTS), slot, -1)
     return slots

@@ -4,7 +4,7 @@ import torch
 
 from dsa.reference.arguments import CONTIGUOUS, F32, INNER, ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.kv_cache import BYTE_DTYPES, cache_dim, read_kv_cache
+from dsa.reference.cache.kv_cache import BYTE_DTYPES, cache_dim, page_layout, read_kv_cache
 from dsa.reference.checks import FLOATS, INT32, check_flag, check_memory, shape_of
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, bind_plan, check_plan, check_plan_tensors
 from dsa.reference.mla.softmax_attention import apply_sink, attend
@@ -74,10 +74,10 @@ DENSE_MLA_DECODE = Arguments(
 SPARSE_MLA_DECODE = Arguments(
     rule=_check_sparse,
     q=Tensor("B s_q h_q d", FLOATS),
-    k_cache=latent_cache("pages P 1 row"),
+    k_cache=latent_cache("pages P 1 row", layout=page_layout),
     indices=Tensor("B s_q K", INT32),
     topk_length=Tensor("B", INT32, optional=True),
-    extra_k_cache=latent_cache("extra_pages extra_P 1 extra_row", optional=True),
+    extra_k_cache=latent_cache("extra_pages extra_P 1 extra_row", layout=page_layout, optional=True),
     extra_indices_in_kvcache=Tensor("B s_q extra_K", INT32, optional=True),
     extra_topk_length=Tensor("B", INT32, optional=True),
     head_dim_v=Int(most="d"),

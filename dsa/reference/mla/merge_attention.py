@@ -10,8 +10,8 @@ from dsa.reference.checks import FLOATS, check_memory
 from dsa.reference.mla.softmax_attention import apply_sink
 
 MERGE_ATTENTION = Arguments(
-    outs=Tensors("... H d_v", FLOATS, count="branches", layout=ROWS),
-    lses=Tensors("... H", F32, count="branches"),
+    outs=Tensors("... H d_v", FLOATS, count="branches", layout=ROWS, merged=(0, -3)),
+    lses=Tensors("... H", F32, count="branches", merged=(0, -2)),
     attn_sink=Tensor("H", F32, optional=True),
 )
 

@@ -4,7 +4,8 @@ import torch
 
 from dsa.reference.arguments import F32, Arguments, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, INT32, check_memory
+from dsa.reference.cache.kv_cache import page_layout
+from dsa.reference.checks import FLOATS, INT32, MOST_SLOTS, check_memory
 from dsa.reference.mla.flash_mla_with_kvcache import (
     check_latent_cache,
     check_layout_flag,
@@ -20,7 +21,7 @@ def _check_cache(
     check_layout_flag("cache", cache, is_fp8_kvcache)
     check_latent_cache("cache", cache, q)
     batch, s_q, *_ = q.shape
-    if cache.shape[0] * cache.shape[1] > 2**31:
+    if cache.shape[0] * cache.shape[1] > MOST_SLOTS:
         raise ValueError(f"cache: must have at most 2^31 slots, got {cache.shape[0]} pages of {cache.shape[1]}")
     if block_table is None and (cache.shape[0] < batch or cache.shape[1] < window + s_q - 1):
         raise ValueError(
@@ -32,7 +33,7 @@ def _check_cache(
 SLIDING_WINDOW_DECODE = Arguments(
     rule=_check_cache,
     q=Tensor("B s_q H d", FLOATS),
-    cache=latent_cache("pages P 1 row"),
+    cache=latent_cache("pages P 1 row", layout=page_layout),
     block_table=Tensor("B max_pages", INT32, optional=True),
     cache_seqlens=Tensor("B", INT32),
     window=Int(),

@@ -3,10 +3,7 @@
 import torch
 
 from dsa.reference.arguments import Arguments, Int, Tensor
-from dsa.reference.checks import INT32, check_memory
-
-# The first slot that int32 cannot hold.
-_SLOT_LIMIT = 2**31
+from dsa.reference.checks import INT32, INT_MAX, MOST_SLOTS, check_memory
 
 
 def _check_ring(
@@ -20,7 +17,7 @@ def _check_ring(
             f"got {page_size}"
         )
     batch = cache_seqlens.shape[0]
-    if batch * page_size > _SLOT_LIMIT:
+    if batch * page_size > MOST_SLOTS:
         raise ValueError(
             f"page_size: the rings of cache_seqlens' {batch} sequences must have at most 2^31 slots together, got "
             f"{page_size} each"
@@ -61,7 +58,7 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     if len(q_starts) == 1:
         return torch.full((total_q, window), -1, dtype=torch.int32, device=q_starts.device)
     t = torch.arange(total_q, device=q_starts.device)
-    begins = q_starts[:-1].masked_fill(q_starts[:-1] >= q_starts[1:], _SLOT_LIMIT)
+    begins = q_starts[:-1].masked_fill(q_starts[:-1] >= q_starts[1:], INT_MAX + 1)
     begins, order = begins.sort(stable=True)
     place = torch.searchsorted(begins, t, right=True) - 1
     b = order[place.clamp(min=0)]
@@ -97,5 +94,5 @@ def window_slots(
         place = (position // page_size).clamp(max=block_table.shape[1])
         page = table.gather(1, place.flatten(1)).view(place.shape)
     slot = page * page_size + position % page_size
-    exists = (position <= last[..., None]) & (page >= 0) & (slot < _SLOT_LIMIT)
+    exists = (position <= last[..., None]) & (page >= 0) & (slot < MOST_SLOTS)
     return torch.where(exists, slot, -1).int()

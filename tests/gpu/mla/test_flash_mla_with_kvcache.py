@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.kernels.mla.mla_plan_sm90 import compile_mla_plan
+from dsa.ops.mla.flash_mla_with_kvcache import OVERHEAD
 from dsa.testing import assert_close, poison_free_memory, poisoned
 
 D, D_V, TILE = 576, 512, 64
@@ -363,3 +365,13 @@ def test_fp32_runs_the_reference_and_says_so():
         out, _ = dsa.flash_mla_with_kvcache(q, cache, int32([[1]]), int32([60]), D_V, None)
     expected, _ = attend(q[0], cache[1, :60], torch.tensor([60], device="cuda"), D**-0.5)
     assert_close("out", out[0], expected, abs_tol=1e-4, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [[1], [0, 64, 3], [100_000, 1, 1], [777] * 300])
+def test_every_number_of_a_plan_is_written(lengths):
+    """Into memory that holds others. The two that mean nothing are 0."""
+    expected = dsa.get_mla_metadata(int32(lengths), 16, 1)
+    got = [poisoned(x.shape, torch.int32, "cuda") for x in expected]
+    compile_mla_plan()(int32(lengths), *got, OVERHEAD)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected))
+    assert all(x.ne(torch.iinfo(torch.int32).min).all() for x in got) and got[0][:, 6:].eq(0).all()

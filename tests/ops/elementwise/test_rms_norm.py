@@ -110,7 +110,7 @@ def test_what_the_kernel_does_not_take(launches):
         ((torch.zeros(4, 17)[:, :16], None), aligned + r"an address 0 bytes past one and strides of \[68\] bytes"),
         ((torch.zeros(4, 24)[:, 2:18], None), aligned + "an address 8 bytes past one"),
         ((torch.zeros(4, 32)[:, ::2], None), r"x: the last dimension must be contiguous, got strides \[32, 2\]"),
-        ((x.transpose(0, 1), None), r"x: the first 2 dimensions must be mergeable .* got shape \[3, 2, 4, 16\]"),
+        ((x.transpose(0, 1), None), r"x: dimensions 0 to 1 must be mergeable .* got shape \[3, 2, 4, 16\]"),
         ((x, torch.zeros(16, device="meta")), "weight: must be on x's device cpu, got meta"),
         ((x, torch.zeros(32)[::2]), "weight: the last dimension must be contiguous"),
         ((x, torch.zeros(17)[1:]), "weight: rows must start at multiples of 16 bytes"),

@@ -80,7 +80,7 @@ def test_what_the_kernel_does_not_take(launches):
     for arguments, message in [
         ((torch.zeros(2, 128), True, 64), "gran_k: the kernel takes 128, got 64"),
         ((torch.zeros(128, 128).T,), r"x: the last dimension must be contiguous, got strides \[1, 128\]"),
-        ((torch.zeros(4, 6, 128)[:, :3],), "x: all dimensions before the last must be mergeable"),
+        ((torch.zeros(4, 6, 128)[:, :3],), "x: dimensions 0 to 1 must be mergeable"),
         ((torch.zeros(4, 131)[:, :128],), r"x: rows must start at multiples of 16 bytes, .* strides of \[524\] bytes"),
         ((torch.zeros(4, 132)[:, 1:129],), "x: rows must start at multiples of 16 bytes, got an address 4 bytes past"),
     ]:

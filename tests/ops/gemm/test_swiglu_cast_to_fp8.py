@@ -119,7 +119,7 @@ def test_what_the_kernel_does_not_take(launches):
         (
             torch.zeros(4, 6, 128)[:, :3],
             torch.zeros(4, 3, 128),
-            "gate: all dimensions before the last must be mergeable",
+            "gate: dimensions 0 to 1 must be mergeable",
         ),
         (good, good.to("meta"), "up: must be on gate's device cpu, got meta"),
     ]:

@@ -246,7 +246,7 @@ def test_decode_errors(launches):
         ({"indices": indices[:, :1]}, "indices: shape must be"),
         ({"cache": cache.half()}, "k_cache: dtype must be q's bfloat16 or .*, got float16"),
         ({"cache": cache.repeat_interleave(2, 3)[..., ::2]}, "k_cache: the last dimension must be contiguous"),
-        ({"cache": raw.repeat_interleave(2, 1)[:, ::2]}, "k_cache: pages of bytes must be contiguous"),
+        ({"cache": raw.repeat_interleave(2, 1)[:, ::2]}, "k_cache: every page must be contiguous"),
         ({"cache": torch.zeros(3, 5, 1, 584, dtype=torch.uint8), "q": v4_q}, "k_cache: pages must start at multiples"),
         ({"cache": raw, "q": q.half()}, "q: the kernel takes bfloat16 with a byte cache"),
         ({"softmax_scale": -1.0}, "softmax_scale: the kernel takes a positive number"),

@@ -173,7 +173,8 @@ def test_nothing_to_attend_to(sizes, style, launches):
 
 def test_which_plans_the_kernel_makes(launches):
     plan, num_splits = dsa.get_mla_metadata(i32([]), 16, 1)
-    assert layout(plan) == ((132, 8), (8, 1), torch.int32) and plan.eq(-1).all() and num_splits.tolist() == [0]
+    assert layout(plan) == ((132, 8), (8, 1), torch.int32) and num_splits.tolist() == [0]
+    assert plan[:, :6].eq(-1).all() and plan[:, 6:].eq(0).all()
     # For selected keys it is the reference's.
     arguments = (i32([70, 0, 128]), 16, 1, 16, True, 2048)
     assert_same(dsa.get_mla_metadata(*arguments), mla_metadata.get_mla_metadata(*arguments))

@@ -165,7 +165,7 @@ def test_parts_of_larger_tensors_are_used_where_they_are(launches):
 
 def test_what_the_kernel_does_not_take(launches):
     outs, lses = branches(2)
-    merged = "the first 2 dimensions must be mergeable into one with a single stride, got "
+    merged = "dimensions 0 to 1 must be mergeable into one with a single stride, got "
     aligned = r"outs\[1\]: rows must start at multiples of 16 bytes, got "
     odd = torch.nn.functional.pad(outs[1], (0, 1))[..., :16]
     shifted = torch.nn.functional.pad(outs[1], (4, 4))[..., 4:20]
@@ -186,7 +186,7 @@ def test_what_the_kernel_does_not_take(launches):
         (([six[0], apart], logs), r"outs\[1\]: " + merged + r"shape \[2, 3, 2, 4, 16\]"),
         (
             (six, [logs[0], logs_apart]),
-            r"lses\[1\]: the first 2 dimensions must be mergeable .* got shape \[2, 3, 2, 4\]",
+            r"lses\[1\]: dimensions 0 to 1 must be mergeable .* got shape \[2, 3, 2, 4\]",
         ),
         (([many[0]], [many[1]]), r"outs\[0\]: the kernel takes at most 2147483640 rows, got shape"),
         (([outs[0], outs[1].to("meta")], lses), r"outs\[1\]: must be on outs\[0\]'s device cpu, got meta"),

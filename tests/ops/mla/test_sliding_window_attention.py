@@ -296,7 +296,7 @@ def test_decode_errors(launches):
         ({"cache": raw, **fp8}, "cache: a last dimension of 656 means d = 576, but q has d = 512"),
         (
             {"cache": raw.repeat_interleave(2, 1)[:, ::2], "q": wide_q, **fp8},
-            "cache: pages of bytes must be contiguous",
+            "cache: every page must be contiguous",
         ),
         ({"cache": unaligned, "q": v4_q, **fp8}, "cache: pages must start at multiples of 16 bytes"),
         (
