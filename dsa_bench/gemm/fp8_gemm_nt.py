@@ -1,5 +1,6 @@
 """FP8 products: TFLOP/s and bytes, one matrix and the experts of a mixture, beside DeepGEMM's builds and cuBLASLt."""
 
+from collections.abc import Sequence
 from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -59,19 +60,21 @@ SHAPES = [
     (4096, 7168, 3072, 384, 6),
 ]
 PROBED = [(128, 2112, 1536, None, None), (1, 2112, 1536, None, None), (256, 1024, 512, 16, 2)]
+SHORT = 512  # rows up to which a product takes microseconds
+FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # of weights in a graph: more than the L2 cache holds
 CUBLAS = Library("cuBLASLt", ("torch",))
 _tensor_ceiling, _memory_ceiling = cache(fp8_gemm_rate), cache(copy_bandwidth)
 
 
-def cublas(a: "Scaled", b: "Scaled") -> Peers:
-    """torch's block-scaled product, where this build of it has one."""
+def cublas(a: "Scaled", weights: Sequence["Scaled"]) -> Peers:
+    """torch's block-scaled product with each of the weights, where this build of it has one."""
 
     def make(module: ModuleType, a: "Scaled", b: "Scaled") -> Call:
         columns = a[1].t().contiguous().t()
         return partial(module._scaled_mm, a[0], b[0].t(), columns, b[1].t(), out_dtype=torch.bfloat16)
 
     peers = Peers()
-    peers.add(CUBLAS, make, [(a, b)])
+    peers.add(CUBLAS, make, [(a, b) for b in weights])
     return peers
 
 
@@ -86,6 +89,15 @@ def prepare() -> None:
     """One product after the other, DeepGEMM's would keep nvcc busy for minutes."""
     deep_gemm.compile_products(shape[:3] for shape in SHAPES if shape[3] is None)
     deep_gemm.compile_grouped_products(shape for shape in SHAPES if shape[3] is not None)
+
+
+def weights_like(b: "Scaled", rows: int) -> list["Scaled"]:
+    """b, and for few rows, whose calls are shorter than a graph's start, others of its size: so many that none is in
+    the L2 cache when its turn comes."""
+    if rows > SHORT:
+        return [b]
+    count = max(1, min(MOST_WEIGHTS, -(-FRESH_BYTES // b[0].numel())))
+    return [b, *((b[0].view(torch.uint8).flip(0).view(b[0].dtype), b[1].clone()) for _ in range(count - 1))]
 
 
 def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int | None) -> Case:
@@ -117,11 +129,15 @@ def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int
         if not (diff := calc_diff(got, expected)) < 1e-5:
             raise AssertionError(f"calc_diff {diff:.2g}")
 
-    every = [deep_gemm.product(a, b), cublas(a, b)] if ends is None else [deep_gemm.grouped_product(a, b, ends)]
-    calls: dict[str, list[Call]] = {"dsa": [partial(product, *arguments)]}
+    if ends is None:
+        weights = weights_like(b, rows)
+        every = [deep_gemm.product(a, weights), cublas(a, weights)]
+        calls: dict[str, list[Call]] = {"dsa": [partial(product, a, other) for other in weights]}
+    else:
+        every, calls = [deep_gemm.grouped_product(a, b, ends)], {"dsa": [partial(product, *arguments)]}
     failed: dict[str, str] = {}
     for peers in every:
         calls |= peers.calls
         failed |= peers.failed
     name = f"{rows} x {columns} x {channels}" + ("" if experts is None else f", {top_k} of {experts} experts")
-    return Case(name, calls, figure, check, graph=rows <= 512, repeats=15, failed=failed, agree=agree_on_some)
+    return Case(name, calls, figure, check, graph=rows <= SHORT, repeats=15, failed=failed, agree=agree_on_some)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import dsa
-from dsa_bench.gemm.fp8_gemm_nt import agree_on_some, cublas
+from dsa_bench.gemm.fp8_gemm_nt import SHORT, agree_on_some, cublas, weights_like
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import deep_gemm
 from dsa_layers.families.config import read_config
@@ -35,7 +35,6 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192, 16384)
 PROBED = [(128, 2112, 1536), (1, 2112, 1536)]
 _PEERS = (deep_gemm.NEW,)
 _QUANTIZATION = "quantization_config"
-_SHORT = 512  # rows up to which a product takes microseconds
 
 
 def linear_shapes(model: str) -> list[tuple[int, int]]:
@@ -73,10 +72,11 @@ def prepare() -> None:
 
 def case(rows: int, columns: int, channels: int) -> Case:
     q, s = _activations(channels)
-    a, b = (q[:rows], s[:rows]), _weight(columns, channels)
-    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.fp8_gemm_nt, a, b)]}
+    a, weights = (q[:rows], s[:rows]), _weights(columns, channels)
+    weights = weights if rows <= SHORT else weights[:1]
+    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.fp8_gemm_nt, a, b) for b in weights]}
     failed: dict[str, str] = {}
-    for peers in (deep_gemm.product(a, b, _PEERS), cublas(a, b)):
+    for peers in (deep_gemm.product(a, weights, _PEERS), cublas(a, weights)):
         calls |= peers.calls
         failed |= peers.failed
     size = columns * channels + rows * (channels + 2 * columns)
@@ -86,7 +86,7 @@ def case(rows: int, columns: int, channels: int) -> Case:
         return f"{ms * 1e3:.1f} us, {rate / 1e12:.0f} TFLOP/s, {size / (ms * 1e-3) / 1e12:.2f} TB/s"
 
     name = f"{rows} x {columns} x {channels}"
-    short = rows <= _SHORT
+    short = rows <= SHORT
     return Case(name, calls, figure, graph=short, repeats=7 if short else 4, failed=failed, agree=agree_on_some)
 
 
@@ -98,10 +98,11 @@ def _activations(channels: int) -> deep_gemm.Scaled:
 
 
 @lru_cache(1)
-def _weight(columns: int, channels: int) -> deep_gemm.Scaled:
+def _weights(columns: int, channels: int) -> list[deep_gemm.Scaled]:
+    """As many as few rows are timed with."""
     # Bytes at random, but no NaN.
     w = torch.randint(0, 127, (columns, channels), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-    return w, torch.rand(-(-columns // 128), -(-channels // 128), device="cuda") + 0.5
+    return weights_like((w, torch.rand(-(-columns // 128), -(-channels // 128), device="cuda") + 0.5), rows=1)
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:

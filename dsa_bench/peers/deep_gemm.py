@@ -98,11 +98,11 @@ def _plan(module: ModuleType, visible: torch.Tensor, page: int) -> Call:
     return partial(module.get_paged_mqa_logits_metadata, visible, page, module.get_num_sms())
 
 
-def product(a: Scaled, b: Scaled, builds: Sequence[Library] = BUILDS) -> Peers:
-    """`fp8_gemm_nt`: results are (out, None)."""
+def product(a: Scaled, weights: Sequence[Scaled], builds: Sequence[Library] = BUILDS) -> Peers:
+    """`fp8_gemm_nt` with each of the weights: results are (out, None)."""
     peers = Peers()
     for library in builds:
-        peers.add(library, _product, [(a, b)])
+        peers.add(library, _product, [(a, b) for b in weights])
     return peers
 
 
@@ -216,8 +216,8 @@ def _in_processes(
 
 
 def _compile(rows: int, columns: int, channels: int, device: str, builds: Sequence[Library] = BUILDS) -> None:
-    operands = _unset((rows,), channels, 1, device), _unset((columns,), channels, 128, device)
-    _call_all(product(*operands, builds), device)
+    a, b = _unset((rows,), channels, 1, device), _unset((columns,), channels, 128, device)
+    _call_all(product(a, [b], builds), device)
 
 
 def _compile_grouped(
