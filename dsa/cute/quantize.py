@@ -51,14 +51,6 @@ def round_to(v: cute.Tensor, dtype: cutlass.Constexpr):
 
 
 @cute.jit
-def scale_values(v: cute.Tensor, scale: Float32):
-    """v <- v times the correctly rounded 1 / scale, not v / scale: DeepGEMM's bytes are of the product."""
-    reciprocal = Float32(1.0) / scale
-    for i in cutlass.range_constexpr(cute.size(v)):
-        v[i] = v[i] * reciprocal
-
-
-@cute.jit
 def scale_of(amax: Float32) -> Float32:
     """amax / 448 as PyTorch divides by a number on a GPU: by multiplying with its reciprocal, rounded to fp32."""
     return amax * Float32(1.0 / E4M3_MAX)
@@ -86,11 +78,21 @@ def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Con
     while const_expr(lane_bit < GROUP // channels):
         amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=lane_bit), nan=True)
         lane_bit *= 2
+    scale, reciprocal = scale_and_reciprocal(amax, use_ue8m0)
+    for i in cutlass.range_constexpr(cute.size(v)):
+        v[i] = v[i] * reciprocal
+    return scale
+
+
+@cute.jit
+def scale_and_reciprocal(amax: Float32, use_ue8m0: cutlass.Constexpr):
+    """A group's scale, and what its values are multiplied by: the correctly rounded 1 / scale. They are not divided by
+    the scale: DeepGEMM's bytes are of the product."""
     scale = scale_of(amax)
     if const_expr(use_ue8m0):
         scale = ceil_to_ue8m0(scale)
         # The approximate reciprocal is exact for powers of two, 0 for infinity and NaN for NaN.
-        v.store(v.load() * cute.arch.rcp_approx(scale))
+        reciprocal = cute.arch.rcp_approx(scale)
     else:
-        scale_values(v, scale)
-    return scale
+        reciprocal = Float32(1.0) / scale
+    return scale, reciprocal

@@ -46,7 +46,7 @@ from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, store_16
-from dsa.cute.sm90 import WARP, opaque
+from dsa.cute.sm90 import WARP
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.gemm.fp4_operand import TABLE_BYTES, load_table, table_places_of_blocks, widen, write_tables
 from dsa.kernels.gemm.fp8_fp4_gemm_config import CONFIGS, Fp8Fp4GemmConfig
@@ -64,7 +64,7 @@ from dsa.kernels.gemm.fp8_gemm_sm90 import (
 )
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
-from dsa.kernels.gemm.result_epilogue import ResultEpilogue
+from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.kernels.gemm.tile_indices import TileIndices
 
 CODE_BYTES = GROUP // 2  # of a row and block
@@ -100,15 +100,6 @@ class WidenedPipeline:
     def advance(self, state: PipelineState) -> PipelineState:
         """The stage behind `state`."""
         return self.loaded.advance(state)
-
-
-class LateResultEpilogue(ResultEpilogue):
-    """One that finds its addresses when it stores: kept from tile to tile, they would take registers of the sums."""
-
-    @cute.jit
-    def store(self, sums, results, stores, info, row, staged, lane):
-        """The sums of a warp's 16 rows from `row` on."""
-        ResultEpilogue.store(self, sums, results, stores, info, row, opaque(staged), opaque(lane))
 
 
 class Fp8Fp4GemmSm90(Fp8GemmSm90):

@@ -52,6 +52,7 @@ class Fp8GemmConfig:
 
 
 Config = TypeVar("Config", bound=Fp8GemmConfig)
+TileClocks = Callable[[Config, int, int], float]
 
 CONFIGS = (
     Fp8GemmConfig(1, 1, 64, 11, 1),
@@ -70,9 +71,14 @@ GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
 GATHERED_ROWS = 4096
 # Of these work tiles can be drawn.
 DRAWN_CONFIGS = CONFIGS[3:]
+# Of these, those whose work tiles of few rows are turned (turned_tile.py), as those of SwiGLU are.
+TURNED_CONFIGS = (CONFIGS[3], CONFIGS[5])
+TURNED_COUNTS = (16, 32)  # rows of a that a turned wgmma multiplies, as its columns
+TURNED_ROWS = TURNED_COUNTS[-1]  # of a turned work tile, at most
 # Clocks of a work tile beside its blocks of channels, where TMA stores its results and where warps do; of a block
 # beside its products. Measured on an H200.
 TMA_STORE_CLOCKS, STORE_CLOCKS, BLOCK_CLOCKS = 2100, 4400, 150
+TURNED_CLOCKS = 300  # of a block of a turned work tile at least
 
 
 def choose_config(
@@ -86,12 +92,13 @@ def choose_config(
     """For `rows` in all: what takes the fewest clocks. One warpgroup has to do for matrices of up to 64 rows."""
     few = rows <= 64 * max(min(rows, matrices), 1)
     narrow = [config for config in configs if config.groups == 1] if few else []
-    return of_fewest_clocks(narrow or configs, tile_clocks, rows, columns, channels, matrices, multiprocessors)
+    clocks = drawn_tile_clocks if configs == DRAWN_CONFIGS else tile_clocks
+    return of_fewest_clocks(narrow or configs, clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def of_fewest_clocks(
     configs: Sequence[Config],
-    tile_clocks: Callable[[Config, int, int], float],
+    tile_clocks: TileClocks[Config],
     rows: int,
     columns: int,
     channels: int,
@@ -107,10 +114,10 @@ def of_fewest_clocks(
     sizes = [max(1, round(each + sign * each**0.5)) for sign in (-1, 1)]
 
     def clocks(config: Config) -> float:
-        across = -(-columns // config.columns)
         if matrices == 1:
-            return clocks_of_one(config, rows, columns, channels, multiprocessors)
-        total = sum(across * _clocks_of_column(config, size, blocks) for size in sizes)
+            return _clocks_of_one(tile_clocks, config, rows, columns, blocks, multiprocessors)
+        across = -(-columns // config.columns)
+        total = sum(across * _clocks_of_column(tile_clocks, config, size, blocks) for size in sizes)
         return total * used / len(sizes) / multiprocessors
 
     return min(configs, key=clocks)
@@ -118,16 +125,31 @@ def of_fewest_clocks(
 
 def clocks_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
     """Of one matrix' product."""
-    blocks, across = -(-channels // GROUP), -(-columns // config.columns)
+    return _clocks_of_one(tile_clocks, config, rows, columns, -(-channels // GROUP), multiprocessors)
+
+
+def _clocks_of_one(
+    tile_clocks: TileClocks[Config], config: Config, rows: int, columns: int, blocks: int, multiprocessors: int
+) -> float:
+    across = -(-columns // config.columns)
     rounds = -(-across * -(-rows // config.rows) // multiprocessors)
     longest = rounds * tile_clocks(config, min(rows, config.rows), blocks)
-    return max(across * _clocks_of_column(config, rows, blocks) / multiprocessors, longest)
+    return max(across * _clocks_of_column(tile_clocks, config, rows, blocks) / multiprocessors, longest)
 
 
-def _clocks_of_column(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
+def _clocks_of_column(tile_clocks: TileClocks[Config], config: Config, rows: int, blocks: int) -> float:
     """Of the tiles that have the same columns, one after the other."""
     full, left = divmod(rows, config.rows)
     return full * tile_clocks(config, config.rows, blocks) + (tile_clocks(config, left, blocks) if left else 0)
+
+
+def drawn_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
+    """Of a work tile that is drawn, and that is turned if it has few rows: of these the time is what shared memory
+    takes, or a warpgroup's waiting."""
+    if rows > TURNED_ROWS or config not in TURNED_CONFIGS:
+        return tile_clocks(config, rows, blocks)
+    moved = config.groups * (64 + rows) + 64 + config.columns
+    return STORE_CLOCKS + blocks * (BLOCK_CLOCKS + max(moved, TURNED_CLOCKS))
 
 
 def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:

@@ -4,7 +4,8 @@ Instead of sums, SwiGLU of them can be what is stored, cast to FP8 (swiglu_epilo
 
 Plan
 - Work tiles have rows of one matrix only (grouped_tiles.py). What a tile loads beyond them is not stored, and a
-  warpgroup whose 64 rows all lie beyond them multiplies nothing.
+  warpgroup whose 64 rows all lie beyond them multiplies nothing. Where work tiles are drawn, those of up to 32 rows are
+  multiplied with turned operands (turned_tile.py), and of a no more is loaded than 64 rows that have some.
 - Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them on and loads by TMA. Where `rows`
   says which rows of a are meant, TMA loads b alone, and all four warps gather a by 16 bytes a lane. A consumer
   warpgroup owns 64 rows of a work tile.
@@ -45,7 +46,6 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.shared_memory import load_16
 from dsa.cute.sm90 import REGISTERS, WARPGROUP
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.wgmma import multiply
@@ -56,6 +56,9 @@ from dsa.kernels.gemm.fp8_gemm_config import (
     GATHERING_CONFIGS,
     SCALES,
     SWIGLU_CONFIGS,
+    TURNED_CONFIGS,
+    TURNED_COUNTS,
+    TURNED_ROWS,
     WARP_ROWS,
     Fp8GemmConfig,
 )
@@ -63,28 +66,37 @@ from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS as GATHERED_ROWS
 from dsa.kernels.gemm.fp8_gemm_config import choose_config as choose_config
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
-from dsa.kernels.gemm.result_epilogue import ResultEpilogue
+from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
 from dsa.kernels.gemm.tile_indices import TileIndices
+from dsa.kernels.gemm.turned_tile import load_floats, turned_blocks
 
 SCALE_BYTES = 4 * SCALES
 # Scales of b's rows 0 to 127 of a work tile, and of those from 128 on.
 SCALE_BLOCKS = 2
 LOADING_REGISTERS = 240, 24
 VECTORS = GROUP // 16  # lanes that gather a row's block
+BOX_ROWS = 64  # of a, that are loaded together where some are left out
 
 
 class Fp8GemmSm90:
     """epilogue: what becomes of the sums."""
 
-    def __init__(self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue):
-        self.config, self.gathered, self.epilogue = config, gathered, epilogue
+    def __init__(
+        self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue, turned: bool = False
+    ):
+        self.config, self.gathered, self.epilogue, self.turned = config, gathered, epilogue, turned
         self.rows, self.columns, self.stages = config.rows, config.columns, config.stages
         self.groups, self.waves, self.parts = config.groups, config.waves, epilogue.parts
         self.width = self.columns // self.parts
         self.consumer_warps = 4 * config.groups
-        # One consumer warpgroup leaves enough for warps that gather.
-        self.registers = LOADING_REGISTERS if not gathered else (240, 56) if config.groups == 1 else REGISTERS[2]
+        # Rows of a that TMA loads at a time. Where work tiles with few rows are turned, it loads those that there are.
+        self.box_rows = BOX_ROWS if turned else self.rows
+        self.boxes = self.rows // self.box_rows
+        self.registers = LOADING_REGISTERS
+        if gathered:
+            # One consumer warpgroup leaves enough for warps that gather.
+            self.registers = REGISTERS[2] if config.groups == 2 else (240, 56)
 
     @cute.jit
     def __call__(
@@ -114,7 +126,9 @@ class Fp8GemmSm90:
         b_box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, self.width, GROUP), Float8E4M3FN, 1)
         loads = [tile_load(b, b_box, (self.width, GROUP)), tile_load(b_scale, bs_layout, (1, SCALES))]
         if const_expr(not self.gathered):
-            loads += [tile_load(a, a_layout, (self.rows, GROUP)), tile_load(a_scale, as_layout, (self.rows, SCALES))]
+            box = (self.box_rows, self.columns, GROUP)
+            a_box = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, box, Float8E4M3FN, 1)
+            loads += [tile_load(a, a_box, (self.box_rows, GROUP)), tile_load(a_scale, as_layout, (self.rows, SCALES))]
         stores = self.epilogue.tma_stores(results)
         count = out.shape[0]
 
@@ -210,7 +224,7 @@ class Fp8GemmSm90:
         b_rows = mb.shape[0] // tiles.ends.shape[0]
         size, of_scales = self.columns * GROUP, SCALE_BLOCKS * SCALE_BYTES
         if const_expr(not self.gathered):
-            size, of_scales = size + self.rows * GROUP, of_scales + self.rows * SCALE_BYTES
+            size, of_scales = size + self.box_rows * GROUP, of_scales + self.rows * SCALE_BYTES
         index = indices.first
         info = tiles.at(index, Int32(0), total, lane)
         while info.end > 0:
@@ -226,7 +240,15 @@ class Fp8GemmSm90:
                 sources = self.sources(gather, info)
             else:
                 (a_atom, ma), (as_atom, mas) = loads[2:]
-                tas, tag = part(a_atom, sa, rows_from(ma, info.row, self.rows))
+                boxes = [cute.local_tile(sa, (self.box_rows, GROUP, self.stages), (j, 0, 0)) for j in range(self.boxes)]
+                of_a = [
+                    part(a_atom, box, rows_from(ma, info.row + j * self.box_rows, self.box_rows))
+                    for j, box in enumerate(boxes)
+                ]
+                # The boxes that have rows.
+                used = Int32(1)
+                if const_expr(self.turned):
+                    used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
                 tass, tasg = part(
                     as_atom,
                     sas,
@@ -236,7 +258,8 @@ class Fp8GemmSm90:
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
                     block = group * SCALES + i
-                    pipeline.producer_acquire(state, size + (of_scales if const_expr(i == 0) else 0))
+                    more = (used - 1) * (self.box_rows * GROUP) if const_expr(self.turned) else 0
+                    pipeline.producer_acquire(state, size + more + (of_scales if const_expr(i == 0) else 0))
                     full = pipeline.producer_barrier(state)
                     if const_expr(i == 0):
                         for j in cutlass.range_constexpr(SCALE_BLOCKS):
@@ -253,7 +276,13 @@ class Fp8GemmSm90:
                     else:
                         if const_expr(i == 0):
                             cute.copy(as_atom, tasg[None, group], tass[None, slot], tma_bar_ptr=full)
-                        cute.copy(a_atom, tag[None, block], tas[None, state.stage], tma_bar_ptr=full)
+                        for j in cutlass.range_constexpr(self.boxes):
+                            shared, place = of_a[j]
+                            if const_expr(j == 0):
+                                cute.copy(a_atom, place[None, block], shared[None, state.stage], tma_bar_ptr=full)
+                            else:
+                                if j < used:
+                                    cute.copy(a_atom, place[None, block], shared[None, state.stage], tma_bar_ptr=full)
                     state = pipeline.advance(state)
                 slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
                 if const_expr(not self.gathered):
@@ -345,32 +374,71 @@ class Fp8GemmSm90:
         info = work_tiles.current(tile_state)
         while info.end > 0:
             tile_state = work_tiles.release(tile_state)
-            odd = info.column // 64 % 2 == 1
-            left = info.end - info.row - group * 64
-            if left > high * (self.waves - 1):
-                for product in cutlass.range_constexpr(self.waves * self.parts):
-                    sums[product].fill(0.0)
-                for _ in cutlass.range(blocks // SCALES, unroll=1):
-                    state, slot = self.four_blocks(len(sums), operands, sums, scales, odd, pipeline, state, slot)
-                for wave in cutlass.range_constexpr(self.waves):
-                    row = info.row + wave * high + warp * WARP_ROWS
-                    own = sums[wave * self.parts : (wave + 1) * self.parts]
-                    self.epilogue.store(own, results, stores, info, row, staged, lane)
-            elif left > 0:
-                if const_expr(self.waves > 1):
-                    # The second wave has no rows.
-                    sums[0].fill(0.0)
-                    for _ in cutlass.range(blocks // SCALES, unroll=1):
-                        state, slot = self.four_blocks(1, operands, sums, scales, odd, pipeline, state, slot)
-                    self.epilogue.store(sums[:1], results, stores, info, info.row + warp * WARP_ROWS, staged, lane)
+            own = operands, sums, scales
+            if const_expr(self.turned):
+                if info.end - info.row <= TURNED_ROWS:
+                    state, slot = self.turned_tile(
+                        *(info, results, memory, blocks, staged, pipeline, state, slot, group, warp, lane)
+                    )
+                else:
+                    state, slot = self.tile(
+                        *(info, results, stores, own, blocks, staged, pipeline, state, slot, group, warp, lane)
+                    )
             else:
-                for _ in cutlass.range(blocks, unroll=1):
-                    pipeline.consumer_wait(state)
-                    pipeline.consumer_release(state)
-                    state = pipeline.advance(state)
-                slot = (slot + blocks // SCALES) % self.config.scale_slots
+                state, slot = self.tile(
+                    *(info, results, stores, own, blocks, staged, pipeline, state, slot, group, warp, lane)
+                )
             info = work_tiles.current(tile_state)
         self.epilogue.finish()
+
+    @cute.jit
+    def tile(self, info, results, stores, own, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
+        """A work tile. -> the state and the slot behind it."""
+        operands, sums, scales = own
+        high = 64 * self.groups
+        odd = info.column // 64 % 2 == 1
+        left = info.end - info.row - group * 64
+        if left > high * (self.waves - 1):
+            for product in cutlass.range_constexpr(self.waves * self.parts):
+                sums[product].fill(0.0)
+            for _ in cutlass.range(blocks // SCALES, unroll=1):
+                state, slot = self.four_blocks(len(sums), operands, sums, scales, odd, pipeline, state, slot)
+            for wave in cutlass.range_constexpr(self.waves):
+                row = info.row + wave * high + warp * WARP_ROWS
+                of_wave = sums[wave * self.parts : (wave + 1) * self.parts]
+                self.epilogue.store(of_wave, results, stores, info, row, staged, lane)
+        elif left > 0:
+            if const_expr(self.waves > 1):
+                # The second wave has no rows.
+                sums[0].fill(0.0)
+                for _ in cutlass.range(blocks // SCALES, unroll=1):
+                    state, slot = self.four_blocks(1, operands, sums, scales, odd, pipeline, state, slot)
+                self.epilogue.store(sums[:1], results, stores, info, info.row + warp * WARP_ROWS, staged, lane)
+        else:
+            for _ in cutlass.range(blocks, unroll=1):
+                pipeline.consumer_wait(state)
+                pipeline.consumer_release(state)
+                state = pipeline.advance(state)
+            slot = (slot + blocks // SCALES) % self.config.scale_slots
+        return state, slot
+
+    @cute.jit
+    def turned_tile(self, info, results, memory, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
+        """One of few rows, its operands turned. -> the state and the slot behind it."""
+        sa, sas, sb, sbs = memory
+        count = info.end - info.row
+        operands = sa, sb, group
+        scales = sas.iterator.toint() + lane % 4 * 2 * SCALE_BYTES, sbs.iterator.toint()
+        sizes = self.rows * SCALE_BYTES, SCALE_BLOCKS * 128, 128
+        for i in cutlass.range_constexpr(len(TURNED_COUNTS)):
+            least, most = (0, *TURNED_COUNTS)[i], TURNED_COUNTS[i]
+            if count > least and count <= most:
+                sums = [cute.make_rmem_tensor((most // 2,), Float32) for _ in range(self.parts)]
+                state, slot = turned_blocks(
+                    *(most, sums, operands, (*scales, *sizes), blocks, self.config.scale_slots, pipeline, state, slot)
+                )
+                self.epilogue.store_turned(sums, results, info, staged, warp, lane)
+        return state, slot
 
     def tiled_mma(self):
         """A new one for each branch of the kernel, since `multiply` changes it."""
@@ -449,11 +517,6 @@ def part(atom, shared, tensor):
 
 
 @cute.jit
-def load_floats(address):
-    return [word.bitcast(Float32) for word in load_16(Int32(address))]
-
-
-@cute.jit
 def add_scaled(sums, first: cutlass.Constexpr, products, of_row: Float32, of_row_8: Float32):
     """sums[first + i] += products[i], scaled: pairs of columns of a row and of the row 8 below it take turns."""
     for i in cutlass.range_constexpr(cute.size(products)):
@@ -485,7 +548,9 @@ def compile_fp8_gemm(
     out_rows = cute.sym_int()
     out = fake(out_type, (out_rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
     weights = fake(Float32, (out_rows,), (1,), 4) if weighted else None
-    kernel = Fp8GemmSm90(config, gathered, ResultEpilogue(out_type, config, weighted))
+    turned = dynamic and config in TURNED_CONFIGS
+    epilogue = LateResultEpilogue if turned else ResultEpilogue
+    kernel = Fp8GemmSm90(config, gathered, epilogue(out_type, config, weighted), turned)
     counter = fake_tile_counter() if dynamic else None
     return compile_sm90(kernel, *_operands(gathered), out, weights, None, counter, Int32(1), fake_stream())
 
@@ -504,7 +569,7 @@ def compile_fp8_gemm_swiglu(
     rows = cute.sym_int()
     q = fake(Float8E4M3FN, (rows, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1))
     scale = fake(Float32, (rows, cute.sym_int()), (*strides(1), 1), 4)
-    kernel = Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0))
+    kernel = Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0), turned=dynamic)
     limit = Float32(1.0) if limited else None
     counter = fake_tile_counter() if dynamic else None
     return compile_sm90(kernel, *_operands(gathered), q, scale, limit, counter, Int32(1), fake_stream())

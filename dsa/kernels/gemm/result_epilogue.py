@@ -14,8 +14,10 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.shared_memory import load_16, pack, store_matrices
+from dsa.cute.sm90 import opaque
 from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, WARP_ROWS, Fp8GemmConfig
 from dsa.kernels.gemm.limits import GROUP
+from dsa.kernels.gemm.turned_tile import store_turned
 
 CHUNK = 64  # columns
 
@@ -94,6 +96,22 @@ class ResultEpilogue:
             self.store_pairs(sums, out, row + (lane >> 2), info.end, info.column + lane % 4 * 2)
 
     @cute.jit
+    def store_turned(self, sums, results, info, staged, warp, lane):
+        """The turned sums of a warp's 16 columns."""
+        out, weights, _ = results
+        sums = sums[0]
+        if const_expr(self.weighted):
+            for j in cutlass.range_constexpr(cute.size(sums) // 2):
+                own = weights[cutlass.min(info.row + j // 2 * 8 + lane % 4 * 2 + j % 2, info.end - 1)]
+                for half in cutlass.range_constexpr(2):
+                    i = j // 2 * 4 + 2 * half + j % 2
+                    sums[i] = sums[i] * own
+        if const_expr(self.by_tma):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+        store_turned(sums, out, info.row, info.end, info.column + warp * WARP_ROWS, staged, lane)
+
+    @cute.jit
     def finish(self):
         """Before the CTA ends, and its shared memory with it."""
         if const_expr(self.by_tma):
@@ -156,3 +174,17 @@ class ResultEpilogue:
                         for c in cutlass.range_constexpr(2):
                             pair[c] = sums[4 * j + 2 * half + c]
                         cute.autovec_copy(pair, pairs[None, column // 2 + 4 * j])
+
+
+class LateResultEpilogue(ResultEpilogue):
+    """One that finds its addresses when it stores: kept from tile to tile, they would take registers of the sums."""
+
+    @cute.jit
+    def store(self, sums, results, stores, info, row, staged, lane):
+        """The sums of a warp's 16 rows from `row` on."""
+        ResultEpilogue.store(self, sums, results, stores, info, row, opaque(staged), opaque(lane))
+
+    @cute.jit
+    def store_turned(self, sums, results, info, staged, warp, lane):
+        """The turned sums of a warp's 16 columns."""
+        ResultEpilogue.store_turned(self, sums, results, info, opaque(staged), opaque(warp), opaque(lane))

@@ -10,12 +10,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from dsa.cute.quantize import GROUP, quantize, round_to
-from dsa.cute.shared_memory import load_16
-from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, WARP_ROWS
+from dsa.cute.quantize import AMAX_MIN, GROUP, quantize, round_to, scale_and_reciprocal
+from dsa.cute.shared_memory import load_4, load_16, store_4
+from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, TURNED_ROWS, WARP_ROWS
 from dsa.kernels.gemm.swiglu import swiglu
 
 OWN = GROUP // 4  # channels of a row that a lane has
+WARPS = 8  # whose shared memory turned work tiles take
 
 
 class SwigluEpilogue:
@@ -81,6 +82,71 @@ class SwigluEpilogue:
                 cute.autovec_copy(cute.recast_tensor(bytes_of, q.element_type), target)
 
     @cute.jit
+    def store_turned(self, sums, results, info, staged, warp, lane):
+        """The turned sums of gate and up: of 16 channels of the warp's, and all rows of the work tile. A row's maximum
+        and its bytes pass through the shared memory of all warps."""
+        q, scale, limit = results
+        count = cute.size(sums[0])
+        for part in cutlass.range_constexpr(2):
+            round_to(sums[part], self.dtype)
+        h = cute.make_rmem_tensor((count,), Float32)
+        for i in cutlass.range_constexpr(count):
+            h[i] = swiglu(sums[0][i], sums[1][i], limit)
+        round_to(h, self.dtype)
+        everyones = staged - warp * CHUNK_BYTES
+        maxima = everyones + TURNED_ROWS * GROUP
+        rows = [j // 2 * 8 + lane % 4 * 2 + j % 2 for j in range(count // 2)]
+        of_row = [j // 2 * 4 + j % 2 for j in range(count // 2)]  # the first of a row's two channels
+        for j in cutlass.range_constexpr(count // 2):
+            amax = cute.arch.fmax(cute.math.absf(h[of_row[j]]), cute.math.absf(h[of_row[j] + 2]), nan=True)
+            for offset in cutlass.range_constexpr(2, 5):
+                amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << offset), nan=True)
+            if lane < 4:
+                store_4(Int32(maxima + (warp * TURNED_ROWS + rows[j]) * 4), amax.bitcast(Uint32))
+        self.wait_for_all()
+        for j in cutlass.range_constexpr(count // 2):
+            amax = Float32(AMAX_MIN)
+            for other in cutlass.range_constexpr(WARPS):
+                of_warp = load_4(Int32(maxima + (other * TURNED_ROWS + rows[j]) * 4)).bitcast(Float32)
+                amax = cute.arch.fmax(amax, of_warp, nan=True)
+            own_scale, reciprocal = scale_and_reciprocal(amax, self.use_ue8m0)
+            if warp == 0 and lane < 4 and info.row + rows[j] < info.end:
+                scale[info.row + rows[j], info.column // GROUP] = own_scale
+            for i in cutlass.range_constexpr(0, 4, 2):
+                h[of_row[j] + i] = h[of_row[j] + i] * reciprocal
+        for i in cutlass.range_constexpr(0, count, 2):
+            # Two rows of a channel.
+            channel = warp * WARP_ROWS + lane // 4 + i // 2 % 2 * 8
+            places = []
+            for r in (rows[i // 4 * 2], rows[i // 4 * 2 + 1]):
+                places.append(Int32(everyones + r * GROUP + ((channel // 16) ^ (r % 8)) * 16 + channel % 16))
+            store_bytes(*places, h[i], h[i + 1])
+        self.wait_for_all()
+        for first in cutlass.range_constexpr(0, 2 * count, WARPS * 4):
+            # Four rows a warp.
+            own = first + warp * 4
+            if own < 2 * count:
+                self.store_rows_of(q, own, info, everyones, lane)
+        self.wait_for_all()
+
+    @cute.jit
+    def wait_for_all(self):
+        """The consumer warps wait for each other."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=32 * WARPS)
+
+    @cute.jit
+    def store_rows_of(self, q, first, info, everyones, lane):
+        """Four rows of the work tile from number `first` on, 16 bytes a lane."""
+        bytes_of = cute.make_rmem_tensor((4,), Uint32)
+        r, vector = first + lane // 8, lane % 8
+        if info.row + r < info.end:
+            loaded = load_16(everyones + r * GROUP + (vector ^ (r % 8)) * 16)
+            for k in cutlass.range_constexpr(4):
+                bytes_of[k] = loaded[k]
+            target = cute.local_tile(q[info.row + r, None], (16,), (info.column // 16 + vector,))
+            cute.autovec_copy(cute.recast_tensor(bytes_of, q.element_type), target)
+
+    @cute.jit
     def finish(self):
         """Nothing is left to do before the CTA ends."""
 
@@ -91,4 +157,14 @@ def store_pair(address: Int32, low: Float32, high: Float32):
     cute.arch.inline_ptx(
         "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; st.shared.b16 [{$r0}], pair; }",
         read_only_args=[address, low, high],
+    )
+
+
+@cute.jit
+def store_bytes(low_address: Int32, high_address: Int32, low: Float32, high: Float32):
+    """Two numbers, rounded to e4m3, as a byte each."""
+    cute.arch.inline_ptx(
+        "{ .reg .b16 pair, upper; cvt.rn.satfinite.e4m3x2.f32 pair, {$r3}, {$r2}; shr.u16 upper, pair, 8; "
+        "st.shared.b8 [{$r0}], pair; st.shared.b8 [{$r1}], upper; }",
+        read_only_args=[low_address, high_address, low, high],
     )

@@ -18,7 +18,7 @@ SHAPES = [(1, 7168, 1536), (7, 576, 7168), (64, 2112, 7168), (65, 128, 128), (12
 # [N, K] of layers: those of few columns have their channels split where the rows are few.
 LAYERS = [(2112, 7168), (576, 7168), (128, 7168), (1536, 7168), (7168, 2048), (24576, 1536), (392, 400)]
 # Of matrices: full and all but empty last tiles of every height, and warps with one row.
-TAILS = [1, 63, 64, 0, 65, 128, 129, 192, 193, 0, 255, 256, 257, 300]
+TAILS = [1, 16, 17, 32, 33, 63, 64, 0, 65, 128, 129, 192, 193, 0, 255, 256, 257, 300]
 
 
 def operands(rows, columns, channels, matrices=None, powers=True):

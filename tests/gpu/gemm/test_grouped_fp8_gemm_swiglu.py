@@ -12,7 +12,7 @@ from tests.gpu.gemm.test_fp8_fp4_gemm_nt import activations, weights
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Rows of matrices: full and all but empty last tiles of either height, and warps with one row.
-TAILS = [1, 63, 64, 0, 65, 127, 128, 129, 191, 193, 0, 257]
+TAILS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 0, 65, 127, 128, 129, 191, 193, 0, 257]
 
 
 def routed(tokens, experts, k):

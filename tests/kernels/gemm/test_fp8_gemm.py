@@ -22,7 +22,8 @@ def test_sass(arguments):
     dtype, config, gathered, _, drawn = arguments
     sass = checked(kernels.compile_fp8_gemm, arguments, config, gathered, drawn, parts=1)
     # One multiply-add an accumulator: the compiler has neither split them nor left any out.
-    assert sass.instructions["FFMA"] == products(config) * configs.SCALES * config.columns // 2
+    multiplied = products(config) * config.columns + sum(turned_counts(config, drawn))
+    assert sass.instructions["FFMA"] == multiplied * configs.SCALES // 2
     # TMA stores what a warp has shared memory for, of both waves.
     chunks = config.columns // CHUNK
     by_tma = dtype != "float32" and config.chunks >= chunks * config.waves
@@ -33,7 +34,8 @@ def test_sass(arguments):
 def test_sass_of_swiglu(arguments):
     *_, config, gathered, drawn = arguments
     sass = checked(kernels.compile_fp8_gemm_swiglu, arguments, config, gathered, drawn, parts=2)
-    assert sass.instructions["FFMA"] >= products(config, 2) * configs.SCALES * GROUP // 2
+    multiplied = products(config, 2) * GROUP + 2 * sum(turned_counts(config, drawn))
+    assert sass.instructions["FFMA"] >= multiplied * configs.SCALES // 2
     assert config.columns == 2 * GROUP and config.waves == 1
     assert config.chunks * configs.CHUNK_BYTES >= SwigluEpilogue.warp_bytes
 
@@ -43,18 +45,26 @@ def products(config, parts=1):
     return config.waves * (config.waves + 1) // 2 * parts
 
 
+def turned_counts(config, drawn):
+    """Columns of the wgmma of turned work tiles."""
+    turned = drawn and config in (*configs.TURNED_CONFIGS, configs.SWIGLU_CONFIGS[-1])
+    return configs.TURNED_COUNTS if turned else ()
+
+
 def checked(compile_function, arguments, config, gathered, drawn, parts):
     """The machine code, after what all variants have in common."""
     sass = disassemble(cubin(compile_function, *arguments))
     found = sass.instructions
     assert sass.stack == 0 and not found["STL"] and not found["LDL"]
-    groups = products(config, parts) * configs.SCALES
+    turned = len(turned_counts(config, drawn))
+    groups = (products(config, parts) + turned * parts) * configs.SCALES
     assert found["QGMMA"] == groups * STEPS
     # A block's wgmma are started together and waited for once: the compiler has not serialised them.
     assert found["WARPGROUP"] == 2 * groups
     # Four blocks: of b each part, and the scales of two blocks of its rows; of a them and their scales. Where a is
     # gathered both roles of the producer warpgroup have a copy for 16 rows of a block, and one for the scales.
-    of_a = 0 if gathered else configs.SCALES + 1
+    boxes = config.rows // kernels.BOX_ROWS if turned else 1
+    of_a = 0 if gathered else configs.SCALES * boxes + 1
     assert found["UTMALDG"] == configs.SCALES * parts + kernels.SCALE_BLOCKS + of_a
     assert found["LDGSTS"] == (2 * (configs.SCALES * config.rows // 16 + 1) if gathered else 0)
     assert found["ATOMG"] == (1 if drawn else 0)

@@ -1,0 +1,115 @@
+"""Work tiles of few rows with turned operands: a matrix's rows are those of the wgmma, and the rows of a its columns.
+
+The last work tile of a matrix has what rows are left. Of 1 to 32 of them a wgmma would multiply 64 all the same, and
+one warpgroup alone would do it. Turned, each of two warpgroups takes 64 of the matrix's 128 rows of a part, by 16 or 32
+rows of a. A sum has the same order and the same bits. Both operands lie in shared memory as they do otherwise, so who
+loads them knows nothing of it. More rows take no less time so, since two warpgroups read more of shared memory.
+Sums are transposed: four of a thread's are two rows (of a) of one column, and of the column 8 further on.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
+from cutlass.utils import hopper_helpers as sm90
+
+from dsa.cute.pipeline import Pipeline
+from dsa.cute.shared_memory import load_16, pack, store_transposed
+from dsa.cute.sm90 import WARPGROUP
+from dsa.cute.wgmma import multiply
+from dsa.kernels.gemm.fp8_gemm_config import SCALES
+from dsa.kernels.gemm.limits import GROUP
+
+GROUPS = 2  # warpgroups, 64 columns of each part of a work tile each
+SCALE_BYTES = 4 * SCALES
+
+
+@cute.jit
+def turned_blocks(
+    count: cutlass.Constexpr, sums, operands, scales, blocks, slots: cutlass.Constexpr, pipeline: Pipeline, state, slot
+):
+    """Fill `sums`, of each part of a work tile of up to `count` rows. -> the state and the slot behind its blocks.
+
+    operands  a, b [rows, 128, stages] in shared memory, and the number of this warpgroup
+    scales    addresses of this lane's first row's and of the first part's in a slot, bytes of a slot of each, bytes
+              from one part to the next
+    """
+    sa, sb, group = operands
+    stages = sb.shape[2]
+    major = cute.nvgpu.OperandMajorMode.K
+    mma = sm90.make_trivial_tiled_mma(
+        *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (GROUPS, 1, 1), (GROUP // GROUPS, count))
+    )
+    thr_mma = mma.get_slice(group * WARPGROUP)
+    parts = [cute.local_tile(sb, (GROUP, GROUP, stages), (i, 0, 0)) for i in range(len(sums))]
+    rb = [mma.make_fragment_A(thr_mma.partition_A(part)) for part in parts]
+    ra = mma.make_fragment_B(thr_mma.partition_B(cute.local_tile(sa, (count, GROUP, stages), (0, 0, 0))))
+    shape = thr_mma.partition_shape_C((GROUP, count))
+    acc = [cute.make_rmem_tensor(shape, Float32) for _ in sums]
+    of_a, of_b, a_slot, b_slot, b_part = scales
+    for own in sums:
+        own.fill(0.0)
+    for _ in cutlass.range(blocks // SCALES, unroll=1):
+        of_rows, of_parts = None, None
+        for i in cutlass.range_constexpr(SCALES):
+            pipeline.consumer_wait(state)
+            for part in cutlass.range_constexpr(len(sums)):
+                multiply(mma, acc[part], rb[part], ra, state.stage, state.stage)
+            if const_expr(i == 0):
+                at = of_a + slot * a_slot
+                of_rows = [load_floats(at + (j // 2 * 8 + j % 2) * SCALE_BYTES) for j in range(count // 4)]
+                of_parts = [load_floats(of_b + slot * b_slot + part * b_part) for part in range(len(sums))]
+            for part in cutlass.range_constexpr(len(sums)):
+                cute.nvgpu.warpgroup.wait_group(len(sums) - 1 - part)
+                if const_expr(part == len(sums) - 1):
+                    if const_expr(i == 0):
+                        # All lanes have read the scales, whose slot is free with this stage.
+                        cute.arch.sync_warp()
+                    pipeline.consumer_release(state)
+                products = cute.make_tensor(acc[part].iterator, cute.make_layout(cute.size(acc[part])))
+                both = [row[i] * of_parts[part][i] for row in of_rows]
+                for k in cutlass.range_constexpr(cute.size(products)):
+                    sums[part][k] += products[k] * both[k // 4 * 2 + k % 2]
+            state = pipeline.advance(state)
+        slot = 0 if slot == slots - 1 else slot + 1
+    return state, slot
+
+
+@cute.jit
+def load_floats(address):
+    return [word.bitcast(Float32) for word in load_16(Int32(address))]
+
+
+@cute.jit
+def store_turned(sums, out, row, end, column, staged, lane):
+    """A warp's 16 columns from `column` on of the rows from `row` to `end`: through its part of shared memory, 32 bytes
+    a row, if they are of 16 bits, else straight from registers."""
+    if const_expr(out.element_type.width == 16):
+        _store_16_bits(sums, out, row, end, column, staged, lane)
+    else:
+        for i in cutlass.range_constexpr(cute.size(sums)):
+            r, at = row + i // 4 * 8 + lane % 4 * 2 + i % 2, column + i // 2 % 2 * 8 + lane // 4
+            if r < end and at < out.shape[1]:
+                out[r, at] = sums[i]
+
+
+@cute.jit
+def _store_16_bits(sums, out, row, end, column, staged, lane):
+    count = cute.size(sums) * 2
+    matrices = min(4, count // 4)
+    for first in cutlass.range_constexpr(0, count // 4, matrices):
+        # Matrix i of 8 rows and 8 columns: rows from i / 2 * 8 on, columns from i % 2 * 8 on.
+        words = [pack(sums[2 * i], sums[2 * i + 1], out.element_type) for i in range(first, first + matrices)]
+        matrix = first + lane // 8 % matrices
+        store_transposed(staged + (matrix // 2 * 8 + lane % 8) * 32 + matrix % 2 * 16, words)
+    cute.arch.sync_warp()
+    eight = cute.make_rmem_tensor((4,), Uint32)
+    for first in cutlass.range_constexpr(0, 2 * count, 32):
+        r, chunk = (first + lane) // 2, lane % 2
+        at = column + 8 * chunk
+        if r < cutlass.min(count, end - row) and at < out.shape[1]:
+            loaded = load_16(staged + r * 32 + chunk * 16)
+            for k in cutlass.range_constexpr(4):
+                eight[k] = loaded[k]
+            target = cute.local_tile(out[row + r, None], (8,), (at // 8,))
+            cute.autovec_copy(cute.recast_tensor(eight, out.element_type), target)
+    cute.arch.sync_warp()
