@@ -268,14 +268,15 @@ def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
 
 def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
     """x's dimensions first:end are one with a single stride, without a copy. Those of a tensor without elements are."""
-    if len(x.shape[first:end]) < 2 or not x.numel():
+    dims = range(x.dim())[first:end]
+    if len(dims) < 2 or not x.numel():
         return
     try:
         x.view(*x.shape[:first], -1, *x.shape[end:])
     except RuntimeError:
         raise ValueError(
-            f"{name}: dimensions {first} to {x.dim() + end - 1} must be mergeable into one with a single stride, got "
-            f"shape {list(x.shape)} with strides {list(x.stride())}"
+            f"{name}: dimensions {dims[0]} to {dims[-1]} must be mergeable into one with a single stride, got shape "
+            f"{list(x.shape)} with strides {list(x.stride())}"
         ) from None
 
 

@@ -93,7 +93,7 @@ def prepare() -> None:
 
 def weights_like(b: "Scaled", rows: int) -> list["Scaled"]:
     """b, and for few rows, whose calls are shorter than a graph's start, others of its size: so many that none is in
-    the L2 cache when its turn comes."""
+    the L2 cache when its turn comes, but for weights of which MOST_WEIGHTS fit into it."""
     if rows > SHORT:
         return [b]
     count = max(1, min(MOST_WEIGHTS, -(-FRESH_BYTES // b[0].numel())))

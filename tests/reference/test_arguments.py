@@ -19,6 +19,7 @@ from dsa.reference.arguments import (
     Tensor,
     Tensors,
     check_layout,
+    check_mergeable,
 )
 from dsa.reference.checks import FLOATS
 
@@ -266,6 +267,8 @@ def test_dimensions_that_kernels_take_as_one():
         merged.check_layouts(x, x[:, :, :2], None)
     with pytest.raises(ValueError, match=r"z\[1\]: dimensions 0 to 1 must be mergeable"):
         merged.check_layouts(x, None, [x, apart])
+    with pytest.raises(ValueError, match="x: dimensions 1 to 2 must be mergeable"):
+        check_mergeable("x", x[:, :, :2], 1, 3)
 
 
 def test_memory_that_a_kernel_takes():

@@ -31,7 +31,12 @@ def _(new: Maker):
     return {"x": new.bf16(3, 256), "use_ue8m0": False, "gran_k": 128, "hadamard": True}
 
 
-@valid("scatter_cast_to_fp8", lambda a: [((a["places"].numel(), 256), E4M3), ((a["places"].numel(), 2), F32)])
+def scattered(a):
+    rows, channels = a["places"].numel(), a["x"].shape[1]
+    return [((rows, channels), E4M3), ((rows, channels // 128), F32)]
+
+
+@valid("scatter_cast_to_fp8", scattered)
 def _(new: Maker):
     return {"x": new.bf16(3, 256), "places": new.ints([[0, 5], [3, 1], [4, 2]]), "use_ue8m0": False}
 

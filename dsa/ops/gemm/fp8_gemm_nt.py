@@ -21,7 +21,7 @@ per_block_cast_to_fp8 = fp8_cast.per_block_cast_to_fp8
 dequantize_per_block = fp8_cast.dequantize_per_block
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
-_known_ends: dict[torch.device, torch.Tensor] = {}
+_known_ends: dict[torch.device, dict[int, torch.Tensor]] = {}
 
 
 def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -35,8 +35,8 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -
     is then smaller. A row's result depends on no other row. Without rows the result is empty, without channels zero.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, behind a copy of the scales where ceil(K / 128) is no multiple of 4; K a multiple of 16, N of
-    8, rows of w at multiples of 16 bytes. Within a block the tensor
-    cores sum with about 14 bits; the blocks are added in their order in fp32. Deterministic. CUDA-graph safe.
+    8 and below 2^31, rows of w at multiples of 16 bytes. Within a block the tensor cores sum with about 14 bits; the
+    blocks are added in their order in fp32. Deterministic. CUDA-graph safe, no host synchronisation.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
     return _fp8_gemm_nt(*reference.pair("a", a), *reference.pair("b", b), out_dtype)
@@ -299,14 +299,17 @@ def _few_rows_kernel(
 
 
 def _all_rows(device: torch.device) -> torch.Tensor:
-    """The end of a single matrix's rows: beyond any, which the kernel takes for the last. It is kept for later calls,
-    unless a graph is being captured, whose tensors hold nothing before its replay. Those calls may be on other streams,
-    which do not wait for this one: so it is waited for, once a device."""
-    ends = _known_ends.get(device)
+    """The end of a single matrix's rows: beyond any, which the kernel takes for the last. A stream keeps its own for
+    later calls, which come behind its being written. A graph that is captured takes any stream's, since nothing is
+    under way when a capture begins; if there is none its own, which holds nothing before its replay and is not kept."""
+    known = _known_ends.setdefault(device, {})
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    ends = known.get(stream)
     if ends is None:
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing and known:
+            return next(iter(known.values()))
         ends = torch.full((1,), 2**31 - 1, dtype=torch.int32, device=device)
-        if not torch.cuda.is_current_stream_capturing():
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-            _known_ends[device] = ends
+        if not capturing:
+            known[stream] = ends
     return ends

@@ -114,8 +114,8 @@ def products_by_weight(
         q, s = q.view(torch.uint8)[rows].view(q.dtype), s[rows]
     limits = [0, *ends.tolist()]
     if limits != sorted(limits) or limits[-1] != len(q):
-        origin = "" if rows is None else " (as of rows)"
-        raise ValueError(f"ends: must ascend from at least 0 to M={len(q)}{origin}, got {limits[1:]}")
+        origin = "a[0], without rows" if rows is None else "rows"
+        raise ValueError(f"ends: must ascend from at least 0 to M={len(q)} (as of {origin}), got {limits[1:]}")
     out = torch.empty(len(q), columns, dtype=out_dtype, device=q.device)
     for e, (begin, end) in enumerate(pairwise(limits)):
         if begin == end:

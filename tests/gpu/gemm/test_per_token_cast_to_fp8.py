@@ -144,5 +144,5 @@ def test_a_second_process_loads_the_kernel_from_disk(tmp_path):
 def test_errors_name_the_argument():
     with pytest.raises(ValueError, match="x: rows must start at multiples of 16 bytes"):
         dsa.per_token_cast_to_fp8(torch.zeros(4, 132, device="cuda", dtype=torch.bfloat16)[:, :128])
-    with pytest.raises(ValueError, match="x: all dimensions before the last"):
+    with pytest.raises(ValueError, match="x: dimensions 0 to 1 must be mergeable into one with a single stride"):
         dsa.per_token_cast_to_fp8(torch.zeros(4, 6, 128, device="cuda", dtype=torch.bfloat16)[:, :3])

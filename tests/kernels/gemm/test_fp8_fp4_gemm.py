@@ -8,7 +8,7 @@ from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels.gemm import fp8_fp4_gemm_config as configs
 from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as kernels
-from dsa.kernels.gemm.fp8_gemm_config import SCALES
+from dsa.kernels.gemm.fp8_gemm_config import SCALES, of_fewest_clocks
 from tests.kernels.variants import shipped
 
 STEPS = kernels.GROUP // 32
@@ -52,6 +52,19 @@ def test_choice():
 
     # 16 rows an expert fill no tile of 128; 400 fill tiles of 256.
     assert chosen(700).rows == 64 and chosen(16384).rows == 256
+    # 300 rows: a weight is widened for 256 of them at once.
+    assert chosen(12800).rows == 256
+
+
+@pytest.mark.parametrize("matrices", [1, 3])
+@pytest.mark.parametrize("favourite", configs.CONFIGS)
+def test_the_choice_is_by_the_clocks_that_are_given(favourite, matrices):
+    """Not by those of the FP8 product, whose tiles widen nothing."""
+
+    def tile_clocks(config, rows, blocks):
+        return 1.0 if config is favourite else 1e6
+
+    assert of_fewest_clocks(configs.CONFIGS, tile_clocks, 900, 4096, 4096, matrices, 132) is favourite
 
 
 @pytest.mark.parametrize("config", configs.CONFIGS)

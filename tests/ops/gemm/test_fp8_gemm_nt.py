@@ -1,5 +1,7 @@
 """The bridge of the scaled products, on the CPU: what it launches, what it refuses, and what it remembers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -245,23 +247,20 @@ def test_what_a_capture_makes_is_not_kept(capturing):
     assert op._all_rows(torch.device("cpu")) is ends
 
 
-def test_other_streams_read_what_is_there(capturing, monkeypatch):
-    """The first caller's stream is waited for before the tensor is kept, once; in a capture nothing can wait."""
-    waits = []
-
-    class Stream:
-        def synchronize(self):
-            waits.append(dict(op._known_ends))
-
-    device, full = torch.device("cuda", 3), torch.full
+def test_each_stream_has_its_own(capturing, monkeypatch):
+    """What another stream has written may not be there yet, unless a capture has begun, which waits for all streams."""
+    device, full, stream = torch.device("cuda", 3), torch.full, SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(op.torch, "full", lambda *sizes, device, **options: full(*sizes, **options))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda which: Stream() if which is device else None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda which: stream if which is device else None)
+    first = op._all_rows(device)
+    stream.cuda_stream = 8
     capturing[0] = True
-    op._all_rows(device)
-    assert not waits
+    assert op._all_rows(device) is first
     capturing[0] = False
-    ends = op._all_rows(device)
-    assert waits == [{}] and op._all_rows(device) is ends and len(waits) == 1
+    second = op._all_rows(device)
+    assert second is not first and second.tolist() == [2**31 - 1] and op._all_rows(device) is second
+    stream.cuda_stream = 7
+    assert op._all_rows(device) is first
 
 
 def test_a_capture_uses_what_is_there(capturing):

@@ -25,6 +25,14 @@ def test_every_part_counts():
     assert hyper_mix(streams, parts[:, None, None].expand(3, 1, 2)).item() == 14
 
 
+@pytest.mark.parametrize("n", [1, 4])
+def test_strides_change_no_bit(n):
+    """Of a product of column-major matrices PyTorch's sums are in another order."""
+    streams, parts = torch.randn(3, n, 64).bfloat16(), torch.randn(3, 24, n * 64).bfloat16()
+    transposed = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in (streams, parts)]
+    assert torch.equal(hyper_mix(*transposed), hyper_mix(streams, parts))
+
+
 def test_gradients():
     streams, parts = (torch.randn(s).bfloat16().requires_grad_() for s in ((2, 4, 3), (3, 24, 12)))
     hyper_mix(streams, parts).square().sum().backward()

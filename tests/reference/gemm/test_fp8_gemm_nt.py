@@ -154,6 +154,6 @@ def test_rows_and_weights_have_one_length():
 @pytest.mark.parametrize("ends", [[2, 1, 8, 9], [2, 3, 8, 8], [-1, 3, 8, 9], [2, 3, 8, 10]])
 def test_ends_that_are_none(ends):
     q, w = torch.zeros(9, 128).to(torch.float8_e4m3fn), torch.zeros(4, 8, 128).to(torch.float8_e4m3fn)
-    message = re.escape(f"ends: must ascend from at least 0 to M=9, got {ends}")
+    message = re.escape(f"ends: must ascend from at least 0 to M=9 (as of a[0], without rows), got {ends}")
     with pytest.raises(ValueError, match=message):
         grouped_fp8_gemm_nt((q, torch.ones(9, 1)), (w, torch.ones(4, 1, 1)), torch.tensor(ends, dtype=torch.int32))
