@@ -1,6 +1,7 @@
 """The work tile of FP8 products of a few rows: 32 to 128 columns of the result, which are the rows of the wgmma, by 8
 to 64 rows. What both of its kernels have in common."""
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -70,9 +71,9 @@ def operand_layouts(rows: int, blocks: int, groups: int = 1) -> tuple[cute.Compo
     return a_layout, sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, blocks)
 
 
-def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], index):
-    """What a TMA load of x copies: -> its stages in shared memory, and blocks [shape] of row `index` of them."""
-    blocks = cute.local_tile(x, shape, (index, None))
+def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], row):
+    """What a TMA load of x copies: -> its stages in shared memory, and blocks [shape] of x from row `row` on."""
+    blocks = cute.local_tile(cute.domain_offset((row, 0), x), shape, (0, None))
     one = cute.make_layout(1)
     return cute.nvgpu.cpasync.tma_partition(
         atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)
@@ -96,3 +97,17 @@ def load_blocks(atom, source: cute.Tensor, target: cute.Tensor, group, stage, sp
     """Load the `span` blocks of a group to a stage."""
     for i in cutlass.range_constexpr(span):
         cute.copy(atom, source[None, span * group + i], target[None, span * stage + i], tma_bar_ptr=barrier)
+
+
+def expected_tiles(rows: int, matrices: int, each: int) -> float:
+    """Of `each` rows, that a matrix has if `rows` find theirs at random: the sum over j of P(more than j * each)."""
+    mean = rows / matrices
+    if matrices == 1 or mean > 8 * each:
+        return math.ceil(mean / each)
+    chance, at_most, tiles = math.exp(-mean), 0.0, 0.0
+    for i in range(16 * each):
+        at_most += chance
+        if i % each == 0:
+            tiles += 1 - at_most
+        chance *= mean / (i + 1)
+    return tiles

@@ -44,9 +44,10 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
-from dsa.cute.shared_memory import load_16, load_matrices, pack, store_transposed
+from dsa.cute.shared_memory import load_16, load_matrices
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.gemm.few_rows_tile import expected_tiles
 from dsa.kernels.gemm.fp4_operand import (
     TABLE_BYTES,
     gather_4,
@@ -56,8 +57,9 @@ from dsa.kernels.gemm.fp4_operand import (
     widen,
     write_tables,
 )
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
+from dsa.kernels.gemm.turned_tile import store_turned
 
 BLOCKS = 4  # of GROUP channels a stage
 STEPS = GROUP // 32  # wgmma a block
@@ -222,15 +224,6 @@ class Fp8Fp4GemmFewRowsSm90:
             self.consume(groups, weights, out, tiles, total, sa, ring, tables, pipeline, staged, tid, warp, lane)
 
     @cute.jit
-    def work_tile(self, tiles: GroupedTiles, index, e, lane) -> WorkTileInfo:
-        """Work tile `index`, whose matrix is not before e: the tiles of rows are innermost."""
-        e = tiles.matrix_of(index, e, lane)
-        begin, end = tiles.bounds(e)
-        down = cute.ceil_div(end - begin, self.rows)
-        local = index - tiles.prefix[e] * tiles.across
-        return WorkTileInfo(e, begin + local % down * self.rows, end, local // down * self.columns)
-
-    @cute.jit
     def load_weights(
         self, b_atom, mb, b_scale_32, b_scale, tiles: GroupedTiles, total, sb, ring: Ring, pipeline: Pipeline, lane
     ):
@@ -240,7 +233,7 @@ class Fp8Fp4GemmFewRowsSm90:
         columns = b_scale_32.shape[1]
         pitch = Int64(b_scale_32.stride[1])
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            e, _, _, column = self.work_tile(tiles, index, e, lane)
+            e, _, _, column = tiles.rows_first(index, e, lane)
             gb = cute.local_tile(cute.domain_offset((e * columns + column, 0), mb), (self.columns, BOX), (0, None))
             tbs, tbg = cute.nvgpu.cpasync.tma_partition(
                 b_atom, 0, cute.make_layout(1), cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
@@ -276,7 +269,7 @@ class Fp8Fp4GemmFewRowsSm90:
         place = ordered_place(lane)
         chunk, word = place // 4, place % 4
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            e, row, end, _ = self.work_tile(tiles, index, e, lane)
+            e, row, end, _ = tiles.rows_first(index, e, lane)
             count = cutlass.min(end - row, self.rows)
             own = cutlass.min(row + lane, end - 1)
             if rows.shape[0] > 0:
@@ -333,7 +326,7 @@ class Fp8Fp4GemmFewRowsSm90:
         scheduler = static_persistent_scheduler()
         state, e = start(), Int32(0)
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            e, row, end, column = self.work_tile(tiles, index, e, lane)
+            e, row, end, column = tiles.rows_first(index, e, lane)
             sums.fill(0.0)
             factors.fill(1.0)
             if weights.shape[0] > 0:
@@ -343,10 +336,7 @@ class Fp8Fp4GemmFewRowsSm90:
                 state = self.add_stage(mma, acc, widened, activations, sums, ring, tables, pipeline, state, warp, lane)
             for i in cutlass.range_constexpr(self.rows // 2):
                 sums[i] = sums[i] * factors[i // 4 * 2 + i % 2]
-            if const_expr(self.out_dtype.width == 16):
-                self.store_rows(sums, out, row, end, column + warp * OWN_ROWS, staged, lane)
-            else:
-                self.store_numbers(sums, out, row + own_row, end, column + warp * OWN_ROWS + lane // 4)
+            store_turned(sums, out, row, cutlass.min(row + self.rows, end), column + warp * OWN_ROWS, staged, lane)
 
     @cute.jit
     def add_stage(
@@ -406,32 +396,6 @@ class Fp8Fp4GemmFewRowsSm90:
                 sums[i] += products[i] * factors[i // 4 * 2 + i % 2]
         return pipeline.advance(state)
 
-    @cute.jit
-    def store_rows(self, sums, out, row, end, column, staged, lane):
-        """A warp's 16 columns from `column` on, transposed through its part of shared memory: 32 bytes a row."""
-        for j in cutlass.range_constexpr(self.rows // 8):
-            words = [pack(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1], self.out_dtype) for half in range(2)]
-            store_transposed(staged + (8 * j + lane % 8) * (2 * OWN_ROWS) + lane // 8 % 2 * 16, words)
-        cute.arch.sync_warp()
-        eight = cute.make_rmem_tensor((4,), Uint32)
-        for i in cutlass.range_constexpr(0, 2 * self.rows, WARP):
-            r, at = (i + lane) // 2, column + (i + lane) % 2 * 8
-            if r < self.rows and row + r < end and at < out.shape[1]:
-                loaded = load_16(staged + (i + lane) * 16)
-                for k in cutlass.range_constexpr(4):
-                    eight[k] = loaded[k]
-                target = cute.local_tile(out[row + r, None], (8,), (at // 8,))
-                cute.autovec_copy(cute.recast_tensor(eight, self.out_dtype), target)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def store_numbers(self, sums, out, row, end, column):
-        """Columns `column` and `column` + 8 of pairs of rows 8 apart: eight lanes have 32 bytes in a row."""
-        for i in cutlass.range_constexpr(self.rows // 2):
-            own_row, own_column = row + i // 4 * 8 + i % 2, column + i // 2 % 2 * 8
-            if own_row < end and own_column < out.shape[1]:
-                out[own_row, own_column] = sums[i]
-
 
 @cached
 def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfig):
@@ -472,20 +436,6 @@ def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) 
         return math.ceil(tiles / multiprocessors) * (config.columns * (GROUP // 2 + 4) + config.rows * GROUP)
 
     return min(CONFIGS, key=loaded)
-
-
-def expected_tiles(rows: int, matrices: int, each: int) -> float:
-    """Of `each` rows, that a matrix has if `rows` find theirs at random: the sum over j of P(more than j * each)."""
-    mean = rows / matrices
-    if matrices == 1 or mean > 8 * each:
-        return math.ceil(mean / each)
-    chance, at_most, tiles = math.exp(-mean), 0.0, 0.0
-    for i in range(16 * each):
-        at_most += chance
-        if i % each == 0:
-            tiles += 1 - at_most
-        chance *= mean / (i + 1)
-    return tiles
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -33,7 +33,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Uint32
+from cutlass import Float8E4M3FN, Float32, Int32
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -42,7 +42,6 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import bulk_load, tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
-from dsa.cute.shared_memory import load_16, pack, store_transposed
 from dsa.cute.sm90 import opaque
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
@@ -53,13 +52,16 @@ from dsa.kernels.gemm.few_rows_tile import (
     MAX_SPLIT_BLOCKS,
     SCALES,
     FewRowsConfig,
+    expected_tiles,
     fragments,
     load_blocks,
     operand_layouts,
     tiles_of,
 )
 from dsa.kernels.gemm.fp8_gemm_split_channels_sm90 import Fp8GemmSplitChannelsSm90
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, OneMatrixTiles
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
+from dsa.kernels.gemm.turned_tile import store_turned
 
 WHOLE_CONFIGS = (
     *(FewRowsConfig(8, 6), FewRowsConfig(16, 5), FewRowsConfig(32, 4), FewRowsConfig(64, 3)),
@@ -73,6 +75,7 @@ SPLIT_CONFIGS = (
     *(FewRowsConfig(32, 3, 4), FewRowsConfig(32, 5, 8), FewRowsConfig(64, 2, 8)),
 )
 CONFIGS = WHOLE_CONFIGS + SPLIT_CONFIGS
+GROUPED_CONFIGS = WHOLE_CONFIGS[:3]  # for several matrices
 MAX_ROWS = 512  # of a product that may be this kernel's
 REGISTERS = 240, 24  # of two consumer warpgroups' threads, and of the producer warpgroup's
 # The cost model of `choose_config`: bytes a microsecond from memory, from the L2 cache, to one SM, and of products to
@@ -85,8 +88,8 @@ ROOM = 0.8  # of the CTAs that multiprocessors have room for, those in clusters
 
 
 class Fp8GemmFewRowsSm90:
-    def __init__(self, out_dtype: type[cutlass.Numeric], cfg: FewRowsConfig):
-        self.out_dtype, self.config, self.rows, self.stages = out_dtype, cfg, cfg.rows, cfg.stages
+    def __init__(self, cfg: FewRowsConfig, grouped: bool):
+        self.config, self.grouped, self.rows, self.stages = cfg, grouped, cfg.rows, cfg.stages
         self.columns, self.groups = cfg.columns, cfg.groups
         self.consumer_warps = CONSUMER_WARPS * cfg.groups
         # Blocks whose scales a thread has at a time: what it has registers for beside the accumulators.
@@ -100,6 +103,7 @@ class Fp8GemmFewRowsSm90:
         b: cute.Tensor,
         b_scale: cute.Tensor,
         out: cute.Tensor,
+        ends: cute.Tensor | None,
         ctas: Int32,
         stream,
     ):
@@ -115,15 +119,19 @@ class Fp8GemmFewRowsSm90:
             pipeline: pipeline_storage(self.stages)
             b_scale: cute.struct.Align[cute.struct.MemRange[Float32, SCALES * self.stages], 16]
             a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(s_layout)], 128]
+            sums: cute.struct.MemRange[Int32, 32 if self.grouped else 1]
+            prefix: cute.struct.MemRange[Int32, PREFIX_SUMS if self.grouped else 1]
             out: cute.struct.Align[cute.struct.MemRange[Int32, self.consumer_warps * self.rows * 8], 128]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
 
         self.storage = Storage
-        tiles = cute.ceil_div(out.shape[1], self.columns) * cute.ceil_div(out.shape[0], self.rows)
-        self.kernel(a_atom, a_tma, b_atom, b_tma, s_atom, s_tma, b_scale, out, a_layout, b_layout, s_layout).launch(
-            grid=(cutlass.min(ctas, tiles), 1, 1), block=(self.config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
-        )
+        if cutlass.const_expr(not self.grouped):
+            tiles = cute.ceil_div(out.shape[1], self.columns) * cute.ceil_div(out.shape[0], self.rows)
+            ctas = cutlass.min(ctas, tiles)
+        self.kernel(
+            a_atom, a_tma, b_atom, b_tma, s_atom, s_tma, b_scale, out, ends, a_layout, b_layout, s_layout
+        ).launch(grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -136,10 +144,12 @@ class Fp8GemmFewRowsSm90:
         ms: cute.Tensor,
         b_scale: cute.Tensor,
         out: cute.Tensor,
+        ends: cute.Tensor | None,
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
         s_layout: cute.Layout,
     ):
+        tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
@@ -157,19 +167,31 @@ class Fp8GemmFewRowsSm90:
             cute.nvgpu.cpasync.prefetch_descriptor(a_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(s_atom)
         cute.arch.mbarrier_init_fence()
+        sums = storage.sums.get_tensor(cute.make_layout(32 if self.grouped else 1))
+        if cutlass.const_expr(self.grouped):
+            if tid < 32:
+                sums[tid] = 0
         cute.arch.sync_threads()
+        across = cute.ceil_div(out.shape[1], self.columns)
+        if cutlass.const_expr(self.grouped):
+            prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
+            tiles = GroupedTiles(ends, out.shape[0], across, prefix, self.rows, self.columns)
+            total = tiles.count(sums, self.config.threads, tid, lane, warp)
+        else:
+            tiles = OneMatrixTiles(out.shape[0], self.rows, self.columns)
+            total = across * cute.ceil_div(out.shape[0], self.rows)
 
         if warp >= self.consumer_warps:
             if cutlass.const_expr(self.groups > 1):
                 cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp == self.consumer_warps:
                 atoms = (b_atom, a_atom, s_atom)
-                self.produce(atoms, ma, mb, ms, b_scale, out, groups, sa, sb, ss, s_of_b, pipeline)
+                self.produce(atoms, ma, mb, ms, b_scale, tiles, total, groups, sa, sb, ss, s_of_b, pipeline, lane)
         else:
             if cutlass.const_expr(self.groups > 1):
                 cute.arch.setmaxregister_increase(REGISTERS[0])
             staged = storage.out.data_ptr().toint() + warp * (self.rows * 32)
-            self.consume(out, groups, sa, sb, ss, s_of_b, pipeline, staged, warp, lane)
+            self.consume(out, tiles, total, groups, sa, sb, ss, s_of_b, pipeline, staged, warp, lane)
 
     def loaded(self, b_layout):
         """The layout of what a load of b fills: the first rows of a stage's block."""
@@ -178,22 +200,21 @@ class Fp8GemmFewRowsSm90:
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, self.columns, GROUP), Float8E4M3FN, 1)
 
     @cute.jit
-    def produce(self, atoms, ma, mb, ms, b_scale, out, groups, sa, sb, ss, s_of_b, pipeline: Pipeline):
+    def produce(self, atoms, ma, mb, ms, b_scale, tiles, total, groups, sa, sb, ss, s_of_b, pipeline: Pipeline, lane):
         """The producer warp."""
         b_atom, a_atom, s_atom = atoms
         size = SCALES * ((self.columns + self.rows) * GROUP + 4 * (self.rows + 1))
         filled = cute.local_tile(sb, (self.columns, GROUP, SCALES * self.stages), (0, 0, 0))
         scheduler = static_persistent_scheduler()
-        state = start()
-        of_rows = cute.ceil_div(out.shape[0], self.rows)
-        tiles = cute.ceil_div(out.shape[1], self.columns) * of_rows
-        for index in cutlass.range(scheduler.first, tiles, scheduler.step, unroll=1):
+        state, e = start(), Int32(0)
+        matrix_rows = mb.shape[0] // b_scale.shape[0]
+        for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
             # Neighbours have the same columns: b comes from memory once.
-            across, down = index // of_rows, index % of_rows
-            tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), down)
-            tss, tsg = tiles_of(s_atom, ss, ms, (self.rows, SCALES), down)
-            tbs, tbg = tiles_of(b_atom, filled, mb, (self.columns, GROUP), across)
-            of_columns = cute.local_tile(b_scale[0, across * self.columns // GROUP, None], (SCALES,), (None,))
+            e, row, _, column = tiles.rows_first(index, e, lane)
+            tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), row)
+            tss, tsg = tiles_of(s_atom, ss, ms, (self.rows, SCALES), row)
+            tbs, tbg = tiles_of(b_atom, filled, mb, (self.columns, GROUP), e * matrix_rows + column)
+            of_columns = cute.local_tile(b_scale[e, column // GROUP, None], (SCALES,), (None,))
             for group in cutlass.range(groups, unroll=1):
                 pipeline.producer_acquire(state, size)
                 full = pipeline.producer_barrier(state)
@@ -205,16 +226,15 @@ class Fp8GemmFewRowsSm90:
                 state = pipeline.advance(state)
 
     @cute.jit
-    def consume(self, out, groups, sa, sb, ss, s_of_b, pipeline: Pipeline, staged, warp, lane):
+    def consume(self, out, tiles, total, groups, sa, sb, ss, s_of_b, pipeline: Pipeline, staged, warp, lane):
         """The mainloop of a consumer warpgroup."""
         warpgroup = cute.arch.make_warp_uniform(warp // CONSUMER_WARPS) if cutlass.const_expr(self.groups > 1) else 0
         mma, acc, rb, ra = fragments(self.rows, SCALES, sb, sa, self.groups, warpgroup)
         sums = cute.make_rmem_tensor((self.rows // 2,), Float32)
         scheduler = static_persistent_scheduler()
-        state = start()
-        of_rows = cute.ceil_div(out.shape[0], self.rows)
-        tiles = cute.ceil_div(out.shape[1], self.columns) * of_rows
-        for index in cutlass.range(scheduler.first, tiles, scheduler.step, unroll=1):
+        state, e = start(), Int32(0)
+        for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
+            e, row, end, column = tiles.rows_first(index, e, lane)
             sums.fill(0.0)
             for _ in cutlass.range(groups, unroll=1):
                 pipeline.consumer_wait(state)
@@ -231,14 +251,9 @@ class Fp8GemmFewRowsSm90:
                 cute.arch.sync_warp()
                 pipeline.consumer_release(state)
                 state = pipeline.advance(state)
-            across, row = index // of_rows, index % of_rows * self.rows
             # The products of warps beyond a tile of 32 columns are nobody's.
             if warp * 16 < self.columns:
-                column = across * self.columns + warp * 16
-                if cutlass.const_expr(self.out_dtype.width == 16):
-                    self.store_turned(sums, out, row, column, staged, lane)
-                else:
-                    self.store(sums, out, row, column, lane)
+                store_turned(sums, out, row, cutlass.min(row + self.rows, end), column + warp * 16, staged, lane)
 
     @cute.jit
     def scales(self, ss, s_of_b, part: cutlass.Constexpr, state: PipelineState, lane):
@@ -254,36 +269,6 @@ class Fp8GemmFewRowsSm90:
                 scales[j][i] = scales[j][i] * of_columns[i]
         return scales
 
-    @cute.jit
-    def store_turned(self, sums, out, first_row, column, staged, lane):
-        """A tile's rows of a warp's 16 columns from `column` on, through its part of shared memory: 32 bytes a row."""
-        matrices = min(4, self.rows // 4)
-        for first in cutlass.range_constexpr(0, self.rows // 4, matrices):
-            # Matrix i of 8 rows and 8 columns: rows from i / 2 * 8 on, columns from i % 2 * 8 on.
-            words = [pack(sums[2 * i], sums[2 * i + 1], self.out_dtype) for i in range(first, first + matrices)]
-            matrix = first + lane // 8 % matrices
-            store_transposed(staged + (matrix // 2 * 8 + lane % 8) * 32 + matrix % 2 * 16, words)
-        cute.arch.sync_warp()
-        eight = cute.make_rmem_tensor((4,), Uint32)
-        for first in cutlass.range_constexpr(0, 2 * self.rows, 32):
-            row, chunk = (first + lane) // 2, lane % 2
-            at = column + 8 * chunk
-            if row < cutlass.min(self.rows, out.shape[0] - first_row) and at < out.shape[1]:
-                loaded = load_16(staged + row * 32 + chunk * 16)
-                for k in cutlass.range_constexpr(4):
-                    eight[k] = loaded[k]
-                target = cute.local_tile(out[first_row + row, None], (8,), (at // 8,))
-                cute.autovec_copy(cute.recast_tensor(eight, self.out_dtype), target)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def store(self, sums, out, first_row, column, lane):
-        """The same, straight from registers."""
-        for i in cutlass.range_constexpr(self.rows // 2):
-            row, at = first_row + i // 4 * 8 + lane % 4 * 2 + i % 2, column + i // 2 % 2 * 8 + lane // 4
-            if row < out.shape[0] and at < out.shape[1]:
-                out[row, at] = sums[i]
-
 
 @cute.jit
 def add_scaled(sums, acc, scales, block: cutlass.Constexpr):
@@ -293,15 +278,16 @@ def add_scaled(sums, acc, scales, block: cutlass.Constexpr):
         sums[i] += products[i] * scales[i // 4 * 2 + i % 2][block]
 
 
-def fake_operands(out_dtype: str) -> tuple[cute.Tensor, ...]:
+def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
     """a, a_scale, b, b_scale and out, as the compile functions document them."""
     rows, columns, channels = (cute.sym_int() for _ in range(3))
+    of_all = columns if matrices == 1 else cute.sym_int()
     blocks = cute.sym_int(divisibility=SCALES)
     out_type = cute_dtype(out_dtype)
     a = fake(Float8E4M3FN, (rows, channels), (*strides(1, 16), 1))
     a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))
-    b = fake(Float8E4M3FN, (columns, channels), (*strides(1, 16), 1))
-    b_scale = fake(Float32, (1, cute.sym_int(), blocks), (*strides(2, SCALES), 1))
+    b = fake(Float8E4M3FN, (of_all, channels), (*strides(1, 16), 1))
+    b_scale = fake(Float32, (matrices, cute.sym_int(), blocks), (*strides(2, SCALES), 1))
     return a, a_scale, b, b_scale, fake(out_type, (rows, columns), (*strides(1, 128 // out_type.width), 1))
 
 
@@ -310,8 +296,22 @@ def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [1, ceil(N / 128), G], out [M, N], ctas); M, N, K >
     0. K is a multiple of 16, N of 8; G is ceil(K / 128), rounded up to a multiple of 4 with
     finite scales, and if the config splits channels at most 64; rows start at multiples of 16 bytes."""
-    kernel = Fp8GemmFewRowsSm90 if config.ctas == 1 else Fp8GemmSplitChannelsSm90
-    return compile_sm90(kernel(cute_dtype(out_dtype), config), *fake_operands(out_dtype), Int32(1), fake_stream())
+    if config.ctas > 1:
+        kernel = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config)
+        return compile_sm90(kernel, *fake_operands(out_dtype), Int32(1), fake_stream())
+    return compile_sm90(
+        Fp8GemmFewRowsSm90(config, grouped=False), *fake_operands(out_dtype), None, Int32(1), fake_stream()
+    )
+
+
+@cached
+def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
+    """-> f(a [M, K], a_scale [M, G], b [E * N, K], b_scale [E, ceil(N / 128), G], out [M, N], ends [E] int32 ascending,
+    ctas): as `compile_fp8_gemm_few_rows`; E up to 1024."""
+    kernel = Fp8GemmFewRowsSm90(config, grouped=True)
+    matrices = cute.sym_int()
+    ends = fake(Int32, (matrices,), (1,), 4)
+    return compile_sm90(kernel, *fake_operands(out_dtype, matrices), ends, Int32(1), fake_stream())
 
 
 def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) -> FewRowsConfig:
@@ -327,6 +327,14 @@ def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) 
 
     return min(
         filter(possible, CONFIGS), key=lambda config: microseconds(config, rows, columns, channels, multiprocessors)
+    )
+
+
+def choose_grouped_config(rows: int, matrices: int) -> FewRowsConfig:
+    """For `rows` of several matrices in all: what loads the fewest bytes."""
+    return min(
+        GROUPED_CONFIGS,
+        key=lambda config: expected_tiles(rows, matrices, config.rows) * (config.columns + config.rows),
     )
 
 
@@ -366,4 +374,7 @@ def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    return [(compile_fp8_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]
+    one = [(compile_fp8_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]
+    return one + [
+        (compile_grouped_fp8_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in GROUPED_CONFIGS
+    ]

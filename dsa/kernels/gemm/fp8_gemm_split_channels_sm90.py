@@ -132,8 +132,8 @@ class Fp8GemmSplitChannelsSm90:
 
         if warp == CONSUMER_WARPS:
             state = start()
-            tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), down)
-            tbs, tbg = tiles_of(b_atom, sb, mb, (COLUMNS, GROUP), index)
+            tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), down * self.rows)
+            tbs, tbg = tiles_of(b_atom, sb, mb, (COLUMNS, GROUP), index * COLUMNS)
             for group in cutlass.range(rank, groups, self.ctas, unroll=1):
                 pipeline.producer_acquire(state, SPLIT_SPAN * (COLUMNS + self.rows) * GROUP)
                 full = pipeline.producer_barrier(state)

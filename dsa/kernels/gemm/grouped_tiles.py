@@ -98,6 +98,16 @@ class GroupedTiles:
         return e
 
     @cute.jit
+    def rows_first(self, index, e, lane) -> WorkTileInfo:
+        """Work tile `index`, one of those that there are, whose matrix is not before e: tiles of the same columns are
+        neighbours, in one band."""
+        e = self.matrix_of(index, e, lane)
+        begin, end = self.bounds(e)
+        down = cute.ceil_div(end - begin, self.height)
+        local = index - self.prefix[e] * self.across
+        return WorkTileInfo(e, begin + local % down * self.height, end, local // down * self.width)
+
+    @cute.jit
     def at(self, index, e, total, lane) -> WorkTileInfo:
         """Work tile `index` of `total`, whose matrix is not before e; the last WorkTileInfo, if there is none."""
         row, end, column = Int32(0), Int32(0), Int32(0)
@@ -116,3 +126,18 @@ class GroupedTiles:
             row = begin + (band + (outer if several else rest)) * self.height
             column = (rest if several else outer) * self.width
         return WorkTileInfo(e, row, end, column)
+
+
+@dataclass(frozen=True)
+class OneMatrixTiles:
+    """The same of a single matrix, all of whose `rows` are its."""
+
+    rows: Int32
+    height: cutlass.Constexpr[int]
+    width: cutlass.Constexpr[int]
+
+    @cute.jit
+    def rows_first(self, index, e, lane) -> WorkTileInfo:
+        """Work tile `index`: tiles of the same columns are neighbours."""
+        down = cute.ceil_div(self.rows, self.height)
+        return WorkTileInfo(e, index % down * self.height, self.rows, index // down * self.width)

@@ -11,7 +11,7 @@ from dsa import backends
 from dsa.kernels.gemm import limits
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
+from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.reference.gemm import fp8_cast
 from dsa.reference.gemm import fp8_gemm_nt as reference
 
@@ -19,6 +19,12 @@ __all__ = ["dequantize_per_block", "fp8_gemm_nt", "grouped_fp8_gemm_nt", "per_bl
 
 per_block_cast_to_fp8 = fp8_cast.per_block_cast_to_fp8
 dequantize_per_block = fp8_cast.dequantize_per_block
+
+PRODUCTS = Kernels(
+    "grouped_fp8_gemm_nt", {"sm_90": ("dsa.kernels.gemm.fp8_gemm_sm90", "dsa.kernels.gemm.fp8_gemm_few_rows_sm90")}
+)
+# Of all matrices together, up to which the kernel of few rows multiplies them.
+FEW_ROWS = 64
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
 _known_ends: dict[torch.device, dict[int, torch.Tensor]] = {}
@@ -138,7 +144,7 @@ def check_grouped_limits(q: torch.Tensor, w: torch.Tensor, rows: torch.Tensor | 
     arguments=reference.FP8_GEMM_NT,
     reference=_reference,
     results=_results,
-    kernels={"sm_90": ("dsa.kernels.gemm.fp8_gemm_sm90", "dsa.kernels.gemm.fp8_gemm_few_rows_sm90")},
+    kernels=rows_of(PRODUCTS),
     limits=_check_limits,
 )
 def _fp8_gemm_nt(
@@ -163,11 +169,11 @@ def _fp8_gemm_nt(
     arguments=reference.GROUPED_FP8_GEMM_NT,
     reference=_grouped_reference,
     results=_grouped_results,
-    kernels={"sm_90": "dsa.kernels.gemm.fp8_gemm_sm90"},
+    kernels=rows_of(PRODUCTS),
     limits=check_grouped_limits,
 )
 def _grouped_fp8_gemm_nt(
-    kernels: ModuleType,
+    kernels: tuple[ModuleType, ModuleType],
     q: torch.Tensor,
     s: torch.Tensor,
     w: torch.Tensor,
@@ -191,18 +197,18 @@ def write_product(
     out: torch.Tensor,
 ) -> None:
     """out [M, N] = the product of q [M, K] and w [N, K]."""
-    many, few = kernels
+    _, few = kernels
     (rows, channels), columns = q.shape, len(w)
     multiprocessors = backends.num_sms(q.device)
     if columns == 0 or channels == 0 or not few.takes(rows, columns, channels, multiprocessors):
-        write_grouped_product(many, q, s, w[None], ws[None], _all_rows(q.device), out)
+        write_grouped_product(kernels, q, s, w[None], ws[None], _all_rows(q.device), out)
         return
     launch = _few_rows_kernel(few, out.dtype, rows, columns, channels, multiprocessors)
     launch(aligned_rows(q), aligned_scales(s), w, aligned_scales(ws[None]), out, multiprocessors)
 
 
 def write_grouped_product(
-    kernels: ModuleType,
+    kernels: tuple[ModuleType, ModuleType],
     q: torch.Tensor,
     s: torch.Tensor,
     w: torch.Tensor,
@@ -218,17 +224,28 @@ def write_grouped_product(
         out.zero_()
     if out.numel() == 0 or channels == 0 or matrices == 0 or len(q) == 0:
         return
-    q, s, rows = gathered_rows(kernels, q, s, rows)
+    many, few = kernels
     multiprocessors = backends.num_sms(q.device)
+    if has_few_rows(count, matrices, rows) and weights is None:
+        launch = _grouped_few_rows_kernel(few, out.dtype, count, matrices)
+        a, b = (aligned_rows(q), aligned_scales(s)), (w.view(-1, channels), aligned_scales(ws))
+        launch(*a, *b, out, ends.contiguous(), multiprocessors)
+        return
+    q, s, rows = gathered_rows(many, q, s, rows)
     drawn = rows is None and draws(count, matrices)
     sizes = count, columns, channels, matrices, multiprocessors
-    launch = _kernel(kernels, out.dtype, *sizes, rows is not None, weights is not None, drawn)
+    launch = _kernel(many, out.dtype, *sizes, rows is not None, weights is not None, drawn)
     counter = tile_counter(q, drawn)
     b = w.view(-1, channels), aligned_scales(ws).permute(1, 2, 0)
     of_rows = None if weights is None else weights.contiguous()
     launch(
         aligned_rows(q), aligned_scales(s), rows, *b, ends.contiguous(), out, of_rows, None, counter, multiprocessors
     )
+
+
+def has_few_rows(count: int, matrices: int, rows: torch.Tensor | None) -> bool:
+    """Whether several matrices' `count` rows are so few that weights are all that is loaded; rows: what is gathered."""
+    return matrices > 1 and count <= FEW_ROWS and rows is None
 
 
 def gathered_rows(
@@ -296,6 +313,14 @@ def _few_rows_kernel(
 ) -> Callable[..., None]:
     config = kernels.choose_config(rows, columns, channels, multiprocessors)
     return kernels.compile_fp8_gemm_few_rows(dtype_name(out_dtype), config)
+
+
+@functools.lru_cache(4096)
+def _grouped_few_rows_kernel(
+    kernels: ModuleType, out_dtype: torch.dtype, rows: int, matrices: int
+) -> Callable[..., None]:
+    config = kernels.choose_grouped_config(rows, matrices)
+    return kernels.compile_grouped_fp8_gemm_few_rows(dtype_name(out_dtype), config)
 
 
 def _all_rows(device: torch.device) -> torch.Tensor:

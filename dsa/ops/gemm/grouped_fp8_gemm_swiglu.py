@@ -22,7 +22,6 @@ from dsa.reference.gemm.fp8_gemm_nt import pair
 __all__ = ["grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_gemm_swiglu"]
 
 # What there is nothing to multiply of is cast on its own.
-PRODUCT = Kernels("grouped_fp8_gemm_nt", {"sm_90": "dsa.kernels.gemm.fp8_gemm_sm90"})
 CAST = Kernels("swiglu_cast_to_fp8", {"sm_90": "dsa.kernels.gemm.swiglu_cast_sm90"})
 
 
@@ -130,11 +129,11 @@ def _fp4_results(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor | Non
     arguments=reference.GROUPED_FP8_GEMM_SWIGLU,
     reference=_reference,
     results=_results,
-    kernels=rows_of(PRODUCT, CAST),
+    kernels=rows_of(fp8.PRODUCTS, CAST),
     limits=fp8.check_grouped_limits,
 )
 def _grouped_fp8_gemm_swiglu(
-    kernels: tuple[ModuleType, ModuleType],
+    kernels: tuple[ModuleType, ModuleType, ModuleType],
     q: torch.Tensor,
     s: torch.Tensor,
     w: torch.Tensor,
@@ -152,7 +151,11 @@ def _grouped_fp8_gemm_swiglu(
         return cast._swiglu_cast_to_fp8.launch_on(q.device, nothing, nothing, use_ue8m0, limit)
     if out.numel() == 0:
         return out, scale
-    product, _ = kernels
+    if fp8.has_few_rows(count, matrices, rows):
+        # No matrix has enough rows for the time that the cast takes to matter, and its kernel reads weights faster.
+        gate_up = fp8._grouped_fp8_gemm_nt.launch_on(q.device, q, s, w, ws, ends, dtype, None, None)
+        return cast._swiglu_cast_to_fp8.launch_on(q.device, *gate_up.chunk(2, -1), use_ue8m0, limit)
+    product, _, _ = kernels
     q, s, rows = fp8.gathered_rows(product, q, s, rows)
     multiprocessors = backends.num_sms(q.device)
     drawn = rows is None and fp8.draws(count, matrices)

@@ -1,8 +1,6 @@
 """Every shipped variant of the product with FP4 weights for few rows compiles to sm_90a: FP8 wgmma with weights from
 registers, several blocks' in flight, no spills, room in shared memory; and the choice among them."""
 
-import pytest
-
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels.gemm import fp8_fp4_gemm_few_rows_sm90 as kernels
@@ -36,17 +34,6 @@ def test_words_stand_where_a_lane_has_its_neighbouring_channels():
         for q in range(4):
             assert places[8 * step + 2 * q] == 8 * step + q
             assert places[8 * step + 2 * q + 1] == 8 * step + 4 + q
-
-
-def test_expected_tiles():
-    assert kernels.expected_tiles(20, 1, 8) == 3
-    assert kernels.expected_tiles(1, 256, 8) * 256 == pytest.approx(1, rel=1e-2)
-    # Two of six rows seldom meet in one of 256 matrices; 100 rows a matrix fill their tiles but for a half.
-    assert 5.9 < kernels.expected_tiles(6, 256, 8) * 256 < 6
-    assert kernels.expected_tiles(100, 2, 8) == pytest.approx(50 / 8 + 0.5, abs=0.1)
-    for each in (8, 16, 32):
-        means = [kernels.expected_tiles(rows, 256, each) for rows in (1, 10, 100, 1000, 10000, 1000000)]
-        assert means == sorted(means)
 
 
 def test_choice():

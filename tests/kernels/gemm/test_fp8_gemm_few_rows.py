@@ -7,8 +7,10 @@ import pytest
 
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
+from dsa.cute.sm90 import SHARED_BYTES
 from dsa.kernels.gemm import few_rows_tile
 from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as kernels
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS
 from tests.kernels.variants import shipped
 
 
@@ -36,6 +38,35 @@ def test_sass(arguments):
         consumer, producer = kernels.REGISTERS
         assert config.groups * consumer + producer <= sass.registers * (config.groups + 1)
     assert config.fits()
+
+
+@shipped(kernels.compile_grouped_fp8_gemm_few_rows)
+def test_sass_of_several_matrices(arguments):
+    _, config = arguments
+    sass = disassemble(cubin(kernels.compile_grouped_fp8_gemm_few_rows, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.instructions["QGMMA"] == kernels.GROUP // 32 * config.span
+    assert sass.instructions["UTMALDG"] == 2 * config.span + 1
+    assert sass.instructions["FFMA"] == config.rows // 2 * config.span
+    assert sass.instructions["R2UR"] < 2 * sass.instructions["QGMMA"]
+    assert config.shared_bytes() + 4 * (PREFIX_SUMS + 32) <= SHARED_BYTES
+
+
+def test_tiles_of_several_matrices_are_as_high_as_their_rows_need():
+    heights = [kernels.choose_grouped_config(rows, 256).rows for rows in (1, 8, 64, 1024, 4096, 8192)]
+    assert heights[:3] == [8, 8, 8] and heights == sorted(heights) and heights[-1] == 32
+    assert kernels.choose_grouped_config(64, 2).rows == 32
+
+
+def test_expected_tiles():
+    assert few_rows_tile.expected_tiles(20, 1, 8) == 3
+    assert few_rows_tile.expected_tiles(1, 256, 8) * 256 == pytest.approx(1, rel=1e-2)
+    # Two of six rows seldom meet in one of 256 matrices; 100 rows a matrix fill their tiles but for a half.
+    assert 5.9 < few_rows_tile.expected_tiles(6, 256, 8) * 256 < 6
+    assert few_rows_tile.expected_tiles(100, 2, 8) == pytest.approx(50 / 8 + 0.5, abs=0.1)
+    for each in (8, 16, 32):
+        means = [few_rows_tile.expected_tiles(rows, 256, each) for rows in (1, 10, 100, 1000, 10000, 1000000)]
+        assert means == sorted(means)
 
 
 @pytest.mark.parametrize("columns", [8, 128, 2112, 24576])

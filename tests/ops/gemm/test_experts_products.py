@@ -113,7 +113,8 @@ def blocks_innermost(scales):
 
 @pytest.mark.parametrize("limit", [None, 2.0])
 @pytest.mark.parametrize("use_ue8m0", [False, True])
-def test_what_the_kernel_of_products_and_swiglu_gets(limit, use_ue8m0, named_launches):
+def test_what_the_kernel_of_products_and_swiglu_gets(limit, use_ue8m0, named_launches, monkeypatch):
+    monkeypatch.setattr(fp8, "FEW_ROWS", 0)
     (q, s), (w, ws) = operands("fp8")
     options = {"limit": limit, "use_ue8m0": use_ue8m0, "dtype": torch.float16}
     for rows, ends in ((ROWS, ENDS), (None, ENDS + 1)):
@@ -128,6 +129,18 @@ def test_what_the_kernel_of_products_and_swiglu_gets(limit, use_ue8m0, named_lau
         assert arguments[6] is out and arguments[7] is scale and arguments[8:] == (limit, None, 132)
         assert out.shape == (count, 128) and out.dtype == E4M3 and scale.shape == (count, 1)
     assert not named_launches
+
+
+def test_swiglu_of_few_rows_is_a_product_and_a_cast(named_launches):
+    a, b = operands("fp8")
+    out, scale = dsa.grouped_fp8_gemm_swiglu(a, b, ENDS + 1, limit=2.0, use_ue8m0=False, dtype=torch.float16)
+    (name, product, arguments), (_, of_cast, given) = named_launches
+    assert name == "grouped_few_rows" and product == (torch.float16, 5, 3)
+    assert of_cast[:3] == (torch.float16, False, True)
+    gate_up = arguments[4]
+    assert gate_up.shape == (5, 256)
+    assert [x.data_ptr() for x in given[:2]] == [x.data_ptr() for x in gate_up.chunk(2, -1)]
+    assert given[2].data_ptr() == out.data_ptr() and given[3].data_ptr() == scale.data_ptr() and given[4] == 2.0
 
 
 def test_rows_of_swiglu_that_are_gathered_copied_and_drawn(named_launches):

@@ -70,16 +70,38 @@ def test_which_kernel_gets_how_many_rows(rows, columns, name, named_launches):
 
 
 def test_what_the_grouped_kernel_gets(named_launches):
-    (q, s), (w, ws) = operands(channels=512, matrices=3)
-    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    (q, s), (w, ws) = operands(rows=65, channels=512, matrices=3)
+    ends = torch.tensor([2, 2, 65], dtype=torch.int32)
     out = dsa.grouped_fp8_gemm_nt((q, s), (w, ws), ends)
     [(name, variant, arguments)] = named_launches
     rows, scales, gathered, weight, weight_scales, passed, flat, weights, limit, counter, _ = arguments
-    assert name == "" and variant == (torch.bfloat16, 6, 136, 512, 3, 132, False, False, False)
-    assert flat is out and out.shape == (6, 136) and rows is q and scales is s and passed is ends
+    assert name == "" and variant == (torch.bfloat16, 65, 136, 512, 3, 132, False, False, False)
+    assert flat is out and out.shape == (65, 136) and rows is q and scales is s and passed is ends
     assert torch.equal(weight_scales, ws.permute(1, 2, 0)) and same(weight_scales, ws)
     assert weight.shape == (3 * 136, 512) and same(weight, w)
     assert gathered is weights is limit is counter is None
+
+
+def test_what_the_grouped_kernel_of_few_rows_gets(named_launches):
+    (q, s), (w, ws) = operands(rows=64, channels=400, matrices=3)
+    ends = torch.tensor([2, 2, 64], dtype=torch.int32)
+    out = dsa.grouped_fp8_gemm_nt((q, s), (w, ws), ends, torch.float16)
+    [(name, variant, (a, a_scale, b, b_scale, written, passed, ctas))] = named_launches
+    assert name == "grouped_few_rows" and variant == (torch.float16, 64, 3) and ctas == 132
+    assert a is q and torch.equal(a_scale, padded(s)) and written is out and passed is ends
+    assert b.shape == (3 * 136, 400) and same(b, w) and torch.equal(b_scale, padded(ws))
+
+
+@pytest.mark.parametrize(
+    ("rows", "matrices", "options", "name"),
+    [(64, 2, {}, "grouped_few_rows"), (65, 2, {}, ""), (64, 1, {}, ""), (64, 2, {"weights": torch.ones(64)}, ""),
+     (64, 2, {"rows": torch.arange(64, dtype=torch.int32)}, "")],
+)  # fmt: skip
+def test_which_kernel_gets_how_many_rows_of_matrices(rows, matrices, options, name, named_launches):
+    """Rows that are gathered or weighted have one kernel."""
+    ends = torch.full((matrices,), rows, dtype=torch.int32)
+    dsa.grouped_fp8_gemm_nt(*operands(rows=rows, columns=8, channels=128, matrices=matrices), ends, **options)
+    assert [launch[0] for launch in named_launches] == [name]
 
 
 def test_rows_that_are_gathered_and_weighted(launches):
