@@ -1,5 +1,5 @@
-"""The work tile of FP8 products of a few rows: 32 to 128 columns of the result, which are the rows of the wgmma, by 8
-to 64 rows. What both of its kernels have in common."""
+"""The work tile of FP8 products of a few rows: 32 or 64 columns of the result, which are the rows of the wgmma, by 8 to
+64 rows. What both of its kernels have in common."""
 
 import math
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
 from dsa.kernels.gemm.limits import GROUP
 
-COLUMNS = 64  # the rows of a wgmma: of the result's columns, those of a warpgroup
+COLUMNS = 64  # the rows of a wgmma: columns of most work tiles
 SCALES = 4  # blocks whose scales are loaded together: 16 bytes, which is the least that TMA loads
 CONSUMER_WARPS = 4
+THREADS = WARPGROUP + WARP
 SPLIT_SPAN = 2  # blocks of a stage where a cluster splits the channels
 SM_BYTES = 233472  # of shared memory of an SM; a CTA takes 1 KiB more than it asks for
 MAX_SPLIT_BLOCKS = 64  # that a cluster splits: what its shared memory has room for
@@ -24,22 +25,12 @@ MAX_SPLIT_BLOCKS = 64  # that a cluster splits: what its shared memory has room 
 @dataclass(frozen=True)
 class FewRowsConfig:
     """rows: of a work tile, 8, 16, 32 or 64; stages: of the ring; ctas: that split the channels of a work tile between
-    them, 1, 2, 4 or 8; columns: of a work tile, 32, 64 or, for two consumer warpgroups, 128."""
+    them, 1, 2, 4 or 8; columns: of a work tile, 32 or 64."""
 
     rows: int
     stages: int
     ctas: int = 1
     columns: int = COLUMNS
-
-    @property
-    def groups(self) -> int:
-        """Consumer warpgroups."""
-        return -(-self.columns // COLUMNS)
-
-    @property
-    def threads(self) -> int:
-        """Of a consumer warpgroup and a producer warp; two get registers from a whole producer warpgroup."""
-        return WARPGROUP + WARP if self.groups == 1 else (self.groups + 1) * WARPGROUP
 
     @property
     def span(self) -> int:
@@ -48,9 +39,9 @@ class FewRowsConfig:
 
     def shared_bytes(self) -> int:
         """What a CTA takes, with room for alignment."""
-        ring = self.stages * (self.span * (COLUMNS * self.groups + self.rows) * GROUP + 16)
+        ring = self.stages * (self.span * (COLUMNS + self.rows) * GROUP + 16)
         if self.ctas == 1:
-            scales, results = self.stages * SCALES * 4 * (self.rows + 1), CONSUMER_WARPS * self.groups * self.rows * 32
+            scales, results = self.stages * SCALES * 4 * (self.rows + 1), CONSUMER_WARPS * self.rows * 32
         else:
             scales = (self.rows + 1) * (MAX_SPLIT_BLOCKS + 4) * 4
             results = MAX_SPLIT_BLOCKS * COLUMNS * self.rows * 4 // self.ctas
@@ -64,9 +55,9 @@ class FewRowsConfig:
         return self.shared_bytes() <= SHARED_BYTES
 
 
-def operand_layouts(rows: int, blocks: int, groups: int = 1) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-    """The shared memory of `blocks` blocks of a, and of b for `groups` warpgroups."""
-    tile = (COLUMNS * groups, rows, GROUP)
+def operand_layouts(rows: int, blocks: int) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
+    """The shared memory of `blocks` blocks of a and of b."""
+    tile = (COLUMNS, rows, GROUP)
     a_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, blocks)
     return a_layout, sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, blocks)
 
@@ -80,14 +71,12 @@ def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tu
     )
 
 
-def fragments(rows: int, together: int, sb: cute.Tensor, sa: cute.Tensor, groups: int = 1, group=0):
-    """Of warpgroup number `group` of `groups` -> the wgmma, accumulators of `together` blocks, and its operands, b and
-    a."""
+def fragments(rows: int, together: int, sb: cute.Tensor, sa: cute.Tensor):
+    """-> the wgmma, accumulators of `together` blocks, and its operands, b and a."""
     major = cute.nvgpu.OperandMajorMode.K
-    shape = (groups, 1, 1)
-    mma = sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, major, major, Float32, shape, (COLUMNS, rows))
-    thr_mma = mma.get_slice(group * WARPGROUP)
-    shape = thr_mma.partition_shape_C((COLUMNS * groups, rows))
+    mma = sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (1, 1, 1), (COLUMNS, rows))
+    thr_mma = mma.get_slice(0)
+    shape = thr_mma.partition_shape_C((COLUMNS, rows))
     acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(together)]
     return mma, acc, mma.make_fragment_A(thr_mma.partition_A(sb)), mma.make_fragment_B(thr_mma.partition_B(sa))
 

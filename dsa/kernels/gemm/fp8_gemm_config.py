@@ -123,14 +123,10 @@ def of_fewest_clocks(
     return min(configs, key=clocks)
 
 
-def clocks_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """Of one matrix' product."""
-    return _clocks_of_one(tile_clocks, config, rows, columns, -(-channels // GROUP), multiprocessors)
-
-
 def _clocks_of_one(
     tile_clocks: TileClocks[Config], config: Config, rows: int, columns: int, blocks: int, multiprocessors: int
 ) -> float:
+    """Of one matrix' product."""
     across = -(-columns // config.columns)
     rounds = -(-across * -(-rows // config.rows) // multiprocessors)
     longest = rounds * tile_clocks(config, min(rows, config.rows), blocks)

@@ -5,12 +5,11 @@ Plan
 - The matrix's rows are those of the wgmma (its operands are swapped): 64 columns of the result by 8 to 64 rows. So one
   row costs an eighth of the products, shared memory and registers that it costs in `fp8_gemm_sm90`, whose rows are the
   64 of a wgmma. The order of a sum is the same there, and so are the bits.
-- Work tiles are of 64 columns; of 32, whose wgmma have 32 rows of nothing, where these are what fills the SMs; of 128,
-  a warpgroup for each 64, where rows would be loaded for too many tiles. More rows than a tile has make more tiles,
-  which are next to each other, so that b comes from memory once.
-- Warp roles: a consumer warpgroup owns 64 columns of a work tile, one warp is the producer, which loads everything by
-  TMA. The 160 threads of one consumer warpgroup have registers enough without moving any between them; two are given
-  those of a producer warpgroup, three warps of which end at once.
+- Work tiles are of 64 columns, or of 32, whose wgmma have 32 rows of nothing, where these fill more SMs. More rows than
+  a tile has make more tiles, which are next to each other, so that b comes from memory once. Their heights are what
+  fills the SMs, since a block of channels takes as long as its rows are many: its wgmma, and then the multiply-adds.
+- Warp roles: one consumer warpgroup, and one warp that is the producer, which loads everything by TMA. 160 threads have
+  registers enough without moving any between them.
 - Pipeline: a ring of stages, each SCALES blocks of 128 channels of a and of b with their scales, that runs on over work
   tile after work tile. It is as deep as shared memory allows.
 - Mainloop: the wgmma of a stage's blocks are issued one behind the other, each block's into accumulators of its own,
@@ -21,13 +20,14 @@ Plan
 - Scheduler: static persistent.
 - A matrix of few columns has fewer work tiles than there are SMs: its channels may be split, see
   `fp8_gemm_split_channels_sm90`. `choose_config` says when.
-Shared memory: barriers, 32 bytes a row and warp for results, stages x SCALES x ((64 groups + rows) x 128 + 4 x (rows +
-1)).
-Registers: SCALES x rows / 2 accumulators, rows / 2 sums and rows scales, or half of them, a consumer thread.
-Roofline: memory, b once; else what an SM can load, (columns + rows) x 128 bytes a block at about 55 bytes a clock.
+Shared memory: barriers, 32 bytes a row and warp for results, stages x SCALES x ((64 + rows) x 128 + 4 x (rows + 1)).
+Registers: SCALES x rows / 2 accumulators, rows / 2 sums and rows scales a consumer thread.
+Roofline: memory, b once; else the mainloop, about 80 clocks and 3.4 for each row of the tile a block of channels; or,
+with 8 rows, what an SM can load, (64 + rows) x 128 bytes a block at about 75 bytes a clock.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +51,7 @@ from dsa.kernels.gemm.few_rows_tile import (
     CONSUMER_WARPS,
     MAX_SPLIT_BLOCKS,
     SCALES,
+    THREADS,
     FewRowsConfig,
     expected_tiles,
     fragments,
@@ -65,35 +66,28 @@ from dsa.kernels.gemm.turned_tile import store_turned
 
 WHOLE_CONFIGS = (
     *(FewRowsConfig(8, 6), FewRowsConfig(16, 5), FewRowsConfig(32, 4), FewRowsConfig(64, 3)),
-    *(FewRowsConfig(8, 6, columns=32), FewRowsConfig(16, 5, columns=32)),
-    *(FewRowsConfig(32, 4, columns=32), FewRowsConfig(64, 3, columns=32), FewRowsConfig(64, 2, columns=128)),
+    FewRowsConfig(8, 6, columns=32),
 )
-# Those of up to 113 KiB let two CTAs share an SM: clusters of four do not fill the SMs otherwise.
+# Those of 8 and 16 rows take up to 113 KiB, which lets two CTAs share an SM: clusters do not fill the SMs otherwise.
 SPLIT_CONFIGS = (
-    *(FewRowsConfig(8, 6, 2), FewRowsConfig(8, 4, 4), FewRowsConfig(8, 5, 8)),
-    *(FewRowsConfig(16, 2, 4), FewRowsConfig(16, 3, 8)),
-    *(FewRowsConfig(32, 3, 4), FewRowsConfig(32, 5, 8), FewRowsConfig(64, 2, 8)),
+    *(FewRowsConfig(8, 4, 4), FewRowsConfig(8, 5, 8)),
+    *(FewRowsConfig(16, 3, 8), FewRowsConfig(32, 5, 8)),
 )
 CONFIGS = WHOLE_CONFIGS + SPLIT_CONFIGS
 GROUPED_CONFIGS = WHOLE_CONFIGS[:3]  # for several matrices
 MAX_ROWS = 512  # of a product that may be this kernel's
-REGISTERS = 240, 24  # of two consumer warpgroups' threads, and of the producer warpgroup's
-# The cost model of `choose_config`: bytes a microsecond from memory, from the L2 cache, to one SM, and of products to
-# one CTA; microseconds of an exchange's barriers, and of a tile's end for each of its rows. Measured on an H200.
-MEMORY_RATE, L2_RATE, SM_RATE, SEND_RATE, EXCHANGE, ROW_END = 4.2e6, 9e6, 100e3, 40e3, 1.2, 0.02
-# Of `fp8_gemm_sm90`'s cost model: clocks a microsecond; and the microseconds that it begins to load later, since it
-# looks for work tiles of several matrices.
-CLOCKS, LATER = 1755.0, 1.0
-ROOM = 0.8  # of the CTAs that multiprocessors have room for, those in clusters
+# The cost model, measured on an H200. Microseconds of a block of channels, of each of its rows, and of a work tile's
+# end; bytes a microsecond from memory, to one SM, and of products to one CTA; microseconds of an exchange's barriers.
+BLOCK, ROW, TILE_END = 0.04, 0.0017, 0.6
+MEMORY_RATE, SM_RATE, SEND_RATE, BARRIERS = 4.8e6, 145e3, 45e3, 0.2
+CLOCKS = 1980.0  # a microsecond, of `fp8_gemm_sm90`'s cost model
+ROUNDS = 4  # of work tiles up to which the model is not asked whether 64 rows or fewer are this kernel's
+ROOM = 0.8  # of the CTAs that multiprocessors have room for, those in clusters: what fits into groups of SMs at once
 
 
 class Fp8GemmFewRowsSm90:
     def __init__(self, cfg: FewRowsConfig, grouped: bool):
-        self.config, self.grouped, self.rows, self.stages = cfg, grouped, cfg.rows, cfg.stages
-        self.columns, self.groups = cfg.columns, cfg.groups
-        self.consumer_warps = CONSUMER_WARPS * cfg.groups
-        # Blocks whose scales a thread has at a time: what it has registers for beside the accumulators.
-        self.span = SCALES if cfg.groups == 1 or cfg.rows < 64 else 2
+        self.grouped, self.rows, self.stages, self.columns = grouped, cfg.rows, cfg.stages, cfg.columns
 
     @cute.jit
     def __call__(
@@ -107,7 +101,7 @@ class Fp8GemmFewRowsSm90:
         ctas: Int32,
         stream,
     ):
-        a_layout, b_layout = operand_layouts(self.rows, SCALES * self.stages, self.groups)
+        a_layout, b_layout = operand_layouts(self.rows, SCALES * self.stages)
         s_layout = cute.make_layout((self.rows, SCALES, self.stages), stride=(SCALES, 1, self.rows * SCALES))
         a_atom, a_tma = tile_load(a, a_layout, (self.rows, GROUP))
         # The rows of a wgmma beyond a tile of 32 columns are never loaded.
@@ -121,7 +115,7 @@ class Fp8GemmFewRowsSm90:
             a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(s_layout)], 128]
             sums: cute.struct.MemRange[Int32, 32 if self.grouped else 1]
             prefix: cute.struct.MemRange[Int32, PREFIX_SUMS if self.grouped else 1]
-            out: cute.struct.Align[cute.struct.MemRange[Int32, self.consumer_warps * self.rows * 8], 128]
+            out: cute.struct.Align[cute.struct.MemRange[Int32, CONSUMER_WARPS * self.rows * 8], 128]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
 
@@ -131,7 +125,7 @@ class Fp8GemmFewRowsSm90:
             ctas = cutlass.min(ctas, tiles)
         self.kernel(
             a_atom, a_tma, b_atom, b_tma, s_atom, s_tma, b_scale, out, ends, a_layout, b_layout, s_layout
-        ).launch(grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -160,9 +154,9 @@ class Fp8GemmFewRowsSm90:
         s_of_b = storage.b_scale.get_tensor(cute.make_layout((SCALES, self.stages)))
         groups = b_scale.shape[2] // SCALES
 
-        if warp == self.consumer_warps:
+        if warp == CONSUMER_WARPS:
             with cute.arch.elect_one():
-                pipeline.init(consumers=self.consumer_warps)
+                pipeline.init(consumers=CONSUMER_WARPS)
             cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(a_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(s_atom)
@@ -176,26 +170,21 @@ class Fp8GemmFewRowsSm90:
         if cutlass.const_expr(self.grouped):
             prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
             tiles = GroupedTiles(ends, out.shape[0], across, prefix, self.rows, self.columns)
-            total = tiles.count(sums, self.config.threads, tid, lane, warp)
+            total = tiles.count(sums, THREADS, tid, lane, warp)
         else:
             tiles = OneMatrixTiles(out.shape[0], self.rows, self.columns)
             total = across * cute.ceil_div(out.shape[0], self.rows)
 
-        if warp >= self.consumer_warps:
-            if cutlass.const_expr(self.groups > 1):
-                cute.arch.setmaxregister_decrease(REGISTERS[1])
-            if warp == self.consumer_warps:
-                atoms = (b_atom, a_atom, s_atom)
-                self.produce(atoms, ma, mb, ms, b_scale, tiles, total, groups, sa, sb, ss, s_of_b, pipeline, lane)
+        if warp == CONSUMER_WARPS:
+            atoms = (b_atom, a_atom, s_atom)
+            self.produce(atoms, ma, mb, ms, b_scale, tiles, total, groups, sa, sb, ss, s_of_b, pipeline, lane)
         else:
-            if cutlass.const_expr(self.groups > 1):
-                cute.arch.setmaxregister_increase(REGISTERS[0])
             staged = storage.out.data_ptr().toint() + warp * (self.rows * 32)
             self.consume(out, tiles, total, groups, sa, sb, ss, s_of_b, pipeline, staged, warp, lane)
 
     def loaded(self, b_layout):
         """The layout of what a load of b fills: the first rows of a stage's block."""
-        if self.columns >= COLUMNS:
+        if self.columns == COLUMNS:
             return b_layout
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, self.columns, GROUP), Float8E4M3FN, 1)
 
@@ -227,9 +216,8 @@ class Fp8GemmFewRowsSm90:
 
     @cute.jit
     def consume(self, out, tiles, total, groups, sa, sb, ss, s_of_b, pipeline: Pipeline, staged, warp, lane):
-        """The mainloop of a consumer warpgroup."""
-        warpgroup = cute.arch.make_warp_uniform(warp // CONSUMER_WARPS) if cutlass.const_expr(self.groups > 1) else 0
-        mma, acc, rb, ra = fragments(self.rows, SCALES, sb, sa, self.groups, warpgroup)
+        """The mainloop of the consumer warpgroup."""
+        mma, acc, rb, ra = fragments(self.rows, SCALES, sb, sa)
         sums = cute.make_rmem_tensor((self.rows // 2,), Float32)
         scheduler = static_persistent_scheduler()
         state, e = start(), Int32(0)
@@ -243,11 +231,10 @@ class Fp8GemmFewRowsSm90:
                     # block's they are in vector registers, and four moves before every wgmma.
                     block = opaque(SCALES * state.stage + i)
                     multiply(mma, acc[i], rb, ra, block, block)
-                for first in cutlass.range_constexpr(0, SCALES, self.span):
-                    scales = self.scales(ss, s_of_b, first // self.span, state, lane)
-                    for i in cutlass.range_constexpr(self.span):
-                        cute.nvgpu.warpgroup.wait_group(SCALES - 1 - first - i)
-                        add_scaled(sums, acc[first + i], scales, i)
+                scales = self.scales(ss, s_of_b, state, lane)
+                for i in cutlass.range_constexpr(SCALES):
+                    cute.nvgpu.warpgroup.wait_group(SCALES - 1 - i)
+                    add_scaled(sums, acc[i], scales, i)
                 cute.arch.sync_warp()
                 pipeline.consumer_release(state)
                 state = pipeline.advance(state)
@@ -256,16 +243,15 @@ class Fp8GemmFewRowsSm90:
                 store_turned(sums, out, row, cutlass.min(row + self.rows, end), column + warp * 16, staged, lane)
 
     @cute.jit
-    def scales(self, ss, s_of_b, part: cutlass.Constexpr, state: PipelineState, lane):
-        """The products of the scales of this thread's rows, rows / 8 pairs, and the columns', of a part of the stage's
-        blocks: [span] of each row."""
-        of_columns = cute.make_rmem_tensor((self.span,), Float32)
-        cute.autovec_copy(cute.local_tile(s_of_b[None, state.stage], (self.span,), (part,)), of_columns)
-        scales = [cute.make_rmem_tensor((self.span,), Float32) for _ in range(self.rows // 4)]
+    def scales(self, ss, s_of_b, state: PipelineState, lane):
+        """The products of the scales of this thread's rows, rows / 8 pairs, and the columns', of the stage's blocks:
+        [SCALES] of each row."""
+        of_columns = cute.make_rmem_tensor((SCALES,), Float32)
+        cute.autovec_copy(s_of_b[None, state.stage], of_columns)
+        scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(self.rows // 4)]
         for j in cutlass.range_constexpr(self.rows // 4):
-            of_row = ss[j // 2 * 8 + lane % 4 * 2 + j % 2, None, state.stage]
-            cute.autovec_copy(cute.local_tile(of_row, (self.span,), (part,)), scales[j])
-            for i in cutlass.range_constexpr(self.span):
+            cute.autovec_copy(ss[j // 2 * 8 + lane % 4 * 2 + j % 2, None, state.stage], scales[j])
+            for i in cutlass.range_constexpr(SCALES):
                 scales[j][i] = scales[j][i] * of_columns[i]
         return scales
 
@@ -317,13 +303,17 @@ def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
 def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) -> FewRowsConfig:
     """What takes the shortest time, of tiles no higher than the rows need, and of clusters that can run all at once."""
     blocks = -(-channels // (SCALES * GROUP)) * SCALES
-    highest = min((config.rows for config in CONFIGS if rows <= config.rows), default=CONFIGS[-1].rows)
+    heights = sorted({config.rows for config in CONFIGS})
+    highest = min((height for height in heights if rows <= height), default=heights[-1])
 
     def possible(config: FewRowsConfig) -> bool:
+        # Tiles of 8 rows take as long as those of 16, which are half as many. Those of 32 columns load less.
+        if config.rows > highest or (rows > 8 >= config.rows and config.columns == COLUMNS):
+            return False
         # A cluster has to fit into a group of SMs, and groups have different numbers of them.
         ctas = work_tiles(config, rows, columns) * config.ctas
         at_once = ctas <= ROOM * multiprocessors * config.ctas_per_sm()
-        return config.rows <= highest and (config.ctas == 1 or (blocks <= MAX_SPLIT_BLOCKS and at_once))
+        return config.ctas == 1 or (blocks <= MAX_SPLIT_BLOCKS and at_once)
 
     return min(
         filter(possible, CONFIGS), key=lambda config: microseconds(config, rows, columns, channels, multiprocessors)
@@ -340,15 +330,15 @@ def choose_grouped_config(rows: int, matrices: int) -> FewRowsConfig:
 
 @functools.lru_cache(4096)
 def takes(rows: int, columns: int, channels: int, multiprocessors: int) -> bool:
-    """Whether a product is this kernel's: all of up to 64 rows, since the other's tiles are no lower; of up to MAX_ROWS
-    those that take it no longer."""
-    if not 64 < rows <= MAX_ROWS:
-        return 0 < rows <= 64
+    """Whether a product is this kernel's: all of up to 64 rows, since the other's tiles are no lower, unless they make
+    many tiles; of those, and of up to MAX_ROWS, what takes it no longer."""
+    if not 0 < rows <= MAX_ROWS:
+        return False
     config = choose_config(rows, columns, channels, multiprocessors)
+    if rows <= 64 and work_tiles(config, rows, columns) <= ROUNDS * multiprocessors:
+        return True
     here = microseconds(config, rows, columns, channels, multiprocessors)
-    many = fp8_gemm_config.choose_config(rows, columns, channels, 1, multiprocessors)
-    clocks = fp8_gemm_config.clocks_of_one(many, rows, columns, channels, multiprocessors)
-    return here <= clocks / CLOCKS + LATER
+    return here <= microseconds_of_many(rows, columns, channels, multiprocessors)
 
 
 def work_tiles(config: FewRowsConfig, rows: int, columns: int) -> int:
@@ -356,20 +346,35 @@ def work_tiles(config: FewRowsConfig, rows: int, columns: int) -> int:
 
 
 def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """The longest of what all bytes take from memory, those of all CTAs from the L2 cache, and those of an SM's CTAs to
-    it; what the ends of an SM's tiles take; and that of the exchange of products, if there is one. Without the
-    launch."""
+    """What an SM takes for its work tiles, in whole rounds: their blocks, for each the mainloop's time or that of its
+    bytes, and their ends; while memory reads everything once. The two hide each other as a rule, but not where either
+    waits for the other. Then the exchange of products, if there is one. Without the launch."""
     blocks = -(-channels // (SCALES * GROUP)) * SCALES
     ctas = work_tiles(config, rows, columns) * config.ctas
-    rounds = -(-ctas // multiprocessors)
-    stages = -(-blocks // (config.span * config.ctas))
-    of_cta = stages * config.span * (config.columns + min(config.rows, rows)) * GROUP
-    memory = (columns * channels + rows * (channels + 2 * columns)) / MEMORY_RATE
+    rounds = math.ceil(ctas / (multiprocessors * (ROOM if config.ctas > 1 else 1)))
+    of_cta = -(-blocks // (config.span * config.ctas)) * config.span
+    loaded = (config.columns + min(config.rows, rows)) * GROUP
+    busy = of_cta * max(BLOCK + ROW * config.rows, loaded / SM_RATE)
     exchange = 0.0
-    if config.ctas > 1:
-        exchange = EXCHANGE + blocks * COLUMNS * config.rows * 4 / config.ctas / SEND_RATE
-    loads = max(memory, ctas * of_cta / L2_RATE, rounds * of_cta / SM_RATE)
-    return loads + rounds * config.rows * ROW_END + exchange
+    if config.ctas == 1:
+        busy += TILE_END
+    else:
+        exchange = BARRIERS + blocks * COLUMNS * config.rows * 4 / config.ctas / SEND_RATE
+    return math.hypot(rounds * busy, memory(rows, columns, channels)) + rounds * exchange
+
+
+def microseconds_of_many(rows: int, columns: int, channels: int, multiprocessors: int) -> float:
+    """The same of `fp8_gemm_sm90`, by its own model without BLOCK_CLOCKS: small products do not take them."""
+    config = fp8_gemm_config.choose_config(rows, columns, channels, 1, multiprocessors)
+    blocks = -(-channels // GROUP)
+    rounds = -(-(-(-columns // config.columns) * -(-rows // config.rows)) // multiprocessors)
+    clocks = fp8_gemm_config.tile_clocks(config, min(rows, config.rows), blocks) - blocks * fp8_gemm_config.BLOCK_CLOCKS
+    return math.hypot(rounds * clocks / CLOCKS, memory(rows, columns, channels))
+
+
+def memory(rows: int, columns: int, channels: int) -> float:
+    """Microseconds in which memory reads the operands and takes the results."""
+    return (columns * channels + rows * (channels + 2 * columns)) / MEMORY_RATE
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

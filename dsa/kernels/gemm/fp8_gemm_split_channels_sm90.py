@@ -36,6 +36,7 @@ from dsa.kernels.gemm.few_rows_tile import (
     MAX_SPLIT_BLOCKS,
     SCALES,
     SPLIT_SPAN,
+    THREADS,
     FewRowsConfig,
     fragments,
     load_blocks,
@@ -50,7 +51,6 @@ SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # scales of a row: 8 rows' are then in diff
 class Fp8GemmSplitChannelsSm90:
     def __init__(self, out_dtype: type[cutlass.Numeric], cfg: FewRowsConfig):
         self.out_dtype, self.rows, self.stages, self.ctas = out_dtype, cfg.rows, cfg.stages, cfg.ctas
-        self.threads = cfg.threads
         self.owned = 8 // cfg.ctas  # of the work tile's 8 times 8 columns
         self.slabs = self.owned * cfg.rows // 8
 
@@ -82,7 +82,7 @@ class Fp8GemmSplitChannelsSm90:
         tiles = cute.ceil_div(out.shape[1], COLUMNS) * cute.ceil_div(out.shape[0], self.rows)
         self.kernel(a_atom, a_tma, a_scale, b_atom, b_tma, b_scale, out, a_layout, b_layout).launch(
             grid=(tiles * self.ctas, 1, 1),
-            block=(self.threads, 1, 1),
+            block=(THREADS, 1, 1),
             cluster=(self.ctas, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
