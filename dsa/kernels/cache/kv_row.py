@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from dsa.cute.indexer_page import find_slot
-from dsa.cute.quantize import AMAX_MIN, ceil_to_ue8m0, scale_of, scale_values
+from dsa.cute.quantize import AMAX_MIN, scale_and_reciprocal
 from dsa.cute.sm90 import WARP
 from dsa.kernels.cache.limits import ROPE_CHANNELS
 
@@ -150,13 +150,7 @@ def quantize_group(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.
         amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)
     for log in cutlass.range_constexpr(lanes.bit_length() - 1):
         amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << log), nan=True)
-    scale = scale_of(amax)
-    if const_expr(use_ue8m0):
-        scale = ceil_to_ue8m0(scale)
-        # The approximate reciprocal is exact for powers of two, 0 for infinity and NaN for NaN.
-        inverse = cute.arch.rcp_approx(scale)
-        for i in cutlass.range_constexpr(cute.size(v)):
-            v[i] = v[i] * inverse
-    else:
-        scale_values(v, scale)
+    scale, reciprocal = scale_and_reciprocal(amax, use_ue8m0)
+    for i in cutlass.range_constexpr(cute.size(v)):
+        v[i] = v[i] * reciprocal
     return scale
