@@ -60,7 +60,7 @@ def hyper_connections(device: str) -> None:
 
 def hyper_mix(device: str) -> None:
     """24 outputs, and 4 of streams that are no whole number of blocks; many and few tokens."""
-    for tokens, n, channels, count in ((300, 4, 128, 24), (3, 2, 264, 4)):
+    for tokens, n, channels, count in ((1700, 4, 128, 24), (300, 4, 128, 24), (3, 2, 264, 4)):
         streams = torch.randn(tokens, n, channels, device=device).bfloat16()
         parts = torch.randn(3, count, n * channels, device=device).bfloat16()
         parts *= torch.tensor([1, 2**-8, 2**-16], device=device)[:, None, None]

@@ -32,6 +32,7 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
     CTAS,
     GROUP_SLICES,
+    HALF_SLICES,
     OUTPUTS,
     PARTS,
     VECTOR,
@@ -103,9 +104,12 @@ class HyperMixFewTokensSm90:
             for i in cutlass.range_constexpr(GROUP_SLICES):
                 cute.autovec_copy(slices[None, tid, i], values[None, i])
             group = [Float32(0.0), Float32(0.0)]
-            for i in cutlass.range_constexpr(GROUP_SLICES):
-                for j in cutlass.range_constexpr(2):
-                    group[j] += values[j, i]
+            for j in cutlass.range_constexpr(2):
+                for begin in cutlass.range_constexpr(0, GROUP_SLICES, HALF_SLICES):
+                    half = Float32(0.0)
+                    for i in cutlass.range_constexpr(HALF_SLICES):
+                        half += values[j, begin + i]
+                    group[j] += half
             send(received, rank, tid, group[0], group[1])
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()

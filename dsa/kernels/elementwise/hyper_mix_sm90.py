@@ -1,20 +1,25 @@
-"""The projection of DeepSeek-V4's hyper-connections, for many tokens: mix[t, c] = sum_k (high + middle + low)[c, k]
-v[t, k], v a token's streams as one vector; 24 outputs.
+"""The projection of DeepSeek-V4's hyper-connections, for more than a hundred tokens: mix[t, c] = sum_k (high + middle +
+low)[c, k] v[t, k], v a token's streams as one vector; 24 outputs.
 
 Plan
-- A cluster of 8 CTAs has 128 or 256 tokens; each has all of their outputs and a group of 8 of the 64 slices of the
-  channels, one slice after the other.
-- Warp roles: 8 consumer warps, with 16 or 32 tokens each and all three parts of the 24 outputs; a producer warp, which
-  loads by TMA.
-- Pipeline: a ring of stages, each a block of 64 channels of the tokens and of the 72 rows of the matrix.
+- A tile of 32 to 256 tokens has all of their outputs. Of 32 to 128 tokens, a cluster of 8 CTAs has a tile, and each CTA
+  a group of 8 of the 64 slices of the channels. Of 256, persistent CTAs without clusters, which would leave SMs empty,
+  go from half a group of a tile to the next one, and a second kernel adds what they write to memory.
+- Warp roles: 8 consumer warps, with 32 tokens each and all three parts of the 24 outputs; of tiles of less than 256
+  tokens several warps have the same tokens and different slices. A producer warp loads by TMA.
+- Pipeline: a ring of stages, each a block of 64 channels of the tokens and of the 72 rows of the matrix; successive
+  stages are those of the warps' different slices. A warp reads the operands of the next half of a block before it
+  multiplies those that it has: reading and multiplying take about the same time.
 - mma from registers, and not wgmma: the sums are then those of the kernel for few tokens, bit for bit. A lane reads 16
   bytes of a row, the operands of two of them.
-- Epilogue: a lane sends its sums, the CTA's group, to the owners of the results in the cluster, 1/8 of the tokens each,
+- Slices of different warps meet in shared memory, where each thread adds those of its pairs of numbers.
+- Epilogue in a cluster: a lane sends its sums, the CTA's group, to the owners of the results, 1/8 of the tokens each,
   which add the 8 groups and store.
-Shared memory: barriers; groups received, 96 x rows bytes; stages x (rows + 72) x 128 bytes.
+Shared memory: barriers; stages x (rows + 72) x 128 bytes; slices, 24 KB, of 64 and 128 tokens (of 32, where the streams
+have been); in a cluster the groups received, 96 x rows bytes.
 Constraints: the streams of a token one behind the other, channels a multiple of 64 and rows of 16-byte alignment.
-Roofline: memory, 2 n D bytes a token; the matrix is read from L2 once for every 128 or 256 tokens. mma: of 256 tokens
-and 64 channels 576 of 16 x 8 x 16, about 930 clocks, where memory has 1760.
+Roofline: memory, 2 n D bytes a token; the matrix is read from L2 once for every tile. Of 256 tokens and 64 channels, an
+SM has 1600 clocks in that time, mma instructions 900 to 1150 (576 of 16 x 8 x 16), shared memory 1150.
 """
 
 from collections.abc import Callable
@@ -23,73 +28,105 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import fake, fake_stream, strides
-from dsa.cute.pipeline import Pipeline, pipeline_storage, start
+from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16
-from dsa.cute.sm90 import WARP
+from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
     CTAS,
     GROUP_SLICES,
+    HALF_SLICES,
     OUTPUTS,
     PARTS,
-    VECTOR,
+    SLICES,
     add_groups,
     multiply_add,
     octet_row,
     send,
     slice_start,
+    store_sums,
 )
-from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MIX_BLOCK, MIX_OUTPUTS, MIX_ROWS
+from dsa.kernels.elementwise.limits import (
+    CHANNEL_MULTIPLE,
+    MIX_BLOCK,
+    MIX_HALVES,
+    MIX_OUTPUTS,
+    MIX_PERSISTENT_ROWS,
+    MIX_ROWS,
+)
 
 CONSUMER_WARPS = 8
-THREADS = (CONSUMER_WARPS + 1) * WARP
+CONSUMERS = CONSUMER_WARPS * WARP
+THREADS = CONSUMERS + WARPGROUP
+WARP_TOKENS = 32
+OCTETS = WARP_TOKENS // 8
 ROW_BYTES = BLOCK * 2
 MATRIX_ROWS = PARTS * MIX_OUTPUTS
 OUTPUT_OCTETS, MATRIX_OCTETS = MIX_OUTPUTS // OUTPUTS, MATRIX_ROWS // 8
-HALVES = BLOCK // (4 * VECTOR)
-WORDS = 4
-STAGES = {128: 3, 256: 4}  # of 128 tokens two CTAs fit on an SM
-SHARED_MEMORY_PERCENT = 100
+TOKEN_PAIRS = 4 * OUTPUT_OCTETS
+WORDS = 4  # of 16 bytes
+STAGES = {32: 16, 64: 8, 128: 6, 256: 4}
+SUM_TOKENS = 16  # of a CTA of the second kernel
 
 
 class HyperMixSm90:
+    clustered = True
+
     def __init__(self, rows: int):
         self.rows, self.stages = rows, STAGES[rows]
-        self.octets = rows // (8 * CONSUMER_WARPS)  # of a warp
-        self.pairs = rows * 4 * OUTPUT_OCTETS
-        self.ctas_per_sm = 256 // rows
+        self.token_warps = rows // WARP_TOKENS
+        self.slice_warps = CONSUMER_WARPS // self.token_warps
+        self.unit_slices = GROUP_SLICES if self.clustered else HALF_SLICES
+        self.units = SLICES // self.unit_slices  # of a tile
+        self.rounds = max(1, HALF_SLICES // self.slice_warps)  # of all warps with their slices, in half a group
+        self.halves = self.unit_slices // (self.rounds * self.slice_warps)  # that are not of the same round
+        self.pairs = rows * TOKEN_PAIRS
+        self.own_pairs = -(-self.pairs // CONSUMERS)  # of a thread
+        self.received_numbers = 2 * self.pairs if self.clustered else 0
+        # Where a CTA has one round, a warp's slice takes the place of the tokens of its first stage: nobody else reads
+        # that one, and nothing is loaded to it any more.
+        self.exchange_in_stages = self.clustered and self.halves * self.rounds == 1
+        apart = self.slice_warps > 1 and not self.exchange_in_stages
+        self.exchanged_numbers = 2 * self.pairs * self.slice_warps if apart else 0
 
     @cute.jit
     def __call__(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor, stream):
-        tile = (self.rows, 8, BLOCK)
-        v_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, self.stages)
-        # By eights of rows: the DSL has no layout of 72.
-        w_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, BFloat16, self.stages * MATRIX_OCTETS)
+        self.launch(streams, parts, out, cute.ceil_div(out.shape[0], self.rows) * CTAS, (CTAS, 1, 1), stream)
+
+    @cute.jit
+    def launch(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor, ctas, cluster: cutlass.Constexpr,
+               stream):  # fmt: skip
+        v_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (self.rows, 8, BLOCK), BFloat16, self.stages)
+        # The DSL has no layout for 72 rows, and aborts where a composed one of several stages is sliced.
+        w_layout = cute.make_layout((MATRIX_ROWS, BLOCK), stride=(BLOCK, 1))
+        w_one = cute.make_composed_layout(v_layout.inner, 0, w_layout)
         v_atom, v_tma = tile_load(streams, v_layout, (self.rows, BLOCK))
-        w_atom, w_tma = tile_load(parts, w_layout, (8, BLOCK))
+        load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
+        w_info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, parts, w_one, (MATRIX_ROWS, BLOCK))
 
         @cute.struct
         class Storage:
             pipeline: pipeline_storage(self.stages)
-            received: cute.struct.Align[cute.struct.MemRange[Float32, self.pairs * 2], 128]
+            received: cute.struct.Align[cute.struct.MemRange[Float32, self.received_numbers], 128]
+            exchange: cute.struct.Align[cute.struct.MemRange[Float32, self.exchanged_numbers], 128]
             v: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(v_layout)], 1024]
-            w: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(w_layout)], 1024]
+            w: cute.struct.Align[cute.struct.MemRange[BFloat16, self.stages * MATRIX_ROWS * BLOCK], 1024]
 
         self.storage = Storage
-        self.kernel(v_atom, v_tma, w_atom, w_tma, out, v_layout, w_layout).launch(
-            grid=(cute.ceil_div(out.shape[0], self.rows) * CTAS, 1, 1),
+        self.kernel(v_atom, v_tma, w_info[0], w_info[1], out, v_layout).launch(
+            grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
-            cluster=(CTAS, 1, 1),
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=SHARED_MEMORY_PERCENT,
+            cluster=cluster,
+            min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -101,54 +138,57 @@ class HyperMixSm90:
         mw: cute.Tensor,
         out: cute.Tensor,
         v_layout: cute.ComposedLayout,
-        w_layout: cute.ComposedLayout,
     ):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        tile, rank = cta // CTAS, cta % CTAS
         storage = SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         sv = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        sw = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
-        received = storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
-        blocks = mv.shape[1] // BLOCK
+        w_layout = cute.make_layout((MATRIX_ROWS, BLOCK, self.stages), stride=(BLOCK, 1, MATRIX_ROWS * BLOCK))
+        sw = storage.w.get_tensor(w_layout, swizzle=v_layout.inner)
 
         if warp == CONSUMER_WARPS:
             with cute.arch.elect_one():
-                pipeline.init(consumers=CONSUMER_WARPS)
+                pipeline.init(consumers=self.token_warps)
             cute.nvgpu.cpasync.prefetch_descriptor(v_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(w_atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.cluster_arrive_relaxed()
+        if const_expr(self.clustered):
+            cute.arch.cluster_arrive_relaxed()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
-        if warp == CONSUMER_WARPS:
-            tvs, tvg = self.tiles_of(v_atom, sv, mv, (self.rows, BLOCK))
-            tws, twg = self.tiles_of(w_atom, sw, mw, (8, BLOCK))
-            state = start()
-            first, end = [slice_start((rank + i) * GROUP_SLICES, blocks) for i in range(2)]
-            for block in cutlass.range(first, end, unroll=1):
-                pipeline.producer_acquire(state, (self.rows + MATRIX_ROWS) * ROW_BYTES)
-                full = pipeline.producer_barrier(state)
-                cute.copy(v_atom, tvg[None, tile, block], tvs[None, state.stage], tma_bar_ptr=full)
-                for i in cutlass.range_constexpr(MATRIX_OCTETS):
-                    target = tws[None, state.stage * MATRIX_OCTETS + i]
-                    cute.copy(w_atom, twg[None, i, block], target, tma_bar_ptr=full)
-                state = pipeline.advance(state)
-            cute.arch.cluster_wait()
+        if warp >= CONSUMER_WARPS:
+            cute.arch.setmaxregister_decrease(REGISTERS[2][1])
+            if warp == CONSUMER_WARPS:
+                v_copy = v_atom, *self.tiles_of(v_atom, sv, mv, (self.rows, BLOCK))
+                w_copy = w_atom, *self.tiles_of(w_atom, sw, mw, (MATRIX_ROWS, BLOCK))
+                self.load_blocks(pipeline, v_copy, w_copy, mv.shape[0], mv.shape[1] // BLOCK)
+            if const_expr(self.clustered):
+                cute.arch.cluster_wait()
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
         else:
-            group = self.multiply(storage, pipeline, rank, blocks, warp, lane)
-            cute.arch.cluster_wait()
-            for octet in cutlass.range_constexpr(self.octets):
-                token = (warp * self.octets + octet) * 8 + octet_row(lane // 4)
-                for j in cutlass.range_constexpr(OUTPUT_OCTETS):
-                    pair = (token * OUTPUT_OCTETS + j) * 4 + lane % 4
-                    send(received, rank, pair, group[0, j, octet], group[1, j, octet])
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        add_groups(received, out, rank, tile * self.rows, Int32(0), OUTPUT_OCTETS, tid, THREADS)
+            cute.arch.setmaxregister_increase(REGISTERS[2][0])
+            self.multiply(storage, pipeline, out, mv.shape[0], mv.shape[1] // BLOCK, warp, tid)
+            if const_expr(self.clustered):
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
+                received, rank, token = self.received(storage), cta % CTAS, cta // CTAS * self.rows
+                add_groups(received, out, rank, token, Int32(0), OUTPUT_OCTETS, tid, CONSUMERS)
+
+    def received(self, storage) -> cute.Tensor:
+        return storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
+
+    def exchange(self, storage) -> cute.Tensor:
+        """[2, pairs, warps with different slices]."""
+        shape = 2, self.pairs, self.slice_warps
+        if not self.exchange_in_stages:
+            return storage.exchange.get_tensor(cute.make_layout(shape))
+        memory = cute.recast_ptr(storage.v.data_ptr(), dtype=Float32)
+        return cute.make_tensor(memory, cute.make_layout(shape, stride=(1, 2, self.rows * ROW_BYTES // 4)))
 
     @cute.jit
     def tiles_of(self, atom, shared: cute.Tensor, x: cute.Tensor, shape: cutlass.Constexpr):
@@ -158,69 +198,226 @@ class HyperMixSm90:
         return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
 
     @cute.jit
-    def multiply(self, storage, pipeline: Pipeline, rank, blocks, warp, lane) -> cute.Tensor:
-        """The sum of a group's slices, as a lane has it: [2 neighbouring places of outputs, their octet, octet of
-        tokens]."""
-        place, quad = octet_row(lane // 4), lane % 4
-        # Rows are 128 bytes, of which 16 are where their number, exclusive or that of the row in its eight, says.
-        columns = [((quad + 4 * half) ^ place) * 16 for half in range(HALVES)]
-        tokens = Int32(storage.v.data_ptr().toint()) + (warp * self.octets * 8 + place) * ROW_BYTES
-        matrix = Int32(storage.w.data_ptr().toint()) + place * ROW_BYTES
-        group = cute.make_rmem_tensor((2, OUTPUT_OCTETS, self.octets), Float32)
-        group.fill(0.0)
-        acc = cute.make_rmem_tensor((4, self.octets // 2, MATRIX_OCTETS), Float32)
-        state = start()
-        for i in cutlass.range(GROUP_SLICES, unroll=1):
-            index = rank * GROUP_SLICES + i
-            first, end = slice_start(index, blocks), slice_start(index + 1, blocks)
-            acc.fill(0.0)
-            for _ in cutlass.range(first, end, unroll=1):
-                pipeline.consumer_wait(state)
-                v_stage = tokens + state.stage * (self.rows * ROW_BYTES)
-                w_stage = matrix + state.stage * (MATRIX_ROWS * ROW_BYTES)
-                for half in cutlass.range_constexpr(HALVES):
-                    v = self.load(v_stage + columns[half], self.octets)
-                    w = self.load(w_stage + columns[half], MATRIX_OCTETS)
-                    for pair in cutlass.range_constexpr(0, WORDS, 2):
-                        for j in cutlass.range_constexpr(MATRIX_OCTETS):
-                            for m in cutlass.range_constexpr(self.octets // 2):
-                                upper, lower = v[None, 2 * m], v[None, 2 * m + 1]
-                                multiply_add(acc[None, m, j], upper, lower, w[None, j], pair)
-                cute.arch.sync_warp()
-                pipeline.consumer_release(state)
-                state = pipeline.advance(state)
-            for octet in cutlass.range_constexpr(self.octets):
-                for j in cutlass.range_constexpr(OUTPUT_OCTETS):
-                    for n in cutlass.range_constexpr(2):
-                        of = [acc[octet % 2 * 2 + n, octet // 2, p * OUTPUT_OCTETS + j] for p in range(PARTS)]
-                        group[n, j, octet] += of[0] + (of[1] + of[2])
-        return group
+    def work(self, tokens, blocks):
+        """-> the first unit of this CTA, their end, and the step from one to the next; blocks of the longest slice."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        return cta, cute.ceil_div(tokens, self.rows) * self.units, ctas, cute.ceil_div(blocks, SLICES)
 
     @cute.jit
-    def load(self, address, octets: cutlass.Constexpr) -> cute.Tensor:
-        """16 bytes of a row in each of so many octets of rows."""
-        words = cute.make_rmem_tensor((WORDS, octets), Uint32)
-        for octet in cutlass.range_constexpr(octets):
-            own = load_16(address + octet * 8 * ROW_BYTES)
-            for i in cutlass.range_constexpr(WORDS):
-                words[i, octet] = own[i]
-        return words
+    def load_blocks(self, pipeline: Pipeline, v_copy, w_copy, tokens, blocks):
+        """The producer. A slice that has no more blocks gets the one behind the last, which are zeros. After all blocks
+        each warp may read one more stage, whatever is there: it does not use it."""
+        v_atom, v_shared, v = v_copy
+        w_atom, w_shared, w = w_copy
+        first, end, step, longest = self.work(tokens, blocks)
+        state = start()
+        for unit in cutlass.range(first, end, step, unroll=1):
+            tile = unit // self.units
+            for round in cutlass.range(self.halves * self.rounds, unroll=1):
+                index = unit % self.units * self.unit_slices + round * self.slice_warps
+                for i in cutlass.range(longest, unroll=1):
+                    for j in cutlass.range_constexpr(self.slice_warps):
+                        block = slice_start(index + j, blocks) + i
+                        if block >= slice_start(index + j + 1, blocks):
+                            block = blocks
+                        pipeline.producer_acquire(state, (self.rows + MATRIX_ROWS) * ROW_BYTES)
+                        full = pipeline.producer_barrier(state)
+                        cute.copy(v_atom, v[None, tile, block], v_shared[None, state.stage], tma_bar_ptr=full)
+                        cute.copy(w_atom, w[None, 0, block], w_shared[None, state.stage], tma_bar_ptr=full)
+                        state = pipeline.advance(state)
+        for _ in cutlass.range_constexpr(self.slice_warps):
+            pipeline.producer_wait(state)
+            pipeline.producer_commit(state)
+            state = pipeline.advance(state)
+
+    @cute.jit
+    def multiply(self, storage, pipeline: Pipeline, out: cute.Tensor, tokens, blocks, warp, tid):
+        """A consumer warp's work."""
+        lane = tid % WARP
+        place, quad = octet_row(lane // 4), lane % 4
+        token_warp, slice_warp = warp % self.token_warps, warp // self.token_warps
+        # Rows are 128 bytes, of which 16 are where their number, exclusive or that of the row in its eight, says.
+        columns = [((quad + 4 * half) ^ place) * 16 for half in range(2)]
+        v_rows = Int32(storage.v.data_ptr().toint()) + (token_warp * WARP_TOKENS + place) * ROW_BYTES
+        w_rows = Int32(storage.w.data_ptr().toint()) + place * ROW_BYTES
+        v_size, w_size = self.rows * ROW_BYTES, MATRIX_ROWS * ROW_BYTES
+        group = cute.make_rmem_tensor((2, self.own_pairs), Float32)
+        half_group = cute.make_rmem_tensor((2, self.own_pairs), Float32)
+        acc = cute.make_rmem_tensor((4, OCTETS // 2, MATRIX_OCTETS), Float32)
+        operands = [[cute.make_rmem_tensor((WORDS, n), Uint32) for n in (OCTETS, MATRIX_OCTETS)] for _ in range(2)]
+
+        first, end, step, longest = self.work(tokens, blocks)
+        state = PipelineState(Int32(slice_warp), Int32(0))
+        pipeline.consumer_wait(state)
+        self.read(operands[0], v_rows + state.stage * v_size + columns[0], w_rows + state.stage * w_size + columns[0])
+        for unit in cutlass.range(first, end, step, unroll=1):
+            group.fill(0.0)
+            for _ in cutlass.range(self.halves, unroll=1):
+                half_group.fill(0.0)
+                for _ in cutlass.range(self.rounds, unroll=1):
+                    acc.fill(0.0)
+                    for _ in cutlass.range(longest, unroll=1):
+                        v_stage, w_stage = v_rows + state.stage * v_size, w_rows + state.stage * w_size
+                        self.read(operands[1], v_stage + columns[1], w_stage + columns[1])
+                        self.multiply_half(acc, operands[0])
+                        cute.arch.sync_warp()
+                        pipeline.consumer_release(state)
+                        state = pipeline.skip(state, self.slice_warps)
+                        pipeline.consumer_wait(state)
+                        v_stage, w_stage = v_rows + state.stage * v_size, w_rows + state.stage * w_size
+                        self.read(operands[0], v_stage + columns[0], w_stage + columns[0])
+                        self.multiply_half(acc, operands[1])
+                    self.add_slices(storage, group, half_group, acc, warp, tid)
+                for i in cutlass.range_constexpr(2 * self.own_pairs):
+                    group[i] += half_group[i]
+            if const_expr(self.clustered):
+                cute.arch.cluster_wait()
+                self.send_group(self.received(storage), group, tid)
+            else:
+                self.store_half(out, group, unit, tokens, warp, tid)
+
+    @cute.jit
+    def read(self, operands: cutlass.Constexpr, v: Int32, w: Int32):
+        """16 bytes of a row in each of the octets of the tokens and of the matrix."""
+        for tensor, address in zip(operands, (v, w)):
+            for octet in cutlass.range_constexpr(tensor.shape[1]):
+                own = load_16(address + octet * 8 * ROW_BYTES)
+                for i in cutlass.range_constexpr(WORDS):
+                    tensor[i, octet] = own[i]
+
+    @cute.jit
+    def multiply_half(self, acc: cute.Tensor, operands: cutlass.Constexpr):
+        """The products of half a block."""
+        v, w = operands
+        for pair in cutlass.range_constexpr(0, WORDS, 2):
+            for j in cutlass.range_constexpr(MATRIX_OCTETS):
+                for m in cutlass.range_constexpr(OCTETS // 2):
+                    multiply_add(acc[None, m, j], v[None, 2 * m], v[None, 2 * m + 1], w[None, j], pair)
+
+    @cute.jit
+    def add_slices(self, storage, group: cute.Tensor, half_group: cute.Tensor, acc: cute.Tensor, warp, tid):
+        """Add the slices of a round to what this thread has of half a group, and the first half, if a round has both,
+        to the group."""
+        lane, exchange, slice_warp = tid % WARP, None, warp // self.token_warps
+        if const_expr(self.slice_warps > 1):
+            exchange = self.exchange(storage)
+            if const_expr(not self.exchange_in_stages):
+                self.sync_consumers()  # all have read the last round's
+        for octet in cutlass.range_constexpr(OCTETS):
+            for j in cutlass.range_constexpr(OUTPUT_OCTETS):
+                numbers = cute.make_rmem_tensor((2,), Float32)
+                for n in cutlass.range_constexpr(2):
+                    of = [acc[octet % 2 * 2 + n, octet // 2, p * OUTPUT_OCTETS + j] for p in range(PARTS)]
+                    numbers[n] = of[0] + (of[1] + of[2])
+                if const_expr(self.slice_warps > 1):
+                    token = self.token_of(warp, lane, octet)
+                    cute.autovec_copy(numbers, exchange[None, token * TOKEN_PAIRS + j * 4 + lane % 4, slice_warp])
+                else:
+                    for n in cutlass.range_constexpr(2):
+                        half_group[n, octet * OUTPUT_OCTETS + j] += numbers[n]
+        if const_expr(self.slice_warps > 1):
+            self.sync_consumers()
+            for i in cutlass.range_constexpr(self.own_pairs):
+                pair = tid + i * CONSUMERS
+                if pair < self.pairs:
+                    for k in cutlass.range_constexpr(self.slice_warps):
+                        numbers = cute.make_rmem_tensor((2,), Float32)
+                        cute.autovec_copy(exchange[None, pair, k], numbers)
+                        for n in cutlass.range_constexpr(2):
+                            if const_expr(k == HALF_SLICES):
+                                group[n, i] += half_group[n, i]
+                                half_group[n, i] = Float32(0.0)
+                            half_group[n, i] += numbers[n]
+
+    @cute.jit
+    def token_of(self, warp, lane, octet: cutlass.Constexpr):
+        """The token in the tile of a lane's numbers of an octet."""
+        return warp % self.token_warps * WARP_TOKENS + octet * 8 + octet_row(lane // 4)
+
+    @cute.jit
+    def sync_consumers(self):
+        cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS)
+
+    @cute.jit
+    def send_group(self, received: cute.Tensor, group: cute.Tensor, tid):
+        """This thread's numbers of the CTA's group to the owners of the results."""
+        cta, _, _ = cute.arch.block_idx()
+        for i in cutlass.range_constexpr(self.own_pairs):
+            pair = tid + i * CONSUMERS
+            if pair < self.pairs:
+                send(received, cta % CTAS, pair, group[0, i], group[1, i])
+
+
+class HyperMixPersistentSm90(HyperMixSm90):
+    clustered = False
+
+    @cute.jit
+    def __call__(self, streams: cute.Tensor, parts: cute.Tensor, halves: cute.Tensor, out: cute.Tensor, ctas: Int32,
+                 stream):  # fmt: skip
+        self.launch(streams, parts, halves, ctas, (1, 1, 1), stream)
+        self.add_halves(halves, out).launch(
+            grid=(cute.ceil_div(out.shape[0], SUM_TOKENS), 1, 1),
+            block=(SUM_TOKENS * TOKEN_PAIRS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.jit
+    def store_half(self, halves: cute.Tensor, half: cute.Tensor, unit, tokens, warp, tid):
+        """This thread's numbers of half a group to memory."""
+        lane = tid % WARP
+        for octet in cutlass.range_constexpr(OCTETS):
+            token = unit // self.units * self.rows + self.token_of(warp, lane, octet)
+            if token < tokens:
+                for j in cutlass.range_constexpr(OUTPUT_OCTETS):
+                    target = cute.local_tile(halves[unit % self.units, token, None], (2,), (j * 4 + lane % 4,))
+                    cute.autovec_copy(half[None, octet * OUTPUT_OCTETS + j], target)
+
+    @cute.kernel
+    def add_halves(self, halves: cute.Tensor, out: cute.Tensor):
+        """The second kernel: a thread adds the halves of a pair of numbers, and then the groups."""
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        token, place = cta * SUM_TOKENS + tid // TOKEN_PAIRS, tid % TOKEN_PAIRS
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if token < out.shape[0]:
+            values = cute.make_rmem_tensor((2, 2, CTAS), Float32)
+            for i in cutlass.range_constexpr(MIX_HALVES):
+                source = cute.local_tile(halves[i, token, None], (2,), (place,))
+                cute.autovec_copy(source, values[None, i % 2, i // 2])
+            groups = cute.make_rmem_tensor((2, CTAS), Float32)
+            groups.store(values[None, 0, None].load() + values[None, 1, None].load())
+            store_sums(groups, out, token, Int32(0), place)
 
 
 @cached
 def compile_hyper_mix(rows: int):
     """-> f(streams [T, n D], parts [72, n D] bf16, mix [T, 24] fp32); T > 0, n D a multiple of 64, rows of streams and
     parts at multiples of 16 bytes."""
-    tokens, width = cute.sym_int(), cute.sym_int(divisibility=MIX_BLOCK)
-    return compile_sm90(
-        HyperMixSm90(rows),
-        fake(BFloat16, (tokens, width), (*strides(1, CHANNEL_MULTIPLE), 1)),
-        fake(BFloat16, (MATRIX_ROWS, width), (*strides(1, CHANNEL_MULTIPLE), 1)),
-        fake(Float32, (tokens, MIX_OUTPUTS), (*strides(1), 1), 4),
-        fake_stream(),
-    )
+    return compile_sm90(HyperMixSm90(rows), *_operands(), _result(), fake_stream())
+
+
+@cached
+def compile_hyper_mix_persistent(rows: int):
+    """-> f(streams, parts, halves [16, T, 24] fp32, mix, CTAs); the others as above, and the halves overwritten."""
+    halves = fake(Float32, (MIX_HALVES, cute.sym_int(), MIX_OUTPUTS), (*strides(2, 4), 1))
+    return compile_sm90(HyperMixPersistentSm90(rows), *_operands(), halves, _result(), Int32(1), fake_stream())
+
+
+def _operands() -> list[cute.Tensor]:
+    width = cute.sym_int(divisibility=MIX_BLOCK)
+    return [fake(BFloat16, (rows, width), (*strides(1, CHANNEL_MULTIPLE), 1)) for rows in (cute.sym_int(), MATRIX_ROWS)]
+
+
+def _result() -> cute.Tensor:
+    return fake(Float32, (cute.sym_int(), MIX_OUTPUTS), (*strides(1), 1), 4)
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    return [(compile_hyper_mix, (rows,)) for rows in MIX_ROWS]
+    return [
+        *((compile_hyper_mix, (rows,)) for rows in MIX_ROWS),
+        (compile_hyper_mix_persistent, (MIX_PERSISTENT_ROWS,)),
+    ]

@@ -3,9 +3,9 @@
 The channels of all streams are blocks of 64; what a stream lacks of its last one counts as zeros. SLICES slices divide
 the blocks. A slice is one chain of mma instructions of 16 channels for each of the three parts, from zero on, and then
   slice = high + (middle + low)
-A group is the sum of GROUP_SLICES slices, and the result the sum of the CTAS groups, both in their order from zero on.
-A group is a CTA's work. The CTAs of a cluster send their groups to the owners of the results, which add them: each owns
-as many of the pairs of numbers that one lane has.
+HALF_SLICES slices, in their order from zero on, are half a group, its two halves are a group, and the result is the sum
+of the CTAS groups in their order from zero on. The CTAs of a cluster have a group each and send it to the owners of the
+results, which add them: each owns as many of the pairs of numbers that one lane has.
 
 An mma wants two pairs of neighbouring channels of each lane. A lane has 16 bytes, four pairs, of a row: the first two
 are its share of one mma, the others of the next. Which channels meet in an mma does not matter as long as streams and
@@ -23,6 +23,7 @@ BLOCK = 64  # channels
 VECTOR = 8  # channels in 16 bytes
 CTAS = 8  # of a cluster
 GROUP_SLICES = 8
+HALF_SLICES = GROUP_SLICES // 2
 SLICES = CTAS * GROUP_SLICES
 
 
@@ -88,14 +89,19 @@ def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token
     owned = received.shape[1]
     for at in cutlass.range(tid, owned, threads, unroll=1):
         pair = rank * owned + at
-        token, place = first_token + pair // (4 * octets), pair % (4 * octets)
         values = cute.make_rmem_tensor((2, CTAS), Float32)
         for group in cutlass.range_constexpr(CTAS):
             cute.autovec_copy(received[None, at, group], values[None, group])
-        for i in cutlass.range_constexpr(2):
-            total = Float32(0.0)
-            for group in cutlass.range_constexpr(CTAS):
-                total += values[i, group]
-            output = first_output + place // 4 * OUTPUTS + octet_row(2 * (place % 4) + i)
-            if token < out.shape[0] and output < out.shape[1]:
-                out[token, output] = total
+        store_sums(values, out, first_token + pair // (4 * octets), first_output, pair % (4 * octets))
+
+
+@cute.jit
+def store_sums(groups: cute.Tensor, out: cute.Tensor, token: Int32, first_output: Int32, place: Int32):
+    """The sums of the groups [2, CTAS] of pair number `place` of a token to their outputs, if there are such."""
+    for i in cutlass.range_constexpr(2):
+        total = Float32(0.0)
+        for group in cutlass.range_constexpr(CTAS):
+            total += groups[i, group]
+        output = first_output + place // 4 * OUTPUTS + octet_row(2 * (place % 4) + i)
+        if token < out.shape[0] and output < out.shape[1]:
+            out[token, output] = total

@@ -17,9 +17,12 @@ HYPER_STREAMS = 4
 HYPER_TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
 MAX_HYPER_CHANNELS = 2**33 - 2**13  # of all tokens: a kernel counts their vectors, at least 4 channels each, in 31 bits
 # The projection of the streams: tokens of a cluster in the kernel for few tokens, and in the other one, which takes a
-# matrix of MIX_OUTPUTS outputs and streams of blocks of MIX_BLOCK channels.
+# matrix of MIX_OUTPUTS outputs and streams of blocks of MIX_BLOCK channels; tokens of a tile of its persistent CTAs,
+# and how many sums of a token and an output they leave to be added.
 MIX_FEW_ROWS = (16, 32)
-MIX_ROWS = (128, 256)
+MIX_ROWS = (32, 64, 128)
+MIX_PERSISTENT_ROWS = 256
+MIX_HALVES = 16
 MIX_OUTPUTS = 24
 MIX_BLOCK = 64
 MAX_MIX_TOKENS, MAX_MIX_WIDTH, MAX_MIX_OUTPUTS = 2**31 - 512, 2**30, 8 * 65535

@@ -23,7 +23,7 @@ dequantize_per_block = fp8_cast.dequantize_per_block
 PRODUCTS = Kernels(
     "grouped_fp8_gemm_nt", {"sm_90": ("dsa.kernels.gemm.fp8_gemm_sm90", "dsa.kernels.gemm.fp8_gemm_few_rows_sm90")}
 )
-# Of all matrices together, up to which the kernel of few rows multiplies them.
+# Of all matrices together, up to which the kernel of few rows multiplies them; or as many as there are matrices.
 FEW_ROWS = 64
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
@@ -245,7 +245,7 @@ def write_grouped_product(
 
 def has_few_rows(count: int, matrices: int, rows: torch.Tensor | None) -> bool:
     """Whether several matrices' `count` rows are so few that weights are all that is loaded; rows: what is gathered."""
-    return matrices > 1 and count <= FEW_ROWS and rows is None
+    return matrices > 1 and count <= max(FEW_ROWS, matrices) and rows is None
 
 
 def gathered_rows(

@@ -26,19 +26,19 @@ def check(mix, streams, parts):
     ("n", "d", "count"),
     [(4, 4096, 24), (4, 7168, 24), (4, 4096, 4), (4, 8, 24), (4, 264, 24), (1, 64, 24), (3, 72, 13)],
 )
-@pytest.mark.parametrize("tokens", [0, 1, 7, 16, 17, 128, 257, 1025, 2049, 4100])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 16, 17, 128, 129, 400, 801, 1025, 2049, 4100])
 def test_against_float64(tokens, n, d, count, record_error):
     streams, parts = inputs(tokens, n, d, count)
     poison_free_memory(mebibytes=64)
     record_error(check(dsa.hyper_mix(streams, parts), streams, parts))
 
 
-@pytest.mark.parametrize(("d", "count"), [(256, 24), (4096, 24), (7168, 24), (264, 24), (4096, 4)])
+@pytest.mark.parametrize(("d", "count"), [(256, 24), (832, 24), (4096, 24), (7168, 24), (264, 24), (4096, 4)])
 def test_bits_whatever_the_other_tokens(d, count):
     """Both kernels, and every tile of theirs."""
     streams, parts = inputs(4100, 4, d, count)
     whole = dsa.hyper_mix(streams, parts)
-    for first, tokens in ((0, 4100), (0, 1), (4001, 7), (100, 17), (99, 256), (5, 257), (77, 2049)):
+    for first, tokens in ((0, 4100), (0, 1), (4001, 7), (100, 17), (99, 256), (5, 500), (9, 1500), (77, 2049)):
         part = slice(first, first + tokens)
         assert torch.equal(dsa.hyper_mix(streams[part], parts), whole[part])
 
@@ -56,7 +56,7 @@ def test_streams_with_gaps():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("tokens", [10, 300, 4100])
+@pytest.mark.parametrize("tokens", [10, 300, 700, 1300, 4100])
 def test_what_is_not_finite_stays_in_its_token(tokens, value):
     streams, parts = inputs(tokens, 4, 256, 24)
     clean = dsa.hyper_mix(streams, parts)

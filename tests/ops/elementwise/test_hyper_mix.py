@@ -29,11 +29,15 @@ def test_runs_the_reference_without_a_gpu():
         (1, {}, "few_tokens", 16),
         (16, {}, "few_tokens", 16),
         (17, {}, "few_tokens", 32),
-        (256, {}, "few_tokens", 32),
-        (257, {}, "many_tokens", 128),
-        (2048, {}, "many_tokens", 128),
-        (2049, {}, "many_tokens", 256),
-        (300, {"n": 1}, "many_tokens", 128),
+        (64, {}, "few_tokens", 32),
+        (65, {}, "many_tokens", 32),
+        (448, {}, "many_tokens", 32),
+        (449, {}, "many_tokens", 64),
+        (896, {}, "many_tokens", 64),
+        (897, {}, "many_tokens", 128),
+        (1792, {}, "many_tokens", 128),
+        (1793, {}, "persistent", 256),
+        (300, {"n": 1}, "many_tokens", 32),
         (300, {"d": 72}, "few_tokens", 32),
         (300, {"count": 4}, "few_tokens", 32),
     ],
@@ -43,7 +47,11 @@ def test_what_is_launched(named_launches, tokens, options, kernel, rows):
     mix = dsa.hyper_mix(**given)
     (found,) = named_launches
     assert found[:2] == (kernel, (rows,))
-    streams, parts, out = found[2]
+    streams, parts, *rest = found[2]
+    if kernel == "persistent":
+        halves, *rest, ctas = rest
+        assert halves.shape == (16, tokens, 24) and halves.dtype == torch.float32 and ctas == 128
+    (out,) = rest
     assert out is mix and mix.shape == (tokens, given["parts"].shape[1]) and mix.dtype == torch.float32
     for ours, theirs in ((streams, given["streams"]), (parts, given["parts"])):
         assert ours.data_ptr() == theirs.data_ptr() and ours.numel() == theirs.numel()
