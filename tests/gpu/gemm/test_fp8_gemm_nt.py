@@ -251,6 +251,49 @@ def test_nothing_outside_the_rows_is_written(ends, rows_of, out_dtype):
             out, rows = guarded[count : 2 * count], every if gathered else None
             launched(config, a, b, numbers, out_dtype, rows, None, drawn, out)
             assert torch.equal(guarded, expected), (config, gathered, drawn)
+    for config in few_rows_kernels.GROUPED_CONFIGS:
+        guarded = torch.full_like(expected, 7.0)
+        launched_few(config, a, b, numbers, guarded[count : 2 * count])
+        assert torch.equal(guarded, expected), config
+
+
+def launched_few(config, a, b, ends, out, ctas=None):
+    """The grouped kernel of few rows with work tiles of `config`, written to `out`."""
+    (q, s), (w, ws) = a, b
+    launch = few_rows_kernels.compile_grouped_fp8_gemm_few_rows(dtype_name(out.dtype), config)
+    scales = op.aligned_scales(s), op.aligned_scales(ws)
+    launch(q, scales[0], w.view(-1, w.shape[-1]), scales[1], out, ends, ctas or dsa.num_sms(out.device))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[0, 5, 0, 30, 9, 1, 0], [1] * 200, [0] * 1000 + [2] * 24, [60, 0, 4]], ids=lambda sizes: str(len(sizes))
+)
+@pytest.mark.parametrize(("columns", "channels"), [(392, 400), (72, 1152)])
+def test_few_rows_of_several_matrices(sizes, columns, channels, out_dtype):
+    a, b = operands(sum(sizes), columns, channels, len(sizes))
+    ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32).cuda()
+    expected = launched(kernels.CONFIGS[0], a, b, ends, out_dtype)
+    for config in few_rows_kernels.GROUPED_CONFIGS:
+        for ctas in (None, 5):
+            guarded = torch.full((len(expected) + 2, columns), 7.0, dtype=out_dtype, device="cuda")
+            launched_few(config, a, b, ends, guarded[1:-1], ctas)
+            assert torch.equal(guarded[1:-1], expected), (config, ctas)
+            assert guarded[0].eq(7).all() and guarded[-1].eq(7).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 32, 40])
+def test_experts_of_few_tokens(tokens):
+    """256 experts, eight of them a token: each row's product is its expert's alone."""
+    experts = torch.rand(tokens, 256, device="cuda").argsort(-1)[:, :8]
+    _, rows, ends = dsa.sort_by_expert(experts, 256)
+    a, b = operands(8 * tokens, 256, 384, 256)
+    got = dsa.grouped_fp8_gemm_nt(a, b, ends)
+    for token, j in ((0, 0), (tokens - 1, 7), (tokens // 2, 3)):
+        row, e = rows[token, j], experts[token, j]
+        alone = dsa.fp8_gemm_nt((a[0][row : row + 1], a[1][row : row + 1]), (b[0][e], b[1][e]))
+        assert torch.equal(got[row], alone[0])
+    check(got, a, b, ends)
 
 
 @pytest.mark.parametrize("wrong", [-1, -(2**31), 2**31 - 1, 90, 2**31 - 64])
