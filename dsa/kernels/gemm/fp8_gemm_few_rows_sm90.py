@@ -1,5 +1,5 @@
-"""Products of a few rows with a block-scaled FP8 matrix:
-out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g], m up to 512.
+"""Products of a few rows with a block-scaled FP8 matrix, or with several, e the matrix of row m:
+out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g].
 
 Plan
 - The matrix's rows are those of the wgmma (its operands are swapped): 64 columns of the result by 8 to 64 rows. So one
@@ -17,7 +17,7 @@ Plan
   latency of wgmma, of the wait and of the scales would be that of every block.
 - Epilogue: accumulators have the result transposed. 16-bit results are turned by stmatrix, a warp's 16 columns at a
   time, and stored 32 bytes in a row. A warp stores fp32 results at once, as eight lanes have 32 bytes of a row.
-- Scheduler: static persistent.
+- Scheduler: static persistent. Of several matrices the work tiles are found by prefix sums (grouped_tiles.py).
 - A matrix of few columns has fewer work tiles than there are SMs: its channels may be split, see
   `fp8_gemm_split_channels_sm90`. `choose_config` says when.
 Shared memory: barriers, 32 bytes a row and warp for results, stages x SCALES x ((64 + rows) x 128 + 4 x (rows + 1)).

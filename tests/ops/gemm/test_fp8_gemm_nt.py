@@ -94,9 +94,15 @@ def test_what_the_grouped_kernel_of_few_rows_gets(named_launches):
 
 @pytest.mark.parametrize(
     ("rows", "matrices", "options", "name"),
-    [(64, 2, {}, "grouped_few_rows"), (65, 2, {}, ""), (256, 256, {}, "grouped_few_rows"), (64, 1, {}, ""), (64, 2, {"weights": torch.ones(64)}, ""),
-     (64, 2, {"rows": torch.arange(64, dtype=torch.int32)}, "")],
-)  # fmt: skip
+    [
+        (64, 2, {}, "grouped_few_rows"),
+        (65, 2, {}, ""),
+        (256, 256, {}, "grouped_few_rows"),
+        (64, 1, {}, ""),
+        (64, 2, {"weights": torch.ones(64)}, ""),
+        (64, 2, {"rows": torch.arange(64, dtype=torch.int32)}, ""),
+    ],
+)
 def test_which_kernel_gets_how_many_rows_of_matrices(rows, matrices, options, name, named_launches):
     """Rows that are gathered or weighted have one kernel."""
     ends = torch.full((matrices,), rows, dtype=torch.int32)
