@@ -97,6 +97,8 @@ class SwigluEpilogue:
         maxima = everyones + TURNED_ROWS * GROUP
         rows = [j // 2 * 8 + lane % 4 * 2 + j % 2 for j in range(count // 2)]
         of_row = [j // 2 * 4 + j % 2 for j in range(count // 2)]  # the first of a row's two channels
+        # Of few channels a warp can come here while another one still stores the last work tile.
+        self.wait_for_all()
         for j in cutlass.range_constexpr(count // 2):
             amax = cute.arch.fmax(cute.math.absf(h[of_row[j]]), cute.math.absf(h[of_row[j] + 2]), nan=True)
             for offset in cutlass.range_constexpr(2, 5):

@@ -74,7 +74,7 @@ def grouped_fp8_gemm_nt(
     where rows[m] is outside a.
     On Hopper: no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to 1024, E N
     below 2^31. Up to 4096 rows of the result the kernel gathers `rows` of a; of more a copy is made before, which is
-    faster there.
+    faster there. Up to 64 rows in all, or as many as weights, have a kernel of their own, without rows and weights.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index for each
     row.
     """

@@ -50,7 +50,8 @@ def grouped_fp8_gemm_swiglu(
     projection. A row's result depends on no other row. NaN and infinity as in `swiglu_cast_to_fp8`. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices, and for ends and rows as
     `grouped_fp8_gemm_nt` does, where the reference runs.
-    On Hopper: K and E as `grouped_fp8_gemm_nt` takes them; the SwiGLU within the bounds of `swiglu_cast_to_fp8`.
+    On Hopper: K and E as `grouped_fp8_gemm_nt` takes them; the SwiGLU within the bounds of `swiglu_cast_to_fp8`. Rows
+    that have a kernel of their own there are multiplied by that and cast by another, which is faster for so few.
     CUDA-graph safe, no host synchronisation.
     Source: `Expert` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
