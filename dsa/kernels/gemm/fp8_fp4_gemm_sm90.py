@@ -57,13 +57,10 @@ from dsa.kernels.gemm.fp8_gemm_sm90 import (
     SCALE_BYTES,
     Fp8GemmSm90,
     load_floats,
-    out_columns,
-    part,
-    rows_from,
-    scales_from,
 )
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
+from dsa.kernels.gemm.operand_loads import out_columns, part, rows_from, scales_from
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.kernels.gemm.tile_indices import TileIndices
 

@@ -1,5 +1,6 @@
 """Tile configurations of the FP8 product kernel, and which of them a shape gets."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,8 +11,8 @@ from dsa.kernels.gemm.limits import GROUP
 
 SCALES = 4  # blocks of channels whose scales are loaded at a time
 WARP_ROWS = 16
-# A warp's results on their way out: chunks of 16 rows of 128 bytes.
-CHUNK_BYTES = WARP_ROWS * 128
+# A warp's results on their way out: chunks of 16 rows of 128 bytes, which are so many columns of 16 bits.
+CHUNK, CHUNK_BYTES = 64, WARP_ROWS * 128
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,16 @@ class Fp8GemmConfig:
     @property
     def rows(self) -> int:
         return 64 * self.groups * self.waves
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a warp has shared memory for all of its 16-bit results, in whole chunks, which TMA stores then."""
+        return self.chunks * CHUNK >= self.columns * self.waves and self.columns % CHUNK == 0
+
+    @property
+    def piece(self) -> int:
+        """Columns from a multiple of as many on: they share a scale, wherever the work tile begins."""
+        return math.gcd(self.columns, CHUNK)
 
     @property
     def together(self) -> int:
@@ -62,6 +73,17 @@ CONFIGS = (
     Fp8GemmConfig(2, 1, 192, 4, 3),
     Fp8GemmConfig(2, 2, 128, 4, 1),
 )
+# For one matrix. Widths between those of the others fill multiprocessors that these leave idle.
+ONE_MATRIX_CONFIGS = (
+    Fp8GemmConfig(1, 1, 48, 13, 1),
+    CONFIGS[0],
+    Fp8GemmConfig(1, 1, 96, 9, 2),
+    Fp8GemmConfig(1, 1, 128, 8, 2),
+    Fp8GemmConfig(1, 1, 192, 5, 3),
+    CONFIGS[2],
+    Fp8GemmConfig(2, 1, 96, 6, 2),
+    *CONFIGS[3:],
+)
 # With SwiGLU the columns are those of gate and of up, half of each.
 SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
 # What warps gather rows for: these have registers for as many.
@@ -79,6 +101,13 @@ TURNED_ROWS = TURNED_COUNTS[-1]  # of a turned work tile, at most
 # beside its products. Measured on an H200.
 TMA_STORE_CLOCKS, STORE_CLOCKS, BLOCK_CLOCKS = 2100, 4400, 150
 TURNED_CLOCKS = 300  # of a block of a turned work tile at least
+# One matrix' products of up to MODEL_ROWS rows have a model of their own, measured on an H200, whose blocks take no
+# BLOCK_CLOCKS. Clocks a microsecond; bytes a microsecond from memory, and by what part these take longer for each part
+# of the multiprocessors that loads nothing. Microseconds of a work tile's end, and results that TMA and that warps
+# store in one; microseconds more of a block whose part of b no other work tile reads.
+MODEL_ROWS = 1024
+CLOCKS, MEMORY_RATE, IDLE = 1980.0, 3.9e6, 0.3
+TILE_END, TMA_STORE_RATE, STORE_RATE, UNSHARED = 0.2, 40e3, 20e3, 0.0275
 
 
 def choose_config(
@@ -94,6 +123,30 @@ def choose_config(
     narrow = [config for config in configs if config.groups == 1] if few else []
     clocks = drawn_tile_clocks if configs == DRAWN_CONFIGS else tile_clocks
     return of_fewest_clocks(narrow or configs, clocks, rows, columns, channels, matrices, multiprocessors)
+
+
+def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: int) -> Fp8GemmConfig:
+    """For one matrix: what takes the shortest time."""
+    if rows > MODEL_ROWS:
+        return of_fewest_clocks(ONE_MATRIX_CONFIGS, tile_clocks, rows, columns, channels, 1, multiprocessors)
+    return min(
+        ONE_MATRIX_CONFIGS, key=lambda config: microseconds_of_one(config, rows, columns, channels, multiprocessors)
+    )
+
+
+def microseconds_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
+    """Of one matrix' product, without the launch: the rounds of work tiles that a multiprocessor computes, or what
+    memory takes, which the fourth powers let pass for each other where they are about as long."""
+    blocks, down = -(-channels // GROUP), -(-rows // config.rows)
+    tiles = down * -(-columns // config.columns)
+    rounds = -(-tiles // multiprocessors)
+    high = min(rows, config.rows)
+    block = tile_block_clocks(config, high) / CLOCKS + (UNSHARED if down == 1 else 0)
+    stored = high * config.columns / (TMA_STORE_RATE if config.has_room else STORE_RATE)
+    busy = rounds * (TILE_END + stored + blocks * block)
+    idle = 1 - tiles / (rounds * multiprocessors)
+    memory = (columns * channels + rows * (channels + 2 * columns)) / MEMORY_RATE * (1 + IDLE * idle)
+    return (busy**4 + memory**4) ** (1 / 4)
 
 
 def of_fewest_clocks(
@@ -149,12 +202,17 @@ def drawn_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
 
 
 def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
-    """Of a work tile with so many rows. A block of 128 channels takes what the tensor cores and the multiply-adds take,
-    which keep each other from the registers; or shared memory, which moves 128 bytes a clock: what TMA writes, and what
-    every wgmma reads, its 64 rows and its columns. A warpgroup alone waits for each product of its own."""
+    """Of a work tile with so many rows."""
+    stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
+    return stored + blocks * (BLOCK_CLOCKS + tile_block_clocks(config, rows))
+
+
+def tile_block_clocks(config: Fp8GemmConfig, rows: int) -> int:
+    """Of a block of 128 channels: what the tensor cores and the multiply-adds take, which keep each other from the
+    registers; or shared memory, which moves 128 bytes a clock: what TMA writes, and what every wgmma reads, its 64 rows
+    and its columns. A warpgroup alone waits for each product of its own."""
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
     moved = units * (64 + config.columns) + config.rows + config.columns
     alone = -(-units // config.groups) * (config.columns * 5 // 2 + 180 // config.together)
-    stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
-    return stored + blocks * (BLOCK_CLOCKS + max(multiplied, moved, alone))
+    return max(multiplied, moved, alone)

@@ -80,8 +80,7 @@ MAX_ROWS = 512  # of a product that may be this kernel's
 # end; bytes a microsecond from memory, to one SM, and of products to one CTA; microseconds of an exchange's barriers.
 BLOCK, ROW, TILE_END = 0.04, 0.0017, 0.6
 MEMORY_RATE, SM_RATE, SEND_RATE, BARRIERS = 4.8e6, 145e3, 45e3, 0.2
-CLOCKS = 1980.0  # a microsecond, of `fp8_gemm_sm90`'s cost model
-ROUNDS = 4  # of work tiles up to which the model is not asked whether 64 rows or fewer are this kernel's
+OWN_ROWS = 32  # up to which every product is this kernel's
 ROOM = 0.8  # of the CTAs that multiprocessors have room for, those in clusters: what fits into groups of SMs at once
 
 
@@ -172,8 +171,8 @@ class Fp8GemmFewRowsSm90:
             tiles = GroupedTiles(ends, out.shape[0], across, prefix, self.rows, self.columns)
             total = tiles.count(sums, THREADS, tid, lane, warp)
         else:
-            tiles = OneMatrixTiles(out.shape[0], self.rows, self.columns)
-            total = across * cute.ceil_div(out.shape[0], self.rows)
+            tiles = OneMatrixTiles(out.shape[0], across, self.rows, self.columns)
+            total = tiles.count()
 
         if warp == CONSUMER_WARPS:
             atoms = (b_atom, a_atom, s_atom)
@@ -330,15 +329,13 @@ def choose_grouped_config(rows: int, matrices: int) -> FewRowsConfig:
 
 @functools.lru_cache(4096)
 def takes(rows: int, columns: int, channels: int, multiprocessors: int) -> bool:
-    """Whether a product is this kernel's: all of up to 64 rows, since the other's tiles are no lower, unless they make
-    many tiles; of those, and of up to MAX_ROWS, what takes it no longer."""
-    if not 0 < rows <= MAX_ROWS:
-        return False
-    config = choose_config(rows, columns, channels, multiprocessors)
-    if rows <= 64 and work_tiles(config, rows, columns) <= ROUNDS * multiprocessors:
-        return True
-    here = microseconds(config, rows, columns, channels, multiprocessors)
-    return here <= microseconds_of_many(rows, columns, channels, multiprocessors)
+    """Whether a product is this kernel's: all of up to OWN_ROWS rows, since the other's tiles are of 64; of up to
+    MAX_ROWS, what takes it no longer."""
+    if rows <= OWN_ROWS or rows > MAX_ROWS:
+        return 0 < rows <= OWN_ROWS
+    sizes = rows, columns, channels, multiprocessors
+    others = fp8_gemm_config.choose_one_config(*sizes)
+    return microseconds(choose_config(*sizes), *sizes) <= fp8_gemm_config.microseconds_of_one(others, *sizes)
 
 
 def work_tiles(config: FewRowsConfig, rows: int, columns: int) -> int:
@@ -361,15 +358,6 @@ def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, 
     else:
         exchange = BARRIERS + blocks * COLUMNS * config.rows * 4 / config.ctas / SEND_RATE
     return math.hypot(rounds * busy, memory(rows, columns, channels)) + rounds * exchange
-
-
-def microseconds_of_many(rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """The same of `fp8_gemm_sm90`, by its own model without BLOCK_CLOCKS: small products do not take them."""
-    config = fp8_gemm_config.choose_config(rows, columns, channels, 1, multiprocessors)
-    blocks = -(-channels // GROUP)
-    rounds = -(-(-(-columns // config.columns) * -(-rows // config.rows)) // multiprocessors)
-    clocks = fp8_gemm_config.tile_clocks(config, min(rows, config.rows), blocks) - blocks * fp8_gemm_config.BLOCK_CLOCKS
-    return math.hypot(rounds * clocks / CLOCKS, memory(rows, columns, channels))
 
 
 def memory(rows: int, columns: int, channels: int) -> float:

@@ -3,7 +3,8 @@ out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b[e, n, k]) * a_scale
 Instead of sums, SwiGLU of them can be what is stored, cast to FP8 (swiglu_epilogue.py).
 
 Plan
-- Work tiles have rows of one matrix only (grouped_tiles.py). What a tile loads beyond them is not stored, and a
+- Work tiles have rows of one matrix only (grouped_tiles.py), found behind a count of all matrices' tiles: 0.6 us before
+  the first load, which a product of one matrix alone does without. What a tile loads beyond them is not stored, and a
   warpgroup whose 64 rows all lie beyond them multiplies nothing. Where work tiles are drawn, those of up to 32 rows are
   multiplied with turned operands (turned_tile.py), and of a no more is loaded than 64 rows that have some.
 - Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them on and loads by TMA. Where `rows`
@@ -18,20 +19,21 @@ Plan
 - Many rows get work tiles of 256 x 128 or 128 x 192: a warpgroup has registers for the sums of 128 x 128 and the
   products of 64 x 128, so it multiplies its 128 rows in two waves. SwiGLU's work tiles are of 128 rows and 128 columns
   of gate and of up, two parts, one after the other. Few rows get narrow work tiles: enough of them to keep all SMs
-  loading weights. The order of a sum is the same in all.
+  loading weights; of 48, 96 and 192 columns some have two blocks' scales. The order of a sum is the same in all.
 - Epilogue: 16-bit results go through shared memory (result_epilogue.py): where a warp has room for all of its 16 rows,
-  from there by TMA, while the next work tile is multiplied already; of 256 x 128 and 64 x 128, whose room is the
-  stages', by the warps themselves.
+  from there by TMA, while the next work tile is multiplied already; else, as of 256 x 128, whose room is the stages',
+  by the warps themselves.
 - Scheduler: static persistent; dynamic for several matrices of many rows, since their work tiles take different times
   (tile_indices.py).
-Shared memory: barriers, prefix sums, scales; a consumer warp's results, 2 KiB for 64 columns; STAGES x (64 GROUPS +
-COLUMNS) x 128 bytes.
+Shared memory: barriers, prefix sums of several matrices, scales; a consumer warp's results, 2 KiB for 64 columns;
+STAGES x (64 GROUPS + COLUMNS) x 128 bytes.
 Registers: COLUMNS / 2 sums a wave and 64 to 96 accumulators a consumer thread, of 240; 24 for the others. Warps that
 gather need 40, which leaves 232 to two consumer warpgroups; one leaves them 56.
 Roofline: for many rows the tensor cores, and the registers that they share with the multiply-adds: 1024 + 256 clocks a
 block of 128 x 256, of which shared memory, 128 bytes a clock, is busy 1152. For few rows memory: b once.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +56,7 @@ from dsa.kernels.gemm.fp8_gemm_config import (
     CONFIGS,
     DRAWN_CONFIGS,
     GATHERING_CONFIGS,
+    ONE_MATRIX_CONFIGS,
     SCALES,
     SWIGLU_CONFIGS,
     TURNED_CONFIGS,
@@ -64,8 +67,10 @@ from dsa.kernels.gemm.fp8_gemm_config import (
 )
 from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS as GATHERED_ROWS
 from dsa.kernels.gemm.fp8_gemm_config import choose_config as choose_config
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo
+from dsa.kernels.gemm.fp8_gemm_config import choose_one_config as choose_one_config
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, OneMatrixTiles, WorkTileInfo
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
+from dsa.kernels.gemm.operand_loads import out_columns, part, rows_from, scales_from
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
 from dsa.kernels.gemm.tile_indices import TileIndices
@@ -89,6 +94,7 @@ class Fp8GemmSm90:
         self.rows, self.columns, self.stages = config.rows, config.columns, config.stages
         self.groups, self.waves, self.parts = config.groups, config.waves, epilogue.parts
         self.width = self.columns // self.parts
+        self.piece = config.piece
         self.consumer_warps = 4 * config.groups
         # Rows of a that TMA loads at a time. Where work tiles with few rows are turned, it loads those that there are.
         self.box_rows = BOX_ROWS if turned else self.rows
@@ -106,7 +112,7 @@ class Fp8GemmSm90:
         rows: cute.Tensor | None,
         b: cute.Tensor,
         b_scale: cute.Tensor,
-        ends: cute.Tensor,
+        ends: cute.Tensor | None,
         out: cute.Tensor,
         of_rows: cute.Tensor | None,
         limit: Float32 | None,
@@ -136,8 +142,8 @@ class Fp8GemmSm90:
         class Storage:
             pipeline: pipeline_storage(self.stages)
             work_tiles: work_tile_storage(WorkTileInfo)
-            sums: cute.struct.MemRange[Int32, 32]
-            prefix: cute.struct.MemRange[Int32, PREFIX_SUMS]
+            sums: cute.struct.MemRange[Int32, 1 if ends is None else 32]
+            prefix: cute.struct.MemRange[Int32, 1 if ends is None else PREFIX_SUMS]
             a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(as_layout)], 128]
             b_scale: cute.struct.Align[cute.struct.MemRange[Float32, SCALE_BLOCKS * slots * 32], 128]
             staged: cute.struct.Align[
@@ -163,7 +169,7 @@ class Fp8GemmSm90:
         a_scale: cute.Tensor,
         rows: cute.Tensor | None,
         loads,
-        ends: cute.Tensor,
+        ends: cute.Tensor | None,
         results,
         stores,
         counter: cute.Tensor | None,
@@ -182,11 +188,15 @@ class Fp8GemmSm90:
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         sas, sbs = storage.a_scale.get_tensor(as_layout), storage.b_scale.get_tensor(bs_layout)
-        sums = storage.sums.get_tensor(cute.make_layout(32))
-        prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
         across = cute.ceil_div(out_columns(results), self.epilogue.tile_columns)
-        tiles = GroupedTiles(ends, count, across, prefix, self.rows, self.epilogue.tile_columns)
         indices = TileIndices.of(counter)
+        grouped = const_expr(ends is not None)
+        if const_expr(grouped):
+            sums = storage.sums.get_tensor(cute.make_layout(32))
+            prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
+            tiles = GroupedTiles(ends, count, across, prefix, self.rows, self.epilogue.tile_columns)
+        else:
+            tiles = OneMatrixTiles(count, across, self.rows, self.epilogue.tile_columns)
 
         if warp == self.consumer_warps:
             for atom, _ in loads:
@@ -196,10 +206,11 @@ class Fp8GemmSm90:
             pipeline.init(consumers=self.consumer_warps, producers=producers)
             work_tiles.init(consumers=self.consumer_warps + (3 if const_expr(self.gathered) else 0))
         cute.arch.mbarrier_init_fence()
-        if tid < 32:
-            sums[tid] = 0
+        if const_expr(grouped):
+            if tid < 32:
+                sums[tid] = 0
         cute.arch.sync_threads()
-        total = tiles.count(sums, self.config.threads, tid, lane, warp)
+        total = tiles.count(sums, self.config.threads, tid, lane, warp) if const_expr(grouped) else tiles.count()
 
         blocks, memory = a_scale.shape[1], (sa, sas, sb, sbs)
         if warp >= self.consumer_warps:
@@ -221,7 +232,7 @@ class Fp8GemmSm90:
         sa, sas, sb, sbs = memory
         targets = [cute.local_tile(sb, (self.width, GROUP, self.stages), (i, 0, 0)) for i in range(self.parts)]
         state, tile_state, slot = start(), start(), Int32(0)
-        b_rows = mb.shape[0] // tiles.ends.shape[0]
+        b_rows = mb.shape[0] // tiles.matrices
         size, of_scales = self.columns * GROUP, SCALE_BLOCKS * SCALE_BYTES
         if const_expr(not self.gathered):
             size, of_scales = size + self.box_rows * GROUP, of_scales + self.rows * SCALE_BYTES
@@ -396,13 +407,13 @@ class Fp8GemmSm90:
         """A work tile. -> the state and the slot behind it."""
         operands, sums, scales = own
         high = 64 * self.groups
-        odd = info.column // 64 % 2 == 1
+        behind = self.epilogue.pieces_behind(info.column)
         left = info.end - info.row - group * 64
         if left > high * (self.waves - 1):
             for product in cutlass.range_constexpr(self.waves * self.parts):
                 sums[product].fill(0.0)
             for _ in cutlass.range(blocks // SCALES, unroll=1):
-                state, slot = self.four_blocks(len(sums), operands, sums, scales, odd, pipeline, state, slot)
+                state, slot = self.four_blocks(len(sums), operands, sums, scales, behind, pipeline, state, slot)
             for wave in cutlass.range_constexpr(self.waves):
                 row = info.row + wave * high + warp * WARP_ROWS
                 of_wave = sums[wave * self.parts : (wave + 1) * self.parts]
@@ -412,7 +423,7 @@ class Fp8GemmSm90:
                 # The second wave has no rows.
                 sums[0].fill(0.0)
                 for _ in cutlass.range(blocks // SCALES, unroll=1):
-                    state, slot = self.four_blocks(1, operands, sums, scales, odd, pipeline, state, slot)
+                    state, slot = self.four_blocks(1, operands, sums, scales, behind, pipeline, state, slot)
                 self.epilogue.store(sums[:1], results, stores, info, info.row + warp * WARP_ROWS, staged, lane)
         else:
             for _ in cutlass.range(blocks, unroll=1):
@@ -448,7 +459,7 @@ class Fp8GemmSm90:
         )
 
     @cute.jit
-    def four_blocks(self, products: cutlass.Constexpr, operands, sums, scales, odd, pipeline: Pipeline, state, slot):
+    def four_blocks(self, products: cutlass.Constexpr, operands, sums, scales, behind, pipeline: Pipeline, state, slot):
         """Add SCALES blocks of channels to the sums of the first `products`. -> the state and the slot behind them."""
         acc, ra, rb = operands
         mma = self.tiled_mma()
@@ -468,7 +479,7 @@ class Fp8GemmSm90:
                     halves = [64 * self.groups * wave + 8 * half for wave in range(pairs[-1][0] + 1) for half in (0, 1)]
                     of_rows = [load_floats(at + row * SCALE_BYTES) for row in halves]
                     at = scales[1] + slot * (SCALE_BLOCKS * 128)
-                    of_columns = [load_floats(at + 128 * j) for j in range(SCALE_BLOCKS if self.columns > 128 else 1)]
+                    of_columns = [load_floats(at + 128 * j) for j in range(SCALE_BLOCKS if GROUP % self.columns else 1)]
                 multiply(mma, acc[i], ra[0], rb[0], state.stage, state.stage)
                 states.append(state)
                 state = pipeline.advance(state)
@@ -483,37 +494,21 @@ class Fp8GemmSm90:
                             # All lanes have read the scales, whose slot is free with this stage.
                             cute.arch.sync_warp()
                         pipeline.consumer_release(states[i])
-                    for j in cutlass.range_constexpr(self.width // 64):
-                        of = self.epilogue.scale_of(part_of_b, j, [x[first + i] for x in of_columns], odd)
+                    half_piece = self.piece // 2
+                    for j in cutlass.range_constexpr(self.width // self.piece):
+                        of = self.epilogue.scale_of(part_of_b, j, [x[first + i] for x in of_columns], behind)
                         both = [of_rows[2 * wave + half][first + i] * of for half in range(2)]
-                        multiplied = cute.make_tensor(acc[i].iterator + 32 * j, cute.make_layout(32))
-                        add_scaled(sums[product], 32 * j, multiplied, *both)
+                        multiplied = cute.make_tensor(acc[i].iterator + half_piece * j, cute.make_layout(half_piece))
+                        add_scaled(sums[product], half_piece * j, multiplied, *both)
         return state, 0 if slot == self.config.scale_slots - 1 else slot + 1
 
 
-def out_columns(results):
-    return results[0].shape[1]
-
-
-@cute.jit
-def rows_from(x, row, height: cutlass.Constexpr):
-    """The blocks of channels of x's rows from `row` on."""
-    return cute.local_tile(cute.domain_offset((row, 0), x), (height, GROUP), (0, None))
-
-
-@cute.jit
-def scales_from(x, block, e):
-    """Those of a block of b's rows, SCALES blocks of channels at a time."""
-    return cute.local_tile(cute.domain_offset((block, 0, e), x)[None, None, 0], (1, SCALES), (0, None))
-
-
-@cute.jit
-def part(atom, shared, tensor):
-    """(stages, blocks) of a TMA load."""
-    one = cute.make_layout(1)
-    return cute.nvgpu.cpasync.tma_partition(
-        *(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tensor, 0, 2))
-    )
+class Fp8GemmOneMatrixSm90(Fp8GemmSm90):
+    @cute.jit
+    def __call__(self, a: cute.Tensor, a_scale: cute.Tensor, b: cute.Tensor, b_scale: cute.Tensor, out, ctas, stream):
+        tiles = cute.ceil_div(out.shape[0], self.rows) * cute.ceil_div(out.shape[1], self.columns)
+        operands = a, a_scale, None, b, b_scale, None
+        Fp8GemmSm90.__call__(self, *operands, out, None, None, None, cutlass.min(ctas, tiles), stream)
 
 
 @cute.jit
@@ -523,21 +518,37 @@ def add_scaled(sums, first: cutlass.Constexpr, products, of_row: Float32, of_row
         sums[first + i] += products[i] * (of_row_8 if i // 2 % 2 else of_row)
 
 
-def _operands(gathered: bool):
-    """a, a_scale, rows, b, b_scale and ends of unknown extents."""
-    channels, matrices, blocks = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=SCALES)
-    rows = cute.sym_int()
+def _operands(gathered: bool, matrices: Any):
+    """a, a_scale, rows, b and b_scale of unknown extents."""
+    channels, blocks, rows = cute.sym_int(), cute.sym_int(divisibility=SCALES), cute.sym_int()
     a = fake(Float8E4M3FN, (rows, channels), (*strides(1, 16), 1))
     a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))
     source = fake(Int32, (cute.sym_int(),), (1,), 4) if gathered else None
     b = fake(Float8E4M3FN, (cute.sym_int(), channels), (*strides(1, 16), 1))
     row, matrix = strides(2, SCALES)
     b_scale = fake(Float32, (cute.sym_int(), blocks, matrices), (row, 1, matrix))
-    return a, a_scale, source, b, b_scale, fake(Int32, (matrices,), (1,), 4)
+    return a, a_scale, source, b, b_scale
+
+
+def _grouped_operands(gathered: bool):
+    """The same, and ends."""
+    matrices = cute.sym_int()
+    return *_operands(gathered, matrices), fake(Int32, (matrices,), (1,), 4)
 
 
 @cached
-def compile_fp8_gemm(
+def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
+    """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [ceil(N / 128), G, 1], out [M, N], ctas): as
+    `compile_grouped_fp8_gemm` of one matrix, whose rows are all."""
+    out_type = cute_dtype(out_dtype)
+    out = fake(out_type, (cute.sym_int(), cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
+    a, a_scale, _, b, b_scale = _operands(gathered=False, matrices=1)
+    kernel = Fp8GemmOneMatrixSm90(config, False, ResultEpilogue(out_type, config, weighted=False))
+    return compile_sm90(kernel, a, a_scale, b, b_scale, out, Int32(1), fake_stream())
+
+
+@cached
+def compile_grouped_fp8_gemm(
     out_dtype: str, config: Fp8GemmConfig, gathered: bool = False, weighted: bool = False, dynamic: bool = False
 ):
     """-> f(a [A, K] e4m3, a_scale [A, G], rows [M] int32 if `gathered` or None, b [E * N, K] e4m3, b_scale
@@ -552,44 +563,36 @@ def compile_fp8_gemm(
     epilogue = LateResultEpilogue if turned else ResultEpilogue
     kernel = Fp8GemmSm90(config, gathered, epilogue(out_type, config, weighted), turned)
     counter = fake_tile_counter() if dynamic else None
-    return compile_sm90(kernel, *_operands(gathered), out, weights, None, counter, Int32(1), fake_stream())
+    return compile_sm90(kernel, *_grouped_operands(gathered), out, weights, None, counter, Int32(1), fake_stream())
 
 
 @cached
 def compile_fp8_gemm_swiglu(
-    dtype: str,
-    use_ue8m0: bool,
-    limited: bool,
-    config: Fp8GemmConfig,
-    gathered: bool = False,
-    dynamic: bool = False,
+    dtype: str, use_ue8m0: bool, limited: bool, config: Fp8GemmConfig, gathered: bool = False, dynamic: bool = False
 ):
     """-> f(a, a_scale, rows, b [E * 2 I, K], b_scale [2 I / 128, G, E], ends, q [M, I] e4m3, scale [M, I / 128], limit
-    if `limited` or None, ctas): as `compile_fp8_gemm`, I a multiple of 128."""
+    if `limited` or None, ctas): as `compile_grouped_fp8_gemm`, I a multiple of 128."""
     rows = cute.sym_int()
     q = fake(Float8E4M3FN, (rows, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1))
     scale = fake(Float32, (rows, cute.sym_int()), (*strides(1), 1), 4)
     kernel = Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0), turned=dynamic)
     limit = Float32(1.0) if limited else None
     counter = fake_tile_counter() if dynamic else None
-    return compile_sm90(kernel, *_operands(gathered), q, scale, limit, counter, Int32(1), fake_stream())
+    return compile_sm90(kernel, *_grouped_operands(gathered), q, scale, limit, counter, Int32(1), fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the ops can ask for: (gathered, weighted, dynamic), of which rows
     are gathered or tiles are drawn."""
+    one = [(compile_fp8_gemm, (dtype, config)) for dtype in OUT_DTYPES for config in ONE_MATRIX_CONFIGS]
     both = (False, True)
     plain = [(config, False, weighted, False) for config in CONFIGS for weighted in both]
     gathered = [(config, True, weighted, False) for config in GATHERING_CONFIGS for weighted in both]
     drawn = [(config, False, weighted, True) for config in DRAWN_CONFIGS for weighted in both]
-    products = [(compile_fp8_gemm, (dtype, *variant)) for dtype in OUT_DTYPES for variant in plain + gathered + drawn]
+    kinds = plain + gathered + drawn
+    products = [(compile_grouped_fp8_gemm, (dtype, *kind)) for dtype in OUT_DTYPES for kind in kinds]
     kinds = [(config, gathered, False) for config in SWIGLU_CONFIGS for gathered in both]
     kinds += [(SWIGLU_CONFIGS[-1], False, True)]
-    swiglus = [
-        (compile_fp8_gemm_swiglu, (dtype, use_ue8m0, limited, *kind))
-        for dtype in OUT_DTYPES
-        for use_ue8m0 in both
-        for limited in both
-        for kind in kinds
-    ]
-    return products + swiglus
+    options = itertools.product(OUT_DTYPES, both, both, kinds)
+    swiglus = [(compile_fp8_gemm_swiglu, (*option, *kind)) for *option, kind in options]
+    return one + products + swiglus

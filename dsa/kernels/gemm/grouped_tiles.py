@@ -50,6 +50,10 @@ class GroupedTiles:
     height: cutlass.Constexpr[int]
     width: cutlass.Constexpr[int]
 
+    @property
+    def matrices(self) -> Int32:
+        return self.ends.shape[0]
+
     @cute.jit
     def count(self, sums, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
         """Fill in the prefix sums. -> the tiles of all matrices. Work of all threads of the CTA; sums: 32 Int32 of
@@ -130,14 +134,36 @@ class GroupedTiles:
 
 @dataclass(frozen=True)
 class OneMatrixTiles:
-    """The same of a single matrix, all of whose `rows` are its."""
+    """The same of a single matrix, all of whose `rows` are its: there is nothing to read or to count."""
 
     rows: Int32
+    across: Int32
     height: cutlass.Constexpr[int]
     width: cutlass.Constexpr[int]
+
+    matrices = 1
+
+    @cute.jit
+    def count(self) -> Int32:
+        """The tiles that there are."""
+        return cute.ceil_div(self.rows, self.height) * self.across
 
     @cute.jit
     def rows_first(self, index, e, lane) -> WorkTileInfo:
         """Work tile `index`: tiles of the same columns are neighbours."""
         down = cute.ceil_div(self.rows, self.height)
         return WorkTileInfo(e, index % down * self.height, self.rows, index // down * self.width)
+
+    @cute.jit
+    def at(self, index, e, total, lane) -> WorkTileInfo:
+        """Work tile `index` of `total`; the last WorkTileInfo, if there is none."""
+        row, end, column = Int32(0), Int32(0), Int32(0)
+        if index < total:
+            end = self.rows
+            tiles = BAND // self.height
+            band = index // (tiles * self.across) * tiles
+            local = index - band * self.across
+            of_band = cutlass.min(cute.ceil_div(end, self.height) - band, tiles)
+            row = (band + local % of_band) * self.height
+            column = local // of_band * self.width
+        return WorkTileInfo(e, row, end, column)

@@ -1,6 +1,7 @@
 """What becomes of a product's sums: rounded once and stored, multiplied by their row's weight if there are weights.
 
-16-bit results of a warp, 16 rows, go to its part of shared memory in chunks of 64 columns, 128 bytes a row: the 16
+16-bit results of a warp, 16 rows, go to its part of shared memory in chunks of 64 columns, 128 bytes a row, the last
+one of which may be a part: the 16
 bytes c of row r lie where c ^ (r % 8) would, as TMA reads them. Where there is room for all of a warp's chunks, TMA
 stores those all of whose rows are the work tile's, and they are written again a work tile later. Others are stored by
 the warp, 128 bytes a row.
@@ -15,11 +16,9 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.shared_memory import load_16, pack, store_matrices
 from dsa.cute.sm90 import opaque
-from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, WARP_ROWS, Fp8GemmConfig
+from dsa.kernels.gemm.fp8_gemm_config import CHUNK, CHUNK_BYTES, WARP_ROWS, Fp8GemmConfig
 from dsa.kernels.gemm.limits import GROUP
 from dsa.kernels.gemm.turned_tile import store_turned
-
-CHUNK = 64  # columns
 
 
 class ResultEpilogue:
@@ -27,9 +26,11 @@ class ResultEpilogue:
 
     def __init__(self, out_dtype: type[cutlass.Numeric], config: Fp8GemmConfig, weighted: bool):
         self.out_dtype, self.weighted, self.tile_columns = out_dtype, weighted, config.columns
-        self.chunks = config.columns // CHUNK if out_dtype.width == 16 else 0
-        self.by_tma = self.chunks > 0 and config.chunks >= self.chunks * config.waves
+        self.chunks = -(-config.columns // CHUNK) if out_dtype.width == 16 else 0
+        self.by_tma = self.chunks > 0 and config.has_room
         self.room, self.warp_bytes = config.chunks, config.chunks * CHUNK_BYTES
+        self.piece = config.piece
+        self.pieces, self.tile_pieces = GROUP // self.piece, config.columns // self.piece
 
     parts = 1
 
@@ -42,12 +43,18 @@ class ResultEpilogue:
         return column // GROUP, column // GROUP + 1
 
     @cute.jit
-    def scale_of(self, part: cutlass.Constexpr, j: cutlass.Constexpr, of_blocks, odd):
-        """The scale of columns 64 j to 64 j + 63 of the work tile, `odd` if it begins in the middle of a block: tiles
-        of 192 columns do so every other time."""
-        of = of_blocks[(j + 1) // 2 if const_expr(len(of_blocks) > 1) else 0]
-        if const_expr(len(of_blocks) > 1 and j == 1):
-            of = of_blocks[1] if odd else of_blocks[0]
+    def pieces_behind(self, column):
+        """Of each piece of a work tile's columns behind the first, whether it lies behind the block of the first."""
+        before = column // self.piece % self.pieces
+        # The second one, if the first is its block's last; the third, if it is the last or the last but one; and so on.
+        return [before == self.pieces - 1, *[before >= self.pieces - j for j in range(2, self.tile_pieces)]]
+
+    @cute.jit
+    def scale_of(self, part: cutlass.Constexpr, j: cutlass.Constexpr, of_blocks, behind):
+        """The scale of piece j of the work tile's columns."""
+        of = of_blocks[1 if const_expr(j >= self.pieces) else 0]
+        if const_expr(len(of_blocks) > 1 and 0 < j < self.pieces):
+            of = of_blocks[1] if behind[j - 1] else of_blocks[0]
         return of
 
     def tma_stores(self, results):
@@ -121,7 +128,7 @@ class ResultEpilogue:
     def stage(self, sums, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
         """A chunk of the sums to place number `place`."""
         own = lane % WARP_ROWS
-        for pair in cutlass.range_constexpr(4):
+        for pair in cutlass.range_constexpr(min(4, (self.tile_columns - CHUNK * chunk) // 16)):
             places = [32 * chunk + 8 * pair + 2 * i for i in range(4)]
             words = [pack(sums[i], sums[i + 1], self.out_dtype) for i in places]
             # Lanes 0 to 15 have the rows of the even 16 bytes, the others those of the odd ones.
@@ -155,7 +162,10 @@ class ResultEpilogue:
         for i in cutlass.range_constexpr(0, WARP_ROWS * 8, 32):
             r, vector = (i + lane) // 8, (i + lane) % 8
             at = column + chunk * CHUNK + 8 * vector
-            if row + r < end and at < out.shape[1]:
+            inside = at < out.shape[1]
+            if const_expr(CHUNK * (chunk + 1) > self.tile_columns):
+                inside = inside and CHUNK * chunk + 8 * vector < self.tile_columns
+            if row + r < end and inside:
                 loaded = load_16(staged + place * CHUNK_BYTES + r * 128 + (vector ^ (r % 8)) * 16)
                 for k in cutlass.range_constexpr(4):
                     eight[k] = loaded[k]

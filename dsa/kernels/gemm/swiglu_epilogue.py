@@ -35,7 +35,10 @@ class SwigluEpilogue:
         """The numbers of their blocks of 128 rows."""
         return column // GROUP, (b_rows // 2 + column) // GROUP
 
-    def scale_of(self, part, j, of_blocks, odd):
+    def pieces_behind(self, column):
+        return None
+
+    def scale_of(self, part, j, of_blocks, behind):
         """The scale of a part's columns."""
         return of_blocks[part]
 

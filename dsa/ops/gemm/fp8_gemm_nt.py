@@ -27,7 +27,6 @@ PRODUCTS = Kernels(
 FEW_ROWS = 64
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
-_known_ends: dict[torch.device, dict[int, torch.Tensor]] = {}
 
 
 def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -197,14 +196,19 @@ def write_product(
     out: torch.Tensor,
 ) -> None:
     """out [M, N] = the product of q [M, K] and w [N, K]."""
-    _, few = kernels
+    many, few = kernels
     (rows, channels), columns = q.shape, len(w)
-    multiprocessors = backends.num_sms(q.device)
-    if columns == 0 or channels == 0 or not few.takes(rows, columns, channels, multiprocessors):
-        write_grouped_product(kernels, q, s, w[None], ws[None], _all_rows(q.device), out)
+    if channels == 0:
+        out.zero_()
+    if out.numel() == 0 or channels == 0:
         return
-    launch = _few_rows_kernel(few, out.dtype, rows, columns, channels, multiprocessors)
-    launch(aligned_rows(q), aligned_scales(s), w, aligned_scales(ws[None]), out, multiprocessors)
+    multiprocessors = backends.num_sms(q.device)
+    a, scales = (aligned_rows(q), aligned_scales(s)), aligned_scales(ws[None])
+    sizes = rows, columns, channels, multiprocessors
+    if few.takes(*sizes):
+        _few_rows_kernel(few, out.dtype, *sizes)(*a, w, scales, out, multiprocessors)
+    else:
+        _one_matrix_kernel(many, out.dtype, *sizes)(*a, w, scales.permute(1, 2, 0), out, multiprocessors)
 
 
 def write_grouped_product(
@@ -304,7 +308,15 @@ def _kernel(
 ) -> Callable[..., None]:
     configs = kernels.GATHERING_CONFIGS if gathered else kernels.DRAWN_CONFIGS if drawn else kernels.CONFIGS
     config = kernels.choose_config(rows, columns, channels, matrices, multiprocessors, configs)
-    return kernels.compile_fp8_gemm(dtype_name(out_dtype), config, gathered, weighted, drawn)
+    return kernels.compile_grouped_fp8_gemm(dtype_name(out_dtype), config, gathered, weighted, drawn)
+
+
+@functools.lru_cache(4096)
+def _one_matrix_kernel(
+    kernels: ModuleType, out_dtype: torch.dtype, rows: int, columns: int, channels: int, multiprocessors: int
+) -> Callable[..., None]:
+    config = kernels.choose_one_config(rows, columns, channels, multiprocessors)
+    return kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
 
 
 @functools.lru_cache(4096)
@@ -321,20 +333,3 @@ def _grouped_few_rows_kernel(
 ) -> Callable[..., None]:
     config = kernels.choose_grouped_config(rows, matrices)
     return kernels.compile_grouped_fp8_gemm_few_rows(dtype_name(out_dtype), config)
-
-
-def _all_rows(device: torch.device) -> torch.Tensor:
-    """The end of a single matrix's rows: beyond any, which the kernel takes for the last. A stream keeps its own for
-    later calls, which come behind its being written. A graph that is captured takes any stream's, since nothing is
-    under way when a capture begins; if there is none its own, which holds nothing before its replay and is not kept."""
-    known = _known_ends.setdefault(device, {})
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    ends = known.get(stream)
-    if ends is None:
-        capturing = torch.cuda.is_current_stream_capturing()
-        if capturing and known:
-            return next(iter(known.values()))
-        ends = torch.full((1,), 2**31 - 1, dtype=torch.int32, device=device)
-        if not capturing:
-            known[stream] = ends
-    return ends

@@ -102,7 +102,7 @@ def test_a_row_depends_on_no_other():
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("columns", "channels"), LAYERS)
 def test_a_row_does_not_depend_on_how_many_there_are(columns, channels, out_dtype):
-    """One kernel multiplies up to 64 rows, and more of some matrices, in tiles of 8 to 64 of them, and with a matrix's
+    """One kernel multiplies up to 32 rows, and more of some matrices, in tiles of 8 to 64 of them, and with a matrix's
     channels split or whole; another the others."""
     a, b = operands(4096, columns, channels)
     whole = dsa.fp8_gemm_nt(a, b, out_dtype)
@@ -128,6 +128,44 @@ def test_every_tile_of_few_rows_gives_the_same_bits(columns, channels, out_dtype
             assert guarded[0].eq(7).all() and guarded[-1].eq(7).all()
 
 
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("columns", "channels"), [(136, 7168), (392, 400), (8, 8192), (576, 1152), (64, 16)])
+def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dtype):
+    """Tiles that begin anywhere in a block of columns that shares a scale, and end behind the last column and row; no
+    memory around the result is written."""
+    a, b = operands(520, columns, channels)
+    expected = launched(kernels.CONFIGS[0], a, (b[0][None], b[1][None]), one_end(520), out_dtype)
+    for config in kernels.ONE_MATRIX_CONFIGS:
+        high = config.rows
+        for rows in {1, 17, 63, 64, 65, high - 1, high, high + 1, high + 70, 2 * high, 520}:
+            guarded = torch.full((rows + 2, columns + 8), 7.0, dtype=out_dtype, device="cuda")
+            out = guarded[1:-1, :columns]
+            launch_one(config, (a[0][:rows], a[1][:rows]), b, out)
+            assert torch.equal(out, expected[:rows]), (config, rows)
+            out.fill_(7.0)
+            assert guarded.eq(7).all(), (config, rows)
+
+
+@pytest.mark.parametrize("ctas", [1, 7, 132, 500])
+def test_tiles_of_one_matrix_by_any_number_of_ctas(ctas):
+    """Of rows in several bands."""
+    a, b = operands(4500, 1000, 144)
+    expected = launched(kernels.CONFIGS[0], a, (b[0][None], b[1][None]), one_end(4500), torch.bfloat16)
+    for config in kernels.ONE_MATRIX_CONFIGS:
+        out = torch.full_like(expected, torch.nan)
+        launch_one(config, a, b, out, ctas)
+        assert torch.equal(out, expected), config
+
+
+def launch_one(config, a, b, out, ctas=None):
+    """Write the product of one matrix, with work tiles of `config`."""
+    poison_free_memory(mebibytes=1)
+    (q, s), (w, ws) = a, b
+    scales = op.aligned_scales(s), op.aligned_scales(ws[None]).permute(1, 2, 0)
+    launch = kernels.compile_fp8_gemm(dtype_name(out.dtype), config)
+    launch(q, scales[0], w, scales[1], out, dsa.num_sms(q.device) if ctas is None else ctas)
+
+
 def one_end(rows):
     return torch.tensor([rows], dtype=torch.int32, device="cuda")
 
@@ -140,7 +178,7 @@ def launched(config, a, b, ends, out_dtype, rows=None, weights=None, drawn=False
         out = torch.empty(len(q if rows is None else rows), w.shape[1], dtype=out_dtype, device="cuda")
     variant = config, rows is not None, weights is not None, drawn
     counter = torch.zeros(1, dtype=torch.int32, device="cuda") if drawn else None
-    kernels.compile_fp8_gemm(dtype_name(out_dtype), *variant)(
+    kernels.compile_grouped_fp8_gemm(dtype_name(out_dtype), *variant)(
         *(q, op.aligned_scales(s), rows, w.view(-1, w.shape[-1]), op.aligned_scales(ws).permute(1, 2, 0), ends),
         *(out, weights, None, counter, dsa.num_sms(q.device) if ctas is None else ctas),
     )

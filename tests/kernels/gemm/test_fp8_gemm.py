@@ -1,6 +1,8 @@
 """Every shipped variant of the FP8 product, and of that with SwiGLU, compiles to sm_90a: FP8 wgmma, TMA or gathering
 copies, an atomic where work tiles are drawn, no spills, room in shared memory; and the choice among them."""
 
+import itertools
+
 import pytest
 
 from dsa.cute.compile_cache import cubin
@@ -9,7 +11,6 @@ from dsa.cute.sass import disassemble
 from dsa.kernels.gemm import fp8_gemm_config as configs
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.kernels.gemm import limits
-from dsa.kernels.gemm.result_epilogue import CHUNK
 from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
 from tests.kernels.variants import shipped
 
@@ -18,14 +19,25 @@ BIG = configs.CONFIGS[-2:]
 
 
 @shipped(kernels.compile_fp8_gemm)
+def test_sass_of_one_matrix(arguments):
+    dtype, config = arguments
+    sass = checked(kernels.compile_fp8_gemm, arguments, config, gathered=False, drawn=False, parts=1)
+    assert sass.instructions["FFMA"] == products(config) * config.columns * configs.SCALES // 2
+    chunks = config.columns // configs.CHUNK
+    assert sass.instructions["UTMASTG"] == (chunks if dtype != "float32" and config.has_room else 0)
+    # Once, when the mbarriers have been made: nothing is counted.
+    assert sass.instructions["BAR"] == 1
+
+
+@shipped(kernels.compile_grouped_fp8_gemm)
 def test_sass(arguments):
     dtype, config, gathered, _, drawn = arguments
-    sass = checked(kernels.compile_fp8_gemm, arguments, config, gathered, drawn, parts=1)
+    sass = checked(kernels.compile_grouped_fp8_gemm, arguments, config, gathered, drawn, parts=1)
     # One multiply-add an accumulator: the compiler has neither split them nor left any out.
     multiplied = products(config) * config.columns + sum(turned_counts(config, drawn))
     assert sass.instructions["FFMA"] == multiplied * configs.SCALES // 2
     # TMA stores what a warp has shared memory for, of both waves.
-    chunks = config.columns // CHUNK
+    chunks = config.columns // configs.CHUNK
     by_tma = dtype != "float32" and config.chunks >= chunks * config.waves
     assert sass.instructions["UTMASTG"] == (chunks if by_tma else 0)
 
@@ -75,7 +87,9 @@ def checked(compile_function, arguments, config, gathered, drawn, parts):
     return sass
 
 
-@pytest.mark.parametrize("config", [*configs.CONFIGS, *configs.SWIGLU_CONFIGS])
+@pytest.mark.parametrize(
+    "config", dict.fromkeys((*configs.CONFIGS, *configs.ONE_MATRIX_CONFIGS, *configs.SWIGLU_CONFIGS))
+)
 def test_shared_memory_holds_each(config):
     deeper = configs.Fp8GemmConfig(config.groups, config.waves, config.columns, config.stages + 2, config.chunks)
     assert config.fits() and not deeper.fits()
@@ -117,6 +131,39 @@ def test_many_rows_get_big_tiles(columns, channels):
         swiglu = configs.choose_config(rows, columns, channels, matrices, 132, configs.SWIGLU_CONFIGS)
         gathering = configs.choose_config(rows, columns, channels, matrices, 132, configs.GATHERING_CONFIGS)
         assert swiglu.rows == gathering.rows == 128
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 78, 132])
+def test_every_shape_of_one_matrix_gets_a_tile_of_its_own(multiprocessors):
+    for rows, columns in itertools.product(ROWS, (8, 128, 136, 576, 2112, 4096, 24576)):
+        for channels in (16, 128, 1536, 7168, 18432):
+            config = configs.choose_one_config(rows, columns, channels, multiprocessors)
+            assert config in configs.ONE_MATRIX_CONFIGS
+            assert configs.microseconds_of_one(config, rows, columns, channels, multiprocessors) > 0
+
+
+@pytest.mark.parametrize("columns, channels", [(4096, 7168), (7168, 2048), (24576, 1536), (32768, 512), (2112, 7168)])
+def test_many_rows_of_one_matrix_get_big_tiles(columns, channels):
+    for rows in (8192, 16384, 131072):
+        assert configs.choose_one_config(rows, columns, channels, 132) in BIG
+
+
+# What was fastest, or within 2% of it, of all tiles measured on an H200: (rows, columns) of a tile.
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        *(((64, 12288, 6144), (64, 96)), ((64, 65536, 1536), (64, 128)), ((64, 24576, 1536), (64, 192))),
+        *(((64, 6144, 2048), (64, 48)), ((64, 18432, 7168), (64, 48)), ((64, 6144, 12288), (64, 48))),
+        *(((64, 32768, 1024), (64, 128)), ((64, 28672, 512), (64, 128)), ((64, 7168, 2048), (64, 64))),
+        *(((128, 3072, 7168), (64, 48)), ((128, 4096, 2048), (64, 64)), ((128, 4096, 8192), (64, 64))),
+        *(((128, 7168, 2048), (64, 128)), ((128, 8192, 1024), (64, 128)), ((128, 24576, 1536), (128, 192))),
+        *(((256, 1536, 7168), (64, 48)), ((256, 2112, 7168), (64, 64)), ((256, 4096, 8192), (128, 64))),
+        *(((512, 1024, 4096), (64, 64)), ((512, 32768, 1024), (128, 128)), ((1024, 32768, 512), (128, 192))),
+    ],
+)
+def test_the_tile_of_one_matrix_that_was_measured_to_be_fastest(shape, tile):
+    config = configs.choose_one_config(*shape, 132)
+    assert (config.rows, config.columns) == tile
 
 
 def test_more_rows_take_no_fewer_clocks():

@@ -1,6 +1,4 @@
-"""The bridge of the scaled products, on the CPU: what it launches, what it refuses, and what it remembers."""
-
-from types import SimpleNamespace
+"""The bridge of the scaled products, on the CPU: what it launches and what it refuses."""
 
 import pytest
 import torch
@@ -12,6 +10,8 @@ from dsa.ops.gemm import fp8_gemm_nt as op
 
 BRIDGES = (op,)
 E4M3 = torch.float8_e4m3fn
+# [N, K] of the published models' layers.
+LAYERS = (2112, 7168), (4096, 8192), (6144, 2048), (7168, 2048), (12288, 6144), (24576, 1536), (65536, 1536)
 
 
 def operands(rows=6, columns=136, channels=256, matrices=None, leading=()):
@@ -50,22 +50,26 @@ def test_what_the_kernel_of_many_rows_gets(leading, named_launches):
     out = dsa.fp8_gemm_nt((q, s), (w, ws), torch.float32)
     assert out.shape == (*leading, 136) and out.dtype == torch.float32 and out.is_contiguous()
     [(name, variant, arguments)] = named_launches
-    rows, scales, gathered, weight, weight_scales, ends, flat, weights, limit, counter, multiprocessors = arguments
-    assert name == "" and variant == (torch.float32, 600, 136, 256, 1, 132, False, False, False)
-    assert rows.shape == (600, 256) and same(rows, q) and weight.shape == (136, 256) and same(weight, w)
+    rows, scales, weight, weight_scales, flat, multiprocessors = arguments
+    assert name == "one_matrix" and variant == (torch.float32, 600, 136, 256, 132) and multiprocessors == 132
+    assert rows.shape == (600, 256) and same(rows, q) and weight is w
     assert torch.equal(scales, padded(s).view(600, 4)) and torch.equal(weight_scales, padded(ws)[..., None])
     # A matrix's blocks of channels lie one after the other, 16 bytes at a time.
     assert weight_scales.shape == (2, 4, 1) and weight_scales.stride()[:2] == (4, 1)
-    assert ends.tolist() == [2**31 - 1] and flat.shape == (600, 136) and same(flat, out)
-    assert gathered is weights is limit is counter is None and multiprocessors == 132
+    assert flat.shape == (600, 136) and same(flat, out)
 
 
 @pytest.mark.parametrize(
-    "rows, columns, name",
-    [(1, 8, "few_rows"), (64, 8, "few_rows"), (512, 8, "few_rows"), (512, 32768, ""), (513, 8, ""), (5000, 8, "")],
+    ("shape", "name"),
+    [
+        *(((1, 8, 16), "few_rows"), ((32, 65536, 16), "few_rows"), ((64, 1536, 512), "few_rows")),
+        *(((512, 512, 7168), "few_rows"), ((64, 65536, 16), "one_matrix"), ((512, 32768, 16), "one_matrix")),
+        *(((513, 8, 16), "one_matrix"), ((5000, 8, 16), "one_matrix")),
+    ],
 )
-def test_which_kernel_gets_how_many_rows(rows, columns, name, named_launches):
-    dsa.fp8_gemm_nt(*operands(rows=rows, columns=columns, channels=128))
+def test_which_kernel_gets_how_many_rows(shape, name, named_launches):
+    rows, columns, channels = shape
+    dsa.fp8_gemm_nt(*operands(rows=rows, columns=columns, channels=channels))
     assert [launch[0] for launch in named_launches] == [name]
 
 
@@ -162,8 +166,9 @@ def test_work_tiles_are_drawn_from_a_counter(rows, matrices, drawn, launches):
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_only_shipped_variants_are_asked_for(out_dtype, gathered, matrices, monkeypatch):
-    shipped = [arguments for _, arguments in kernels.shipped_variants()]
-    monkeypatch.setattr(kernels, "compile_fp8_gemm", lambda *arguments: arguments)
+    shipped = [arguments for function, arguments in kernels.shipped_variants()
+               if function is kernels.compile_grouped_fp8_gemm]  # fmt: skip
+    monkeypatch.setattr(kernels, "compile_grouped_fp8_gemm", lambda *arguments: arguments)
     for rows in (1, 7, 64, 65, 300, 1024, 4096, 16384, 131072, limits.MAX_ROWS):
         if gathered and rows > kernels.GATHERED_ROWS:
             continue
@@ -172,6 +177,19 @@ def test_only_shipped_variants_are_asked_for(out_dtype, gathered, matrices, monk
             for weighted in (False, True):
                 sizes = rows, columns, channels, matrices, 132
                 assert op._kernel.__wrapped__(kernels, out_dtype, *sizes, gathered, weighted, drawn) in shipped
+
+
+def test_of_one_matrix_all_that_is_shipped_is_asked_for(monkeypatch):
+    shipped = {arguments for function, arguments in kernels.shipped_variants() if function is kernels.compile_fp8_gemm}
+    monkeypatch.setattr(kernels, "compile_fp8_gemm", lambda *arguments: arguments)
+    columns_and_channels = *LAYERS, (8, 16), (136, 128)
+    asked = {
+        op._one_matrix_kernel.__wrapped__(kernels, out_dtype, rows, *sizes, 132)
+        for out_dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for rows in (33, 64, 65, 128, 192, 256, 300, 512, 1024, 4096, 16384, limits.MAX_ROWS)
+        for sizes in columns_and_channels
+    }
+    assert asked == shipped
 
 
 def test_rows_that_the_kernel_cannot_read_are_copied(launches):
@@ -254,44 +272,3 @@ def test_operands_are_pairs():
     for first, second, name in ((a[0], b, "a"), (a, b[0], "b"), ((*a, a[1]), b, "a")):
         with pytest.raises(TypeError, match=rf"^{name}: must be a pair \(e4m3 values, fp32 scales\), got"):
             dsa.fp8_gemm_nt(first, second)
-
-
-@pytest.fixture(autouse=True)
-def capturing(monkeypatch):
-    """Says whether a graph is being captured, which torch cannot without CUDA; nothing is remembered yet."""
-    state = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[0])
-    monkeypatch.setattr(op, "_known_ends", {})
-    return state
-
-
-def test_what_a_capture_makes_is_not_kept(capturing):
-    """A tensor of a graph that is never replayed holds anything: no other call may read it."""
-    capturing[0] = True
-    captured = op._all_rows(torch.device("cpu"))
-    capturing[0] = False
-    ends = op._all_rows(torch.device("cpu"))
-    assert ends is not captured and ends.tolist() == [2**31 - 1]
-    assert op._all_rows(torch.device("cpu")) is ends
-
-
-def test_each_stream_has_its_own(capturing, monkeypatch):
-    """What another stream has written may not be there yet, unless a capture has begun, which waits for all streams."""
-    device, full, stream = torch.device("cuda", 3), torch.full, SimpleNamespace(cuda_stream=7)
-    monkeypatch.setattr(op.torch, "full", lambda *sizes, device, **options: full(*sizes, **options))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda which: stream if which is device else None)
-    first = op._all_rows(device)
-    stream.cuda_stream = 8
-    capturing[0] = True
-    assert op._all_rows(device) is first
-    capturing[0] = False
-    second = op._all_rows(device)
-    assert second is not first and second.tolist() == [2**31 - 1] and op._all_rows(device) is second
-    stream.cuda_stream = 7
-    assert op._all_rows(device) is first
-
-
-def test_a_capture_uses_what_is_there(capturing):
-    ends = op._all_rows(torch.device("cpu"))
-    capturing[0] = True
-    assert op._all_rows(torch.device("cpu")) is ends
