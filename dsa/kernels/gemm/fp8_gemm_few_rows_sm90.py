@@ -84,9 +84,11 @@ OWN_ROWS = 32  # up to which every product is this kernel's
 ROOM = 0.8  # of the CTAs that multiprocessors have room for, those in clusters: what fits into groups of SMs at once
 
 
-class Fp8GemmFewRowsSm90:
-    def __init__(self, cfg: FewRowsConfig, grouped: bool):
-        self.grouped, self.rows, self.stages, self.columns = grouped, cfg.rows, cfg.stages, cfg.columns
+class GroupedFp8GemmFewRowsSm90:
+    grouped = True
+
+    def __init__(self, cfg: FewRowsConfig):
+        self.rows, self.stages, self.columns = cfg.rows, cfg.stages, cfg.columns
 
     @cute.jit
     def __call__(
@@ -119,9 +121,6 @@ class Fp8GemmFewRowsSm90:
             b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
 
         self.storage = Storage
-        if cutlass.const_expr(not self.grouped):
-            tiles = cute.ceil_div(out.shape[1], self.columns) * cute.ceil_div(out.shape[0], self.rows)
-            ctas = cutlass.min(ctas, tiles)
         self.kernel(
             a_atom, a_tma, b_atom, b_tma, s_atom, s_tma, b_scale, out, ends, a_layout, b_layout, s_layout
         ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
@@ -255,6 +254,18 @@ class Fp8GemmFewRowsSm90:
         return scales
 
 
+class Fp8GemmFewRowsSm90(GroupedFp8GemmFewRowsSm90):
+    """Of one matrix."""
+
+    grouped = False
+
+    @cute.jit
+    def __call__(self, a: cute.Tensor, a_scale: cute.Tensor, b: cute.Tensor, b_scale: cute.Tensor, out, ctas, stream):
+        tiles = cute.ceil_div(out.shape[1], self.columns) * cute.ceil_div(out.shape[0], self.rows)
+        operands = a, a_scale, b, b_scale, out, None
+        GroupedFp8GemmFewRowsSm90.__call__(self, *operands, cutlass.min(ctas, tiles), stream)
+
+
 @cute.jit
 def add_scaled(sums, acc, scales, block: cutlass.Constexpr):
     """sums += acc, scaled. Four accumulators are two rows of one column, and of the column 8 further on."""
@@ -281,19 +292,15 @@ def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [1, ceil(N / 128), G], out [M, N], ctas); M, N, K >
     0. K is a multiple of 16, N of 8; G is ceil(K / 128), rounded up to a multiple of 4 with
     finite scales, and if the config splits channels at most 64; rows start at multiples of 16 bytes."""
-    if config.ctas > 1:
-        kernel = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config)
-        return compile_sm90(kernel, *fake_operands(out_dtype), Int32(1), fake_stream())
-    return compile_sm90(
-        Fp8GemmFewRowsSm90(config, grouped=False), *fake_operands(out_dtype), None, Int32(1), fake_stream()
-    )
+    split = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config) if config.ctas > 1 else None
+    return compile_sm90(split or Fp8GemmFewRowsSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())
 
 
 @cached
 def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     """-> f(a [M, K], a_scale [M, G], b [E * N, K], b_scale [E, ceil(N / 128), G], out [M, N], ends [E] int32 ascending,
     ctas): as `compile_fp8_gemm_few_rows`; E up to 1024."""
-    kernel = Fp8GemmFewRowsSm90(config, grouped=True)
+    kernel = GroupedFp8GemmFewRowsSm90(config)
     matrices = cute.sym_int()
     ends = fake(Int32, (matrices,), (1,), 4)
     return compile_sm90(kernel, *fake_operands(out_dtype, matrices), ends, Int32(1), fake_stream())
