@@ -104,10 +104,11 @@ TURNED_CLOCKS = 300  # of a block of a turned work tile at least
 # One matrix' products of up to MODEL_ROWS rows have a model of their own, measured on an H200, whose blocks take no
 # BLOCK_CLOCKS. Clocks a microsecond; bytes a microsecond from memory, and by what part these take longer for each part
 # of the multiprocessors that loads nothing. Microseconds of a work tile's end, and results that TMA and that warps
-# store in one; microseconds more of a block whose part of b no other work tile reads.
+# store in one; microseconds more of a block whose part of b no other work tile reads, and of a block that one of two
+# warpgroups multiplies alone.
 MODEL_ROWS = 1024
-CLOCKS, MEMORY_RATE, IDLE = 1980.0, 3.9e6, 0.3
-TILE_END, TMA_STORE_RATE, STORE_RATE, UNSHARED = 0.2, 40e3, 20e3, 0.0275
+CLOCKS, MEMORY_RATE, IDLE = 1980.0, 3.9e6, 0.185
+TILE_END, TMA_STORE_RATE, STORE_RATE, UNSHARED, ALONE = 0.15, 33e3, 26e3, 0.039, 0.55
 
 
 def choose_config(
@@ -142,6 +143,10 @@ def microseconds_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels
     rounds = -(-tiles // multiprocessors)
     high = min(rows, config.rows)
     block = tile_block_clocks(config, high) / CLOCKS + (UNSHARED if down == 1 else 0)
+    if config.groups == 2 and 0 < rows % config.rows <= 64:
+        # The last tiles of rows have a warpgroup without any: they take their share of the rounds, or all of a single
+        # one.
+        block += max(ALONE - block, 0) / min(down, rounds)
     stored = high * config.columns / (TMA_STORE_RATE if config.has_room else STORE_RATE)
     busy = rounds * (TILE_END + stored + blocks * block)
     idle = 1 - tiles / (rounds * multiprocessors)

@@ -23,8 +23,8 @@ dequantize_per_block = fp8_cast.dequantize_per_block
 PRODUCTS = Kernels(
     "grouped_fp8_gemm_nt", {"sm_90": ("dsa.kernels.gemm.fp8_gemm_sm90", "dsa.kernels.gemm.fp8_gemm_few_rows_sm90")}
 )
-# Of all matrices together, up to which the kernel of few rows multiplies them; or as many as there are matrices.
-FEW_ROWS = 64
+# Rows of all matrices together, and of a matrix on average, up to which the kernel of few rows multiplies them.
+FEW_ROWS, FEW_ROWS_OF_A_MATRIX = 64, 8
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
 
@@ -73,7 +73,8 @@ def grouped_fp8_gemm_nt(
     where rows[m] is outside a.
     On Hopper: no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to 1024, E N
     below 2^31. Up to 4096 rows of the result the kernel gathers `rows` of a; of more a copy is made before, which is
-    faster there. Up to 64 rows in all, or as many as weights, have a kernel of their own, without rows and weights.
+    faster there. Up to 64 rows in all, or 8 a weight on average, have a kernel of their own, without `rows` and
+    `weights`.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index for each
     row.
     """
@@ -249,7 +250,7 @@ def write_grouped_product(
 
 def has_few_rows(count: int, matrices: int, rows: torch.Tensor | None) -> bool:
     """Whether several matrices' `count` rows are so few that weights are all that is loaded; rows: what is gathered."""
-    return matrices > 1 and count <= max(FEW_ROWS, matrices) and rows is None
+    return matrices > 1 and count <= max(FEW_ROWS, FEW_ROWS_OF_A_MATRIX * matrices) and rows is None
 
 
 def gathered_rows(

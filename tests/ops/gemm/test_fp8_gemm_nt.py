@@ -62,7 +62,7 @@ def test_what_the_kernel_of_many_rows_gets(leading, named_launches):
 @pytest.mark.parametrize(
     ("shape", "name"),
     [
-        *(((1, 8, 16), "few_rows"), ((32, 65536, 16), "few_rows"), ((64, 1536, 512), "few_rows")),
+        *(((1, 8, 16), "few_rows"), ((32, 65536, 16), "few_rows"), ((64, 1536, 7168), "few_rows")),
         *(((512, 512, 7168), "few_rows"), ((64, 65536, 16), "one_matrix"), ((512, 32768, 16), "one_matrix")),
         *(((513, 8, 16), "one_matrix"), ((5000, 8, 16), "one_matrix")),
     ],
@@ -101,7 +101,8 @@ def test_what_the_grouped_kernel_of_few_rows_gets(named_launches):
     [
         (64, 2, {}, "grouped_few_rows"),
         (65, 2, {}, ""),
-        (256, 256, {}, "grouped_few_rows"),
+        (2048, 256, {}, "grouped_few_rows"),
+        (2049, 256, {}, ""),
         (64, 1, {}, ""),
         (64, 2, {"weights": torch.ones(64)}, ""),
         (64, 2, {"rows": torch.arange(64, dtype=torch.int32)}, ""),
