@@ -1,0 +1,40 @@
+"""Ops launch kernels with the arguments that these are compiled for."""
+
+import subprocess
+import sys
+
+import cutlass
+import pytest
+import torch
+
+from dsa.cute.fake_tensors import fake
+from tests.ops.launched_arguments import differences
+from tests.project_copy import ROOT
+
+
+def test_all_ops_give_kernels_what_they_take():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.launched_arguments"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    *found, last = done.stdout.splitlines()
+    assert not found, "\n".join(found)
+    assert int(last.split()[0]) > 90
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(2, 3), None, 1), None),
+        ((torch.zeros(2, 3), 1), "2 arguments for 3"),
+        ((torch.zeros(2, 3), torch.zeros(1), 1), "argument 1: Tensor for None"),
+        ((None, None, 1), "argument 0: None for"),
+        ((torch.zeros(3), None, 1), "argument 0: shape [3] for"),
+        ((torch.zeros(2, 4), None, 1), "argument 0: shape [2, 4] for"),
+        ((torch.zeros(2, 3, dtype=torch.int32), None, 1), "argument 0: torch.int32 for Float32"),
+    ],
+)
+def test_differences_are_seen(arguments, message):
+    fakes = fake(cutlass.Float32, (2, 3), (3, 1)), None, cutlass.Int32(1), "stream"
+    found = list(differences(arguments, fakes))
+    assert (not found) if message is None else (len(found) == 1 and found[0].startswith(message)), found
