@@ -290,8 +290,8 @@ def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
 @cached
 def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [1, ceil(N / 128), G], out [M, N], ctas); M, N, K >
-    0. K is a multiple of 16, N of 8; G is ceil(K / 128), rounded up to a multiple of 4 with
-    finite scales, and if the config splits channels at most 64; rows start at multiples of 16 bytes."""
+    0. K is a multiple of 16, N of 8; G is ceil(K / 128), rounded up to a multiple of 4 with finite scales, and if the
+    config splits channels at most 64; rows start at multiples of 16 bytes."""
     split = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config) if config.ctas > 1 else None
     return compile_sm90(split or Fp8GemmFewRowsSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())
 

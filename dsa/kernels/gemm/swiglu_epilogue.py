@@ -4,6 +4,10 @@ A work tile has 128 channels of h: its part 0 are the 128 columns of gate, its p
 of gate's. gate and up are rounded to `dtype` first, and so is h, so that the bytes are those of the product and
 `swiglu_cast_to_fp8` one after the other. A quad has a row's 128 channels, 32 a lane. The bytes of a warp's 16 rows go
 through its part of shared memory, 128 bytes a row: the 16 bytes c of row r lie where c ^ (r % 8) would.
+
+A turned work tile (turned_tile.py) has the channels of a row in all eight warps, 16 each. They tell each other a row's
+maximum through shared memory, and then lay its bytes there, in the order as above; each warp stores four rows at a
+time. Barriers of the consumer warps stand between.
 """
 
 import cutlass

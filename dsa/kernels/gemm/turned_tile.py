@@ -2,8 +2,9 @@
 
 The last work tile of a matrix has what rows are left. Of 1 to 32 of them a wgmma would multiply 64 all the same, and
 one warpgroup alone would do it. Turned, each of two warpgroups takes 64 of the matrix's 128 rows of a part, by 16 or 32
-rows of a. A sum has the same order and the same bits. Both operands lie in shared memory as they do otherwise, so who
-loads them knows nothing of it. More rows take no less time so, since two warpgroups read more of shared memory.
+rows of a. A sum has the same order and the same bits. Both operands lie in shared memory as they do otherwise; what is
+loaded differs in the number of a's rows alone. More rows take no less time so, since two warpgroups read more of shared
+memory.
 Sums are transposed: four of a thread's are two rows (of a) of one column, and of the column 8 further on.
 """
 
