@@ -33,7 +33,16 @@ def candidates(config_type: type[Config]) -> list[Config]:
 def tuned(config_type: type[Config], op: str, arch: str, shape_class: str) -> Config:
     """The winner of the op's kernel for an arch and this class of shapes, or the one on trial."""
     on_trial = _trial.get((op, arch, shape_class))
-    return config_type(**_winners(path_of(op, arch))[shape_class]) if on_trial is None else on_trial
+    return config_type(**_data(path_of(op, arch))["winners"][shape_class]) if on_trial is None else on_trial
+
+
+def measured(op: str, arch: str, shape_class: str, multiprocessors: int) -> Any:
+    """The same of an op that has models beside its data: the configuration on trial, the fields of the class's winner,
+    or None where none was written, or for a GPU with more or fewer multiprocessors."""
+    if (on_trial := _trial.get((op, arch, shape_class))) is not None:
+        return on_trial
+    data = _data(path_of(op, arch))
+    return data["winners"].get(shape_class) if data["multiprocessors"] == multiprocessors else None
 
 
 def path_of(op: str, arch: str) -> Path:
@@ -51,14 +60,17 @@ def trial(op: str, arch: str, shape_class: str, config: Any) -> Iterator[None]:
         del _trial[op, arch, shape_class]
 
 
-def write(op: str, winners: dict[str, Any], note: dict[str, str], path: Path) -> None:
-    """Write {class: configuration} as the op's data; classes that were not searched stay as they are."""
+def write(op: str, winners: dict[str, Any], note: dict[str, str | int], path: Path) -> None:
+    """Write {class: configuration} as the op's data, without those that are None; classes that were not searched stay
+    as they are."""
     old = json.loads(path.read_text())["winners"] if path.exists() else {}
-    new = old | {name: dataclasses.asdict(config) for name, config in winners.items()}
-    path.write_text(json.dumps({"op": op, **note, "winners": new}, indent=1) + "\n")
-    _winners.cache_clear()
+    found = {name: None if config is None else dataclasses.asdict(config) for name, config in winners.items()}
+    lines = [f"  {json.dumps(name)}: {json.dumps(fields)}" for name, fields in (old | found).items() if fields]
+    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in {"op": op, **note}.items())
+    path.write_text(f'{{\n{head} "winners": {{\n' + ",\n".join(lines) + "\n }\n}\n")
+    _data.cache_clear()
 
 
 @functools.cache
-def _winners(path: Path) -> dict[str, dict[str, int]]:
-    return json.loads(path.read_text())["winners"]
+def _data(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())

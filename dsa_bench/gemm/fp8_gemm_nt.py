@@ -1,6 +1,6 @@
 """FP8 products: TFLOP/s and bytes, one matrix and the experts of a mixture, beside DeepGEMM's builds and cuBLASLt."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import dsa
+from dsa import backends
 from dsa.testing import calc_diff, copy_bandwidth, fp8_gemm_rate
 from dsa_bench.harness import agreement
 from dsa_bench.harness.case import Call, Case
@@ -15,7 +16,10 @@ from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.package import Library, Peers
 
 if TYPE_CHECKING:
+    from dsa.kernels.gemm.fp8_gemm_config import Fp8GemmConfig
+    from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
     from dsa.ops.gemm.fp8_gemm_nt import Scaled
+    from dsa_bench.harness.tune import Tuning
 
 # rows, columns, channels; experts and how many of them a row goes to, or None
 # The first is the one that the status table shows.
@@ -59,6 +63,7 @@ SHAPES = [
     (64, 6144, 7168, 384, 6),
     (4096, 7168, 3072, 384, 6),
 ]
+FUSED = (2112, 7168)  # V3.2's q_a_proj and kv_a_proj_with_mqa as one matrix, which engines make of them
 PROBED = [(128, 2112, 1536, None, None), (1, 2112, 1536, None, None), (256, 1024, 512, 16, 2)]
 SHORT = 512  # rows up to which a product takes microseconds
 FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # of weights in a graph: more than the L2 cache holds
@@ -98,6 +103,34 @@ def weights_like(b: "Scaled", rows: int) -> list["Scaled"]:
         return [b]
     count = max(1, min(MOST_WEIGHTS, -(-FRESH_BYTES // b[0].numel())))
     return [b, *((b[0].view(torch.uint8).flip(0).view(b[0].dtype), b[1].clone()) for _ in range(count - 1))]
+
+
+def tuning(kernels: tuple[ModuleType, ModuleType]) -> "Tuning":
+    """Of one matrix: the published models' linear layers, at the numbers of rows that data is for."""
+    from dsa.kernels.gemm import fp8_gemm_choice as choice
+    from dsa_bench.gemm._published_layers import matrices
+    from dsa_bench.harness.tune import Tuning, TuningClass
+
+    many, few = kernels
+    multiprocessors = backends.num_sms("cuda" if torch.cuda.is_available() else "cpu")
+    classes = {}
+    for columns, channels in (FUSED, *matrices()):
+        for rows in choice.ROWS:
+            sizes = rows, columns, channels, multiprocessors
+            classes[choice.shape_class(rows, columns, channels)] = TuningClass(
+                partial(choice.may_win, *sizes),
+                {(rows, columns, channels, None, None): ("bfloat16",)},
+                choice.modelled(*sizes),
+            )
+    return Tuning((*few.CONFIGS, *many.ONE_MATRIX_CONFIGS), _compile, classes)
+
+
+def _compile(out_dtype: str, config: "FewRowsConfig | Fp8GemmConfig") -> Callable[..., None]:
+    from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few
+    from dsa.kernels.gemm import fp8_gemm_sm90 as many
+
+    of_few = isinstance(config, few.FewRowsConfig)
+    return few.compile_fp8_gemm_few_rows(out_dtype, config) if of_few else many.compile_fp8_gemm(out_dtype, config)
 
 
 def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int | None) -> Case:

@@ -5,58 +5,28 @@ those of the models that the pinned configurations make, the layers that `fp8_ge
 grouped product, and `kv_b_proj` is one of V3.2's and GLM-5's where a prompt's keys are expanded.
 """
 
-import json
 import statistics
-import tempfile
 from collections.abc import Iterable
 from functools import cache, lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import dsa
+from dsa_bench.gemm._published_layers import matrices
 from dsa_bench.gemm.fp8_gemm_nt import SHORT, agree_on_some, cublas, weights_like
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import deep_gemm
-from dsa_layers.families.config import read_config
-from dsa_layers.families.published import published_config
-from dsa_layers.families.registry import family
-from dsa_layers.layers.grouped_linear import GroupedLinear
-from dsa_layers.layers.linear import BlockFP8Linear
 
-MODELS = {
-    "V3.2": "deepseek_v32_config.json",
-    "GLM-5": "glm_5_config.json",
-    "V4-Flash": "deepseek_v4_flash_config.json",
-    "V4-Pro": "deepseek_v4_pro_config.json",
-}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192, 16384)
 PROBED = [(128, 2112, 1536), (1, 2112, 1536)]
 _PEERS = (deep_gemm.NEW,)
-_QUANTIZATION = "quantization_config"
-
-
-def linear_shapes(model: str) -> list[tuple[int, int]]:
-    """(columns, channels) of the FP8 layers of a model that are one matrix each."""
-    fields = published_config(MODELS[model])
-    if _QUANTIZATION not in fields:  # GLM-5's FP8 release quantises what DeepSeek-V3.2's does
-        fields |= {_QUANTIZATION: published_config(MODELS["V3.2"])[_QUANTIZATION]}
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(fields))
-        config = read_config(directory)
-    with torch.device("meta"):
-        modules = list(family(config.model_type).model(config).modules())
-    grouped = {module.matrices for module in modules if isinstance(module, GroupedLinear)}
-    layers = (module for module in modules if isinstance(module, BlockFP8Linear) and module not in grouped)
-    return sorted({tuple(layer.weight.shape) for layer in layers})
 
 
 @cache
 def shapes() -> list[tuple[int, int, int]]:
-    """(rows, columns, channels), a matrix' rows one after the other and the matrices by their channels."""
-    matrices = {shape for model in MODELS for shape in linear_shapes(model)}
-    return [(rows, *shape) for shape in sorted(matrices, key=lambda shape: shape[::-1]) for rows in ROWS]
+    """(rows, columns, channels), a matrix' rows one after the other."""
+    return [(rows, *shape) for shape in matrices() for rows in ROWS]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,25 +19,28 @@ from dsa.testing import bench
 from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.case import Call, Case, load
 
+WORTH = 1.015  # times as long as the fastest: what data is written for
+
 
 @dataclass(frozen=True)
 class TuningClass:
     """One class of shapes that share a configuration.
 
-    fits    which configurations the hardware takes
-    shapes  a shape of the benchmark -> the arguments of the compile function before the configuration
+    fits      which configurations the hardware takes
+    shapes    a shape of the benchmark -> the arguments of the compile function before the configuration
+    modelled  the configuration that a class without a winner gets, or None where every class has one
     """
 
     fits: Callable[[Any], bool]
     shapes: dict[tuple[Any, ...], tuple[Any, ...]]
+    modelled: Any = None
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What the tuner asks of an op: its kernel's configuration dataclass and `compile_*` function, and classes of
-    shapes."""
+    """What the tuner asks of an op: all configurations, the function that compiles one, and classes of shapes."""
 
-    config_type: type
+    candidates: Sequence[Any]
     compile_function: Callable[..., Any]
     classes: dict[str, TuningClass]
 
@@ -69,41 +72,51 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     module = load(op)
     if not hasattr(module, "tuning"):
         raise ValueError(f"op: must be one of {', '.join(tunable())}, whose kernels have configurations, got {op!r}")
-    arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    arch = backends.arch_of(gpu)
     plan: Tuning = module.tuning(OPS[op].kernels.modules(arch))
-    everything = tuning.candidates(plan.config_type)
-    todo = [
-        (name, config, arguments)
+    candidates = {name: [c for c in plan.candidates if shapes.fits(c)] for name, shapes in plan.classes.items()}
+    # Classes may share kernels.
+    todo = {
+        (*arguments, config): None
         for name, shapes in plan.classes.items()
-        for config in everything
-        if shapes.fits(config)
+        for config in candidates[name]
         for arguments in shapes.shapes.values()
-    ]
+    }
     jobs = jobs or len(os.sched_getaffinity(0))
     print(f"{op}: compiling {len(todo)} kernels in {jobs} processes")
     # Fresh processes: the DSL compiles in one thread, and CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        work = [pool.submit(_compile, plan.compile_function, (*args, config)) for _, config, args in todo]
-        compiled = [future.result() for future in work]
-    registers: dict[tuple[str, Any], str] = {}
-    for (name, config, _), outcome in zip(todo, compiled):
-        registers[name, config] = max(registers.get((name, config), ""), outcome)
+        work = {arguments: pool.submit(_compile, plan.compile_function, arguments) for arguments in todo}
+        compiled = {arguments: future.result() for arguments, future in work.items()}
 
-    winners = {}
+    winners: dict[str, Any] = {}
     for name, shapes in plan.classes.items():
         cases = [module.case(*shape) for shape in shapes.shapes]
-        trials = _try_all(op, arch, name, {c: registers[name, c] for c in everything if (name, c) in registers}, cases)
+        registers = {c: max(compiled[*arguments, c] for arguments in shapes.shapes.values()) for c in candidates[name]}
+        trials = _try_all(op, arch, name, registers, cases)
         trials.sort(key=lambda trial: trial.score)
         print_trials(name, [case.name for case in cases], trials)
         if not trials or not trials[0].ms:
             raise RuntimeError(f"{op}: no configuration of class {name!r} is correct")
-        winners[name] = trials[0].config
-    note = {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
+        winners[name] = _winner(shapes, trials)
+    note = {
+        "device": torch.cuda.get_device_name(),
+        "multiprocessors": backends.num_sms(gpu),
+        "date": datetime.date.today().isoformat(),
+    }
     path = output or tuning.path_of(op, arch)
     path.parent.mkdir(parents=True, exist_ok=True)  # an arch's first
     tuning.write(op, winners, note, path)
     print(f"wrote {path}")
+
+
+def _winner(shapes: TuningClass, trials: Sequence[Trial]) -> Any:
+    """The fastest, or None where what a model chooses is as fast: data is for where the model is wrong."""
+    modelled = next((trial for trial in trials if trial.config == shapes.modelled and trial.ms), None)
+    within = modelled is not None and modelled.score <= WORTH ** len(modelled.ms) * trials[0].score
+    return None if within else trials[0].config
 
 
 def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
@@ -144,10 +157,14 @@ def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], ca
 
 
 def _under(op: str, arch: str, shape_class: str, config: Any, call: Call) -> Call:
-    """The call with this configuration on trial. The op's bridge must forget the kernel that it has at hand."""
+    """The call with this configuration on trial. The op's bridge must forget the kernels that it has at hand."""
     from dsa.cute import tuning
 
-    forget = importlib.import_module(op_module(op))._kernel.cache_clear
+    caches = [x for x in vars(importlib.import_module(op_module(op))).values() if hasattr(x, "cache_clear")]
+
+    def forget() -> None:
+        for cache in caches:
+            cache.cache_clear()
 
     def run() -> object:
         with tuning.trial(op, arch, shape_class, config):

@@ -71,6 +71,7 @@ def _seen(ends: torch.Tensor, keys: int) -> torch.Tensor:
 
 
 def tuning(kernels: ModuleType) -> "Tuning":
+    from dsa.cute.tuning import candidates
     from dsa_bench.harness.tune import Tuning, TuningClass
 
     sizes = {
@@ -80,7 +81,7 @@ def tuning(kernels: ModuleType) -> "Tuning":
         8: [(8192, 8192)],
     }
     return Tuning(
-        kernels.MqaLogitsConfig,
+        candidates(kernels.MqaLogitsConfig),
         kernels.compile_fp8_mqa_logits,
         {
             f"heads {heads}, dim {dim}": TuningClass(

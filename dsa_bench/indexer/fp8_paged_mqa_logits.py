@@ -102,13 +102,14 @@ def case(batch: int, next_n: int, mean: int, heads: int) -> Case:
 
 
 def tuning(kernels: tuple[ModuleType, ModuleType]) -> "Tuning":
+    from dsa.cute.tuning import candidates
     from dsa_bench.harness.tune import Tuning, TuningClass
 
     scores, _ = kernels
     # Several (heads, next_n) have the same number of columns: one stands for all.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
-        scores.PagedMqaLogitsConfig,
+        candidates(scores.PagedMqaLogitsConfig),
         scores.compile_fp8_paged_mqa_logits,
         {
             f"columns {n}": TuningClass(

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import pickle
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch
 from dsa import backends
 from dsa.cute import tuning
 from dsa.kernels.cache import indexer_cache_sm90
+from dsa.kernels.gemm import fp8_gemm_choice
 from dsa.kernels.indexer import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90
 from dsa.ops.declaration import OPS, Kernels
+from dsa_bench.gemm import _published_layers
 from dsa_bench.harness import case, plot, profile, table, tune
 from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.table import print_table
@@ -195,6 +198,37 @@ def test_a_trial_stands_in_for_the_winner():
     assert fp8_mqa_logits_sm90.choose_config(64, 128) == shipped
 
 
+def test_the_search_for_products_is_of_the_published_layers():
+    plan = case.load("fp8_gemm_nt").tuning(OPS["fp8_gemm_nt"].kernels.modules("sm_90"))
+    shipped = tuning._data(tuning.path_of("fp8_gemm_nt", "sm_90"))
+    assert "fp8_gemm_nt" in tunable() and shipped["winners"].keys() <= plan.classes.keys()
+    assert len(plan.classes) == len(fp8_gemm_choice.ROWS) * (len(_published_layers.matrices()) + 1)
+    for name, of_class in plan.classes.items():
+        tried = [config for config in plan.candidates if of_class.fits(config)]
+        assert of_class.modelled in tried and len(tried) < 15, name
+        [shape] = of_class.shapes
+        assert fp8_gemm_choice.shape_class(*shape[:3]) == name
+    # Processes that compile are given the function and its arguments.
+    assert pickle.loads(pickle.dumps(plan.compile_function)) is plan.compile_function
+
+
+def test_data_is_written_where_a_model_is_slower_than_the_fastest():
+    trials = [tune.Trial(config, "96", (ms, 1.0)) for config, ms in (("fast", 1.0), ("near", 1.02), ("slow", 1.1))]
+    of_class = {name: tune.TuningClass(lambda config: True, {}, name) for name in ("fast", "near", "slow", "another")}
+    assert [tune._winner(one, trials) for one in of_class.values()] == [None, None, "fast", "fast"]
+    assert tune._winner(tune.TuningClass(lambda config: True, {}), trials) == "fast"
+
+
+def test_a_class_for_which_the_model_does_has_no_data(tmp_path):
+    path = tmp_path / "op.json"
+    first, second = (fp8_mqa_logits_sm90.MqaLogitsConfig(128, stages, 2) for stages in (3, 4))
+    tuning.write("op", {"a": first, "b": second, "c": None}, {"device": "a GPU"}, path)
+    tuning.write("op", {"a": None, "d": first}, {"device": "another GPU"}, path)
+    data = json.loads(path.read_text())
+    assert data["device"] == "another GPU"
+    assert data["winners"] == {"b": dataclasses.asdict(second), "d": dataclasses.asdict(first)}
+
+
 class Gpu:
     """Stands for what the tuner asks of a GPU: a configuration of two stages is the fastest, and wrong."""
 
@@ -204,6 +238,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(backends, "arch_of", lambda device: arch)
+        monkeypatch.setattr(backends, "num_sms", lambda device: 78)
         monkeypatch.setattr(case.load(op), "case", self.case)
         monkeypatch.setattr(tune, "_compile", compile_nothing)
 
@@ -271,7 +306,7 @@ def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, caps
         "heads 8, dim 128": {"columns": 128, "stages": 3, "groups": 2},
         "another": {"columns": 2},
     }
-    assert data["op"] == "fp8_mqa_logits" and data["device"] == "a GPU"
+    assert data["op"] == "fp8_mqa_logits" and data["device"] == "a GPU" and data["multiprocessors"] == 78
     shown = capsys.readouterr().out
     assert "128    3    2    96 registers     3.2000  3.20" in shown
     assert "wrong: calc_diff 1" in shown and "fails: spilled" in shown

@@ -6,15 +6,15 @@ import torch
 from dsa.reference.gemm.fp4_cast import widen_fp4
 from dsa.testing import calc_diff
 from dsa_bench.gemm import fp8_fp4_gemm_nt, fp8_gemm_nt, grouped_fp8_gemm_swiglu, linear_layers
+from dsa_bench.gemm._published_layers import MODELS, linear_shapes
 from dsa_layers.checkpoint.fp4 import dequantize_fp4
 from dsa_layers.families.published import published_config
 
-FUSED = (2112, 7168)  # V3.2's q_a_proj and kv_a_proj_with_mqa as one matrix, which engines make of them
 DENSE = [shape[:3] for shape in fp8_gemm_nt.SHAPES if shape[3] is None]
 
 
 def test_the_layers_are_those_of_the_configurations():
-    config = published_config(linear_layers.MODELS["V3.2"])
+    config = published_config(MODELS["V3.2"])
     heads, hidden, q_rank = config["num_attention_heads"], config["hidden_size"], config["q_lora_rank"]
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     v32 = {
@@ -24,16 +24,16 @@ def test_the_layers_are_those_of_the_configurations():
         *((config["intermediate_size"], hidden), (hidden, config["intermediate_size"])),
         *((config["moe_intermediate_size"], hidden), (hidden, config["moe_intermediate_size"])),
     }
-    assert {*linear_layers.linear_shapes("V3.2")} == v32
-    assert (28672, 512) in linear_layers.linear_shapes("GLM-5") and len(linear_layers.linear_shapes("GLM-5")) == 10
+    assert {*linear_shapes("V3.2")} == v32
+    assert (28672, 512) in linear_shapes("GLM-5") and len(linear_shapes("GLM-5")) == 10
     # wo_a, of 8 matrices of 1024 rows, is no product of one matrix.
-    flash = linear_layers.linear_shapes("V4-Flash")
+    flash = linear_shapes("V4-Flash")
     assert (4096, 8192) in flash and (8192, 4096) not in flash and len(flash) == 7
-    assert (65536, 1536) in linear_layers.linear_shapes("V4-Pro")
+    assert (65536, 1536) in linear_shapes("V4-Pro")
 
 
 def test_every_layer_is_measured_at_every_number_of_rows():
-    matrices = {shape for model in linear_layers.MODELS for shape in linear_layers.linear_shapes(model)}
+    matrices = {shape for model in MODELS for shape in linear_shapes(model)}
     assert {*linear_layers.SHAPES} == {(rows, *shape) for rows in linear_layers.ROWS for shape in matrices}
     assert len(linear_layers.SHAPES) == len({*linear_layers.SHAPES})
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
@@ -41,18 +41,16 @@ def test_every_layer_is_measured_at_every_number_of_rows():
 
 
 def test_the_receipt_has_some_of_every_model_and_every_number_of_rows():
-    assert {*DENSE} <= {*linear_layers.SHAPES, *((rows, *FUSED) for rows in linear_layers.ROWS)}
+    assert {*DENSE} <= {*linear_layers.SHAPES, *((rows, *fp8_gemm_nt.FUSED) for rows in linear_layers.ROWS)}
     assert {rows for rows, *_ in DENSE} == {*linear_layers.ROWS} and len(DENSE) == len({*DENSE}) <= 45
-    for model in linear_layers.MODELS:
-        measured = [rows for rows, *shape in DENSE if tuple(shape) in linear_layers.linear_shapes(model)]
+    for model in MODELS:
+        measured = [rows for rows, *shape in DENSE if tuple(shape) in linear_shapes(model)]
         assert min(measured) <= 2 and max(measured) >= 4096, model
 
 
-@pytest.mark.parametrize(
-    "model", [name for name in linear_layers.MODELS if name != "GLM-5"]
-)  # whose experts are V3.2's
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "GLM-5"])  # whose experts are V3.2's
 def test_experts_are_those_of_the_configurations(model):
-    config = published_config(linear_layers.MODELS[model])
+    config = published_config(MODELS[model])
     hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
     experts = config["n_routed_experts"], config["num_experts_per_tok"]
     gate_up, down = (2 * inner, hidden, *experts), (hidden, inner, *experts)

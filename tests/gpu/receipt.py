@@ -104,16 +104,21 @@ def module_of(path: Path) -> str:
 def digest(name: str, arch: str) -> str:
     code, judges = code_modules(name, arch), judge_modules(name, arch)
     h = hashlib.sha256(f"{arch} {digest_of(code, arch)} {digest_of(judges, arch)}".encode())
-    for module in code:
-        data = TUNED / arch / f"{module.rpartition('.')[2].removesuffix('_' + arch.replace('_', ''))}.json"
-        if module.startswith("dsa.kernels.") and data.exists():
-            h.update(json.dumps(json.loads(data.read_text())["winners"], sort_keys=True).encode())
+    for data in tuned_data(code, arch):
+        h.update(json.dumps(json.loads(data.read_text())["winners"], sort_keys=True).encode())
     if name == "user_commands":
         h.update("\n".join([*python_blocks(), *commands()]).encode())
     if name == "e2e":  # the models' sizes
         for path in sorted((LAYERS / "vendored").glob("*config.json")):
             h.update(json.dumps(json.loads(path.read_text()), sort_keys=True).encode())
     return h.hexdigest()[:16]
+
+
+def tuned_data(modules: Iterable[str], arch: str) -> list[Path]:
+    """The files of tuned configurations that these modules read: those of the ops that kernels name."""
+    paths = (ROOT.joinpath(*module.split(".")).with_suffix(".py") for module in modules if "kernels" in module)
+    texts = [path.read_text() for path in paths if path.is_file()]
+    return [data for data in sorted((TUNED / arch).glob("*.json")) if any(f'"{data.stem}"' in text for text in texts)]
 
 
 def code_modules(name: str, arch: str) -> list[str]:

@@ -47,7 +47,6 @@ from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.gemm.few_rows_tile import expected_tiles
 from dsa.kernels.gemm.fp4_operand import (
     TABLE_BYTES,
     gather_4,
@@ -57,7 +56,7 @@ from dsa.kernels.gemm.fp4_operand import (
     widen,
     write_tables,
 )
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, expected_tiles
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.turned_tile import store_turned
 

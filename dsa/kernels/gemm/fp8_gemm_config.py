@@ -122,8 +122,12 @@ def choose_config(
     """For `rows` in all: what takes the fewest clocks. One warpgroup has to do for matrices of up to 64 rows."""
     few = rows <= 64 * max(min(rows, matrices), 1)
     narrow = [config for config in configs if config.groups == 1] if few else []
-    clocks = drawn_tile_clocks if configs == DRAWN_CONFIGS else tile_clocks
-    return of_fewest_clocks(narrow or configs, clocks, rows, columns, channels, matrices, multiprocessors)
+    return of_fewest_clocks(narrow or configs, tile_clocks, rows, columns, channels, matrices, multiprocessors)
+
+
+def choose_drawn_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
+    """The same of work tiles that are drawn."""
+    return of_fewest_clocks(DRAWN_CONFIGS, drawn_tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: int) -> Fp8GemmConfig:

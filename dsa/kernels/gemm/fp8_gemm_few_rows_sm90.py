@@ -19,15 +19,13 @@ Plan
   time, and stored 32 bytes in a row. A warp stores fp32 results at once, as eight lanes have 32 bytes of a row.
 - Scheduler: static persistent. Of several matrices the work tiles are found by prefix sums (grouped_tiles.py).
 - A matrix of few columns has fewer work tiles than there are SMs: its channels may be split, see
-  `fp8_gemm_split_channels_sm90`. `choose_config` says when.
+  `fp8_gemm_split_channels_sm90`. fp8_gemm_few_rows_config.py says when.
 Shared memory: barriers, 32 bytes a row and warp for results, stages x SCALES x ((64 + rows) x 128 + 4 x (rows + 1)).
 Registers: SCALES x rows / 2 accumulators, rows / 2 sums and rows scales a consumer thread.
 Roofline: memory, b once; else the mainloop, about 80 clocks and 3.4 for each row of the tile a block of channels; or,
 with 8 rows, what an SM can load, (64 + rows) x 128 bytes a block at about 75 bytes a clock.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,43 +43,21 @@ from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.sm90 import opaque
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.gemm import fp8_gemm_config
-from dsa.kernels.gemm.few_rows_tile import (
+from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, tiles_of
+from dsa.kernels.gemm.fp8_gemm_choice import choose_for_one_matrix as choose_for_one_matrix
+from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     COLUMNS,
+    CONFIGS,
     CONSUMER_WARPS,
-    MAX_SPLIT_BLOCKS,
+    GROUPED_CONFIGS,
     SCALES,
-    THREADS,
     FewRowsConfig,
-    expected_tiles,
-    fragments,
-    load_blocks,
-    operand_layouts,
-    tiles_of,
 )
+from dsa.kernels.gemm.fp8_gemm_few_rows_config import choose_grouped_config as choose_grouped_config
 from dsa.kernels.gemm.fp8_gemm_split_channels_sm90 import Fp8GemmSplitChannelsSm90
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, OneMatrixTiles
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.turned_tile import store_turned
-
-WHOLE_CONFIGS = (
-    *(FewRowsConfig(8, 6), FewRowsConfig(16, 5), FewRowsConfig(32, 4), FewRowsConfig(64, 3)),
-    FewRowsConfig(8, 6, columns=32),
-)
-# Those of 8 and 16 rows take up to 113 KiB, which lets two CTAs share an SM: clusters do not fill the SMs otherwise.
-SPLIT_CONFIGS = (
-    *(FewRowsConfig(8, 4, 4), FewRowsConfig(8, 5, 8)),
-    *(FewRowsConfig(16, 3, 8), FewRowsConfig(32, 5, 8)),
-)
-CONFIGS = WHOLE_CONFIGS + SPLIT_CONFIGS
-GROUPED_CONFIGS = WHOLE_CONFIGS[:3]  # for several matrices
-MAX_ROWS = 512  # of a product that may be this kernel's
-# The cost model, measured on an H200. Microseconds of a block of channels, of each of its rows, and of a work tile's
-# end; bytes a microsecond from memory, to one SM, and of products to one CTA; microseconds of an exchange's barriers.
-BLOCK, ROW, TILE_END = 0.04, 0.0017, 0.6
-MEMORY_RATE, SM_RATE, SEND_RATE, BARRIERS = 4.8e6, 145e3, 45e3, 0.2
-OWN_ROWS = 32  # up to which every product is this kernel's
-ROOM = 0.8  # of the CTAs that multiprocessors have room for, those in clusters: what fits into groups of SMs at once
 
 
 class GroupedFp8GemmFewRowsSm90:
@@ -304,72 +280,6 @@ def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     matrices = cute.sym_int()
     ends = fake(Int32, (matrices,), (1,), 4)
     return compile_sm90(kernel, *fake_operands(out_dtype, matrices), ends, Int32(1), fake_stream())
-
-
-def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) -> FewRowsConfig:
-    """What takes the shortest time, of tiles no higher than the rows need, and of clusters that can run all at once."""
-    blocks = -(-channels // (SCALES * GROUP)) * SCALES
-    heights = sorted({config.rows for config in CONFIGS})
-    highest = min((height for height in heights if rows <= height), default=heights[-1])
-
-    def possible(config: FewRowsConfig) -> bool:
-        # Tiles of 8 rows take as long as those of 16, which are half as many. Those of 32 columns load less.
-        if config.rows > highest or (rows > 8 >= config.rows and config.columns == COLUMNS):
-            return False
-        # A cluster has to fit into a group of SMs, and groups have different numbers of them.
-        ctas = work_tiles(config, rows, columns) * config.ctas
-        at_once = ctas <= ROOM * multiprocessors * config.ctas_per_sm()
-        return config.ctas == 1 or (blocks <= MAX_SPLIT_BLOCKS and at_once)
-
-    return min(
-        filter(possible, CONFIGS), key=lambda config: microseconds(config, rows, columns, channels, multiprocessors)
-    )
-
-
-def choose_grouped_config(rows: int, matrices: int) -> FewRowsConfig:
-    """For `rows` of several matrices in all: what loads the fewest bytes."""
-    return min(
-        GROUPED_CONFIGS,
-        key=lambda config: expected_tiles(rows, matrices, config.rows) * (config.columns + config.rows),
-    )
-
-
-@functools.lru_cache(4096)
-def takes(rows: int, columns: int, channels: int, multiprocessors: int) -> bool:
-    """Whether a product is this kernel's: all of up to OWN_ROWS rows, since the other's tiles are of 64; of up to
-    MAX_ROWS, what takes it no longer."""
-    if rows <= OWN_ROWS or rows > MAX_ROWS:
-        return 0 < rows <= OWN_ROWS
-    sizes = rows, columns, channels, multiprocessors
-    others = fp8_gemm_config.choose_one_config(*sizes)
-    return microseconds(choose_config(*sizes), *sizes) <= fp8_gemm_config.microseconds_of_one(others, *sizes)
-
-
-def work_tiles(config: FewRowsConfig, rows: int, columns: int) -> int:
-    return -(-columns // config.columns) * -(-rows // config.rows)
-
-
-def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """What an SM takes for its work tiles, in whole rounds: their blocks, for each the mainloop's time or that of its
-    bytes, and their ends; while memory reads everything once. The two hide each other as a rule, but not where either
-    waits for the other. Then the exchange of products, if there is one. Without the launch."""
-    blocks = -(-channels // (SCALES * GROUP)) * SCALES
-    ctas = work_tiles(config, rows, columns) * config.ctas
-    rounds = math.ceil(ctas / (multiprocessors * (ROOM if config.ctas > 1 else 1)))
-    of_cta = -(-blocks // (config.span * config.ctas)) * config.span
-    loaded = (config.columns + min(config.rows, rows)) * GROUP
-    busy = of_cta * max(BLOCK + ROW * config.rows, loaded / SM_RATE)
-    exchange = 0.0
-    if config.ctas == 1:
-        busy += TILE_END
-    else:
-        exchange = BARRIERS + blocks * COLUMNS * config.rows * 4 / config.ctas / SEND_RATE
-    return math.hypot(rounds * busy, memory(rows, columns, channels)) + rounds * exchange
-
-
-def memory(rows: int, columns: int, channels: int) -> float:
-    """Microseconds in which memory reads the operands and takes the results."""
-    return (columns * channels + rows * (channels + 2 * columns)) / MEMORY_RATE
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

@@ -67,7 +67,7 @@ from dsa.kernels.gemm.fp8_gemm_config import (
 )
 from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS as GATHERED_ROWS
 from dsa.kernels.gemm.fp8_gemm_config import choose_config as choose_config
-from dsa.kernels.gemm.fp8_gemm_config import choose_one_config as choose_one_config
+from dsa.kernels.gemm.fp8_gemm_config import choose_drawn_config as choose_drawn_config
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, OneMatrixTiles, WorkTileInfo
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.operand_loads import out_columns, part, rows_from, scales_from

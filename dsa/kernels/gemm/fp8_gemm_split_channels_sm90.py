@@ -30,18 +30,14 @@ from dsa.cute.pipeline import Mbarriers, Pipeline, expect_bytes, pipeline_storag
 from dsa.cute.sm90 import WARP
 from dsa.cute.wgmma import multiply
 from dsa.kernels.gemm.cluster import remote_address, store_remote_8
-from dsa.kernels.gemm.few_rows_tile import (
+from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, tiles_of
+from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     COLUMNS,
     CONSUMER_WARPS,
     MAX_SPLIT_BLOCKS,
     SCALES,
     SPLIT_SPAN,
-    THREADS,
     FewRowsConfig,
-    fragments,
-    load_blocks,
-    operand_layouts,
-    tiles_of,
 )
 from dsa.kernels.gemm.limits import GROUP
 

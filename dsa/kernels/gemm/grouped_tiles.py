@@ -8,6 +8,7 @@ which deals tiles out in turn, would give these to every second CTA.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -167,3 +168,17 @@ class OneMatrixTiles:
             row = (band + local % of_band) * self.height
             column = local // of_band * self.width
         return WorkTileInfo(e, row, end, column)
+
+
+def expected_tiles(rows: int, matrices: int, each: int) -> float:
+    """Of `each` rows, that a matrix has if `rows` find theirs at random: the sum over j of P(more than j * each)."""
+    mean = rows / matrices
+    if matrices == 1 or mean > 8 * each:
+        return math.ceil(mean / each)
+    chance, at_most, tiles = math.exp(-mean), 0.0, 0.0
+    for i in range(16 * each):
+        at_most += chance
+        if i % each == 0:
+            tiles += 1 - at_most
+        chance *= mean / (i + 1)
+    return tiles

@@ -72,15 +72,16 @@ class SwigluEpilogue:
                 at = r * GROUP + ((i // 4) ^ (r % 8)) * 16 + i // 2 % 2 * 8 + lane % 4 * 2
                 store_pair(Int32(staged + at), h[i], h[i + 1])
         cute.arch.sync_warp()
-        self.store_rows(q, row, info.end, info.column, staged, lane)
+        self.store_rows(q, 0, WARP_ROWS, row, info.end, info.column, staged, lane)
         cute.arch.sync_warp()
 
     @cute.jit
-    def store_rows(self, q, row, end, column, staged, lane):
-        """The rows before `end`, 16 bytes a lane."""
+    def store_rows(self, q, first, count: cutlass.Constexpr, row, end, column, staged, lane):
+        """`count` rows, a multiple of 4, from number `first` on of those that lie at `staged`, whose first is `row`, as
+        far as they are before `end`: 16 bytes a lane."""
         bytes_of = cute.make_rmem_tensor((4,), Uint32)
-        for i in cutlass.range_constexpr(0, WARP_ROWS * 8, 32):
-            r, vector = (i + lane) // 8, (i + lane) % 8
+        for i in cutlass.range_constexpr(0, count * 8, 32):
+            r, vector = first + (i + lane) // 8, lane % 8
             if row + r < end:
                 loaded = load_16(staged + r * GROUP + (vector ^ (r % 8)) * 16)
                 for k in cutlass.range_constexpr(4):
@@ -135,25 +136,13 @@ class SwigluEpilogue:
             # Four rows a warp.
             own = first + warp * 4
             if own < 2 * count:
-                self.store_rows_of(q, own, info, everyones, lane)
+                self.store_rows(q, own, 4, info.row, info.end, info.column, everyones, lane)
         self.wait_for_all()
 
     @cute.jit
     def wait_for_all(self):
         """The consumer warps wait for each other."""
         cute.arch.barrier(barrier_id=1, number_of_threads=32 * WARPS)
-
-    @cute.jit
-    def store_rows_of(self, q, first, info, everyones, lane):
-        """Four rows of the work tile from number `first` on, 16 bytes a lane."""
-        bytes_of = cute.make_rmem_tensor((4,), Uint32)
-        r, vector = first + lane // 8, lane % 8
-        if info.row + r < info.end:
-            loaded = load_16(everyones + r * GROUP + (vector ^ (r % 8)) * 16)
-            for k in cutlass.range_constexpr(4):
-                bytes_of[k] = loaded[k]
-            target = cute.local_tile(q[info.row + r, None], (16,), (info.column // 16 + vector,))
-            cute.autovec_copy(cute.recast_tensor(bytes_of, q.element_type), target)
 
     @cute.jit
     def finish(self):

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import ModuleType
 
 import torch
@@ -205,11 +205,11 @@ def write_product(
         return
     multiprocessors = backends.num_sms(q.device)
     a, scales = (aligned_rows(q), aligned_scales(s)), aligned_scales(ws[None])
-    sizes = rows, columns, channels, multiprocessors
-    if few.takes(*sizes):
-        _few_rows_kernel(few, out.dtype, *sizes)(*a, w, scales, out, multiprocessors)
+    config = _config(few, rows, columns, channels, multiprocessors)
+    if isinstance(config, few.FewRowsConfig):
+        _few_rows_kernel(few, out.dtype, config)(*a, w, scales, out, multiprocessors)
     else:
-        _one_matrix_kernel(many, out.dtype, *sizes)(*a, w, scales.permute(1, 2, 0), out, multiprocessors)
+        _one_matrix_kernel(many, out.dtype, config)(*a, w, scales.permute(1, 2, 0), out, multiprocessors)
 
 
 def write_grouped_product(
@@ -307,24 +307,27 @@ def _kernel(
     weighted: bool,
     drawn: bool,
 ) -> Callable[..., None]:
-    configs = kernels.GATHERING_CONFIGS if gathered else kernels.DRAWN_CONFIGS if drawn else kernels.CONFIGS
-    config = kernels.choose_config(rows, columns, channels, matrices, multiprocessors, configs)
+    sizes = rows, columns, channels, matrices, multiprocessors
+    if drawn:
+        config = kernels.choose_drawn_config(*sizes)
+    else:
+        config = kernels.choose_config(*sizes, kernels.GATHERING_CONFIGS if gathered else kernels.CONFIGS)
     return kernels.compile_grouped_fp8_gemm(dtype_name(out_dtype), config, gathered, weighted, drawn)
 
 
 @functools.lru_cache(4096)
-def _one_matrix_kernel(
-    kernels: ModuleType, out_dtype: torch.dtype, rows: int, columns: int, channels: int, multiprocessors: int
-) -> Callable[..., None]:
-    config = kernels.choose_one_config(rows, columns, channels, multiprocessors)
+def _config(few: ModuleType, rows: int, columns: int, channels: int, multiprocessors: int) -> Hashable:
+    """The tile of a product of one matrix, whose type says which kernel's it is."""
+    return few.choose_for_one_matrix(rows, columns, channels, multiprocessors)
+
+
+@functools.lru_cache(256)
+def _one_matrix_kernel(kernels: ModuleType, out_dtype: torch.dtype, config: Hashable) -> Callable[..., None]:
     return kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
 
 
-@functools.lru_cache(4096)
-def _few_rows_kernel(
-    kernels: ModuleType, out_dtype: torch.dtype, rows: int, columns: int, channels: int, multiprocessors: int
-) -> Callable[..., None]:
-    config = kernels.choose_config(rows, columns, channels, multiprocessors)
+@functools.lru_cache(256)
+def _few_rows_kernel(kernels: ModuleType, out_dtype: torch.dtype, config: Hashable) -> Callable[..., None]:
     return kernels.compile_fp8_gemm_few_rows(dtype_name(out_dtype), config)
 
 

@@ -12,6 +12,7 @@ from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.gemm import fp8_fp4_gemm_nt as op
 from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.testing import poison_free_memory
+from tests.gpu.gemm import hostile
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -179,18 +180,7 @@ def test_every_tile_gives_the_bits_of_the_widened_weights(columns, channels, out
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("ends", "rows_of"),
-    [
-        ([10, 5, 200, 300], {0: (0, 10)}),
-        ([-5, 10, 2**31 - 1, 64], {}),
-        ([-(2**31), 2**31 - 1, 20, 64], {3: (20, 64)}),
-        ([64, 0, 0, 0], {0: (0, 64)}),
-        ([10, 20, 30, 2**31 - 1], {0: (0, 10), 1: (10, 20), 2: (20, 30), 3: (30, 64)}),
-        ([10, 10, 17, 33], {0: (0, 10), 2: (10, 17), 3: (17, 33)}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("ends", "rows_of"), hostile.ENDS, ids=str)
 def test_nothing_outside_the_rows_is_written(ends, rows_of, out_dtype):
     """Whatever the ends say: rows that are a weight's are right, rows that are none's stay as they were."""
     a, b = activations(64, 256), weights(4, 136, 256)
@@ -206,7 +196,7 @@ def test_nothing_outside_the_rows_is_written(ends, rows_of, out_dtype):
         check_written(config, expected, a, b, numbers, rows=every, weights=ones)
 
 
-@pytest.mark.parametrize("wrong", [-1, -(2**31), 2**31 - 1, 90, 2**31 - 64])
+@pytest.mark.parametrize("wrong", hostile.ROWS)
 def test_rows_that_there_are_not(wrong):
     """The other rows are right, and nothing is written elsewhere."""
     count, sizes = 200, [70, 0, 130]

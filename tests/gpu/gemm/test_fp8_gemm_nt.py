@@ -11,6 +11,7 @@ from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.gemm import fp8_gemm_nt as op
 from dsa.testing import calc_diff, poison_free_memory
+from tests.gpu.gemm import hostile
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = [(1, 7168, 1536), (7, 576, 7168), (64, 2112, 7168), (65, 128, 128), (128, 8, 16), (300, 1000, 400),
@@ -260,18 +261,7 @@ def test_many_rows_of_several_matrices(sizes):
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("ends", "rows_of"),
-    [
-        ([10, 5, 200, 300], {0: (0, 10)}),
-        ([-5, 10, 2**31 - 1, 64], {}),
-        ([-(2**31), 2**31 - 1, 20, 64], {3: (20, 64)}),
-        ([64, 0, 0, 0], {0: (0, 64)}),
-        ([10, 20, 30, 2**31 - 1], {0: (0, 10), 1: (10, 20), 2: (20, 30), 3: (30, 64)}),
-        ([10, 10, 17, 33], {0: (0, 10), 2: (10, 17), 3: (17, 33)}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("ends", "rows_of"), hostile.ENDS, ids=str)
 def test_nothing_outside_the_rows_is_written(ends, rows_of, out_dtype):
     """Whatever the ends say: rows that are a weight's are right, rows that are none's stay as they were, and so do the
     rows in memory before and behind."""
@@ -334,7 +324,7 @@ def test_experts_of_few_tokens(tokens):
     check(got, a, b, ends)
 
 
-@pytest.mark.parametrize("wrong", [-1, -(2**31), 2**31 - 1, 90, 2**31 - 64])
+@pytest.mark.parametrize("wrong", hostile.ROWS)
 @pytest.mark.parametrize("count", [200, 4200])
 def test_rows_that_there_are_not(count, wrong):
     """Gathered by the kernel or copied before: the other rows are right."""

@@ -98,7 +98,7 @@ def test_shared_memory_holds_each(config):
 ROWS = (1, 2, 7, 8, 63, 64, 65, 100, 128, 192, 256, 300, 1000, 1024, 2500, 4096, 16384, 131072, limits.MAX_ROWS)
 
 
-@pytest.mark.parametrize("among", ["CONFIGS", "GATHERING_CONFIGS", "DRAWN_CONFIGS", "SWIGLU_CONFIGS"])
+@pytest.mark.parametrize("among", ["CONFIGS", "GATHERING_CONFIGS", "SWIGLU_CONFIGS"])
 @pytest.mark.parametrize("matrices", [1, 2, 8, 256, limits.MAX_MATRICES])
 def test_every_shape_gets_one_of_those_that_there_are(matrices, among):
     allowed = getattr(configs, among)
@@ -106,8 +106,9 @@ def test_every_shape_gets_one_of_those_that_there_are(matrices, among):
         for columns in (8, 128, 136, 576, 2112, 4096, 24576):
             for channels in (16, 128, 1536, 7168, 18432):
                 for multiprocessors in (1, 78, 132):
-                    config = configs.choose_config(rows, columns, channels, matrices, multiprocessors, allowed)
-                    assert config in allowed
+                    sizes = rows, columns, channels, matrices, multiprocessors
+                    assert configs.choose_config(*sizes, allowed) in allowed
+                    assert configs.choose_drawn_config(*sizes) in configs.DRAWN_CONFIGS
     # One that has to be: where all are for more rows than a matrix has.
     assert configs.choose_config(matrices, 4096, 7168, matrices, 132, allowed[-1:]) is allowed[-1]
 

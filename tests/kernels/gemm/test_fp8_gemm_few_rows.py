@@ -9,8 +9,9 @@ from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.cute.sm90 import SHARED_BYTES
 from dsa.kernels.gemm import few_rows_tile
+from dsa.kernels.gemm import fp8_gemm_few_rows_config as configs
 from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as kernels
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, expected_tiles
 from tests.kernels.variants import shipped
 
 
@@ -50,42 +51,30 @@ def test_sass_of_several_matrices(arguments):
 
 
 def test_tiles_of_several_matrices_are_as_high_as_their_rows_need():
-    heights = [kernels.choose_grouped_config(rows, 256).rows for rows in (1, 8, 64, 1024, 4096, 8192)]
+    heights = [configs.choose_grouped_config(rows, 256).rows for rows in (1, 8, 64, 1024, 4096, 8192)]
     assert heights[:3] == [8, 8, 8] and heights == sorted(heights) and heights[-1] == 32
-    assert kernels.choose_grouped_config(64, 2).rows == 32
+    assert configs.choose_grouped_config(64, 2).rows == 32
 
 
 def test_expected_tiles():
-    assert few_rows_tile.expected_tiles(20, 1, 8) == 3
-    assert few_rows_tile.expected_tiles(1, 256, 8) * 256 == pytest.approx(1, rel=1e-2)
+    assert expected_tiles(20, 1, 8) == 3
+    assert expected_tiles(1, 256, 8) * 256 == pytest.approx(1, rel=1e-2)
     # Two of six rows seldom meet in one of 256 matrices; 100 rows a matrix fill their tiles but for a half.
-    assert 5.9 < few_rows_tile.expected_tiles(6, 256, 8) * 256 < 6
-    assert few_rows_tile.expected_tiles(100, 2, 8) == pytest.approx(50 / 8 + 0.5, abs=0.1)
+    assert 5.9 < expected_tiles(6, 256, 8) * 256 < 6
+    assert expected_tiles(100, 2, 8) == pytest.approx(50 / 8 + 0.5, abs=0.1)
     for each in (8, 16, 32):
-        means = [few_rows_tile.expected_tiles(rows, 256, each) for rows in (1, 10, 100, 1000, 10000, 1000000)]
+        means = [expected_tiles(rows, 256, each) for rows in (1, 10, 100, 1000, 10000, 1000000)]
         assert means == sorted(means)
 
 
 @pytest.mark.parametrize("columns", [8, 128, 2112, 24576])
 def test_the_chosen_tile_is_no_higher_than_needed_and_has_room_for_all_blocks(columns):
     for rows, channels in itertools.product((*range(1, 65), 65, 100, 128, 512), (16, 7168, 8192, 8208, 131072)):
-        config = kernels.choose_config(rows, columns, channels, 132)
-        assert config in kernels.CONFIGS and config.rows <= max(8, 2 * rows - 1)
-        assert config.ctas == 1 or channels <= few_rows_tile.MAX_SPLIT_BLOCKS * kernels.GROUP
-        ctas = kernels.work_tiles(config, rows, columns) * config.ctas
+        config = configs.choose_config(rows, columns, channels, 132)
+        assert config in configs.CONFIGS and config.rows <= max(8, 2 * rows - 1)
+        assert config.ctas == 1 or channels <= configs.MAX_SPLIT_BLOCKS * kernels.GROUP
+        ctas = configs.work_tiles(config, rows, columns) * config.ctas
         assert config.ctas == 1 or ctas <= 132 * config.ctas_per_sm()
-
-
-@pytest.mark.parametrize("columns, channels", [(8, 16), (576, 7168), (2112, 7168), (24576, 1536), (7168, 16384)])
-def test_up_to_32_rows_are_always_this_kernels(columns, channels):
-    assert all(kernels.takes(rows, columns, channels, 132) for rows in (1, 31, 32))
-    assert not any(kernels.takes(rows, columns, channels, 132) for rows in (0, kernels.MAX_ROWS + 1, 16384))
-
-
-def test_more_rows_are_this_kernels_where_a_matrix_has_few_tiles():
-    assert kernels.takes(64, 4096, 8192, 132) and kernels.takes(128, 2112, 7168, 132)
-    assert not kernels.takes(64, 12288, 6144, 132) and not kernels.takes(128, 4096, 2048, 132)
-    assert not kernels.takes(256, 4096, 8192, 132) and not kernels.takes(512, 24576, 1536, 132)
 
 
 # What was fastest, or within 2% of it, of all tiles measured on an H200: (rows, columns, CTAs) of a tile.
@@ -101,11 +90,11 @@ def test_more_rows_are_this_kernels_where_a_matrix_has_few_tiles():
     ],
 )
 def test_the_tile_that_was_measured_to_be_fastest(shape, tile):
-    config = kernels.choose_config(*shape, 132)
+    config = configs.choose_config(*shape, 132)
     assert (config.rows, config.columns, config.ctas) == tile
 
 
 def test_more_rows_take_no_less_time():
-    for config in kernels.CONFIGS:
-        times = [kernels.microseconds(config, rows, 2112, 7168, 132) for rows in range(1, 513)]
+    for config in configs.CONFIGS:
+        times = [configs.microseconds(config, rows, 2112, 7168, 132) for rows in range(1, 513)]
         assert times == sorted(times) and times[0] > 0

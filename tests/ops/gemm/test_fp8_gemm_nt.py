@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.kernels.gemm import fp8_gemm_choice as choice
+from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few_rows_kernels
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.kernels.gemm import limits
 from dsa.ops.gemm import fp8_gemm_nt as op
@@ -38,7 +40,8 @@ def test_what_the_kernel_of_few_rows_gets(leading, named_launches):
     assert out.shape == (*leading, 6, 136) and out.dtype == torch.float32 and out.is_contiguous()
     [(name, variant, (rows, scales, weight, weight_scales, flat, multiprocessors))] = named_launches
     count = out.numel() // 136
-    assert name == "few_rows" and variant == (torch.float32, count, 136, 256, 132) and multiprocessors == 132
+    config = choice.choose_for_one_matrix(count, 136, 256, 132)
+    assert name == "few_rows" and variant == (torch.float32, config) and multiprocessors == 132
     assert rows.shape == (count, 256) and same(rows, q) and weight is w
     assert torch.equal(scales, padded(s).view(count, 4)) and torch.equal(weight_scales, padded(ws)[None])
     assert flat.shape == (count, 136) and same(flat, out)
@@ -51,7 +54,8 @@ def test_what_the_kernel_of_many_rows_gets(leading, named_launches):
     assert out.shape == (*leading, 136) and out.dtype == torch.float32 and out.is_contiguous()
     [(name, variant, arguments)] = named_launches
     rows, scales, weight, weight_scales, flat, multiprocessors = arguments
-    assert name == "one_matrix" and variant == (torch.float32, 600, 136, 256, 132) and multiprocessors == 132
+    config = choice.choose_for_one_matrix(600, 136, 256, 132)
+    assert name == "one_matrix" and variant == (torch.float32, config) and multiprocessors == 132
     assert rows.shape == (600, 256) and same(rows, q) and weight is w
     assert torch.equal(scales, padded(s).view(600, 4)) and torch.equal(weight_scales, padded(ws)[..., None])
     # A matrix's blocks of channels lie one after the other, 16 bytes at a time.
@@ -62,8 +66,8 @@ def test_what_the_kernel_of_many_rows_gets(leading, named_launches):
 @pytest.mark.parametrize(
     ("shape", "name"),
     [
-        *(((1, 8, 16), "few_rows"), ((32, 65536, 16), "few_rows"), ((64, 1536, 7168), "few_rows")),
-        *(((512, 512, 7168), "few_rows"), ((64, 65536, 16), "one_matrix"), ((512, 32768, 16), "one_matrix")),
+        *(((1, 8, 16), "few_rows"), ((32, 65536, 16), "few_rows"), ((64, 1544, 7168), "few_rows")),
+        *(((512, 504, 7168), "few_rows"), ((64, 65536, 16), "one_matrix"), ((512, 32768, 16), "one_matrix")),
         *(((513, 8, 16), "one_matrix"), ((5000, 8, 16), "one_matrix")),
     ],
 )
@@ -182,14 +186,21 @@ def test_only_shipped_variants_are_asked_for(out_dtype, gathered, matrices, monk
 
 def test_of_one_matrix_all_that_is_shipped_is_asked_for(monkeypatch):
     shipped = {arguments for function, arguments in kernels.shipped_variants() if function is kernels.compile_fp8_gemm}
-    monkeypatch.setattr(kernels, "compile_fp8_gemm", lambda *arguments: arguments)
-    columns_and_channels = *LAYERS, (8, 16), (136, 128)
-    asked = {
-        op._one_matrix_kernel.__wrapped__(kernels, out_dtype, rows, *sizes, 132)
-        for out_dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for rows in (33, 64, 65, 128, 192, 256, 300, 512, 1024, 4096, 16384, limits.MAX_ROWS)
-        for sizes in columns_and_channels
+    shipped |= {
+        arguments
+        for function, arguments in few_rows_kernels.shipped_variants()
+        if function is few_rows_kernels.compile_fp8_gemm_few_rows
     }
+    monkeypatch.setattr(kernels, "compile_fp8_gemm", lambda *arguments: arguments)
+    monkeypatch.setattr(few_rows_kernels, "compile_fp8_gemm_few_rows", lambda *arguments: arguments)
+    asked = set()
+    for rows in (*choice.ROWS, 33, 300, limits.MAX_ROWS):
+        for sizes in *LAYERS, (1536, 7168), (576, 7168), (7176, 16384), (8, 16), (136, 128):
+            config = op._config.__wrapped__(few_rows_kernels, rows, *sizes, 132)
+            few = isinstance(config, few_rows_kernels.FewRowsConfig)
+            get, module = (op._few_rows_kernel, few_rows_kernels) if few else (op._one_matrix_kernel, kernels)
+            for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
+                asked.add(get.__wrapped__(module, out_dtype, config))
     assert asked == shipped
 
 

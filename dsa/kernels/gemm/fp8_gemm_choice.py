@@ -1,0 +1,74 @@
+"""Which kernel multiplies one matrix, and by which work tiles: what was measured to be fastest, else models of time.
+
+Every tile of both kernels gives the same bits, so any of them may be taken. The models are within 2% of the best on
+average and 25% off at worst. Where they chose wrongly for a layer of a published model, dsa/tuned has the tile that was
+fastest: of so many rows, and of fewer, down to the next number of rows that was measured. Such data is of a GPU with so
+many multiprocessors; others get what the models say.
+"""
+
+from bisect import bisect_left
+
+from dsa.cute.tuning import measured
+from dsa.kernels.gemm import fp8_gemm_config, fp8_gemm_few_rows_config
+from dsa.kernels.gemm.fp8_gemm_config import Fp8GemmConfig
+from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
+
+# Rows that are measured.
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
+LAUNCH = 2.8  # microseconds, which the models leave out
+OWN_ROWS, MAX_ROWS = 32, 512  # up to which the models give all to the kernel of few rows, and up to which some
+
+
+def choose_for_one_matrix(
+    rows: int, columns: int, channels: int, multiprocessors: int
+) -> FewRowsConfig | Fp8GemmConfig:
+    """The tile of a product of `rows` x channels and columns x channels; its type says whose it is."""
+    if rows <= ROWS[-1]:
+        found = measured("fp8_gemm_nt", "sm_90", shape_class(rows, columns, channels), multiprocessors)
+        if isinstance(found, dict):
+            return FewRowsConfig(**found) if "ctas" in found else Fp8GemmConfig(**found)
+        if found is not None:
+            return found
+    return modelled(rows, columns, channels, multiprocessors)
+
+
+def shape_class(rows: int, columns: int, channels: int) -> str:
+    """What a product of up to ROWS[-1] rows was measured as."""
+    return f"{ROWS[bisect_left(ROWS, rows)]} x {columns} x {channels}"
+
+
+def modelled(rows: int, columns: int, channels: int, multiprocessors: int) -> FewRowsConfig | Fp8GemmConfig:
+    """What takes the shortest time, as the kernels' models have it: of few rows the one kernel, since the other's tiles
+    are of 64, of many the other."""
+    sizes = rows, columns, channels, multiprocessors
+    if rows > MAX_ROWS:
+        return fp8_gemm_config.choose_one_config(*sizes)
+    few = fp8_gemm_few_rows_config.choose_config(*sizes)
+    if rows <= OWN_ROWS:
+        return few
+    many = fp8_gemm_config.choose_one_config(*sizes)
+    return few if microseconds(few, *sizes) <= microseconds(many, *sizes) else many
+
+
+def microseconds(
+    config: FewRowsConfig | Fp8GemmConfig, rows: int, columns: int, channels: int, multiprocessors: int
+) -> float:
+    """What the models say, without the launch."""
+    model = fp8_gemm_config.microseconds_of_one
+    if isinstance(config, FewRowsConfig):
+        model = fp8_gemm_few_rows_config.microseconds
+    return model(config, rows, columns, channels, multiprocessors)
+
+
+def may_win(
+    rows: int, columns: int, channels: int, multiprocessors: int, config: FewRowsConfig | Fp8GemmConfig
+) -> bool:
+    """Whether a search has to try it: the models would have to be wrong by half for others."""
+    sizes = rows, columns, channels, multiprocessors
+    if isinstance(config, FewRowsConfig):
+        possible = rows <= MAX_ROWS and fp8_gemm_few_rows_config.can_run(config, *sizes)
+    else:
+        possible = config.rows < 2 * max(rows, 64)
+    chosen = modelled(*sizes)
+    least = microseconds(chosen, *sizes)
+    return config == chosen or (possible and microseconds(config, *sizes) + LAUNCH <= 1.5 * (least + LAUNCH))
