@@ -38,7 +38,7 @@ def test_bench_and_tune_need_a_gpu(command, what, monkeypatch, capsys):
 def test_tune_needs_an_op_with_configurations(monkeypatch, capsys):
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
     assert main(["tune", "indexer_cache"]) == 2
-    ops = "fp8_mqa_logits, fp8_paged_mqa_logits"
+    ops = "fp8_gemm_nt, fp8_mqa_logits, fp8_paged_mqa_logits"
     assert error(capsys) == (
         f"dsa tune: op: must be one of {ops}, whose kernels have configurations, got 'indexer_cache'"
     )
