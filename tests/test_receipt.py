@@ -168,6 +168,16 @@ CHANGES = {
         ("fp8_mqa_logits", "generation"),
         ("rms_norm",),
     ),
+    "a tuned tile beside a model": (
+        ("dsa/tuned/sm_90/fp8_gemm_nt.json", '"winners": {', '"winners": {"new": 1, '),
+        ("fp8_gemm_nt", "fp8_gemm_nt_deep_gemm", "generation"),
+        ("rms_norm", "fp8_mqa_logits"),
+    ),
+    "which GPU it is for": (
+        ("dsa/tuned/sm_90/fp8_gemm_nt.json", '"multiprocessors": 132', '"multiprocessors": 114'),
+        ("fp8_gemm_nt", "generation"),
+        ("rms_norm", "fp8_mqa_logits"),
+    ),
     "a gutted test": (
         ("tests/gpu/elementwise/test_rms_norm.py", "    assert ", "    assert True or "),
         ("rms_norm", "several_gpus"),

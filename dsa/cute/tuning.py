@@ -1,8 +1,8 @@
 """Tile configurations: what may be tried, and the measured winners, which ship as data.
 
-A configuration is a frozen dataclass whose fields say with `choices` what may be tried, and whose method `fits` says
-what the hardware allows. `dsa tune OP` times the candidates and writes dsa/tuned/ARCH/OP.json: the winner of each class
-of shapes, which `tuned` reads.
+A configuration is a frozen dataclass; its fields can say with `choices` what may be tried. `dsa tune OP` times the
+candidates and writes dsa/tuned/ARCH/OP.json: the winner of each class of shapes, which `tuned` reads. Of an op that has
+models beside its data there is only what these do not find by themselves, and `measured` reads it.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ def tuned(config_type: type[Config], op: str, arch: str, shape_class: str) -> Co
 
 
 def measured(op: str, arch: str, shape_class: str, multiprocessors: int) -> Any:
-    """The same of an op that has models beside its data: the configuration on trial, the fields of the class's winner,
-    or None where none was written, or for a GPU with more or fewer multiprocessors."""
+    """The same of an op that has models beside its data: the configuration on trial, or the fields of the class's
+    winner; None where none was written, or for a GPU with more or fewer multiprocessors. An H100 has an H200's."""
     if (on_trial := _trial.get((op, arch, shape_class))) is not None:
         return on_trial
     data = _data(path_of(op, arch))
@@ -52,7 +52,8 @@ def path_of(op: str, arch: str) -> Path:
 
 @contextlib.contextmanager
 def trial(op: str, arch: str, shape_class: str, config: Any) -> Iterator[None]:
-    """Within the block, `tuned` gives this configuration. The op's bridge must not have the kernel at hand already."""
+    """Within the block, `tuned` and `measured` give this configuration. The op's bridge must not have the kernel at
+    hand already."""
     _trial[op, arch, shape_class] = config
     try:
         yield
@@ -62,8 +63,11 @@ def trial(op: str, arch: str, shape_class: str, config: Any) -> Iterator[None]:
 
 def write(op: str, winners: dict[str, Any], note: dict[str, str | int], path: Path) -> None:
     """Write {class: configuration} as the op's data, without those that are None; classes that were not searched stay
-    as they are."""
-    old = json.loads(path.read_text())["winners"] if path.exists() else {}
+    as they are, unless they were searched on a GPU with more or fewer multiprocessors."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    old = before.get("winners", {})
+    if "multiprocessors" in before and before["multiprocessors"] != note["multiprocessors"]:
+        old = {}
     found = {name: None if config is None else dataclasses.asdict(config) for name, config in winners.items()}
     lines = [f"  {json.dumps(name)}: {json.dumps(fields)}" for name, fields in (old | found).items() if fields]
     head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in {"op": op, **note}.items())

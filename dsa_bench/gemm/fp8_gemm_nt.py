@@ -1,6 +1,6 @@
 """FP8 products: TFLOP/s and bytes, one matrix and the experts of a mixture, beside DeepGEMM's builds and cuBLASLt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -16,8 +16,6 @@ from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.package import Library, Peers
 
 if TYPE_CHECKING:
-    from dsa.kernels.gemm.fp8_gemm_config import Fp8GemmConfig
-    from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
     from dsa.ops.gemm.fp8_gemm_nt import Scaled
     from dsa_bench.harness.tune import Tuning
 
@@ -122,15 +120,8 @@ def tuning(kernels: tuple[ModuleType, ModuleType]) -> "Tuning":
                 {(rows, columns, channels, None, None): ("bfloat16",)},
                 choice.modelled(*sizes),
             )
-    return Tuning((*few.CONFIGS, *many.ONE_MATRIX_CONFIGS), _compile, classes)
-
-
-def _compile(out_dtype: str, config: "FewRowsConfig | Fp8GemmConfig") -> Callable[..., None]:
-    from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few
-    from dsa.kernels.gemm import fp8_gemm_sm90 as many
-
-    of_few = isinstance(config, few.FewRowsConfig)
-    return few.compile_fp8_gemm_few_rows(out_dtype, config) if of_few else many.compile_fp8_gemm(out_dtype, config)
+    candidates = dict.fromkeys(few.CONFIGS, few.compile_fp8_gemm_few_rows)
+    return Tuning(candidates | dict.fromkeys(many.ONE_MATRIX_CONFIGS, many.compile_fp8_gemm), classes)
 
 
 def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int | None) -> Case:

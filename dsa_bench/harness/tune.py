@@ -6,7 +6,7 @@ import importlib
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,22 @@ WORTH = 1.015  # times as long as the fastest: what data is written for
 class TuningClass:
     """One class of shapes that share a configuration.
 
-    fits      which configurations the hardware takes
+    tries     which configurations are worth a trial, of those that the hardware takes
     shapes    a shape of the benchmark -> the arguments of the compile function before the configuration
     modelled  the configuration that a class without a winner gets, or None where every class has one
     """
 
-    fits: Callable[[Any], bool]
+    tries: Callable[[Any], bool]
     shapes: dict[tuple[Any, ...], tuple[Any, ...]]
     modelled: Any = None
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What the tuner asks of an op: all configurations, the function that compiles one, and classes of shapes."""
+    """What the tuner asks of an op: all configurations, each with the function that compiles it, and classes of
+    shapes."""
 
-    candidates: Sequence[Any]
-    compile_function: Callable[..., Any]
+    candidates: dict[Any, Callable[..., Any]]
     classes: dict[str, TuningClass]
 
 
@@ -75,7 +75,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     gpu = torch.device("cuda", torch.cuda.current_device())
     arch = backends.arch_of(gpu)
     plan: Tuning = module.tuning(OPS[op].kernels.modules(arch))
-    candidates = {name: [c for c in plan.candidates if shapes.fits(c)] for name, shapes in plan.classes.items()}
+    candidates = {name: [c for c in plan.candidates if shapes.tries(c)] for name, shapes in plan.classes.items()}
     # Classes may share kernels.
     todo = {
         (*arguments, config): None
@@ -88,10 +88,16 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     # Fresh processes: the DSL compiles in one thread, and CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        work = {arguments: pool.submit(_compile, plan.compile_function, arguments) for arguments in todo}
+        work = {arguments: pool.submit(_compile, plan.candidates[arguments[-1]], arguments) for arguments in todo}
         compiled = {arguments: future.result() for arguments, future in work.items()}
 
-    winners: dict[str, Any] = {}
+    path = output or tuning.path_of(op, arch)
+    path.parent.mkdir(parents=True, exist_ok=True)  # an arch's first
+    note = {
+        "device": torch.cuda.get_device_name(),
+        "multiprocessors": backends.num_sms(gpu),
+        "date": datetime.date.today().isoformat(),
+    }
     for name, shapes in plan.classes.items():
         cases = [module.case(*shape) for shape in shapes.shapes]
         registers = {c: max(compiled[*arguments, c] for arguments in shapes.shapes.values()) for c in candidates[name]}
@@ -100,15 +106,8 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
         print_trials(name, [case.name for case in cases], trials)
         if not trials or not trials[0].ms:
             raise RuntimeError(f"{op}: no configuration of class {name!r} is correct")
-        winners[name] = _winner(shapes, trials)
-    note = {
-        "device": torch.cuda.get_device_name(),
-        "multiprocessors": backends.num_sms(gpu),
-        "date": datetime.date.today().isoformat(),
-    }
-    path = output or tuning.path_of(op, arch)
-    path.parent.mkdir(parents=True, exist_ok=True)  # an arch's first
-    tuning.write(op, winners, note, path)
+        # Class by class: a search takes minutes, and what ends it early leaves what was found.
+        tuning.write(op, {name: _winner(shapes, trials)}, note, path)
     print(f"wrote {path}")
 
 
@@ -180,6 +179,6 @@ def _under(op: str, arch: str, shape_class: str, config: Any, call: Call) -> Cal
 def print_trials(name: str, shapes: Sequence[str], trials: Sequence[Trial]) -> None:
     print(f"\n{name}: ms at " + "; ".join(shapes))
     for trial in trials:
-        fields = " ".join(f"{value:>4}" for value in astuple(trial.config))
+        fields = " ".join(f"{name} {value:<3}" for name, value in asdict(trial.config).items())
         times = "  ".join(f"{ms:9.4f}" for ms in trial.ms)
         print(f"  {fields}   {trial.registers:>3} registers  {times}  {trial.figure}{trial.failure}")

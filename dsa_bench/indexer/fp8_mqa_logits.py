@@ -81,8 +81,7 @@ def tuning(kernels: ModuleType) -> "Tuning":
         8: [(8192, 8192)],
     }
     return Tuning(
-        candidates(kernels.MqaLogitsConfig),
-        kernels.compile_fp8_mqa_logits,
+        dict.fromkeys(candidates(kernels.MqaLogitsConfig), kernels.compile_fp8_mqa_logits),
         {
             f"heads {heads}, dim {dim}": TuningClass(
                 lambda config, heads=heads: config.fits(heads),

@@ -109,8 +109,7 @@ def tuning(kernels: tuple[ModuleType, ModuleType]) -> "Tuning":
     # Several (heads, next_n) have the same number of columns: one stands for all.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
-        candidates(scores.PagedMqaLogitsConfig),
-        scores.compile_fp8_paged_mqa_logits,
+        dict.fromkeys(candidates(scores.PagedMqaLogitsConfig), scores.compile_fp8_paged_mqa_logits),
         {
             f"columns {n}": TuningClass(
                 lambda config, n=n: config.fits(n),

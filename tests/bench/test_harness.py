@@ -11,9 +11,10 @@ import torch
 from dsa import backends
 from dsa.cute import tuning
 from dsa.kernels.cache import indexer_cache_sm90
-from dsa.kernels.gemm import fp8_gemm_choice
+from dsa.kernels.gemm import fp8_gemm_choice, fp8_gemm_config, fp8_gemm_few_rows_config, fp8_gemm_few_rows_sm90
 from dsa.kernels.indexer import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90
 from dsa.ops.declaration import OPS, Kernels
+from dsa.ops.gemm import fp8_gemm_nt as fp8_gemm_nt_op
 from dsa_bench.gemm import _published_layers
 from dsa_bench.harness import case, plot, profile, table, tune
 from dsa_bench.harness.benchmarks import tunable
@@ -204,12 +205,14 @@ def test_the_search_for_products_is_of_the_published_layers():
     assert "fp8_gemm_nt" in tunable() and shipped["winners"].keys() <= plan.classes.keys()
     assert len(plan.classes) == len(fp8_gemm_choice.ROWS) * (len(_published_layers.matrices()) + 1)
     for name, of_class in plan.classes.items():
-        tried = [config for config in plan.candidates if of_class.fits(config)]
+        tried = [config for config in plan.candidates if of_class.tries(config)]
         assert of_class.modelled in tried and len(tried) < 15, name
         [shape] = of_class.shapes
         assert fp8_gemm_choice.shape_class(*shape[:3]) == name
-    # Processes that compile are given the function and its arguments.
-    assert pickle.loads(pickle.dumps(plan.compile_function)) is plan.compile_function
+    # A process that compiles is given the function and its arguments.
+    for first in (fp8_gemm_few_rows_config.CONFIGS[0], fp8_gemm_config.ONE_MATRIX_CONFIGS[0]):
+        compile_function = pickle.loads(pickle.dumps(plan.candidates[first]))
+        assert int(tune._compile(compile_function, ("bfloat16", first))) > 32
 
 
 def test_data_is_written_where_a_model_is_slower_than_the_fastest():
@@ -227,6 +230,42 @@ def test_a_class_for_which_the_model_does_has_no_data(tmp_path):
     data = json.loads(path.read_text())
     assert data["device"] == "another GPU"
     assert data["winners"] == {"b": dataclasses.asdict(second), "d": dataclasses.asdict(first)}
+
+
+def test_data_of_other_gpus_is_dropped(tmp_path):
+    path = tmp_path / "op.json"
+    config = fp8_mqa_logits_sm90.MqaLogitsConfig(128, 3, 2)
+    for name, multiprocessors in (("a", 132), ("b", 132), ("c", 114)):
+        tuning.write("op", {name: config}, {"multiprocessors": multiprocessors}, path)
+        data = json.loads(path.read_text())
+        assert data["multiprocessors"] == multiprocessors
+    assert data["winners"].keys() == {"c"}
+
+
+def test_a_search_keeps_what_it_found_before_an_error(monkeypatch, tmp_path):
+    Gpu(monkeypatch, "fp8_mqa_logits")
+    monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    names = []
+
+    def one_then_none(op, arch, name, registers, cases):
+        names.append(name)
+        if len(names) > 1:
+            raise torch.OutOfMemoryError("no memory")
+        return [tune.Trial(next(iter(registers)), "96", (1.0,))]
+
+    monkeypatch.setattr(tune, "_try_all", one_then_none)
+    with pytest.raises(torch.OutOfMemoryError):
+        tune.tune("fp8_mqa_logits", tmp_path / "data.json")
+    assert [*json.loads((tmp_path / "data.json").read_text())["winners"]] == names[:1]
+
+
+@pytest.mark.parametrize("config", [fp8_gemm_few_rows_config.CONFIGS[0], fp8_gemm_config.ONE_MATRIX_CONFIGS[0]])
+def test_a_bridge_forgets_its_choice_for_a_trial(config):
+    few = fp8_gemm_few_rows_sm90
+    sizes = 64, 7168, 16384, 132
+    chosen = fp8_gemm_nt_op._config(few, *sizes)
+    call = tune._under("fp8_gemm_nt", "sm_90", "64 x 7168 x 16384", config, lambda: fp8_gemm_nt_op._config(few, *sizes))
+    assert call() == config != chosen and fp8_gemm_nt_op._config(few, *sizes) == chosen
 
 
 class Gpu:
@@ -308,7 +347,7 @@ def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, caps
     }
     assert data["op"] == "fp8_mqa_logits" and data["device"] == "a GPU" and data["multiprocessors"] == 78
     shown = capsys.readouterr().out
-    assert "128    3    2    96 registers     3.2000  3.20" in shown
+    assert "columns 128 stages 3   groups 2      96 registers     3.2000  3.20" in shown
     assert "wrong: calc_diff 1" in shown and "fails: spilled" in shown
     assert all(config.stages != 2 and config.columns == 128 for config in gpu.timed)
 

@@ -9,6 +9,7 @@ of more than one op. An entry's digest covers
   import. A test that is weaker than the one that ran ends the entry, as a changed kernel does.
 """
 
+import ast
 import hashlib
 import json
 import re
@@ -105,7 +106,9 @@ def digest(name: str, arch: str) -> str:
     code, judges = code_modules(name, arch), judge_modules(name, arch)
     h = hashlib.sha256(f"{arch} {digest_of(code, arch)} {digest_of(judges, arch)}".encode())
     for data in tuned_data(code, arch):
-        h.update(json.dumps(json.loads(data.read_text())["winners"], sort_keys=True).encode())
+        found = json.loads(data.read_text())
+        # Of so many multiprocessors alone, where a model is beside the data.
+        h.update(json.dumps(found["winners"], sort_keys=True).encode() + str(found.get("multiprocessors", "")).encode())
     if name == "user_commands":
         h.update("\n".join([*python_blocks(), *commands()]).encode())
     if name == "e2e":  # the models' sizes
@@ -116,9 +119,10 @@ def digest(name: str, arch: str) -> str:
 
 def tuned_data(modules: Iterable[str], arch: str) -> list[Path]:
     """The files of tuned configurations that these modules read: those of the ops that kernels name."""
-    paths = (ROOT.joinpath(*module.split(".")).with_suffix(".py") for module in modules if "kernels" in module)
-    texts = [path.read_text() for path in paths if path.is_file()]
-    return [data for data in sorted((TUNED / arch).glob("*.json")) if any(f'"{data.stem}"' in text for text in texts)]
+    paths = (ROOT.joinpath(*m.split(".")).with_suffix(".py") for m in modules if m.startswith("dsa.kernels."))
+    trees = [ast.parse(path.read_text()) for path in paths if path.is_file()]
+    named = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return [data for data in sorted((TUNED / arch).glob("*.json")) if data.stem in named]
 
 
 def code_modules(name: str, arch: str) -> list[str]:

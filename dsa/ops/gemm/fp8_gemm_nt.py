@@ -2,8 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.reference.gemm import fp8_cast
 from dsa.reference.gemm import fp8_gemm_nt as reference
+
+if TYPE_CHECKING:
+    from dsa.kernels.gemm.fp8_gemm_choice import Tile
 
 __all__ = ["dequantize_per_block", "fp8_gemm_nt", "grouped_fp8_gemm_nt", "per_block_cast_to_fp8"]
 
@@ -316,18 +320,18 @@ def _kernel(
 
 
 @functools.lru_cache(4096)
-def _config(few: ModuleType, rows: int, columns: int, channels: int, multiprocessors: int) -> Hashable:
+def _config(few: ModuleType, rows: int, columns: int, channels: int, multiprocessors: int) -> "Tile":
     """The tile of a product of one matrix, whose type says which kernel's it is."""
     return few.choose_for_one_matrix(rows, columns, channels, multiprocessors)
 
 
 @functools.lru_cache(256)
-def _one_matrix_kernel(kernels: ModuleType, out_dtype: torch.dtype, config: Hashable) -> Callable[..., None]:
+def _one_matrix_kernel(kernels: ModuleType, out_dtype: torch.dtype, config: "Tile") -> Callable[..., None]:
     return kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
 
 
 @functools.lru_cache(256)
-def _few_rows_kernel(kernels: ModuleType, out_dtype: torch.dtype, config: Hashable) -> Callable[..., None]:
+def _few_rows_kernel(kernels: ModuleType, out_dtype: torch.dtype, config: "Tile") -> Callable[..., None]:
     return kernels.compile_fp8_gemm_few_rows(dtype_name(out_dtype), config)
 
 

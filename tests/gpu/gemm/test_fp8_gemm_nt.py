@@ -103,8 +103,8 @@ def test_a_row_depends_on_no_other():
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("columns", "channels"), LAYERS)
 def test_a_row_does_not_depend_on_how_many_there_are(columns, channels, out_dtype):
-    """One kernel multiplies up to 32 rows, and more of some matrices, in tiles of 8 to 64 of them, and with a matrix's
-    channels split or whole; another the others."""
+    """One kernel multiplies few rows, in tiles of 8 to 64 of them, and with a matrix's channels split or whole; another
+    the others."""
     a, b = operands(4096, columns, channels)
     whole = dsa.fp8_gemm_nt(a, b, out_dtype)
     for rows in (*range(1, 66), 100, 128, 192, 256, 300, 511, 512, 1000):

@@ -1,5 +1,6 @@
 """Which kernel and tile a product of one matrix gets: what was measured, else what the models say."""
 
+import dataclasses
 import itertools
 import json
 
@@ -35,23 +36,47 @@ def test_the_models_give_it_more_rows_where_a_matrix_has_few_tiles():
 def test_every_shape_gets_a_tile_of_those_that_there_are(multiprocessors):
     everything = {*fp8_gemm_few_rows_config.CONFIGS, *fp8_gemm_config.ONE_MATRIX_CONFIGS}
     for rows, (columns, channels) in itertools.product((*choice.ROWS, 5, 33, 300, 20000, 2**27), SHAPES):
-        sizes = rows, columns, channels, multiprocessors
-        chosen = choice.choose_for_one_matrix(*sizes)
-        assert chosen in everything and choice.may_win(*sizes, choice.modelled(*sizes))
+        assert choice.choose_for_one_matrix(rows, columns, channels, multiprocessors) in everything
 
 
-def test_rows_have_the_tile_of_the_next_number_that_was_measured():
+def data_with(monkeypatch, **winners):
+    data = {"multiprocessors": 132, "winners": winners}
+    monkeypatch.setattr(tuning, "_data", lambda path: data)
+
+
+def test_rows_have_the_tile_of_the_next_number_that_was_searched(monkeypatch):
     assert choice.shape_class(1, 8, 16) == "1 x 8 x 16" and choice.shape_class(33, 8, 16) == "48 x 8 x 16"
     assert choice.shape_class(16384, 8, 16) == "16384 x 8 x 16" and [*choice.ROWS] == sorted(choice.ROWS)
-    name, fields = next((n, f) for n, f in SHIPPED["winners"].items() if n.startswith("128 x"))
-    _, columns, channels = map(int, name.split(" x "))
-    winner = (FewRowsConfig if "ctas" in fields else Fp8GemmConfig)(**fields)
-    for rows in (97, 100, 128):
-        assert choice.choose_for_one_matrix(rows, columns, channels, 132) == winner
-    # Other GPUs, and shapes that no published model has, get what the models say.
-    assert winner != choice.modelled(128, columns, channels, 132)
-    for sizes in ((128, columns, channels, 114), (128, columns + 8, channels, 132), (16385, columns, channels, 132)):
-        assert choice.choose_for_one_matrix(*sizes) == choice.modelled(*sizes)
+    tile = Fp8GemmConfig(1, 1, 96, 9, 2)
+    data_with(monkeypatch, **{"128 x 4096 x 2048": dataclasses.asdict(tile)})
+    for rows in (97, 128):
+        assert choice.choose_for_one_matrix(rows, 4096, 2048, 132) == tile
+    # Other GPUs, other matrices and other rows get what the models say.
+    for sizes in ((128, 4096, 2048, 114), (128, 4104, 2048, 132), (96, 4096, 2048, 132), (16385, 4096, 2048, 132)):
+        assert choice.choose_for_one_matrix(*sizes) == choice.modelled(*sizes) != tile
+
+
+def test_a_tile_is_not_taken_for_rows_at_which_it_is_worse(monkeypatch):
+    """Work tiles of 128 rows, of which the last has 64 or less: one of two warpgroups has nothing to do."""
+    tile = Fp8GemmConfig(2, 1, 64, 7, 1)
+    data_with(monkeypatch, **{"1024 x 576 x 7168": dataclasses.asdict(tile)})
+    for rows in (1000, 1024):
+        assert choice.choose_for_one_matrix(rows, 576, 7168, 132) == tile
+    for rows in (769, 832, 900, 960):
+        assert choice.choose_for_one_matrix(rows, 576, 7168, 132) == choice.modelled(rows, 576, 7168, 132) != tile
+
+
+@pytest.mark.parametrize("name", SHIPPED["winners"])
+def test_no_row_of_a_class_gets_a_tile_that_is_far_worse(name):
+    last, *sizes = *map(int, name.split(" x ")), SHIPPED["multiprocessors"]
+    before = max((rows for rows in choice.ROWS if rows < last), default=0)
+    tiles = {rows: choice.choose_for_one_matrix(rows, *sizes) for rows in range(before + 1, last + 1)}
+
+    def times(rows):
+        own, modelled = tiles[rows], choice.modelled(rows, *sizes)
+        return (choice.microseconds(own, rows, *sizes) + 2.8) / (choice.microseconds(modelled, rows, *sizes) + 2.8)
+
+    assert all(times(rows) <= 1.06 * max(times(last), 1) for rows in tiles)
 
 
 @pytest.mark.parametrize("name", SHIPPED["winners"])
