@@ -47,7 +47,7 @@ def data_with(monkeypatch, **winners):
 def test_rows_have_the_tile_of_the_next_number_that_was_searched(monkeypatch):
     assert choice.shape_class(1, 8, 16) == "1 x 8 x 16" and choice.shape_class(33, 8, 16) == "48 x 8 x 16"
     assert choice.shape_class(16384, 8, 16) == "16384 x 8 x 16" and [*choice.ROWS] == sorted(choice.ROWS)
-    tile = Fp8GemmConfig(1, 1, 96, 9, 2)
+    tile = Fp8GemmConfig(1, 1, 192, 5, 3)
     data_with(monkeypatch, **{"128 x 4096 x 2048": dataclasses.asdict(tile)})
     for rows in (97, 128):
         assert choice.choose_for_one_matrix(rows, 4096, 2048, 132) == tile
