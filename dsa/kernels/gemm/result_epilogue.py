@@ -1,11 +1,10 @@
 """What becomes of a product's sums: rounded once and stored, multiplied by their row's weight if there are weights.
 
 16-bit results of a warp, 16 rows, go to its part of shared memory in chunks of 64 columns, 128 bytes a row, the last
-one of which may be a part: the 16
-bytes c of row r lie where c ^ (r % 8) would, as TMA reads them. Where there is room for all of a warp's chunks, TMA
-stores those all of whose rows are the work tile's, and they are written again a work tile later. Others are stored by
-the warp, 128 bytes a row.
-fp32 results are stored in pairs of columns: 32 bytes in a row.
+one of which may be a part: the 16 bytes c of row r lie where c ^ (r % 8) would, as TMA reads them. Where there is room
+for all of a warp's chunks, TMA stores those all of whose rows are the work tile's, and they are written again a work
+tile later. Others are stored by the warp, 128 bytes a row. fp32 results are stored in pairs of columns: 32 bytes in a
+row.
 """
 
 import cutlass

@@ -8,6 +8,7 @@ from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.gemm import fp8_gemm_nt as bridge
 from dsa.testing import poison_free_memory
+from tests.gpu.gemm import hostile
 from tests.gpu.gemm.test_fp8_fp4_gemm_nt import activations, weights
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -108,17 +109,8 @@ def test_every_tile_gives_the_same_bits(inner, channels, variant):
             same(launched(config, operand, b, ends, variant, rows, drawn, ctas=3), expected)
 
 
-@pytest.mark.parametrize(
-    ("ends", "parts"),
-    [
-        ([10, 5, 200, 300], [(0, 10)]),
-        ([-5, 10, 2**31 - 1, 64], []),
-        ([-(2**31), 2**31 - 1, 20, 64], [(20, 64)]),
-        ([10, 10, 17, 2**31 - 1], [(0, 10), (10, 17), (17, 64)]),
-    ],
-    ids=str,
-)
-def test_nothing_outside_the_rows_is_written(ends, parts):
+@pytest.mark.parametrize(("ends", "rows_of"), hostile.ENDS, ids=str)
+def test_nothing_outside_the_rows_is_written(ends, rows_of):
     """As of the product: rows that are a weight's are right, all others and the memory around stay as they were."""
     a, b = activations(64, 256), dsa.widen_fp4(*weights(4, 256, 256)[:2])
     numbers = torch.tensor(ends, dtype=torch.int32, device="cuda")
@@ -127,7 +119,7 @@ def test_nothing_outside_the_rows_is_written(ends, parts):
     own = dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1))
     around = torch.full((192, 128), 7.0, device="cuda").to(a[0].dtype), torch.full((192, 1), 7.0, device="cuda")
     expected = tuple(x.clone() for x in around)
-    for begin, end in parts:
+    for begin, end in rows_of.values():
         for x, part in zip(expected, own, strict=True):
             x.view(torch.uint8)[64 + begin : 64 + end] = part.view(torch.uint8)[begin:end]
     for config, gathered, drawn in KINDS:
