@@ -19,7 +19,7 @@ from dsa.testing import bench
 from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.case import Call, Case, load
 
-WORTH = 1.015  # times as long as the fastest: what data is written for
+WORTH = 1.01  # times as long as the fastest: what data is written for
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,15 @@ def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], ca
     """Check every configuration on every case; then time those that are correct, in turns, so that clocks and heat fall
     on all alike."""
     failures = {config: outcome for config, outcome in registers.items() if outcome.startswith("fails")}
+    # Of each case: a reference takes many times as long as a comparison with what it has found to be correct.
+    correct_results: list[list[torch.Tensor]] = [[] for _ in cases]
     for config in registers.keys() - failures.keys():
         try:
-            for case in cases:
-                case.check(_under(op, arch, shape_class, config, case.calls["dsa"][0])())
+            for case, known in zip(cases, correct_results):
+                result = _under(op, arch, shape_class, config, case.calls["dsa"][0])()
+                if not any(torch.equal(result, other) for other in known):
+                    case.check(result)
+                    known.append(result)
         except AssertionError as error:
             failures[config] = f"wrong: {error}"
     correct = [config for config in registers if config not in failures]
