@@ -93,7 +93,8 @@ def test_the_prompt_is_bold_on_a_terminal_alone(checkpoint, monkeypatch, termina
 def test_a_batch_streams_numbered_lines(checkpoint, greedy, capsys):
     assert generate(checkpoint, prompts=(PROMPT, "a", PROMPT)) == 0
     captured = capsys.readouterr()
-    assert all(re.match(r"\[[012]\] ", line) for line in captured.out.splitlines())
+    # What a random model says may have other characters that end lines.
+    assert all(re.match(r"\[[012]\] ", line) for line in captured.out.removesuffix("\n").split("\n"))
     expected = f"{PROMPT}\n\n{greedy['chat']}"
     assert lines_of(captured.out, 0) == lines_of(captured.out, 2) == expected.removesuffix("\n")
     assert lines_of(captured.out, 1).startswith("a\n\n")
