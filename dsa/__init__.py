@@ -25,6 +25,8 @@ from dsa.ops.indexer.topk_indices import topk_indices
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.mla.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
 from dsa.ops.mla.merge_attention import merge_attention
+from dsa.ops.mla.mha_varlen_fwd import mha_varlen_fwd
+from dsa.ops.mla.selection_bits import selection_bits
 from dsa.ops.mla.sliding_window_attention import (
     sliding_window_attention,
     sliding_window_decode,
@@ -66,6 +68,7 @@ __all__ = [
     "indexer_warmup_attention",
     "make_v4_cache",
     "merge_attention",
+    "mha_varlen_fwd",
     "moe_gate",
     "mqa_logits",
     "num_sms",
@@ -76,6 +79,7 @@ __all__ = [
     "read_kv_cache",
     "rms_norm",
     "scatter_cast_to_fp8",
+    "selection_bits",
     "sliding_window_attention",
     "sliding_window_decode",
     "sort_by_expert",

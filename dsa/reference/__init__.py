@@ -30,7 +30,9 @@ from dsa.reference.indexer.topk_indices import topk_indices
 from dsa.reference.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.mla.flash_mla_with_kvcache import flash_mla_with_kvcache
 from dsa.reference.mla.merge_attention import merge_attention
+from dsa.reference.mla.mha_varlen_fwd import mha_varlen_fwd
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, get_mla_metadata
+from dsa.reference.mla.selection_bits import selection_bits
 from dsa.reference.mla.sliding_window_attention import sliding_window_attention, window_sparse_attention
 from dsa.reference.mla.sliding_window_decode import sliding_window_decode
 from dsa.reference.mla.window_indices import window_indices, window_slots
@@ -69,6 +71,7 @@ __all__ = [
     "indexer_warmup_attention",
     "make_v4_cache",
     "merge_attention",
+    "mha_varlen_fwd",
     "moe_gate",
     "mqa_logits",
     "per_block_cast_to_fp8",
@@ -79,6 +82,7 @@ __all__ = [
     "read_kv_cache",
     "rms_norm",
     "scatter_cast_to_fp8",
+    "selection_bits",
     "sliding_window_attention",
     "sliding_window_decode",
     "sort_by_expert",

@@ -44,6 +44,36 @@ def flash_mla_sparse_fwd(device: str) -> None:
     check_lse("max_logits", max_logits, torch.stack((largest, -infinite)))
 
 
+def mha_varlen_fwd(device: str) -> None:
+    """A sequence behind a cached prefix and one without, all keys and selected ones."""
+    q, k = torch.randn(70, 2, 192, device=device).bfloat16(), torch.randn(180, 2, 192, device=device).bfloat16()
+    v = torch.randn(180, 2, 128, device=device).bfloat16()
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 30, 70], [0, 140, 180]))
+    indices = torch.rand(70, 180, device=device).argsort(-1)[:, :60].int()
+    starts = torch.tensor([0] * 30 + [140] * 40, dtype=torch.int32, device=device)
+    bits = dsa.selection_bits(indices, starts, 140)
+    row = torch.arange(180, device=device)
+    first, last = starts[:, None], torch.cat((row[110:140], row[140:180]))[:, None]
+    causal = (row >= first) & (row <= last)
+    chosen = torch.zeros(70, 180, dtype=torch.bool, device=device).scatter_(1, indices.long(), True)
+    for selected, visible in ((None, causal), (bits, causal & chosen)):
+        out, lse = dsa.mha_varlen_fwd(q, k, v, cu_q, cu_k, 140, 0.07, selected=selected)
+        logits = (q.double().transpose(0, 1) @ k.double().permute(1, 2, 0) * 0.07).masked_fill(~visible, -torch.inf)
+        weights, values = logits.softmax(-1).nan_to_num(0.0), v.double().transpose(0, 1)
+        check_attention("out", out.transpose(0, 1), weights @ values, weights @ values.abs(), 1e-5)
+        check_lse("lse", lse, logits.logsumexp(-1).where(visible.any(-1), torch.inf))
+
+
+def selection_bits(device: str) -> None:
+    indices = torch.tensor([[7, -1, 300, 137], [9, 8, 7, 2000]], dtype=torch.int32, device=device)
+    starts = torch.tensor([5, 8], dtype=torch.int32, device=device)
+    expected = torch.zeros(2, 12, dtype=torch.int32)
+    # Keys 2, 295 and 132 of the first query: 295 is 256 + 4 * 8 + 7; keys 1 and 0 of the second one.
+    expected[0, 1], expected[0, 8 + 3], expected[0, 4 + 2], expected[1, 0] = 1, 1 << 9, 1, 3
+    if not torch.equal(dsa.selection_bits(indices, starts, 300).cpu(), expected):
+        raise AssertionError("not the bits of the selected keys")
+
+
 def window_indices(device: str) -> None:
     """Three sequences, one of them without queries, and queries of none; pages, one of which is missing, and rings."""
     q_ends, k_ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 5, 5, 12], [0, 9, 11, 18]))

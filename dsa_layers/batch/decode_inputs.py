@@ -36,13 +36,17 @@ class DecodeInputs:
     def fill(self, sequences: Sequence[Running], padding: Running) -> None:
         """Writes a row for each sequence, and `padding` into the rows that remain."""
         rows = [*sequences, *[padding] * (self.count - len(sequences))]
-        self.tokens.copy_(torch.tensor([row.tokens[-1] for row in rows], dtype=torch.int64, device="cpu"))
-        self.key_lens.copy_(torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32, device="cpu"))
+        self._write(self.tokens, [row.tokens[-1] for row in rows])
+        self._write(self.key_lens, [len(row.tokens) for row in rows])
         if len(self._held) != len(rows) or any(a is not b for a, b in zip(self._held, rows)):
             # A sequence keeps its pages for as long as it runs.
-            self.block_table.copy_(packing.page_table([row.pages for row in rows], self.pages))
-            self.state_slots.copy_(torch.tensor([row.state_slot for row in rows], dtype=torch.int32, device="cpu"))
+            device = self.block_table.device
+            self.block_table.copy_(packing.page_table([row.pages for row in rows], self.pages, device))
+            self._write(self.state_slots, [row.state_slot for row in rows])
             self._held = rows
+
+    def _write(self, target: torch.Tensor, values: Sequence[int]) -> None:
+        target.copy_(packing.to_device(values, target.dtype, target.device))
 
     def batch(self) -> DecodeBatch:
         most = self.pages * self.page_size

@@ -48,6 +48,11 @@ class EntryView:
         """int32 [T]: for each new token, the row at which its sequence begins among all entries packed."""
         return packing.repeated(packing.starts(self.lens), self.batch.query_lens, self.batch.device)
 
+    @property
+    def visible_ranges(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(starts, visible_keys, an upper bound of these): what each new token may see among all entries packed."""
+        return self.starts, self.visible_keys, self.most
+
     @cached_property
     def rows(self) -> torch.Tensor:
         """int32 [T, most]: the rows of the entries that each new token may see among all entries packed, -1 behind."""

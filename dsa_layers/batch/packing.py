@@ -1,8 +1,8 @@
 """Rows of several sequences packed one after the other: at which row a sequence begins, which sequence a row belongs
 to, and where in a cache a row is.
 
-Lengths are numbers on the host. Tensors that follow from them are made on the host and copied to the device whole, so
-that nothing waits for the device.
+Lengths are numbers on the host, a few of each sequence. They are copied to the device without waiting for it, and
+tensors of a row each are made of them there.
 """
 
 from collections.abc import Sequence
@@ -16,32 +16,49 @@ def starts(lens: Sequence[int]) -> list[int]:
     return [0, *accumulate(lens)][: len(lens)]
 
 
+def to_device(
+    values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The numbers as a tensor. From pinned memory, so that neither side waits: a copy from other memory would end only
+    when everything that was launched before it has."""
+    pinned = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=pinned)
+
+
 def offsets(lens: Sequence[int], device: torch.device) -> torch.Tensor:
     """int32 [B + 1]: the row at which each sequence begins, and the number of all rows."""
-    return torch.tensor([0, *accumulate(lens)], dtype=torch.int64, device="cpu").to(device, torch.int32)
+    return to_device([0, *accumulate(lens)], torch.int32, device)
 
 
 def owners(lens: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 [sum(lens)]: the sequence of each row."""
-    return torch.repeat_interleave(torch.tensor(lens, dtype=torch.int64, device="cpu")).to(device)
+    if len(lens) == 1:
+        return torch.zeros(lens[0], dtype=torch.int64, device=device)
+    # Without the size PyTorch would ask the device for it.
+    return torch.repeat_interleave(to_device(lens, torch.int64, device), output_size=sum(lens))
 
 
 def repeated(values: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """int32 [sum(counts)]: each sequence's value, once for each of its rows."""
-    of_sequences = (torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (values, counts))
-    return torch.repeat_interleave(*of_sequences).to(device, torch.int32)
+    if len(counts) == 1:
+        return torch.full((counts[0],), values[0], dtype=torch.int32, device=device)
+    of_sequences = to_device(values, torch.int32, device), to_device(counts, torch.int64, device)
+    return torch.repeat_interleave(*of_sequences, output_size=sum(counts))
 
 
 def ranges(begins: Sequence[int], ends: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 [sum(ends - begins)]: begins[0] to ends[0] - 1, begins[1] to ends[1] - 1, and so on."""
-    spans = [torch.arange(begin, end, device="cpu") for begin, end in zip(begins, ends)]
-    return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64, device="cpu")).to(device)
+    if len(begins) == 1:
+        return torch.arange(begins[0], ends[0], device=device)
+    lens = [end - begin for begin, end in zip(begins, ends)]
+    before_first = [begin - start for begin, start in zip(begins, starts(lens))]
+    return torch.arange(sum(lens), device=device) + repeated(before_first, lens, device)
 
 
-def page_table(pages: Sequence[Sequence[int]], width: int) -> torch.Tensor:
-    """int32 [B, width] on the host: the first `width` pages of each sequence, -1 beyond its last."""
+def page_table(pages: Sequence[Sequence[int]], width: int, device: torch.device) -> torch.Tensor:
+    """int32 [B, width]: the first `width` pages of each sequence, -1 beyond its last."""
     rows = [[*own[:width], *[-1] * (width - len(own))] for own in pages]
-    return torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(len(rows), width)
+    return to_device(rows, torch.int32, device).reshape(len(rows), width)
 
 
 def paged_slots(

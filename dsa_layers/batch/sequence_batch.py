@@ -53,7 +53,7 @@ class SequenceBatch(TokenBatch):
         query_lens, key_lens = _positive("query_lens", query_lens), _integers("key_lens", key_lens)
         pages = [_integers(f"pages[{i}]", own) for i, own in enumerate(pages)]
         integer("page_size", page_size, at_least=1)
-        if any(page < 0 for own in pages for page in own):
+        if any(min(own, default=0) < 0 for own in pages):
             raise ValueError(f"pages: must be numbers of pages, at least 0, got {shown(pages)}")
         if state_slots is not None:
             state_slots = _integers("state_slots", state_slots)
@@ -74,7 +74,7 @@ class SequenceBatch(TokenBatch):
                     f"its pages, got {total}"
                 )
         device = torch.device(device)
-        table = packing.page_table(pages, max(map(len, pages), default=0)).to(device)
+        table = packing.page_table(pages, max(map(len, pages), default=0), device)
         return cls(query_lens, key_lens, device, table, page_size, state_slots)
 
     @property
@@ -100,7 +100,7 @@ class SequenceBatch(TokenBatch):
     @cached_property
     def key_lens_tensor(self) -> torch.Tensor:
         """int32 [B]: key_lens on the device."""
-        return torch.tensor(self.key_lens, dtype=torch.int32, device=self.device)
+        return packing.to_device(self.key_lens, torch.int32, self.device)
 
     @cached_property
     def cu_query_lens(self) -> torch.Tensor:
@@ -111,14 +111,14 @@ class SequenceBatch(TokenBatch):
     def earlier_lens_tensor(self) -> torch.Tensor:
         """int32 [B]: tokens of each sequence before the new ones."""
         earlier = [total - new for new, total in zip(self.query_lens, self.key_lens)]
-        return torch.tensor(earlier, dtype=torch.int32, device=self.device)
+        return packing.to_device(earlier, torch.int32, self.device)
 
     @cached_property
     def state_slots_tensor(self) -> torch.Tensor:
         """int32 [B]: state_slots on the device."""
         if self.state_slots is None:
             raise ValueError("state_slots: must be one a sequence for this model's cache, got None")
-        return torch.tensor(self.state_slots, dtype=torch.int32, device=self.device)
+        return packing.to_device(self.state_slots, torch.int32, self.device)
 
     @cached_property
     def last_tokens(self) -> torch.Tensor:
@@ -136,4 +136,6 @@ def _positive(name: str, lens: Sequence[int]) -> tuple[int, ...]:
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise TypeError(f"{name}: must be a list of integers, got {shown(values)}")
+    if set(map(type, values)) <= {int}:  # as a rule; a long context has thousands of pages
+        return tuple(values)
     return tuple(integer(f"{name}[{i}]", value) for i, value in enumerate(values))

@@ -30,6 +30,16 @@ class TokenBatch(Tokens):
         """int32 [T]: for each new token, the row at which its sequence begins among all keys packed."""
         return packing.repeated(packing.starts(self.key_lens), self.query_lens, self.device)
 
+    @property
+    def visible_ranges(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(key_starts, visible_keys, an upper bound of these): what each new token may see among all keys packed."""
+        return self.key_starts, self.visible_keys, self.max_key_len
+
+    @cached_property
+    def cu_key_lens(self) -> torch.Tensor:
+        """int32 [B + 1]: where the sequences' keys begin where they are packed."""
+        return packing.offsets(self.key_lens, self.device)
+
     @cached_property
     def key_slots(self) -> torch.Tensor:
         """int64 [sum(key_lens)]: the slots of all keys, sequence after sequence; -1 where it has no page."""

@@ -11,6 +11,7 @@ from types import GeneratorType
 import torch
 
 from dsa_layers.arguments import flag, integer, shown
+from dsa_layers.batch import packing
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages
@@ -294,7 +295,7 @@ class Generator:
         chunks = [Chunk(n, s.cached, s.pages, s.state_slot) for s, n in work]
         batch = prefill_batch(chunks, self.cache.page_size, self.device)
         tokens = [t for s, n in work for t in s.tokens[s.cached : s.cached + n]]
-        return self.model(torch.tensor(tokens, device=self.device), batch, self.cache)
+        return self.model(packing.to_device(tokens, torch.int64, self.device), batch, self.cache)
 
     def _prefill_work(self, running: list[RunningSequence]) -> list[tuple[RunningSequence, int]]:
         work, room = [], self.prefill_chunk

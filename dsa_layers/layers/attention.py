@@ -7,13 +7,17 @@ import torch
 from torch import nn
 
 import dsa
+import dsa.backends
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.layers.attention_form import HeadSizes, multi_head_is_faster
 from dsa_layers.layers.indexer import Indexer
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
+
+MOST_CHANNELS = 256  # of a head, that `dsa.mha_varlen_fwd` takes on a GPU
 
 
 class TrainingStage(Protocol):
@@ -31,9 +35,11 @@ class Selection:
 
     topk_indices  int32 [T, top_k]: rows of the selected keys, among the packed keys or in the cache, then -1; None if
                   that layer attended to all keys
+    bits          the same as `dsa.selection_bits`, where attention takes the multi-head form
     """
 
     topk_indices: torch.Tensor | None = None
+    bits: torch.Tensor | None = None
 
 
 class DSAAttention(nn.Module):
@@ -41,8 +47,10 @@ class DSAAttention(nn.Module):
 
     Latent c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim] a token; per head
     k_h = [W_UK_h c | k_pe], v_h = W_UV_h c, o_h = sum_s softmax_s(softmax_scale * q_h . k_h,s) v_h,s.
-    Dense passes over several new tokens compute k_h and v_h (multi-head form); sparse and decoding passes absorb W_UK
-    into the query and W_UV into the output and attend to the latents themselves (multi-query form, one kv head).
+    Passes over several new tokens compute k_h and v_h (multi-head form) while that is faster, sparse ones with a bit a
+    key that says which are selected (attention_form.py); other sparse passes and decoding absorb W_UK into the query
+    and W_UV into the output and attend to the latents themselves (multi-query form, one kv head). The multi-head form
+    of a sparse pass is one kernel's, for inference; NaN in a value reaches all queries of the sequence there.
 
     Without an indexer (IndexShare) a layer attends to the keys that the last layer with one attended to.
 
@@ -116,9 +124,10 @@ class DSAAttention(nn.Module):
         else:
             # FP8 pages are attended to by index only.
             sparse = batch.max_key_len > self.indexer.top_k or (decode and cache.latent_is_fp8)
+        multi_head = not decode and (not sparse or self._takes_multi_head_form(x, batch, selection))
         # Selected keys are gathered, from the pages if these hold x's dtype. FP8 pages are read first, since a prefill
-        # would dequantise a key again for every query that selects it.
-        in_pages = decode or (sparse and cache is not None and cache.latent.dtype == x.dtype)
+        # would dequantise a key again for every query that selects it. Multi-head attention has all of them in a row.
+        in_pages = decode or (not multi_head and cache is not None and cache.latent.dtype == x.dtype)
         kv = self.kv_a_proj_with_mqa(x)
         if cache is None:
             kv = self._norm_and_rotate(kv, cos, sin)
@@ -126,17 +135,21 @@ class DSAAttention(nn.Module):
             kv = self._store(kv, cos, sin, batch, cache, in_pages)
 
         if self.indexer is None:
-            topk_indices = selection.topk_indices
+            topk_indices, bits = selection.topk_indices, selection.bits
         else:
-            topk_indices = self._select(x, qr, cos, sin, batch, cache, sparse, in_pages)
+            topk_indices, bits = self._select(x, qr, cos, sin, batch, cache, sparse, in_pages), None
+            if sparse and multi_head:
+                bits = dsa.selection_bits(topk_indices, batch.key_starts, batch.max_key_len)
             if selection is not None:
-                selection.topk_indices = topk_indices
+                selection.topk_indices, selection.bits = topk_indices, bits
         if self.key_counter is not None:
             visible = batch.visible_keys
             read = visible if topk_indices is None else (topk_indices >= 0).sum(-1)
             self.key_counter.add(read, visible, visible)
 
-        if not (decode or sparse):
+        if multi_head and (sparse or self._has_multi_head_kernel(x)):
+            return self.o_proj(self._multi_head(q, kv, cos, sin, batch, bits).flatten(-2))
+        if multi_head:
             q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
             return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
         w_uk, w_uv = self._up_projections(x.dtype)
@@ -274,6 +287,44 @@ class DSAAttention(nn.Module):
         expanded = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, self.nope_dim + self.v_dim))
         k_nope, v = expanded.split((self.nope_dim, self.v_dim), -1)
         return torch.cat((k_nope, k_pe[:, None].expand(-1, self.n_heads, -1)), -1), v
+
+    def _takes_multi_head_form(self, x: torch.Tensor, batch: TokenBatch, selection: Selection | None) -> bool:
+        """Of a sparse pass: the same for all layers, since those without an indexer get what one before selected."""
+        if self.indexer is None:
+            return selection.bits is not None
+        sizes = HeadSizes(self.n_heads, self.nope_dim, self.rope_dim, self.v_dim, self.kv_lora_rank)
+        return self._has_multi_head_kernel(x) and multi_head_is_faster(
+            batch.query_lens, batch.key_lens, self.indexer.top_k, sizes
+        )
+
+    def _has_multi_head_kernel(self, x: torch.Tensor) -> bool:
+        """Whether attention runs as one kernel, whatever the lengths, and not as PyTorch: for inference alone."""
+        channels = max(self.nope_dim + self.rope_dim, self.v_dim)
+        taken = x.dtype in (torch.bfloat16, torch.float16) and channels <= MOST_CHANNELS
+        return taken and not torch.is_grad_enabled() and dsa.backends.runs_kernel("mha_varlen_fwd", x)
+
+    def _multi_head(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: TokenBatch,
+        bits: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """q [T, heads, nope + rope] before rope, which is overwritten, kv [sum(key_lens), latent + rope] -> [T, heads,
+        v_dim], causal per sequence; bits: of the keys that are selected. Without gradients."""
+        q_pe = q[..., self.nope_dim :]
+        dsa.apply_rotary(q_pe, cos, sin, interleaved=True, out=q_pe)
+        latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
+        expanded = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, self.nope_dim + self.v_dim))
+        k_nope, v = expanded.split((self.nope_dim, self.v_dim), -1)
+        sequences = batch.cu_query_lens, batch.cu_key_lens, batch.max_key_len
+        # A layer without an indexer reads the bits of all queries, which are those of all keys where they are few.
+        dense_keys = 0 if self.indexer is None else self.indexer.top_k
+        options = {"k_rope": k_pe, "selected": bits, "dense_keys": dense_keys}
+        out, _ = dsa.mha_varlen_fwd(q, k_nope, v, *sequences, self.softmax_scale, **options)
+        return out
 
     def _dense_prefill(self, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """q [T, heads, nope + rope], kv [sum(key_lens), latent + rope] -> [T, heads, v_dim], causal per sequence."""

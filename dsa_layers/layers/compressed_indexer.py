@@ -88,4 +88,4 @@ class CompressedIndexer(nn.Module):
         paging = {}
         if paged_slots:
             paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": batch.sequences}
-        return select_packed(q, keys, weights, self.top_k, entries.starts, entries.visible_keys, **paging)
+        return select_packed(q, keys, weights, self.top_k, *entries.visible_ranges, **paging)

@@ -136,7 +136,7 @@ class LightningIndexer(nn.Module):
         if paged_slots:
             paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": batch.sequences}
         keys = self._all_keys(x, cos, sin, batch, cache)
-        return select_packed(q, keys, weights, self.top_k, batch.key_starts, batch.visible_keys, **paging)
+        return select_packed(q, keys, weights, self.top_k, *batch.visible_ranges, **paging)
 
     def _store_keys(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache

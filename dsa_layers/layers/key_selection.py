@@ -7,6 +7,8 @@ import torch
 
 import dsa
 
+WORKSPACE = 1 << 30  # bytes of scores at a time
+ROW_PADDING = 512  # numbers, at most, behind a row of scores
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -17,22 +19,44 @@ def select_packed(
     top_k: int,
     starts: torch.Tensor,
     lengths: torch.Tensor,
+    most: int,
+    *,
+    workspace: int = WORKSPACE,
+    row_to_seq: torch.Tensor | None = None,
     **paging: torch.Tensor | int,
 ) -> torch.Tensor:
-    """Selects among keys that are packed in rows.
+    """Selects among keys that are packed in rows, for some tokens at a time.
 
-    q         [T, heads, dim], float or e4m3; weights fp32 [T, heads]: of the tokens
-    keys      float [N, dim]; where q is e4m3, e4m3 [N, dim] and fp32 scales [N]
-    starts    int32 [T]: the first row that each token sees; lengths int32 [T]: how many it sees
-    paging    block_table, page_size and row_to_seq as `dsa.topk_indices` takes them: gives slots, not positions
+    q           [T, heads, dim], float or e4m3; weights fp32 [T, heads]: of the tokens
+    keys        float [N, dim]; where q is e4m3, e4m3 [N, dim] and fp32 scales [N]
+    starts      int32 [T]: the first row that each token sees; lengths int32 [T]: how many it sees
+    most        an upper bound of lengths, so that of e4m3 no token's scores have columns for other sequences' keys
+    workspace   bytes that scores take at most, or one token's
+    row_to_seq  [T], with block_table and page_size in `paging`, as `dsa.topk_indices` takes them: gives slots, not
+                positions
 
     Returns int32 [T, top_k]: the selected positions, counted from `starts`, ascending, then -1.
     """
-    if isinstance(keys, tuple):
-        scores = dsa.fp8_mqa_logits(q, keys, weights, starts, starts + lengths, clean_logits=False)
-    else:
-        scores = dsa.mqa_logits(q.float(), keys.float(), weights, starts, starts + lengths)
-    return dsa.topk_indices(scores, top_k, starts=starts, lengths=lengths, **paging)
+    quantised = isinstance(keys, tuple)
+    if most == 0 or len(q) == 0:
+        return torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
+    if not quantised:
+        q, keys = q.float(), keys.float()
+    columns = most + ROW_PADDING if quantised else len(keys)
+    tokens = max(1, workspace // (4 * columns))
+    found = []
+    for first in range(0, len(q), tokens):
+        part = slice(first, first + tokens)
+        begins, counts = starts[part], lengths[part]
+        own = paging if row_to_seq is None else paging | {"row_to_seq": row_to_seq[part]}
+        if quantised:
+            ranges = begins, begins + counts
+            scores = dsa.fp8_mqa_logits(q[part], keys, weights[part], *ranges, clean_logits=False, max_seqlen_k=most)
+            begins = None
+        else:
+            scores = dsa.mqa_logits(q[part], keys, weights[part], begins, begins + counts)
+        found.append(dsa.topk_indices(scores, top_k, starts=begins, lengths=counts, **own))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def select_paged(

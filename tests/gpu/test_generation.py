@@ -12,12 +12,18 @@ from dsa.ops.indexer import topk_indices
 from dsa.ops.mla import flash_mla_with_kvcache
 from dsa.reference import topk_indices as reference
 from dsa.testing import assert_close, calc_diff
+from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation import generator as generation
 from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.layers import attention
+from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
@@ -236,3 +242,51 @@ def test_nan_ends_its_sequence_alone(family, temperature, tmp_path):
     first, second = (generator.generate(prompts, params) for _ in range(2))
     assert [one.finish_reason for one in first] == ["length", "error", "error", "length"] and first == second
     assert [len(one.tokens) for one in first] == [6, 0, 0, 6]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_over_prompts_waits_for_nothing(family, tmp_path):
+    """With and without earlier tokens, dense and sparse: PyTorch raises where the host would wait for the GPU."""
+    write_tiny_checkpoint(tmp_path, model=family)
+    model = load_model(tmp_path, device="cuda", progress=False)
+    cache = model.make_cache(8, device="cuda", state_slots=2)
+    pages, new = [range(6), range(6, 8)], [150, 30]
+    tokens = torch.arange(1, 1 + sum(new), device="cuda")
+
+    @torch.inference_mode()
+    def run():
+        for earlier in ([0, 0], new):
+            chunks = [Chunk(n, before, own, i) for i, (n, before, own) in enumerate(zip(new, earlier, pages))]
+            model(tokens, prefill_batch(chunks, cache.page_size, "cuda"), cache)
+
+    run()  # kernels are compiled and loaded, and weights that are dequantised are kept
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("pages", [None, torch.bfloat16, "fp8"], ids=str)
+@pytest.mark.parametrize("sizes", [(128, 64, 128), (192, 64, 256)], ids=str)
+def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
+    """Multi-head and absorbed, with rope in place and keys and values as parts of one projection."""
+    nope, rope, value = sizes
+    with torch.device("cuda"):
+        indexer = LightningIndexer(256, 128, n_heads=64, top_k=128, quantize=True, fp8=True, dtype=torch.bfloat16)
+        options = {"q_lora_rank": 128, "nope_dim": nope, "rope_dim": rope, "v_dim": value}
+        layer = DSAAttention(256, 16, indexer, fp8=True, dtype=torch.bfloat16, **options)
+    x, lengths = torch.randn(760, 256, device="cuda").bfloat16(), [700, 60]
+    rotary = RotaryEmbedding(rope_frequencies(rope, 1e4)).cuda()
+    results = []
+    for multi_head in (True, False):
+        monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_, form=multi_head: form)
+        batch, cache, selection = SequenceBatch.without_cache(lengths, "cuda"), None, Selection()
+        if pages is not None:
+            batch = SequenceBatch.paged(lengths, lengths, [[*range(11)], [11]], 64, "cuda")
+            cache = PagedKVCache(1, 12, 64, latent=pages, index="fp8", device="cuda").layer(0)
+        with torch.inference_mode():
+            results.append(layer(x, *rotary(batch.positions), batch, cache, selection).float())
+        assert (selection.bits is not None) == multi_head
+    # The absorbed form has dequantised projections where the multi-head form rounds latents to e4m3.
+    assert (results[0] - results[1]).norm() < 0.06 * results[1].norm()

@@ -204,6 +204,35 @@ def window_keys(device: str, argument: str) -> Prepared:
 RING_PAGE = 64
 
 
+def multi_head(device: str, name: str) -> Prepared:
+    tq, tk = sum(training.QUERIES), sum(training.KEYS)
+    q, k, v = numbers(device, tq, 4, 192), numbers(device, tk, 2, 128), numbers(device, tk, 2, 128)
+    k_rope, blocks = numbers(device, tk, 64), -(-max(training.KEYS) // 128)
+    bounds = (ints(device, *starts(x)) for x in (training.QUERIES, training.KEYS))
+    given = dict(zip(training.BOUNDS, bounds))
+    given["selected"] = torch.randint(-(2**31), 2**31 - 1, (tq, 4 * blocks), dtype=torch.int32).to(device)
+
+    def run(argument: torch.Tensor) -> Results:
+        own = given | {name: argument}
+        packed = own["cu_seqlens_q"], own["cu_seqlens_k"], max(training.KEYS)
+        out, lse = dsa.mha_varlen_fwd(q, k, v, *packed, SCALE, k_rope=k_rope, selected=own["selected"])
+        return out, lse.T
+
+    if name in training.BOUNDS:
+        return Prepared(run, given[name], packed_places([0, 0], [None, None]))
+    return Prepared(run, given[name], first_of(given, name, tq, 0, 0))
+
+
+def bits(device: str, name: str) -> Prepared:
+    given = {"indices": torch.randint(0, 300, (6, 5), dtype=torch.int32).to(device)}
+    given["starts"] = torch.randint(0, 50, (6,), dtype=torch.int32).to(device)
+
+    def run(argument: torch.Tensor) -> Results:
+        return [dsa.selection_bits(**(given | {name: argument}), max_keys=200)]
+
+    return Prepared(run, given[name], first_of(given, name, 6, 0))
+
+
 def window_places(device: str, argument: str) -> Prepared:
     table = torch.randint(0, 1000, (5, 4), dtype=torch.int32).to(device)
     named = {"block_table": table, "cache_seqlens": int32([3, 0, 64, 129, 250], device)}
@@ -266,6 +295,8 @@ ARGUMENTS: list[IndexArgument] = [
     ),
     _of("sliding_window_decode", "cache_seqlens", "ring", window_decode, "cache_seqlens", True, False),
     _of("sliding_window_decode", "block_table", "bytes", window_decode, "block_table", False, True),
+    *(_of("mha_varlen_fwd", name, "", multi_head, name) for name in (*training.BOUNDS, "selected")),
+    *(_of("selection_bits", name, "", bits, name) for name in ("indices", "starts")),
     *(IndexArgument("window_indices", x, partial(window_keys, argument=x)) for x in ("cu_seqlens_q", "cu_seqlens_k")),
     *(IndexArgument("window_slots", x, partial(window_places, argument=x)) for x in ("block_table", "cache_seqlens")),
 ]

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 import dsa
-from tests.valid_calls.description import F32, INT32, Maker, ValidCall, call
+from tests.valid_calls.description import BF16, F32, INT32, Maker, ValidCall, call
 
 CALLS: list[ValidCall] = []
 
@@ -148,6 +148,19 @@ def _(new: Maker):
     keys = {"block_table": None, "cache_seqlens": new.ints([20, 1])}
     tensors = {"q": new.bf16(2, 2, 2, 512), "cache": new.v4_cache(2, 16), **keys, "window": 3}
     return {**tensors, **_softmax(new), "is_fp8_kvcache": True}
+
+
+@valid("mha_varlen_fwd", lambda a: [((*a["q"].shape[:2], a["v"].shape[2]), BF16), (a["q"].shape[1::-1], F32)])
+def _(new: Maker):
+    tensors = {"q": new.bf16(5, 4, 192), "k": new.bf16(9, 2, 128), "v": new.bf16(9, 2, 128)}
+    bounds = {"cu_seqlens_q": new.ints([0, 2, 5]), "cu_seqlens_k": new.ints([0, 3, 9])}
+    options = {"max_seqlen_k": 6, "softmax_scale": 0.1, "causal": True, "dense_keys": 0}
+    return {**tensors, **bounds, **options, "k_rope": new.bf16(9, 64), "selected": new.ints([[-1, 3, 0, 7]] * 5)}
+
+
+@valid("selection_bits", lambda a: [((len(a["indices"]), -(-a["max_keys"] // 128) * 4), INT32)])
+def _(new: Maker):
+    return {"indices": new.ints([[0, 3, -1], [130, 5, 9]]), "starts": new.ints([0, 2]), "max_keys": 140}
 
 
 @valid("window_indices", lambda a: [((a["total_q"], a["window"]), INT32)])

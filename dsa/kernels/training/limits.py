@@ -1,7 +1,6 @@
 """What the training kernels take. Plain numbers: kernels, bridges and tests read them from here."""
 
 # Dense attention's forward pass: (channels of queries and keys, channels of values) of a head.
-DENSE_DTYPES = "bfloat16", "float16"
 DENSE_CHANNELS = (64, 64), (128, 128), (192, 128)
 
 # Absorbed (MLA) keys, of which the first MLA_V_CHANNELS numbers are the value.

@@ -1,10 +1,12 @@
 """Attention of packed sequences as training has it: for heads' own keys, and absorbed, to latents; with gradients."""
 
+import math
+
 import torch
 
 from dsa.ops._tma_rows import tma_rows
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
-from dsa.ops.training import _dense_attention
+from dsa.ops.mla.mha_varlen_fwd import _mha_varlen_fwd
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.ops.training.sparse_mla_attention import gradients as sparse_gradients
 
@@ -20,7 +22,10 @@ def attention_forward(
     """(out [Tq, H, dv], lse [H, Tq]). sequences: cu_seqlens_q, cu_seqlens_k, which ascend inside the tensors,
     max_seqlen_q, max_seqlen_k"""
     if (q.shape[2], v.shape[2]) != ABSORBED:
-        return _dense_attention.attention_forward(q, k, v, *sequences, scale, causal)
+        cu_q, cu_k, _, longest = sequences
+        results = _mha_varlen_fwd.launch_on(q.device, q, k, v, cu_q, cu_k, longest, scale, causal, None, None, 0)
+        fill_uncovered(cu_q, (results[0], 0.0), (results[1].T, math.inf))
+        return results
     out, k = q.new_empty(*q.shape[:2], v.shape[2]), tma_rows(k)
     lse = q.new_empty(len(q), q.shape[1], dtype=torch.float32)
     for rows, indices, visible in _selections(sequences, len(q), causal):

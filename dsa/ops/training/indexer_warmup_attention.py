@@ -12,7 +12,8 @@ from dsa.kernels.training.limits import (
 )
 from dsa.ops._tma_rows import tma_rows
 from dsa.ops.declaration import op, rows_of
-from dsa.ops.training import _dense_attention, _indexer_gradient, _uncovered_rows, _warmup_per_head, _warmup_sum
+from dsa.ops.mla import mha_varlen_fwd
+from dsa.ops.training import _indexer_gradient, _uncovered_rows, _warmup_per_head, _warmup_sum
 from dsa.ops.training._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.ops.training._warmup_per_head import per_head_backward, per_head_forward
@@ -230,7 +231,7 @@ def _check_limits(
     arguments=reference.INDEXER_WARMUP_ATTENTION,
     reference=reference.indexer_warmup_attention,
     kernels=rows_of(
-        *(_dense_attention.KERNELS, _uncovered_rows.KERNELS, _warmup_per_head.KERNELS),
+        *(mha_varlen_fwd.KERNELS, _uncovered_rows.KERNELS, _warmup_per_head.KERNELS),
         *(_warmup_sum.PLAN, _warmup_sum.LOSSES),
         *(_indexer_gradient.SCORES, _indexer_gradient.QUERY_GRAD, _indexer_gradient.KEY_GRAD),
     ),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsa.kernels.training.limits import DENSE_CHANNELS
-from dsa.ops.training._dense_attention import attention_forward
+from dsa.ops.training import _packed_attention
 from dsa.testing import assert_close, poison_free_memory
 
 SAME = None  # as many keys as queries
@@ -24,6 +24,10 @@ CASES = {
     "long": (4, 2, [4096], SAME),
 }
 ROUNDING = {torch.bfloat16: 2.01 / 256, torch.float16: 2.01 / 2048}
+
+
+def attention_forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal=True):
+    return _packed_attention.attention_forward(q, k, v, (cu_q, cu_k, max_q, max_k), scale, causal)
 
 
 def starts(lengths):

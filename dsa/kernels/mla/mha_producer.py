@@ -5,19 +5,20 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32, Uint32, const_expr
 
 from dsa.cute.pipeline import Mbarriers, Pipeline, expect_bytes, start, state_at
 from dsa.cute.shared_memory import store_16
 from dsa.cute.work_tile import WorkTilePipeline
-from dsa.kernels.training.attention_scheduler import WorkTileInfo
+from dsa.kernels.mla.mha_scheduler import WorkTileInfo
 
 STAGES = 2  # of keys, and of values
 
 
 @dataclass(frozen=True)
 class Loads:
-    """TMA loads of queries, keys and values: atoms, and the tensors [tokens, channels, heads] as they take them."""
+    """TMA loads of queries, keys and values, and of the keys' rope channels where these are apart: atoms, and the
+    tensors [tokens, channels, heads] as they take them."""
 
     q: cute.CopyAtom
     mq: cute.Tensor
@@ -25,6 +26,8 @@ class Loads:
     mk: cute.Tensor
     v: cute.CopyAtom
     mv: cute.Tensor
+    rope: cute.CopyAtom | None = None
+    mrope: cute.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class SharedTensors:
 
 
 @dataclass(frozen=True)
-class AttentionPipelines:
+class MhaPipelines:
     """q: of work tiles' queries; k, v: of blocks of keys and of values; work_tiles: of what is known of work tiles.
     v_loaded, of each stage of v: the block is there, but not yet the zeros over its rows that belong to no key.
 
@@ -51,9 +54,9 @@ class AttentionPipelines:
     work_tiles: WorkTilePipeline
 
     @staticmethod
-    def of(storage, q_stages: int) -> "AttentionPipelines":
+    def of(storage, q_stages: int) -> "MhaPipelines":
         """Of the kernel's shared memory."""
-        return AttentionPipelines(
+        return MhaPipelines(
             Pipeline.of(storage.q_barriers, q_stages),
             Pipeline.of(storage.k_barriers, STAGES),
             Pipeline.of(storage.v_barriers, STAGES),
@@ -70,22 +73,28 @@ class AttentionPipelines:
         self.work_tiles.init(consumer_warps + 2)
 
 
-class AttentionProducer:
+class MhaProducer:
     """Tiles of `rows` queries of `dim` numbers of `width` bytes, `q_stages` of them; blocks of `keys` keys, and of
-    values of `value_dim` numbers."""
+    values of `value_dim` numbers. rope: how many of a key's numbers, the last ones, are the same for all heads and
+    loaded apart."""
 
-    def __init__(self, rows: int, keys: int, dim: int, value_dim: int, width: int, q_stages: int):
+    def __init__(self, rows: int, keys: int, dim: int, value_dim: int, width: int, q_stages: int, rope: int):
         self.rows, self.keys, self.dim, self.value_dim = rows, keys, dim, value_dim
-        self.width, self.q_stages = width, q_stages
+        self.width, self.q_stages, self.rope = width, q_stages, rope
 
     @cute.jit
     def load(self, storage, loads: Loads, shared: SharedTensors):
         """The loading warp: all work tiles of this CTA."""
         q_bytes, k_bytes = self.rows * self.dim * self.width, self.keys * self.dim * self.width
         v_bytes = self.keys * self.value_dim * self.width
-        pipelines = AttentionPipelines.of(storage, self.q_stages)
+        pipelines = MhaPipelines.of(storage, self.q_stages)
         tile_state, q_state, k_state, v_state = start(), start(), start(), start()
         blocks = Int32(1)
+        nope = self.dim - self.rope
+        k_shared, rope_shared = shared.k, shared.k
+        if const_expr(self.rope > 0):
+            k_shared = cute.local_tile(shared.k, (self.keys, nope, STAGES), (0, 0, 0))
+            rope_shared = cute.local_tile(shared.k, (self.keys, self.rope, STAGES), (0, nope // self.rope, 0))
         while blocks > 0:
             work_tile = pipelines.work_tiles.current(tile_state)
             tile_state = pipelines.work_tiles.release(tile_state)
@@ -93,7 +102,10 @@ class AttentionProducer:
             key, kv_head = work_tile.key, work_tile.kv_head
             if blocks > 0:
                 tq, gq = blocks_of(loads.q, loads.mq, shared.q, query, head, (self.rows, self.dim))
-                tk, gk = blocks_of(loads.k, loads.mk, shared.k, key, kv_head, (self.keys, self.dim))
+                tk, gk = blocks_of(loads.k, loads.mk, k_shared, key, kv_head, (self.keys, nope))
+                tr, gr = tk, gk
+                if const_expr(self.rope > 0):
+                    tr, gr = blocks_of(loads.rope, loads.mrope, rope_shared, key, 0, (self.keys, self.rope))
                 tv, gv = blocks_of(loads.v, loads.mv, shared.v, key, kv_head, (self.keys, self.value_dim))
                 pipelines.q.producer_acquire(q_state, q_bytes)
                 q_full = pipelines.q.producer_barrier(q_state)
@@ -104,6 +116,8 @@ class AttentionProducer:
                     pipelines.k.producer_acquire(k_state, k_bytes)
                     k_full = pipelines.k.producer_barrier(k_state)
                     cute.copy(loads.k, gk[None, n], tk[None, k_state.stage], tma_bar_ptr=k_full)
+                    if const_expr(self.rope > 0):
+                        cute.copy(loads.rope, gr[None, n], tr[None, k_state.stage], tma_bar_ptr=k_full)
                     k_state = pipelines.k.advance(k_state)
                     pipelines.v.producer_wait(v_state)
                     v_full = pipelines.v.producer_barrier(v_state)
@@ -118,7 +132,7 @@ class AttentionProducer:
     def clear(self, storage, shared: SharedTensors, lane):
         """The clearing warp: zeros over the rows of the last block of values that no key of the sequence has, as
         0 * NaN is NaN."""
-        pipelines = AttentionPipelines.of(storage, self.q_stages)
+        pipelines = MhaPipelines.of(storage, self.q_stages)
         # count: of blocks so far; phases: a bit for each stage, as not every block is cleared.
         tile_state, blocks, count, phases = start(), Int32(1), Int32(0), Int32(0)
         while blocks > 0:

@@ -1,27 +1,33 @@
 """Attention over sequences that lie one after another, with the LSE of its softmax:
-out[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h']) v[j, h'], h' = h // (H / Hk), over the keys j that query t sees.
+out[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h']) v[j, h'], h' = h // (H / Hk), over the keys j that query t sees,
+and where a selection is given, of these over the selected ones.
 
 Plan
 - A work tile is ROWS query rows of one head; each consumer warpgroup has 64 of them. Its mainloop walks the blocks of
-  128 keys from the last to the first: what the mask cuts comes at once.
+  keys from the last to the first: what the mask cuts comes at once.
 - While a block's softmax is computed the tensor cores have the product of the block before with its values, and in
   front of it that of the next block's scores: both are started together. Consumer warpgroups take turns in starting
   them.
 - There is no gap between work tiles: the last product with values is started with the next work tile's first scores.
 - row_max, which powers are relative to, may lag behind the true maximum by RESCALE_THRESHOLD, a factor of 2^8, so that
   the output is rescaled only when it must be.
-- Three producer warps (attention_producer.py): one loads by TMA, into pipelines of queries, keys and values. One is the
-  scheduler (attention_scheduler.py): the heads of a group, whose keys the L2 cache holds, have their work tiles taken
+- Three producer warps (mha_producer.py): one loads by TMA, into pipelines of queries, keys and values. One is the
+  scheduler (mha_scheduler.py): the heads of a group, whose keys the L2 cache holds, have their work tiles taken
   together, the longest first. One puts zeros over the rows of the last block of values that belong to no key of the
   sequence, as 0 * NaN is NaN.
+- Selection: a bit a key (selection_bits_sm90.py), which comes from global memory when a block's scores are there: a
+  lane's 32 keys of a row of 128 are one word, which goes to predicates seven bits at a time.
 - In the epilogue results go through shared memory, a warp's 16 rows at a time, to be stored 128 bytes in a row.
 Shared memory: Q_STAGES x ROWS x D, two blocks of keys and two of values, 2 KiB a consumer warp for results, barriers.
-Registers: 64 scores, 32 pairs of powers and DV / 2 sums a consumer thread, of 240 (two warpgroups) or 160 (three). Of
+Blocks are of 128 keys, at D = 256 of 64.
+Registers: of 128 keys 64 scores and 32 pairs of powers, and DV / 2 sums a consumer thread, of 240 (two warpgroups) or
+160 (three). Of
 D = 192 queries go to registers, too (q_rmem), so that wgmma reads less shared memory and their stage is soon free.
 Roofline: power. 4096 FLOP a clock and SM, and an H200 falls to 1.5 GHz at it, as for cuBLAS, of which 90% is reached.
 Shared memory is busy 112 of 128 bytes a clock meanwhile (D = DV = 128).
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -42,17 +48,16 @@ from dsa.cute.shared_memory import load_16, load_matrices, pack, store_matrices
 from dsa.cute.sm90 import LN2, SHARED_BYTES, WARPGROUP
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import work_tile_storage
-from dsa.kernels.training.attention_producer import (
+from dsa.kernels.mla.mha_limits import MHA_DTYPES, ROPE_DIMS, SELECTION_KEYS, SELECTION_WORDS
+from dsa.kernels.mla.mha_producer import (
     STAGES,
-    AttentionPipelines,
-    AttentionProducer,
     Loads,
+    MhaPipelines,
+    MhaProducer,
     SharedTensors,
 )
-from dsa.kernels.training.attention_scheduler import AttentionScheduler, WorkTileInfo
-from dsa.kernels.training.limits import DENSE_DTYPES
+from dsa.kernels.mla.mha_scheduler import MhaScheduler, WorkTileInfo
 
-KEYS = 128  # of a block
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # by consumer warpgroups: of their threads and of the producers'
 RESCALE_THRESHOLD = 8.0  # the most, in powers of two, that a power may exceed 1 by
 NOTHING = -3e38  # finite, so that a difference to it is no NaN
@@ -74,12 +79,13 @@ class Barrier(IntEnum):
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
-    """dim, value_dim: of a head; warpgroups: of consumers, 64 rows each; q_stages: work tiles whose queries are in
-    shared memory at a time; q_rmem: from there they go to registers."""
+class MhaConfig:
+    """dim, value_dim: of a head; keys: of a block; warpgroups: of consumers, 64 rows each; q_stages: work tiles whose
+    queries are in shared memory at a time; q_rmem: from there they go to registers."""
 
     dim: int
     value_dim: int
+    keys: int
     warpgroups: int
     q_stages: int
     q_rmem: bool
@@ -95,28 +101,33 @@ class AttentionConfig:
     def fits(self) -> bool:
         """Whether shared memory holds it."""
         queries = self.q_stages * self.rows * self.dim
-        loaded = STAGES * KEYS * (self.dim + self.value_dim)
+        loaded = STAGES * self.keys * (self.dim + self.value_dim)
         staged = 4 * self.warpgroups * OUT_ROWS * OUT_COLUMNS
         return 2 * (queries + loaded + staged) + 3 * 1024 <= SHARED_BYTES
 
 
-class AttentionForwardSm90:
-    def __init__(self, dtype: type[cutlass.Numeric], cfg: AttentionConfig):
-        self.dtype, self.cfg = dtype, cfg
+class MhaVarlenFwdSm90:
+    def __init__(self, dtype: type[cutlass.Numeric], cfg: MhaConfig, rope: int, selected: bool):
+        self.dtype, self.cfg, self.rope, self.selected = dtype, cfg, rope, selected
         self.rows, self.dim, self.value_dim = cfg.rows, cfg.dim, cfg.value_dim
         self.consumer_warps = 4 * cfg.warpgroups
-        self.producer = AttentionProducer(cfg.rows, KEYS, cfg.dim, cfg.value_dim, dtype.width // 8, cfg.q_stages)
+        self.producer = MhaProducer(
+            cfg.rows, self.cfg.keys, cfg.dim, cfg.value_dim, dtype.width // 8, cfg.q_stages, rope
+        )
 
     @cute.jit
     def __call__(
         self,
         q: cute.Tensor,
         k: cute.Tensor,
+        k_rope: cute.Tensor | None,
         v: cute.Tensor,
         cu_q: cute.Tensor,
         cu_k: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        bits: cute.Tensor | None,
+        dense_keys: Int32 | None,
         tile_counter: cute.Tensor,
         scale: Float32,
         causal: Int32,
@@ -125,16 +136,25 @@ class AttentionForwardSm90:
         stream,
     ):
         cfg = self.cfg
-        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (self.rows, KEYS, self.dim), self.dtype, cfg.q_stages)
-        k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, KEYS, self.dim), self.dtype, STAGES)
-        v_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, KEYS, self.value_dim), self.dtype, STAGES)
+        q_layout = sm90.make_smem_layout_a(
+            LayoutEnum.ROW_MAJOR, (self.rows, self.cfg.keys, self.dim), self.dtype, cfg.q_stages
+        )
+        k_layout = sm90.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR, (self.rows, self.cfg.keys, self.dim), self.dtype, STAGES
+        )
+        v_layout = sm90.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR, (self.rows, self.cfg.keys, self.value_dim), self.dtype, STAGES
+        )
         ratio = q.shape[1] // k.shape[1]
-        pairs = []
-        for x, layout, shape in (
+        parts = [
             (q, q_layout, (self.rows, self.dim)),
-            (k, k_layout, (KEYS, self.dim)),
-            (v, v_layout, (KEYS, self.value_dim)),
-        ):
+            (k, self.part_of_keys(self.dim - self.rope), (cfg.keys, self.dim - self.rope)),
+            (v, v_layout, (cfg.keys, self.value_dim)),
+        ]
+        if const_expr(self.rope > 0):
+            parts.append((k_rope, self.part_of_keys(self.rope), (cfg.keys, self.rope)))
+        pairs = []
+        for x, layout, shape in parts:
             by_head = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1]))
             pairs += tile_load(by_head, layout, shape)
 
@@ -153,7 +173,7 @@ class AttentionForwardSm90:
         assert Storage.size_in_bytes() <= SHARED_BYTES
         self.storage = Storage
         self.kernel(
-            *(Loads(*pairs), cu_q, cu_k, out, lse, tile_counter, scale, causal, group, ratio),
+            *(Loads(*pairs), cu_q, cu_k, out, lse, bits, dense_keys, tile_counter, scale, causal, group, ratio),
             *(q_layout, k_layout, v_layout),
         ).launch(grid=(ctas, 1, 1), block=(cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
@@ -165,6 +185,8 @@ class AttentionForwardSm90:
         cu_k: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        bits: cute.Tensor | None,
+        dense_keys: Int32 | None,
         tile_counter: cute.Tensor,
         scale: Float32,
         causal: Int32,
@@ -186,10 +208,10 @@ class AttentionForwardSm90:
         )
 
         if warp == self.consumer_warps + ProducerRole.LOAD:
-            for atom in (loads.q, loads.k, loads.v):
+            for atom in (loads.q, loads.k, loads.v, *([loads.rope] if self.rope else [])):
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if tid == 0:
-            AttentionPipelines.of(storage, cfg.q_stages).init(self.consumer_warps)
+            MhaPipelines.of(storage, cfg.q_stages).init(self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -199,22 +221,28 @@ class AttentionForwardSm90:
             if warp == self.consumer_warps + ProducerRole.LOAD:
                 self.producer.load(storage, loads, shared)
             elif warp == self.consumer_warps + ProducerRole.SCHEDULE:
-                scheduler = AttentionScheduler(
+                scheduler = MhaScheduler(
                     *(cu_q, cu_k, tile_counter, Int32(out.shape[1]), group, ratio, causal),
-                    *(self.rows, KEYS),
+                    *(Int32(out.shape[0]), Int32(loads.mk.shape[0])),
+                    *(self.rows, self.cfg.keys),
                 )
-                scheduler.run(AttentionPipelines.of(storage, cfg.q_stages).work_tiles, lane)
+                scheduler.run(MhaPipelines.of(storage, cfg.q_stages).work_tiles, lane)
             elif warp == self.consumer_warps + ProducerRole.CLEAR:
                 self.producer.clear(storage, shared, lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.consume(storage, out, lse, scale, shared, tid, warp, lane)
+            self.consume(storage, out, lse, (bits, dense_keys), scale, shared, tid, warp, lane)
+
+    def part_of_keys(self, channels: int) -> cute.ComposedLayout:
+        """So many channels of a block of keys, a multiple of 64, in shared memory."""
+        shape = self.rows, self.cfg.keys, channels
+        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
 
     def score_mma(self) -> cute.TiledMma:
         major, sources = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource
         source = sources.RMEM if self.cfg.q_rmem else sources.SMEM
         return sm90.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, major, major, Float32, (self.cfg.warpgroups, 1, 1), (64, KEYS), source)
+            *(self.dtype, self.dtype, major, major, Float32, (self.cfg.warpgroups, 1, 1), (64, self.cfg.keys), source)
         )
 
     def value_mma(self) -> cute.TiledMma:
@@ -234,7 +262,7 @@ class AttentionForwardSm90:
         )
 
     @cute.jit
-    def consume(self, storage, out, lse, scale, shared: SharedTensors, tid, warp, lane):
+    def consume(self, storage, out, lse, selection, scale, shared: SharedTensors, tid, warp, lane):
         """The mainloop of a consumer warpgroup: its 64 rows of every work tile of this CTA."""
         cfg = self.cfg
         score_mma, value_mma = self.score_mma(), self.value_mma()
@@ -246,19 +274,19 @@ class AttentionForwardSm90:
             rq = score_mma.make_fragment_A(score_thr.partition_A(shared.q))
         rk = score_mma.make_fragment_B(score_thr.partition_B(shared.k))
         rv = value_mma.make_fragment_B(value_thr.partition_B(turned))
-        scores = cute.make_rmem_tensor(score_thr.partition_shape_C((self.rows, KEYS)), Float32)
+        scores = cute.make_rmem_tensor(score_thr.partition_shape_C((self.rows, self.cfg.keys)), Float32)
         sums = cute.make_rmem_tensor(value_thr.partition_shape_C((self.rows, self.value_dim)), Float32)
-        powers = cute.make_rmem_tensor(value_thr.partition_shape_A((self.rows, KEYS)), self.dtype)
-        s = cute.make_tensor(scores.iterator, cute.make_layout(KEYS // 2))
+        powers = cute.make_rmem_tensor(value_thr.partition_shape_A((self.rows, self.cfg.keys)), self.dtype)
+        s = cute.make_tensor(scores.iterator, cute.make_layout(self.cfg.keys // 2))
         o = cute.make_tensor(sums.iterator, cute.make_layout(self.value_dim // 2))
-        p = cute.make_tensor(cute.recast_ptr(powers.iterator, dtype=Uint32), cute.make_layout(KEYS // 4))
+        p = cute.make_tensor(cute.recast_ptr(powers.iterator, dtype=Uint32), cute.make_layout(self.cfg.keys // 4))
         row_max, row_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
         factor = cute.make_rmem_tensor((2,), Float32)
         limits = cute.make_rmem_tensor((2,), Int32)
         value_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         warpgroup = warp // 4
         own_row = warp * 16 + (lane >> 2)
-        pipelines = AttentionPipelines.of(storage, cfg.q_stages)
+        pipelines = MhaPipelines.of(storage, cfg.q_stages)
         queries, keys, values, work_tiles = pipelines.q, pipelines.k, pipelines.v, pipelines.work_tiles
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
 
@@ -285,15 +313,18 @@ class AttentionForwardSm90:
             for r in cutlass.range_constexpr(2):
                 limits[r] = cutlass.min(key_count, first + own_row + 8 * r) - 2 * (lane & 3)
             clear = cutlass.min(key_count, first + 64 * warpgroup)
-            key = (blocks - 1) * KEYS
+            key = (blocks - 1) * self.cfg.keys
+            word = Int32(-1)
+            if const_expr(self.selected):
+                word = self.first_word(selection, work_tile, own_row, warpgroup, lane)
             row_max.fill(NOTHING)
             row_sum.fill(0.0)
             o.fill(0.0)
-            self.softmax(s, row_max, row_sum, factor, limits, clear, key, scale)
+            self.softmax(s, row_max, row_sum, factor, limits, clear, key, scale, word, selection)
             self.pack_powers(s, p)
             # The mainloop: a block's scores and the product of the block before with its values.
             for _ in cutlass.range(blocks - 1, unroll=1):
-                key -= KEYS
+                key -= self.cfg.keys
                 keys.consumer_wait(k_state)
                 self.take_turn(warpgroup)
                 self.issue_products(scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values, v_state)
@@ -304,7 +335,7 @@ class AttentionForwardSm90:
                 if const_expr(not cfg.q_rmem):
                     if key == 0:
                         queries.consumer_release(q_state)
-                rose = self.softmax(s, row_max, row_sum, factor, limits, clear, key, scale)
+                rose = self.softmax(s, row_max, row_sum, factor, limits, clear, key, scale, word, selection)
                 # A wait of its own for each case: in front of the branch it would be moved before most powers.
                 if rose:
                     cute.nvgpu.warpgroup.wait_group(0)
@@ -375,23 +406,27 @@ class AttentionForwardSm90:
 
     @cute.jit
     def issue_sums(self, mma, sums, powers, rv, stage):
-        for step in cutlass.range_constexpr(KEYS // 16):
+        for step in cutlass.range_constexpr(self.cfg.keys // 16):
             cute.gemm(mma, sums, powers[None, None, step], rv[None, None, step, stage], sums)
         cute.nvgpu.warpgroup.commit_group()
 
     @cute.jit
-    def softmax(self, s, row_max, row_sum, factor, limits, clear, key, scale):
+    def softmax(self, s, row_max, row_sum, factor, limits, clear, key, scale, word, selection):
         """Scores of the keys from `key` on to powers. -> whether `factor` is to be applied to the sums before.
 
         limits   how many keys the lane's two rows see, less the lane's first column
         clear    how many keys all rows of the warpgroup see
+        word     see `first_word`
         """
-        if key + KEYS > clear:
+        if key + self.cfg.keys > clear:
             self.apply_mask(s, limits, key)
+        if const_expr(self.selected):
+            if word >= 0:
+                self.apply_selection(s, word, selection[0], key)
         new_max = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(2):
             value = s[2 * r]
-            for i in cutlass.range_constexpr(1, KEYS // 4):
+            for i in cutlass.range_constexpr(1, self.cfg.keys // 4):
                 value = cute.arch.fmax(value, s[i // 2 * 4 + 2 * r + i % 2])
             value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
             new_max[r] = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2)) * scale
@@ -405,21 +440,47 @@ class AttentionForwardSm90:
                     factor[r] = cute.math.exp2(row_max[r] - new_max[r], fastmath=True)
                     row_max[r] = new_max[r]
                     row_sum[r] *= factor[r]
-        for i in cutlass.range_constexpr(KEYS // 2):
+        for i in cutlass.range_constexpr(self.cfg.keys // 2):
             s[i] = cute.math.exp2(cute.math.fma(s[i], scale, -row_max[i // 2 % 2]), fastmath=True)
-        for i in cutlass.range_constexpr(KEYS // 2):
+        for i in cutlass.range_constexpr(self.cfg.keys // 2):
             row_sum[i // 2 % 2] += s[i]
         return rose
 
     @cute.jit
     def apply_mask(self, s, limits, key):
-        for i in cutlass.range_constexpr(KEYS // 2):
+        for i in cutlass.range_constexpr(self.cfg.keys // 2):
             if limits[i // 2 % 2] - key <= i // 4 * 8 + i % 2:
                 s[i] = -Float32(float("inf"))
 
     @cute.jit
+    def first_word(self, selection, work_tile: WorkTileInfo, own_row, warpgroup, lane) -> Int32:
+        """The number of the lane's first word among all of the selection's, in its first row of the work tile; -1 if
+        all rows of the warpgroup see so few keys that all of them are selected."""
+        bits, dense_keys = selection
+        most = cutlass.min(work_tile.key_count, work_tile.first + 64 * warpgroup + 63)
+        row = own_row if own_row < work_tile.row_count else 0
+        first = Int32((work_tile.query + row) * bits.shape[1]) + (lane & 3)
+        return first if most > dense_keys else Int32(-1)
+
+    @cute.jit
+    def apply_selection(self, s, word, bits, key):
+        """Scores of keys that are not selected are -inf. A lane's keys of a row have their bits in one word."""
+        last = bits.shape[0] * bits.shape[1] - 1
+        words = cute.make_rmem_tensor((2,), Int32)
+        for r in cutlass.range_constexpr(2):
+            # Rows behind the work tile's are read from others.
+            at = cutlass.min(word + 8 * r * bits.shape[1] + key // SELECTION_KEYS * SELECTION_WORDS, last)
+            words[r] = load_global(bits.iterator.toint() + Int64(at) * 4)
+            if const_expr(self.cfg.keys < SELECTION_KEYS):
+                words[r] = words[r] >> (key % SELECTION_KEYS // 4)
+        for i in cutlass.range_constexpr(self.cfg.keys // 2):
+            bit = i // 4 * 2 + i % 2
+            if words[i // 2 % 2] & Int32(1 << bit if bit < 31 else -(1 << 31)) == 0:
+                s[i] = -Float32(float("inf"))
+
+    @cute.jit
     def pack_powers(self, s, p):
-        for i in cutlass.range_constexpr(KEYS // 4):
+        for i in cutlass.range_constexpr(self.cfg.keys // 4):
             p[i] = pack(s[2 * i], s[2 * i + 1], self.dtype)
 
     @cute.jit
@@ -458,13 +519,21 @@ class AttentionForwardSm90:
             cute.arch.sync_warp()
 
 
-@cached
-def compile_attention_forward(dtype: str, config: AttentionConfig):
-    """-> f(q [Tq, H, d], k [Tk, Hk, d], v [Tk, Hk, dv], cu_q [B + 1] int32, cu_k [B + 1] int32, out [Tq, H, dv], lse
-    [H, Tq] fp32, tile_counter [1] int32 of 0, scale * log2(e), causal, group, ctas); Tq, Tk > 0, scale > 0.
+@cute.jit
+def load_global(address: Int64) -> Int32:
+    """A word that no kernel writes meanwhile."""
+    return cute.arch.inline_ptx("ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
-    Rows of q, k, v and out start at multiples of 16 bytes. group: heads whose work tiles are taken together; a multiple
-    of H / Hk.
+
+@cached
+def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: bool):
+    """-> f(q [Tq, H, d], k [Tk, Hk, d - rope], k_rope [Tk, 1, rope] or None if rope is 0, v [Tk, Hk, dv], cu_q [B + 1]
+    int32, cu_k [B + 1] int32, out [Tq, H, dv], lse [H, Tq] fp32, bits [Tq, words] int32 if `selected` or None,
+    dense_keys or None, tile_counter [1] int32 of 0, scale * log2(e), causal, group, ctas); Tq, Tk > 0, scale > 0.
+
+    Rows of q, k, k_rope, v and out start at multiples of 16 bytes. bits as selection_bits_sm90.py writes them, of as
+    many keys as the longest sequence has; where all rows of a warpgroup see at most dense_keys they are not read.
+    group: heads whose work tiles are taken together; a multiple of H / Hk.
     """
     kind = cute_dtype(dtype)
     queries, keys, heads, kv_heads, batch = (cute.sym_int() for _ in range(5))
@@ -473,25 +542,33 @@ def compile_attention_forward(dtype: str, config: AttentionConfig):
         return fake(kind, shape, (*strides(2, 8), 1))
 
     return compile_sm90(
-        AttentionForwardSm90(kind, config),
+        MhaVarlenFwdSm90(kind, config, rope, selected),
         rows(queries, heads, config.dim),
-        rows(keys, kv_heads, config.dim),
+        rows(keys, kv_heads, config.dim - rope),
+        rows(keys, 1, rope) if rope else None,
         rows(keys, kv_heads, config.value_dim),
         *(fake(Int32, (batch,), (1,), 4) for _ in range(2)),
         rows(queries, heads, config.value_dim),
         fake(Float32, (heads, queries), (*strides(1), 1), 4),
+        fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4) if selected else None,
+        Int32(0) if selected else None,
         fake_tile_counter(),
         *(Float32(0.0), Int32(0), Int32(0), Int32(1), fake_stream()),
     )
 
 
+# By (d, dv).
 CONFIGS = {
-    (64, 64): AttentionConfig(64, 64, warpgroups=3, q_stages=2, q_rmem=False),
-    (128, 128): AttentionConfig(128, 128, warpgroups=2, q_stages=2, q_rmem=False),
-    (192, 128): AttentionConfig(192, 128, warpgroups=2, q_stages=1, q_rmem=True),
+    (64, 64): MhaConfig(64, 64, keys=128, warpgroups=3, q_stages=2, q_rmem=False),
+    (128, 128): MhaConfig(128, 128, keys=128, warpgroups=2, q_stages=2, q_rmem=False),
+    (192, 128): MhaConfig(192, 128, keys=128, warpgroups=2, q_stages=1, q_rmem=True),
+    (256, 256): MhaConfig(256, 256, keys=64, warpgroups=2, q_stages=1, q_rmem=False),
 }
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
-    return [(compile_attention_forward, (dtype, config)) for dtype in DENSE_DTYPES for config in CONFIGS.values()]
+    """Every compile function and its arguments that the ops can ask for."""
+    ropes = {config: {0, ROPE_DIMS.get(dims, 0)} for dims, config in CONFIGS.items()}
+    kinds = [(config, rope) for config in ropes for rope in sorted(ropes[config])]
+    every = itertools.product(MHA_DTYPES, kinds, (False, True))
+    return [(compile_mha_varlen_fwd, (dtype, *kind, selected)) for dtype, kind, selected in every]

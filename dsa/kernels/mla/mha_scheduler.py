@@ -43,12 +43,13 @@ class WorkTileInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionScheduler:
+class MhaScheduler:
     """
     cu_q, cu_k    [B + 1] int32
     tile_counter  [1] int32, 0 at first
     heads, group, ratio, causal: query heads, those of a group, those of a KV head, and whether rows see only the keys
     up to their own place, counted from the end
+    queries, kv_rows: how many rows there are of queries and of keys
     rows, keys    of a work tile, and of a block
     """
 
@@ -59,6 +60,8 @@ class AttentionScheduler:
     group: Int32
     ratio: Int32
     causal: Int32
+    queries: Int32
+    kv_rows: Int32
     rows: cutlass.Constexpr[int]
     keys: cutlass.Constexpr[int]
 
@@ -77,7 +80,7 @@ class AttentionScheduler:
                 other = sequence + lane
                 own = Int32(0)
                 if other < batch:
-                    own = cutlass.max(self.cu_q[other + 1] - self.cu_q[other], 0)
+                    _, own = span(self.cu_q, other, self.queries)
                     own = (own + self.rows - 1) // self.rows * self.heads
                 end = before + warp_inclusive_scan(own, lane)
                 passed = cute.arch.popc(cute.arch.vote_ballot_sync(other < batch and end <= index))
@@ -95,9 +98,8 @@ class AttentionScheduler:
     @cute.jit
     def work_tile(self, sequence, local) -> WorkTileInfo:
         """Work tile number `local` of a sequence."""
-        query, key = self.cu_q[sequence], self.cu_k[sequence]
-        queries = self.cu_q[sequence + 1] - query
-        keys = cutlass.max(self.cu_k[sequence + 1] - key, 0)
+        query, queries = span(self.cu_q, sequence, self.queries)
+        key, keys = span(self.cu_k, sequence, self.kv_rows)
         tiles = (queries + self.rows - 1) // self.rows
         first_head = local // (tiles * self.group) * self.group
         local -= first_head * tiles
@@ -125,3 +127,13 @@ class AttentionScheduler:
             first=first,
             value_rows=value_rows,
         )
+
+
+@cute.jit
+def span(bounds: cute.Tensor, sequence, rows: Int32):
+    """(the first row, how many) of a sequence; none, if its bounds are not inside the rows that there are, or decrease:
+    it then takes none of another sequence's."""
+    first, end = bounds[sequence], bounds[sequence + 1]
+    if first < 0 or end < first or end > rows:
+        first, end = Int32(0), Int32(0)
+    return first, end - first

@@ -1,0 +1,84 @@
+"""Which keys are selected, a bit a key. Key starts[t] + 128 b + 8 i + 2 c + j is bit 2 i + j of bits[t, 4 b + c].
+
+A word has what a lane needs of 128 keys: its columns of a wgmma's accumulators are 8 i + 2 c + j, c = lane % 4.
+
+Work
+- A CTA has a query: it clears CHUNK words of shared memory, sets a bit for each index of the query's list that is one
+  of their keys, by an atomic or, and writes the words. More keys than a chunk has take another round.
+Warp roles: none, all warps do the same. Shared memory: CHUNK words.
+Launch: programmatic.
+Roofline: memory, 4 bytes an index and a bit a key.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.kernels.mla.mha_limits import SELECTION_KEYS, SELECTION_WORDS
+
+THREADS = 256
+CHUNK = 8192  # words: 262144 keys
+UNROLL = 4
+
+
+class SelectionBitsSm90:
+    @cute.jit
+    def __call__(self, indices: cute.Tensor, starts: cute.Tensor, bits: cute.Tensor, max_keys: Int32, stream):
+        self.kernel(indices, starts, bits, max_keys).launch(
+            grid=(indices.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, indices: cute.Tensor, starts: cute.Tensor, bits: cute.Tensor, max_keys: Int32):
+        tid, _, _ = cute.arch.thread_idx()
+        t, _, _ = cute.arch.block_idx()
+        words = SmemAllocator().allocate_tensor(Int32, cute.make_layout(CHUNK), byte_alignment=16)
+        # What is behind this point touches global memory: the kernels before must be done with it.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        start = Int64(starts[t])
+        for first in cutlass.range(0, bits.shape[1], CHUNK, unroll=1):
+            count = cutlass.min(bits.shape[1] - first, CHUNK)
+            for i in cutlass.range(tid, count, THREADS, unroll=1):
+                words[i] = 0
+            cute.arch.sync_threads()
+            for i in cutlass.range(tid, indices.shape[1], THREADS, unroll=UNROLL):
+                index = indices[t, i]
+                key = Int64(index) - start
+                word = Int32(key // SELECTION_KEYS) * SELECTION_WORDS + Int32(key % 8) // 2 - first
+                if index >= 0 and key >= 0 and key < max_keys and word >= 0 and word < count:
+                    bit = Int32(key % SELECTION_KEYS) // 8 * 2 + Int32(key % 2)
+                    set_bits(words.iterator.toint() + word * 4, Int32(1) << bit)
+            cute.arch.sync_threads()
+            for i in cutlass.range(tid, count, THREADS, unroll=1):
+                bits[t, first + i] = words[i]
+            cute.arch.sync_threads()
+
+
+@cute.jit
+def set_bits(address: Int32, word: Int32):
+    """Set those bits of the word in shared memory, whatever other threads set."""
+    cute.arch.inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[Int32(address), word])
+
+
+@cached
+def compile_selection_bits():
+    """-> f(indices [T, k], starts [T], bits [T, 4 * ceil(max_keys / 128)], max_keys), all int32, rows of indices and of
+    bits contiguous; T, max_keys > 0."""
+    queries = cute.sym_int()
+    indices = fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4)
+    bits = fake(Int32, (queries, cute.sym_int(divisibility=4)), (*strides(1, 4), 1), 16)
+    return compile_sm90(
+        SelectionBitsSm90(), indices, fake(Int32, (queries,), strides(1), 4), bits, Int32(1), fake_stream()
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_selection_bits, ())]

@@ -1,0 +1,150 @@
+"""Multi-head attention over packed sequences, over all keys or over those that are selected."""
+
+import functools
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa import backends
+from dsa.kernels.mla.mha_limits import MHA_DIMS, ROPE_DIMS
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._tma_rows import tma_rows
+from dsa.ops.declaration import Kernels, op, rows_of
+from dsa.reference.mla import mha_varlen_fwd as reference
+
+__all__ = ["mha_varlen_fwd"]
+
+KERNELS = Kernels("mha_varlen_fwd", {"sm_90": "dsa.kernels.mla.mha_varlen_fwd_sm90"})
+LOG2E = math.log2(math.e)
+L2_BYTES = 16 << 20  # of keys and values that are read at a time, so that they come from the L2 cache
+MOST_WORDS = 2**31 - 1  # of all queries' selections: their numbers are int32
+
+
+def mha_varlen_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool = True,
+    *,
+    k_rope: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
+    dense_keys: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'], h' = h // (H / Hk), over the keys j
+    that query t sees: its sequence's Lk; if `causal` of these the ones up to its own place, counted from the end, j -
+    Lk <= i - Lq for query i of Lq; and of these the ones that are `selected`.
+
+    q              [Tq, H, d] bf16 or fp16; fp32 runs the PyTorch reference, with a warning on Hopper
+    k, v           [Tk, Hk, d] and [Tk, Hk, dv] in q's dtype, H a multiple of Hk; parts of one tensor will do
+    k_rope         [Tk, dr] or None: the last dr of a key's d channels, where all heads have the same; k has d - dr then
+    cu_seqlens_q   [B + 1] int32, not decreasing: sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1]
+    cu_seqlens_k   [B + 1] int32, likewise for the keys; a sequence may have more keys than queries, a cached prefix
+    max_seqlen_k   at least the keys of the longest sequence. It decides the order of work, and how many words
+                   `selected` has to have
+    softmax_scale  multiplies the logits: a finite number above 0
+    selected       [Tq, words] int32, as `selection_bits` gives them, or None: all
+    dense_keys     with `selected`: queries that see at most so many keys have all of them selected, and need not be
+                   looked up
+
+    Returns out [Tq, H, dv] in q's dtype and lse [H, Tq] fp32 (natural log). A query without keys has out 0 and lse
+    +inf, one that is in no sequence anything. Infinities and NaN in v reach all queries of the sequence.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices. Bounds that decrease or lie outside are
+    no error: their sequence has no queries, or no keys, and others are right.
+    On Hopper: (d, dv) = (64, 64), (128, 128), (192, 128) as DeepSeek-V3.2 has it, or (256, 256) as GLM-5, of these two
+    with k_rope of 64 channels; what lies between is padded. Any strides, with a copy where rows are at no multiples of
+    16 bytes; fewer than 2^31 words of `selected`. Logits and sums are fp32; softmax weights are rounded to q's dtype
+    before the values are multiplied by them. One kernel, behind a zeroed counter.
+    Deterministic, and a query's result does not depend on the others, bit for bit. CUDA-graph safe, no host
+    synchronisation.
+    Source: FlashAttention's `flash_attn_varlen_func`; the selection is DeepSeek-V3.2's.
+    """
+    return _mha_varlen_fwd(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, softmax_scale, causal, k_rope, selected, dense_keys
+    )
+
+
+def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+def _check_limits(q: torch.Tensor, v: torch.Tensor, selected: torch.Tensor | None) -> None:
+    if _dims(q, v) is None:
+        raise ValueError(
+            f"q, v: the kernel takes up to (d, dv) = {MHA_DIMS[-1]} channels, got {(q.shape[2], v.shape[2])}"
+        )
+    if selected is not None and (len(selected) + 8) * selected.shape[1] > MOST_WORDS:
+        raise ValueError(
+            f"selected: the kernel takes at most {MOST_WORDS} words, of 8 queries more than there are, got "
+            f"{list(selected.shape)}"
+        )
+
+
+def _dims(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int] | None:
+    """The channels of the kernel that takes these: the same, or the next more."""
+    return next((dims for dims in MHA_DIMS if q.shape[2] <= dims[0] and v.shape[2] <= dims[1]), None)
+
+
+@op(
+    arguments=reference.MHA_VARLEN_FWD,
+    reference=reference.mha_varlen_fwd,
+    results=_results,
+    kernels=rows_of(KERNELS),
+    limits=_check_limits,
+    differentiable=True,
+    dtypes=(torch.bfloat16, torch.float16),
+)
+def _mha_varlen_fwd(
+    kernels: tuple[ModuleType],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    k_rope: torch.Tensor | None,
+    selected: torch.Tensor | None,
+    dense_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _results(q, v)
+    if lse.numel() == 0:
+        return out, lse
+    nothing_selected = selected is not None and selected.shape[1] == 0
+    if len(k) == 0 or len(cu_seqlens_q) == 1 or nothing_selected:
+        return out.zero_(), lse.fill_(torch.inf)
+    dim, value_dim = dims = _dims(q, v)
+    exact = dims == (q.shape[2], v.shape[2])
+    if k_rope is not None and not (exact and ROPE_DIMS.get(dims) == k_rope.shape[1]):
+        k, k_rope = torch.cat((k, k_rope[:, None].expand(-1, k.shape[1], -1)), -1), None
+    results = out
+    if not exact:
+        q, k, v = (torch.nn.functional.pad(x, (0, n - x.shape[2])) for x, n in ((q, dim), (k, dim), (v, value_dim)))
+        results = _results(q, v)[0]
+    heads, kv_heads = q.shape[1], k.shape[1]
+    key_bytes = max(max_seqlen_k, 1) * (dim + value_dim) * k.element_size()
+    group = max(1, min(kv_heads, L2_BYTES // key_bytes)) * (heads // kv_heads)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    rope = None if k_rope is None else tma_rows(k_rope[:, None])
+    launch = _kernel(kernels[0], q.dtype, dim, value_dim, 0 if rope is None else rope.shape[2], selected is not None)
+    bits = None if selected is None else selected.contiguous()
+    launch(
+        *(tma_rows(q), tma_rows(k), rope, tma_rows(v)),
+        *(x.contiguous() for x in (cu_seqlens_q, cu_seqlens_k)),
+        *(results, lse, bits, None if bits is None else dense_keys, counter),
+        *(softmax_scale * LOG2E, int(causal), group, backends.num_sms(q.device)),
+    )
+    return (results if exact else out.copy_(results[..., : out.shape[2]])), lse
+
+
+@functools.lru_cache(64)
+def _kernel(
+    kernels: ModuleType, dtype: torch.dtype, dim: int, value_dim: int, rope: int, selected: bool
+) -> Callable[..., None]:
+    return kernels.compile_mha_varlen_fwd(dtype_name(dtype), kernels.CONFIGS[dim, value_dim], rope, selected)

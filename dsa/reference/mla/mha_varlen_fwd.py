@@ -1,0 +1,113 @@
+"""Multi-head attention over packed sequences, over all keys or over those that are selected."""
+
+import itertools
+
+import torch
+
+from dsa.reference.arguments import Arguments, Flag, Int, Number, Tensor
+from dsa.reference.autocast import without_autocast
+from dsa.reference.checks import FLOATS, INT32, check_memory
+from dsa.reference.mla.selection_bits import KEYS, WORDS, selected_keys
+
+_CHUNK = 2**26  # numbers in the largest tensor of scores: 256 MiB of fp32
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    softmax_scale: float,
+    max_seqlen_k: int,
+    selected: torch.Tensor | None,
+) -> None:
+    apart = 0 if k_rope is None else k_rope.shape[1]
+    if k.shape[2] + apart != q.shape[2]:
+        behind = f" and {apart} in k_rope" if apart else ""
+        raise ValueError(f"k: must have q's {q.shape[2]} channels, got {k.shape[2]}{behind}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q: heads must be a multiple of k's {k.shape[1]}, got {q.shape[1]}")
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale: must be above 0, got {softmax_scale}")
+    words = -(-max_seqlen_k // KEYS) * WORDS
+    if selected is not None and (selected.shape[1] < words or selected.shape[1] % WORDS):
+        raise ValueError(
+            f"selected: must have a multiple of {WORDS} words a query, at least {words} of "
+            f"max_seqlen_k={max_seqlen_k} keys, got {selected.shape[1]}"
+        )
+
+
+MHA_VARLEN_FWD = Arguments(
+    rule=_check,
+    q=Tensor("Tq H d", FLOATS),
+    k=Tensor("Tk Hk dk", FLOATS, like="q"),
+    v=Tensor("Tk Hk dv", FLOATS, like="q"),
+    cu_seqlens_q=Tensor("B+1", INT32),
+    cu_seqlens_k=Tensor("B+1", INT32),
+    max_seqlen_k=Int(least=0),
+    softmax_scale=Number(),
+    causal=Flag(),
+    k_rope=Tensor("Tk dr", FLOATS, like="q", optional=True),
+    selected=Tensor("Tq words", INT32, optional=True),
+    dense_keys=Int(least=0),
+)
+
+
+@without_autocast
+def mha_varlen_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool = True,
+    k_rope: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
+    dense_keys: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'] over the keys j that query t sees.
+
+    Everything is fp32 in between. Arguments as of `dsa.mha_varlen_fwd`;
+    dense_keys only says what need not be read.
+    Source: FlashAttention's `flash_attn_varlen_func`.
+    """
+    MHA_VARLEN_FWD.check(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, softmax_scale, causal, k_rope, selected, dense_keys
+    )
+    check_memory("q", q)
+    if k_rope is not None:
+        k = torch.cat((k, k_rope[:, None].expand(-1, k.shape[1], -1)), -1)
+    (rows, heads, _), (keys, kv_heads, value_dim) = q.shape, v.shape
+    out = q.new_zeros(rows, heads, value_dim)
+    lse = torch.full((heads, rows), torch.inf, dtype=torch.float32, device=q.device)
+    of_queries, of_keys = (_spans(x, n) for x, n in ((cu_seqlens_q, rows), (cu_seqlens_k, keys)))
+    for (begin, end), (first, last) in zip(of_queries, of_keys):
+        count = last - first
+        if count == 0:
+            continue
+        # Contiguous: how a product on a CPU rounds depends on strides.
+        own_k, own_v = (
+            x[first:last].float().repeat_interleave(heads // kv_heads, 1).transpose(0, 1).contiguous() for x in (k, v)
+        )
+        for part in range(begin, end, max(1, _CHUNK // (heads * count))):
+            chunk = slice(part, min(part + max(1, _CHUNK // (heads * count)), end))
+            visible = torch.ones(chunk.stop - part, count, dtype=torch.bool, device=q.device)
+            if causal:
+                visible = visible.tril(count - (end - part))
+            if selected is not None:
+                visible &= selected_keys(selected[chunk], count)
+            own_q = q[chunk].float().transpose(0, 1).contiguous()
+            logits = (own_q @ own_k.mT * softmax_scale).masked_fill(~visible, -torch.inf)
+            own_lse = logits.logsumexp(-1)
+            empty = own_lse == -torch.inf
+            weights = (logits - own_lse.masked_fill(empty, 0.0)[..., None]).exp()
+            out[chunk] = (weights @ own_v).transpose(0, 1).to(q.dtype)
+            lse[:, chunk] = own_lse.masked_fill(empty, torch.inf)
+    return out, lse
+
+
+def _spans(bounds: torch.Tensor, rows: int) -> list[tuple[int, int]]:
+    """(first row, end) of each sequence; none of one whose bounds are not inside the rows, or decrease."""
+    pairs = itertools.pairwise(bounds.tolist())
+    return [(first, end) if 0 <= first <= end <= rows else (0, 0) for first, end in pairs]

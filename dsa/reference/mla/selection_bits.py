@@ -1,0 +1,46 @@
+"""Which keys are selected, a bit a key: what multi-head attention over selected keys reads."""
+
+import torch
+
+from dsa.reference.arguments import Arguments, Int, Tensor
+from dsa.reference.checks import INT32, check_memory
+
+KEYS, WORDS = 128, 4  # keys of a block, and the words of 32 bits that say which are selected
+
+SELECTION_BITS = Arguments(
+    indices=Tensor("T k", INT32, layout="the last dimension contiguous"),
+    starts=Tensor("T", INT32),
+    max_keys=Int(least=0),
+)
+
+
+def selection_bits(indices: torch.Tensor, starts: torch.Tensor, max_keys: int) -> torch.Tensor:
+    """Bit 2 i + j of bits[t, 4 b + c]: whether query t's list has the key starts[t] + 128 b + 8 i + 2 c + j.
+
+    Arguments as of `dsa.selection_bits`.
+    """
+    SELECTION_BITS.check(indices, starts, max_keys)
+    check_memory("indices", indices)
+    blocks = -(-max_keys // KEYS)
+    key = indices.long() - starts.long()[:, None]
+    there = (indices >= 0) & (key >= 0) & (key < max_keys)
+    # What is no key goes to a column of its own.
+    selected = torch.zeros(len(indices), blocks * KEYS + 1, dtype=torch.int64, device=indices.device)
+    selected.scatter_(1, key.where(there, blocks * KEYS), 1)
+    by_word = (
+        selected[:, :-1]
+        .reshape(len(indices), blocks, 16, WORDS, 2)
+        .transpose(2, 3)
+        .reshape(len(indices), blocks * WORDS, 32)
+    )
+    words = (by_word << torch.arange(32, device=indices.device)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def selected_keys(bits: torch.Tensor, keys: int) -> torch.Tensor:
+    """The other way: bool [T, keys], whether a query's bit of each key is set. bits [T, words] has that many, or more
+    are not selected."""
+    by_word = bits[..., None].long() >> torch.arange(32, device=bits.device) & 1
+    blocks = bits.shape[1] // WORDS
+    flags = by_word.view(len(bits), blocks, WORDS, 16, 2).transpose(2, 3).reshape(len(bits), blocks * KEYS) > 0
+    return torch.nn.functional.pad(flags, (0, max(keys - flags.shape[1], 0)))[:, :keys]

@@ -1,0 +1,66 @@
+"""Selection among packed keys in as little memory as is given: what scores of all tokens at once would select."""
+
+import pytest
+import torch
+
+import dsa
+from dsa_layers.layers.key_selection import ROW_PADDING, WORKSPACE, select_packed
+
+QUERIES, KEYS = (5, 1, 9, 0, 20), (40, 1, 9, 7, 300)
+MOST = max(KEYS)
+
+
+def inputs(quantised):
+    torch.manual_seed(1)
+    tokens, rows = sum(QUERIES), sum(KEYS)
+    starts = torch.tensor([sum(KEYS[:i]) for i, n in enumerate(QUERIES) for _ in range(n)]).int()
+    lengths = torch.cat([torch.arange(k - n + 1, k + 1) for n, k in zip(QUERIES, KEYS)]).int()
+    q, keys, weights = torch.randn(tokens, 8, 32), torch.randn(rows, 32), torch.randn(tokens, 8)
+    if quantised:
+        q, keys = q.to(torch.float8_e4m3fn), (keys.to(torch.float8_e4m3fn), torch.rand(rows) + 0.5)
+    return q, keys, weights, starts, lengths
+
+
+def at_once(q, keys, weights, starts, lengths, **paging):
+    ranges = starts, starts + lengths
+    quantised = isinstance(keys, tuple)
+    scores = dsa.fp8_mqa_logits(q, keys, weights, *ranges) if quantised else dsa.mqa_logits(q, keys, weights, *ranges)
+    return dsa.topk_indices(scores, 16, starts=starts, lengths=lengths, **paging)
+
+
+@pytest.mark.parametrize("workspace", [0, 1, 4 * 3 * (MOST + ROW_PADDING), WORKSPACE])
+@pytest.mark.parametrize("quantised", [True, False])
+def test_any_workspace_selects_the_same(quantised, workspace):
+    q, keys, weights, *ranges = inputs(quantised)
+    got = select_packed(q, keys, weights, 16, *ranges, MOST, workspace=workspace)
+    assert torch.equal(got, at_once(q, keys, weights, *ranges))
+    table = torch.randint(0, 99, (5, 40), dtype=torch.int32)
+    rows = torch.repeat_interleave(torch.tensor(QUERIES)).int()
+    paging = {"block_table": table, "page_size": 8, "row_to_seq": rows}
+    got = select_packed(q, keys, weights, 16, *ranges, MOST, workspace=workspace, **paging)
+    assert torch.equal(got, at_once(q, keys, weights, *ranges, **paging))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 100])
+def test_scores_take_no_more_than_the_workspace(tokens, monkeypatch):
+    """And a sequence's tokens have no columns for the keys of others."""
+    q, keys, weights, *ranges = inputs(True)
+    sizes, scores_of = [], dsa.fp8_mqa_logits
+
+    def scores(*arguments, **options):
+        found = scores_of(*arguments, **options)
+        assert found.shape[1] == MOST
+        sizes.append(found.untyped_storage().nbytes())
+        return found
+
+    monkeypatch.setattr(dsa, "fp8_mqa_logits", scores)
+    workspace = 4 * tokens * (MOST + ROW_PADDING)
+    select_packed(q, keys, weights, 16, *ranges, MOST, workspace=workspace)
+    assert max(sizes) <= workspace and len(sizes) == -(-sum(QUERIES) // tokens)
+
+
+def test_nothing_to_select_from():
+    q, (keys, scales), weights, starts, lengths = inputs(True)
+    none = select_packed(q, (keys[:0], scales[:0]), weights, 16, starts * 0, lengths * 0, 0)
+    assert none.shape == (sum(QUERIES), 16) and none.eq(-1).all()
+    assert select_packed(q[:0], (keys, scales), weights[:0], 16, starts[:0], lengths[:0], MOST).shape == (0, 16)
