@@ -12,8 +12,8 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     bench.set_defaults(run=_bench)
     bench.add_argument(
         "op",
-        help="e2e: layers of V3.2 and V4-Flash with their real sizes, by part; or one of the ops "
-        + ", ".join(benchmarks()),
+        help="e2e: layers of V3.2, V4-Flash and GLM-5 with their real sizes, by part; host: what a call of each op "
+        "takes of the host; or one of the ops " + ", ".join(benchmarks()),
     )
     bench.add_argument("--csv", type=options.path, help="also write the rows to this file")
     bench.add_argument("--png", type=options.path, help="also draw the rows into this file (needs matplotlib)")
@@ -39,6 +39,8 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _bench(args: argparse.Namespace) -> int:
     if args.op == "e2e":
         return _bench_e2e(args)
+    if args.op == "host":
+        return _bench_host(args)
     from dsa_bench.harness import case, plot, profile, table
 
     module = case.load(args.op)
@@ -56,6 +58,22 @@ def _bench(args: argparse.Namespace) -> int:
         table.write_csv(rows, args.csv)
     if args.png:
         plot.write_png(args.op, rows, args.png)
+    return 0
+
+
+def _bench_host(args: argparse.Namespace) -> int:
+    from dsa_bench.harness import host, plot, table
+
+    if args.profile:
+        raise ValueError("--profile: is for one op; host times calls, not kernels")
+    _check_outputs(args)
+    _need_a_gpu("a benchmark")
+    rows = [*host.rows()]
+    table.print_table("host", rows)
+    if args.csv:
+        table.write_csv(rows, args.csv)
+    if args.png:
+        plot.write_png("host", rows, args.png)
     return 0
 
 

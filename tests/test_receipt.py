@@ -66,7 +66,7 @@ def test_receipt_is_of_this_code(name, arch):
     )
     assert entry["tests"] > 0 or not receipt.test_files(name)
     assert entry["failed"] == 0
-    assert entry["bench"] or not (name == "e2e" or name in case.benchmarks())
+    assert entry["bench"] or not (name in ("e2e", "host") or name in case.benchmarks())
     assert re.fullmatch(r"[0-9a-f]{12,40}", entry["commit"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"]) and re.fullmatch(r"\d+ x .+", entry["device"])
 
@@ -146,7 +146,7 @@ def digest_of_this_project(name):
 CHANGES = {
     "a kernel": (
         ("dsa/kernels/elementwise/rms_norm_sm90.py", "import cutlass\n", "import cutlass\nNEW = 1\n"),
-        ("rms_norm", "generation", "fuzz", "hostile_contents", "user_commands", "e2e", "several_gpus"),
+        ("rms_norm", "generation", "fuzz", "hostile_contents", "user_commands", "e2e", "host", "several_gpus"),
         ("topk_indices", "fp8_gemm_nt"),
     ),
     "another arch's row": (
@@ -196,7 +196,7 @@ CHANGES = {
     ),
     "a benchmark": (
         ("dsa_bench/elementwise/rms_norm.py", "SHAPES = ", "SHAPES = SMALLER = "),
-        ("rms_norm",),
+        ("rms_norm", "host"),
         ("topk_indices", "generation", "e2e"),
     ),
     "a valid call": (

@@ -1,9 +1,12 @@
 """A model's layers on the peers' kernels: while this lasts, the ops are theirs where they can be imported.
 
 DeepGEMM gives the index scores and the FP8 linear layers, vLLM the top-k, FlashMLA the attention to selected keys, each
-in the newest build that is installed: what engines run DeepSeek-V3.2 with. In V4's prefill the window's keys and the
-compressed entries are put into one tensor for FlashMLA, where an engine has them. The experts' grouped products stay
-ours, since a peer's need rows that are padded by kernels of the engine's own, and so do cache writers and the rest.
+in the newest build that is installed: what engines run DeepSeek-V3.2 with. So selected keys are attended to in the
+absorbed form, which is the only one that FlashMLA has; prompts all of whose keys count take the multi-head form by
+PyTorch's FlashAttention 2, which takes a third of the absorbed form's multiply-adds. In V4's prefill the window's keys
+and the compressed entries are put into one tensor for FlashMLA, where an engine has them. The experts' grouped products
+stay ours, since a peer's need rows that are padded by kernels of the engine's own, and so do cache writers and all
+else.
 """
 
 import contextlib
@@ -19,8 +22,10 @@ import dsa
 from dsa_bench.harness.calls import reason
 from dsa_bench.peers import deep_gemm, flash_mla, operators
 from dsa_bench.peers.package import Library
+from dsa_layers.layers import attention
 
 Op = Callable[..., Any]
+_flash_attention = torch.ops.aten._flash_attention_forward
 
 
 @dataclass
@@ -39,7 +44,8 @@ class Replaced:
 def peer_kernels() -> Iterator[Replaced]:
     """Tells what is replaced: nothing, if no peer can be imported."""
     replaced = Replaced()
-    ours = {name: getattr(dsa, name) for name in ("topk_indices", *(name for _, ops in _GROUPS for name in ops))}
+    names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in _GROUPS for name in ops))
+    ours, form = {name: getattr(dsa, name) for name in names}, attention.multi_head_is_faster
     for builds, ops in _GROUPS:
         library, module = _newest(builds, replaced.failed)
         for name, make in ops.items() if library else ():
@@ -50,11 +56,14 @@ def peer_kernels() -> Iterator[Replaced]:
         replaced.ops["topk_indices"] = "vllm"
     if replaced.ops:
         dsa.topk_indices = _selection(selects, ours["topk_indices"])
+        dsa.mha_varlen_fwd, replaced.ops["mha_varlen_fwd"] = _multi_head, "torch"
+        attention.multi_head_is_faster = lambda *lengths: False
     try:
         yield replaced
     finally:
         for name, op in ours.items():
             setattr(dsa, name, op)
+        attention.multi_head_is_faster = form
 
 
 def _newest(builds: Sequence[Library], failed: dict[str, str]) -> tuple[Library | None, ModuleType | None]:
@@ -125,6 +134,17 @@ def _topk_indices(scores: torch.Tensor, k: int, lengths: torch.Tensor, starts: t
     else:
         torch.ops._C.top_k_per_row_prefill(scores, starts, starts + lengths, topk_indices, rows, stride, 1, k)
     return topk_indices
+
+
+def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=None, **selection):
+    """Over all keys, in the form that FlashAttention 2 has them in: whole, and of one width with the values."""
+    if k_rope is not None:
+        k = torch.cat((k, k_rope[:, None].expand(-1, k.shape[1], -1)), -1)
+    values = v.shape[-1]
+    v = torch.nn.functional.pad(v, (0, q.shape[-1] - values))
+    most_queries = min(most_keys, len(q))
+    out, lse, *_ = _flash_attention(q, k, v, cu_q, cu_k, most_queries, most_keys, 0.0, causal, False, scale=scale)
+    return out[..., :values], lse
 
 
 def _slots(topk_indices: torch.Tensor, block_table=None, page_size=None, row_to_seq=None) -> torch.Tensor:

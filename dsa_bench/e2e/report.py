@@ -16,34 +16,37 @@ from dsa_bench.e2e.stacks import STACKS, linear_shapes, stack
 from dsa_bench.harness.calls import reason
 from dsa_bench.peers.deep_gemm import compile_products
 
-# Tokens of a prompt, all of which are computed; and sequences by the tokens that they already have.
-PROMPTS = (4096, 16384, 65536, 131072)
+# Prompts by their tokens, all of which are computed; and sequences by the tokens that they already have.
+PROMPTS = (
+    *((64, 512), (16, 2000), (256, 100), (4, 3000)),
+    *((1, tokens) for tokens in (4096, 8192, 16384, 65536, 131072)),
+)
 COUNTS, CONTEXTS = (1, 8, 32, 128), (4096, 32768, 131072)
 STEPS = tuple((count, context) for context in CONTEXTS for count in COUNTS)
 # A part of these for a machine that is only lent: `rows(**SHORT)`.
-SHORT = {"prompts": PROMPTS[:2], "steps": tuple(step for step in STEPS if step[1] <= 32768)}
+SHORT = {"prompts": PROMPTS[:-2], "steps": tuple(step for step in STEPS if step[1] <= 32768)}
 CHUNK = 8192
-LONG = 32768  # tokens of a prompt that is timed once
+LONG = 40000  # tokens of all prompts from which on they are timed once
 # A pass of milliseconds is over soon: of a few of them, one disturbance of the host may be most.
 PROMPT_REPEATS, STEP_REPEATS = 10, 20
 Row = dict[str, Any]
 
 # What a run took on an H200, in ms: of a prompt, for a token and for the square of its number; of a step, for one
 # sequence more and for all together (docs/e2e.md). And in seconds what a model and a run take beside the passes.
-_PROMPT_MS = {"V3.2": (1.2e-2, 2.9e-8), "V4-Flash": (7.3e-3, 3.4e-9)}
-_STEP_MS = {"V3.2": (0.08, 2.5), "V4-Flash": (0.06, 2.5)}
+_PROMPT_MS = {"V3.2": (1.2e-2, 2.9e-8), "V4-Flash": (7.3e-3, 3.4e-9), "GLM-5": (1.0e-2, 2.0e-8)}
+_STEP_MS = {"V3.2": (0.08, 2.5), "V4-Flash": (0.06, 2.5), "GLM-5": (0.08, 2.5)}
 _MODEL_SECONDS, _RUN_SECONDS = 60.0, 4.0
 
 
 def rows(
     names: Sequence[str] = tuple(STACKS),
-    prompts: Sequence[int] = PROMPTS,
+    prompts: Sequence[tuple[int, int]] = PROMPTS,
     steps: Sequence[tuple[int, int]] = STEPS,
 ) -> Iterator[Row]:
     """{"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "parts", "peer", "peers", "peer_ms", "ratio",
-    "peer_parts", "difference", "failed"} of every prompt and step; shapes are named like "V3.2 prefill 4096" and
-    "V4-Flash decode 8 x 4096". A run that does not fit the GPU's memory is left out. `estimated_seconds` tells what a
-    choice takes.
+    "peer_parts", "difference", "failed"} of all prompts and steps; shapes are named like "V3.2 prefill 4096", "V4-Flash
+    prefill 64 x 512" and "GLM-5 decode 8 x 4096". A run that does not fit the GPU's memory is left out.
+    `estimated_seconds` tells what a choice takes.
 
     ms          on the GPU's clock, of a decoding step as one graph
     parts       {part: ms} of kernels alone
@@ -65,13 +68,14 @@ def rows(
 
 def estimated_seconds(
     names: Sequence[str] = tuple(STACKS),
-    prompts: Sequence[int] = PROMPTS,
+    prompts: Sequence[tuple[int, int]] = PROMPTS,
     steps: Sequence[tuple[int, int]] = STEPS,
 ) -> float:
     """About how long `rows` takes of these on an H200, with peers; compiling beforehand is not in it."""
     seconds = 0.0
     for name in names:
-        of_prompts = [(_repeats(n), n * _PROMPT_MS[name][0] + n**2 * _PROMPT_MS[name][1]) for n in prompts]
+        of_token, of_square = _PROMPT_MS[name]
+        of_prompts = [(_repeats(count * n), count * (n * of_token + n**2 * of_square)) for count, n in prompts]
         of_steps = [(STEP_REPEATS, _STEP_MS[name][1] + n * _STEP_MS[name][0]) for n, _ in steps]
         # Each is run once more before it is timed, twice without counting, and once in the profiler.
         passes = sum((repeats + 4) * ms for repeats, ms in (*of_prompts, *of_steps))
@@ -83,17 +87,19 @@ def _repeats(tokens: int) -> int:
     return PROMPT_REPEATS if tokens <= LONG else 1
 
 
-def _row_counts(prompts: Sequence[int], steps: Sequence[tuple[int, int]]) -> set[int]:
-    """Rows of the linear layers' products."""
-    return {min(n, CHUNK) for n in prompts} | {count for count, _ in steps}
+def _row_counts(prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]) -> set[int]:
+    """Rows of the linear layers' products, but for those of kv_b_proj, which are a pass's keys."""
+    tokens = [count * n for count, n in prompts]
+    return {min(n, CHUNK) for n in tokens} | {n % CHUNK for n in tokens} - {0} | {count for count, _ in steps}
 
 
 def _runs(
-    model: Model, prompts: Sequence[int], steps: Sequence[tuple[int, int]]
+    model: Model, prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, int, Callable[[], Run], int]]:
-    """(run, tokens of a pass, what makes it, repeats)."""
-    for tokens in prompts:
-        yield f"prefill {tokens}", tokens, partial(prefill, model, tokens, CHUNK), _repeats(tokens)
+    """(run, its tokens, what makes it, repeats)."""
+    for count, each in prompts:
+        tokens, run = count * each, f"prefill {each}" if count == 1 else f"prefill {count} x {each}"
+        yield run, tokens, partial(prefill, model, count, each, CHUNK), _repeats(tokens)
     for count, context in steps:
         yield f"decode {count} x {context}", count, partial(decode, model, count, context), STEP_REPEATS
 

@@ -1,4 +1,4 @@
-"""What is timed of a stack: a long prompt in chunks, and one decoding step of many sequences."""
+"""What is timed of a stack: prompts, as many of their tokens a pass as a chunk holds, and one decoding step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,22 +35,30 @@ class Run:
     launched: Call
 
 
-def prefill(model: Model, tokens: int, chunk: int) -> Run:
-    """A prompt of so many tokens, `chunk` at a time, into a cache of its own."""
+def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
+    """`count` prompts of so many tokens each, into a cache of their own: in passes over `chunk` tokens, which begin and
+    end within a prompt where it is cut, as engines fill them."""
     device = next(model.parameters()).device
-    cache = model.make_cache(-(-tokens // model.page_size), device=device, state_slots=1)
-    pages = range(cache.allocator.num_pages)
-    prompt = torch.arange(tokens, device=device) % model.config.vocab_size
+    each = -(-tokens // model.page_size)
+    cache = model.make_cache(count * each, device=device, state_slots=count)
+    prompts = torch.arange(count * tokens, device=device) % model.config.vocab_size
 
     @torch.inference_mode()
     def run() -> torch.Tensor:
-        for begin in range(0, tokens, chunk):
-            end = min(begin + chunk, tokens)
-            batch = prefill_batch([Chunk(end - begin, begin, pages, 0)], cache.page_size, device)
-            logits = model(prompt[begin:end], batch, cache)
+        for begin in range(0, count * tokens, chunk):
+            end = min(begin + chunk, count * tokens)
+            chunks = [_chunk(i, tokens, each, begin, end) for i in range(begin // tokens, -(-end // tokens))]
+            logits = model(prompts[begin:end], prefill_batch(chunks, cache.page_size, device), cache)
         return logits
 
     return Run(run, run)
+
+
+def _chunk(prompt: int, tokens: int, pages: int, begin: int, end: int) -> Chunk:
+    """What a pass over the tokens from `begin` to `end` of all prompts, one after another, computes of one of them."""
+    first = prompt * tokens
+    cached, until = max(begin - first, 0), min(end - first, tokens)
+    return Chunk(until - cached, cached, range(prompt * pages, (prompt + 1) * pages), prompt)
 
 
 def decode(model: Model, count: int, context: int) -> Run:

@@ -16,12 +16,18 @@ from dsa_layers.families.published import published_config
 from dsa_layers.families.registry import family
 from dsa_layers.layers.linear import BlockFP8Linear
 
+# What the configuration of an FP8 release has beside that of the bf16 one.
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 # The pinned configuration, and the fields in which the stack differs from it.
 STACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "V3.2": ("deepseek_v32_config.json", {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
     "V4-Flash": (
         "deepseek_v4_flash_config.json",
         {"num_hidden_layers": 5, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 4, 128]},
+    ),
+    "GLM-5": (
+        "glm_5_config.json",
+        {"num_hidden_layers": 4, "first_k_dense_replace": 1, "quantization_config": FP8},
     ),
 }
 

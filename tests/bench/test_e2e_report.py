@@ -9,11 +9,14 @@ import pytest
 import torch
 
 import dsa
+from dsa.reference.mla import mha_varlen_fwd as reference
 from dsa_bench.e2e import document, plot, report, stacks, table
 from dsa_bench.e2e import peers as peer_ops
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.runs import Run
 from dsa_layers.command.main import main
+from dsa_layers.layers import attention
+from dsa_layers.layers.attention_form import HeadSizes
 from tests.bench import peer_stubs
 
 PARTS_MS = dict(zip(PARTS, (0.5, 0.25, 2.0, 4.0, 0.25)))
@@ -99,15 +102,15 @@ def test_the_documents_marks_are_there():
 
 
 def current():
-    names = ("topk_indices", *(name for _, ops in peer_ops._GROUPS for name in ops))
-    return {name: getattr(dsa, name) for name in names}
+    names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in peer_ops._GROUPS for name in ops))
+    return {name: getattr(dsa, name) for name in names} | {"form": attention.multi_head_is_faster}
 
 
 def test_peers_take_the_ops_places_and_give_them_back(peers):
     ours = current()
     with pytest.raises(KeyError), peer_ops.peer_kernels() as replaced:
-        assert replaced.ops.keys() == ours.keys() and replaced.failed == {}
-        assert replaced.libraries == ["deepgemm 2.8.1", "sgl-flash-mla", "vllm"]
+        assert {*replaced.ops, "form"} == ours.keys() and replaced.failed == {}
+        assert replaced.libraries == ["deepgemm 2.8.1", "sgl-flash-mla", "torch", "vllm"]
         assert all(op is not ours[name] for name, op in current().items())
         raise KeyError
     assert current() == ours
@@ -119,7 +122,7 @@ def test_older_builds_stand_in_for_newer_ones(peers, monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "deep_gemm28")
     monkeypatch.setitem(sys.modules, "flash_mla", None)
     with peer_ops.peer_kernels() as replaced:
-        assert replaced.libraries == ["deepgemm", "flashmla", "vllm"]
+        assert replaced.libraries == ["deepgemm", "flashmla", "torch", "vllm"]
         assert replaced.failed == {"deepgemm 2.8.1": "failed: libcuda"}
         assert dsa.fp8_mqa_logits is peers["deep_gemm"].fp8_mqa_logits
 
@@ -211,6 +214,27 @@ def test_windows(either_build):
     same_with_peers(lambda: dsa.window_sparse_attention(*both, window_indices=near))
 
 
+def flash_attention(q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, debug, *, scale):
+    """Stands for PyTorch's, which a CPU does not have."""
+    assert q.shape[1:] == k.shape[1:] == v.shape[1:] and (dropout, debug) == (0.0, False)
+    assert most_q >= cu_q.diff().max() and most_k == cu_k.diff().max()
+    return *reference.mha_varlen_fwd(q, k, v, cu_q, cu_k, most_k, scale, causal), None, None, None
+
+
+def test_prompts_all_of_whose_keys_count(either_build, monkeypatch):
+    monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
+    q, k, v, rope = bf16(9, 2, 192), bf16(14, 2, 128), bf16(14, 2, 128), bf16(14, 64)
+    bounds = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 2, 9], [0, 7, 14]))
+    same_with_peers(lambda bounds=(*bounds,): dsa.mha_varlen_fwd(q, k, v, *bounds, 7, 0.1, k_rope=rope)[0])
+
+
+def test_selected_keys_are_attended_to_in_the_absorbed_form(peers):
+    lengths = [4096], [4096], 2048, HeadSizes(128, 128, 64, 128, 512)
+    assert attention.multi_head_is_faster(*lengths)
+    with peer_ops.peer_kernels():
+        assert not attention.multi_head_is_faster(*lengths)
+
+
 def test_decoding_and_its_plans(either_build, monkeypatch):
     q, pages = bf16(2, 1, 64, 512), dsa.make_v4_cache(4, 64)
     dsa.write_kv_cache(bf16(256, 512), pages, torch.arange(256))
@@ -244,7 +268,7 @@ class Machine:
     def __init__(self, monkeypatch):
         self.compiled, self.fails = [], None
         monkeypatch.setattr(report, "stack", lambda name: torch.nn.Linear(1, 1))
-        monkeypatch.setattr(report, "prefill", lambda model, tokens, chunk: self.run())
+        monkeypatch.setattr(report, "prefill", lambda model, count, tokens, chunk: self.run())
         monkeypatch.setattr(report, "decode", self.decode)
         monkeypatch.setattr(report, "milliseconds", lambda run, repeats: 3.0 if self.has_peers() else 2.0)
         monkeypatch.setattr(report, "gpu_ms", self.parts)
@@ -276,17 +300,18 @@ class Machine:
 def test_rows_leave_out_what_does_not_fit(monkeypatch, no_peers):
     """Every prompt and step gets a row but one for which the memory is short."""
     machine = Machine(monkeypatch)
-    rows = list(report.rows(["V3.2"], prompts=[32], steps=[(1, 32), (2, 64)]))
+    rows = list(report.rows(["V3.2"], prompts=[(1, 32), (3, 4000)], steps=[(1, 32), (2, 64)]))
     assert [(r["shape"], r["tokens"], r["ms"], r["tokens/s"], r["peer_ms"], r["peers"]) for r in rows] == [
         ("V3.2 prefill 32", 32, 2.0, 16000.0, None, []),
+        ("V3.2 prefill 3 x 4000", 12000, 2.0, 6e6, None, []),
         ("V3.2 decode 1 x 32", 1, 2.0, 500.0, None, []),
     ]
-    assert sorted(machine.compiled) == [(1, 256, 128), (2, 256, 128), (32, 256, 128)]
+    assert sorted(machine.compiled) == [(m, 256, 128) for m in (1, 2, 32, 3808, 8192)]
 
 
 def test_rows_beside_peers(monkeypatch, peers):
     Machine(monkeypatch)
-    (row,) = report.rows(["V4-Flash"], prompts=[32], steps=[])
+    (row,) = report.rows(["V4-Flash"], prompts=[(1, 32)], steps=[])
     assert json.loads(json.dumps(row)) == row
     assert (row["shape"], row["peer_ms"], row["ratio"], row["peer_parts"]) == (
         "V4-Flash prefill 32",
@@ -294,24 +319,24 @@ def test_rows_beside_peers(monkeypatch, peers):
         1.5,
         PARTS_MS,
     )
-    assert row["peer"] == "deepgemm 2.8.1, sgl-flash-mla, vllm" and row["failed"] == {}
+    assert row["peer"] == "deepgemm 2.8.1, sgl-flash-mla, torch, vllm" and row["failed"] == {}
     assert row["difference"] == pytest.approx(1 - 40 / 41)
 
 
 def test_a_peer_that_fails_ends_no_other_run(monkeypatch, peers):
     machine = Machine(monkeypatch)
     machine.fails = RuntimeError("Unsupported h_q\nand more")
-    rows = list(report.rows(["V3.2"], prompts=[32], steps=[(1, 32)]))
+    rows = list(report.rows(["V3.2"], prompts=[(1, 32)], steps=[(1, 32)]))
     assert [(r["peer_ms"], r["ratio"], r["peer"], r["failed"]) for r in rows] == 2 * [
         (None, None, None, {"the pass": "failed: Unsupported h_q"})
     ]
 
 
 def test_a_choice_of_runs_and_what_it_takes():
-    assert report.SHORT["prompts"] == (4096, 16384) and {n for _, n in report.SHORT["steps"]} == {4096, 32768}
-    assert 0 < report.estimated_seconds(["V3.2"], [4096], []) < report.estimated_seconds(**report.SHORT)
-    assert report.estimated_seconds(**report.SHORT) < report.estimated_seconds() < 900
-    assert report._row_counts([4096, 16384], [(8, 1)]) == {4096, 8192, 8}
+    assert report.SHORT["prompts"][-1] == (1, 16384) and {n for _, n in report.SHORT["steps"]} == {4096, 32768}
+    assert 0 < report.estimated_seconds(["V3.2"], [(1, 4096)], []) < report.estimated_seconds(**report.SHORT)
+    assert report.estimated_seconds(**report.SHORT) < report.estimated_seconds() < 1200
+    assert report._row_counts([(1, 4096), (2, 8192), (4, 3000)], [(8, 1)]) == {4096, 8192, 3808, 8}
 
 
 def test_the_linear_layers_of_a_stack():

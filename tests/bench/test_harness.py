@@ -4,6 +4,8 @@ import csv
 import dataclasses
 import json
 import pickle
+import time
+import types
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from dsa.kernels.indexer import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90
 from dsa.ops.declaration import OPS, Kernels
 from dsa.ops.gemm import fp8_gemm_nt as fp8_gemm_nt_op
 from dsa_bench.gemm import _published_layers
-from dsa_bench.harness import case, plot, profile, table, tune
+from dsa_bench.harness import case, host, plot, profile, table, tune
 from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.table import print_table
 
@@ -137,6 +139,33 @@ def test_tables_and_pictures_have_everyone(monkeypatch, tmp_path, capsys):
     assert (second["peer ms"], second["torch ratio"], second["FA2 ms"]) == ("1.0", "4.0", "")
     plot.write_png("op", rows, tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_calls_time_on_the_host(monkeypatch):
+    """Of a small shape where there is one, without what is no peer: calls take turns, a block each."""
+    called = []
+
+    def call(name):
+        called.append(name)
+        time.sleep({"dsa": 1e-4, "a peer": 3e-4}[name])
+        return torch.ones(1)
+
+    def one(rows):
+        calls = {name: [lambda name=name: call(name)] * 2 for name in ("dsa", "a peer", "plain")}
+        return case.Case(f"{rows} rows", calls, str, graph=True, baselines=frozenset(["plain"]))
+
+    module = types.SimpleNamespace(SHAPES=[(4096,)], PROBED=[(7,)], case=one)
+    monkeypatch.setattr(host, "load", {"rms_norm": module}.get)
+    monkeypatch.setattr(host, "CALLS", 3)
+    (row,) = host.rows(["rms_norm"])
+    assert row["shape"] == "rms_norm, 7 rows" and 0.1 <= row["ms"] < row["peer_ms"] and row["peer"] == "a peer"
+    assert row["figure"] == f"{row['ms'] * 1e3:.1f} us" and row["baselines"] == {}
+    # Those that compare the results come before.
+    assert called[-6 * (host.BLOCKS + 1) :] == (["dsa"] * 3 + ["a peer"] * 3) * (host.BLOCKS + 1)
+
+
+def test_the_hosts_time_is_of_every_op():
+    assert "linear_layers" not in host.ops() and {"rms_norm", "flash_mla_with_kvcache_sparse"} <= {*host.ops()}
 
 
 def test_what_compiles_in_parallel_does_so_before_the_first_case(monkeypatch):

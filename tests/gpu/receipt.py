@@ -20,6 +20,7 @@ from typing import Any
 from dsa import source_digest
 from dsa.backends import KERNELS
 from dsa.source_digest import digest_of, modules_used_by, op_modules
+from dsa_bench.harness.benchmarks import benchmarks
 from tests.public_names import ops_of
 
 HERE = Path(__file__).parent
@@ -31,6 +32,7 @@ WHOLES = {
     "e2e": "whole passes: `dsa bench e2e`",
     "fuzz": "all ops: mutated calls",
     "generation": "generation: `dsa_layers.Generator`",
+    "host": "a call's time on the host: `dsa bench host`",
     "hostile_contents": "all ops: hostile index contents under compute-sanitizer",
     "several_gpus": "ops on a GPU that is not the current one",
     "user_commands": "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents",
@@ -162,6 +164,8 @@ def judge_modules(name: str, arch: str) -> list[str]:
     roots += [module_of(path) for path in (ROOT / "dsa_bench").glob(f"*/{name}.py")]
     if name == "e2e":
         roots.append("dsa_bench.e2e.report")
+    if name == "host":
+        roots += benchmarks().values()
     return [*_closure(roots, arch, ("tests", "dsa_bench")), "dsa.testing"]
 
 

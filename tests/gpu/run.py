@@ -158,6 +158,10 @@ def rows_of(name: str) -> list[dict]:
         from dsa_bench.e2e import report
 
         return list(report.rows())
+    if name == "host":
+        from dsa_bench.harness import host
+
+        return list(host.rows())
     return case.run(name) if name in case.benchmarks() else []
 
 

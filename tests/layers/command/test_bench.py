@@ -50,6 +50,7 @@ def test_tune_needs_an_op_with_configurations(monkeypatch, capsys):
         (("bench", "rotary", "--csv"), "dsa bench: --csv: "),
         (("bench", "rotary", "--png"), "dsa bench: --png: "),
         (("bench", "e2e", "--csv"), "dsa bench: --csv: "),
+        (("bench", "host", "--png"), "dsa bench: --png: "),
         (("tune", "fp8_gemm_nt", "--output"), "dsa tune: --output: "),
     ],
 )
