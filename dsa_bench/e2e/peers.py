@@ -156,7 +156,11 @@ def _slots(topk_indices: torch.Tensor, block_table=None, page_size=None, row_to_
 
 
 def _prefill(library: Library, module: ModuleType, ours: Op) -> Op:
-    return partial(module.flash_mla_sparse_fwd, **flash_mla.OPTIONS[library])
+    def attend(*arguments, topk_length=None):
+        """Engines have -1 for keys that are not there, and no counts."""
+        return module.flash_mla_sparse_fwd(*arguments, **flash_mla.OPTIONS[library])
+
+    return attend
 
 
 def _window(library: Library, module: ModuleType, ours: Op) -> Op:
@@ -172,11 +176,11 @@ def _window(library: Library, module: ModuleType, ours: Op) -> Op:
 def _window_sparse(library: Library, module: ModuleType, ours: Op) -> Op:
     prefill = _prefill(library, module, ours)
 
-    def attend(q, kv, cu_q, cu_k, window, compressed, topk_indices, scale, d_v=512, sink=None, *, window_indices):
+    def attend(q, kv, cu_q, cu_k, window, compressed, topk_indices, *softmax, window_indices, topk_length=None):
         keys = torch.cat((kv, compressed))
         entries = torch.where(topk_indices < 0, topk_indices, topk_indices + len(kv))
         lists = _lists(torch.cat((window_indices, entries), 1))
-        out, _, lse = prefill(q, keys, lists[:, None], scale, d_v, sink)
+        out, _, lse = prefill(q, keys, lists[:, None], *softmax)
         return out, lse
 
     return attend
@@ -194,6 +198,8 @@ def _decode(library: Library, module: ModuleType, ours: Op) -> Op:
         if options.get("indices") is None:
             return ours(q, cache, table, lengths, d_v, plan, num_splits, **options)
         plan = _plan_of(plans, module, q, cache, options)
+        # Counts are no option of pages of 656 bytes; what is behind them is -1.
+        options = {name: x for name, x in options.items() if not name.endswith("topk_length")}
         options |= flash_mla.OPTIONS[library]
         return module.flash_mla_with_kvcache(q, cache, None, None, d_v, plan, None, **options)
 

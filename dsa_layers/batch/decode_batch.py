@@ -31,6 +31,7 @@ class DecodeBatch(TokenBatch):
     state_slots: torch.Tensor | None = None
 
     is_decode = True
+    least_visible = 1
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -49,6 +50,10 @@ class DecodeBatch(TokenBatch):
         if self.state_slots is None:
             raise ValueError("state_slots: must be one a sequence for this model's cache, got None")
         return self.state_slots
+
+    @property
+    def visible_keys(self) -> torch.Tensor:
+        return self.key_lens_tensor
 
     @cached_property
     def positions(self) -> torch.Tensor:

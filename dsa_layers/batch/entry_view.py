@@ -7,6 +7,7 @@ import torch
 
 import dsa
 from dsa_layers.batch import packing
+from dsa_layers.batch.counts import CountsByColumns
 from dsa_layers.batch.tokens import Tokens
 
 
@@ -42,6 +43,15 @@ class EntryView:
     def visible_keys(self) -> torch.Tensor:
         """int32 [T]: how many entries of its sequence each new token may see."""
         return torch.div(self.batch.positions + 1, self.ratio, rounding_mode="floor").to(torch.int32)
+
+    def selected_counts(self, columns: int) -> torch.Tensor | None:
+        """int32 [T]: how many of so many selected entries each new token has, which are all that it sees if these are
+        fewer; None if no token sees fewer."""
+        return self._counts.of(columns, self.visible_keys) if self.batch.least_visible // self.ratio < columns else None
+
+    @cached_property
+    def _counts(self) -> CountsByColumns:
+        return CountsByColumns()
 
     @cached_property
     def starts(self) -> torch.Tensor:

@@ -86,6 +86,10 @@ class SequenceBatch(TokenBatch):
     def max_key_len(self) -> int:
         return max(self.key_lens, default=0)
 
+    @property
+    def least_visible(self) -> int:
+        return min((total - new + 1 for new, total in zip(self.query_lens, self.key_lens)), default=0)
+
     @cached_property
     def positions(self) -> torch.Tensor:
         """int64 [T]: each new token's position in its sequence."""

@@ -15,6 +15,7 @@ class Tokens(Protocol):
     key_lens             rows that each sequence takes where keys are packed: at least its tokens after this pass,
                          cached and new ones. These are numbers on the host, since shapes depend on them
     max_key_len          the largest of key_lens
+    least_visible        no new token sees fewer keys, itself included, as far as the host knows
     is_decode            whether every sequence has one new token
     positions            int64 [T]: each new token's position in its sequence
     sequences            int32 [T]: the sequence of each new token
@@ -31,6 +32,7 @@ class Tokens(Protocol):
     query_lens: tuple[int, ...]
     key_lens: tuple[int, ...]
     max_key_len: int
+    least_visible: int
     is_decode: bool
     positions: torch.Tensor
     sequences: torch.Tensor

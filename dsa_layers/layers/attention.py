@@ -157,8 +157,9 @@ class DSAAttention(nn.Module):
         if decode:
             attended = self._decode(q, topk_indices, batch, cache)
         else:
+            counts = batch.selected_counts(topk_indices.shape[1])
             arguments = (kv[:, None], topk_indices[:, None], self.softmax_scale, self.kv_lora_rank)
-            attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments)
+            attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, topk_length=counts)
         return self.o_proj(_by_head(attended, w_uv.mT).flatten(-2))
 
     def selectable(self, batch: TokenBatch) -> TokenBatch:
@@ -278,6 +279,7 @@ class DSAAttention(nn.Module):
             softmax_scale=self.softmax_scale,
             is_fp8_kvcache=cache.latent_is_fp8,
             indices=None if topk_indices is None else topk_indices[:, None],
+            topk_length=None if topk_indices is None else batch.selected_counts(topk_indices.shape[1]),
         )
         return out[:, 0].to(q.dtype)
 

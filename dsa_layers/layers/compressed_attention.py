@@ -112,7 +112,9 @@ class CompressedAttention(nn.Module):
             out, _ = dsa.sliding_window_attention(*packed, scale, self.dim, self.attn_sink, indices=windows.indices)
         else:
             out, _ = dsa.window_sparse_attention(
-                *(*packed, compressed[:, None], rows, scale, self.dim, self.attn_sink), window_indices=windows.indices
+                *(*packed, compressed[:, None], rows, scale, self.dim, self.attn_sink),
+                topk_length=batch.entries(self.compressor.ratio).selected_counts(rows.shape[1]),
+                window_indices=windows.indices,
             )
         return out
 
@@ -203,6 +205,7 @@ class CompressedAttention(nn.Module):
                 options = {"entry_rope": entry_rope, "paged_slots": True}
                 slots = self.indexer.select(x, qr, *rope, batch, cache.index_entries, **options)[:, None]
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
+            extra["extra_topk_length"] = entries.selected_counts(slots.shape[2])
         self._count_keys(batch, slots)
         # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
         dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
@@ -211,6 +214,7 @@ class CompressedAttention(nn.Module):
             softmax_scale=self.dim**-0.5,
             is_fp8_kvcache=cache.is_fp8,
             indices=windows.decode_slots,
+            topk_length=batch.selected_counts(self.window),
             attn_sink=self.attn_sink,
             **extra,
         )

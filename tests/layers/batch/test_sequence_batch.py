@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 
@@ -105,3 +106,16 @@ def test_a_chunk_of_each_prompt():
     assert batch.state_slots_tensor.tolist() == [6, 1]
     with pytest.raises(ValueError, match=r"key_lens\[0\]: must be between .* the 4 tokens of its pages, got 5"):
         prefill_batch([Chunk(2, 3, [7], 0)], page_size=4, device="cpu")
+
+
+def test_counts_of_selected_keys():
+    """What a token sees, if that is less than there are columns; said where some token sees less."""
+    batch = SequenceBatch.paged([3, 2], [7, 9], [[0, 1], [2, 3, 4]], 4)
+    assert batch.least_visible == 5
+    assert batch.selected_counts(6).tolist() == [5, 6, 6, 6, 6] and batch.selected_counts(6) is batch.selected_counts(6)
+    assert batch.selected_counts(5) is None and batch.selected_counts(9).tolist() == [5, 6, 7, 8, 9]
+    entries = batch.entries(4)
+    assert entries.selected_counts(2).tolist() == [1, 1, 1, 2, 2] and entries.selected_counts(1) is None
+    # The host does not know a step's lengths.
+    step = DecodeBatch(batch.block_table, 4, torch.tensor([7, 9], dtype=torch.int32), 12)
+    assert step.selected_counts(8).tolist() == [7, 8] and step.entries(4).selected_counts(1).tolist() == [1, 1]
