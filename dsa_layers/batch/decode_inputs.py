@@ -36,17 +36,13 @@ class DecodeInputs:
     def fill(self, sequences: Sequence[Running], padding: Running) -> None:
         """Writes a row for each sequence, and `padding` into the rows that remain."""
         rows = [*sequences, *[padding] * (self.count - len(sequences))]
-        self._write(self.tokens, [row.tokens[-1] for row in rows])
-        self._write(self.key_lens, [len(row.tokens) for row in rows])
+        packing.write(self.tokens, [row.tokens[-1] for row in rows])
+        packing.write(self.key_lens, [len(row.tokens) for row in rows])
         if len(self._held) != len(rows) or any(a is not b for a, b in zip(self._held, rows)):
             # A sequence keeps its pages for as long as it runs.
-            device = self.block_table.device
-            self.block_table.copy_(packing.page_table([row.pages for row in rows], self.pages, device))
-            self._write(self.state_slots, [row.state_slot for row in rows])
+            packing.write(self.block_table, packing.page_rows([row.pages for row in rows], self.pages))
+            packing.write(self.state_slots, [row.state_slot for row in rows])
             self._held = rows
-
-    def _write(self, target: torch.Tensor, values: Sequence[int]) -> None:
-        target.copy_(packing.to_device(values, target.dtype, target.device))
 
     def batch(self) -> DecodeBatch:
         most = self.pages * self.page_size

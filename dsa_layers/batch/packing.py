@@ -10,19 +10,28 @@ from itertools import accumulate
 
 import torch
 
+Numbers = Sequence[int] | Sequence[Sequence[int]]
+
 
 def starts(lens: Sequence[int]) -> list[int]:
     """The row at which each sequence begins."""
     return [0, *accumulate(lens)][: len(lens)]
 
 
-def to_device(
-    values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """The numbers as a tensor. From pinned memory, so that neither side waits: a copy from other memory would end only
+def to_device(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The numbers as a tensor."""
+    return on_host(values, dtype, device).to(device, non_blocking=True)
+
+
+def write(target: torch.Tensor, values: Numbers) -> None:
+    """The numbers into a tensor."""
+    target.copy_(on_host(values, target.dtype, target.device), non_blocking=True)
+
+
+def on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """For a copy to the device: from pinned memory, so that neither side waits. A copy from other memory would end only
     when everything that was launched before it has."""
-    pinned = device.type == "cuda"
-    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=pinned)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def offsets(lens: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -55,10 +64,9 @@ def ranges(begins: Sequence[int], ends: Sequence[int], device: torch.device) -> 
     return torch.arange(sum(lens), device=device) + repeated(before_first, lens, device)
 
 
-def page_table(pages: Sequence[Sequence[int]], width: int, device: torch.device) -> torch.Tensor:
-    """int32 [B, width]: the first `width` pages of each sequence, -1 beyond its last."""
-    rows = [[*own[:width], *[-1] * (width - len(own))] for own in pages]
-    return to_device(rows, torch.int32, device).reshape(len(rows), width)
+def page_rows(pages: Sequence[Sequence[int]], width: int) -> list[list[int]]:
+    """[B, width]: the first `width` pages of each sequence, -1 beyond its last."""
+    return [[*own[:width], *[-1] * (width - len(own))] for own in pages]
 
 
 def paged_slots(

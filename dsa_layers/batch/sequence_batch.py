@@ -74,7 +74,8 @@ class SequenceBatch(TokenBatch):
                     f"its pages, got {total}"
                 )
         device = torch.device(device)
-        table = packing.page_table(pages, max(map(len, pages), default=0), device)
+        width = max(map(len, pages), default=0)
+        table = packing.to_device(packing.page_rows(pages, width), torch.int32, device).reshape(len(pages), width)
         return cls(query_lens, key_lens, device, table, page_size, state_slots)
 
     @property

@@ -11,7 +11,8 @@ import dsa.backends
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.attention_form import HeadSizes, multi_head_is_faster
-from dsa_layers.layers.indexer import Indexer
+from dsa_layers.layers.indexer import Indexer, LightningIndexer
+from dsa_layers.layers.joint_linear import JointLinear
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.selecting_attention import KeyCounter
@@ -94,6 +95,7 @@ class DSAAttention(nn.Module):
         self.kv_b_proj = make_linear(kv_lora_rank, n_heads * (nope_dim + v_dim), **options)
         self.o_proj = make_linear(n_heads * v_dim, hidden, **options)
         self.indexer = indexer
+        self._joint = JointLinear()
         # Set while the indexer is trained.
         self.indexer_stage: TrainingStage | None = None
         # Set while the keys that tokens read are counted.
@@ -112,12 +114,13 @@ class DSAAttention(nn.Module):
             raise ValueError("selection: a layer without an indexer needs what a layer before it selected, got None")
         if cache is None and batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
-        qr = self.q_a_layernorm(self.q_a_proj(x))
+        q_latent, kv, index_keys = self._project(x)
+        qr = self.q_a_layernorm(q_latent)
         q = self.q_b_proj(qr).unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
         q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
 
         if self.indexer_stage is not None:
-            return self._train(x, qr, q_nope, q_pe, cos, sin, batch, cache)
+            return self._train(x, qr, q_nope, q_pe, kv, cos, sin, batch, cache)
         decode = cache is not None and batch.is_decode
         if self.indexer is None:
             sparse = selection.topk_indices is not None
@@ -128,7 +131,6 @@ class DSAAttention(nn.Module):
         # Selected keys are gathered, from the pages if these hold x's dtype. FP8 pages are read first, since a prefill
         # would dequantise a key again for every query that selects it. Multi-head attention has all of them in a row.
         in_pages = decode or (not multi_head and cache is not None and cache.latent.dtype == x.dtype)
-        kv = self.kv_a_proj_with_mqa(x)
         if cache is None:
             kv = self._norm_and_rotate(kv, cos, sin)
         else:
@@ -137,7 +139,7 @@ class DSAAttention(nn.Module):
         if self.indexer is None:
             topk_indices, bits = selection.topk_indices, selection.bits
         else:
-            topk_indices, bits = self._select(x, qr, cos, sin, batch, cache, sparse, in_pages), None
+            topk_indices, bits = self._select(x, qr, index_keys, cos, sin, batch, cache, sparse, in_pages), None
             if sparse and multi_head:
                 bits = dsa.selection_bits(topk_indices, batch.key_starts, batch.max_key_len)
             if selection is not None:
@@ -172,6 +174,7 @@ class DSAAttention(nn.Module):
         qr: torch.Tensor,
         q_nope: torch.Tensor,
         q_pe: torch.Tensor,
+        kv: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         batch: TokenBatch,
@@ -181,7 +184,7 @@ class DSAAttention(nn.Module):
         if cache is not None:
             raise ValueError("cache: a pass that trains the indexer takes none")
         q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
-        kv = self._norm_and_rotate(self.kv_a_proj_with_mqa(x), cos, sin)
+        kv = self._norm_and_rotate(kv, cos, sin)
         inputs = x.detach(), qr.detach(), cos, sin
         if self.indexer_stage.name == "warmup":
             q = torch.cat((q_nope, q_pe), -1)
@@ -197,10 +200,22 @@ class DSAAttention(nn.Module):
             out = torch.einsum("thc,hvc->thv", attention.out, w_uv)
         return self.o_proj(out.flatten(-2))
 
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """x [T, hidden] -> the queries' latents before their norm, keys' latents and rope channels before theirs, and
+        of a lightning indexer that selects the keys before their norm."""
+        # Another way of selecting, also one that takes this one's place in a subclass or a context, may take no keys.
+        way = getattr(getattr(self.indexer, "select", None), "__func__", None)
+        if way is not LightningIndexer.select or self.indexer_stage is not None:
+            return *self._joint(x, self.q_a_proj, self.kv_a_proj_with_mqa), None
+        # The last one may have a part of a block of rows.
+        q_latent, index_keys, kv = self._joint(x, self.q_a_proj, self.indexer.wk, self.kv_a_proj_with_mqa)
+        return q_latent, kv, index_keys
+
     def _select(
         self,
         x: torch.Tensor,
         qr: torch.Tensor,
+        index_keys: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
         batch: TokenBatch,
@@ -210,11 +225,12 @@ class DSAAttention(nn.Module):
     ) -> torch.Tensor | None:
         """The rows to attend to, of the pages if in_pages, else of all keys packed; None if not sparse. The new
         tokens' index keys are written to the cache in either case."""
+        own = {} if index_keys is None else {"keys": index_keys}
         if not sparse:
             if cache is not None:
-                self.indexer.select(x, qr, cos, sin, batch, cache, store_only=True)
+                self.indexer.select(x, qr, cos, sin, batch, cache, store_only=True, **own)
             return None
-        topk_indices = self.indexer.select(x, qr, cos, sin, batch, cache, paged_slots=in_pages)
+        topk_indices = self.indexer.select(x, qr, cos, sin, batch, cache, paged_slots=in_pages, **own)
         if in_pages:
             return topk_indices
         return torch.where(topk_indices < 0, topk_indices, topk_indices + batch.key_starts[:, None])

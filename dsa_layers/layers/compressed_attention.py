@@ -10,6 +10,7 @@ from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
+from dsa_layers.layers.joint_linear import JointLinear
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.selecting_attention import KeyCounter
@@ -63,6 +64,7 @@ class CompressedAttention(nn.Module):
         self.q_norm = RMSNorm(q_lora_rank, eps)
         self.wq_b = make_linear(q_lora_rank, n_heads * dim, **options)
         self.wkv = make_linear(hidden, dim, **options)
+        self._joint = JointLinear()
         self.kv_norm = RMSNorm(dim, eps)
         self.attn_sink = nn.Parameter(torch.zeros(n_heads, dtype=torch.float32))
         self.wo_a = GroupedLinear(o_groups, n_heads * dim // o_groups, o_lora_rank, **options)
@@ -81,13 +83,14 @@ class CompressedAttention(nn.Module):
     ) -> torch.Tensor:
         if cache is None and batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
-        qr = self.q_norm(self.wq_a(x))
+        qr, kv = self._joint(x, self.wq_a, self.wkv)
+        qr = self.q_norm(qr)
         q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim))
         q = dsa.apply_rotary(dsa.rms_norm(q, None, self.eps), *rope, interleaved=True, dims="last")
         if cache is not None and batch.is_decode:
-            out = self._decode(x, q, qr, rope, entry_rope, batch, cache)
+            out = self._decode(x, q, qr, kv, rope, entry_rope, batch, cache)
         else:
-            out = self._prefill(x, q, qr, rope, entry_rope, batch, cache)
+            out = self._prefill(x, q, qr, kv, rope, entry_rope, batch, cache)
         cos, sin = rope
         out = dsa.apply_rotary(out, cos, -sin, interleaved=True, dims="last")
         return self.wo_b(self.wo_a(out.flatten(1).unflatten(-1, (self.o_groups, -1))).flatten(1))
@@ -97,13 +100,14 @@ class CompressedAttention(nn.Module):
         x: torch.Tensor,
         q: torch.Tensor,
         qr: torch.Tensor,
+        kv: torch.Tensor,
         rope: Angles,
         entry_rope: Angles | None,
         batch: TokenBatch,
         cache: CompressedLayerCache | None,
     ) -> torch.Tensor:
         windows = batch.windows(self.window)
-        keys, cu_keys = self._token_keys(x, rope, batch, cache), windows.cu_keys
+        keys, cu_keys = self._token_keys(kv, rope, batch, cache), windows.cu_keys
         packed = (q, keys[:, None], batch.cu_query_lens, cu_keys, self.window)
         compressed, rows = self._entries(x, qr, rope, entry_rope, batch, cache)
         self._count_keys(batch, rows)
@@ -119,21 +123,21 @@ class CompressedAttention(nn.Module):
         return out
 
     def _token_keys(
-        self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: CompressedLayerCache | None
+        self, kv: torch.Tensor, rope: Angles, batch: TokenBatch, cache: CompressedLayerCache | None
     ) -> torch.Tensor:
-        """Keys of the tokens that the new ones see, in the order of `WindowView.order`; the new ones' to the ring."""
-        kv = self.wkv(x)
+        """Keys of the tokens that the new ones see, in the order of `WindowView.order`; the new ones', whose wkv(x) is
+        kv, to the ring."""
         if cache is None:
             return dsa.apply_rotary(self.kv_norm(kv), *rope, interleaved=True, dims="last")
         windows, norm = batch.windows(self.window), self.kv_norm
-        earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=x.dtype)
+        earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=kv.dtype)
         write = (kv, norm.weight.float(), *rope)
         if cache.is_fp8:
             # Rounded as those that are read from the ring: all queries see the same keys.
-            pages = dsa.make_v4_cache(-(-len(x) // self.window), self.window, x.device)
-            every = torch.arange(len(x), device=x.device)
+            pages = dsa.make_v4_cache(-(-len(kv) // self.window), self.window, kv.device)
+            every = torch.arange(len(kv), device=kv.device)
             dsa.write_mla_cache(*write, pages, every, eps=norm.eps)
-            rows = dsa.read_kv_cache(pages, every, dtype=x.dtype)
+            rows = dsa.read_kv_cache(pages, every, dtype=kv.dtype)
             dsa.write_mla_cache(*write, cache.window, windows.slots, eps=norm.eps)
         else:
             rows = torch.empty_like(kv)
@@ -188,13 +192,14 @@ class CompressedAttention(nn.Module):
         x: torch.Tensor,
         q: torch.Tensor,
         qr: torch.Tensor,
+        kv: torch.Tensor,
         rope: Angles,
         entry_rope: Angles | None,
         batch: TokenBatch,
         cache: CompressedLayerCache,
     ) -> torch.Tensor:
         windows, norm = batch.windows(self.window), self.kv_norm
-        dsa.write_mla_cache(self.wkv(x), norm.weight.float(), *rope, cache.window, windows.slots, eps=norm.eps)
+        dsa.write_mla_cache(kv, norm.weight.float(), *rope, cache.window, windows.slots, eps=norm.eps)
         slots, extra = None, {}
         if self.compressor is not None:
             entries = batch.entries(self.compressor.ratio)

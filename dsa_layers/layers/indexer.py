@@ -98,7 +98,7 @@ class LightningIndexer(nn.Module):
         """(q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) of the scores sum_h w_h relu(q_h . k), not
         quantised, with gradients."""
         q, weights = self._queries(x, qr)
-        return dsa.apply_rotary(q, cos, sin, **self.rope), self._keys(x, cos, sin), weights
+        return dsa.apply_rotary(q, cos, sin, **self.rope), self._normed(self.wk(x), cos, sin), weights
 
     def loss(
         self, x: torch.Tensor, qr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: TrainedAttention
@@ -117,9 +117,12 @@ class LightningIndexer(nn.Module):
         *,
         paged_slots: bool = False,
         store_only: bool = False,
+        keys: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
+        """keys: wk(x), where the caller has it."""
+        keys = self.wk(x) if keys is None else keys
         if cache is not None:
-            self._store_keys(x, cos, sin, batch, cache)
+            self._store_keys(keys, cos, sin, batch, cache)
         if store_only:
             return None
         q, weights = self._queries(x, qr)
@@ -135,11 +138,11 @@ class LightningIndexer(nn.Module):
         paging = {}
         if paged_slots:
             paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": batch.sequences}
-        keys = self._all_keys(x, cos, sin, batch, cache)
-        return select_packed(q, keys, weights, self.top_k, *batch.visible_ranges, **paging)
+        every = self._all_keys(keys, cos, sin, batch, cache)
+        return select_packed(q, every, weights, self.top_k, *batch.visible_ranges, **paging)
 
     def _store_keys(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache
+        self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache
     ) -> None:
         """Writes the new tokens' keys to the cache."""
         if self.quantize != cache.index_is_fp8:
@@ -150,22 +153,22 @@ class LightningIndexer(nn.Module):
         if self.quantize:
             norm = self.k_norm
             affine = norm.weight.float(), norm.bias.float()
-            dsa.write_indexer_keys(self.wk(x), *affine, cos, sin, cache.index, batch.slots, eps=norm.eps, **self.rope)
+            dsa.write_indexer_keys(keys, *affine, cos, sin, cache.index, batch.slots, eps=norm.eps, **self.rope)
         else:
-            dsa.write_kv_cache(self._keys(x, cos, sin), cache.index, batch.slots)
+            dsa.write_kv_cache(self._normed(keys, cos, sin), cache.index, batch.slots)
 
     def _queries(self, x: torch.Tensor, qr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(q [T, n_heads, head_dim] before rope, w fp32 [T, n_heads])."""
         q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim))
         return q, linear_fp32(x, self.weights_proj.weight) * (self.n_heads**-0.5 * self.head_dim**-0.5)
 
-    def _keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> k [T, head_dim], before quantisation."""
-        return dsa.apply_rotary(self.k_norm(self.wk(x)), cos, sin, **self.rope)
+    def _normed(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """wk(x) -> k [T, head_dim], before quantisation."""
+        return dsa.apply_rotary(self.k_norm(keys), cos, sin, **self.rope)
 
     def _all_keys(
         self,
-        x: torch.Tensor,
+        keys: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         batch: TokenBatch,
@@ -176,7 +179,7 @@ class LightningIndexer(nn.Module):
         if cache is not None:
             read = dsa.read_indexer_cache if self.quantize else dsa.read_kv_cache
             return read(cache.index, batch.key_slots)
-        k = self._keys(x, cos, sin)
+        k = self._normed(keys, cos, sin)
         if not self.quantize:
             return k
         k, scale = dsa.per_token_cast_to_fp8(k, True, hadamard=True)

@@ -5,6 +5,7 @@ from torch import nn
 
 import dsa
 from dsa_layers.layers.experts import Experts
+from dsa_layers.layers.joint_linear import JointLinear
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 
 
@@ -30,14 +31,14 @@ class SwiGLU(nn.Module):
         self.gate_proj = make_linear(hidden, inner, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.up_proj = make_linear(hidden, inner, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.down_proj = make_linear(inner, hidden, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
+        self._joint = JointLinear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self._joint(x, self.gate_proj, self.up_proj)
         if isinstance(self.down_proj, BlockFP8Linear):
-            activations = self.gate_proj.cast(x)
-            gate, up = (layer.multiply(activations, x.dtype) for layer in (self.gate_proj, self.up_proj))
             h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
             return self.down_proj.multiply(h, x.dtype)
-        gate, up = self.gate_proj(x).float(), self.up_proj(x).float()
+        gate, up = gate.float(), up.float()
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return self.down_proj((nn.functional.silu(gate) * up).to(x.dtype))
