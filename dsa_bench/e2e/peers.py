@@ -78,13 +78,15 @@ def _newest(builds: Sequence[Library], failed: dict[str, str]) -> tuple[Library 
 
 
 def _scores(library: Library, module: ModuleType, ours: Op) -> Op:
-    if library == deep_gemm.OLD:
-        return module.fp8_mqa_logits
-
-    def scores(q, kv, weights, starts, ends, clean_logits=False):
-        found = deep_gemm.new_mqa_logits(module, q, kv, weights, starts, ends)()
-        # The rows begin at their first key: the selection must know.
-        found.rows_begin_at_start = True
+    def scores(q, kv, weights, starts, ends, clean_logits=False, max_seqlen_k=0):
+        # The selection must know where in a row its first key is: rows of 2.8.1 begin with it.
+        if library == deep_gemm.OLD:
+            found = module.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits)
+            found.begins = starts
+        else:
+            most = max_seqlen_k or len(kv[0])
+            found = module.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, most)
+            found.begins = torch.zeros_like(starts)
         return found
 
     return scores
@@ -117,8 +119,7 @@ def _selection(theirs: bool, ours: Op) -> Op:
     """vLLM's, or else ours, over scores of either build of DeepGEMM or of ours."""
 
     def select(scores, k, *, lengths, starts=None, **paging):
-        if getattr(scores, "rows_begin_at_start", False):
-            starts = torch.zeros_like(starts)
+        starts = getattr(scores, "begins", starts)
         if not theirs:
             return ours(scores, k, lengths=lengths, starts=starts, **paging)
         return _slots(_topk_indices(scores, k, lengths, starts), **paging)

@@ -45,9 +45,12 @@ def skeleton(name: str, *, widen_experts: bool = False, **changes: Any) -> Check
 
 
 def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
-    """(columns, channels) of the FP8 linear layers."""
-    weights = (module.weight for module in model.modules() if isinstance(module, BlockFP8Linear))
-    return sorted({(len(weight), weight.shape[1]) for weight in weights})
+    """(columns, channels) of the FP8 linear layers' products, of which some have several layers."""
+    joint = [module.joint_layers() for module in model.modules() if hasattr(module, "joint_layers")]
+    every = {layer for layer in model.modules() if isinstance(layer, BlockFP8Linear)}
+    alone = every.difference(*joint)
+    products = [[layer] for layer in alone] + [layers for layers in joint if every.issuperset(layers)]
+    return sorted({(sum(len(layer.weight) for layer in own), own[0].weight.shape[1]) for own in products})
 
 
 @torch.no_grad()

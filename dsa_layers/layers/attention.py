@@ -13,7 +13,7 @@ from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.attention_form import HeadSizes, multi_head_is_faster
 from dsa_layers.layers.indexer import Indexer, LightningIndexer
 from dsa_layers.layers.joint_linear import JointLinear
-from dsa_layers.layers.linear import make_linear
+from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
@@ -203,13 +203,16 @@ class DSAAttention(nn.Module):
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """x [T, hidden] -> the queries' latents before their norm, keys' latents and rope channels before theirs, and
         of a lightning indexer that selects the keys before their norm."""
+        q_latent, *index_keys, kv = self._joint(x, *self.joint_layers())
+        return q_latent, kv, index_keys[0] if index_keys else None
+
+    def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
+        """Those that read x as one product, the one that may have a part of a block of rows last."""
         # Another way of selecting, also one that takes this one's place in a subclass or a context, may take no keys.
         way = getattr(getattr(self.indexer, "select", None), "__func__", None)
         if way is not LightningIndexer.select or self.indexer_stage is not None:
-            return *self._joint(x, self.q_a_proj, self.kv_a_proj_with_mqa), None
-        # The last one may have a part of a block of rows.
-        q_latent, index_keys, kv = self._joint(x, self.q_a_proj, self.indexer.wk, self.kv_a_proj_with_mqa)
-        return q_latent, kv, index_keys
+            return self.q_a_proj, self.kv_a_proj_with_mqa
+        return self.q_a_proj, self.indexer.wk, self.kv_a_proj_with_mqa
 
     def _select(
         self,

@@ -11,7 +11,7 @@ from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
 from dsa_layers.layers.joint_linear import JointLinear
-from dsa_layers.layers.linear import make_linear
+from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.selecting_attention import KeyCounter
 
@@ -83,7 +83,7 @@ class CompressedAttention(nn.Module):
     ) -> torch.Tensor:
         if cache is None and batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
-        qr, kv = self._joint(x, self.wq_a, self.wkv)
+        qr, kv = self._joint(x, *self.joint_layers())
         qr = self.q_norm(qr)
         q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim))
         q = dsa.apply_rotary(dsa.rms_norm(q, None, self.eps), *rope, interleaved=True, dims="last")
@@ -94,6 +94,10 @@ class CompressedAttention(nn.Module):
         cos, sin = rope
         out = dsa.apply_rotary(out, cos, -sin, interleaved=True, dims="last")
         return self.wo_b(self.wo_a(out.flatten(1).unflatten(-1, (self.o_groups, -1))).flatten(1))
+
+    def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
+        """Those that read x as one product."""
+        return self.wq_a, self.wkv
 
     def _prefill(
         self,

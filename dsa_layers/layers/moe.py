@@ -34,7 +34,7 @@ class SwiGLU(nn.Module):
         self._joint = JointLinear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._joint(x, self.gate_proj, self.up_proj)
+        gate, up = self._joint(x, *self.joint_layers())
         if isinstance(self.down_proj, BlockFP8Linear):
             h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
             return self.down_proj.multiply(h, x.dtype)
@@ -42,6 +42,10 @@ class SwiGLU(nn.Module):
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return self.down_proj((nn.functional.silu(gate) * up).to(x.dtype))
+
+    def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
+        """Those that read x as one product."""
+        return self.gate_proj, self.up_proj
 
 
 class GroupedSigmoidRouter(nn.Module):

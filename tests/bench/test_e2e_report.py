@@ -10,14 +10,17 @@ import torch
 
 import dsa
 from dsa.reference.mla import mha_varlen_fwd as reference
+from dsa.testing import calc_diff
 from dsa_bench.e2e import document, plot, report, stacks, table
 from dsa_bench.e2e import peers as peer_ops
 from dsa_bench.e2e.parts import PARTS
-from dsa_bench.e2e.runs import Run
+from dsa_bench.e2e.runs import Run, decode, prefill
 from dsa_layers.command.main import main
 from dsa_layers.layers import attention
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.attention_form import HeadSizes
 from tests.bench import peer_stubs
+from tests.bench.test_stacks import FEWER, SMALL
 
 PARTS_MS = dict(zip(PARTS, (0.5, 0.25, 2.0, 4.0, 0.25)))
 ROW = {"shape": "V3.2 decode 8 x 4096", "model": "V3.2", "run": "decode 8 x 4096", "tokens": 8, "ms": 8.0}
@@ -124,7 +127,6 @@ def test_older_builds_stand_in_for_newer_ones(peers, monkeypatch, tmp_path):
     with peer_ops.peer_kernels() as replaced:
         assert replaced.libraries == ["deepgemm", "flashmla", "torch", "vllm"]
         assert replaced.failed == {"deepgemm 2.8.1": "failed: libcuda"}
-        assert dsa.fp8_mqa_logits is peers["deep_gemm"].fp8_mqa_logits
 
 
 def test_without_peers_nothing_is_replaced(no_peers):
@@ -154,7 +156,8 @@ def fp8(*shape):
 
 @pytest.mark.parametrize("top_k_of_vllm", [True, False])
 @pytest.mark.parametrize("paged", [True, False])
-def test_selections_of_packed_sequences(top_k_of_vllm, paged, either_build, monkeypatch):
+@pytest.mark.parametrize("most", [0, 7])
+def test_selections_of_packed_sequences(most, top_k_of_vllm, paged, either_build, monkeypatch):
     """DeepGEMM 2.8.1's rows begin at their first key, which the selection knows, whoever selects."""
     if not top_k_of_vllm:
         monkeypatch.setitem(sys.modules, "peer_topk", None)
@@ -168,8 +171,10 @@ def test_selections_of_packed_sequences(top_k_of_vllm, paged, either_build, monk
         paging = {"block_table": table, "page_size": 4, "row_to_seq": sequences.int()}
 
     def selected():
-        scores = dsa.fp8_mqa_logits(q, kv, weights, starts, starts + lengths, clean_logits=False)
-        return dsa.topk_indices(scores, 3, starts=starts, lengths=lengths, **paging).sort(1).values
+        options = {"clean_logits": False, "max_seqlen_k": most}
+        scores = dsa.fp8_mqa_logits(q, kv, weights, starts, starts + lengths, **options)
+        begins = None if most else starts
+        return dsa.topk_indices(scores, 3, starts=begins, lengths=lengths, **paging).sort(1).values
 
     same_with_peers(selected)
 
@@ -233,6 +238,23 @@ def test_selected_keys_are_attended_to_in_the_absorbed_form(peers):
     assert attention.multi_head_is_faster(*lengths)
     with peer_ops.peer_kernels():
         assert not attention.multi_head_is_faster(*lengths)
+
+
+@pytest.mark.parametrize("name", ["V3.2", "V4-Flash"])
+def test_whole_passes(name, either_build, monkeypatch):
+    """Prompts, dense and sparse, and steps, on the peers' kernels: every call is one that they take, and the logits
+    are ours, up to ties. Their attention is of bytes' layers, which have 64 heads and latents of 512."""
+    monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
+    monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda self, x: True)
+    monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
+    own = {"num_attention_heads": 64, "index_topk": 128} | ({"num_key_value_heads": 64} if name == "V3.2" else {})
+    model = stacks.stack(name, "cpu", **SMALL, **FEWER[name] | own)
+    for run in (prefill(model, 2, 300, 400), prefill(model, 3, 40, 400), decode(model, 2, 300)):
+        expected = run.launched()
+        with peer_ops.peer_kernels():
+            got = run.launched()
+        assert calc_diff(got, expected) < 0.05
+        assert torch.equal(run.launched(), expected)
 
 
 def test_decoding_and_its_plans(either_build, monkeypatch):
@@ -341,7 +363,8 @@ def test_a_choice_of_runs_and_what_it_takes():
 
 def test_the_linear_layers_of_a_stack():
     shapes = stacks.linear_shapes(stacks.skeleton("V3.2"))
-    assert (2112, 7168) not in shapes and (7168, 16384) in shapes and (1536, 7168) in shapes
+    # q_a_proj, the indexer's wk and kv_a_proj_with_mqa are one product; so are gate and up.
+    assert {(2240, 7168), (36864, 7168), (7168, 16384)} < {*shapes} and not {(1536, 7168), (18432, 7168)} & {*shapes}
     assert all(channels % 128 == 0 for _, channels in shapes)
 
 
