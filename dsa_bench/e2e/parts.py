@@ -5,6 +5,7 @@ innermost range around its launch. Times are of kernels alone: what the host add
 """
 
 import contextlib
+import functools
 import json
 import tempfile
 from bisect import bisect_right
@@ -87,6 +88,7 @@ def _announced(model: nn.Module) -> Iterator[None]:
         open_ranges.pop().__exit__(None, None, None)
 
     def announced(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
         def announced_call(*arguments: Any, **options: Any) -> Any:
             with record_function(_PREFIX + part):
                 return call(*arguments, **options)

@@ -14,6 +14,7 @@ from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.published import published_config
 from dsa_layers.families.registry import family
+from dsa_layers.layers import joint_linear
 from dsa_layers.layers.linear import BlockFP8Linear
 
 # What the configuration of an FP8 release has beside that of the bf16 one.
@@ -63,6 +64,7 @@ def stack(
     for key, parameter in model.named_parameters():
         _draw(key, parameter.data, model.config, generator)
     model.init_buffers(device)
+    joint_linear.join(model)
     return model.eval()
 
 

@@ -20,18 +20,22 @@ def starts(lens: Sequence[int]) -> list[int]:
 
 def to_device(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The numbers as a tensor."""
-    return on_host(values, dtype, device).to(device, non_blocking=True)
+    return on_host(values, dtype, device).to(device, non_blocking=device.type == "cuda")
 
 
 def write(target: torch.Tensor, values: Numbers) -> None:
     """The numbers into a tensor."""
-    target.copy_(on_host(values, target.dtype, target.device), non_blocking=True)
+    target.copy_(on_host(values, target.dtype, target.device), non_blocking=target.device.type == "cuda")
 
 
 def on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """For a copy to the device: from pinned memory, so that neither side waits. A copy from other memory would end only
-    when everything that was launched before it has."""
-    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    when everything that was launched before it has. RuntimeError while a CUDA graph is captured, which would read the
+    memory again when others have it."""
+    pinned = device.type == "cuda"
+    if pinned and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a pass that reads lengths from the host cannot be captured as a CUDA graph")
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 def offsets(lens: Sequence[int], device: torch.device) -> torch.Tensor:

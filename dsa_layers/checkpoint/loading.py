@@ -18,6 +18,7 @@ from dsa_layers.families.config import read_config
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.precision import Precision, check_device
 from dsa_layers.families.registry import family
+from dsa_layers.layers import joint_linear
 
 
 def load_model(
@@ -72,6 +73,7 @@ def load_model(
     load_weights(model, checkpoint, device=device, progress=progress, **names)
     check_values(model, checkpoint.directory)
     model.init_buffers(device)
+    joint_linear.join(model)
     for name in learned:
         model.get_parameter(name).requires_grad_(True)
     return model.train(trainable)

@@ -1,5 +1,6 @@
 """Multi-head latent attention with DeepSeek Sparse Attention's token selection."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,14 +11,15 @@ import dsa
 import dsa.backends
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.layers import joint_linear
 from dsa_layers.layers.attention_form import HeadSizes, multi_head_is_faster
 from dsa_layers.layers.indexer import Indexer, LightningIndexer
-from dsa_layers.layers.joint_linear import JointLinear
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
+LIGHTNING_SELECT = inspect.unwrap(LightningIndexer.select)
 MOST_CHANNELS = 256  # of a head, that `dsa.mha_varlen_fwd` takes on a GPU
 
 
@@ -95,7 +97,6 @@ class DSAAttention(nn.Module):
         self.kv_b_proj = make_linear(kv_lora_rank, n_heads * (nope_dim + v_dim), **options)
         self.o_proj = make_linear(n_heads * v_dim, hidden, **options)
         self.indexer = indexer
-        self._joint = JointLinear()
         # Set while the indexer is trained.
         self.indexer_stage: TrainingStage | None = None
         # Set while the keys that tokens read are counted.
@@ -114,19 +115,19 @@ class DSAAttention(nn.Module):
             raise ValueError("selection: a layer without an indexer needs what a layer before it selected, got None")
         if cache is None and batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
-        q_latent, kv, index_keys = self._project(x)
-        qr = self.q_a_layernorm(q_latent)
-        q = self.q_b_proj(qr).unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
-        q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
-
-        if self.indexer_stage is not None:
-            return self._train(x, qr, q_nope, q_pe, kv, cos, sin, batch, cache)
         decode = cache is not None and batch.is_decode
         if self.indexer is None:
             sparse = selection.topk_indices is not None
         else:
             # FP8 pages are attended to by index only.
             sparse = batch.max_key_len > self.indexer.top_k or (decode and cache.latent_is_fp8)
+        q_latent, kv, index_keys = self._project(x, sparse or cache is not None)
+        qr = self.q_a_layernorm(q_latent)
+        q = self.q_b_proj(qr).unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
+        q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
+
+        if self.indexer_stage is not None:
+            return self._train(x, qr, q_nope, q_pe, kv, cos, sin, batch, cache)
         multi_head = not decode and (not sparse or self._takes_multi_head_form(x, batch, selection))
         # Selected keys are gathered, from the pages if these hold x's dtype. FP8 pages are read first, since a prefill
         # would dequantise a key again for every query that selects it. Multi-head attention has all of them in a row.
@@ -200,19 +201,22 @@ class DSAAttention(nn.Module):
             out = torch.einsum("thc,hvc->thv", attention.out, w_uv)
         return self.o_proj(out.flatten(-2))
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """x [T, hidden] -> the queries' latents before their norm, keys' latents and rope channels before theirs, and
-        of a lightning indexer that selects the keys before their norm."""
-        q_latent, *index_keys, kv = self._joint(x, *self.joint_layers())
+    def _project(self, x: torch.Tensor, selects: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """x [T, hidden] -> the queries' latents before their norm, the keys' latents and rope channels before theirs,
+        and, if the lightning indexer is to get them, its keys before their norm."""
+        layers = self.joint_layers()
+        # Another way of selecting, also one that takes this one's place in a subclass or a context, may take no keys;
+        # and a selection takes no gradients.
+        way = inspect.unwrap(getattr(self.indexer, "select", None))
+        takes_keys = way is LIGHTNING_SELECT and selects and not torch.is_grad_enabled()
+        *index_keys, q_latent, kv = joint_linear.multiply(x, *(layers if takes_keys else layers[-2:]))
         return q_latent, kv, index_keys[0] if index_keys else None
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
-        """Those that read x as one product, the one that may have a part of a block of rows last."""
-        # Another way of selecting, also one that takes this one's place in a subclass or a context, may take no keys.
-        way = getattr(getattr(self.indexer, "select", None), "__func__", None)
-        if way is not LightningIndexer.select or self.indexer_stage is not None:
-            return self.q_a_proj, self.kv_a_proj_with_mqa
-        return self.q_a_proj, self.indexer.wk, self.kv_a_proj_with_mqa
+        """Those that read x as one product, the indexer's first, the one that may have a part of a block of rows
+        last."""
+        own = (self.indexer.wk,) if isinstance(self.indexer, LightningIndexer) else ()
+        return *own, self.q_a_proj, self.kv_a_proj_with_mqa
 
     def _select(
         self,

@@ -7,10 +7,10 @@ import dsa
 from dsa_layers.batch.entry_view import EntryView
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
+from dsa_layers.layers import joint_linear
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
-from dsa_layers.layers.joint_linear import JointLinear
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.selecting_attention import KeyCounter
@@ -64,7 +64,6 @@ class CompressedAttention(nn.Module):
         self.q_norm = RMSNorm(q_lora_rank, eps)
         self.wq_b = make_linear(q_lora_rank, n_heads * dim, **options)
         self.wkv = make_linear(hidden, dim, **options)
-        self._joint = JointLinear()
         self.kv_norm = RMSNorm(dim, eps)
         self.attn_sink = nn.Parameter(torch.zeros(n_heads, dtype=torch.float32))
         self.wo_a = GroupedLinear(o_groups, n_heads * dim // o_groups, o_lora_rank, **options)
@@ -83,7 +82,7 @@ class CompressedAttention(nn.Module):
     ) -> torch.Tensor:
         if cache is None and batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
-        qr, kv = self._joint(x, *self.joint_layers())
+        qr, kv = joint_linear.multiply(x, *self.joint_layers())
         qr = self.q_norm(qr)
         q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim))
         q = dsa.apply_rotary(dsa.rms_norm(q, None, self.eps), *rope, interleaved=True, dims="last")

@@ -38,7 +38,8 @@ class Indexer(Protocol):
         paged_slots: bool = False,
         store_only: bool = False,
     ) -> torch.Tensor | None:
-        """int32 [T, top_k]: the selected positions in each token's sequence, ascending, then -1. With paged_slots the
+        """int32 [T, top_k]: the selected positions in each token's sequence, ascending, then -1: the first columns, as
+        many as the token sees keys if these are at most top_k; those behind them are not read. With paged_slots the
         result has the slots of these positions in the cache, as `batch.slots_of` gives them.
 
         With a cache, the indexer first writes what it keeps of the new tokens to `cache.index` at `batch.slots`. What

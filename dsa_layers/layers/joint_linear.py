@@ -1,78 +1,76 @@
 """Linear layers that read the same input, multiplied as one."""
 
+from collections.abc import Sequence
+
 import torch
+from torch import nn
 
 import dsa
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, Linear
 
-Parameters = list[tuple[torch.Tensor, torch.Tensor]]
+Layer = Linear | BlockFP8Linear
 
 
-class JointLinear:
-    """y_i = x W_i^T of several layers: x is cast once, and one product has all of their columns.
+def multiply(x: torch.Tensor, *layers: Layer) -> tuple[torch.Tensor, ...]:
+    """y_i = x W_i^T. x [..., I] -> y_i [..., O_i], which may be views of one tensor.
 
-    For that the weights of block-scaled FP8 layers become parts of one tensor, one after another, when a pass without
-    gradients first needs them so; each layer keeps its parameters, which are views of it then. All layers but the last
-    must have whole blocks of 128 rows, and all one way of scaling x. Others are multiplied one after another, and so
-    are all in passes with gradients and under torch.compile; and layers of which a CUDA graph was captured before they
-    were joined, as it has their addresses. The numbers are the same, bit for bit.
-
-    It is no module and has no parameters: the layers are somebody else's, who names them at every call.
+    Block-scaled FP8 layers with one way of scaling x share a cast of it; and where their weights lie side by side
+    (`join`), passes without gradients have one product with all columns. The numbers are those of the layers by
+    themselves, bit for bit. Layers of other kinds, subclasses and layers with hooks are called.
     """
+    if not all(_is_plain(layer) for layer in layers) or len({layer.use_ue8m0 for layer in layers}) > 1:
+        return tuple(layer(x) for layer in layers)
+    activations = layers[0].cast(x)
+    whole = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else _whole(layers)
+    if whole is None:
+        return tuple(layer.multiply(activations, x.dtype) for layer in layers)
+    y = dsa.fp8_gemm_nt(activations, whole, x.dtype)
+    return y.split([len(layer.weight) for layer in layers], -1)
 
-    def __init__(self) -> None:
-        self._layers: tuple[Linear | BlockFP8Linear, ...] = ()
-        self._one_cast = self._joins = False
-        self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._parts: list[int] = []
 
-    def __call__(self, x: torch.Tensor, *layers: Linear | BlockFP8Linear) -> tuple[torch.Tensor, ...]:
-        """x [..., I] -> y_i [..., O_i], which may be views of one tensor."""
-        if layers != self._layers:
-            self._take(layers)
-        if not self._one_cast:
-            return tuple(layer(x) for layer in layers)
-        activations = layers[0].cast(x)
-        whole = self._weights() if self._joins and not torch.is_grad_enabled() else None
-        if whole is None:
-            return tuple(layer.multiply(activations, x.dtype) for layer in layers)
-        y = dsa.fp8_gemm_nt(activations, whole, x.dtype)
-        return y.split([len(layer.weight) for layer in layers], -1)
+@torch.no_grad()
+def join(model: nn.Module) -> None:
+    """Lays the weights side by side that modules of the model name in `joint_layers()`: the layers' parameters become
+    views of one tensor. Nothing else about them changes. What moves or copies them apart, as `.to()` does, is no
+    error: products are then one after another. To be called once weights are loaded, and before a CUDA graph has their
+    addresses."""
+    for module in model.modules():
+        layers = module.joint_layers() if hasattr(module, "joint_layers") else ()
+        if len(layers) > 1 and all(_is_plain(layer) for layer in layers) and _whole(layers) is None:
+            if all(len(layer.weight) % BLOCK == 0 for layer in layers[:-1]):
+                for parameters in _parameters(layers):
+                    parts = torch.cat(parameters).split([len(parameter) for parameter in parameters])
+                    for parameter, part in zip(parameters, parts):
+                        parameter.data = part
 
-    def _take(self, layers: tuple[Linear | BlockFP8Linear, ...]) -> None:
-        fp8 = all(isinstance(layer, BlockFP8Linear) for layer in layers)
-        self._one_cast = fp8 and len({layer.use_ue8m0 for layer in layers}) == 1
-        self._joins = self._one_cast and all(len(layer.weight) % BLOCK == 0 for layer in layers[:-1])
-        self._layers, self._whole, self._parts = layers, None, []
 
-    def _weights(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """All weights and all scales; None where they are not joined and cannot be now."""
-        if torch.compiler.is_compiling():
+def _is_plain(layer: Layer) -> bool:
+    """Whether its product is all that a call of it does."""
+    return type(layer) is BlockFP8Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def _parameters(layers: Sequence[BlockFP8Linear]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """All weights, all scales."""
+    return [layer.weight for layer in layers], [layer.weight_scale_inv for layer in layers]
+
+
+def _whole(layers: Sequence[BlockFP8Linear]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The one weight and the one scale that the layers' parameters are parts of, if that is so."""
+    if any(len(layer.weight) % BLOCK for layer in layers[:-1]):
+        return None
+    weight, scale = (_side_by_side(parameters) for parameters in _parameters(layers))
+    return None if weight is None or scale is None else (weight, scale)
+
+
+def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One tensor of all rows, if each part begins where the one before ends."""
+    first = parts[0]
+    width, memory, end = first.shape[1], first.untyped_storage().data_ptr(), first.storage_offset()
+    for part in parts:
+        if part.shape[1] != width or not part.is_contiguous() or part.storage_offset() != end:
             return None
-        parameters = [(layer.weight, layer.weight_scale_inv) for layer in self._layers]
-        if self._parts != _addresses(parameters):
-            if _capturing(parameters[0][0]):
-                self._joins = False
-            if not self._joins or any(tensor.is_inference() for pair in parameters for tensor in pair):
-                return None
-            self._join(parameters)
-        return self._whole
-
-    def _join(self, parameters: Parameters) -> None:
-        # Not inference tensors, whatever the first pass is.
-        with torch.inference_mode(False), torch.no_grad():
-            of_kinds = list(zip(*parameters))  # all weights, all scales
-            weight, scale = (torch.cat(tensors) for tensors in of_kinds)
-            for tensors, whole in zip(of_kinds, (weight, scale)):
-                for tensor, part in zip(tensors, whole.split([len(tensor) for tensor in tensors])):
-                    tensor.data = part
-        self._whole, self._parts = (weight, scale), _addresses(parameters)
-
-
-def _addresses(parameters: Parameters) -> list[int]:
-    """Where all of them are: a weight that was moved, or that took another's place, lies elsewhere."""
-    return [tensor.data_ptr() for pair in parameters for tensor in pair]
-
-
-def _capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        if part.untyped_storage().data_ptr() != memory:
+            return None
+        end += part.numel()
+    rows = sum(len(part) for part in parts)
+    return first.detach().as_strided((rows, width), (width, 1), first.storage_offset())

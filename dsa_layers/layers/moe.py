@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.layers import joint_linear
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.joint_linear import JointLinear
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 
 
@@ -31,10 +31,9 @@ class SwiGLU(nn.Module):
         self.gate_proj = make_linear(hidden, inner, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.up_proj = make_linear(hidden, inner, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.down_proj = make_linear(inner, hidden, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
-        self._joint = JointLinear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._joint(x, *self.joint_layers())
+        gate, up = joint_linear.multiply(x, *self.joint_layers())
         if isinstance(self.down_proj, BlockFP8Linear):
             h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
             return self.down_proj.multiply(h, x.dtype)

@@ -1,15 +1,30 @@
 """Layers of one input as one product: the same bits, and the layers keep what is theirs."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import dsa
-from dsa_layers.layers import joint_linear
-from dsa_layers.layers.joint_linear import JointLinear
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.evaluation.selections import latest_keys
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.joint_linear import join, multiply
 from dsa_layers.layers.linear import BlockFP8Linear, Linear
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+
+
+class Several(nn.Module):
+    def __init__(self, *rows, **options):
+        super().__init__()
+        self.layers = nn.ModuleList(BlockFP8Linear(256, n, **options) for n in rows)
+
+    def joint_layers(self):
+        return (*self.layers,)
 
 
 @pytest.fixture
@@ -18,94 +33,130 @@ def products(monkeypatch):
     columns, casts = [], []
     product, cast = dsa.fp8_gemm_nt, dsa.per_token_cast_to_fp8
     monkeypatch.setattr(dsa, "fp8_gemm_nt", lambda a, b, *rest: columns.append(len(b[0])) or product(a, b, *rest))
-    monkeypatch.setattr(dsa, "per_token_cast_to_fp8", lambda *given: casts.append(1) or cast(*given))
+    monkeypatch.setattr(dsa, "per_token_cast_to_fp8", lambda *given, **more: casts.append(1) or cast(*given, **more))
     return columns, casts
 
 
-def layers(*rows, **options):
-    return [BlockFP8Linear(256, n, **options) for n in rows]
-
-
-def check(joint, own, x, products, joined):
+def check(layers, x, products, joined):
     """The result is that of the layers by themselves, and from how many products it is."""
-    expected = [layer(x) for layer in own]
+    expected = [layer(x) for layer in layers]
     for found in products:
         found.clear()
-    got = joint(x, *own)
+    got = multiply(x, *layers)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, expected, strict=True))
     columns, casts = products
-    rows = [len(layer.weight) for layer in own]
+    rows = [len(layer.weight) for layer in layers]
     assert columns == ([sum(rows)] if joined else rows) and len(casts) == 1
 
 
+def same(state, other):
+    return state.keys() == other.keys() and all(torch.equal(state[k].float(), other[k].float()) for k in state)
+
+
+X = torch.randn(5, 256).bfloat16()
+
+
 def test_one_product_has_the_layers_bits(products):
-    own, x = layers(256, 128, 72), torch.randn(5, 256).bfloat16()
-    names, before = [list(layer.state_dict()) for layer in own], [copy.deepcopy(layer.state_dict()) for layer in own]
-    joint = JointLinear()
+    model = Several(256, 128, 72)
+    before, parameters = copy.deepcopy(model.state_dict()), [*model.parameters()]
     with torch.inference_mode():
-        for given in (x, x[:0], torch.randn(2, 3, 256)):
-            check(joint, own, given, products, joined=True)
-    # The layers have their parameters, which are no copies.
-    assert [list(layer.state_dict()) for layer in own] == names
-    assert all(torch.equal(a[name].float(), b.state_dict()[name].float()) for a, b in zip(before, own) for name in a)
-    assert len({layer.weight.untyped_storage().data_ptr() for layer in own}) == 1
+        check(model.layers, X, products, joined=False)
+    join(model)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            for x in (X, X[:0], torch.randn(2, 3, 256)):
+                check(model.layers, x, products, joined=True)
+            check(model.layers[1:], X, products, joined=True)
+            check([model.layers[0], model.layers[2]], X, products, joined=False)  # not neighbours
+    assert same(model.state_dict(), before)
+    assert all(a is b and not a.requires_grad for a, b in zip(model.parameters(), parameters, strict=True))
+    assert len({layer.weight.untyped_storage().data_ptr() for layer in model.layers}) == 1
+    places = [parameter.data_ptr() for parameter in parameters]
+    join(model)  # again: nothing moves, as graphs may have the addresses
+    assert [parameter.data_ptr() for parameter in parameters] == places
 
 
 def test_weights_that_change_are_multiplied_as_they_are(products):
-    own, x, joint = layers(128, 128), torch.randn(3, 256).bfloat16(), JointLinear()
+    model = Several(128, 128)
+    join(model)
+    first, second = model.layers
     with torch.no_grad():
-        check(joint, own, x, products, joined=True)
-        own[0].weight.copy_(own[1].weight)
-        own[1].weight_scale_inv.mul_(2)
-        check(joint, own, x, products, joined=True)
-        own[1].weight.data = own[1].weight.flip(0)
-        check(joint, own, x, products, joined=True)
-        own[0] = BlockFP8Linear(256, 384)
-        check(joint, own, x, products, joined=True)
+        first.weight.copy_(second.weight)
+        second.weight_scale_inv.mul_(2)
+        check(model.layers, X, products, joined=True)
+        model.load_state_dict(copy.deepcopy(Several(128, 128).state_dict()))
+        check(model.layers, X, products, joined=True)
+        second.weight.data = second.weight.flip(0)  # elsewhere
+        check(model.layers, X, products, joined=False)
+        join(model)
+        check(model.layers, X, products, joined=True)
+        second.weight.data = second.weight.data[:100]
+        second.weight_scale_inv.data = second.weight_scale_inv.data[:1]
+        check(model.layers, X, products, joined=True)
+        model.layers[0] = BlockFP8Linear(256, 384)
+        check(model.layers, X, products, joined=False)
 
 
 def test_a_copy_and_a_file_have_the_layers_apart(products, tmp_path):
-    own, x, joint = torch.nn.ModuleList(layers(128, 200)), torch.randn(3, 256).bfloat16(), JointLinear()
+    model = Several(128, 200)
+    join(model)
+    other = copy.deepcopy(model)
     with torch.no_grad():
-        check(joint, [*own], x, products, joined=True)
-        other, its = copy.deepcopy((own, joint))
-        check(its, [*other], x, products, joined=True)
-        other[0].weight.zero_()
-        check(joint, [*own], x, products, joined=True)
-    assert own[0].weight.float().abs().sum() > 0
-    save_file(own.state_dict(), tmp_path / "model.safetensors")
-    assert all(
-        torch.equal(value.float(), own.state_dict()[name].float())
-        for name, value in load_file(tmp_path / "model.safetensors").items()
-    )
+        other.layers[0].weight.zero_()
+        check(other.layers, X, products, joined=False)
+        check(model.layers, X, products, joined=True)
+    assert model.layers[0].weight.float().abs().sum() > 0
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert same(load_file(tmp_path / "model.safetensors"), model.state_dict())
 
 
-def test_weights_stay_where_a_graph_was_captured_with_them(products, monkeypatch):
-    own, x, joint = layers(128, 128), torch.randn(3, 256).bfloat16(), JointLinear()
-    places = [layer.weight.data_ptr() for layer in own]
-    for capturing in (True, False):
-        monkeypatch.setattr(joint_linear, "_capturing", lambda tensor, now=capturing: now)
-        with torch.no_grad():
-            check(joint, own, x, products, joined=False)
-    assert [layer.weight.data_ptr() for layer in own] == places
-    # Once they are joined, graphs have the one tensor's addresses.
-    joint, capturing = JointLinear(), [False]
-    monkeypatch.setattr(joint_linear, "_capturing", lambda tensor: capturing[0])
-    with torch.no_grad():
-        check(joint, own, x, products, joined=True)
-        capturing[0] = True
-        check(joint, own, x, products, joined=True)
+class Another(BlockFP8Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
 
 
 def test_what_is_not_joined(products):
     """Blocks that would lie across two layers, and passes with gradients: a cast for all, and a product each."""
-    x = torch.randn(3, 256).bfloat16()
+    across, plain = Several(72, 128), Several(128, 128)
+    for model in (across, plain):
+        join(model)
     with torch.no_grad():
-        check(JointLinear(), layers(72, 128), x, products, joined=False)
-    check(JointLinear(), layers(128, 128), x, products, joined=False)
-    with torch.inference_mode():  # its tensors' changes are not counted
-        check(JointLinear(), layers(128, 128), x, products, joined=False)
+        check(across.layers, X, products, joined=False)
+    check(plain.layers, X, products, joined=False)
     with torch.no_grad():
-        mixed = [*layers(128), Linear(256, 64, dtype=torch.bfloat16), *layers(128, use_ue8m0=False)]
-        got = JointLinear()(x, *mixed)
-        assert all(torch.equal(a, layer(x)) for a, layer in zip(got, mixed, strict=True))
+        called = []
+        handle = plain.layers[0].register_forward_hook(lambda *_: called.append(1))
+        multiply(X, *plain.layers)
+        assert called
+        handle.remove()
+        check(plain.layers, X, products, joined=True)
+        mixed = BlockFP8Linear(256, 128), Linear(256, 64, dtype=torch.bfloat16), Another(256, 128)
+        for layers in (mixed, (mixed[0], BlockFP8Linear(256, 128, use_ue8m0=False))):
+            got = multiply(X, *layers)
+            assert all(torch.equal(a, layer(X)) for a, layer in zip(got, layers, strict=True))
+
+
+def test_attention_with_another_way_of_selecting(products):
+    """A selection that takes no keys gets none, and no weight moves."""
+    indexer = LightningIndexer(256, 256, n_heads=64, top_k=8, quantize=True, fp8=True, dtype=torch.bfloat16)
+    layer = DSAAttention(256, 2, indexer, q_lora_rank=256, fp8=True, dtype=torch.bfloat16)
+    join(layer)
+    batch, columns = SequenceBatch.without_cache([20]), products[0]
+    x, angles = torch.randn(20, 256).bfloat16(), RotaryEmbedding(rope_frequencies(64, 1e4))(batch.positions)
+    places = [parameter.data_ptr() for parameter in layer.parameters()]
+
+    def joint_columns():
+        columns.clear()
+        with torch.no_grad():
+            out = layer(x, *angles, batch)
+        return columns[0], out
+
+    with_keys, own = joint_columns()
+    with latest_keys(layer):
+        without_keys, latest = joint_columns()
+    way = indexer.select
+    indexer.select = functools.wraps(way)(lambda *given, **options: way(*given, **options))  # as what times it does
+    again, repeated = joint_columns()
+    assert (with_keys, without_keys, again) == (128 + 256 + 576, 256 + 576, 128 + 256 + 576)
+    assert torch.equal(own, repeated) and not torch.equal(own, latest)
+    assert [parameter.data_ptr() for parameter in layer.parameters()] == places
