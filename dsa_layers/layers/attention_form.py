@@ -11,6 +11,7 @@ from dataclasses import dataclass
 # Multiply-adds a microsecond, measured on an H200: of multi-head attention with a mask, of absorbed attention, and of
 # the products that make keys and values of latents (FP8) and that absorb projections (16 bits).
 MULTI_HEAD, ABSORBED, EXPANDING, ABSORBING = 285e6, 300e6, 600e6, 330e6
+EXPANDED_BYTES = 2 << 30  # that keys and values of 16 bits, made of latents, take at most where the other form is there
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,12 @@ class HeadSizes:
 
 
 def multi_head_is_faster(query_lens: Sequence[int], key_lens: Sequence[int], top_k: int, sizes: HeadSizes) -> bool:
-    """query_lens, key_lens: new tokens of each sequence, and all of its tokens, of which the new ones are the last."""
+    """And has memory for all heads' keys and values: of a few new tokens of many sequences each they may be many.
+
+    query_lens, key_lens: new tokens of each sequence, and all of its tokens, of which the new ones are the last.
+    """
+    if 2 * sum(key_lens) * sizes.heads * (sizes.nope + sizes.value) > EXPANDED_BYTES:
+        return False
     visible = sum(map(visible_keys, query_lens, key_lens))
     selected = visible - sum(_beyond(new, total, top_k) for new, total in zip(query_lens, key_lens))
     projected = sizes.heads * (sizes.nope + sizes.value) * sizes.latent

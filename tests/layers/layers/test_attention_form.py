@@ -39,6 +39,14 @@ def test_chunks_behind_a_long_prefix_take_the_absorbed_form():
     assert multi_head_is_faster([2048], [4096], 2048, V32)
 
 
+def test_many_prefixes_are_not_expanded(monkeypatch):
+    """A few new tokens each, of so many sequences that all heads' keys and values would take 8 GB."""
+    lengths = [150] * 54, [2300] * 54, 2048, V32
+    assert not multi_head_is_faster(*lengths)
+    monkeypatch.setattr(attention_form, "EXPANDED_BYTES", 16 << 30)
+    assert multi_head_is_faster(*lengths)
+
+
 def test_it_is_for_prompts_of_up_to_a_length():
     for sizes in (V32, GLM5):
         forms = [multi_head_is_faster([n], [n], 2048, sizes) for n in range(2049, 40000, 500)]
