@@ -1,13 +1,29 @@
-"""How many of the columns of a selection count, for each new token: the same for all layers of a pass."""
+"""How many of a selection's columns count, for each new token."""
+
+from functools import cached_property
 
 import torch
 
 
-class CountsByColumns(dict[int, torch.Tensor]):
-    """columns -> int32 [T]."""
+class SelectedCounts:
+    """Of a view whose tokens select among keys or entries.
 
-    def of(self, columns: int, visible_keys: torch.Tensor) -> torch.Tensor:
-        """visible_keys int32 [T], but at most `columns`."""
-        if columns not in self:
-            self[columns] = visible_keys.clamp(max=columns)
-        return self[columns]
+    visible_keys   int32 [T]: how many of these each new token sees
+    least_visible  no token sees fewer, as far as the host knows
+    """
+
+    visible_keys: torch.Tensor
+    least_visible: int
+
+    def selected_counts(self, columns: int) -> torch.Tensor | None:
+        """int32 [T]: how many each new token has in so many columns, which are all that it sees if these are fewer;
+        None if no token sees fewer. Made once for all layers of a pass."""
+        if self.least_visible >= columns:
+            return None
+        if columns not in self._counts:
+            self._counts[columns] = self.visible_keys.clamp(max=columns)
+        return self._counts[columns]
+
+    @cached_property
+    def _counts(self) -> dict[int, torch.Tensor]:
+        return {}

@@ -7,12 +7,12 @@ import torch
 
 import dsa
 from dsa_layers.batch import packing
-from dsa_layers.batch.counts import CountsByColumns
+from dsa_layers.batch.counts import SelectedCounts
 from dsa_layers.batch.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class EntryView:
+class EntryView(SelectedCounts):
     """Entry i of a sequence stands for its tokens i * ratio to i * ratio + ratio - 1. It exists from the pass on that
     computes the last of these. A page of the cache holds the entries of its tokens, page_size / ratio of them."""
 
@@ -39,19 +39,15 @@ class EntryView:
         """int32 [B]: entries of each sequence after this pass."""
         return torch.div(self.batch.key_lens_tensor, self.ratio, rounding_mode="floor").to(torch.int32)
 
+    @property
+    def least_visible(self) -> int:
+        """No new token sees fewer entries, as far as the host knows."""
+        return self.batch.least_visible // self.ratio
+
     @cached_property
     def visible_keys(self) -> torch.Tensor:
         """int32 [T]: how many entries of its sequence each new token may see."""
         return torch.div(self.batch.positions + 1, self.ratio, rounding_mode="floor").to(torch.int32)
-
-    def selected_counts(self, columns: int) -> torch.Tensor | None:
-        """int32 [T]: how many of so many selected entries each new token has, which are all that it sees if these are
-        fewer; None if no token sees fewer."""
-        return self._counts.of(columns, self.visible_keys) if self.batch.least_visible // self.ratio < columns else None
-
-    @cached_property
-    def _counts(self) -> CountsByColumns:
-        return CountsByColumns()
 
     @cached_property
     def starts(self) -> torch.Tensor:

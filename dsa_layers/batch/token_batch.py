@@ -6,13 +6,13 @@ import torch
 
 import dsa
 from dsa_layers.batch import packing
-from dsa_layers.batch.counts import CountsByColumns
+from dsa_layers.batch.counts import SelectedCounts
 from dsa_layers.batch.entry_view import EntryView
 from dsa_layers.batch.tokens import Tokens
 from dsa_layers.batch.window_view import WindowView
 
 
-class TokenBatch(Tokens):
+class TokenBatch(SelectedCounts, Tokens):
     """T new tokens of B sequences and where their keys are. What follows from these is computed once for all layers of
     a pass, when it is first read: slots, schedules, and views of compressed entries and of sliding windows."""
 
@@ -25,15 +25,6 @@ class TokenBatch(Tokens):
     def visible_keys(self) -> torch.Tensor:
         """int32 [T]: how many keys of its sequence each new token may see, itself included."""
         return (self.positions + 1).to(torch.int32)
-
-    def selected_counts(self, columns: int) -> torch.Tensor | None:
-        """int32 [T]: how many of so many selected keys each new token has, which are all that it sees if these are
-        fewer; None if no token sees fewer."""
-        return self._counts.of(columns, self.visible_keys) if self.least_visible < columns else None
-
-    @cached_property
-    def _counts(self) -> CountsByColumns:
-        return CountsByColumns()
 
     @cached_property
     def key_starts(self) -> torch.Tensor:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa.ops.mla import mha_varlen_fwd as attention
@@ -47,8 +48,8 @@ def test_registration():
     values = arguments()
     tensors = [values[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
     for selected in (None, SELECTED):
-        torch.library.opcheck(torch.ops.dsa.mha_varlen_fwd.default, (*tensors, 6, 0.1, True, None, selected, 0))
-    torch.library.opcheck(torch.ops.dsa.selection_bits.default, (i32([[1, 2]]), i32([0]), 200))
+        library.opcheck(torch.ops.dsa.mha_varlen_fwd.default, (*tensors, 6, 0.1, True, None, selected, 0))
+    library.opcheck(torch.ops.dsa.selection_bits.default, (i32([[1, 2]]), i32([0]), 200))
 
 
 def test_what_the_kernel_gets(named_launches):
