@@ -21,8 +21,8 @@ Plan
 Shared memory: Q_STAGES x ROWS x D, two blocks of keys and two of values, 2 KiB a consumer warp for results, barriers.
 Blocks are of 128 keys, at D = 256 of 64.
 Registers: of 128 keys 64 scores and 32 pairs of powers, and DV / 2 sums a consumer thread, of 240 (two warpgroups) or
-160 (three). Of
-D = 192 queries go to registers, too (q_rmem), so that wgmma reads less shared memory and their stage is soon free.
+160 (three). Of D = 192 queries go to registers, too (q_rmem), so that wgmma reads less shared memory and their stage is
+soon free.
 Roofline: power. 4096 FLOP a clock and SM, and an H200 falls to 1.5 GHz at it, as for cuBLAS, of which 90% is reached.
 Shared memory is busy 112 of 128 bytes a clock meanwhile (D = DV = 128).
 """
