@@ -8,6 +8,7 @@ import dsa
 from dsa_layers.batch import packing
 from dsa_layers.batch.counts import SelectedCounts
 from dsa_layers.batch.entry_view import EntryView
+from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.batch.tokens import Tokens
 from dsa_layers.batch.window_view import WindowView
 
@@ -71,6 +72,12 @@ class TokenBatch(SelectedCounts, Tokens):
         """The sliding windows of so many tokens: one view for all layers of the pass."""
         return self._views.setdefault(("windows", window), WindowView(self, window))
 
+    def group_rows(self, groups: int) -> GroupRows:
+        """The rows of so many groups of the new tokens' channels: for all layers of the pass."""
+        if ("groups", groups) not in self._views:
+            self._views["groups", groups] = GroupRows.of(len(self.positions), groups, self.device)
+        return self._views["groups", groups]
+
     @cached_property
-    def _views(self) -> dict[tuple[str, int], EntryView | WindowView]:
+    def _views(self) -> dict[tuple[str, int], EntryView | WindowView | GroupRows]:
         return {}

@@ -13,6 +13,7 @@ from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.rope import turn
 from dsa_layers.layers.selecting_attention import KeyCounter
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -85,14 +86,14 @@ class CompressedAttention(nn.Module):
         qr, kv = joint_linear.multiply(x, *self.joint_layers())
         qr = self.q_norm(qr)
         q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim))
-        q = dsa.apply_rotary(dsa.rms_norm(q, None, self.eps), *rope, interleaved=True, dims="last")
+        q = turn(dsa.rms_norm(q, None, self.eps), *rope, interleaved=True, dims="last")
         if cache is not None and batch.is_decode:
             out = self._decode(x, q, qr, kv, rope, entry_rope, batch, cache)
         else:
             out = self._prefill(x, q, qr, kv, rope, entry_rope, batch, cache)
         cos, sin = rope
-        out = dsa.apply_rotary(out, cos, -sin, interleaved=True, dims="last")
-        return self.wo_b(self.wo_a(out.flatten(1).unflatten(-1, (self.o_groups, -1))).flatten(1))
+        out = turn(out, cos, -sin, interleaved=True, dims="last").flatten(1).unflatten(-1, (self.o_groups, -1))
+        return self.wo_a(out, self.wo_b, batch.group_rows(self.o_groups))
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product."""
@@ -131,7 +132,7 @@ class CompressedAttention(nn.Module):
         """Keys of the tokens that the new ones see, in the order of `WindowView.order`; the new ones', whose wkv(x) is
         kv, to the ring."""
         if cache is None:
-            return dsa.apply_rotary(self.kv_norm(kv), *rope, interleaved=True, dims="last")
+            return turn(self.kv_norm(kv), *rope, interleaved=True, dims="last")
         windows, norm = batch.windows(self.window), self.kv_norm
         earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=kv.dtype)
         write = (kv, norm.weight.float(), *rope)

@@ -1,15 +1,18 @@
-"""A block-diagonal projection: each group of channels has a matrix of its own."""
+"""A block-diagonal projection, each group of channels with a matrix of its own, and the one behind it."""
 
 import torch
 from torch import nn
 
 import dsa
-from dsa_layers.layers.linear import BlockFP8Linear, make_linear
+from dsa_layers.batch.group_rows import GroupRows
+from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 
 
 class GroupedLinear(nn.Module):
-    """y[g] = W_g x[g]: x [T, groups, I] -> y [T, groups, O], with the matrices one below the other, [groups * O, I].
+    """then(y), y[g] = W_g x[g]: x [T, groups, I] -> y [T, groups, O], flattened -> [T, outputs of `then`].
 
+    The matrices are one below the other, [groups * O, I]. rows: `TokenBatch.group_rows(groups)`, read if both layers
+    are FP8: then the casts in front of both products write each row to its place, and nothing is copied.
     Parameters: weight, FP8 with weight_scale_inv as `BlockFP8Linear` has them if `fp8`; then O is a multiple of 128.
     """
 
@@ -29,19 +32,15 @@ class GroupedLinear(nn.Module):
         self.groups = groups
         self.matrices = make_linear(in_features, groups * out_features, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layer = self.matrices
+    def forward(self, x: torch.Tensor, then: Linear | BlockFP8Linear, rows: GroupRows) -> torch.Tensor:
+        layer, tokens = self.matrices, len(x)
         if not isinstance(layer, BlockFP8Linear):
             weight = layer.weight.unflatten(0, (self.groups, -1))
-            return torch.einsum("tgi,goi->tgo", x, weight)
-        # All groups' rows below each other: one product that knows whose rows are whose.
-        q, scale = dsa.per_token_cast_to_fp8(x.contiguous(), layer.use_ue8m0)
-        rows = _swapped(q).flatten(0, 1), scale.transpose(0, 1).flatten(0, 1)
+            return then(torch.einsum("tgi,goi->tgo", x, weight).flatten(1))
+        activations = dsa.scatter_cast_to_fp8(x.flatten(0, 1), rows.to_groups, layer.use_ue8m0)
         matrices = tuple(t.unflatten(0, (self.groups, -1)) for t in (layer.weight, layer.weight_scale_inv))
-        ends = torch.arange(1, self.groups + 1, dtype=torch.int32, device=x.device) * len(x)
-        return _swapped(dsa.grouped_fp8_gemm_nt(rows, matrices, ends, x.dtype).unflatten(0, (self.groups, len(x))))
-
-
-def _swapped(x: torch.Tensor) -> torch.Tensor:
-    """x [A, B, C] -> [B, A, C], contiguous; C elements are a multiple of 8 bytes, which are copied as one number."""
-    return x.view(torch.int64).transpose(0, 1).contiguous().view(x.dtype)
+        y = dsa.grouped_fp8_gemm_nt(activations, matrices, rows.ends, x.dtype)
+        if not isinstance(then, BlockFP8Linear):
+            return then(y.unflatten(0, (self.groups, tokens)).transpose(0, 1).flatten(1))
+        activations = dsa.scatter_cast_to_fp8(y, rows.to_tokens, then.use_ue8m0)
+        return then.multiply(tuple(part.view(tokens, -1) for part in activations), x.dtype)

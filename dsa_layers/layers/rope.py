@@ -1,9 +1,11 @@
-"""Rotary position embedding: plain and YaRN frequencies, and their angles. `dsa.apply_rotary` turns the vectors."""
+"""Rotary position embedding: plain and YaRN frequencies, and their angles; `dsa.apply_rotary` turns vectors."""
 
 import math
 
 import torch
 from torch import nn
+
+import dsa
 
 
 def rope_frequencies(dim: int, theta: float) -> torch.Tensor:
@@ -51,3 +53,9 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions.float()[:, None] * self.frequencies
         return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, dims: str) -> torch.Tensor:
+    """`dsa.apply_rotary` of a tensor that nobody else reads: in place, unless gradients are on."""
+    out = None if torch.is_grad_enabled() else x
+    return dsa.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims, out=out)

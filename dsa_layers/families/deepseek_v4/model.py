@@ -148,10 +148,9 @@ class DeepseekV4ForCausalLM(nn.Module):
             streams = layer(
                 streams, tokens, rope, entry_ropes.get(ratio), batch, None if cache is None else cache.layer(i)
             )
-        hidden = self.norm(self.hc_head(streams))
         if not all_tokens:
-            hidden = hidden[batch.last_tokens]
-        return linear_fp32(hidden, self.head.weight)
+            streams = streams[batch.last_tokens]
+        return linear_fp32(self.norm(self.hc_head(streams)), self.head.weight)
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64
