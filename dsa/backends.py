@@ -78,6 +78,11 @@ def use_backend(name: str) -> Iterator[None]:
         _override.reset(token)
 
 
+def allows_kernels() -> bool:
+    """Whether a call may launch kernels that an earlier call like it has launched."""
+    return _chosen() != "reference"
+
+
 def runs_kernel(op: str, tensor: torch.Tensor) -> bool:
     """Whether `op` launches its kernel on `tensor`; ValueError when the kernels were asked for and cannot run."""
     chosen = _chosen()

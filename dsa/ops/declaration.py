@@ -26,19 +26,22 @@ A call of the op
 An op that has gradients of its own is declared with `autograd`: what it launches is a torch.autograd.Function, which
 torch.compile looks into, and there is no torch.library op.
 
-Checks cost more than a launch, and decoding repeats itself: a call in order is remembered by all that they look at.
+Checks and the Python of a launch cost more than the kernel's launch, and decoding repeats itself: a call in order is
+remembered by all that these look at (`known_calls`), and one that comes again and again becomes the steps that it takes
+(`recording`). So what a launch does may follow from the signature of its arguments and from nothing else.
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from dsa import backends
-from dsa.ops.known_calls import KnownCalls, signature
+from dsa.ops.known_calls import REPEATS, KnownCalls, signature
+from dsa.ops.recording import NotedKernels, record
 from dsa.reference.arguments import Arguments
 
 OPS: dict[str, "Op"] = {}
@@ -54,16 +57,16 @@ class Kernels:
 
     def __init__(self, name: str, rows: Mapping[str, Row]) -> None:
         self.name, self.rows = name, dict(rows)
-        self._modules: dict[str, ModuleType | tuple[ModuleType, ...]] = {}
+        self._modules: dict[str, NotedKernels | tuple[NotedKernels, ...]] = {}
 
-    def modules(self, arch: str) -> ModuleType | tuple[ModuleType, ...]:
-        """The kernels for an arch: the module that its row names, or a tuple of them."""
+    def modules(self, arch: str) -> NotedKernels | tuple[NotedKernels, ...]:
+        """The kernels for an arch: what its row names, a module or a tuple of them."""
         if arch not in self._modules:
             if arch not in self.rows:
                 there = ", ".join(f"{name} ({other})" for other, row in self.rows.items() for name in _names(row))
                 raise ValueError(f"{self.name}: has no {arch} kernel beside {there}")
             row = self.rows[arch]
-            modules = tuple(map(importlib.import_module, _names(row)))
+            modules = tuple(NotedKernels(importlib.import_module(name)) for name in _names(row))
             self._modules[arch] = modules[0] if isinstance(row, str) else modules
         return self._modules[arch]
 
@@ -103,7 +106,7 @@ class Op:
         table = backends.KERNELS.setdefault(self.public, {})
         for arch, row in self.kernels.rows.items():
             table[arch] = _together(table.get(arch, ()), row)
-        self._known = KnownCalls()
+        self.known = KnownCalls()
         places = {argument: i for i, argument in enumerate(arguments.specs)}
         self._written = tuple(places[argument] for argument in arguments.written)
         # What is written may be the tensor that it is like, and limits may be others then.
@@ -121,7 +124,11 @@ class Op:
 
     def run(self, *arguments: Any) -> Any:
         """Without a look at gradients and at torch.compile."""
-        tensor = _first_tensor(arguments)
+        tensor, call = _first_tensor(arguments), self._signature(arguments)
+        steps = self.known.steps.get(call)
+        if steps is not None and backends.allows_kernels():
+            with backends.on_device(tensor):
+                return steps(*arguments)
         if self._lacks_dtype(tensor):
             self.arguments.check(*arguments)
             backends.note_reference_only(f"{self.public} in {str(tensor.dtype).removeprefix('torch.')}", tensor)
@@ -129,9 +136,14 @@ class Op:
         if tensor is None or not backends.runs_kernel(self.public, tensor):
             self.arguments.check(*arguments)
             return self.reference(*arguments)
-        self._check_for_kernels(arguments)
+        self._check_for_kernels(call, arguments)
         with backends.on_device(tensor):
-            return self.launch_on(tensor.device, *arguments)
+            if self.autograd or self.known.count(call) != REPEATS:
+                return self.launch_on(tensor.device, *arguments)
+            result, steps = record(functools.partial(self.launch_on, tensor.device), arguments)
+            if steps is not None:
+                self.known.keep(call, steps)
+            return result
 
     def check(self, *arguments: Any) -> None:
         """Raises what a call with these would raise before anything is launched."""
@@ -140,7 +152,7 @@ class Op:
         if plain or not backends.runs_kernel(self.public, tensor):
             self.arguments.check(*arguments)
         else:
-            self._check_for_kernels(arguments)
+            self._check_for_kernels(self._signature(arguments), arguments)
 
     def launch_on(self, device: torch.device, *arguments: Any) -> Any:
         """Launches the kernels for arguments that another op, which runs its own on this device, has checked."""
@@ -150,21 +162,27 @@ class Op:
         """Whether no kernel takes the dtype of the op's first tensor."""
         return bool(self.dtypes) and tensor is not None and tensor.dtype not in self.dtypes
 
-    def _check_for_kernels(self, arguments: tuple[Any, ...]) -> None:
-        if self.autograd and torch.compiler.is_compiling():
-            self._check_all(arguments)  # what was in order before means nothing to a compiled call
-            return
-        call = signature(*arguments)
-        if self._written:
-            call = (
-                *call,
-                torch.is_grad_enabled(),
-                *(getattr(arguments[i], "requires_grad", None) for i in self._written),
-                *(_begin_together(arguments[i], arguments[other]) for i, other in self._in_place),
-            )
-        if call not in self._known:
+    def _check_for_kernels(self, call: tuple, arguments: tuple[Any, ...]) -> None:
+        """call: their signature."""
+        if not call:
             self._check_all(arguments)
-            self._known.remember(call)
+        elif call not in self.known:
+            self._check_all(arguments)
+            self.known.remember(call)
+
+    def _signature(self, arguments: tuple[Any, ...]) -> tuple:
+        """() for a call that is compiled: what was in order before means nothing to it."""
+        if self.autograd and torch.compiler.is_compiling():
+            return ()
+        call = signature(*arguments)
+        if not self._written:
+            return call
+        return (
+            *call,
+            torch.is_grad_enabled(),
+            *(getattr(arguments[i], "requires_grad", None) for i in self._written),
+            *(_begin_together(arguments[i], arguments[other]) for i, other in self._in_place),
+        )
 
     def _check_all(self, arguments: tuple[Any, ...]) -> None:
         self.arguments.check(*arguments)
@@ -238,6 +256,12 @@ def op(
         return OPS[name]
 
     return declare
+
+
+def forget_calls() -> None:
+    """What is known of calls, of all ops: for who changes what launches choose from."""
+    for each in OPS.values():
+        each.known.forget()
 
 
 def wants_gradient(*arguments: Any) -> bool:

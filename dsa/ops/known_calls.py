@@ -1,18 +1,47 @@
-"""Calls that were found in order, by all that the checks look at: they take longer than a launch, and decoding repeats
-itself."""
+"""Calls that were found in order, by all that the checks and a launch look at: both take longer in Python than a kernel's
+launch, and decoding repeats itself."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-_MOST = 4096
+_MOST = 4096  # signatures
+_MOST_STEPS = 256  # of these with steps of their own
+# So often a call comes before its steps are recorded, which takes half a millisecond: once for prompts of new lengths,
+# whose layers repeat each other, and not at all for single calls.
+REPEATS = 8
 
 
-class KnownCalls(set[tuple]):
-    """Their signatures. Forgets all when there are too many."""
+class KnownCalls:
+    """Signatures of calls in order, how often each came, and the steps of those that were recorded (`recording`).
+    Forgets all when there are too many."""
 
-    def remember(self, signature: tuple) -> None:
-        if len(self) >= _MOST:
-            self.clear()
-        self.add(signature)
+    def __init__(self) -> None:
+        self.steps: dict[tuple, Callable[..., Any]] = {}
+        self._times: dict[tuple, int] = {}
+
+    def __contains__(self, call: tuple) -> bool:
+        return call in self._times
+
+    def remember(self, call: tuple) -> None:
+        if len(self._times) >= _MOST:
+            self.forget()
+        self._times[call] = 0
+
+    def count(self, call: tuple) -> int:
+        """How often a call that is remembered came, this time included."""
+        self._times[call] = times = self._times.get(call, 0) + 1
+        return times
+
+    def keep(self, call: tuple, steps: Callable[..., Any]) -> None:
+        if len(self.steps) >= _MOST_STEPS:
+            self.steps.clear()
+        self.steps[call] = steps
+
+    def forget(self) -> None:
+        self._times.clear()
+        self.steps.clear()
 
 
 def signature(*values: object) -> tuple:

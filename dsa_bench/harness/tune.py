@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsa import backends
-from dsa.ops.declaration import OPS
+from dsa.ops.declaration import OPS, forget_calls
 from dsa.source_digest import op_module
 from dsa.testing import bench
 from dsa_bench.harness.benchmarks import tunable
@@ -169,6 +169,7 @@ def _under(op: str, arch: str, shape_class: str, config: Any, call: Call) -> Cal
     def forget() -> None:
         for cache in caches:
             cache.cache_clear()
+        forget_calls()
 
     def run() -> object:
         with tuning.trial(op, arch, shape_class, config):

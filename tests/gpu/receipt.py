@@ -34,6 +34,7 @@ WHOLES = {
     "generation": "generation: `dsa_layers.Generator`",
     "host": "a call's time on the host: `dsa bench host`",
     "hostile_contents": "all ops: hostile index contents under compute-sanitizer",
+    "recorded_calls": "all ops: calls whose steps are recorded",
     "several_gpus": "ops on a GPU that is not the current one",
     "user_commands": "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents",
 }

@@ -92,6 +92,7 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
         run.logits.extend(logits)
         return sample(logits, *arguments)
 
+    forget_calls()  # what is known launches without a question
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "runs_kernel", spy)
         patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.topk_indices, followed.topk_indices))

@@ -1,5 +1,6 @@
 """What ops give to kernels against what these are compiled for, without a GPU: how many arguments, which are None, the
-dtypes and the dimensions of tensors. A kernel that is called otherwise raises at its first launch on a GPU.
+dtypes and the dimensions of tensors. A kernel that is called otherwise raises at its first launch on a GPU. And whether
+a call that comes again and again, whose steps are recorded, gives kernels what it gave them the first time.
 
 python -m tests.ops.launched_arguments: prints a line a difference, and at the end how many kernels were launched. It
 replaces the compiler for the whole process, so tests run it in one of its own.
@@ -7,6 +8,7 @@ replaces the compiler for the whole process, so tests run it in one of its own.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from dsa import backends
 from dsa.cute import compile_cache
 from dsa.cute.fake_tensors import cute_dtype
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import OPS, forget_calls
+from dsa.ops.known_calls import REPEATS
 from tests.valid_calls import CALLS
 from tests.valid_calls.description import Maker
 
@@ -48,44 +52,71 @@ def _same_type(dtype: torch.dtype, element_type: Any) -> bool:
         return str(element_type).lower() == dtype_name(dtype)
 
 
-def larger_calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Of ops that have kernels for small arguments and for large ones."""
+def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+    """(name, what makes arguments, what runs with them) of ops that have kernels for small arguments and for large
+    ones."""
     make = Maker("cpu")
 
-    def product(rows: int) -> Callable[[], object]:
-        a, b = (make.e4m3(rows, 128), make.positive(rows, 1)), (make.e4m3(136, 128), make.positive(2, 1))
-        return lambda: dsa.fp8_gemm_nt(a, b)
+    def product(rows: int) -> Any:
+        return (make.e4m3(rows, 128), make.positive(rows, 1)), (make.e4m3(136, 128), make.positive(2, 1))
 
-    def grouped(op: str, count: int, **options: Any) -> Callable[[], object]:
-        a = make.e4m3(count, 128), make.positive(count, 1)
+    def grouped(op: str, count: int) -> Any:
         b = make.e4m3(2, 256, 128), make.positive(2, 2, 1)
         if "fp4" in op:
             packed = torch.zeros(2, 256, 64, dtype=torch.int8)
             scale = torch.full((2, 256, 4), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
             b = packed, scale, dsa.fp4_block_scales(packed, scale)
-        ends = make.ints([count // 2, count])
-        return lambda: getattr(dsa, op)(a, b, ends, **options)
+        return (make.e4m3(count, 128), make.positive(count, 1)), b, make.ints([count // 2, count])
 
     for rows in (1, 600, 5000):
-        yield f"fp8_gemm_nt of {rows} rows", product(rows)
+        yield f"fp8_gemm_nt of {rows} rows", partial(product, rows), lambda given: dsa.fp8_gemm_nt(*given)
     for op in ("grouped_fp8_gemm_nt", "grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"):
         for rows in (40, 600, 3000):
-            of_rows = torch.arange(rows, dtype=torch.int32)
-            yield f"{op} of {rows} rows", grouped(op, rows)
-            yield f"{op} of {rows} gathered rows", grouped(op, rows, rows=of_rows)
-            if "swiglu" not in op:
-                yield f"{op} of {rows} weighted rows", grouped(op, rows, weights=torch.ones(rows))
+            of_rows, ones = torch.arange(rows, dtype=torch.int32), torch.ones(rows)
+            options = {"": {}, "gathered ": {"rows": of_rows}} | (
+                {} if "swiglu" in op else {"weighted ": {"weights": ones}}
+            )
+            for kind, own in options.items():
+                run = partial(lambda op, own, given: getattr(dsa, op)(*given, **own), op, own)
+                yield f"{op} of {rows} {kind}rows", partial(grouped, op, rows), run
     for tokens in (1, 300, 3000):
-        streams, parts = make.bf16(tokens, 4, 64), make.bf16(3, 24, 256)
-        yield f"hyper_mix of {tokens} tokens", lambda streams=streams, parts=parts: dsa.hyper_mix(streams, parts)
+        streams = partial(lambda tokens: (make.bf16(tokens, 4, 64), make.bf16(3, 24, 256)), tokens)
+        yield f"hyper_mix of {tokens} tokens", streams, lambda given: dsa.hyper_mix(*given)
+
+
+class Memory:
+    """Names for what tensors lie in, in the order in which it is seen: alike in calls that do the same."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[torch.UntypedStorage, int]] = []
+
+    def described(self, x: Any) -> Any:
+        """What of an argument or a result is the same in every call like this one."""
+        if isinstance(x, torch.Tensor):
+            return tuple(x.shape), x.stride(), x.dtype, self._place(x)
+        if isinstance(x, dict):
+            return self.described(list(x.values()))
+        return tuple(map(self.described, x)) if isinstance(x, list | tuple) else x
+
+    def _place(self, x: torch.Tensor) -> tuple[int, int] | None:
+        """Which memory it is, and how far behind the first tensor there. Memory without bytes has no address."""
+        storage = x.untyped_storage()
+        if not storage.nbytes():
+            return None
+        for i, (other, offset) in enumerate(self._seen):
+            if storage.data_ptr() == other.data_ptr():
+                return i, x.storage_offset() - offset
+        self._seen.append((storage, x.storage_offset()))
+        return len(self._seen) - 1, 0
 
 
 def main() -> None:
-    launched, found, name = [0], [], [""]
+    launched, memory = [], [Memory()]
+    found, name, recorded = [], [""], []
 
     def compile_for(target: str, kernel: Any, *fakes: Any) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:
-            launched[0] += 1
+            launched.append((id(launch), memory[0].described(arguments)))
             found.extend(f"{name[0]}: {type(kernel).__name__}: {x}" for x in differences(arguments, fakes))
 
         return launch
@@ -95,12 +126,22 @@ def main() -> None:
     backends.runs_kernel = lambda *_: True
     backends.arch_of = lambda _: "sm_90"
     backends.on_device = lambda _: contextlib.nullcontext()
-    calls = [(call.name, lambda call=call: call.run(call.arguments())) for call in CALLS]
-    for name[0], call in (*calls, *larger_calls()):
+    calls = [(call.name, call.arguments, call.run) for call in CALLS]
+    total = 0
+    for name[0], arguments, run in (*calls, *larger_calls()):
+        forget_calls()
         # Nothing has run: an op that goes on with its kernel's numbers finds any.
         with contextlib.suppress(IndexError):
-            call()
-    print(*dict.fromkeys(found), f"{launched[0]} launches", sep="\n")
+            each = []
+            for _ in range(REPEATS + 2):
+                given, memory[0] = arguments(), Memory()  # making them may launch something too
+                launched.clear()
+                memory[0].described(given)
+                each.append((memory[0].described(run(given)), tuple(launched)))
+            total += len(launched)
+            recorded += [name[0]] if any(op.known.steps for op in OPS.values()) else []
+            found.extend(f"{name[0]}: call {i + 1} differs" for i, other in enumerate(each) if other != each[0])
+    print(*dict.fromkeys(found), f"{len(recorded)} recorded, {total} launches", sep="\n")
 
 
 if __name__ == "__main__":

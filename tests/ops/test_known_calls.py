@@ -33,4 +33,15 @@ def test_too_many_are_forgotten():
     known = KnownCalls()
     for i in range(5000):
         known.remember(signature(X, i))
-    assert signature(X, 4999) in known and len(known) <= 4096
+    assert signature(X, 4999) in known and signature(X, 0) not in known
+    for i in range(300):
+        known.keep((i,), len)
+    assert (299,) in known.steps and len(known.steps) <= 256
+    known.forget()
+    assert not known.steps and signature(X, 4999) not in known
+
+
+def test_a_call_that_is_remembered_is_counted():
+    known, call = KnownCalls(), signature(X)
+    known.remember(call)
+    assert [known.count(call) for _ in range(3)] == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Ops launch kernels with the arguments that these are compiled for."""
+"""Ops launch kernels with the arguments that these are compiled for, and do so again when their steps are recorded."""
 
 import subprocess
 import sys
@@ -19,7 +19,8 @@ def test_all_ops_give_kernels_what_they_take():
     assert done.returncode == 0, done.stderr[-2000:]
     *found, last = done.stdout.splitlines()
     assert not found, "\n".join(found)
-    assert int(last.split()[0]) > 90
+    recorded, launches = (int(part.split()[0]) for part in last.split(", "))
+    assert recorded > 80 and launches > 100
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 import dsa
 from dsa.kernels.indexer import topk_config
 from dsa.kernels.indexer.topk_candidates import SAMPLE
+from dsa.ops.declaration import forget_calls
 from dsa.ops.indexer import topk_indices as bridge
 from dsa.reference import topk_indices as reference
 from dsa.testing import poison_free_memory
@@ -28,6 +29,7 @@ def forced(patch, cfg):
 
     patch.setattr(topk_config, "choose_config", choose)
     bridge._kernel.cache_clear()
+    forget_calls()
 
 
 @pytest.fixture(params=topk_config.CONFIGS, ids=lambda c: f"{c.threads}-{c.tile}-{c.cluster}")
@@ -36,6 +38,7 @@ def config(request, monkeypatch):
     forced(monkeypatch, request.param)
     yield request.param
     bridge._kernel.cache_clear()
+    forget_calls()
 
 
 def most(cfg):
@@ -179,6 +182,7 @@ def test_a_row_alone_equals_the_row_in_a_batch():
             forced(patch, cfg)
             assert torch.equal(dsa.topk_indices(scores[:40], 2048), whole[:40])
     bridge._kernel.cache_clear()
+    forget_calls()
 
 
 def test_runs_are_identical():

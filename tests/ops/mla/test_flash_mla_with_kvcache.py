@@ -293,7 +293,7 @@ def test_torch_compile(style):
 def test_a_call_like_one_before_is_not_checked_again(launches, monkeypatch):
     (q, cache, table, lengths), checked = inputs(h_q=64), []
     check = op._dense_mla_decode.arguments.check
-    monkeypatch.setattr(op._dense_mla_decode, "_known", KnownCalls())
+    monkeypatch.setattr(op._dense_mla_decode, "known", KnownCalls())
     monkeypatch.setattr(op._dense_mla_decode.arguments, "check", lambda *a: (checked.append(a), check(*a))[1])
     metas = [dsa.get_mla_metadata()[0] for _ in range(2)]
     for meta in (*metas, *metas):

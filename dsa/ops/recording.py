@@ -1,0 +1,204 @@
+"""What a call of an op asks of torch and of kernels, noted once and written as a function that does no more.
+
+A launch computes sizes, picks a kernel and makes views in Python, which takes longer than the kernel's launch. For
+arguments of one signature (`known_calls`) all of it comes out the same. `record` runs such a call under a dispatch mode
+and notes its steps: allocations and other operators of torch, and launches. What comes back is a Python function of the
+same arguments with these steps in a row, for instance
+
+    def steps(a0, a1, a2):
+        t0 = empty((128, 7168), dtype=c0, device=c1)
+        launch0(a0, a1, t0, 1e-06)
+        return t0
+
+Views are one `as_strided` of the tensor whose memory they show, or nothing where that tensor looks the same. Tensors
+that are neither arguments nor made by a step are constants, which a bridge keeps in a cache of its own.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Kernel = Callable[..., None]
+_thread = threading.local()
+_EMPTY = {
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+}
+# Numbers of the device, and tensors that torch makes of the host's numbers unseen.
+_UNSEEN = {torch.ops.aten._local_scalar_dense, torch.ops.aten.lift, torch.ops.aten.lift_fresh}
+
+
+class NotedKernels:
+    """A module of kernels whose compiled functions are noted when they are launched; all else is the module's."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.module, name)
+        if not name.startswith("compile_"):
+            return value
+        return lambda *variant: _noted(value(*variant))
+
+
+def _noted(kernel: Kernel) -> Kernel:
+    def launch(*arguments: Any) -> None:
+        kernel(*arguments)
+        recording = getattr(_thread, "recording", None)
+        if recording is not None:
+            recording.launched(launch, arguments)
+
+    return launch
+
+
+@dataclass(frozen=True)
+class _View:
+    """The memory of `of` from `offset` elements behind its first, at those strides."""
+
+    of: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.replays = True
+        self.launches = 0
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {"empty": torch.empty, "empty_strided": torch.empty_strided}
+        self._new = itertools.count()
+        self._kept: list[Any] = []  # an id is a tensor's as long as that lives
+        self._of: dict[int, str | _View] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for i, x in enumerate(arguments):
+            for name, tensor in [(f"a{i}", x)] if not isinstance(x, list | tuple) else _items(f"a{i}", x):
+                if isinstance(tensor, torch.Tensor):
+                    self.replays &= id(tensor) not in self._of  # one tensor twice may be two the next time
+                    self._name(tensor, name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = func.overloadpacket
+        results = [x for _, x in _items("", result)] if isinstance(result, list | tuple) else [result]
+        if packet in _UNSEEN or torch.Tag.dynamic_output_shape in func.tags or not _all_tensors(results):
+            self.replays = False
+        elif packet in _EMPTY and result.layout is torch.strided:
+            self._made(result)
+        elif func.is_view and not any(x.requires_grad or x.dtype != args[0].dtype for x in (args[0], *results)):
+            for x in results:
+                self._viewed(x, args[0])
+        else:
+            call = f"{self._constant(func)}({self._all(args, kwargs)})"
+            if all(any(x is y for y in args) for x in results):  # in place
+                self.lines.append(call)
+            else:
+                name = f"t{next(self._new)}"
+                self.lines.append(f"{name} = {call}")
+                for place, x in _items(name, result) if isinstance(result, list | tuple) else [(name, result)]:
+                    self._name(x, place)
+        return result
+
+    def launched(self, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
+        self.launches += 1
+        self.lines.append(f"{self._constant(kernel)}({self._all(arguments, {})})")
+
+    def function(self, arguments: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
+        """The steps, if they are all that the call does."""
+        returned = self._expression(result)
+        if not self.replays or not self.launches:
+            return None
+        parameters = ", ".join(f"a{i}" for i in range(len(arguments)))
+        body = "".join(f"    {line}\n" for line in [*self.lines, f"return {returned}"])
+        exec(f"def steps({parameters}):\n{body}", self.names)
+        return self.names["steps"]
+
+    def _name(self, tensor: torch.Tensor, name: str) -> None:
+        self._kept.append(tensor)
+        self._of[id(tensor)], self._tensors[name] = name, tensor
+
+    def _made(self, tensor: torch.Tensor) -> None:
+        name = f"t{next(self._new)}"
+        options = f"dtype={self._constant(tensor.dtype)}, device={self._constant(tensor.device)}"
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        if tensor.is_contiguous():
+            self.lines.append(f"{name} = empty({shape}, {options})")
+        else:
+            self.lines.append(f"{name} = empty_strided({shape}, {strides}, {options})")
+        self._name(tensor, name)
+
+    def _viewed(self, view: torch.Tensor, source: torch.Tensor) -> None:
+        of = self._of.get(id(source))
+        if of is None:  # of a constant
+            return
+        base = of.of if isinstance(of, _View) else of
+        offset = view.storage_offset() - self._tensors[base].storage_offset()
+        self._kept.append(view)
+        self._of[id(view)] = _View(base, tuple(view.shape), view.stride(), offset)
+
+    def _all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        named = (f"{name}={self._expression(x)}" for name, x in kwargs.items())
+        return ", ".join([*map(self._expression, args), *named])
+
+    def _expression(self, x: Any) -> str:
+        if isinstance(x, torch.Tensor):
+            return self._tensor(x)
+        if type(x) is list:
+            return f"[{', '.join(map(self._expression, x))}]"
+        if type(x) is tuple:
+            return f"({''.join(f'{self._expression(y)}, ' for y in x)})"
+        if x is None or type(x) in (bool, int):
+            return repr(x)
+        if isinstance(x, tuple):  # a named one
+            return f"{self._constant(type(x))}({', '.join(map(self._expression, x))})"
+        return self._constant(x)
+
+    def _tensor(self, x: torch.Tensor) -> str:
+        of = self._of.get(id(x))
+        if of is None:
+            return self._constant(x)
+        if isinstance(of, str):
+            return of
+        base = self._tensors[of.of]
+        if not of.offset and of.shape == tuple(base.shape) and of.strides == base.stride():
+            return of.of
+        name = f"t{next(self._new)}"
+        offset = f", {of.of}.storage_offset() + {of.offset}" if of.offset else ""
+        self.lines.append(f"{name} = {of.of}.as_strided({of.shape}, {of.strides}{offset})")
+        self._of[id(x)], self._tensors[name] = name, x
+        return name
+
+    def _constant(self, x: Any) -> str:
+        name = next((name for name, other in self.names.items() if other is x), f"c{len(self.names)}")
+        self.names[name] = x
+        return name
+
+
+def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Callable[..., Any] | None]:
+    """(call(*arguments), a function that does the same for arguments of the same signature). None in place of the
+    function where there is no such: where a number comes from the device, or nothing is launched."""
+    before = getattr(_thread, "recording", None)
+    if before is not None:  # a part of a call that is recorded as a whole
+        return call(*arguments), None
+    _thread.recording = recording = _Recording(arguments)
+    try:
+        with recording:
+            result = call(*arguments)
+    finally:
+        _thread.recording = None
+    return result, recording.function(arguments, result)
+
+
+def _items(name: str, values: Any) -> list[tuple[str, Any]]:
+    return [(f"{name}[{i}]", x) for i, x in enumerate(values)]
+
+
+def _all_tensors(values: list[Any]) -> bool:
+    return all(isinstance(x, torch.Tensor) for x in values)

@@ -1,0 +1,52 @@
+"""Calls that come again and again, whose steps are recorded: the bits of calls that are not, whatever the contents."""
+
+import pytest
+import torch
+
+from dsa.ops.declaration import OPS, forget_calls
+from dsa.ops.known_calls import REPEATS
+from tests.valid_calls import CALLS
+from tests.valid_calls.description import Maker, same_bits
+
+
+def arguments(call, seed):
+    """Of one signature, in memory of their own, with other floats for every seed."""
+    maker = Maker("cuda")
+    maker.generator.manual_seed(seed)
+    return call.make(maker)
+
+
+def results(call, seed):
+    return call.results(arguments(call, seed))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_recorded_calls_give_the_same_bits(call):
+    seeds = range(REPEATS + 4)
+    expected = []
+    for seed in seeds:
+        forget_calls()
+        expected.append(results(call, seed))
+    forget_calls()
+    for seed, wanted in zip(seeds, expected):
+        assert all(same_bits(x, y) for x, y in zip(results(call, seed), wanted, strict=True)), seed
+    if call.op in OPS and not OPS[call.op].autograd:
+        assert OPS[call.op].known.steps
+
+
+def test_recorded_calls_run_in_a_graph_and_on_another_stream():
+    forget_calls()
+    call = next(call for call in CALLS if call.name == "rms_norm")
+    for seed in range(REPEATS):
+        results(call, seed)
+    given = arguments(call, 1)
+    wanted = call.run(given)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        other = call.run(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call.run(given)
+    graph.replay()
+    torch.cuda.synchronize()
+    for found in (other, captured):
+        assert all(same_bits(x, y) for x, y in zip(found, wanted, strict=True))

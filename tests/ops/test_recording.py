@@ -1,0 +1,186 @@
+"""What a call asks of torch and of kernels, recorded and done again."""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dsa.ops.recording import NotedKernels, record
+
+X, Y = torch.arange(24.0).view(4, 6), torch.arange(24.0).view(4, 6) + 100
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@pytest.fixture
+def kernels():
+    """One kernel: adds a number, if any, to each tensor of a list, in place, and notes what it got."""
+    module = ModuleType("made_up")
+    module.launched = []
+
+    def compile_add(sign):
+        def kernel(tensors, by):
+            module.launched.append((tuple(tensors), by))
+            with _disable_current_modes():  # no operator of torch's
+                for x in tensors:
+                    x += sign * (by or 0)
+
+        return kernel
+
+    module.compile_add, module.LIMIT = compile_add, 5
+    return NotedKernels(module)
+
+
+def again(call, first, second):
+    """(what the steps of a call do with the second arguments, what the call does with them)."""
+    _, steps = record(call, first)
+    assert steps is not None
+    return steps(*second), call(*second)
+
+
+def test_a_result_is_new_in_every_call(kernels):
+    def call(x, by):
+        out = x.new_zeros(x.shape)
+        kernels.compile_add(1)([out], by)
+        return out
+
+    (got, want) = again(call, (X, 2.5), (Y, 2.5))
+    assert torch.equal(got, want) and got is not want and (got == 2.5).all()
+    _, steps = record(call, (X, 2.5))
+    assert steps(X, 2.5).data_ptr() != got.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.view(-1),
+        lambda x: x[1:3],
+        lambda x: x[:, 2:5].T,
+        lambda x: x.unsqueeze(1).expand(4, 3, 6)[:, 1],
+        lambda x: x.view(2, 2, 6).permute(2, 0, 1)[3],
+        lambda x: x.view(torch.int32)[0].view(torch.float32),
+        lambda x: x.detach(),
+        lambda x: x.split(2)[1],
+        lambda x: x.unbind()[2],
+    ],
+)
+def test_views_are_of_the_arguments_memory(kernels, view):
+    def call(x):
+        kernels.compile_add(1)([view(x)], 1)
+
+    first, second, third = X.clone(), Y.clone(), Y.clone()
+    _, steps = record(call, (first,))
+    assert steps(second) is None
+    call(third)
+    assert torch.equal(second, third) and not torch.equal(second, Y)
+
+
+def test_views_of_results_and_of_parts_of_arguments(kernels):
+    def call(x):
+        out = torch.empty_like(x)
+        out.copy_(x)
+        kernels.compile_add(-1)([out[1:], out[:, 1]], 3)
+        return Pair(out[2:], out.view(-1)[3])
+
+    part = torch.arange(60.0).view(10, 6)[3:7]  # begins elsewhere in its memory
+    got, want = again(call, (X.clone(),), (part,))
+    assert type(got) is Pair and all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_lists_numbers_and_what_is_not_given(kernels):
+    def call(tensors, by, name):
+        if name == "both":
+            kernels.compile_add(1)([tensors[0], tensors[1][:2]], by)
+        return torch.cat(tensors) * kernels.LIMIT
+
+    firsts, seconds, thirds = ([x.clone(), y.clone()] for x, y in ((X, Y), (Y, X), (Y, X)))
+    for by in (None, 7):
+        _, steps = record(call, (firsts, by, "both"))
+        assert torch.equal(steps(seconds, by, "both"), call(thirds, by, "both"))
+        assert all(torch.equal(a, b) for a, b in zip(seconds, thirds))
+
+
+def test_what_a_cache_keeps_is_a_constant(kernels):
+    kept = torch.full((4, 6), 9.0)
+
+    def call(x):
+        out = x + kept
+        kernels.compile_add(1)([out], 1)
+        return out
+
+    got, want = again(call, (X,), (Y,))
+    assert torch.equal(got, want)
+    kept += 1
+    _, steps = record(call, (X,))
+    assert torch.equal(steps(X), call(X))
+
+
+def test_calls_that_are_not_all_steps(kernels):
+    def number(x):
+        kernels.compile_add(1)([x], x[0, 0].item())
+
+    def shape(x):
+        kernels.compile_add(1)([x[x > 3]], 1)
+
+    def hidden(x):
+        kernels.compile_add(1)([torch.tensor([1.0, 2.0])], 1)
+
+    def nothing(x):
+        return x + 1
+
+    for call in (number, shape, hidden, nothing):
+        result, steps = record(call, (X.clone(),))
+        assert steps is None
+    assert torch.equal(result, X + 1)
+
+
+def test_one_tensor_for_two_arguments_says_nothing_of_two(kernels):
+    def call(x, y):
+        kernels.compile_add(1)([x, y], 1)
+
+    assert record(call, (X.clone(), Y.clone()))[1] is not None
+    x = X.clone()
+    assert record(call, (x, x))[1] is None
+
+
+def test_calls_within_a_call_are_its_steps(kernels):
+    def inner(x):
+        kernels.compile_add(1)([x], 1)
+        return x * 2
+
+    _, steps_of_inner = record(inner, (X.clone(),))
+
+    def outer(x):
+        return record(inner, (x,))[0], steps_of_inner(x)
+
+    first, second = X.clone(), X.clone()
+    _, steps = record(outer, (first,))
+    got, want = steps(second), outer(X.clone())
+    assert all(torch.equal(a, b) for a, b in zip(got, want)) and torch.equal(second, X + 2)
+
+
+def test_an_error_ends_the_recording(kernels):
+    def call(x):
+        raise ValueError("x: is wrong")
+
+    with pytest.raises(ValueError, match="x: is wrong"):
+        record(call, (X,))
+    assert record(lambda x: kernels.compile_add(1)([x], 1), (X.clone(),))[1] is not None
+
+
+def test_gradients_may_be_on(kernels):
+    def call(x):
+        out = torch.empty_like(x.detach())
+        out.copy_(x.detach()[:])
+        kernels.compile_add(1)([out], 1)
+        return out
+
+    weight = torch.nn.Parameter(X.clone())
+    got, want = again(call, (weight,), (torch.nn.Parameter(Y.clone()),))
+    assert torch.equal(got, want) and not got.requires_grad
