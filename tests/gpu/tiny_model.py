@@ -19,6 +19,7 @@ import torch
 
 import dsa
 from dsa import backends, reference
+from dsa.ops.declaration import forget_calls
 from dsa.testing import assert_close, calc_diff
 from dsa_layers.checkpoint import load_weights
 from dsa_layers.checkpoint.fused_experts import split_experts
