@@ -11,6 +11,7 @@ _MOST_STEPS = 256  # of these with steps of their own
 # So often a call comes before its steps are recorded, which takes half a millisecond: once for prompts of new lengths,
 # whose layers repeat each other, and not at all for single calls.
 REPEATS = 8
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 
 class KnownCalls:
@@ -48,17 +49,17 @@ def signature(*values: object) -> tuple:
     """Of each argument: of tensors, all but the contents; of numbers, strings and dtypes, the value; of lists and
     tuples, what they hold; of others, the type."""
     found: list[object] = []
-    add = found.append
     for x in values:
-        if isinstance(x, torch.Tensor):
+        kind = type(x)
+        if kind is torch.Tensor or isinstance(x, torch.Tensor):
             try:
-                add((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16))
+                found += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
             except RuntimeError:  # a sparse or nested tensor, which the checks refuse: no call is like this one
-                add(object())
-            continue
-        add(type(x))
-        if isinstance(x, (int, float, str, torch.dtype)):
-            add(x)
+                found.append(object())
+        elif kind in _PLAIN or isinstance(x, (int, float, str)):
+            found += (kind, x)
         elif isinstance(x, (list, tuple)):
-            add(signature(*x))
+            found += (kind, signature(*x))
+        else:
+            found.append(kind)
     return tuple(found)

@@ -15,6 +15,7 @@ that are neither arguments nor made by a step are constants, which a bridge keep
 """
 
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,10 +78,11 @@ class _Recording(TorchDispatchMode):
         self._kept: list[Any] = []  # an id is a tensor's as long as that lives
         self._of: dict[int, str | _View] = {}
         self._tensors: dict[str, torch.Tensor] = {}
+        self._views: dict[_View, str] = {}  # that have a line
+        self._empty: dict[str, str] = {}  # lines that allocate nothing
         for i, x in enumerate(arguments):
             for name, tensor in [(f"a{i}", x)] if not isinstance(x, list | tuple) else _items(f"a{i}", x):
                 if isinstance(tensor, torch.Tensor):
-                    self.replays &= id(tensor) not in self._of  # one tensor twice may be two the next time
                     self._name(tensor, name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -96,7 +98,10 @@ class _Recording(TorchDispatchMode):
             for x in results:
                 self._viewed(x, args[0])
         else:
-            call = f"{self._constant(func)}({self._all(args, kwargs)})"
+            if packet is torch.ops.aten.view and isinstance(args[1], torch.dtype):
+                call = f"{self._tensor(args[0])}.view({self._constant(args[1])})"
+            else:
+                call = f"{self._constant(func)}({self._all(args, kwargs)})"
             if all(any(x is y for y in args) for x in results):  # in place
                 self.lines.append(call)
             else:
@@ -115,8 +120,12 @@ class _Recording(TorchDispatchMode):
         returned = self._expression(result)
         if not self.replays or not self.launches:
             return None
+        # What has no bytes serves every call, unless a call returns it.
+        names = {name: line for name, line in self._empty.items() if not re.search(rf"\b{name}\b", returned)}
+        self.names |= {name: self._tensors[name] for name in names}
         parameters = ", ".join(f"a{i}" for i in range(len(arguments)))
-        body = "".join(f"    {line}\n" for line in [*self.lines, f"return {returned}"])
+        lines = [line for line in self.lines if line not in names.values()]
+        body = "".join(f"    {line}\n" for line in [*lines, f"return {returned}"])
         exec(f"def steps({parameters}):\n{body}", self.names)
         return self.names["steps"]
 
@@ -132,6 +141,8 @@ class _Recording(TorchDispatchMode):
             self.lines.append(f"{name} = empty({shape}, {options})")
         else:
             self.lines.append(f"{name} = empty_strided({shape}, {strides}, {options})")
+        if not tensor.numel():
+            self._empty[name] = self.lines[-1]
         self._name(tensor, name)
 
     def _viewed(self, view: torch.Tensor, source: torch.Tensor) -> None:
@@ -169,11 +180,13 @@ class _Recording(TorchDispatchMode):
         base = self._tensors[of.of]
         if not of.offset and of.shape == tuple(base.shape) and of.strides == base.stride():
             return of.of
-        name = f"t{next(self._new)}"
-        offset = f", {of.of}.storage_offset() + {of.offset}" if of.offset else ""
-        self.lines.append(f"{name} = {of.of}.as_strided({of.shape}, {of.strides}{offset})")
-        self._of[id(x)], self._tensors[name] = name, x
-        return name
+        if of not in self._views:
+            self._views[of] = name = f"t{next(self._new)}"
+            offset = f", {of.of}.storage_offset() + {of.offset}" if of.offset else ""
+            self.lines.append(f"{name} = {of.of}.as_strided({of.shape}, {of.strides}{offset})")
+            self._tensors[name] = x
+        self._of[id(x)] = self._views[of]
+        return self._views[of]
 
     def _constant(self, x: Any) -> str:
         name = next((name for name, other in self.names.items() if other is x), f"c{len(self.names)}")
@@ -187,6 +200,7 @@ def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, C
     before = getattr(_thread, "recording", None)
     if before is not None:  # a part of a call that is recorded as a whole
         return call(*arguments), None
+    arguments = _apart(arguments, set())
     _thread.recording = recording = _Recording(arguments)
     try:
         with recording:
@@ -194,6 +208,19 @@ def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, C
     finally:
         _thread.recording = None
     return result, recording.function(arguments, result)
+
+
+def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
+    """The arguments, a tensor that is there twice as two of the same memory: the next time they may be two."""
+    found = []
+    for x in arguments:
+        if isinstance(x, list | tuple):
+            x = type(x)(_apart(tuple(x), seen))
+        elif isinstance(x, torch.Tensor):
+            x = x.view_as(x) if id(x) in seen else x
+            seen.add(id(x))
+        found.append(x)
+    return tuple(found)
 
 
 def _items(name: str, values: Any) -> list[tuple[str, Any]]:

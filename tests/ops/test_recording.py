@@ -144,9 +144,23 @@ def test_one_tensor_for_two_arguments_says_nothing_of_two(kernels):
     def call(x, y):
         kernels.compile_add(1)([x, y], 1)
 
-    assert record(call, (X.clone(), Y.clone()))[1] is not None
     x = X.clone()
-    assert record(call, (x, x))[1] is None
+    _, steps = record(call, (x, x))
+    assert torch.equal(x, X + 2)
+    first, second = X.clone(), Y.clone()
+    steps(first, second)
+    assert torch.equal(first, X + 1) and torch.equal(second, Y + 1)
+
+
+def test_one_tensor_in_a_list_twice_says_nothing_of_two(kernels):
+    def call(tensors):
+        kernels.compile_add(1)([tensors[0], tensors[1]], 1)
+
+    x = X.clone()
+    _, steps = record(call, ([x, x],))
+    first, second = X.clone(), Y.clone()
+    steps([first, second])
+    assert torch.equal(first, X + 1) and torch.equal(second, Y + 1)
 
 
 def test_calls_within_a_call_are_its_steps(kernels):

@@ -21,23 +21,40 @@ def selections(caches, indices, counts, counted: Int32):
     return found
 
 
+@cute.jit
+def of_prefill(q, kv, indices, out, lse):
+    """Arguments as prefill has them, q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], out [T, h, 512] and lse [T, h],
+    as the kernel reads them: a query a sequence, and all keys in one page."""
+    q, out = (rearranged(x, (0, 3, 1, 2)) for x in (q, out))
+    return q, [rearranged(kv, (1, 0, 2))], [rearranged(indices, (0, 2))], out, rearranged(lse, (0, 1, 2))
+
+
+@cute.jit
+def rearranged(x, modes):
+    """x with its dimensions in that order; those that it does not have are of one element."""
+    return cute.make_tensor(x.iterator, cute.select(cute.append_ones(x.layout, 4), mode=list(modes)))
+
+
 def fake_arguments(
     dtype: type[cutlass.Numeric], head_dim: int, lists: int, cache: Callable[[], cute.Tensor], with_max_logits: bool
 ) -> tuple:
-    """All arguments of a kernel of sparse MLA attention: see `SparseMlaKernel`; cache() makes a cache."""
-    queries, heads = cute.sym_int(), cute.sym_int()
-    return (
-        fake(dtype, (queries, 1, heads, head_dim), (*strides(3, 8), 1)),
-        [cache() for _ in range(lists)],
-        [fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4) for _ in range(lists)],
-        [fake(Int32, (cute.sym_int(),), (1,), 4) for _ in range(lists)],
-        Int32(0),
-        *fake_sink(),
-        *fake_results(dtype, heads),
-        fake(Float32, (queries, heads), (*strides(1), 1), 4) if with_max_logits else None,
-        *(Float32(0.0), Int32(0), Int32(0), Int32(0), Int32(0)),
-        fake_stream(),
-    )
+    """All arguments of a kernel of sparse MLA attention: see `SparseMlaKernel`; cache() makes a cache. with_max_logits:
+    those of prefill."""
+    queries, heads, width = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    counts, sink = [fake(Int32, (cute.sym_int(),), (1,), 4) for _ in range(lists)], fake_sink()
+    numbers = *(Float32(0.0), Int32(0), Int32(0), Int32(0), Int32(0)), fake_stream()
+    results = fake_results(dtype, heads)
+    if with_max_logits:
+        q = fake(dtype, (queries, heads, head_dim), (*strides(2, 8), 1))
+        kv = fake(dtype, (cute.sym_int(), 1, head_dim), (*strides(2, 8), 1))
+        indices = fake(Int32, (queries, 1, width), (*strides(2), 1), 4)
+        out = fake(dtype, (queries, heads, HEAD_DIM_V), (*strides(1, 8), HEAD_DIM_V, 1))
+        lse, max_logits = (fake(Float32, (queries, heads), (*strides(1), 1), 4) for _ in range(2))
+        return q, [kv], [indices], counts, Int32(0), *sink, out, lse, *results[2:], max_logits, *numbers
+    q = fake(dtype, (queries, 1, heads, head_dim), (*strides(3, 8), 1))
+    caches = [cache() for _ in range(lists)]
+    indices = [fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4) for _ in range(lists)]
+    return q, caches, indices, counts, Int32(0), *sink, *results, None, *numbers
 
 
 def fake_cache(dtype: type[cutlass.Numeric], head_dim: int) -> cute.Tensor:

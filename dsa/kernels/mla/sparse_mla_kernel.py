@@ -27,7 +27,7 @@ from dsa.kernels.mla.limits import TILE_N
 from dsa.kernels.mla.mla_attention import RoleRegisters
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_exchange import ExchangeMemory
-from dsa.kernels.mla.sparse_arguments import selections
+from dsa.kernels.mla.sparse_arguments import of_prefill, selections
 from dsa.kernels.mla.swap_ab_exchange import SwapAbExchangeMemory, Thread
 from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 from dsa.kernels.mla.topk_gather import Selection, TopkGather
@@ -49,7 +49,8 @@ class SparseMlaKernel:
     """f(q [T, 1, h, d], caches [pages, P, d], indices [T, K], counts [n], counted, sink [m], has_sink, out
     [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512], lse_partial [splits, 1, h],
     max_logits [T, h] or None, scale * log2(e), s_q, workers, full_waves, split_workers); caches, indices and counts
-    are lists; T, h, pages > 0
+    are lists; T, h, pages > 0. With max_logits: q [T, h, d], one cache [s_kv, 1, d], its indices [T, 1, K], out
+    [T, h, 512], lse [T, h].
 
     Query t has counts[t // s_q] keys of its K in list i if bit i of `counted` is set. Rows of q and of the caches start
     at multiples of 16 bytes. Queries behind full_waves * workers are split, with 2 * split_workers partial results
@@ -129,6 +130,8 @@ class SparseMlaKernel:
             exchange: self.exchange_memory.storage()
             operands: self.operand_storage()
 
+        if const_expr(max_logits is not None):
+            q, caches, indices, out, lse = of_prefill(q, caches[0], indices[0], out, lse)
         self.storage = Storage
         assert self.storage.size_in_bytes() <= SHARED_BYTES
         head_tiles, ctas = None, workers

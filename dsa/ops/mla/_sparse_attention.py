@@ -39,7 +39,8 @@ LEAST_TILES = 2  # that a worker should have of split queries
 
 class Selection(NamedTuple):
     """cache [pages, P, d] in q's dtype or [pages, P, 656 | 584] bytes, keys at multiples of 16 bytes; indices [T, K];
-    and if given, counts [B]: how many of a query's indices count."""
+    and if given, counts [B]: how many of a query's indices count. With max_logits cache [s_kv, 1, d], indices
+    [T, 1, K]."""
 
     cache: torch.Tensor
     indices: torch.Tensor
@@ -47,7 +48,7 @@ class Selection(NamedTuple):
 
 
 class Results(NamedTuple):
-    """out [B, s_q, h, 512], lse [B, h, s_q] and, if wanted, max_logits [T, h], T = B s_q."""
+    """out [B, s_q, h, 512] and lse [B, h, s_q]; or out [T, h, 512], lse and max_logits [T, h]."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -70,7 +71,7 @@ def attend(
     queries, heads, dim = q.shape
     aligned = rows_at_16_bytes(q)
     q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
-    tiles = sum(-(-s.indices.shape[1] // TILE_N) for s in selections)
+    tiles = sum(-(-s.indices.shape[-1] // TILE_N) for s in selections)
     fp8 = selections[0].cache.dtype == torch.uint8
     num_sms = backends.num_sms(q.device)
     head_tile = next((tile for tile in SWAP_AB_HEADS if heads <= tile), TILE_M)
@@ -78,29 +79,29 @@ def attend(
         head_tile = fp8_kv_head_tile(queries, heads, tiles, num_sms, may_split)
     workers, full_waves, split_workers = stream_k(queries, -(-heads // head_tile), tiles, num_sms, may_split)
     caches, indices, counts = zip(*selections)
+    no_count, no_sink = _absent(q.device)
     lists = (
         list(caches),
         list(indices),
-        [index[0] if count is None else count for index, count in zip(indices, counts)],
+        [no_count if count is None else count for count in counts],
         sum(1 << i for i, count in enumerate(counts) if count is not None),
     )
     out, lse, max_logits = results
-    sinks = (lse.view(-1) if sink is None else sink, int(sink is not None))
-    splits = max(2 * split_workers, 1)
-    out_partial = q.new_empty(splits, 1, heads, HEAD_DIM_V, dtype=torch.float32)
-    lse_partial = q.new_empty(splits, 1, heads, dtype=torch.float32)
+    sinks = (no_sink if sink is None else sink, int(sink is not None))
+    partial = _partial_results(2 * split_workers, heads, q.device) if split_workers else _no_partial(heads, q.device)
     if fp8:
         launch = _fp8_kv_kernel(kernels, dim, head_tile, len(selections))
     else:
         launch = _attend_kernel(kernels, q.dtype, dim, head_tile, len(selections), max_logits is not None)
+    rows, s_q = (q.unsqueeze(1), out.shape[1]) if max_logits is None else (q, 1)
     launch(
-        *(q.unsqueeze(1), *lists, *sinks, out, lse, out_partial, lse_partial, max_logits),
-        *(scale * math.log2(math.e), out.shape[1], workers, full_waves, split_workers),
+        *(rows, *lists, *sinks, out, lse, *partial, max_logits),
+        *(scale * math.log2(math.e), s_q, workers, full_waves, split_workers),
     )
     if split_workers:
         rest = queries - full_waves * workers
         combine = _combine_kernel(kernels, q.dtype, split_workers // rest + 1, rest * heads)
-        combine(*sinks, out, lse, out_partial, lse_partial, workers, full_waves, tiles, split_workers)
+        combine(*sinks, out, lse, *partial, workers, full_waves, tiles, split_workers)
 
 
 def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split: bool) -> tuple[int, int, int]:
@@ -147,6 +148,25 @@ def check_limits(q: torch.Tensor, value_dim: tuple[str, int], scale: tuple[str, 
         raise ValueError(f"{value_dim[0]}: the kernel takes {HEAD_DIM_V}, got {value_dim[1]}")
     if not 0 < scale[1] < math.inf:
         raise ValueError(f"{scale[0]}: the kernel takes a positive number, got {scale[1]}")
+
+
+def _partial_results(splits: int, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of parts of queries' keys."""
+    shape = (splits, 1, heads)
+    out = torch.empty(*shape, HEAD_DIM_V, dtype=torch.float32, device=device)
+    return out, torch.empty(shape, dtype=torch.float32, device=device)
+
+
+@functools.cache
+def _no_partial(heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel gets, and does not touch, where no query is split."""
+    return _partial_results(1, heads, device)
+
+
+@functools.cache
+def _absent(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel gets, and does not read, for counts and a sink that are not given."""
+    return tuple(torch.empty(1, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
 
 
 @functools.cache

@@ -73,11 +73,8 @@ def _sparse_mla_prefill(
     out, max_logits, lse = _results(q, d_v)
     if 0 in q.shape[:2] or 0 in (kv.shape[0], indices.shape[2]):
         return out.zero_(), max_logits.fill_(-torch.inf), lse.fill_(torch.inf)
-    # All keys as one page.
-    cache = rows_at_16_bytes(kv.squeeze(1).unsqueeze(0))
     counts = None if topk_length is None else inner_contiguous(topk_length)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
-    selection = Selection(cache, inner_contiguous(indices.squeeze(1)), counts)
-    results = Results(out.unsqueeze(1), lse.unsqueeze(2), max_logits)
-    attend(kernels, q, [selection], sm_scale, sink, results, may_split=False)
+    selection = Selection(rows_at_16_bytes(kv), inner_contiguous(indices), counts)
+    attend(kernels, q, [selection], sm_scale, sink, Results(out, lse, max_logits), may_split=False)
     return out, max_logits, lse

@@ -138,16 +138,22 @@ class DeepseekV4ForCausalLM(nn.Module):
         *,
         all_tokens: bool = False,
     ) -> torch.Tensor:
-        ratios = set(self.config.compress_rates.values())
-        ropes = {kind: rotary(batch.positions) for kind, rotary in self.rotaries.items()}
-        entry_ropes = {ratio: self.rotaries["compress"](batch.entries(ratio).positions) for ratio in ratios}
+        # Angles are computed when the first layer asks for them: the GPU is busy with the layers before by then.
+        angles: dict[tuple[str, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def rope_of(kind: str, ratio: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            """Of the tokens, or of the entries that they may end."""
+            if (kind, ratio) not in angles:
+                positions = batch.positions if ratio is None else batch.entries(ratio).positions
+                angles[kind, ratio] = self.rotaries[kind](positions)
+            return angles[kind, ratio]
+
         streams = self.embed(tokens)[:, None].repeat(1, self.config.hc_mult, 1)
         for i, layer in enumerate(self.layers):
             ratio = self.config.compress_rates.get(self.config.layer_types[i])
-            rope = ropes["main" if ratio is None else "compress"]
-            streams = layer(
-                streams, tokens, rope, entry_ropes.get(ratio), batch, None if cache is None else cache.layer(i)
-            )
+            rope = rope_of("main" if ratio is None else "compress")
+            entry_rope = None if ratio is None else rope_of("compress", ratio)
+            streams = layer(streams, tokens, rope, entry_rope, batch, None if cache is None else cache.layer(i))
         if not all_tokens:
             streams = streams[batch.last_tokens]
         return linear_fp32(self.norm(self.hc_head(streams)), self.head.weight)

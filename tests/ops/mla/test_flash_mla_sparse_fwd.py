@@ -117,7 +117,7 @@ def test_few_heads_have_a_kernel_of_their_own(launches, heads, head_tile):
     arguments = prefill_inputs(h_q=heads)
     dsa.flash_mla_sparse_fwd(*arguments)
     ((_, variant, (q, *_)),) = launches
-    assert variant == (torch.bfloat16, 576, head_tile, 1, True) and q.shape[2] == heads
+    assert variant == (torch.bfloat16, 576, head_tile, 1, True) and q.shape[1] == heads
 
 
 @pytest.mark.parametrize("heads", [8, 20, 128])
@@ -167,7 +167,7 @@ def test_what_prefill_launches(launches):
     [(name, variant, arguments)] = launches
     assert (name, variant) == ("attend", (torch.bfloat16, 576, 64, 1, True))
     q_, [cache], [index], [counts], counted, sinks, has_sink, out_, lse_, *_, max_, scale_, s_q = arguments[:-3]
-    assert q_.shape == (300, 1, 80, 576) and cache.shape == (1, 20, 576) and index.shape == (300, 130)
+    assert q_.shape == (300, 80, 576) and cache.shape == (20, 1, 576) and index.shape == (300, 1, 130)
     assert counts.data_ptr() == length.data_ptr() and counted == 1
     assert sinks.data_ptr() == sink.data_ptr() and has_sink == 1
     assert (out_.data_ptr(), lse_.data_ptr(), max_.data_ptr()) == tuple(x.data_ptr() for x in (out, lse, max_logits))
