@@ -1,5 +1,5 @@
-"""Calls that were found in order, by all that the checks and a launch look at: both take longer in Python than the launch
-of a kernel, and decoding repeats itself."""
+"""Calls that were found in order, by all that the checks and a launch look at: both take longer in Python than a
+kernel's launch, and decoding repeats itself."""
 
 from collections.abc import Callable
 from typing import Any

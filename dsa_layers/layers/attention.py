@@ -37,7 +37,7 @@ class Selection:
     """Hands what a layer's indexer selected in this pass to the layers after it that have no indexer.
 
     topk_indices  int32 [T, top_k]: rows of the selected keys, among the packed keys or in the cache, then -1; None if
-                  that layer attended to all keys
+                  that layer attended to all keys. In the multi-head form counted from the sequence's first key
     bits          the same as `dsa.selection_bits`, where attention takes the multi-head form
     """
 
@@ -140,9 +140,10 @@ class DSAAttention(nn.Module):
         if self.indexer is None:
             topk_indices, bits = selection.topk_indices, selection.bits
         else:
-            topk_indices, bits = self._select(x, qr, index_keys, cos, sin, batch, cache, sparse, in_pages), None
+            arguments, bits = (x, qr, index_keys, cos, sin, batch, cache, sparse), None
+            topk_indices = self._select(*arguments, in_pages, multi_head)
             if sparse and multi_head:
-                bits = dsa.selection_bits(topk_indices, batch.key_starts, batch.max_key_len)
+                bits = dsa.selection_bits(topk_indices, None, batch.max_key_len)
             if selection is not None:
                 selection.topk_indices, selection.bits = topk_indices, bits
         if self.key_counter is not None:
@@ -229,16 +230,17 @@ class DSAAttention(nn.Module):
         cache: LayerCache | None,
         sparse: bool,
         in_pages: bool,
+        multi_head: bool,
     ) -> torch.Tensor | None:
-        """The rows to attend to, of the pages if in_pages, else of all keys packed; None if not sparse. The new
-        tokens' index keys are written to the cache in either case."""
+        """The rows to attend to, of the pages if in_pages, else of all keys packed, or of the sequence's if multi_head;
+        None if not sparse. The new tokens' index keys are written to the cache in either case."""
         own = {} if index_keys is None else {"keys": index_keys}
         if not sparse:
             if cache is not None:
                 self.indexer.select(x, qr, cos, sin, batch, cache, store_only=True, **own)
             return None
         topk_indices = self.indexer.select(x, qr, cos, sin, batch, cache, paged_slots=in_pages, **own)
-        if in_pages:
+        if in_pages or multi_head:
             return topk_indices
         return torch.where(topk_indices < 0, topk_indices, topk_indices + batch.key_starts[:, None])
 

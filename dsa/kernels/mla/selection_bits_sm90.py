@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
@@ -29,20 +29,22 @@ UNROLL = 4
 
 class SelectionBitsSm90:
     @cute.jit
-    def __call__(self, indices: cute.Tensor, starts: cute.Tensor, bits: cute.Tensor, max_keys: Int32, stream):
+    def __call__(self, indices: cute.Tensor, starts: cute.Tensor | None, bits: cute.Tensor, max_keys: Int32, stream):
         self.kernel(indices, starts, bits, max_keys).launch(
             grid=(indices.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, indices: cute.Tensor, starts: cute.Tensor, bits: cute.Tensor, max_keys: Int32):
+    def kernel(self, indices: cute.Tensor, starts: cute.Tensor | None, bits: cute.Tensor, max_keys: Int32):
         tid, _, _ = cute.arch.thread_idx()
         t, _, _ = cute.arch.block_idx()
         words = SmemAllocator().allocate_tensor(Int32, cute.make_layout(CHUNK), byte_alignment=16)
         # What is behind this point touches global memory: the kernels before must be done with it.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        start = Int64(starts[t])
+        start = Int64(0)
+        if const_expr(starts is not None):
+            start = Int64(starts[t])
         for first in cutlass.range(0, bits.shape[1], CHUNK, unroll=1):
             count = cutlass.min(bits.shape[1] - first, CHUNK)
             for i in cutlass.range(tid, count, THREADS, unroll=1):
@@ -68,17 +70,16 @@ def set_bits(address: Int32, word: Int32):
 
 
 @cached
-def compile_selection_bits():
-    """-> f(indices [T, k], starts [T], bits [T, 4 * ceil(max_keys / 128)], max_keys), all int32, rows of indices and of
-    bits contiguous; T, max_keys > 0."""
+def compile_selection_bits(with_starts: bool):
+    """-> f(indices [T, k], starts [T] or None, bits [T, 4 * ceil(max_keys / 128)], max_keys), all int32, rows of
+    indices and of bits contiguous; T, max_keys > 0."""
     queries = cute.sym_int()
     indices = fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4)
     bits = fake(Int32, (queries, cute.sym_int(divisibility=4)), (*strides(1, 4), 1), 16)
-    return compile_sm90(
-        SelectionBitsSm90(), indices, fake(Int32, (queries,), strides(1), 4), bits, Int32(1), fake_stream()
-    )
+    starts = fake(Int32, (queries,), strides(1), 4) if with_starts else None
+    return compile_sm90(SelectionBitsSm90(), indices, starts, bits, Int32(1), fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    return [(compile_selection_bits, ())]
+    return [(compile_selection_bits, (with_starts,)) for with_starts in (True, False)]

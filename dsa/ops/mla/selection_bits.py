@@ -12,12 +12,13 @@ from dsa.reference.mla import selection_bits as reference
 __all__ = ["selection_bits"]
 
 
-def selection_bits(indices: torch.Tensor, starts: torch.Tensor, max_keys: int) -> torch.Tensor:
+def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int) -> torch.Tensor:
     """bits[t, 4 b + c], bit 2 i + j: whether indices[t] has the key starts[t] + 128 b + 8 i + 2 c + j.
 
     indices   [T, k] int32: rows of the keys that a query selects, in any order; negative, or not one of the query's
               max_keys from starts[t] on, is no key
-    starts    [T] int32: the row of the first key of each query's sequence
+    starts    [T] int32: the row of the first key of each query's sequence. None: indices count from there, as those
+              of `topk_indices` do
     max_keys  keys of the longest sequence, at least 0
 
     Returns int32 [T, 4 * ceil(max_keys / 128)], contiguous: what `mha_varlen_fwd` takes as `selected`. A word has the
@@ -38,13 +39,15 @@ def _results(indices: torch.Tensor, max_keys: int) -> torch.Tensor:
     results=_results,
     kernels={"sm_90": "dsa.kernels.mla.selection_bits_sm90"},
 )
-def _selection_bits(kernels: ModuleType, indices: torch.Tensor, starts: torch.Tensor, max_keys: int) -> torch.Tensor:
+def _selection_bits(
+    kernels: ModuleType, indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int
+) -> torch.Tensor:
     bits = _results(indices, max_keys)
     if bits.numel():
-        _kernel(kernels)(indices, starts, bits, max_keys)
+        _kernel(kernels, starts is not None)(indices, starts, bits, max_keys)
     return bits
 
 
 @functools.cache
-def _kernel(kernels: ModuleType) -> Callable[..., None]:
-    return kernels.compile_selection_bits()
+def _kernel(kernels: ModuleType, with_starts: bool) -> Callable[..., None]:
+    return kernels.compile_selection_bits(with_starts)

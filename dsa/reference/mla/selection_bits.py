@@ -9,12 +9,12 @@ KEYS, WORDS = 128, 4  # keys of a block, and the words of 32 bits that say which
 
 SELECTION_BITS = Arguments(
     indices=Tensor("T k", INT32, layout="the last dimension contiguous"),
-    starts=Tensor("T", INT32),
+    starts=Tensor("T", INT32, optional=True),
     max_keys=Int(least=0),
 )
 
 
-def selection_bits(indices: torch.Tensor, starts: torch.Tensor, max_keys: int) -> torch.Tensor:
+def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int) -> torch.Tensor:
     """Bit 2 i + j of bits[t, 4 b + c]: whether query t's list has the key starts[t] + 128 b + 8 i + 2 c + j.
 
     Arguments as of `dsa.selection_bits`.
@@ -22,7 +22,7 @@ def selection_bits(indices: torch.Tensor, starts: torch.Tensor, max_keys: int) -
     SELECTION_BITS.check(indices, starts, max_keys)
     check_memory("indices", indices)
     blocks = -(-max_keys // KEYS)
-    key = indices.long() - starts.long()[:, None]
+    key = indices.long() if starts is None else indices.long() - starts.long()[:, None]
     there = (indices >= 0) & (key >= 0) & (key < max_keys)
     # What is no key goes to a column of its own.
     selected = torch.zeros(len(indices), blocks * KEYS + 1, dtype=torch.int64, device=indices.device)

@@ -10,7 +10,7 @@ from dsa.testing import poison_free_memory
 
 def check(indices, starts, max_keys):
     poison_free_memory(mebibytes=64)
-    got = dsa.selection_bits(indices.cuda(), starts.cuda(), max_keys)
+    got = dsa.selection_bits(indices.cuda(), None if starts is None else starts.cuda(), max_keys)
     assert torch.equal(got.cpu(), reference.selection_bits(indices, starts, max_keys))
 
 
@@ -21,6 +21,7 @@ def test_lists(k, max_keys):
     indices = starts[:, None] + torch.randint(-5, max_keys + 5, (40, k), dtype=torch.int32)
     check(indices, starts, max_keys)
     check(indices[:, : k // 2], starts, max_keys)
+    check(indices - starts[:, None], None, max_keys)
 
 
 def test_hostile_lists():

@@ -129,9 +129,11 @@ def test_values_without_channels_have_an_lse(named_launches):
 def test_bits_that_the_kernel_writes(named_launches):
     indices, starts = i32([[1, 2, 3]] * 4)[::2], i32([0, 9, 1, 9])[::2]
     bits = dsa.selection_bits(indices, starts, 129)
-    [(name, variant, launched)] = named_launches
-    assert (name, variant) == ("", ()) and launched[0] is indices and launched[1] is starts
+    without = dsa.selection_bits(indices, None, 129)
+    [(name, variant, launched), (_, other, last)] = named_launches
+    assert (name, variant) == ("", (True,)) and launched[0] is indices and launched[1] is starts
     assert launched[2] is bits and launched[3] == 129 and bits.shape == (2, 8)
+    assert other == (False,) and last[1] is None and last[2] is without
 
 
 @pytest.mark.parametrize(

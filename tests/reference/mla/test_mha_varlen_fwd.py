@@ -28,6 +28,11 @@ def test_bits():
         assert set(selected_keys(bits[t : t + 1], 310)[0].nonzero().flatten().tolist()) == expected
 
 
+def test_bits_of_indices_that_count_from_the_first_key():
+    indices = torch.randint(-5, 420, (5, 40), dtype=torch.int32)
+    assert torch.equal(selection_bits(indices, None, 300), selection_bits(indices, i32([0] * 5), 300))
+
+
 @pytest.mark.parametrize(("indices", "max_keys"), [((0, 3), 9), ((3, 0), 9), ((3, 2), 0)])
 def test_bits_of_nothing(indices, max_keys):
     bits = selection_bits(torch.zeros(indices, dtype=torch.int32), i32([50] * indices[0]), max_keys)
