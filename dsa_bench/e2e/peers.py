@@ -4,9 +4,9 @@ DeepGEMM gives the index scores and the FP8 linear layers, vLLM the top-k, Flash
 in the newest build that is installed: what engines run DeepSeek-V3.2 with. So selected keys are attended to in the
 absorbed form, which is the only one that FlashMLA has; prompts all of whose keys count take the multi-head form by
 PyTorch's FlashAttention 2, which takes a third of the absorbed form's multiply-adds. In V4's prefill the window's keys
-and the compressed entries are put into one tensor for FlashMLA, where an engine has them. The experts' grouped products
-stay ours, since a peer's need rows that are padded by kernels of the engine's own, and so do cache writers and all
-else.
+and the compressed entries are put into one tensor for FlashMLA, where an engine has them. Prompts' experts in FP8 are
+on DeepGEMM's grouped products (peer_experts.py); those in FP4, which it does not multiply on Hopper, those of decoding,
+cache writers and all else stay ours.
 """
 
 import contextlib
@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 import dsa
+from dsa_bench.e2e import peer_experts
 from dsa_bench.harness.calls import reason
 from dsa_bench.peers import deep_gemm, flash_mla, operators
 from dsa_bench.peers.package import Library
 from dsa_layers.layers import attention
+from dsa_layers.layers.experts import Experts
 
 Op = Callable[..., Any]
 _flash_attention = torch.ops.aten._flash_attention_forward
@@ -46,11 +48,16 @@ def peer_kernels() -> Iterator[Replaced]:
     replaced = Replaced()
     names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in _GROUPS for name in ops))
     ours, form = {name: getattr(dsa, name) for name in names}, attention.multi_head_is_faster
+    forward = Experts.forward
     for builds, ops in _GROUPS:
         library, module = _newest(builds, replaced.failed)
         for name, make in ops.items() if library else ():
             setattr(dsa, name, make(library, module, ours[name]))
             replaced.ops[name] = library.name
+    library, module = _newest(deep_gemm.BUILDS, replaced.failed)
+    if library is not None:
+        Experts.forward = peer_experts.forward_on(module, forward)
+        replaced.ops["Experts"] = library.name
     selects = _newest((operators.OPERATORS,), replaced.failed)[0] is not None
     if selects:
         replaced.ops["topk_indices"] = "vllm"
@@ -63,7 +70,7 @@ def peer_kernels() -> Iterator[Replaced]:
     finally:
         for name, op in ours.items():
             setattr(dsa, name, op)
-        attention.multi_head_is_faster = form
+        attention.multi_head_is_faster, Experts.forward = form, forward
 
 
 def _newest(builds: Sequence[Library], failed: dict[str, str]) -> tuple[Library | None, ModuleType | None]:

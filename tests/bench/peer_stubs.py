@@ -144,6 +144,9 @@ def _contiguous(a, b, d, grouped_layout):
     matrices = _matrix(b)
     for group in grouped_layout.unique().tolist():
         rows = grouped_layout == group
+        if group < 0:  # no group's, and not written
+            d[rows] = torch.nan
+            continue
         d[rows] = (_numbers((a[0][rows], a[1][rows])) @ matrices[group].mT).bfloat16()
 
 

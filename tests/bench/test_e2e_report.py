@@ -11,14 +11,16 @@ import torch
 import dsa
 from dsa.reference.mla import mha_varlen_fwd as reference
 from dsa.testing import calc_diff
-from dsa_bench.e2e import document, plot, report, stacks, table
+from dsa_bench.e2e import document, peer_experts, plot, report, stacks, table
 from dsa_bench.e2e import peers as peer_ops
 from dsa_bench.e2e.parts import PARTS
+from dsa_bench.e2e.peer_experts import padded
 from dsa_bench.e2e.runs import Run, decode, prefill
 from dsa_layers.command.main import main
 from dsa_layers.layers import attention
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.attention_form import HeadSizes
+from dsa_layers.layers.experts import Experts
 from tests.bench import peer_stubs
 from tests.bench.test_stacks import FEWER, SMALL
 
@@ -106,7 +108,8 @@ def test_the_documents_marks_are_there():
 
 def current():
     names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in peer_ops._GROUPS for name in ops))
-    return {name: getattr(dsa, name) for name in names} | {"form": attention.multi_head_is_faster}
+    ops = {name: getattr(dsa, name) for name in names}
+    return ops | {"form": attention.multi_head_is_faster, "Experts": Experts.forward}
 
 
 def test_peers_take_the_ops_places_and_give_them_back(peers):
@@ -247,6 +250,7 @@ def test_whole_passes(name, either_build, monkeypatch):
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
     monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda self, x: True)
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
+    monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 100)
     own = {"num_attention_heads": 64, "index_topk": 128} | ({"num_key_value_heads": 64} if name == "V3.2" else {})
     model = stacks.stack(name, "cpu", **SMALL, **FEWER[name] | own)
     for run in (prefill(model, 2, 300, 400), prefill(model, 3, 40, 400), decode(model, 2, 300)):
@@ -255,6 +259,29 @@ def test_whole_passes(name, either_build, monkeypatch):
             got = run.launched()
         assert calc_diff(got, expected) < 0.05
         assert torch.equal(run.launched(), expected)
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_experts_of_prompts(limit, either_build, monkeypatch):
+    experts = Experts(5, 256, 128, fp8=True, limit=limit)
+    x, shared = bf16(90, 256), bf16(90, 256)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(90)])  # and nobody chooses the last
+    arguments = x, chosen, torch.rand(90, 2), shared
+    expected, calls = experts(*arguments), []
+    monkeypatch.setattr(peer_experts, "padded", lambda *a: calls.append(a) or padded(*a))
+    with peer_ops.peer_kernels():
+        assert torch.equal(experts(*arguments), expected) and not calls  # few
+        monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 90)
+        got = experts(*arguments)
+    assert len(calls) == 1 and calc_diff(got, expected) < 1e-4
+
+
+def test_where_experts_rows_are():
+    chosen = torch.tensor([[1, 3], [3, 1], [1, 0]])
+    places, sources, groups = padded(chosen, 4)
+    assert places.tolist() == [[128, 256], [257, 129], [130, 0]]
+    assert [sources[i].item() for i in (0, 128, 129, 130, 256, 257)] == [2, 0, 1, 2, 0, 1]
+    assert groups.view(-1, 128).unique(dim=1).flatten().tolist() == [0, 1, 3, -1, -1] and len(groups) == 5 * 128
 
 
 def test_decoding_and_its_plans(either_build, monkeypatch):

@@ -15,8 +15,9 @@ Plan
   scheduler (mha_scheduler.py): the heads of a group, whose keys the L2 cache holds, have their work tiles taken
   together, the longest first. One puts zeros over the rows of the last block of values that belong to no key of the
   sequence, as 0 * NaN is NaN.
-- Selection: a bit a key (selection_bits_sm90.py), which comes from global memory when a block's scores are there: a
-  lane's 32 keys of a row of 128 are one word, which goes to predicates seven bits at a time.
+- Selection: a bit a key (selection_bits_sm90.py). A lane's 32 keys of a row of 128 are one word, which is asked for
+  while the powers of the block before are computed: it is there long before it is needed. Its bits go to predicates
+  seven at a time, twice: for the maxima, then for the powers (mha_selection.py).
 - In the epilogue results go through shared memory, a warp's 16 rows at a time, to be stored 128 bytes in a row.
 Shared memory: Q_STAGES x ROWS x D, two blocks of keys and two of values, 2 KiB a consumer warp for results, barriers.
 Blocks are of 128 keys, at D = 256 of 64.
@@ -45,7 +46,7 @@ from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices, pack, store_matrices
-from dsa.cute.sm90 import LN2, SHARED_BYTES, WARPGROUP
+from dsa.cute.sm90 import LN2, SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import work_tile_storage
 from dsa.kernels.mla.mha_limits import MHA_DTYPES, ROPE_DIMS, SELECTION_KEYS, SELECTION_WORDS
@@ -57,6 +58,7 @@ from dsa.kernels.mla.mha_producer import (
     SharedTensors,
 )
 from dsa.kernels.mla.mha_scheduler import MhaScheduler, WorkTileInfo
+from dsa.kernels.mla.mha_selection import after, bit_mask, load_word, low_bits, max_all, max_selected, places
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # by consumer warpgroups: of their threads and of the producers'
 RESCALE_THRESHOLD = 8.0  # the most, in powers of two, that a power may exceed 1 by
@@ -282,10 +284,10 @@ class MhaVarlenFwdSm90:
         p = cute.make_tensor(cute.recast_ptr(powers.iterator, dtype=Uint32), cute.make_layout(self.cfg.keys // 4))
         row_max, row_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
         factor = cute.make_rmem_tensor((2,), Float32)
-        limits = cute.make_rmem_tensor((2,), Int32)
         value_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         warpgroup = warp // 4
         own_row = warp * 16 + (lane >> 2)
+        words, addresses, known = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Int64), Int32(0)
         pipelines = MhaPipelines.of(storage, cfg.q_stages)
         queries, keys, values, work_tiles = pipelines.q, pipelines.k, pipelines.v, pipelines.work_tiles
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
@@ -298,6 +300,9 @@ class MhaVarlenFwdSm90:
         if blocks > 0:
             queries.consumer_wait(q_state)
             keys.consumer_wait(k_state)
+        if const_expr(self.selected):
+            known = self.find_words(addresses, selection, work_tiles.read(tile_state), own_row, warpgroup, lane)
+            self.load_words(words, addresses, known, (blocks - 1) * self.cfg.keys)
         self.load_q(rq, shared.q, q_state.stage, warp, lane)
         cute.nvgpu.warpgroup.fence()
         self.issue_scores(scores, rq, rk, q_state.stage, k_state.stage)
@@ -309,18 +314,18 @@ class MhaVarlenFwdSm90:
             if cfg.q_rmem or blocks == 1:
                 queries.consumer_release(q_state)
             work_tile = work_tiles.read(tile_state)
-            key_count, first = work_tile.key_count, work_tile.first
-            for r in cutlass.range_constexpr(2):
-                limits[r] = cutlass.min(key_count, first + own_row + 8 * r) - 2 * (lane & 3)
-            clear = cutlass.min(key_count, first + 64 * warpgroup)
+            clear = cutlass.min(work_tile.key_count, work_tile.first + 64 * warpgroup)
             key = (blocks - 1) * self.cfg.keys
-            word = Int32(-1)
-            if const_expr(self.selected):
-                word = self.first_word(selection, work_tile, own_row, warpgroup, lane)
             row_max.fill(NOTHING)
             row_sum.fill(0.0)
             o.fill(0.0)
-            self.softmax(s, row_max, row_sum, factor, limits, clear, key, scale, word, selection)
+            if const_expr(self.selected):
+                self.cut_words(words, clear, key, work_tiles, tile_state, own_row, lane)
+            else:
+                self.cut_scores(s, clear, key, work_tiles, tile_state, own_row, lane)
+            self.softmax(s, row_max, row_sum, factor, key, scale, words)
+            if const_expr(self.selected):
+                self.load_words(words, addresses, known, key - self.cfg.keys)
             self.pack_powers(s, p)
             # The mainloop: a block's scores and the product of the block before with its values.
             for _ in cutlass.range(blocks - 1, unroll=1):
@@ -329,13 +334,20 @@ class MhaVarlenFwdSm90:
                 self.take_turn(warpgroup)
                 self.issue_products(scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values, v_state)
                 self.pass_turn(warpgroup)
+                if const_expr(self.selected):
+                    self.cut_words(words, clear, key, work_tiles, tile_state, own_row, lane)
                 cute.nvgpu.warpgroup.wait_group(1)
                 keys.consumer_release(k_state)
                 k_state = keys.advance(k_state)
                 if const_expr(not cfg.q_rmem):
                     if key == 0:
                         queries.consumer_release(q_state)
-                rose = self.softmax(s, row_max, row_sum, factor, limits, clear, key, scale, word, selection)
+                if const_expr(not self.selected):
+                    self.cut_scores(s, clear, key, work_tiles, tile_state, own_row, lane)
+                rose = self.softmax(s, row_max, row_sum, factor, key, scale, words)
+                # The next block's, among the powers, where they cost no time.
+                if const_expr(self.selected):
+                    self.load_words(words, addresses, known, key - self.cfg.keys)
                 # A wait of its own for each case: in front of the branch it would be moved before most powers.
                 if rose:
                     cute.nvgpu.warpgroup.wait_group(0)
@@ -355,6 +367,9 @@ class MhaVarlenFwdSm90:
             if blocks > 0:
                 queries.consumer_wait(q_state)
                 keys.consumer_wait(k_state)
+            if const_expr(self.selected):
+                known = self.find_words(addresses, selection, work_tiles.read(tile_state), own_row, warpgroup, lane)
+                self.load_words(words, addresses, known, (blocks - 1) * self.cfg.keys)
             self.load_q(rq, shared.q, q_state.stage, warp, lane)
             self.take_turn(warpgroup)
             # Behind the last work tile these are scores of what happens to be there, which nobody reads.
@@ -411,25 +426,12 @@ class MhaVarlenFwdSm90:
         cute.nvgpu.warpgroup.commit_group()
 
     @cute.jit
-    def softmax(self, s, row_max, row_sum, factor, limits, clear, key, scale, word, selection):
+    def softmax(self, s, row_max, row_sum, factor, key, scale, words):
         """Scores of the keys from `key` on to powers. -> whether `factor` is to be applied to the sums before.
 
-        limits   how many keys the lane's two rows see, less the lane's first column
-        clear    how many keys all rows of the warpgroup see
-        word     see `first_word`
+        words  with `selected`: which of these keys count in the lane's two rows
         """
-        if key + self.cfg.keys > clear:
-            self.apply_mask(s, limits, key)
-        if const_expr(self.selected):
-            if word >= 0:
-                self.apply_selection(s, word, selection[0], key)
-        new_max = cute.make_rmem_tensor((2,), Float32)
-        for r in cutlass.range_constexpr(2):
-            value = s[2 * r]
-            for i in cutlass.range_constexpr(1, self.cfg.keys // 4):
-                value = cute.arch.fmax(value, s[i // 2 * 4 + 2 * r + i % 2])
-            value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
-            new_max[r] = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2)) * scale
+        new_max = [value * scale for value in self.maxima(s, words)]
         factor.fill(1.0)
         rose = cute.arch.vote_any_sync(
             new_max[0] > row_max[0] + RESCALE_THRESHOLD or new_max[1] > row_max[1] + RESCALE_THRESHOLD
@@ -440,43 +442,98 @@ class MhaVarlenFwdSm90:
                     factor[r] = cute.math.exp2(row_max[r] - new_max[r], fastmath=True)
                     row_max[r] = new_max[r]
                     row_sum[r] *= factor[r]
-        for i in cutlass.range_constexpr(self.cfg.keys // 2):
-            s[i] = cute.math.exp2(cute.math.fma(s[i], scale, -row_max[i // 2 % 2]), fastmath=True)
-        for i in cutlass.range_constexpr(self.cfg.keys // 2):
-            row_sum[i // 2 % 2] += s[i]
+        if const_expr(self.selected):
+            self.selected_powers(s, row_max, row_sum, scale, words, key >> 31)
+        else:
+            for i in cutlass.range_constexpr(self.cfg.keys // 2):
+                s[i] = cute.math.exp2(cute.math.fma(s[i], scale, -row_max[i // 2 % 2]), fastmath=True)
+            for i in cutlass.range_constexpr(self.cfg.keys // 2):
+                row_sum[i // 2 % 2] += s[i]
         return rose
 
-    @cute.jit
-    def apply_mask(self, s, limits, key):
-        for i in cutlass.range_constexpr(self.cfg.keys // 2):
-            if limits[i // 2 % 2] - key <= i // 4 * 8 + i % 2:
-                s[i] = -Float32(float("inf"))
+    def maxima(self, s, words):
+        """-> the highest score of each of the lane's two rows, with `selected` of those whose bits are set."""
+        chains = [(), ()]
+        for byte, r in itertools.product(range(self.cfg.keys // 32), range(2)):
+            eight = [s[i] for i in places(byte, r)]
+            chains[r] = max_selected(chains[r], eight, words[r], byte) if self.selected else max_all(chains[r], eight)
+        highest = [cute.arch.fmax(*chain) for chain in chains]
+        for offset in (1, 2):
+            others = [cute.arch.shuffle_sync_bfly(value, offset=offset) for value in highest]
+            highest = [cute.arch.fmax(value, other) for value, other in zip(highest, others)]
+        return highest
 
     @cute.jit
-    def first_word(self, selection, work_tile: WorkTileInfo, own_row, warpgroup, lane) -> Int32:
-        """The number of the lane's first word among all of the selection's, in its first row of the work tile; -1 if
-        all rows of the warpgroup see so few keys that all of them are selected."""
+    def selected_powers(self, s, row_max, row_sum, scale, words, zero):
+        """Powers, 0 where a key is not selected, and their sums. zero: 0, of which ptxas does not know.
+
+        Words go through `after`: ptxas would otherwise keep all predicates from the maxima to here, or put -inf into
+        all scores before the first power, while the pipe of powers, the slowest one, has nothing to do.
+        """
+        own, before = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Float32)
+        for byte in cutlass.range_constexpr(self.cfg.keys // 32):
+            for r in cutlass.range_constexpr(2):
+                # The maximum, the row's first power, then its sum of two bytes ago.
+                ready = row_max[r] if byte == 0 else s[2 * r] if byte == 1 else before[r]
+                own[r] = after(words[r] if byte == 0 else own[r], ready, zero)
+                before[r] = row_sum[r]
+                for bit, i in enumerate(places(byte, r)):
+                    s[i] = cute.math.fma(s[i], scale, -row_max[r])
+                    if own[r] & bit_mask(byte, bit) == 0:
+                        s[i] = -Float32(float("inf"))
+                    s[i] = cute.math.exp2(s[i], fastmath=True)
+                for i in places(byte, r):
+                    row_sum[r] += s[i]
+
+    @cute.jit
+    def cut_scores(self, s, clear, key, work_tiles, tile_state, own_row, lane):
+        """Scores of keys that the lane's rows do not see are -inf. clear: how many keys all rows of the warpgroup
+        see."""
+        if key + self.cfg.keys > clear:
+            seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
+            for i in cutlass.range_constexpr(self.cfg.keys // 2):
+                if seen[i // 2 % 2] - key <= i // 4 * 8 + i % 2:
+                    s[i] = -Float32(float("inf"))
+
+    @cute.jit
+    def cut_words(self, words, clear, key, work_tiles, tile_state, own_row, lane):
+        """The same of words: bits of keys that the lane's rows do not see are 0."""
+        if key + self.cfg.keys > clear:
+            seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
+            for r in cutlass.range_constexpr(2):
+                count = cutlass.max(seen[r] - key, 0)
+                words[r] = words[r] & low_bits((count >> 3) * 2 + cutlass.min(count & 7, 2))
+
+    @cute.jit
+    def seen_keys(self, work_tiles, tile_state, own_row, lane):
+        """-> how many keys each of the lane's two rows sees, less the lane's first column. From shared memory once
+        more: few blocks are cut, and registers are few."""
+        work_tile = work_tiles.read(tile_state)
+        seen = [cutlass.min(work_tile.key_count, work_tile.first + own_row + 8 * r) for r in range(2)]
+        return [count - 2 * (lane & 3) for count in seen]
+
+    @cute.jit
+    def find_words(self, addresses, selection, work_tile: WorkTileInfo, own_row, warpgroup, lane) -> Int32:
+        """The addresses of the lane's first words, of its two rows. -> how many keys are to be looked up: none, if all
+        rows of the warpgroup see so few that all of them are selected, else as many as there are words of."""
         bits, dense_keys = selection
+        for r in cutlass.range_constexpr(2):
+            # Rows behind the work tile's have the words of its last.
+            row = work_tile.query + cutlass.min(own_row + 8 * r, work_tile.row_count - 1)
+            addresses[r] = bits.iterator.toint() + (Int64(row) * bits.shape[1] + (lane & 3)) * 4
         most = cutlass.min(work_tile.key_count, work_tile.first + 64 * warpgroup + 63)
-        row = own_row if own_row < work_tile.row_count else 0
-        first = Int32((work_tile.query + row) * bits.shape[1]) + (lane & 3)
-        return first if most > dense_keys else Int32(-1)
+        known = bits.shape[1] * (SELECTION_KEYS // SELECTION_WORDS)
+        return known if most > dense_keys else Int32(0)
 
     @cute.jit
-    def apply_selection(self, s, word, bits, key):
-        """Scores of keys that are not selected are -inf. A lane's keys of a row have their bits in one word."""
-        last = bits.shape[0] * bits.shape[1] - 1
-        words = cute.make_rmem_tensor((2,), Int32)
+    def load_words(self, words, addresses, known, key):
+        """Which of the block's keys from `key` on are selected in the lane's two rows: all, where key is negative or
+        not below `known`."""
+        place = Uint32(key) // SELECTION_KEYS * (4 * SELECTION_WORDS)
+        if const_expr(self.cfg.keys < SELECTION_KEYS):
+            place += Uint32(key) % SELECTION_KEYS // 32
         for r in cutlass.range_constexpr(2):
-            # Rows behind the work tile's are read from others.
-            at = cutlass.min(word + 8 * r * bits.shape[1] + key // SELECTION_KEYS * SELECTION_WORDS, last)
-            words[r] = load_global(bits.iterator.toint() + Int64(at) * 4)
-            if const_expr(self.cfg.keys < SELECTION_KEYS):
-                words[r] = words[r] >> (key % SELECTION_KEYS // 4)
-        for i in cutlass.range_constexpr(self.cfg.keys // 2):
-            bit = i // 4 * 2 + i % 2
-            if words[i // 2 % 2] & Int32(1 << bit if bit < 31 else -(1 << 31)) == 0:
-                s[i] = -Float32(float("inf"))
+            words[r] = load_word(addresses[r] + Int64(place), key, known, self.cfg.keys // 4)
 
     @cute.jit
     def pack_powers(self, s, p):
@@ -488,6 +545,9 @@ class MhaVarlenFwdSm90:
         """Results of a warp's 16 rows, through its part of shared memory, whose rows are 128 bytes: the chunk of 16
         bytes c of row r lies where c ^ (r % 8) would."""
         query, row_count, head = work_tile.query, work_tile.row_count, work_tile.head
+        # Where registers are few, what follows of the lane is not to be kept in them through the mainloop.
+        if const_expr(self.cfg.q_rmem):
+            lane = opaque(lane)
         inverse = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(2):
             amount = row_sum[r] + cute.arch.shuffle_sync_bfly(row_sum[r], offset=1)
@@ -519,12 +579,6 @@ class MhaVarlenFwdSm90:
             cute.arch.sync_warp()
 
 
-@cute.jit
-def load_global(address: Int64) -> Int32:
-    """A word that no kernel writes meanwhile."""
-    return cute.arch.inline_ptx("ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
-
-
 @cached
 def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: bool):
     """-> f(q [Tq, H, d], k [Tk, Hk, d - rope], k_rope [Tk, 1, rope] or None if rope is 0, v [Tk, Hk, dv], cu_q [B + 1]
@@ -532,7 +586,7 @@ def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: b
     dense_keys or None, tile_counter [1] int32 of 0, scale * log2(e), causal, group, ctas); Tq, Tk > 0, scale > 0.
 
     Rows of q, k, k_rope, v and out start at multiples of 16 bytes. bits as selection_bits_sm90.py writes them, of as
-    many keys as the longest sequence has; where all rows of a warpgroup see at most dense_keys they are not read.
+    many keys as the longest sequence has; where all rows of a warpgroup see at most dense_keys >= 0 they are not read.
     group: heads whose work tiles are taken together; a multiple of H / Hk.
     """
     kind = cute_dtype(dtype)

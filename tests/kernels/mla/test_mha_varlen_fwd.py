@@ -19,8 +19,9 @@ def test_sass(arguments):
     assert found["UTMALDG"] == (2 * config.dim + config.value_dim) // 64 and rope % 64 == 0
     # A wait for each group of them, and two for the one that the softmax hides: the compiler has added none.
     assert found["WARPGROUP"] == 5 + 5
-    # Bits of a row go to predicates several at a time, not one by one, at the first block and in the loop.
-    assert found["R2P"] == 0 if not selected else found["R2P"] >= 2 * config.keys // 8
+    # Bits go to predicates a byte at a time, not one by one: of a lane's two rows, for maxima and powers, in front of
+    # the loop and in it.
+    assert found["R2P"] == (2 * 2 * 2 * config.keys // 32 if selected else 0)
     assert sass.registers * config.threads <= 65536
     assert config.fits()
 

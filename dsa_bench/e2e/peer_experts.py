@@ -1,0 +1,65 @@
+"""The routed experts of a prompt's pass on DeepGEMM's grouped products, as engines run them.
+
+An expert's rows begin at a multiple of 128 there: a token's rows are cast once and gathered to their places, between
+which there are others that mean nothing, and behind all of them whole tiles of no expert.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+import dsa
+from dsa_bench.peers.deep_gemm import ALIGNMENT
+from dsa_layers.layers.experts import Experts
+
+Forward = Callable[..., torch.Tensor]
+LEAST_TOKENS = 512  # fewer have other products in engines
+
+
+class Layout(NamedTuple):
+    """places int32 [T, k]: each token's rows; sources int64 [M]: the token of each row; groups int32 [M]: its expert,
+    -1 behind the last."""
+
+    places: torch.Tensor
+    sources: torch.Tensor
+    groups: torch.Tensor
+
+
+def padded(experts: torch.Tensor, count: int) -> Layout:
+    """Where the rows of experts [T, k] are. M follows from T and k alone: nothing waits for the GPU."""
+    _, rows, ends = dsa.sort_by_expert(experts, count)
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    bounds = ((sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0)
+    moved = bounds.roll(1).index_fill(0, bounds.new_zeros(1), 0) - (ends - sizes)
+    places = rows + moved[experts]
+    most = -(-(experts.numel() + count * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
+    tokens = torch.arange(len(experts), device=experts.device)[:, None].expand_as(experts)
+    sources = tokens.new_zeros(most).scatter_(0, places.flatten(), tokens.flatten())
+    groups = torch.searchsorted(bounds, torch.arange(most, device=experts.device), right=True)
+    return Layout(places.int(), sources, groups.where(groups < count, -1).int())
+
+
+def forward_on(module: ModuleType, ours: Forward) -> Forward:
+    """`Experts.forward` for prompts on weights in FP8."""
+
+    def forward(self: Experts, x, experts, weights, shared=None):
+        if not self.fp8 or self.fp4 or len(x) < LEAST_TOKENS or x.dtype != torch.bfloat16:
+            return ours(self, x, experts, weights, shared)
+        layout = padded(experts, len(self.down_proj))
+
+        def product(q, scale, name):
+            weight = getattr(self, name), getattr(self, f"{name}_scale_inv")
+            out = torch.empty(len(q), weight[0].shape[1], dtype=x.dtype, device=x.device)
+            operand = q, module.get_mn_major_tma_aligned_tensor(scale)
+            module.m_grouped_fp8_gemm_nt_contiguous(operand, weight, out, layout.groups)
+            return out
+
+        q, scale = dsa.per_token_cast_to_fp8(x, self.use_ue8m0)
+        q = q.view(torch.int64).index_select(0, layout.sources).view(q.dtype)  # eight numbers at a time
+        gate, up = product(q, scale.index_select(0, layout.sources), "gate_up_proj").chunk(2, -1)
+        h = dsa.swiglu_cast_to_fp8(gate, up, self.use_ue8m0, limit=self.limit)
+        return dsa.combine_experts(product(*h, "down_proj"), layout.places, weights, shared)
+
+    return forward
