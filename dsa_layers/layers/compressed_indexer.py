@@ -7,7 +7,7 @@ import dsa
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import EntryCache
 from dsa_layers.layers.compressor import Compressor
-from dsa_layers.layers.key_selection import select_packed, select_paged
+from dsa_layers.layers.key_selection import WORKSPACE, select_packed, select_paged
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 
 
@@ -17,7 +17,8 @@ class CompressedIndexer(nn.Module):
     q = wq_b(qr) per head, with rope on the last dims in interleaved pairs; k the entries of a compressor of its own;
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
     go to e4m3 with a power-of-two scale per head and entry (the published model simulates FP4, which Hopper cannot
-    multiply); the queries' scales fold into w.
+    multiply); the queries' scales fold into w. workspace: bytes that a prompt's scores take at most at a time, if that
+    is enough for one token's.
 
     `select` is that of `dsa_layers.layers.indexer.Indexer`, whose keys are compressed entries here, and asks for one
     argument more: entry_rope, (cos, sin) of the entries that the tokens may end. There is no `loss`: this indexer is
@@ -39,8 +40,10 @@ class CompressedIndexer(nn.Module):
         fp8: bool = False,
         dtype: torch.dtype | None = None,
         use_ue8m0: bool = True,
+        workspace: int = WORKSPACE,
     ) -> None:
         super().__init__()
+        self.workspace = workspace
         self.n_heads, self.head_dim, self.top_k, self.quantize = n_heads, compressor.dim, top_k, quantize
         self.wq_b = make_linear(q_lora_rank, n_heads * self.head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.weights_proj = Linear(hidden, n_heads, dtype=dtype)
@@ -88,4 +91,5 @@ class CompressedIndexer(nn.Module):
         paging = {}
         if paged_slots:
             paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": batch.sequences}
-        return select_packed(q, keys, weights, self.top_k, *entries.visible_ranges, **paging)
+        ranges = entries.visible_ranges
+        return select_packed(q, keys, weights, self.top_k, *ranges, workspace=self.workspace, **paging)

@@ -8,7 +8,7 @@ from torch import nn
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.layers.key_selection import Keys, select_packed, select_paged
+from dsa_layers.layers.key_selection import WORKSPACE, Keys, select_packed, select_paged
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
 from dsa_layers.layers.trained_attention import TrainedAttention
@@ -62,6 +62,7 @@ class LightningIndexer(nn.Module):
     q = wq_b(qr) per head and k = LayerNorm(wk(x)), one key for all heads, both with rope on the first or last dims;
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
     go to e4m3 with a power-of-two scale per head and token, as DeepSeek-V3.2 does; the queries' scales fold into w.
+    workspace: bytes that a prompt's scores take at most at a time, if that is enough for one token's.
 
     `select` and `loss` are those of `Indexer`; training never quantises.
     Parameters: wq_b [n_heads * head_dim, q_lora_rank], wk [head_dim, hidden], k_norm.{weight,bias} [head_dim],
@@ -83,9 +84,10 @@ class LightningIndexer(nn.Module):
         fp8: bool = False,
         dtype: torch.dtype | None = None,
         use_ue8m0: bool = True,
+        workspace: int = WORKSPACE,
     ) -> None:
         super().__init__()
-        self.n_heads, self.head_dim, self.top_k = n_heads, head_dim, top_k
+        self.n_heads, self.head_dim, self.top_k, self.workspace = n_heads, head_dim, top_k, workspace
         self.rope = {"interleaved": rope_interleaved, "dims": rope_dims}
         self.quantize = quantize
         self.wq_b = make_linear(q_lora_rank, n_heads * head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
@@ -140,7 +142,8 @@ class LightningIndexer(nn.Module):
         if paged_slots:
             paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": batch.sequences}
         every = self._all_keys(keys, cos, sin, batch, cache)
-        return select_packed(q, every, weights, self.top_k, *batch.visible_ranges, **paging)
+        ranges = batch.visible_ranges
+        return select_packed(q, every, weights, self.top_k, *ranges, workspace=self.workspace, **paging)
 
     def _store_keys(
         self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache

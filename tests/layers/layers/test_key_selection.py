@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import dsa
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.key_selection import ROW_PADDING, WORKSPACE, select_packed
 
 QUERIES, KEYS = (5, 1, 9, 0, 20), (40, 1, 9, 7, 300)
@@ -64,3 +66,19 @@ def test_nothing_to_select_from():
     none = select_packed(q, (keys[:0], scales[:0]), weights, 16, starts * 0, lengths * 0, 0)
     assert none.shape == (sum(QUERIES), 16) and none.eq(-1).all()
     assert select_packed(q[:0], (keys, scales), weights[:0], 16, starts[:0], lengths[:0], MOST).shape == (0, 16)
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+def test_an_indexer_has_a_workspace_of_its_own(quantize, monkeypatch):
+    torch.manual_seed(0)
+    indexer = LightningIndexer(64, 32, n_heads=2, head_dim=128, top_k=4, quantize=quantize, workspace=1)
+    op = "fp8_mqa_logits" if quantize else "mqa_logits"
+    sizes, scores_of = [], getattr(dsa, op)
+    monkeypatch.setattr(dsa, op, lambda q, *rest, **options: sizes.append(len(q)) or scores_of(q, *rest, **options))
+    batch = SequenceBatch.without_cache([5, 7])
+    angles = torch.randn(12, 32)
+    arguments = torch.randn(12, 64), torch.randn(12, 32), angles.cos(), angles.sin(), batch
+    found = indexer.select(*arguments)
+    assert sizes == [1] * 12
+    indexer.workspace = WORKSPACE
+    assert torch.equal(indexer.select(*arguments), found) and sizes[12:] == [12]
