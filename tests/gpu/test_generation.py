@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa import backends
-from dsa.kernels.indexer.limits import LENGTHS, PAGED, STARTS
+from dsa.kernels.indexer.limits import LENGTHS, PAGED
 from dsa.ops.declaration import forget_calls
 from dsa.ops.indexer import topk_indices
 from dsa.ops.mla import flash_mla_with_kvcache
@@ -77,7 +77,8 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, tmp_path,
             assert 0 <= gap < NEAR_TIE[weights]
 
 
-def test_the_published_mode_runs_its_kernels(checkpoint, monkeypatch):
+@pytest.mark.parametrize("multi_head", [True, False])
+def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch):
     """FP8 throughout: prefill by chunks and decode, dense and sparse, score through the 132-byte pages and attend to
     what the 656-byte pages hold."""
     launched, runs_kernel = set(), backends.runs_kernel
@@ -96,16 +97,19 @@ def test_the_published_mode_runs_its_kernels(checkpoint, monkeypatch):
     forget_calls()  # what is known launches without a question
     monkeypatch.setattr(backends, "runs_kernel", spy)
     monkeypatch.setattr(topk_indices, "_kernel", topk_spy)
+    monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: multi_head)
     model = load_model(checkpoint, device="cuda", progress=False)
     completions = Generator(model, cache_tokens=512, prefill_chunk=64).generate(PROMPTS, SamplingParams(8))
     assert all(len(c.tokens) == 8 for c in completions)
     assert launched >= {
         *("quantize_indexer_queries", "write_indexer_keys", "read_indexer_cache", "fp8_mqa_logits"),
         *("get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "topk_indices"),
-        *("write_mla_cache", "read_kv_cache", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"),
+        *("write_mla_cache", "read_kv_cache", "flash_mla_with_kvcache"),
+        *(("mha_varlen_fwd", "selection_bits") if multi_head else ("flash_mla_sparse_fwd",)),
     }
-    # Prefill selects positions in ragged rows; decode selects cache slots, translated by the top-k itself.
-    assert options == {STARTS | LENGTHS, LENGTHS | PAGED}
+    # Prefill selects positions in rows of each token's own keys; decode selects cache slots, translated by the top-k
+    # itself.
+    assert options == {LENGTHS, LENGTHS | PAGED}
 
 
 def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
