@@ -74,7 +74,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
         raise ValueError(f"op: must be one of {', '.join(tunable())}, whose kernels have configurations, got {op!r}")
     gpu = torch.device("cuda", torch.cuda.current_device())
     arch = backends.arch_of(gpu)
-    plan: Tuning = module.tuning(OPS[op].kernels.modules(arch))
+    plan: Tuning = module.tuning(_modules(op, arch))
     candidates = {name: [c for c in plan.candidates if shapes.tries(c)] for name, shapes in plan.classes.items()}
     # Classes may share kernels.
     todo = {
@@ -109,6 +109,12 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
         # Class by class: a search takes minutes, and what ends it early leaves what was found.
         tuning.write(op, {name: _winner(shapes, trials)}, note, path)
     print(f"wrote {path}")
+
+
+def _modules(op: str, arch: str) -> Any:
+    """Of the op's kernels, which processes that compile them can import by name."""
+    kernels = OPS[op].kernels.modules(arch)
+    return tuple(noted.module for noted in kernels) if isinstance(kernels, tuple) else kernels.module
 
 
 def _winner(shapes: TuningClass, trials: Sequence[Trial]) -> Any:

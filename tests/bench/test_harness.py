@@ -229,7 +229,7 @@ def test_a_trial_stands_in_for_the_winner():
 
 
 def test_the_search_for_products_is_of_the_published_layers():
-    plan = case.load("fp8_gemm_nt").tuning(OPS["fp8_gemm_nt"].kernels.modules("sm_90"))
+    plan = case.load("fp8_gemm_nt").tuning(tune._modules("fp8_gemm_nt", "sm_90"))
     shipped = tuning._data(tuning.path_of("fp8_gemm_nt", "sm_90"))
     assert "fp8_gemm_nt" in tunable() and shipped["winners"].keys() <= plan.classes.keys()
     assert len(plan.classes) == len(fp8_gemm_choice.ROWS) * (len(_published_layers.matrices()) + 1)

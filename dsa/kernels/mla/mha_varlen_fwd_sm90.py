@@ -5,25 +5,19 @@ and where a selection is given, of these over the selected ones.
 Plan
 - A work tile is ROWS query rows of one head; each consumer warpgroup has 64 of them. Its mainloop walks the blocks of
   keys from the last to the first: what the mask cuts comes at once.
-- While a block's softmax is computed the tensor cores have the product of the block before with its values, and in
-  front of it that of the next block's scores: both are started together. Consumer warpgroups take turns in starting
-  them.
-- There is no gap between work tiles: the last product with values is started with the next work tile's first scores.
-- row_max, which powers are relative to, may lag behind the true maximum by RESCALE_THRESHOLD, a factor of 2^8, so that
-  the output is rescaled only when it must be.
-- Three producer warps (mha_producer.py): one loads by TMA, into pipelines of queries, keys and values. One is the
-  scheduler (mha_scheduler.py): the heads of a group, whose keys the L2 cache holds, have their work tiles taken
-  together, the longest first. One puts zeros over the rows of the last block of values that belong to no key of the
-  sequence, as 0 * NaN is NaN.
-- Selection: a bit a key (selection_bits_sm90.py). A lane's 32 keys of a row of 128 are one word, which is asked for
-  while the powers of the block before are computed: it is there long before it is needed. Its bits go to predicates
-  seven at a time, twice: for the maxima, then for the powers (mha_selection.py).
+- While a block's softmax is computed the tensor cores have the product of the block before with its values, behind that
+  of the next block's scores: both are started together, by the consumer warpgroups in turns. The last product with
+  values is started with the next work tile's first scores, so that there is no gap.
+- row_max may lag behind the true maximum by RESCALE_THRESHOLD, 2^8 in powers: sums are rescaled only when they must be.
+- Three producer warps (mha_producer.py): one loads by TMA, into pipelines of queries, keys and values. One schedules
+  (mha_scheduler.py): heads of a group, whose keys the L2 cache holds, have their work tiles taken together, the longest
+  first. One puts zeros over the values behind the sequence's last, as 0 * NaN is NaN.
+- Selection: a bit a key (selection_bits_sm90.py). A lane's 32 keys of a row of 128 are one word, asked for among the
+  powers of the block before. Its bits become predicates seven at a time, for maxima and for powers (mha_selection.py).
 - In the epilogue results go through shared memory, a warp's 16 rows at a time, to be stored 128 bytes in a row.
-Shared memory: Q_STAGES x ROWS x D, two blocks of keys and two of values, 2 KiB a consumer warp for results, barriers.
-Blocks are of 128 keys, at D = 256 of 64.
+Shared memory: Q_STAGES x ROWS x D, two blocks of 128 keys (D = 256: 64) and values, 2 KiB a consumer warp, barriers.
 Registers: of 128 keys 64 scores and 32 pairs of powers, and DV / 2 sums a consumer thread, of 240 (two warpgroups) or
-160 (three). Of D = 192 queries go to registers, too (q_rmem), so that wgmma reads less shared memory and their stage is
-soon free.
+160 (three). Of D = 192 queries go there, too (q_rmem): wgmma reads less shared memory, and their stage is soon free.
 Roofline: power. 4096 FLOP a clock and SM, and an H200 falls to 1.5 GHz at it, as for cuBLAS, of which 90% is reached.
 Shared memory is busy 112 of 128 bytes a clock meanwhile (D = DV = 128).
 """
@@ -50,13 +44,7 @@ from dsa.cute.sm90 import LN2, SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import work_tile_storage
 from dsa.kernels.mla.mha_limits import MHA_DTYPES, ROPE_DIMS, SELECTION_KEYS, SELECTION_WORDS
-from dsa.kernels.mla.mha_producer import (
-    STAGES,
-    Loads,
-    MhaPipelines,
-    MhaProducer,
-    SharedTensors,
-)
+from dsa.kernels.mla.mha_producer import STAGES, Loads, MhaPipelines, MhaProducer, SharedTensors
 from dsa.kernels.mla.mha_scheduler import MhaScheduler, WorkTileInfo
 from dsa.kernels.mla.mha_selection import after, bit_mask, load_word, low_bits, max_all, max_selected, places
 
@@ -208,7 +196,6 @@ class MhaVarlenFwdSm90:
             storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner),
             storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner),
         )
-
         if warp == self.consumer_warps + ProducerRole.LOAD:
             for atom in (loads.q, loads.k, loads.v, *([loads.rope] if self.rope else [])):
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
@@ -216,7 +203,6 @@ class MhaVarlenFwdSm90:
             MhaPipelines.of(storage, cfg.q_stages).init(self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-
         consumer_registers, producer_registers = REGISTERS[cfg.warpgroups]
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(producer_registers)
@@ -291,7 +277,6 @@ class MhaVarlenFwdSm90:
         pipelines = MhaPipelines.of(storage, cfg.q_stages)
         queries, keys, values, work_tiles = pipelines.q, pipelines.k, pipelines.v, pipelines.work_tiles
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
-
         # The prologue: the first work tile's first scores.
         if warpgroup == cfg.warpgroups - 1:
             self.pass_turn(warpgroup)
@@ -358,7 +343,6 @@ class MhaVarlenFwdSm90:
                 values.consumer_release(v_state)
                 v_state = values.advance(v_state)
                 self.pack_powers(s, p)
-
             # The last product with values, and the next work tile's first scores.
             last = tile_state
             tile_state = work_tiles.pipeline.advance(tile_state)
@@ -427,10 +411,8 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def softmax(self, s, row_max, row_sum, factor, key, scale, words):
-        """Scores of the keys from `key` on to powers. -> whether `factor` is to be applied to the sums before.
-
-        words  with `selected`: which of these keys count in the lane's two rows
-        """
+        """Scores of the keys from `key` on to powers. -> whether `factor` is to be applied to the sums before. words:
+        with `selected`, which of these keys count in the lane's two rows."""
         new_max = [value * scale for value in self.maxima(s, words)]
         factor.fill(1.0)
         rose = cute.arch.vote_any_sync(
@@ -465,11 +447,8 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def selected_powers(self, s, row_max, row_sum, scale, words, zero):
-        """Powers, 0 where a key is not selected, and their sums. zero: 0, of which ptxas does not know.
-
-        Words go through `after`: ptxas would otherwise keep all predicates from the maxima to here, or put -inf into
-        all scores before the first power, while the pipe of powers, the slowest one, has nothing to do.
-        """
+        """Powers, 0 where a key is not selected, and their sums. `after`, with a zero that ptxas does not know, keeps
+        it from holding all predicates since the maxima, and from masking all scores before the first power."""
         own, before = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Float32)
         for byte in cutlass.range_constexpr(self.cfg.keys // 32):
             for r in cutlass.range_constexpr(2):
@@ -487,8 +466,7 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def cut_scores(self, s, clear, key, work_tiles, tile_state, own_row, lane):
-        """Scores of keys that the lane's rows do not see are -inf. clear: how many keys all rows of the warpgroup
-        see."""
+        """Scores of keys that the lane's rows do not see are -inf. clear: the keys that all of the warpgroup see."""
         if key + self.cfg.keys > clear:
             seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
             for i in cutlass.range_constexpr(self.cfg.keys // 2):
@@ -506,8 +484,7 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def seen_keys(self, work_tiles, tile_state, own_row, lane):
-        """-> how many keys each of the lane's two rows sees, less the lane's first column. From shared memory once
-        more: few blocks are cut, and registers are few."""
+        """-> how many keys each of the lane's rows sees, less its first column: read again, since registers are few."""
         work_tile = work_tiles.read(tile_state)
         seen = [cutlass.min(work_tile.key_count, work_tile.first + own_row + 8 * r) for r in range(2)]
         return [count - 2 * (lane & 3) for count in seen]
@@ -527,8 +504,7 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def load_words(self, words, addresses, known, key):
-        """Which of the block's keys from `key` on are selected in the lane's two rows: all, where key is negative or
-        not below `known`."""
+        """Which of the block's keys from `key` on are selected in the lane's two rows: all, unless 0 <= key < known."""
         place = Uint32(key) // SELECTION_KEYS * (4 * SELECTION_WORDS)
         if const_expr(self.cfg.keys < SELECTION_KEYS):
             place += Uint32(key) % SELECTION_KEYS // 32
@@ -542,8 +518,7 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def epilogue(self, o, row_max, row_sum, out, lse, work_tile: WorkTileInfo, staged, own_row, warp, lane):
-        """Results of a warp's 16 rows, through its part of shared memory, whose rows are 128 bytes: the chunk of 16
-        bytes c of row r lies where c ^ (r % 8) would."""
+        """Results of a warp's 16 rows. In shared memory, chunk c of 16 bytes of row r lies where c ^ (r % 8) would."""
         query, row_count, head = work_tile.query, work_tile.row_count, work_tile.head
         # Where registers are few, what follows of the lane is not to be kept in them through the mainloop.
         if const_expr(self.cfg.q_rmem):
@@ -583,12 +558,9 @@ class MhaVarlenFwdSm90:
 def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: bool):
     """-> f(q [Tq, H, d], k [Tk, Hk, d - rope], k_rope [Tk, 1, rope] or None if rope is 0, v [Tk, Hk, dv], cu_q [B + 1]
     int32, cu_k [B + 1] int32, out [Tq, H, dv], lse [H, Tq] fp32, bits [Tq, words] int32 if `selected` or None,
-    dense_keys or None, tile_counter [1] int32 of 0, scale * log2(e), causal, group, ctas); Tq, Tk > 0, scale > 0.
-
-    Rows of q, k, k_rope, v and out start at multiples of 16 bytes. bits as selection_bits_sm90.py writes them, of as
-    many keys as the longest sequence has; where all rows of a warpgroup see at most dense_keys >= 0 they are not read.
-    group: heads whose work tiles are taken together; a multiple of H / Hk.
-    """
+    dense_keys or None, tile_counter [1] int32 of 0, scale * log2(e), causal, group, ctas); Tq, Tk > 0, scale > 0. Rows
+    of 16 bits start at multiples of 16 bytes. bits: selection_bits_sm90.py's, for the longest sequence; not read where
+    a warpgroup's rows see at most dense_keys. group: heads, by H / Hk, whose work tiles are taken together."""
     kind = cute_dtype(dtype)
     queries, keys, heads, kv_heads, batch = (cute.sym_int() for _ in range(5))
 
