@@ -41,7 +41,7 @@ import torch
 
 from dsa import backends
 from dsa.ops.known_calls import REPEATS, KnownCalls, signature
-from dsa.ops.recording import NotedKernels, record
+from dsa.ops.recording import NotedKernels, is_recording, record
 from dsa.reference.arguments import Arguments
 
 OPS: dict[str, "Op"] = {}
@@ -124,23 +124,31 @@ class Op:
 
     def run(self, *arguments: Any) -> Any:
         """Without a look at gradients and at torch.compile."""
-        tensor, call = _first_tensor(arguments), self._signature(arguments)
-        steps = self.known.steps.get(call)
-        if steps is not None and backends.allows_kernels():
-            with backends.on_device(tensor):
-                return steps(*arguments)
+        tensor, call = _first_tensor(arguments), None
         if self._lacks_dtype(tensor):
             self.arguments.check(*arguments)
             backends.note_reference_only(f"{self.public} in {str(tensor.dtype).removeprefix('torch.')}", tensor)
             return self.reference(*arguments)
+        if self.known.steps:
+            call = self._signature(arguments)
+            steps = self.known.steps.get(call)
+            if steps is not None and backends.allows_kernels():
+                with backends.on_device(tensor):
+                    return steps(*arguments)
         if tensor is None or not backends.runs_kernel(self.public, tensor):
             self.arguments.check(*arguments)
             return self.reference(*arguments)
+        call = self._signature(arguments) if call is None else call
         self._check_for_kernels(call, arguments)
+        launch = functools.partial(self.launch_on, tensor.device)
         with backends.on_device(tensor):
-            if self.autograd or self.known.count(call) != REPEATS:
-                return self.launch_on(tensor.device, *arguments)
-            result, steps = record(functools.partial(self.launch_on, tensor.device), arguments)
+            if self.autograd or is_recording() or self.known.count(call) != REPEATS:
+                return launch(*arguments)
+            try:
+                result, steps = record(launch, arguments)
+            except BaseException:
+                self.known.recount(call)
+                raise
             if steps is not None:
                 self.known.keep(call, steps)
             return result

@@ -16,7 +16,7 @@ _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 class KnownCalls:
     """Signatures of calls in order, how often each came, and the steps of those that were recorded (`recording`).
-    Forgets all when there are too many."""
+    Forgets all signatures when there are too many, and of steps the oldest."""
 
     def __init__(self) -> None:
         self.steps: dict[tuple, Callable[..., Any]] = {}
@@ -37,8 +37,14 @@ class KnownCalls:
 
     def keep(self, call: tuple, steps: Callable[..., Any]) -> None:
         if len(self.steps) >= _MOST_STEPS:
-            self.steps.clear()
+            oldest = next(iter(self.steps))
+            del self.steps[oldest]
+            self.recount(oldest)
         self.steps[call] = steps
+
+    def recount(self, call: tuple) -> None:
+        """As if it had not come yet: its steps are gone, or could not be recorded."""
+        self._times[call] = 0
 
     def forget(self) -> None:
         self._times.clear()

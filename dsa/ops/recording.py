@@ -82,6 +82,7 @@ class _Recording(TorchDispatchMode):
         self._empty: dict[str, str] = {}  # lines that allocate nothing
         for i, x in enumerate(arguments):
             for name, tensor in [(f"a{i}", x)] if not isinstance(x, list | tuple) else _items(f"a{i}", x):
+                self.replays &= not isinstance(tensor, list | tuple)  # lists of lists have no names
                 if isinstance(tensor, torch.Tensor):
                     self._name(tensor, name)
 
@@ -90,7 +91,7 @@ class _Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         packet = func.overloadpacket
         results = [x for _, x in _items("", result)] if isinstance(result, list | tuple) else [result]
-        if packet in _UNSEEN or torch.Tag.dynamic_output_shape in func.tags or not _all_tensors(results):
+        if packet in _UNSEEN or _has_any_shape(func, args) or not _all_tensors(results):
             self.replays = False
         elif packet in _EMPTY and result.layout is torch.strided:
             self._made(result)
@@ -197,8 +198,7 @@ class _Recording(TorchDispatchMode):
 def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Callable[..., Any] | None]:
     """(call(*arguments), a function that does the same for arguments of the same signature). None in place of the
     function where there is no such: where a number comes from the device, or nothing is launched."""
-    before = getattr(_thread, "recording", None)
-    if before is not None:  # a part of a call that is recorded as a whole
+    if is_recording():
         return call(*arguments), None
     arguments = _apart(arguments, set())
     _thread.recording = recording = _Recording(arguments)
@@ -208,6 +208,11 @@ def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, C
     finally:
         _thread.recording = None
     return result, recording.function(arguments, result)
+
+
+def is_recording() -> bool:
+    """Whether this is a part of a call that is recorded as a whole."""
+    return getattr(_thread, "recording", None) is not None
 
 
 def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
@@ -225,6 +230,13 @@ def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
 
 def _items(name: str, values: Any) -> list[tuple[str, Any]]:
     return [(f"{name}[{i}]", x) for i, x in enumerate(values)]
+
+
+def _has_any_shape(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of its result follows from contents: of what is indexed by masks, but not by numbers."""
+    if func.overloadpacket is torch.ops.aten.index:
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _all_tensors(values: list[Any]) -> bool:

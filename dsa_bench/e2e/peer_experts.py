@@ -44,12 +44,18 @@ def padded(experts: torch.Tensor, count: int) -> Layout:
 def forward_on(module: ModuleType, ours: Forward) -> Forward:
     """`Experts.forward` for prompts on weights in FP8."""
 
-    def forward(self: Experts, x, experts, weights, shared=None):
+    def forward(
+        self: Experts,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        shared: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if not self.fp8 or self.fp4 or len(x) < LEAST_TOKENS or x.dtype != torch.bfloat16:
             return ours(self, x, experts, weights, shared)
         layout = padded(experts, len(self.down_proj))
 
-        def product(q, scale, name):
+        def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
             weight = getattr(self, name), getattr(self, f"{name}_scale_inv")
             out = torch.empty(len(q), weight[0].shape[1], dtype=x.dtype, device=x.device)
             operand = q, module.get_mn_major_tma_aligned_tensor(scale)

@@ -49,23 +49,23 @@ def peer_kernels() -> Iterator[Replaced]:
     names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in _GROUPS for name in ops))
     ours, form = {name: getattr(dsa, name) for name in names}, attention.multi_head_is_faster
     forward = Experts.forward
-    for builds, ops in _GROUPS:
-        library, module = _newest(builds, replaced.failed)
-        for name, make in ops.items() if library else ():
-            setattr(dsa, name, make(library, module, ours[name]))
-            replaced.ops[name] = library.name
-    library, module = _newest(deep_gemm.BUILDS, replaced.failed)
-    if library is not None:
-        Experts.forward = peer_experts.forward_on(module, forward)
-        replaced.ops["Experts"] = library.name
-    selects = _newest((operators.OPERATORS,), replaced.failed)[0] is not None
-    if selects:
-        replaced.ops["topk_indices"] = "vllm"
-    if replaced.ops:
-        dsa.topk_indices = _selection(selects, ours["topk_indices"])
-        dsa.mha_varlen_fwd, replaced.ops["mha_varlen_fwd"] = _multi_head, "torch"
-        attention.multi_head_is_faster = lambda *lengths: False
     try:
+        for builds, ops in _GROUPS:
+            library, module = _newest(builds, replaced.failed)
+            for name, make in ops.items() if library else ():
+                setattr(dsa, name, make(library, module, ours[name]))
+                replaced.ops[name] = library.name
+        library, module = _newest(deep_gemm.BUILDS, replaced.failed)
+        if library is not None:
+            Experts.forward = peer_experts.forward_on(module, forward)
+            replaced.ops["Experts"] = library.name
+        selects = _newest((operators.OPERATORS,), replaced.failed)[0] is not None
+        if selects:
+            replaced.ops["topk_indices"] = "vllm"
+        if replaced.ops:
+            dsa.topk_indices = _selection(selects, ours["topk_indices"])
+            dsa.mha_varlen_fwd, replaced.ops["mha_varlen_fwd"] = _multi_head, "torch"
+            attention.multi_head_is_faster = lambda *lengths: False
         yield replaced
     finally:
         for name, op in ours.items():

@@ -16,6 +16,7 @@ class GroupRows(NamedTuple):
 
     @classmethod
     def of(cls, tokens: int, groups: int, device: torch.device) -> "GroupRows":
+        """Of so many tokens and groups."""
         rows = torch.arange(tokens * groups, dtype=torch.int32, device=device)
         to_groups = rows.view(groups, tokens).T.reshape(-1, 1)
         to_tokens = rows.view(tokens, groups).T.reshape(-1, 1)

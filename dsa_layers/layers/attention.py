@@ -140,8 +140,8 @@ class DSAAttention(nn.Module):
         if self.indexer is None:
             topk_indices, bits = selection.topk_indices, selection.bits
         else:
-            arguments, bits = (x, qr, index_keys, cos, sin, batch, cache, sparse), None
-            topk_indices = self._select(*arguments, in_pages, multi_head)
+            bits, form = None, (sparse, in_pages, multi_head)
+            topk_indices = self._select(x, qr, index_keys, cos, sin, batch, cache, *form)
             if sparse and multi_head:
                 bits = dsa.selection_bits(topk_indices, None, batch.max_key_len)
             if selection is not None:

@@ -93,7 +93,7 @@ class CompressedAttention(nn.Module):
             out = self._prefill(x, q, qr, kv, rope, entry_rope, batch, cache)
         cos, sin = rope
         out = turn(out, cos, -sin, interleaved=True, dims="last").flatten(1).unflatten(-1, (self.o_groups, -1))
-        return self.wo_a(out, self.wo_b, batch.group_rows(self.o_groups))
+        return self.wo_a(out, self.wo_b, batch)
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product."""

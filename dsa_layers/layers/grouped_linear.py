@@ -4,15 +4,15 @@ import torch
 from torch import nn
 
 import dsa
-from dsa_layers.batch.group_rows import GroupRows
+from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 
 
 class GroupedLinear(nn.Module):
     """then(y), y[g] = W_g x[g]: x [T, groups, I] -> y [T, groups, O], flattened -> [T, outputs of `then`].
 
-    The matrices are one below the other, [groups * O, I]. rows: `TokenBatch.group_rows(groups)`, read if both layers
-    are FP8: then the casts in front of both products write each row to its place, and nothing is copied.
+    The matrices are one below the other, [groups * O, I]. batch: of the tokens; the
+    cast in front of a product of FP8 weights writes each row to the place that it has there, and nothing is copied.
     Parameters: weight, FP8 with weight_scale_inv as `BlockFP8Linear` has them if `fp8`; then O is a multiple of 128.
     """
 
@@ -32,15 +32,16 @@ class GroupedLinear(nn.Module):
         self.groups = groups
         self.matrices = make_linear(in_features, groups * out_features, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
 
-    def forward(self, x: torch.Tensor, then: Linear | BlockFP8Linear, rows: GroupRows) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, then: Linear | BlockFP8Linear, batch: TokenBatch) -> torch.Tensor:
         layer, tokens = self.matrices, len(x)
         if not isinstance(layer, BlockFP8Linear):
             weight = layer.weight.unflatten(0, (self.groups, -1))
             return then(torch.einsum("tgi,goi->tgo", x, weight).flatten(1))
+        rows = batch.group_rows(self.groups)
         activations = dsa.scatter_cast_to_fp8(x.flatten(0, 1), rows.to_groups, layer.use_ue8m0)
         matrices = tuple(t.unflatten(0, (self.groups, -1)) for t in (layer.weight, layer.weight_scale_inv))
         y = dsa.grouped_fp8_gemm_nt(activations, matrices, rows.ends, x.dtype)
         if not isinstance(then, BlockFP8Linear):
             return then(y.unflatten(0, (self.groups, tokens)).transpose(0, 1).flatten(1))
         activations = dsa.scatter_cast_to_fp8(y, rows.to_tokens, then.use_ue8m0)
-        return then.multiply(tuple(part.view(tokens, -1) for part in activations), x.dtype)
+        return then.multiply(tuple(part.view(tokens, self.groups * part.shape[1]) for part in activations), x.dtype)

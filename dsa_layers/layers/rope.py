@@ -56,6 +56,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, dims: str) -> torch.Tensor:
-    """`dsa.apply_rotary` of a tensor that nobody else reads: in place, unless gradients are on."""
+    """`dsa.apply_rotary` of x [T, ..., D], which nobody else reads, by cos and sin fp32 [T, R / 2]: in place, unless
+    gradients are on."""
     out = None if torch.is_grad_enabled() else x
     return dsa.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims, out=out)

@@ -10,6 +10,7 @@ import dsa
 from dsa import backends
 from dsa.ops import declaration
 from dsa.ops.declaration import Kernels, op, rows_of
+from dsa.ops.known_calls import REPEATS
 from dsa.reference.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
 
 KERNELS = "dsa.kernels.elementwise.made_up_sm90"
@@ -113,6 +114,62 @@ def test_a_call_in_order_is_checked_once(ops, kernel_path):
     for other in others:
         ops["scale"](*other)
     assert len(checked) == 1 + len(others)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """What is recorded, in order; without kernels nothing would be."""
+    found = []
+
+    def record(call, arguments):
+        found.append(arguments)
+        return call(*arguments), lambda *again: "steps"
+
+    monkeypatch.setattr(declaration, "record", record)
+    return found
+
+
+def test_a_call_that_comes_again_is_recorded_once(ops, kernel_path, recorded):
+    x = torch.randn(3, 8)
+    for _ in range(REPEATS):
+        assert (ops["scale"](x, 2.0, False) == 7).all()
+    assert len(recorded) == 1 and len(ops["kernels"].calls) == REPEATS
+    assert ops["scale"](x, 2.0, False) == "steps" and len(ops["kernels"].calls) == REPEATS
+    assert (ops["scale"](x, 3.0, False) == 7).all()  # another
+    with dsa.use_backend("reference"):
+        assert ops["scale"](x, 2.0, False) != "steps"
+
+
+def test_an_error_while_a_call_is_recorded_is_raised_and_it_counts_anew(ops, kernel_path, recorded, monkeypatch):
+    def fails(*_):
+        raise MemoryError
+
+    x, record = torch.randn(3, 8), declaration.record
+    for _ in range(REPEATS - 1):
+        ops["scale"](x, 2.0, False)
+    monkeypatch.setattr(declaration, "record", fails)
+    with pytest.raises(MemoryError):
+        ops["scale"](x, 2.0, False)
+    monkeypatch.setattr(declaration, "record", record)
+    for _ in range(REPEATS):
+        ops["scale"](x, 2.0, False)
+    assert len(recorded) == 1
+
+
+def test_a_call_within_one_that_is_recorded_does_not_count(ops, kernel_path, recorded, monkeypatch):
+    monkeypatch.setattr(declaration, "is_recording", lambda: True)
+    for _ in range(2 * REPEATS):
+        ops["scale"](torch.randn(3, 8), 2.0, False)
+    monkeypatch.setattr(declaration, "is_recording", lambda: False)
+    for _ in range(REPEATS):
+        ops["scale"](torch.randn(3, 8), 2.0, False)
+    assert len(recorded) == 1
+
+
+def test_the_references_way_has_no_signature(ops, monkeypatch):
+    """Which takes time, and asks fake tensors for an address."""
+    monkeypatch.setattr(declaration, "signature", lambda *_: pytest.fail("a signature"))
+    ops["scale"](torch.randn(3, 8), 2.0, False)
 
 
 def test_a_call_out_of_order_is_refused_every_time(ops, kernel_path):

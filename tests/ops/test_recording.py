@@ -106,6 +106,23 @@ def test_lists_numbers_and_what_is_not_given(kernels):
         assert all(torch.equal(a, b) for a, b in zip(seconds, thirds))
 
 
+def test_rows_that_are_gathered(kernels):
+    def call(x, rows):
+        out = x[rows, 1:]
+        kernels.compile_add(1)([out], 1)
+        return out
+
+    got, want = again(call, (X, torch.tensor([1, 1])), (Y, torch.tensor([3, 0])))
+    assert torch.equal(got, want)
+
+
+def test_lists_of_lists_are_not_recorded(kernels):
+    def call(lists):
+        kernels.compile_add(1)(lists[0], 1)
+
+    assert record(call, ([[X.clone()]],))[1] is None
+
+
 def test_what_a_cache_keeps_is_a_constant(kernels):
     kept = torch.full((4, 6), 9.0)
 

@@ -536,8 +536,8 @@ class MhaVarlenFwdSm90:
         eight = cute.make_rmem_tensor((4,), Uint32)
         for first in cutlass.range_constexpr(0, self.value_dim, OUT_COLUMNS):
             for pair in cutlass.range_constexpr(OUT_COLUMNS // 16):
-                places = [first // 2 + 8 * pair + 2 * i for i in range(4)]
-                words = [pack(o[i] * inverse[i // 2 % 2], o[i + 1] * inverse[i // 2 % 2], self.dtype) for i in places]
+                columns = [first // 2 + 8 * pair + 2 * i for i in range(4)]
+                words = [pack(o[i] * inverse[i // 2 % 2], o[i + 1] * inverse[i // 2 % 2], self.dtype) for i in columns]
                 # Lanes 0 to 15 have the rows of the even chunk, the others those of the odd one.
                 store_matrices(staged + own * 128 + ((2 * pair + lane // OUT_ROWS) ^ (own % 8)) * 16, words)
             cute.arch.sync_warp()

@@ -45,6 +45,7 @@ def fake_arguments(
     numbers = *(Float32(0.0), Int32(0), Int32(0), Int32(0), Int32(0)), fake_stream()
     results = fake_results(dtype, heads)
     if with_max_logits:
+        assert lists == 1
         q = fake(dtype, (queries, heads, head_dim), (*strides(2, 8), 1))
         kv = fake(dtype, (cute.sym_int(), 1, head_dim), (*strides(2, 8), 1))
         indices = fake(Int32, (queries, 1, width), (*strides(2), 1), 4)

@@ -6,7 +6,9 @@ from torch import nn
 
 import dsa
 from dsa.testing import calc_diff
+from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.layers.experts import Experts
+from dsa_layers.layers.grouped_linear import GroupedLinear
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 
@@ -200,3 +202,32 @@ def test_a_dequantised_weight_is_kept_until_the_parameters_change():
     layer.weight_scale_inv.data = 2 * layer.weight_scale_inv.data
     assert torch.equal(layer.float_weight(torch.float32), 2 * changed)
     assert layer.to(torch.device("cpu")).float_weight(torch.bfloat16).dtype == torch.bfloat16
+
+
+class Tokens:
+    """All that a grouped layer asks of a batch."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def group_rows(self, groups):
+        return GroupRows.of(self.count, groups, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("fp8", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+def test_a_grouped_layer_and_the_one_behind_it(fp8, tokens):
+    """Group by group, each with its own rows of the weights, and nothing in another token's place."""
+    grouped, then = GroupedLinear(3, 256, 128, fp8=fp8[0]), make_linear(384, 256, fp8=fp8[1])
+    x = torch.randn(tokens, 3, 256)
+    layer, parts = grouped.matrices, []
+    for g in range(3):
+        rows = slice(128 * g, 128 * (g + 1))
+        if fp8[0]:
+            weight = layer.weight[rows], layer.weight_scale_inv[g : g + 1]
+            parts.append(dsa.fp8_gemm_nt(layer.cast(x[:, g].contiguous()), weight, x.dtype))
+        else:
+            parts.append(nn.functional.linear(x[:, g], layer.weight[rows]))
+    got, expected = grouped(x, then, Tokens(tokens)), then(torch.cat(parts, -1))
+    assert got.shape == (tokens, 256)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

@@ -7,7 +7,7 @@ import torch
 
 from dsa import apply_rotary
 from dsa_layers.layers.norm import LayerNorm, RMSNorm
-from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies, yarn_frequencies, yarn_mscale
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies, turn, yarn_frequencies, yarn_mscale
 
 
 def test_rms_norm():
@@ -85,3 +85,14 @@ def test_too_few_dimensions_is_an_error():
     cos = torch.ones(1, 4)
     with pytest.raises(ValueError, match="x: the last dimension must be at least 8 for these cos and sin, got 6"):
         apply_rotary(torch.zeros(1, 6), cos, cos, interleaved=True)
+
+
+def test_vectors_are_turned_in_place_unless_gradients_are_on():
+    x, angles = torch.randn(3, 2, 8), torch.randn(3, 2)
+    options = {"interleaved": True, "dims": "last"}
+    expected = apply_rotary(x, angles.cos(), angles.sin(), **options)
+    kept = turn(x.clone().requires_grad_(), angles.cos(), angles.sin(), **options)
+    assert torch.equal(kept, expected) and kept.requires_grad
+    with torch.no_grad():
+        own = x.clone()
+        assert turn(own, angles.cos(), angles.sin(), **options) is own and torch.equal(own, expected)

@@ -322,3 +322,16 @@ def test_keys_in_another_dtype_are_refused_without_a_kernel_too():
     for q, kv in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)):
         with pytest.raises(ValueError, match="kv: dtype must be q's"):
             dsa.flash_mla_sparse_fwd(torch.zeros(2, 3, 16, dtype=q), torch.zeros(5, 1, 16, dtype=kv), indices, 1.0, 16)
+
+
+def test_a_dtype_without_a_kernel_is_compiled_whole(monkeypatch):
+    """The reference is traced; nothing asks the tensors of the trace for an address."""
+    monkeypatch.setattr(dsa.backends, "_warned", {"flash_mla_sparse_fwd", "flash_mla_sparse_fwd in float32"})
+    q, kv, indices = torch.randn(2, 4, 576), torch.randn(9, 1, 576), torch.randint(0, 9, (2, 1, 4), dtype=torch.int32)
+
+    def attend(q, kv, indices):
+        return dsa.flash_mla_sparse_fwd(q, kv, indices, 0.1)[0]
+
+    with torch.no_grad():
+        compiled = torch.compile(attend, fullgraph=True, backend="eager")(q, kv, indices)
+        assert torch.equal(compiled, attend(q, kv, indices))
