@@ -40,8 +40,8 @@ def rows(names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
 def _row(name: str, case: Case) -> dict[str, Any]:
     failed = case.tried()
     times = host_ms({who: own[0] for who, own in case.calls.items() if who not in _others(case) | failed.keys()})
-    ours = times.pop(OURS)
-    row = {"shape": f"{name}, {case.name}", "ms": round(ours, 5), "figure": f"{ours * 1e3:.1f} us"}
+    ours = round(times.pop(OURS), 5)
+    row = {"shape": f"{name}, {case.name}", "ms": ours, "figure": f"{ours * 1e3:.1f} us"}
     row["peers"] = {who: {"ms": round(ms, 5), "ratio": round(ms / ours, 3)} for who, ms in times.items()}
     best = min(times, key=times.__getitem__, default=None)
     row |= {"peer": best, "peer_ms": None, "ratio": None, "baselines": {}, "yardsticks": {}, "failed": failed}
