@@ -1,9 +1,11 @@
 """The routed experts of a prompt's pass on DeepGEMM's grouped products, as engines run them.
 
 An expert's rows begin at a multiple of 128 there: a token's rows are cast once and gathered to their places, between
-which there are others that mean nothing, and behind all of them whole tiles of no expert.
+which there are others that mean nothing, and behind all of them whole tiles of no expert. On Hopper DeepGEMM multiplies
+no FP4: such weights are in FP8 there, widened without loss when they are first asked for.
 """
 
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
@@ -11,11 +13,13 @@ from typing import NamedTuple
 import torch
 
 import dsa
-from dsa_bench.peers.deep_gemm import ALIGNMENT
+from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled
 from dsa_layers.layers.experts import Experts
 
 Forward = Callable[..., torch.Tensor]
 LEAST_TOKENS = 512  # fewer have other products in engines
+PROJECTIONS = ("gate_up_proj", "down_proj")
+_widened: "weakref.WeakKeyDictionary[Experts, dict[str, Scaled]]" = weakref.WeakKeyDictionary()
 
 
 class Layout(NamedTuple):
@@ -41,8 +45,19 @@ def padded(experts: torch.Tensor, count: int) -> Layout:
     return Layout(places.int(), sources, groups.where(groups < count, -1).int())
 
 
+@torch.no_grad()
+def weight_of(experts: Experts, name: str) -> Scaled:
+    """A projection's weights in FP8 and their scales."""
+    if not experts.fp4:
+        return getattr(experts, name), getattr(experts, f"{name}_scale_inv")
+    if experts not in _widened:
+        parameters = {each: (getattr(experts, each), getattr(experts, f"{each}_scale_inv")) for each in PROJECTIONS}
+        _widened[experts] = {each: dsa.widen_fp4(*pair) for each, pair in parameters.items()}
+    return _widened[experts][name]
+
+
 def forward_on(module: ModuleType, ours: Forward) -> Forward:
-    """`Experts.forward` for prompts on weights in FP8."""
+    """`Experts.forward` for prompts on quantised weights."""
 
     def forward(
         self: Experts,
@@ -51,12 +66,12 @@ def forward_on(module: ModuleType, ours: Forward) -> Forward:
         weights: torch.Tensor,
         shared: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if not self.fp8 or self.fp4 or len(x) < LEAST_TOKENS or x.dtype != torch.bfloat16:
+        if not self.fp8 or len(x) < LEAST_TOKENS or x.dtype != torch.bfloat16:
             return ours(self, x, experts, weights, shared)
         layout = padded(experts, len(self.down_proj))
 
         def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
-            weight = getattr(self, name), getattr(self, f"{name}_scale_inv")
+            weight = weight_of(self, name)
             out = torch.empty(len(q), weight[0].shape[1], dtype=x.dtype, device=x.device)
             operand = q, module.get_mn_major_tma_aligned_tensor(scale)
             module.m_grouped_fp8_gemm_nt_contiguous(operand, weight, out, layout.groups)

@@ -261,9 +261,9 @@ def test_whole_passes(name, either_build, monkeypatch):
         assert torch.equal(run.launched(), expected)
 
 
-@pytest.mark.parametrize("limit", [None, 0.5])
-def test_experts_of_prompts(limit, either_build, monkeypatch):
-    experts = Experts(5, 256, 128, fp8=True, limit=limit)
+@pytest.mark.parametrize(("limit", "fp4"), [(None, False), (0.5, False), (0.5, True)])
+def test_experts_of_prompts(limit, fp4, either_build, monkeypatch):
+    experts = Experts(5, 256, 128, fp8=True, fp4=fp4, limit=limit)
     x, shared = bf16(90, 256), bf16(90, 256)
     chosen = torch.stack([torch.randperm(4)[:2] for _ in range(90)])  # and nobody chooses the last
     arguments = x, chosen, torch.rand(90, 2), shared
