@@ -11,6 +11,7 @@ from dsa.ops.cache.mla_cache_inputs import write_mla_cache
 from dsa.ops.elementwise.hyper_connections import hyper_collapse, hyper_expand
 from dsa.ops.elementwise.hyper_mix import hyper_mix
 from dsa.ops.elementwise.rms_norm import rms_norm
+from dsa.ops.elementwise.rms_norm_cast import add_rms_norm_cast_to_fp8, rms_norm_cast_to_fp8
 from dsa.ops.elementwise.rotary import apply_rotary
 from dsa.ops.gemm.fp8_fp4_gemm_nt import fp4_block_scales, grouped_fp8_fp4_gemm_nt, widen_fp4
 from dsa.ops.gemm.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, grouped_fp8_gemm_nt, per_block_cast_to_fp8
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FlashMLASchedMeta",
+    "add_rms_norm_cast_to_fp8",
     "apply_rotary",
     "backend",
     "combine_experts",
@@ -78,6 +80,7 @@ __all__ = [
     "read_indexer_cache",
     "read_kv_cache",
     "rms_norm",
+    "rms_norm_cast_to_fp8",
     "scatter_cast_to_fp8",
     "selection_bits",
     "sliding_window_attention",

@@ -7,6 +7,7 @@ from dsa.reference.cache.mla_cache_inputs import write_mla_cache
 from dsa.reference.elementwise.hyper_connections import hyper_collapse, hyper_expand
 from dsa.reference.elementwise.hyper_mix import hyper_mix
 from dsa.reference.elementwise.rms_norm import rms_norm
+from dsa.reference.elementwise.rms_norm_cast import add_rms_norm_cast_to_fp8, rms_norm_cast_to_fp8
 from dsa.reference.elementwise.rotary import apply_rotary
 from dsa.reference.gemm.fp4_cast import fp4_block_scales, widen_fp4
 from dsa.reference.gemm.fp8_cast import (
@@ -45,6 +46,7 @@ from dsa.reference.training.sparse_mla_attention import sparse_mla_attention
 
 __all__ = [
     "FlashMLASchedMeta",
+    "add_rms_norm_cast_to_fp8",
     "apply_rotary",
     "ceil_to_ue8m0",
     "combine_experts",
@@ -81,6 +83,7 @@ __all__ = [
     "read_indexer_cache",
     "read_kv_cache",
     "rms_norm",
+    "rms_norm_cast_to_fp8",
     "scatter_cast_to_fp8",
     "selection_bits",
     "sliding_window_attention",

@@ -15,6 +15,24 @@ def rms_norm(device: str) -> None:
     )
 
 
+def rms_norm_cast(device: str) -> None:
+    """Of a sum and of x alone. A scale is the largest value / 448, or less than twice that; a byte is off by at most a
+    16th of its value or a 512th of its scale."""
+    x, residual = (torch.randn(9, 640, device=device).bfloat16() for _ in range(2))
+    weight = torch.randn(640, device=device)
+    total, *added = dsa.add_rms_norm_cast_to_fp8(x, residual, weight, 1e-2)
+    assert_close("total", total, residual.double() + x.double(), abs_tol=1e-6, rel_tol=2**-8, cos_tol=5e-6)
+    alone = dsa.rms_norm_cast_to_fp8(x, weight, 1e-2, use_ue8m0=False)
+    for (y, q, scale), h, above in ((added, total, 2.0), (alone, x, 1.0001)):
+        expected = h.double() / (h.double().square().mean(-1, keepdim=True) + 1e-2).sqrt() * weight.double()
+        assert_close("y", y, expected, abs_tol=1e-6, rel_tol=2**-7, cos_tol=5e-6)
+        y, step = y.double().unflatten(1, (5, 128)), scale.double()[..., None]
+        ratio = 448 * scale.double() / y.abs().amax(-1)
+        assert (ratio > 0.9999).all() and (ratio < above).all()
+        off = (q.double().unflatten(1, (5, 128)) * step - y).abs()
+        assert (off <= y.abs() / 16 + step / 512).all()
+
+
 def rotary(device: str) -> None:
     """Neighbours and halves, first and last; and the same in place, in a part of a wider tensor."""
     x, angles = torch.randn(9, 3, 96, device=device).bfloat16(), torch.randn(9, 32, device=device)

@@ -5,15 +5,12 @@ from functools import partial
 
 import torch
 
-from tests.valid_calls.description import BF16, F32, Maker, ValidCall, call, nothing
+from tests.valid_calls.description import BF16, E4M3, F32, Maker, ValidCall, call, nothing
 
 CALLS: list[ValidCall] = []
 
 
 valid = partial(call, CALLS)
-
-
-E4M3 = torch.float8_e4m3fn
 
 
 @valid("write_indexer_cache", nothing, written=("cache",))

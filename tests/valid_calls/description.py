@@ -8,7 +8,7 @@ import torch
 
 import dsa
 
-BF16, F32, INT32 = torch.bfloat16, torch.float32, torch.int32
+BF16, E4M3, F32, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32
 Arguments = Mapping[str, Any]
 Promise = list[tuple[tuple[int, ...], torch.dtype]]
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tests.valid_calls.description import F32, Maker, ValidCall, call, like
+from tests.valid_calls.description import E4M3, F32, Maker, ValidCall, call, like
 
 CALLS: list[ValidCall] = []
 
@@ -13,6 +13,22 @@ valid = partial(call, CALLS)
 @valid("rms_norm", like("x"))
 def _(new: Maker):
     return {"x": new.bf16(3, 2, 16), "weight": new.f32(16), "eps": 1e-6}
+
+
+def cast(a):
+    tokens, channels = a["x"].shape
+    return [((tokens, channels), a["x"].dtype), ((tokens, channels), E4M3), ((tokens, channels // 128), F32)]
+
+
+@valid("rms_norm_cast_to_fp8", cast)
+def _(new: Maker):
+    return {"x": new.bf16(3, 256), "weight": new.f32(256), "eps": 1e-6, "use_ue8m0": True}
+
+
+@valid("add_rms_norm_cast_to_fp8", lambda a: [*like("x")(a), *cast(a)])
+def _(new: Maker):
+    x, residual = new.bf16(3, 256), new.bf16(3, 256)
+    return {"x": x, "residual": residual, "weight": new.f32(256), "eps": 1e-6, "use_ue8m0": False}
 
 
 @valid("apply_rotary", like("x"))

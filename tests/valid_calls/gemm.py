@@ -5,15 +5,12 @@ from functools import partial
 import torch
 
 import dsa
-from tests.valid_calls.description import BF16, F32, Maker, ValidCall, call
+from tests.valid_calls.description import BF16, E4M3, F32, Maker, ValidCall, call
 
 CALLS: list[ValidCall] = []
 
 
 valid = partial(call, CALLS)
-
-
-E4M3 = torch.float8_e4m3fn
 
 
 def cast(name):

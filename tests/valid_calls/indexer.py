@@ -2,17 +2,12 @@
 
 from functools import partial
 
-import torch
-
-from tests.valid_calls.description import BF16, F32, INT32, Maker, ValidCall, call, nothing
+from tests.valid_calls.description import BF16, E4M3, F32, INT32, Maker, ValidCall, call, nothing
 
 CALLS: list[ValidCall] = []
 
 
 valid = partial(call, CALLS)
-
-
-E4M3 = torch.float8_e4m3fn
 
 
 @valid("quantize_indexer_queries", lambda a: [(tuple(a["q"].shape), E4M3), (tuple(a["q"].shape[:2]), F32)])

@@ -6,6 +6,7 @@ CHANNEL_MULTIPLE = 8  # of the norm and of the hyper-connections
 # RMSNorm.
 MAX_NORM_CHANNELS = {"bfloat16": 32768, "float16": 32768, "float32": 16384}
 MAX_NORM_ROWS = 2**31 - 32
+MAX_NORM_CAST_CHANNELS = {"bfloat16": 16384, "float16": 16384, "float32": 8192}  # of the norm with a cast
 
 # Rope: pairs of channels that a thread turns at a time, if rows start at multiples of 16 bytes; one pair else.
 ROTARY_PAIRS = 4

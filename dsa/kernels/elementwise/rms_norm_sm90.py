@@ -1,4 +1,4 @@
-"""Root mean square norm of rows: y = x / sqrt(mean(x^2) + eps) * weight.
+"""Root mean square norm of rows: y = x / sqrt(mean(x^2) + eps) * weight; optionally of a sum of two, and cast to FP8.
 
 Plan
 - A row belongs to `lanes` threads, a part of a warp or several of them, 16 bytes at a time: thread i has the vectors i,
@@ -6,13 +6,17 @@ Plan
 - All loads of a thread, those of the weights too, go out before the sum needs the first: a single row costs one round
   trip to memory. Only the longest rows, without registers for both, take the weights one by one behind the sum. Rows
   that follow on a multiprocessor find the weights in L1.
+- With a residual, x is first replaced by residual + x, rounded to their dtype, which is stored as well.
+- With a cast, a group of 128 channels is in neighbouring lanes of one warp, which find its largest value and its scale
+  by shuffles from y as it was rounded: exactly what `per_token_cast_to_fp8_sm90` makes of y.
 - Squares are added in a fixed order, in the thread, a shuffle tree in the warp, then warp by warp through shared
   memory, which every thread adds up alike: the same bits each time, and a row's do not depend on the other rows.
 - Vectors past the row's end are not loaded, and count as zeros. Rows are [A, B, D] of any strides, found by a
   precomputed divisor and with 64-bit offsets.
 Shared memory: a number a warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
-`max_channels`.
-Roofline: memory, 2 D elements a row; about 5 instructions a channel, a fifth of what the issue slots take meanwhile.
+`max_channels`; with a cast, D a multiple of 128 and rows of at least a warp.
+Roofline: memory, 2 D elements a row, 2 more with a residual, D bytes more with a cast; about 5 instructions a channel,
+a fifth of what the issue slots take meanwhile.
 """
 
 from collections.abc import Callable
@@ -21,11 +25,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
 
@@ -53,22 +58,32 @@ CONFIGS = (
     NormConfig(512, 4, 512),
     NormConfig(512, 8, 512),
 )
+# Those whose groups of 128 channels are a warp's, with registers for both.
+CAST_CONFIGS = tuple(config for config in CONFIGS if config.lanes >= WARP and config.vectors <= MAX_EARLY)
 
 
 class RmsNormSm90:
-    def __init__(self, dtype: type[cutlass.Numeric], config: NormConfig):
+    """use_ue8m0: of the cast's scales."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], config: NormConfig, use_ue8m0: bool = True):
         self.width = VECTOR_BITS // dtype.width
         self.lanes, self.vectors, self.threads = config.lanes, config.vectors, config.threads
         self.rows_of_cta = config.threads // config.lanes
         self.warps = config.lanes // WARP  # of a row; 0 for a part of one
         self.early = config.vectors <= MAX_EARLY
+        self.use_ue8m0 = use_ue8m0
 
     @cute.jit
     def __call__(self, x: cute.Tensor, weight: cute.Tensor | None, out: cute.Tensor, eps: Float32, stream):
+        self.launch(x, None, weight, None, out, None, None, eps, stream)
+
+    @cute.jit
+    def launch(self, x, residual, weight, total, out, q, scale, eps: Float32, stream):
+        """x, residual, total, out and q [A, B, D], scale [B, D / 128]."""
         rows = x.shape[0] * x.shape[1]
         inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
         share = Float32(1.0) / Float32(x.shape[2])
-        self.kernel(x, weight, out, eps, share, inner, rows).launch(
+        self.kernel(x, residual, weight, total, out, q, scale, eps, share, inner, rows).launch(
             grid=(cute.ceil_div(rows, self.rows_of_cta), 1, 1), block=(self.threads, 1, 1), stream=stream
         )
 
@@ -76,8 +91,12 @@ class RmsNormSm90:
     def kernel(
         self,
         x: cute.Tensor,
+        residual: cute.Tensor | None,
         weight: cute.Tensor | None,
+        total: cute.Tensor | None,
         out: cute.Tensor,
+        q: cute.Tensor | None,
+        scale: cute.Tensor | None,
         eps: Float32,
         share: Float32,
         inner: cute.FastDivmodDivisorV2,
@@ -93,26 +112,32 @@ class RmsNormSm90:
         raw.fill(0.0)
         gain = cute.make_rmem_tensor((self.width, self.vectors if self.early else 1), Float32)
         gain.fill(0.0)
-        source = x[a, b, None]
-        for n in cutlass.range_constexpr(self.vectors):
-            at = lane + n * self.lanes
-            if at < filled:
-                cute.autovec_copy(cute.local_tile(source, (self.width,), (at,)), raw[None, n])
+        self.load(x[a, b, None], raw, lane, filled)
+        if const_expr(residual is not None):
+            earlier = cute.make_rmem_tensor((self.width, self.vectors), x.element_type)
+            earlier.fill(0.0)
+            self.load(residual[a, b, None], earlier, lane, filled)
         if const_expr(weight is not None and self.early):
-            for n in cutlass.range_constexpr(self.vectors):
-                at = lane + n * self.lanes
-                if at < filled:
-                    cute.autovec_copy(cute.local_tile(weight, (self.width,), (at,)), gain[None, n])
+            self.load(weight, gain, lane, filled)
 
         v = cute.make_rmem_tensor((self.width,), Float32)
         square = Float32(0.0)
         for n in cutlass.range_constexpr(self.vectors):
             v.store(raw[None, n].load().to(Float32))
+            if const_expr(residual is not None):
+                v.store(earlier[None, n].load().to(Float32) + v.load())
+                round_to(v, x.element_type)
+                packed_sum = raw[None, n]
+                packed_sum.store(v.load().to(x.element_type))
+                at = lane + n * self.lanes
+                if at < filled and row < rows:
+                    cute.autovec_copy(packed_sum, cute.local_tile(total[a, b, None], (self.width,), (at,)))
             for i in cutlass.range_constexpr(self.width):
                 square = cute.math.fma(v[i], v[i], square)
         inverse = cute.math.rsqrt(self.sum_of_row(square, tid) * share + eps)
 
         packed = cute.make_rmem_tensor((self.width,), x.element_type)
+        bytes_of = cute.make_rmem_tensor((self.width,), Float8E4M3FN)
         target = out[a, b, None]
         for n in cutlass.range_constexpr(self.vectors):
             at = lane + n * self.lanes
@@ -125,8 +150,24 @@ class RmsNormSm90:
                 if const_expr(weight is not None):
                     v[i] = v[i] * gain[i, n if self.early else 0]
             packed.store(v.load().to(x.element_type))
+            if const_expr(q is not None):
+                round_to(v, x.element_type)
+                own_scale = quantize(v, self.width, self.use_ue8m0)
+                bytes_of.store(v.load().to(Float8E4M3FN))
             if at < filled and row < rows:
                 cute.autovec_copy(packed, cute.local_tile(target, (self.width,), (at,)))
+                if const_expr(q is not None):
+                    cute.autovec_copy(bytes_of, cute.local_tile(q[a, b, None], (self.width,), (at,)))
+                    if lane % (GROUP // self.width) == 0:
+                        scale[b, at * self.width // GROUP] = own_scale
+
+    @cute.jit
+    def load(self, source: cute.Tensor, values: cute.Tensor, lane: Int32, filled: Int32):
+        """The thread's vectors of a row; those past its end stay."""
+        for n in cutlass.range_constexpr(self.vectors):
+            at = lane + n * self.lanes
+            if at < filled:
+                cute.autovec_copy(cute.local_tile(source, (self.width,), (at,)), values[None, n])
 
     @cute.jit
     def sum_of_row(self, x: Float32, tid: Int32) -> Float32:
@@ -146,6 +187,33 @@ class RmsNormSm90:
         return x
 
 
+class RmsNormCastSm90(RmsNormSm90):
+    """Of rows [T, D]."""
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        residual: cute.Tensor | None,
+        weight: cute.Tensor,
+        total: cute.Tensor | None,
+        out: cute.Tensor,
+        q: cute.Tensor,
+        scale: cute.Tensor,
+        eps: Float32,
+        stream,
+    ):
+        earlier = None if const_expr(residual is None) else three_dims(residual)
+        sums = None if const_expr(total is None) else three_dims(total)
+        self.launch(three_dims(x), earlier, weight, sums, three_dims(out), three_dims(q), scale, eps, stream)
+
+
+@cute.jit
+def three_dims(x: cute.Tensor) -> cute.Tensor:
+    """[T, D] as [1, T, D]."""
+    return cute.make_tensor(x.iterator, cute.prepend(x.layout, cute.make_layout(1, stride=0)))
+
+
 @cached
 def compile_rms_norm(dtype: str, weighted: bool, config: NormConfig):
     """-> f(x [A, B, D] dtype, weight [D] fp32 or None, out [A, B, D], eps); 0 < A * B < 2^31 - 16, D from 1 vector to
@@ -159,6 +227,26 @@ def compile_rms_norm(dtype: str, weighted: bool, config: NormConfig):
     return compile_sm90(RmsNormSm90(element, config), x, weight, out, Float32(0.0), fake_stream())
 
 
+@cached
+def compile_rms_norm_cast(dtype: str, summed: bool, use_ue8m0: bool, config: NormConfig):
+    """-> f(x [T, D] dtype, residual [T, D] or None unless `summed`, weight [D] fp32, total [T, D] or None unless
+    `summed`, out [T, D], q [T, D] e4m3, scale [T, D / 128] fp32, eps); 0 < T < 2^31 - 16, D a multiple of 128 up to
+    `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
+    element = cute_dtype(dtype)
+    rows, dim, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
+
+    def rows_of(element: type[cutlass.Numeric]) -> cute.Tensor:
+        return fake(element, (rows, dim), (*strides(1, VECTOR_BITS // element.width), 1))
+
+    x, residual, total, out = (rows_of(element) for _ in range(4))
+    weight, scale = fake(Float32, (dim,), (1,)), fake(Float32, (rows, groups), (*strides(1), 1), 4)
+    return compile_sm90(
+        RmsNormCastSm90(element, config, use_ue8m0),
+        *(x, residual if summed else None, weight, total if summed else None, out, rows_of(Float8E4M3FN), scale),
+        *(Float32(0.0), fake_stream()),
+    )
+
+
 def max_channels(dtype: str, config: NormConfig = CONFIGS[-1]) -> int:
     """Of a row."""
     return config.lanes * config.vectors * VECTOR_BITS // cute_dtype(dtype).width
@@ -169,6 +257,11 @@ def choose_config(dtype: str, channels: int) -> NormConfig:
     return next(config for config in CONFIGS if channels <= max_channels(dtype, config))
 
 
+def choose_cast_config(dtype: str, channels: int) -> NormConfig:
+    """The first that holds a row, of those with a cast."""
+    return next(config for config in CAST_CONFIGS if channels <= max_channels(dtype, config))
+
+
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
@@ -176,4 +269,10 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
         for dtype in DTYPES
         for weighted in (True, False)
         for config in CONFIGS
+    ] + [
+        (compile_rms_norm_cast, (dtype, summed, use_ue8m0, config))
+        for dtype in DTYPES
+        for summed in (False, True)
+        for use_ue8m0 in (True, False)
+        for config in CAST_CONFIGS
     ]

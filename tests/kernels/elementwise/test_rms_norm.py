@@ -24,9 +24,23 @@ def test_sass(arguments):
     assert sass.instructions["BAR"] == (config.lanes > WARP)
 
 
+@shipped(kernels.compile_rms_norm_cast)
+def test_sass_with_a_cast(arguments):
+    dtype, summed, _, config = arguments
+    sass = disassemble(cubin(kernels.compile_rms_norm_cast, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    # 768 threads a multiprocessor; the longest rows 512.
+    assert sass.registers <= (80 if config.threads < 512 else 128)
+    vectors = config.vectors
+    assert sass.instructions["LDG"] == vectors * (1 + summed + (1 if dtype == "float32" else 2))
+    # The sum, the norm, its bytes and a scale.
+    assert sass.instructions["STG"] == vectors * (3 + summed)
+    assert sass.instructions["BAR"] == (config.lanes > WARP)
+
+
 def test_every_variant_is_shipped_once():
     variants = [arguments for _, arguments in kernels.shipped_variants()]
-    assert len(variants) == len(set(variants)) == 3 * 2 * len(kernels.CONFIGS)
+    assert len(variants) == len(set(variants)) == 3 * (2 * len(kernels.CONFIGS) + 4 * len(kernels.CAST_CONFIGS))
 
 
 @pytest.mark.parametrize("dtype", limits.DTYPES)
@@ -42,6 +56,16 @@ def test_every_row_length_has_a_configuration(dtype):
     assert last == len(kernels.CONFIGS) - 1
 
 
+@pytest.mark.parametrize("dtype", limits.DTYPES)
+def test_rows_with_a_cast_have_the_configuration_of_those_without(dtype):
+    """So that they have the same bits."""
+    for channels in range(256, limits.MAX_NORM_CAST_CHANNELS[dtype] + 1, 128):
+        assert kernels.choose_cast_config(dtype, channels) == kernels.choose_config(dtype, channels)
+    assert kernels.choose_cast_config(dtype, 128) == kernels.CAST_CONFIGS[0]
+
+
 def test_limits_are_what_the_variants_hold():
+    longest = {dtype: kernels.max_channels(dtype, kernels.CAST_CONFIGS[-1]) for dtype in limits.DTYPES}
+    assert limits.MAX_NORM_CAST_CHANNELS == longest
     assert limits.MAX_NORM_CHANNELS == {dtype: kernels.max_channels(dtype) for dtype in limits.DTYPES}
     assert limits.MAX_NORM_ROWS == 2**31 - 2 * max(c.threads // c.lanes for c in kernels.CONFIGS)

@@ -1,0 +1,117 @@
+"""Root mean square norm with the FP8 cast of its result, and in front of it the sum with a residual stream."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.elementwise.limits import MAX_NORM_CAST_CHANNELS, MAX_NORM_ROWS
+from dsa.kernels.gemm.limits import GROUP
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
+from dsa.reference.elementwise import rms_norm_cast as reference
+
+__all__ = ["add_rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8"]
+
+_MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_CAST_CHANNELS.items()}
+
+
+def rms_norm_cast_to_fp8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, use_ue8m0: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, rounded to x's dtype, and its cast to FP8.
+
+    x          [T, D] bf16, fp16 or fp32, D a multiple of 128
+    weight     [D] fp32
+    eps        added to the mean of the squares: a finite number, at least 0
+    use_ue8m0  True: scales are powers of two
+
+    Returns (y [T, D] in x's dtype, q [T, D] float8_e4m3fn, scale [T, D / 128] fp32), contiguous: `dsa.rms_norm` and, of
+    its result, `dsa.per_token_cast_to_fp8`, bit for bit from D = 256 on, for layers that read both. Not differentiable.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel that reads x once, D up to 16384 (fp32: 8192), contiguous channels, rows at any multiples of
+    16 bytes. Deterministic, and a row's results do not depend on the other rows. CUDA-graph safe, no host
+    synchronisation.
+    Source: as of these two functions.
+    """
+    return _rms_norm_cast_to_fp8(x, weight, eps, use_ue8m0)
+
+
+def add_rms_norm_cast_to_fp8(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, use_ue8m0: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """total = residual + x, rounded to their dtype, and of it what `dsa.rms_norm_cast_to_fp8` gives.
+
+    x          [T, D] bf16, fp16 or fp32, D a multiple of 128: a layer's result
+    residual   [T, D] of x's dtype: the stream that it is added to
+    weight, eps, use_ue8m0  as of `dsa.rms_norm_cast_to_fp8`
+
+    Returns (total [T, D], y [T, D], q [T, D] float8_e4m3fn, scale [T, D / 128] fp32), contiguous, total and y in x's
+    dtype. All else as of `dsa.rms_norm_cast_to_fp8`; x and residual are read once.
+    """
+    return _add_rms_norm_cast_to_fp8(x, residual, weight, eps, use_ue8m0)
+
+
+def _cast_results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, channels = x.shape
+    y = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
+    q = torch.empty(rows, channels, dtype=torch.float8_e4m3fn, device=x.device)
+    return y, q, torch.empty(rows, channels // GROUP, dtype=torch.float32, device=x.device)
+
+
+def _sum_results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (torch.empty(*x.shape, dtype=x.dtype, device=x.device), *_cast_results(x))
+
+
+def _check_limits(x: torch.Tensor) -> None:
+    if x.shape[1] == 0 or x.shape[1] > _MAX_CHANNELS[x.dtype]:
+        raise ValueError(
+            f"x: the kernel takes a last dimension of {GROUP} to {_MAX_CHANNELS[x.dtype]} for {dtype_name(x.dtype)}, "
+            f"got shape {list(x.shape)}"
+        )
+    if len(x) > MAX_NORM_ROWS:
+        raise ValueError(f"x: the kernel takes at most {MAX_NORM_ROWS} rows, got shape {list(x.shape)}")
+
+
+@op(
+    arguments=reference.RMS_NORM_CAST_TO_FP8,
+    reference=reference.rms_norm_cast_to_fp8,
+    results=_cast_results,
+    kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
+    limits=_check_limits,
+)
+def _rms_norm_cast_to_fp8(
+    kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor, eps: float, use_ue8m0: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    y, q, scale = _cast_results(x)
+    if len(x):
+        launch = _kernel(kernels, x.dtype, False, use_ue8m0, x.shape[1])
+        launch(rows_at_16_bytes(x), None, weight, None, y, q, scale, float(eps))
+    return y, q, scale
+
+
+@op(
+    arguments=reference.ADD_RMS_NORM_CAST_TO_FP8,
+    reference=reference.add_rms_norm_cast_to_fp8,
+    results=_sum_results,
+    kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
+    limits=_check_limits,
+)
+def _add_rms_norm_cast_to_fp8(
+    kernels: ModuleType, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, use_ue8m0: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    total, y, q, scale = _sum_results(x)
+    if len(x):
+        launch = _kernel(kernels, x.dtype, True, use_ue8m0, x.shape[1])
+        launch(rows_at_16_bytes(x), rows_at_16_bytes(residual), weight, total, y, q, scale, float(eps))
+    return total, y, q, scale
+
+
+@functools.cache
+def _kernel(
+    kernels: ModuleType, dtype: torch.dtype, summed: bool, use_ue8m0: bool, channels: int
+) -> Callable[..., None]:
+    name = dtype_name(dtype)
+    return kernels.compile_rms_norm_cast(name, summed, use_ue8m0, kernels.choose_cast_config(name, channels))

@@ -1,0 +1,158 @@
+"""The norm with a cast on the GPU: the bits of the norm, of the cast and of PyTorch's sum."""
+
+import pytest
+import torch
+
+import dsa
+from dsa.testing import poison_free_memory
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# The ends of what each configuration holds, and what models have.
+LENGTHS = [256, 384, 512, 640, 1024, 1152, 1536, 2048, 2176, 4096, 4224, 6144, 7168, 8192]
+
+
+def inputs(tokens, channels, dtype=torch.bfloat16):
+    """Rows of every size."""
+    size = torch.logspace(-3, 3, max(tokens, 1), device="cuda")[:tokens, None]
+    x, residual = (torch.randn(tokens, channels, device="cuda") * size for _ in range(2))
+    return x.to(dtype), residual.to(dtype), torch.randn(channels, device="cuda")
+
+
+def same(got, expected):
+    """Bit for bit, NaN of any kind the same."""
+    for g, e in zip(got, expected, strict=True):
+        assert g.dtype == e.dtype and g.is_contiguous()
+        torch.testing.assert_close(g.float(), e.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def expected(h, weight, eps, use_ue8m0):
+    y = dsa.rms_norm(h, weight, eps)
+    return y, *dsa.per_token_cast_to_fp8(y, use_ue8m0)
+
+
+def check(x, residual, weight, eps=1e-6, use_ue8m0=True):
+    poison_free_memory(mebibytes=64)
+    same(dsa.rms_norm_cast_to_fp8(x, weight, eps, use_ue8m0), expected(x, weight, eps, use_ue8m0))
+    total = residual + x
+    got = dsa.add_rms_norm_cast_to_fp8(x, residual, weight, eps, use_ue8m0)
+    same(got, (total, *expected(total, weight, eps, use_ue8m0)))
+
+
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+@pytest.mark.parametrize("channels", LENGTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lengths(dtype, channels, use_ue8m0):
+    check(*inputs(37, channels, dtype), 1e-3, use_ue8m0)
+
+
+@pytest.mark.parametrize("channels", [8320, 16384])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_longest_rows(dtype, channels):
+    check(*inputs(5, channels, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_group(dtype):
+    """Summed in another order than the norm alone does it."""
+    x, _, weight = inputs(40, 128, dtype)
+    y, q, scale = dsa.rms_norm_cast_to_fp8(x, weight)
+    torch.testing.assert_close(y, dsa.rms_norm(x, weight), rtol=2e-6 if dtype == torch.float32 else 2**-7, atol=1e-7)
+    same((q, scale), dsa.per_token_cast_to_fp8(y))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5, 4096])
+def test_tokens(tokens):
+    check(*inputs(tokens, 7168))
+
+
+def test_strided_rows():
+    x, residual, weight = inputs(60, 1024)
+    check(x[::3, :512], residual[:20, 256:768], weight[:512])
+    check(x[:20, 8:520], residual[40:, 512:], weight[:512])
+
+
+def test_nan_and_infinity_stay_in_their_rows():
+    x, residual, weight = inputs(40, 1536)
+    whole = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
+    x[3, 5], x[17, -1], residual[21, 0] = torch.nan, torch.inf, torch.nan
+    check(x, residual, weight)
+    others = [i for i in range(40) if i not in (3, 17, 21)]
+    got = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
+    same([t[others] for t in got], [t[others] for t in whole])
+
+
+def test_zeros():
+    x, residual, weight = inputs(6, 512)
+    check(torch.zeros_like(x), torch.zeros_like(residual), weight, 0.0)
+    check(torch.zeros_like(x), residual, weight, 1e-6, False)
+
+
+@pytest.mark.parametrize("channels", [512, 4096, 7168])
+def test_a_row_does_not_depend_on_the_others(channels):
+    x, residual, weight = inputs(300, channels)
+    whole = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
+    for part in (slice(0, 1), slice(150, 151), slice(100, 117)):
+        same(dsa.add_rms_norm_cast_to_fp8(x[part], residual[part], weight), [t[part] for t in whole])
+
+
+def test_offsets_beyond_32_bits():
+    rows = 2**31 // 7168 + 50
+    x = torch.zeros(rows, 7168, dtype=torch.bfloat16, device="cuda")
+    some, _, weight = inputs(100, 7168)
+    x[-100:] = some
+    got = dsa.rms_norm_cast_to_fp8(x, weight)
+    same([t[-100:] for t in got], dsa.rms_norm_cast_to_fp8(some, weight))
+    del got
+    total, *_ = dsa.add_rms_norm_cast_to_fp8(x[-200:], x[-200:], weight)
+    assert torch.equal(total[-100:], some + some)
+
+
+def test_twenty_runs_are_identical():
+    x, residual, weight = inputs(1000, 7168)
+    first = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
+    for _ in range(20):
+        same(dsa.add_rms_norm_cast_to_fp8(x, residual, weight), first)
+
+
+def test_graph_replay_with_new_data():
+    x, residual, weight = inputs(30, 7168)
+    dsa.add_rms_norm_cast_to_fp8(x, residual, weight)  # compile outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
+    for _ in range(3):
+        for t in (x, residual, weight):
+            t.copy_(torch.randn(t.shape, device="cuda"))
+        graph.replay()
+        total = residual + x
+        same(got, (total, *expected(total, weight, 1e-6, True)))
+
+
+def test_side_stream():
+    x, residual, weight = inputs(4096, 7168)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read x before the line below
+        x.add_(1)
+        got = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
+    stream.synchronize()
+    total = residual + x
+    same(got, (total, *expected(total, weight, 1e-6, True)))
+
+
+@pytest.mark.several_gpus
+def test_tensors_on_another_gpu_than_the_current_one():
+    x, residual, weight = (t.to("cuda:1") for t in inputs(40, 1536))
+    with torch.cuda.device(0):
+        total, *_ = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
+        assert torch.cuda.current_device() == 0 and total.device == x.device
+    assert torch.equal(total, residual + x)
+
+
+def test_errors_name_the_argument():
+    x, residual, weight = inputs(4, 512)
+    with pytest.raises(ValueError, match="x: the last dimension must be a multiple of 128"):
+        dsa.rms_norm_cast_to_fp8(x[:, :192], weight[:192])
+    with pytest.raises(ValueError, match="residual: must be on x's device cuda:0, got cpu"):
+        dsa.add_rms_norm_cast_to_fp8(x, residual.cpu(), weight)
