@@ -39,3 +39,5 @@ def combine_experts(device: str) -> None:
     assert_close("out", dsa.combine_experts(y, rows, weights), expected, abs_tol=1e-5, rel_tol=1e-5)
     got = dsa.combine_experts(y, rows, weights, shared)
     assert_close("out with shared", got, expected + shared.double(), abs_tol=1e-5, rel_tol=1e-5)
+    got = dsa.combine_experts(y, rows, weights, shared, 3 * shared)
+    assert_close("out on a residual", got, expected + 4 * shared.double(), abs_tol=1e-5, rel_tol=1e-5)

@@ -29,4 +29,5 @@ def _(new: Maker):
 @valid("combine_experts", lambda a: [((len(a["rows"]), a["y"].shape[1]), a["y"].dtype)])
 def _(new: Maker):
     rows = new.ints([[0, 3], [5, -1], [2, 2]])
-    return {"y": new.bf16(6, 16), "rows": rows, "weights": new.f32(3, 2), "shared": new.bf16(3, 16)}
+    added = {"shared": new.bf16(3, 16), "residual": new.bf16(3, 16)}
+    return {"y": new.bf16(6, 16), "rows": rows, "weights": new.f32(3, 2), **added}

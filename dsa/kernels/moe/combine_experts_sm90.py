@@ -1,6 +1,7 @@
 """The weighted sum of the rows that a token's experts computed, and of the shared expert's row.
 
-out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]), or without weights, which then are 1
+out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]), or without weights, which then are 1; with a residual,
+out[t] = round(residual[t] + that)
 
 Plan
 - A thread owns 16 bytes of a token's channels, from the first load to the store: no exchange between threads. A CTA has
@@ -10,11 +11,11 @@ Plan
   thread, by asynchronous copies to the thread's own part of shared memory. Loads to registers would not stay together:
   the compiler waits for each of them rather than spend registers on several. Copies of absent rows write zeros and read
   nothing, so that k need not be a multiple of BATCH. More rows than BATCH are further turns.
-- shared's vector is on its way from the start.
+- shared's and residual's vectors are on their way from the start.
 - Products are rounded and then added, in the order of j and shared last, so the result is the reference's bit for bit.
 Shared memory: BATCH * THREADS * 16 bytes, 16 KiB. Constraints: H a multiple of 8, innermost stride 1, rows aligned to
 16 bytes.
-Roofline: memory, (k + 1) H elements a token, one more with shared; 9 instructions an element of y, of the 13 that a
+Roofline: memory, (k + 1) H elements a token, one more with shared and with residual; 9 instructions an element of y, of the 13 that a
 multiprocessor issues in the time of its 2 bytes.
 """
 
@@ -29,6 +30,7 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import gather_16
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.quantize import round_to
 from dsa.cute.rounded import multiply_rounded
 from dsa.cute.shared_memory import load_16
 from dsa.kernels.moe.limits import COMBINE_CTA_BYTES, COMBINE_DTYPES
@@ -50,6 +52,7 @@ class CombineExpertsSm90:
         rows: cute.Tensor,
         weights: cute.Tensor | None,
         shared: cute.Tensor | None,
+        residual: cute.Tensor | None,
         out: cute.Tensor,
         stream,
     ):
@@ -60,7 +63,7 @@ class CombineExpertsSm90:
             gathered: cute.struct.Align[cute.struct.MemRange[Uint32, BATCH * THREADS * VECTOR_BYTES // 4], 128]
 
         self.storage = Storage
-        self.kernel(y, rows, weights, shared, out, cute.fast_divmod_create_divisor_v2(parts)).launch(
+        self.kernel(y, rows, weights, shared, residual, out, cute.fast_divmod_create_divisor_v2(parts)).launch(
             grid=(out.shape[0] * parts, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -71,6 +74,7 @@ class CombineExpertsSm90:
         rows: cute.Tensor,
         weights: cute.Tensor | None,
         shared: cute.Tensor | None,
+        residual: cute.Tensor | None,
         out: cute.Tensor,
         parts: cute.FastDivmodDivisorV2,
     ):
@@ -81,8 +85,11 @@ class CombineExpertsSm90:
         gathered = Int32(SmemAllocator().allocate(self.storage).gathered.data_ptr().toint()) + tid * VECTOR_BYTES
         if vector * self.width < out.shape[1]:
             own = cute.make_rmem_tensor((self.width,), self.dtype)
+            stream_part = cute.make_rmem_tensor((self.width,), self.dtype)
             if const_expr(shared is not None):
                 cute.autovec_copy(cute.local_tile(shared[token, None], (self.width,), (vector,)), own)
+            if const_expr(residual is not None):
+                cute.autovec_copy(cute.local_tile(residual[token, None], (self.width,), (vector,)), stream_part)
             acc = cute.make_rmem_tensor((self.width,), Float32)
             acc.fill(0.0)
             for first in cutlass.range(0, rows.shape[1], BATCH, unroll=1):
@@ -90,6 +97,9 @@ class CombineExpertsSm90:
             if const_expr(shared is not None):
                 for i in cutlass.range_constexpr(self.width):
                     acc[i] += own[i].to(Float32)
+            if const_expr(residual is not None):
+                round_to(acc, self.dtype)
+                acc.store(acc.load() + stream_part.load().to(Float32))
             own.store(acc.load().to(self.dtype))
             cute.autovec_copy(own, cute.local_tile(out[token, None], (self.width,), (vector,)))
 
@@ -129,9 +139,9 @@ class CombineExpertsSm90:
 
 
 @cached
-def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared: bool):
-    """-> f(y [M, H] dtype, rows [T, k] index_dtype, weights [T, k] fp32 or None, shared [T, H] dtype or None, out
-    [T, H]).
+def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared: bool, residual: bool):
+    """-> f(y [M, H] dtype, rows [T, k] index_dtype, weights [T, k] fp32 or None, shared and residual [T, H] dtype or
+    None, out [T, H]).
     T, H and M are from 1 to 2^31 - 1, and so is T * ceil(H / (THREADS * channels of 16 bytes)). Rows of H start at
     multiples of 16 bytes."""
     element = cute_dtype(dtype)
@@ -149,6 +159,7 @@ def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared
         numbers(cute_dtype(index_dtype)),
         numbers(Float32) if weighted else None,
         rows_of(tokens) if shared else None,
+        rows_of(tokens) if residual else None,
         rows_of(tokens),
         fake_stream(),
     )
@@ -157,9 +168,10 @@ def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_combine_experts, (dtype, index_dtype, weighted, shared))
+        (compile_combine_experts, (dtype, index_dtype, weighted, shared, residual))
         for dtype in COMBINE_DTYPES
         for index_dtype in ("int32", "int64")
         for weighted in (True, False)
         for shared in (False, True)
+        for residual in (False, True)
     ]

@@ -20,26 +20,27 @@ def combine_experts(
     rows: torch.Tensor,
     weights: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once.
+    """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once; and residual + out.
 
     y        [M, H] bf16, fp16 or fp32: the experts' outputs, sorted by expert or in any other order
     rows     [T, k] int32 or int64, any k: which rows of y are the outputs for token t. A row outside [0, M) is not read
              and counts as zero, whatever its weight
     weights  [T, k] fp32, or None: 1, where the rows have their weights already
     shared   [T, H] of y's dtype, the shared expert's output, or None: zero
+    residual [T, H] of y's dtype, the stream that the rounded sum is added to, rounded again; or None
 
     Returns [T, H] in y's dtype, contiguous. Products are rounded to fp32 and added in the order of j, shared last, so
-    that runs and backends agree bit for bit. NaN and infinity follow IEEE rules. Where M or k is 0 the result is
-    shared, or zeros. Differentiable in y, weights and shared: where a gradient is asked for, the formula runs in
-    PyTorch.
+    that runs and backends agree bit for bit. NaN and infinity follow IEEE rules. Where M or k is 0 the sum is shared,
+    or zeros. Differentiable in all but rows: where a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, H a multiple of 8; y and shared with contiguous channels and rows at multiples of 16 bytes,
+    On Hopper: one kernel, H a multiple of 8; y, shared and residual with contiguous channels and rows at multiples of 16 bytes,
     rows and weights of any strides; at most 2^31 - 1 rows of y, and as many CTAs, each of which has 2 KiB of a token.
     Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
-    return _combine_experts(y, rows, weights, shared)
+    return _combine_experts(y, rows, weights, shared, residual)
 
 
 def _results(y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -73,18 +74,20 @@ def _combine_experts(
     rows: torch.Tensor,
     weights: torch.Tensor | None,
     shared: torch.Tensor | None,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
     # Nothing to sum: PyTorch's one or two kernels, and no tensor without memory goes to ours.
     if y.numel() == 0 or rows.numel() == 0:
-        return reference.combine_experts(y, rows, weights, shared)
+        return reference.combine_experts(y, rows, weights, shared, residual)
     out = _results(y, rows)
-    launch = _kernel(kernels, y.dtype, rows.dtype, weights is not None, shared is not None)
-    launch(rows_at_16_bytes(y), rows, weights, None if shared is None else rows_at_16_bytes(shared), out)
+    launch = _kernel(kernels, y.dtype, rows.dtype, weights is not None, shared is not None, residual is not None)
+    added = (None if x is None else rows_at_16_bytes(x) for x in (shared, residual))
+    launch(rows_at_16_bytes(y), rows, weights, *added, out)
     return out
 
 
 @functools.cache
 def _kernel(
-    kernels: ModuleType, dtype: torch.dtype, index_dtype: torch.dtype, weighted: bool, shared: bool
+    kernels: ModuleType, dtype: torch.dtype, index_dtype: torch.dtype, weighted: bool, shared: bool, residual: bool
 ) -> Callable[..., None]:
-    return kernels.compile_combine_experts(dtype_name(dtype), dtype_name(index_dtype), weighted, shared)
+    return kernels.compile_combine_experts(dtype_name(dtype), dtype_name(index_dtype), weighted, shared, residual)

@@ -11,6 +11,7 @@ COMBINE_EXPERTS = Arguments(
     rows=Tensor("T k", (torch.int32, torch.int64)),
     weights=Tensor("T k", F32, optional=True),
     shared=Tensor("T H", FLOATS, like="y", optional=True, layout=ROWS),
+    residual=Tensor("T H", FLOATS, like="y", optional=True, layout=ROWS),
 )
 
 
@@ -20,14 +21,15 @@ def combine_experts(
     rows: torch.Tensor,
     weights: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once.
+    """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once; and residual + out.
 
     Without weights, they are 1. Products are rounded to fp32 and added in the order of j, shared last. Differentiable
-    in y, weights and shared. Arguments as of `dsa.combine_experts`.
+    in all but rows. Arguments as of `dsa.combine_experts`.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
-    COMBINE_EXPERTS.check(y, rows, weights, shared)
+    COMBINE_EXPERTS.check(y, rows, weights, shared, residual)
     check_memory("y", y)
     valid = (rows >= 0) & (rows < len(y))
     # The absent ones read a row of zeros behind the others.
@@ -39,4 +41,5 @@ def combine_experts(
         out = out + padded[source].float() * factor[:, None]
     if shared is not None:
         out = out + shared.float()
-    return out.to(y.dtype)
+    out = out.to(y.dtype)
+    return out if residual is None else residual + out

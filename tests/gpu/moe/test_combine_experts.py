@@ -27,6 +27,9 @@ def check(y, rows, weights, shared=None, record_error=None):
     expected = reference.combine_experts(y, rows, weights, shared)
     assert got.dtype == y.dtype and got.is_contiguous()
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    residual = torch.randn(expected.shape, device="cuda").to(y.dtype)
+    added = dsa.combine_experts(y, rows, weights, shared, residual)
+    torch.testing.assert_close(added, residual + expected, rtol=0, atol=0, equal_nan=True)
     if record_error:
         record_error((got.float() - expected.float()).abs().nan_to_num().max() if got.numel() else 0.0)
 
@@ -109,6 +112,8 @@ def test_strides():
     wide_y, wide_shared = (torch.nn.functional.pad(x, (8, 24), value=NAN)[:, 8:520] for x in (y, shared))
     check(wide_y, rows.T.contiguous().T, weights.repeat_interleave(2, 1)[:, ::2], wide_shared)
     check(y[::2], rows // 2, weights, shared[:1].expand(50, 512))
+    got = dsa.combine_experts(y, rows, weights, None, wide_shared)
+    assert torch.equal(got, wide_shared + dsa.combine_experts(y, rows, weights))
     check(y[:1], rows * 0, weights, shared)
 
 
@@ -118,6 +123,7 @@ def test_nothing():
     assert torch.equal(dsa.combine_experts(y[:0], rows, weights, shared), shared)
     assert torch.equal(dsa.combine_experts(y, rows[:, :0], weights[:, :0], shared), shared)
     assert not dsa.combine_experts(y, rows[:, :0], weights[:, :0]).any()
+    assert torch.equal(dsa.combine_experts(y[:0], rows, weights, None, shared), shared)
     assert dsa.combine_experts(y[:, :0], rows, weights).shape == (5, 0)
 
 
@@ -197,3 +203,5 @@ def test_errors_name_the_argument():
         dsa.combine_experts(y[:, :12].contiguous(), rows, weights)
     with pytest.raises(ValueError, match="shared: rows must start at multiples of 16 bytes"):
         dsa.combine_experts(y, rows, weights, torch.nn.functional.pad(shared, (0, 4))[:, :64])
+    with pytest.raises(ValueError, match="residual: dtype must be y's bfloat16, got float32"):
+        dsa.combine_experts(y, rows, weights, shared, shared.float())

@@ -8,15 +8,15 @@ from tests.kernels.variants import shipped
 
 @shipped(kernels.compile_combine_experts)
 def test_sass(arguments):
-    dtype, _, weighted, shared = arguments
+    dtype, _, weighted, shared, residual = arguments
     sass = disassemble(cubin(kernels.compile_combine_experts, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     # 10 CTAs a multiprocessor, or without weights 9, with as many bytes in flight as memory asks for; shared memory is
     # enough for 13.
     assert sass.registers <= (48 if weighted else 56)
     assert sass.instructions["LDGSTS"] == kernels.BATCH and sass.instructions["LDGDEPBAR"] == 1
-    # A row's number and weight; shared's vector.
-    assert sass.instructions["LDG"] == (1 + weighted) * kernels.BATCH + shared
+    # A row's number and weight; shared's and residual's vectors.
+    assert sass.instructions["LDG"] == (1 + weighted) * kernels.BATCH + shared + residual
     assert sass.instructions["STG"] == 1
     # Products are rounded before they are added.
     assert sass.instructions["FMUL"] == weighted * kernels.BATCH * (4 if dtype == "float32" else 8)
@@ -24,4 +24,4 @@ def test_sass(arguments):
 
 def test_every_variant_is_shipped_once():
     variants = [arguments for _, arguments in kernels.shipped_variants()]
-    assert len(variants) == len(set(variants)) == 3 * 2 * 2 * 2
+    assert len(variants) == len(set(variants)) == 3 * 2 * 2 * 2 * 2

@@ -19,16 +19,18 @@ def inputs(dtype=torch.bfloat16, index_dtype=torch.int32, k=3):
 def test_every_dtype_has_a_kernel():
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
-        assert (kernels.compile_combine_experts, (name, "int64", True, True)) in kernels.shipped_variants()
+        assert (kernels.compile_combine_experts, (name, "int64", True, True, True)) in kernels.shipped_variants()
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_runs_the_reference_without_a_gpu(dtype, index_dtype):
     y, rows, weights, shared = inputs(dtype, index_dtype)
-    for tensors in ((y, rows, weights), (y, rows, weights, shared), (y, rows), (y, rows, None, shared)):
+    added = (y, rows, weights, shared, torch.randn(7, 24).to(dtype))
+    for tensors in (added, added[:3], added[:4], added[:2], (y, rows, None, shared), (y, rows, None, None, shared)):
         got = dsa.combine_experts(*tensors)
         assert got.dtype == dtype and torch.equal(got, reference.combine_experts(*tensors))
+    assert torch.equal(dsa.combine_experts(*added), added[4] + dsa.combine_experts(*added[:4]))
 
 
 def test_is_one_node_of_a_compiled_graph():
@@ -36,9 +38,9 @@ def test_is_one_node_of_a_compiled_graph():
     compiled = torch.compile(dsa.combine_experts, fullgraph=True, backend="aot_eager")
     for some in (tensors, tensors[:3]):
         assert torch.equal(compiled(*some), dsa.combine_experts(*some))
-    torch.library.opcheck(torch.ops.dsa.combine_experts.default, tensors)
-    torch.library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:3], None))
-    torch.library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:2], None, None))
+    torch.library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors, tensors[3].clone()))
+    torch.library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:3], None, None))
+    torch.library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:2], None, None, None))
 
 
 def test_gradients_come_from_the_formula(launches):
@@ -71,6 +73,8 @@ def test_errors():
         ((y, rows, weights[:, :2]), ValueError, r"weights: shape must be \[7, 3\], got \[7, 2\]"),
         ((y, rows, weights, shared.float()), ValueError, "shared: dtype must be y's bfloat16, got float32"),
         ((y, rows, weights, shared[:6]), ValueError, r"shared: shape must be \[7, 24\], got \[6, 24\]"),
+        ((y, rows, weights, None, shared.float()), ValueError, "residual: dtype must be y's bfloat16, got float32"),
+        ((y, rows, weights, None, shared[:6]), ValueError, r"residual: shape must be \[7, 24\], got \[6, 24\]"),
     ]:
         with pytest.raises(error, match=message):
             dsa.combine_experts(*arguments)
@@ -84,13 +88,15 @@ def test_what_the_kernel_gets(dtype, index_dtype, launches):
     out = dsa.combine_experts(wide, rows, weights.T.contiguous().T, shared)
     dsa.combine_experts(y, rows, weights)
     dsa.combine_experts(y, rows, None, shared)
+    dsa.combine_experts(y, rows, weights, None, shared)
     assert out.shape == (7, 24) and out.dtype == dtype and out.is_contiguous()
-    [(variant, arguments), (plain, others), (unweighted, rest)] = launches
-    assert variant == (dtype, index_dtype, True, True)
-    assert plain == (dtype, index_dtype, True, False) and others[3] is None
-    assert unweighted == (dtype, index_dtype, False, True) and rest[2] is None and rest[3] is shared
+    [(variant, arguments), (plain, others), (unweighted, rest), (added, last)] = launches
+    assert variant == (dtype, index_dtype, True, True, False)
+    assert plain == (dtype, index_dtype, True, False, False) and others[3] is others[4] is None
+    assert unweighted == (dtype, index_dtype, False, True, False) and rest[2] is None and rest[3] is shared
+    assert added == (dtype, index_dtype, True, False, True) and last[3] is None and last[4] is shared
     assert arguments[0].data_ptr() == wide.data_ptr() and arguments[0].stride() == (48, 1)
-    assert arguments[1] is rows and arguments[2].stride() == (1, 7) and arguments[3] is shared and arguments[4] is out
+    assert arguments[1] is rows and arguments[2].stride() == (1, 7) and arguments[3] is shared and arguments[5] is out
 
 
 def test_nothing_to_sum(launches):
