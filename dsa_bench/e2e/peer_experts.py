@@ -65,9 +65,10 @@ def forward_on(module: ModuleType, ours: Forward) -> Forward:
         experts: torch.Tensor,
         weights: torch.Tensor,
         shared: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not self.fp8 or len(x) < LEAST_TOKENS or x.dtype != torch.bfloat16:
-            return ours(self, x, experts, weights, shared)
+            return ours(self, x, experts, weights, shared, residual)
         layout = padded(experts, len(self.down_proj))
 
         def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
@@ -81,6 +82,6 @@ def forward_on(module: ModuleType, ours: Forward) -> Forward:
         q = q.view(torch.int64).index_select(0, layout.sources).view(q.dtype)  # eight numbers at a time
         gate, up = product(q, scale.index_select(0, layout.sources), "gate_up_proj").chunk(2, -1)
         h = dsa.swiglu_cast_to_fp8(gate, up, self.use_ue8m0, limit=self.limit)
-        return dsa.combine_experts(product(*h, "down_proj"), layout.places, weights, shared)
+        return dsa.combine_experts(product(*h, "down_proj"), layout.places, weights, shared, residual)
 
     return forward

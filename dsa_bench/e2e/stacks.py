@@ -47,7 +47,7 @@ def skeleton(name: str, *, widen_experts: bool = False, **changes: Any) -> Check
 
 def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
     """(columns, channels) of the FP8 linear layers' products, of which some have several layers."""
-    joint = [module.joint_layers() for module in model.modules() if hasattr(module, "joint_layers")]
+    joint = [layers for layers in map(joint_linear.joint_layers, model.modules()) if layers]
     every = {layer for layer in model.modules() if isinstance(layer, BlockFP8Linear)}
     alone = every.difference(*joint)
     products = [[layer] for layer in alone] + [layers for layers in joint if every.issuperset(layers)]

@@ -16,6 +16,7 @@ from dsa_layers.layers.attention_form import HeadSizes, multi_head_is_faster
 from dsa_layers.layers.indexer import Indexer, LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.norm_and_cast import norm_and_cast
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
@@ -57,7 +58,8 @@ class DSAAttention(nn.Module):
 
     Without an indexer (IndexShare) a layer attends to the keys that the last layer with one attended to.
 
-    forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selection=None) -> [T, hidden]
+    forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selection=None, cast=None) -> [T, hidden]
+    cast: of x, for `joint_layers`, where the caller has it (`norm_and_cast`).
     With a cache the new tokens' latents and index keys are first written to its pages, and attention reads the keys as
     the pages hold them, rounded if these are FP8. Without a cache, `batch` must hold whole sequences. A layer with an
     indexer sets `selection`, if it is given; a layer without one reads it, as the layers before it in the same pass
@@ -110,6 +112,8 @@ class DSAAttention(nn.Module):
         batch: TokenBatch,
         cache: LayerCache | None = None,
         selection: Selection | None = None,
+        *,
+        cast: joint_linear.Cast | None = None,
     ) -> torch.Tensor:
         if self.indexer is None and selection is None:
             raise ValueError("selection: a layer without an indexer needs what a layer before it selected, got None")
@@ -121,9 +125,7 @@ class DSAAttention(nn.Module):
         else:
             # FP8 pages are attended to by index only.
             sparse = batch.max_key_len > self.indexer.top_k or (decode and cache.latent_is_fp8)
-        q_latent, kv, index_keys = self._project(x, sparse or cache is not None)
-        qr = self.q_a_layernorm(q_latent)
-        q = self.q_b_proj(qr).unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
+        q, qr, kv, of_index = self._project(x, cast, sparse, cache is not None)
         q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
 
         if self.indexer_stage is not None:
@@ -141,7 +143,7 @@ class DSAAttention(nn.Module):
             topk_indices, bits = selection.topk_indices, selection.bits
         else:
             bits, form = None, (sparse, in_pages, multi_head)
-            topk_indices = self._select(x, qr, index_keys, cos, sin, batch, cache, *form)
+            topk_indices = self._select(x, qr, of_index, cos, sin, batch, cache, *form)
             if sparse and multi_head:
                 bits = dsa.selection_bits(topk_indices, None, batch.max_key_len)
             if selection is not None:
@@ -202,16 +204,22 @@ class DSAAttention(nn.Module):
             out = torch.einsum("thc,hvc->thv", attention.out, w_uv)
         return self.o_proj(out.flatten(-2))
 
-    def _project(self, x: torch.Tensor, selects: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """x [T, hidden] -> the queries' latents before their norm, the keys' latents and rope channels before theirs,
-        and, if the lightning indexer is to get them, its keys before their norm."""
+    def _project(
+        self, x: torch.Tensor, cast: joint_linear.Cast | None, sparse: bool, stores: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """x [T, hidden] -> (queries [T, heads, nope + rope] before rope, their latents, the keys' latents and rope
+        channels before their norm, and what the lightning indexer's `select` is to get of its own products)."""
         layers = self.joint_layers()
-        # Another way of selecting, also one that takes this one's place in a subclass or a context, may take no keys;
-        # and a selection takes no gradients.
+        # Another way of selecting, also one that takes this one's place in a subclass or a context, may take none; and
+        # a selection takes no gradients.
         way = inspect.unwrap(getattr(self.indexer, "select", None))
-        takes_keys = way is LIGHTNING_SELECT and selects and not torch.is_grad_enabled()
-        *index_keys, q_latent, kv = joint_linear.multiply(x, *(layers if takes_keys else layers[-2:]))
-        return q_latent, kv, index_keys[0] if index_keys else None
+        given = way is LIGHTNING_SELECT and (sparse or stores) and not torch.is_grad_enabled()
+        *keys, q_latent, kv = joint_linear.multiply(x, *(layers if given else layers[-2:]), cast=cast)
+        readers = (self.q_b_proj, self.indexer.wq_b) if given and sparse else (self.q_b_proj,)
+        _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
+        q, *queries = joint_linear.multiply(qr, *readers, cast=cast)
+        of_index = dict(zip(("keys", "queries"), (*keys, *queries)))
+        return q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim)), qr, kv, of_index
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product, the indexer's first, the one that may have a part of a block of rows
@@ -223,7 +231,7 @@ class DSAAttention(nn.Module):
         self,
         x: torch.Tensor,
         qr: torch.Tensor,
-        index_keys: torch.Tensor | None,
+        of_index: dict[str, torch.Tensor],
         cos: torch.Tensor,
         sin: torch.Tensor,
         batch: TokenBatch,
@@ -234,13 +242,12 @@ class DSAAttention(nn.Module):
     ) -> torch.Tensor | None:
         """The rows to attend to, of the pages if in_pages, else of all keys packed, or of the sequence's if multi_head;
         None if not sparse. The new tokens' index keys are written to the cache in either case."""
-        own = {} if index_keys is None else {"keys": index_keys}
         if not sparse:
             if cache is not None:
-                self.indexer.select(x, qr, cos, sin, batch, cache, store_only=True, **own)
+                self.indexer.select(x, qr, cos, sin, batch, cache, store_only=True, **of_index)
             return None
-        topk_indices = self.indexer.select(x, qr, cos, sin, batch, cache, paged_slots=in_pages, **own)
-        if in_pages or multi_head:
+        topk_indices = self.indexer.select(x, qr, cos, sin, batch, cache, paged_slots=in_pages, **of_index)
+        if in_pages or multi_head or len(batch.key_lens) == 1:  # the only sequence's keys begin in row 0
             return topk_indices
         return torch.where(topk_indices < 0, topk_indices, topk_indices + batch.key_starts[:, None])
 

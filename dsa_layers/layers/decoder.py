@@ -6,8 +6,10 @@ from torch import nn
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.joint_linear import joint_layers
 from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.norm_and_cast import norm_and_cast
 
 
 class DecoderBlock(nn.Module):
@@ -33,5 +35,8 @@ class DecoderBlock(nn.Module):
         cache: LayerCache | None = None,
         selection: Selection | None = None,
     ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache, selection)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        _, normed, cast = norm_and_cast(self.input_layernorm, x, joint_layers(self.self_attn))
+        given = {} if cast is None else {"cast": cast}
+        attended = self.self_attn(normed, cos, sin, batch, cache, selection, **given)
+        x, normed, cast = norm_and_cast(self.post_attention_layernorm, attended, joint_layers(self.mlp), residual=x)
+        return x + self.mlp(normed) if cast is None else self.mlp(normed, cast=cast, residual=x)

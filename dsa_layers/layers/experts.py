@@ -13,9 +13,9 @@ _FP4_SIZE = 2.9  # the root mean square of e2m1's values
 class Experts(nn.Module):
     """y[t] = sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]) + shared[t], summed in fp32 in the order of j.
 
-    forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k], shared [T, hidden] or None) -> [T, hidden] in x's
-    dtype. Rows are sorted by expert and go through one grouped GEMM a projection; what an expert computes for a token
-    depends on no other token.
+    forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k], shared, residual [T, hidden] or None)
+    -> [T, hidden] in x's dtype; residual + y, where there is a residual. Rows are sorted by expert and go through one
+    grouped GEMM a projection; what an expert computes for a token depends on no other token.
     limit: as in `SwiGLU`. Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection;
     down_proj [E, hidden, inner]; with `fp8` e4m3 and {gate_up_proj,down_proj}_scale_inv fp32, an entry per 128 x 128
     block, as `BlockFP8Linear` has them. With `fp4`, which goes with `fp8`, two e2m1 columns a byte, int8
@@ -71,14 +71,19 @@ class Experts(nn.Module):
             self.register_parameter(name + suffix, nn.Parameter(tensor, requires_grad=False))
 
     def forward(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        shared: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         order, rows, ends = dsa.sort_by_expert(experts, len(self.down_proj))
         if self.fp8:
             outputs = self._quantised_outputs(x, rows, ends)
         else:
             outputs = self._float_outputs(x, order // experts.shape[1], ends)
-        return dsa.combine_experts(outputs, rows, weights, shared)
+        return dsa.combine_experts(outputs, rows, weights, shared, residual)
 
     def _float_outputs(self, x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """The experts' outputs [N, hidden] for the tokens [N], of which those up to ends[e] go to expert e."""

@@ -100,7 +100,7 @@ class LightningIndexer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) of the scores sum_h w_h relu(q_h . k), not
         quantised, with gradients."""
-        q, weights = self._queries(x, qr)
+        q, weights = self._queries(x, self.wq_b(qr))
         return dsa.apply_rotary(q, cos, sin, **self.rope), self._normed(self.wk(x), cos, sin), weights
 
     def loss(
@@ -121,14 +121,15 @@ class LightningIndexer(nn.Module):
         paged_slots: bool = False,
         store_only: bool = False,
         keys: torch.Tensor | None = None,
+        queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """keys: wk(x), where the caller has it."""
+        """keys: wk(x), and queries: wq_b(qr), where the caller has them."""
         keys = self.wk(x) if keys is None else keys
         if cache is not None:
             self._store_keys(keys, cos, sin, batch, cache)
         if store_only:
             return None
-        q, weights = self._queries(x, qr)
+        q, weights = self._queries(x, self.wq_b(qr) if queries is None else queries)
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, **self.rope)
         else:
@@ -161,9 +162,9 @@ class LightningIndexer(nn.Module):
         else:
             dsa.write_kv_cache(self._normed(keys, cos, sin), cache.index, batch.slots)
 
-    def _queries(self, x: torch.Tensor, qr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _queries(self, x: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(q [T, n_heads, head_dim] before rope, w fp32 [T, n_heads])."""
-        q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim))
+        q = queries.unflatten(-1, (self.n_heads, self.head_dim))
         return q, linear_fp32(x, self.weights_proj.weight) * (self.n_heads**-0.5 * self.head_dim**-0.5)
 
     def _normed(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

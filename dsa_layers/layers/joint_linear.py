@@ -9,23 +9,36 @@ import dsa
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, Linear
 
 Layer = Linear | BlockFP8Linear
+Cast = tuple[torch.Tensor, torch.Tensor]  # q e4m3 [..., I] and scales fp32 [..., I / 128], as `BlockFP8Linear.cast` has
 
 
-def multiply(x: torch.Tensor, *layers: Layer) -> tuple[torch.Tensor, ...]:
-    """y_i = x W_i^T. x [..., I] -> y_i [..., O_i], which may be views of one tensor.
+def multiply(x: torch.Tensor, *layers: Layer, cast: Cast | None = None) -> tuple[torch.Tensor, ...]:
+    """y_i = x W_i^T. x [..., I] -> y_i [..., O_i], which may be views of one tensor. cast: of x, by the layers' way of
+    scaling it, where the caller has it.
 
     Block-scaled FP8 layers with one way of scaling x share a cast of it; and where their weights lie side by side
     (`join`), passes without gradients have one product with all columns. The numbers are those of the layers by
     themselves, bit for bit. Layers of other kinds, subclasses and layers with hooks are called.
     """
-    if not all(_is_plain(layer) for layer in layers) or len({layer.use_ue8m0 for layer in layers}) > 1:
+    if scaling(layers) is None:
         return tuple(layer(x) for layer in layers)
-    activations = layers[0].cast(x)
+    activations = layers[0].cast(x) if cast is None else cast
     whole = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else _whole(layers)
     if whole is None:
         return tuple(layer.multiply(activations, x.dtype) for layer in layers)
     y = dsa.fp8_gemm_nt(activations, whole, x.dtype)
     return y.split([len(layer.weight) for layer in layers], -1)
+
+
+def joint_layers(module: nn.Module) -> tuple[Layer, ...]:
+    """The layers that a module names as those that read its input as one product; () of a module that names none."""
+    return module.joint_layers() if hasattr(module, "joint_layers") else ()
+
+
+def scaling(layers: Sequence[Layer]) -> bool | None:
+    """`use_ue8m0` of layers that share a cast of what they read; None if they do not, or there are none."""
+    ways = {layer.use_ue8m0 if _is_plain(layer) else None for layer in layers}
+    return ways.pop() if len(ways) == 1 else None
 
 
 @torch.no_grad()
@@ -35,7 +48,7 @@ def join(model: nn.Module) -> None:
     error: products are then one after another. To be called once weights are loaded, and before a CUDA graph has their
     addresses."""
     for module in model.modules():
-        layers = module.joint_layers() if hasattr(module, "joint_layers") else ()
+        layers = joint_layers(module)
         if len(layers) > 1 and all(_is_plain(layer) for layer in layers) and _whole(layers) is None:
             if all(len(layer.weight) % BLOCK == 0 for layer in layers[:-1]):
                 for parameters in _parameters(layers):

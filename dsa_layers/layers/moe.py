@@ -12,6 +12,8 @@ from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_l
 class SwiGLU(nn.Module):
     """y = down(silu(gate(x)) * up(x)), the product in fp32. x [..., hidden] -> [..., hidden].
 
+    forward(x, cast=None, residual=None): cast of x, for gate and up, where the caller has it (`norm_and_cast`); with a
+    residual of y's shape the result is residual + y.
     limit: gate(x) is at most that, up(x) between -limit and limit; None: any.
     Parameters: {gate,up}_proj [inner, hidden], down_proj [hidden, inner], FP8 with scales if `fp8`.
     """
@@ -32,15 +34,21 @@ class SwiGLU(nn.Module):
         self.up_proj = make_linear(hidden, inner, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.down_proj = make_linear(inner, hidden, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = joint_linear.multiply(x, *self.joint_layers())
+    def forward(
+        self, x: torch.Tensor, *, cast: joint_linear.Cast | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        gate, up = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
+        y = self._down(gate, up, x.dtype)
+        return y if residual is None else residual + y
+
+    def _down(self, gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(self.down_proj, BlockFP8Linear):
             h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
-            return self.down_proj.multiply(h, x.dtype)
+            return self.down_proj.multiply(h, dtype)
         gate, up = gate.float(), up.float()
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return self.down_proj((nn.functional.silu(gate) * up).to(x.dtype))
+        return self.down_proj((nn.functional.silu(gate) * up).to(dtype))
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product."""
@@ -136,8 +144,10 @@ class SqrtSoftplusRouter(nn.Module):
 class MoE(nn.Module):
     """y = sum of the routed experts' outputs by their weights + the shared expert's output, rounded once.
 
-    x [T, hidden], and tokens int64 [T] if the router asks for them -> [T, hidden]. Submodules by the checkpoint's
-    names: gate, experts, shared_experts (one SwiGLU of n_shared * inner, absent if n_shared is 0).
+    x [T, hidden], and tokens int64 [T] if the router asks for them -> [T, hidden]; cast and residual as of `SwiGLU`,
+    the cast for the shared expert.
+    Submodules by the checkpoint's names: gate, experts, shared_experts (one SwiGLU of n_shared * inner, absent if
+    n_shared is 0).
     fp4_experts: with `fp8`, the routed experts' weights are FP4 (see `Experts`).
     """
 
@@ -160,7 +170,18 @@ class MoE(nn.Module):
         self.experts = Experts(len(router.weight), hidden, inner, fp4=fp4_experts, **options)
         self.shared_experts = SwiGLU(hidden, n_shared * inner, **options) if n_shared else None
 
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+        *,
+        cast: joint_linear.Cast | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         experts, weights = self.gate(x) if tokens is None else self.gate(x, tokens)
-        shared = self.shared_experts(x) if self.shared_experts is not None else None
-        return self.experts(x, experts, weights, shared)
+        shared = self.shared_experts(x, cast=cast) if self.shared_experts is not None else None
+        return self.experts(x, experts, weights, shared, residual)
+
+    def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
+        """Those that read x as one product: the shared expert's."""
+        return () if self.shared_experts is None else self.shared_experts.joint_layers()

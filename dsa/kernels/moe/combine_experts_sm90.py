@@ -15,8 +15,8 @@ Plan
 - Products are rounded and then added, in the order of j and shared last, so the result is the reference's bit for bit.
 Shared memory: BATCH * THREADS * 16 bytes, 16 KiB. Constraints: H a multiple of 8, innermost stride 1, rows aligned to
 16 bytes.
-Roofline: memory, (k + 1) H elements a token, one more with shared and with residual; 9 instructions an element of y, of the 13 that a
-multiprocessor issues in the time of its 2 bytes.
+Roofline: memory, (k + 1) H elements a token, one more with shared and with residual; 9 instructions an element of y, of
+the 13 that a multiprocessor issues in the time of its 2 bytes.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,40 @@
+"""A norm, the cast of its result for the FP8 layers that read it, and in front of it the sum with a residual stream."""
+
+from collections.abc import Sequence
+
+import torch
+
+import dsa
+from dsa_layers.layers import joint_linear
+from dsa_layers.layers.joint_linear import Cast, Layer
+from dsa_layers.layers.norm import RMSNorm
+
+MOST_CHANNELS = 8192  # that the kernels take, whatever the dtype
+
+
+def norm_and_cast(
+    norm: RMSNorm, x: torch.Tensor, layers: Sequence[Layer], residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, Cast | None]:
+    """h = residual + x, or x without a residual -> (h, y = norm(h), the cast of y that `layers` share).
+
+    x, residual [T, D]. The cast is None where the layers share none (`joint_linear.scaling`) and where gradients are
+    on. Where there is one, h, y and the cast are one kernel's on a GPU, with the bits of the sum, the norm and the cast
+    by themselves.
+    """
+    use_ue8m0 = joint_linear.scaling(layers)
+    if use_ue8m0 is None or not _is_plain(norm, x):
+        h = x if residual is None else residual + x
+        return h, norm(h), None
+    rest = norm.weight.float(), norm.eps, use_ue8m0
+    if residual is None:
+        y, *cast = dsa.rms_norm_cast_to_fp8(x, *rest)
+        return x, y, tuple(cast)
+    h, y, *cast = dsa.add_rms_norm_cast_to_fp8(x, residual, *rest)
+    return h, y, tuple(cast)
+
+
+def _is_plain(norm: RMSNorm, x: torch.Tensor) -> bool:
+    """Whether the formula is all that a call of the norm does, for inference, and x's shape is one that kernels take."""
+    hooked = norm._forward_hooks or norm._forward_pre_hooks
+    formula = type(norm) is RMSNorm and not hooked and not torch.is_grad_enabled()
+    return formula and x.dim() == 2 and x.shape[1] <= MOST_CHANNELS

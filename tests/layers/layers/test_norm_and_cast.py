@@ -1,0 +1,124 @@
+"""Blocks whose norms give the casts that their layers read: the bits of the formula, and what is computed once."""
+
+import pytest
+import torch
+
+import dsa
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.decoder import DecoderBlock
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.linear import BlockFP8Linear, Linear
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
+from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.norm_and_cast import norm_and_cast
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+
+HIDDEN = 256
+OPS = ("per_token_cast_to_fp8", "rms_norm", "rms_norm_cast_to_fp8", "add_rms_norm_cast_to_fp8", "fp8_gemm_nt")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the ops that are called."""
+    found = []
+    for name in OPS:
+        whole = getattr(dsa, name)
+        monkeypatch.setattr(dsa, name, lambda *a, name=name, whole=whole, **k: found.append(name) or whole(*a, **k))
+    return found
+
+
+def norm(channels=HIDDEN):
+    made = RMSNorm(channels)
+    torch.nn.init.uniform_(made.weight, 0.5, 1.5)
+    return made
+
+
+def rows(tokens=5, channels=HIDDEN):
+    return torch.randn(tokens, channels).bfloat16()
+
+
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+def test_has_the_bits_of_its_parts(use_ue8m0, calls):
+    layer, own, x, residual = BlockFP8Linear(HIDDEN, 128, use_ue8m0=use_ue8m0), norm(), rows(), rows()
+    with torch.no_grad():
+        for h, (total, y, cast) in (
+            (x, norm_and_cast(own, x, (layer,))),
+            (residual + x, norm_and_cast(own, x, (layer,), residual)),
+        ):
+            assert torch.equal(total, h) and torch.equal(y, own(h))
+            q, scale = layer.cast(y)
+            assert torch.equal(cast[0].view(torch.int8), q.view(torch.int8)) and torch.equal(cast[1], scale)
+    assert calls[:2] == ["rms_norm_cast_to_fp8", "add_rms_norm_cast_to_fp8"]
+
+
+class Another(RMSNorm):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_where_there_is_no_cast():
+    """Layers that share none, gradients, and norms whose call is more than the formula."""
+    fp8, x, residual = BlockFP8Linear(HIDDEN, 128), rows(), rows()
+    other, hooked, wide = BlockFP8Linear(HIDDEN, 128, use_ue8m0=False), norm(), BlockFP8Linear(8320, 128)
+    hooked.register_forward_hook(lambda module, given, y: y + 1)
+    subclass = Another(HIDDEN)
+    for own, layers, given in [
+        (norm(), (), x),
+        (norm(), (Linear(HIDDEN, 8),), x),
+        (norm(), (fp8, Linear(HIDDEN, 8)), x),
+        (norm(), (fp8, other), x),
+        (hooked, (fp8,), x),
+        (subclass, (fp8,), x),
+        (norm(8320), (wide,), rows(2, 8320)),
+    ]:
+        with torch.no_grad():
+            total, y, cast = norm_and_cast(own, given, layers)
+            assert total is given and cast is None and torch.equal(y, own(given))
+    total, y, cast = norm_and_cast(norm(), x, (fp8,), residual)
+    assert torch.equal(total, residual + x) and y.requires_grad and cast is None
+
+
+def block(mlp, fp8=True):
+    options = {"fp8": fp8, "dtype": torch.bfloat16}
+    indexer = LightningIndexer(HIDDEN, 128, n_heads=2, head_dim=128, top_k=4, **options)
+    sizes = {"q_lora_rank": 128, "kv_lora_rank": 128, "nope_dim": 128, "rope_dim": 64, "v_dim": 128}
+    return DecoderBlock(HIDDEN, DSAAttention(HIDDEN, 2, indexer, **sizes, **options), mlp(options))
+
+
+def experts(options):
+    router = GroupedSigmoidRouter(HIDDEN, 4, 2, dtype=torch.bfloat16)
+    return MoE(HIDDEN, 128, router, **options)
+
+
+def dense(options):
+    return SwiGLU(HIDDEN, 256, **options)
+
+
+@pytest.mark.parametrize("mlp", [experts, dense])
+def test_a_block_is_its_formula(mlp, calls):
+    model, x = block(mlp), rows(9)
+    batch = SequenceBatch.without_cache([9])
+    angles = RotaryEmbedding(rope_frequencies(64, 1e4))(batch.positions)
+    with torch.no_grad():
+        found = model(x, *angles, batch)
+        seen = [*calls]
+        h = x + model.self_attn(model.input_layernorm(x), *angles, batch)
+        assert torch.equal(found, h + model.mlp(model.post_attention_layernorm(h)))
+    # Of the attention's input, its queries' latents and the MLP's input; the latents of keys are not cast for products.
+    assert seen.count("rms_norm_cast_to_fp8") == 2 and seen.count("add_rms_norm_cast_to_fp8") == 1
+
+
+def test_a_block_of_another_module():
+    """One that names no layers gets its input alone."""
+
+    class Doubled(torch.nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    model, x = block(lambda options: Doubled()), rows(3)
+    batch = SequenceBatch.without_cache([3])
+    angles = RotaryEmbedding(rope_frequencies(64, 1e4))(batch.positions)
+    with torch.no_grad():
+        h = x + model.self_attn(model.input_layernorm(x), *angles, batch)
+        assert torch.equal(model(x, *angles, batch), h + 2 * model.post_attention_layernorm(h))
