@@ -34,7 +34,7 @@ def norm_and_cast(
 
 
 def _is_plain(norm: RMSNorm, x: torch.Tensor) -> bool:
-    """Whether the formula is all that a call of the norm does, for inference, and x's shape is one that kernels take."""
+    """Whether the formula is all that a call of the norm does, for inference, and kernels take x's shape."""
     hooked = norm._forward_hooks or norm._forward_pre_hooks
     formula = type(norm) is RMSNorm and not hooked and not torch.is_grad_enabled()
     return formula and x.dim() == 2 and x.shape[1] <= MOST_CHANNELS

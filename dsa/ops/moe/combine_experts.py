@@ -36,8 +36,8 @@ def combine_experts(
     or zeros. Differentiable in all but rows: where a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, H a multiple of 8; y, shared and residual with contiguous channels and rows at multiples of
-    16 bytes, rows and weights of any strides; at most 2^31 - 1 rows of y, and as many CTAs, each of which has 2 KiB of a
-    token.
+    16 bytes, rows and weights of any strides; at most 2^31 - 1 rows of y, and as many CTAs, each of which has 2 KiB of
+    a token.
     Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
