@@ -4,6 +4,7 @@ from dsa.reference.cache.compressed_kv import compress_kv, write_compressed_kv
 from dsa.reference.cache.indexer_cache import read_indexer_cache, write_indexer_cache
 from dsa.reference.cache.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.reference.cache.mla_cache_inputs import write_mla_cache
+from dsa.reference.cache.slot_mapping import slot_mapping
 from dsa.reference.elementwise.hyper_connections import hyper_collapse, hyper_expand
 from dsa.reference.elementwise.hyper_mix import hyper_mix
 from dsa.reference.elementwise.rms_norm import rms_norm
@@ -88,6 +89,7 @@ __all__ = [
     "selection_bits",
     "sliding_window_attention",
     "sliding_window_decode",
+    "slot_mapping",
     "sort_by_expert",
     "sparse_indexer_loss",
     "sparse_mla_attention",

@@ -116,3 +116,19 @@ def compressed_kv(device: str) -> None:
             back = values.view(torch.float8_e4m3fn).view(64, d).double() * scales.view(torch.float32)[:, None]
             back = back[:10].cpu()
             check_rounded("FP8 entries", back, x, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
+
+
+def slot_mapping(device: str) -> None:
+    """Two sequences with earlier tokens and one without tokens, and tokens of none: in pages, one of which is missing,
+    of all tokens, of entries of two tokens, and of rings."""
+    bounds, lengths = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 3, 3, 7], [5, 9, 6]))
+    table = torch.tensor([[7, 2, -1], [0, 1, 3], [5, -1, 4]], dtype=torch.int32, device=device)
+    expected = {
+        "new tokens": ([30, 31, 8, 22, 23, -1, -1, -1], dsa.slot_mapping(table, bounds, lengths, 8, 4)),
+        "all tokens": ([28, 29, 30, 20, 21, 22, 23, -1], dsa.slot_mapping(table, bounds, None, 8, 4)),
+        "entries": ([-1, 15, -1, -1, 11, -1, -1, -1], dsa.slot_mapping(table, bounds, lengths, 8, 2, ratio=2)),
+        "rings": ([-1, 15, 14, -1, -1, 10, 11, -1], dsa.slot_mapping(table[:, :1], bounds, lengths, 8, 2, ring=True)),
+    }
+    for name, (slots, got) in expected.items():
+        if got.tolist() != slots:
+            raise AssertionError(f"not the slots of {name}: {got.tolist()}")

@@ -1,7 +1,8 @@
-"""Hostile contents for what writes and reads caches: slots, and the sequences of the compressor."""
+"""Hostile contents for what writes and reads caches: slots, what they are made of, and the compressor's sequences."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -172,6 +173,34 @@ def compressing(
     return Prepared(partial(case.write, argument), valid, where)
 
 
+MAPPED = [0, 3, 3, 9, 17, 30]
+
+
+def mapping(device: str, argument: str, ring: bool) -> Prepared:
+    """Each sequence has as many cached tokens before its own ones. A ring is one page, which holds the last rows."""
+    sequences = len(MAPPED) - 1
+    named = {
+        "block_table": torch.randint(0, PAGES, (sequences, 1 if ring else 8), dtype=torch.int32).to(device),
+        "cu_seqlens": int32(MAPPED, device),
+        "cache_seqlens": int32([2 * (high - low) for low, high in pairwise(MAPPED)], device),
+    }
+    options = {"num_tokens": MAPPED[-1], "page_size": 4, "ring": ring}
+
+    def run(given: torch.Tensor) -> Results:
+        own = named | {argument: given}
+        every = own | {"cache_seqlens": None}
+        return [dsa.slot_mapping(**x, **options, ratio=ratio) for x in (own, every) for ratio in (1, 3)]
+
+    def rest(first: int, last: int) -> Callable[[Results], Results]:
+        return rows_but(range(MAPPED[max(first, 0)], MAPPED[min(last, sequences)]))
+
+    if argument == "cu_seqlens":
+        where = {f"boundary {i}": (i, rest(i - 1, i + 1)) for i in range(len(MAPPED))}
+    else:
+        where = places(sequences, lambda b: rest(b, b + 1), 0 if argument == "block_table" else None)
+    return Prepared(run, named[argument], where)
+
+
 SEQUENCES = ("cu_seqlens", "starts", "state_slots")
 # op, the caches that it writes: layout and channels.
 WRITERS = [
@@ -209,4 +238,9 @@ ARGUMENTS: list[IndexArgument] = [
         for kind, layout in COMPRESSED
     ),
     IndexArgument("write_compressed_kv", "slots int64", partial(compressing, argument="slots", slot_dtype=torch.int64)),
+    *(
+        IndexArgument("slot_mapping", f"{x}{' of rings' * ring}", partial(mapping, argument=x, ring=ring))
+        for x in ("block_table", "cu_seqlens", "cache_seqlens")
+        for ring in (False, True)
+    ),
 ]

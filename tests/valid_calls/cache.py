@@ -99,3 +99,26 @@ def _(new: Maker):
 def _(new: Maker):
     cache = {"cache": new.index_cache(2, 16, 128), "slots": new.ints([3, -1, -1, -1, -1, 20, -1], torch.int64)}
     return {**_new_tokens(new, 256), "norm_weight": new.f32(128), **new.angles(7), **cache, "eps": 1e-6}
+
+
+def _slots(a):
+    return [((a["num_tokens"],), torch.int64)]
+
+
+@valid("slot_mapping", _slots)
+def _(new: Maker):
+    keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cu_seqlens": new.ints([0, 3, 4])}
+    keys["cache_seqlens"] = new.ints([20, 1])
+    return {**keys, "num_tokens": 6, "page_size": 4, "ratio": 4, "ring": False}
+
+
+@valid("slot_mapping ring", _slots)
+def _(new: Maker):
+    keys = {"block_table": new.ints([[1], [2]]), "cu_seqlens": new.ints([0, 3, 4]), "cache_seqlens": new.ints([20, 1])}
+    return {**keys, "num_tokens": 6, "page_size": 16, "ratio": 1, "ring": True}
+
+
+@valid("slot_mapping all", _slots)
+def _(new: Maker):
+    keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cu_seqlens": new.ints([0, 3, 4]), "cache_seqlens": None}
+    return {**keys, "num_tokens": 4, "page_size": 4, "ratio": 1, "ring": False}

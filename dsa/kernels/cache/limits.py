@@ -13,3 +13,6 @@ LATENT_CHANNELS, NORM_CHANNELS, ROPE_CHANNELS = (576, 512), 512, 64
 # The compressor's entries: (channels, tokens, whether blocks overlap), of projections of these dtypes.
 COMPRESSED_KINDS = ((512, 4, True), (512, 128, False), (128, 4, True))
 COMPRESSED_DTYPES = ("float32", "bfloat16")
+
+# Where rows lie: tokens, rows of a page, tokens of a row.
+MAX_MAPPED = 2**30

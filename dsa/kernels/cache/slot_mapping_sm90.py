@@ -1,0 +1,130 @@
+"""Where the rows of packed tokens lie in a paged cache.
+
+slots[t] = block_table[b, r // page_size] * page_size + r % page_size, of token t's row r in sequence b
+
+Work
+- A thread has a token. All threads look for their tokens' sequences among the same boundaries, so that a load serves a
+  warp and comes from the L1 cache. A binary search would compare with fewer of them where there are hundreds, but a
+  single wrong boundary would mislead it for tokens of other sequences, too.
+- Positions are found in 64 bits, so that no content of cu_seqlens or cache_seqlens, whatever it is, overflows. One that
+  has a slot is an int32; slots are 64 bits.
+Warp roles: none, all threads do the same. Shared memory: none. Constraints: at most MAX_MAPPED tokens, rows of a page
+and tokens of a row.
+Launch: programmatic.
+Roofline: memory, 8 bytes a token; at what decoding asks for, latency.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import fake, fake_stream, strides
+
+THREADS = 128
+UNROLL = 4
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+
+
+class SlotMappingSm90:
+    """`cached_tokens`: tokens are the last of cache_seqlens, else they are all of their sequences.
+    `ring`: pages hold the last rows."""
+
+    def __init__(self, cached_tokens: bool, ring: bool):
+        self.cached_tokens, self.ring = cached_tokens, ring
+
+    @cute.jit
+    def __call__(
+        self,
+        block_table: cute.Tensor,
+        starts: cute.Tensor,
+        lengths: cute.Tensor | None,
+        slots: cute.Tensor,
+        page_size: Int32,
+        ratio: Int32,
+        stream,
+    ):
+        divisors = [cute.fast_divmod_create_divisor_v2(x) for x in (ratio, page_size, block_table.shape[1])]
+        self.kernel(block_table, starts, lengths, slots, *divisors, page_size, ratio).launch(
+            grid=(cute.ceil_div(slots.shape[0], THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        block_table: cute.Tensor,
+        starts: cute.Tensor,
+        lengths: cute.Tensor | None,
+        slots: cute.Tensor,
+        ratios: cute.FastDivmodDivisorV2,
+        page_sizes: cute.FastDivmodDivisorV2,
+        rings: cute.FastDivmodDivisorV2,
+        page_size: Int32,
+        ratio: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        # What is behind this point touches global memory: the kernels before must be done with it.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        t = block * THREADS + tid
+        if t < slots.shape[0]:
+            slot = Int64(-1)
+            b = self.sequence(starts, t)
+            if b >= 0:
+                end = Int64(starts[b + 1])
+                if const_expr(self.cached_tokens):
+                    length = Int64(lengths[b])
+                else:
+                    length = end - starts[b]
+                position = length - (end - t)
+                if position >= 0 and length <= HIGHEST:
+                    row, token = divmod(Int32(position), ratios)
+                    place, offset = divmod(row, page_sizes)
+                    known = token == ratio - 1
+                    if const_expr(self.ring):
+                        last = Int64(Int32(length) // ratios) - 1
+                        known = known and last - row < Int64(block_table.shape[1]) * page_size
+                        place = place % rings
+                    else:
+                        known = known and place < block_table.shape[1]
+                    page = block_table[b, place if known else 0]
+                    if known and page >= 0:
+                        slot = Int64(page) * page_size + offset
+            slots[t] = slot
+
+    @cute.jit
+    def sequence(self, starts: cute.Tensor, t):
+        """The sequence of token t, or -1: of those that have it, the one that begins last. So wrong boundaries take no
+        tokens from sequences behind them."""
+        own, begins, low = Int32(-1), Int32(LOWEST), starts[0]
+        for b in cutlass.range(starts.shape[0] - 1, unroll=UNROLL):
+            high = starts[b + 1]
+            better = low <= t and t < high and low >= begins
+            own, begins = b if better else own, low if better else begins
+            low = high
+        return own
+
+
+def _int32(*shape):
+    return fake(Int32, shape, strides(len(shape)), 4)
+
+
+@cached
+def compile_slot_mapping(cached_tokens: bool, ring: bool):
+    """-> f(block_table [B, max_pages], cu_seqlens [B + 1], cache_seqlens [B] or, without cached_tokens, None, slots [T]
+    int64, contiguous, page_size, ratio); all others int32; B, max_pages > 0, T, page_size and ratio from 1 to
+    MAX_MAPPED."""
+    batch, stream = cute.sym_int(), fake_stream()
+    lengths = _int32(batch) if cached_tokens else None
+    slots = fake(Int64, (cute.sym_int(),), (1,), 8)
+    table, starts = _int32(batch, cute.sym_int()), _int32(cute.sym_int())
+    return compile_sm90(SlotMappingSm90(cached_tokens, ring), table, starts, lengths, slots, Int32(1), Int32(1), stream)
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_slot_mapping, (cached_tokens, ring)) for cached_tokens in (True, False) for ring in (False, True)]

@@ -1,0 +1,59 @@
+"""Where the rows of packed tokens lie in a paged cache."""
+
+import torch
+
+from dsa.reference.arguments import Arguments, Flag, Int, Tensor
+from dsa.reference.checks import INT32, INT_MAX, check_memory
+
+SLOT_MAPPING = Arguments(
+    block_table=Tensor("B max_pages", INT32),
+    cu_seqlens=Tensor("B+1", INT32),
+    cache_seqlens=Tensor("B", INT32, optional=True),
+    num_tokens=Int(least=0),
+    page_size=Int(),
+    ratio=Int(),
+    ring=Flag(),
+)
+
+
+def slot_mapping(
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cache_seqlens: torch.Tensor | None,
+    num_tokens: int,
+    page_size: int,
+    *,
+    ratio: int = 1,
+    ring: bool = False,
+) -> torch.Tensor:
+    """slots[t] = block_table[b, r // page_size] * page_size + r % page_size: where token t's row r lies in a cache.
+
+    Token t = cu_seqlens[b] + i is number i of the n tokens of sequence b. They are the last of its cache_seqlens[b]
+    tokens, so that its position is p = cache_seqlens[b] - n + i, or without cache_seqlens all of them, and p = i.
+
+    A row is `ratio` tokens: r = p // ratio, of the token that ends it; the others have no slot. A ring of R =
+    max_pages * page_size rows keeps the last R rows of a sequence, and r mod R takes the place of r.
+
+    Of sequences that overlap, a token belongs to the one that begins last. Arguments as of `dsa.slot_mapping`.
+    Source: vLLM's and SGLang's slot mapping; the rings and compressed entries of DeepSeek-V4 (arXiv 2606.19348).
+    """
+    SLOT_MAPPING.check(block_table, cu_seqlens, cache_seqlens, num_tokens, page_size, ratio, ring)
+    check_memory("block_table", block_table)
+    batch, max_pages = block_table.shape
+    t = torch.arange(num_tokens, device=block_table.device)
+    if block_table.numel() == 0:
+        return torch.full_like(t, -1)
+    begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    has = (begins <= t[:, None]) & (t[:, None] < ends)
+    # Of equal numbers argmax finds the first, which is the last sequence where they are flipped.
+    b = batch - 1 - torch.where(has, begins, -INT_MAX - 2).flip(1).argmax(1)
+    length = ends - begins if cache_seqlens is None else cache_seqlens.long()
+    position = (length - ends)[b] + t
+    row, capacity = position // ratio, max_pages * page_size
+    exists = has.any(1) & (position >= 0) & (length[b] <= INT_MAX) & ((position + 1) % ratio == 0)
+    if ring:
+        exists &= row >= (length // ratio)[b] - capacity
+        row = row % capacity
+    exists &= row < capacity
+    page = block_table[b, torch.where(exists, row // page_size, 0)].long()
+    return torch.where(exists & (page >= 0), page * page_size + row % page_size, -1)

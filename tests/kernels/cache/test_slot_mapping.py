@@ -1,0 +1,19 @@
+"""The shipped variants of slots compile to sm_90a without spills, and load several boundaries together."""
+
+from dsa.cute.compile_cache import cubin
+from dsa.cute.sass import disassemble
+from dsa.kernels.cache import slot_mapping_sm90 as kernels
+from tests.kernels.variants import shipped
+
+
+@shipped(kernels.compile_slot_mapping)
+def test_slots(arguments):
+    sass = disassemble(cubin(kernels.compile_slot_mapping, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.registers <= 32  # 64 warps a multiprocessor
+    # Boundaries: the first, those of a step and of what is left of one; then the sequence's two numbers, and the page.
+    assert (sass.instructions["LDG"], sass.instructions["STG"]) == (1 + kernels.UNROLL + 1 + 3, 1)
+
+
+def test_every_variant_is_shipped_once():
+    assert len(kernels.shipped_variants()) == len({arguments for _, arguments in kernels.shipped_variants()}) == 4
