@@ -37,7 +37,7 @@ class EntryView(SelectedCounts):
     @cached_property
     def lens_tensor(self) -> torch.Tensor:
         """int32 [B]: entries of each sequence after this pass."""
-        return torch.div(self.batch.key_lens_tensor, self.ratio, rounding_mode="floor").to(torch.int32)
+        return self.batch.key_lens_tensor // self.ratio
 
     @property
     def least_visible(self) -> int:
@@ -47,7 +47,7 @@ class EntryView(SelectedCounts):
     @cached_property
     def visible_keys(self) -> torch.Tensor:
         """int32 [T]: how many entries of its sequence each new token may see."""
-        return torch.div(self.batch.positions + 1, self.ratio, rounding_mode="floor").to(torch.int32)
+        return self.lens_tensor if self.batch.is_decode else self.batch.visible_keys // self.ratio
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -63,29 +63,31 @@ class EntryView(SelectedCounts):
     def rows(self) -> torch.Tensor:
         """int32 [T, most]: the rows of the entries that each new token may see among all entries packed, -1 behind."""
         columns = torch.arange(self.most, dtype=torch.int32, device=self.batch.device)
-        return torch.where(columns < self.visible_keys[:, None], self.starts[:, None] + columns, -1)
+        rows = self.starts[:, None] + columns
+        return rows.masked_fill_(columns >= self.visible_keys[:, None], -1)
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """int64 [T]: the position of the entry that each new token may end, i.e. of its block's first token."""
-        return torch.clamp(self.batch.positions + 1 - self.ratio, min=0)
+        return (self.batch.positions + (1 - self.ratio)).clamp_(min=0)
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """int64 [T]: where the entry that a new token ends goes in the cache; -1 for tokens that end none."""
-        ends = (self.batch.positions + 1) % self.ratio == 0
-        entry = torch.div(self.batch.positions, self.ratio, rounding_mode="floor")
-        return torch.where(ends, self._slots(self.batch.sequences, entry), -1)
+        batch = self.batch
+        sequences = batch.block_table, batch.cu_query_lens, batch.key_lens_tensor
+        return dsa.slot_mapping(*sequences, sum(batch.query_lens), self.page_size, ratio=self.ratio)
 
     @cached_property
     def all_slots(self) -> torch.Tensor:
         """int64 [sum(lens)]: the slots of all entries, sequence after sequence; -1 where it has no page."""
-        entry = packing.ranges([0] * len(self.lens), self.lens, self.batch.device)
-        return self._slots(packing.owners(self.lens, self.batch.device), entry)
+        bounds = packing.offsets(self.lens, self.batch.device)
+        return dsa.slot_mapping(self.batch.block_table, bounds, None, sum(self.lens), self.page_size)
 
     def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
         """int32 [T, K]: the slots of the entries `indices` [T, K] of each new token's sequence; -1 stays."""
-        slots = self._slots(self.batch.sequences[:, None], indices.clamp(min=0))
+        batch = self.batch
+        slots = packing.paged_slots(batch.block_table, self.page_size, batch.sequences[:, None], indices.clamp(min=0))
         return torch.where(indices < 0, -1, slots).to(torch.int32)
 
     @cached_property
@@ -97,6 +99,3 @@ class EntryView(SelectedCounts):
     def index_schedule(self) -> torch.Tensor:
         """The plan of `dsa.fp8_paged_mqa_logits` for these entries: one for all layers of the pass."""
         return dsa.get_paged_mqa_logits_metadata(self.lens_tensor, self.page_size, dsa.num_sms(self.batch.device))
-
-    def _slots(self, sequences: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        return packing.paged_slots(self.batch.block_table, self.page_size, sequences, entries)

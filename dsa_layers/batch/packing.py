@@ -38,17 +38,27 @@ def on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
+def lengths(lens: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int32 [B]: the sequences' lengths. If these are all the same nothing is copied."""
+    if len(set(lens)) == 1:
+        return torch.full((len(lens),), lens[0], dtype=torch.int32, device=device)
+    return to_device(lens, torch.int32, device)
+
+
 def offsets(lens: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32 [B + 1]: the row at which each sequence begins, and the number of all rows."""
+    """int32 [B + 1]: the row at which each sequence begins, and the number of all rows. Of lengths that are all the
+    same nothing is copied."""
+    if len(set(lens)) == 1 and lens[0]:
+        return torch.arange(0, sum(lens) + 1, lens[0], dtype=torch.int32, device=device)
     return to_device([0, *accumulate(lens)], torch.int32, device)
 
 
 def owners(lens: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [sum(lens)]: the sequence of each row."""
+    """int32 [sum(lens)]: the sequence of each row."""
     if len(lens) == 1:
-        return torch.zeros(lens[0], dtype=torch.int64, device=device)
+        return torch.zeros(lens[0], dtype=torch.int32, device=device)
     # Without the size PyTorch would ask the device for it.
-    return torch.repeat_interleave(to_device(lens, torch.int64, device), output_size=sum(lens))
+    return torch.repeat_interleave(to_device(lens, torch.int32, device), output_size=sum(lens))
 
 
 def repeated(values: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:

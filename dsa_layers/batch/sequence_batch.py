@@ -100,12 +100,12 @@ class SequenceBatch(TokenBatch):
     @cached_property
     def sequences(self) -> torch.Tensor:
         """int32 [T]: the sequence of each new token."""
-        return packing.owners(self.query_lens, self.device).to(torch.int32)
+        return packing.owners(self.query_lens, self.device)
 
     @cached_property
     def key_lens_tensor(self) -> torch.Tensor:
         """int32 [B]: key_lens on the device."""
-        return packing.to_device(self.key_lens, torch.int32, self.device)
+        return packing.lengths(self.key_lens, self.device)
 
     @cached_property
     def cu_query_lens(self) -> torch.Tensor:
@@ -116,7 +116,7 @@ class SequenceBatch(TokenBatch):
     def earlier_lens_tensor(self) -> torch.Tensor:
         """int32 [B]: tokens of each sequence before the new ones."""
         earlier = [total - new for new, total in zip(self.query_lens, self.key_lens)]
-        return packing.to_device(earlier, torch.int32, self.device)
+        return packing.lengths(earlier, self.device)
 
     @cached_property
     def state_slots_tensor(self) -> torch.Tensor:

@@ -20,7 +20,9 @@ class TokenBatch(SelectedCounts, Tokens):
     @cached_property
     def slots(self) -> torch.Tensor:
         """int64 [T]: page * page_size + offset of each new token in the cache."""
-        return packing.paged_slots(self.block_table, self.page_size, self.sequences, self.positions)
+        return dsa.slot_mapping(
+            self.block_table, self.cu_query_lens, self.key_lens_tensor, sum(self.query_lens), self.page_size
+        )
 
     @cached_property
     def visible_keys(self) -> torch.Tensor:
@@ -45,9 +47,7 @@ class TokenBatch(SelectedCounts, Tokens):
     @cached_property
     def key_slots(self) -> torch.Tensor:
         """int64 [sum(key_lens)]: the slots of all keys, sequence after sequence; -1 where it has no page."""
-        sequences = packing.owners(self.key_lens, self.device)
-        positions = packing.ranges([0] * len(self.key_lens), self.key_lens, self.device)
-        return packing.paged_slots(self.block_table, self.page_size, sequences, positions)
+        return dsa.slot_mapping(self.block_table, self.cu_key_lens, None, sum(self.key_lens), self.page_size)
 
     def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
         """int32 [T, K]: the slots of the keys at positions `indices` [T, K] of each new token's sequence; -1 stays."""

@@ -19,6 +19,7 @@ class Tokens(Protocol):
     is_decode            whether every sequence has one new token
     positions            int64 [T]: each new token's position in its sequence
     sequences            int32 [T]: the sequence of each new token
+    visible_keys         int32 [T]: how many keys of its sequence each new token may see, itself included
     key_lens_tensor      int32 [B]: tokens of each sequence after this pass
     earlier_lens_tensor  int32 [B]: tokens of each sequence before the new ones
     cu_query_lens        int32 [B + 1]: where the sequences' new tokens begin among the T
@@ -36,6 +37,7 @@ class Tokens(Protocol):
     is_decode: bool
     positions: torch.Tensor
     sequences: torch.Tensor
+    visible_keys: torch.Tensor
     key_lens_tensor: torch.Tensor
     earlier_lens_tensor: torch.Tensor
     cu_query_lens: torch.Tensor

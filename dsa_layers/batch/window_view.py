@@ -23,10 +23,8 @@ class WindowView:
     def slots(self) -> torch.Tensor:
         """int64 [T]: each new token's slot; -1 for tokens that later ones of this pass overwrite."""
         batch = self.batch
-        ends = batch.key_lens_tensor[batch.sequences.long()]
-        kept = batch.positions >= ends - self.window
-        rings = batch.state_slots_tensor[batch.sequences.long()].long()
-        return torch.where(kept, rings * self.window + batch.positions % self.window, -1)
+        sequences = batch.state_slots_tensor[:, None], batch.cu_query_lens, batch.key_lens_tensor
+        return dsa.slot_mapping(*sequences, sum(batch.query_lens), self.window, ring=True)
 
     @cached_property
     def decode_slots(self) -> torch.Tensor:
@@ -45,10 +43,8 @@ class WindowView:
     def earlier_slots(self) -> torch.Tensor:
         """int64 [sum(earlier_lens)]: the slots of these earlier tokens, ascending by position."""
         batch, earlier = self.batch, self.earlier_lens
-        ends = [total - new for new, total in zip(batch.query_lens, batch.key_lens)]
-        positions = packing.ranges([end - n for end, n in zip(ends, earlier)], ends, batch.device)
-        rings = batch.state_slots_tensor[packing.owners(earlier, batch.device)].long()
-        return rings * self.window + positions % self.window
+        rings, bounds = batch.state_slots_tensor[:, None], packing.offsets(earlier, batch.device)
+        return dsa.slot_mapping(rings, bounds, batch.earlier_lens_tensor, sum(earlier), self.window, ring=True)
 
     @cached_property
     def order(self) -> torch.Tensor:

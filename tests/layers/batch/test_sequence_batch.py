@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsa_layers.batch import packing
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.sequence_batch import SequenceBatch
@@ -55,6 +56,33 @@ def test_entries_by_hand():
     assert entries.all_slots.tolist() == [14, 15, 8]
     got = entries.slots_of(torch.tensor([[1, -1], [0, 1], [0, -1]], dtype=torch.int32))
     assert got.tolist() == [[15, -1], [14, 15], [8, -1]] and got.dtype == torch.int32
+
+
+def test_a_chunk_longer_than_the_window():
+    """Of the five tokens from position 2 on the ring of 3 keeps the last ones; no token sees one before position 0."""
+    windows = SequenceBatch.paged([5, 1], [7, 1], [[7, 2], [4]], page_size=4, state_slots=[6, 1]).windows(3)
+    assert windows.slots.tolist() == [-1, -1, 19, 20, 18, 3]
+    assert windows.earlier_lens == (2, 0) and windows.earlier_slots.tolist() == [18, 19]
+
+
+def test_a_step_by_hand():
+    """The host knows no lengths: where keys are packed, each sequence takes as many rows as its pages have."""
+    lengths, rings = (torch.tensor(v, dtype=torch.int32) for v in ([6, 4], [6, 1]))
+    table = torch.tensor([[7, 2], [4, -1]], dtype=torch.int32)
+    step = DecodeBatch(table, 4, lengths, 8, rings)
+    assert step.slots.tolist() == [9, 19] and step.positions.tolist() == [5, 3]
+    assert step.key_slots.tolist() == [28, 29, 30, 31, 8, 9, 10, 11, 16, 17, 18, 19, -1, -1, -1, -1]
+    entries, windows = step.entries(4), step.windows(3)
+    assert entries.slots.tolist() == [-1, 4] and entries.all_slots.tolist() == [7, 2, 4, -1]
+    assert entries.visible_keys.tolist() == [1, 1] and entries.positions.tolist() == [2, 0]
+    assert windows.slots.tolist() == [20, 3]
+
+
+@pytest.mark.parametrize("lens", [[], [5], [0], [3, 3, 3], [0, 0], [2, 0, 4]], ids=str)
+def test_lengths_on_the_device(lens):
+    lengths, bounds = packing.lengths(lens, torch.device("cpu")), packing.offsets(lens, torch.device("cpu"))
+    assert lengths.tolist() == lens and bounds.tolist() == [sum(lens[:b]) for b in range(len(lens) + 1)]
+    assert lengths.dtype == bounds.dtype == torch.int32
 
 
 @pytest.mark.parametrize(
