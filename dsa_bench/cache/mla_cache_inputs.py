@@ -42,7 +42,7 @@ def _calls(tokens: int, layout: str, keep: bool) -> tuple[Call, Call]:
         normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain).to(kv.dtype)
         row = dsa.apply_rotary(torch.cat((normed, kv[:, NORMED:]), 1), cos, sin, interleaved=True, dims="last")
         dsa.write_kv_cache(row, cache, slots)
-        return row
+        return dsa.read_kv_cache(cache, slots, dtype=kv.dtype) if keep and layout != "bf16" else row
 
     return partial(dsa.write_mla_cache, kv, gain, cos, sin, cache, slots, out=out), separately
 

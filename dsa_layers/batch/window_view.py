@@ -46,6 +46,11 @@ class WindowView:
         rings, bounds = batch.state_slots_tensor[:, None], packing.offsets(earlier, batch.device)
         return dsa.slot_mapping(rings, bounds, batch.earlier_lens_tensor, sum(earlier), self.window, ring=True)
 
+    @property
+    def in_order(self) -> bool:
+        """Whether `order` is that of the rows: no sequence but the first has earlier tokens."""
+        return not any(self.earlier_lens[1:])
+
     @cached_property
     def order(self) -> torch.Tensor:
         """int64 [sum(earlier_lens) + T]: the rows of (earlier tokens, new tokens) sequence by sequence."""
@@ -58,6 +63,8 @@ class WindowView:
     @cached_property
     def cu_keys(self) -> torch.Tensor:
         """int32 [B + 1]: where the sequences begin in that order."""
+        if not any(self.earlier_lens):
+            return self.batch.cu_query_lens
         lens = [before + new for before, new in zip(self.earlier_lens, self.batch.query_lens)]
         return packing.offsets(lens, self.batch.device)
 

@@ -268,8 +268,10 @@ class DSAAttention(nn.Module):
         """Writes the new tokens' kv [T, latent + rope], as projected, to the pages. Returns the pages, a row a slot, if
         in_pages; else what they hold of all keys, [sum(key_lens), latent + rope] in kv's dtype."""
         norm = self.kv_a_layernorm
-        # Where the pages round nothing and every key is new, what goes into them need not be read back.
-        keep = not in_pages and cache.latent.dtype == kv.dtype and batch.query_lens == batch.key_lens
+        # Where every key is new, what the pages hold need not be read back: `out` gets it, unless they are of another
+        # float dtype.
+        as_stored = cache.latent_is_fp8 or cache.latent.dtype == kv.dtype
+        keep = not in_pages and as_stored and batch.query_lens == batch.key_lens
         rows = torch.empty_like(kv) if keep else None
         dsa.write_mla_cache(kv, norm.weight.float(), cos, sin, cache.latent, batch.slots, eps=norm.eps, out=rows)
         if keep:

@@ -134,19 +134,16 @@ class CompressedAttention(nn.Module):
         if cache is None:
             return turn(self.kv_norm(kv), *rope, interleaved=True, dims="last")
         windows, norm = batch.windows(self.window), self.kv_norm
-        earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=kv.dtype)
-        write = (kv, norm.weight.float(), *rope)
-        if cache.is_fp8:
-            # Rounded as those that are read from the ring: all queries see the same keys.
-            pages = dsa.make_v4_cache(-(-len(kv) // self.window), self.window, kv.device)
-            every = torch.arange(len(kv), device=kv.device)
-            dsa.write_mla_cache(*write, pages, every, eps=norm.eps)
-            rows = dsa.read_kv_cache(pages, every, dtype=kv.dtype)
-            dsa.write_mla_cache(*write, cache.window, windows.slots, eps=norm.eps)
-        else:
-            rows = torch.empty_like(kv)
-            dsa.write_mla_cache(*write, cache.window, windows.slots, eps=norm.eps, out=rows)
-        return torch.cat((earlier, rows))[windows.order]
+        earlier = None
+        if any(windows.earlier_lens):
+            earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=kv.dtype)
+        # Of a ring of bytes the rows are rounded as those that are read from it: all queries see the same keys.
+        rows = torch.empty_like(kv)
+        dsa.write_mla_cache(kv, norm.weight.float(), *rope, cache.window, windows.slots, eps=norm.eps, out=rows)
+        if earlier is None:
+            return rows
+        keys = torch.cat((earlier, rows))
+        return keys if windows.in_order else keys[windows.order]
 
     def _entries(
         self,

@@ -11,7 +11,8 @@ Plan
 Shared memory: none. Constraints: rows at multiples of 16 bytes; float rows of a multiple of 8 channels.
 Roofline: memory. Bytes a token from or to bf16, slots aside: 1808 (V3.2), 1608 (V4), 2304 (bf16, 576 channels); the
 projection's angles are 256 more. At the copy bandwidth a warp has about 390 issue slots for 1808 bytes. It needs 180 to
-write and 140 to read V3.2's layout, 340 from the projection, and 110 more for scales that are no powers of two.
+write and 140 to read V3.2's layout, 340 from the projection, 50 more to keep the rows as reading would give them, and
+110 more for scales that are no powers of two.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Uint8, const_expr
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
@@ -169,11 +170,10 @@ class ReadFp8RowsSm90:
                 self.row.load(cute.recast_tensor(values, Uint8), raw, lane)
                 raw_pair = cute.make_rmem_tensor((2,), rope.element_type)
                 cute.autovec_copy(cute.local_tile(rope, (2,), (lane,)), raw_pair)
-                v.store(cute.recast_tensor(raw, Float8E4M3FN).load().to(Float32))
+                own_scales = cute.make_rmem_tensor((self.row.steps,), Float32)
                 for j in cutlass.range_constexpr(self.row.steps):
-                    scale = self.row.scale(scales, j, lane)
-                    for i in cutlass.range_constexpr(self.row.vector):
-                        v[i, j] = v[i, j] * scale
+                    own_scales[j] = self.row.scale(scales, j, lane)
+                self.row.dequantize(cute.recast_tensor(raw, Float8E4M3FN), own_scales, v)
                 pair.store(raw_pair.load().to(Float32))
             self.row.store(_convert(v, rows.element_type), rows[t, None], lane)
             cute.autovec_copy(_convert(pair, rows.element_type), self.row.pair(rows[t, None], lane))
@@ -252,9 +252,6 @@ class WriteMlaCacheSm90:
             self.turn(pair, c, s, lane)
             round_to(pair, kv.element_type)
 
-            if keep != 0:
-                self.row.store(_convert(v, kv.element_type), rows[t, None], lane)
-                cute.autovec_copy(_convert(pair, kv.element_type), self.row.pair(rows[t, None], lane))
             if const_expr(self.quantizes):
                 out = cute.make_rmem_tensor(v.shape, Float8E4M3FN)
                 scales = cute.make_rmem_tensor((self.row.steps,), Float32)
@@ -266,6 +263,13 @@ class WriteMlaCacheSm90:
                     target = cache[page, offset, None]
                     self.row.store(_convert(v, cache.element_type), target, lane)
                     cute.autovec_copy(_convert(pair, cache.element_type), self.row.pair(target, lane))
+            if keep != 0:
+                if const_expr(self.quantizes):
+                    # What reading the row gives.
+                    self.row.dequantize(out, scales, v)
+                    round_to(pair, BFloat16)
+                self.row.store(_convert(v, kv.element_type), rows[t, None], lane)
+                cute.autovec_copy(_convert(pair, kv.element_type), self.row.pair(rows[t, None], lane))
 
     @cute.jit
     def angles(self, row: cute.Tensor, lane: Int32):
@@ -343,7 +347,7 @@ def compile_read_kv_cache(layout: str, dtype: str):
 @cached
 def compile_write_mla_cache(dtype: str, layout: str, channels: int, interleaved: bool, use_ue8m0: bool):
     """-> f(kv [T, channels] dtype, weight [512] fp32, cos, sin [T, 32] fp32, cache, slots, rows [T, channels] dtype,
-    keep, eps); T, pages > 0. cache and slots as `compile_write_kv_cache` has them; rows is written if keep is not 0."""
+    keep, eps); T > 0. cache and slots as `compile_write_kv_cache` has them; rows is written if keep is not 0."""
     element = cute_dtype(dtype)
     tokens = cute.sym_int()
     weight = fake(Float32, (NORM_CHANNELS,), (1,))

@@ -100,6 +100,14 @@ class Fp8Row(WarpRow):
         out.store(v.load().to(Float8E4M3FN))
 
     @cute.jit
+    def dequantize(self, values: cute.Tensor, scales: cute.Tensor, v: cute.Tensor):
+        """e4m3 values [V, steps] times their steps' scales, to fp32 v."""
+        v.store(values.load().to(Float32))
+        for j in cutlass.range_constexpr(self.steps):
+            for i in cutlass.range_constexpr(self.vector):
+                v[i, j] = v[i, j] * scales[j]
+
+    @cute.jit
     def write(
         self,
         out: cute.Tensor,

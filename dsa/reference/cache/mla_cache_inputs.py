@@ -5,7 +5,15 @@ import torch
 from dsa.reference.arguments import CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import SLOTS
-from dsa.reference.cache.kv_cache import CACHE_DTYPES, check_kv_cache, check_scales, row_layout, write_kv_cache
+from dsa.reference.cache.kv_cache import (
+    BYTE_DTYPES,
+    CACHE_DTYPES,
+    check_kv_cache,
+    check_scales,
+    read_kv_cache,
+    row_layout,
+    write_kv_cache,
+)
 from dsa.reference.checks import FLOATS, check_memory, check_updatable
 from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
 
@@ -57,8 +65,9 @@ def write_mla_cache(
     include: in V3.2 kv is the latent (N = 512) and the rope key (R = 64) behind it; in V4 N = d = 512.
 
     Norm and rope each round to kv's dtype; what the cache stores of that is up to `write_kv_cache`. Every other byte of
-    the cache stays as it is. Raises ValueError for slots below -1 or beyond the cache, too; nothing is then
-    written. Arguments as of `dsa.write_mla_cache`.
+    the cache stays as it is. out gets the rows of all tokens, those of a cache of bytes as it gives them back. Raises
+    ValueError for slots below -1 or beyond the cache, too; nothing is then written. Arguments as of
+    `dsa.write_mla_cache`.
     Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
     """
     WRITE_MLA_CACHE.check(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
@@ -72,4 +81,12 @@ def write_mla_cache(
     row = apply_rotary(torch.cat((normed, kv[:, n:]), 1), cos, sin, interleaved=interleaved, dims="last")
     write_kv_cache(row, cache, slots, use_ue8m0)
     if out is not None:
-        out.copy_(row)
+        out.copy_(_as_read(row, cache, use_ue8m0) if cache.dtype in BYTE_DTYPES else row)
+
+
+def _as_read(rows: torch.Tensor, cache: torch.Tensor, use_ue8m0: bool) -> torch.Tensor:
+    """The rows [T, d] as a cache of that layout gives them back."""
+    page = torch.empty(1, max(len(rows), 1), 1, cache.shape[3], dtype=torch.uint8, device=cache.device)
+    slots = torch.arange(len(rows), device=cache.device)
+    write_kv_cache(rows, page, slots, use_ue8m0)
+    return read_kv_cache(page, slots, dtype=rows.dtype)

@@ -1,5 +1,5 @@
 """Attention's cached inputs in one kernel: the rows against the reference on the CPU, the cache bit for bit against the
-rows through `write_kv_cache`."""
+rows through `write_kv_cache`, and what is kept beside a cache of bytes against what it then gives back."""
 
 import pytest
 import torch
@@ -34,8 +34,24 @@ def random_slots(cache, tokens):
     return torch.randperm(cache.shape[0] * cache.shape[1], device="cuda")[:tokens]
 
 
+def unrounded(kv, *inputs, **options):
+    """The rows that a cache gets: what is kept beside one of floats, here one without pages."""
+    out, cache = torch.full_like(kv, torch.nan), poisoned_cache("float32", kv.shape[1], 1)[:0]
+    dsa.write_mla_cache(kv, *inputs, cache, torch.zeros(len(kv), dtype=torch.int64, device="cuda"), **options, out=out)
+    return out
+
+
+def as_kept(rows, layout, use_ue8m0=True):
+    """What is kept of these rows beside a cache of that layout."""
+    if layout not in ("v32", "v4"):
+        return rows
+    pages, every = poisoned_cache(layout, rows.shape[1], len(rows) // 64 + 1), torch.arange(len(rows), device="cuda")
+    dsa.write_kv_cache(rows, pages, every, use_ue8m0)
+    return dsa.read_kv_cache(pages, every, dtype=rows.dtype)
+
+
 def rows_on_cpu(kv, *inputs, **options):
-    """What `out` gets."""
+    """The same as `unrounded`."""
     out, cache = torch.empty(kv.shape, dtype=kv.dtype), torch.zeros(1, 1, 1, kv.shape[1])
     slots = torch.full((len(kv),), -1)
     reference.write_mla_cache(kv.cpu(), *(x.cpu() for x in inputs), cache, slots, **options, out=out)
@@ -76,11 +92,15 @@ def test_write(layout, d, dtype, interleaved, use_ue8m0, record_error):
     poison_free_memory(mebibytes=16)
     out = torch.full_like(inputs[0], torch.nan)
     dsa.write_mla_cache(*inputs, cache, slots, **options, use_ue8m0=use_ue8m0, out=out)
-    diff = assert_rows(out, rows_on_cpu(*inputs, **options))
+    rows = unrounded(*inputs, **options)
+    diff = assert_rows(rows, rows_on_cpu(*inputs, **options))
     record_error(diff)
     assert diff < 1e-6
-    dsa.write_kv_cache(out, separate, slots, use_ue8m0)
-    assert same_bits(cache, separate)
+    dsa.write_kv_cache(rows, separate, slots, use_ue8m0)
+    assert same_bits(cache, separate) and same_bits(out, as_kept(rows, layout, use_ue8m0))
+    written = slots >= 0
+    if layout in ("v32", "v4"):
+        assert same_bits(out[written], dsa.read_kv_cache(cache, slots[written], dtype=dtype))
     if layout == "v4":
         padding = torch.as_strided(cache, (9, cache.stride(0)), (cache.stride(0), 1))[:, 64 * 584 :]
         assert padding.numel() and padding.eq(0xFF).all()
@@ -96,9 +116,10 @@ def test_counts(layout, d, tokens):
     cache, separate, inputs = poisoned_cache(layout, d, 80), poisoned_cache(layout, d, 80), case(tokens, d)
     slots, out = random_slots(cache, tokens), torch.full_like(inputs[0], torch.nan)
     dsa.write_mla_cache(*inputs, cache, slots, out=out)
-    assert_rows(out, rows_on_cpu(*inputs))
-    dsa.write_kv_cache(out, separate, slots)
-    assert same_bits(cache, separate)
+    rows = unrounded(*inputs)
+    assert_rows(rows, rows_on_cpu(*inputs))
+    dsa.write_kv_cache(rows, separate, slots)
+    assert same_bits(cache, separate) and same_bits(out, as_kept(rows, layout))
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 7, 1000])
@@ -109,8 +130,9 @@ def test_page_sizes(layout, d, page_size):
     inputs, slots = case(100, d), random_slots(cache, 100)
     out = torch.empty_like(inputs[0])
     dsa.write_mla_cache(*inputs, cache, slots, out=out)
-    dsa.write_kv_cache(out, separate, slots)
-    assert same_bits(cache, separate)
+    rows = unrounded(*inputs)
+    dsa.write_kv_cache(rows, separate, slots)
+    assert same_bits(cache, separate) and same_bits(out, as_kept(rows, layout))
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
@@ -148,19 +170,19 @@ def test_strided_inputs():
     assert same_bits(dsa.read_kv_cache(cache, slots[:1]), dsa.read_kv_cache(expected, slots[:1]))
 
 
-@pytest.mark.parametrize("d", [576, 512])
+@pytest.mark.parametrize(("layout", "d"), CACHES[4:])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_what_is_no_number(dtype, d):
+def test_what_is_no_number(dtype, layout, d):
     kv, *inputs = case(8, d, dtype)
     kv[1, 2], kv[2, 300], kv[3, 447], kv[4], kv[5, -1], kv[6, -2] = (
         *(torch.nan, torch.inf, -torch.inf),
         *(0.0, torch.nan, torch.inf),
     )
-    out, cache = torch.empty_like(kv), poisoned_cache("float32", d)
+    out, cache, rows = torch.empty_like(kv), poisoned_cache(layout, d), unrounded(kv, *inputs)
     dsa.write_mla_cache(kv, *inputs, cache, torch.arange(8, device="cuda"), out=out)
-    expected = rows_on_cpu(kv, *inputs)
-    assert torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())
-    assert_rows(out.nan_to_num(7, 7, 7), expected.nan_to_num(7, 7, 7))
+    for got, expected in ((rows, rows_on_cpu(kv, *inputs)), (out, as_kept(rows, layout))):
+        assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.isinf(), expected.isinf())
+        assert_rows(got.nan_to_num(7, 7, 7), expected.nan_to_num(7, 7, 7))
 
 
 def test_no_pages():
@@ -169,7 +191,7 @@ def test_no_pages():
     cache, before = whole[:0], whole.clone()
     out = torch.full_like(kv, torch.nan)
     dsa.write_mla_cache(kv, *inputs, cache, slots, out=out)
-    assert_rows(out, rows_on_cpu(kv, *inputs))
+    assert same_bits(out, as_kept(unrounded(kv, *inputs), "v32"))
     dsa.write_mla_cache(kv, *inputs, cache, slots)
     assert same_bits(whole, before)
 

@@ -39,6 +39,17 @@ def test_windows_by_hand():
     assert windows is batch.windows(3) and windows is not batch.windows(4)
 
 
+@pytest.mark.parametrize(
+    ("earlier", "in_order"), [((0, 0), True), ((3, 0), True), ((0, 3), False), ((3, 1), False), ((5,), True)]
+)
+def test_windows_in_order_need_no_order(earlier, in_order):
+    lens = [2 + n for n in earlier]
+    windows = SequenceBatch.paged([2] * len(lens), lens, [[7, 2], [4, 5]][: len(lens)], page_size=4).windows(3)
+    rows = sum(windows.earlier_lens) + 2 * len(lens)
+    assert windows.in_order == in_order == (windows.order.tolist() == [*range(rows)])
+    assert windows.cu_keys.tolist() == [0, *torch.tensor(windows.earlier_lens).add(2).cumsum(0).tolist()]
+
+
 def test_windows_need_state_slots():
     windows = SequenceBatch.paged([1], [5], [[7, 2]], page_size=4).windows(3)
     with pytest.raises(ValueError, match="state_slots: must be one a sequence for this model's cache, got None"):

@@ -256,6 +256,24 @@ def test_float_pages_change_no_bit(length, dtype, monkeypatch):
     assert expected.isfinite().all() and cache.latent.view(-1, 576)[batch.slots].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_new_keys_of_fp8_pages_are_as_the_pages_give_them(dtype, monkeypatch):
+    """Without being read back; where a sequence has earlier keys, all are."""
+    layer = DSAAttention(HIDDEN, HEADS, make_indexer(), q_lora_rank=RANK, dtype=dtype)
+    cache = PagedKVCache(1, 6, 16, latent="fp8").layer(0)
+    kv = torch.randn(29, 576).to(dtype)
+    batch = SequenceBatch.paged([20, 9], [20, 9], [[4, 1], [3]], 16)
+    angles = ROTARY(batch.positions)
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(dsa, "read_kv_cache", None)
+        got = layer._store(kv, *angles, batch, cache, False)
+    assert torch.equal(got, dsa.read_kv_cache(cache.latent, batch.key_slots, dtype=dtype))
+    later = SequenceBatch.paged([2, 1], [22, 10], [[4, 1], [3]], 16)
+    with torch.no_grad():
+        every = layer._store(kv[:3], *(part[:3] for part in angles), later, cache, False)
+    assert torch.equal(every[:20], got[:20]) and torch.equal(every[22:31], got[20:]) and len(every) == 32
+
+
 def test_a_partial_batch_needs_a_cache():
     layer = DSAAttention(HIDDEN, HEADS, make_indexer(), q_lora_rank=RANK)
     batch = SequenceBatch.paged([1], [3], [[0]], 16)

@@ -101,14 +101,19 @@ def test_the_cache_gets_what_write_kv_cache_makes_of_the_rows(dtype, d, use_ue8m
         return
     kv, weight, cos, sin = inputs(5, (d, 512, 64), dtype)
     fused = torch.full((2, P, 1, 656), 0xFF, dtype=torch.uint8) if d == 576 else make_v4_cache(2, P)
-    separate, out = fused.clone(), torch.empty_like(kv)
+    separate, rows, out = fused.clone(), torch.empty_like(kv), torch.empty_like(kv)
     slots = torch.tensor([7, -1, 0, 3, 4], dtype=torch.int32)
     write_mla_cache(kv, weight, cos, sin, fused, slots, use_ue8m0=use_ue8m0, out=out)
-    write_kv_cache(out, separate, slots, use_ue8m0)
+    write_mla_cache(kv, weight, cos, sin, torch.empty(0, P, 1, d), torch.full_like(slots, -1), out=rows)
+    write_kv_cache(rows, separate, slots, use_ue8m0)
     assert torch.equal(fused, separate)
-    # The skipped token has a row, too.
+    # What is kept is what the cache gives back; the skipped token has a row, too.
+    written = slots >= 0
+    assert torch.equal(out[written], read_kv_cache(fused, slots[written], dtype=dtype))
     row = rounded(normed(kv[1].tolist(), weight, 1e-6), dtype)
-    assert torch.allclose(out[1, :448].double(), torch.tensor(row[:448], dtype=torch.float64), rtol=1e-2, atol=1e-3)
+    assert torch.allclose(rows[1, :448].double(), torch.tensor(row[:448], dtype=torch.float64), rtol=1e-2, atol=1e-3)
+    write_kv_cache(rows, separate, torch.arange(5), use_ue8m0)
+    assert torch.equal(out, read_kv_cache(separate, torch.arange(5), dtype=dtype)) and not torch.equal(out, rows)
 
 
 def test_nan_stays_in_its_row_and_part():

@@ -1,0 +1,68 @@
+"""DeepSeek-V4's attention: the keys of the tokens that a pass sees, and the rope of its outputs."""
+
+import pytest
+import torch
+
+import dsa
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
+from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+
+HIDDEN, DIM, WINDOW = 32, 512, 4
+ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))
+
+
+def make_layer(dtype=torch.bfloat16):
+    sizes = {"dim": DIM, "window": WINDOW, "q_lora_rank": 16, "o_groups": 1, "o_lora_rank": 16, "dtype": dtype}
+    layer = CompressedAttention(HIDDEN, 2, **sizes)
+    torch.nn.init.normal_(layer.kv_norm.weight, 1, 0.2)
+    return layer
+
+
+def make_ring(storage):
+    if storage == "fp8":
+        return dsa.make_v4_cache(3, WINDOW).fill_(0xFF)
+    return torch.full((3, WINDOW, 1, DIM), torch.nan, dtype=storage)
+
+
+def as_stored(rows, storage):
+    """What a cache gives back of these rows."""
+    slots, pages = torch.arange(len(rows)), torch.zeros(1, len(rows), 1, DIM, dtype=rows.dtype)
+    if storage == "fp8":
+        pages = dsa.make_v4_cache(1, len(rows))
+    dsa.write_kv_cache(rows, pages, slots)
+    return dsa.read_kv_cache(pages, slots, dtype=rows.dtype)
+
+
+# New tokens of two sequences, of which some have earlier ones: the first, the second, both.
+PASSES = [[(7, 0), (3, 0)], [(2, 7), (3, 0)], [(3, 0), (2, 3)], [(2, 7), (6, 3)], [(5, 9)], [(5, 0)]]
+
+
+@pytest.mark.parametrize("chunks", PASSES, ids=str)
+@pytest.mark.parametrize("storage", ["fp8", torch.bfloat16], ids=str)
+def test_keys_are_the_same_whichever_pass_wrote_them(chunks, storage):
+    """Those of earlier passes are read from the ring, the new ones are not; a key is the same in either way."""
+    torch.manual_seed(0)
+    layer, rings = make_layer(), [2, 0][: len(chunks)]
+    cache = CompressedLayerCache(make_ring(storage))
+    projected = [torch.randn(new + earlier, DIM).bfloat16() for new, earlier in chunks]
+    angles = [ROTARY(torch.arange(len(own))) for own in projected]
+    with torch.no_grad():
+        whole = SequenceBatch.without_cache([len(own) for own in projected])
+        rope = [torch.cat(parts) for parts in zip(*angles)]
+        expected = as_stored(layer._token_keys(torch.cat(projected), rope, whole, None), storage)
+        expected = expected.split([len(own) for own in projected])
+        for own, turn, ring, (_, earlier) in zip(projected, angles, rings, chunks):
+            if earlier:
+                batch = SequenceBatch.paged([earlier], [earlier], [[0]], 16, state_slots=[ring])
+                layer._token_keys(own[:earlier], [part[:earlier] for part in turn], batch, cache)
+        lens = [new for new, _ in chunks], [new + earlier for new, earlier in chunks]
+        batch = SequenceBatch.paged(*lens, [[0], [1]][: len(chunks)], 16, state_slots=rings)
+        new = [own[earlier:] for own, (_, earlier) in zip(projected, chunks)]
+        rope = [torch.cat([x[e:] for x, (_, e) in zip(parts, chunks)]) for parts in zip(*angles)]
+        got = layer._token_keys(torch.cat(new), rope, batch, cache)
+        windows = batch.windows(WINDOW)
+    seen = [own[max(earlier - WINDOW + 1, 0) :] for own, (_, earlier) in zip(expected, chunks)]
+    assert torch.equal(got, torch.cat(seen))
+    assert windows.cu_keys.tolist() == [0, *torch.tensor([len(own) for own in seen]).cumsum(0).tolist()]
