@@ -13,7 +13,7 @@ from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.rope import turn
+from dsa_layers.layers.rope import RopeAngles, turn
 from dsa_layers.layers.selecting_attention import KeyCounter
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -30,7 +30,8 @@ class CompressedAttention(nn.Module):
       last dims is turned back by t's angle, so that only the distance to a key counts.
 
     forward(x [T, hidden], rope, entry_rope, batch, cache=None) -> [T, hidden]. rope: (cos, sin) fp32 [T, rope_dim / 2]
-    of the tokens; entry_rope: of the entries that they may end (`EntryView.positions`), None without a compressor.
+    of the tokens, as `RopeAngles` if other layers turn by them, too; entry_rope: of the entries that the tokens may end
+    (`EntryView.positions`), None without a compressor.
     Parameters: wq_a [q_lora_rank, hidden], q_norm, wq_b [heads * dim, q_lora_rank], wkv [dim, hidden], kv_norm,
     attn_sink fp32 [heads], wo_a [groups * o_lora_rank, heads * dim / groups], wo_b [hidden, groups * o_lora_rank],
     compressor, indexer.
@@ -91,9 +92,8 @@ class CompressedAttention(nn.Module):
             out = self._decode(x, q, qr, kv, rope, entry_rope, batch, cache)
         else:
             out = self._prefill(x, q, qr, kv, rope, entry_rope, batch, cache)
-        cos, sin = rope
-        out = turn(out, cos, -sin, interleaved=True, dims="last").flatten(1).unflatten(-1, (self.o_groups, -1))
-        return self.wo_a(out, self.wo_b, batch)
+        out = turn(out, *RopeAngles.of(rope).back, interleaved=True, dims="last")
+        return self.wo_a(out.flatten(1).unflatten(-1, (self.o_groups, -1)), self.wo_b, batch)
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product."""

@@ -1,6 +1,8 @@
 """Rotary position embedding: plain and YaRN frequencies, and their angles; `dsa.apply_rotary` turns vectors."""
 
 import math
+from functools import cached_property
+from typing import Self
 
 import torch
 from torch import nn
@@ -40,7 +42,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of position * frequency, times `scale`: positions [T] -> (cos, sin), each fp32 [T, dim / 2].
+    """cos and sin of position * frequency, times `scale`: positions int64 [T] -> (cos, sin), each fp32 [T, dim / 2].
 
     `frequencies`: fp32 [dim / 2] from `rope_frequencies` or `yarn_frequencies`; a non-persistent buffer.
     """
@@ -51,8 +53,24 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions.float()[:, None] * self.frequencies
-        return angles.cos() * self.scale, angles.sin() * self.scale
+        angles = positions[:, None] * self.frequencies  # in fp32, as an integer tensor times one of fp32 is
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
+
+
+class RopeAngles(tuple[torch.Tensor, torch.Tensor]):
+    """(cos, sin), each fp32 [T, R / 2]: what several layers turn vectors by, and back."""
+
+    @classmethod
+    def of(cls, rope: tuple[torch.Tensor, torch.Tensor]) -> Self:
+        """The same angles; `rope` itself if it is of this class, with what it has computed."""
+        return rope if isinstance(rope, cls) else cls(rope)
+
+    @cached_property
+    def back(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, -sin), computed once for all layers."""
+        cos, sin = self
+        return cos, -sin
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, dims: str) -> torch.Tensor:

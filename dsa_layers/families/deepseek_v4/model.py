@@ -19,6 +19,7 @@ from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
 from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.moe import MoE, SqrtSoftplusRouter
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.rope import RopeAngles
 
 INDEXED = "compressed_sparse_attention"
 
@@ -139,13 +140,13 @@ class DeepseekV4ForCausalLM(nn.Module):
         all_tokens: bool = False,
     ) -> torch.Tensor:
         # Angles are computed when the first layer asks for them: the GPU is busy with the layers before by then.
-        angles: dict[tuple[str, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
+        angles: dict[tuple[str, int | None], RopeAngles] = {}
 
-        def rope_of(kind: str, ratio: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        def rope_of(kind: str, ratio: int | None = None) -> RopeAngles:
             """Of the tokens, or of the entries that they may end."""
             if (kind, ratio) not in angles:
                 positions = batch.positions if ratio is None else batch.entries(ratio).positions
-                angles[kind, ratio] = self.rotaries[kind](positions)
+                angles[kind, ratio] = RopeAngles(self.rotaries[kind](positions))
             return angles[kind, ratio]
 
         streams = self.embed(tokens)[:, None].repeat(1, self.config.hc_mult, 1)

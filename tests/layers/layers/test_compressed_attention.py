@@ -7,7 +7,7 @@ import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressed_attention import CompressedAttention
-from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.layers.rope import RopeAngles, RotaryEmbedding, rope_frequencies
 
 HIDDEN, DIM, WINDOW = 32, 512, 4
 ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))
@@ -66,3 +66,15 @@ def test_keys_are_the_same_whichever_pass_wrote_them(chunks, storage):
     seen = [own[max(earlier - WINDOW + 1, 0) :] for own, (_, earlier) in zip(expected, chunks)]
     assert torch.equal(got, torch.cat(seen))
     assert windows.cu_keys.tolist() == [0, *torch.tensor([len(own) for own in seen]).cumsum(0).tolist()]
+
+
+def test_layers_of_a_pass_share_the_angles_back():
+    """A plain pair is taken, too, with the same result."""
+    layer, batch = make_layer(), SequenceBatch.without_cache([5])
+    rope = RopeAngles(ROTARY(batch.positions))
+    x = torch.randn(5, HIDDEN).bfloat16()
+    with torch.no_grad():
+        out = layer(x, rope, None, batch)
+        back = rope.back
+        assert torch.equal(layer(x, rope, None, batch), out) and rope.back is back
+        assert torch.equal(layer(x, (*rope,), None, batch), out)

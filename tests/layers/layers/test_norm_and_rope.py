@@ -7,7 +7,14 @@ import torch
 
 from dsa import apply_rotary
 from dsa_layers.layers.norm import LayerNorm, RMSNorm
-from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies, turn, yarn_frequencies, yarn_mscale
+from dsa_layers.layers.rope import (
+    RopeAngles,
+    RotaryEmbedding,
+    rope_frequencies,
+    turn,
+    yarn_frequencies,
+    yarn_mscale,
+)
 
 
 def test_rms_norm():
@@ -64,6 +71,26 @@ def test_rotation_by_hand(interleaved, dims):
         c, s = math.cos(angle), math.sin(angle)
         expected[a], expected[b] = (a + 1) * c - (b + 1) * s, (a + 1) * s + (b + 1) * c
     assert got == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.25])
+def test_angles_of_positions_in_fp32(scale):
+    """Also of those that fp32 rounds."""
+    frequencies = rope_frequencies(64, 1e4)
+    positions = torch.cat((torch.arange(70), 2**20 + torch.arange(-40, 40), 2**24 + torch.arange(40)))
+    cos, sin = RotaryEmbedding(frequencies, scale)(positions)
+    angles = positions.float()[:, None] * frequencies
+    assert torch.equal(cos, angles.cos() * scale) and torch.equal(sin, angles.sin() * scale)
+    assert cos.dtype == sin.dtype == torch.float32
+
+
+def test_angles_back_are_computed_once():
+    x, rope = torch.randn(3, 8), RotaryEmbedding(rope_frequencies(8, 1e4))(torch.arange(3))
+    angles = RopeAngles.of(rope)
+    assert RopeAngles.of(angles) is angles and angles.back[1] is angles.back[1]
+    assert all(a is b for a, b in zip(angles, rope)) and angles.back[0] is rope[0]
+    turned = apply_rotary(apply_rotary(x, *angles, interleaved=True), *angles.back, interleaved=True)
+    assert torch.allclose(turned, x, atol=1e-6)
 
 
 def test_scores_depend_on_the_distance_only():
