@@ -6,7 +6,8 @@ from torch import nn
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import EntryCache
-from dsa_layers.layers.linear import Linear, linear_fp32
+from dsa_layers.layers import joint_linear
+from dsa_layers.layers.linear import FP32Linear
 from dsa_layers.layers.norm import RMSNorm
 
 
@@ -37,7 +38,7 @@ class Compressor(nn.Module):
         super().__init__()
         self.dim, self.ratio, self.overlap = dim, ratio, overlap
         channels = 2 * dim if overlap else dim
-        self.wkv, self.wgate = Linear(hidden, channels, dtype=dtype), Linear(hidden, channels, dtype=dtype)
+        self.wkv, self.wgate = (FP32Linear(hidden, channels, dtype=dtype) for _ in range(2))
         self.ape = nn.Parameter(torch.zeros(ratio, channels, dtype=torch.float32))
         self.norm = RMSNorm(dim, eps)
 
@@ -47,7 +48,7 @@ class Compressor(nn.Module):
         return (2 * self.ratio if self.overlap else self.ratio, 2, self.ape.shape[1])
 
     def entries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        kv, gate = self._project(x)
+        kv, gate = joint_linear.multiply(x, *self.joint_layers())
         starts = batch.earlier_lens_tensor
         entries, tokens = dsa.compress_kv(kv, gate, self.ape, batch.cu_query_lens, starts, overlap=self.overlap)
         return dsa.apply_rotary(self.norm(entries), cos[tokens], sin[tokens], interleaved=True, dims="last").to(x.dtype)
@@ -56,7 +57,7 @@ class Compressor(nn.Module):
     def store(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: EntryCache
     ) -> None:
-        kv, gate = self._project(x)
+        kv, gate = joint_linear.multiply(x, *self.joint_layers())
         dsa.write_compressed_kv(
             *(kv, gate, self.ape, self.norm.weight.float(), cos, sin, cache.pages, batch.entries(self.ratio).slots),
             *(batch.cu_query_lens, batch.earlier_lens_tensor, cache.state, batch.state_slots_tensor),
@@ -64,6 +65,6 @@ class Compressor(nn.Module):
             eps=self.norm.eps,
         )
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(KV, Z without ape) in fp32."""
-        return linear_fp32(x, self.wkv.weight), linear_fp32(x, self.wgate.weight)
+    def joint_layers(self) -> tuple[FP32Linear, FP32Linear]:
+        """Those that read x as one product: KV, and Z without ape."""
+        return self.wkv, self.wgate

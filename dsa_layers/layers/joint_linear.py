@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dsa
-from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, Linear
+from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear, linear_fp32
 
 Layer = Linear | BlockFP8Linear
 Cast = tuple[torch.Tensor, torch.Tensor]  # q e4m3 [..., I] and scales fp32 [..., I / 128], as `BlockFP8Linear.cast` has
@@ -16,17 +16,23 @@ def multiply(x: torch.Tensor, *layers: Layer, cast: Cast | None = None) -> tuple
     """y_i = x W_i^T. x [..., I] -> y_i [..., O_i], which may be views of one tensor. cast: of x, by the layers' way of
     scaling it, where the caller has it.
 
-    Block-scaled FP8 layers with one way of scaling x share a cast of it; and where their weights lie side by side
-    (`join`), passes without gradients have one product with all columns. The numbers are those of the layers by
-    themselves, bit for bit. Layers of other kinds, subclasses and layers with hooks are called.
+    Block-scaled FP8 layers with one way of scaling x share a cast of it. Where the weights of such layers, or of
+    `FP32Linear`s, lie side by side (`join`), passes without gradients have one product with all columns. The numbers of
+    FP8 layers are those of the layers by themselves, bit for bit; those of `FP32Linear`s may be summed in another
+    order. Layers of other kinds, of several kinds, subclasses and layers with hooks are called.
     """
-    if scaling(layers) is None:
+    if not _are_alike(layers):
         return tuple(layer(x) for layer in layers)
-    activations = layers[0].cast(x) if cast is None else cast
     whole = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else _whole(layers)
-    if whole is None:
-        return tuple(layer.multiply(activations, x.dtype) for layer in layers)
-    y = dsa.fp8_gemm_nt(activations, whole, x.dtype)
+    if isinstance(layers[0], FP32Linear):
+        if whole is None:
+            return tuple(layer(x) for layer in layers)
+        y = linear_fp32(x, *whole)
+    else:
+        activations = layers[0].cast(x) if cast is None else cast
+        if whole is None:
+            return tuple(layer.multiply(activations, x.dtype) for layer in layers)
+        y = dsa.fp8_gemm_nt(activations, whole, x.dtype)
     return y.split([len(layer.weight) for layer in layers], -1)
 
 
@@ -36,9 +42,8 @@ def joint_layers(module: nn.Module) -> tuple[Layer, ...]:
 
 
 def scaling(layers: Sequence[Layer]) -> bool | None:
-    """`use_ue8m0` of layers that share a cast of what they read; None if they do not, or there are none."""
-    ways = {layer.use_ue8m0 if _is_plain(layer) else None for layer in layers}
-    return ways.pop() if len(ways) == 1 else None
+    """`use_ue8m0` of FP8 layers that share a cast of what they read; None of other layers, and of none."""
+    return layers[0].use_ue8m0 if layers and type(layers[0]) is BlockFP8Linear and _are_alike(layers) else None
 
 
 @torch.no_grad()
@@ -49,30 +54,38 @@ def join(model: nn.Module) -> None:
     addresses."""
     for module in model.modules():
         layers = joint_layers(module)
-        if len(layers) > 1 and all(_is_plain(layer) for layer in layers) and _whole(layers) is None:
-            if all(len(layer.weight) % BLOCK == 0 for layer in layers[:-1]):
-                for parameters in _parameters(layers):
-                    parts = torch.cat(parameters).split([len(parameter) for parameter in parameters])
-                    for parameter, part in zip(parameters, parts):
-                        parameter.data = part
+        if len(layers) > 1 and _are_alike(layers) and _blocks_fit(layers) and _whole(layers) is None:
+            for parameters in _parameters(layers):
+                parts = torch.cat(parameters).split([len(parameter) for parameter in parameters])
+                for parameter, part in zip(parameters, parts):
+                    parameter.data = part
 
 
-def _is_plain(layer: Layer) -> bool:
-    """Whether its product is all that a call of it does."""
-    return type(layer) is BlockFP8Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+def _are_alike(layers: Sequence[Layer]) -> bool:
+    """Whether they are of one kind that can be joined, and a product is all that a call of each does."""
+    first = layers[0]
+    if any(type(layer) is not type(first) or layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+        return False
+    if type(first) is BlockFP8Linear:
+        return all(layer.use_ue8m0 == first.use_ue8m0 for layer in layers)
+    return type(first) is FP32Linear and all(layer.weight.dtype == first.weight.dtype for layer in layers)
 
 
-def _parameters(layers: Sequence[BlockFP8Linear]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """All weights, all scales."""
-    return [layer.weight for layer in layers], [layer.weight_scale_inv for layer in layers]
+def _blocks_fit(layers: Sequence[Layer]) -> bool:
+    """Whether no block of FP8 weights would lie across two layers."""
+    return not isinstance(layers[0], BlockFP8Linear) or all(len(layer.weight) % BLOCK == 0 for layer in layers[:-1])
 
 
-def _whole(layers: Sequence[BlockFP8Linear]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The one weight and the one scale that the layers' parameters are parts of, if that is so."""
-    if any(len(layer.weight) % BLOCK for layer in layers[:-1]):
-        return None
-    weight, scale = (_side_by_side(parameters) for parameters in _parameters(layers))
-    return None if weight is None or scale is None else (weight, scale)
+def _parameters(layers: Sequence[Layer]) -> list[list[torch.Tensor]]:
+    """All weights and, of FP8 layers, all scales."""
+    names = ("weight", "weight_scale_inv") if isinstance(layers[0], BlockFP8Linear) else ("weight",)
+    return [[getattr(layer, name) for layer in layers] for name in names]
+
+
+def _whole(layers: Sequence[Layer]) -> tuple[torch.Tensor, ...] | None:
+    """The one weight and, of FP8 layers, the one scale that the layers' parameters are parts of, if that is so."""
+    whole = tuple(map(_side_by_side, _parameters(layers))) if _blocks_fit(layers) else (None,)
+    return None if any(part is None for part in whole) else whole
 
 
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -37,6 +37,13 @@ class Linear(nn.Module):
         return self.weight.to(dtype)
 
 
+class FP32Linear(Linear):
+    """`linear_fp32` of x and W: y [..., O] is fp32, whatever the dtypes of x and W."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_fp32(x, self.weight)
+
+
 class BlockFP8Linear(nn.Module):
     """y = x W^T with W = weight * weight_scale_inv per 128 x 128 block, and activations quantised on the fly.
 

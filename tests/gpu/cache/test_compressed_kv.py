@@ -157,6 +157,22 @@ def test_extremes(kind):
     assert got.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_halves_of_one_projection(kind, dtype):
+    """kv and gate side by side, gate first: the bits are those of tensors of their own."""
+    case = Case(kind, dtype, 3)
+    case.check([130, 7, 2])
+    kv, gate, *rest = case.tokens([3, 130, 1])
+    gate_half, kv_half = torch.cat((gate, kv), 1).split(case.c, 1)
+    found = []
+    for projections in ((kv, gate), (kv_half, gate_half)):
+        cache, state = make_cache(case.layout, case.d), case.state.clone()
+        case.call(dsa.write_compressed_kv, cache, state, *projections, *rest)
+        found.append((case.raw(cache, rest[2].clamp(min=0)), state.view(torch.int32)))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
 def test_runs_are_bit_identical():
     for kind in KINDS:
         case = Case(kind, torch.bfloat16, 4)

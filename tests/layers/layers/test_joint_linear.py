@@ -11,7 +11,9 @@ from torch import nn
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.evaluation.selections import latest_keys
+from dsa_layers.layers import joint_linear
 from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.joint_linear import join, multiply
 from dsa_layers.layers.linear import BlockFP8Linear, Linear
@@ -134,6 +136,52 @@ def test_what_is_not_joined(products):
         for layers in (mixed, (mixed[0], BlockFP8Linear(256, 128, use_ue8m0=False))):
             got = multiply(X, *layers)
             assert all(torch.equal(a, layer(X)) for a, layer in zip(got, layers, strict=True))
+
+
+@pytest.fixture
+def fp32_products(monkeypatch):
+    """Columns of every joint product in fp32."""
+    columns, product = [], joint_linear.linear_fp32
+    monkeypatch.setattr(joint_linear, "linear_fp32", lambda x, w: columns.append(len(w)) or product(x, w))
+    return columns
+
+
+def test_a_compressors_projections_are_one_product(fp32_products):
+    """In fp32, of rows that are no whole blocks, too; apart with gradients, hooks, and weights of two dtypes."""
+    model = Compressor(256, 24, 4, overlap=True, dtype=torch.bfloat16)
+    before, parameters = copy.deepcopy(model.state_dict()), [*model.parameters()]
+    layers = model.joint_layers()
+    expected = [X.float() @ layer.weight.float().T for layer in layers]
+
+    def check(joined, layers=layers):
+        fp32_products.clear()
+        got = multiply(X, *layers)
+        assert fp32_products == ([96] if joined else [])
+        for a, b in zip(got, expected, strict=True):
+            assert a.dtype == torch.float32 and a.shape == b.shape
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+    with torch.no_grad():
+        check(False)
+        join(model)
+        check(True)
+    check(False)
+    assert same(model.state_dict(), before)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    with torch.no_grad():
+        called = []
+        handle = model.wgate.register_forward_hook(lambda *_: called.append(1))
+        check(False)
+        assert called
+        handle.remove()
+        model.half()
+        expected = [X.float() @ layer.weight.float().T for layer in layers]
+        check(False)  # moved apart
+        model.wkv.bfloat16()
+        join(model)
+        assert model.wkv.weight.dtype == torch.bfloat16 and model.wgate.weight.dtype == torch.float16
+        expected = [X.float() @ layer.weight.float().T for layer in layers]
+        check(False)
 
 
 def test_attention_with_another_way_of_selecting(products):

@@ -56,6 +56,15 @@ def test_what_is_launched(launches, options, variant, width):
     assert passed[7].dtype == torch.int32 and passed[7].shape == (18,)  # the words of int64 slots
 
 
+def test_halves_of_one_projection_are_not_copied(launches):
+    given, both = arguments(), torch.randn(9, 2048)
+    given["kv"], given["gate"] = both.split(1024, 1)
+    dsa.write_compressed_kv(**given)
+    ((_, passed),) = launches
+    assert passed[0] is given["kv"] and passed[1] is given["gate"]
+    assert [x.stride() for x in passed[:2]] == [(2048, 1)] * 2
+
+
 def test_nothing_to_do(launches):
     given = arguments()
     for name in ("kv", "gate", "cos", "sin", "slots"):
