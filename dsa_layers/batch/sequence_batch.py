@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -128,7 +129,7 @@ class SequenceBatch(TokenBatch):
     @cached_property
     def last_tokens(self) -> torch.Tensor:
         """int64 [B]: the row of each sequence's last token among the T."""
-        return self.cu_query_lens[1:].long() - 1
+        return packing.to_device([end - 1 for end in accumulate(self.query_lens)], torch.int64, self.device)
 
 
 def _positive(name: str, lens: Sequence[int]) -> tuple[int, ...]:

@@ -73,6 +73,7 @@ class HyperHead(_Mixing):
         self.eps, self.hc_eps = eps, hc_eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean = x.flatten(1).float().square().mean(-1, keepdim=True)
+        v = x.float()
+        mean = v.flatten(1).square().mean(-1, keepdim=True)
         pre = torch.sigmoid(self.project(x) * torch.rsqrt(mean + self.eps) * self.scale + self.base) + self.hc_eps
-        return torch.einsum("tk,tkd->td", pre, x.float()).to(x.dtype)
+        return torch.einsum("tk,tkd->td", pre, v).to(x.dtype)

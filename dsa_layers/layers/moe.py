@@ -137,7 +137,7 @@ class SqrtSoftplusRouter(nn.Module):
         if self.tid2eid is None:
             return dsa.moe_gate(logits, self.bias, self.top_k, scores="sqrtsoftplus", scale=self.scale)
         experts = self.tid2eid[tokens]
-        weights = nn.functional.softplus(logits).sqrt().gather(-1, experts)
+        weights = nn.functional.softplus(logits.gather(-1, experts)).sqrt()
         return experts, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scale
 
 

@@ -155,7 +155,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             rope = rope_of("main" if ratio is None else "compress")
             entry_rope = None if ratio is None else rope_of("compress", ratio)
             streams = layer(streams, tokens, rope, entry_rope, batch, None if cache is None else cache.layer(i))
-        if not all_tokens:
+        if not all_tokens and not batch.is_decode:  # where each token is the last
             streams = streams[batch.last_tokens]
         return linear_fp32(self.norm(self.hc_head(streams)), self.head.weight)
 

@@ -115,7 +115,7 @@ class SparseMLAForCausalLM(nn.Module):
         all_tokens: bool = False,
     ) -> torch.Tensor:
         hidden = self.model(tokens, batch, cache)
-        if not all_tokens:
+        if not all_tokens and not batch.is_decode:  # where each token is the last
             hidden = hidden[batch.last_tokens]
         return self.lm_head(hidden).float()
 
