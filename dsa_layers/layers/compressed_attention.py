@@ -1,5 +1,7 @@
 """DeepSeek-V4's attention: a sliding window, and compressed entries of all earlier tokens, in one softmax."""
 
+import inspect
+
 import torch
 from torch import nn
 
@@ -13,10 +15,12 @@ from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.norm_and_cast import norm_and_cast
 from dsa_layers.layers.rope import RopeAngles, turn
 from dsa_layers.layers.selecting_attention import KeyCounter
 
 Angles = tuple[torch.Tensor, torch.Tensor]
+COMPRESSED_SELECT = inspect.unwrap(CompressedIndexer.select)
 
 
 class CompressedAttention(nn.Module):
@@ -29,7 +33,8 @@ class CompressedAttention(nn.Module):
       token keys: kv_norm(wkv x) with rope on the last dims; y = wo_b(wo_a by groups of heads(o)), after the rope of o's
       last dims is turned back by t's angle, so that only the distance to a key counts.
 
-    forward(x [T, hidden], rope, entry_rope, batch, cache=None) -> [T, hidden]. rope: (cos, sin) fp32 [T, rope_dim / 2]
+    forward(x [T, hidden], rope, entry_rope, batch, cache=None, cast=None) -> [T, hidden]. cast: of x, for
+    `joint_layers`, where the caller has it (`norm_and_cast`). rope: (cos, sin) fp32 [T, rope_dim / 2]
     of the tokens, as `RopeAngles` if other layers turn by them, too; entry_rope: of the entries that the tokens may end
     (`EntryView.positions`), None without a compressor.
     Parameters: wq_a [q_lora_rank, hidden], q_norm, wq_b [heads * dim, q_lora_rank], wkv [dim, hidden], kv_norm,
@@ -81,17 +86,21 @@ class CompressedAttention(nn.Module):
         entry_rope: Angles | None,
         batch: TokenBatch,
         cache: CompressedLayerCache | None = None,
+        *,
+        cast: joint_linear.Cast | None = None,
     ) -> torch.Tensor:
         if cache is None and batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
-        qr, kv = joint_linear.multiply(x, *self.joint_layers())
-        qr = self.q_norm(qr)
-        q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim))
-        q = turn(dsa.rms_norm(q, None, self.eps), *rope, interleaved=True, dims="last")
-        if cache is not None and batch.is_decode:
-            out = self._decode(x, q, qr, kv, rope, entry_rope, batch, cache)
-        else:
-            out = self._prefill(x, q, qr, kv, rope, entry_rope, batch, cache)
+        qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
+        decode = cache is not None and batch.is_decode
+        readers = (self.wq_b, self.indexer.wq_b) if self._gives_queries(batch, decode) else (self.wq_b,)
+        _, qr, cast = norm_and_cast(self.q_norm, qr, readers)
+        q, *queries = joint_linear.multiply(qr, *readers, cast=cast)
+        of_index = dict(zip(("queries",), queries))
+        q = dsa.rms_norm(q.unflatten(-1, (self.n_heads, self.dim)), None, self.eps)
+        q = turn(q, *rope, interleaved=True, dims="last")
+        attend = self._decode if decode else self._prefill
+        out = attend(x, q, qr, of_index, kv, rope, entry_rope, batch, cache)
         out = turn(out, *RopeAngles.of(rope).back, interleaved=True, dims="last")
         return self.wo_a(out.flatten(1).unflatten(-1, (self.o_groups, -1)), self.wo_b, batch)
 
@@ -99,11 +108,19 @@ class CompressedAttention(nn.Module):
         """Those that read x as one product."""
         return self.wq_a, self.wkv
 
+    def _gives_queries(self, batch: TokenBatch, decode: bool) -> bool:
+        """Whether the indexer's `select` is to get its queries' product, which shares a cast with that of wq_b. Another
+        way of selecting may take none."""
+        if inspect.unwrap(getattr(self.indexer, "select", None)) is not COMPRESSED_SELECT or torch.is_grad_enabled():
+            return False
+        return decode or batch.entries(self.indexer.compressor.ratio).most > self.indexer.top_k
+
     def _prefill(
         self,
         x: torch.Tensor,
         q: torch.Tensor,
         qr: torch.Tensor,
+        of_index: dict[str, torch.Tensor],
         kv: torch.Tensor,
         rope: Angles,
         entry_rope: Angles | None,
@@ -113,7 +130,7 @@ class CompressedAttention(nn.Module):
         windows = batch.windows(self.window)
         keys, cu_keys = self._token_keys(kv, rope, batch, cache), windows.cu_keys
         packed = (q, keys[:, None], batch.cu_query_lens, cu_keys, self.window)
-        compressed, rows = self._entries(x, qr, rope, entry_rope, batch, cache)
+        compressed, rows = self._entries(x, qr, of_index, rope, entry_rope, batch, cache)
         self._count_keys(batch, rows)
         scale = self.dim**-0.5
         if compressed is None or len(compressed) == 0:
@@ -149,6 +166,7 @@ class CompressedAttention(nn.Module):
         self,
         x: torch.Tensor,
         qr: torch.Tensor,
+        of_index: dict[str, torch.Tensor],
         rope: Angles,
         entry_rope: Angles | None,
         batch: TokenBatch,
@@ -167,10 +185,12 @@ class CompressedAttention(nn.Module):
             return compressed, entries.rows
         index_cache = None if cache is None else cache.index_entries
         dense = entries.most <= self.indexer.top_k
-        options = {"entry_rope": entry_rope, "store_only": dense}
+        options = {"entry_rope": entry_rope, "store_only": dense, **of_index}
         topk_indices = self.indexer.select(x, qr, *rope, batch, index_cache, **options)
         if dense:
             return compressed, entries.rows
+        if len(batch.key_lens) == 1:  # the only sequence's entries begin in row 0
+            return compressed, topk_indices
         return compressed, torch.where(topk_indices < 0, topk_indices, topk_indices + entries.starts[:, None])
 
     def selectable(self, batch: TokenBatch) -> EntryView:
@@ -193,6 +213,7 @@ class CompressedAttention(nn.Module):
         x: torch.Tensor,
         q: torch.Tensor,
         qr: torch.Tensor,
+        of_index: dict[str, torch.Tensor],
         kv: torch.Tensor,
         rope: Angles,
         entry_rope: Angles | None,
@@ -208,7 +229,7 @@ class CompressedAttention(nn.Module):
             if self.indexer is None:
                 slots = entries.slot_table
             else:
-                options = {"entry_rope": entry_rope, "paged_slots": True}
+                options = {"entry_rope": entry_rope, "paged_slots": True, **of_index}
                 slots = self.indexer.select(x, qr, *rope, batch, cache.index_entries, **options)[:, None]
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
             extra["extra_topk_length"] = entries.selected_counts(slots.shape[2])

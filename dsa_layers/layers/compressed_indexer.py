@@ -62,12 +62,14 @@ class CompressedIndexer(nn.Module):
         entry_rope: tuple[torch.Tensor, torch.Tensor],
         paged_slots: bool = False,
         store_only: bool = False,
+        queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
+        """queries: wq_b(qr), where the caller has it."""
         if cache is not None:
             self.compressor.store(x, *entry_rope, batch, cache)
         if store_only:
             return None
-        q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim))
+        q = (self.wq_b(qr) if queries is None else queries).unflatten(-1, (self.n_heads, self.head_dim))
         weights = linear_fp32(x, self.weights_proj.weight)
         weights = weights * (self.n_heads**-0.5 * self.head_dim**-0.5)
         if self.quantize:
