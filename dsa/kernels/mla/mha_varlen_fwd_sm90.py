@@ -14,7 +14,7 @@ Plan
   first. One puts zeros over the values behind the sequence's last, as 0 * NaN is NaN.
 - Selection: a bit a key (selection_bits_sm90.py). A lane's 32 keys of a row of 128 are one word, asked for among the
   powers of the block before. Its bits become predicates seven at a time, for maxima and for powers (mha_selection.py).
-- In the epilogue results go through shared memory, a warp's 16 rows at a time, to be stored 128 bytes in a row.
+- In the epilogue (mha_epilogue.py) results go through shared memory, to be stored 128 bytes in a row.
 Shared memory: Q_STAGES x ROWS x D, two blocks of 128 keys (D = 256: 64) and values, 2 KiB a consumer warp, barriers.
 Registers: of 128 keys 64 scores and 32 pairs of powers, and DV / 2 sums a consumer thread, of 240 (two warpgroups) or
 160 (three). Of D = 192 queries go there, too (q_rmem): wgmma reads less shared memory, and their stage is soon free.
@@ -39,10 +39,11 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.shared_memory import load_16, load_matrices, pack, store_matrices
-from dsa.cute.sm90 import LN2, SHARED_BYTES, WARPGROUP, opaque
+from dsa.cute.shared_memory import load_matrices, pack
+from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import work_tile_storage
+from dsa.kernels.mla.mha_epilogue import OUT_COLUMNS, OUT_ROWS, MhaEpilogue
 from dsa.kernels.mla.mha_limits import MHA_DTYPES, ROPE_DIMS, SELECTION_KEYS, SELECTION_WORDS
 from dsa.kernels.mla.mha_producer import STAGES, Loads, MhaPipelines, MhaProducer, SharedTensors
 from dsa.kernels.mla.mha_scheduler import MhaScheduler, WorkTileInfo
@@ -51,7 +52,6 @@ from dsa.kernels.mla.mha_selection import after, bit_mask, load_word, low_bits, 
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # by consumer warpgroups: of their threads and of the producers'
 RESCALE_THRESHOLD = 8.0  # the most, in powers of two, that a power may exceed 1 by
 NOTHING = -3e38  # finite, so that a difference to it is no NaN
-OUT_ROWS, OUT_COLUMNS = 16, 64  # results of a warp on their way out
 
 
 class ProducerRole(IntEnum):
@@ -104,6 +104,7 @@ class MhaVarlenFwdSm90:
         self.producer = MhaProducer(
             cfg.rows, self.cfg.keys, cfg.dim, cfg.value_dim, dtype.width // 8, cfg.q_stages, rope
         )
+        self.epilogue = MhaEpilogue(dtype, cfg.value_dim, few_registers=cfg.q_rmem)
 
     @cute.jit
     def __call__(
@@ -362,7 +363,7 @@ class MhaVarlenFwdSm90:
             cute.nvgpu.warpgroup.wait_group(0)
             values.consumer_release(v_state)
             v_state = values.advance(v_state)
-            self.epilogue(o, row_max, row_sum, out, lse, work_tiles.read(last), staged, own_row, warp, lane)
+            self.epilogue.store(o, row_max, row_sum, out, lse, work_tiles.read(last), staged, own_row, warp, lane)
             work_tiles.release(last)
 
     @cute.jit
@@ -515,43 +516,6 @@ class MhaVarlenFwdSm90:
     def pack_powers(self, s, p):
         for i in cutlass.range_constexpr(self.cfg.keys // 4):
             p[i] = pack(s[2 * i], s[2 * i + 1], self.dtype)
-
-    @cute.jit
-    def epilogue(self, o, row_max, row_sum, out, lse, work_tile: WorkTileInfo, staged, own_row, warp, lane):
-        """Results of a warp's 16 rows. In shared memory, chunk c of 16 bytes of row r lies where c ^ (r % 8) would."""
-        query, row_count, head = work_tile.query, work_tile.row_count, work_tile.head
-        # Where registers are few, what follows of the lane is not to be kept in them through the mainloop.
-        if const_expr(self.cfg.q_rmem):
-            lane = opaque(lane)
-        inverse = cute.make_rmem_tensor((2,), Float32)
-        for r in cutlass.range_constexpr(2):
-            amount = row_sum[r] + cute.arch.shuffle_sync_bfly(row_sum[r], offset=1)
-            amount += cute.arch.shuffle_sync_bfly(amount, offset=2)
-            inverse[r] = 0.0 if amount == 0.0 else 1.0 / amount
-            if lane % 4 == 0 and own_row + 8 * r < row_count:
-                result = row_max[r] * LN2 + cute.math.log(amount)
-                lse[head, query + own_row + 8 * r] = Float32(float("inf")) if amount == 0.0 else result
-        own = lane % OUT_ROWS
-        first_row = warp * OUT_ROWS
-        eight = cute.make_rmem_tensor((4,), Uint32)
-        for first in cutlass.range_constexpr(0, self.value_dim, OUT_COLUMNS):
-            for pair in cutlass.range_constexpr(OUT_COLUMNS // 16):
-                columns = [first // 2 + 8 * pair + 2 * i for i in range(4)]
-                words = [pack(o[i] * inverse[i // 2 % 2], o[i + 1] * inverse[i // 2 % 2], self.dtype) for i in columns]
-                # Lanes 0 to 15 have the rows of the even chunk, the others those of the odd one.
-                store_matrices(staged + own * 128 + ((2 * pair + lane // OUT_ROWS) ^ (own % 8)) * 16, words)
-            cute.arch.sync_warp()
-            for i in cutlass.range_constexpr(0, OUT_ROWS * OUT_COLUMNS // 8, 32):
-                r, chunk = (i + lane) // 8, (i + lane) % 8
-                if first_row + r < row_count:
-                    loaded = load_16(staged + r * 128 + (chunk ^ (r % 8)) * 16)
-                    for j in cutlass.range_constexpr(4):
-                        eight[j] = loaded[j]
-                    row = out[query + first_row + r, head, None]
-                    cute.autovec_copy(
-                        cute.recast_tensor(eight, self.dtype), cute.local_tile(row, (8,), (first // 8 + chunk,))
-                    )
-            cute.arch.sync_warp()
 
 
 @cached
