@@ -63,7 +63,7 @@ def signature(*values: object) -> tuple:
             except RuntimeError:  # a sparse or nested tensor, which the checks refuse: no call is like this one
                 found.append(object())
         elif kind in _PLAIN or isinstance(x, (int, float, str)):
-            found += (kind, x)
+            found += (kind, x or repr(x))  # -0.0 is not 0.0
         elif isinstance(x, (list, tuple)):
             found += (kind, signature(*x))
         else:

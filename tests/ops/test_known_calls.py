@@ -24,6 +24,10 @@ def test_all_else_does():
         assert signature(*first) != signature(*second), (first[1:], second[1:])
 
 
+def test_zeros_differ_by_sign_and_type():
+    assert len({signature(x) for x in (0.0, -0.0, 0, False, None, "")}) == 6
+
+
 def test_a_tensor_without_strides_is_like_no_other():
     sparse = X.to_sparse()
     assert signature(sparse) != signature(sparse)
