@@ -102,7 +102,8 @@ def test_gradients_reach_queries_keys_and_values():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"q": torch.zeros(4, 3, 8)}, "q: heads must be a multiple of k's 2, got 3"),
+        ({"q": torch.zeros(4, 3, 8)}, "q: heads must be a multiple of k's 2, at least as many, got 3"),
+        ({"q": torch.zeros(4, 0, 8)}, "q: heads must be a multiple of k's 2, at least as many, got 0"),
         ({"softmax_scale": 0.0}, "softmax_scale: must be above 0, got 0.0"),
         ({"softmax_scale": math.inf}, "softmax_scale"),
         ({"selected": torch.zeros(4, 8).int()}, r"selected: must have a multiple of 4 words a query, at least 12 of "),
@@ -112,6 +113,10 @@ def test_gradients_reach_queries_keys_and_values():
         ({"dense_keys": -1}, "dense_keys: must be at least 0, got -1"),
         ({"v": torch.zeros(5, 2, 8)}, "v: shape must be"),
         ({"k": torch.zeros(6, 2, 7)}, "k: must have q's 8 channels, got 7"),
+        (
+            {"k": torch.zeros(6, 2, 7), "k_rope": torch.zeros(6, 0)},
+            "k: must have q's 8 channels, got 7 and 0 in k_rope",
+        ),
         ({"k_rope": torch.zeros(6, 3)}, "k: must have q's 8 channels, got 8 and 3 in k_rope"),
         ({"k_rope": torch.zeros(5, 3)}, "k_rope: shape must be"),
     ],
