@@ -1,7 +1,8 @@
 """GPU time by part of a model: indexer, top-k, attention, MoE and the rest.
 
 While a profiler runs, modules and ops announce themselves by named ranges on the host; a kernel belongs to the
-innermost range around its launch. Times are of kernels alone: what the host adds between them is in none.
+innermost range around its launch. Times are of kernels alone: what the host adds between them is in none. The products
+that an indexer shares with its attention layer are the attention's.
 """
 
 import contextlib
@@ -75,17 +76,6 @@ def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
 @contextlib.contextmanager
 def _announced(model: nn.Module) -> Iterator[None]:
     """Modules and the selection announce their parts."""
-    open_ranges: list[record_function] = []
-
-    def enter(part: str) -> Callable[..., None]:
-        def hook(*arguments: Any) -> None:
-            open_ranges.append(record_function(_PREFIX + part))
-            open_ranges[-1].__enter__()
-
-        return hook
-
-    def leave(*arguments: Any) -> None:
-        open_ranges.pop().__exit__(None, None, None)
 
     def announced(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -99,10 +89,10 @@ def _announced(model: nn.Module) -> Iterator[None]:
     indexers = [module for module in model.modules() if isinstance(module, LightningIndexer | CompressedIndexer)]
     for indexer in indexers:
         indexer.select = announced("indexer", indexer.select)
-    handles = []
-    for module in model.modules():
-        if (part := MODULES.get(type(module))) is not None:
-            handles += [module.register_forward_pre_hook(enter(part)), module.register_forward_hook(leave)]
+    # No hooks: a module with hooks is given no casts.
+    forwards = {kind: kind.forward for kind in MODULES}
+    for kind, part in MODULES.items():
+        kind.forward = announced(part, forwards[kind])
     dsa.topk_indices = announced("top-k", topk_indices)
     try:
         yield
@@ -110,5 +100,5 @@ def _announced(model: nn.Module) -> Iterator[None]:
         dsa.topk_indices = topk_indices
         for indexer in indexers:
             del indexer.select
-        for handle in handles:
-            handle.remove()
+        for kind, forward in forwards.items():
+            kind.forward = forward

@@ -32,14 +32,19 @@ def on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.
     """For a copy to the device: from pinned memory, so that neither side waits. A copy from other memory would end only
     when everything that was launched before it has. RuntimeError while a CUDA graph is captured, which would read the
     memory again when others have it."""
-    pinned = device.type == "cuda"
-    if pinned and torch.cuda.is_current_stream_capturing():
+    _check_no_capture(device)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+
+
+def _check_no_capture(device: torch.device) -> None:
+    """RuntimeError while a CUDA graph is captured, whose replays would have the lengths of today."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a pass that reads lengths from the host cannot be captured as a CUDA graph")
-    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 def lengths(lens: Sequence[int], device: torch.device) -> torch.Tensor:
     """int32 [B]: the sequences' lengths. If these are all the same nothing is copied."""
+    _check_no_capture(device)
     if len(set(lens)) == 1:
         return torch.full((len(lens),), lens[0], dtype=torch.int32, device=device)
     return to_device(lens, torch.int32, device)

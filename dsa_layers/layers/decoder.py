@@ -6,10 +6,9 @@ from torch import nn
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.attention import DSAAttention, Selection
-from dsa_layers.layers.joint_linear import joint_layers
 from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.norm_and_cast import norm_and_cast
+from dsa_layers.layers.norm_and_cast import cast_readers, norm_and_cast, takes
 
 
 class DecoderBlock(nn.Module):
@@ -35,8 +34,11 @@ class DecoderBlock(nn.Module):
         cache: LayerCache | None = None,
         selection: Selection | None = None,
     ) -> torch.Tensor:
-        _, normed, cast = norm_and_cast(self.input_layernorm, x, joint_layers(self.self_attn))
+        _, normed, cast = norm_and_cast(self.input_layernorm, x, cast_readers(self.self_attn))
         given = {} if cast is None else {"cast": cast}
         attended = self.self_attn(normed, cos, sin, batch, cache, selection, **given)
-        x, normed, cast = norm_and_cast(self.post_attention_layernorm, attended, joint_layers(self.mlp), residual=x)
-        return x + self.mlp(normed) if cast is None else self.mlp(normed, cast=cast, residual=x)
+        x, normed, cast = norm_and_cast(self.post_attention_layernorm, attended, cast_readers(self.mlp), residual=x)
+        given = {} if cast is None else {"cast": cast}
+        if takes(self.mlp, "residual"):
+            return self.mlp(normed, **given, residual=x)
+        return x + self.mlp(normed, **given)

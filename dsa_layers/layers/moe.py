@@ -7,6 +7,7 @@ import dsa
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
+from dsa_layers.layers.norm_and_cast import takes
 
 
 class SwiGLU(nn.Module):
@@ -179,8 +180,13 @@ class MoE(nn.Module):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         experts, weights = self.gate(x) if tokens is None else self.gate(x, tokens)
-        shared = self.shared_experts(x, cast=cast) if self.shared_experts is not None else None
-        return self.experts(x, experts, weights, shared, residual)
+        shared = None
+        if self.shared_experts is not None:
+            given = {} if cast is None or not takes(self.shared_experts, "cast") else {"cast": cast}
+            shared = self.shared_experts(x, **given)
+        if residual is None or takes(self.experts, "residual"):
+            return self.experts(x, experts, weights, shared, residual)
+        return residual + self.experts(x, experts, weights, shared)
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product: the shared expert's."""

@@ -1,8 +1,11 @@
 """A norm, the cast of its result for the FP8 layers that read it, and in front of it the sum with a residual stream."""
 
+import functools
+import inspect
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 import dsa
 from dsa_layers.layers import joint_linear
@@ -19,7 +22,7 @@ def norm_and_cast(
 
     x, residual [T, D]. The cast is None where the layers share none (`joint_linear.scaling`) and where gradients are
     on. Where there is one, h, y and the cast are one kernel's on a GPU, with the bits of the sum, the norm and the cast
-    by themselves.
+    by themselves (`dsa.rms_norm_cast_to_fp8`).
     """
     use_ue8m0 = joint_linear.scaling(layers)
     if use_ue8m0 is None or not _is_plain(norm, x):
@@ -31,6 +34,23 @@ def norm_and_cast(
         return x, y, tuple(cast)
     h, y, *cast = dsa.add_rms_norm_cast_to_fp8(x, residual, *rest)
     return h, y, tuple(cast)
+
+
+def cast_readers(module: nn.Module) -> tuple[Layer, ...]:
+    """The layers of a module that read a cast of its input, if a call of it may be given one; else ()."""
+    return joint_linear.joint_layers(module) if takes(module, "cast") else ()
+
+
+def takes(module: nn.Module, argument: str) -> bool:
+    """Whether a call of the module may have an argument that others in its place know nothing of: `forward` of its
+    class has it, and no hook, nor a `forward` of this module alone, sees or changes what goes in and comes out."""
+    watched = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
+    return not watched and _has(type(module), argument)
+
+
+@functools.cache
+def _has(kind: type[nn.Module], argument: str) -> bool:
+    return argument in inspect.signature(kind.forward).parameters
 
 
 def _is_plain(norm: RMSNorm, x: torch.Tensor) -> bool:

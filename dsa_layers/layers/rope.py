@@ -53,7 +53,8 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions[:, None] * self.frequencies  # in fp32, as an integer tensor times one of fp32 is
+        # In fp32, as an integer tensor times one of fp32 is; the buffer may be of another dtype with the model.
+        angles = positions[:, None] * self.frequencies.float()
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
 

@@ -21,6 +21,15 @@ def test_packed_tensors_by_hand():
     assert SequenceBatch.paged([1, 1], [5, 3], [[7, 2], [4]], 4).is_decode
 
 
+@pytest.mark.parametrize("lens", [[3], [3, 3], [3, 4]])
+def test_lengths_of_the_host_are_not_captured(lens, monkeypatch):
+    """A replay would have those of the capture, even where nothing is copied."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be captured as a CUDA graph"):
+        packing.lengths(lens, torch.device("cuda"))
+    assert packing.lengths(lens, torch.device("cpu")).tolist() == lens
+
+
 def test_slots_of_selected_keys():
     batch = SequenceBatch.paged([2, 1], [5, 3], [[7, 2], [4]], page_size=4)
     indices = torch.tensor([[0, 3, -1], [4, 0, -1], [2, -1, -1]], dtype=torch.int32)

@@ -82,6 +82,10 @@ def test_angles_of_positions_in_fp32(scale):
     angles = positions.float()[:, None] * frequencies
     assert torch.equal(cos, angles.cos() * scale) and torch.equal(sin, angles.sin() * scale)
     assert cos.dtype == sin.dtype == torch.float32
+    # A model may be cast as a whole.
+    cast = RotaryEmbedding(frequencies, scale).bfloat16()(positions)
+    assert [x.dtype for x in cast] == [torch.float32] * 2
+    torch.testing.assert_close(cast[0], (positions.float()[:, None] * frequencies.bfloat16().float()).cos() * scale)
 
 
 def test_angles_back_are_computed_once():

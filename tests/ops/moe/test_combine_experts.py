@@ -46,7 +46,9 @@ def test_is_one_node_of_a_compiled_graph():
 def test_gradients_come_from_the_formula(launches):
     y, rows, weights, shared = inputs(torch.float32)
     weights.requires_grad_()
-    dsa.combine_experts(y, rows, weights, shared).sum().backward()
+    residual = torch.randn(7, 24, requires_grad=True)
+    dsa.combine_experts(y, rows, weights, shared, residual).sum().backward()
+    assert torch.equal(residual.grad, torch.ones(7, 24))
     valid = (rows >= 0) & (rows < 20)
     torch.testing.assert_close(weights.grad, y.sum(1)[rows.clamp(0, 19)] * valid)
     assert not launches
