@@ -149,7 +149,7 @@ class DeepseekV4ForCausalLM(nn.Module):
                 angles[kind, ratio] = RopeAngles(self.rotaries[kind](positions))
             return angles[kind, ratio]
 
-        streams = self.embed(tokens)[:, None].repeat(1, self.config.hc_mult, 1)
+        streams = self.embed(tokens[:, None].expand(-1, self.config.hc_mult))
         for i, layer in enumerate(self.layers):
             ratio = self.config.compress_rates.get(self.config.layer_types[i])
             rope = rope_of("main" if ratio is None else "compress")
