@@ -207,19 +207,22 @@ class DSAAttention(nn.Module):
     def _project(
         self, x: torch.Tensor, cast: joint_linear.Cast | None, sparse: bool, stores: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """x [T, hidden] -> (queries [T, heads, nope + rope] before rope, their latents, the keys' latents and rope
-        channels before their norm, and what the lightning indexer's `select` is to get of its own products)."""
-        layers = self.joint_layers()
-        # Another way of selecting, also one that takes this one's place in a subclass or a context, may take none; and
-        # a selection takes no gradients.
-        way = inspect.unwrap(getattr(self.indexer, "select", None))
-        given = way is LIGHTNING_SELECT and (sparse or stores) and not torch.is_grad_enabled()
-        *keys, q_latent, kv = joint_linear.multiply(x, *(layers if given else layers[-2:]), cast=cast)
+        """(queries [T, heads, nope + rope] before rope, their latents, the keys' latents and rope channels before their
+        norm, and what the lightning indexer's `select` is to get of its own products)."""
+        given = (sparse or stores) and self._gives_products()
+        layers = self.joint_layers() if given else self.joint_layers()[-2:]
+        *keys, q_latent, kv = joint_linear.multiply(x, *layers, cast=cast)
         readers = (self.q_b_proj, self.indexer.wq_b) if given and sparse else (self.q_b_proj,)
         _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
         q, *queries = joint_linear.multiply(qr, *readers, cast=cast)
-        of_index = dict(zip(("keys", "queries"), (*keys, *queries)))
-        return q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim)), qr, kv, of_index
+        q = q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
+        return q, qr, kv, dict(zip(("keys", "queries"), (*keys, *queries)))
+
+    def _gives_products(self) -> bool:
+        """Whether `select` is the lightning indexer's, which takes them, without gradients and not under torch.compile:
+        another one, also in a subclass or a context, may take none."""
+        asked = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return asked and inspect.unwrap(getattr(self.indexer, "select", None)) is LIGHTNING_SELECT
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product, the indexer's first, the one that may have a part of a block of rows
@@ -377,15 +380,9 @@ class DSAAttention(nn.Module):
         for q_i, k_i, v_i in parts:
             new, total = len(q_i), len(k_i)
             visible = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-            out.append(
-                nn.functional.scaled_dot_product_attention(
-                    q_i.transpose(0, 1)[None],
-                    k_i.transpose(0, 1)[None],
-                    v_i.transpose(0, 1)[None],
-                    attn_mask=visible,
-                    scale=self.softmax_scale,
-                )[0].transpose(0, 1)
-            )
+            by_head = (x.transpose(0, 1)[None] for x in (q_i, k_i, v_i))
+            options = {"attn_mask": visible, "scale": self.softmax_scale}
+            out.append(nn.functional.scaled_dot_product_attention(*by_head, **options)[0].transpose(0, 1))
         return torch.cat(out)
 
 

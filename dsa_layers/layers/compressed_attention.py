@@ -110,8 +110,10 @@ class CompressedAttention(nn.Module):
 
     def _gives_queries(self, batch: TokenBatch, decode: bool) -> bool:
         """Whether the indexer's `select` is to get its queries' product, which shares a cast with that of wq_b. Another
-        way of selecting may take none."""
-        if inspect.unwrap(getattr(self.indexer, "select", None)) is not COMPRESSED_SELECT or torch.is_grad_enabled():
+        way of selecting may take none; and torch.compile does not trace the question."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        if inspect.unwrap(getattr(self.indexer, "select", None)) is not COMPRESSED_SELECT:
             return False
         return decode or batch.entries(self.indexer.compressor.ratio).most > self.indexer.top_k
 

@@ -43,7 +43,10 @@ def cast_readers(module: nn.Module) -> tuple[Layer, ...]:
 
 def takes(module: nn.Module, argument: str) -> bool:
     """Whether a call of the module may have an argument that others in its place know nothing of: `forward` of its
-    class has it, and no hook, nor a `forward` of this module alone, sees or changes what goes in and comes out."""
+    class has it, and no hook, nor a `forward` of this module alone, sees or changes what goes in and comes out. Not
+    under torch.compile, which does not trace the question."""
+    if torch.compiler.is_compiling():
+        return False
     watched = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
     return not watched and _has(type(module), argument)
 

@@ -201,3 +201,14 @@ def test_a_block_of_streams(calls):
         h = model.hc_attn.expand(model.attn(model.attn_norm(x), rope, None, batch), streams, *rest)
         x, *rest = model.hc_ffn.collapse(h)
         assert torch.equal(found, model.hc_ffn.expand(model.ffn(model.ffn_norm(x), tokens), h, *rest))
+
+
+@pytest.mark.parametrize("mlp", [experts, dense])
+def test_a_compiled_block(mlp):
+    """Without gradients: what decides on casts and shared products is not traced."""
+    model, x = block(mlp), rows(9)
+    batch = SequenceBatch.without_cache([9])
+    angles = RotaryEmbedding(rope_frequencies(64, 1e4))(batch.positions)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x, *angles, batch), model(x, *angles, batch))
