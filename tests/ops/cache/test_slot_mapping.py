@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa.ops.cache import slot_mapping as op  # noqa: F401, for the fixture `launches`
@@ -43,8 +44,8 @@ def test_nodes_of_a_compiled_graph(dynamic):
 
 
 def test_registration():
-    torch.library.opcheck(OP.default, (TABLE, BOUNDS, LENGTHS, 7, 8, 2, False))
-    torch.library.opcheck(OP.default, (TABLE, BOUNDS, None, 7, 8, 1, True))
+    library.opcheck(OP.default, (TABLE, BOUNDS, LENGTHS, 7, 8, 2, False))
+    library.opcheck(OP.default, (TABLE, BOUNDS, None, 7, 8, 1, True))
 
 
 @pytest.mark.parametrize("tokens", [0, 7])

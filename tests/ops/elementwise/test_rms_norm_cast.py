@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa.ops.elementwise import rms_norm_cast as op  # noqa: F401 -- `launches` looks at it
@@ -53,8 +54,8 @@ def test_one_node_of_a_compiled_graph():
 
 def test_registration():
     x, residual, weight = inputs(dtype=torch.float32)
-    torch.library.opcheck(torch.ops.dsa.rms_norm_cast_to_fp8.default, (x, weight, 1e-6, True))
-    torch.library.opcheck(torch.ops.dsa.add_rms_norm_cast_to_fp8.default, (x, residual, weight, 1e-6, False))
+    library.opcheck(torch.ops.dsa.rms_norm_cast_to_fp8.default, (x, weight, 1e-6, True))
+    library.opcheck(torch.ops.dsa.add_rms_norm_cast_to_fp8.default, (x, residual, weight, 1e-6, False))
 
 
 def test_results_have_no_gradient():

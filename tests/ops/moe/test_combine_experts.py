@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa.kernels.moe import combine_experts_sm90 as kernels
@@ -38,9 +39,9 @@ def test_is_one_node_of_a_compiled_graph():
     compiled = torch.compile(dsa.combine_experts, fullgraph=True, backend="aot_eager")
     for some in (tensors, tensors[:3]):
         assert torch.equal(compiled(*some), dsa.combine_experts(*some))
-    torch.library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors, tensors[3].clone()))
-    torch.library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:3], None, None))
-    torch.library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:2], None, None, None))
+    library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors, tensors[3].clone()))
+    library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:3], None, None))
+    library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:2], None, None, None))
 
 
 def test_gradients_come_from_the_formula(launches):
