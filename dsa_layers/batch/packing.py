@@ -83,6 +83,14 @@ def ranges(begins: Sequence[int], ends: Sequence[int], device: torch.device) -> 
     return torch.arange(sum(lens), device=device) + repeated(before_first, lens, device)
 
 
+def packed_rows(indices: torch.Tensor, starts: torch.Tensor, sequences: int) -> torch.Tensor:
+    """int32 [T, K]: indices [T, K], counted from the row `starts` [T] at which each token's sequence begins, as rows
+    among those of all sequences; -1 stays. The only sequence begins in row 0."""
+    if sequences == 1:
+        return indices
+    return torch.where(indices < 0, indices, indices + starts[:, None])
+
+
 def page_rows(pages: Sequence[Sequence[int]], width: int) -> list[list[int]]:
     """[B, width]: the first `width` pages of each sequence, -1 beyond its last."""
     return [[*own[:width], *[-1] * (width - len(own))] for own in pages]

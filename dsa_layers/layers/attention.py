@@ -9,6 +9,7 @@ from torch import nn
 
 import dsa
 import dsa.backends
+from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers import joint_linear
@@ -250,9 +251,9 @@ class DSAAttention(nn.Module):
                 self.indexer.select(x, qr, cos, sin, batch, cache, store_only=True, **of_index)
             return None
         topk_indices = self.indexer.select(x, qr, cos, sin, batch, cache, paged_slots=in_pages, **of_index)
-        if in_pages or multi_head or len(batch.key_lens) == 1:  # the only sequence's keys begin in row 0
+        if in_pages or multi_head:
             return topk_indices
-        return torch.where(topk_indices < 0, topk_indices, topk_indices + batch.key_starts[:, None])
+        return packing.packed_rows(topk_indices, batch.key_starts, len(batch.key_lens))
 
     def _norm_and_rotate(self, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """kv [T, latent + rope], as projected -> the rows that `dsa.write_mla_cache` would write, differentiable."""

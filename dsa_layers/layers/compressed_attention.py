@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.batch import packing
 from dsa_layers.batch.entry_view import EntryView
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
@@ -191,9 +192,7 @@ class CompressedAttention(nn.Module):
         topk_indices = self.indexer.select(x, qr, *rope, batch, index_cache, **options)
         if dense:
             return compressed, entries.rows
-        if len(batch.key_lens) == 1:  # the only sequence's entries begin in row 0
-            return compressed, topk_indices
-        return compressed, torch.where(topk_indices < 0, topk_indices, topk_indices + entries.starts[:, None])
+        return compressed, packing.packed_rows(topk_indices, entries.starts, len(batch.key_lens))
 
     def selectable(self, batch: TokenBatch) -> EntryView:
         """The keys among which the indexer selects: entries."""

@@ -30,6 +30,15 @@ def test_lengths_of_the_host_are_not_captured(lens, monkeypatch):
     assert packing.lengths(lens, torch.device("cpu")).tolist() == lens
 
 
+def test_rows_of_selected_keys():
+    indices, starts = (
+        torch.tensor([[0, 2, -1], [1, -1, -1]], dtype=torch.int32),
+        torch.tensor([0, 5], dtype=torch.int32),
+    )
+    assert packing.packed_rows(indices, starts, 2).tolist() == [[0, 2, -1], [6, -1, -1]]
+    assert packing.packed_rows(indices, 0 * starts, 1).tolist() == indices.tolist()
+
+
 def test_slots_of_selected_keys():
     batch = SequenceBatch.paged([2, 1], [5, 3], [[7, 2], [4]], page_size=4)
     indices = torch.tensor([[0, 3, -1], [4, 0, -1], [2, -1, -1]], dtype=torch.int32)
