@@ -34,10 +34,10 @@ class CompressedAttention(nn.Module):
       token keys: kv_norm(wkv x) with rope on the last dims; y = wo_b(wo_a by groups of heads(o)), after the rope of o's
       last dims is turned back by t's angle, so that only the distance to a key counts.
 
-    forward(x [T, hidden], rope, entry_rope, batch, cache=None, cast=None) -> [T, hidden]. cast: of x, for
-    `joint_layers`, where the caller has it (`norm_and_cast`). rope: (cos, sin) fp32 [T, rope_dim / 2]
-    of the tokens, as `RopeAngles` if other layers turn by them, too; entry_rope: of the entries that the tokens may end
-    (`EntryView.positions`), None without a compressor.
+    forward(x [T, hidden], rope, entry_rope, batch, cache=None, cast=None) -> [T, hidden]. rope: (cos, sin) fp32 [T,
+    rope_dim / 2] of the tokens, as `RopeAngles` if other layers turn by them, too; entry_rope: of the entries that the
+    tokens may end (`EntryView.positions`), None without a compressor; cast: of x, for `joint_layers`, where the caller
+    has it (`norm_and_cast`).
     Parameters: wq_a [q_lora_rank, hidden], q_norm, wq_b [heads * dim, q_lora_rank], wkv [dim, hidden], kv_norm,
     attn_sink fp32 [heads], wo_a [groups * o_lora_rank, heads * dim / groups], wo_b [hidden, groups * o_lora_rank],
     compressor, indexer.

@@ -8,7 +8,7 @@ from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.norm_and_cast import cast_readers, norm_and_cast, takes
+from dsa_layers.layers.norm_and_cast import cast_readers, given, norm_and_cast, takes
 
 
 class DecoderBlock(nn.Module):
@@ -35,10 +35,8 @@ class DecoderBlock(nn.Module):
         selection: Selection | None = None,
     ) -> torch.Tensor:
         _, normed, cast = norm_and_cast(self.input_layernorm, x, cast_readers(self.self_attn))
-        given = {} if cast is None else {"cast": cast}
-        attended = self.self_attn(normed, cos, sin, batch, cache, selection, **given)
+        attended = self.self_attn(normed, cos, sin, batch, cache, selection, **given(cast))
         x, normed, cast = norm_and_cast(self.post_attention_layernorm, attended, cast_readers(self.mlp), residual=x)
-        given = {} if cast is None else {"cast": cast}
         if takes(self.mlp, "residual"):
-            return self.mlp(normed, **given, residual=x)
-        return x + self.mlp(normed, **given)
+            return self.mlp(normed, **given(cast), residual=x)
+        return x + self.mlp(normed, **given(cast))

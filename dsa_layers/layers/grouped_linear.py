@@ -11,8 +11,8 @@ from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 class GroupedLinear(nn.Module):
     """then(y), y[g] = W_g x[g]: x [T, groups, I] -> y [T, groups, O], flattened -> [T, outputs of `then`].
 
-    The matrices are one below the other, [groups * O, I]. batch: of the tokens; the
-    cast in front of a product of FP8 weights writes each row to the place that it has there, and nothing is copied.
+    The matrices are one below the other, [groups * O, I]. batch: of the tokens; the cast in front of a product of FP8
+    weights writes each row to the place that it has there, and nothing is copied.
     Parameters: weight, FP8 with weight_scale_inv as `BlockFP8Linear` has them if `fp8`; then O is a multiple of 128.
     """
 

@@ -9,7 +9,7 @@ from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.hyper_connections import HyperConnection
 from dsa_layers.layers.moe import MoE
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.norm_and_cast import cast_readers, norm_and_cast
+from dsa_layers.layers.norm_and_cast import cast_readers, given, norm_and_cast
 
 
 class HyperDecoderBlock(nn.Module):
@@ -44,9 +44,9 @@ class HyperDecoderBlock(nn.Module):
     ) -> torch.Tensor:
         x, post, comb = self.hc_attn.collapse(streams)
         _, x, cast = norm_and_cast(self.attn_norm, x, cast_readers(self.attn))
-        y = self.attn(x, rope, entry_rope, batch, cache, **({} if cast is None else {"cast": cast}))
+        y = self.attn(x, rope, entry_rope, batch, cache, **given(cast))
         streams = self.hc_attn.expand(y, streams, post, comb)
         x, post, comb = self.hc_ffn.collapse(streams)
         _, x, cast = norm_and_cast(self.ffn_norm, x, cast_readers(self.ffn))
-        y = self.ffn(x, tokens, **({} if cast is None else {"cast": cast}))
+        y = self.ffn(x, tokens, **given(cast))
         return self.hc_ffn.expand(y, streams, post, comb)

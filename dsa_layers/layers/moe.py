@@ -7,7 +7,7 @@ import dsa
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
-from dsa_layers.layers.norm_and_cast import takes
+from dsa_layers.layers.norm_and_cast import given, takes
 
 
 class SwiGLU(nn.Module):
@@ -182,8 +182,7 @@ class MoE(nn.Module):
         experts, weights = self.gate(x) if tokens is None else self.gate(x, tokens)
         shared = None
         if self.shared_experts is not None:
-            given = {} if cast is None or not takes(self.shared_experts, "cast") else {"cast": cast}
-            shared = self.shared_experts(x, **given)
+            shared = self.shared_experts(x, **given(cast if takes(self.shared_experts, "cast") else None))
         if residual is None or takes(self.experts, "residual"):
             return self.experts(x, experts, weights, shared, residual)
         return residual + self.experts(x, experts, weights, shared)

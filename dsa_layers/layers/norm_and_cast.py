@@ -41,6 +41,11 @@ def cast_readers(module: nn.Module) -> tuple[Layer, ...]:
     return joint_linear.joint_layers(module) if takes(module, "cast") else ()
 
 
+def given(cast: Cast | None) -> dict[str, Cast]:
+    """A cast as the argument of a call, if there is one."""
+    return {} if cast is None else {"cast": cast}
+
+
 def takes(module: nn.Module, argument: str) -> bool:
     """Whether a call of the module may have an argument that others in its place know nothing of: `forward` of its
     class has it, and no hook, nor a `forward` of this module alone, sees or changes what goes in and comes out. Not
