@@ -34,6 +34,7 @@ from dsa.ops.mla.sliding_window_attention import (
     sliding_window_decode,
     window_sparse_attention,
 )
+from dsa.ops.mla.window_attention_cast import window_attention_cast_to_fp8
 from dsa.ops.mla.window_indices import window_indices, window_slots
 from dsa.ops.moe.combine_experts import combine_experts
 from dsa.ops.moe.expert_routing import moe_gate, sort_by_expert
@@ -94,6 +95,7 @@ __all__ = [
     "topk_indices",
     "use_backend",
     "widen_fp4",
+    "window_attention_cast_to_fp8",
     "window_indices",
     "window_slots",
     "window_sparse_attention",

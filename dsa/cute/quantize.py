@@ -71,6 +71,16 @@ def ceil_to_ue8m0(scale: Float32) -> Float32:
 def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
     """v <- v * (1 / scale), and the group's scale: amax / 448, amax at least 1e-4, or the power of two above. NaN
     stays."""
+    amax = amax_of(v, channels)
+    scale, reciprocal = scale_and_reciprocal(amax, use_ue8m0)
+    for i in cutlass.range_constexpr(cute.size(v)):
+        v[i] = v[i] * reciprocal
+    return scale
+
+
+@cute.jit
+def amax_of(v: cute.Tensor, channels: cutlass.Constexpr) -> Float32:
+    """The group's largest |v|, at least AMAX_MIN, in all of its lanes. NaN stays."""
     amax = Float32(AMAX_MIN)
     for i in cutlass.range_constexpr(channels):
         amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)
@@ -78,10 +88,7 @@ def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Con
     while const_expr(lane_bit < GROUP // channels):
         amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=lane_bit), nan=True)
         lane_bit *= 2
-    scale, reciprocal = scale_and_reciprocal(amax, use_ue8m0)
-    for i in cutlass.range_constexpr(cute.size(v)):
-        v[i] = v[i] * reciprocal
-    return scale
+    return amax
 
 
 @cute.jit
@@ -96,3 +103,12 @@ def scale_and_reciprocal(amax: Float32, use_ue8m0: cutlass.Constexpr):
     else:
         reciprocal = Float32(1.0) / scale
     return scale, reciprocal
+
+
+@cute.jit
+def store_pair(address: Int32, low: Float32, high: Float32):
+    """Two numbers, rounded to e4m3, as two bytes of shared memory."""
+    cute.arch.inline_ptx(
+        "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; st.shared.b16 [{$r0}], pair; }",
+        read_only_args=[address, low, high],
+    )

@@ -37,6 +37,7 @@ from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, get_mla_metadata
 from dsa.reference.mla.selection_bits import selection_bits
 from dsa.reference.mla.sliding_window_attention import sliding_window_attention, window_sparse_attention
 from dsa.reference.mla.sliding_window_decode import sliding_window_decode
+from dsa.reference.mla.window_attention_cast import window_attention_cast_to_fp8
 from dsa.reference.mla.window_indices import window_indices, window_slots
 from dsa.reference.moe.combine_experts import combine_experts
 from dsa.reference.moe.expert_routing import moe_gate, sort_by_expert
@@ -96,6 +97,7 @@ __all__ = [
     "swiglu_cast_to_fp8",
     "topk_indices",
     "widen_fp4",
+    "window_attention_cast_to_fp8",
     "window_indices",
     "window_slots",
     "window_sparse_attention",

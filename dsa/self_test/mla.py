@@ -127,6 +127,39 @@ def sliding_window_attention(device: str) -> None:
     check_lse("lse with selected", lse, expected_lse)
 
 
+def window_attention_cast(device: str) -> None:
+    """Of 40 tokens whose heads are in two groups, with a sink that halves the first head. A byte is off by at most a
+    16th of its value or a 512th of its scale."""
+    groups, dtype = 2, torch.bfloat16
+    q, kv, more = (torch.randn(n, h, D_V, device=device).to(dtype) for n, h in ((40, H), (40, 1), (30, 1)))
+    ends = torch.tensor([0, 40], dtype=torch.int32, device=device)
+    topk_indices = torch.rand(40, 30, device=device).argsort(1)[:, :5].int()
+    keys = [torch.cat((kv[max(0, t - 7) : t + 1, 0], more[p.long(), 0])) for t, p in enumerate(topk_indices)]
+    expected, lse, size = rows(attention(*row, D_V**-0.5) for row in zip(q, keys))
+    sink = torch.full((H,), -torch.inf, device=device)
+    sink[0] = lse[:, 0].mean()
+    share = lse[:, 0].exp() / (lse[:, 0].exp() + sink[0].double().exp())
+    expected[:, 0], size[:, 0] = expected[:, 0] * share[:, None], size[:, 0] * share[:, None]
+    angles = torch.randn(40, 32, device=device)
+    turn = torch.exp(-1j * angles.double())[:, None]
+    pairs = torch.view_as_complex(expected[..., -64:].unflatten(-1, (32, 2)).contiguous()) * turn
+    expected = torch.cat((expected[..., :-64], torch.view_as_real(pairs).flatten(-2)), -1)
+    cast, scale = dsa.window_attention_cast_to_fp8(
+        *(q, kv, ends, ends, 8, more, topk_indices, angles.cos(), angles.sin(), groups, D_V**-0.5, sink)
+    )
+    blocks = (groups, 40, H // groups * 4, 128)
+    value, step = cast.double().view(blocks), scale.double().view(blocks[:3])[..., None]
+    expected, size = (x.view(40, groups, -1).transpose(0, 1).reshape(blocks) for x in (expected, size))
+    ratio = 448 * step / expected.abs().amax(-1, keepdim=True)
+    if not ((ratio > 0.97) & (ratio < 2.06)).all():
+        raise AssertionError(f"scale: from {ratio.min():.3g} to {ratio.max():.3g} of the largest value / 448")
+    # Attention rounds its weights and its result, whose pairs are rounded once more when they are turned.
+    bound = expected.abs() / 16 * 1.01 + step / 512 + 2**-6 * size.amax(-1, keepdim=True)
+    if not ((value * step - expected).abs() <= bound).all():
+        raise AssertionError("out: off by more than rounding")
+    check_rounded("out", value * step, expected, abs_tol=0.05, rel_tol=0.08, cos_tol=1e-3)
+
+
 def merge_attention(device: str) -> None:
     """Attention in two parts, and a row whose parts are both empty, with a sink that halves the first head."""
     q, kv = torch.randn(H, D, device=device), torch.randn(40, D, device=device)

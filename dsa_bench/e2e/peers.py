@@ -12,7 +12,7 @@ else stay ours.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +23,7 @@ from dsa_bench.e2e import peer_experts
 from dsa_bench.harness.calls import reason
 from dsa_bench.peers import deep_gemm, flash_mla, operators
 from dsa_bench.peers.package import Library
+from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.layers import attention
 from dsa_layers.layers.experts import Experts
 
@@ -194,6 +195,31 @@ def _window_sparse(library: Library, module: ModuleType, ours: Op) -> Op:
     return attend
 
 
+def _window_cast(library: Library, module: ModuleType, ours: Op) -> Op:
+    """As an engine has it: attention, rotation and cast one after the other, of which the last two are ours."""
+    window, window_sparse = _window(library, module, ours), _window_sparse(library, module, ours)
+
+    def attend(*arguments, topk_length=None, window_indices, use_ue8m0=True):
+        *packed, compressed, rows, cos, sin, groups, scale, sink = arguments
+        softmax = (scale, packed[0].shape[2], sink)
+        if compressed is None:
+            out, _ = window(*packed, *softmax, indices=window_indices)
+        else:
+            out, _ = window_sparse(
+                *packed, compressed, rows, *softmax, topk_length=topk_length, window_indices=window_indices
+            )
+        out = dsa.apply_rotary(out, cos, -sin, interleaved=True, dims="last", out=out)
+        places = _group_places(len(out), groups, out.device)
+        return dsa.scatter_cast_to_fp8(out.view(len(places), -1), places, use_ue8m0)
+
+    return attend
+
+
+@lru_cache(1)  # of all layers of a pass
+def _group_places(tokens: int, groups: int, device: torch.device) -> torch.Tensor:
+    return GroupRows.of(tokens, groups, device).to_groups
+
+
 def _lists(indices: torch.Tensor) -> torch.Tensor:
     """With -1 up to a length that FlashMLA takes."""
     return torch.nn.functional.pad(indices, (0, -indices.shape[1] % 128), value=-1)
@@ -245,6 +271,7 @@ _GROUPS: tuple[tuple[Sequence[Library], Mapping[str, Make]], ...] = (
             "flash_mla_with_kvcache": _decode,
             "sliding_window_attention": _window,
             "window_sparse_attention": _window_sparse,
+            "window_attention_cast_to_fp8": _window_cast,
         },
     ),
 )

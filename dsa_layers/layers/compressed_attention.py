@@ -16,11 +16,12 @@ from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.norm_and_cast import norm_and_cast
+from dsa_layers.layers.norm_and_cast import norm_and_cast, watched
 from dsa_layers.layers.rope import RopeAngles, turn
 from dsa_layers.layers.selecting_attention import KeyCounter
 
 Angles = tuple[torch.Tensor, torch.Tensor]
+FEW_HEADS = 32  # attention of so many has a kernel of its own, which casts nothing
 COMPRESSED_SELECT = inspect.unwrap(CompressedIndexer.select)
 
 
@@ -101,9 +102,7 @@ class CompressedAttention(nn.Module):
         q = dsa.rms_norm(q.unflatten(-1, (self.n_heads, self.dim)), None, self.eps)
         q = turn(q, *rope, interleaved=True, dims="last")
         attend = self._decode if decode else self._prefill
-        out = attend(x, q, qr, of_index, kv, rope, entry_rope, batch, cache)
-        out = turn(out, *RopeAngles.of(rope).back, interleaved=True, dims="last")
-        return self.wo_a(out.flatten(1).unflatten(-1, (self.o_groups, -1)), self.wo_b, batch)
+        return attend(x, q, qr, of_index, kv, rope, entry_rope, batch, cache)
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product."""
@@ -135,16 +134,41 @@ class CompressedAttention(nn.Module):
         packed = (q, keys[:, None], batch.cu_query_lens, cu_keys, self.window)
         compressed, rows = self._entries(x, qr, of_index, rope, entry_rope, batch, cache)
         self._count_keys(batch, rows)
-        scale = self.dim**-0.5
         if compressed is None or len(compressed) == 0:
-            out, _ = dsa.sliding_window_attention(*packed, scale, self.dim, self.attn_sink, indices=windows.indices)
+            compressed = rows = counts = None
         else:
-            out, _ = dsa.window_sparse_attention(
-                *(*packed, compressed[:, None], rows, scale, self.dim, self.attn_sink),
-                topk_length=batch.entries(self.compressor.ratio).selected_counts(rows.shape[1]),
-                window_indices=windows.indices,
+            compressed = compressed[:, None]
+            counts = batch.entries(self.compressor.ratio).selected_counts(rows.shape[1])
+        scale, near = self.dim**-0.5, windows.indices
+        if self._casts_results(rope):
+            cast = dsa.window_attention_cast_to_fp8(
+                *(*packed, compressed, rows, *rope, self.o_groups, scale, self.attn_sink),
+                topk_length=counts,
+                window_indices=near,
+                use_ue8m0=self.wo_a.matrices.use_ue8m0,
             )
-        return out
+            return self.wo_a.multiply(cast, self.wo_b, batch, q.dtype)
+        if compressed is None:
+            out, _ = dsa.sliding_window_attention(*packed, scale, self.dim, self.attn_sink, indices=near)
+        else:
+            softmax = (scale, self.dim, self.attn_sink)
+            out, _ = dsa.window_sparse_attention(
+                *(*packed, compressed, rows, *softmax), topk_length=counts, window_indices=near
+            )
+        return self._project(out, rope, batch)
+
+    def _casts_results(self, rope: Angles) -> bool:
+        """Whether a prompt's attention casts its results for wo_a: FP8 weights, for inference, where nobody else looks
+        at wo_a's input, of sizes for which that is faster, and the kernel is made."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or watched(self.wo_a):
+            return False
+        sizes = self.n_heads > FEW_HEADS and self.dim == 512 and rope[0].shape[1] == 32
+        return sizes and type(self.wo_a.matrices) is BlockFP8Linear
+
+    def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
+        """y of attention's results [T, heads, dim]."""
+        out = turn(out, *RopeAngles.of(rope).back, interleaved=True, dims="last")
+        return self.wo_a(out.flatten(1).unflatten(-1, (self.o_groups, -1)), self.wo_b, batch)
 
     def _token_keys(
         self, kv: torch.Tensor, rope: Angles, batch: TokenBatch, cache: CompressedLayerCache | None
@@ -246,4 +270,4 @@ class CompressedAttention(nn.Module):
             attn_sink=self.attn_sink,
             **extra,
         )
-        return out[:, 0].to(q.dtype)
+        return self._project(out[:, 0].to(q.dtype), rope, batch)

@@ -48,12 +48,13 @@ def given(cast: Cast | None) -> dict[str, Cast]:
 
 def takes(module: nn.Module, argument: str) -> bool:
     """Whether a call of the module may have an argument that others in its place know nothing of: `forward` of its
-    class has it, and no hook, nor a `forward` of this module alone, sees or changes what goes in and comes out. Not
-    under torch.compile, which does not trace the question."""
-    if torch.compiler.is_compiling():
-        return False
-    watched = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
-    return not watched and _has(type(module), argument)
+    class has it, and nobody else does (`watched`). Not under torch.compile, which does not trace the question."""
+    return not torch.compiler.is_compiling() and not watched(module) and _has(type(module), argument)
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether a hook, or a `forward` of this module alone, sees or changes what goes in and comes out."""
+    return bool(module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
 
 
 @functools.cache

@@ -220,6 +220,15 @@ def test_windows(either_build):
     same_with_peers(lambda: dsa.sliding_window_attention(*common, 0.05, 512, sink, indices=near))
     both = (*common, compressed, topk_indices, 0.05, 512, sink)
     same_with_peers(lambda: dsa.window_sparse_attention(*both, window_indices=near))
+    angles = torch.rand(140, 32)
+    cast = (angles.cos(), angles.sin(), 8, 0.05, sink)
+    for entries in ((None, None), (compressed, topk_indices)):
+
+        def blocks(entries=entries):
+            values, scale = dsa.window_attention_cast_to_fp8(*common, *entries, *cast, window_indices=near)
+            return values.float().unflatten(1, (-1, 128)) * scale[..., None]
+
+        same_with_peers(blocks)
 
 
 def flash_attention(q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, debug, *, scale):

@@ -28,6 +28,7 @@ SHAPES = {
     "merge_attention": [(8, 2, 2, False)],
     "per_token_cast_to_fp8": [(8, 256, False, ue8m0) for ue8m0 in (True, False)],
     "sliding_window_attention": [("prefill", 130, 64), ("prefill, selected", 512, 64), ("decode", 2, 64)],
+    "window_attention_cast": [(512, 64, 8, 128), (130, 64, 8, 0)],
     "topk_indices": [(4, 2500, "normal", 2048), (70, 200, "plateau", 16)],
 }
 EVERYONE = {
@@ -50,6 +51,7 @@ EVERYONE = {
     "merge_attention": {"vllm", "sglang"},
     "per_token_cast_to_fp8": {"vllm", "sglang"},
     "sliding_window_attention": {"sgl-flash-mla", "flashmla"},
+    "window_attention_cast": {"sgl-flash-mla", "flashmla"},
     "topk_indices": {
         *("vllm prefill", "vllm decode", "vllm persistent", "vllm cooperative", "sglang"),
         *("cuDNN-FE", "cuDNN-FE deterministic"),

@@ -53,9 +53,11 @@ def prefill(device: str, name: str, dim: int, heads: int) -> Prepared:
     return Prepared(run, given[name], first_of(given, name, tokens, 0, 0, 0))
 
 
-def window(device: str, name: str, selected: bool) -> Prepared:
-    tq, tk, heads, width, entries = sum(training.QUERIES), sum(training.KEYS), 2, 8, 20
-    q, kv, compressed = numbers(device, tq, heads, 576), numbers(device, tk, 1, 576), numbers(device, entries, 1, 576)
+def window(device: str, name: str, selected: bool, cast: bool = False) -> Prepared:
+    """cast: with the results in FP8, of one group of heads."""
+    tq, tk, heads, width, entries, dim = sum(training.QUERIES), sum(training.KEYS), 2, 8, 20, 512 if cast else 576
+    q, kv, compressed = numbers(device, tq, heads, dim), numbers(device, tk, 1, dim), numbers(device, entries, 1, dim)
+    angles = torch.rand(tq, 32).to(device)
     bounds = [ints(device, *starts(x)) for x in (training.QUERIES, training.KEYS)]
     given = {
         "cu_seqlens_q": bounds[0],
@@ -74,6 +76,10 @@ def window(device: str, name: str, selected: bool) -> Prepared:
         listed = {own_list: argument} if name == own_list else {}
         if not selected:
             return dsa.sliding_window_attention(*packed, SCALE, **listed)
+        if cast:
+            rest = (angles.cos(), angles.sin(), 1, SCALE, None, own["topk_length"])
+            bytes_of, scale = dsa.window_attention_cast_to_fp8(*packed, compressed, own["indices"], *rest, **listed)
+            return bytes_of.view(torch.uint8), scale
         return dsa.window_sparse_attention(
             *packed, compressed, own["indices"], SCALE, topk_length=own["topk_length"], **listed
         )
@@ -287,6 +293,10 @@ ARGUMENTS: list[IndexArgument] = [
     *(_of("sliding_window_attention", name, "", window, name, False) for name in (*training.BOUNDS, "indices")),
     *(
         _of("window_sparse_attention", name, "", window, name, True)
+        for name in (*training.BOUNDS, "indices", "topk_length", "window_indices")
+    ),
+    *(
+        _of("window_attention_cast_to_fp8", name, "", window, name, True, True)
         for name in (*training.BOUNDS, "indices", "topk_length", "window_indices")
     ),
     *(

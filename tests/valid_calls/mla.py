@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 import dsa
-from tests.valid_calls.description import BF16, F32, INT32, Maker, ValidCall, call
+from tests.valid_calls.description import BF16, E4M3, F32, INT32, Maker, ValidCall, call
 
 CALLS: list[ValidCall] = []
 
@@ -134,6 +134,27 @@ def _(new: Maker):
     lists = {"indices": new.ints([[0, 2], [1, -1], [2, 0], [1, 1]]), "topk_length": None}
     near = new.ints([[0, 1], [1, 2], [3, -1], [3, 4]])
     return {**_windows(new), "compressed": new.bf16(3, 1, 512), **lists, **_softmax(new), "window_indices": near}
+
+
+def _cast(a):
+    tokens, heads, channels = a["q"].shape
+    rows, columns = a["groups"] * tokens, heads // a["groups"] * channels
+    return [((rows, columns), E4M3), ((rows, columns // 128), F32)]
+
+
+@valid("window_attention_cast_to_fp8", _cast)
+def _(new: Maker):
+    lists = {"compressed": new.bf16(3, 1, 512), "indices": new.ints([[0, 2, -1], [1, 1, 3], [2, 0, 1], [-1, -1, -1]])}
+    rest = {"groups": 2, "softmax_scale": 0.05, "attn_sink": new.f32(2), "topk_length": new.ints([3, 2, 0, 3])}
+    return {**_windows(new), **lists, **new.angles(4), **rest, "window_indices": None, "use_ue8m0": True}
+
+
+@valid("window_attention_cast_to_fp8 listed", _cast)
+def _(new: Maker):
+    none = {"compressed": None, "indices": None}
+    rest = {"groups": 1, "softmax_scale": 0.05, "attn_sink": None, "topk_length": None}
+    near = new.ints([[0, 1], [1, 2], [3, -1], [3, 4]])
+    return {**_windows(new), **none, **new.angles(4), **rest, "window_indices": near, "use_ue8m0": False}
 
 
 @valid("sliding_window_decode", _decode)

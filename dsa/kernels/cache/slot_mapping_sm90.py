@@ -25,7 +25,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 
 THREADS = 128
-UNROLL = 4
+AT_ONCE = 16  # boundaries whose loads do not wait for each other
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
@@ -101,11 +101,16 @@ class SlotMappingSm90:
         """The sequence of token t, or -1: of those that have it, the one that begins last. So wrong boundaries take no
         tokens from sequences behind them."""
         own, begins, low = Int32(-1), Int32(LOWEST), starts[0]
-        for b in cutlass.range(starts.shape[0] - 1, unroll=UNROLL):
-            high = starts[b + 1]
-            better = low <= t and t < high and low >= begins
-            own, begins = b if better else own, low if better else begins
-            low = high
+        count = starts.shape[0] - 1
+        ends = cute.make_rmem_tensor((AT_ONCE,), Int32)
+        for first in cutlass.range(0, count, AT_ONCE):
+            for i in cutlass.range_constexpr(AT_ONCE):
+                ends[i] = starts[cutlass.min(first + i + 1, count)]
+            for i in cutlass.range_constexpr(AT_ONCE):
+                # Behind the last sequence the last boundary is read again: between the two is no token.
+                better = low <= t and t < ends[i] and low >= begins
+                own, begins = first + i if better else own, low if better else begins
+                low = ends[i]
         return own
 
 

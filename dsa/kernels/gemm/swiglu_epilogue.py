@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from dsa.cute.quantize import AMAX_MIN, GROUP, quantize, round_to, scale_and_reciprocal
+from dsa.cute.quantize import AMAX_MIN, GROUP, quantize, round_to, scale_and_reciprocal, store_pair
 from dsa.cute.shared_memory import load_4, load_16, store_4
 from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, TURNED_ROWS, WARP_ROWS
 from dsa.kernels.gemm.swiglu import swiglu
@@ -147,15 +147,6 @@ class SwigluEpilogue:
     @cute.jit
     def finish(self):
         """Nothing is left to do before the CTA ends."""
-
-
-@cute.jit
-def store_pair(address: Int32, low: Float32, high: Float32):
-    """Two numbers, rounded to e4m3, as two bytes."""
-    cute.arch.inline_ptx(
-        "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; st.shared.b16 [{$r0}], pair; }",
-        read_only_args=[address, low, high],
-    )
 
 
 @cute.jit

@@ -4,6 +4,7 @@ DTYPES = ("bfloat16", "float16")  # of q, of a 16-bit cache and of out
 
 # Absorbed MLA: a value is the first HEAD_DIM_V channels of its key; a key of HEAD_DIM has 64 rope channels behind them.
 HEAD_DIM, HEAD_DIM_V = 576, 512
+ROTATED_BACK = 64  # the last channels of a result of V4, which are turned back behind its attention
 SPARSE_HEAD_DIMS = (HEAD_DIM, HEAD_DIM_V)
 FP8_KV_BYTES = {HEAD_DIM: 656, HEAD_DIM_V: 584}  # of a key in an FP8 cache, by head dim
 

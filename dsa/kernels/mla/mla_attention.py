@@ -108,20 +108,20 @@ class MlaShared:
 
 
 class MlaAttention:
-    """Keys of `head_dim` channels, 576 or 512, in `kv`; with_max_logits: write them, too.
+    """Keys of `head_dim` channels, 576 or 512, in `kv`; `epilogue` writes the results.
 
     A kernel says how the queries come (`prefetch_q`, `load_q`), and which keys a row sees (`prologue`, `apply_mask`).
     """
 
     q_in_ring = False  # a work tile's queries come through the rings, as a tile of its own before the keys'
 
-    def __init__(self, kv: KvStages, head_dim: int, with_max_logits: bool = False):
+    def __init__(self, kv: KvStages, head_dim: int, epilogue: Epilogue):
         self.dtype, self.kv = kv.dtype, kv
         self.order = k_chunk_order(head_dim)
         self.q_smem_chunks = len(self.order) - Q_RMEM_CHUNKS
         self.exchange_memory = ExchangeMemory(kv.dtype)
-        self.online_softmax = OnlineSoftmax(kv.dtype, with_max_logits)
-        self.epilogue = Epilogue(kv.dtype, with_max_logits)
+        self.online_softmax = OnlineSoftmax(kv.dtype, epilogue.with_max_logits)
+        self.epilogue = epilogue
 
     def tiled_mmas(self) -> TiledMmas:
         k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
@@ -336,22 +336,43 @@ class MlaAttention:
                 upper, lower = exchange.inverse[tile_row], exchange.inverse[tile_row + 8]
                 row = opaque(q_tile.first_row + tile_row)
                 rows = [cutlass.min(row + 8 * r, q_tile.rows - 1) for r in range(2)]
-                if work.split_idx >= 0:
-                    targets = [results.out_partial[work.split_idx, q_tile.kv_head, rows[r], None] for r in range(2)]
-                    self.epilogue.store_partial(flat, upper, lower, targets, q_tile.rows - row, side, lane)
+                whole = (flat, upper, lower, results, q_tile, batch_idx, row, rows, exchange, last_p.stage, side)
+                if const_expr(results.out_partial is None):
+                    self.store_whole(*whole, warp, lane)
                 else:
-                    targets = []
-                    for r in cutlass.range_constexpr(2):
-                        sequence, query, head = q_tile.coord(batch_idx, rows[r])
-                        targets.append(results.out[sequence, query, head, None])
-                    staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
-                    staging += last_p.stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED
-                    # Both warpgroups have read P.
-                    cute.arch.barrier(barrier_id=NamedBarrier.OUTPUT, number_of_threads=2 * WARPGROUP)
-                    self.epilogue.store(flat, upper, lower, targets, q_tile.rows - row, staging, side, lane)
+                    if work.split_idx >= 0:
+                        targets = [results.out_partial[work.split_idx, q_tile.kv_head, rows[r], None] for r in range(2)]
+                        self.epilogue.store_partial(flat, upper, lower, targets, q_tile.rows - row, side, lane)
+                    else:
+                        self.store_whole(*whole, warp, lane)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     arrive(exchange.end.consumer_barrier(end_state))
                     if tiles > 0:
                         arrive(exchange.p_pipeline.consumer_barrier(last_p))
                 end_state = exchange.end.advance(end_state)
+
+    @cute.jit
+    def store_whole(
+        self,
+        acc,
+        upper,
+        lower,
+        results: Results,
+        q_tile: QTile,
+        batch_idx,
+        row,
+        rows,
+        exchange: Exchange,
+        p_stage,
+        side,
+        warp,
+        lane,
+    ):
+        """A work tile that is no split to the results, by way of the P that both warpgroups have read. row, rows: the
+        lane's first row, and its two rows as far as there are any."""
+        coords = [q_tile.coord(batch_idx, rows[r]) for r in range(2)]
+        staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+        staging += p_stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED
+        cute.arch.barrier(barrier_id=NamedBarrier.OUTPUT, number_of_threads=2 * WARPGROUP)
+        self.epilogue.store(acc, upper, lower, results, coords, q_tile.rows - row, staging, side, lane)

@@ -37,7 +37,7 @@ from dsa.kernels.mla.decode_scheduler import DecodeScheduler
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, TILE_M, TILE_N
 from dsa.kernels.mla.load_q import start_q_load
 from dsa.kernels.mla.mla_attention import REGISTERS, THREADS, MlaAttention, MlaOperands, MlaShared, WarpRole
-from dsa.kernels.mla.mla_epilogue import Results
+from dsa.kernels.mla.mla_epilogue import Epilogue, Results
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import K_PER_V, KvState
 from dsa.kernels.mla.paged_load import PagedLoad, Pages, zero_rows
@@ -68,7 +68,7 @@ class MlaDecodeSm90(MlaAttention):
     """`box` keys lie in the same page; `cluster` CTAs share the keys."""
 
     def __init__(self, dtype: type[cutlass.Numeric], box: int, cluster: int):
-        super().__init__(PagedLoad(dtype, box, V_STAGES, ROPE_STAGES, cluster), HEAD_DIM)
+        super().__init__(PagedLoad(dtype, box, V_STAGES, ROPE_STAGES, cluster), HEAD_DIM, Epilogue(dtype))
         self.cluster = cluster
 
     @cute.jit

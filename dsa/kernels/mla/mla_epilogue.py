@@ -50,7 +50,7 @@ class QTile(Protocol):
 class Epilogue:
     """out in `dtype`; with_max_logits: write them, too."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], with_max_logits: bool):
+    def __init__(self, dtype: type[cutlass.Numeric], with_max_logits: bool = False):
         self.dtype, self.with_max_logits = dtype, with_max_logits
 
     @cute.jit
@@ -80,19 +80,22 @@ class Epilogue:
             lse = state.row_max[r] * LN2 + cute.math.log(row_sum)
         if lane % 4 == 0:
             exchange.inverse[tile_row] = inverse
-            if row < q_tile.rows:
-                if work.split_idx >= 0:
-                    results.lse_partial[work.split_idx, q_tile.kv_head, row] = lse
-                else:
-                    sequence, query, head = q_tile.coord(work.batch_idx, row)
-                    results.lse[sequence, head, query] = lse
-                    if const_expr(self.with_max_logits):
-                        results.max_logits[work.batch_idx, row] = state.max_logits[r] * LN2
+            if const_expr(results.lse is not None):
+                if row < q_tile.rows:
+                    if work.split_idx >= 0:
+                        results.lse_partial[work.split_idx, q_tile.kv_head, row] = lse
+                    else:
+                        sequence, query, head = q_tile.coord(work.batch_idx, row)
+                        results.lse[sequence, head, query] = lse
+                        if const_expr(self.with_max_logits):
+                            results.max_logits[work.batch_idx, row] = state.max_logits[r] * LN2
 
     @cute.jit
-    def store(self, acc, upper, lower, targets, rows, staging, side, lane):
+    def store(self, acc, upper, lower, results: Results, coords, rows, staging, side, lane):
         """16 rows of a half of the channels to the result, by way of 1 KiB of P's memory. upper, lower: what the lane's
-        two rows are multiplied by; `rows`: from the lane's first row to the last one."""
+        two rows are multiplied by; coords: (sequence, query, head) of these; `rows`: from the lane's first row to the
+        last one."""
+        targets = [results.out[*coord, None] for coord in coords]
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for i in cutlass.range_constexpr(HALF_V // STAGED):
             for j in cutlass.range_constexpr(2):

@@ -123,6 +123,30 @@ class SparseMlaKernel:
         split_workers: Int32,
         stream,
     ):
+        if const_expr(max_logits is not None):
+            q, caches, indices, out, lse = of_prefill(q, caches[0], indices[0], out, lse)
+        self.launch(
+            *(q, selections(caches, indices, counts, counted)),
+            *(Results(out, lse, out_partial, lse_partial, max_logits), sink, has_sink, scale),
+            *(group, workers, full_waves, split_workers, stream),
+        )
+
+    def launch(
+        self,
+        q,
+        lists: list[Selection],
+        results: Results,
+        sink,
+        has_sink,
+        scale,
+        group,
+        workers,
+        full_waves,
+        split_workers,
+        stream,
+    ):
+        """Of arguments as the kernel reads them."""
+
         @cute.struct
         class Storage:
             pipeline: self.kv.storage()
@@ -130,18 +154,15 @@ class SparseMlaKernel:
             exchange: self.exchange_memory.storage()
             operands: self.operand_storage()
 
-        if const_expr(max_logits is not None):
-            q, caches, indices, out, lse = of_prefill(q, caches[0], indices[0], out, lse)
         self.storage = Storage
         assert self.storage.size_in_bytes() <= SHARED_BYTES
         head_tiles, ctas = None, workers
-        if const_expr(not self.all_heads):
+        if not self.all_heads:
             head_tiles = (q.shape[2] + self.head_tile - 1) // self.head_tile
             ctas = workers * head_tiles
         self.kernel(
-            *(q, selections(caches, indices, counts, counted)),
-            *(Results(out, lse, out_partial, lse_partial, max_logits), sink, has_sink),
-            *(scale, cute.fast_divmod_create_divisor_v2(group), workers, full_waves, split_workers, head_tiles),
+            *(q, lists, results, sink, has_sink, scale),
+            *(cute.fast_divmod_create_divisor_v2(group), workers, full_waves, split_workers, head_tiles),
             self.operands(),
         ).launch(
             grid=(ctas, 1, 1),
@@ -156,7 +177,7 @@ class SparseMlaKernel:
         self,
         q: cute.Tensor,
         lists: list[Selection],
-        results: Results,
+        results: Any,
         sink: cute.Tensor,
         has_sink: Int32,
         scale: Float32,

@@ -28,7 +28,7 @@ from dsa.cute.shared_memory import load_matrices, swizzled
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, SPARSE_HEAD_DIMS, TILE_M, TILE_N
 from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, MlaOperands, MlaShared
-from dsa.kernels.mla.mla_epilogue import Results
+from dsa.kernels.mla.mla_epilogue import Epilogue, Results
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, K_PER_V, MASK_WORDS, ROPE_CHUNK, KvState
 from dsa.kernels.mla.sparse_arguments import fake_arguments, fake_cache
@@ -120,11 +120,11 @@ class SparseMlaAttention(MlaAttention):
 
 
 class SparseMlaSm90(SparseMlaKernel):
-    """Keys of `head_dim` channels, 576 or 512; with_max_logits: write them, too."""
+    """Keys of `head_dim` channels, 576 or 512, in the dtype of the epilogue."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, with_max_logits: bool):
-        kv = TopkGather(dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES)
-        self.attention = SparseMlaAttention(kv, head_dim, with_max_logits)
+    def __init__(self, head_dim: int, epilogue: Epilogue):
+        kv = TopkGather(epilogue.dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES)
+        self.attention = SparseMlaAttention(kv, head_dim, epilogue)
         super().__init__(kv, self.attention.exchange_memory, TILE_M, 1, REGISTERS)
 
     def operand_storage(self) -> type:
@@ -157,7 +157,7 @@ def compile_sparse_mla(dtype: str, head_dim: int, lists: int, with_max_logits: b
     """-> f, see `SparseMlaKernel`, for any number of heads; max_logits: None unless with_max_logits."""
     kind = cute_dtype(dtype)
     return compile_sm90(
-        SparseMlaSm90(kind, head_dim, with_max_logits),
+        SparseMlaSm90(head_dim, Epilogue(kind, with_max_logits)),
         *fake_arguments(kind, head_dim, lists, lambda: fake_cache(kind, head_dim), with_max_logits),
     )
 

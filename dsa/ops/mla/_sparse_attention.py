@@ -69,8 +69,7 @@ def attend(
     may_split  a query may be split into several work tiles; how, depends on the number of queries. Not with max_logits
     """
     queries, heads, dim = q.shape
-    aligned = rows_at_16_bytes(q)
-    q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
+    q = aligned(q)
     tiles = sum(-(-s.indices.shape[-1] // TILE_N) for s in selections)
     fp8 = selections[0].cache.dtype == torch.uint8
     num_sms = backends.num_sms(q.device)
@@ -78,16 +77,8 @@ def attend(
     if fp8:
         head_tile = fp8_kv_head_tile(queries, heads, tiles, num_sms, may_split)
     workers, full_waves, split_workers = stream_k(queries, -(-heads // head_tile), tiles, num_sms, may_split)
-    caches, indices, counts = zip(*selections)
-    no_count, no_sink = _absent(q.device)
-    lists = (
-        list(caches),
-        list(indices),
-        [no_count if count is None else count for count in counts],
-        sum(1 << i for i, count in enumerate(counts) if count is not None),
-    )
+    lists, sinks = list_arguments(selections, q.device), sink_arguments(sink, q.device)
     out, lse, max_logits = results
-    sinks = (no_sink if sink is None else sink, int(sink is not None))
     partial = _partial_results(2 * split_workers, heads, q.device) if split_workers else _no_partial(heads, q.device)
     if fp8:
         launch = _fp8_kv_kernel(kernels, dim, head_tile, len(selections))
@@ -102,6 +93,31 @@ def attend(
         rest = queries - full_waves * workers
         combine = _combine_kernel(kernels, q.dtype, split_workers // rest + 1, rest * heads)
         combine(*sinks, out, lse, *partial, workers, full_waves, tiles, split_workers)
+
+
+def aligned(q: torch.Tensor) -> torch.Tensor:
+    """q, copied if its rows are not contiguous at multiples of 16 bytes."""
+    rows = rows_at_16_bytes(q)
+    return q.clone(memory_format=torch.contiguous_format) if rows is None else rows
+
+
+def list_arguments(
+    selections: list[Selection], device: torch.device
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], int]:
+    """(caches, indices, counts, counted) of a kernel."""
+    caches, indices, counts = zip(*selections)
+    no_count, _ = _absent(device)
+    return (
+        list(caches),
+        list(indices),
+        [no_count if count is None else count for count in counts],
+        sum(1 << i for i, count in enumerate(counts) if count is not None),
+    )
+
+
+def sink_arguments(sink: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, int]:
+    """(sink, has_sink) of a kernel."""
+    return _absent(device)[1] if sink is None else sink, int(sink is not None)
 
 
 def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split: bool) -> tuple[int, int, int]:

@@ -4,12 +4,12 @@ from types import ModuleType
 
 import torch
 
-from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.mla import _sparse_decode
 
 # The module: by name, its ops would count as this one's.
 from dsa.ops.mla import window_indices as window_lists
-from dsa.ops.mla._sparse_attention import Results, Selection, attend, check_limits, inner_contiguous, sparse_op
+from dsa.ops.mla._sparse_attention import Results, attend, check_limits, inner_contiguous, sparse_op
+from dsa.ops.mla._window_selections import Packed, Selected, window_selections
 from dsa.reference.mla import sliding_window_attention as reference
 from dsa.reference.mla import sliding_window_decode as window_decode
 
@@ -253,34 +253,21 @@ def _sliding_window_decode(
 
 def _attend(
     kernels: tuple[ModuleType, ...],
-    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int],
+    packed: Packed,
     near: torch.Tensor | None,
-    selected: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
+    selected: Selected | None,
     scale: float,
     d_v: int,
     attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of checked arguments. near: the window's keys, if the caller has them."""
-    q, kv, cu_seqlens_q, cu_seqlens_k, window = packed
+    q = packed[0]
     out, lse = _allocate(q, d_v)
     if 0 in q.shape[:2]:
         return out, lse
-    selections = []
-    if kv.shape[0]:
-        if near is None:
-            lists = (cu_seqlens_q, cu_seqlens_k, len(q), min(window, len(kv)))
-            near = window_lists._window_indices.launch_on(q.device, *lists)
-        selections.append(Selection(_one_page(kv), inner_contiguous(near), None))
-    if selected is not None and selected[0].shape[0] and selected[1].shape[1]:
-        keys, indices, counts = selected
-        counts = None if counts is None else inner_contiguous(counts)
-        selections.append(Selection(_one_page(keys), inner_contiguous(indices), counts))
+    selections = window_selections(packed, near, selected)
     if not selections:
         return out.zero_(), lse.fill_(torch.inf)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
     attend(kernels, q, selections, scale, sink, Results(out.unsqueeze(1), lse.unsqueeze(2), None), may_split=False)
     return out, lse
-
-
-def _one_page(keys: torch.Tensor) -> torch.Tensor:
-    return rows_at_16_bytes(keys.squeeze(1).unsqueeze(0))

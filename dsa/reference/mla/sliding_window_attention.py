@@ -8,7 +8,7 @@ from dsa.reference.checks import FLOATS, INT32, check_memory
 from dsa.reference.mla.softmax_attention import apply_sink, gather_attend
 from dsa.reference.mla.window_indices import window_indices
 
-_PACKED = {
+PACKED = {
     "q": Tensor("total_q H d", FLOATS),
     "kv": Tensor("total_k 1 d", FLOATS, like="q", mixed=True, layout=ROWS),
     "cu_seqlens_q": Tensor("B+1", INT32),
@@ -16,15 +16,15 @@ _PACKED = {
     "window": Int(),
 }
 _SOFTMAX = {"softmax_scale": Number(), "d_v": Int(most="d"), "attn_sink": Tensor("H", F32, optional=True)}
-_LIST = Tensor("total_q window", INT32, optional=True)
-SLIDING_WINDOW_ATTENTION = Arguments(**_PACKED, **_SOFTMAX, indices=_LIST)
+WINDOW_LIST = Tensor("total_q window", INT32, optional=True)
+SLIDING_WINDOW_ATTENTION = Arguments(**PACKED, **_SOFTMAX, indices=WINDOW_LIST)
 WINDOW_SPARSE_ATTENTION = Arguments(
-    **_PACKED,
+    **PACKED,
     compressed=Tensor("n 1 d", FLOATS, like="q", mixed=True, layout=ROWS),
     indices=Tensor("total_q K", INT32),
     **_SOFTMAX,
     topk_length=Tensor("total_q", INT32, optional=True),
-    window_indices=_LIST,
+    window_indices=WINDOW_LIST,
 )
 
 

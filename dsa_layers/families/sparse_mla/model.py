@@ -11,7 +11,7 @@ from dsa_layers.families.sparse_mla.config import SparseMLAConfig
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.decoder import DecoderBlock
 from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.linear import Linear
+from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import yarn_mscale
@@ -117,7 +117,9 @@ class SparseMLAForCausalLM(nn.Module):
         hidden = self.model(tokens, batch, cache)
         if not all_tokens and not batch.is_decode:  # where each token is the last
             hidden = hidden[batch.last_tokens]
-        return self.lm_head(hidden).float()
+        if torch.is_grad_enabled() or not hidden.is_cuda:
+            return self.lm_head(hidden).float()
+        return linear_fp32(hidden, self.lm_head.weight)  # not by way of 16 bits
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64

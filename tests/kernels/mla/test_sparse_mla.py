@@ -3,10 +3,11 @@
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels.mla import mla_combine_sm90 as combine
+from dsa.kernels.mla import sparse_mla_cast_sm90 as cast
 from dsa.kernels.mla import sparse_mla_fp8_kv_sm90 as fp8_kv
 from dsa.kernels.mla import sparse_mla_sm90 as kernels
 from dsa.kernels.mla import sparse_mla_swap_ab_sm90 as swap_ab
-from dsa.kernels.mla.limits import HEAD_DIM, TILE_N
+from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V, TILE_N
 from dsa.kernels.mla.mla_attention import THREADS
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK
 from tests.kernels.variants import shipped
@@ -26,6 +27,21 @@ def test_sass(arguments):
     assert sass.registers * THREADS <= 65536
     roles = kernels.REGISTERS
     assert roles.score + 2 * roles.output + roles.load <= ALL
+
+
+@shipped(cast.compile_sparse_mla_cast)
+def test_cast_sass(arguments):
+    """As without the cast, but for the end."""
+    dtype, lists, _ = arguments
+    sass = disassemble(cubin(cast.compile_sparse_mla_cast, *arguments))
+    without = disassemble(cubin(kernels.compile_sparse_mla, dtype, HEAD_DIM_V, lists, False))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    for name in ("HGMMA", "LDGSTS", "LDSM"):
+        assert sass.instructions[name] == without.instructions[name]
+    assert sass.registers * THREADS <= 65536
+    # The largest of 128 channels is found by two exchanges within four lanes, for each of two rows and two groups; what
+    # their values are multiplied by comes from one lane each.
+    assert sass.instructions["SHFL"] == without.instructions["SHFL"] + 12
 
 
 @shipped(swap_ab.compile_sparse_mla_swap_ab)

@@ -304,6 +304,21 @@ MISLED = {
     "window's scale": ("sliding_window_attention", "sliding_window_attention", 5, one_percent, {}),
     "window in a cache, a key too few": ("sliding_window_attention", "sliding_window_decode", 4, one_less, {}),
     "window and selected, a key too few": ("sliding_window_attention", "window_sparse_attention", 6, without_first, {}),
+    "window with a cast, a key too few": (
+        "window_attention_cast",
+        "window_attention_cast_to_fp8",
+        6,
+        without_first,
+        {},
+    ),
+    "window with a cast, turned the other way": (
+        *("window_attention_cast", "window_attention_cast_to_fp8", 8, lambda sin: -sin),
+        {},
+    ),
+    "window with a cast, the sink of another head": (
+        *("window_attention_cast", "window_attention_cast_to_fp8", 11, lambda sink: sink.roll(1)),
+        {},
+    ),
     "product, a block's scale": ("fp8_gemm_nt", "fp8_gemm_nt", 0, one_percent_in_a_block, {}),
     "product, without the last block": ("fp8_gemm_nt", "fp8_gemm_nt", 0, without_last_block, {}),
     "grouped product, a block's scale": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", 0, one_percent_in_a_block, {}),

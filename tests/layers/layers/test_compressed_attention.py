@@ -78,3 +78,54 @@ def test_layers_of_a_pass_share_the_angles_back():
         back = rope.back
         assert torch.equal(layer(x, rope, None, batch), out) and rope.back is back
         assert torch.equal(layer(x, (*rope,), None, batch), out)
+
+
+def fp8_layer(n_heads):
+    sizes = {"dim": DIM, "window": WINDOW, "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 128, "fp8": True}
+    layer = CompressedAttention(256, n_heads, **sizes)
+    for name, parameter in layer.named_parameters():
+        if parameter.dtype == torch.float8_e4m3fn:
+            parameter.data = torch.randn(parameter.shape).to(parameter.dtype)
+        elif name.endswith("weight_scale_inv"):
+            torch.nn.init.uniform_(parameter, 0.05, 0.1)
+    return layer
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """The groups of every attention that casts its results."""
+    found, op = [], dsa.window_attention_cast_to_fp8
+
+    def noting(*arguments, **options):
+        found.append(arguments[9])
+        return op(*arguments, **options)
+
+    monkeypatch.setattr(dsa, "window_attention_cast_to_fp8", noting)
+    return found
+
+
+def test_results_are_cast_by_attention_where_nobody_else_sees_them(casts):
+    """With the same numbers as where somebody does."""
+    layer, batch = fp8_layer(34), SequenceBatch.without_cache([5, 3])
+    rope, x = RopeAngles(ROTARY(batch.positions)), torch.randn(8, 256).bfloat16()
+    with torch.no_grad():
+        expected = layer(x, rope, None, batch)
+        assert casts == [2]
+        seen = []
+        hook = layer.wo_a.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+        assert torch.equal(layer(x, rope, None, batch), expected)
+        hook.remove()
+        assert casts == [2] and [tuple(t.shape) for t in seen] == [(8, 2, 17 * DIM)]
+    with torch.enable_grad():
+        assert torch.equal(layer(x, rope, None, batch), expected)
+    assert casts == [2]
+
+
+def test_results_of_few_heads_and_of_other_angles_are_cast_behind_attention(casts):
+    batch, x = SequenceBatch.without_cache([5]), torch.randn(5, 256).bfloat16()
+    fewer = RotaryEmbedding(rope_frequencies(32, 1e4))
+    with torch.no_grad():
+        fp8_layer(32)(x, ROTARY(batch.positions), None, batch)
+        fp8_layer(34)(x, fewer(batch.positions), None, batch)
+        make_layer()(torch.randn(5, HIDDEN).bfloat16(), ROTARY(batch.positions), None, batch)
+    assert not casts

@@ -112,7 +112,7 @@ def test_gradients_reach_queries_keys_and_values():
         ({"cu_seqlens_k": torch.zeros(3).int()}, "cu_seqlens_k: shape must be"),
         ({"dense_keys": -1}, "dense_keys: must be at least 0, got -1"),
         ({"v": torch.zeros(5, 2, 8)}, "v: shape must be"),
-        ({"k": torch.zeros(6, 2, 7)}, "k: must have q's 8 channels, got 7"),
+        ({"k": torch.zeros(6, 2, 7)}, "k: must have q's 8 channels, got 7 and no k_rope"),
         (
             {"k": torch.zeros(6, 2, 7), "k_rope": torch.zeros(6, 0)},
             "k: must have q's 8 channels, got 7 and 0 in k_rope",

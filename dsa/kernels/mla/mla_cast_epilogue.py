@@ -1,0 +1,121 @@
+"""The end of a work tile whose result is cast to FP8 for the product behind it: O, rotated back, in e4m3 with scales.
+
+O is rounded to q's dtype, as `Epilogue` stores it; its last 64 channels are turned back by the query's angle and
+rounded again; each 128 channels of a row get a scale. These are the bits of the result, `apply_rotary` by the negative
+angle and `per_token_cast_to_fp8` one after the other, without the result in 16 bits in memory, written and read.
+
+A quad has a row; of 128 channels a lane has 32, pairs that are 8 channels apart. The output warpgroup of the second
+half has all channels that turn, and a pair is in one lane. 64 channels of a warp's 16 rows go out by way of 1 KiB of
+P's memory, 64 bytes a row: the 16 bytes c of row r lie where c ^ (r / 2 % 4) would.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr
+
+from dsa.cute.quantize import GROUP, amax_of, round_to, scale_and_reciprocal, store_pair
+from dsa.cute.rounded import rotate_pair
+from dsa.cute.shared_memory import load_16
+from dsa.kernels.mla.limits import ROTATED_BACK
+from dsa.kernels.mla.mla_epilogue import HALF_V, Epilogue
+
+OWN = GROUP // 4  # channels of a row's scale that a lane has
+ROW_BYTES = 64  # of a row that go through shared memory at a time
+TURNING = ROTATED_BACK // 4  # numbers of a row that a lane has of those that turn
+
+
+@dataclass(frozen=True)
+class CastResults:
+    """out [G, T, h / G, 512] e4m3, scale [G, T, h / G, 4], cos, sin [T, 32], and h / G to divide by; sink as in
+    `Results`. There are no splits, and no LSE is kept."""
+
+    out: cute.Tensor
+    scale: cute.Tensor
+    cos: cute.Tensor
+    sin: cute.Tensor
+    group_heads: cute.FastDivmodDivisorV2
+    sink: cute.Tensor | None = None
+    lse: ClassVar[None] = None
+    out_partial: ClassVar[None] = None
+
+
+class CastEpilogue(Epilogue):
+    """Attention in `dtype`."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], use_ue8m0: bool):
+        super().__init__(dtype)
+        self.use_ue8m0 = use_ue8m0
+
+    @cute.jit
+    def store(self, acc, upper, lower, results: CastResults, coords, rows, staging, side, lane):
+        for i in cutlass.range_constexpr(HALF_V // 2):
+            acc[i] = acc[i] * (lower if const_expr(i // 2 % 2) else upper)
+        round_to(acc, self.dtype)
+        if side == 1:
+            self.turn_back(acc, results, coords[0][0], lane)
+        self.quantize(acc, results, coords, rows, side, lane)
+        out = [self.channels_of(results.out, results, coord) for coord in coords]
+        start = Int32(staging.toint())
+        vector = cute.make_rmem_tensor((4,), Uint32)
+        for i in cutlass.range_constexpr(HALF_V // ROW_BYTES):
+            for r in cutlass.range_constexpr(2):
+                for n in cutlass.range_constexpr(ROW_BYTES // 8):
+                    at = 4 * (ROW_BYTES // 8 * i + n) + 2 * r
+                    place = self.staged_bytes(lane // 4 + 8 * r, n // 2) + n % 2 * 8 + lane % 4 * 2
+                    store_pair(start + place, acc[at], acc[at + 1])
+            cute.arch.sync_warp()
+            for r in cutlass.range_constexpr(2):
+                loaded = load_16(start + self.staged_bytes(lane // 4 + 8 * r, lane % 4))
+                for k in cutlass.range_constexpr(4):
+                    vector[k] = loaded[k]
+                if 8 * r < rows:
+                    place = side * (HALF_V // 16) + i * (ROW_BYTES // 16) + lane % 4
+                    target = cute.local_tile(out[r], (16,), (place,))
+                    cute.autovec_copy(cute.recast_tensor(vector, results.out.element_type), target)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def quantize(self, acc, results: CastResults, coords, rows, side, lane):
+        """acc <- acc / scale, and the scales. A quad has four groups of channels, two of each row: each of its lanes
+        finds the scale of one, since a division takes many registers."""
+        groups = cute.make_layout((2, OWN // 2), stride=(1, 4))
+        own = [cute.make_tensor(acc.iterator + (2 * OWN * (n % 2) + 2 * (n // 2)), groups) for n in range(4)]
+        maxima = [amax_of(own[n], OWN) for n in range(4)]
+        of_quad = lane % 4
+        upper_row = maxima[1] if of_quad == 1 else maxima[0]
+        lower_row = maxima[3] if of_quad == 3 else maxima[2]
+        scale, reciprocal = scale_and_reciprocal(lower_row if of_quad > 1 else upper_row, self.use_ue8m0)
+        if 8 * (of_quad // 2) < rows:
+            head = coords[1][2] if of_quad > 1 else coords[0][2]
+            scales = self.channels_of(results.scale, results, (*coords[0][:2], head))
+            scales[side * (HALF_V // GROUP) + of_quad % 2] = scale
+        for n in cutlass.range_constexpr(4):
+            factor = cute.arch.shuffle_sync(reciprocal, offset=lane // 4 * 4 + n)
+            for i in cutlass.range_constexpr(OWN):
+                own[n][i] = own[n][i] * factor
+
+    @cute.jit
+    def channels_of(self, x, results: CastResults, coord):
+        """What out or scale has of a row of attention's results."""
+        token, _, head = coord
+        group, of_group = divmod(head, results.group_heads)
+        return x[group, token, of_group, None]
+
+    @cute.jit
+    def staged_bytes(self, row, vector):
+        """Where 16 bytes are in the 16 rows of ROW_BYTES."""
+        return row * ROW_BYTES + (vector ^ (row // 2 % 4)) * 16
+
+    @cute.jit
+    def turn_back(self, acc, results: CastResults, token, lane):
+        """The last ROTATED_BACK channels, of the second half: pairs of neighbours. All rows are of one token."""
+        turning = cute.make_tensor(acc.iterator + (HALF_V // 2 - 2 * TURNING), cute.make_layout(2 * TURNING))
+        for i in cutlass.range_constexpr(TURNING // 2):
+            pair = 4 * i + lane % 4
+            cos, sin = results.cos[token, pair], results.sin[token, pair]
+            for at in cutlass.range_constexpr(4 * i, 4 * i + 4, 2):
+                turning[at], turning[at + 1] = rotate_pair(turning[at], turning[at + 1], cos, -sin)
+        round_to(turning, self.dtype)

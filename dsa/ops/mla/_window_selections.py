@@ -1,0 +1,33 @@
+"""The keys of attention over windows as selections: the window's, and those selected beside it."""
+
+import torch
+
+from dsa.ops._aligned import rows_at_16_bytes
+
+# The module: by name, its ops would count as those of who imports this.
+from dsa.ops.mla import window_indices as window_lists
+from dsa.ops.mla._sparse_attention import Selection, inner_contiguous
+
+Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
+Selected = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def window_selections(packed: Packed, near: torch.Tensor | None, selected: Selected | None) -> list[Selection]:
+    """Of checked arguments: packed, the queries, keys, their cu_seqlens and the window; near, the window's rows of the
+    keys, if the caller has them; selected, other keys, their rows for each query, and how many of these count."""
+    q, kv, cu_seqlens_q, cu_seqlens_k, window = packed
+    selections = []
+    if kv.shape[0]:
+        if near is None:
+            lists = (cu_seqlens_q, cu_seqlens_k, len(q), min(window, len(kv)))
+            near = window_lists._window_indices.launch_on(q.device, *lists)
+        selections.append(Selection(_one_page(kv), inner_contiguous(near), None))
+    if selected is not None and selected[0].shape[0] and selected[1].shape[1]:
+        keys, indices, counts = selected
+        counts = None if counts is None else inner_contiguous(counts)
+        selections.append(Selection(_one_page(keys), inner_contiguous(indices), counts))
+    return selections
+
+
+def _one_page(keys: torch.Tensor) -> torch.Tensor:
+    return rows_at_16_bytes(keys.squeeze(1).unsqueeze(0))

@@ -1,0 +1,142 @@
+"""Attention over a sliding window and selected keys, rotated back and cast to FP8 for the product behind it."""
+
+import functools
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa import backends
+from dsa.kernels.gemm.limits import GROUP
+from dsa.kernels.mla.limits import HEAD_DIM_V, ROTATED_BACK, TILE_M
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
+from dsa.ops.mla._sparse_attention import (
+    DTYPES,
+    Selection,
+    aligned,
+    check_limits,
+    inner_contiguous,
+    list_arguments,
+    sink_arguments,
+    stream_k,
+)
+from dsa.ops.mla._window_selections import window_selections
+from dsa.reference.mla import window_attention_cast as reference
+
+__all__ = ["window_attention_cast_to_fp8"]
+
+
+def window_attention_cast_to_fp8(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    window: int,
+    compressed: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    groups: int,
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    window_indices: torch.Tensor | None = None,
+    use_ue8m0: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y[g * T + t] = FP8 of R(-t) o[t, h], h of group g, with o = `window_sparse_attention`: what V4's wo_a reads.
+
+    o is attention over t's window and its selected entries, rounded to q's dtype. R(-t) turns the last R channels of
+    each head back, pairs of neighbours (a, b) -> (a cos + b sin, b cos - a sin) in fp32, rounded to q's dtype. Then
+    each 128 channels get a scale as by `per_token_cast_to_fp8`. A group's rows lie together, T of them, each with the
+    channels of its heads: the activations of `grouped_fp8_gemm_nt` with ends T, 2 T, up to groups * T.
+
+    q             [T, H, d] bf16 or fp16, the sequences one after another, d a multiple of 128; fp32 runs the PyTorch
+                  reference, with a warning on Hopper
+    kv, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, attn_sink, window_indices
+                  as of `window_sparse_attention`; a value is its whole key
+    compressed, indices, topk_length  likewise, or None: attention to the window alone
+    cos, sin      [T, R / 2] fp32, the angles by which keys at the tokens' positions are turned; R at most d
+    groups        of as many neighbouring heads each; divides H
+    use_ue8m0     True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
+
+    Returns q [groups * T, H / groups * d] float8_e4m3fn and scale [groups * T, H / groups * d / 128] fp32, contiguous.
+    Not differentiable. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices, and for one
+    of compressed and indices without the other.
+    On Hopper: d = 512, R = 64, any number of heads (in tiles of 64), rows of keys at multiples of 16 bytes,
+    softmax_scale above 0; one kernel, or two without window_indices. The bits are those of `window_sparse_attention`
+    (more than 32 heads), `apply_rotary` and the cast, one after the other, and two passes over 2 bytes a channel are
+    saved. Deterministic, and a query's result does not depend on the others. CUDA-graph safe, no host synchronisation.
+    Source: `Attention` of DeepSeek-V4's inference code, from attention to wo_a.
+    """
+    packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
+    rest = (cos, sin, groups, softmax_scale, attn_sink, topk_length, window_indices, use_ue8m0)
+    return _window_attention_cast_to_fp8(*packed, compressed, indices, *rest)
+
+
+def _results(q: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, channels = groups * len(q), q.shape[1] // groups * q.shape[2]
+    out = torch.empty((rows, channels), dtype=torch.float8_e4m3fn, device=q.device)
+    return out, torch.empty((rows, channels // GROUP), dtype=torch.float32, device=q.device)
+
+
+def _check_limits(q: torch.Tensor, cos: torch.Tensor, softmax_scale: float) -> None:
+    if q.shape[2] != HEAD_DIM_V:
+        raise ValueError(f"q: the kernel takes d = {HEAD_DIM_V}, got shape {list(q.shape)}")
+    check_limits(q, ("d", HEAD_DIM_V), ("softmax_scale", softmax_scale))
+    if 2 * cos.shape[1] != ROTATED_BACK:
+        raise ValueError(f"cos: the kernel takes {ROTATED_BACK // 2} angles a token, got shape {list(cos.shape)}")
+
+
+@op(
+    arguments=reference.WINDOW_ATTENTION_CAST_TO_FP8.strict(),
+    reference=reference.window_attention_cast_to_fp8,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.mla.sparse_mla_cast_sm90"},
+    limits=_check_limits,
+    dtypes=DTYPES,
+)
+def _window_attention_cast_to_fp8(
+    kernels: ModuleType,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    window: int,
+    compressed: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    groups: int,
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    window_indices: torch.Tensor | None,
+    use_ue8m0: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, scale = _results(q, groups)
+    queries, heads, _ = q.shape
+    if out.numel() == 0:
+        return out, scale
+    selected = None if compressed is None else (compressed, indices, topk_length)
+    selections = window_selections((q, kv, cu_seqlens_q, cu_seqlens_k, window), window_indices, selected)
+    if not selections:  # no key at all: one that nobody selects
+        nothing = torch.full((queries, 1), -1, dtype=torch.int32, device=q.device)
+        selections = [Selection(q.new_zeros(1, 1, HEAD_DIM_V), nothing, None)]
+    sink = None if attn_sink is None else inner_contiguous(attn_sink)
+    workers, full_waves, _ = stream_k(queries, -(-heads // TILE_M), 1, backends.num_sms(q.device), may_split=False)
+    launch = _kernel(kernels, q.dtype, len(selections), use_ue8m0)
+    launch(
+        *(aligned(q).unsqueeze(1), *list_arguments(selections, q.device), *sink_arguments(sink, q.device)),
+        *(inner_contiguous(cos), inner_contiguous(sin)),
+        *(x.view(groups, queries, heads // groups, -1) for x in (out, scale)),
+        *(softmax_scale * math.log2(math.e), workers, full_waves),
+    )
+    return out, scale
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, dtype: torch.dtype, lists: int, use_ue8m0: bool) -> Callable[..., None]:
+    return kernels.compile_sparse_mla_cast(dtype_name(dtype), lists, use_ue8m0)
