@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dsa
 from dsa.testing import assert_close, bf16_gemm_rate
+from dsa_bench.harness.agreement import agree
 from dsa_bench.harness.case import Call, Case
 
 V32, GLM5 = (128, 192, 128), (64, 256, 256)
@@ -80,7 +81,13 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
 
     name = f"{sequences} x {keys}" + (f", last {new}" if new < keys else "")
     name += f", {heads} heads of {d}/{dv}" + (f", {TOP_K} keys selected" if selecting else "")
-    return Case(name, calls, figure, check, failed=failed, yardsticks=frozenset(yardsticks & calls.keys()))
+    others = {"failed": failed, "yardsticks": frozenset(yardsticks & calls.keys()), "agree": _agree}
+    return Case(name, calls, figure, check, **others)
+
+
+def _agree(theirs: torch.Tensor, ours: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """cuDNN's result has a dimension of sequences, and its heads in front of the tokens."""
+    agree(theirs.transpose(1, 2).flatten(0, 1), ours)
 
 
 def _selected(visible: torch.Tensor, keys: int) -> torch.Tensor:
