@@ -1,20 +1,21 @@
 # make demo: install into .venv, let the small model of Python source that comes with dsa write some, and compare its
 # sparse attention with dense attention on text that it was not trained on.
 # make test: install into .venv and run the tests that need no GPU, on a sample of the kernels' variants.
-# make test-all: the same on all of their variants.
+# make test-all: the same on all of their variants, and these once more with the oldest DSL that is supported.
 PYTHON ?= python3
 BIN := .venv/bin
+OLDEST := .venv-oldest
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all test-oldest lint format clean
 .DELETE_ON_ERROR:
 
 # torch first and pinned: a plain requirement takes a CPU wheel that lies on disk; a range would take the newest CUDA build.
 # Byte code is left to the first import: of most modules there is none, and writing it all takes half of the time.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) torch==2.13.0
-	$(PIP_INSTALL) --editable ".[test]"
+	$(BIN)/python $(PIP_INSTALL) torch==2.13.0
+	$(BIN)/python $(PIP_INSTALL) --editable ".[test]"
 	touch $@
 
 DEMO_PROMPT := class Stack:\n    """Last in, first out."""\n\n    def __init__(self, items=()):
@@ -26,8 +27,18 @@ demo: .venv/installed
 test: lint
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-test-all: lint
+test-all: lint test-oldest
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all-variants
+
+# The versions that vLLM and SGLang pin, where what depends on the DSL is tested: machine code and the compile cache.
+$(OLDEST)/installed: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python $(PIP_INSTALL) torch==2.13.0
+	$(OLDEST)/bin/python $(PIP_INSTALL) --editable ".[test]" "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.1.11
+	touch $@
+
+test-oldest: $(OLDEST)/installed
+	$(OLDEST)/bin/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all-variants tests/kernels tests/cute
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """What is installed: three packages that get along with a user's own modules, with all their files."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+from packaging.requirements import Requirement
 
 import dsa
 from dsa_layers.command.main import main
@@ -104,6 +106,29 @@ def test_requirements_of_linux_are_marked():
     for requirement in PROJECT["project"]["dependencies"]:
         name = requirement.partition(">")[0].partition("[")[0]
         assert name.startswith(("nvidia-", "apache-tvm", "cuda-")) == ("sys_platform == 'linux'" in requirement)
+
+
+# What vLLM 0.33.0 and SGLang 0.5.23 pin, of that which is required here: one environment holds an engine and dsa.
+ENGINES = {
+    "nvidia-cutlass-dsl": ["4.8.0"],
+    "apache-tvm-ffi": ["0.1.11"],
+    "torch": ["2.14.0", "2.14.1"],
+    "tokenizers": ["0.23.2"],
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_engines_pin_is_accepted(name):
+    (required,) = (x for x in map(Requirement, PROJECT["project"]["dependencies"]) if x.name == name)
+    assert all(required.specifier.contains(version) for version in ENGINES[name])
+
+
+def test_the_oldest_dsl_is_the_one_that_is_tested():
+    makefile = (ROOT / "Makefile").read_text()
+    for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        (required,) = (x for x in map(Requirement, PROJECT["project"]["dependencies"]) if x.name == name)
+        (oldest,) = (part.version for part in required.specifier if part.operator == ">=")
+        assert re.search(rf"{name}(\[cu13\])?=={re.escape(oldest)}[\s\"]", makefile)
 
 
 def test_one_version(capsys):
