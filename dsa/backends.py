@@ -53,11 +53,17 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"{arch} ({ARCH_NAMES[arch]})" if arch in ARCH_NAMES else arch for arch in names)
 
 
+# Looking a variable up in `os.environ` takes a microsecond, of which most is the encoding of its name.
+_environment, _VARIABLE = os.environ._data, os.environ.encodekey("DSA_BACKEND")
+
+
 def _chosen() -> str | None:
     name, source = _override.get(), "use_backend"
     if name is None:
-        name, source = os.environ.get("DSA_BACKEND") or None, "DSA_BACKEND"
-    if name is not None and name not in BACKENDS:
+        if not _environment.get(_VARIABLE):
+            return None
+        name, source = os.environ["DSA_BACKEND"], "DSA_BACKEND"
+    if name not in BACKENDS:
         raise ValueError(f"{source}: must be one of {', '.join(BACKENDS)}, got {name!r}")
     return name
 

@@ -28,7 +28,8 @@ torch.compile looks into, and there is no torch.library op.
 
 Checks and the Python of a launch cost more than the kernel's launch, and decoding repeats itself: a call in order is
 remembered by all that these look at (`known_calls`), and one that comes again and again becomes the steps that it takes
-(`recording`). So what a launch does may follow from the signature of its arguments and from nothing else.
+(`recording`), which one question in C++ finds (`call_guards`). So what a launch does may follow from the signature of
+its arguments and from nothing else.
 """
 
 import functools
@@ -40,7 +41,7 @@ from typing import Any
 import torch
 
 from dsa import backends
-from dsa.ops.known_calls import REPEATS, KnownCalls, signature
+from dsa.ops.known_calls import REPEATS, KnownCalls, first_shape, signature
 from dsa.ops.recording import NotedKernels, is_recording, record
 from dsa.reference.arguments import Arguments
 
@@ -116,6 +117,10 @@ class Op:
             self._register()
 
     def __call__(self, *arguments: Any) -> Any:
+        if not torch.compiler.is_compiling() and self.known.guarded and backends.allows_kernels():
+            for like, steps in self.known.guarded.get(first_shape(arguments), ()):
+                if like(*arguments):
+                    return steps(*arguments)
         if self.differentiable and torch.is_grad_enabled() and wants_gradient(*arguments):
             return self.reference(*arguments)
         if torch.compiler.is_compiling() and not self.autograd and not self._lacks_dtype(_first_tensor(arguments)):
@@ -129,10 +134,11 @@ class Op:
             self.arguments.check(*arguments)
             backends.note_reference_only(f"{self.public} in {str(tensor.dtype).removeprefix('torch.')}", tensor)
             return self.reference(*arguments)
-        if self.known.steps:
+        if self.known.steps and not is_recording():
             call = self._signature(arguments)
             steps = self.known.steps.get(call)
             if steps is not None and backends.allows_kernels():
+                self.known.add_guard(call, arguments, self._in_place)
                 with backends.on_device(tensor):
                     return steps(*arguments)
         if tensor is None or not backends.runs_kernel(self.public, tensor):

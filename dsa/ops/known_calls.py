@@ -1,13 +1,17 @@
 """Calls that were found in order, by all that the checks and a launch look at: both take longer in Python than a
 kernel's launch, and decoding repeats itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from dsa.ops.call_guards import Guard, guard
+
 _MOST = 4096  # signatures
 _MOST_STEPS = 256  # of these with steps of their own
+_MOST_GUARDS = 8  # of calls whose first tensors have the same shape
+_MOST_ADDED = 4  # of one signature
 # So often a call comes before its steps are recorded, which takes half a millisecond: once for prompts of new lengths,
 # whose layers repeat each other, and not at all for single calls.
 REPEATS = 8
@@ -16,11 +20,17 @@ _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 class KnownCalls:
     """Signatures of calls in order, how often each came, and the steps of those that were recorded (`recording`).
-    Forgets all signatures when there are too many, and of steps the oldest."""
+    Forgets all signatures when there are too many, and of steps the oldest.
+
+    steps    signature -> steps
+    guarded  shape of the first argument, None of one that is no tensor -> (guard, steps): what most calls are found by
+    """
 
     def __init__(self) -> None:
         self.steps: dict[tuple, Callable[..., Any]] = {}
+        self.guarded: dict[torch.Size | None, list[tuple[Guard, Callable[..., Any]]]] = {}
         self._times: dict[tuple, int] = {}
+        self._added: dict[tuple, int] = {}
 
     def __contains__(self, call: tuple) -> bool:
         return call in self._times
@@ -38,9 +48,24 @@ class KnownCalls:
     def keep(self, call: tuple, steps: Callable[..., Any]) -> None:
         if len(self.steps) >= _MOST_STEPS:
             oldest = next(iter(self.steps))
-            del self.steps[oldest]
+            steps_of_oldest = self.steps.pop(oldest)
+            for shape, found in list(self.guarded.items()):
+                self.guarded[shape] = [pair for pair in found if pair[1] is not steps_of_oldest]
+            self._added.pop(oldest, None)
             self.recount(oldest)
         self.steps[call] = steps
+
+    def add_guard(self, call: tuple, arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]]) -> None:
+        """Lets this call, whose steps are known, be found by a guard from now on. Not more than a few times: one that
+        no guard finds again goes by its signature."""
+        if self._added.get(call, 0) >= _MOST_ADDED:
+            return
+        self._added[call] = self._added.get(call, 0) + 1
+        like = guard(arguments, in_place)
+        if like is not None:
+            found = self.guarded.setdefault(first_shape(arguments), [])
+            found.append((like, self.steps[call]))
+            del found[:-_MOST_GUARDS]
 
     def recount(self, call: tuple) -> None:
         """As if it had not come yet: its steps are gone, or could not be recorded."""
@@ -49,6 +74,14 @@ class KnownCalls:
     def forget(self) -> None:
         self._times.clear()
         self.steps.clear()
+        self.guarded.clear()
+        self._added.clear()
+
+
+def first_shape(arguments: tuple[Any, ...]) -> torch.Size | None:
+    """The shape of the first argument, None if that is no tensor."""
+    first = arguments[0] if arguments else None
+    return first.shape if isinstance(first, torch.Tensor) else None
 
 
 def signature(*values: object) -> tuple:

@@ -6,12 +6,13 @@ and notes its steps: allocations and other operators of torch, and launches. Wha
 same arguments with these steps in a row, for instance
 
     def steps(a0, a1, a2):
-        t0 = empty((128, 7168), (7168, 1), dtype=c0, device=c1)
-        launch0(a0, a1, t0, 1e-06)
+        t0 = empty_cuda((128, 7168), (7168, 1), c0)
+        c1(a0, a1, t0, 1e-06)
         return t0
 
-Views are one `as_strided` of the tensor whose memory they show, or nothing where that tensor looks the same. Tensors
-that are neither arguments nor made by a step are constants, which a bridge keeps in a cache of its own.
+Views are one step from the tensor whose memory they show, or nothing where that tensor looks the same. Tensors that are
+neither arguments nor made by a step are constants, which a bridge keeps in a cache of its own. Steps run while the GPU
+of the call's first tensor is the current one, and not while another call is recorded, which would not see them.
 """
 
 import itertools
@@ -25,10 +26,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsa.ops.torch_shortcuts import HAS_SHORTCUTS, empty_cpu, empty_cuda, reinterpret
+
 Kernel = Callable[..., None]
 _thread = threading.local()
 _EMPTY = {
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+}
+_SHORTCUTS = {
+    "empty_strided": torch.empty_strided,
+    "empty_cpu": empty_cpu,
+    "empty_cuda": empty_cuda,
+    "reinterpret": reinterpret,
 }
 # Numbers of the device, and tensors that torch makes of the host's numbers unseen.
 _UNSEEN = {torch.ops.aten._local_scalar_dense, torch.ops.aten.lift, torch.ops.aten.lift_fresh}
@@ -52,7 +61,7 @@ def _noted(kernel: Kernel) -> Kernel:
         kernel(*arguments)
         recording = getattr(_thread, "recording", None)
         if recording is not None:
-            recording.launched(launch, arguments)
+            recording.launched(kernel, arguments)
 
     return launch
 
@@ -73,7 +82,8 @@ class _Recording(TorchDispatchMode):
         self.replays = True
         self.launches = 0
         self.lines: list[str] = []
-        self.names: dict[str, Any] = {"empty": torch.empty_strided}
+        self.names: dict[str, Any] = dict(_SHORTCUTS)
+        self._device = next((x.device for x in _tensors_in(arguments)), None)
         self._new = itertools.count()
         self._kept: list[Any] = []  # an id is a tensor's as long as that lives
         self._of: dict[int, str | _View] = {}
@@ -136,9 +146,13 @@ class _Recording(TorchDispatchMode):
 
     def _made(self, tensor: torch.Tensor) -> None:
         name = f"t{next(self._new)}"
-        options = f"dtype={self._constant(tensor.dtype)}, device={self._constant(tensor.device)}"
-        # Faster than `empty`, whose arguments may be of several kinds.
-        self.lines.append(f"{name} = empty({tuple(tensor.shape)}, {tensor.stride()}, {options})")
+        layout, dtype = f"{tuple(tensor.shape)}, {tensor.stride()}", self._constant(tensor.dtype)
+        kind = tensor.device.type
+        if HAS_SHORTCUTS and (kind == "cpu" or (kind == "cuda" and tensor.device == self._device)):
+            self.lines.append(f"{name} = empty_{kind}({layout}, {dtype})")
+        else:  # faster than `empty`, whose arguments may be of several kinds
+            device = self._constant(tensor.device)
+            self.lines.append(f"{name} = empty_strided({layout}, dtype={dtype}, device={device})")
         if not tensor.numel():
             self._empty[name] = self.lines[-1]
         self._name(tensor, name)
@@ -180,8 +194,11 @@ class _Recording(TorchDispatchMode):
             return of.of
         if of not in self._views:
             self._views[of] = name = f"t{next(self._new)}"
-            offset = f", {of.of}.storage_offset() + {of.offset}" if of.offset else ""
-            self.lines.append(f"{name} = {of.of}.as_strided({of.shape}, {of.strides}{offset})")
+            if HAS_SHORTCUTS:
+                self.lines.append(f"{name} = reinterpret({of.of}, {of.shape}, {of.strides}, {of.offset})")
+            else:
+                offset = f", {of.of}.storage_offset() + {of.offset}" if of.offset else ""
+                self.lines.append(f"{name} = {of.of}.as_strided({of.shape}, {of.strides}{offset})")
             self._tensors[name] = x
         self._of[id(x)] = self._views[of]
         return self._views[of]
@@ -223,6 +240,11 @@ def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
             seen.add(id(x))
         found.append(x)
     return tuple(found)
+
+
+def _tensors_in(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    flat = [y for x in arguments for y in (x if isinstance(x, list | tuple) else [x])]
+    return [x for x in flat if isinstance(x, torch.Tensor)]
 
 
 def _items(name: str, values: Any) -> list[tuple[str, Any]]:

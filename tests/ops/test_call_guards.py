@@ -1,0 +1,140 @@
+"""Guards of recorded calls: whatever a guard finds alike has one signature, and the recorded call itself is found."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsa.ops import call_guards, recording
+from dsa.ops.call_guards import guard
+from dsa.ops.known_calls import KnownCalls, signature
+from dsa.ops.torch_shortcuts import HAS_SHORTCUTS
+
+X = torch.zeros(4, 8)
+UNALIGNED = torch.zeros(33)[1:].view(4, 8)
+CALLS = [
+    *[(x, 1) for x in (X, X[:3], X.T.contiguous().T, X.int(), UNALIGNED)],
+    *[(X, value) for value in (2, 1.0, -1.0, 0.0, -0.0, 0, False, True, "1", "", None, torch.float32, torch.int32)],
+    *[(X, value) for value in ([1], (1,), [1, 1], [X], (X,), [X[:3]], [None], [X, X], [UNALIGNED])],
+    *[([X], 1), ([X, X], 1), (None, X), (1, X)],
+]
+
+pytestmark = pytest.mark.skipif(not HAS_SHORTCUTS, reason="a torch whose guards are not known")
+
+
+def test_the_tested_versions_have_guards():
+    assert HAS_SHORTCUTS == ((2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 14))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_is_like_itself_with_other_contents(call):
+    made = {}
+
+    def other(x):
+        if isinstance(x, torch.Tensor):
+            if id(x) not in made:  # one that is there twice stays so
+                made[id(x)] = torch.ones(33)[1:].view(4, 8) if x is UNALIGNED else x.clone() + 1
+            return made[id(x)]
+        return type(x)(map(other, x)) if isinstance(x, (list, tuple)) else x
+
+    like = guard(call)
+    assert like(*call) and like(*map(other, call))
+
+
+def test_one_tensor_twice_and_two_are_different_calls():
+    """Torch's guards take no tensor twice."""
+    twice, two = guard((X, X, [X])), guard((X, X.clone(), [X.clone()]))
+    assert twice(X, X, [X]) and not twice(X, X.clone(), [X])
+    assert two(X, X.clone(), [X.clone()]) and not two(X, X, [X.clone()])
+
+
+def test_a_call_is_like_no_other():
+    for first, second in itertools.permutations(CALLS, 2):
+        if len(first) == len(second):
+            assert not guard(first)(*second), (first[1:], second[1:])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), [[X]], X.to_sparse(), {}])
+def test_what_cannot_be_compared_has_no_guard(value):
+    assert guard((X, value)) is None
+
+
+def test_a_call_without_tensors_has_no_guard():
+    assert guard((1, None)) is None
+
+
+def test_gradients_count_where_they_are_asked_for():
+    x = torch.zeros(4, 8, requires_grad=True)
+    with torch.no_grad():
+        like = guard((x,))
+        assert like(x) and not like(X)
+    assert not like(x)
+    assert not guard((X,))(x)
+
+
+def test_modes_of_torch_are_other_calls():
+    like = guard((X,))
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        assert like(X)
+    with Mode():
+        assert not like(X)
+    with torch.autocast("cpu"):
+        assert not like(X)
+    with torch.inference_mode():
+        assert not like(torch.zeros(4, 8))
+    assert not torch.func.vmap(lambda x: x + float(like(x)))(X[None]).any()
+    assert not like(torch.nn.Parameter(X, requires_grad=False))
+    assert like(X)
+
+
+def test_arguments_that_begin_together_or_not():
+    apart, together = guard((X, X.clone()), [(0, 1)]), guard((X, X), [(0, 1)])
+    assert apart(X, X.clone()) and not apart(X, X)
+    assert together(X, X) and not together(X, X.clone())
+    assert guard((X, None), [(0, 1)])(X, None)
+
+
+def test_guards_of_a_signature_and_of_a_shape_are_few(monkeypatch):
+    made = []
+    monkeypatch.setattr("dsa.ops.known_calls.guard", lambda *call: made.append(call) or call_guards.guard(*call))
+    known = KnownCalls()
+    for i in range(20):
+        call = signature(X, i)
+        known.keep(call, lambda *_: None)
+        for _ in range(10):
+            known.add_guard(call, (X, i), ())
+    assert len(made) == 20 * 4 and len(known.guarded[X.shape]) == 8
+    last = known.guarded[X.shape][-1]
+    assert last[0](X, 19) and last[1] is known.steps[signature(X, 19)]
+
+
+def test_steps_that_are_dropped_are_not_found():
+    known = KnownCalls()
+    first = signature(X, 0)
+    known.keep(first, len)
+    known.add_guard(first, (X, 0), ())
+    for i in range(256):
+        known.keep((i,), repr)
+    assert first not in known.steps and not known.guarded[X.shape]
+
+
+def test_without_shortcuts_calls_are_recorded_by_public_functions(monkeypatch):
+    monkeypatch.setattr(call_guards, "HAS_SHORTCUTS", False)
+    monkeypatch.setattr(recording, "HAS_SHORTCUTS", False)
+    assert guard((X,)) is None
+    kernels = recording.NotedKernels(type(recording)("made_up"))
+    kernels.module.compile_add = lambda: lambda out, x: out.copy_(x).add_(1)
+
+    def call(x):
+        out = torch.empty_like(x)
+        kernels.compile_add()(out[1:], x[1:])
+        return out
+
+    _, steps = recording.record(call, (X,))
+    assert torch.equal(steps(X + 2)[1:], X[1:] + 3)
