@@ -164,6 +164,12 @@ def test_a_calls_time_on_the_host(monkeypatch):
     assert called[-6 * (host.BLOCKS + 1) :] == (["dsa"] * 3 + ["a peer"] * 3) * (host.BLOCKS + 1)
 
 
+def test_the_hosts_times_begin_with_a_call_of_pytorchs(monkeypatch):
+    monkeypatch.setattr(host, "ops", list)
+    (row,) = host.rows()
+    assert row["shape"].startswith("torch.add") and row["ms"] > 0 and row["peer"] is None and row["failed"] == {}
+
+
 def test_the_hosts_time_is_of_every_op():
     assert "linear_layers" not in host.ops() and {"rms_norm", "flash_mla_with_kvcache_sparse"} <= {*host.ops()}
 
