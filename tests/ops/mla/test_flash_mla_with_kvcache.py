@@ -9,6 +9,7 @@ import torch
 import dsa
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
 from dsa.ops.known_calls import KnownCalls
+from dsa.ops.mla import _dense_decode
 from dsa.ops.mla import flash_mla_with_kvcache as op
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
@@ -44,7 +45,7 @@ def wider(x, before, after):
 ANY_PLAN = (torch.zeros(7, 8, dtype=torch.int32), i32([0] * 4))
 
 
-BRIDGES = [op]
+BRIDGES = [op, _dense_decode]
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_runs_the_reference_without_a_gpu(dtype, h_q, h_k, options):
     assert new == (dsa.FlashMLASchedMeta(), None)
     for plan in (old, new, new, (None, None)):
         for invariant in (False, True):
-            assert_same(decoded(*arguments, *plan, **options, batch_invariant=invariant), expected)
+            assert_same(decoded(*arguments, *plan, **options, enable_batch_invariant=invariant), expected)
     assert_same((new[0].tile_scheduler_metadata, new[0].num_splits), old)
 
 
@@ -139,7 +140,7 @@ SPLITS = [(1, 16, 1), (256, 16, 1), (257, 16, 2), (31, 4096, 31), (32, 4096, 32)
 def test_batch_invariant_splits_follow_the_capacity(pages, page_size, splits, plan, launches):
     q, cache, _, lengths = inputs()
     cache, table = cache[:1, :1].expand(1, page_size, 1, D), torch.zeros(3, pages, dtype=torch.int32)
-    decoded(q, cache, table, lengths, *plan, batch_invariant=True)
+    decoded(q, cache, table, lengths, *plan, enable_batch_invariant=True)
     assert names(launches) == ["decode", "combine"][: 1 + (splits > 1)]
     got, capacity = launches[0][2], min(pages * page_size, 2**31 - 64)
     assert all(arguments[-2:] == (capacity, splits) for _, _, arguments in launches)
@@ -152,7 +153,7 @@ def test_batch_invariant_kernels_do_not_depend_on_the_batch(launches):
     """Nor on the width of the block table: other kernels would add the splits up in another order."""
     (q, cache, _, lengths), tables = inputs(h_q=64), torch.zeros(3, 5000, dtype=torch.int32)
     for batch, pages in ((1, 257), (3, 257), (3, 5000), (1, 5000)):
-        decoded(q[:batch], cache, tables[:batch, :pages], lengths[:batch], batch_invariant=True)
+        decoded(q[:batch], cache, tables[:batch, :pages], lengths[:batch], enable_batch_invariant=True)
     assert names(launches) == ["decode", "combine"] * 4
     assert len({key for _, key, _ in launches[::2]}) == len({key for _, key, _ in launches[1::2]}) == 1
 
@@ -164,11 +165,88 @@ def test_nothing_to_attend_to(sizes, style, launches):
     q, cache, table, lengths = q[:batch, :s_q, :h_q], cache[:pages], table[:batch, :width], lengths[:batch]
     plan = {"old": dsa.get_mla_metadata(lengths, 8, 1), "new": dsa.get_mla_metadata()}.get(style, (None, None))
     launches.clear()
-    out, lse = decoded(q, cache, table, lengths, *plan, batch_invariant=style == "batch-invariant")
+    out, lse = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
     assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
     assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
     # A plan may be made where none is given: later calls can use it.
     assert not launches or (names(launches) == ["plan"] and style in ("new", None) and batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_into_a_part_of_a_tensor(dtype):
+    arguments, (meta, _) = inputs(dtype=dtype), dsa.get_mla_metadata()
+    expected = decoded(*arguments, causal=True)
+    whole = torch.full((3, 2, 7, D_V), 7.0, dtype=dtype)
+    for plan in ((None,), dsa.get_mla_metadata(arguments[3], 8, 1), (meta,), (meta,)):
+        out = whole.fill_(7.0)[:, :, 2:6]
+        got = decoded(*arguments, *plan, causal=True, out=out)
+        assert got[0] is out and torch.equal(out, expected[0])
+        assert_same(got[1:], expected[1:])
+        assert (whole[:, :, :2] == 7).all() and (whole[:, :, 6:] == 7).all()
+
+
+def test_what_the_kernels_get_of_an_out(launches):
+    arguments = inputs()
+    whole = torch.zeros(3, 2, 7, D_V).bfloat16()
+    for options, count in (({}, 3), ({"enable_batch_invariant": True}, 1)):
+        launches.clear()
+        out = whole[:, :, 2:6]
+        got, lse = decoded(*arguments, **options, out=out)
+        assert len(launches) == count and got is out
+        places = {"decode": (6, 7), "combine": (3, 4)}
+        for name, _, a in launches[count == 3 :]:
+            assert all(a[i] is x for i, x in zip(places[name], (out, lse), strict=True))
+    launches.clear()
+    decoded(arguments[0], arguments[1][:0], *arguments[2:], out=whole.fill_(7.0)[:, :, 2:6])
+    assert not whole[:, :, 2:6].any() and (whole[:, :, :2] == 7).all() and (whole[:, :, 6:] == 7).all()
+    for out, message in (
+        (whole[:, :, :3], r"out: shape must be \[3, 2, 4, 512\], got \[3, 2, 3, 512\]"),
+        (whole[:, :, :4].half(), "out: dtype must be q's bfloat16, got float16"),
+        (whole.repeat(1, 1, 2, 1)[:, :, :8:2], "out: dimensions 2 to 3 must be mergeable into one"),
+        (arguments[1].flatten()[: 24 * D_V].view(3, 2, 4, D_V), "out: is written, .* memory with k_cache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoded(*arguments, out=out)
+
+
+class Foreign:
+    """FlashMLA's class, by its fields."""
+
+    def __init__(self, plan=None, num_splits=None, config=None):
+        self.have_initialized, self.config = plan is not None, config
+        self.tile_scheduler_metadata, self.num_splits = plan, num_splits
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_an_object_of_another_library(filled, launches):
+    (*arguments, lengths) = inputs()
+    theirs = (torch.full((132, 8), 9, dtype=torch.int32), i32([9] * 4), object()) if filled else (None, None, None)
+    meta = Foreign(*theirs)
+    for _ in range(2):
+        decoded(*arguments, lengths, meta)
+    assert names(launches) == ["plan", "decode", "combine", "decode", "combine"]
+    plan = launches[0][2][1]
+    assert all(launches[i][2][4] is plan for i in (1, 3)) and plan is not theirs[0]
+    # Its own fields are as its own library left them.
+    assert (meta.tile_scheduler_metadata, meta.num_splits, meta.config) == theirs and meta.have_initialized is filled
+    with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
+        decoded(*inputs(s_q=1), meta)
+    with pytest.raises(ValueError, match="num_splits: must be None with a FlashMLASchedMeta, got Tensor"):
+        decoded(*arguments, lengths, meta, i32([0] * 4))
+
+
+def test_an_object_that_keeps_nothing(launches):
+    def refuse(self, name, value):
+        raise AttributeError(name)
+
+    closed = Foreign()
+    closed.__class__ = type("Closed", (Foreign,), {"__setattr__": refuse})
+    with pytest.raises(TypeError, match=r"tile_scheduler_metadata: must be an object that takes attributes, .* Closed"):
+        decoded(*inputs(), closed)
+    accepted = "tile_scheduler_metadata: must be a FlashMLASchedMeta, an object with its fields .* or None, got "
+    for wrong, name in ((object(), "object"), (dsa.FlashMLASchedMeta, "the class FlashMLASchedMeta"), ("plan", "str")):
+        with pytest.raises(TypeError, match=accepted + name):
+            decoded(*inputs(), wrong)
 
 
 def test_which_plans_the_kernel_makes(launches):
@@ -273,13 +351,15 @@ def test_registration():
     torch.library.opcheck(PLAN.default, (lengths, 8, 1))
     for plan in (ANY_PLAN, (None, None)):
         torch.library.opcheck(DECODE.default, (*arguments, lengths, D_V, *plan, 0.1, True))
+        out = torch.zeros(3, 2, 7, D_V).bfloat16()[:, :, 2:6]
+        torch.library.opcheck(torch.ops.dsa.dense_mla_decode_out, (*arguments, lengths, D_V, *plan, 0.1, True, out))
 
 
 @pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])
 def test_torch_compile(style):
     def attention(q, cache, table, lengths, meta):
         plan = dsa.get_mla_metadata(lengths, 8, 1) if style == "old" else (meta, None)
-        first = decoded(q, cache, table, lengths, *plan, batch_invariant=style == "batch-invariant")
+        first = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
         return *first, *decoded(q * 2, cache, table, lengths, *plan)
 
     arguments, (meta, eager) = inputs(), [dsa.FlashMLASchedMeta() if style == "new" else None for _ in range(2)]
