@@ -1,5 +1,7 @@
 """MLA decoding over a paged latent cache: dense, or over the keys that an indexer selected."""
 
+import functools
+
 import torch
 
 from dsa.reference.arguments import CONTIGUOUS, F32, INNER, ROWS, Arguments, Flag, Int, Number, Tensor
@@ -185,11 +187,20 @@ def check_unused(values: dict[str, torch.Tensor | None], needed: str) -> None:
 def config_of(
     q: torch.Tensor, causal: bool, *selections: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> dict[str, object]:
-    """What a plan remembers of a call: caches and indices, or None for dense decoding's. Tensors are not checked."""
-    config = {"q": shape_of(q), "k_cache": shape_of(selections[0][0])[1:], "causal": causal}
-    sparse = [(cache, indices) for cache, indices in selections if cache is not None and indices is not None]
+    """What a plan remembers of a call: caches and indices, or None for dense decoding's. Tensors are not checked. To be
+    read only, for calls of the same shapes get the same one."""
+    return _config(shape_of(q), causal, tuple((shape_of(cache), shape_of(indices)) for cache, indices in selections))
+
+
+@functools.lru_cache(256)
+def _config(
+    q: tuple[int, ...], causal: bool, selections: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+) -> dict[str, object]:
+    """Of shapes, () of what is no tensor."""
+    config = {"q": q, "k_cache": selections[0][0][1:], "causal": causal}
+    sparse = [(cache, indices) for cache, indices in selections if cache and indices]
     if sparse:
-        config["selections"] = [(*shape_of(cache)[1:2], *shape_of(indices)[2:]) for cache, indices in sparse]
+        config["selections"] = [(*cache[1:2], *indices[2:]) for cache, indices in sparse]
     return config
 
 
