@@ -88,6 +88,11 @@ def weight_of(experts: Experts, name: str) -> Scaled:
     return _widened[experts][name]
 
 
+def forget(experts: Experts) -> None:
+    """Gives up FP4 weights in FP8, if there are any."""
+    _widened.pop(experts, None)
+
+
 def forward_on(module: ModuleType, ours: Forward) -> Forward:
     """`Experts.forward` on quantised weights."""
 

@@ -5,8 +5,8 @@ in the newest build that is installed: what engines run DeepSeek-V3.2 with. So s
 absorbed form, which is the only one that FlashMLA has; prompts all of whose keys count take the multi-head form by
 PyTorch's FlashAttention 2, which takes a third of the absorbed form's multiply-adds. In V4's prefill the window's keys
 and the compressed entries are put into one tensor for FlashMLA, where an engine has them. Prompts' experts are on
-DeepGEMM's grouped products, those in FP4 widened to FP8 (peer_experts.py). Those of decoding, cache writers and all
-else stay ours.
+DeepGEMM's grouped products, those in FP4 widened to FP8 (peer_experts.py); FP4 experts of decoding are on vLLM's Marlin
+(peer_fp4_experts.py). Other experts of decoding, cache writers and all else stay ours.
 """
 
 import contextlib
@@ -20,8 +20,9 @@ import torch
 
 import dsa
 from dsa_bench.e2e import peer_experts
+from dsa_bench.e2e.peer_fp4_experts import forward_on_marlin
 from dsa_bench.harness.calls import reason
-from dsa_bench.peers import deep_gemm, flash_mla, operators
+from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators
 from dsa_bench.peers.package import Library
 from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.layers import attention
@@ -60,6 +61,8 @@ def peer_kernels() -> Iterator[Replaced]:
         if library is not None:
             Experts.forward = peer_experts.forward_on(module, forward)
             replaced.ops["Experts"] = library.name
+        if _newest((marlin.MARLIN,), replaced.failed)[0] is not None:
+            Experts.forward, replaced.ops["FP4 experts"] = forward_on_marlin(Experts.forward), "vllm"
         selects = _newest((operators.OPERATORS,), replaced.failed)[0] is not None
         if selects:
             replaced.ops["topk_indices"] = "vllm"

@@ -7,10 +7,10 @@ import torch
 
 import dsa
 from dsa_bench.harness import case
-from tests.bench import peer_stubs
+from tests.bench import marlin_stub, peer_stubs
 
 MODULES = ("flash_mla", "vllm", "vllm.third_party.flashmla.flash_mla_interface", "vllm.third_party.deep_gemm")
-MODULES += ("deep_gemm", "deep_gemm28", "peer_topk", "cudnn")
+MODULES += ("deep_gemm", "deep_gemm28", "peer_topk", "peer_marlin", "cudnn")
 
 
 @pytest.fixture
@@ -30,12 +30,17 @@ def peers(monkeypatch, no_peers):
         "deep_gemm28": peer_stubs.deep_gemm28(),
         "cudnn": peer_stubs.cudnn(),
         "peer_topk": object(),
+        "peer_marlin": object(),
     }
     for name, stub in stubs.items():
         monkeypatch.setitem(sys.modules, name, stub)
     for name in ("vllm", "vllm.third_party", "vllm.third_party.flashmla"):
         monkeypatch.setitem(sys.modules, name, object())
-    monkeypatch.setattr(torch.ops, "_C", peer_stubs.vllm_operators(), raising=False)
+    operators = peer_stubs.vllm_operators()
+    for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):
+        setattr(operators, activation.__name__, activation)
+    monkeypatch.setattr(torch.ops, "_C", operators, raising=False)
+    monkeypatch.setattr(torch.ops, "_moe_C", marlin_stub.operators(), raising=False)
     monkeypatch.setattr(torch.ops, "sgl_kernel", peer_stubs.sglang_operators(), raising=False)
     return stubs
 
