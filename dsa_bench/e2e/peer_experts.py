@@ -4,7 +4,7 @@ In a prompt's pass, and in a step of very few tokens, an expert's rows begin at 
 cast once and gathered to their places, between which there are others that mean nothing, and behind all of them whole
 tiles of no expert. In a step of more tokens each expert has room for as many rows and a count of them (the masked
 product). On Hopper DeepGEMM multiplies no FP4: such weights are in FP8 there, widened without loss when they are first
-asked for, and those of decoding stay ours.
+asked for; those of steps are on Marlin (peer_fp4_experts.py).
 """
 
 import weakref

@@ -4,9 +4,9 @@ DeepGEMM gives the index scores and the FP8 linear layers, vLLM the top-k, Flash
 in the newest build that is installed: what engines run DeepSeek-V3.2 with. So selected keys are attended to in the
 absorbed form, which is the only one that FlashMLA has; prompts all of whose keys count take the multi-head form by
 PyTorch's FlashAttention 2, which takes a third of the absorbed form's multiply-adds. In V4's prefill the window's keys
-and the compressed entries are put into one tensor for FlashMLA, where an engine has them. Prompts' experts are on
-DeepGEMM's grouped products, those in FP4 widened to FP8 (peer_experts.py); FP4 experts of decoding are on vLLM's Marlin
-(peer_fp4_experts.py). Other experts of decoding, cache writers and all else stay ours.
+and the compressed entries are put into one tensor for FlashMLA, where an engine has them. Experts are on DeepGEMM's
+grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin (peer_fp4_experts.py). Cache writers
+and all else stay ours.
 """
 
 import contextlib

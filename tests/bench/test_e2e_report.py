@@ -300,7 +300,8 @@ def test_experts_of_steps(tokens, layout, fp4, peers, monkeypatch):
     monkeypatch.setattr(Slots, "of", lambda *a: calls.append("Slots") or slots_of(*a))
     with peer_ops.peer_kernels():
         got = experts(*arguments)
-    assert calls == ([] if fp4 else [layout]) and calc_diff(got, expected) < 1e-4
+    assert calls == ([] if fp4 else [layout])
+    assert calc_diff(got, expected) < (2e-3 if fp4 else 1e-4)  # Marlin has activations in bf16
 
 
 def test_steps_of_more_tokens_than_an_expert_has_room_for_are_ours(peers):
