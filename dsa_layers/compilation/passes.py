@@ -16,6 +16,7 @@ from dsa_layers.layers import joint_linear
 MOST_ROWS = 32768  # new tokens of a pass; more take the kernels of so many
 MOST_SEQUENCES = 1024
 MOST_KEYS = 2**27  # of all sequences of a decoding pass, each as long as the longest
+MOST_SCORES = 2**29  # of new tokens and earlier ones; more are computed in parts, which are alike
 META = torch.device("meta")
 
 
@@ -58,7 +59,7 @@ def passes(model: CheckpointModel, cache: Cache) -> Iterator[None]:
         yield prefill(model, cache, [(rows, 0)])
     for rows in growing(min(MOST_ROWS, context), 4):
         for cached in (0, *lengths, context - rows):
-            new = min(rows, context - cached)
+            new = min(rows, context - cached, max(MOST_SCORES // (cached + 1), 1))
             yield prefill(model, cache, [(new, cached)])
             yield prefill(model, cache, [(-(-new // 3), cached)] * 3)
             yield prefill(model, cache, [(new, 0), (1, cached)])
