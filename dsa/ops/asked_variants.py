@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from dsa import backends
 from dsa.ops.declaration import Kernels, forget_calls
@@ -44,14 +43,15 @@ def asked_variants(arch: str) -> Iterator[dict[Variant, None]]:
 
     forget_calls()
     try:
-        with (
-            _replaced(Kernels, "modules", modules_of),
-            _replaced(backends, "runs_kernel", lambda *_: True),
-            _replaced(backends, "arch_of", lambda _: arch),
-            _replaced(backends, "on_device", lambda _: contextlib.nullcontext()),
-            _replaced(torch.cuda, "is_current_stream_capturing", lambda: False),
-            _AsOnGpu(),
-        ):
+        with contextlib.ExitStack() as stack:
+            for replacement in (
+                (Kernels, "modules", modules_of),
+                (backends, "runs_kernel", lambda *_: True),
+                (backends, "arch_of", lambda _: arch),
+                (backends, "on_device", lambda _: contextlib.nullcontext()),
+                *_AS_ON_GPU,
+            ):
+                stack.enter_context(_replaced(*replacement))
             yield found
     finally:
         forget_calls()
@@ -75,30 +75,39 @@ class _NotedModule:
         return compiled
 
 
-class _AsOnGpu(TorchFunctionMode):
-    """Tensors on the meta device say that they are on a GPU, and no to what only their contents could answer."""
-
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function in _ON_GPU and args[0].device.type == "meta":
-            return _ON_GPU[function]
-        if function is torch.mm and kwargs and "out_dtype" in kwargs and args[0].device.type == "meta":
-            # There is such a product on GPUs alone.
-            return args[0].new_empty(len(args[0]), args[1].shape[1], dtype=kwargs["out_dtype"])
-        return function(*args, **(kwargs or {}))
+# What tensors on the meta device answer within the block: that they are on a GPU, and no to what only their contents
+# could say. Of operators, one that there is on GPUs alone.
+_is_true, _mm = torch.Tensor.__bool__, torch.mm
 
 
-_ON_GPU = {
-    torch.Tensor.is_cuda.__get__: True,
-    torch.Tensor.is_meta.__get__: False,
-    torch.Tensor.__bool__: False,
-}
+def _product(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+    return a.new_empty(len(a), b.shape[1], dtype=options.get("out_dtype")) if _on_meta(a) else _mm(a, b, **options)
+
+
+def _on_meta(x: torch.Tensor) -> bool:
+    return x.device.type == "meta"
+
+
+_AS_ON_GPU = (
+    (torch.Tensor, "is_cuda", property(lambda x: x.device.type in ("cuda", "meta"))),
+    (torch.Tensor, "is_meta", property(lambda _: False)),
+    (torch.Tensor, "__bool__", lambda x: not _on_meta(x) and _is_true(x)),
+    (torch, "mm", _product),
+    (torch.cuda, "is_current_stream_capturing", lambda: False),
+)
+
+
+_INHERITED = object()
 
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
+    before = vars(owner).get(name, _INHERITED)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if before is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

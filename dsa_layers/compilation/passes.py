@@ -55,15 +55,15 @@ def passes(model: CheckpointModel, cache: Cache) -> Iterator[None]:
     at lengths at which tokens read all keys and at lengths at which they select."""
     context, top_k = model.config.max_position_embeddings, model.config.index_topk
     lengths = [n for n in (1, top_k, 4 * top_k, 16 * top_k) if n < context]
-    for rows in growing(min(MOST_ROWS, context), 1.2):
+    for rows in growing(min(MOST_ROWS, context), 1.3):
         yield prefill(model, cache, [(rows, 0)])
-    for rows in growing(min(MOST_ROWS, context), 4):
+    for rows in growing(min(MOST_ROWS, context), 8):
         for cached in (0, *lengths, context - rows):
             new = min(rows, context - cached, max(MOST_SCORES // (cached + 1), 1))
             yield prefill(model, cache, [(new, cached)])
             yield prefill(model, cache, [(-(-new // 3), cached)] * 3)
             yield prefill(model, cache, [(new, 0), (1, cached)])
-    for count in growing(MOST_SEQUENCES, 1.4):
+    for count in growing(MOST_SEQUENCES, 1.6):
         for tokens in (*lengths, context):
             yield decode(model, cache, count, min(tokens, MOST_KEYS // count))
 
