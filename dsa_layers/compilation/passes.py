@@ -15,7 +15,7 @@ from dsa_layers.layers import joint_linear
 
 MOST_ROWS = 32768  # new tokens of a pass; more take the kernels of so many
 MOST_SEQUENCES = 1024
-MOST_KEYS = 2**27  # of all sequences of a decoding pass, each as long as the longest
+MOST_KEYS = 2**24  # of all sequences of a decoding pass, each as long as the longest
 MOST_SCORES = 2**29  # of new tokens and earlier ones; more are computed in parts, which are alike
 META = torch.device("meta")
 
