@@ -74,7 +74,7 @@ def test_what_is_compiled_in_advance_is_all_that_runs(model, tmp_path, monkeypat
         dsa_command(f"dsa compile {checkpoint and '--model .tiny'} --out {out}", tmp_path)
     compiled = {path.name for path in out.glob("*.o")}
     monkeypatch.setenv("DSA_CACHE_DIR", str(out))
-    (tmp_path / "long.txt").write_text("The indexer scores all keys. " * 400)
+    (tmp_path / "long.txt").write_text("The indexer scores all keys. " * 60)
     short = "--prompt a --prompt 'The lightning indexer scores'"
     for options in (
         "--prompt a",
