@@ -92,6 +92,25 @@ def cached(compile_function: Callable) -> Callable:
     return get
 
 
+def fill(compile_function: Callable, *args: Any) -> bool:
+    """Puts what a `@cached` compile function gives for these arguments on disk, unless it is there. Returns whether it
+    had to be compiled. Nothing is loaded, so that no GPU is needed. OSError for a folder that cannot be used."""
+    function, directory = compile_function.__wrapped__, cache_dir()
+    if directory is None:
+        raise OSError("DSA_CACHE_DIR is empty: compiled kernels are not kept")
+    try:
+        directory = private_folder(directory)
+    except OSError as error:
+        raise OSError(error.errno, _of(error), str(directory)) from None
+    stem = _stem(function, args)
+    with _compile_lock, _exclusive(directory / f"{stem}.lock"):
+        if (found := _find(directory, stem)) is not None:
+            found[1].close()
+            return False
+        _write(function(*args), directory, stem)
+        return True
+
+
 def cubin(compile_function: Callable, *args: Any) -> bytes:
     """The machine code that a `@cached` compile function gives for these arguments, from its object file: the one on
     disk, or a new one, which is kept there."""

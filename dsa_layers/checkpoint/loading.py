@@ -18,6 +18,7 @@ from dsa_layers.families.config import read_config
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.precision import Precision, check_device
 from dsa_layers.families.registry import family
+from dsa_layers.hub import checkpoint_directory
 from dsa_layers.layers import joint_linear
 
 
@@ -32,7 +33,7 @@ def load_model(
     trainable: bool = False,
     progress: bool = True,
 ) -> CheckpointModel:
-    """The model of a checkpoint directory (config.json, safetensors); its class is the family's.
+    """The model of a checkpoint directory (config.json, safetensors), or of a hub id; its class is the family's.
 
     dtype          of activations and unquantised weights; the checkpoint's own if None
     dequantize     FP8 and FP4 weights become `dtype` weights, and neither activations nor index keys are quantised
@@ -43,6 +44,7 @@ def load_model(
                    the model is in training mode. Of a quantised checkpoint, with `dequantize` only: FP8 takes no
                    gradient. Otherwise none does, and the model is in evaluation mode
 
+    A hub id is OWNER/NAME, where there is no such directory, and is found by huggingface_hub (`checkpoint_directory`).
     Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor, and ValueError or TypeError
     that name any other argument; nothing is half-loaded.
     """
@@ -50,12 +52,9 @@ def load_model(
     flag("dequantize", dequantize)
     flag("widen_experts", widen_experts)
     flag("trainable", trainable)
+    directory = checkpoint_directory(directory)
     config = read_config(directory)
-    precision = Precision.of(config, dtype)
-    if dequantize:
-        precision = replace(precision, fp8_linear=False, fp8_indexer=False, kv_cache="model")
-    if kv_cache is not None:
-        precision = replace(precision, kv_cache=kv_cache)
+    precision = Precision.of(config, dtype, dequantize=dequantize, kv_cache=kv_cache)
     if trainable and precision.fp8_linear:
         raise ValueError("trainable: FP8 weights take no gradient; accepted with dequantize=True, got dequantize=False")
     check_quantised_sizes(config, precision, Path(directory) / "config.json")

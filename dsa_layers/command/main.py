@@ -1,4 +1,4 @@
-"""The `dsa` command: generate, compare, check, bench, tune, tiny."""
+"""The `dsa` command: generate, compare, check, compile, bench, tune, tiny."""
 
 # Nothing here is slow to import: torch comes in when a command runs, so that Ctrl-C is caught from the beginning.
 import argparse
@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from dsa_layers.command import check, compare, generate, tiny
+from dsa_layers.command import check, compare, compile, generate, tiny
 from dsa_layers.command.parser import Parser, WrongCall
 from dsa_layers.command.streams import drop_unwritten, on_interrupt, prepare_streams, say, say_json
 
@@ -95,8 +95,10 @@ def _parser() -> Parser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    for add_parsers in (generate.add_parser, compare.add_parser, check.add_parser, bench.add_parsers, tiny.add_parser):
-        add_parsers(commands)
+    for command in (generate, compare, check, compile):
+        command.add_parser(commands)
+    bench.add_parsers(commands)
+    tiny.add_parser(commands)
     return parser
 
 

@@ -37,33 +37,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         type=options.path,
         nargs="?",
         default=SHIPPED_MODEL,
-        help="directory with config.json, safetensors and tokenizer.json (default: the small model of Python source "
-        "that comes with dsa)",
+        help="directory with config.json, safetensors and tokenizer.json, or a hub id, OWNER/NAME (default: the small "
+        "model of Python source that comes with dsa)",
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is a GPU, else cpu)")
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        help="of activations, and of weights that are not quantised (default: the checkpoint's)",
-    )
-    parser.add_argument(
-        "--dequantize",
-        action=argparse.BooleanOptionalAction,
-        help="FP8 and FP4 weights become --dtype weights, and nothing else is quantised either: on a CPU that is less "
-        "work (default: yes on a CPU, no on a GPU)",
-    )
-    parser.add_argument(
-        "--kv-cache",
-        choices=("fp8", "model"),
-        help="latents in the cache: FP8, or in --dtype (default: fp8 for an FP8 checkpoint that is not dequantised, "
-        "else model)",
-    )
-    parser.add_argument(
-        "--widen-experts",
-        action="store_true",
-        help="experts in FP4 become FP8 when they are loaded, which takes twice the memory and gives the same results "
-        "(default: off, they stay FP4)",
-    )
+    add_precision_options(parser, dequantized="yes on a CPU, no on a GPU")
     parser.add_argument(
         "--prefill-chunk",
         type=options.positive,
@@ -79,6 +57,33 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_precision_options(parser: argparse.ArgumentParser, *, dequantized: str) -> None:
+    """dequantized: the default of that option, in words."""
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of activations, and of weights that are not quantised (default: the checkpoint's)",
+    )
+    parser.add_argument(
+        "--dequantize",
+        action=argparse.BooleanOptionalAction,
+        help="FP8 and FP4 weights become --dtype weights, and nothing else is quantised either: on a CPU that is less "
+        f"work (default: {dequantized})",
+    )
+    parser.add_argument(
+        "--kv-cache",
+        choices=("fp8", "model"),
+        help="latents in the cache: FP8, or in --dtype (default: fp8 for an FP8 checkpoint that is not dequantised, "
+        "else model)",
+    )
+    parser.add_argument(
+        "--widen-experts",
+        action="store_true",
+        help="experts in FP4 become FP8 when they are loaded, which takes twice the memory and gives the same results "
+        "(default: off, they stay FP4)",
+    )
+
+
 def load(args: argparse.Namespace) -> LoadedModel:
     """Raises ValueError, which names the option or the file, for what cannot be loaded."""
     import torch
@@ -87,8 +92,10 @@ def load(args: argparse.Namespace) -> LoadedModel:
     from dsa_layers.checkpoint.loading import load_model
     from dsa_layers.families.precision import check_device
     from dsa_layers.generation.tokenizer import Tokenizer
+    from dsa_layers.hub import checkpoint_directory
 
-    if not args.checkpoint.is_dir():
+    checkpoint = checkpoint_directory(args.checkpoint)
+    if not checkpoint.is_dir():
         raise ValueError(f"{args.checkpoint}: no such directory; a checkpoint holds config.json and safetensors")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device is None else args.device
     try:
@@ -101,9 +108,9 @@ def load(args: argparse.Namespace) -> LoadedModel:
     if threads is not None:
         torch.set_num_threads(threads)
     dequantize = not on_gpu if args.dequantize is None else args.dequantize
-    tokenizer = Tokenizer(args.checkpoint)
+    tokenizer = Tokenizer(checkpoint)
     model = load_model(
-        args.checkpoint,
+        checkpoint,
         device=device,
         dtype=args.dtype and getattr(torch, args.dtype),
         dequantize=dequantize,
@@ -112,4 +119,4 @@ def load(args: argparse.Namespace) -> LoadedModel:
         progress=sys.stderr is not None and sys.stderr.isatty(),
     )
     backend = dsa.backend() if on_gpu else "reference"
-    return LoadedModel(model, tokenizer, args.checkpoint, device, backend, dequantize)
+    return LoadedModel(model, tokenizer, checkpoint, device, backend, dequantize)

@@ -19,14 +19,16 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
     """The configuration in `directory`/config.json, of the class of its `model_type`.
 
     If `directory`/generation_config.json names end-of-sequence ids, they replace config.json's.
+    `directory` may also be the path of a config.json by itself, whatever the file is called.
     Raises ConfigError (a ValueError) that names the file and the field, what it holds and what is accepted: for a file
     that is missing or not a JSON object, a model type or a value that is not supported, a field that is missing, of
     the wrong type or unknown, and fields that contradict each other.
     """
     directory = Path(directory)
-    fields = read_object(directory / "config.json")
+    alone = directory.is_file()
+    fields = read_object(directory if alone else directory / "config.json")
     model_type = fields.one_of("model_type", model_types())
     generation_path = directory / "generation_config.json"
     # A link to nothing is a file that was not fetched, and no absent one.
-    generation = read_object(generation_path) if os.path.lexists(generation_path) else None
+    generation = read_object(generation_path) if not alone and os.path.lexists(generation_path) else None
     return family(model_type).read_config(fields, generation)

@@ -1,7 +1,7 @@
 """The protocols of a model and of its configuration, which every family follows."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ class ModelConfig(Protocol):
 
     def fp8_widths(self) -> dict[str, int]:
         """Field of config.json -> a width that follows from it and that FP8 cuts into blocks of 128."""
+
+    def with_heads(self, heads: int) -> Self:
+        """The configuration of one GPU's share, so many attention heads. ValueError for what is no share of them."""
 
 
 @runtime_checkable

@@ -161,3 +161,11 @@ def read_token_ids(fields: Fields, generation: Fields | None, vocab_size: int) -
     if generation is not None:
         eos = generation.token_ids("eos_token_id", vocab_size) or eos
     return bos[0] if bos else None, eos
+
+
+def share_of_heads(heads: int, of: int, multiple: int = 1) -> int:
+    """`heads`, if several GPUs can have so many each of a model's; ValueError otherwise."""
+    if of % heads or heads % multiple:
+        shares = [n for n in range(multiple, of + 1, multiple) if of % n == 0]
+        raise ValueError(f"heads: must be a GPU's share of {of} heads, one of {shares}, got {heads}")
+    return heads

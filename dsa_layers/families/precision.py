@@ -46,11 +46,19 @@ class Precision:
             raise ValueError(f"kv_cache: must be {' or '.join(map(repr, KV_CACHES))}, got {shown(self.kv_cache)}")
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype | None = None) -> Self:
-        """What the checkpoint was made for: all FP8 if it holds FP8 weights, else nothing quantised."""
-        fp8 = config.quantization is not None
+    def of(
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype | None = None,
+        *,
+        dequantize: bool = False,
+        kv_cache: Literal["fp8", "model"] | None = None,
+    ) -> Self:
+        """What the checkpoint was made for, all FP8 if it holds FP8 weights, else nothing quantised; or what
+        `load_model` is told instead."""
+        fp8 = config.quantization is not None and not dequantize
         dtype = getattr(torch, config.dtype) if dtype is None else dtype
-        return cls(dtype, fp8, fp8, "fp8" if fp8 else "model")
+        return cls(dtype, fp8, fp8, ("fp8" if fp8 else "model") if kv_cache is None else kv_cache)
 
     def projections(self, config: ModelConfig) -> dict[str, Any]:
         """The options of `make_linear`, and of layers that pass them on."""

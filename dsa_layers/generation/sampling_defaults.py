@@ -2,12 +2,12 @@
 
 import os
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from dsa_layers.arguments import shown
 from dsa_layers.errors import ConfigError
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.hub import checkpoint_directory
 from dsa_layers.untrusted_files import read_json_object
 
 _NAMES = ("temperature", "top_k", "top_p")
@@ -15,13 +15,14 @@ _MAX_BYTES = 2**20
 
 
 def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
-    """The SamplingParams that `directory`/generation_config.json sets: some of temperature, top_k and top_p.
+    """The SamplingParams that generation_config.json sets, of a checkpoint's directory or hub id: some of temperature,
+    top_k and top_p.
 
     "do_sample": false is temperature 0, and true without a temperature is 1, as transformers takes them. Empty, which
     means greedy, for a file that is absent or says nothing of sampling.
     Raises ConfigError (a ValueError) that names the file, the field, its value and what is accepted.
     """
-    path = Path(directory) / "generation_config.json"
+    path = checkpoint_directory(directory, weights=False) / "generation_config.json"
     if not os.path.lexists(path):
         return {}
     try:

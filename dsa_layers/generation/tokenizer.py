@@ -13,6 +13,7 @@ import tokenizers
 
 from dsa_layers.arguments import shown
 from dsa_layers.generation.chat_template import ChatTemplate, ChatTemplateError
+from dsa_layers.hub import checkpoint_directory
 from dsa_layers.untrusted_files import check_values, read_json_object, read_text
 
 _REPLACEMENT = "\ufffd"
@@ -32,7 +33,8 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """The tokenizer in a checkpoint directory: tokenizer.json, and tokenizer_config.json for its special tokens.
+    """The tokenizer of a checkpoint's directory or hub id: tokenizer.json, and tokenizer_config.json for its special
+    tokens.
 
     bos_token_id, eos_token_id: None if tokenizer_config.json names no such token.
     The chat template is chat_template.jinja if there is one, else tokenizer_config.json's `chat_template`: a string, or
@@ -43,7 +45,7 @@ class Tokenizer:
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
-        directory = Path(directory)
+        directory = checkpoint_directory(directory, weights=False)
         tokenizer_path, config_path = directory / "tokenizer.json", directory / "tokenizer_config.json"
         self._tokenizer_path = tokenizer_path
         with _missing(tokenizer_path):

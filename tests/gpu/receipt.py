@@ -41,7 +41,7 @@ WHOLES = {
 SEVERAL_GPUS = "pytest.mark.several_gpus"
 # Files and folders of dsa_layers that no pass of a model runs. Tests of generation run models of those in TINY.
 TINY = ("manifest.py", "tiny.py", "tiny")
-NOT_RUN = ("command", "evaluation", "export.py", "training", "vendored", *TINY)
+NOT_RUN = ("command", "compilation", "evaluation", "export.py", "training", "vendored", *TINY)
 
 
 Entries = dict[str, dict[str, dict[str, Any]]]

@@ -61,6 +61,32 @@ def test_the_tiny_families(name, tmp_path):
     assert done.stdout and "backend cute" in done.stderr
 
 
+@pytest.mark.parametrize("model", ["", "deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
+def test_what_is_compiled_in_advance_is_all_that_runs(model, tmp_path, monkeypatch):
+    """`dsa compile` fills a folder, without a GPU, to which generation adds nothing: prompts of several lengths, alone
+    and together, in one chunk and in many."""
+    out = tmp_path / "kernels"
+    checkpoint = ".tiny" if model else ""
+    if model:
+        dsa_command(f"dsa tiny .tiny --model {model}", tmp_path)
+    with monkeypatch.context() as hidden:
+        hidden.setenv("CUDA_VISIBLE_DEVICES", "")
+        dsa_command(f"dsa compile {checkpoint and '--model .tiny'} --out {out}", tmp_path)
+    compiled = {path.name for path in out.glob("*.o")}
+    monkeypatch.setenv("DSA_CACHE_DIR", str(out))
+    (tmp_path / "long.txt").write_text("The indexer scores all keys. " * 60)
+    short = "--prompt a --prompt 'The lightning indexer scores'"
+    for options in (
+        "--prompt a",
+        short,
+        "--prompt-file long.txt",
+        f"{short} --prompt-file long.txt --prefill-chunk 300",
+    ):
+        done = dsa_command(f"dsa generate {checkpoint} --raw {options} --max-new-tokens 40", tmp_path)
+        assert "backend cute" in done.stderr
+    assert len(compiled) > 30 and {path.name for path in out.glob("*.o")} == compiled
+
+
 @pytest.mark.parametrize("block", python_blocks(), ids=lambda block: f"{len(block)} characters")
 def test_the_documents_python(block, tmp_path):
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=300)

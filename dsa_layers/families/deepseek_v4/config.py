@@ -1,7 +1,7 @@
 """The configuration of DeepSeek-V4."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from dsa_layers.arguments import shown
 from dsa_layers.families.fields import (
@@ -25,6 +25,7 @@ from dsa_layers.families.parts import (
     read_token_ids,
     read_vocab_size,
     read_yarn,
+    share_of_heads,
 )
 
 # Layers by how many tokens an entry stands for, and as transformers names them; 0: the window alone.
@@ -93,6 +94,12 @@ class DeepseekV4Config:
         names = ("hidden_size", "q_lora_rank", "moe_intermediate_size", "o_lora_rank")
         widths = {name: getattr(self, name) for name in names}
         return widths | {"o_groups": self.num_attention_heads * self.head_dim // self.o_groups}
+
+    def with_heads(self, heads: int) -> Self:
+        """One GPU's share of a model whose attention heads several GPUs have: whole groups of the output's."""
+        of_group = self.num_attention_heads // self.o_groups
+        heads = share_of_heads(heads, self.num_attention_heads, of_group)
+        return replace(self, num_attention_heads=heads, o_groups=heads // of_group)
 
 
 def read_deepseek_v4(fields: Fields, generation: Fields | None) -> DeepseekV4Config:

@@ -1,7 +1,7 @@
 """The configuration that families of latent attention with a lightning indexer and mixture-of-experts MLPs share."""
 
-from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self, TypeVar
 
 from dsa_layers.families.fields import (
     MAX_EXPERTS,
@@ -22,6 +22,7 @@ from dsa_layers.families.parts import (
     read_rope,
     read_token_ids,
     read_vocab_size,
+    share_of_heads,
 )
 
 # transformers builds q_a_layernorm and kv_a_layernorm with this eps whatever rms_norm_eps says, and so does DeepSeek's
@@ -90,6 +91,10 @@ class SparseMLAConfig:
         names += ["moe_intermediate_size"] if self.first_k_dense_replace < self.num_hidden_layers else []
         widths = {name: getattr(self, name) for name in names}
         return widths | {"v_head_dim": self.num_attention_heads * self.v_head_dim}
+
+    def with_heads(self, heads: int) -> Self:
+        """One GPU's share of a model whose attention heads several GPUs have."""
+        return replace(self, num_attention_heads=share_of_heads(heads, self.num_attention_heads))
 
 
 Config = TypeVar("Config", bound=SparseMLAConfig)

@@ -1,0 +1,1 @@
+"""The kernels that a model runs on, compiled before it runs."""

@@ -1,0 +1,92 @@
+"""The passes of a generator over a model without memory: of all kinds, and of one row to tens of thousands."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from dsa_layers.batch.decode_inputs import DecodeInputs
+from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.cache.cache import Cache
+from dsa_layers.families.model import CheckpointModel, ModelConfig
+from dsa_layers.families.precision import Precision
+from dsa_layers.families.registry import family
+from dsa_layers.layers import joint_linear
+
+MOST_ROWS = 32768  # new tokens of a pass; more take the kernels of so many
+MOST_SEQUENCES = 1024
+MOST_KEYS = 2**24  # of all sequences of a decoding pass, each as long as the longest
+MOST_SCORES = 2**29  # of new tokens and earlier ones; more are computed in parts, which are alike
+META = torch.device("meta")
+
+
+def without_memory(config: ModelConfig, precision: Precision) -> tuple[CheckpointModel, Cache]:
+    """The model on the meta device, as `load_model` makes it, and a cache for it. It has one layer of each kind: layers
+    that are like an earlier one give back what they get."""
+    with META:
+        model = family(config.model_type).model(config, precision)
+    model.init_buffers(META)
+    joint_linear.join(model)
+    pages = -(-config.max_position_embeddings // model.page_size)
+    cache = model.make_cache(pages, model.page_size, META, state_slots=MOST_SEQUENCES)
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
+    kinds = set()
+    for i, layer in enumerate(layers):
+        kind = _kind(layer)
+        if kind in kinds:
+            layers[i] = _Same()
+        kinds.add(kind)
+    return model.train(False), cache
+
+
+class _Same(nn.Module):
+    def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
+        return x
+
+
+def _kind(layer: nn.Module) -> tuple:
+    """What layers have in common that ask for the same kernels."""
+    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    return modules, tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
+
+
+def passes(model: CheckpointModel, cache: Cache) -> Iterator[None]:
+    """Runs a pass for each item: prefill of one sequence and of several, with and without earlier tokens, and decoding,
+    at lengths at which tokens read all keys and at lengths at which they select."""
+    context, top_k = model.config.max_position_embeddings, model.config.index_topk
+    lengths = [n for n in (1, top_k, 4 * top_k, 16 * top_k) if n < context]
+    for rows in growing(min(MOST_ROWS, context), 1.3):
+        yield prefill(model, cache, [(rows, 0)])
+    for rows in growing(min(MOST_ROWS, context), 8):
+        for cached in (0, *lengths, context - rows):
+            new = min(rows, context - cached, max(MOST_SCORES // (cached + 1), 1))
+            yield prefill(model, cache, [(new, cached)])
+            yield prefill(model, cache, [(-(-new // 3), cached)] * 3)
+            yield prefill(model, cache, [(new, 0), (1, cached)])
+    for count in growing(MOST_SEQUENCES, 1.6):
+        for tokens in (*lengths, context):
+            yield decode(model, cache, count, min(tokens, MOST_KEYS // count))
+
+
+def growing(most: int, factor: float) -> list[int]:
+    """1, 2, 3, ... up to `most`, each at most `factor` times the one before where there is such a number."""
+    numbers = [1]
+    while numbers[-1] < most:
+        numbers.append(min(most, max(numbers[-1] + 1, int(numbers[-1] * factor))))
+    return numbers
+
+
+@torch.inference_mode()
+def prefill(model: CheckpointModel, cache: Cache, sequences: list[tuple[int, int]]) -> None:
+    """A pass over (new, earlier) tokens of each sequence. All have the same pages, which nothing writes to."""
+    pages = range(-(-max(map(sum, sequences)) // cache.page_size))
+    chunks = [Chunk(new, cached, pages, slot) for slot, (new, cached) in enumerate(sequences)]
+    tokens = torch.zeros(sum(new for new, _ in sequences), dtype=torch.int64, device=META)
+    model(tokens, prefill_batch(chunks, cache.page_size, META), cache)
+
+
+@torch.inference_mode()
+def decode(model: CheckpointModel, cache: Cache, count: int, tokens: int) -> None:
+    """A pass over one new token of each of `count` sequences, the longest of which has so many."""
+    inputs = DecodeInputs(count, -(-tokens // cache.page_size), cache.page_size, META)
+    model(inputs.tokens, inputs.batch(), cache)

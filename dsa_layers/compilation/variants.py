@@ -1,0 +1,80 @@
+"""Which compiled variants of kernels the passes of a model ask for."""
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from dsa.ops.asked_variants import Variant, asked_variants
+from dsa_layers.compilation.passes import passes, without_memory
+from dsa_layers.families.model import ModelConfig
+from dsa_layers.families.precision import Precision
+
+# Compile functions whose work tiles follow from the number of rows, and the place of these among their arguments: of a
+# kernel that is asked for, all tiles are compiled.
+TILES = {
+    "compile_apply_rotary": 2,
+    "compile_fp8_fp4_gemm": 1,
+    "compile_fp8_fp4_gemm_few_rows": 1,
+    "compile_fp8_gemm": 1,
+    "compile_fp8_gemm_few_rows": 1,
+    "compile_fp8_gemm_swiglu": 3,
+    "compile_grouped_fp8_gemm": 1,
+    "compile_grouped_fp8_gemm_few_rows": 1,
+    "compile_hyper_mix": 0,
+    "compile_hyper_mix_few_tokens": 0,
+    "compile_mla_combine": 1,
+    "compile_per_token_cast_to_fp8": 3,
+    "compile_sparse_mla_combine": 1,
+    "compile_sparse_mla_fp8_kv": 1,
+    "compile_topk_indices": 1,
+}
+
+
+def precisions(
+    config: ModelConfig, *, dtype: str | None, dequantize: bool, kv_cache: str | None, widen_experts: bool
+) -> list[Precision]:
+    """What `load_model` makes of these options: two where only the files say how experts are stored. dtype: as
+    "bfloat16"."""
+    own = dtype and getattr(torch, dtype)
+    precision = Precision.of(config, own, dequantize=dequantize, kv_cache=kv_cache)
+    stored = config.quantization.expert_dtype if precision.fp8_linear and not widen_experts else "fp8"
+    found = [] if stored == "fp4" else [precision]
+    return found if stored == "fp8" else [*found, replace(precision, fp4_experts=True)]
+
+
+def model_variants(config: ModelConfig, precisions: Iterable[Precision], arch: str = "sm_90") -> list[Variant]:
+    """The variants that a generator's passes over the model ask for, in any of these precisions, sorted."""
+    found: dict[Variant, None] = {}
+    for precision in precisions:
+        model, cache = without_memory(config, precision)
+        with asked_variants(arch) as asked:
+            for _ in passes(model, cache):
+                pass
+        found |= asked
+    return sorted(with_all_tiles(found), key=repr)
+
+
+def with_all_tiles(variants: Iterable[Variant]) -> set[Variant]:
+    """These, and those that differ from them in nothing but a tile that follows from the number of rows."""
+    return {other for variant in variants for other in (variant, *_other_tiles(variant))}
+
+
+def _other_tiles(variant: Variant) -> Iterator[Variant]:
+    place = TILES.get(variant.function)
+    if place is None:
+        return
+    module, given = importlib.import_module(variant.module), variant.arguments
+    signature = inspect.signature(getattr(module, variant.function))
+
+    def others(arguments: tuple) -> tuple:
+        """The arguments but for the tile; those that are not given have defaults."""
+        bound = signature.bind(*arguments)
+        bound.apply_defaults()
+        return bound.args[:place] + bound.args[place + 1 :]
+
+    for function, arguments in module.shipped_variants():
+        if function.__name__ == variant.function and others(arguments) == others(given):
+            yield variant._replace(arguments=(*given[:place], arguments[place], *given[place + 1 :]))

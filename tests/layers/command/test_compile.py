@@ -1,0 +1,86 @@
+"""`dsa compile`: what it asks for is in tests/layers/compilation; here are its options, output and errors."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+
+from dsa.ops.asked_variants import Variant
+from dsa_layers.command.main import main
+from dsa_layers.compilation import variants
+from dsa_layers.families.published import VENDORED
+
+SORT = "dsa.kernels.moe.sort_by_expert_sm90"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """(configuration, precisions) that the command looks for the kernels of; there is one that compiles in a second."""
+    found = []
+
+    def model_variants(config, precisions):
+        found.append((config, list(precisions)))
+        return [Variant(SORT, "compile_sort_by_expert", ("int64",))]
+
+    monkeypatch.setattr(variants, "model_variants", model_variants)
+    return found
+
+
+def test_a_checkpoints_kernels(asked, checkpoint, tmp_path, capsys):
+    out = tmp_path / "new" / "kernels"
+    for outcome in ("1 kernels compiled, 0 were there", "0 kernels compiled, 1 were there"):
+        assert main(["compile", "--model", str(checkpoint), "--out", str(out), "--jobs", "1"]) == 0
+        captured = capsys.readouterr()
+        assert re.fullmatch(rf"{out}: {outcome}, \d+ s\n", captured.out), captured.out
+        assert captured.err.startswith(f"{checkpoint}: looking for what its passes ask for\n")
+    assert [path.name.partition("-")[0] for path in out.glob("*.o")] == ["sort_by_expert"]
+    config, (precision,) = asked[0]
+    assert config.model_type == "deepseek_v32" and precision.fp8_linear and precision.kv_cache == "fp8"
+
+
+def test_options(asked, tmp_path, monkeypatch, capsys):
+    """A config.json by itself, whatever its name; a share of the heads; what `dsa generate` can be told."""
+    monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    path = VENDORED / "deepseek_v4_flash_config.json"
+    assert main(["compile", "--model", str(path), "--heads", "16", "--widen-experts", "--jobs", "1"]) == 0
+    assert main(["compile", "--model", str(path), "--dequantize", "--dtype", "float16", "--jobs", "1"]) == 0
+    (first, (one,)), (second, (other,)) = asked
+    assert (first.num_attention_heads, first.o_groups, one.fp4_experts, one.fp8_linear) == (16, 2, False, True)
+    assert (second.num_attention_heads, str(other.dtype), other.fp8_linear) == (64, "torch.float16", False)
+    assert list(tmp_path.glob("*.o")) and str(tmp_path) in capsys.readouterr().out
+
+
+def test_errors(asked, checkpoint, tmp_path, monkeypatch, error):
+    fields = json.loads((checkpoint / "config.json").read_text())
+    changed = tmp_path / "config.json"
+    changed.write_text(json.dumps(fields | {"model_type": "gpt2"}))
+    writable = tmp_path / "writable"
+    writable.mkdir()
+    writable.chmod(0o777)
+    model = ["--model", str(checkpoint)]
+    for options, message in (
+        (["--model", str(tmp_path / "nowhere")], f"{tmp_path}/nowhere/config.json: no such file"),
+        (["--model", str(changed)], f"{changed}: field 'model_type' is 'gpt2'; accepted: "),
+        ([*model, "--heads", "3"], "--heads: must be a GPU's share of 4 heads, one of [1, 2, 4], got 3"),
+        ([*model, "--heads", "0"], "argument --heads: must be at least 1, got 0"),
+        ([*model, "--out", str(writable)], f"--out: {writable} cannot be used: other users may write to the folder"),
+        ([*model, "--out", str(changed)], f"--out: {changed} cannot be used: "),
+    ):
+        assert main(["compile", *options]) == 2
+        assert error().startswith(f"dsa compile: {message}"), message
+    monkeypatch.setenv("DSA_CACHE_DIR", "")
+    assert main(["compile", *model]) == 2
+    assert error() == "dsa compile: --out: must be given where DSA_CACHE_DIR is empty"
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cutlass" else find_spec(name))
+    assert main(["compile", *model]) == 2
+    assert error().startswith("dsa compile: nvidia-cutlass-dsl is not installed")
+    assert not asked
+
+
+def test_a_kernel_that_does_not_compile(asked, checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(variants, "model_variants", lambda *_: [Variant(SORT, "compile_sort_by_expert", ("int63",))])
+    assert main(["compile", "--model", str(checkpoint), "--out", str(tmp_path / "new"), "--jobs", "1"]) == 1
+    assert "dsa compile: compile_sort_by_expert('int63') does not compile: KeyError: 'int63'" in capsys.readouterr().err

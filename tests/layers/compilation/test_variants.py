@@ -1,0 +1,182 @@
+"""Which kernels a model's passes ask for, against passes of other sizes and against a generator's."""
+
+import functools
+import importlib
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from dsa.ops.asked_variants import Variant, asked_variants
+from dsa_layers import Generator, SamplingParams, load_model
+from dsa_layers.compilation.passes import META, MOST_ROWS, decode, growing, prefill, without_memory
+from dsa_layers.compilation.variants import TILES, model_variants, precisions, with_all_tiles
+from dsa_layers.families.config import read_config
+from dsa_layers.families.registry import family, model_types
+from dsa_layers.tiny import write_tiny_checkpoint
+
+AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}
+# Options of `load_model` under which a family's passes are others.
+KINDS = [
+    *((model_type, {}) for model_type in model_types()),
+    ("glm_moe_dsa", {"dequantize": True}),
+    ("deepseek_v4", {"dequantize": True}),
+]
+
+
+def tiny_config(model_type, directory, **changes):
+    fields = family(model_type).tiny.fields(quantized=True) | changes
+    (directory / "config.json").write_text(json.dumps(fields))
+    return read_config(directory)
+
+
+@functools.cache
+def variants_of(model_type, **options):
+    """Of the tiny model."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = tiny_config(model_type, Path(directory))
+    return set(model_variants(config, precisions(config, **AS_LOADED | options)))
+
+
+@pytest.mark.parametrize("model_type, options", KINDS, ids=str)
+def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options, tmp_path):
+    """The list is of some sizes; passes of random ones ask for nothing that it lacks."""
+    config = tiny_config(model_type, tmp_path)
+    chosen = precisions(config, **AS_LOADED | options)
+    listed = variants_of(model_type, **options)
+    draw, context = random.Random(0), config.max_position_embeddings
+    for precision in chosen:
+        model, cache = without_memory(config, precision)
+        with asked_variants("sm_90") as asked:
+            for _ in range(25):
+                count = round(2 ** draw.uniform(0, 6))
+                news = [min(round(2 ** draw.uniform(0, 12)), context // 2) for _ in range(draw.choice((1, 1, 2, 5)))]
+                earlier = (draw.choice((0, round(2 ** draw.uniform(0, 14)))) for _ in news)
+                prefill(model, cache, [(new, min(cached, context - new)) for new, cached in zip(news, earlier)])
+                decode(model, cache, count, round(2 ** draw.uniform(0, 16)))
+        assert asked and asked.keys() <= listed
+    assert len(listed) < 130
+
+
+ZEROS = {
+    torch.empty: torch.zeros,
+    torch.empty_like: torch.zeros_like,
+    torch.Tensor.new_empty: torch.Tensor.new_zeros,
+}
+
+
+class Zeroed(TorchFunctionMode):
+    """Memory that nobody has written to holds zeros: indices that kernels would write are in bounds."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return ZEROS.get(function, function)(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_a_generator_asks_for_no_other_kernels(model_type, tmp_path):
+    """With weights, on the CPU, and kernels that do nothing: prefill in chunks, of one prompt and of several, and
+    decoding while sequences end one by one."""
+    write_tiny_checkpoint(tmp_path, model=model_type)
+    model = load_model(tmp_path, progress=False)
+    generator = Generator(model, cache_tokens=16384, prefill_chunk=1500)
+    draw = random.Random(1)
+    with asked_variants("sm_90") as asked, Zeroed():
+        for lens in ([1], [5], [2200], [3, 700, 40], [1] * 9, [2500, 2300]):
+            prompts = [[draw.randrange(3, 100) for _ in range(n)] for n in lens]
+            generator.generate(prompts, [SamplingParams(max_new_tokens=2 + i) for i in range(len(prompts))])
+    assert len(asked) > 20 and asked.keys() <= variants_of(model_type)
+
+
+def test_layers_alike_are_asked_once(tmp_path):
+    config = tiny_config("deepseek_v32", tmp_path, num_hidden_layers=12)
+    (precision,) = precisions(config, **AS_LOADED)
+    model, _ = without_memory(config, precision)
+    kinds = [type(layer).__name__ for layer in model.model.layers]
+    assert kinds.count("_Same") == 10  # one with a dense MLP and one with experts stay
+    assert {parameter.device for parameter in model.parameters()} == {META}
+
+
+def test_a_share_of_the_heads(tmp_path):
+    config = tiny_config("deepseek_v32", tmp_path, num_attention_heads=128, num_key_value_heads=128)
+    share = config.with_heads(16)
+    assert share.num_attention_heads == 16 and share.index_n_heads == config.index_n_heads
+    shapes = {}
+    for name, each in {"whole": config, "share": share}.items():
+        model, _ = without_memory(each, *precisions(each, **AS_LOADED))
+        shapes[name] = {key: tuple(x.shape) for key, x in model.named_parameters()}
+    changed = {key for key in shapes["whole"] if shapes["whole"][key] != shapes["share"][key]}
+    assert {key.rpartition("self_attn.")[2].partition("_proj")[0] for key in changed} == {"q_b", "kv_b", "o"}
+    with pytest.raises(ValueError, match=r"heads: must be a GPU's share of 128 heads, one of \[1, 2, 4, .*, got 3"):
+        config.with_heads(3)
+    with pytest.raises(ValueError, match="got 256"):
+        config.with_heads(256)
+
+
+def test_a_share_has_whole_groups_of_the_output(tmp_path):
+    config = tiny_config("deepseek_v4", tmp_path)  # 8 heads in 2 groups
+    share = config.with_heads(4)
+    assert (share.num_attention_heads, share.o_groups) == (4, 1)
+    with pytest.raises(ValueError, match=r"heads: must be a GPU's share of 8 heads, one of \[4, 8\], got 2"):
+        config.with_heads(2)
+
+
+def test_precisions_of_experts_whose_dtype_only_the_files_say(tmp_path):
+    config = tiny_config("deepseek_v4", tmp_path)
+    assert [p.fp4_experts for p in precisions(config, **AS_LOADED)] == [True]
+    assert [p.fp4_experts for p in precisions(config, **AS_LOADED | {"widen_experts": True})] == [False]
+    assert [p.fp4_experts for p in precisions(config, **AS_LOADED | {"dequantize": True})] == [False]
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields.pop("expert_dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = read_config(tmp_path)
+    assert config.quantization.expert_dtype is None
+    assert [p.fp4_experts for p in precisions(config, **AS_LOADED)] == [False, True]
+
+
+def test_all_tiles_of_a_kernel():
+    """With the arguments that the bridge gives: what has a default may be missing."""
+    module = "dsa.kernels.gemm.per_token_cast_to_fp8_sm90"
+    kernels = importlib.import_module(module)
+    shipped = [a for f, a in kernels.shipped_variants() if f.__name__ == "compile_per_token_cast_to_fp8"]
+    config = next(a[3] for a in shipped if a[:3] == ("bfloat16", True, False))
+    asked = Variant(module, "compile_per_token_cast_to_fp8", ("bfloat16", True, False, config))
+    found = with_all_tiles([asked])
+    assert asked in found and len(found) > 1
+    assert {v.arguments[:3] for v in found} == {asked.arguments[:3]} and {len(v.arguments) for v in found} == {4}
+    other = Variant("dsa.kernels.moe.sort_by_expert_sm90", "compile_sort_by_expert", ("int64",))
+    assert with_all_tiles([other]) == {other}
+
+
+def test_tiles_are_of_kernels_that_there_are():
+    from tests.kernels.variants import all_compile_functions
+
+    functions = {function.__name__: function for function in all_compile_functions()}
+    for name, place in TILES.items():
+        module = importlib.import_module(functions[name].__module__)
+        assert len({a[place] for f, a in module.shipped_variants() if f.__name__ == name}) > 1, name
+
+
+def test_nothing_is_kept_of_the_search():
+    """Ops run their references again, and no kernel that does nothing is found later."""
+    import dsa
+    from dsa.ops.declaration import OPS
+
+    with asked_variants("sm_90") as asked:
+        dsa.rms_norm(torch.zeros(4, 512, dtype=torch.bfloat16, device=META), torch.ones(512, device=META), 1e-6)
+    assert [v.function for v in asked] == ["compile_rms_norm"]
+    with asked_variants("sm_90") as again:
+        dsa.rms_norm(torch.zeros(4, 512, dtype=torch.bfloat16, device=META), torch.ones(512, device=META), 1e-6)
+    assert again == asked
+    x = torch.randn(4, 512)
+    assert torch.allclose(dsa.rms_norm(x, None, 0.0).square().mean(-1), torch.ones(4))
+    assert not any(op.known.steps or op.known._times for op in OPS.values())
+    assert not torch.zeros(1, device=META).is_cuda
+
+
+def test_sizes_grow():
+    assert growing(10, 1.5) == [1, 2, 3, 4, 6, 9, 10] and growing(1, 2) == [1]
+    assert growing(MOST_ROWS, 1.2)[-1] == MOST_ROWS
