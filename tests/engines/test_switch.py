@@ -1,0 +1,69 @@
+"""What the environment asks the engines' plugins for."""
+
+import logging
+
+import pytest
+
+from dsa_engines import switch
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Call it with what DSA_ENGINE and DSA_ENGINE_OPS are to be; None: not set."""
+
+    def change(engine=None, ops=None):
+        for name, value in {"DSA_ENGINE": engine, "DSA_ENGINE_OPS": ops}.items():
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+
+    return change
+
+
+@pytest.mark.parametrize("engine", [None, "", "0", "true", " 1"])
+def test_off_unless_it_is_1(environment, engine):
+    environment(engine, "no such word, which nobody reads")
+    assert switch.enabled_ops() == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("ops", "expected"),
+    [
+        (None, {"scores", "topk", "attention"}),
+        ("", {"scores", "topk", "attention"}),
+        ("scores", {"scores"}),
+        ("topk, attention", {"topk", "attention"}),
+        ("attention,,attention,", {"attention"}),
+    ],
+)
+def test_ops(environment, ops, expected):
+    environment("1", ops)
+    assert switch.enabled_ops() == expected
+
+
+def test_an_unknown_word_is_named_with_those_that_are_known(environment):
+    environment("1", "scores,top-k,Attention")
+    message = r"^DSA_ENGINE_OPS: got Attention, top-k; accepted are attention, scores, topk$"
+    with pytest.raises(ValueError, match=message):
+        switch.enabled_ops()
+
+
+def test_declined_is_one_line(caplog):
+    with caplog.at_level(logging.WARNING):
+        switch.declined("vllm", "something\n  is missing")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "dsa: vllm: something is missing; the engine's own kernels stay"
+
+
+@pytest.mark.parametrize("installed", ["0.33.0", "0.33.0+cu130", "0.34.1"])
+def test_tested_versions(caplog, installed):
+    assert switch.tested_version("vllm", installed, ("0.33.0", "0.34.1")) and not caplog.records
+
+
+@pytest.mark.parametrize("installed", ["0.33.1", "0.33", "0.33.0rc1", "dev", ""])
+def test_other_versions_are_declined_in_one_line(caplog, installed):
+    assert not switch.tested_version("vllm", installed, ("0.33.0",))
+    (record,) = caplog.records
+    expected = f"dsa: vllm: version {installed} is installed, and the plugin was tested with 0.33.0"
+    assert record.getMessage() == f"{' '.join(expected.split())}; the engine's own kernels stay"
