@@ -1,7 +1,8 @@
-"""DeepGEMM's FP8 products, by its names and with its signatures, over `dsa.fp8_gemm_nt` and `dsa.grouped_fp8_gemm_nt`.
+"""DeepGEMM's FP8 products and index scores, by its names and with its signatures.
 
 `import dsa.compat.deep_gemm as deep_gemm` stands for `import deep_gemm` (2.8.1, or a build before it) where an engine
-multiplies FP8 on Hopper. As there
+multiplies FP8 on Hopper, or scores keys there, whose functions are written in `_deep_gemm_logits`. The products are
+those of `dsa.fp8_gemm_nt` and `dsa.grouped_fp8_gemm_nt`. As there
 - a and b are (e4m3 values, fp32 scales), a scale for each row and 128 channels and for each 128 x 128 block of a
   weight, and both row-major; scales may be laid out row by row or column by column (`get_mn_major_tma_aligned_tensor`);
 - the caller gives the result d, [.., N] in rows at any stride, and nothing is returned;
@@ -23,6 +24,14 @@ from collections.abc import Sequence
 import torch
 
 from dsa import backends
+from dsa.compat._deep_gemm_logits import (
+    fp8_fp4_mqa_logits,
+    fp8_fp4_paged_mqa_logits,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    get_num_sms,
+    get_paged_mqa_logits_metadata,
+)
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.declaration import Op
 from dsa.ops.gemm import fp8_gemm_nt as bridge
@@ -36,12 +45,45 @@ from dsa.reference.checks import (
     check_same_device,
     check_tensor,
     check_writable,
+    shape_of,
 )
 
-__all__ = ["fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"]
+__all__ = [
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+    "fp8_gemm_nt",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_mn_major_tma_aligned_tensor",
+    "get_num_sms",
+    "get_paged_mqa_logits_metadata",
+    "get_tma_aligned_size",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+]
 
 ALIGNMENT = 128  # of a group's first row, where ends say where the groups are
 _RECIPE, _RECIPE_A, _RECIPE_B = (1, 128, 128), (1, 128), (128, 128)
+
+
+def get_tma_aligned_size(x: int, element_size: int) -> int:
+    """x elements of so many bytes, rounded up to a multiple of 16 bytes."""
+    check_int("x", x, 0)
+    check_int("element_size", element_size, 1, 16)
+    return -(-x * element_size // 16) * 16 // element_size
+
+
+def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
+    """fp32 scales [M, n] or [E, M, n] column by column, each column at a multiple of 16 bytes: a tensor of the same
+    shape and numbers, sf itself where it lies so already. One of the two layouts that the products take."""
+    shape = shape_of(sf)
+    check_tensor("sf", sf, (torch.float32,), ("M", "n") if len(shape) < 3 else ("E", "M", "n"))
+    *groups, rows, columns = shape
+    column = get_tma_aligned_size(rows, sf.element_size())
+    strides = (*(columns * column for _ in groups), 1, column)
+    if sf.stride() == strides:
+        return sf
+    return torch.empty_strided(shape, strides, dtype=sf.dtype, device=sf.device).copy_(sf)
 
 
 def fp8_gemm_nt(

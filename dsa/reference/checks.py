@@ -83,6 +83,23 @@ def check_writable(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"{name}: is written in place, must not require gradients; use torch.no_grad()")
 
 
+def check_apart(name: str, value: torch.Tensor, **others: object) -> None:
+    """`value`, which is written, begins where none of the tensors `others`, which are read, does. What is compiled, or
+    has no address, is not looked at: its own checks refuse the latter."""
+    if torch.compiler.is_compiling():
+        return
+    for other, tensor in others.items():
+        if isinstance(tensor, torch.Tensor) and _address(tensor) == _address(value) is not None:
+            raise ValueError(f"{name}: is written, must not share memory with {other}, got two at one address")
+
+
+def _address(value: object) -> int | None:
+    try:
+        return value.data_ptr() or None
+    except (AttributeError, RuntimeError):  # no tensor, or a sparse, nested or fake one
+        return None
+
+
 def check_int(name: str, value: object, least: int, most: int = INT_MAX) -> None:
     """`value` is an int from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):

@@ -118,7 +118,7 @@ def dense(device: str, name: str, heads: int, causal: bool, invariant: bool, pla
         own_plan = (own["tile_scheduler_metadata"], own["num_splits"]) if planned else (None, None)
         return dsa.flash_mla_with_kvcache(
             *(q, cache, own["block_table"], own["cache_seqlens"], 512, *own_plan, SCALE, causal),
-            batch_invariant=invariant,
+            enable_batch_invariant=invariant,
         )
 
     if name in ("block_table", "cache_seqlens"):

@@ -82,9 +82,10 @@ class ValidCall:
         return self.make(Maker(device))
 
     def index_arguments(self) -> set[str]:
-        """Those whose contents are indices, lengths or bounds: all of its tensors of integers but for bytes."""
+        """Those whose contents are indices, lengths or bounds: all of its tensors of integers but for bytes, and but for
+        what is written."""
         found = {name: x for name, x in self.arguments().items() if isinstance(x, torch.Tensor)}
-        return {name for name, x in found.items() if x.dtype in (torch.int32, torch.int64)}
+        return {name for name, x in found.items() if x.dtype in (torch.int32, torch.int64) and name not in self.written}
 
     def run(self, arguments: Arguments) -> list[torch.Tensor]:
         """Every tensor that the op returns."""

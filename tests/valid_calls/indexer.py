@@ -75,11 +75,19 @@ def _topk(a):
 def _(new: Maker):
     part = {"starts": new.ints([0, 5, 2]), "lengths": new.ints([20, 3, 9])}
     paging = {"block_table": None, "page_size": None, "row_to_seq": None}
-    return {"scores": new.bf16(3, 20), "k": 4, **part, **paging, "sorted": True, "return_values": True}
+    return {"scores": new.bf16(3, 20), "k": 4, **part, **paging, "sorted": True, "return_values": True, "out": None}
 
 
 @valid("topk_indices paged", _topk)
 def _(new: Maker):
     part = {"starts": None, "lengths": new.ints([20, 3, 9])}
     paging = {"block_table": new.ints([[2, 0, 1], [3, -1, 5]]), "page_size": 8, "row_to_seq": new.ints([1, 0, 0])}
-    return {"scores": new.f32(3, 20), "k": 4, **part, **paging, "sorted": False, "return_values": False}
+    return {"scores": new.f32(3, 20), "k": 4, **part, **paging, "sorted": False, "return_values": False, "out": None}
+
+
+@valid("topk_indices into out", _topk, written=("out",))
+def _(new: Maker):
+    part = {"starts": new.ints([0, 5, 2]), "lengths": new.ints([20, 3, 9])}
+    paging = {"block_table": None, "page_size": None, "row_to_seq": None}
+    out = new.ints([[9] * 4] * 3)
+    return {"scores": new.f32(3, 20), "k": 4, **part, **paging, "sorted": True, "return_values": True, "out": out}

@@ -35,8 +35,20 @@ def _topk_indices(new: Maker):
 def _(new: Maker):
     tensors = {"q": new.bf16(3, 2, 576), "kv": new.bf16(5, 1, 576), "indices": _topk_indices(new)}
     return {
-        **{**tensors, "sm_scale": 0.04, "d_v": D_V, "attn_sink": new.f32(2), "topk_length": new.ints([4, 2, 0])},
+        **tensors,
+        "sm_scale": 0.04,
+        "d_v": D_V,
+        "attn_sink": new.f32(2),
+        "topk_length": new.ints([4, 2, 0]),
+        "out": None,
     }
+
+
+@valid("flash_mla_sparse_fwd into out", lambda a: [*_prefill(a), _prefill(a)[1]], written=("out",))
+def _(new: Maker):
+    tensors = {"q": new.bf16(3, 2, 576), "kv": new.bf16(5, 1, 576), "indices": _topk_indices(new)}
+    none = {"attn_sink": None, "topk_length": None}
+    return {**tensors, "sm_scale": 0.04, "d_v": D_V, **none, "out": new.bf16(3, 2, D_V)}
 
 
 NO_SELECTION = {
@@ -53,8 +65,16 @@ def _plan(plan=None, splits=None):
 def _(new: Maker):
     keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cache_seqlens": new.ints([20, 1])}
     tensors = {"q": new.bf16(2, 2, 2, 576), "k_cache": new.float_cache(3, 16, 576), **keys, "head_dim_v": D_V}
-    options = {"softmax_scale": None, "causal": True, "is_fp8_kvcache": False, "batch_invariant": False}
-    return {**tensors, **_plan(dsa.get_mla_metadata()[0]), **options, **NO_SELECTION}
+    options = {"softmax_scale": None, "causal": True, "is_fp8_kvcache": False, "enable_batch_invariant": False}
+    return {**tensors, **_plan(dsa.get_mla_metadata()[0]), **options, **NO_SELECTION, "out": None}
+
+
+@valid("flash_mla_with_kvcache dense into out", _decode, written=("out",))
+def _(new: Maker):
+    keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cache_seqlens": new.ints([20, 1])}
+    tensors = {"q": new.bf16(2, 2, 2, 576), "k_cache": new.float_cache(3, 16, 576), **keys, "head_dim_v": D_V}
+    options = {"softmax_scale": None, "causal": True, "is_fp8_kvcache": False, "enable_batch_invariant": False}
+    return {**tensors, **_plan(), **options, **NO_SELECTION, "out": new.bf16(2, 2, 2, D_V)}
 
 
 @valid("flash_mla_with_kvcache old plan", _decode)
@@ -62,15 +82,21 @@ def _(new: Maker):
     keys = {"block_table": new.ints([[1, 0], [2, -1]]), "cache_seqlens": new.ints([20, 0])}
     tensors = {"q": new.bf16(2, 1, 4, 576), "k_cache": new.float_cache(3, 16, 576), **keys, "head_dim_v": D_V}
     plan = _plan(*dsa.get_mla_metadata(keys["cache_seqlens"], 4, 1))
-    options = {"softmax_scale": 0.05, "causal": False, "is_fp8_kvcache": False, "batch_invariant": False}
-    return {**tensors, **plan, **options, **NO_SELECTION}
+    options = {"softmax_scale": 0.05, "causal": False, "is_fp8_kvcache": False, "enable_batch_invariant": False}
+    return {**tensors, **plan, **options, **NO_SELECTION, "out": None}
 
 
-def _selection(new: Maker, k_cache: torch.Tensor, extra: torch.Tensor, fp8: bool):
+def _selection(new: Maker, k_cache: torch.Tensor, extra: torch.Tensor, fp8: bool, out: torch.Tensor | None = None):
     topk_indices = new.ints([[[0, 30, -1]], [[47, 48, 5]]])
     first = {"k_cache": k_cache, "indices": topk_indices, "topk_length": new.ints([3, 2])}
     more = {"extra_k_cache": extra, "extra_indices_in_kvcache": topk_indices[..., :2].clone()}
-    options = {"softmax_scale": 0.05, "causal": False, "is_fp8_kvcache": fp8, "batch_invariant": True}
+    options = {
+        "softmax_scale": 0.05,
+        "causal": False,
+        "is_fp8_kvcache": fp8,
+        "enable_batch_invariant": True,
+        "out": out,
+    }
     dense = {"block_table": None, "cache_seqlens": None, "head_dim_v": D_V, "attn_sink": new.f32(2)}
     return {**dense, **first, **more, "extra_topk_length": new.ints([2, 1]), **_plan(), **options}
 
@@ -84,6 +110,12 @@ def _(new: Maker):
 @valid("flash_mla_with_kvcache v32", _decode)
 def _(new: Maker):
     return {"q": new.bf16(2, 1, 2, 576), **_selection(new, new.v32_cache(3, 16), new.v32_cache(2, 5), True)}
+
+
+@valid("flash_mla_with_kvcache v32 into out", _decode, written=("out",))
+def _(new: Maker):
+    caches = (new.v32_cache(3, 16), new.v32_cache(2, 5))
+    return {"q": new.bf16(2, 1, 2, 576), **_selection(new, *caches, True, new.bf16(2, 1, 2, D_V))}
 
 
 @valid("flash_mla_with_kvcache v4", _decode)

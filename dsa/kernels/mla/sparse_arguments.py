@@ -74,7 +74,7 @@ def fake_results(dtype: type[cutlass.Numeric], heads) -> tuple:
     batch, group, splits = (cute.sym_int() for _ in range(3))
     return (
         fake(dtype, (batch, group, heads, HEAD_DIM_V), (*strides(2, 8), HEAD_DIM_V, 1)),
-        fake(Float32, (batch, heads, group), (*strides(2), 1), 4),
+        fake(Float32, (batch, heads, group), strides(3), 4),
         fake(Float32, (splits, 1, heads, HEAD_DIM_V), (*strides(2, 4), HEAD_DIM_V, 1)),
         fake(Float32, (splits, 1, heads), (*strides(2), 1), 4),
     )

@@ -10,6 +10,7 @@ from dsa import backends
 from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.ops.declaration import op
+from dsa.reference.checks import check_apart, check_updatable
 from dsa.reference.indexer import topk_indices as reference
 
 __all__ = ["topk_indices"]
@@ -26,6 +27,7 @@ def topk_indices(
     row_to_seq: torch.Tensor | None = None,
     sorted: bool = False,
     return_values: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r; of equal ones the lowest index.
 
@@ -40,35 +42,46 @@ def topk_indices(
     row_to_seq     [rows] int32, the row's sequence; row r belongs to sequence r if None
     sorted         True: by value, largest first, ties by index. False: by index, smallest first
     return_values  True: also return the picked scores
+    out            None, or a tensor [rows, k] int32 of scores's device to write the indices to, rows any distance
+                   apart, as in a part of a wider buffer. Every number of it is written, -1 where there is no index, and
+                   nothing between its rows is. It may not begin where an input does, and if it shares memory with one
+                   otherwise, what that memory holds is undefined
 
-    Returns indices [rows, k] int32, and with return_values also values [rows, k] fp32. An index is relative to the
-    row's start: 0 is column starts[r], as in vLLM's and SGLang's prefill top-k; add starts[r] for the column. Rows with
-    fewer than k candidates end in -1, and values are -inf where the index is -1. Of equal scores the lowest index is
-    picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is never picked, so that a row with NaN may
-    have fewer than k indices. With block_table, an index becomes -1 if its page is negative or outside the table, if
-    its slot is 2^31 or more, or if row_to_seq names no sequence for the row; the slots of the others stay in the order
-    that their indices had.
+    Returns indices [rows, k] int32, out if that was given, and with return_values also values [rows, k] fp32. An index
+    is relative to the row's start: 0 is column starts[r], as in vLLM's and SGLang's prefill top-k; add starts[r] for
+    the column. Rows with fewer than k candidates end in -1, and values are -inf where the index is -1. Of equal scores
+    the lowest index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is never picked, so
+    that a row with NaN may have fewer than k indices. With block_table, an index becomes -1 if its page is negative or
+    outside the table, if its slot is 2^31 or more, or if row_to_seq names no sequence for the row; the slots of the
+    others stay in the order that their indices had.
     In prefill, give starts and lengths of each query's keys; in decoding lengths alone; in speculative decoding, with
     next_n rows a sequence, lengths of each row and row_to_seq = r // next_n.
 
     Exact for any input: a row's result does not depend on the other rows, on the machine or on the run.
     Raises TypeError or ValueError for other types, dtypes and shapes.
-    On Hopper: one kernel that reads the scores once; k up to 4096, cols below 2^30, the last dimensions of scores and
-    block_table contiguous. CUDA-graph safe with new lengths, no host synchronisation, no workspace.
+    On Hopper: one kernel that reads the scores once; k up to 4096, cols below 2^30, the last dimensions of scores,
+    block_table and out contiguous. CUDA-graph safe with new lengths, no host synchronisation, no workspace.
     Source: the contract of vLLM's top_k_per_row_prefill / _decode and SGLang's fast_topk, with an order of ties.
     """
-    indices, values = _topk_indices(
-        scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values
-    )
+    arguments = (scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
+    if out is None:
+        indices, values = _topk_indices(*arguments)
+    else:
+        inputs = {"scores": scores, "starts": starts, "lengths": lengths}
+        check_apart("out", out, **inputs, block_table=block_table, row_to_seq=row_to_seq)
+        indices, values = out, _topk_indices_out(*arguments, out)
     return (indices, values) if return_values else indices
 
 
 def _results(scores: torch.Tensor, k: int, return_values: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(indices, values), the latter empty unless asked for."""
-    rows = scores.shape[0]
-    indices = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
-    shape = (rows, k) if return_values else (0, 0)
-    return indices, torch.empty(shape, dtype=torch.float32, device=scores.device)
+    indices = torch.empty(scores.shape[0], k, dtype=torch.int32, device=scores.device)
+    return indices, _values(scores, k, return_values)
+
+
+def _values(scores: torch.Tensor, k: int, return_values: bool) -> torch.Tensor:
+    shape = (scores.shape[0], k) if return_values else (0, 0)
+    return torch.empty(shape, dtype=torch.float32, device=scores.device)
 
 
 def _check_limits(scores: torch.Tensor, k: int) -> None:
@@ -97,11 +110,78 @@ def _topk_indices(
     sorted: bool,
     return_values: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, cols = scores.shape
     indices, values = _results(scores, k, return_values)
+    rest = (starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
+    _select(kernels, scores, *rest, indices, values)
+    return indices, values
+
+
+def _reference_out(
+    scores: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    page_size: int | None,
+    row_to_seq: torch.Tensor | None,
+    sorted: bool,
+    return_values: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    check_updatable("out", out)
+    rest = (starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
+    indices, values = reference.indices_and_values(scores, k, *rest)
+    out.copy_(indices)
+    return values
+
+
+@op(
+    arguments=reference.TOPK_INDICES_OUT,
+    reference=_reference_out,
+    results=_values,
+    kernels={"sm_90": ("dsa.kernels.indexer.topk_indices_sm90", "dsa.kernels.indexer.topk_config")},
+    limits=_check_limits,
+    public="topk_indices",
+)
+def _topk_indices_out(
+    kernels: tuple[ModuleType, ModuleType],
+    scores: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    page_size: int | None,
+    row_to_seq: torch.Tensor | None,
+    sorted: bool,
+    return_values: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The same, with the indices written to `out`: -> values."""
+    values = _values(scores, k, return_values)
+    rest = (starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
+    _select(kernels, scores, *rest, unit_inner(out), values)
+    return values
+
+
+def _select(
+    kernels: tuple[ModuleType, ModuleType],
+    scores: torch.Tensor,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    page_size: int | None,
+    row_to_seq: torch.Tensor | None,
+    sorted: bool,
+    return_values: bool,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    rows, cols = scores.shape
+    k = indices.shape[1]
     if cols == 0:
-        return indices.fill_(-1), values.fill_(-torch.inf)
-    if rows:
+        indices.fill_(-1)
+        values.fill_(-torch.inf)
+    elif rows:
         no_integer, no_integers, no_values = _absent(scores.device)
         options = (
             (starts is not None)  # the bits of dsa.kernels.indexer.limits
@@ -122,7 +202,6 @@ def _topk_indices(
             page_size or 1,
             options,
         )
-    return indices, values
 
 
 @functools.lru_cache(4096)

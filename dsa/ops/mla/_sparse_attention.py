@@ -101,6 +101,15 @@ def aligned(q: torch.Tensor) -> torch.Tensor:
     return q.clone(memory_format=torch.contiguous_format) if rows is None else rows
 
 
+def of_caller(out: torch.Tensor) -> torch.Tensor:
+    """out [..., h, 512], which the caller has allocated, with strides that kernels take where those of dimensions of a
+    single element mean nothing."""
+    out = rows_at_16_bytes(out)
+    if out.stride(-2) == HEAD_DIM_V:
+        return out
+    return out.as_strided(out.shape, (*out.stride()[:-2], HEAD_DIM_V, 1))
+
+
 def list_arguments(
     selections: list[Selection], device: torch.device
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], int]:

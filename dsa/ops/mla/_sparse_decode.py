@@ -6,14 +6,27 @@ import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.mla._sparse_attention import Results, Selection, attend, check_limits, inner_contiguous, sparse_op
+from dsa.ops.mla._sparse_attention import (
+    Results,
+    Selection,
+    attend,
+    check_limits,
+    inner_contiguous,
+    of_caller,
+    sparse_op,
+)
+from dsa.reference.checks import check_updatable
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 
 
 def allocate(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
-    batch, s_q, h_q, _ = q.shape
-    return q.new_empty(batch, s_q, h_q, head_dim_v), q.new_empty(batch, h_q, s_q, dtype=torch.float32)
+    """out [B, s_q, h_q, head_dim_v] and lse."""
+    return q.new_empty(*q.shape[:3], head_dim_v), allocate_lse(q)
+
+
+def allocate_lse(q: torch.Tensor) -> torch.Tensor:
+    """[B, h_q, s_q], a view of [B, s_q, h_q]: FlashMLA's layout."""
+    return q.new_empty(q.shape[:3], dtype=torch.float32).transpose(1, 2)
 
 
 def _check_limits(
@@ -48,24 +61,88 @@ def _sparse_mla_decode(
     head_dim_v: int,
     softmax_scale: float,
     attn_sink: torch.Tensor | None,
-    batch_invariant: bool,
+    enable_batch_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `flash_mla_with_kvcache` does with indices."""
-    batch, s_q, h_q, _ = q.shape
     out, lse = allocate(q, head_dim_v)
-    given = []
     lists = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    _decode(kernels, q, lists, softmax_scale, attn_sink, enable_batch_invariant, out, lse)
+    return out, lse
+
+
+def _reference_out(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices_in_kvcache: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    head_dim_v: int,
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    check_updatable("out", out)
+    lists = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    given, lse = reference.sparse_mla_decode(q, *lists[0], *lists[1], head_dim_v, softmax_scale, attn_sink)
+    out.copy_(given)
+    return lse
+
+
+@sparse_op(
+    arguments=reference.SPARSE_MLA_DECODE_OUT.strict(),
+    reference=_reference_out,
+    results=lambda q: allocate_lse(q),
+    limits=_check_limits,
+    public="flash_mla_with_kvcache",
+)
+def _sparse_mla_decode_out(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices_in_kvcache: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    head_dim_v: int,
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None,
+    enable_batch_invariant: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The same, written to `out`: -> lse."""
+    lse = allocate_lse(q)
+    lists = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    _decode(kernels, q, lists, softmax_scale, attn_sink, enable_batch_invariant, out, lse)
+    return lse
+
+
+def _decode(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    lists: tuple[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], ...],
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None,
+    enable_batch_invariant: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """lists: (cache, indices, topk_length) of each, None of one that is not there."""
+    given = []
     for cache, index, counts in lists:
         if cache is not None and 0 not in (cache.shape[0], cache.shape[1], index.shape[2]):
             cache = (_byte_pages(cache) if _is_bytes(cache) else rows_at_16_bytes(cache)).squeeze(2)
             counts = None if counts is None else inner_contiguous(counts)
             given.append(Selection(cache, inner_contiguous(index.flatten(0, 1)), counts))
-    if 0 in (batch, s_q, h_q) or not given:
-        return out.zero_(), lse.fill_(torch.inf)
-    rows = q.flatten(0, 1)
+    if 0 in q.shape[:3] or not given:
+        out.zero_()
+        lse.fill_(torch.inf)
+        return
+    results = Results(of_caller(out), lse, None)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
-    attend(kernels, rows, given, softmax_scale, sink, Results(out, lse, None), may_split=not batch_invariant)
-    return out, lse
+    attend(kernels, q.flatten(0, 1), given, softmax_scale, sink, results, may_split=not enable_batch_invariant)
 
 
 def check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:

@@ -5,7 +5,16 @@ from types import ModuleType
 import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.mla._sparse_attention import Results, Selection, attend, check_limits, inner_contiguous, sparse_op
+from dsa.ops.mla._sparse_attention import (
+    Results,
+    Selection,
+    attend,
+    check_limits,
+    inner_contiguous,
+    of_caller,
+    sparse_op,
+)
+from dsa.reference.checks import check_apart, check_updatable
 from dsa.reference.mla import flash_mla_sparse_fwd as reference
 
 __all__ = ["flash_mla_sparse_fwd"]
@@ -19,6 +28,7 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(sm_scale * q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t].
 
@@ -29,10 +39,14 @@ def flash_mla_sparse_fwd(
     d_v          at most d
     attn_sink    [h_q] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
     topk_length  [s_q] int32 or None: only the first topk_length[t] indices count
+    out          None, or a tensor [s_q, h_q, d_v] of q's dtype and device to write to: every number of it, and nothing
+                 between its rows. On Hopper the heads of a query lie together and start at multiples of 16 bytes;
+                 queries may be any distance apart, as in a part of a tensor with more heads. It may not begin where q
+                 or kv does, and if it shares memory with an input otherwise, what that memory holds is undefined
 
-    Returns out [s_q, h_q, d_v] in q's dtype, max_logits [s_q, h_q] fp32, the largest scaled logit, and lse [s_q, h_q]
-    fp32 (natural log); the sink changes neither max_logits nor lse. A query without keys has out 0, max_logits -inf and
-    lse +inf. NaN in kv reaches only the queries that select it.
+    Returns out [s_q, h_q, d_v] in q's dtype, the one that was given or a contiguous one, max_logits [s_q, h_q] fp32,
+    the largest scaled logit, and lse [s_q, h_q] fp32 (natural log); the sink changes neither max_logits nor lse. A
+    query without keys has out 0, max_logits -inf and lse +inf. NaN in kv reaches only the queries that select it.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads without padding (multiples of 64 fill the tensor
     cores), any K and s_kv, any strides of q, rows of kv at multiples of 16 bytes, sm_scale above 0. Logits and sums are
@@ -41,12 +55,20 @@ def flash_mla_sparse_fwd(
     synchronisation.
     Source: FlashMLA's function of this name, which takes 64 and 128 heads and K in multiples of 128.
     """
-    return _sparse_mla_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    if out is None:
+        return _sparse_mla_prefill(*arguments)
+    check_apart("out", out, q=q, kv=kv)
+    return out, *_sparse_mla_prefill_out(*arguments, out)
 
 
 def _results(q: torch.Tensor, d_v: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = q.shape[:2]
-    return q.new_empty(*rows, d_v), *(q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    return q.new_empty(*q.shape[:2], d_v), *_statistics(q)
+
+
+def _statistics(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """max_logits and lse."""
+    return tuple(q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
 
 
 def _check_limits(q: torch.Tensor, sm_scale: float, d_v: int) -> None:
@@ -70,11 +92,69 @@ def _sparse_mla_prefill(
     attn_sink: torch.Tensor | None,
     topk_length: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out, max_logits, lse = _results(q, d_v)
+    results = _results(q, d_v)
+    _attend(kernels, q, kv, indices, sm_scale, attn_sink, topk_length, *results)
+    return results
+
+
+def _reference_out(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    out: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_updatable("out", out)
+    given, *statistics = reference.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    out.copy_(given)
+    return tuple(statistics)
+
+
+@sparse_op(
+    arguments=reference.FLASH_MLA_SPARSE_FWD_OUT.strict(),
+    reference=_reference_out,
+    results=_statistics,
+    limits=_check_limits,
+    public="flash_mla_sparse_fwd",
+)
+def _sparse_mla_prefill_out(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    out: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, written to `out`: -> max_logits, lse."""
+    statistics = _statistics(q)
+    _attend(kernels, q, kv, indices, sm_scale, attn_sink, topk_length, out, *statistics)
+    return statistics
+
+
+def _attend(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    out: torch.Tensor,
+    max_logits: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
     if 0 in q.shape[:2] or 0 in (kv.shape[0], indices.shape[2]):
-        return out.zero_(), max_logits.fill_(-torch.inf), lse.fill_(torch.inf)
+        out.zero_()
+        max_logits.fill_(-torch.inf)
+        lse.fill_(torch.inf)
+        return
     counts = None if topk_length is None else inner_contiguous(topk_length)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
     selection = Selection(rows_at_16_bytes(kv), inner_contiguous(indices), counts)
-    attend(kernels, q, [selection], sm_scale, sink, Results(out, lse, max_logits), may_split=False)
-    return out, max_logits, lse
+    attend(kernels, q, [selection], sm_scale, sink, Results(of_caller(out), lse, max_logits), may_split=False)

@@ -1,7 +1,6 @@
 """MLA decoding over a paged cache, dense or over selected keys, and its plan."""
 
 import functools
-import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -9,28 +8,15 @@ from typing import Any
 import torch
 
 from dsa import backends
-from dsa.kernels.mla.limits import (
-    FIXED_SPLIT_TILES,
-    HEAD_DIM,
-    HEAD_DIM_V,
-    MAX_BATCH,
-    MAX_FIXED_SPLITS,
-    MAX_PARTS,
-    PAGE_MULTIPLE,
-    PLAN_COLUMNS,
-    PLAN_NUMBERS,
-    TILE_M,
-    TILE_N,
-)
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, unit_inner
+from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_M
 from dsa.ops.declaration import Op, op
+from dsa.ops.mla._dense_decode import _dense_mla_decode, _dense_mla_decode_out
 from dsa.ops.mla._sparse_attention import DTYPES
-from dsa.ops.mla._sparse_decode import _sparse_mla_decode, allocate
-from dsa.reference.checks import shape_of
+from dsa.ops.mla._sparse_decode import _sparse_mla_decode, _sparse_mla_decode_out
+from dsa.reference.checks import check_apart, shape_of
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
-from dsa.reference.mla.mla_metadata import FlashMLASchedMeta
+from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, own_plan
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -87,7 +73,8 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
-    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
 
@@ -97,12 +84,19 @@ def flash_mla_with_kvcache(
                    h // (h_q / h_k). A value is the first head_dim_v numbers of its key
     head_dim_v     at most d
     tile_scheduler_metadata, num_splits  from `get_mla_metadata` in either style, or None: the op plans itself. A
-                   FlashMLASchedMeta may be used again with the same shapes only
+                   FlashMLASchedMeta may be used again with the same shapes only. So may an object of another library's
+                   class with its fields, such as FlashMLA's own: this op's plan is kept in it as another attribute,
+                   and what its fields hold is neither read nor written, whoever has filled them
     softmax_scale  multiplies the logits: a finite number, or None: d^-0.5
-    batch_invariant  True: a sequence's result does not depend on the other sequences, bit for bit. In dense decoding a
-                   sequence's splits then follow from its length alone (at least 4096 keys each, at most 32), and the
-                   plan is not used; in sparse decoding no query is split. False: the plan, or in sparse decoding the
-                   number of queries, changes how a result is rounded; it is still the same from run to run
+    out            None, or a tensor [B, s_q, h_q, head_dim_v] of q's dtype and device to write to: every number of it,
+                   and nothing between its rows. On Hopper the heads of a query lie together and start at multiples of
+                   16 bytes; queries may be any distance apart, as in a part of a tensor with more heads. It may not
+                   begin where q or a cache does, and if it shares memory with an input otherwise, what that memory
+                   holds is undefined
+    enable_batch_invariant  True: a sequence's result does not depend on the other sequences, bit for bit. In dense
+                   decoding a sequence's splits then follow from its length alone (at least 4096 keys each, at most
+                   32), and the plan is not used; in sparse decoding no query is split. False: the plan, or in sparse
+                   decoding the number of queries, changes how a result is rounded; it is still the same from run to run
 
     Dense decoding, if indices is None:
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past the
@@ -118,9 +112,10 @@ def flash_mla_with_kvcache(
     extra_k_cache, extra_indices_in_kvcache [B, s_q, K2], extra_topk_length [B]  a second cache, of its own layout and
                    page size, whose selected keys join the same softmax
 
-    Returns out [B, s_q, h_q, head_dim_v] in q's dtype, contiguous, and lse [B, h_q, s_q] fp32 (natural log, without
-    the sink). A query without keys has out 0 and lse +inf. Unused cache rows may hold NaN. In dense decoding on Hopper
-    NaN in a key that one query of a sequence sees may reach the sequence's other queries.
+    Returns out [B, s_q, h_q, head_dim_v] in q's dtype, the one that was given or a contiguous one, and lse [B, h_q,
+    s_q] fp32 (natural log, without the sink): contiguous, or in sparse decoding a view of [B, s_q, h_q]. A query
+    without keys has out 0 and lse +inf. Unused cache rows may hold NaN. In dense decoding on Hopper NaN in a key that
+    one query of a sequence sees may reach the sequence's other queries.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
     On Hopper, dense: d = 576 with head_dim_v = 512, any number of heads and queries, pages of a multiple of 16 keys
     (64 and more best), any strides of q, cache rows at multiples of 16 bytes, softmax_scale above 0, caches beyond 2^31
@@ -131,34 +126,42 @@ def flash_mla_with_kvcache(
     scales in fp32; as values they are multiplied by their scale and rounded to fp16's 11 bits. Where a group's scale
     is below 2^-20 of the key's largest scale, up to 2^-22 of the largest scale is lost besides.
     Deterministic. CUDA-graph safe with new lengths and indices, no host synchronisation. The workspace is at most two
-    partial results for each multiprocessor, or in dense decoding with batch_invariant one for each sequence and split.
+    partial results for each multiprocessor, or in dense decoding with enable_batch_invariant one for each sequence and
+    split.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
-    meta = tile_scheduler_metadata
+    meta = own_plan(tile_scheduler_metadata)
     extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     reference.check_options(
-        k_cache, extra_k_cache, indices, (meta, num_splits), causal, is_fp8_kvcache, batch_invariant
+        k_cache, extra_k_cache, indices, (meta, num_splits), causal, is_fp8_kvcache, enable_batch_invariant
     )
     scale = reference.scale_of(q, softmax_scale)
+    written = () if out is None else (out,)
+    if out is not None:
+        check_apart("out", out, q=q, k_cache=k_cache, extra_k_cache=extra_k_cache)
     if indices is not None:
         mla_metadata.check_plan_tensors(meta, num_splits, q)
-        sparse = (q, k_cache, indices, topk_length, *extra, head_dim_v, scale, attn_sink, batch_invariant)
+        decode = _sparse_mla_decode if out is None else _sparse_mla_decode_out
+        options = (head_dim_v, scale, attn_sink, enable_batch_invariant)
+        sparse = (q, k_cache, indices, topk_length, *extra, *options, *written)
         if isinstance(meta, FlashMLASchedMeta):
             config = reference.config_of(q, causal, (k_cache, indices), extra[:2])
-            _bind(meta, config, _sparse_mla_decode, sparse, planned=True)
-        return _sparse_mla_decode(*sparse)
+            _bind(meta, config, decode, sparse, planned=True)
+        return decode(*sparse) if out is None else (out, decode(*sparse))
     reference.check_unused(dict(zip(reference.SPARSE_ONLY, (attn_sink, topk_length, *extra))), "indices")
-    dense, options = (q, k_cache, block_table, cache_seqlens, head_dim_v), (scale, causal)
+    dense, options = (q, k_cache, block_table, cache_seqlens, head_dim_v), (scale, causal, *written)
+    decode = _dense_mla_decode if out is None else _dense_mla_decode_out
     if isinstance(meta, FlashMLASchedMeta):
-        planned = batch_invariant or meta.tile_scheduler_metadata is not None
+        planned = enable_batch_invariant or meta.tile_scheduler_metadata is not None
         config = reference.config_of(q, causal, (k_cache, None))
-        _bind(meta, config, _dense_mla_decode, (*dense, None, None, *options), planned)
-    if batch_invariant:
+        _bind(meta, config, decode, (*dense, None, None, *options), planned)
+    if enable_batch_invariant:
         mla_metadata.check_plan_tensors(meta, num_splits, q)
         plan = (None, None)
     else:
         plan = (meta, num_splits) if isinstance(meta, torch.Tensor) else _plan_of(meta, *dense[:4])
-    return _dense_mla_decode(*dense, *plan, *options)
+    found = decode(*dense, *plan, *options)
+    return found if out is None else (out, found)
 
 
 def _bind(
@@ -232,93 +235,6 @@ def _mla_metadata(
     return plan, num_splits
 
 
-def _check_limits(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    head_dim_v: int,
-    tile_scheduler_metadata: torch.Tensor | None,
-    softmax_scale: float,
-) -> None:
-    if k_cache.dtype != q.dtype:  # bytes
-        raise ValueError(
-            f"k_cache: the kernel takes q's dtype {dtype_name(q.dtype)} without indices, got "
-            f"{dtype_name(k_cache.dtype)}"
-        )
-    if q.shape[3] != HEAD_DIM:
-        raise ValueError(f"q: the kernel takes d = {HEAD_DIM}, got shape {list(q.shape)}")
-    if head_dim_v != HEAD_DIM_V:
-        raise ValueError(f"head_dim_v: the kernel takes {HEAD_DIM_V}, got {head_dim_v}")
-    if k_cache.shape[1] % PAGE_MULTIPLE:
-        raise ValueError(
-            f"k_cache: the kernel takes pages of a multiple of {PAGE_MULTIPLE} keys, got {k_cache.shape[1]}"
-        )
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale: the kernel takes a positive number, got {softmax_scale}")
-    if tile_scheduler_metadata is not None and not 0 < (parts := len(tile_scheduler_metadata)) <= MAX_PARTS:
-        raise ValueError(f"tile_scheduler_metadata: the kernel takes 1 to {MAX_PARTS} parts, got {parts}")
-
-
-@op(
-    arguments=reference.DENSE_MLA_DECODE.strict(),
-    reference=reference.dense_mla_decode,
-    results=allocate,
-    kernels={"sm_90": ("dsa.kernels.mla.mla_decode_sm90", "dsa.kernels.mla.mla_combine_sm90")},
-    limits=_check_limits,
-    dtypes=DTYPES,
-    public="flash_mla_with_kvcache",
-)
-def _dense_mla_decode(
-    kernels: tuple[ModuleType, ModuleType],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    head_dim_v: int,
-    tile_scheduler_metadata: torch.Tensor | None,
-    num_splits: torch.Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `flash_mla_with_kvcache` does without indices. Without a plan: batch-invariant."""
-    batch, s_q, h_q, _ = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
-    out, lse = allocate(q, head_dim_v)
-    if 0 in (*q.shape[:3], len(k_cache), block_table.shape[1]):  # no query, or no key
-        return out.zero_(), lse.fill_(torch.inf)
-    aligned = rows_at_16_bytes(q)
-    q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
-    k_cache = rows_at_16_bytes(k_cache)
-    rows = s_q * h_q // kv_heads
-    capacity = min(block_table.shape[1] * page_size, 2**31 - TILE_N)
-    plan, fixed_splits = tile_scheduler_metadata, 0
-    if plan is None:
-        fixed_splits = min(MAX_FIXED_SPLITS, -(-capacity // (TILE_N * FIXED_SPLIT_TILES)))
-        plan, num_splits = cache_seqlens.new_empty(1, 8), cache_seqlens.new_empty(2)
-    splits = batch * fixed_splits or 2 * plan.shape[0]
-    out_partial = q.new_empty(splits, kv_heads, rows, head_dim_v, dtype=torch.float32)
-    lse_partial = q.new_empty(splits, kv_heads, rows, dtype=torch.float32)
-    decode = _decode_kernel(kernels[0], q.dtype, math.gcd(page_size, TILE_N), rows)
-    # What is batch-invariant is added up in an order that follows from a sequence's rows alone.
-    per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
-    combine = _combine_kernel(kernels[1], q.dtype, per_sequence, together)
-    tensors = (cache_seqlens, plan, num_splits, out, lse, out_partial, lse_partial)
-    options = softmax_scale * math.log2(math.e), causal, capacity, fixed_splits
-    decode(q, k_cache, unit_inner(block_table), *tensors, *options)
-    if fixed_splits != 1:
-        combine(*tensors, capacity, fixed_splits)
-    return out, lse
-
-
 @functools.cache
 def _plan_kernel(kernels: ModuleType) -> Callable[..., None]:
     return kernels.compile_mla_plan()
-
-
-@functools.cache
-def _decode_kernel(kernels: ModuleType, dtype: torch.dtype, box: int, rows: int) -> Callable[..., None]:
-    return kernels.compile_mla_decode(dtype_name(dtype), box, kernels.cluster_of(rows))
-
-
-@functools.cache
-def _combine_kernel(kernels: ModuleType, dtype: torch.dtype, splits: int, rows: int) -> Callable[..., None]:
-    return kernels.compile_mla_combine(dtype_name(dtype), kernels.choose_config(splits, rows))

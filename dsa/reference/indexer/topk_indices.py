@@ -40,6 +40,9 @@ TOPK_INDICES = Arguments(
     sorted=Flag(),
     return_values=Flag(),
 )
+TOPK_INDICES_OUT = Arguments(
+    rule=_check_paging, **TOPK_INDICES.specs, out=Tensor("rows k", INT32, layout=INNER, written=True)
+)
 
 
 def topk_indices(

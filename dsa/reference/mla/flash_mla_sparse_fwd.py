@@ -16,6 +16,11 @@ FLASH_MLA_SPARSE_FWD = Arguments(
     attn_sink=Tensor("h_q", F32, optional=True),
     topk_length=Tensor("s_q", INT32, optional=True),
 )
+# What the caller has allocated: the heads of a query lie together, queries at any distance.
+FLASH_MLA_SPARSE_FWD_OUT = Arguments(
+    **FLASH_MLA_SPARSE_FWD.specs,
+    out=Tensor("s_q h_q d_v", FLOATS, like="q", layout=ROWS, merged=(1, 3), written=True),
+)
 
 
 @without_autocast

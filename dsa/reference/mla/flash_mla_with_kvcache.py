@@ -6,7 +6,7 @@ from dsa.reference.arguments import CONTIGUOUS, F32, INNER, ROWS, Arguments, Fla
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.kv_cache import BYTE_DTYPES, cache_dim, page_layout, read_kv_cache
 from dsa.reference.checks import FLOATS, INT32, check_flag, check_memory, shape_of
-from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, bind_plan, check_plan, check_plan_tensors
+from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, Plan, bind_plan, check_plan, check_plan_tensors, own_plan
 from dsa.reference.mla.softmax_attention import apply_sink, attend
 
 # Numbers in the largest gathered [queries, K, d] tensor: 256 MiB of fp32.
@@ -83,8 +83,12 @@ SPARSE_MLA_DECODE = Arguments(
     head_dim_v=Int(most="d"),
     softmax_scale=Number(),
     attn_sink=Tensor("h_q", F32, optional=True),
-    batch_invariant=Flag(),
+    enable_batch_invariant=Flag(),
 )
+# What the caller has allocated: the heads of a query lie together, queries at any distance.
+_OUT = Tensor("B s_q h_q head_dim_v", FLOATS, like="q", layout=ROWS, merged=(2, 4), written=True)
+DENSE_MLA_DECODE_OUT = Arguments(rule=_check_dense, **DENSE_MLA_DECODE.specs, out=_OUT)
+SPARSE_MLA_DECODE_OUT = Arguments(rule=_check_sparse, **SPARSE_MLA_DECODE.specs, out=_OUT)
 
 
 @without_autocast
@@ -105,7 +109,7 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
-    batch_invariant: bool = False,
+    enable_batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = softmax_j(softmax_scale * q . k_j) k_j[:head_dim_v] over the keys j of each query.
 
@@ -114,21 +118,21 @@ def flash_mla_with_kvcache(
     that select it. Arguments as of `dsa.flash_mla_with_kvcache`; keys of fp32 queries may have any float dtype.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
-    plan = (tile_scheduler_metadata, num_splits)
+    plan = (own_plan(tile_scheduler_metadata), num_splits)
     extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    check_options(k_cache, extra_k_cache, indices, plan, causal, is_fp8_kvcache, batch_invariant)
+    check_options(k_cache, extra_k_cache, indices, plan, causal, is_fp8_kvcache, enable_batch_invariant)
     scale = scale_of(q, softmax_scale)
     if indices is None:
         check_unused(dict(zip(SPARSE_ONLY, (attn_sink, topk_length, *extra))), "indices")
         tensors = (None, None) if isinstance(plan[0], FlashMLASchedMeta) else plan
         dense = (q, k_cache, block_table, cache_seqlens, head_dim_v, *tensors, scale, causal)
         DENSE_MLA_DECODE.check(*dense)
-        bind_plan(tile_scheduler_metadata, config_of(q, causal, (k_cache, None)))
+        bind_plan(plan[0], config_of(q, causal, (k_cache, None)))
         return dense_mla_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
     check_plan_tensors(*plan, q)
     sparse = (q, k_cache, indices, topk_length, *extra, head_dim_v, scale, attn_sink)
-    SPARSE_MLA_DECODE.check(*sparse, batch_invariant)
-    bind_plan(tile_scheduler_metadata, config_of(q, causal, (k_cache, indices), extra[:2]))
+    SPARSE_MLA_DECODE.check(*sparse, enable_batch_invariant)
+    bind_plan(plan[0], config_of(q, causal, (k_cache, indices), extra[:2]))
     return sparse_mla_decode(*sparse)
 
 
@@ -139,14 +143,14 @@ def check_options(
     k_cache: torch.Tensor,
     extra_k_cache: torch.Tensor | None,
     indices: torch.Tensor | None,
-    plan: tuple[FlashMLASchedMeta | torch.Tensor | None, torch.Tensor | None],
+    plan: tuple[Plan, torch.Tensor | None],
     causal: bool,
     is_fp8_kvcache: bool,
-    batch_invariant: bool,
+    enable_batch_invariant: bool,
 ) -> None:
     """What `flash_mla_with_kvcache` asks of arguments that dense and sparse decoding themselves do not have."""
     check_flag("causal", causal)
-    check_flag("batch_invariant", batch_invariant)
+    check_flag("enable_batch_invariant", enable_batch_invariant)
     if causal and indices is not None:
         raise ValueError("causal: must be False with indices, got True")
     check_layout_flag("k_cache", k_cache, is_fp8_kvcache)
@@ -236,7 +240,8 @@ def sparse_mla_decode(
     softmax_scale: float,
     attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sparse decoding of checked arguments: out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
+    """Sparse decoding of checked arguments: out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q], a view of [B, s_q,
+    h_q]."""
     check_memory("q", q)
     given = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     selections = [(cache, _slots(cache, *rest)) for cache, *rest in given if cache is not None]
@@ -244,7 +249,7 @@ def sparse_mla_decode(
     if attn_sink is not None:
         out = apply_sink(out, lse, attn_sink)
     out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
-    return out.to(q.dtype), lse.transpose(1, 2).contiguous()
+    return out.to(q.dtype), lse.transpose(1, 2)
 
 
 def _sparse(

@@ -30,6 +30,35 @@ class FlashMLASchedMeta:
     num_splits: torch.Tensor | None = None
 
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(FlashMLASchedMeta))
+_KEPT = "_dsa_sched_meta"  # the attribute of another library's object that holds what is remembered with it
+Plan = FlashMLASchedMeta | torch.Tensor | None
+
+
+def own_plan(tile_scheduler_metadata: object) -> Plan:
+    """The plan that an argument stands for: of an object of another library's class with the fields of
+    FlashMLASchedMeta, the one that is kept in it.
+
+    The object's own fields are neither read nor written: what FlashMLA has put there is a plan with other columns.
+    """
+    meta = tile_scheduler_metadata
+    if meta is None or isinstance(meta, (FlashMLASchedMeta, torch.Tensor, type)):
+        return meta
+    if not all(hasattr(meta, name) for name in _FIELDS):
+        return meta  # which `check_plan` refuses
+    own = getattr(meta, _KEPT, None)
+    if not isinstance(own, FlashMLASchedMeta):
+        own = FlashMLASchedMeta()
+        try:
+            setattr(meta, _KEPT, own)
+        except (AttributeError, TypeError):
+            raise TypeError(
+                f"tile_scheduler_metadata: must be an object that takes attributes, in which a plan can be kept, got "
+                f"{type(meta).__name__}, which takes none"
+            ) from None
+    return own
+
+
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
     """A plan for `flash_mla_with_kvcache`, to be passed as its `tile_scheduler_metadata` and `num_splits`.
 
@@ -71,17 +100,17 @@ def metadata_request(
 
 
 def plan_one_part(cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's plan: one part, no sequence split."""
+    """The reference's plan: one part, no sequence split. Its numbers are filled in on the device, for a copy of the
+    host's would make the host wait."""
     check_memory("cache_seqlens", cache_seqlens)
     batch = cache_seqlens.shape[0]
-    part = [0, 0, batch - 1, _TO_THE_END, 0, -1, 0, 0]
-    metadata = torch.tensor([part], dtype=torch.int32, device=cache_seqlens.device)
+    metadata = torch.zeros(1, 8, dtype=torch.int32, device=cache_seqlens.device)
+    for column, number in ((2, batch - 1), (3, _TO_THE_END), (5, -1)):
+        metadata[:, column].fill_(number)
     return metadata, torch.zeros(batch + 1, dtype=torch.int32, device=cache_seqlens.device)
 
 
-def check_plan(
-    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None, num_splits: torch.Tensor | None
-) -> None:
+def check_plan(tile_scheduler_metadata: Plan, num_splits: torch.Tensor | None) -> None:
     """The plan is of a type that `get_mla_metadata` gives."""
     meta = tile_scheduler_metadata
     if meta is None:
@@ -93,17 +122,20 @@ def check_plan(
             raise ValueError(f"num_splits: must be None with a FlashMLASchedMeta, got {type(num_splits).__name__}")
     elif not isinstance(meta, torch.Tensor):
         raise TypeError(
-            "tile_scheduler_metadata: must be a FlashMLASchedMeta, an int32 tensor [num_sm_parts, 8] or None, "
-            f"got {type(meta).__name__}"
+            "tile_scheduler_metadata: must be a FlashMLASchedMeta, an object with its fields "
+            f"({', '.join(_FIELDS)}), an int32 tensor [num_sm_parts, 8] or None, got {_named(meta)}"
         )
     elif not isinstance(num_splits, torch.Tensor):
         got = type(num_splits).__name__
         raise TypeError(f"num_splits: must be a torch.Tensor, got {got} (tile_scheduler_metadata is one)")
 
 
-def check_plan_tensors(
-    meta: FlashMLASchedMeta | torch.Tensor | None, num_splits: torch.Tensor | None, q: torch.Tensor
-) -> None:
+def _named(meta: object) -> str:
+    """The class itself has the fields, too."""
+    return f"the class {meta.__name__}" if isinstance(meta, type) else type(meta).__name__
+
+
+def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Tensor) -> None:
     """A plan of the old style is one for q's sequences. For sparse decoding, which does not look at it."""
     if isinstance(meta, torch.Tensor) and (shape := shape_of(q)):
         check_tensor("tile_scheduler_metadata", meta, INT32, ("num_sm_parts", 8))
@@ -111,7 +143,7 @@ def check_plan_tensors(
         check_same_device(("q", q), tile_scheduler_metadata=meta, num_splits=num_splits)
 
 
-def bind_plan(meta: FlashMLASchedMeta | torch.Tensor | None, config: dict[str, object]) -> None:
+def bind_plan(meta: Plan, config: dict[str, object]) -> None:
     """A call with these shapes is being made: the plan remembers the first one's, and others have the same."""
     if not isinstance(meta, FlashMLASchedMeta):
         return

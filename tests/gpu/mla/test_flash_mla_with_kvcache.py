@@ -104,7 +104,7 @@ def test_pages(page, h_q, dtype, record_error):
     "lengths", [[1], [64], [130], [100_000], [40_000, 3], [2048] * 9, [777] * 300, [0] * 5, [20_000] * 70]
 )
 def test_splits(lengths, invariant, h_q, record_error):
-    Case(lengths, 1, h_q).check(record_error, batch_invariant=invariant)
+    Case(lengths, 1, h_q).check(record_error, enable_batch_invariant=invariant)
 
 
 def test_many_sequences(record_error):
@@ -114,7 +114,7 @@ def test_many_sequences(record_error):
 
 def test_a_million_tokens():
     case = Case([1_000_003, 70], 1, 16)
-    for options in ({}, {"batch_invariant": True}):
+    for options in ({}, {"enable_batch_invariant": True}):
         case.check(**options)
 
 
@@ -188,13 +188,13 @@ def test_softmax_scale_and_both_styles_of_plan():
 def test_batch_invariant(h_q):
     """A sequence's result in a batch, in another order, and alone, bit for bit; and not so by chance."""
     case = Case([2500, 64, 9000, 0, 40_000, 2048, 2049], 2, h_q)
-    out, lse = case.run(causal=True, batch_invariant=True)
+    out, lse = case.run(causal=True, enable_batch_invariant=True)
     order = torch.randperm(7, device="cuda")
     for rows in (order, *torch.arange(7, device="cuda").split(1)):
         part, part_lse = dsa.flash_mla_with_kvcache(
             *(case.q[rows], case.cache, case.table[rows], case.lengths[rows], D_V, None),
             causal=True,
-            batch_invariant=True,
+            enable_batch_invariant=True,
         )
         assert torch.equal(part, out[rows]) and torch.equal(part_lse, lse[rows])
     planned, _ = case.run(causal=True)
@@ -205,7 +205,7 @@ def test_batch_invariant(h_q):
     # A wider block table says nothing about the sequences.
     wider = torch.nn.functional.pad(case.table, (0, 5000), value=-1)
     again, _ = dsa.flash_mla_with_kvcache(
-        case.q, case.cache, wider, case.lengths, D_V, None, causal=True, batch_invariant=True
+        case.q, case.cache, wider, case.lengths, D_V, None, causal=True, enable_batch_invariant=True
     )
     assert torch.equal(again, out)
 
@@ -269,7 +269,7 @@ def test_graph_replay_with_new_lengths(style, h_q):
     plan = (None, None)
     if style == "planned before it":
         plan = dsa.get_mla_metadata(case.lengths, 2 * h_q, 1)
-    options = {"causal": True, "batch_invariant": style == "batch-invariant"}
+    options = {"causal": True, "enable_batch_invariant": style == "batch-invariant"}
     case.run(*plan, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -112,7 +112,7 @@ class Case:
         return dsa.flash_mla_with_kvcache(q, cache, None, None, D_V, plan, splits, **{**self.options, **options})
 
     def expected(self, **options):
-        options.pop("batch_invariant", None)
+        options.pop("enable_batch_invariant", None)
         options = {**self.options, **options}
         return reference.flash_mla_with_kvcache(self.q.float(), self.cache, None, None, D_V, None, **options)
 
@@ -472,10 +472,10 @@ def test_batch_invariant(layout, heads, record_error):
     """A sequence's result in a batch, in another order, and alone, bit for bit."""
     case = Case(layout, 7, 2, heads, 2048)
     lengths = int32([2048, 0, 1, 64, 1500, 65, 2000])
-    out, lse = case.check(record_error, topk_length=lengths, batch_invariant=True)
+    out, lse = case.check(record_error, topk_length=lengths, enable_batch_invariant=True)
     for rows in (torch.randperm(7, device="cuda"), *torch.arange(7, device="cuda").split(1)):
         part = {"q": case.q[rows], "indices": case.options["indices"][rows], "topk_length": lengths[rows]}
-        got = case.run(**part, batch_invariant=True)
+        got = case.run(**part, enable_batch_invariant=True)
         assert_same(got, (out[rows], lse[rows]))
 
 
@@ -555,7 +555,7 @@ def test_graph_replay_with_new_data(layout, batch, heads, style, record_error):
     case = Case(layout, batch, 2, heads, 700, extra=(300, 16))
     lengths, more = (torch.zeros(batch, dtype=torch.int32, device="cuda") for _ in range(2))
     options = {"topk_length": lengths, "extra_topk_length": more, "attn_sink": torch.randn(heads, device="cuda")}
-    options["batch_invariant"] = style == "batch-invariant"
+    options["enable_batch_invariant"] = style == "batch-invariant"
     plan = dsa.get_mla_metadata() if style == "planned before it" else (None, None)
     case.run(*plan, **options)
     graph = torch.cuda.CUDAGraph()

@@ -111,6 +111,64 @@ def test_a_single_column_may_have_any_stride(launches):
     assert launches[0][1][0].stride() == (1, 1)
 
 
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("by_value", [False, True])
+def test_into_a_part_of_a_buffer(by_value, values):
+    scores, lengths = torch.randn(4, 30), i32([30, 2, 0, 7])
+    options = {"lengths": lengths, "sorted": by_value, "return_values": values}
+    expected = dsa.topk_indices(scores, 5, **options)
+    buffer = torch.full((6, 12), 77, dtype=torch.int32)
+    for part in (buffer[1:5, 3:8], buffer[::2, :5]):
+        count = len(part)
+        buffer.fill_(77)
+        got = dsa.topk_indices(scores[:count], 5, **{**options, "lengths": lengths[:count]}, out=part)
+        picked, picked_scores = got if values else (got, None)
+        assert picked is part and torch.equal(part, (expected[0] if values else expected)[:count])
+        assert picked_scores is None or torch.equal(picked_scores, expected[1][:count])
+        assert (buffer == 77).sum() == buffer.numel() - part.numel()
+    empty = torch.full((2, 9), 77, dtype=torch.int32)
+    dsa.topk_indices(torch.empty(2, 0), 3, out=empty[:, 2:5])
+    assert (empty[:, 2:5] == -1).all() and (empty[:, :2] == 77).all() and (empty[:, 5:] == 77).all()
+
+
+def test_what_the_kernel_gets_of_a_buffer(launches):
+    scores, buffer = torch.randn(4, 30), torch.full((4, 12), 77, dtype=torch.int32)
+    part = buffer[:, 3:8]
+    assert dsa.topk_indices(scores, 5, out=part) is part
+    dsa.topk_indices(scores, 1, out=buffer.T[:1].T)
+    dsa.topk_indices(scores, 5, return_values=True, out=part)
+    first, single, third = (arguments for _, arguments in launches)
+    assert first[5] is part and first[5].stride() == (12, 1) and first[6].shape == (1, 1)
+    assert single[5].stride() == (12, 1) and single[5].data_ptr() == buffer.data_ptr()
+    assert third[6].shape == (4, 5) and third[-1] == limits.VALUES
+
+
+def test_errors_of_out(launches):
+    scores, memory = torch.randn(4, 5), torch.full((20,), 5, dtype=torch.int32)
+    lengths = memory[:4]
+    good = torch.zeros(4, 5, dtype=torch.int32)
+    for out, message in (
+        (good[:3], r"out: shape must be \[4, 5\], got \[3, 5\]"),
+        (good[:, :4], r"out: shape must be \[4, 5\], got \[4, 4\]"),
+        (good.long(), "out: dtype must be int32, got int64"),
+        (good.to("meta"), "out: must be on scores's device cpu, got meta"),
+        (good[:1].expand(4, 5), r"out: its numbers must not share memory, got strides \[0, 1\]"),
+        (good.repeat(1, 2)[:, ::2], r"out: the last dimension must be contiguous, got strides \[10, 2\]"),
+        (scores.view(torch.int32), "out: is written, must not share memory with scores"),
+        (memory.view(4, 5), "out: is written, must not share memory with lengths"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dsa.topk_indices(scores, 5, lengths=lengths, out=out)
+    with pytest.raises(TypeError, match=r"out: must be a torch\.Tensor, got list"):
+        dsa.topk_indices(scores, 5, out=[[0]])
+    assert not launches
+    # Of a call like one before, too.
+    dsa.topk_indices(scores, 5, lengths=lengths, out=good)
+    with pytest.raises(ValueError, match="out: is written, must not share memory with scores"):
+        dsa.topk_indices(scores, 5, lengths=lengths, out=scores.view(torch.int32))
+    assert len(launches) == 1
+
+
 def test_torch_compile():
     scores, lengths = torch.randn(6, 40), i32([40, 3, 0, 10, 39, 1])
 
@@ -124,6 +182,14 @@ def test_torch_compile():
     operands = (scores, 5, lengths.clamp_max(3), lengths, table, 64, None, True, True)
     torch.library.opcheck(torch.ops.dsa.topk_indices, operands)
     torch.library.opcheck(torch.ops.dsa.topk_indices, (scores, 5, None, None, None, None, None, False, False))
+    buffer = torch.zeros(6, 9, dtype=torch.int32)
+    torch.library.opcheck(torch.ops.dsa.topk_indices_out, (*operands, buffer[:, 2:7]))
+
+    def into(scores, lengths, buffer):
+        dsa.topk_indices(scores, 5, lengths=lengths, out=buffer[:, 2:7])
+
+    torch.compile(into, fullgraph=True, backend="aot_eager")(scores, lengths, buffer.fill_(77))
+    assert torch.equal(buffer[:, 2:7], expected[0]) and (buffer[:, :2] == 77).all() and (buffer[:, 7:] == 77).all()
 
 
 def test_errors_are_the_references(launches):

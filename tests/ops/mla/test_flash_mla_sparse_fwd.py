@@ -157,7 +157,7 @@ def test_decode_runs_the_reference_without_a_gpu(kind, d):
             q, cache, None, None, D_V, None, is_fp8_kvcache=kind == "bytes", indices=indices, **chosen
         )
         for invariant in (False, True):
-            assert_same(decoded(q, cache, indices, **chosen, batch_invariant=invariant), expected)
+            assert_same(decoded(q, cache, indices, **chosen, enable_batch_invariant=invariant), expected)
 
 
 def test_what_prefill_launches(launches):
@@ -187,7 +187,7 @@ def test_what_decoding_launches(launches):
     assert arguments[-4:] == (2, 30, 0, 30) and end_arguments[-4:] == (30, 0, 10, 30)
     assert out_partial.shape == (60, 1, 17, 512) and lse_partial.shape == (60, 1, 17) and max_logits is None
     launches.clear()
-    decoded(q, cache, indices, batch_invariant=True)
+    decoded(q, cache, indices, enable_batch_invariant=True)
     assert [name for name, _, _ in launches] == ["fp8_kv"] and launches[0][2][-3:] == (6, 1, 0)
 
 

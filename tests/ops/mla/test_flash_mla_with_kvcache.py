@@ -9,6 +9,7 @@ import torch
 import dsa
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
 from dsa.ops.known_calls import KnownCalls
+from dsa.ops.mla import _dense_decode
 from dsa.ops.mla import flash_mla_with_kvcache as op
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
@@ -44,7 +45,7 @@ def wider(x, before, after):
 ANY_PLAN = (torch.zeros(7, 8, dtype=torch.int32), i32([0] * 4))
 
 
-BRIDGES = [op]
+BRIDGES = [op, _dense_decode]
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_runs_the_reference_without_a_gpu(dtype, h_q, h_k, options):
     assert new == (dsa.FlashMLASchedMeta(), None)
     for plan in (old, new, new, (None, None)):
         for invariant in (False, True):
-            assert_same(decoded(*arguments, *plan, **options, batch_invariant=invariant), expected)
+            assert_same(decoded(*arguments, *plan, **options, enable_batch_invariant=invariant), expected)
     assert_same((new[0].tile_scheduler_metadata, new[0].num_splits), old)
 
 
@@ -139,7 +140,7 @@ SPLITS = [(1, 16, 1), (256, 16, 1), (257, 16, 2), (31, 4096, 31), (32, 4096, 32)
 def test_batch_invariant_splits_follow_the_capacity(pages, page_size, splits, plan, launches):
     q, cache, _, lengths = inputs()
     cache, table = cache[:1, :1].expand(1, page_size, 1, D), torch.zeros(3, pages, dtype=torch.int32)
-    decoded(q, cache, table, lengths, *plan, batch_invariant=True)
+    decoded(q, cache, table, lengths, *plan, enable_batch_invariant=True)
     assert names(launches) == ["decode", "combine"][: 1 + (splits > 1)]
     got, capacity = launches[0][2], min(pages * page_size, 2**31 - 64)
     assert all(arguments[-2:] == (capacity, splits) for _, _, arguments in launches)
@@ -152,7 +153,7 @@ def test_batch_invariant_kernels_do_not_depend_on_the_batch(launches):
     """Nor on the width of the block table: other kernels would add the splits up in another order."""
     (q, cache, _, lengths), tables = inputs(h_q=64), torch.zeros(3, 5000, dtype=torch.int32)
     for batch, pages in ((1, 257), (3, 257), (3, 5000), (1, 5000)):
-        decoded(q[:batch], cache, tables[:batch, :pages], lengths[:batch], batch_invariant=True)
+        decoded(q[:batch], cache, tables[:batch, :pages], lengths[:batch], enable_batch_invariant=True)
     assert names(launches) == ["decode", "combine"] * 4
     assert len({key for _, key, _ in launches[::2]}) == len({key for _, key, _ in launches[1::2]}) == 1
 
@@ -164,7 +165,7 @@ def test_nothing_to_attend_to(sizes, style, launches):
     q, cache, table, lengths = q[:batch, :s_q, :h_q], cache[:pages], table[:batch, :width], lengths[:batch]
     plan = {"old": dsa.get_mla_metadata(lengths, 8, 1), "new": dsa.get_mla_metadata()}.get(style, (None, None))
     launches.clear()
-    out, lse = decoded(q, cache, table, lengths, *plan, batch_invariant=style == "batch-invariant")
+    out, lse = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
     assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
     assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
     # A plan may be made where none is given: later calls can use it.
@@ -279,7 +280,7 @@ def test_registration():
 def test_torch_compile(style):
     def attention(q, cache, table, lengths, meta):
         plan = dsa.get_mla_metadata(lengths, 8, 1) if style == "old" else (meta, None)
-        first = decoded(q, cache, table, lengths, *plan, batch_invariant=style == "batch-invariant")
+        first = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
         return *first, *decoded(q * 2, cache, table, lengths, *plan)
 
     arguments, (meta, eager) = inputs(), [dsa.FlashMLASchedMeta() if style == "new" else None for _ in range(2)]

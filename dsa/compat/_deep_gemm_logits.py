@@ -1,0 +1,143 @@
+"""DeepGEMM's index scores by its names, for `dsa.compat.deep_gemm`: over `dsa.fp8_mqa_logits`,
+`dsa.fp8_paged_mqa_logits` and `dsa.get_paged_mqa_logits_metadata`, whose docstrings say what they compute.
+
+The names with fp8_fp4 are those of DeepGEMM since 2.8, whose queries come as (values, scales) and whose results are
+never cleaned; `fp8_mqa_logits` and `fp8_paged_mqa_logits` are those of builds before it. Where the two differ in the
+order of their arguments, those of earlier builds are taken by name only.
+"""
+
+import torch
+
+from dsa import backends
+from dsa.ops.indexer.fp8_mqa_logits import fp8_mqa_logits as contiguous
+from dsa.ops.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits as paged
+from dsa.ops.indexer.fp8_paged_mqa_logits import get_paged_mqa_logits_metadata as plan
+from dsa.reference.checks import INT32, check_pair, check_same_device, check_tensor, shape_of
+
+Queries = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def get_num_sms() -> int:
+    """How many multiprocessors the current GPU has, and 132 where there is none: for `get_paged_mqa_logits_metadata`,
+    any number of whose parts gives the same scores."""
+    return backends.num_sms("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def fp8_fp4_mqa_logits(
+    q: Queries,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    max_seqlen_k: int,
+    schedule_meta: None = None,
+    *,
+    clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`dsa.fp8_mqa_logits`, compressed and not cleaned: [S, max_seqlen_k], column j of row t for key ks[t] + j; what is
+    behind the row's keys is unspecified. With max_seqlen_k = 0, as builds before 2.8 have it, [S, Skv].
+
+    q              ([S, H, D] float8_e4m3fn, None); scales of FP4 queries are refused
+    schedule_meta  None: the op plans itself
+    """
+    keys = (kv, weights, cu_seq_len_k_start, cu_seq_len_k_end)
+    if schedule_meta is not None:
+        raise ValueError(f"schedule_meta: must be None on Hopper, got {type(schedule_meta).__name__}")
+    return contiguous(_values_of(q), *keys, clean_logits, max_seqlen_k, logits_dtype)
+
+
+def fp8_mqa_logits(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> torch.Tensor:
+    """`dsa.fp8_mqa_logits` in fp32."""
+    return contiguous(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`dsa.get_paged_mqa_logits_metadata`.
+
+    indices  None, or [B] int32, with context_lens [B] or [B, 1]: the sequence of each row, so that rows of one sequence
+             can share its loads. The plan and the scores are the same with and without
+    """
+    if indices is not None:
+        shape = shape_of(context_lens)
+        if len(shape) == 2:
+            _check_one_query("context_lens", context_lens)
+        _check_indices(indices, context_lens, "context_lens", shape[:1] or ("B",))
+    return plan(context_lens, block_kv, num_sms)
+
+
+def fp8_fp4_paged_mqa_logits(
+    q: Queries,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule_meta: torch.Tensor | None,
+    max_context_len: int,
+    indices: torch.Tensor | None = None,
+    *,
+    clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`dsa.fp8_paged_mqa_logits`, not cleaned: [B * next_n, max_context_len], unspecified behind a row's keys.
+
+    q        ([B, next_n, H, D] float8_e4m3fn, None); scales of FP4 queries are refused
+    indices  as for `get_paged_mqa_logits_metadata`, with next_n = 1. The block table has a row for each query in either
+             case, so that the scores are the same with and without
+    """
+    values = _values_of(q)
+    _check_paged_indices(indices, values)
+    keys = (kv_cache, weights, context_lens, block_table, schedule_meta)
+    return paged(values, *keys, max_context_len, clean_logits, logits_dtype)
+
+
+def fp8_paged_mqa_logits(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule_meta: torch.Tensor | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+    indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`dsa.fp8_paged_mqa_logits` in fp32. indices: as for `fp8_fp4_paged_mqa_logits`."""
+    _check_paged_indices(indices, q)
+    return paged(q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits)
+
+
+def _values_of(q: Queries) -> torch.Tensor:
+    values, scales = check_pair("q", q, "(e4m3 values, None)")
+    if scales is not None:
+        raise ValueError(f"q[1]: must be None on Hopper, which has no FP4 queries, got {type(scales).__name__}")
+    return values
+
+
+def _check_paged_indices(indices: torch.Tensor | None, q: torch.Tensor) -> None:
+    if indices is not None:
+        _check_one_query("q", q)
+        _check_indices(indices, q, "q", shape_of(q)[:1] or ("B",))
+
+
+def _check_one_query(name: str, x: torch.Tensor) -> None:
+    shape = shape_of(x)
+    if len(shape) > 1 and shape[1] != 1:
+        raise ValueError(f"indices: must be None with more than one query a row of {name}, got shape {list(shape)}")
+
+
+def _check_indices(indices: torch.Tensor, x: torch.Tensor, name: str, shape: tuple[int | str, ...]) -> None:
+    """indices are what DeepGEMM takes for them; what they hold changes nothing here."""
+    check_tensor("indices", indices, INT32, shape, name)
+    if isinstance(x, torch.Tensor):
+        check_same_device((name, x), indices=indices)

@@ -1,0 +1,123 @@
+"""FlashMLA's functions by its names and with its signatures, over `dsa.flash_mla_with_kvcache` and
+`dsa.flash_mla_sparse_fwd`, whose docstrings say what they compute.
+
+`import dsa.compat.flash_mla as flash_mla` stands for `import flash_mla` on Hopper: FlashMLA's, vLLM's copy of it, or
+sgl-flash-mla 1.0. As there
+- `get_mla_metadata` answers callers of any age with an empty FlashMLASchedMeta and None;
+- the log-sum-exp of sparse decoding is a view of [B, s_q, h_q].
+
+The copies agree on the order of their arguments up to `extra_topk_length` and `topk_length`; those behind are taken by
+name only. `use_legacy` tells sgl-flash-mla which of its two builds to run, and changes nothing here. What only one of
+its builds has is refused: caches of 528 and 288 bytes (`kv_format`), and dense decoding in FP8 (`descale_q`,
+`descale_k`).
+Beyond FlashMLA: all that the ops take besides, and an object of FlashMLA's own class for a FlashMLASchedMeta.
+
+Errors are those of the ops. Sources: FlashMLA's flash_mla/flash_mla_interface.py and its tests.
+"""
+
+import math
+
+import torch
+
+from dsa.ops.mla import flash_mla_sparse_fwd as prefill
+from dsa.ops.mla import flash_mla_with_kvcache as decoding
+from dsa.ops.mla.flash_mla_with_kvcache import FlashMLASchedMeta
+from dsa.reference.cache.kv_cache import BYTE_DTYPES
+from dsa.reference.checks import check_flag
+
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_decoding_metadata",
+    "get_mla_metadata",
+]
+
+_LOG2_E = math.log2(math.e)
+
+
+def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
+    """(FlashMLASchedMeta(), None), whatever the arguments: callers of the old style hand both on."""
+    return FlashMLASchedMeta(), None
+
+
+def get_mla_decoding_metadata(
+    seqlens_k: torch.Tensor,
+    num_q_tokens_per_head_k: int,
+    h_k: int,
+    h_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    use_legacy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plan of `dsa.get_mla_metadata` in the old style, as tensors: to be given to `flash_mla_with_kvcache` as they
+    are, or in the fields of this module's FlashMLASchedMeta. In those of another class it is not read. Without a
+    synchronisation of the host."""
+    check_flag("use_legacy", use_legacy)
+    return decoding.get_mla_metadata(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk)
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool | None = None,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`dsa.flash_mla_with_kvcache`. is_fp8_kvcache: None says what k_cache's dtype says."""
+    check_flag("use_legacy", use_legacy)
+    for name, value in (("kv_format", kv_format), ("descale_q", descale_q), ("descale_k", descale_k)):
+        if value is not None:
+            raise ValueError(f"{name}: must be None, got {value if isinstance(value, str) else type(value).__name__}")
+    if is_fp8_kvcache is None:
+        is_fp8_kvcache = isinstance(k_cache, torch.Tensor) and k_cache.dtype in BYTE_DTYPES
+    return decoding.flash_mla_with_kvcache(
+        *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits),
+        *(softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
+        *(topk_length, extra_topk_length, out, enable_batch_invariant),
+    )
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    use_legacy: bool = False,
+    return_log2_lse: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """`dsa.flash_mla_sparse_fwd`.
+
+    return_log2_lse  None: max_logits and lse are natural, True: both are divided by ln 2, as sgl-flash-mla's older
+                     build has them; False: None in place of both
+    """
+    check_flag("use_legacy", use_legacy)
+    if return_log2_lse is not None:
+        check_flag("return_log2_lse", return_log2_lse)
+    out, *statistics = prefill.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
+    if return_log2_lse is False:
+        return out, None, None
+    return out, *((x * _LOG2_E for x in statistics) if return_log2_lse else statistics)
