@@ -82,8 +82,8 @@ class ValidCall:
         return self.make(Maker(device))
 
     def index_arguments(self) -> set[str]:
-        """Those whose contents are indices, lengths or bounds: all of its tensors of integers but for bytes, and but for
-        what is written."""
+        """Those whose contents are indices, lengths or bounds: all of its tensors of integers but for bytes and what is
+        written."""
         found = {name: x for name, x in self.arguments().items() if isinstance(x, torch.Tensor)}
         return {name for name, x in found.items() if x.dtype in (torch.int32, torch.int64) and name not in self.written}
 

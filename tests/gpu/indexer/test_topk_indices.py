@@ -144,6 +144,56 @@ def test_ragged_rows(config, sorted_):
         check(scores.bfloat16(), k, starts=starts, lengths=lengths, sorted=sorted_)
 
 
+@pytest.mark.parametrize("sorted_", [False, True])
+def test_into_a_part_of_a_buffer(config, sorted_):
+    """Rows at multiples of 16 bytes and at none; what is around them stays as it is."""
+    for rows, cols in SIZES:
+        scores = torch.randn(rows, cols, device="cuda")
+        lengths = torch.randint(0, cols, (rows,), dtype=torch.int32, device="cuda")
+        for k, ahead, behind in ((1, 0, 0), (512, 4, 4), (512, 1, 2), (most(config), 3, 0)):
+            options = {"lengths": lengths, "sorted": sorted_, "return_values": True}
+            buffer = torch.full((rows + 2, ahead + k + behind), 77, dtype=torch.int32, device="cuda")
+            part = buffer[1:-1, ahead : ahead + k]
+            indices, values = dsa.topk_indices(scores, k, **options, out=part)
+            expected, expected_values = reference(scores, k, **options)
+            assert indices is part and torch.equal(part, expected) and torch.equal(values, expected_values)
+            assert torch.equal(dsa.topk_indices(scores, k, lengths=lengths, sorted=sorted_, out=part), expected)
+            part.fill_(77)
+            assert (buffer == 77).all()
+    empty = torch.full((5, 9), 77, dtype=torch.int32, device="cuda")
+    dsa.topk_indices(torch.empty(5, 0, device="cuda"), 4, out=empty[:, 3:7])
+    assert (empty[:, 3:7] == -1).all() and (empty == 77).sum() == 25
+
+
+def test_slots_into_a_part_of_a_buffer():
+    """With 128 rows, as a decoding batch has them."""
+    scores, lengths = torch.randn(128, 20000, device="cuda"), torch.randint(0, 20000, (128,), device="cuda").int()
+    table = torch.randint(-1, 1000, (64, 320), dtype=torch.int32, device="cuda")
+    paging = {"block_table": table, "page_size": 64, "row_to_seq": torch.arange(128, device="cuda").int() // 2}
+    buffer = torch.full((128, 2100), 77, dtype=torch.int32, device="cuda")
+    part = buffer[:, 50:2098]
+    dsa.topk_indices(scores, 2048, lengths=lengths, **paging, out=part)
+    assert torch.equal(part, reference(scores, 2048, lengths=lengths, **paging))
+    assert (buffer[:, :50] == 77).all() and (buffer[:, 2098:] == 77).all()
+
+
+def test_graph_replay_into_a_part_of_a_buffer():
+    scores, lengths = torch.randn(9, 30000, device="cuda"), torch.full((9,), 30000, device="cuda").int()
+    buffer = torch.full((9, 1500), 77, dtype=torch.int32, device="cuda")
+    part = buffer[:, 3:1027]
+    dsa.topk_indices(scores, 1024, lengths=lengths, out=part)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dsa.topk_indices(scores, 1024, lengths=lengths, out=part)
+    for _ in range(3):
+        scores.normal_()
+        lengths.random_(0, 30000)
+        part.fill_(-7)
+        graph.replay()
+        assert torch.equal(part, reference(scores, 1024, lengths=lengths))
+        assert (buffer[:, :3] == 77).all() and (buffer[:, 1027:] == 77).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stride", [20000, 20001, 20002, 20003, 20477])
 def test_strides_and_unaligned_views(config, stride, dtype):

@@ -113,6 +113,43 @@ def test_nothing_to_do(heads, s_q, k):
     assert out.eq(0).all() and max_logits.eq(-INF).all() and lse.eq(INF).all()
 
 
+@pytest.mark.parametrize(("d", "dtype"), KINDS, ids=str)
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("s_q", [1, 200])
+def test_into_a_part_of_a_tensor(s_q, heads, d, dtype):
+    """Of one with more heads, as where heads are padded, whose other numbers stay as they are; with the same bits."""
+    q, kv, indices = inputs(s_q, heads, 3000, 320, d, dtype)
+    sink = torch.randn(heads, device="cuda")
+    expected = run(q, kv, indices, attn_sink=sink)
+    for around in (0, 64 - heads % 64, 3):
+        whole = torch.full((s_q, heads + around, D_V), NAN, dtype=dtype, device="cuda")
+        out = whole[:, around // 2 : around // 2 + heads]
+        got = run(q, kv, indices, attn_sink=sink, out=out)
+        assert got[0] is out
+        assert_same(got, expected)
+        out.fill_(NAN)
+        assert whole.isnan().all()
+    run(q, kv[:0], indices, out=out)
+    assert not out.any() and whole.isnan().sum() == whole.numel() - out.numel()
+
+
+def test_graph_replay_into_a_part_of_a_tensor():
+    q, kv, indices = inputs(50, 16, 3000, 320)
+    whole = torch.full((50, 64, D_V), NAN, dtype=BF16, device="cuda")
+    out = whole[:, :16]
+    run(q, kv, indices, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(q, kv, indices, out=out)
+    for _ in range(3):
+        for old, new in zip((q, kv, indices), inputs(50, 16, 3000, 320), strict=True):
+            old.copy_(new)
+        out.fill_(NAN)
+        graph.replay()
+        assert_same(got, run(q, kv, indices))
+        assert whole[:, 16:].isnan().all()
+
+
 @pytest.mark.parametrize("d", [576, 512])
 def test_no_keys_at_all(d):
     q, kv = normal(5, 64, d), normal(0, 1, d)

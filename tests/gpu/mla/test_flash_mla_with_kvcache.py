@@ -259,10 +259,53 @@ def test_nothing_to_do(shape):
     assert out.shape == (*shape, D_V) and lse.shape == (shape[0], shape[2], shape[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("s_q", [1, 3])
+@pytest.mark.parametrize(("h_q", "h_k"), [(1, 1), (16, 1), (126, 2), (128, 1)])
+def test_into_a_part_of_a_tensor(h_q, h_k, s_q, dtype):
+    """Of one with more heads, whose other numbers stay as they are; with the same bits, of sequences that are split and
+    of whole ones."""
+    case = Case([700, *BOUNDARIES, 9000], s_q, h_q, h_k, dtype=dtype)
+    for options in ({"causal": True}, {"enable_batch_invariant": True}):
+        expected = case.run(**options)
+        for around in (0, 64 - h_q % 64, 3):
+            whole = torch.full((len(case.q), s_q, h_q + around, D_V), math.nan, dtype=dtype, device="cuda")
+            out = whole[:, :, around // 2 : around // 2 + h_q]
+            got = case.run(**options, out=out)
+            assert got[0] is out and torch.equal(out, expected[0]) and torch.equal(got[1], expected[1])
+            out.fill_(math.nan)
+            assert whole.isnan().all()
+
+
+class Foreign:
+    """An object of another library, whose fields hold a plan of that library's."""
+
+    def __init__(self):
+        self.have_initialized, self.config = True, object()
+        self.tile_scheduler_metadata, self.num_splits = int32([[2**30] * 8] * 132), int32([7] * 4)
+
+
+def test_an_object_of_another_library():
+    case, meta = Case([700, 64, 20_000], 2, 16), Foreign()
+    theirs = (meta.tile_scheduler_metadata.clone(), meta.num_splits.clone())
+    for lengths in ([700, 64, 20_000], [5, 0, 3000]):
+        case.lengths.copy_(int32(lengths))
+        case.check(got=case.run(meta, causal=True), causal=True)
+    assert torch.equal(meta.tile_scheduler_metadata, theirs[0]) and torch.equal(meta.num_splits, theirs[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = case.run(meta, causal=True)
+    case.lengths.copy_(int32([1, 60, 9000]))
+    graph.replay()
+    case.check(got=got, causal=True)
+
+
 @pytest.mark.parametrize("style", ["planned in the graph", "planned before it", "batch-invariant"])
+@pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("h_q", [16, 128])
-def test_graph_replay_with_new_lengths(style, h_q):
-    """The graph is captured for short sequences and replayed for long, empty and again short ones."""
+def test_graph_replay_with_new_lengths(h_q, into, style):
+    """The graph is captured for short sequences and replayed for long, empty and again short ones. into: the caller's
+    memory, a part of more heads."""
     replays = [[5, 60, 0, 1], [3000, 64, 9000, 0], [0, 0, 0, 0], [1, 4000, 65, 20_000]]
     case = Case([max(column) for column in zip(*replays)], 2, h_q)
     case.lengths.copy_(int32(replays[0]))
@@ -270,6 +313,8 @@ def test_graph_replay_with_new_lengths(style, h_q):
     if style == "planned before it":
         plan = dsa.get_mla_metadata(case.lengths, 2 * h_q, 1)
     options = {"causal": True, "enable_batch_invariant": style == "batch-invariant"}
+    whole = torch.full((len(case.q), 2, h_q + 8, D_V), math.nan, dtype=case.q.dtype, device="cuda")
+    options |= {"out": whole[:, :, 4:-4]} if into else {}
     case.run(*plan, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -279,7 +324,21 @@ def test_graph_replay_with_new_lengths(style, h_q):
     for lengths in replays:
         case.lengths.copy_(int32(lengths))
         graph.replay()
-        case.check(got=(out, lse), causal=True)
+        case.check(got=(out.contiguous(), lse), causal=True)
+        assert whole[:, :, :4].isnan().all() and whole[:, :, -4:].isnan().all()
+
+
+def test_plans_are_made_without_waiting_for_the_host():
+    """Nor is anything copied from it: what would wait is an error in a capture."""
+    lengths = int32([700, 64, 0, 2000])
+    requests = ((lengths, 16, 1), (lengths, 16, 1, 16, True, 2048))
+    expected = [dsa.get_mla_metadata(*request) for request in requests]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plans = [dsa.get_mla_metadata(*request) for request in requests]
+    graph.replay()
+    for plan, other in zip(plans, expected, strict=True):
+        assert all(map(torch.equal, plan, other))
 
 
 @pytest.mark.parametrize("h_q", [16, 128])

@@ -546,23 +546,48 @@ def test_caches_beyond_2_to_the_31(layout):
     assert_same(case.run(**big), expected)
 
 
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+@pytest.mark.parametrize(("batch", "s_q"), [(1, 1), (3, 2), (1, 70), (150, 1)])
+def test_into_a_part_of_a_tensor(layout, heads, batch, s_q):
+    """Of one with more heads, as where heads are padded, whose other numbers stay as they are; with the same bits,
+    of queries that are split and of whole ones."""
+    case = Case(layout, batch, s_q, heads, 1000, extra=(100, 16))
+    for options in ({"attn_sink": torch.randn(heads, device="cuda")}, {"enable_batch_invariant": True}):
+        expected = case.run(**options)
+        assert expected[1].shape == (batch, heads, s_q) and expected[1].transpose(1, 2).is_contiguous()
+        for around in (0, 64 - heads % 64, 3):
+            whole = torch.full((batch, s_q, heads + around, D_V), NAN, dtype=case.q.dtype, device="cuda")
+            out = whole[:, :, around // 2 : around // 2 + heads]
+            got = case.run(**options, out=out)
+            assert got[0] is out
+            assert_same(got, expected)
+            out.fill_(NAN)
+            assert whole.isnan().all()
+    case.run(k_cache=case.cache[:0], extra_k_cache=None, extra_indices_in_kvcache=None, out=out)
+    assert not out.any() and whole.isnan().sum() == whole.numel() - out.numel()
+
+
 @pytest.mark.parametrize("style", ["planned in the graph", "planned before it", "no plan", "batch-invariant"])
+@pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize(
     ("layout", "batch", "heads"), [("656 bytes", 3, 128), ("584 bytes", 40, 16), ("bf16, 576", 1, 64)]
 )
-def test_graph_replay_with_new_data(layout, batch, heads, style, record_error):
-    """New queries, keys, selections and lengths: none, few, all."""
+def test_graph_replay_with_new_data(layout, batch, heads, into, style, record_error):
+    """New queries, keys, selections and lengths: none, few, all. into: the caller's memory, a part of more heads."""
     case = Case(layout, batch, 2, heads, 700, extra=(300, 16))
     lengths, more = (torch.zeros(batch, dtype=torch.int32, device="cuda") for _ in range(2))
     options = {"topk_length": lengths, "extra_topk_length": more, "attn_sink": torch.randn(heads, device="cuda")}
     options["enable_batch_invariant"] = style == "batch-invariant"
+    whole = torch.full((batch, 2, heads + 8, D_V), NAN, dtype=case.q.dtype, device="cuda")
+    memory = {"out": whole[:, :, 4:-4]} if into else {}
     plan = dsa.get_mla_metadata() if style == "planned before it" else (None, None)
-    case.run(*plan, **options)
+    case.run(*plan, **options, **memory)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         if style == "planned in the graph":
             plan = dsa.get_mla_metadata()
-        got = case.run(*plan, **options)
+        got = case.run(*plan, **options, **memory)
     for low, high in ((0, 1), (-5, 900), (700, 701), (0, 70)):
         new = Case(layout, batch, 2, heads, 700, extra=(300, 16), invalid=0.1)
         case.q.copy_(new.q)
@@ -573,7 +598,8 @@ def test_graph_replay_with_new_data(layout, batch, heads, style, record_error):
         more.random_(low, high)
         options["attn_sink"].normal_()
         graph.replay()
-        case.check(record_error, got=got, **options)
+        case.check(record_error, got=(got[0].contiguous(), got[1]), **options)
+        assert whole[:, :, :4].isnan().all() and whole[:, :, -4:].isnan().all()
 
 
 def test_another_stream():

@@ -174,6 +174,92 @@ def test_what_prefill_launches(launches):
     assert scale_ == pytest.approx(scale * math.log2(math.e)) and s_q == 1 and arguments[-3:] == (66, 5, 0)
 
 
+def head_slice(*shape, dtype=torch.bfloat16):
+    """A part of a tensor with more heads, filled with 7; and the whole."""
+    *rows, heads, d = shape
+    whole = torch.full((*rows, heads + 4, d), 7.0, dtype=dtype)
+    return whole[..., 1 : 1 + heads, :], whole
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_prefill_into_a_part_of_a_tensor(dtype):
+    arguments = prefill_inputs(dtype=dtype)
+    expected = dsa.flash_mla_sparse_fwd(*arguments)
+    out, whole = head_slice(3, 4, D_V, dtype=dtype)
+    got = dsa.flash_mla_sparse_fwd(*arguments, out=out)
+    assert got[0] is out and torch.equal(out, expected[0])
+    assert_same(got[1:], expected[1:])
+    assert (whole[:, :1] == 7).all() and (whole[:, 5:] == 7).all()
+    *rest, scale = arguments
+    got = dsa.flash_mla_sparse_fwd(rest[0], rest[1][:0], rest[2], scale, out=out)
+    assert not out.any() and (got[2] == math.inf).all() and (whole[:, :1] == 7).all() and (whole[:, 5:] == 7).all()
+
+
+@pytest.mark.parametrize(("kind", "d"), [("bfloat16", 576), ("bytes", 576), ("bytes", 512)])
+def test_decode_into_a_part_of_a_tensor(kind, d):
+    q, cache, indices = decode_inputs(kind, d=d)
+    expected = decoded(q, cache, indices)
+    assert expected[1].shape == (3, 4, 2) and expected[1].transpose(1, 2).is_contiguous()
+    out, whole = head_slice(3, 2, 4, D_V)
+    got = decoded(q, cache, indices, out=out)
+    assert got[0] is out and torch.equal(out, expected[0])
+    assert_same(got[1:], expected[1:])
+    assert (whole[..., :1, :] == 7).all() and (whole[..., 5:, :] == 7).all()
+
+
+def test_what_the_kernels_get_of_an_out(launches):
+    *arguments, scale = prefill_inputs()
+    out, _ = head_slice(3, 4, D_V)
+    got, max_logits, lse = dsa.flash_mla_sparse_fwd(*arguments, scale, out=out)
+    given, of_lse, *_, of_max = launches[0][2][7:12]
+    assert got is out and given is out and of_lse is lse and of_max is max_logits
+    q, cache, indices = decode_inputs(s_q=1, h_q=1)
+    odd = torch.zeros(3, 600, dtype=torch.bfloat16)[:, None, None, 8 : 8 + D_V].as_strided(
+        (3, 1, 1, D_V), (600, 3, 5, 1)
+    )
+    got, lse = decoded(q, cache, indices, out=odd)
+    given, of_lse = launches[1][2][7:9]
+    assert got is odd and given.data_ptr() == odd.data_ptr() and given.stride(0) == 600 and of_lse is lse
+    assert given.stride(1) % 8 == 0 and given.stride()[2:] == (D_V, 1)
+
+
+def test_errors_of_out(launches):
+    q, kv, indices, scale = prefill_inputs(d=512)
+    good = torch.zeros(3, 4, D_V, dtype=torch.bfloat16)
+    heads_apart = torch.zeros(3, 4, 2 * D_V, dtype=torch.bfloat16)[..., :D_V]
+    for out, message in (
+        (good[:2], r"out: shape must be \[3, 4, 512\], got \[2, 4, 512\]"),
+        (good.half(), "out: dtype must be q's bfloat16, got float16"),
+        (good.to("meta"), "out: must be on q's device cpu, got meta"),
+        (good[:1].expand(3, 4, D_V), "out: its numbers must not share memory"),
+        (heads_apart, "out: dimensions 1 to 2 must be mergeable into one"),
+        (torch.zeros(3, 4, 2 * D_V).bfloat16()[..., ::2], "out: the last dimension must be contiguous"),
+        (torch.zeros(3 * 4 * D_V + 4).bfloat16()[4:].view(3, 4, D_V), "out: rows must start at multiples of 16 bytes"),
+        (q, "out: is written, must not share memory with q"),
+        (kv.flatten()[: 12 * D_V].view(3, 4, D_V), "out: is written, must not share memory with kv"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dsa.flash_mla_sparse_fwd(q, kv, indices, scale, out=out)
+    with pytest.raises(ValueError, match="out: is written in place, must not require gradients"):
+        dsa.flash_mla_sparse_fwd(q, kv, indices, scale, out=good.clone().requires_grad_())
+    q, cache, indices = decode_inputs(d=512)
+    good, meta = torch.zeros(3, 2, 4, D_V, dtype=torch.bfloat16), dsa.get_mla_metadata()[0]
+    for out, message in (
+        (good[:, :1], r"out: shape must be \[3, 2, 4, 512\], got \[3, 1, 4, 512\]"),
+        (good.half(), "out: dtype must be q's bfloat16, got float16"),
+        (good.transpose(1, 2).contiguous().transpose(1, 2), "out: dimensions 2 to 3 must be mergeable into one"),
+        (q, "out: is written, must not share memory with q"),
+        (cache.flatten()[: good.numel()].view(good.shape), "out: is written, must not share memory with k_cache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoded(q, cache, indices, meta, out=out)
+    assert not launches and not meta.have_initialized
+    # Of a call like one before, too.
+    decoded(q, cache, indices, meta, out=good)
+    with pytest.raises(ValueError, match="out: is written, must not share memory with q"):
+        decoded(q, cache, indices, meta, out=q)
+
+
 def test_what_decoding_launches(launches):
     q, cache, indices = decode_inputs("bytes", s_q=2, h_q=17, k=640)
     out, lse = decoded(q, cache, indices, topk_length=i32([1, 2, 3]))
@@ -305,12 +391,17 @@ def test_registration():
     for extra in ((None, None, None), (cache, indices, i32([1, 2, 3]))):
         arguments = (q, cache, indices, None, *extra, D_V, 0.1, torch.randn(4), False)
         torch.library.opcheck(DECODE.default, arguments)
+        torch.library.opcheck(torch.ops.dsa.sparse_mla_decode_out, (*arguments, head_slice(3, 2, 4, D_V)[0]))
+    arguments = (*prefill_inputs(), D_V, None, None, head_slice(3, 4, D_V)[0])
+    torch.library.opcheck(torch.ops.dsa.sparse_mla_prefill_out, arguments)
 
 
-def test_torch_compile():
+@pytest.mark.parametrize("into", [False, True])
+def test_torch_compile(into):
     def attention(q, kv, indices, scale, cache, slots):
-        first = dsa.flash_mla_sparse_fwd(q, kv, indices, scale)
-        return *first, *decoded(q[:, None] * 2, cache, slots)
+        outs = [head_slice(*shape, 4, D_V)[0] if into else None for shape in ((3,), (3, 1))]
+        first = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, out=outs[0])
+        return *first, *decoded(q[:, None] * 2, cache, slots, out=outs[1])
 
     arguments = (*prefill_inputs(), decode_inputs()[1], decode_inputs(s_q=1)[2])
     compiled = torch.compile(attention, fullgraph=False, backend="aot_eager")

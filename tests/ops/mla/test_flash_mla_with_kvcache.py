@@ -172,6 +172,83 @@ def test_nothing_to_attend_to(sizes, style, launches):
     assert not launches or (names(launches) == ["plan"] and style in ("new", None) and batch)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_into_a_part_of_a_tensor(dtype):
+    arguments, (meta, _) = inputs(dtype=dtype), dsa.get_mla_metadata()
+    expected = decoded(*arguments, causal=True)
+    whole = torch.full((3, 2, 7, D_V), 7.0, dtype=dtype)
+    for plan in ((None,), dsa.get_mla_metadata(arguments[3], 8, 1), (meta,), (meta,)):
+        out = whole.fill_(7.0)[:, :, 2:6]
+        got = decoded(*arguments, *plan, causal=True, out=out)
+        assert got[0] is out and torch.equal(out, expected[0])
+        assert_same(got[1:], expected[1:])
+        assert (whole[:, :, :2] == 7).all() and (whole[:, :, 6:] == 7).all()
+
+
+def test_what_the_kernels_get_of_an_out(launches):
+    arguments = inputs()
+    whole = torch.zeros(3, 2, 7, D_V).bfloat16()
+    for options, count in (({}, 3), ({"enable_batch_invariant": True}, 1)):
+        launches.clear()
+        out = whole[:, :, 2:6]
+        got, lse = decoded(*arguments, **options, out=out)
+        assert len(launches) == count and got is out
+        places = {"decode": (6, 7), "combine": (3, 4)}
+        for name, _, a in launches[count == 3 :]:
+            assert all(a[i] is x for i, x in zip(places[name], (out, lse), strict=True))
+    launches.clear()
+    decoded(arguments[0], arguments[1][:0], *arguments[2:], out=whole.fill_(7.0)[:, :, 2:6])
+    assert not whole[:, :, 2:6].any() and (whole[:, :, :2] == 7).all() and (whole[:, :, 6:] == 7).all()
+    for out, message in (
+        (whole[:, :, :3], r"out: shape must be \[3, 2, 4, 512\], got \[3, 2, 3, 512\]"),
+        (whole[:, :, :4].half(), "out: dtype must be q's bfloat16, got float16"),
+        (whole.repeat(1, 1, 2, 1)[:, :, :8:2], "out: dimensions 2 to 3 must be mergeable into one"),
+        (arguments[1].flatten()[: 24 * D_V].view(3, 2, 4, D_V), "out: is written, .* memory with k_cache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoded(*arguments, out=out)
+
+
+class Foreign:
+    """FlashMLA's class, by its fields."""
+
+    def __init__(self, plan=None, num_splits=None, config=None):
+        self.have_initialized, self.config = plan is not None, config
+        self.tile_scheduler_metadata, self.num_splits = plan, num_splits
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_an_object_of_another_library(filled, launches):
+    (*arguments, lengths) = inputs()
+    theirs = (torch.full((132, 8), 9, dtype=torch.int32), i32([9] * 4), object()) if filled else (None, None, None)
+    meta = Foreign(*theirs)
+    for _ in range(2):
+        decoded(*arguments, lengths, meta)
+    assert names(launches) == ["plan", "decode", "combine", "decode", "combine"]
+    plan = launches[0][2][1]
+    assert all(launches[i][2][4] is plan for i in (1, 3)) and plan is not theirs[0]
+    # Its own fields are as its own library left them.
+    assert (meta.tile_scheduler_metadata, meta.num_splits, meta.config) == theirs and meta.have_initialized is filled
+    with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
+        decoded(*inputs(s_q=1), meta)
+    with pytest.raises(ValueError, match="num_splits: must be None with a FlashMLASchedMeta, got Tensor"):
+        decoded(*arguments, lengths, meta, i32([0] * 4))
+
+
+def test_an_object_that_keeps_nothing(launches):
+    def refuse(self, name, value):
+        raise AttributeError(name)
+
+    closed = Foreign()
+    closed.__class__ = type("Closed", (Foreign,), {"__setattr__": refuse})
+    with pytest.raises(TypeError, match=r"tile_scheduler_metadata: must be an object that takes attributes, .* Closed"):
+        decoded(*inputs(), closed)
+    accepted = "tile_scheduler_metadata: must be a FlashMLASchedMeta, an object with its fields .* or None, got "
+    for wrong, name in ((object(), "object"), (dsa.FlashMLASchedMeta, "the class FlashMLASchedMeta"), ("plan", "str")):
+        with pytest.raises(TypeError, match=accepted + name):
+            decoded(*inputs(), wrong)
+
+
 def test_which_plans_the_kernel_makes(launches):
     plan, num_splits = dsa.get_mla_metadata(i32([]), 16, 1)
     assert layout(plan) == ((132, 8), (8, 1), torch.int32) and num_splits.tolist() == [0]
@@ -274,6 +351,8 @@ def test_registration():
     torch.library.opcheck(PLAN.default, (lengths, 8, 1))
     for plan in (ANY_PLAN, (None, None)):
         torch.library.opcheck(DECODE.default, (*arguments, lengths, D_V, *plan, 0.1, True))
+        out = torch.zeros(3, 2, 7, D_V).bfloat16()[:, :, 2:6]
+        torch.library.opcheck(torch.ops.dsa.dense_mla_decode_out, (*arguments, lengths, D_V, *plan, 0.1, True, out))
 
 
 @pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])

@@ -1,5 +1,8 @@
+import dataclasses
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa.reference import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
 
@@ -32,6 +35,21 @@ def test_old_style_by_position_and_by_name():
     assert get_mla_metadata(i32([]), 1, 1)[1].tolist() == [0]
 
 
+def test_a_plan_is_made_without_numbers_from_the_host():
+    """Their copy would make the host wait for the device."""
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.overloadpacket.__name__
+            assert name in ("zeros", "select", "fill_"), name
+            return function(*args, **(kwargs or {}))
+
+    lengths = i32([5, 0, 130])
+    with Copies():
+        plan = get_mla_metadata(lengths, 128, 1, topk=2048)
+    assert plan[0].tolist() == [[0, 0, 2, 2**30, 0, -1, 0, 0]]
+
+
 def test_old_style_refuses_bad_arguments():
     with pytest.raises(ValueError, match="cache_seqlens: dtype must be int32, got int64"):
         get_mla_metadata(torch.tensor([1]), 1, 1)
@@ -53,6 +71,31 @@ def test_a_plan_is_bound_to_the_shapes_of_its_first_call():
     for other in ({"batch": 1}, {"s_q": 2}, {"topk": 4}):
         with pytest.raises(ValueError, match=r"tile_scheduler_metadata: was first used with .* get a new one"):
             decode(meta, splits, **other)
+
+
+def test_an_object_of_another_class_keeps_its_fields_and_a_plan():
+    @dataclasses.dataclass
+    class Theirs:
+        have_initialized: bool = False
+        config: object = None
+        tile_scheduler_metadata: torch.Tensor | None = None
+        num_splits: torch.Tensor | None = None
+
+    for meta in (Theirs(), Theirs(True, "theirs", i32([[9] * 8]), i32([9] * 3))):
+        before = dict(vars(meta))
+        decode(meta)
+        decode(meta)
+        assert {name: value for name, value in vars(meta).items() if name in before} == before
+        with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
+            decode(meta, batch=1)
+    decode(Theirs(), batch=1)
+    frozen = dataclasses.make_dataclass(
+        "Frozen", [(f.name, object, None) for f in dataclasses.fields(Theirs)], frozen=True
+    )
+    with pytest.raises(
+        TypeError, match="must be an object that takes attributes, in which a plan can be kept, got Fro"
+    ):
+        decode(frozen())
 
 
 def test_plans_of_either_style_are_accepted_and_checked():

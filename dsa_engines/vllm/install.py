@@ -1,0 +1,96 @@
+"""When the plugin acts: in each worker, once its GPU and its model's configuration are known and before the model is
+built, and only if everything that the plugin needs is there. Else vLLM stays as it is."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from dsa_engines.replacements import NotFound, Replacements, check_parameters, find
+from dsa_engines.switch import declined, enabled_ops, tested_version
+from dsa_engines.vllm import models, seams, warm_up
+
+ENGINE = "vllm"
+HOOK = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
+BACKEND = "dsa_engines.vllm.backend.DSASparseBackend"
+_logger = logging.getLogger("vllm.dsa")  # below vLLM's own, so that it is shown as that is
+_installed = contextlib.ExitStack()  # what undoes it
+
+
+def register() -> None:
+    """Called by vLLM when it loads its plugins, several times and in every process. Does nothing unless DSA_ENGINE is
+    "1"; then the workers of this process, and of those that are forked from it, call `install` when they start."""
+    try:
+        ops = enabled_ops()
+    except ValueError as error:
+        declined(ENGINE, str(error))
+        return
+    if not ops:
+        return
+    import vllm
+
+    if not tested_version(ENGINE, vllm.__version__, seams.TESTED):
+        return
+    try:
+        check_parameters(HOOK, seams.SIGNATURES[HOOK])
+    except NotFound as error:
+        declined(ENGINE, str(error))
+        return
+    owner, name, init_device = find(HOOK)
+    if not hasattr(init_device, "dsa_ops"):
+        setattr(owner, name, _then_install(init_device, ops))
+
+
+def _then_install(init_device: Callable[[Any], None], ops: frozenset[str]) -> Callable[[Any], None]:
+    @functools.wraps(init_device)
+    def with_dsa(self: Any) -> None:
+        init_device(self)
+        install(self.vllm_config, ops)
+
+    with_dsa.dsa_ops = ops
+    return with_dsa
+
+
+def install(config: Any, ops: frozenset[str]) -> bool:
+    """Puts these ops of a worker's model on dsa's kernels and compiles them, or says in one line why not, with
+    everything as it was. config: vLLM's. Returns whether it did."""
+    uninstall()
+    reason = models.unsupported(config)
+    if reason is None:
+        try:
+            seams.check()
+            _put(ops)
+            warm_up.warm_up(models.calls_of(config), ops)
+        except Exception as error:  # whatever it is, the engine has to start as if the plugin were not there
+            uninstall()
+            reason = str(error) if isinstance(error, NotFound) else f"{type(error).__name__}: {error}"
+    if reason is not None:
+        declined(ENGINE, reason)
+        return False
+    _logger.info("dsa: %s run on dsa's kernels", ", ".join(sorted(ops)))
+    return True
+
+
+def uninstall() -> None:
+    """vLLM as it was."""
+    _installed.close()
+
+
+def _put(ops: frozenset[str]) -> None:
+    if "scores" in ops:
+        # It sets the globals of all that DeepGEMM has, and does nothing once one of them is set.
+        find(f"{seams.DEEP_GEMM}:_lazy_init").value()
+    replaced = Replacements()
+    _installed.callback(replaced.undo)
+    replaced.put(seams.replacements(ops))
+    if "attention" in ops:
+        backend = find(f"{seams.REGISTRY}:AttentionBackendEnum").value.FLASHMLA_SPARSE
+        chosen = find(f"{seams.SELECTOR}:_cached_get_attn_backend").value
+        if backend.is_overridden():
+            raise NotFound(f"FLASHMLA_SPARSE is {backend.get_path()} already")
+        find(f"{seams.REGISTRY}:register_backend").value(backend, BACKEND)
+        # Backends are looked up once; whatever was looked up before would stay.
+        _installed.callback(chosen.cache_clear)
+        _installed.callback(backend.clear_override)
+        chosen.cache_clear()

@@ -1,0 +1,89 @@
+"""Which models of vLLM's the plugin serves, and the sizes of the calls that one makes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsa import backends
+from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_K, NEXT_N
+
+# model_type of the configuration -> the channels of a query of its sparse attention. Other models of vLLM share parts
+# of these models' code and have caches that dsa has no kernels for: DeepSeek-V4.1's keys of 528 and 288 bytes, the
+# pooled index keys of GLM-5.3.
+QUERY_DIMS = {"deepseek_v32": 576, "glm_moe_dsa": 576, "deepseek_v4": 512}
+# How vLLM calls its caches of bf16, and of bytes of which a key has 656 or, in V4, 584. "auto" is bytes in V4 and bf16
+# elsewhere.
+BF16_CACHES = ("bfloat16",)
+FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_ds_mla")
+
+
+@dataclass(frozen=True)
+class Calls:
+    """heads: of a GPU. next_n: the most queries of a sequence in a decoding step that are computed together, 1 if
+    they never are. keys: the most that a query has. compressed: in V4, the most entries of 128 tokens of a sequence,
+    else 0. tokens: the most of a step. fp8_cache: whether the attention's keys are bytes."""
+
+    index_heads: int
+    index_head_dim: int
+    topk: int
+    heads: int
+    query_dim: int
+    fp8_cache: bool
+    next_n: int
+    keys: int
+    compressed: int
+    window: int
+    tokens: int
+
+
+def unsupported(config: Any) -> str | None:
+    """None for a configuration of vLLM's whose model can run on dsa, on the current GPU; else what it lacks."""
+    if reason := backends.why_no_kernels():
+        return reason
+    model = config.model_config
+    hf = model.hf_text_config
+    kind = model.hf_config.model_type
+    if kind not in QUERY_DIMS:
+        return f"model_type is {kind}, and the plugin serves {', '.join(QUERY_DIMS)}"
+    if model.dtype != torch.bfloat16:
+        return f"the model's dtype is {model.dtype}, and must be torch.bfloat16"
+    query_dim = hf.head_dim if kind == "deepseek_v4" else hf.kv_lora_rank + hf.qk_rope_head_dim
+    if query_dim != QUERY_DIMS[kind]:
+        return f"queries of {kind} have {query_dim} channels, and must have {QUERY_DIMS[kind]}"
+    for name, value, accepted in (
+        ("index_n_heads", hf.index_n_heads, HEADS),
+        ("index_head_dim", hf.index_head_dim, HEAD_DIMS),
+    ):
+        if value not in accepted:
+            return f"{name} is {value}, and must be one of {', '.join(map(str, accepted))}"
+    if hf.index_topk > MAX_K:
+        return f"index_topk is {hf.index_topk}, and can be at most {MAX_K}"
+    index_cache = config.attention_config.resolve_indexer_kv_dtype("fp8")
+    if index_cache != "fp8":
+        return f"the cache of index keys is {index_cache}, and must be fp8"
+    cache = config.cache_config.cache_dtype
+    accepted = ("auto", *FP8_CACHES) if kind == "deepseek_v4" else ("auto", *BF16_CACHES, *FP8_CACHES)
+    if cache not in accepted:
+        return f"the cache of keys is {cache}, and must be one of {', '.join(accepted)}"
+    return None
+
+
+def calls_of(config: Any) -> Calls:
+    """The sizes of the calls of a configuration that is supported."""
+    model, scheduler = config.model_config, config.scheduler_config
+    hf, v4 = model.hf_text_config, model.hf_config.model_type == "deepseek_v4"
+    next_n = 1 + config.num_speculative_tokens
+    return Calls(
+        index_heads=hf.index_n_heads,
+        index_head_dim=hf.index_head_dim,
+        topk=hf.index_topk,
+        heads=model.get_num_attention_heads(config.parallel_config),
+        query_dim=QUERY_DIMS[model.hf_config.model_type],
+        fp8_cache=v4 or config.cache_config.cache_dtype in FP8_CACHES,
+        next_n=next_n if next_n in NEXT_N else 1,
+        keys=model.max_model_len // (4 if v4 else 1),
+        compressed=-(-model.max_model_len // 128) if v4 else 0,
+        window=hf.sliding_window if v4 else 0,
+        tokens=scheduler.max_num_batched_tokens,
+    )

@@ -1,0 +1,104 @@
+"""Compiling what a model will call, before it does: no request waits for a compiler, nor does one run while a CUDA
+graph is captured. Every adapter is called with small tensors of the kinds and shapes that choose between kernels."""
+
+from collections.abc import Iterator
+
+import torch
+
+import dsa
+from dsa.compat import deep_gemm
+from dsa_engines.vllm import adapters
+from dsa_engines.vllm.models import Calls
+
+PAGE = 64  # index keys of a page, whatever the engine's pages have
+MOST_COLUMNS, MOST_QUERIES = 65536, 1024  # with more, no other kernels are chosen
+INT32 = torch.int32
+
+
+def warm_up(calls: Calls, ops: frozenset[str], device: torch.device | str = "cuda") -> None:
+    """Calls the adapters of these ops as the model will."""
+    with torch.device(device):
+        if "scores" in ops:
+            scores(calls)
+        if "topk" in ops:
+            topk(calls)
+        if "attention" in ops:
+            v4_attention(calls) if calls.query_dim == 512 else attention(calls)
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def scores(calls: Calls) -> None:
+    heads, dim = calls.index_heads, calls.index_head_dim
+    cache = torch.zeros(1, PAGE, dim + 4, dtype=torch.uint8)
+    k, k_scale = torch.zeros(PAGE, dim, dtype=torch.float8_e4m3fn), torch.zeros(PAGE, 4, dtype=torch.uint8)
+    table, ends = torch.zeros(1, 1, dtype=INT32), torch.tensor([0, PAGE], dtype=INT32)
+    adapters.gather_keys(cache, k, k_scale, table, ends)
+    q, weights = torch.zeros(1, heads, dim, dtype=torch.float8_e4m3fn), torch.zeros(1, heads)
+    kv = k, k_scale.view(torch.float32).squeeze(1)
+    deep_gemm.fp8_fp4_mqa_logits((q, None), kv, weights, ends[:1], ends[1:], PAGE)
+    for next_n in range(1, calls.next_n + 1):
+        lengths = torch.ones(1, next_n, dtype=INT32)
+        plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE, dsa.num_sms(cache.device))
+        queries, pages = q.expand(next_n, heads, dim).contiguous().unsqueeze(0), cache.unsqueeze(2)
+        weights = torch.zeros(next_n, heads)
+        deep_gemm.fp8_fp4_paged_mqa_logits((queries, None), pages, weights, lengths, table, plan, PAGE)
+
+
+def topk(calls: Calls) -> None:
+    """Kernels follow from the number of rows, against that of multiprocessors, and from how long rows are."""
+    sms = dsa.num_sms(torch.empty(0).device)
+    columns = sorted({min(calls.keys, MOST_COLUMNS >> halved) for halved in range(4)})
+    rows = sorted({1, *(sms // parts + 1 for parts in (8, 4, 2, 1))})
+    buffer = torch.empty(rows[-1], calls.topk, dtype=INT32)
+    for width in columns:
+        logits, none = torch.zeros(rows[-1], width), torch.zeros(rows[-1], dtype=INT32)
+        for count in rows:
+            adapters.topk_decode(logits[:count], none[:count, None], 1, buffer[:count], calls.topk)
+            zeros = none[:count]
+            adapters.topk_prefill(logits[:count], zeros, zeros, buffer[:count], count, width, 1, calls.topk)
+
+
+def attention(calls: Calls) -> None:
+    cache = torch.zeros(1, PAGE, 656, dtype=torch.uint8)
+    for q, indices in queries(calls, calls.topk):
+        if calls.fp8_cache:
+            adapters.fp8_attention(q.unsqueeze(1), cache, indices.unsqueeze(1), 1.0)
+    rows, none = torch.zeros(1, calls.query_dim, dtype=torch.bfloat16), torch.zeros(1, dtype=INT32)
+    adapters.bf16_attention(q[:1], rows, indices[:1], 1.0, none, calls.heads, None)
+
+
+def v4_attention(calls: Calls) -> None:
+    """Over windows alone, and with selected entries of 4 tokens, or with all entries of 128 tokens."""
+    heads = adapters.v4_heads(calls.heads)
+    sink = torch.zeros(heads)
+    window, entries = (torch.zeros(1, PAGE, 1, 584, dtype=torch.uint8) for _ in range(2))
+    for width in sorted({0, calls.topk, -(-calls.compressed // 128) * 128}):
+        for q, indices in queries(calls, calls.window + width):
+            q, none = q.unsqueeze(1), torch.zeros(len(q), dtype=INT32)
+            options = {"indices": indices[:, None, : calls.window], "topk_length": none, "attn_sink": sink}
+            if width:
+                options |= {
+                    "extra_k_cache": entries,
+                    "extra_indices_in_kvcache": indices[:, None, calls.window :],
+                    "extra_topk_length": none,
+                }
+            out = torch.empty_like(q)
+            adapters.v4_attention(
+                q, window, None, None, 512, None, softmax_scale=1.0, is_fp8_kvcache=True, out=out, **options
+            )
+    rows = torch.zeros(1, 1, 512, dtype=torch.bfloat16)
+    adapters.v4_prefill(
+        q[:1, 0], rows, options["indices"][:1], 1.0, attn_sink=sink, topk_length=none[:1], out=out[:1, 0]
+    )
+
+
+def queries(calls: Calls, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(q [T, heads, d], indices [T, width] of no key): 1, 2, 4.. tokens, by whose number kernels are chosen."""
+    heads = adapters.v4_heads(calls.heads) if calls.query_dim == 512 else calls.heads
+    count = 1
+    while count <= min(calls.tokens, MOST_QUERIES):
+        q = torch.zeros(count, heads, calls.query_dim, dtype=torch.bfloat16)
+        yield q, torch.full((count, width), -1, dtype=INT32)
+        count *= 2

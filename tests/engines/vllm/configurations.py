@@ -1,0 +1,55 @@
+"""Configurations as vLLM gives them to its workers: of what the plugin reads, the names and values."""
+
+import types
+
+import torch
+
+V32 = {
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+GLM = V32 | {"model_type": "glm_moe_dsa", "index_n_heads": 32}
+V4 = {
+    "model_type": "deepseek_v4",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "sliding_window": 128,
+}
+
+
+def config(
+    hf: dict,
+    heads: int = 128,
+    cache: str = "auto",
+    index_cache: str = "auto",
+    speculated: int = 0,
+    max_model_len: int = 163840,
+    tokens: int = 8192,
+    dtype: torch.dtype = torch.bfloat16,
+) -> types.SimpleNamespace:
+    """vLLM's VllmConfig. heads: of a GPU."""
+    space = types.SimpleNamespace
+    hf = space(**hf)
+    return space(
+        model_config=space(
+            hf_config=hf,
+            hf_text_config=hf,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            get_num_attention_heads=lambda parallel: heads,
+        ),
+        attention_config=space(
+            resolve_indexer_kv_dtype=lambda default: default if index_cache == "auto" else index_cache
+        ),
+        cache_config=space(cache_dtype=cache),
+        parallel_config=space(),
+        scheduler_config=space(max_num_batched_tokens=tokens),
+        num_speculative_tokens=speculated,
+    )

@@ -1,0 +1,186 @@
+"""vLLM's own source is what the plugin takes it for: versions, parameters, and every place that reads a replacement."""
+
+import ast
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsa_engines.replacements import check_parameters, find
+from dsa_engines.vllm import adapters, install, seams
+from tests.engines.vllm.configurations import V32, config
+from tests.engines.vllm.engine import ALL, HopperPlatform, needs_vllm, put_in_place
+
+pytestmark = needs_vllm
+FLASH_MLA = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
+
+
+def root() -> Path:
+    return Path(importlib.util.find_spec("vllm").origin).parent
+
+
+def test_this_is_a_version_that_the_plugin_serves():
+    import vllm
+
+    assert vllm.__version__.partition("+")[0] in seams.TESTED
+
+
+@pytest.mark.parametrize("path", seams.SIGNATURES)
+def test_signatures(path):
+    name = path.partition(":")[2]
+    if name not in FLASH_MLA:
+        check_parameters(path, seams.SIGNATURES[path])
+        return
+    # The module has them only where the library is: they are compared as they are written.
+    tree = ast.parse((root() / "third_party/flashmla/flash_mla_interface.py").read_text())
+    (function,) = [node for node in tree.body if getattr(node, "name", None) == name]
+    assert [argument.arg for argument in function.args.args] == seams.SIGNATURES[path]
+
+
+def definition(module: str, name: str) -> ast.AST:
+    """The syntax tree of a function or method, or of a class."""
+    node = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
+    for part in name.split("."):
+        (node,) = [child for child in node.body if getattr(child, "name", None) == part]
+    return node
+
+
+def reads(node: ast.AST) -> set[str]:
+    """Names and dotted names that are read, calls among them."""
+    return {ast.unparse(n) for n in ast.walk(node) if isinstance(n, ast.Name | ast.Attribute)}
+
+
+@pytest.mark.parametrize(("module", "function", "name"), seams.CALL_SITES, ids=lambda value: value.rpartition(".")[2])
+def test_call_sites(module, function, name):
+    """Each reads the replaced name when it is called, as a global of its module or an attribute."""
+    node = definition(module, function)
+    assert name in reads(node), f"{module}:{function} does not read {name}"
+    assigned = {ast.unparse(t) for n in ast.walk(node) if isinstance(n, ast.Assign) for t in n.targets}
+    assert name not in assigned or name.startswith("self.")
+
+
+def sources():
+    for path in root().rglob("*.py"):
+        if "third_party" not in path.parts:
+            yield ".".join(("vllm", *path.relative_to(root()).with_suffix("").parts)), path.read_text()
+
+
+def test_no_module_keeps_its_own_copy_of_what_is_replaced():
+    """`from module import name` would: there is one such copy, and it is the one that is replaced."""
+    names = {path.partition(":")[2]: path.partition(":")[0] for op in seams.REPLACED.values() for path in op}
+    names = {name: module for name, module in names.items() if "." not in name and module != seams.V4}
+    found = {}
+    for module, text in sources():
+        for block in re.findall(r"^\s*from vllm[\w.]* import (?:\([^)]*\)|.*)", text, re.M):
+            for name in {*re.findall(r"\w+", block)} & names.keys():
+                found.setdefault(name, set()).add(module)
+    assert found == {"native_next_n_supported": {seams.PLAN}}
+    assert names["native_next_n_supported"] == seams.PLAN
+
+
+def test_who_else_has_V4s_attention():
+    """V4's module imports FlashMLA's functions under names of its own, which are replaced there alone."""
+    text = Path(importlib.util.find_spec(seams.V4).origin).read_text()
+    (block,) = re.findall(r"from vllm.v1.attention.ops.flashmla import \(([^)]*)\)", text)
+    assert {*re.findall(r"\w+", block)} == {*FLASH_MLA}
+
+
+def test_installed_and_taken_back(monkeypatch):
+    paths = [path for op in seams.REPLACED.values() for path in op]
+    gemm = __import__(seams.DEEP_GEMM, fromlist=["_"])
+    gemm._lazy_init()
+    backend = find(f"{seams.REGISTRY}:AttentionBackendEnum").value.FLASHMLA_SPARSE
+    original = backend.get_class()
+    put_in_place(monkeypatch)
+    try:
+        before = {path: find(path).value for path in paths}
+        cls = backend.get_class()
+        assert cls is not original and issubclass(cls, original) and cls.get_name() == "FLASHMLA_SPARSE"
+        assert issubclass(cls.get_impl_cls(), original.get_impl_cls())
+        assert issubclass(cls.get_builder_cls(), original.get_builder_cls())
+        assert cls.full_cls_name() != original.full_cls_name()
+    finally:
+        install.uninstall()
+    assert backend.get_class() is original
+    assert all(find(path).value is not before[path] for path in paths)
+
+
+@pytest.mark.parametrize("ops", [{"scores"}, {"topk"}, {"attention"}])
+def test_ops_apart(monkeypatch, ops):
+    gemm = __import__(seams.DEEP_GEMM, fromlist=["_"])
+    gemm._lazy_init()
+    there = {op: {path: find(path).value for path in paths} for op, paths in seams.REPLACED.items()}
+    put_in_place(monkeypatch, frozenset(ops))
+    try:
+        for op, values in there.items():
+            if op != "attention":  # whose originals were put there for this test
+                assert all((find(path).value is not value) == (op in ops) for path, value in values.items())
+        backend = find(f"{seams.REGISTRY}:AttentionBackendEnum").value.FLASHMLA_SPARSE
+        assert backend.is_overridden() == ("attention" in ops)
+    finally:
+        install.uninstall()
+
+
+def test_a_cpu_is_no_hopper_gpu(caplog):
+    assert not install.install(config(V32), ALL)
+    (record,) = caplog.records
+    assert record.getMessage() == "dsa: vllm: torch sees no CUDA GPU; the engine's own kernels stay"
+
+
+def test_the_hook(monkeypatch):
+    """vLLM's own worker wrapper starts a worker, and then the plugin."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    monkeypatch.setattr(WorkerWrapperBase, "init_device", WorkerWrapperBase.init_device)  # put back afterwards
+    monkeypatch.setenv("DSA_ENGINE", "1")
+    monkeypatch.delenv("DSA_ENGINE_OPS", raising=False)
+    seen = []
+    monkeypatch.setattr(install, "install", lambda config, ops: seen.append((config, ops)))
+    install.register()
+    install.register()
+    wrapper = object.__new__(WorkerWrapperBase)
+    wrapper.worker = type("Worker", (), {"init_device": lambda self: seen.append("device")})()
+    wrapper.vllm_config, wrapper._worker_extension_cls = vllm_config(), None
+    wrapper.init_device()
+    assert seen == ["device", (wrapper.vllm_config, ALL)]
+
+
+def vllm_config():
+    from vllm.config import DeviceConfig, VllmConfig
+
+    return VllmConfig(device_config=DeviceConfig(device="cpu"))
+
+
+def test_three_queries_of_a_sequence_are_native(plugin, monkeypatch):
+    plan = __import__(seams.PLAN, fromlist=["_"])
+    monkeypatch.setattr(plan, "current_platform", HopperPlatform)
+    monkeypatch.setattr(plan, "has_deep_gemm", lambda: True)
+    assert [n for n in range(1, 9) if plan._supports_native_decode(n)] == [1, 2, 3, 4]
+    install.uninstall()
+    gemm = __import__(seams.DEEP_GEMM, fromlist=["_"])
+    monkeypatch.setattr(gemm, "current_platform", HopperPlatform)
+    assert [n for n in range(1, 9) if plan._supports_native_decode(n)] == [1, 2, 4]
+
+
+def test_the_plans_buffer_has_a_row_for_every_multiprocessor(plugin, monkeypatch):
+    gemm = __import__(seams.DEEP_GEMM, fromlist=["_"])
+    monkeypatch.setattr(gemm, "current_platform", HopperPlatform)
+    lengths = torch.full((3, 4), 500, dtype=torch.int32)
+    assert gemm.get_paged_mqa_logits_metadata(lengths, 64, 132).shape == (133, 2)
+    assert gemm._get_paged_mqa_logits_metadata_impl is not None
+    assert inspect.signature(adapters.schedule_slots).parameters.keys() == {"num_sms", "next_n"}
+
+
+def test_prompts_of_few_heads_are_no_decoding(plugin, monkeypatch):
+    """The backend's metadata: what vLLM treats as one batch of decoding below 32 heads is prefill and decoding."""
+    from dsa_engines.vllm.backend import DSASparseMetadataBuilder, FlashMLASparseMetadataBuilder
+
+    def initialise(self, ranks):
+        self.dcp_world_size, self.fp8_use_mixed_batch = ranks, True
+
+    monkeypatch.setattr(FlashMLASparseMetadataBuilder, "__init__", initialise)
+    assert DSASparseMetadataBuilder(1).fp8_use_mixed_batch is False
+    assert DSASparseMetadataBuilder(2).fp8_use_mixed_batch is True

@@ -1,0 +1,252 @@
+"""vLLM's own sparse_attn_indexer through the plugin: prompts, decoding 1 to 4 queries, and ranks that share keys."""
+
+import types
+
+import pytest
+import torch
+
+import dsa
+from dsa_engines.vllm import seams
+from tests.engines.vllm import engine
+from tests.engines.vllm.engine import PAGE, HopperPlatform, int32, needs_vllm, slots_of
+
+pytestmark = needs_vllm
+DIM, TOPK, PAGES = 128, 256, 48
+
+
+def module(name):
+    return __import__(name, fromlist=["_"])
+
+
+@pytest.fixture
+def indexer(plugin, monkeypatch):
+    """vLLM's module, with the metadata of one layer given to it by `indexer.metadata = ..`."""
+    from vllm.config import CUDAGraphMode
+
+    torch.manual_seed(0)
+    sai, topk, workspace = module(seams.INDEXER), module(seams.TOPK), module("vllm.v1.worker.workspace")
+    given = types.SimpleNamespace(module=sai, metadata=None)
+    monkeypatch.setattr(
+        sai,
+        "get_forward_context",
+        lambda: types.SimpleNamespace(
+            attn_metadata={"layer": given.metadata}, cudagraph_runtime_mode=CUDAGraphMode.NONE
+        ),
+    )
+    monkeypatch.setattr(sai, "current_platform", HopperPlatform)
+    monkeypatch.setattr(topk, "current_platform", HopperPlatform)
+    monkeypatch.setattr(sai, "_resolve_layer_name", lambda name: name)
+    monkeypatch.setattr(sai, "pack_seq_triton", engine.pack)
+    monkeypatch.setattr(sai, "unpack_seq_triton", engine.unpack)
+    monkeypatch.setattr(workspace, "_manager", engine.workspaces())
+    yield given
+    topk.get_indexer_topk.cache_clear()
+
+
+class Cache:
+    """Index keys in pages, and the formula over them."""
+
+    def __init__(self, requests, heads):
+        self.heads = heads
+        self.k, scale = dsa.per_token_cast_to_fp8(torch.randn(PAGES * PAGE, DIM), use_ue8m0=True)
+        self.scale = scale.view(-1)
+        self.pages = torch.zeros(PAGES, PAGE, DIM + 4, dtype=torch.uint8)
+        dsa.write_indexer_cache(self.k, self.scale, self.pages.unsqueeze(2), torch.arange(PAGES * PAGE))
+        self.table = torch.randperm(PAGES)[: requests * (PAGES // requests)].view(requests, -1).int()
+
+    def queries(self, tokens):
+        return torch.randn(tokens, self.heads, DIM).to(torch.float8_e4m3fn), torch.randn(tokens, self.heads)
+
+    def scores(self, q, weights, request, length):
+        slots = slots_of(self.table, request, length)
+        keys = self.k[slots].double() * self.scale[slots].double()[:, None]
+        return (weights.double()[:, None] * (q.double() @ keys.T).relu()).sum(0)
+
+
+def call(indexer, cache, q, weights, buffer, **options):
+    function = getattr(indexer.module.sparse_attn_indexer, "__wrapped__", indexer.module.sparse_attn_indexer)
+    hidden = torch.zeros(len(q), 8)
+    function(
+        *(hidden, "layer", cache, q, None, None, weights, DIM, "ue8m0", TOPK, DIM, 4096, 4096, buffer, True),
+        **({"use_pcp": False, "pcp_shard_decode_requests": False, "dense_mha_metadata_layer_name": ""} | options),
+    )
+
+
+def decode_metadata(table, lengths, next_n, lens=None, global_lengths=None):
+    """As the builder makes it: lengths [B, next_n] of each query, and the plan in its buffer."""
+    plan, gemm = module(seams.PLAN), module(seams.DEEP_GEMM)
+    scheduled = torch.full((133, 2), -9, dtype=torch.int32)
+    scheduled[:] = gemm.get_paged_mqa_logits_metadata(lengths, PAGE, 132)
+    return plan.DeepSeekV32IndexerDecodeMetadata(
+        block_table=table,
+        seq_lens=lengths,
+        decode_lens=torch.full((len(table),), next_n, dtype=torch.int32) if lens is None else lens,
+        requires_padding=lens is not None,
+        schedule_metadata=scheduled,
+        global_seq_lens=global_lengths,
+    )
+
+
+def prefill_metadata(table, first, tokens, lengths):
+    """One chunk of requests whose last tokens are queries: token_start.. and each one's range among all keys."""
+    plan = module(seams.PLAN)
+    ends = int32([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    starts, stops = [], []
+    for b, (count, length) in enumerate(zip(tokens, lengths)):
+        starts += [int(ends[b])] * count
+        stops += [int(ends[b]) + length - count + 1 + i for i in range(count)]
+    total = int(ends[-1])
+    chunk = plan.DeepseekV32IndexerPrefillChunkMetadata(
+        block_table=table,
+        cu_seqlen_ks=int32(starts),
+        cu_seqlen_ke=int32(stops),
+        cu_seq_lens=ends,
+        token_to_seq=torch.zeros(total, dtype=torch.int32),
+        total_seq_lens=total,
+        max_seqlen_k=max(lengths),
+        token_start=first,
+        token_end=first + len(starts),
+        num_reqs=len(lengths),
+        local_cu_seq_lens=ends,
+        local_total_seq_lens=total,
+        max_local_total_seq_lens=total + 3,  # ranks of different sizes share a workspace
+    )
+    return plan.DeepseekV32IndexerPrefillMetadata([chunk])
+
+
+def metadata(decode, prefill, decodes, decode_tokens, prefills, tokens):
+    return module(seams.PLAN).DeepseekV32IndexerMetadata(
+        seq_lens=torch.zeros(0),
+        max_seq_len=1500,
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+        num_decodes=decodes,
+        num_decode_tokens=decode_tokens,
+        num_prefills=prefills,
+        num_prefill_tokens=tokens - decode_tokens,
+        decode=decode,
+        prefill=prefill,
+    )
+
+
+def check(found, scores):
+    """A row's selection is the formula's: the same keys, -1 behind them. Equal scores in fp32 may trade places."""
+    count = min(TOPK, len(scores))
+    selected = found[found >= 0]
+    assert len(selected) == count == len(selected.unique()) and (found[count:] == -1).all()
+    assert torch.equal(selected, selected.sort().values)  # which is exact and the same in every run
+    if count:
+        worst, best = scores[selected.long()].min(), scores.topk(count).values.min()
+        assert worst >= best - 1e-4 * scores.abs().max()
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_prompts_and_decoding_in_one_batch(indexer, next_n, heads):
+    cache = Cache(4, heads)
+    lengths, prompts, contexts = torch.tensor([700, 130]), [33, 5], [400, 300]
+    decode_tokens, tokens = 2 * next_n, 2 * next_n + sum(prompts)
+    q, weights = cache.queries(tokens)
+    each = (lengths[:, None] - next_n + 1 + torch.arange(next_n)).int()
+    decode = decode_metadata(cache.table[:2], each, next_n)
+    prefill = prefill_metadata(cache.table[2:], decode_tokens, prompts, contexts)
+    indexer.metadata = metadata(decode, prefill, 2, decode_tokens, 2, tokens)
+    buffer = torch.full((tokens + 3, TOPK + 128), -7, dtype=torch.int32)
+    call(indexer, cache.pages, q, weights, buffer)
+    rows = [(t // next_n, int(each.flatten()[t])) for t in range(decode_tokens)]
+    rows += [(2 + b, n - p + 1 + i) for b, (p, n) in enumerate(zip(prompts, contexts)) for i in range(p)]
+    for t, (request, length) in enumerate(rows):
+        check(buffer[t, :TOPK], cache.scores(q[t], weights[t], request, length))
+    assert (buffer[tokens:] == -7).all()
+    # vLLM clears the buffer's rows before it selects, and nothing else is written.
+    assert (buffer[:tokens, TOPK:] == -1).all()
+
+
+def test_sequences_with_different_numbers_of_queries(indexer):
+    """They are padded to the longest, by vLLM, with queries that are NaN."""
+    cache, lens = Cache(2, 64), int32([3, 1])
+    q, weights = cache.queries(6)
+    each = int32([[198, 199, 200], [0, 0, 77]]).clamp(min=0)
+    each[1] = 77  # what the padded rows see does not matter
+    indexer.metadata = metadata(decode_metadata(cache.table, each, 3, lens), None, 2, 4, 0, 4)
+    buffer = torch.full((6, TOPK), -7, dtype=torch.int32)
+    call(indexer, cache.pages, q[:4], weights, buffer)
+    for t, (request, length) in enumerate([(0, 198), (0, 199), (0, 200)]):
+        check(buffer[t], cache.scores(q[t], weights[t], request, length))
+    check(buffer[3], cache.scores(q[3], weights[3], 1, 77))
+
+
+def test_sequences_shorter_than_the_selection_and_padding(indexer):
+    """Requests of padding have no keys: vLLM captures graphs for more sequences than there are."""
+    cache = Cache(3, 64)
+    q, weights = cache.queries(3)
+    each = int32([[1], [0], [64]])
+    indexer.metadata = metadata(decode_metadata(cache.table, each, 1), None, 3, 3, 0, 3)
+    buffer = torch.full((3, TOPK), -7, dtype=torch.int32)
+    call(indexer, cache.pages, q, weights, buffer)
+    for t, length in enumerate([1, 0, 64]):
+        check(buffer[t], cache.scores(q[t], weights[t], t, length))
+
+
+@pytest.mark.parametrize("next_n", [1, 3])
+def test_ranks_that_share_a_sequences_keys(indexer, monkeypatch, next_n):
+    """Decode context parallelism: each rank selects of its keys, and the best of all ranks' selections are the best."""
+    ranks, whole = 2, Cache(2, 64)
+    lengths = torch.tensor([900, 131])
+    each = (lengths[:, None] - next_n + 1 + torch.arange(next_n)).int()
+    q, weights = whole.queries(2 * next_n)
+    candidates = [[] for _ in range(2 * next_n)]
+
+    def merge(logits, indices, k, rank, size, interleave, row_starts=None):
+        assert size == ranks and interleave == 1 and row_starts is None
+        for row, selected in enumerate(indices):
+            own = selected[selected >= 0].long()
+            candidates[row] += zip(logits[row, own].tolist(), (own * ranks + rank).tolist())
+
+    monkeypatch.setattr(indexer.module, "_merge_dcp_topk_global", merge)
+    for rank in range(ranks):
+        mine = Cache.__new__(Cache)
+        mine.table = whole.table
+        pages = torch.zeros_like(whole.pages)
+        for request, length in enumerate(lengths.tolist()):
+            slots = slots_of(whole.table, request, length)[rank::ranks]
+            own = slots_of(whole.table, request, len(slots))
+            dsa.write_indexer_cache(whole.k[slots], whole.scale[slots], pages.unsqueeze(2), own)
+        local = (each + ranks - 1 - rank) // ranks
+        decode = decode_metadata(whole.table, local.int(), next_n, global_lengths=lengths.int())
+        indexer.metadata = metadata(decode, None, 2, 2 * next_n, 0, 2 * next_n)
+        buffer = torch.full((2 * next_n, TOPK), -7, dtype=torch.int32)
+        call(indexer, pages, q, weights, buffer, dcp_rank=rank, dcp_world_size=ranks)
+    for row, found in enumerate(candidates):
+        request, length = row // next_n, int(each.flatten()[row])
+        chosen = sorted(token for _, token in sorted(found, key=lambda pair: (-pair[0], pair[1]))[:TOPK])
+        selected = int32(chosen + [-1] * (TOPK - len(chosen)))
+        check(selected, whole.scores(q[row], weights[row], request, length))
+
+
+def test_the_builders_own_lengths_of_three_queries(plugin, monkeypatch):
+    """What vLLM's builder makes of a batch that decodes three tokens a sequence: no row for each of them."""
+    plan = module(seams.PLAN)
+    builder = object.__new__(plan.DeepseekV32IndexerMetadataBuilder)
+    builder.vllm_config = types.SimpleNamespace(speculative_config=None)
+    builder.decode_seq_lens_buffer = torch.zeros(64, dtype=torch.int32)
+    builder.offsets_buffer = torch.arange(3, dtype=torch.int32)
+    monkeypatch.setattr(plan, "current_platform", HopperPlatform)
+    monkeypatch.setattr(plan, "has_deep_gemm", lambda: True)
+    lengths, three = int32([200, 0, 64]), int32([3, 3, 3])
+    each, table, lens, batch, padded = builder._prepare_decode_tensors(
+        seq_lens=lengths,
+        block_table=torch.zeros(3, 4, dtype=torch.int32),
+        decode_lens=three,
+        decode_lens_cpu=three,
+        query_start_loc=int32([0, 3, 6]),
+        num_decodes=3,
+        num_decode_tokens=9,
+        use_native=plan._supports_native_decode(3),
+        next_n=3,
+        max_decode_len=3,
+    )
+    assert each.tolist() == [[198, 199, 200], [0, 0, 0], [62, 63, 64]] and (batch, padded) == (3, False)
+    gemm = module(seams.DEEP_GEMM)
+    monkeypatch.setattr(gemm, "current_platform", HopperPlatform)
+    assert gemm.get_paged_mqa_logits_metadata(each, PAGE, 132).shape == (133, 2)
+    assert table.shape == (3, 4) and torch.equal(lens, three)

@@ -1,0 +1,204 @@
+"""vLLM's own attention of DeepSeek-V4 through the plugin: windows, selected entries and all entries, prompts and
+decoding, with the heads of a GPU's share."""
+
+import types
+
+import pytest
+import torch
+
+import dsa
+from dsa.reference.cache import kv_cache
+from dsa.testing import assert_close
+from dsa_engines.vllm import seams
+from tests.engines.vllm import engine
+from tests.engines.vllm.engine import PAGE, int32, needs_vllm, slots_of
+
+pytestmark = needs_vllm
+WINDOW, TOPK, SCALE = 128, 64, 512**-0.5
+TOLERANCE = {"abs_tol": 1e-3, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
+
+
+class Keys:
+    """Keys in pages of 584 bytes a key, as they are read back."""
+
+    def __init__(self, pages, page, requests):
+        self.page = page
+        self.pages, slots = kv_cache.make_v4_cache(pages, page, "cpu"), torch.arange(pages * page)
+        dsa.write_kv_cache(torch.randn(pages * page, 512), self.pages, slots)
+        self.rows = dsa.read_kv_cache(self.pages, slots).double()
+        self.table = torch.randperm(pages)[: requests * (pages // requests)].view(requests, -1).int()
+
+    def of(self, request, positions):
+        return self.rows[slots_of(self.table, request, int(positions.max()) + 1, self.page)[positions]]
+
+    def slots(self, request, positions):
+        return slots_of(self.table, request, int(positions.max()) + 1, self.page)[positions]
+
+
+@pytest.fixture
+def v4(plugin, monkeypatch):
+    torch.manual_seed(0)
+    module = __import__(seams.V4, fromlist=["_"])
+    monkeypatch.setattr(module, "current_workspace_manager", engine.workspaces)
+    return module
+
+
+def layer(module, ratio, heads, keys, selected):
+    """A layer as vLLM's methods see it: of its class, with these attributes."""
+    cls = module.DeepseekV4FlashMLAAttention
+    one = cls.__new__(cls)
+    object.__setattr__(one, "__dict__", {"_parameters": {}, "_buffers": {}, "_modules": {}, "training": False})
+    padded = cls.get_padded_num_q_heads(heads)
+    sink = torch.full((padded,), -torch.inf)
+    sink[:heads] = torch.randn(heads)
+    one.__dict__.update(
+        compress_ratio=ratio,
+        scale=SCALE,
+        attn_sink=sink,
+        padded_heads=padded,
+        window_size=WINDOW,
+        max_image_tokens=0,
+        max_num_batched_tokens=64,
+        topk_indices_buffer=selected,
+        swa_cache_layer=types.SimpleNamespace(kv_cache=keys.pages.squeeze(2)),
+    )
+    return one
+
+
+def attend(q, rows, sink):
+    logits = SCALE * q.double() @ rows.T
+    out = logits.softmax(-1) @ rows
+    return out * torch.sigmoid(logits.logsumexp(-1) - sink.double())[:, None]
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize("heads", [8, 12, 64])
+def test_decoding(v4, monkeypatch, ratio, heads):
+    """Tokens of two sequences, and one of padding, which has no keys."""
+    lengths = [700, 130, 700]
+    windows, entries = Keys(24, PAGE, 2), Keys(24, PAGE if ratio == 4 else 2, 2)
+    requests = [0, 1, 0]
+    counts = [n // ratio if ratio > 1 else 0 for n in lengths]
+    selected = torch.full((3, TOPK), -1, dtype=torch.int32)
+    for t, count in enumerate(counts):
+        chosen = torch.randperm(count)[:TOPK]
+        selected[t, : len(chosen)] = chosen
+    one = layer(v4, ratio, heads, windows, selected)
+    q = torch.randn(4, one.padded_heads, 512).bfloat16()
+    swa = torch.full((4, 1, WINDOW), -1, dtype=torch.int32)
+    window = [torch.arange(max(0, n - WINDOW), n) for n in lengths]
+    for t, positions in enumerate(window):
+        swa[t, 0, : len(positions)] = windows.slots(requests[t], positions)
+    chosen_slots = torch.full((4, 1, TOPK), -1, dtype=torch.int32)
+    for t in range(3):
+        own = selected[t][selected[t] >= 0].long()
+        if len(own):
+            chosen_slots[t, 0, : len(own)] = entries.slots(requests[t], own)
+    lens = int32([*((row >= 0).sum() for row in selected), 0])
+    given = (chosen_slots[:, 0], lens)
+    monkeypatch.setattr(v4, "compute_global_topk_indices_and_lens", lambda *_: given)
+    plan = types.SimpleNamespace(have_initialized=False)
+    metadata = types.SimpleNamespace(
+        num_decodes=2,
+        num_decode_tokens=4,
+        is_valid_token=torch.tensor([True, True, True, False]),
+        token_to_req_indices=int32([*requests, 0]),
+        decode_swa_indices=swa,
+        decode_swa_lens=int32([*(len(w) for w in window), 0]),
+        tile_sched_swaonly=plan,
+        tile_sched_c4a=plan,
+        tile_sched_c128a=plan,
+    )
+    compressed = types.SimpleNamespace(
+        block_size=256,
+        block_table=entries.table,
+        c128a_global_decode_topk_indices=chosen_slots,
+        c128a_decode_topk_lens=lens,
+    )
+    out = torch.full((4, one.padded_heads, 512), float("nan")).bfloat16()
+    one._forward_decode(
+        q=q,
+        kv_cache=entries.pages.squeeze(2) if ratio > 1 else None,
+        swa_metadata=metadata,
+        attn_metadata=compressed if ratio > 1 else None,
+        swa_only=ratio == 1,
+        output=out,
+    )
+    for t in range(3):
+        rows = windows.of(requests[t], window[t])
+        own = selected[t][selected[t] >= 0].long()
+        if ratio > 1 and len(own):
+            rows = torch.cat([rows, entries.of(requests[t], own)])
+        assert_close("out", out[t, :heads], attend(q[t, :heads], rows, one.attn_sink[:heads]), **TOLERANCE)
+    assert not out[3].any() and not plan.have_initialized
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_prompts(v4, monkeypatch, ratio, heads):
+    """A prompt's tokens over keys that vLLM gathers as bf16: entries first, and the window's keys behind them."""
+    tokens, length = 9, 300
+    windows, entries = Keys(12, PAGE, 1), Keys(6, PAGE, 1)
+    count = length // ratio if ratio > 1 else 0
+    selected = torch.stack([torch.randperm(max(count, TOPK))[:TOPK] for _ in range(tokens)]).int()
+    one = layer(v4, ratio, heads, windows, selected)
+    q = torch.randn(tokens, one.padded_heads, 512).bfloat16()
+    first = length - tokens - WINDOW + 1  # the oldest key in the first token's window
+
+    def gather(out, cache, seq_lens, gather_lens, block_table, block_size, offset):
+        source = windows if gather_lens is not None else entries
+        positions = torch.arange(first, length) if gather_lens is not None else torch.arange(int(seq_lens[0]))
+        out[0, offset : offset + len(positions)] = source.of(0, positions).bfloat16()
+
+    def combine(chosen, starts, seq_lens, gather_lens, window, compress, top_k, m, n, out, **_):
+        indices, lens = out
+        indices.fill_(2**30)  # what is behind a token's indices is not read
+        for t in range(tokens):
+            oldest = length - tokens + t - WINDOW + 1 - first
+            own = [*chosen[t, :top_k].tolist(), *range(n + oldest, n + oldest + WINDOW)]
+            indices[t, : len(own)], lens[t] = int32(own), len(own)
+        return indices, lens
+
+    monkeypatch.setattr(v4, "dequantize_and_gather_k_cache", gather)
+    monkeypatch.setattr(v4, "combine_topk_swa_indices", combine)
+    metadata = types.SimpleNamespace(
+        num_prefill_tokens=tokens,
+        num_decodes=0,
+        num_decode_tokens=0,
+        prefill_seq_lens=int32([length]),
+        prefill_gather_lens=int32([length - first]),
+        query_start_loc_cpu=int32([0, tokens]),
+        query_start_loc=int32([0, tokens]),
+        block_table=windows.table,
+        block_size=PAGE,
+        prefill_left_visible=None,
+        prefill_right_visible=None,
+        get_prefill_chunk_plan=lambda compress_ratio, prefill_chunk_size: [(0, 1, count, count + length - first)],
+    )
+    out = torch.full_like(q, float("nan"))
+    one._forward_prefill(
+        q=q,
+        positions=torch.arange(length - tokens, length),
+        compressed_k_cache=entries.pages.squeeze(2) if ratio > 1 else None,
+        swa_k_cache=windows.pages.squeeze(2),
+        output=out,
+        attn_metadata=types.SimpleNamespace(block_size=256, block_table=entries.table) if ratio > 1 else None,
+        swa_metadata=metadata,
+    )
+    for t in range(tokens):
+        last = length - tokens + t
+        rows = windows.of(0, torch.arange(last - WINDOW + 1, last + 1))
+        if ratio > 1:
+            rows = torch.cat([rows, entries.of(0, selected[t].long())])
+        rows = rows.bfloat16().double()
+        assert_close("out", out[t, :heads], attend(q[t, :heads], rows, one.attn_sink[:heads]), **TOLERANCE)
+
+
+def test_heads_of_a_share_are_not_padded_to_64(v4):
+    """In the class that vLLM builds V4's layers of, of which DSpark's are too."""
+    assert v4.DeepseekV4FlashMLAAttention.get_padded_num_q_heads(8) == 8
+
+    class Derived(v4.DeepseekV4FlashMLAAttention):
+        pass
+
+    assert Derived.get_padded_num_q_heads(12) == 16
