@@ -13,7 +13,7 @@ import torch
 from dsa import backends
 from dsa_engines import sglang
 from dsa_engines.sglang import plugin, seams, warm_up
-from tests.engines.test_sglang_hooks import BF16_POOL, FP8_POOL, OTHERS, pool_of
+from tests.engines.sglang.test_hooks import BF16_POOL, FP8_POOL, OTHERS, pool_of
 
 NAMES = {"dsa": "dsa", "nsa": "dsa", "dsv4": "dsv4"}
 

@@ -1,6 +1,6 @@
 """The plugin in SGLang itself: its .py files, with stand-ins for what is not installed, on the CPU.
 
-tests/engines/test_sglang_files.py runs this in a process of its own."""
+tests/engines/sglang/test_files.py runs this in a process of its own."""
 
 import ast
 import contextlib
@@ -28,9 +28,9 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PretrainedCon
 from dsa import backends
 from dsa_engines.replacements import find
 from dsa_engines.sglang import adapters, hooks, plugin, seams, warm_up
-from tests.engines import sglang_batches as batches
-from tests.engines.sglang_batches import BF16, E4M3, INT32, PAGE, int32
-from tests.engines.stand_ins import stand_in
+from tests.engines.sglang import batches
+from tests.engines.sglang.batches import BF16, E4M3, INT32, PAGE, int32
+from tests.engines.sglang.stand_ins import stand_in
 
 assert transformers and tvm_ffi
 DEEP_GEMM = next((f for p in sys.path if (f := Path(p) / "deep_gemm" / "__init__.py").exists()), None)

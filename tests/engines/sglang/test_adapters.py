@@ -7,8 +7,8 @@ import torch
 
 from dsa.testing import assert_close, calc_diff
 from dsa_engines.sglang import adapters
-from tests.engines import sglang_batches as batches
-from tests.engines.sglang_batches import BF16, E4M3, INT32, PAGE, int32
+from tests.engines.sglang import batches
+from tests.engines.sglang.batches import BF16, E4M3, INT32, PAGE, int32
 
 LENGTHS = [0, 1, 63, 64, 65, 200]
 

@@ -17,10 +17,10 @@ FILES = os.environ.get("DSA_SGLANG_FILES")
 
 @pytest.mark.skipif(not FILES, reason="DSA_SGLANG_FILES does not name folders with SGLang's .py files")
 def test_in_sglang():
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, "tests/engines/sglang_in_process.py"],
+        [*command, "tests/engines/sglang/in_process.py"],
         cwd=root,
         capture_output=True,
         text=True,

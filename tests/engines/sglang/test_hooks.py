@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dsa_engines.sglang import adapters, hooks, seams
-from tests.engines import sglang_batches as batches
-from tests.engines.sglang_batches import BF16, E4M3, INT32, PAGE, int32
+from tests.engines.sglang import batches
+from tests.engines.sglang.batches import BF16, E4M3, INT32, PAGE, int32
 
 FP8_POOL = SimpleNamespace(
     kv_cache_dim=656, dsa_kv_cache_store_fp8=True, index_kpool=1, qk_rope_head_dim=64, dtype=E4M3
