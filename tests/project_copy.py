@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("dsa", "dsa_layers", "dsa_bench", "docs", "tests", "examples")
+FOLDERS = ("dsa", "dsa_layers", "dsa_bench", "dsa_engines", "docs", "tests", "examples")
 
 
 def copy_project(target: Path) -> Path:

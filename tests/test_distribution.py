@@ -1,4 +1,4 @@
-"""What is installed: three packages that get along with a user's own modules, with all their files."""
+"""What is installed: four packages that get along with a user's own modules, with all their files."""
 
 import re
 import shutil
@@ -17,6 +17,7 @@ import dsa
 from dsa_layers.command.main import main
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("dsa", "dsa_layers", "dsa_bench", "dsa_engines")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Modules that a user may well have beside a script, and that this project once had at its top.
 NAMES = (
@@ -30,14 +31,14 @@ def packages():
 
 
 def test_top_level_names():
-    assert {name.partition(".")[0] for name in packages()} == {"dsa", "dsa_layers", "dsa_bench"}
+    assert {name.partition(".")[0] for name in packages()} == {*PACKAGES}
 
 
 def test_every_file_of_the_packages_is_installed():
     data = PROJECT["tool"]["setuptools"]["package-data"]
     given = {path for package, globs in data.items() for glob in globs for path in (ROOT / package).glob(glob)}
     installed = set(packages())
-    for package in ("dsa", "dsa_layers", "dsa_bench"):
+    for package in PACKAGES:
         for path in (ROOT / package).rglob("*"):
             if path.is_dir() or "__pycache__" in path.parts:
                 continue
@@ -55,6 +56,7 @@ def test_every_file_of_the_packages_is_installed():
         "import dsa_layers.command.health, dsa_bench.command",
         "from dsa_layers.command.main import main; main(['check'])",
         "from dsa_bench.harness import case; [case.load(op) for op in case.benchmarks()]",
+        "import dsa_engines.vllm; dsa_engines.vllm.register()",
     ],
 )
 def test_beside_modules_of_the_users_own(tmp_path, code):
@@ -69,7 +71,7 @@ def built(tmp_path_factory):
     """The names in a wheel and in a source distribution that are built where an earlier version was built once."""
     checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("out")
     for path in ROOT.glob("[!.]*"):
-        if path.is_dir() and path.name in ("dsa", "dsa_layers", "dsa_bench", "tests", "docs", "examples"):
+        if path.is_dir() and path.name in (*PACKAGES, "tests", "docs", "examples"):
             shutil.copytree(path, checkout / path.name, ignore=shutil.ignore_patterns("__pycache__"))
         elif path.is_file():
             shutil.copy(path, checkout)
@@ -86,7 +88,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(built):
     wheel, _ = built
     expected = {
         str(path.relative_to(ROOT))
-        for package in ("dsa", "dsa_layers", "dsa_bench")
+        for package in PACKAGES
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
@@ -95,7 +97,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(built):
 
 def test_the_source_distribution_has_what_its_tests_need(built):
     _, source = built
-    for folder in ("dsa", "dsa_layers", "dsa_bench", "tests", "docs", "examples"):
+    for folder in (*PACKAGES, "tests", "docs", "examples"):
         files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         assert {str(path.relative_to(ROOT)) for path in files} <= source
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "pyproject.toml"} <= source

@@ -18,6 +18,7 @@ ALLOWED = {
     "dsa_layers/layers": {"dsa", "dsa_layers.layers", "dsa_layers.cache", "dsa_layers.batch"},
     "dsa_layers": {"dsa", "dsa_layers", "dsa_bench"},
     "dsa_bench": {"dsa", "dsa_layers", "dsa_bench"},
+    "dsa_engines": {"dsa", "dsa_layers", "dsa_engines"},
 }
 
 
@@ -38,7 +39,7 @@ def imports(path):
 
 @pytest.mark.parametrize("package", ALLOWED)
 def test_direction(package):
-    ours = {"dsa", "dsa_layers", "dsa_bench", "tests"}
+    ours = {"dsa", "dsa_layers", "dsa_bench", "dsa_engines", "tests"}
     for path in (ROOT / package).rglob("*.py"):
         for name in imports(path):
             if name.partition(".")[0] in ours:
@@ -169,13 +170,13 @@ def test_references_import_only_torch_and_the_standard_library():
 def test_importing_dsa_imports_no_dsl_and_initialises_no_gpu():
     script = (
         "import sys, dsa, torch; "
-        "assert not {'cutlass', 'tvm_ffi'} & {m.partition('.')[0] for m in sys.modules}; "
+        "assert not {'cutlass', 'tvm_ffi', 'dsa_engines'} & {m.partition('.')[0] for m in sys.modules}; "
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize("package", ["dsa", "dsa_layers", "dsa_bench"])
+@pytest.mark.parametrize("package", ["dsa", "dsa_layers", "dsa_bench", "dsa_engines"])
 def test_no_module_is_imported_by_what_it_imports(package):
     """Imports for type checkers and inside functions count: a circle of these is one as well to who reads it."""
     graph = {module(path): set(modules_imported(path)) for path in (ROOT / package).rglob("*.py")}
@@ -240,20 +241,20 @@ def parts(package):
     return graph
 
 
-@pytest.mark.parametrize("package", ["dsa_layers", "dsa_bench"])
+@pytest.mark.parametrize("package", ["dsa_layers", "dsa_bench", "dsa_engines"])
 def test_parts_of_a_package_do_not_import_one_another_in_circles(package):
     assert circle(parts(package)) is None
 
 
 def package_of(name):
-    """The package that a module lies in; a module at the root of dsa_layers or dsa_bench stands for itself."""
+    """The package that a module lies in; a module at the root of dsa_layers and so on stands for itself."""
     is_package = (ROOT / name.replace(".", "/") / "__init__.py").exists()
     return name if is_package or name.count(".") == 1 else name.rpartition(".")[0]
 
 
 def test_no_package_is_imported_by_what_it_imports():
     graph = {}
-    for path in (p for top in ("dsa_layers", "dsa_bench") for p in (ROOT / top).rglob("*.py")):
+    for path in (p for top in ("dsa_layers", "dsa_bench", "dsa_engines") for p in (ROOT / top).rglob("*.py")):
         own = package_of(module(path))
         graph.setdefault(own, set()).update({package_of(name) for name in modules_imported(path)} - {own})
     assert circle(graph) is None

@@ -81,7 +81,7 @@ def test_every_page_is_linked():
 def test_every_folder_is_on_the_architecture_page():
     text = (ROOT / "docs" / "architecture.md").read_text()
     families = {path.name for path in (ROOT / "dsa" / "ops").iterdir() if path.is_dir()} - {"__pycache__"}
-    for package in ("dsa", "dsa_layers", "dsa_bench", "tests"):
+    for package in ("dsa", "dsa_layers", "dsa_bench", "dsa_engines", "tests"):
         folders = {path.name for path in (ROOT / package).iterdir() if path.is_dir()} - {"__pycache__"}
         if package == "dsa_bench":
             assert families <= folders

@@ -117,7 +117,7 @@ def change(tmp_path, monkeypatch):
     """Call it with a file, what to replace there and by what: from then on digests are of a copy of this project."""
 
     def replace(file, old, new):
-        for package in ("dsa", "dsa_layers", "dsa_bench", "tests", "docs"):
+        for package in ("dsa", "dsa_layers", "dsa_bench", "dsa_engines", "tests", "docs"):
             leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png", "*.json")
             shutil.copytree(receipt.ROOT / package, tmp_path / package, ignore=leave)
         for folder in ("dsa/tuned", "dsa_layers/vendored"):

@@ -37,8 +37,10 @@ WHOLES = {
     "recorded_calls": "all ops: calls whose steps are recorded",
     "several_gpus": "ops on a GPU that is not the current one",
     "user_commands": "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents",
+    "vllm_adapters": "vLLM's plugin: its calls beside the kernels that vLLM calls",
 }
 SEVERAL_GPUS = "pytest.mark.several_gpus"
+ADAPTERS = "_adapters"  # behind an engine's name: what its plugin calls the ops by
 # Files and folders of dsa_layers that no pass of a model runs. Tests of generation run models of those in TINY.
 TINY = ("manifest.py", "tiny.py", "tiny")
 NOT_RUN = ("command", "evaluation", "export.py", "training", "vendored", *TINY)
@@ -129,11 +131,14 @@ def tuned_data(modules: Iterable[str], arch: str) -> list[Path]:
 
 
 def code_modules(name: str, arch: str) -> list[str]:
-    """The modules of dsa and dsa_layers that an entry is about."""
+    """The modules of dsa, dsa_layers and dsa_engines that an entry is about."""
     if name == "several_gpus":
         return _closure((op_module(path.stem.removeprefix("test_")) for path in test_files(name)), arch)
     if name not in WHOLES:
         return _closure([op_module(name), *_compat_modules(name)], arch)
+    if name.endswith(ADAPTERS):
+        plugin = f"dsa_engines.{name.removesuffix(ADAPTERS)}"
+        return _closure([f"{plugin}.adapters", f"{plugin}.warm_up"], arch, ("dsa", "dsa_engines"))
     ops = _closure(op_modules().values(), arch)
     if name == "e2e":
         return [*ops, *_layers(NOT_RUN)]

@@ -25,8 +25,11 @@ def allocate(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def allocate_lse(q: torch.Tensor) -> torch.Tensor:
-    """[B, h_q, s_q], a view of [B, s_q, h_q]: FlashMLA's layout."""
-    return q.new_empty(q.shape[:3], dtype=torch.float32).transpose(1, 2)
+    """[B, h_q, s_q], as a view of [B, s_q, h_q] has its numbers: FlashMLA's layout. By its strides, for a view would be
+    another step of every call."""
+    batch, s_q, h_q, _ = q.shape
+    width = max(h_q, 1)
+    return q.new_empty_strided((batch, h_q, s_q), (max(s_q, 1) * width, 1, width), dtype=torch.float32)
 
 
 def _check_limits(

@@ -139,9 +139,9 @@ def sliding_window_decode(
     d_v            at most d
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
 
-    Returns out [B, s_q, H, d_v] in q's dtype, contiguous, and lse [B, H, s_q] fp32 (natural log, without the sink). A
-    query without keys has out 0 and lse +inf; a page outside the table or the cache holds no keys and is not read. NaN
-    in a cached row reaches only the queries whose window holds it.
+    Returns out [B, s_q, H, d_v] in q's dtype, contiguous, and lse [B, H, s_q] fp32 (natural log, without the sink), a
+    view of [B, s_q, H]. A query without keys has out 0 and lse +inf; a page outside the table or the cache holds no
+    keys and is not read. NaN in a cached row reaches only the queries whose window holds it.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
     On Hopper: the kernel of `window_slots`, and with its indices that of `flash_mla_with_kvcache`. The indices are the
     same for all layers of a pass, so that a caller with many layers makes them once and calls `flash_mla_with_kvcache`.

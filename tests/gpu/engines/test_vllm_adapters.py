@@ -1,0 +1,426 @@
+"""vLLM's calls on the GPU: against the references, and beside the kernels that vLLM calls where those are installed.
+vLLM itself is not needed."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import dsa
+from dsa.compat import deep_gemm
+from dsa.reference.cache import kv_cache
+from dsa.testing import assert_close, calc_diff, poison_free_memory
+from dsa_bench.peers import deep_gemm as gemm_peers
+from dsa_bench.peers import flash_mla as mla_peers
+from dsa_bench.peers import operators
+from dsa_engines.vllm import adapters, models, warm_up
+from tests.engines.vllm.configurations import GLM, V4, V32, config
+
+DEVICE, PAGE, INT32 = "cuda", 64, torch.int32
+DECODE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
+PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
+LSE = {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
+MAX_DIFF = 5e-6  # of index scores
+HEADS = [8, 16, 32, 64, 128]
+
+
+def int32(values):
+    return torch.as_tensor(values, dtype=INT32, device=DEVICE)
+
+
+def normal(*shape):
+    return torch.randn(*shape, device=DEVICE)
+
+
+def latent(*shape):
+    return (normal(*shape) / 10).clamp(-1, 1)
+
+
+def formula(function, *args, **options):
+    """By the PyTorch reference, wherever the tensors are."""
+    with dsa.use_backend("reference"):
+        return function(*args, **options)
+
+
+def written(out):
+    """What an adapter has written to a buffer that was full of 7."""
+    return out.clone(), out.fill_(7)
+
+
+# Index scores, plan and gather ----------------------------------------------------------------------------------------
+
+
+class Index:
+    """Index keys of sequences in shuffled pages, which lie apart as several layers' pages in a block do."""
+
+    def __init__(self, lengths, heads=64, dim=128):
+        pages = [-(-n // PAGE) for n in lengths]
+        total, self.heads, self.dim, self.lengths = sum(pages) + 3, heads, dim, lengths
+        self.k, scale = dsa.per_token_cast_to_fp8(normal(total * PAGE, dim), use_ue8m0=True)
+        self.scale = scale.view(-1)
+        self.cache = torch.full((total, 2, PAGE, dim + 4), 0xFF, dtype=torch.uint8, device=DEVICE)[:, 1]
+        slots = torch.arange(total * PAGE, device=DEVICE)
+        dsa.write_indexer_cache(self.k, self.scale, self.cache.unsqueeze(2), slots)
+        self.table = torch.full((len(lengths), max(pages)), -1, dtype=INT32, device=DEVICE)
+        order = torch.randperm(total).tolist()
+        for row, count in zip(self.table, pages):
+            row[:count] = int32([order.pop() for _ in range(count)])
+
+    def queries(self, *shape):
+        q = normal(*shape, self.heads, self.dim).to(torch.float8_e4m3fn)
+        return q, normal(q.shape[:-2].numel(), self.heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
+def test_gather_keys(dtype):
+    lengths = [1000, 0, 64, 3, 257]
+    index, total = Index(lengths), sum(lengths)
+    ends = torch.nn.functional.pad(int32(lengths).cumsum(0, dtype=INT32), (1, 0))
+    k = torch.full((total + 50, 128), 0xFF, dtype=torch.uint8, device=DEVICE).view(dtype)
+    scale = torch.full((total + 50, 4), 0xFF, dtype=torch.uint8, device=DEVICE)
+    adapters.gather_keys(index.cache, k, scale, index.table, ends)
+    at = [(b, i) for b, n in enumerate(lengths) for i in range(n)]
+    b, i = (torch.tensor(x, device=DEVICE) for x in zip(*at))
+    slots = index.table[b, i // PAGE].long() * PAGE + i % PAGE
+    assert torch.equal(k[:total].view(torch.uint8), index.k[slots].view(torch.uint8))
+    assert torch.equal(scale[:total].contiguous().view(torch.float32).squeeze(1), index.scale[slots])
+    operator = getattr(torch.ops._C_cache_ops, "cp_gather_indexer_k_quant_cache", None)
+    if operator is not None:
+        peer_k, peer_scale = torch.zeros_like(k[:total]), torch.zeros_like(scale[:total])
+        operator(index.cache.contiguous(), peer_k, peer_scale, index.table, ends)
+        assert torch.equal(peer_k.view(torch.uint8), k[:total].view(torch.uint8))
+        assert torch.equal(peer_scale, scale[:total])
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_prefill_scores(heads, record_error):
+    """Two prompts in one chunk: rows are compressed, and what is behind a row's keys means nothing."""
+    tokens, lengths = [130, 77], [1500, 300]
+    index, count = Index([1], heads), sum(tokens)
+    q, weights = index.queries(count)
+    k, scale = dsa.per_token_cast_to_fp8(normal(sum(lengths), 128), use_ue8m0=True)
+    firsts, ends = [0, lengths[0]], []
+    starts = int32([first for first, n in zip(firsts, tokens) for _ in range(n)])
+    for first, n, length in zip(firsts, tokens, lengths):
+        ends += range(first + length - n + 1, first + length + 1)
+    ends, kv = int32(ends), (k, scale.view(-1))
+    poison_free_memory(mebibytes=64) if DEVICE == "cuda" else None
+    logits = deep_gemm.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, max(lengths))
+    expected = formula(dsa.fp8_mqa_logits, q, kv, weights, starts, ends, clean_logits=True, max_seqlen_k=max(lengths))
+    own = torch.arange(max(lengths), device=DEVICE) < (ends - starts)[:, None]
+    difference = calc_diff(logits[own], expected[own])
+    record_error(difference)
+    assert logits.shape == (count, max(lengths)) and difference < MAX_DIFF
+    module = gemm_peers.NEW.load()
+    if module is not None:
+        peer = module.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, max(lengths))
+        assert calc_diff(logits[own], peer[own]) < MAX_DIFF
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_decode_scores(next_n, heads, record_error):
+    """With the plan as vLLM asks for it: in a buffer of a row for each multiprocessor and one more."""
+    lengths = [4097, 70, 64, 1, 900]
+    index = Index(lengths, heads)
+    each = (int32(lengths)[:, None] - next_n + 1 + torch.arange(next_n, device=DEVICE)).clamp(min=0).int()
+    q, weights = index.queries(len(lengths), next_n)
+    sms, columns = dsa.num_sms(DEVICE), 5000
+    plan = torch.full((sms + 1, 2), -9, dtype=INT32, device=DEVICE)
+    plan[:] = deep_gemm.get_paged_mqa_logits_metadata(each, PAGE, adapters.schedule_slots(sms, next_n), indices=None)
+    cache = index.cache.unsqueeze(2)
+    logits = deep_gemm.fp8_fp4_paged_mqa_logits((q, None), cache, weights, each, index.table, plan, columns)
+    expected = formula(dsa.fp8_paged_mqa_logits, q, cache, weights, each, index.table, None, columns, clean_logits=True)
+    own = torch.arange(columns, device=DEVICE) < each.view(-1, 1)
+    difference = calc_diff(logits[own], expected[own])
+    record_error(difference)
+    assert logits.shape == (len(each) * next_n, columns) and difference < MAX_DIFF
+    module = gemm_peers.NEW.load()
+    if module is not None and next_n in (1, 2, 4):
+        theirs = gemm_peers.new_plan(module, each, PAGE, module.get_num_sms())
+        pages = cache.contiguous()
+        peer = module.fp8_fp4_paged_mqa_logits(
+            (q, None), pages, weights, each, index.table.clamp(min=0), theirs, columns
+        )
+        assert calc_diff(logits[own], peer[own]) < MAX_DIFF
+
+
+# Top-k ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 70000), (200, 5000), (64, 163840)])
+@pytest.mark.parametrize("k", [512, 2048])
+def test_topk(rows, columns, k):
+    """Into a part of the engine's wider buffer, as prompts and as decoding, beside vLLM's own kernels."""
+    stride = -(-columns // 256) * 256
+    logits = normal(rows, stride)[:, :columns]
+    lengths = torch.randint(1, columns + 1, (rows,), device=DEVICE).int()
+    buffer = torch.full((rows + 2, k + 64), 7, dtype=INT32, device=DEVICE)
+    part, zeros = buffer[1:-1, :k], torch.zeros_like(lengths)
+    expected = formula(dsa.topk_indices, logits, k, lengths=lengths)
+    adapters.topk_prefill(logits, zeros, lengths, part, rows, stride, 1, k)
+    prefilled, _ = written(part)
+    assert (buffer == 7).all() and torch.equal(prefilled, expected)
+    adapters.topk_decode(logits, lengths[:, None], 1, part, k)
+    decoded, _ = written(part)
+    assert (buffer == 7).all() and torch.equal(decoded, expected)
+    full = lengths >= k  # of other rows vLLM's kernels leave a part unwritten, which vLLM clears beforehand
+    values = logits[full].gather(1, expected[full].long()).sort(1).values
+    for name, calls in operators.topk([(logits, lengths, k)]).calls.items():
+        if name.startswith("vllm"):
+            found = calls[0]().view(rows, k)[full]
+            assert torch.equal(logits[full].gather(1, found.long()).sort(1).values, values), name
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def bytes_cache(rows):
+    pages = rows // PAGE
+    cache = torch.zeros(pages, PAGE, 656, dtype=torch.uint8, device=DEVICE)
+    dsa.write_kv_cache(latent(rows, 576), cache.unsqueeze(2), torch.arange(rows, device=DEVICE))
+    return cache
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+@pytest.mark.parametrize("heads", HEADS)
+def test_fp8_attention(heads, next_n, record_error):
+    batch, k, rows, scale = 5, 512, 4096, 576**-0.5
+    cache, q = bytes_cache(rows), latent(batch, next_n, heads, 576).bfloat16()
+    indices = torch.randint(-200, rows, (batch, next_n, k), device=DEVICE).clamp(min=-1).int()
+    indices[1, 0] = -1
+    out, lse = adapters.fp8_attention(q, cache.view(torch.float8_e4m3fn), indices, scale)
+    expected, expected_lse = formula(adapters.fp8_attention, q.float(), cache, indices, scale)
+    record_error(assert_close("out", out, expected, **DECODE))
+    assert_close("lse", lse, expected_lse, **LSE)
+    assert out.shape == (batch, next_n, heads, 512) and not out[1, 0].any()
+    for name, calls in mla_peers.sparse_decode([(q, cache.unsqueeze(2), indices)]).calls.items():
+        peer, peer_lse = calls[0]()
+        # An empty row is FlashMLA's to define; vLLM masks it.
+        has = (indices >= 0).any(-1)
+        assert_close(name, peer[:, :, :heads][has], expected[has], **DECODE)
+        assert_close(name, peer_lse[:, :heads].mT[has], expected_lse.mT[has], **LSE)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_bf16_attention(heads, record_error):
+    """Heads of the engine's buffers beyond those of the layer are neither read nor written."""
+    tokens, k, rows, scale, padded = 70, 512, 3000, 576**-0.5, -(-heads // 64) * 64
+    kv, q = latent(rows, 576).bfloat16(), torch.full((tokens, padded, 576), torch.nan, device=DEVICE).bfloat16()
+    q[:, :heads] = latent(tokens, heads, 576)
+    indices = torch.randint(-200, rows, (tokens, k), device=DEVICE).clamp(min=-1).int()
+    counts = torch.randint(0, k + 1, (tokens,), device=DEVICE).int()
+    counts[:2] = int32([0, k])
+    expected, expected_lse = formula(
+        adapters.bf16_attention, q[:, :heads].float(), kv.float(), indices, scale, counts, heads, None
+    )
+    for buffer in (None, torch.full((tokens, padded, 512), 7.0, device=DEVICE).bfloat16()):
+        out, lse = adapters.bf16_attention(q, kv.view(-1, 4, 576), indices, scale, counts, heads, buffer)
+        record_error(assert_close("out", out, expected, **PREFILL))
+        assert_close("lse", lse, expected_lse, **LSE)
+        if buffer is not None:
+            assert out.data_ptr() == buffer.data_ptr() and (buffer[:, heads:] == 7).all()
+    everything, _ = adapters.bf16_attention(q, kv, indices, scale, None, heads, None)
+    given = q[:, :heads].contiguous(), kv.unsqueeze(1), indices.unsqueeze(1), scale
+    for name, calls in mla_peers.sparse_prefill([given]).calls.items():
+        assert_close(name, calls[0]()[0][:, :heads], everything, **PREFILL)
+
+
+def v4_cache(rows, page):
+    cache, slots = kv_cache.make_v4_cache(rows // page, page, DEVICE), torch.arange(rows, device=DEVICE)
+    dsa.write_kv_cache(latent(rows, 512), cache, slots)
+    return cache
+
+
+@pytest.mark.parametrize("entries_page", [None, 64, 2])
+@pytest.mark.parametrize("heads", HEADS)
+def test_v4_attention(heads, entries_page, record_error):
+    """A query a row, whatever the sequence; the last row is padding, as in a captured graph."""
+    tokens, scale = 9, 512**-0.5
+    window, sink = v4_cache(1024, PAGE), normal(heads)
+    q = latent(tokens, 1, heads, 512).bfloat16()
+    counts = torch.randint(1, 129, (tokens,), device=DEVICE).int()
+    counts[-1] = 0
+    options = {
+        "indices": torch.randint(0, 1024, (tokens, 1, 128), device=DEVICE).int(),
+        "topk_length": counts,
+        "attn_sink": sink,
+    }
+    if entries_page:
+        more = torch.randint(0, 513, (tokens,), device=DEVICE).int()
+        more[-1] = 0
+        options |= {
+            "extra_k_cache": v4_cache(2048, entries_page),
+            "extra_indices_in_kvcache": torch.randint(-9, 2048, (tokens, 1, 512), device=DEVICE).clamp(min=-1).int(),
+            "extra_topk_length": more,
+        }
+    call = {"softmax_scale": scale, "is_fp8_kvcache": True} | options
+    buffer = torch.full((tokens + 2, heads, 512), 7.0, device=DEVICE).bfloat16()
+    adapters.v4_attention(q, window, None, None, 512, object(), out=buffer[1:-1].unsqueeze(1), **call)
+    expected, _ = formula(adapters.v4_attention, q.float(), window, None, None, 512, None, **call)
+    record_error(assert_close("out", buffer[1:-1].unsqueeze(1), expected, **DECODE))
+    assert (buffer[0] == 7).all() and (buffer[-1] == 7).all() and not buffer[-2].any()
+    for library in mla_peers.BUILDS if heads % 64 == 0 else ():
+        module = library.load()
+        if module is not None:
+            plan, _ = module.get_mla_metadata()
+            try:
+                peer, _ = module.flash_mla_with_kvcache(
+                    q, window, None, None, 512, plan, None, **call, **mla_peers.OPTIONS[library]
+                )
+            except Exception as error:  # a build that has no kernel for two caches says so in its own way
+                print(f"{library.name} does not take this: {error}")
+                continue
+            assert_close(library.name, peer[:-1], expected[:-1], **DECODE)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_v4_prompts(heads, record_error):
+    """Gathered keys as the engine's workspace has them: with rows that nobody selects, which hold NaN."""
+    tokens, k, rows, scale = 40, 640, 2000, 512**-0.5
+    kv = torch.full((2, rows, 512), torch.nan, device=DEVICE).bfloat16()
+    kv[:, : rows // 2] = latent(2, rows // 2, 512)
+    indices = torch.randint(0, rows // 2, (tokens, 1, k), device=DEVICE).int()
+    counts = torch.randint(1, k + 1, (tokens,), device=DEVICE).int()
+    indices.masked_fill_(torch.arange(k, device=DEVICE) >= counts[:, None, None], 2**30)
+    q, sink = latent(tokens, heads, 512).bfloat16(), normal(heads)
+    buffer = torch.full((tokens + 2, heads, 512), 7.0, device=DEVICE).bfloat16()
+    call = {"sm_scale": scale, "attn_sink": sink, "topk_length": counts}
+    adapters.v4_prefill(q=q, kv=kv.view(-1, 1, 512), indices=indices, out=buffer[1:-1], **call)
+    expected, *_ = formula(adapters.v4_prefill, q.float(), kv.float().view(-1, 1, 512), indices, **call)
+    record_error(assert_close("out", buffer[1:-1], expected, **PREFILL))
+    assert (buffer[0] == 7).all() and (buffer[-1] == 7).all()
+
+
+# Graphs and warm-up ---------------------------------------------------------------------------------------------------
+
+
+class Step:
+    """A decoding step of one layer on the engine's own buffers: plan, scores, selection, slots and attention."""
+
+    def __init__(self, next_n, heads=16, k=512):
+        self.lengths = [3000, 700, 64, 1]
+        self.next_n, self.k, self.index = next_n, k, Index(self.lengths)
+        batch, columns = len(self.lengths), 4096
+        self.each = torch.zeros(batch, next_n, dtype=INT32, device=DEVICE)
+        self.q, self.weights = self.index.queries(batch, next_n)
+        self.plan = torch.zeros(dsa.num_sms(DEVICE) + 1, 2, dtype=INT32, device=DEVICE)
+        self.buffer = torch.full((batch * next_n + 1, k + 64), 7, dtype=INT32, device=DEVICE)
+        self.columns, self.keys = columns, bytes_cache(len(self.index.cache) * PAGE)
+        self.queries = latent(batch, next_n, heads, 576).bfloat16()
+        self.of = torch.arange(batch, device=DEVICE).repeat_interleave(next_n)
+
+    def set(self, lengths):
+        steps = torch.arange(1 - self.next_n, 1, dtype=INT32, device=DEVICE)
+        self.each.copy_((int32(lengths)[:, None] + steps).clamp(min=0))
+
+    def run(self):
+        sms = adapters.schedule_slots(dsa.num_sms(DEVICE), self.next_n)
+        self.plan[:] = deep_gemm.get_paged_mqa_logits_metadata(self.each, PAGE, sms, indices=None)
+        cache = self.index.cache.unsqueeze(2)
+        logits = deep_gemm.fp8_fp4_paged_mqa_logits(
+            (self.q, None), cache, self.weights, self.each, self.index.table, self.plan, self.columns
+        )
+        selected = self.buffer[:-1, : self.k]
+        adapters.topk_decode(logits, self.each, self.next_n, selected, self.k)
+        pages = self.index.table[self.of[:, None], selected.clamp(min=0) // PAGE]
+        slots = torch.where(selected < 0, -1, pages * PAGE + selected.clamp(min=0) % PAGE)
+        out, lse = adapters.fp8_attention(
+            self.queries, self.keys, slots.view(len(self.each), self.next_n, self.k), 576**-0.5
+        )
+        return selected, out, lse
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_a_captured_step_follows_new_lengths(next_n):
+    step = Step(next_n)
+    step.set([64] * 4)
+    step.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step.run()
+    for lengths in ([3000, 700, 64, 1], [1, 1, 1, 1], [2999, 0, 33, 0], [64, 700, 17, 1]):
+        step.set(lengths)
+        graph.replay()
+        replayed = [x.clone() for x in results]
+        for got, expected in zip(replayed, step.run(), strict=True):
+            assert torch.equal(got, expected)
+
+
+MODELS = {"v32": V32, "glm": GLM, "v4": V4}
+
+
+@pytest.mark.parametrize(
+    ("model", "heads", "cache", "speculated"),
+    [("v32", 16, "fp8", 2), ("v32", 128, "auto", 0), ("glm", 8, "fp8", 0), ("v4", 8, "auto", 1), ("v4", 64, "auto", 0)],
+)
+def test_nothing_compiles_after_the_warm_up(model, heads, cache, speculated):
+    """In a process of its own, which has no kernels yet."""
+    code = f"from {__name__} import compile_and_call; compile_and_call({model!r}, {heads}, {cache!r}, {speculated})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def compile_and_call(model, heads, cache, speculated):
+    from dsa.cute import compile_cache
+
+    calls = models.calls_of(config(MODELS[model], heads=heads, cache=cache, speculated=speculated, max_model_len=40960))
+    # What the calls below are of, which the engine has from its own kernels.
+    index, pages, window = Index([200, 70], calls.index_heads), bytes_cache(PAGE), v4_cache(PAGE, PAGE)
+    queries = {n: index.queries(2, n) for n in range(1, calls.next_n + 1)}
+    warm_up.warm_up(calls, frozenset({"scores", "topk", "attention"}), DEVICE)
+
+    def asked(function, args):
+        raise AssertionError(f"{function.__module__}.{function.__name__}{args} was not compiled beforehand")
+
+    compile_cache._load_or_compile = asked
+    sms, k = dsa.num_sms(DEVICE), calls.topk
+    for next_n, (q, weights) in queries.items():
+        each = torch.full((2, next_n), 60, dtype=INT32, device=DEVICE)
+        plan = deep_gemm.get_paged_mqa_logits_metadata(each, PAGE, sms, indices=None)
+        keys = index.cache.unsqueeze(2)
+        deep_gemm.fp8_fp4_paged_mqa_logits((q, None), keys, weights, each, index.table, plan, calls.keys)
+    for rows in (1, 2, 7, 16, 17, 33, 40, 66, 67, 100, sms, sms + 1, 300):
+        for columns in (100, 5000, 8192, 9000, 16384, 20000, 33000, calls.keys):
+            lengths = torch.full((rows,), 50, dtype=INT32, device=DEVICE)
+            width = min(columns, calls.keys)
+            logits, out = normal(rows, -(-width // 256) * 256)[:, :width], int32([[0] * k]).repeat(rows, 1)
+            adapters.topk_decode(logits, lengths[:, None], 1, out, k)
+            adapters.topk_prefill(logits, torch.zeros_like(lengths), lengths, out, rows, logits.stride(0), 1, k)
+    for tokens in (1, 2, 3, 5, 8, 13, 31, 64, 100, 132, 200, 257, 500, 900, 1500):
+        if calls.query_dim == 512:
+            attend_v4(calls, tokens, window)
+        else:
+            attend(calls, tokens, pages)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def attend(calls, tokens, pages):
+    q = latent(tokens, calls.heads, 576).bfloat16()
+    indices = torch.full((tokens, calls.topk), -1, dtype=INT32, device=DEVICE)
+    for s_q in range(1, calls.next_n + 1) if calls.fp8_cache else ():
+        if tokens % s_q == 0:
+            shape = (tokens // s_q, s_q)
+            adapters.fp8_attention(q.unflatten(0, shape), pages, indices.unflatten(0, shape), 1.0)
+    counts = torch.zeros(tokens, dtype=INT32, device=DEVICE)
+    adapters.bf16_attention(q, latent(64, 576).bfloat16(), indices, 1.0, counts, calls.heads, None)
+
+
+def attend_v4(calls, tokens, window):
+    heads = adapters.v4_heads(calls.heads)
+    q, sink = latent(tokens, 1, heads, 512).bfloat16(), normal(heads)
+    none, out = torch.zeros(tokens, dtype=INT32, device=DEVICE), torch.empty_like(q)
+    for width in (0, calls.topk, -(-calls.compressed // 128) * 128):
+        indices = torch.full((tokens, 1, calls.window + width), -1, dtype=INT32, device=DEVICE)
+        options = {"indices": indices[..., : calls.window], "topk_length": none, "attn_sink": sink}
+        if width:
+            options |= {"extra_k_cache": window, "extra_indices_in_kvcache": indices[..., calls.window :]}
+            options |= {"extra_topk_length": none}
+        adapters.v4_attention(
+            q, window, None, None, 512, None, softmax_scale=1.0, is_fp8_kvcache=True, out=out, **options
+        )
+        rows = latent(PAGE, 1, 512).bfloat16()
+        adapters.v4_prefill(q[:, 0], rows, indices, 1.0, attn_sink=sink, topk_length=none, out=out[:, 0])
