@@ -9,6 +9,7 @@ replaces. Where anything is missing or of another form, one line says so, and SG
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -27,19 +28,15 @@ CONTEXT = "sglang.srt.runtime_context"
 # The names of backends in SGLang's registry, and the backend that each stands for.
 FAMILIES = {"dsa": "dsa", "nsa": "dsa", "dsv4": "dsv4"}
 MODELS = {"dsa": layouts.v32_model, "dsv4": layouts.v4_model}
+_logger = logging.getLogger("dsa")
 _decided: dict[str, bool] = {}  # family -> whether its hooks are at work, once that is decided in this process
 
 
 def register() -> None:
-    """SGLang's entry point. Does nothing unless DSA_ENGINE=1, and nothing again in a process where it was called.
-
-    Raises ValueError for a word in DSA_ENGINE_OPS that is no op.
-    """
-    ops = enabled_ops()
-    if not ops:
-        return
+    """SGLang's entry point. Does nothing unless DSA_ENGINE=1, and nothing again in a process where it was called."""
     try:
-        if not tested_version(ENGINE, find("sglang:__version__").value, seams.TESTED):
+        ops = enabled_ops()
+        if not ops or not tested_version(ENGINE, find("sglang:__version__").value, seams.TESTED):
             return
         creators = find(f"{REGISTRY}:ATTENTION_BACKENDS").value
         override = find(OVERRIDE).value
@@ -47,7 +44,7 @@ def register() -> None:
         missing = FAMILIES.keys() - creators.keys()
         if missing:
             raise NotFound(f"{REGISTRY}:ATTENTION_BACKENDS has no {', '.join(sorted(missing))}")
-    except NotFound as error:
+    except (NotFound, ValueError) as error:
         return declined(ENGINE, str(error))
     for name, family in FAMILIES.items():
         if not hasattr(creators[name], "dsa_family"):
@@ -76,12 +73,16 @@ def _serve(runner: Any, family: str, ops: frozenset[str]) -> bool:
         context = find(f"{CONTEXT}:get_parallel").value(), find(f"{CONTEXT}:get_spec").value()
         model = MODELS[family](runner, context[0].attn_tp_size, context[1].speculative_num_draft_tokens or 1)
         seams.check(family)
+        ops = seams.served(family, ops)
+        if not ops:
+            raise layouts.Unsupported("topk of DeepSeek-V4 is served together with scores only")
         warm_up(model, ops, torch.device(runner.device))
         _install(family, ops)
     except Exception as error:  # a plugin must not end the engine, whatever a changed version does
         kind = "" if isinstance(error, NotFound | layouts.Unsupported) else f"{type(error).__name__}: "
         declined(ENGINE, f"{kind}{error}")
         return False
+    _logger.info("dsa: %s run on dsa's kernels", ", ".join(sorted(ops)))
     return True
 
 

@@ -131,11 +131,15 @@ def check(family: str) -> None:
     find(HOOK_TYPE)
 
 
-def hooks_of(family: str, ops: frozenset[str]) -> dict[str, Callable[..., Any]]:
-    """function -> its hook, of these ops of a backend.
+def served(family: str, ops: frozenset[str]) -> frozenset[str]:
+    """The ops of these that are replaced for a backend.
 
     DeepSeek-V4's selection is only replaced together with its scores: where a query has no more keys than are selected,
     SGLang leaves the scores unwritten, and its own selection does not read them.
     """
-    ops = ops - {"topk"} if family == "dsv4" and "scores" not in ops else ops
+    return ops - {"topk"} if family == "dsv4" and "scores" not in ops else ops
+
+
+def hooks_of(family: str, ops: frozenset[str]) -> dict[str, Callable[..., Any]]:
+    """function -> its hook, of these ops of a backend."""
     return {path: make() for op in sorted(ops) for path, make in SEAMS[family][op].items()}

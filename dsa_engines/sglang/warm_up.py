@@ -14,7 +14,7 @@ from dsa_engines.sglang.layouts import INDEX_DIM, INDEX_PAGE, V4_BYTES, V32_BYTE
 BF16, E4M3, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
 PADDED_HEADS = 32  # SGLang's prefill adds heads to an indexer that has fewer
 MOST_COLUMNS = 65536  # of scores; with more, no other kernels are chosen
-MOST_QUERIES = 512  # of a decoding batch that kernels are compiled for
+MOST_QUERIES = 512  # of a batch; with more, no other kernels are chosen
 V4_WINDOW, V4_RATIO = 128, 128  # keys of a window; tokens of an entry of the layers that select none
 V4_PAGE = 64
 
