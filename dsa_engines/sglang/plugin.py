@@ -24,7 +24,7 @@ from dsa_engines.switch import declined, enabled_ops, tested_version
 ENGINE = "sglang"
 REGISTRY = "sglang.srt.layers.attention.attention_registry"
 OVERRIDE = f"{REGISTRY}:register_attention_backend"
-CONTEXT = "sglang.srt.runtime_context"
+PARALLEL, SPECULATION = (f"sglang.srt.runtime_context:{name}" for name in ("get_parallel", "get_spec"))
 # The names of backends in SGLang's registry, and the backend that each stands for.
 FAMILIES = {"dsa": "dsa", "nsa": "dsa", "dsv4": "dsv4"}
 MODELS = {"dsa": layouts.v32_model, "dsv4": layouts.v4_model}
@@ -70,8 +70,10 @@ def _serve(runner: Any, family: str, ops: frozenset[str]) -> bool:
     try:
         if reason := backends.why_no_kernels():
             raise layouts.Unsupported(reason)
-        context = find(f"{CONTEXT}:get_parallel").value(), find(f"{CONTEXT}:get_spec").value()
-        model = MODELS[family](runner, context[0].attn_tp_size, context[1].speculative_num_draft_tokens or 1)
+        if backends.backend() == "reference":
+            raise layouts.Unsupported("DSA_BACKEND is reference, and the references are too slow to serve with")
+        parallel, speculation = (find(path).value() for path in (PARALLEL, SPECULATION))
+        model = MODELS[family](runner, parallel.attn_tp_size, speculation.speculative_num_draft_tokens or 1)
         seams.check(family)
         ops = seams.served(family, ops)
         if not ops:

@@ -21,7 +21,7 @@ V4_PAGE = 64
 
 def warm_up(model: Model, ops: frozenset[str], device: torch.device | str) -> None:
     """Calls the adapters of these ops as the model will. Raises what they raise."""
-    with torch.device(device), torch.inference_mode():
+    with torch.device(device), torch.no_grad():
         if "scores" in ops:
             _scores(model)
         if "topk" in ops:

@@ -89,7 +89,7 @@ def served(engine):
     before = {path: find(path).value for family in seams.SEAMS for path in paths_of(family)}
     creators = module(plugin.REGISTRY).ATTENTION_BACKENDS
     patch = pytest.MonkeyPatch()
-    context = module(plugin.CONTEXT)
+    context = module(plugin.PARALLEL.partition(":")[0])
     patch.setattr(context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=8))
     patch.setattr(context, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=3))
     v4_pool = SimpleNamespace(

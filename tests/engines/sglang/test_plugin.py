@@ -77,8 +77,8 @@ class Engine:
         add(modules, seams.HOOK_REGISTRY, hook_registry(self.skipped))
         add(modules, seams.HOOK_TYPE, HookType)
         add(modules, seams.ENVIRON, SimpleNamespace(SGLANG_DSA_FUSE_TOPK=SimpleNamespace(get=lambda: True)))
-        add(modules, f"{plugin.CONTEXT}:get_parallel", lambda: SimpleNamespace(attn_tp_size=8))
-        add(modules, f"{plugin.CONTEXT}:get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=None))
+        add(modules, plugin.PARALLEL, lambda: SimpleNamespace(attn_tp_size=8))
+        add(modules, plugin.SPECULATION, lambda: SimpleNamespace(speculative_num_draft_tokens=None))
         self.creators = {name: self.creator(name) for name in NAMES}
         add(modules, f"{plugin.REGISTRY}:ATTENTION_BACKENDS", self.creators)
 
@@ -255,6 +255,11 @@ def test_another_gpu(engine, family, caplog, monkeypatch):
     reason = "the GPU is sm_100 (Blackwell), and the kernels are for sm_90 (Hopper)"
     monkeypatch.setattr(backends, "why_no_kernels", lambda: reason)
     left_as_it_was(engine, family, runner_of(family), caplog, reason)
+
+
+def test_references_do_not_serve(engine, caplog, monkeypatch):
+    monkeypatch.setenv("DSA_BACKEND", "reference")
+    left_as_it_was(engine, "dsa", runner_of("dsa"), caplog, "DSA_BACKEND is reference")
 
 
 @pytest.mark.parametrize("layout", OTHERS)
