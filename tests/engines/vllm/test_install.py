@@ -90,16 +90,16 @@ def test_what_is_asked_for_is_replaced(engine, monkeypatch, caplog, ops):
 
 
 def test_the_replacements(engine):
+    gemm, v4, selector = (sys.modules[name] for name in (seams.DEEP_GEMM, seams.V4, seams.SELECTOR))
+    assert selector._cached_get_attn_backend() == "vllm's own"  # from now on it is cached
     install.register()
     start()
-    gemm, v4 = sys.modules[seams.DEEP_GEMM], sys.modules[seams.V4]
     assert gemm._fp8_fp4_mqa_logits_impl is deep_gemm.fp8_fp4_mqa_logits
     assert gemm.of_deep_gemm_besides == "set"  # DeepGEMM's other functions are there as without the plugin
     assert gemm._paged_mqa_logits_schedule_slots(132, 4) == 132
     assert sys.modules[seams.PLAN].native_next_n_supported(3)
     assert v4.flash_mla_with_kvcache is adapters.v4_attention
     assert v4.DeepseekV4FlashMLAAttention.get_padded_num_q_heads(12) == 16
-    selector = sys.modules[seams.SELECTOR]
     assert selector._cached_get_attn_backend() == install.BACKEND
 
 
