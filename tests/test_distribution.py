@@ -56,7 +56,7 @@ def test_every_file_of_the_packages_is_installed():
         "import dsa_layers.command.health, dsa_bench.command",
         "from dsa_layers.command.main import main; main(['check'])",
         "from dsa_bench.harness import case; [case.load(op) for op in case.benchmarks()]",
-        "import dsa_engines.vllm; dsa_engines.vllm.register()",
+        "import dsa_engines.sglang, dsa_engines.vllm; dsa_engines.sglang.register(), dsa_engines.vllm.register()",
     ],
 )
 def test_beside_modules_of_the_users_own(tmp_path, code):

@@ -36,6 +36,7 @@ WHOLES = {
     "hostile_contents": "all ops: hostile index contents under compute-sanitizer",
     "recorded_calls": "all ops: calls whose steps are recorded",
     "several_gpus": "ops on a GPU that is not the current one",
+    "sglang_adapters": "SGLang's plugin: its calls beside the kernels that SGLang calls",
     "user_commands": "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents",
     "vllm_adapters": "vLLM's plugin: its calls beside the kernels that vLLM calls",
 }

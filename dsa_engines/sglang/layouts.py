@@ -1,0 +1,76 @@
+"""Caches of SGLang's that dsa's kernels read, and what a model needs of them."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from dsa.kernels.indexer.limits import HEADS, MAX_K
+
+V32_BYTES, V4_BYTES = 656, 584  # of a key in FlashMLA's layouts
+LATENT_DIM, V4_DIM = 576, 512
+INDEX_PAGE = 64  # index keys of a page
+INDEX_DIM = 128
+
+
+class Model(NamedTuple):
+    """What the calls of a model have: heads of this GPU's share, query channels, selected keys; the indexer's heads;
+    the most keys of a sequence; draft tokens that are verified together, 1 without; whether the cache has bytes."""
+
+    heads: int
+    query_dim: int
+    topk: int
+    index_heads: int
+    keys: int
+    next_n: int
+    fp8_cache: bool
+
+
+class Unsupported(ValueError):
+    """Why a model cannot be served; the message says what was found and what is accepted."""
+
+
+def mla_layout(pool: Any) -> str | None:
+    """ "fp8" or "bf16": how DeepSeek-V3.2's latents lie in a pool, or None for a layout that the kernels do not have.
+    Another layout of 576 numbers is FP8 without scales; without rope a key has 528 bytes."""
+    width = getattr(pool, "kv_cache_dim", None)
+    if getattr(pool, "index_kpool", None) != 1 or getattr(pool, "qk_rope_head_dim", None) != 64:
+        return None
+    if getattr(pool, "dsa_kv_cache_store_fp8", None):
+        return "fp8" if width == V32_BYTES else None
+    return "bf16" if width == LATENT_DIM and getattr(pool, "dtype", None) == torch.bfloat16 else None
+
+
+def v32_model(runner: Any, tensor_parallel: int, draft_tokens: int) -> Model:
+    """A model of the DSA backend. Raises Unsupported; and AttributeError where the runner lacks what is asked for."""
+    pool, config = runner.token_to_kv_pool, runner.model_config.hf_config
+    layout = mla_layout(pool)
+    if layout is None:
+        facts = ("kv_cache_dim", "dtype", "dsa_kv_cache_store_fp8", "qk_rope_head_dim", "index_kpool")
+        found = ", ".join(f"{name} {getattr(pool, name, 'unknown')}" for name in facts)
+        raise Unsupported(
+            f"the cache has {found}; accepted are {V32_BYTES} bytes a key and {LATENT_DIM} bfloat16 numbers"
+        )
+    if pool.index_page_size != INDEX_PAGE:
+        raise Unsupported(f"the index cache has pages of {pool.index_page_size} keys; accepted are {INDEX_PAGE}")
+    heads = runner.model_config.num_attention_heads // tensor_parallel
+    return _checked(config, heads, LATENT_DIM, runner.model_config.context_len, draft_tokens, layout == "fp8")
+
+
+def v4_model(runner: Any, tensor_parallel: int, draft_tokens: int) -> Model:
+    """A model of the DeepSeek-V4 backend; raises as `v32_model` does."""
+    pool, config = runner.token_to_kv_pool, runner.model_config.hf_text_config
+    layout, width = pool.get_swa_key_layout().value, pool.get_swa_key_bytes_per_token()
+    if (layout, width) != ("v4", V4_BYTES):
+        raise Unsupported(f"the cache has layout {layout} of {width} bytes a key; accepted is v4 of {V4_BYTES}")
+    heads = runner.model_config.num_attention_heads // tensor_parallel
+    return _checked(config, heads, V4_DIM, runner.model_config.context_len, draft_tokens, True)
+
+
+def _checked(config: Any, heads: int, query_dim: int, keys: int, draft_tokens: int, fp8_cache: bool) -> Model:
+    for name, accepted in (("index_n_heads", HEADS), ("index_head_dim", (INDEX_DIM,))):
+        if getattr(config, name) not in accepted:
+            found = getattr(config, name)
+            raise Unsupported(f"{name} is {found}; accepted are {', '.join(map(str, accepted))}")
+    if config.index_topk > MAX_K:
+        raise Unsupported(f"index_topk is {config.index_topk}; accepted are up to {MAX_K}")
+    return Model(heads, query_dim, config.index_topk, config.index_n_heads, keys, draft_tokens, fp8_cache)

@@ -1,0 +1,99 @@
+"""Compiling what a model will call, before it does: no request waits for a compiler, and no CUDA graph is captured
+while one runs. Every adapter is called with small tensors of the kinds and shapes that choose between kernels.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+import dsa
+from dsa.kernels.indexer.limits import NEXT_N
+from dsa_engines.sglang import adapters
+from dsa_engines.sglang.layouts import INDEX_DIM, INDEX_PAGE, V4_BYTES, V32_BYTES, Model
+
+BF16, E4M3, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
+PADDED_HEADS = 32  # SGLang's prefill adds heads to an indexer that has fewer
+MOST_COLUMNS = 65536  # of scores; with more, no other kernels are chosen
+MOST_QUERIES = 512  # of a batch; with more, no other kernels are chosen
+V4_WINDOW, V4_RATIO = 128, 128  # keys of a window; tokens of an entry of the layers that select none
+V4_PAGE = 64
+
+
+def warm_up(model: Model, ops: frozenset[str], device: torch.device | str) -> None:
+    """Calls the adapters of these ops as the model will. Raises what they raise."""
+    with torch.device(device), torch.no_grad():
+        if "scores" in ops:
+            _scores(model)
+        if "topk" in ops:
+            _topk(model)
+        if "attention" in ops:
+            _v4_attention(model) if model.query_dim == 512 else _attention(model)
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def _scores(model: Model) -> None:
+    one = torch.ones(1, dtype=INT32)
+    heads = max(model.index_heads, PADDED_HEADS) if model.query_dim == 576 else model.index_heads
+    kv = torch.zeros(INDEX_PAGE, INDEX_DIM, dtype=E4M3), torch.ones(INDEX_PAGE)
+    q, weights = torch.zeros(1, heads, INDEX_DIM, dtype=E4M3), torch.zeros(1, heads)
+    columns = 0 if model.query_dim == 576 else INDEX_PAGE  # DeepSeek-V4's rows begin at the query's first key
+    adapters.fp8_mqa_logits(q, kv, weights, one - 1, one, False, columns)
+    cache, table = torch.zeros(1, INDEX_PAGE, 1, INDEX_DIM + 4, dtype=torch.uint8), torch.zeros(1, 1, dtype=INT32)
+    together = {1, model.next_n} if model.query_dim == 576 else {1}
+    for next_n in sorted(together & set(NEXT_N)):
+        lengths = torch.ones(1, next_n, dtype=INT32)
+        plan = adapters.get_paged_mqa_logits_metadata(lengths, INDEX_PAGE, dsa.num_sms(cache.device))
+        q = torch.zeros(1, next_n, model.index_heads, INDEX_DIM, dtype=E4M3)
+        weights = torch.zeros(next_n, model.index_heads)
+        adapters.fp8_paged_mqa_logits(q, cache, weights, lengths, table, plan, INDEX_PAGE)
+
+
+def _topk(model: Model) -> None:
+    """Kernels follow from the number of rows, against that of multiprocessors, and from how long rows are."""
+    for rows, columns in topk_shapes(model.keys, dsa.num_sms(torch.empty(0).device)):
+        adapters.topk(torch.zeros(1, columns).expand(rows, columns), torch.zeros(rows, dtype=INT32), model.topk)
+
+
+def topk_shapes(keys: int, num_sms: int) -> Iterator[tuple[int, int]]:
+    """(rows, columns) of scores, of contexts of up to so many keys, for each of which another kernel may be chosen."""
+    for rows in sorted({1, *(num_sms // parts + 1 for parts in (8, 4, 2, 1))}):
+        for columns in sorted({min(-(-keys // 256) * 256, MOST_COLUMNS >> halved) for halved in range(4)}):
+            yield rows, columns
+
+
+def decoding_batches(num_sms: int) -> list[int]:
+    """Numbers of queries, for each of which another kernel may be chosen. Those up to a seventh of the multiprocessors
+    are the last that are split eight times."""
+    return sorted({1, MOST_QUERIES, num_sms // 7, *(n << i for n in (2, 3) for i in range(8))})
+
+
+def _attention(model: Model) -> None:
+    q, indices = torch.zeros(1, model.heads, model.query_dim, dtype=BF16), torch.zeros(1, 1, model.topk, dtype=INT32)
+    adapters.sparse_prefill(q, torch.zeros(1, 1, model.query_dim, dtype=BF16), indices, 1.0)
+    shape = (1, INDEX_PAGE, 1, V32_BYTES if model.fp8_cache else model.query_dim)
+    cache = torch.zeros(shape, dtype=torch.uint8 if model.fp8_cache else BF16)
+    for queries in decoding_batches(dsa.num_sms(cache.device)):
+        q = torch.zeros(queries, 1, model.heads, model.query_dim, dtype=BF16)
+        adapters.sparse_decode(q, cache, indices.expand(queries, -1, -1), 512, 1.0)
+
+
+def v4_widths(model: Model) -> list[int]:
+    """How many entries queries read besides windows: those selected, and all of the layers that select none."""
+    return sorted({model.topk, -(-model.keys // (V4_RATIO * V4_PAGE)) * V4_PAGE})
+
+
+def _v4_attention(model: Model) -> None:
+    """Over windows alone, and with selected entries or with all entries of the layers that select none."""
+    sink = torch.zeros(model.heads)
+    q, kv = torch.zeros(1, model.heads, 512, dtype=BF16), torch.zeros(1, 1, 512, dtype=BF16)
+    adapters.sparse_prefill(q, kv, torch.zeros(1, 1, V4_WINDOW, dtype=INT32), 1.0, attn_sink=sink)
+    cache = torch.zeros(1, V4_PAGE, 1, V4_BYTES, dtype=torch.uint8)
+    for queries in decoding_batches(dsa.num_sms(cache.device)):
+        q = torch.zeros(queries, 1, model.heads, 512, dtype=BF16)
+        window = torch.zeros(1, 1, V4_WINDOW, dtype=INT32).expand(queries, -1, -1)
+        adapters.sparse_decode(q, cache, window, 512, 1.0, attn_sink=sink)
+        for width in v4_widths(model):
+            selected = torch.zeros(1, 1, width, dtype=INT32).expand(queries, -1, -1)
+            adapters.sparse_decode(q, cache, window, 512, 1.0, None, sink, cache, selected)

@@ -1,0 +1,29 @@
+"""The plugin in SGLang's own .py files.
+
+Skipped unless DSA_SGLANG_FILES names the folders that have them, and what they need besides stand-ins, as PATH does:
+the .py files and `kernels/jit` of the wheel of sglang 0.5.23, the .py files of that of sgl-deep-gemm 0.2.3.post2, and
+msgspec and dill. Nothing of it has to be installed, and no GPU is needed.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = os.environ.get("DSA_SGLANG_FILES")
+
+
+@pytest.mark.skipif(not FILES, reason="DSA_SGLANG_FILES does not name folders with SGLang's .py files")
+def test_in_sglang():
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, "tests/engines/sglang/in_process.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), FILES])},
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

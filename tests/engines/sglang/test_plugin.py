@@ -1,0 +1,347 @@
+"""When the plugin serves SGLang and when it leaves SGLang as it was, with stand-ins for SGLang's modules: all that the
+pinned signatures name, and the parts of its registries that the plugin uses."""
+
+import logging
+import sys
+import types
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsa import backends
+from dsa_engines import sglang
+from dsa_engines.sglang import plugin, seams, warm_up
+from tests.engines.sglang.test_hooks import BF16_POOL, FP8_POOL, OTHERS, pool_of
+
+NAMES = {"dsa": "dsa", "nsa": "dsa", "dsv4": "dsv4"}
+
+
+def function_of(parameters):
+    """A function of these parameters that says that it was called."""
+    space = {}
+    exec(f'def original({", ".join(f"{p}=None" for p in parameters)}): return "SGLang\'s own"', space)
+    return space["original"]
+
+
+def add(modules, path, value):
+    """Puts a value where a path says, and makes modules and classes on the way."""
+    module, _, names = path.partition(":")
+    owner = modules.setdefault(module, types.ModuleType(module))
+    *outer, name = names.split(".")
+    for each in outer:
+        if not hasattr(owner, each):
+            setattr(owner, each, type(each, (), {}))
+        owner = getattr(owner, each)
+    setattr(owner, name, value)
+
+
+class HookType(Enum):
+    AROUND = "around"
+
+
+def hook_registry(skipped):
+    """SGLang's registry as the plugin uses it; `skipped`: targets for which it fails, which it only logs."""
+    hooks = {}
+
+    class HookRegistry:
+        @classmethod
+        def register(cls, target, hook, hook_type=None, *, source=None):
+            assert hook_type is HookType.AROUND
+            hooks.setdefault(target, []).append(hook)
+
+        @classmethod
+        def apply_hooks(cls):
+            for target in [target for target in hooks if target not in skipped]:
+                at, name = target.rsplit(".", 1)
+                module = next(m for m in (at, at.rpartition(".")[0]) if m in sys.modules)
+                owner = sys.modules[module] if module == at else getattr(sys.modules[module], at[len(module) + 1 :])
+                for hook in hooks.pop(target):
+                    setattr(owner, name, around(getattr(owner, name), hook))
+
+    return HookRegistry
+
+
+def around(original, hook):
+    return lambda *args, **kwargs: hook(original, *args, **kwargs)
+
+
+class Engine:
+    """SGLang's modules, as stand-ins, and what its functions were before."""
+
+    def __init__(self, monkeypatch):
+        self.skipped, self.created, modules = set(), [], {}
+        for path, parameters in seams.SIGNATURES.items():
+            add(modules, path, function_of(parameters))
+        add(modules, seams.HOOK_REGISTRY, hook_registry(self.skipped))
+        add(modules, seams.HOOK_TYPE, HookType)
+        add(modules, seams.ENVIRON, SimpleNamespace(SGLANG_DSA_FUSE_TOPK=SimpleNamespace(get=lambda: True)))
+        add(modules, plugin.PARALLEL, lambda: SimpleNamespace(attn_tp_size=8))
+        add(modules, plugin.SPECULATION, lambda: SimpleNamespace(speculative_num_draft_tokens=None))
+        self.creators = {name: self.creator(name) for name in NAMES}
+        add(modules, f"{plugin.REGISTRY}:ATTENTION_BACKENDS", self.creators)
+
+        def register_attention_backend(name):
+            return lambda function: self.creators.__setitem__(name, function)
+
+        add(modules, plugin.OVERRIDE, register_attention_backend)
+        add(modules, "sglang:__version__", "0.5.23")
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        self.modules, self.before = modules, self.functions()
+
+    def creator(self, name):
+        def create(runner):
+            self.created.append((name, runner))
+            return f"backend {name}"
+
+        return create
+
+    def functions(self):
+        """{path: what lies there} of all that may be replaced."""
+        return {path: plugin.find(path).value for path in seams.SIGNATURES}
+
+    def replaced(self):
+        return {path for path, value in self.functions().items() if value is not self.before[path]}
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setattr(plugin, "_decided", {})
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+    monkeypatch.setenv("DSA_ENGINE", "1")
+    monkeypatch.delenv("DSA_ENGINE_OPS", raising=False)
+    return Engine(monkeypatch)
+
+
+def runner_of(family, pool=None, **more):
+    config = SimpleNamespace(**{"index_n_heads": 32, "index_head_dim": 128, "index_topk": 16} | more)
+    if family == "dsv4":
+        pool = pool or SimpleNamespace(
+            get_swa_key_layout=lambda: SimpleNamespace(value="v4"), get_swa_key_bytes_per_token=lambda: 584
+        )
+    else:
+        pool = SimpleNamespace(**vars(pool or FP8_POOL), index_page_size=64)
+    model = SimpleNamespace(hf_config=config, hf_text_config=config, num_attention_heads=64, context_len=512)
+    return SimpleNamespace(token_to_kv_pool=pool, model_config=model, device="cpu")
+
+
+def declined(caplog):
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert all(line.startswith("dsa: sglang: ") and line.endswith("the engine's own kernels stay") for line in lines)
+    assert not any("\n" in line for line in lines)
+    return lines
+
+
+def paths_of(family, *ops):
+    return {path for op in ops or seams.SEAMS[family] for path in seams.SEAMS[family][op]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("pool", [FP8_POOL, BF16_POOL], ids=["fp8", "bf16"])
+def test_served(engine, name, pool, caplog, monkeypatch):
+    if name == "dsv4" and pool is BF16_POOL:
+        pytest.skip("DeepSeek-V4 has one layout")
+    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
+    sglang.register()
+    assert engine.replaced() == set()  # until a backend is made
+    runner = runner_of(NAMES[name], None if name == "dsv4" else pool)
+    assert engine.creators[name](runner) == f"backend {name}"
+    assert engine.created == [(name, runner)] and declined(caplog) == []
+    assert engine.replaced() == paths_of(NAMES[name])
+    # Another backend in the process, as for a draft model, finds everything in place.
+    replaced = engine.functions()
+    assert engine.creators[name](runner_of(NAMES[name])) == f"backend {name}"
+    assert engine.functions() == replaced and len(engine.created) == 2
+
+
+def test_what_is_replaced_is_called(engine, monkeypatch):
+    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
+    sglang.register()
+    engine.creators["dsa"](runner_of("dsa"))
+    resolve = plugin.find(f"{seams.UTILS}:resolve_fp8_mqa_logits_fn").value
+    assert resolve() is sglang.plugin.seams.adapters.fp8_mqa_logits
+
+
+def test_registering_again_changes_nothing(engine, monkeypatch):
+    sglang.register()
+    creators = dict(engine.creators)
+    sglang.register()
+    assert engine.creators == creators
+    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
+    engine.creators["nsa"](runner_of("dsa"))
+    replaced = engine.functions()
+    sglang.register()
+    engine.creators["dsa"](runner_of("dsa"))
+    assert engine.functions() == replaced and engine.creators == creators
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "true"])
+def test_off_unless_asked_for(engine, value, monkeypatch, caplog):
+    monkeypatch.delenv("DSA_ENGINE") if value is None else monkeypatch.setenv("DSA_ENGINE", value)
+    before = dict(engine.creators)
+    sglang.register()
+    assert engine.creators == before and declined(caplog) == []
+
+
+@pytest.mark.parametrize("family", seams.SEAMS)
+@pytest.mark.parametrize("ops", ["scores", "topk", "attention", "attention,scores", " topk , scores "])
+def test_some_of_the_ops(engine, family, ops, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "dsa")
+    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
+    monkeypatch.setenv("DSA_ENGINE_OPS", ops)
+    sglang.register()
+    engine.creators[family](runner_of(family))
+    words = {word.strip() for word in ops.split(",")}
+    if family == "dsv4" and "scores" not in words:
+        words.discard("topk")  # its selection reads scores that SGLang's own leaves unwritten
+    assert engine.replaced() == (paths_of(family, *words) if words else set())
+    said = [record.getMessage() for record in caplog.records if record.name == "dsa"]
+    if words:
+        assert said == [f"dsa: {', '.join(sorted(words))} run on dsa's kernels"]
+    else:
+        assert said == [
+            "dsa: sglang: topk of DeepSeek-V4 is served together with scores only; the engine's own kernels stay"
+        ]
+
+
+def test_an_unknown_op(engine, monkeypatch, caplog):
+    monkeypatch.setenv("DSA_ENGINE_OPS", "scores,softmax")
+    before = dict(engine.creators)
+    sglang.register()
+    assert engine.creators == before and "DSA_ENGINE_OPS: got softmax" in declined(caplog)[0]
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "0.5.23rc1"])
+def test_another_version(engine, version, caplog):
+    engine.modules["sglang"].__version__ = version
+    before = dict(engine.creators)
+    sglang.register()
+    assert engine.creators == before and engine.replaced() == set()
+    (line,) = declined(caplog)
+    assert version in line and "0.5.23" in line
+
+
+def test_without_sglang(monkeypatch, caplog):
+    monkeypatch.setenv("DSA_ENGINE", "1")
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    sglang.register()
+    assert "sglang cannot be imported" in declined(caplog)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backend_that_is_missing(engine, name, caplog):
+    del engine.creators[name]
+    before = dict(engine.creators)
+    sglang.register()
+    assert engine.creators == before and name in declined(caplog)[0]
+
+
+def left_as_it_was(engine, family, runner, caplog, message):
+    """The backend is made, nothing is replaced, and one line says why."""
+    sglang.register()
+    assert engine.creators[family](runner) == f"backend {family}" and engine.created == [(family, runner)]
+    assert engine.replaced() == set()
+    (line,) = declined(caplog)
+    assert message in line
+    # Decided once in a process: captured graphs must not get other kernels later.
+    assert engine.creators[family](runner_of(family)) == f"backend {family}" and engine.replaced() == set()
+    assert len(declined(caplog)) == 1
+
+
+@pytest.mark.parametrize("family", seams.SEAMS)
+def test_another_gpu(engine, family, caplog, monkeypatch):
+    reason = "the GPU is sm_100 (Blackwell), and the kernels are for sm_90 (Hopper)"
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: reason)
+    left_as_it_was(engine, family, runner_of(family), caplog, reason)
+
+
+def test_references_do_not_serve(engine, caplog, monkeypatch):
+    monkeypatch.setenv("DSA_BACKEND", "reference")
+    left_as_it_was(engine, "dsa", runner_of("dsa"), caplog, "DSA_BACKEND is reference")
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_another_layout(engine, layout, caplog):
+    left_as_it_was(engine, "dsa", runner_of("dsa", pool_of(layout)), caplog, "the cache has kv_cache_dim")
+
+
+@pytest.mark.parametrize(("layout", "width"), [("v41", 528), ("v41_new", 528), ("uniform_fp8", 512)])
+def test_another_layout_of_v4(engine, layout, width, caplog):
+    pool = SimpleNamespace(
+        get_swa_key_layout=lambda: SimpleNamespace(value=layout), get_swa_key_bytes_per_token=lambda: width
+    )
+    left_as_it_was(engine, "dsv4", runner_of("dsv4", pool), caplog, f"the cache has layout {layout} of {width} bytes")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"index_topk": 8192}, "index_topk is 8192; accepted are up to 4096"),
+        ({"index_n_heads": 24}, "index_n_heads is 24; accepted are 8, 16, 32, 64"),
+        ({"index_head_dim": 64}, "index_head_dim is 64; accepted are 128"),
+    ],
+)
+@pytest.mark.parametrize("family", seams.SEAMS)
+def test_another_indexer(engine, family, more, message, caplog):
+    left_as_it_was(engine, family, runner_of(family, **more), caplog, message)
+
+
+@pytest.mark.parametrize(("family", "path"), [(f, path) for f in seams.SEAMS for path in paths_of(f)])
+@pytest.mark.parametrize("change", ["missing", "other parameters"])
+def test_nothing_is_replaced_where_one_thing_has_changed(engine, family, path, change, caplog):
+    module, _, names = path.partition(":")
+    *outer, name = names.split(".")
+    owner = getattr(engine.modules[module], outer[0]) if outer else engine.modules[module]
+    if change == "missing":
+        delattr(owner, name)
+    else:
+        setattr(owner, name, function_of([*seams.SIGNATURES[path], "more"]))
+    before = {at: value for at, value in engine.before.items() if at != path}
+    sglang.register()
+    assert engine.creators[family](runner_of(family)) == f"backend {family}"
+    assert {at: plugin.find(at).value for at in before} == before
+    assert path in declined(caplog)[0]
+
+
+@pytest.mark.parametrize("missing", ["token_to_kv_pool", "model_config"])
+def test_a_runner_of_another_form(engine, missing, caplog):
+    runner = runner_of("dsa")
+    delattr(runner, missing)
+    left_as_it_was(engine, "dsa", runner, caplog, f"has no attribute '{missing}'")
+
+
+def test_a_kernel_that_does_not_compile(engine, caplog, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("ptxas:\nno room")
+
+    monkeypatch.setattr(plugin, "warm_up", fail)
+    left_as_it_was(engine, "dsa", runner_of("dsa"), caplog, "RuntimeError: ptxas: no room")
+
+
+def test_hooks_do_nothing_unless_all_are_there(engine, caplog, monkeypatch):
+    """SGLang's registry logs what it cannot replace and goes on: then those that it did replace must do nothing."""
+    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
+    path = f"{seams.CLASS}._forward_flashmla_kv"
+    engine.skipped.add(path.replace(":", "."))
+    sglang.register()
+    engine.creators["dsa"](runner_of("dsa"))
+    assert engine.replaced() == paths_of("dsa") - {path}
+    assert declined(caplog) == [
+        f"dsa: sglang: SGLang's HookRegistry did not replace {path}; the engine's own kernels stay"
+    ]
+    for replaced in engine.replaced():
+        assert plugin.find(replaced).value() == "SGLang's own"
+
+
+@pytest.mark.parametrize("family", seams.SEAMS)
+def test_warm_up_is_before_the_hooks_and_the_backend(engine, family, monkeypatch):
+    calls = []
+    monkeypatch.setattr(plugin, "warm_up", lambda *given: calls.append((given, engine.replaced(), engine.created[:])))
+    sglang.register()
+    engine.creators[family](runner_of(family))
+    ((model, ops, device), replaced, created) = calls[0]
+    assert (model.heads, model.topk, model.index_heads, model.keys, model.next_n) == (8, 16, 32, 512, 1)
+    assert ops == {"scores", "topk", "attention"} and device == torch.device("cpu")
+    assert (replaced, created) == (set(), []) and len(calls) == 1

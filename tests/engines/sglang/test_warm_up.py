@@ -1,0 +1,106 @@
+"""Warming up calls every adapter that a model needs, with shapes that choose every kernel that its batches choose."""
+
+import pytest
+import torch
+
+from dsa.kernels.indexer.topk_config import choose_config
+from dsa.kernels.mla.mla_combine_sm90 import choose_config as choose_combine
+from dsa.ops.mla import _sparse_attention
+from dsa_engines.sglang import adapters, warm_up
+from dsa_engines.sglang.layouts import Model
+
+QUERIES = (*range(1, 600), *range(600, 8193, 97))  # the latter of prompts, which SGLang may attend to as it decodes
+SMS = (132, 114, 78)  # of an H100 or H200 SXM, of an H100 PCIe and of an H20
+V32 = Model(heads=8, query_dim=576, topk=16, index_heads=16, keys=300, next_n=3, fp8_cache=True)
+V4 = Model(heads=8, query_dim=512, topk=16, index_heads=64, keys=300, next_n=2, fp8_cache=True)
+V4_SIZES = ((4096, 512), (65_536, 512), (1_048_576, 1024))
+CALLS = {  # the adapters of each op
+    "scores": {"fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"},
+    "topk": {"topk"},
+    "attention": {"sparse_prefill", "sparse_decode"},
+}
+
+
+def recording(name, adapter, made):
+    def record(*given, **more):
+        made.append((name, given))
+        return adapter(*given, **more)
+
+    return record
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(name, arguments) of the adapters that are called."""
+    made = []
+    for name in set().union(*CALLS.values()):
+        monkeypatch.setattr(adapters, name, recording(name, getattr(adapters, name), made))
+    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1, 3])
+    return made
+
+
+@pytest.mark.parametrize("model", [V32, V32._replace(fp8_cache=False), V4], ids=["fp8", "bf16", "v4"])
+@pytest.mark.parametrize("ops", [{"scores"}, {"topk"}, {"attention"}, {"scores", "topk", "attention"}], ids=str)
+def test_the_adapters_of_the_ops_are_called(calls, model, ops):
+    warm_up.warm_up(model, frozenset(ops), "cpu")
+    assert {name for name, _ in calls} == set().union(*(CALLS[op] for op in ops))
+
+
+def test_draft_tokens_are_among_the_calls(calls):
+    warm_up.warm_up(V32, frozenset({"scores"}), "cpu")
+    queries = [given[0].shape[:3] for name, given in calls if name == "fp8_paged_mqa_logits"]
+    assert queries == [(1, 1, 16), (1, 3, 16)]
+    # SGLang's prefill adds heads up to 32.
+    assert [given[0].shape for name, given in calls if name == "fp8_mqa_logits"] == [(1, 32, 128)]
+
+
+def test_caches_are_those_of_the_model(calls):
+    for model, widths in ((V32, [656] * 2), (V32._replace(fp8_cache=False), [576] * 2), (V4, [584] * 6)):
+        calls.clear()
+        warm_up.warm_up(model, frozenset({"attention"}), "cpu")
+        assert [given[1].shape[-1] for name, given in calls if name == "sparse_decode"] == widths
+
+
+@pytest.mark.parametrize("sms", SMS)
+@pytest.mark.parametrize("keys", [4000, 9000, 40_000, 163_840, 1_048_576])
+@pytest.mark.parametrize("k", [512, 2048])
+def test_every_kernel_of_selection_is_compiled(sms, keys, k):
+    def config(rows, columns):
+        return choose_config(rows, (4 * columns + 15) // 16, k, 32, sms)
+
+    compiled = {config(*shape) for shape in warm_up.topk_shapes(keys, sms)}
+    most = -(-keys // 256) * 256
+    shapes = [(rows, columns) for rows in range(1, 2 * sms) for columns in range(256, most + 1, max(256, most // 1024))]
+    assert {config(*shape) for shape in shapes} <= compiled
+
+
+def decoding_kernels(queries, heads, keys, sms):
+    """The tile of heads, and the kernel that combines split queries if they are split."""
+    tiles = -(-keys // _sparse_attention.TILE_N)
+    head_tile = _sparse_attention.fp8_kv_head_tile(queries, heads, tiles, sms, True)
+    workers, full_waves, split = _sparse_attention.stream_k(queries, -(-heads // head_tile), tiles, sms, True)
+    rest = queries - full_waves * workers
+    return {head_tile} | ({choose_combine(split // rest + 1, rest * heads)} if split else set())
+
+
+@pytest.mark.parametrize("sms", SMS)
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize(
+    "model", [V32._replace(topk=2048), *(V4._replace(keys=n, topk=k) for n, k in V4_SIZES)], ids=str
+)
+def test_every_kernel_of_decoding_is_compiled(sms, heads, model):
+    """Of batches of any size, and of V4 of any number of entries up to the most."""
+    window = warm_up.V4_WINDOW
+    widths = [window, *(window + n for n in warm_up.v4_widths(model))] if model.query_dim == 512 else [model.topk]
+    possible = range(window, max(widths) + 1, 64 * (1 + max(widths) // 2048)) if model.query_dim == 512 else widths
+    compiled = [
+        decoding_kernels(queries, heads, width, sms) for queries in warm_up.decoding_batches(sms) for width in widths
+    ]
+    asked = [decoding_kernels(n, heads, keys, sms) for n in QUERIES for keys in possible]
+    assert set().union(*asked) <= set().union(*compiled)
+
+
+def test_nothing_of_it_is_kept():
+    """Neither the default device nor whether gradients are kept."""
+    warm_up.warm_up(V32, frozenset({"scores", "topk"}), "cpu")
+    assert torch.empty(0).device.type == "cpu" and torch.is_grad_enabled()
