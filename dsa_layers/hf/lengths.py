@@ -34,6 +34,10 @@ class TokenLengths:
         self.batch_size, self.new, self.mask = batch_size, new, attention_mask
         self._passes: dict[Any, Pass | None] = {}
 
+    def contiguous(self) -> "TokenLengths":
+        """`generate` asks this of the masks of static caches, which the layers refuse."""
+        return self
+
     def packed(
         self, position_ids: torch.Tensor, device: torch.device, layer: PagedLayer | None, *, consecutive: bool
     ) -> "Pass | None":

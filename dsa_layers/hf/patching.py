@@ -40,7 +40,7 @@ def register(*, fp8_indexer: bool = False) -> None:
 
 
 def unregister() -> None:
-    """Ends `register`: models that are made from now on are transformers' own. Those that are there stay as they are."""
+    """Ends `register`: transformers makes its own models from now on. Models that are there stay as they are."""
     patterns = {_pattern(original) for original in _classes(False)}
     from transformers.monkey_patching import get_patch_mapping, unregister_patch_mapping
 
