@@ -11,6 +11,12 @@ from dsa_layers.hf.paged_layer import PagedLayer
 from dsa_layers.layers.rope import RopeAngles
 
 
+NOT_OURS = (
+    "attn_implementation: 'dsa' is for the layers of dsa_layers.hf, got it for transformers' own; call "
+    "dsa_layers.hf.accelerate(model)"
+)
+
+
 def lengths_mask(
     *, batch_size: int, q_length: int, attention_mask: torch.Tensor | None = None, **rest: Any
 ) -> "TokenLengths":
@@ -37,6 +43,10 @@ class TokenLengths:
     def contiguous(self) -> "TokenLengths":
         """`generate` asks this of the masks of static caches, which the layers refuse."""
         return self
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        """What layers that are not ours ask of a mask."""
+        raise ValueError(NOT_OURS)
 
     def packed(
         self, position_ids: torch.Tensor, device: torch.device, layer: PagedLayer | None, *, consecutive: bool

@@ -7,16 +7,13 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import dsa
-from dsa_layers.hf.lengths import TokenLengths, lengths_mask
+from dsa_layers.hf.lengths import NOT_OURS, TokenLengths, lengths_mask
 
 IMPLEMENTATION = "dsa"  # the name of what our layers take for a mask, and of nothing else
 
 
-def _no_attention_function(module: nn.Module, *arguments: Any, **options: Any) -> None:
-    raise ValueError(
-        f"attn_implementation: {IMPLEMENTATION!r} is for the layers of dsa_layers.hf, got it for "
-        f"{type(module).__name__}; call dsa_layers.hf.accelerate(model)"
-    )
+def _no_attention_function(*arguments: Any, **options: Any) -> None:
+    raise ValueError(NOT_OURS)
 
 
 AttentionInterface.register(IMPLEMENTATION, _no_attention_function)
