@@ -37,6 +37,7 @@ WHOLES = {
     "recorded_calls": "all ops: calls whose steps are recorded",
     "several_gpus": "ops on a GPU that is not the current one",
     "sglang_adapters": "SGLang's plugin: its calls beside the kernels that SGLang calls",
+    "transformers": "transformers' models: `dsa_layers.hf`",
     "user_commands": "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents",
     "vllm_adapters": "vLLM's plugin: its calls beside the kernels that vLLM calls",
 }
@@ -44,7 +45,7 @@ SEVERAL_GPUS = "pytest.mark.several_gpus"
 ADAPTERS = "_adapters"  # behind an engine's name: what its plugin calls the ops by
 # Files and folders of dsa_layers that no pass of a model runs. Tests of generation run models of those in TINY.
 TINY = ("manifest.py", "tiny.py", "tiny")
-NOT_RUN = ("command", "compilation", "evaluation", "export.py", "training", "vendored", *TINY)
+NOT_RUN = ("command", "compilation", "evaluation", "export.py", "hf", "training", "vendored", *TINY)
 
 
 Entries = dict[str, dict[str, dict[str, Any]]]
@@ -143,6 +144,8 @@ def code_modules(name: str, arch: str) -> list[str]:
     ops = _closure(op_modules().values(), arch)
     if name == "e2e":
         return [*ops, *_layers(NOT_RUN)]
+    if name == "transformers":
+        return [*ops, *_layers(tuple(place for place in NOT_RUN if place != "hf"))]
     if name == "generation":
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in TINY))]
     return [*_closure(["dsa.self_test"], arch), *_layers(())] if name == "user_commands" else ops

@@ -1,0 +1,143 @@
+"""transformers' DeepSeek-V3.2 with its eager attention, and the same layers on dsa's ops: time, memory, and where eager
+attention ends, whose scores and masks take memory by the square of the length.
+
+usage: python -m dsa_bench.e2e.against_transformers [--layers N] [--tokens N...]
+
+The layers are the model's first ones, which have dense MLPs, with their real sizes and random weights in bf16. A prompt
+is one pass without a cache; a decoding step is one token behind so many, which both models have read in chunks.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+TOKENS = (2048, 4096, 8192, 16384, 32768)
+CHUNK = 512  # tokens: eager attention has memory for them at any of these lengths
+REPEATS, STEPS = 3, 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """ms: the median; None where memory did not suffice. gib: the most memory, beside the model's own."""
+
+    ms: float | None
+    gib: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """way: "eager", "dsa" or "dsa, FP8 index scores"; run: "prompt" or "step"."""
+
+    way: str
+    run: str
+    tokens: int
+    measured: Measured
+
+
+def make_model(layers: int, device: str, **changes: Any) -> torch.nn.Module:
+    from transformers import AutoModel, DeepseekV32Config
+
+    fields = {"num_hidden_layers": layers, "first_k_dense_replace": layers, "vocab_size": 1024, "pad_token_id": None}
+    config = DeepseekV32Config(**fields | {"attn_implementation": "eager"} | changes)
+    with torch.device(device):
+        return AutoModel.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def rows(model: torch.nn.Module, lengths: Sequence[int]) -> Iterator[Row]:
+    """The model ends on dsa's ops."""
+    from dsa_layers.hf import accelerate
+
+    ways: dict[str, Callable[[], Any]] = {
+        "eager": lambda: None,
+        "dsa": lambda: accelerate(model),
+        "dsa, FP8 index scores": lambda: accelerate(model, fp8_indexer=True),
+    }
+    device = next(model.parameters()).device
+    ids = torch.randint(model.config.vocab_size, (1, max(lengths) + 1 + STEPS), device=device)
+    for way, begin in ways.items():
+        begin()
+        for tokens in lengths:
+            yield Row(way, "prompt", tokens, _measured(partial(_prompt, model, ids[:, :tokens]), device))
+        for tokens in lengths:
+            yield Row(way, "step", tokens, _measured(partial(_steps, model, ids, tokens), device))
+
+
+def table(found: Sequence[Row]) -> str:
+    """A line a run and length: each way's time and memory, and how much faster than eager attention it is."""
+    ways = [*dict.fromkeys(row.way for row in found)]
+    lines = [f"{'':<8}{'tokens':>8}" + "".join(f"{way:>36}" for way in ways)]
+    for run, tokens in dict.fromkeys((row.run, row.tokens) for row in found):
+        own = {row.way: row.measured for row in found if (row.run, row.tokens) == (run, tokens)}
+        cells = "".join(f"{_cell(measured, own[ways[0]]):>36}" for measured in own.values())
+        lines.append(f"{run:<8}{tokens:>8}{cells}")
+    return "\n".join(lines)
+
+
+def _cell(measured: Measured, eager: Measured) -> str:
+    if measured.ms is None:
+        return "out of memory"
+    ratio = "" if eager is measured or eager.ms is None else f", {eager.ms / measured.ms:.2f}x"
+    return f"{measured.ms:.2f} ms, {measured.gib:.1f} GiB{ratio}"
+
+
+def _prompt(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
+    times = [_ms(partial(model, ids, use_cache=False), ids.device) for _ in range(1 + REPEATS)]
+    return times[1:]  # in the first one kernels compile
+
+
+def _steps(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> list[float]:
+    cache = None
+    for first in range(0, tokens, CHUNK):
+        chunk = ids[:, first : min(first + CHUNK, tokens)]
+        cache = model(chunk, past_key_values=cache, use_cache=True).past_key_values
+    columns = ids[:, tokens : tokens + 1 + STEPS].split(1, dim=1)
+    return [_ms(partial(model, token, past_key_values=cache), ids.device) for token in columns][1:]
+
+
+def _measured(run: Callable[[], list[float]], device: torch.device) -> Measured:
+    on_gpu = device.type == "cuda"
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    try:
+        ms = statistics.median(run())
+    except torch.OutOfMemoryError:
+        ms = None
+    return Measured(ms, (torch.cuda.max_memory_allocated(device) - before) / 2**30 if on_gpu else 0.0)
+
+
+def _ms(call: Callable[[], Any], device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    began = time.perf_counter()
+    call()
+    wait()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e.against_transformers")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    args = parser.parse_args(arguments)
+    found = []
+    for row in rows(make_model(args.layers, "cuda"), args.tokens):
+        found.append(row)
+        print(f"{row.way}: {row.run} of {row.tokens} tokens: {_cell(row.measured, row.measured)}", flush=True)
+    print(f"\n{args.layers} layers of DeepSeek-V3.2, bf16, {torch.cuda.get_device_name()}\n{table(found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""GLM-5's classes in transformers, and ours in their places."""
+
+from typing import Any, ClassVar
+
+import torch
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as theirs
+
+from dsa_layers.hf.lengths import TokenLengths
+from dsa_layers.hf.parts import RMSNormInPlace
+from dsa_layers.hf.sparse_mla import IndexerInPlace, SparseMLAInPlace
+from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.indexer import LightningIndexer
+
+
+class SparseGlmMoeDsaRMSNorm(RMSNormInPlace, theirs.GlmMoeDsaRMSNorm):
+    original = theirs.GlmMoeDsaRMSNorm
+
+
+class SparseGlmMoeDsaIndexer(IndexerInPlace, theirs.GlmMoeDsaIndexer, LightningIndexer):
+    original = theirs.GlmMoeDsaIndexer
+    rope: ClassVar[dict[str, Any]] = {"interleaved": True, "dims": "first"}
+
+
+class FP8GlmMoeDsaIndexer(SparseGlmMoeDsaIndexer):
+    quantize = True
+
+
+class SparseGlmMoeDsaAttention(SparseMLAInPlace, theirs.GlmMoeDsaAttention, DSAAttention):
+    """Layers hand on what the last one with an indexer selected in the place of transformers' indices."""
+
+    original = theirs.GlmMoeDsaAttention
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: TokenLengths,
+        past_key_values: Any = None,
+        position_ids: torch.Tensor | None = None,
+        prev_topk_indices: Selection | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None, Selection]:
+        self.check(attention_mask, position_ids, options)
+        selection = prev_topk_indices if self.indexer is None else Selection()
+        if not isinstance(selection, Selection):
+            raise ValueError(
+                "prev_topk_indices: a layer without an indexer needs what a layer before it selected, got "
+                f"{type(selection).__name__}"
+            )
+        selection = _on(selection, hidden_states.device)
+        arguments = hidden_states, position_embeddings, attention_mask, past_key_values, position_ids
+        return self.attend(*arguments, selection), None, selection
+
+
+def _on(selection: Selection, device: torch.device) -> Selection:
+    """The selection where a layer is that needs it: layers may be spread over devices."""
+    chosen, bits = selection.topk_indices, selection.bits
+    if chosen is None or chosen.device == device:
+        return selection
+    return Selection(chosen.to(device), None if bits is None else bits.to(device))
+
+
+def classes(fp8_indexer: bool) -> dict[type, type]:
+    """{transformers' class: ours}."""
+    return {
+        theirs.GlmMoeDsaRMSNorm: SparseGlmMoeDsaRMSNorm,
+        theirs.GlmMoeDsaIndexer: FP8GlmMoeDsaIndexer if fp8_indexer else SparseGlmMoeDsaIndexer,
+        theirs.GlmMoeDsaAttention: SparseGlmMoeDsaAttention,
+    }

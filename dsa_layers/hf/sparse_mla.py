@@ -1,0 +1,132 @@
+"""DeepSeek-V3.2's and GLM-5's attention: `DSAAttention` with the parameters of transformers' layers."""
+
+from typing import Any, ClassVar
+
+import torch
+
+import dsa
+from dsa_layers.batch import packing
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.hf.lengths import TokenLengths
+from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
+from dsa_layers.hf.parts import AttentionInPlace, InPlaceOf, weight_of
+from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.key_selection import WORKSPACE
+
+PAGE_SIZE = 64  # tokens, as the kernels of the byte layouts have them
+
+
+class IndexerInPlace(InPlaceOf):
+    """Goes before transformers' indexer and `LightningIndexer`, whose names it gives to what transformers has.
+
+    quantize  whether scores are computed in FP8
+    rope      how the rotary embedding turns index keys
+    """
+
+    quantize: ClassVar[bool] = False
+    rope: ClassVar[dict[str, Any]]
+    workspace = WORKSPACE
+
+    @property
+    def top_k(self) -> int:
+        return self.index_topk
+
+
+class SparseMLAInPlace(AttentionInPlace):
+    """Goes before transformers' attention and `DSAAttention`, whose names it gives to what transformers has."""
+
+    # What `IndexerStage` sets while indexers are trained, and `KeysRead` while keys that tokens read are counted.
+    indexer_stage: ClassVar[None] = None
+    key_counter: ClassVar[None] = None
+
+    @property
+    def n_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def nope_dim(self) -> int:
+        return self.qk_nope_head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def v_dim(self) -> int:
+        return self.v_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.scaling
+
+    def _up_projections(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = weight_of(self.kv_b_proj, self.kv_lora_rank, dtype, self.kv_a_layernorm.weight.device)
+        return weight.unflatten(0, (self.n_heads, self.nope_dim + self.v_dim)).split((self.nope_dim, self.v_dim), 1)
+
+    def attend(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        lengths: TokenLengths,
+        past_key_values: Any,
+        position_ids: torch.Tensor,
+        selection: Selection,
+    ) -> torch.Tensor:
+        """[B, S, hidden] -> the same shape. A layer with an indexer sets `selection`, one without reads it."""
+        with_gradients = self.asks_for_gradients(hidden_states)
+        layer = None
+        if past_key_values is not None:
+            layer = layer_of(past_key_values, self.layer_idx, self._storage(hidden_states), hidden_states)
+            if with_gradients:
+                layer = layer.leave_out(lengths.new)
+            else:
+                layer.reserve(lengths.counts(layer))
+        packed = lengths.packed(position_ids, hidden_states.device, layer, consecutive=False)
+        if packed is None:
+            y = torch.zeros_like(hidden_states)
+        else:
+            x, angles = packed.pack(hidden_states), packed.angles(position_embeddings, self.rope_dim)
+            if with_gradients and self.indexer_stage is None:
+                y = self._attend_with_gradients(x, *angles, packed.batch, selection)
+            else:
+                cache = None if layer is None else self._cache(layer)
+                with torch.set_grad_enabled(with_gradients):
+                    y = DSAAttention.forward(self, x, *angles, packed.batch, cache, selection)
+            y = packed.unpack(y)
+        if layer is not None:
+            layer.advance(lengths.counts(layer), lengths.new, [0] * len(hidden_states))
+        return y
+
+    def _attend_with_gradients(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: SequenceBatch, selection: Selection
+    ) -> torch.Tensor:
+        """`DSAAttention.forward` without a cache, on the ops that have gradients."""
+        if self.indexer is not None:
+            sparse = batch.max_key_len > self.indexer.top_k
+        else:
+            sparse = selection.topk_indices is not None
+        q, qr, kv, _ = self._project(x, None, sparse, False)
+        q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
+        kv = self._norm_and_rotate(kv, cos, sin)
+        if self.indexer is not None:
+            selection.topk_indices = self.indexer.select(x, qr, cos, sin, batch) if sparse else None
+        if not sparse:
+            q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
+            return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
+        rows = packing.packed_rows(selection.topk_indices, batch.key_starts, len(batch.key_lens))
+        w_uk, w_uv = self._up_projections(x.dtype)
+        q = self._absorbed_queries(q_nope, q_pe, w_uk, cos, sin)
+        scale, latent = self.softmax_scale, self.kv_lora_rank
+        attended, _ = dsa.sparse_mla_attention(q, kv[:, None], rows[:, None], scale, latent)
+        return self.o_proj(torch.einsum("thc,hvc->thv", attended, w_uv).flatten(-2))
+
+    def _storage(self, x: torch.Tensor) -> Storage:
+        pages = {"latent": (1, self.kv_lora_rank + self.rope_dim, x.dtype)}
+        if self.indexer is not None:
+            dim = self.indexer.head_dim
+            pages["index"] = (1, dim + 4, torch.uint8) if self.indexer.quantize else (1, dim, x.dtype)
+        return Storage(PAGE_SIZE, pages)
+
+    def _cache(self, layer: PagedLayer) -> LayerCache:
+        return LayerCache(layer["latent"], None if self.indexer is None else layer["index"])

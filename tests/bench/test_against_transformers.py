@@ -1,0 +1,58 @@
+"""The comparison with transformers' eager attention, in small and on a CPU."""
+
+import pytest
+import torch
+
+from dsa_bench.e2e import against_transformers as comparison
+from dsa_bench.e2e.against_transformers import Measured, Row
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "index_n_heads": 4,
+    "index_topk": 8, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows(monkeypatch):
+    monkeypatch.setattr(comparison, "CHUNK", 7)
+    found = [*comparison.rows(comparison.make_model(2, "cpu", **SMALL), [9, 20])]
+    ways = ["eager", "dsa", "dsa, FP8 index scores"]
+    assert [(row.way, row.run, row.tokens) for row in found] == [
+        (way, run, tokens) for way in ways for run in ("prompt", "step") for tokens in (9, 20)
+    ]
+    assert all(row.measured.ms > 0 for row in found)
+    lines = comparison.table(found).splitlines()
+    assert len(lines) == 5 and all(line.count("x") == 2 for line in lines[1:])
+
+
+def test_what_is_timed():
+    """All tokens of a prompt, and single tokens behind so many."""
+    calls = []
+
+    class Model(torch.nn.Module):
+        def forward(self, ids, past_key_values=None, use_cache=None):
+            calls.append((ids.shape[1], past_key_values, use_cache))
+            self.past_key_values = (past_key_values or 0) + ids.shape[1]
+            return self
+
+    ids = torch.zeros(1, 2000, dtype=torch.int64)
+    assert len(comparison._prompt(Model(), ids[:, :900])) == comparison.REPEATS
+    assert set(calls) == {(900, None, False)}
+    calls.clear()
+    assert len(comparison._steps(Model(), ids, 1100)) == comparison.STEPS
+    assert [n for n, *_ in calls] == [512, 512, 76, *[1] * (1 + comparison.STEPS)]
+    assert all(cache == 1100 for n, cache, _ in calls if n == 1)
+
+
+def test_where_memory_ends(monkeypatch):
+    def run():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    ended = comparison._measured(run, torch.device("cpu"))
+    assert ended.ms is None
+    rows = [Row("eager", "prompt", 8, ended), Row("dsa", "prompt", 8, Measured(2.0, 0.5))]
+    assert comparison.table(rows).splitlines()[1].split("  ")[-1].strip() == "2.00 ms, 0.5 GiB"
+    assert "out of memory" in comparison.table(rows)
+    rows[0] = Row("eager", "prompt", 8, Measured(5.0, 3.0))
+    assert "2.50x" in comparison.table(rows)

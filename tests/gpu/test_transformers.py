@@ -1,0 +1,175 @@
+"""transformers' models on dsa's kernels, beside transformers' own eager attention on the same GPU."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import dsa
+from dsa import backends
+from dsa.ops.declaration import forget_calls
+from dsa.testing import calc_diff
+from dsa_layers.hf import accelerate
+from tests.gpu.transformers_models import MODELS, make
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
+DEVICE = "cuda"
+LENGTH = 330
+# What rounding to bf16 may add to transformers' own distance from fp32: both choose other keys now and then.
+FACTOR, SLACK = 2.0, 1e-4
+# What FP8 index scores may do to logits and gradients, as calc_diff: of random weights they choose other keys often.
+FP8 = 0.1
+PREFILL = {
+    "deepseek_v32": {"fp8_mqa_logits", "topk_indices", "write_mla_cache", "write_indexer_keys"},
+    "glm_moe_dsa": {"fp8_mqa_logits", "topk_indices", "write_mla_cache", "write_indexer_keys"},
+    "deepseek_v4": {"fp8_mqa_logits", "topk_indices", "window_sparse_attention", "write_compressed_kv"},
+}
+DECODE = {"fp8_paged_mqa_logits", "topk_indices", "flash_mla_with_kvcache", "rms_norm"}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def family(request):
+    yield request.param
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def exact(family):
+    """transformers' model in fp32."""
+    return make(family, DEVICE)
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return torch.randint(2048, (2, LENGTH), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def in_bf16(model):
+    """As transformers loads a model in bf16: what it keeps in fp32 stays so."""
+    rounded = copy.deepcopy(model)
+    strict = [*(model._keep_in_fp32_modules_strict or ()), "indexer.weights_proj"]
+    for name, parameter in rounded.named_parameters():
+        if not any(f".{kept}." in f".{name}." for kept in strict):
+            parameter.data = parameter.data.bfloat16()
+    return rounded
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The ops that have run kernels."""
+    names, runs_kernel = set(), backends.runs_kernel
+
+    def spy(op, tensor):
+        if answer := runs_kernel(op, tensor):
+            names.add(op)
+        return answer
+
+    forget_calls()  # what is known launches without a question
+    monkeypatch.setattr(backends, "runs_kernel", spy)
+    return names
+
+
+def in_chunks(model, tokens, chunks):
+    """Logits of all tokens, over a cache."""
+    cache, out, done = DynamicCache(config=model.config), [], 0
+    for n in chunks:
+        out.append(model(tokens[:, done : done + n], past_key_values=cache).logits)
+        done += n
+    return torch.cat(out, 1)
+
+
+def padded(tokens, lens):
+    ids, mask = torch.zeros_like(tokens[:, : max(lens)]), torch.zeros_like(tokens[:, : max(lens)])
+    for b, n in enumerate(lens):
+        ids[b, max(lens) - n :], mask[b, max(lens) - n :] = tokens[b, :n], 1
+    return ids, mask
+
+
+def test_greedy_tokens_in_fp32(exact, tokens):
+    """The references, on the GPU: rounding differs in the last bits only."""
+    ours = accelerate(copy.deepcopy(exact))
+    ids, mask = padded(tokens[:, :200], [200, 37])
+    options = {"max_new_tokens": 12, "do_sample": False}
+    got = ours.generate(ids, attention_mask=mask, **options)
+    for b, n in enumerate([200, 37]):
+        alone = tokens[b : b + 1, :n]
+        expected = exact.generate(alone, attention_mask=torch.ones_like(alone), **options)
+        assert got[b, 200:].tolist() == expected[0, n:].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [[LENGTH], [200, 90, *[1] * 40]], ids=["prefill", "prefill and decode"])
+def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
+    """Both ways of computing in bf16 are about as far from transformers in fp32."""
+    expected, rounded = exact(tokens).logits, in_bf16(exact)
+    theirs = calc_diff(rounded(tokens).logits, expected)
+    ours = calc_diff(in_chunks(accelerate(rounded), tokens, chunks), expected)
+    print(f"calc_diff from fp32: eager in bf16 {theirs:.2e}, ours {ours:.2e}")
+    record_error(ours)
+    assert ours < FACTOR * theirs + SLACK
+
+
+@torch.no_grad()
+def test_fp8_index_scores(family, exact, tokens, launched):
+    """The kernels' logits are as far from the references' as rounding takes transformers from fp32, and not farther
+    from fp32 than FP8 scores take them."""
+    expected, rounded = exact(tokens).logits, in_bf16(exact)
+    theirs = calc_diff(rounded(tokens).logits, expected)
+    ours = accelerate(rounded, fp8_indexer=True)
+    with dsa.use_backend("reference"):
+        references = in_chunks(ours, tokens, [LENGTH])
+    assert not launched
+    prefill = in_chunks(ours, tokens, [LENGTH])
+    of_prefill = set(launched)
+    launched.clear()
+    forget_calls()
+    decode = in_chunks(ours, tokens, [200, 90, *[1] * 40])
+    from_references = [calc_diff(logits, references) for logits in (prefill, decode)]
+    from_exact = [calc_diff(logits, expected) for logits in (prefill, decode)]
+    print(f"{family}: calc_diff of prefill and decoding from the references {from_references}, from fp32 {from_exact}")
+    assert max(from_references) < FACTOR * theirs + SLACK and max(from_exact) < FP8
+    if DEVICE == "cuda":
+        assert of_prefill >= PREFILL[family] and launched >= DECODE
+
+
+def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
+    """Tokens of a padded batch are those of its sequences alone, or have logits near theirs."""
+    ours = accelerate(in_bf16(exact), fp8_indexer=True)
+    ids, mask = padded(tokens[:, :200], [200, 37])
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    got = ours.generate(ids, attention_mask=mask, **options)
+    for b, n in enumerate([200, 37]):
+        alone = tokens[b : b + 1, :n]
+        expected = ours.generate(alone, attention_mask=torch.ones_like(alone), **options)
+        for i, (own, logits) in enumerate(zip(got.sequences[b, 200:].tolist(), expected.logits)):
+            other = expected.sequences[0, n + i].item()
+            if own != other:
+                assert logits[0, other] - logits[0, own] < 0.25 * logits.std()
+                break
+    assert DEVICE != "cuda" or "flash_mla_with_kvcache" in launched
+
+
+@pytest.mark.parametrize("fp8_indexer", [False, True])
+def test_gradients(exact, tokens, launched, fp8_indexer):
+    """bf16 gradients of the kernels and of transformers' own, beside transformers' in fp32."""
+
+    def gradients(model):
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {name: found[name].float() for name in found if ".self_attn." in name}
+
+    expected = gradients(copy.deepcopy(exact).train())
+    theirs = gradients(in_bf16(exact).train())
+    ours = gradients(accelerate(in_bf16(exact).train(), fp8_indexer=fp8_indexer))
+    assert ours.keys() == expected.keys()
+    diffs = {name: (calc_diff(ours[name], g), calc_diff(theirs[name], g)) for name, g in expected.items()}
+    worst = max(diffs, key=lambda name: diffs[name][0] - diffs[name][1])
+    print(f"worst: {worst}, calc_diff from fp32: ours {diffs[worst][0]:.2e}, eager in bf16 {diffs[worst][1]:.2e}")
+    for name, (own, other) in diffs.items():
+        assert own < (FP8 if fp8_indexer else 0) + 3 * other + 1e-3, name
+    assert DEVICE != "cuda" or "sparse_mla_attention" in launched

@@ -1,0 +1,54 @@
+"""Tiny models of every family by transformers, eager, and the same ones on dsa's ops."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsa_layers.hf import accelerate
+from tests.layers.families import hf_models
+
+TOLERANCE = 2e-5
+SHARED = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
+# name -> (function of hf_models, changes of its configuration). Selections are of 8 tokens, in V4 of 4 entries.
+KINDS = {
+    "deepseek_v32": ("deepseek_v32", {}),
+    "glm_moe_dsa": ("glm_moe_dsa", {}),
+    "glm_moe_dsa, shared indexers": ("glm_moe_dsa", SHARED),
+    "deepseek_v4": ("deepseek_v4", {}),
+}
+
+
+@dataclass
+class Pair:
+    theirs: Any
+    ours: Any
+    directory: Path
+
+    @torch.no_grad()
+    def alone(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of one sequence [S] by transformers, [S, vocabulary]."""
+        return self.theirs(tokens[None]).logits[0]
+
+
+def pair(kind: str, directory: Path, **changes: Any) -> Pair:
+    build, own = KINDS[kind]
+    theirs = getattr(hf_models, build)(directory, **(own | changes))
+    return Pair(theirs, accelerate(copy.deepcopy(theirs)), directory)
+
+
+def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (got - expected).abs().max() < TOLERANCE
+    assert expected.std() > 0.3  # else agreement means little
+
+
+def padded(tokens: torch.Tensor, lens: list[int], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens [B, longest], attention_mask): the first `lens` of each row of `tokens`, padded on a side with what no
+    token of a sequence may see."""
+    ids, mask = torch.full((len(lens), max(lens)), 255), torch.zeros(len(lens), max(lens), dtype=torch.int64)
+    for b, n in enumerate(lens):
+        own = slice(max(lens) - n, None) if side == "left" else slice(n)
+        ids[b, own], mask[b, own] = tokens[b, :n], 1
+    return ids, mask

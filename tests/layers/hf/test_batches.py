@@ -1,0 +1,82 @@
+"""Batches with padding, by attention_mask, and packed sequences, by position_ids: each sequence as if it were alone."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from tests.layers.hf.pairs import assert_same, padded
+
+LENS = [48, 5, 23]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", [True, False])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(models, tokens, side, positions):
+    ids, mask = padded(tokens, LENS, side)
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0) if positions else None
+    got = models.ours(ids, attention_mask=mask, position_ids=position_ids).logits
+    for b, n in enumerate(LENS):
+        assert_same(got[b][mask[b].bool()], models.alone(tokens[b, :n]))
+
+
+@torch.no_grad()
+def test_a_sequence_may_be_missing(models, tokens):
+    """A row that is all padding, in the first pass, in the second, or in both."""
+    ids, mask = padded(tokens, LENS, "left")
+    mask[1] = 0
+    cache = DynamicCache(config=models.ours.config)
+    models.ours(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+    more = torch.tensor([[0], [1], [1]])
+    mask = torch.cat((mask, more), 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -1:]
+    got = models.ours(tokens[:, 60:61], attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    assert_same(got[1], models.alone(tokens[1, 60:61]))
+    assert_same(got[2], models.alone(torch.cat((tokens[2, :23], tokens[2, 60:61])))[-1:])
+    empty = models.ours(ids, attention_mask=torch.zeros_like(ids)).logits
+    assert empty.isfinite().all()
+
+
+@torch.no_grad()
+def test_padding_between_tokens(models, tokens):
+    """As after a right-padded prompt: the next token stands behind the padding."""
+    ids, mask = padded(tokens, LENS, "right")
+    cache = DynamicCache(config=models.ours.config)
+    models.ours(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+    mask = torch.cat((mask, torch.ones(3, 2, dtype=torch.int64)), 1)
+    new = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1)[:, -2:], "past_key_values": cache}
+    got = models.ours(torch.stack([tokens[b, n : n + 2] for b, n in enumerate(LENS)]), **new).logits
+    for b, n in enumerate(LENS):
+        assert_same(got[b], models.alone(tokens[b, : n + 2])[-2:])
+
+
+def test_generate_with_padding(models, tokens):
+    ids, mask = padded(tokens, LENS, "left")
+    got = models.ours.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    for b, n in enumerate(LENS):
+        alone = tokens[b : b + 1, :n]
+        expected = models.theirs.generate(
+            alone, attention_mask=torch.ones_like(alone), max_new_tokens=20, do_sample=False
+        )
+        assert got[b, 48:].tolist() == expected[0, n:].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 2])
+def test_packed_sequences(models, tokens, batch):
+    """Positions that begin again are of another sequence, as without a mask and a cache in transformers."""
+    lens = [20, 1, 34]
+    positions = torch.cat([torch.arange(n) for n in lens])[None]
+    ids = tokens[:batch, :55]
+    got = models.ours(ids, position_ids=positions, use_cache=False).logits
+    for b in range(batch):
+        parts = [models.alone(part) for part in ids[b].split(lens)]
+        assert_same(got[b], torch.cat(parts))
+
+
+@torch.no_grad()
+def test_positions_with_an_offset(models, tokens):
+    """Only distances count."""
+    expected = models.theirs(tokens[:, :48]).logits
+    got = models.ours(tokens[:, :48], position_ids=torch.arange(100, 148)[None], use_cache=False).logits
+    assert_same(got, expected)

@@ -1,0 +1,155 @@
+"""What these layers do not take is refused in one line that names the argument, and a cache's interface."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from dsa_layers.hf import lengths
+from dsa_layers.hf.glm_moe_dsa import _on
+from dsa_layers.hf.paged_layer import PagedLayer, Storage
+from dsa_layers.layers.attention import Selection
+from tests.layers.hf.pairs import assert_same, padded
+
+
+def refused(match, call, *arguments, **options):
+    with torch.no_grad(), pytest.raises((ValueError, NotImplementedError), match=match) as error:
+        call(*arguments, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_masks(models, tokens):
+    refused(r"attention_mask: must be \[batch, tokens\]", models.ours, tokens, torch.ones(3, 1, 70, 70))
+    refused(
+        r"attention_mask: must have a column for each of 0 earlier and 70 new", models.ours, tokens, torch.ones(3, 71)
+    )
+    refused(r"attention_mask: must be \[3, tokens\].*got shape \[2, 70\]", models.ours, tokens, torch.ones(2, 70))
+
+
+def test_masks_over_a_cache(models, tokens):
+    ids, mask = padded(tokens, [48, 5, 23], "left")
+    with torch.no_grad():
+        cache = models.ours(ids, attention_mask=mask, use_cache=True).past_key_values
+    more = {"input_ids": tokens[:, :1], "past_key_values": cache}
+    refused("attention_mask: is needed after a pass with padding, got None", models.ours, **more)
+    refused("attention_mask: must show the earlier tokens", models.ours, attention_mask=torch.ones(3, 49), **more)
+    refused("attention_mask: must have a column for each of 48", models.ours, attention_mask=torch.ones(3, 48), **more)
+    refused(
+        "past_key_values: holds 3 sequences, got a batch of 2",
+        *(models.ours, tokens[:2, :1]),
+        past_key_values=cache,
+        attention_mask=torch.ones(2, 49),
+    )
+
+
+def test_static_caches(models, tokens):
+    """transformers has none for DeepSeek-V4."""
+    if models.ours.config.model_type == "deepseek_v4":
+        return
+    static = StaticCache(config=models.ours.config, max_cache_len=80)
+    refused("past_key_values: must be a DynamicCache.*got StaticCache", models.ours, tokens, past_key_values=static)
+    generate = {"max_new_tokens": 2, "cache_implementation": "static"}
+    refused("cache_implementation is not set, got StaticCache", models.ours.generate, tokens[:, :9], **generate)
+
+
+def test_other_caches(models, tokens):
+    offloaded = DynamicCache(config=models.ours.config)
+    offloaded.offloading = True
+    refused("got DynamicCache with offloading", models.ours, tokens, past_key_values=offloaded)
+    with torch.no_grad():
+        filled = models.theirs(tokens, use_cache=True).past_key_values
+    refused(
+        "past_key_values: layer 0 holds 70 tokens of transformers' own", models.ours, tokens, past_key_values=filled
+    )
+    with torch.no_grad():
+        filled = models.ours(tokens, use_cache=True).past_key_values
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="which other layers cannot fill"):
+        models.theirs(tokens, past_key_values=filled)
+
+
+def test_kinds_of_generation(models, tokens):
+    ids = {"inputs": tokens[:1, :20], "max_new_tokens": 12, "do_sample": False}
+    of_v4 = models.ours.config.model_type == "deepseek_v4"
+    message = (
+        "not supported with stateful models" if of_v4 else "past_key_values: .* forget no tokens, .* assistant_model"
+    )
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": copy.deepcopy(models.theirs)}):
+        refused(message, models.ours.generate, **ids, **options)
+    refused("got DynamicCache with offloading", models.ours.generate, **ids, cache_implementation="offloaded")
+
+
+def test_attentions(models, tokens):
+    refused("output_attentions: must be False", models.ours, tokens, output_attentions=True)
+
+
+def test_other_implementations_of_attention(models, tokens):
+    model = copy.deepcopy(models.ours)
+    model.config._attn_implementation = "eager"
+    refused("attn_implementation 'dsa'; got .* with 'eager'", model, tokens)
+    model = copy.deepcopy(models.theirs)
+    model.config._attn_implementation = "dsa"
+    refused(r"attn_implementation: 'dsa' is for the layers of dsa_layers.hf", model, tokens)
+
+
+def test_positions(models, tokens):
+    """Of compressed tokens, positions go on; of others they are for rope alone."""
+    positions = torch.arange(70).where(torch.arange(70) < 40, torch.arange(70) + 3)[None]
+    mask = torch.ones_like(tokens)
+    if models.ours.config.model_type == "deepseek_v4":
+        refused("position_ids: must be consecutive", models.ours, tokens, mask, positions)
+        cache = DynamicCache(config=models.ours.config)
+        with torch.no_grad():
+            models.ours(tokens[:, :10], past_key_values=cache)
+        late = {"past_key_values": cache, "position_ids": torch.tensor([[12]])}
+        refused("position_ids: must be consecutive", models.ours, tokens[:, 10:11], **late)
+    else:
+        with torch.no_grad():
+            got, expected = (m(tokens, mask, positions).logits for m in (models.ours, models.theirs))
+        assert_same(got, expected)
+
+
+@torch.no_grad()
+def test_what_a_cache_does_with_sequences(models, tokens):
+    """Reordered, repeated and selected sequences go on as those that they are."""
+    cache = models.ours(tokens[:, :30], use_cache=True).past_key_values
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([True, False, False, True, True, False]))
+    got = models.ours(tokens[[2, 0, 1], 30:31], past_key_values=cache).logits
+    assert_same(got[:, 0], models.theirs(tokens[[2, 0, 1], :31]).logits[:, -1])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_same(models.ours(tokens, past_key_values=cache).logits, models.theirs(tokens).logits)
+    with pytest.raises(NotImplementedError, match=r"past_key_values: .* forget no tokens"):
+        cache.crop(-1)
+
+
+def test_a_selection_on_another_device():
+    """Layers that share an indexer may be on the next GPU."""
+    selection = Selection(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32))
+    assert _on(selection, torch.device("cpu")) is selection
+    moved = _on(selection, torch.device("meta"))
+    assert moved.topk_indices.is_meta and moved.bits.is_meta
+    assert _on(Selection(), torch.device("meta")).topk_indices is None
+
+
+def test_a_shared_layer_alone(tokens, tmp_path):
+    from tests.layers.hf.pairs import pair
+
+    ours = pair("glm_moe_dsa, shared indexers", tmp_path).ours
+    mask = lengths.lengths_mask(batch_size=1, q_length=4)
+    x, positions = torch.randn(1, 4, 64), torch.arange(4)[None]
+    arguments = (x, ours.model.rotary_emb(x, positions), mask, None)
+    refused("prev_topk_indices: a layer without an indexer", ours.model.layers[2].self_attn, *arguments, positions)
+    refused("position_ids: must be", ours.model.layers[0].self_attn, *arguments)
+
+
+def test_layers_in_their_order(models, tokens):
+    storage = Storage(64, {"latent": (1, 8, torch.float32)})
+    layer = PagedLayer(storage, 2, torch.device("cpu"))
+    layer.reserve([1, 70])
+    assert layer.pages_each == 3 and layer["latent"].shape == (6, 64, 1, 8)
+    assert layer.block_table([1], torch.device("cpu")).tolist() == [[3, 4, 5]]
+    for call in (layer.update, layer.offload, layer.prefetch):
+        refused("past_key_values", call)

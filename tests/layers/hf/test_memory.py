@@ -1,0 +1,67 @@
+"""No tensor of queries and keys: not for a mask, and not for scores beyond a workspace."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.layers.hf.pairs import pair
+
+LENGTH = 1100  # more than any width of these models
+
+
+class Squares(TorchDispatchMode):
+    """Counts the results that have two dimensions of LENGTH or more."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            self.found += isinstance(x, torch.Tensor) and sum(n >= LENGTH for n in x.shape) > 1
+        return result
+
+
+def squares(model, gradients, **options):
+    tokens = torch.randint(0, 255, (1, LENGTH))
+    with Squares() as mode, torch.set_grad_enabled(gradients):
+        logits = model(tokens, **options).logits
+        if gradients:
+            logits.sum().backward()
+    return mode.found
+
+
+@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa, shared indexers", "deepseek_v4"])
+def models(request, tmp_path_factory):
+    models = pair(request.param, tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+    for module in models.ours.modules():
+        if hasattr(module, "workspace"):
+            module.workspace = 4 * LENGTH * 20  # bytes: 20 queries, of 32 heads
+    return models
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_no_square(models, gradients):
+    assert squares(models.ours, gradients) == 0
+    assert squares(models.ours, gradients, attention_mask=torch.ones(1, LENGTH)) == 0
+
+
+def test_transformers_makes_squares(models):
+    """What the other test rests on."""
+    assert squares(models.theirs, False) > 0
+
+
+def test_no_mask_function_runs(models, monkeypatch):
+    from transformers import masking_utils
+
+    def refuse(*arguments, **options):
+        raise AssertionError("a mask is made")
+
+    for name in ("eager", "sdpa"):
+        monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, refuse)
+    ids = torch.randint(0, 255, (2, 20))
+    models.ours.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+    with pytest.raises(AssertionError, match="a mask is made"):
+        models.theirs(ids)

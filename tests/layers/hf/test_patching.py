@@ -1,0 +1,197 @@
+"""What register and accelerate replace, and what they leave."""
+
+import copy
+import importlib.util
+import pickle
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.hf import accelerate, patching, register, unregister
+from tests.layers.hf.pairs import assert_same, pair
+
+needs_registering = pytest.mark.skipif(
+    int(transformers.__version__.split(".")[1]) < patching.FIRST_WITHOUT_TORCHVISION
+    and importlib.util.find_spec("torchvision") is None,
+    reason="this version of transformers registers classes with torchvision alone",
+)
+
+
+@pytest.fixture
+def registered():
+    register()
+    yield
+    unregister()
+
+
+def kinds(model):
+    return {type(module).__name__ for module in model.modules()}
+
+
+@needs_registering
+@pytest.mark.usefixtures("registered")
+def test_from_pretrained(models, tokens):
+    loaded = AutoModelForCausalLM.from_pretrained(models.directory)
+    assert kinds(loaded) == kinds(models.ours)
+    with torch.no_grad():
+        assert_same(loaded(tokens).logits, models.theirs(tokens).logits)
+
+
+@needs_registering
+@pytest.mark.usefixtures("registered")
+def test_the_model_without_its_head(models, tokens, tmp_path):
+    models.theirs.model.save_pretrained(tmp_path, save_original_format=False)
+    body = AutoModel.from_pretrained(tmp_path)
+    assert kinds(body) == kinds(models.ours.model)
+    with torch.no_grad():
+        got, expected = (model(tokens).last_hidden_state for model in (body, models.theirs.model))
+    assert (got - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@needs_registering
+@pytest.mark.usefixtures("registered")
+def test_from_config(models):
+    """New weights are drawn as transformers draws them."""
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models.directory))
+    assert kinds(made) == kinds(models.ours)
+    for name, parameter in made.named_parameters():
+        if name.endswith(("norm.weight", "q_a_norm.weight")):
+            assert (parameter == 1).all(), name
+        elif parameter.dim() == 2:
+            assert 0.005 < parameter.std() < 0.04 or "position_bias" in name or parameter.numel() < 64, name
+    assert made(torch.arange(20)[None]).logits.isfinite().all()
+
+
+@needs_registering
+def test_unregister(models):
+    register()
+    unregister()
+    unregister()
+    assert kinds(AutoModelForCausalLM.from_pretrained(models.directory)) == kinds(models.theirs)
+
+
+@needs_registering
+def test_the_last_call_of_register_counts(models):
+    register(fp8_indexer=True)
+    quantised = kinds(AutoModelForCausalLM.from_pretrained(models.directory))
+    register()
+    plain = kinds(AutoModelForCausalLM.from_pretrained(models.directory))
+    unregister()
+    assert len(quantised - plain) == len(plain - quantised) == 1
+    assert all(name.startswith("FP8") for name in quantised - plain)
+
+
+def test_every_layer_is_ours(models):
+    """By its module, so that a class that transformers adds is not overlooked; and no other class is replaced."""
+    for (name, ours), (_, theirs) in zip(models.ours.named_modules(), models.theirs.named_modules()):
+        own = type(ours).__module__.startswith("dsa_layers.hf.")
+        assert own or type(ours) is type(theirs)
+        of_attention = ".self_attn" in name and not isinstance(ours, nn.Linear | nn.LayerNorm)
+        helpers = ("RotaryEmbedding", "UnweightedRMSNorm", "IndexerScorer")
+        assert own == ((of_attention or "norm" in name.split(".")[-1]) and not name.endswith("k_norm")) or type(
+            ours
+        ).__name__.endswith(helpers)
+
+
+def test_parameters_are_the_same(models):
+    ours, theirs = models.ours.state_dict(), models.theirs.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_saved_and_loaded(models, tmp_path, tokens):
+    """A checkpoint of an accelerated model is transformers', and says nothing of dsa."""
+    models.ours.save_pretrained(tmp_path)
+    assert "dsa_layers" not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert kinds(loaded) == kinds(models.theirs)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, models.theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(models, tokens, copied):
+    with torch.no_grad():
+        assert torch.equal(copied(models.ours)(tokens).logits, models.ours(tokens).logits)
+
+
+def test_accelerate_again(models, tokens):
+    """It is idempotent; and the other way of scoring takes the place of the first."""
+    model = copy.deepcopy(models.ours)
+    assert accelerate(model) is model and kinds(model) == kinds(models.ours)
+    accelerate(model, fp8_indexer=True)
+    assert any(name.startswith("FP8") for name in kinds(model))
+    accelerate(model)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, models.ours(tokens).logits)
+
+
+def test_a_part_of_a_model(models, tokens):
+    """Layers that are accelerated one by one, as in a model of somebody's own around them."""
+    model = copy.deepcopy(models.theirs)
+    accelerate(model.model.layers)
+    with torch.no_grad():
+        assert_same(model(tokens).logits, models.theirs(tokens).logits)
+
+
+def test_another_model():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+    with pytest.raises(ValueError, match=r"model: must have attention layers of DeepseekV32.*got LlamaForCausalLM"):
+        accelerate(model)
+
+
+@pytest.mark.parametrize("version", ["5.16.1", "5.25.0", "4.57.6", "6.0.0.dev0"])
+def test_another_version(models, version, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", version)
+    theirs = copy.deepcopy(models.theirs)
+    for call in (register, unregister, lambda: accelerate(theirs)):
+        with pytest.raises(RuntimeError, match=rf"transformers: version {version} was not tested.*5\.17 to 5\.24"):
+            call()
+    assert kinds(theirs) == kinds(models.theirs)
+
+
+def test_an_early_version_without_torchvision(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.17.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"transformers: 5\.17 cannot make a model .* without torchvision"):
+        register()
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="transformers: is not installed; pip install"):
+        accelerate(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("call", [register, lambda fp8_indexer: accelerate(nn.Linear(1, 1), fp8_indexer=fp8_indexer)])
+def test_wrong_options(call):
+    with pytest.raises(TypeError, match="fp8_indexer: must be True or False, got 'yes'"):
+        call(fp8_indexer="yes")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_fp8_index_scores(family, tmp_path, tokens):
+    """The same selections, and so the same logits, as our own model has of the same checkpoint."""
+    models = pair(family, tmp_path, index_head_dim=128)
+    own = load_model(tmp_path, dtype=torch.float32, progress=False)
+    for module in own.modules():
+        if hasattr(module, "quantize"):
+            module.quantize = True
+    own.precision = replace(own.precision, fp8_indexer=True)
+    accelerate(models.ours, fp8_indexer=True)
+    expected = torch.stack([own(row, SequenceBatch.without_cache([70]), all_tokens=True) for row in tokens])
+    assert_same(models.ours(tokens).logits, expected)
+    assert (expected - models.theirs(tokens).logits).abs().max() > 1e-3  # other keys are selected now and then
+    out, cache = [], None
+    for part in tokens.split([40, 1, 7, *[1] * 22], dim=1):
+        done = models.ours(part, past_key_values=cache, use_cache=True)
+        out, cache = [*out, done.logits], done.past_key_values
+    assert_same(torch.cat(out, 1), expected)

@@ -1,0 +1,161 @@
+"""Gradients of models on dsa's ops against transformers' own, eager, and what may go with a pass that has gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.hf import accelerate
+from dsa_layers.training.indexer_stage import IndexerStage
+from tests.layers.hf.pairs import KINDS, padded, pair
+
+CLOSE = 2e-5  # of the largest gradient of a parameter
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def models(request, tmp_path_factory):
+    # Without the step of a clamp's gradient, which the last bit of an activation would take or not.
+    changes = {"swiglu_limit": 100.0} if request.param == "deepseek_v4" else {}
+    return pair(request.param, tmp_path_factory.mktemp("model"), **changes)
+
+
+def gradients(model, train=True, **arguments):
+    model.zero_grad()
+    model.train(train)
+    loss = model(**arguments).loss
+    loss.backward()
+    model.eval()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close_gradients(got, expected):
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).abs().max() <= CLOSE * gradient.abs().max() + 1e-9, name
+
+
+def labelled(ids, mask=None):
+    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "labels": labels} | ({} if mask is None else {"attention_mask": mask})
+
+
+@pytest.mark.parametrize("length", [8, 48])
+def test_gradients(models, tokens, length):
+    """Of all keys and of selected ones. As transformers calls it, with a cache that nobody reads."""
+    batch = labelled(tokens[:, :length])
+    (loss, got), (expected_loss, expected) = gradients(models.ours, **batch), gradients(models.theirs, **batch)
+    assert (loss - expected_loss).abs() < 1e-5
+    assert_close_gradients(got, expected)
+    of_attention = [name for name in got if ".self_attn." in name and "indexer" not in name]
+    assert of_attention and all(got[name].abs().max() > 0 for name in of_attention if length > 16)
+
+
+def test_gradients_with_padding(models, tokens):
+    """Sequences one by one, their losses weighted by their lengths."""
+    lens = [48, 5, 23]
+    ids, mask = padded(tokens, lens, "right")
+    _, got = gradients(models.ours, **labelled(ids, mask))
+    total = {}
+    for b, n in enumerate(lens):
+        _, own = gradients(models.theirs, **labelled(tokens[b : b + 1, :n]))
+        for name, gradient in own.items():
+            total[name] = total.get(name, 0) + gradient * (n - 1) / (sum(lens) - len(lens))
+    assert_close_gradients(got, total)
+
+
+def test_checkpointed_activations(models, tokens):
+    batch = labelled(tokens[:, :48])
+    _, expected = gradients(models.theirs, **batch)
+    checkpointed = copy.deepcopy(models.ours)
+    checkpointed.gradient_checkpointing_enable()
+    assert_close_gradients(gradients(checkpointed, **batch)[1], expected)
+
+
+def test_a_part_that_learns(models, tokens):
+    """Gradients reach what is in front of frozen layers, and only what learns."""
+    model = copy.deepcopy(models.ours).requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(True)
+    _, got = gradients(model, **labelled(tokens[:, :48]))
+    _, expected = gradients(models.theirs, **labelled(tokens[:, :48]))
+    assert_close_gradients(got, {"model.embed_tokens.weight": expected["model.embed_tokens.weight"]})
+
+
+class Adapter(nn.Module):
+    """y = x W^T + x A^T B^T, as adapters of low rank have it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(0.05 * torch.randn(2, base.in_features))
+        self.b = nn.Parameter(0.05 * torch.randn(base.out_features, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def test_adapters(models, tokens):
+    """Also where the weight is needed, and not the layer's result: in kv_b_proj."""
+    ours, theirs = copy.deepcopy(models.ours), copy.deepcopy(models.theirs)
+    torch.manual_seed(0)
+    for layer, other in zip(ours.model.layers, theirs.model.layers):
+        for name in ("q_b_proj", "kv_b_proj", "kv_proj"):
+            if hasattr(layer.self_attn, name):
+                adapter = Adapter(getattr(layer.self_attn, name))
+                setattr(layer.self_attn, name, adapter)
+                setattr(other.self_attn, name, copy.deepcopy(adapter))
+    for model in (ours, theirs):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith((".a", ".b")))
+    batch = labelled(tokens[:, :48])
+    assert_close_gradients(gradients(ours, **batch)[1], gradients(theirs, **batch)[1])
+    with torch.no_grad():
+        decoded = ours.generate(tokens[:1, :20], max_new_tokens=8, do_sample=False)
+        assert torch.equal(decoded, theirs.generate(tokens[:1, :20], max_new_tokens=8, do_sample=False))
+
+
+def test_a_cache_of_a_pass_with_gradients(models, tokens):
+    """It has no tokens, and says so where they would be read; and gradients do not go through a cache."""
+    cache = DynamicCache(config=models.ours.config)
+    models.ours(tokens[:, :20], past_key_values=cache)
+    assert cache.get_seq_length() == 20
+    with torch.no_grad(), pytest.raises(ValueError, match=r"past_key_values: comes from a pass with gradients"):
+        models.ours(tokens[:, 20:21], past_key_values=cache)
+    cache = DynamicCache(config=models.ours.config)
+    with torch.no_grad():
+        models.ours(tokens[:, :20], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"past_key_values: gradients do not reach earlier tokens"):
+        models.ours(tokens[:, 20:21], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_an_indexer_stage(name, tokens, tmp_path):
+    """The indexers of transformers' V3.2 learn as those of our own model do, from the same checkpoint."""
+    models = pair("deepseek_v32", tmp_path)
+    own = load_model(tmp_path, dtype=torch.float32, trainable=True, progress=False)
+    losses, found = [], []
+    passes = (
+        (models.ours, lambda: models.ours(tokens[:2, :40])),
+        (own, lambda: own(tokens[:2, :40].flatten(), SequenceBatch.without_cache([40, 40]))),
+    )
+    for model, run in passes:
+        with IndexerStage(model, name) as stage:
+            run()
+            loss = stage.loss()
+            loss.backward()
+            losses.append(loss.detach())
+            found.append([parameter.grad for parameter in stage.parameters()])
+    assert torch.allclose(*losses, rtol=1e-5) and losses[0] > 0
+    for got, expected in zip(*found, strict=True):
+        assert (got - expected).abs().max() <= 1e-4 * expected.abs().max() and got.abs().max() > 0
+
+
+def test_dropout_is_refused(tokens, tmp_path):
+    models = pair("deepseek_v32", tmp_path, attention_dropout=0.1)
+    accelerate(models.ours).train()
+    with pytest.raises(ValueError, match=r"attention_dropout: must be 0 in training, got 0\.1"):
+        models.ours(tokens)
+    models.ours.eval()(tokens)
