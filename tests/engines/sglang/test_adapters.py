@@ -81,6 +81,15 @@ def test_prefill_scores(heads):
     assert adapters.topk(compressed, int32([9, 30, 5, 64, 0]), 16)[0].tolist() == [*range(9), *[-1] * 7]
 
 
+@pytest.mark.parametrize(("clean", "columns", "cleaned"), [(False, 0, False), (True, 0, True), (False, 64, True)])
+def test_prefill_scores_are_cleaned_where_sglang_leaves_them_out(clean, columns, cleaned, monkeypatch):
+    """The reference cleans always: what counts is what the op is asked for."""
+    asked = []
+    monkeypatch.setattr(adapters.dsa, "fp8_mqa_logits", lambda *given: asked.append(given[5:]))
+    adapters.fp8_mqa_logits(None, None, None, None, None, clean, columns)
+    assert asked == [(cleaned, columns)]
+
+
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_decode_scores(next_n):
     lengths = [5, 64, 130]

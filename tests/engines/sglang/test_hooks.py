@@ -19,6 +19,7 @@ OTHERS = {  # what a pool has in layouts that the kernels do not have
     "pools of keys": {"index_kpool": 4},
     "fp8 without scales": {"kv_cache_dim": 576, "dsa_kv_cache_store_fp8": False},
     "fp4": {"kv_cache_dim": 288},
+    "other rope": {"qk_rope_head_dim": 32},
 }
 
 
