@@ -40,7 +40,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("model", [V32, V32._replace(fp8_cache=False), V4], ids=["fp8", "bf16", "v4"])
-@pytest.mark.parametrize("ops", [{"scores"}, {"topk"}, {"attention"}, {"scores", "topk", "attention"}], ids=str)
+@pytest.mark.parametrize("ops", [["scores"], ["topk"], ["attention"], ["scores", "topk", "attention"]], ids="-".join)
 def test_the_adapters_of_the_ops_are_called(calls, model, ops):
     warm_up.warm_up(model, frozenset(ops), "cpu")
     assert {name for name, _ in calls} == set().union(*(CALLS[op] for op in ops))
