@@ -38,16 +38,14 @@ def gather_keys(
     """The index keys of several sequences, from their pages into one row after the other.
 
     kv_cache     [pages, P, D + 4] uint8: P x D e4m3 and then P fp32 scales a page
-    dst_k        [N, D] e4m3 or bytes, dst_scale [N, 4] bytes of fp32: where they go. Rows behind the last sequence are
-                 set to 0
+    dst_k        [N, D] e4m3 or bytes, from a multiple of 16 bytes on: where they go, and 0 behind the last sequence
+    dst_scale    [N, 4] bytes of fp32, from a multiple of 4 bytes on: the same of their scales
     block_table  [B, max_pages] int32
     cu_seq_lens  [B + 1] int32: where each sequence's keys begin among the N rows
     """
-    rows, page_size = len(dst_k), kv_cache.shape[1]
-    slots = dsa.slot_mapping(block_table, cu_seq_lens, None, rows, page_size)
-    k, k_scale = dsa.read_indexer_cache(kv_cache.unsqueeze(2), slots)
-    dst_k.copy_(k.view(dst_k.dtype))
-    dst_scale.copy_(k_scale.view(torch.uint8).view(rows, 4))
+    slots = dsa.slot_mapping(block_table, cu_seq_lens, None, len(dst_k), kv_cache.shape[1])
+    k, k_scale = dst_k.view(torch.float8_e4m3fn), dst_scale.view(torch.float32).squeeze(1)
+    dsa.read_indexer_cache(kv_cache.unsqueeze(2), slots, k, k_scale)
 
 
 def topk_prefill(

@@ -56,15 +56,15 @@ def install(config: Any, ops: frozenset[str]) -> bool:
     """Puts these ops of a worker's model on dsa's kernels and compiles them, or says in one line why not, with
     everything as it was. config: vLLM's. Returns whether it did."""
     uninstall()
-    reason = models.unsupported(config)
-    if reason is None:
-        try:
+    try:
+        reason = models.unsupported(config)
+        if reason is None:
             seams.check()
             _put(ops)
             warm_up.warm_up(models.calls_of(config), ops)
-        except Exception as error:  # whatever it is, the engine has to start as if the plugin were not there
-            uninstall()
-            reason = str(error) if isinstance(error, NotFound) else f"{type(error).__name__}: {error}"
+    except Exception as error:  # whatever it is, the engine has to start as if the plugin were not there
+        uninstall()
+        reason = str(error) if isinstance(error, NotFound) else f"{type(error).__name__}: {error}"
     if reason is not None:
         declined(ENGINE, reason)
         return False

@@ -20,21 +20,19 @@ FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_ds_mla")
 
 @dataclass(frozen=True)
 class Calls:
-    """heads: of a GPU. next_n: the most queries of a sequence in a decoding step that are computed together, 1 if
-    they never are. keys: the most that a query has. compressed: in V4, the most entries of 128 tokens of a sequence,
-    else 0. tokens: the most of a step. fp8_cache: whether the attention's keys are bytes."""
+    """What decides which kernels a model needs."""
 
     index_heads: int
     index_head_dim: int
     topk: int
-    heads: int
+    heads: int  # of a query on a GPU: those of several GPUs where these share the keys
     query_dim: int
-    fp8_cache: bool
-    next_n: int
-    keys: int
-    compressed: int
-    window: int
-    tokens: int
+    fp8_cache: bool  # the attention's keys are bytes
+    next_n: int  # the most queries of a sequence that decoding computes together; 1 if it never does
+    keys: int  # the most that a query has scores of
+    compressed: int  # in V4, the most entries of 128 tokens that a query has, else 0
+    window: int  # in V4, how many of the latest tokens a query has, else 0
+    tokens: int  # the most of a step
 
 
 def unsupported(config: Any) -> str | None:
@@ -73,12 +71,12 @@ def calls_of(config: Any) -> Calls:
     """The sizes of the calls of a configuration that is supported."""
     model, scheduler = config.model_config, config.scheduler_config
     hf, v4 = model.hf_text_config, model.hf_config.model_type == "deepseek_v4"
-    next_n = 1 + config.num_speculative_tokens
+    next_n, parallel = 1 + config.num_speculative_tokens, config.parallel_config
     return Calls(
         index_heads=hf.index_n_heads,
         index_head_dim=hf.index_head_dim,
         topk=hf.index_topk,
-        heads=model.get_num_attention_heads(config.parallel_config),
+        heads=model.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size,
         query_dim=QUERY_DIMS[model.hf_config.model_type],
         fp8_cache=v4 or config.cache_config.cache_dtype in FP8_CACHES,
         next_n=next_n if next_n in NEXT_N else 1,

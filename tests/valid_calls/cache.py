@@ -24,7 +24,18 @@ def _(new: Maker):
     lambda a: [((len(a["slots"]), a["cache"].shape[3] - 4), E4M3), ((len(a["slots"]),), F32)],
 )
 def _(new: Maker):
-    return {"cache": new.index_cache(3, 16, 32), "slots": new.ints([7, -1, 48, 40])}
+    slots = new.ints([7, -1, 48, 40])
+    return {"cache": new.index_cache(3, 16, 32), "slots": slots, "k": None, "k_scale": None}
+
+
+@valid(
+    "read_indexer_cache into k",
+    lambda a: [((len(a["slots"]), a["cache"].shape[3] - 4), E4M3), ((len(a["slots"]),), F32)],
+    written=("k", "k_scale"),
+)
+def _(new: Maker):
+    cache = {"cache": new.index_cache(3, 16, 32), "slots": new.ints([7, -1, 48, 40])}
+    return {**cache, "k": new.e4m3(4, 32), "k_scale": new.positive(4)}
 
 
 @valid("make_v4_cache", lambda a: [((a["pages"], a["page_size"], 1, 584), torch.uint8)])

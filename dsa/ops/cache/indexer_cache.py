@@ -10,6 +10,7 @@ from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
 from dsa.ops.declaration import op
 from dsa.reference.cache import indexer_cache as reference
+from dsa.reference.checks import check_apart, check_updatable
 
 __all__ = ["read_indexer_cache", "write_indexer_cache"]
 
@@ -30,16 +31,28 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
     _write_indexer_cache(k, k_scale, cache, slots)
 
 
-def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k [T, D] float8_e4m3fn, k_scale [T] fp32), both contiguous: the keys in `slots` and their scales.
+def read_indexer_cache(
+    cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor | None = None, k_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k [T, D] float8_e4m3fn, k_scale [T] fp32): the keys in `slots` and their scales.
 
-    cache  [pages, P, 1, D + 4] uint8, as `write_indexer_cache` leaves it
-    slots  [T] int32 or int64, page * P + offset; -1 or any slot outside the cache gives key 0 and scale 0
+    cache       [pages, P, 1, D + 4] uint8, as `write_indexer_cache` leaves it
+    slots       [T] int32 or int64, page * P + offset; -1 or any slot outside the cache gives key 0 and scale 0
+    k, k_scale  None: results are new and contiguous. Or both: tensors of these shapes and dtypes to write to, which may
+                not begin where another argument does; every number of them is written, and nothing between their rows
 
     Raises TypeError or ValueError for other types, dtypes, shapes and strides.
     On Hopper it takes what `write_indexer_cache` takes.
     """
-    return _read_indexer_cache(cache, slots)
+    if k is None and k_scale is None:
+        return _read_indexer_cache(cache, slots)
+    for name, value, other in (("k", k, "k_scale"), ("k_scale", k_scale, "k")):
+        if value is None:
+            raise ValueError(f"{name}: must be given where {other} is, got None")
+    check_apart("k", k, cache=cache, slots=slots, k_scale=k_scale)
+    check_apart("k_scale", k_scale, cache=cache, slots=slots)
+    _read_indexer_cache_out(cache, slots, k, k_scale)
+    return k, k_scale
 
 
 def _check_limits(cache: torch.Tensor) -> None:
@@ -77,11 +90,40 @@ def _read_indexer_cache(
     kernels: ModuleType, cache: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     k, k_scale = _read_results(cache, slots)
-    if cache.shape[0] == 0:
-        return k.zero_(), k_scale.zero_()
-    if slots.shape[0]:
-        _launch(kernels, k, k_scale, cache, slots, False)
+    _read(kernels, cache, slots, k, k_scale)
     return k, k_scale
+
+
+def _reference_out(cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor) -> None:
+    check_updatable("k", k)
+    check_updatable("k_scale", k_scale)
+    keys, scales = reference.read_indexer_cache(cache, slots)
+    k.view(torch.uint8).copy_(keys.view(torch.uint8))
+    k_scale.copy_(scales)
+
+
+@op(
+    arguments=reference.READ_INDEXER_CACHE_OUT,
+    reference=_reference_out,
+    kernels={"sm_90": "dsa.kernels.cache.indexer_cache_sm90"},
+    limits=_check_limits,
+    public="read_indexer_cache",
+)
+def _read_indexer_cache_out(
+    kernels: ModuleType, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor
+) -> None:
+    """The same, written to `k` and `k_scale`."""
+    _read(kernels, cache, slots, k, k_scale)
+
+
+def _read(
+    kernels: ModuleType, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor
+) -> None:
+    if cache.shape[0] == 0:
+        k.view(torch.uint8).zero_()
+        k_scale.zero_()
+    elif slots.shape[0]:
+        _launch(kernels, k, k_scale, cache, slots, False)
 
 
 def _launch(

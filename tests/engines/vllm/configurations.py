@@ -33,8 +33,9 @@ def config(
     max_model_len: int = 163840,
     tokens: int = 8192,
     dtype: torch.dtype = torch.bfloat16,
+    sharing: int = 1,
 ) -> types.SimpleNamespace:
-    """vLLM's VllmConfig. heads: of a GPU."""
+    """vLLM's VllmConfig. heads: of a GPU. sharing: how many GPUs share a sequence's keys."""
     space = types.SimpleNamespace
     hf = space(**hf)
     return space(
@@ -49,7 +50,7 @@ def config(
             resolve_indexer_kv_dtype=lambda default: default if index_cache == "auto" else index_cache
         ),
         cache_config=space(cache_dtype=cache),
-        parallel_config=space(),
+        parallel_config=space(decode_context_parallel_size=sharing),
         scheduler_config=space(max_num_batched_tokens=tokens),
         num_speculative_tokens=speculated,
     )

@@ -89,12 +89,16 @@ def decode_metadata(table, lengths, next_n, lens=None, global_lengths=None):
 
 def prefill_metadata(table, first, tokens, lengths):
     """One chunk of requests whose last tokens are queries: token_start.. and each one's range among all keys."""
+    visible = [n - count + 1 + i for count, n in zip(tokens, lengths) for i in range(count)]
+    return prefill_chunk(table, first, tokens, lengths, visible)
+
+
+def prefill_chunk(table, first, tokens, lengths, visible):
+    """visible: how many of its request's keys each query sees; of a rank's, where ranks share them."""
     plan = module(seams.PLAN)
     ends = int32([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    starts, stops = [], []
-    for b, (count, length) in enumerate(zip(tokens, lengths)):
-        starts += [int(ends[b])] * count
-        stops += [int(ends[b]) + length - count + 1 + i for i in range(count)]
+    starts = [int(ends[b]) for b, count in enumerate(tokens) for _ in range(count)]
+    stops = [start + count for start, count in zip(starts, visible)]
     total = int(ends[-1])
     chunk = plan.DeepseekV32IndexerPrefillChunkMetadata(
         block_table=table,
@@ -187,14 +191,15 @@ def test_sequences_shorter_than_the_selection_and_padding(indexer):
         check(buffer[t], cache.scores(q[t], weights[t], t, length))
 
 
+@pytest.mark.parametrize("prompts", [False, True])
 @pytest.mark.parametrize("next_n", [1, 3])
-def test_ranks_that_share_a_sequences_keys(indexer, monkeypatch, next_n):
+def test_ranks_that_share_a_sequences_keys(indexer, monkeypatch, next_n, prompts):
     """Decode context parallelism: each rank selects of its keys, and the best of all ranks' selections are the best."""
-    ranks, whole = 2, Cache(2, 64)
+    ranks, whole, tokens = 2, Cache(2, 64), 2 * next_n
     lengths = torch.tensor([900, 131])
     each = (lengths[:, None] - next_n + 1 + torch.arange(next_n)).int()
-    q, weights = whole.queries(2 * next_n)
-    candidates = [[] for _ in range(2 * next_n)]
+    q, weights = whole.queries(tokens)
+    candidates = [[] for _ in range(tokens)]
 
     def merge(logits, indices, k, rank, size, interleave, row_starts=None):
         assert size == ranks and interleave == 1 and row_starts is None
@@ -212,9 +217,14 @@ def test_ranks_that_share_a_sequences_keys(indexer, monkeypatch, next_n):
             own = slots_of(whole.table, request, len(slots))
             dsa.write_indexer_cache(whole.k[slots], whole.scale[slots], pages.unsqueeze(2), own)
         local = (each + ranks - 1 - rank) // ranks
-        decode = decode_metadata(whole.table, local.int(), next_n, global_lengths=lengths.int())
-        indexer.metadata = metadata(decode, None, 2, 2 * next_n, 0, 2 * next_n)
-        buffer = torch.full((2 * next_n, TOPK), -7, dtype=torch.int32)
+        if prompts:
+            own = ((lengths + ranks - 1 - rank) // ranks).tolist()
+            chunk = prefill_chunk(whole.table, 0, [next_n] * 2, own, local.flatten().tolist())
+            indexer.metadata = metadata(None, chunk, 0, 0, 2, tokens)
+        else:
+            decode = decode_metadata(whole.table, local.int(), next_n, global_lengths=lengths.int())
+            indexer.metadata = metadata(decode, None, 2, tokens, 0, tokens)
+        buffer = torch.full((tokens, TOPK), -7, dtype=torch.int32)
         call(indexer, pages, q, weights, buffer, dcp_rank=rank, dcp_world_size=ranks)
     for row, found in enumerate(candidates):
         request, length = row // next_n, int(each.flatten()[row])

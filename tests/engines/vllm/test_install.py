@@ -232,6 +232,17 @@ def stand_in_state_without(module):
     return found
 
 
+def test_a_configuration_without_what_is_looked_at(engine, caplog):
+    install.register()
+    one = worker()
+    one.vllm_config.model_config = None
+    before = stand_in.state()
+    one.init_device()
+    assert changed(before) == set()
+    (line,) = lines(caplog)
+    assert line.startswith("dsa: vllm: AttributeError: 'NoneType' object has no attribute 'hf_text_config';")
+
+
 def test_another_plugins_backend_stays(engine, caplog):
     install.register()
     stand_in.overrides[stand_in.AttentionBackendEnum.FLASHMLA_SPARSE] = "another.Backend"

@@ -53,6 +53,7 @@ def test_calls():
     calls = models.calls_of(config(V32, heads=16, cache="fp8", speculated=2))
     assert (calls.heads, calls.next_n, calls.keys, calls.fp8_cache, calls.compressed) == (16, 3, 163840, True, 0)
     assert models.calls_of(config(V32)).fp8_cache is False
+    assert models.calls_of(config(V32, heads=16, cache="fp8", sharing=4)).heads == 64
     assert models.calls_of(config(V32, speculated=4)).next_n == 1  # which the engine computes one by one
     calls = models.calls_of(config(V4, heads=8, max_model_len=1 << 20))
     assert (calls.query_dim, calls.keys, calls.compressed, calls.window) == (512, 1 << 18, 8192, 128)

@@ -53,6 +53,22 @@ def test_few_tokens_and_strided_rows(tokens):
     assert torch.equal(back.view(torch.uint8), k.view(torch.uint8)) and torch.equal(back_scale, scale)
 
 
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_into_tensors_of_the_callers(dim):
+    """Rows and scales any distance apart; what is between them stays as it is."""
+    k, scale, slots, shape = case(777, dim)
+    cache = poisoned(shape, torch.uint8, "cuda")
+    dsa.write_indexer_cache(k, scale, cache, slots)
+    slots[3], slots[4] = -1, shape[0] * shape[1]
+    expected = reference.read_indexer_cache(cache, slots)
+    rows = torch.full((779, dim + 48), 77, dtype=torch.uint8, device="cuda")
+    scales = torch.full((779, 3), 77.0, device="cuda")
+    got = dsa.read_indexer_cache(cache, slots, rows.view(torch.float8_e4m3fn)[1:-1, 16 : 16 + dim], scales[1:-1, 1])
+    assert torch.equal(got[0].view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(got[1], expected[1])
+    rows[1:-1, 16 : 16 + dim], scales[1:-1, 1] = 77, 77
+    assert (rows == 77).all() and (scales == 77).all()
+
+
 def test_no_pages():
     k, scale = dsa.read_indexer_cache(
         torch.empty(0, 64, 1, 132, dtype=torch.uint8, device="cuda"), torch.zeros(5, dtype=torch.int64, device="cuda")

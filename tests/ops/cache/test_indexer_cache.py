@@ -128,6 +128,58 @@ def test_what_the_kernel_gets(launches):
         assert torch.equal(arguments[3], slots) and arguments[4] == 4
 
 
+def test_into_tensors_of_the_callers():
+    cache, (k, scale) = poisoned_cache(), keys(12)
+    dsa.write_indexer_cache(k, scale, cache, torch.arange(12))
+    slots = torch.tensor([11, -1, 0, 12, 5])
+    expected = dsa.read_indexer_cache(cache, slots)
+    rows, scales = torch.full((7, 64), 77, dtype=torch.uint8), torch.full((7, 3), 77.0)
+    got = dsa.read_indexer_cache(cache, slots, rows.view(torch.float8_e4m3fn)[1:6, 16:48], scales[1:6, 1])
+    assert got[0].data_ptr() == rows[1:, 16:].data_ptr() and got[1].data_ptr() == scales[1:, 1].data_ptr()
+    assert torch.equal(got[0].view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(got[1], expected[1])
+    rows[1:6, 16:48], scales[1:6, 1] = 77, 77
+    assert (rows == 77).all() and (scales == 77).all()
+    empty = dsa.read_indexer_cache(poisoned_cache(0), slots, *(x.clone() for x in expected))
+    assert not empty[0].view(torch.uint8).any() and not empty[1].any()
+
+
+def test_what_the_kernel_gets_of_the_callers_tensors(launches):
+    cache, slots = poisoned_cache(), torch.arange(5)
+    rows, scales = torch.zeros(5, 64, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, 32:], torch.zeros(5, 2)[:, 1]
+    dsa.read_indexer_cache(cache, slots, rows, scales)
+    ((variant, arguments),) = launches
+    assert variant == (32, torch.int64, False)
+    assert layout(arguments[0]) == ((5, 32), (64, 1), torch.uint8) and arguments[0].data_ptr() == rows.data_ptr()
+    assert arguments[1].stride() == (2,) and arguments[1].data_ptr() == scales.data_ptr()
+
+
+def test_errors_of_the_callers_tensors(launches):
+    cache, slots, (k, scale) = poisoned_cache(), torch.arange(5), keys()
+    for rows, scales, message in (
+        (k[:4], scale, r"k: shape must be \[5, 32\], got \[4, 32\]"),
+        (k.view(torch.uint8), scale, "k: dtype must be float8_e4m3fn, got uint8"),
+        (k, scale.double(), "k_scale: dtype must be float32, got float64"),
+        (k, scale.to("meta"), "k_scale: must be on cache's device cpu, got meta"),
+        (k[:1].expand(5, 32), scale, r"k: its numbers must not share memory, got strides \[0, 1\]"),
+        (k, None, "k_scale: must be given where k is, got None"),
+        (None, scale, "k: must be given where k_scale is, got None"),
+        (k, k.view(torch.uint8).view(-1)[:20].view(torch.float32), "k: is written, must not share memory with k_scale"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dsa.read_indexer_cache(cache, slots, rows, scales)
+    with pytest.raises(ValueError, match="k: is written, must not share memory with cache"):
+        dsa.read_indexer_cache(cache, slots, cache.view(-1)[:160].view(5, 32).view(torch.float8_e4m3fn), scale)
+    assert not launches
+
+
+def test_a_compiled_graph_reads_into_tensors_of_the_callers():
+    cache, (k, scale) = poisoned_cache(), keys()
+    dsa.write_indexer_cache(k, scale, cache, slots := slots_of(cache))
+    rows, scales = torch.zeros(5, 32).to(torch.float8_e4m3fn), torch.zeros(5)
+    torch.compile(dsa.read_indexer_cache, fullgraph=True, backend="aot_eager")(cache, slots, rows, scales)
+    assert_same((rows, scales), (k, scale))
+
+
 def test_one_token_of_any_stride(launches):
     cache, (k, scale) = poisoned_cache(), keys()
     dsa.write_indexer_cache(k.as_strided((1, 32), (7, 1)), scale[3:4], cache, torch.arange(3)[1:2])
