@@ -281,7 +281,7 @@ def test_decode_attention(heads, tokens, record_error):
     for out, lse in outs:
         record_error(assert_close("out", out[:, 0], want[0], **DECODE))
         assert_close("lse", lse[:, :, 0], want[2], **LSE)
-    assert torch.equal(outs[1][0], outs[3][0])
+    assert torch.equal(outs[1][0][1:], outs[3][0][1:])  # whose keys all count
     module = peer(mla_peers.SGL)
     plan, _ = module.get_mla_metadata()
     options = {"softmax_scale": 0.3, "is_fp8_kvcache": True, "indices": indices, "use_legacy": True}
