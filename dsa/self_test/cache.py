@@ -19,10 +19,14 @@ def indexer_cache(device: str) -> None:
         whole[slots[slots >= 0]] = rows[slots >= 0]
     values, scales = cache.view(3, -1).split((64 * 128, 64 * 4), 1)
     written = values.reshape(192, 128).view(torch.float8_e4m3fn), scales.reshape(192, 4).view(torch.float32)[:, 0]
-    read = dsa.read_indexer_cache(cache, torch.arange(-1, 192, device=device))
-    for name, got, back, x in zip(("k", "k_scale"), written, read, expected):
+    every = torch.arange(-1, 192, device=device)
+    read = dsa.read_indexer_cache(cache, every)
+    given = tuple(torch.empty_like(x) for x in read)
+    dsa.read_indexer_cache(cache, every, *given)
+    for name, got, back, into, x in zip(("k", "k_scale"), written, read, given, expected):
         check_same(f"{name} that is written", got.float(), x)
         check_same(f"{name} that is read", back.float(), torch.cat((torch.zeros_like(x[:1]), x)))
+        check_same(f"{name} that is given", into.float(), torch.cat((torch.zeros_like(x[:1]), x)))
 
 
 def kv_cache(device: str) -> None:

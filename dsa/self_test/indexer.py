@@ -66,7 +66,9 @@ def indexer_inputs(device: str) -> None:
 
 def topk_indices(device: str) -> None:
     scores = torch.randn(5, 300, device=device).round(decimals=1)
-    got = dsa.topk_indices(scores, 64).cpu()
-    for row, selected in zip(scores.tolist(), got.tolist()):
-        if selected != sorted(sorted(range(300), key=lambda i: (-row[i], i))[:64]):
-            raise AssertionError("not the 64 largest with ties to the lowest index")
+    given = torch.empty(5, 80, dtype=torch.int32, device=device)[:, 8:72]
+    dsa.topk_indices(scores, 64, out=given)
+    for got in (dsa.topk_indices(scores, 64), given):
+        for row, selected in zip(scores.tolist(), got.tolist()):
+            if selected != sorted(sorted(range(300), key=lambda i: (-row[i], i))[:64]):
+                raise AssertionError("not the 64 largest with ties to the lowest index")

@@ -22,11 +22,12 @@ def flash_mla_with_kvcache(device: str) -> None:
     dsa.write_kv_cache(keys, pages, slots)
     cached = dsa.read_kv_cache(pages, slots)
     check_rounded("FP8 cache", cached, keys.double(), abs_tol=1e-2, rel_tol=0.075, cos_tol=1e-3)
-    out, lse = dsa.flash_mla_with_kvcache(
-        q, pages, None, None, D_V, dsa.get_mla_metadata()[0], is_fp8_kvcache=True, indices=slots.int().view(1, 1, -1)
-    )
+    given, options = torch.empty_like(out), {"is_fp8_kvcache": True, "indices": slots.int().view(1, 1, -1)}
+    out, lse = dsa.flash_mla_with_kvcache(q, pages, None, None, D_V, dsa.get_mla_metadata()[0], **options)
+    dsa.flash_mla_with_kvcache(q, pages, None, None, D_V, None, **options, out=given)
     expected, expected_lse, size = attention(q[0, 0], cached, D**-0.5)
     check_attention("sparse", out[0, 0], expected, size, 5e-6)
+    check_attention("sparse, out that is given", given[0, 0], expected, size, 5e-6)
     check_lse("sparse lse", lse[0, :, 0], expected_lse)
 
 
@@ -39,6 +40,8 @@ def flash_mla_sparse_fwd(device: str) -> None:
     expected, expected_lse, size = attention(q[0], keys, D**-0.5)
     empty, infinite = torch.zeros_like(expected), torch.full_like(expected_lse, torch.inf)
     check_attention("out", out, torch.stack((expected, empty)), torch.stack((size, empty)), 7e-6)
+    dsa.flash_mla_sparse_fwd(q, kv, indices, D**-0.5, out=out.zero_())
+    check_attention("out that is given", out, torch.stack((expected, empty)), torch.stack((size, empty)), 7e-6)
     check_lse("lse", lse, torch.stack((expected_lse, infinite)))
     largest = (q[0].double() @ keys.double().T * D**-0.5).amax(-1)
     check_lse("max_logits", max_logits, torch.stack((largest, -infinite)))

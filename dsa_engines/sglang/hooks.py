@@ -170,6 +170,13 @@ def get_paged_mqa_logits_metadata(
     return adapters.get_paged_mqa_logits_metadata(*arguments) if indices is None else original(*arguments, indices)
 
 
+def sglangs_paged_mqa_logits_metadata(
+    original: Original, seq_lens: torch.Tensor, page_size: int, num_sm: int
+) -> torch.Tensor:
+    """DeepGEMM's plan where SGLang makes it by a kernel of its own."""
+    return adapters.get_paged_mqa_logits_metadata(seq_lens, page_size, num_sm)
+
+
 def topk_transform_paged(
     original: Original,
     scores: torch.Tensor,

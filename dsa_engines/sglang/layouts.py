@@ -24,6 +24,10 @@ class Model(NamedTuple):
     next_n: int
     fp8_cache: bool
 
+    @property
+    def is_v4(self) -> bool:
+        return self.query_dim == V4_DIM
+
 
 class Unsupported(ValueError):
     """Why a model cannot be served; the message says what was found and what is accepted."""

@@ -23,7 +23,8 @@ TOPK = f"{ATTENTION}.dsa.dsa_topk_backend"
 BACKEND = f"{ATTENTION}.dsa_backend"
 CLASS = f"{BACKEND}:DeepseekSparseAttnBackend"
 PLAN_CLASS = f"{BACKEND}:DSAFlashMLAMetadata"
-V4_TOPK = "sglang.kernels.ops.attention.dsv4.topk"
+V4_OPS = "sglang.kernels.ops.attention.dsv4"
+V4_PLAN, V4_TOPK = f"{V4_OPS}.attn", f"{V4_OPS}.topk"
 FLASH_MLA = "sglang.kernels.ops.attention.flash_mla_interface"
 V4_MODEL = "sglang.srt.models.deepseek_v4"
 ENVIRON = "sglang.srt.environ:envs"
@@ -66,6 +67,7 @@ V4: dict[str, Makers] = {
         "deep_gemm:fp8_mqa_logits": lambda: hooks.fp8_mqa_logits,
         "deep_gemm:fp8_paged_mqa_logits": lambda: hooks.fp8_paged_mqa_logits,
         "deep_gemm:get_paged_mqa_logits_metadata": lambda: hooks.get_paged_mqa_logits_metadata,
+        f"{V4_PLAN}:get_paged_mqa_logits_metadata": lambda: hooks.sglangs_paged_mqa_logits_metadata,
     },
     "topk": {
         f"{V4_TOPK}:topk_transform_paged": lambda: hooks.topk_transform_paged,
@@ -85,6 +87,7 @@ FROM_PRECOMPUTED = "init_forward_metadata_replay_cuda_graph_from_precomputed"
 INDEXER = f"{ATTENTION}.dsa.dsa_indexer"
 METADATA = f"{ATTENTION}.dsa.dsa_indexer_metadata"
 V4_INDEXER = f"{ATTENTION}.dsv4.indexer"
+V4_METADATA = f"{ATTENTION}.dsv4.metadata"
 V4_BACKEND = f"{ATTENTION}.deepseek_v4_backend"
 # (module, function there, what it reads): the calls that the replacements are for.
 CALL_SITES = (
@@ -114,7 +117,8 @@ CALL_SITES = (
     (V4_INDEXER, "C4IndexerBackendMixin.forward_c4_indexer", "deep_gemm.fp8_paged_mqa_logits"),
     (V4_INDEXER, "C4IndexerBackendMixin.forward_c4_indexer", "topk_transform_paged"),
     (V4_INDEXER, "C4IndexerBackendMixin.forward_c4_indexer", "topk_transform_paged_v2"),
-    (f"{ATTENTION}.dsv4.metadata", "PagedIndexerMetadata.__post_init__", "deep_gemm.get_paged_mqa_logits_metadata"),
+    (V4_METADATA, "PagedIndexerMetadata.__post_init__", "deep_gemm.get_paged_mqa_logits_metadata"),
+    (V4_METADATA, "PagedIndexerMetadata.__post_init__", f"{V4_OPS}.get_paged_mqa_logits_metadata"),
     (V4_BACKEND, "DeepseekV4AttnBackend.__init__", "flash_mla_interface.flash_mla_with_kvcache"),
     (V4_BACKEND, "DeepseekV4AttnBackend._forward_attention", "self._flash_mla_with_kvcache"),
     (V4_BACKEND, "DeepseekV4AttnBackend._forward_prefill_sparse", "flash_mla_sparse_fwd"),

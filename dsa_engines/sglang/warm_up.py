@@ -27,7 +27,7 @@ def warm_up(model: Model, ops: frozenset[str], device: torch.device | str) -> No
         if "topk" in ops:
             _topk(model)
         if "attention" in ops:
-            _v4_attention(model) if model.query_dim == 512 else _attention(model)
+            _v4_attention(model) if model.is_v4 else _attention(model)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -35,13 +35,13 @@ def warm_up(model: Model, ops: frozenset[str], device: torch.device | str) -> No
 
 def _scores(model: Model) -> None:
     one = torch.ones(1, dtype=INT32)
-    heads = max(model.index_heads, PADDED_HEADS) if model.query_dim == 576 else model.index_heads
+    heads = model.index_heads if model.is_v4 else max(model.index_heads, PADDED_HEADS)
     kv = torch.zeros(INDEX_PAGE, INDEX_DIM, dtype=E4M3), torch.ones(INDEX_PAGE)
     q, weights = torch.zeros(1, heads, INDEX_DIM, dtype=E4M3), torch.zeros(1, heads)
-    columns = 0 if model.query_dim == 576 else INDEX_PAGE  # DeepSeek-V4's rows begin at the query's first key
+    columns = INDEX_PAGE if model.is_v4 else 0  # DeepSeek-V4's rows begin at the query's first key
     adapters.fp8_mqa_logits(q, kv, weights, one - 1, one, False, columns)
     cache, table = torch.zeros(1, INDEX_PAGE, 1, INDEX_DIM + 4, dtype=torch.uint8), torch.zeros(1, 1, dtype=INT32)
-    together = {1, model.next_n} if model.query_dim == 576 else {1}
+    together = {1} if model.is_v4 else {1, model.next_n}
     for next_n in sorted(together & set(NEXT_N)):
         lengths = torch.ones(1, next_n, dtype=INT32)
         plan = adapters.get_paged_mqa_logits_metadata(lengths, INDEX_PAGE, dsa.num_sms(cache.device))

@@ -54,11 +54,15 @@ def _then_install(init_device: Callable[[Any], None], ops: frozenset[str]) -> Ca
 
 def install(config: Any, ops: frozenset[str]) -> bool:
     """Puts these ops of a worker's model on dsa's kernels and compiles them, or says in one line why not, with
-    everything as it was. config: vLLM's. Returns whether it did."""
+    everything as it was. Attention alone stays out, in one line, where vLLM's is of another backend. config: vLLM's.
+    Returns whether it did."""
     uninstall()
     try:
         reason = models.unsupported(config)
         if reason is None:
+            if "attention" in ops and (other := models.other_attention(config)):
+                declined(ENGINE, other)
+                ops -= {"attention"}
             seams.check()
             _put(ops)
             warm_up.warm_up(models.calls_of(config), ops)

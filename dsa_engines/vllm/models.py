@@ -15,6 +15,7 @@ QUERY_DIMS = {"deepseek_v32": 576, "glm_moe_dsa": 576, "deepseek_v4": 512}
 # How vLLM calls its caches of bf16, and of bytes of which a key has 656 or, in V4, 584. "auto" is bytes in V4 and bf16
 # elsewhere.
 BF16_CACHES = ("bfloat16",)
+BACKEND = "FLASHMLA_SPARSE"  # of vLLM's attention
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_ds_mla")
 
 
@@ -64,6 +65,19 @@ def unsupported(config: Any) -> str | None:
     accepted = ("auto", *FP8_CACHES) if kind == "deepseek_v4" else ("auto", *BF16_CACHES, *FP8_CACHES)
     if cache not in accepted:
         return f"the cache of keys is {cache}, and must be one of {', '.join(accepted)}"
+    return None
+
+
+def other_attention(config: Any) -> str | None:
+    """None where the attention that vLLM chooses for a configuration that is supported is the one that is replaced;
+    else which one it is, and what asks for that."""
+    attention, v4 = config.attention_config, config.model_config.hf_config.model_type == "deepseek_v4"
+    chosen = [backend.name for backend in (attention.backend, *attention.backend_per_kind.values()) if backend]
+    if not {*chosen} & ({BACKEND, f"{BACKEND}_DSV4"} if v4 else {BACKEND}):
+        if chosen:
+            return f"attention is {', '.join(chosen)}, and dsa has {BACKEND}"
+        if not v4 and config.cache_config.cache_dtype not in FP8_CACHES:
+            return f"vLLM prefers another attention for a bf16 cache, and --attention-backend {BACKEND} asks for dsa's"
     return None
 
 

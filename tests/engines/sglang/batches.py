@@ -86,7 +86,7 @@ def latent_cache(width, pages, device="cpu"):
     dim = 512 if width == 584 else 576
     rows = torch.randn(pages * PAGE, dim, device=device).to(BF16)
     if width == 576:
-        cache = rows.view(pages, PAGE, 1, 576)
+        cache = torch.zeros_like(rows).view(pages, PAGE, 1, 576)
     else:
         # SGLang's pages of 584 bytes a key are padded to multiples of 576 bytes.
         stride = -(-PAGE * width // 576) * 576 if width == 584 else PAGE * width

@@ -20,10 +20,10 @@ def test_in_sglang():
     root = Path(__file__).parents[3]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, "tests/engines/sglang/in_process.py"],
+        [*command, "tests/engines/sglang/engine"],
         cwd=root,
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), FILES])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), FILES]), "DSA_SGLANG_IN_THIS_PROCESS": "1"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -241,6 +241,12 @@ def test_v4_hooks_of_functions():
     q, weights, ends = torch.randn(2, 64, 128).to(E4M3), torch.randn(2, 64), int32([9, 70])
     got = hooks.fp8_mqa_logits(never, q, (k, k_scale), weights, ends * 0, ends, clean_logits=False, max_seqlen_k=128)
     assert got.shape == (2, 128) and (got[0, 9:] == -torch.inf).all()
+    lengths = int32([[300], [5]])
+    plans = [
+        f(never, lengths, PAGE, 4)
+        for f in (hooks.get_paged_mqa_logits_metadata, hooks.sglangs_paged_mqa_logits_metadata)
+    ]
+    assert plans[0].tolist() == plans[1].tolist() == [[0, 0], [0, 0], [0, 1], [1, 0], [2, 0]]
     logits, lengths, metadata, expected = batches.decode_metadata([1, 70, 200])
     for hook, plan in ((hooks.topk_transform_paged, ()), (hooks.topk_transform_paged_v2, (int32([0]),))):
         out, raw = (torch.full((3, 32), 7, dtype=INT32) for _ in range(2))

@@ -74,29 +74,37 @@ def test_every_kernel_of_selection_is_compiled(sms, keys, k):
     assert {config(*shape) for shape in shapes} <= compiled
 
 
-def decoding_kernels(queries, heads, keys, sms):
+def decoding_kernels(queries, model, keys, sms, may_split=True):
     """The tile of heads, and the kernel that combines split queries if they are split."""
-    tiles = -(-keys // _sparse_attention.TILE_N)
-    head_tile = _sparse_attention.fp8_kv_head_tile(queries, heads, tiles, sms, True)
-    workers, full_waves, split = _sparse_attention.stream_k(queries, -(-heads // head_tile), tiles, sms, True)
+    attention, tiles = _sparse_attention, -(-keys // _sparse_attention.TILE_N)
+    if model.fp8_cache:
+        head_tile = attention.fp8_kv_head_tile(queries, model.heads, tiles, sms, may_split)
+    else:
+        head_tile = next((tile for tile in attention.SWAP_AB_HEADS if model.heads <= tile), attention.TILE_M)
+    workers, full_waves, split = attention.stream_k(queries, -(-model.heads // head_tile), tiles, sms, may_split)
     rest = queries - full_waves * workers
-    return {head_tile} | ({choose_combine(split // rest + 1, rest * heads)} if split else set())
+    return {head_tile} | ({choose_combine(split // rest + 1, rest * model.heads)} if split else set())
+
+
+LARGE = {
+    "fp8": V32._replace(topk=2048),
+    "bf16": V32._replace(topk=2048, fp8_cache=False),
+    **{f"v4, {keys}": V4._replace(keys=keys, topk=k) for keys, k in V4_SIZES},
+}
 
 
 @pytest.mark.parametrize("sms", SMS)
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize(
-    "model", [V32._replace(topk=2048), *(V4._replace(keys=n, topk=k) for n, k in V4_SIZES)], ids=str
-)
+@pytest.mark.parametrize("model", LARGE)
 def test_every_kernel_of_decoding_is_compiled(sms, heads, model):
-    """Of batches of any size, and of V4 of any number of entries up to the most."""
-    window = warm_up.V4_WINDOW
-    widths = [window, *(window + n for n in warm_up.v4_widths(model))] if model.query_dim == 512 else [model.topk]
-    possible = range(window, max(widths) + 1, 64 * (1 + max(widths) // 2048)) if model.query_dim == 512 else widths
-    compiled = [
-        decoding_kernels(queries, heads, width, sms) for queries in warm_up.decoding_batches(sms) for width in widths
+    """Of batches of any size, split or not, and of V4 of any number of entries up to the most."""
+    model, window = LARGE[model]._replace(heads=heads), warm_up.V4_WINDOW
+    widths = [window, *(window + n for n in warm_up.v4_widths(model))] if model.is_v4 else [model.topk]
+    possible = range(window, max(widths) + 1, 64 * (1 + max(widths) // 2048)) if model.is_v4 else widths
+    compiled = [decoding_kernels(n, model, width, sms) for n in warm_up.decoding_batches(sms) for width in widths]
+    asked = [
+        decoding_kernels(n, model, keys, sms, split) for n in QUERIES for keys in possible for split in (True, False)
     ]
-    asked = [decoding_kernels(n, heads, keys, sms) for n in QUERIES for keys in possible]
     assert set().union(*asked) <= set().union(*compiled)
 
 

@@ -34,6 +34,7 @@ def config(
     tokens: int = 8192,
     dtype: torch.dtype = torch.bfloat16,
     sharing: int = 1,
+    backend: str | None = None,
 ) -> types.SimpleNamespace:
     """vLLM's VllmConfig. heads: of a GPU. sharing: how many GPUs share a sequence's keys."""
     space = types.SimpleNamespace
@@ -47,7 +48,9 @@ def config(
             get_num_attention_heads=lambda parallel: heads,
         ),
         attention_config=space(
-            resolve_indexer_kv_dtype=lambda default: default if index_cache == "auto" else index_cache
+            backend=backend and space(name=backend),
+            backend_per_kind={},
+            resolve_indexer_kv_dtype=lambda default: default if index_cache == "auto" else index_cache,
         ),
         cache_config=space(cache_dtype=cache),
         parallel_config=space(decode_context_parallel_size=sharing),

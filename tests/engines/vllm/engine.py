@@ -42,7 +42,7 @@ def put_in_place(monkeypatch, ops: frozenset[str] = ALL, **options) -> None:
     without_flash_mla(monkeypatch)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
     monkeypatch.setattr(warm_up, "warm_up", lambda calls, ops: None)
-    assert install.install(config(V32, **options), ops)
+    assert install.install(config(V32, **{"cache": "fp8"} | options), ops)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: "there is no GPU")
 
 

@@ -33,8 +33,8 @@ def worker(hf=V32, **options):
     return sys.modules[WORKER].WorkerWrapperBase(config(hf, **options))
 
 
-def start(*args, **options):
-    one = worker(*args, **options)
+def start(hf=V32, cache="fp8", **options):
+    one = worker(hf, cache=cache, **options)
     one.init_device()
     assert one.started
     return one
@@ -80,7 +80,7 @@ def test_what_is_asked_for_is_replaced(engine, monkeypatch, caplog, ops):
     install.register()
     before = stand_in.state()
     with caplog.at_level(logging.INFO):
-        start(heads=16, cache="fp8")
+        start(heads=16)
     expected = {path for op in ops for path in seams.REPLACED[op]}
     found = changed(before | {f"{seams.DEEP_GEMM}:of_deep_gemm_besides": "set"} if "scores" in ops else before)
     assert found == expected | ({"backend"} if "attention" in ops else set())
@@ -131,6 +131,19 @@ def test_a_model_that_is_not_served_gets_the_engine_as_it_was(engine, caplog):
     (line,) = lines(caplog)
     assert line.startswith("dsa: vllm: model_type is deepseek_v41, and") and line.endswith("own kernels stay")
     assert sys.modules[seams.SELECTOR]._cached_get_attn_backend() == "vllm's own"
+
+
+def test_another_attention_stays_alone(engine, caplog):
+    """With a bf16 cache vLLM chooses one that dsa does not replace."""
+    install.register()
+    sys.modules[seams.DEEP_GEMM]._lazy_init()
+    before = stand_in.state()
+    start(cache="auto")
+    assert changed(before) == {path for op in ("scores", "topk") for path in seams.REPLACED[op]}
+    (line,) = lines(caplog)
+    assert line.startswith("dsa: vllm: vLLM prefers another attention for a bf16 cache") and len(engine) == 1
+    start(cache="auto", backend="FLASHMLA_SPARSE")
+    assert "backend" in changed(before) and engine[1][1] == ALL
 
 
 def test_another_gpu(engine, monkeypatch, caplog):

@@ -49,6 +49,27 @@ def test_another_gpu_is_refused(monkeypatch):
     assert models.unsupported(config(V32)) == reason
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (config(V32, cache="fp8"), None),
+        (config(GLM, cache="fp8_ds_mla"), None),
+        (config(V4), None),
+        (config(V32, backend="FLASHMLA_SPARSE"), None),
+        (config(V4, backend="FLASHMLA_SPARSE_DSV4"), None),
+        (config(V32), "vLLM prefers another attention for a bf16 cache, and --attention-backend FLASHMLA_SPARSE asks"),
+        (
+            config(V32, cache="fp8", backend="FLASHINFER_MLA_SPARSE_SM90"),
+            "attention is FLASHINFER_MLA_SPARSE_SM90, and",
+        ),
+        (config(V4, backend="FLASHINFER_MLA_SPARSE_DSV4"), "attention is FLASHINFER_MLA_SPARSE_DSV4, and dsa has"),
+    ],
+)
+def test_whose_attention_is_another(given, reason):
+    found = models.other_attention(given)
+    assert found is None if reason is None else found.startswith(reason)
+
+
 def test_calls():
     calls = models.calls_of(config(V32, heads=16, cache="fp8", speculated=2))
     assert (calls.heads, calls.next_n, calls.keys, calls.fp8_cache, calls.compressed) == (16, 3, 163840, True, 0)

@@ -127,9 +127,6 @@ def test_decode_scores(heads, next_n, record_error):
     assert torch.equal(plan, adapters.get_paged_mqa_logits_metadata(visible, PAGE, sms))
     logits = module.fp8_paged_mqa_logits(q, cache, weights, visible, table, plan, columns, clean_logits=False)
     assert calc_diff(got[next_n:], seen(logits[:, :columns], visible.flatten())) < MAX_DIFF
-    # DeepSeek-V4's plan may come from SGLang's own function, which makes DeepGEMM's.
-    again = adapters.fp8_paged_mqa_logits(q, cache, weights, visible, table, plan, columns)
-    assert torch.equal(seen(again, visible.flatten()), got[next_n:])
 
 
 def test_scores_of_a_captured_graph_follow_the_lengths():
@@ -284,7 +281,7 @@ def test_decode_attention(heads, tokens, record_error):
     for out, lse in outs:
         record_error(assert_close("out", out[:, 0], want[0], **DECODE))
         assert_close("lse", lse[:, :, 0], want[2], **LSE)
-    assert torch.equal(outs[1][0], outs[3][0])
+    assert torch.equal(outs[1][0][1:], outs[3][0][1:])  # whose keys all count
     module = peer(mla_peers.SGL)
     plan, _ = module.get_mla_metadata()
     options = {"softmax_scale": 0.3, "is_fp8_kvcache": True, "indices": indices, "use_legacy": True}
