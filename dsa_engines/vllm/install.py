@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dsa_engines.replacements import NotFound, Replacements, check_parameters, find
-from dsa_engines.switch import declined, enabled_ops, tested_version
+from dsa_engines.switch import declined, tested_version
 from dsa_engines.vllm import models, seams, warm_up
 
 ENGINE = "vllm"
@@ -18,16 +18,8 @@ _logger = logging.getLogger("vllm.dsa")  # below vLLM's own, so that it is shown
 _installed = contextlib.ExitStack()  # what undoes it
 
 
-def register() -> None:
-    """Called by vLLM when it loads its plugins, several times and in every process. Does nothing unless DSA_ENGINE is
-    "1"; then the workers of this process, and of those that are forked from it, call `install` when they start."""
-    try:
-        ops = enabled_ops()
-    except ValueError as error:
-        declined(ENGINE, str(error))
-        return
-    if not ops:
-        return
+def hook(ops: frozenset[str]) -> None:
+    """Lets the workers of this process call `install` when they have their GPU; once, however often it is called."""
     import vllm
 
     if not tested_version(ENGINE, vllm.__version__, seams.TESTED):

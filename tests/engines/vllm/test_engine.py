@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsa_engines.replacements import check_parameters, find
-from dsa_engines.vllm import adapters, install, seams
+from dsa_engines.vllm import adapters, install, register, seams
 from tests.engines.vllm.configurations import V32, config
 from tests.engines.vllm.engine import ALL, HopperPlatform, needs_vllm, put_in_place
 
@@ -139,8 +139,8 @@ def test_the_hook(monkeypatch):
     monkeypatch.delenv("DSA_ENGINE_OPS", raising=False)
     seen = []
     monkeypatch.setattr(install, "install", lambda config, ops: seen.append((config, ops)))
-    install.register()
-    install.register()
+    register()
+    register()
     wrapper = object.__new__(WorkerWrapperBase)
     wrapper.worker = type("Worker", (), {"init_device": lambda self: seen.append("device")})()
     wrapper.vllm_config, wrapper._worker_extension_cls = vllm_config(), None

@@ -1,6 +1,7 @@
 """The plugin puts all of its parts in place or none, in the workers, once, and says in one line why not."""
 
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import dsa_engines.vllm
 from dsa import backends
 from dsa.compat import deep_gemm
-from dsa_engines.vllm import adapters, install, seams, warm_up
+from dsa_engines.vllm import adapters, install, register, seams, warm_up
 from tests.engines.vllm import stand_in
 from tests.engines.vllm.configurations import V4, V32, config
 
@@ -57,27 +58,46 @@ def test_the_entry_point_is_found():
 
     text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     entry = tomllib.loads(text)["project"]["entry-points"]["vllm.general_plugins"]["dsa"]
-    assert entry == "dsa_engines.vllm:register" and dsa_engines.vllm.register is install.register
+    assert entry == "dsa_engines.vllm:register" and callable(register)
+
+
+def test_off_it_imports_nothing():
+    """Every process of every vLLM beside which dsa is installed would pay for it."""
+    script = (
+        "import os, sys; os.environ.pop('DSA_ENGINE', None); import dsa_engines.vllm; dsa_engines.vllm.register(); "
+        "assert not {'torch', 'dsa', 'vllm'} & {m.partition('.')[0] for m in sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_plugin_that_cannot_be_imported(engine, monkeypatch, caplog):
+    monkeypatch.delattr(dsa_engines.vllm, "install")
+    monkeypatch.setitem(sys.modules, "dsa_engines.vllm.install", None)
+    before = stand_in.state()
+    register()
+    assert changed(before) == set()
+    (line,) = lines(caplog)
+    assert line.startswith("dsa: vllm: ") and "Error: " in line
 
 
 def test_off_by_default(engine, monkeypatch, caplog):
     monkeypatch.delenv("DSA_ENGINE")
     before = stand_in.state()
-    install.register()
+    register()
     start()
     assert changed(before) == set() and lines(caplog) == [] and engine == []
 
 
 def test_nothing_changes_before_a_worker_starts(engine):
     before = stand_in.state()
-    install.register()
+    register()
     assert changed(before) == {f"{WORKER}:WorkerWrapperBase.init_device"}
 
 
 @pytest.mark.parametrize("ops", [{"scores"}, {"topk"}, {"attention"}, {"scores", "attention"}, ALL])
 def test_what_is_asked_for_is_replaced(engine, monkeypatch, caplog, ops):
     monkeypatch.setenv("DSA_ENGINE_OPS", ",".join(ops))
-    install.register()
+    register()
     before = stand_in.state()
     with caplog.at_level(logging.INFO):
         start(heads=16)
@@ -92,7 +112,7 @@ def test_what_is_asked_for_is_replaced(engine, monkeypatch, caplog, ops):
 def test_the_replacements(engine):
     gemm, v4, selector = (sys.modules[name] for name in (seams.DEEP_GEMM, seams.V4, seams.SELECTOR))
     assert selector._cached_get_attn_backend() == "vllm's own"  # from now on it is cached
-    install.register()
+    register()
     start()
     assert gemm._fp8_fp4_mqa_logits_impl is deep_gemm.fp8_fp4_mqa_logits
     assert gemm.of_deep_gemm_besides == "set"  # DeepGEMM's other functions are there as without the plugin
@@ -104,9 +124,9 @@ def test_the_replacements(engine):
 
 
 def test_it_is_registered_once_in_a_process(engine):
-    install.register()
+    register()
     hooked = sys.modules[WORKER].WorkerWrapperBase.init_device
-    install.register()
+    register()
     assert sys.modules[WORKER].WorkerWrapperBase.init_device is hooked
     start()
     before = stand_in.state()
@@ -121,7 +141,7 @@ def test_it_is_registered_once_in_a_process(engine):
 
 def test_a_model_that_is_not_served_gets_the_engine_as_it_was(engine, caplog):
     """Also where the process had one before it that is."""
-    install.register()
+    register()
     sys.modules[seams.DEEP_GEMM]._lazy_init()
     before = stand_in.state()
     start()
@@ -135,7 +155,7 @@ def test_a_model_that_is_not_served_gets_the_engine_as_it_was(engine, caplog):
 
 def test_another_attention_stays_alone(engine, caplog):
     """With a bf16 cache vLLM chooses one that dsa does not replace."""
-    install.register()
+    register()
     sys.modules[seams.DEEP_GEMM]._lazy_init()
     before = stand_in.state()
     start(cache="auto")
@@ -148,7 +168,7 @@ def test_another_attention_stays_alone(engine, caplog):
 
 def test_another_gpu(engine, monkeypatch, caplog):
     monkeypatch.setattr(backends, "why_no_kernels", lambda: "the GPU is sm_100, and the kernels are for sm_90 (Hopper)")
-    install.register()
+    register()
     before = stand_in.state()
     start()
     assert changed(before) == set()
@@ -161,7 +181,7 @@ def test_another_gpu(engine, monkeypatch, caplog):
 def test_another_version(engine, caplog, version):
     sys.modules["vllm"].__version__ = version
     before = stand_in.state()
-    install.register()
+    register()
     start()
     assert changed(before) == set()
     (line,) = lines(caplog)
@@ -173,7 +193,7 @@ def test_another_version(engine, caplog, version):
 def test_an_unknown_word(engine, monkeypatch, caplog):
     monkeypatch.setenv("DSA_ENGINE_OPS", "scores,moe")
     before = stand_in.state()
-    install.register()
+    register()
     start()
     assert changed(before) == set()
     (line,) = lines(caplog)
@@ -197,9 +217,9 @@ def test_one_missing_attribute_and_nothing_is_replaced(engine, monkeypatch, capl
     if path == install.HOOK:
         monkeypatch.delattr(owner, name)
         before = stand_in.state()
-        install.register()
+        register()
     else:
-        install.register()
+        register()
         monkeypatch.delattr(owner, name)
         before = stand_in.state()
         start()
@@ -216,11 +236,11 @@ def test_other_parameters_and_nothing_is_replaced(engine, monkeypatch, caplog, p
         owner = getattr(owner, inner)
     pinned = seams.SIGNATURES[path]
     if path != install.HOOK:
-        install.register()
+        register()
     monkeypatch.setattr(owner, name, staticmethod(stand_in.function(path, [*pinned, "another"])))
     before = stand_in.state()
     if path == install.HOOK:
-        install.register()
+        register()
     else:
         start()
     assert changed(before) == set() and engine == []
@@ -229,7 +249,7 @@ def test_other_parameters_and_nothing_is_replaced(engine, monkeypatch, caplog, p
 
 
 def test_a_module_that_cannot_be_imported(engine, monkeypatch, caplog):
-    install.register()
+    register()
     monkeypatch.setitem(sys.modules, seams.V4, None)
     before = stand_in_state_without(seams.V4)
     start()
@@ -246,7 +266,7 @@ def stand_in_state_without(module):
 
 
 def test_a_configuration_without_what_is_looked_at(engine, caplog):
-    install.register()
+    register()
     one = worker()
     one.vllm_config.model_config = None
     before = stand_in.state()
@@ -257,7 +277,7 @@ def test_a_configuration_without_what_is_looked_at(engine, caplog):
 
 
 def test_another_plugins_backend_stays(engine, caplog):
-    install.register()
+    register()
     stand_in.overrides[stand_in.AttentionBackendEnum.FLASHMLA_SPARSE] = "another.Backend"
     sys.modules[seams.DEEP_GEMM]._lazy_init()
     before = stand_in.state()
@@ -271,7 +291,7 @@ def test_kernels_that_do_not_compile(engine, monkeypatch, caplog):
         raise RuntimeError("ptxas\n says no")
 
     monkeypatch.setattr(warm_up, "warm_up", fails)
-    install.register()
+    register()
     sys.modules[seams.DEEP_GEMM]._lazy_init()
     before = stand_in.state()
     start()

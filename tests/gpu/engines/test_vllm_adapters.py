@@ -9,15 +9,27 @@ import torch
 
 import dsa
 from dsa.compat import deep_gemm
-from dsa.reference.cache import kv_cache
 from dsa.testing import assert_close, calc_diff, poison_free_memory
 from dsa_bench.peers import deep_gemm as gemm_peers
 from dsa_bench.peers import flash_mla as mla_peers
 from dsa_bench.peers import operators
 from dsa_engines.vllm import adapters, models, warm_up
-from tests.engines.vllm.configurations import GLM, V4, V32, config
+from tests.engines.vllm.configurations import V4, V32, config
+from tests.gpu.engines.batches import (
+    DEVICE,
+    INT32,
+    PAGE,
+    Index,
+    Step,
+    bytes_cache,
+    formula,
+    int32,
+    latent,
+    normal,
+    v4_cache,
+    written,
+)
 
-DEVICE, PAGE, INT32 = "cuda", 64, torch.int32
 DECODE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
 PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
 LSE = {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
@@ -25,51 +37,7 @@ MAX_DIFF = 5e-6  # of index scores
 HEADS = [8, 16, 32, 64, 128]
 
 
-def int32(values):
-    return torch.as_tensor(values, dtype=INT32, device=DEVICE)
-
-
-def normal(*shape):
-    return torch.randn(*shape, device=DEVICE)
-
-
-def latent(*shape):
-    return (normal(*shape) / 10).clamp(-1, 1)
-
-
-def formula(function, *args, **options):
-    """By the PyTorch reference, wherever the tensors are."""
-    with dsa.use_backend("reference"):
-        return function(*args, **options)
-
-
-def written(out):
-    """What an adapter has written to a buffer that was full of 7."""
-    return out.clone(), out.fill_(7)
-
-
 # Index scores, plan and gather ----------------------------------------------------------------------------------------
-
-
-class Index:
-    """Index keys of sequences in shuffled pages, which lie apart as several layers' pages in a block do."""
-
-    def __init__(self, lengths, heads=64, dim=128):
-        pages = [-(-n // PAGE) for n in lengths]
-        total, self.heads, self.dim, self.lengths = sum(pages) + 3, heads, dim, lengths
-        self.k, scale = dsa.per_token_cast_to_fp8(normal(total * PAGE, dim), use_ue8m0=True)
-        self.scale = scale.view(-1)
-        self.cache = torch.full((total, 2, PAGE, dim + 4), 0xFF, dtype=torch.uint8, device=DEVICE)[:, 1]
-        slots = torch.arange(total * PAGE, device=DEVICE)
-        dsa.write_indexer_cache(self.k, self.scale, self.cache.unsqueeze(2), slots)
-        self.table = torch.full((len(lengths), max(pages)), -1, dtype=INT32, device=DEVICE)
-        order = torch.randperm(total).tolist()
-        for row, count in zip(self.table, pages):
-            row[:count] = int32([order.pop() for _ in range(count)])
-
-    def queries(self, *shape):
-        q = normal(*shape, self.heads, self.dim).to(torch.float8_e4m3fn)
-        return q, normal(q.shape[:-2].numel(), self.heads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
@@ -176,13 +144,6 @@ def test_topk(rows, columns, k):
 # Attention ------------------------------------------------------------------------------------------------------------
 
 
-def bytes_cache(rows):
-    pages = rows // PAGE
-    cache = torch.zeros(pages, PAGE, 656, dtype=torch.uint8, device=DEVICE)
-    dsa.write_kv_cache(latent(rows, 576), cache.unsqueeze(2), torch.arange(rows, device=DEVICE))
-    return cache
-
-
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 @pytest.mark.parametrize("heads", HEADS)
 def test_fp8_attention(heads, next_n, record_error):
@@ -227,12 +188,6 @@ def test_bf16_attention(heads, record_error):
         assert_close(name, calls[0]()[0][:, :heads], everything, **PREFILL)
 
 
-def v4_cache(rows, page):
-    cache, slots = kv_cache.make_v4_cache(rows // page, page, DEVICE), torch.arange(rows, device=DEVICE)
-    dsa.write_kv_cache(latent(rows, 512), cache, slots)
-    return cache
-
-
 @pytest.mark.parametrize("entries_page", [None, 64, 2])
 @pytest.mark.parametrize("heads", HEADS)
 def test_v4_attention(heads, entries_page, record_error):
@@ -261,18 +216,11 @@ def test_v4_attention(heads, entries_page, record_error):
     expected, _ = formula(adapters.v4_attention, q.float(), window, None, None, 512, None, **call)
     record_error(assert_close("out", buffer[1:-1].unsqueeze(1), expected, **DECODE))
     assert (buffer[0] == 7).all() and (buffer[-1] == 7).all() and not buffer[-2].any()
-    for library in mla_peers.BUILDS if heads % 64 == 0 else ():
-        module = library.load()
-        if module is not None:
-            plan, _ = module.get_mla_metadata()
-            try:
-                peer, _ = module.flash_mla_with_kvcache(
-                    q, window, None, None, 512, plan, None, **call, **mla_peers.OPTIONS[library]
-                )
-            except Exception as error:  # a build that has no kernel for two caches says so in its own way
-                print(f"{library.name} does not take this: {error}")
-                continue
-            assert_close(library.name, peer[:-1], expected[:-1], **DECODE)
+    module = mla_peers.VLLM.load()
+    if module is not None and heads % 64 == 0:
+        plan, _ = module.get_mla_metadata()
+        peer, _ = module.flash_mla_with_kvcache(q, window, None, None, 512, plan, None, **call)
+        assert_close(mla_peers.VLLM.name, peer[:-1], expected[:-1], **DECODE)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -296,42 +244,6 @@ def test_v4_prompts(heads, record_error):
 # Graphs and warm-up ---------------------------------------------------------------------------------------------------
 
 
-class Step:
-    """A decoding step of one layer on the engine's own buffers: plan, scores, selection, slots and attention."""
-
-    def __init__(self, next_n, heads=16, k=512):
-        self.lengths = [3000, 700, 64, 1]
-        self.next_n, self.k, self.index = next_n, k, Index(self.lengths)
-        batch, columns = len(self.lengths), 4096
-        self.each = torch.zeros(batch, next_n, dtype=INT32, device=DEVICE)
-        self.q, self.weights = self.index.queries(batch, next_n)
-        self.plan = torch.zeros(dsa.num_sms(DEVICE) + 1, 2, dtype=INT32, device=DEVICE)
-        self.buffer = torch.full((batch * next_n + 1, k + 64), 7, dtype=INT32, device=DEVICE)
-        self.columns, self.keys = columns, bytes_cache(len(self.index.cache) * PAGE)
-        self.queries = latent(batch, next_n, heads, 576).bfloat16()
-        self.of = torch.arange(batch, device=DEVICE).repeat_interleave(next_n)
-
-    def set(self, lengths):
-        steps = torch.arange(1 - self.next_n, 1, dtype=INT32, device=DEVICE)
-        self.each.copy_((int32(lengths)[:, None] + steps).clamp(min=0))
-
-    def run(self):
-        sms = adapters.schedule_slots(dsa.num_sms(DEVICE), self.next_n)
-        self.plan[:] = deep_gemm.get_paged_mqa_logits_metadata(self.each, PAGE, sms, indices=None)
-        cache = self.index.cache.unsqueeze(2)
-        logits = deep_gemm.fp8_fp4_paged_mqa_logits(
-            (self.q, None), cache, self.weights, self.each, self.index.table, self.plan, self.columns
-        )
-        selected = self.buffer[:-1, : self.k]
-        adapters.topk_decode(logits, self.each, self.next_n, selected, self.k)
-        pages = self.index.table[self.of[:, None], selected.clamp(min=0) // PAGE]
-        slots = torch.where(selected < 0, -1, pages * PAGE + selected.clamp(min=0) % PAGE)
-        out, lse = adapters.fp8_attention(
-            self.queries, self.keys, slots.view(len(self.each), self.next_n, self.k), 576**-0.5
-        )
-        return selected, out, lse
-
-
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_a_captured_step_follows_new_lengths(next_n):
     step = Step(next_n)
@@ -349,12 +261,12 @@ def test_a_captured_step_follows_new_lengths(next_n):
             assert torch.equal(got, expected)
 
 
-MODELS = {"v32": V32, "glm": GLM, "v4": V4}
+MODELS = {"v32": V32, "v4": V4}
 
 
 @pytest.mark.parametrize(
     ("model", "heads", "cache", "speculated"),
-    [("v32", 16, "fp8", 2), ("v32", 128, "auto", 0), ("glm", 8, "fp8", 0), ("v4", 8, "auto", 1), ("v4", 64, "auto", 0)],
+    [("v32", 16, "fp8", 2), ("v32", 128, "auto", 0), ("v4", 8, "auto", 1)],
 )
 def test_nothing_compiles_after_the_warm_up(model, heads, cache, speculated):
     """In a process of its own, which has no kernels yet."""
