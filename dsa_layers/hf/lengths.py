@@ -10,7 +10,6 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.hf.paged_layer import PagedLayer
 from dsa_layers.layers.rope import RopeAngles
 
-
 NOT_OURS = (
     "attn_implementation: 'dsa' is for the layers of dsa_layers.hf, got it for transformers' own; call "
     "dsa_layers.hf.accelerate(model)"

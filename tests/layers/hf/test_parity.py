@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from dsa_layers.hf.paged_layer import PagedLayer
-from tests.layers.hf.pairs import assert_same
+from tests.layers.hf.pairs import MINOR, assert_same
 
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 
@@ -45,6 +45,8 @@ def test_pages_grow(models):
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}])
 def test_greedy_tokens(models, tokens, options):
+    if models.ours.config.model_type == "deepseek_v4" and options and MINOR < 23:
+        pytest.skip("transformers reorders no compressed tokens in this version")
     arguments = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(tokens[:2, :20])}
     expected = models.theirs.generate(tokens[:2, :20], **arguments, **options)
     assert torch.equal(models.ours.generate(tokens[:2, :20], **arguments, **options), expected)

@@ -11,7 +11,7 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.hf import accelerate
 from dsa_layers.training.indexer_stage import IndexerStage
-from tests.layers.hf.pairs import KINDS, padded, pair
+from tests.layers.hf.pairs import KINDS, load_model_reads_it, padded, pair
 
 CLOSE = 2e-5  # of the largest gradient of a parameter
 
@@ -131,6 +131,7 @@ def test_a_cache_of_a_pass_with_gradients(models, tokens):
         models.ours(tokens[:, 20:21], past_key_values=cache)
 
 
+@load_model_reads_it
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_an_indexer_stage(name, tokens, tmp_path):
     """The indexers of transformers' V3.2 learn as those of our own model do, from the same checkpoint."""
