@@ -49,9 +49,12 @@ def tokens():
 
 
 def in_bf16(model):
-    """As transformers loads a model in bf16: what it keeps in fp32 stays so."""
+    """As transformers loads a model in bf16: what it keeps in fp32 stays so, but for norms, whose result the eager layers
+    of transformers 5.17 would not take."""
     rounded = copy.deepcopy(model)
-    strict = [*(model._keep_in_fp32_modules_strict or ()), "indexer.weights_proj"]
+    strict = [kept for kept in model._keep_in_fp32_modules_strict or () if "norm" not in kept] + [
+        "indexer.weights_proj"
+    ]
     for name, parameter in rounded.named_parameters():
         if not any(f".{kept}." in f".{name}." for kept in strict):
             parameter.data = parameter.data.bfloat16()
