@@ -38,7 +38,8 @@ class SparseDeepseekV32Attention(SparseMLAInPlace, theirs.DeepseekV32Attention, 
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         self.check(attention_mask, position_ids, options)
-        arguments = hidden_states, position_embeddings, attention_mask, past_key_values, position_ids
+        cache = options.get("cache", past_key_values)  # its name from transformers 5.24 on
+        arguments = hidden_states, position_embeddings, attention_mask, cache, position_ids
         return self.attend(*arguments, Selection()), None
 
 

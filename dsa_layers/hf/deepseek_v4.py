@@ -161,8 +161,10 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Co
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         self.check(attention_mask, position_ids, options)
+        hidden_states = self.in_autocast(hidden_states)
         lengths, layer = attention_mask, None
         with_gradients = self.asks_for_gradients(hidden_states)
+        past_key_values = options.get("cache", past_key_values)  # its name from transformers 5.24 on
         if past_key_values is not None:
             layer = layer_of(past_key_values, self.layer_idx, self._storage(hidden_states), hidden_states)
             if with_gradients:

@@ -48,7 +48,8 @@ class SparseGlmMoeDsaAttention(SparseMLAInPlace, theirs.GlmMoeDsaAttention, DSAA
                 f"{type(selection).__name__}"
             )
         selection = _on(selection, hidden_states.device)
-        arguments = hidden_states, position_embeddings, attention_mask, past_key_values, position_ids
+        cache = options.get("cache", past_key_values)  # its name from transformers 5.24 on
+        arguments = hidden_states, position_embeddings, attention_mask, cache, position_ids
         return self.attend(*arguments, selection), None, selection
 
 

@@ -131,7 +131,7 @@ class PagedLayer(CacheLayerMixin):
 
     prefetch = offload
 
-    def lazy_initialization(self, *states: torch.Tensor) -> None:
+    def lazy_initialization(self, *states: torch.Tensor, **options: Any) -> None:
         raise NotImplementedError("past_key_values: holds pages of dsa_layers.hf, which other layers cannot fill")
 
     update = lazy_initialization

@@ -52,6 +52,11 @@ class AttentionInPlace(InPlaceOf):
         """The model, whose configuration this is, makes no masks from now on."""
         self.config._attn_implementation = IMPLEMENTATION
 
+    def in_autocast(self, x: torch.Tensor) -> torch.Tensor:
+        """x in the dtype that projections give, which autocast may have chosen."""
+        kind = x.device.type
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
     def asks_for_gradients(self, x: torch.Tensor) -> bool:
         if not torch.is_grad_enabled():
             return False

@@ -74,6 +74,7 @@ class SparseMLAInPlace(AttentionInPlace):
         selection: Selection,
     ) -> torch.Tensor:
         """[B, S, hidden] -> the same shape. A layer with an indexer sets `selection`, one without reads it."""
+        hidden_states = self.in_autocast(hidden_states)
         with_gradients = self.asks_for_gradients(hidden_states)
         layer = None
         if past_key_values is not None:

@@ -4,10 +4,12 @@ import torch
 from torch import nn
 
 import dsa
+from dsa.reference.autocast import without_autocast
 
 BLOCK = 128
 
 
+@without_autocast
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x W^T in fp32, summed in fp32. x [T, I], weight [O, I] -> [T, O].
 

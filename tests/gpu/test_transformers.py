@@ -15,7 +15,6 @@ from dsa_layers.hf import accelerate
 from tests.gpu.transformers_models import MODELS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
-DEVICE = "cuda"
 LENGTH = 330
 # What rounding to bf16 may add to transformers' own distance from fp32: both choose other keys now and then.
 FACTOR, SLACK = 2.0, 1e-4
@@ -33,25 +32,27 @@ DECODE = {"fp8_paged_mqa_logits", "topk_indices", "flash_mla_with_kvcache", "rms
 def family(request):
     yield request.param
     gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
 def exact(family):
     """transformers' model in fp32."""
-    return make(family, DEVICE)
+    return make(family, "cuda")
 
 
 @pytest.fixture(scope="module")
 def tokens():
-    return torch.randint(2048, (2, LENGTH), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    return torch.randint(2048, (2, LENGTH), generator=torch.Generator().manual_seed(1)).cuda()
 
 
 def in_bf16(model):
-    """As transformers loads a model in bf16: what it keeps in fp32 stays so."""
+    """As transformers loads a model in bf16: what it keeps in fp32 stays so, but for norms, whose result 5.17's eager
+    layers would not take."""
     rounded = copy.deepcopy(model)
-    strict = [*(model._keep_in_fp32_modules_strict or ()), "indexer.weights_proj"]
+    strict = [kept for kept in model._keep_in_fp32_modules_strict or () if "norm" not in kept] + [
+        "indexer.weights_proj"
+    ]
     for name, parameter in rounded.named_parameters():
         if not any(f".{kept}." in f".{name}." for kept in strict):
             parameter.data = parameter.data.bfloat16()
@@ -132,8 +133,7 @@ def test_fp8_index_scores(family, exact, tokens, launched):
     from_exact = [calc_diff(logits, expected) for logits in (prefill, decode)]
     print(f"{family}: calc_diff of prefill and decoding from the references {from_references}, from fp32 {from_exact}")
     assert max(from_references) < FACTOR * theirs + SLACK and max(from_exact) < FP8
-    if DEVICE == "cuda":
-        assert of_prefill >= PREFILL[family] and launched >= DECODE
+    assert of_prefill >= PREFILL[family] and launched >= DECODE
 
 
 def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
@@ -150,7 +150,7 @@ def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
             if own != other:
                 assert logits[0, other] - logits[0, own] < 0.25 * logits.std()
                 break
-    assert DEVICE != "cuda" or "flash_mla_with_kvcache" in launched
+    assert "flash_mla_with_kvcache" in launched
 
 
 @pytest.mark.parametrize("fp8_indexer", [False, True])
@@ -172,4 +172,4 @@ def test_gradients(exact, tokens, launched, fp8_indexer):
     print(f"worst: {worst}, calc_diff from fp32: ours {diffs[worst][0]:.2e}, eager in bf16 {diffs[worst][1]:.2e}")
     for name, (own, other) in diffs.items():
         assert own < (FP8 if fp8_indexer else 0) + 3 * other + 1e-3, name
-    assert DEVICE != "cuda" or "sparse_mla_attention" in launched
+    assert "sparse_mla_attention" in launched

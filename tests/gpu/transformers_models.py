@@ -15,7 +15,7 @@ _SMALL = {
     "vocab_size": 2048, "hidden_size": 512, "moe_intermediate_size": 128, "num_attention_heads": 16,
     "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "q_lora_rank": 256,
     "index_head_dim": 128, "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None,
-    "attn_implementation": "eager",
+    "attn_implementation": "eager", "experts_implementation": "eager",
 }  # fmt: skip
 # No layer chooses experts by what it computes: a choice that rounding tips over would hide what attention does.
 _DENSE = {"intermediate_size": 256, "n_group": 1, "topk_group": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64}

@@ -8,18 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.hf import accelerate, patching, register, unregister
-from tests.layers.hf.pairs import assert_same, pair
+from tests.layers.hf.pairs import MINOR, assert_same, load_model_reads_it, pair
 
 needs_registering = pytest.mark.skipif(
-    int(transformers.__version__.split(".")[1]) < patching.FIRST_WITHOUT_TORCHVISION
-    and importlib.util.find_spec("torchvision") is None,
+    MINOR < patching.FIRST_WITHOUT_TORCHVISION and importlib.util.find_spec("torchvision") is None,
     reason="this version of transformers registers classes with torchvision alone",
 )
 
@@ -115,10 +113,11 @@ def test_saved_and_loaded(models, tmp_path, tokens):
         assert torch.equal(loaded(tokens).logits, models.theirs(tokens).logits)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies(models, tokens, copied):
-    with torch.no_grad():
-        assert torch.equal(copied(models.ours)(tokens).logits, models.ours(tokens).logits)
+    model = accelerate(AutoModelForCausalLM.from_pretrained(models.directory))
+    assert torch.equal(copied(model)(tokens).logits, model(tokens).logits)
 
 
 def test_accelerate_again(models, tokens):
@@ -176,6 +175,7 @@ def test_wrong_options(call):
         call(fp8_indexer="yes")
 
 
+@load_model_reads_it
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
 def test_fp8_index_scores(family, tmp_path, tokens):

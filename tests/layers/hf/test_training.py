@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from dsa.testing import calc_diff
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.hf import accelerate
 from dsa_layers.training.indexer_stage import IndexerStage
-from tests.layers.hf.pairs import KINDS, padded, pair
+from tests.layers.hf.pairs import KINDS, load_model_reads_it, padded, pair
 
 CLOSE = 2e-5  # of the largest gradient of a parameter
 
@@ -117,6 +118,21 @@ def test_adapters(models, tokens):
         assert torch.equal(decoded, theirs.generate(tokens[:1, :20], max_new_tokens=8, do_sample=False))
 
 
+def test_autocast(models, tokens):
+    """Projections and attention in bf16, as transformers has them: both ways are about as far from fp32."""
+    batch = labelled(tokens[:, :48])
+    _, exact = gradients(models.theirs, **batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, got = gradients(models.ours, **batch)
+        _, expected = gradients(models.theirs, **batch)
+        generated = models.ours.generate(tokens[:1, :20], max_new_tokens=4, do_sample=False)
+    assert generated.shape == (1, 24)
+    names = [name for name in exact if ".self_attn." in name]
+    assert {*names} <= got.keys() and {exact[name].dtype for name in names} == {torch.float32}
+    ours, theirs = (torch.stack([torch.tensor(calc_diff(g[n], exact[n])) for n in names]) for g in (got, expected))
+    assert ours.mean() < 2 * theirs.mean() and ours.max() < 0.5
+
+
 def test_a_cache_of_a_pass_with_gradients(models, tokens):
     """It has no tokens, and says so where they would be read; and gradients do not go through a cache."""
     cache = DynamicCache(config=models.ours.config)
@@ -131,6 +147,7 @@ def test_a_cache_of_a_pass_with_gradients(models, tokens):
         models.ours(tokens[:, 20:21], past_key_values=cache)
 
 
+@load_model_reads_it
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_an_indexer_stage(name, tokens, tmp_path):
     """The indexers of transformers' V3.2 learn as those of our own model do, from the same checkpoint."""

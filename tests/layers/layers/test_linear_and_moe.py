@@ -9,7 +9,7 @@ from dsa.testing import calc_diff
 from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.grouped_linear import GroupedLinear
-from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
+from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 
 
@@ -37,6 +37,13 @@ def test_plain_linear():
     assert isinstance(layer, Linear)
     x = torch.randn(2, 8)
     torch.testing.assert_close(layer(x), x @ layer.weight.T)
+
+
+def test_fp32_products_stay_so_under_autocast():
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear_fp32(x, weight)
+    assert torch.equal(y, linear_fp32(x, weight)) and y.dtype == torch.float32
 
 
 def test_fp8_linear_needs_whole_groups_of_channels():
