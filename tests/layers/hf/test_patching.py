@@ -87,15 +87,13 @@ def test_the_last_call_of_register_counts(models):
 
 
 def test_every_layer_is_ours(models):
-    """By its module, so that a class that transformers adds is not overlooked; and no other class is replaced."""
-    for (name, ours), (_, theirs) in zip(models.ours.named_modules(), models.theirs.named_modules()):
-        own = type(ours).__module__.startswith("dsa_layers.hf.")
-        assert own or type(ours) is type(theirs)
-        of_attention = ".self_attn" in name and not isinstance(ours, nn.Linear | nn.LayerNorm)
-        helpers = ("RotaryEmbedding", "UnweightedRMSNorm", "IndexerScorer")
-        assert own == ((of_attention or "norm" in name.split(".")[-1]) and not name.endswith("k_norm")) or type(
-            ours
-        ).__name__.endswith(helpers)
+    """Attention with all that is in it, and norms; and no other class is replaced."""
+    left = ("RotaryEmbedding", "UnweightedRMSNorm", "IndexerScorer", "GroupedLinear", "Linear", "LayerNorm")
+    for (name, ours), theirs in zip(models.ours.named_modules(), models.theirs.modules()):
+        kind = type(theirs).__name__
+        replaced = (".self_attn" in name or kind.endswith("RMSNorm")) and not kind.endswith(left)
+        assert type(ours).__module__.startswith("dsa_layers.hf.") == replaced, name
+        assert isinstance(ours, type(theirs)) and (replaced or type(ours) is type(theirs))
 
 
 def test_parameters_are_the_same(models):
