@@ -23,6 +23,8 @@ from tests.engines.sglang.batches import BF16, E4M3, INT32, PAGE
 DEVICE = "cuda"
 DECODE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
 PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
+# Of two results each of which may be as far from the exact one as that, and FlashMLA's weights are rounded to bf16.
+BESIDE = {"abs_tol": 4e-3, "rel_tol": 4.02 / 128, "cos_tol": 2e-5}
 LSE = {"abs_tol": 1e-5, "rel_tol": 8.01 / 65536}
 MAX_DIFF = 5e-6  # of index scores
 RECALL = 0.98  # of the selected keys that SGLang's selection, which is not exact, must share
@@ -286,7 +288,7 @@ def test_decode_attention(heads, tokens, record_error):
     plan, _ = module.get_mla_metadata()
     options = {"softmax_scale": 0.3, "is_fp8_kvcache": True, "indices": indices, "use_legacy": True}
     theirs, _ = module.flash_mla_with_kvcache(padded(q, 2), cache, None, None, 512, plan, None, **options)
-    assert_close("their out", outs[0][0], theirs[:, :, :heads], **DECODE)
+    assert_close("their out", outs[0][0], theirs[:, :, :heads], **BESIDE)
 
 
 @pytest.mark.parametrize("heads", [8, 128])
@@ -327,7 +329,7 @@ def test_v4_attention(heads, tokens, with_entries, record_error):
     theirs, _ = module.flash_mla_with_kvcache(
         padded(q, 2), window, None, None, 512, plan, None, attn_sink=whole, use_legacy=True, **given
     )
-    assert_close("their out", out, theirs[:, :, :heads], **DECODE)
+    assert_close("their out", out, theirs[:, :, :heads], **BESIDE)
 
 
 def test_attention_of_a_captured_graph_follows_indices_and_lengths():
