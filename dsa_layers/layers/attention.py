@@ -164,9 +164,12 @@ class DSAAttention(nn.Module):
         if decode:
             attended = self._decode(q, topk_indices, batch, cache)
         else:
-            counts = batch.selected_counts(topk_indices.shape[1])
             arguments = (kv[:, None], topk_indices[:, None], self.softmax_scale, self.kv_lora_rank)
-            attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, topk_length=counts)
+            if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad):
+                attended, _ = dsa.sparse_mla_attention(q, *arguments)  # the same, with gradients
+            else:
+                counts = batch.selected_counts(topk_indices.shape[1])
+                attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, topk_length=counts)
         return self.o_proj(_by_head(attended, w_uv.mT).flatten(-2))
 
     def selectable(self, batch: TokenBatch) -> TokenBatch:

@@ -184,7 +184,9 @@ def _check_consistency(fields: Fields, config: SparseMLAConfig) -> None:
         raise fields.error("first_k_dense_replace", f"is {dense}", f"at most num_hidden_layers={layers}")
     mlp_layer_types = ["dense"] * dense + ["sparse"] * (layers - dense)
     fields.one_of("mlp_layer_types", (mlp_layer_types,), default=None)
-    fields.one_of("layer_types", (["indexed_attention"] * layers,), default=None)
+    # transformers up to 5.17 and since write another name for the same.
+    names = "indexed_attention", "deepseek_sparse_attention"
+    fields.one_of("layer_types", tuple([name] * layers for name in names), default=None)
 
     experts, groups = config.n_routed_experts, config.n_group
     if experts % groups:

@@ -56,6 +56,11 @@ def test_transformers_spelling_reads_the_same(tmp_path):
     assert read_config(rewritten) == read_config(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["indexed_attention", "deepseek_sparse_attention"])
+def test_both_of_transformers_names_for_sparse_layers(tmp_path, name):
+    assert read(tmp_path, layer_types=[name] * 61) == read(tmp_path)
+
+
 def test_transformers_spelling_without_yarn_and_quantisation(tmp_path):
     config = read(
         tmp_path,

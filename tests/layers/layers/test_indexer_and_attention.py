@@ -163,6 +163,25 @@ def test_dense_attention_takes_gradients():
     assert x.grad.abs().sum() > 0 and layer.kv_b_proj.weight.grad.abs().sum() > 0
 
 
+def test_sparse_attention_takes_gradients(monkeypatch):
+    """By the op whose kernels have some: that of inference would lose them on a GPU."""
+    asked = []
+    for name in ("sparse_mla_attention", "flash_mla_sparse_fwd"):
+        run = getattr(dsa, name)
+        monkeypatch.setattr(dsa, name, lambda *a, run=run, name=name, **o: asked.append(name) or run(*a, **o))
+    layer = DSAAttention(HIDDEN, HEADS, make_indexer(quantize=False), q_lora_rank=RANK)
+    batch = SequenceBatch.without_cache([N])
+    x = torch.randn(N, HIDDEN)
+    rope = ROTARY(batch.positions)
+    given = x.clone().requires_grad_()
+    out = layer(given, *rope, batch)
+    out.square().sum().backward()
+    assert given.grad.abs().sum() > 0 and layer.kv_b_proj.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, *rope, batch), out)
+    assert asked == ["sparse_mla_attention", "flash_mla_sparse_fwd"]
+
+
 @pytest.mark.parametrize("length", [10, N])
 def test_fp8_pages_round_the_latents_and_nothing_else(length):
     """Attending over FP8 pages equals attending to latents that went through the pages' rounding."""
