@@ -59,7 +59,7 @@ def test_skipped_tests_alone_are_no_evidence(monkeypatch):
 
 
 def test_a_benchmark_that_raises_fails_its_entry_alone(monkeypatch):
-    def broken(name):
+    def broken(name, done):
         raise RuntimeError("no such peer")
 
     monkeypatch.setattr(run, "rows_of", broken)
@@ -68,8 +68,39 @@ def test_a_benchmark_that_raises_fails_its_entry_alone(monkeypatch):
 
 
 def test_no_benchmark_behind_a_failed_test(monkeypatch):
-    monkeypatch.setattr(run, "rows_of", lambda name: pytest.fail("is not to run"))
+    monkeypatch.setattr(run, "rows_of", lambda name, done: pytest.fail("is not to run"))
     assert run.run_entry("rms_norm", "sm_90", run.Outcome(tests=3, failed=["test_one"]), bench=True)["failed"] == 1
+
+
+PLACE = {"device": "1 x a GPU", "torch": "2", "dsl": "4"}
+
+
+def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
+    """Tests that have passed do not run again, nor rows that there are."""
+    monkeypatch.setattr(run.receipt, "PATH", tmp_path / "receipt.json")
+    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: "this code")
+    run.receipt.save({})
+    outcome = run.Outcome(tests=3, skipped=1, worst=0.5)
+
+    def cut_off(name, done):
+        yield {"shape": "a"}
+        yield {"shape": "b"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "rows_of", cut_off)
+    pending = PLACE | run._pending("e2e", "sm_90", outcome, [])
+    with pytest.raises(KeyboardInterrupt):
+        run.run_entry("e2e", "sm_90", outcome, bench=True, keep=run._keeper("sm_90", "e2e", pending))
+    entry = run.receipt.load()["sm_90"]["e2e"]
+    assert entry["unverified"] == run.BEGUN and [row["shape"] for row in entry["bench"]] == ["a", "b"]
+
+    assert run.begun(entry, "e2e", "sm_90", PLACE) == outcome
+    others = [entry | {"digest": "other code"}, entry | {"unverified": None}, entry | {"device": "2 x a GPU"}, {}]
+    assert not any(run.begun(other, "e2e", "sm_90", PLACE) for other in others)
+
+    monkeypatch.setattr(run, "rows_of", lambda name, done: iter([{"shape": f"behind {len(done)}"}]))
+    entry = run.run_entry("e2e", "sm_90", outcome, bench=True, done=entry["bench"])
+    assert [row["shape"] for row in entry["bench"]] == ["a", "b", "behind 2"] and entry["unverified"] is None
 
 
 def test_what_the_environment_must_not_choose(monkeypatch, capsys):

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,11 +42,12 @@ def rows(
     names: Sequence[str] = tuple(STACKS),
     prompts: Sequence[tuple[int, int]] = PROMPTS,
     steps: Sequence[tuple[int, int]] = STEPS,
+    done: Collection[str] = (),
 ) -> Iterator[Row]:
     """{"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "parts", "peer", "peers", "peer_ms", "ratio",
     "peer_parts", "difference", "failed"} of all prompts and steps; shapes are named like "V3.2 prefill 4096", "V4-Flash
     prefill 64 x 512" and "GLM-5 decode 8 x 4096". A run that does not fit the GPU's memory is left out.
-    `estimated_seconds` tells what a choice takes.
+    `estimated_seconds` tells what a choice takes. done: shapes that are left out, as an earlier run has them.
 
     ms          on the GPU's clock, of a decoding step as one graph
     parts       {part: ms} of kernels alone
@@ -57,11 +58,14 @@ def rows(
     failed      {what: why} of libraries that are installed and could not be used
     """
     for name in names:
+        runs = [run for run in _runs(prompts, steps) if f"{name} {run[0]}" not in done]
+        if not runs:
+            continue
         model = stack(name)
         products = [(m, *shape) for m in _row_counts(prompts, steps) for shape in linear_shapes(model)]
         compile_products(products)
-        for run, tokens, make, repeats in _runs(model, prompts, steps):
-            yield from _measured(name, run, tokens, model, make, repeats)
+        for run, tokens, make, repeats in runs:
+            yield from _measured(name, run, tokens, model, partial(make, model), repeats)
         del model
         _free()
 
@@ -94,14 +98,22 @@ def _row_counts(prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, i
 
 
 def _runs(
-    model: Model, prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]
-) -> Iterator[tuple[str, int, Callable[[], Run], int]]:
-    """(run, its tokens, what makes it, repeats)."""
+    prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, int, Callable[[Model], Run], int]]:
+    """(run, its tokens, what makes it of a model, repeats)."""
     for count, each in prompts:
         tokens, run = count * each, f"prefill {each}" if count == 1 else f"prefill {count} x {each}"
-        yield run, tokens, partial(prefill, model, count, each, CHUNK), _repeats(tokens)
+        yield run, tokens, partial(_prompts, count, each), _repeats(tokens)
     for count, context in steps:
-        yield f"decode {count} x {context}", count, partial(decode, model, count, context), STEP_REPEATS
+        yield f"decode {count} x {context}", count, partial(_step, count, context), STEP_REPEATS
+
+
+def _prompts(count: int, tokens: int, model: Model) -> Run:
+    return prefill(model, count, tokens, CHUNK)
+
+
+def _step(count: int, context: int, model: Model) -> Run:
+    return decode(model, count, context)
 
 
 def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[], Run], repeats: int) -> Iterator[Row]:

@@ -399,6 +399,16 @@ def test_rows_leave_out_what_does_not_fit(monkeypatch, no_peers):
     assert sorted(machine.compiled) == [(m, 256, 128) for m in (1, 2, 32, 3808, 8192)]
 
 
+def test_rows_that_are_done_are_left_out(monkeypatch, no_peers):
+    """And a model whose runs are all done is not made."""
+    machine, made = Machine(monkeypatch), []
+    monkeypatch.setattr(report, "stack", lambda name: made.append(name) or torch.nn.Linear(1, 1))
+    choice = {"names": ["V3.2", "GLM-5"], "prompts": [(1, 32)], "steps": [(1, 32)]}
+    done = ["V3.2 prefill 32", "V3.2 decode 1 x 32", "GLM-5 prefill 32"]
+    assert [row["shape"] for row in report.rows(**choice, done=done)] == ["GLM-5 decode 1 x 32"]
+    assert made == ["GLM-5"] and machine.compiled
+
+
 def test_rows_beside_peers(monkeypatch, peers):
     Machine(monkeypatch)
     (row,) = report.rows(["V4-Flash"], prompts=[(1, 32)], steps=[])

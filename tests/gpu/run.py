@@ -1,10 +1,14 @@
 """Run the GPU tests and benchmarks of entries of the receipt, and write them into it.
 
-usage: python -m tests.gpu.run [--commit COMMIT] [--no-bench] [ENTRY...]
+usage: python -m tests.gpu.run [--commit COMMIT] [--no-bench] [--continue] [ENTRY...]
 
 Without ENTRY these are all that a complete receipt has of the GPU's arch. COMMIT is the one whose tree this is; where
 git can tell, it need not be given. `several_gpus` needs two GPUs and is left out where there is one; `hostile_contents`
 runs under compute-sanitizer.
+
+What is done is written at once: a run that is cut off leaves entries whose tests have passed and whose benchmark is
+missing, or has a part of the whole passes' rows. They are unverified. `--continue` goes on with those that are of this
+code, on a GPU of the same name.
 """
 
 import argparse
@@ -35,6 +39,7 @@ SHARDS = 8
 # What would change which code is tested, or how many tests and cases there are.
 UNSET = ("DSA_BACKEND", "DSA_FUZZ_SEED", "DSA_FUZZ_CASES", "DSA_FUZZ_CASE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 COMMIT = r"[0-9a-f]{12,40}(-changed)?"
+BEGUN = "its benchmark has not run to its end"  # why such an entry is unverified
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
 
 
@@ -155,23 +160,38 @@ def _collected(arguments: list[str]) -> list[str]:
     return ids
 
 
-def rows_of(name: str) -> list[dict]:
+def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
+    """An entry's benchmark; of whole passes what is not done."""
     if name == "e2e":
         from dsa_bench.e2e import report
 
-        return list(report.rows())
-    if name == "host":
+        yield from report.rows(done=[row["shape"] for row in done])
+    elif name == "host":
         from dsa_bench.harness import host
 
-        return list(host.rows())
-    return case.run(name) if name in case.benchmarks() else []
+        yield from host.rows()
+    elif name in case.benchmarks():
+        yield from case.run(name)
 
 
-def run_entry(name: str, arch: str, outcome: Outcome, bench: bool) -> dict[str, Any]:
-    """The receipt's entry, from the outcome of its tests; its benchmark runs here."""
-    started = time.monotonic()
+def run_entry(
+    name: str,
+    arch: str,
+    outcome: Outcome,
+    bench: bool,
+    done: Sequence[dict] = (),
+    keep: Callable[[list[dict]], None] = lambda rows: None,
+) -> dict[str, Any]:
+    """The receipt's entry, from the outcome of its tests; its benchmark runs here.
+
+    done  the rows that it has from an earlier run
+    keep  gets all rows behind every new one
+    """
+    started, rows = time.monotonic(), [*done]
     try:
-        rows = rows_of(name) if bench and not outcome.failed else []
+        for row in rows_of(name, done) if bench and not outcome.failed else ():
+            rows.append(row)
+            keep(rows)
     except Exception as error:  # the entries after this one are tested already
         traceback.print_exc()
         rows = []
@@ -190,6 +210,38 @@ def run_entry(name: str, arch: str, outcome: Outcome, bench: bool) -> dict[str, 
     }
 
 
+def begun(entry: dict[str, Any], name: str, arch: str, place: dict[str, Any]) -> Outcome | None:
+    """What the tests of an entry that was begun gave, if it is of this code and this place."""
+    same = all(entry.get(key) == value for key, value in place.items())
+    if entry.get("unverified") != BEGUN or not same or entry["digest"] != receipt.digest(name, arch):
+        return None
+    return Outcome(entry["tests"], entry["skipped"], [], entry["worst_error"])
+
+
+def _pending(name: str, arch: str, outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
+    """An entry before its benchmark is over."""
+    return {
+        "digest": receipt.digest(name, arch),
+        "tests": outcome.tests,
+        "skipped": outcome.skipped,
+        "failed": len(outcome.failed),
+        "worst_error": outcome.worst,
+        "unverified": BEGUN,
+        "bench": rows,
+    }
+
+
+def _keeper(arch: str, name: str, entry: dict[str, Any]) -> Callable[[list[dict]], None]:
+    """Writes the rows that there are into an entry that is not done."""
+    return lambda rows: save_entry(arch, name, entry | {"bench": rows})
+
+
+def save_entry(arch: str, name: str, entry: dict[str, Any]) -> None:
+    data = receipt.load()
+    data.setdefault(arch, {})[name] = entry
+    receipt.save(data)
+
+
 def commit_of_this_tree() -> str | None:
     """What git says, with a mark where files differ from it; None where it says nothing."""
     try:
@@ -206,6 +258,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("entries", nargs="*", metavar="ENTRY")
     parser.add_argument("--commit", default=commit_of_this_tree(), help="default: what git says")
     parser.add_argument("--no-bench", action="store_true", help="tests alone: keeps no figures")
+    parser.add_argument("--continue", action="store_true", dest="go_on", help="go on where a run was cut off")
     args = parser.parse_args(arguments)
 
     for name in UNSET:
@@ -230,19 +283,28 @@ def main(arguments: Sequence[str]) -> int:
     ]
     if "hostile_contents" in names and not shutil.which(MEMCHECK[0]):
         parser.error(f"hostile_contents runs under {MEMCHECK[0]}, which is not on the PATH")
+    place = {
+        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
+        "torch": torch.__version__,
+        "dsl": cutlass.__version__,
+    }
+    head = {"date": datetime.date.today().isoformat(), "commit": args.commit} | place
+    earlier = receipt.load().get(arch, {}) if args.go_on else {}
+    outcomes = {name: begun(earlier.get(name, {}), name, arch, place) for name in names}
+    done = {name: earlier[name]["bench"] for name, outcome in outcomes.items() if outcome is not None}
+    fresh = [name for name in names if name not in done]
     compile_all(names, arch)
-    outcomes, failed = run_tests(names), []
+    outcomes |= run_tests(fresh) if fresh else {}
+    # What comes after may be cut off.
+    pending = {name: _pending(name, arch, outcomes[name], done.get(name, [])) for name in names}
+    for name in fresh:
+        if not outcomes[name].failed:
+            save_entry(arch, name, head | pending[name])
+    failed = []
     for name in names:
-        entry = {
-            "date": datetime.date.today().isoformat(),
-            "commit": args.commit,
-            "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
-            "torch": torch.__version__,
-            "dsl": cutlass.__version__,
-        } | run_entry(name, arch, outcomes[name], not args.no_bench)
-        data = receipt.load()
-        data.setdefault(arch, {})[name] = entry
-        receipt.save(data)  # now: what comes after may fail
+        keep = _keeper(arch, name, head | pending[name]) if name == "e2e" else lambda rows: None
+        entry = head | run_entry(name, arch, outcomes[name], not args.no_bench, done.get(name, ()), keep)
+        save_entry(arch, name, entry)
         print(
             f"{name}: {entry['tests']} tests, {entry['failed']} failed, benchmark {entry['bench_seconds']} s",
             flush=True,
