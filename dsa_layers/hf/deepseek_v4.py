@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
-import dsa
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
-from dsa_layers.hf.lengths import Pass, TokenLengths
+from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
 from dsa_layers.hf.parts import AttentionInPlace, InPlaceOf, RMSNormInPlace
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
@@ -178,12 +177,9 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Co
         entry_rope = None
         if self.compressor is not None:
             entry_rope = packed.entry_angles(self.compressor.rotary_emb, self.compressor.ratio, x)
-        if with_gradients:
-            y = self._attend_with_gradients(x, rope, entry_rope, packed)
-        else:
-            cache = None if layer is None else self._cache(layer)
-            with torch.no_grad():
-                y = CompressedAttention.forward(self, x, rope, entry_rope, packed.batch, cache)
+        cache = None if layer is None or with_gradients else self._cache(layer)
+        with torch.set_grad_enabled(with_gradients):
+            y = CompressedAttention.forward(self, x, rope, entry_rope, packed.batch, cache)
         if layer is not None:
             layer.advance(lengths.counts(layer), lengths.new, packed.offsets)
         return packed.unpack(y), None
@@ -191,25 +187,6 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Co
     @property
     def _rope_dim(self) -> int:
         return self.config.qk_rope_head_dim
-
-    def _attend_with_gradients(
-        self, x: torch.Tensor, rope: Angles, entry_rope: Angles | None, packed: Pass
-    ) -> torch.Tensor:
-        """`CompressedAttention.forward` without a cache, on the ops that have gradients: keys of the window and entries
-        lie in one array, of which each token has its rows."""
-        batch = packed.batch
-        qr = self.q_norm(self.wq_a(x))
-        q = dsa.rms_norm(self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim)), None, self.eps)
-        q = dsa.apply_rotary(q, *rope, interleaved=True, dims="last")
-        keys = self._token_keys(self.wkv(x), rope, batch, None)
-        rows = batch.windows(self.window).indices
-        entries, entry_rows = self._entries(x, qr, {}, rope, entry_rope, batch, None)
-        if entries is not None and len(entries):
-            rows = torch.cat((rows, torch.where(entry_rows < 0, -1, entry_rows + len(keys))), 1)
-            keys = torch.cat((keys, entries))
-        softmax = self.dim**-0.5, self.dim, self.attn_sink
-        out, _ = dsa.sparse_mla_attention(q, keys[:, None], rows[:, None], *softmax)
-        return self._project(out, rope, batch)
 
     def _storage(self, x: torch.Tensor) -> Storage:
         page_size = math.lcm(PAGE_SIZE, *self.config.compress_rates.values())

@@ -4,9 +4,6 @@ from typing import Any, ClassVar
 
 import torch
 
-import dsa
-from dsa_layers.batch import packing
-from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
@@ -88,39 +85,13 @@ class SparseMLAInPlace(AttentionInPlace):
             y = torch.zeros_like(hidden_states)
         else:
             x, angles = packed.pack(hidden_states), packed.angles(position_embeddings, self.rope_dim)
-            if with_gradients and self.indexer_stage is None:
-                y = self._attend_with_gradients(x, *angles, packed.batch, selection)
-            else:
-                cache = None if layer is None else self._cache(layer)
-                with torch.set_grad_enabled(with_gradients):
-                    y = DSAAttention.forward(self, x, *angles, packed.batch, cache, selection)
+            cache = None if layer is None or with_gradients else self._cache(layer)
+            with torch.set_grad_enabled(with_gradients):
+                y = DSAAttention.forward(self, x, *angles, packed.batch, cache, selection)
             y = packed.unpack(y)
         if layer is not None:
             layer.advance(lengths.counts(layer), lengths.new, [0] * len(hidden_states))
         return y
-
-    def _attend_with_gradients(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: SequenceBatch, selection: Selection
-    ) -> torch.Tensor:
-        """`DSAAttention.forward` without a cache, on the ops that have gradients."""
-        if self.indexer is not None:
-            sparse = batch.max_key_len > self.indexer.top_k
-        else:
-            sparse = selection.topk_indices is not None
-        q, qr, kv, _ = self._project(x, None, sparse, False)
-        q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
-        kv = self._norm_and_rotate(kv, cos, sin)
-        if self.indexer is not None:
-            selection.topk_indices = self.indexer.select(x, qr, cos, sin, batch) if sparse else None
-        if not sparse:
-            q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
-            return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
-        rows = packing.packed_rows(selection.topk_indices, batch.key_starts, len(batch.key_lens))
-        w_uk, w_uv = self._up_projections(x.dtype)
-        q = self._absorbed_queries(q_nope, q_pe, w_uk, cos, sin)
-        scale, latent = self.softmax_scale, self.kv_lora_rank
-        attended, _ = dsa.sparse_mla_attention(q, kv[:, None], rows[:, None], scale, latent)
-        return self.o_proj(torch.einsum("thc,hvc->thv", attended, w_uv).flatten(-2))
 
     def _storage(self, x: torch.Tensor) -> Storage:
         pages = {"latent": (1, self.kv_lora_rank + self.rope_dim, x.dtype)}

@@ -136,7 +136,10 @@ class CompressedAttention(nn.Module):
         self._count_keys(batch, rows)
         if compressed is None or len(compressed) == 0:
             compressed = rows = counts = None
-        else:
+        if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (q, keys, compressed)):
+            out = self._attend_with_gradients(q, keys, windows.indices, compressed, rows)
+            return self._project(out, rope, batch)
+        if compressed is not None:
             compressed = compressed[:, None]
             counts = batch.entries(self.compressor.ratio).selected_counts(rows.shape[1])
         scale, near = self.dim**-0.5, windows.indices
@@ -156,6 +159,22 @@ class CompressedAttention(nn.Module):
                 *(*packed, compressed, rows, *softmax), topk_length=counts, window_indices=near
             )
         return self._project(out, rope, batch)
+
+    def _attend_with_gradients(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        near: torch.Tensor,
+        entries: torch.Tensor | None,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What `_prefill` attends to, by the op that has gradients: the window's keys and the entries lie in one array,
+        of which each token has its rows."""
+        if entries is not None:
+            near = torch.cat((near, torch.where(rows < 0, -1, rows + len(keys))), 1)
+            keys = torch.cat((keys, entries))
+        out, _ = dsa.sparse_mla_attention(q, keys[:, None], near[:, None], self.dim**-0.5, self.dim, self.attn_sink)
+        return out
 
     def _casts_results(self, rope: Angles) -> bool:
         """Whether a prompt's attention casts its results for wo_a: FP8 weights, for inference, where nobody else looks

@@ -7,15 +7,16 @@ import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.rope import RopeAngles, RotaryEmbedding, rope_frequencies
 
 HIDDEN, DIM, WINDOW = 32, 512, 4
 ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))
 
 
-def make_layer(dtype=torch.bfloat16):
+def make_layer(dtype=torch.bfloat16, compressor=None):
     sizes = {"dim": DIM, "window": WINDOW, "q_lora_rank": 16, "o_groups": 1, "o_lora_rank": 16, "dtype": dtype}
-    layer = CompressedAttention(HIDDEN, 2, **sizes)
+    layer = CompressedAttention(HIDDEN, 2, **sizes, compressor=compressor)
     torch.nn.init.normal_(layer.kv_norm.weight, 1, 0.2)
     return layer
 
@@ -66,6 +67,30 @@ def test_keys_are_the_same_whichever_pass_wrote_them(chunks, storage):
     seen = [own[max(earlier - WINDOW + 1, 0) :] for own, (_, earlier) in zip(expected, chunks)]
     assert torch.equal(got, torch.cat(seen))
     assert windows.cu_keys.tolist() == [0, *torch.tensor([len(own) for own in seen]).cumsum(0).tolist()]
+
+
+@pytest.mark.parametrize("with_compressor", [False, True])
+def test_a_pass_with_gradients_is_the_same_by_the_op_that_has_some(with_compressor, monkeypatch):
+    """The ops of inference would lose the gradients on a GPU."""
+    torch.manual_seed(0)
+    asked = []
+    for name in ("sparse_mla_attention", "sliding_window_attention", "window_sparse_attention"):
+        run = getattr(dsa, name)
+        monkeypatch.setattr(dsa, name, lambda *a, run=run, name=name, **o: asked.append(name) or run(*a, **o))
+    compressor = Compressor(HIDDEN, DIM, 2, overlap=False, dtype=torch.float32) if with_compressor else None
+    layer, batch = make_layer(torch.float32, compressor), SequenceBatch.without_cache([9, 4])
+    torch.nn.init.normal_(layer.attn_sink)
+    rope, entry_rope = ROTARY(batch.positions), None
+    if with_compressor:
+        entry_rope = ROTARY(batch.entries(2).positions)
+    x = torch.randn(13, HIDDEN)
+    given = x.clone().requires_grad_()
+    out = layer(given, rope, entry_rope, batch)
+    out.square().sum().backward()
+    assert given.grad.abs().sum() > 0 and layer.wkv.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, rope, entry_rope, batch), out, rtol=1e-4, atol=1e-5)
+    assert asked[0] == "sparse_mla_attention" and len(asked) == 2 and "window" in asked[1]
 
 
 def test_layers_of_a_pass_share_the_angles_back():
