@@ -13,6 +13,7 @@ from dsa_engines.sglang.layouts import INDEX_DIM, INDEX_PAGE, V4_BYTES, V32_BYTE
 
 BF16, E4M3, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
 PADDED_HEADS = 32  # SGLang's prefill adds heads to an indexer that has fewer
+DRAFT_HEADS = 64  # of the queries of DeepSeek-V4's draft model
 MOST_COLUMNS = 65536  # of scores; with more, no other kernels are chosen
 MOST_QUERIES = 512  # of a batch; with more, no other kernels are chosen
 V4_WINDOW, V4_RATIO = 128, 128  # keys of a window; tokens of an entry of the layers that select none
@@ -52,7 +53,9 @@ def _scores(model: Model) -> None:
 
 def _topk(model: Model) -> None:
     """Kernels follow from the number of rows, against that of multiprocessors, and from how long rows are."""
-    for rows, columns in topk_shapes(model.keys, dsa.num_sms(torch.empty(0).device)):
+    # Prompts of V3.2 and GLM-5 have columns for the keys of all sequences of a batch, which may be more than a context.
+    keys = model.keys if model.is_v4 else max(model.keys, MOST_COLUMNS)
+    for rows, columns in topk_shapes(keys, dsa.num_sms(torch.empty(0).device)):
         adapters.topk(torch.zeros(1, columns).expand(rows, columns), torch.zeros(rows, dtype=INT32), model.topk)
 
 
@@ -87,6 +90,8 @@ def v4_widths(model: Model) -> list[int]:
 def _v4_attention(model: Model) -> None:
     """Over windows alone, and with selected entries or with all entries of the layers that select none."""
     sink = torch.zeros(model.heads)
+    # SGLang's draft model pads its queries' heads by itself.
+    drafting = model.next_n > 1 and model.heads < DRAFT_HEADS
     q, kv = torch.zeros(1, model.heads, 512, dtype=BF16), torch.zeros(1, 1, 512, dtype=BF16)
     adapters.sparse_prefill(q, kv, torch.zeros(1, 1, V4_WINDOW, dtype=INT32), 1.0, attn_sink=sink)
     cache = torch.zeros(1, V4_PAGE, 1, V4_BYTES, dtype=torch.uint8)
@@ -94,6 +99,9 @@ def _v4_attention(model: Model) -> None:
         q = torch.zeros(queries, 1, model.heads, 512, dtype=BF16)
         window = torch.zeros(1, 1, V4_WINDOW, dtype=INT32).expand(queries, -1, -1)
         adapters.sparse_decode(q, cache, window, 512, 1.0, attn_sink=sink)
+        if drafting:
+            padded = torch.zeros(queries, 1, DRAFT_HEADS, 512, dtype=BF16)
+            adapters.sparse_decode(padded, cache, window, 512, 1.0, attn_sink=torch.zeros(DRAFT_HEADS))
         for width in v4_widths(model):
             selected = torch.zeros(1, 1, width, dtype=INT32).expand(queries, -1, -1)
             adapters.sparse_decode(q, cache, window, 512, 1.0, None, sink, cache, selected)

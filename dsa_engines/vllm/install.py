@@ -16,6 +16,7 @@ HOOK = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
 BACKEND = "dsa_engines.vllm.backend.DSASparseBackend"
 _logger = logging.getLogger("vllm.dsa")  # below vLLM's own, so that it is shown as that is
 _installed = contextlib.ExitStack()  # what undoes it
+_on_dsa: set[str] = set()  # the ops that are in place
 
 
 def hook(ops: frozenset[str]) -> None:
@@ -47,29 +48,43 @@ def _then_install(init_device: Callable[[Any], None], ops: frozenset[str]) -> Ca
 def install(config: Any, ops: frozenset[str]) -> bool:
     """Puts these ops of a worker's model on dsa's kernels and compiles them, or says in one line why not, with
     everything as it was. Attention alone stays out, in one line, where vLLM's is of another backend. config: vLLM's.
-    Returns whether it did."""
-    uninstall()
+    Returns whether it did.
+
+    What is in place stays: another model of the process may hold graphs and buffers that were made for it. So a second
+    model finds the ops of the first, and its kernels are compiled, too.
+    """
+    first, reason = not _on_dsa, None
     try:
         reason = models.unsupported(config)
-        if reason is None:
+        if reason is None and first:
             if "attention" in ops and (other := models.other_attention(config)):
-                declined(ENGINE, other)
+                _logger.warning("dsa: %s: %s; attention stays the engine's own", ENGINE, other)
                 ops -= {"attention"}
+            if not ops:
+                return False
             seams.check()
             _put(ops)
-            warm_up.warm_up(models.calls_of(config), ops)
+            _on_dsa.update(ops)
+        if reason is None:
+            warm_up.warm_up(models.calls_of(config), frozenset(_on_dsa))
     except Exception as error:  # whatever it is, the engine has to start as if the plugin were not there
-        uninstall()
         reason = str(error) if isinstance(error, NotFound) else f"{type(error).__name__}: {error}"
-    if reason is not None:
+    if reason is not None and first:
+        uninstall()
         declined(ENGINE, reason)
-        return False
-    _logger.info("dsa: %s run on dsa's kernels", ", ".join(sorted(ops)))
-    return True
+    elif reason is not None:
+        reason = " ".join(reason.split())
+        _logger.warning(
+            "dsa: %s: %s; an earlier model of this process runs on dsa's kernels, which stay", ENGINE, reason
+        )
+    else:
+        _logger.info("dsa: %s run on dsa's kernels", ", ".join(sorted(_on_dsa)))
+    return reason is None
 
 
 def uninstall() -> None:
     """vLLM as it was."""
+    _on_dsa.clear()
     _installed.close()
 
 

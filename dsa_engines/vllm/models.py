@@ -17,6 +17,10 @@ QUERY_DIMS = {"deepseek_v32": 576, "glm_moe_dsa": 576, "deepseek_v4": 512}
 BF16_CACHES = ("bfloat16",)
 BACKEND = "FLASHMLA_SPARSE"  # of vLLM's attention
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_ds_mla")
+CHOSEN_FOR = (
+    "fp8",
+    "fp8_ds_mla",
+)  # caches for which V3.2's and GLM-5's attention is that backend, if none is asked for
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ def unsupported(config: Any) -> str | None:
     """None for a configuration of vLLM's whose model can run on dsa, on the current GPU; else what it lacks."""
     if reason := backends.why_no_kernels():
         return reason
+    if backends.backend() == "reference":  # which waits for the GPU, and cannot be captured
+        return "DSA_BACKEND is reference, and an engine is served by kernels alone"
     model = config.model_config
     hf = model.hf_text_config
     kind = model.hf_config.model_type
@@ -72,12 +78,15 @@ def other_attention(config: Any) -> str | None:
     """None where the attention that vLLM chooses for a configuration that is supported is the one that is replaced;
     else which one it is, and what asks for that."""
     attention, v4 = config.attention_config, config.model_config.hf_config.model_type == "deepseek_v4"
-    chosen = [backend.name for backend in (attention.backend, *attention.backend_per_kind.values()) if backend]
-    if not {*chosen} & ({BACKEND, f"{BACKEND}_DSV4"} if v4 else {BACKEND}):
-        if chosen:
-            return f"attention is {', '.join(chosen)}, and dsa has {BACKEND}"
-        if not v4 and config.cache_config.cache_dtype not in FP8_CACHES:
-            return f"vLLM prefers another attention for a bf16 cache, and --attention-backend {BACKEND} asks for dsa's"
+    # V4 does not look at the kinds.
+    chosen = attention.backend if v4 else attention.backend_per_kind.get("mla_attention", attention.backend)
+    if chosen:
+        accepted = {BACKEND, f"{BACKEND}_DSV4"} if v4 else {BACKEND}
+        return None if chosen.name in accepted else f"attention is {chosen.name}, and dsa has {BACKEND}"
+    cache = config.cache_config.cache_dtype
+    if not v4 and cache not in CHOSEN_FOR:
+        kind = "bf16" if cache in ("auto", *BF16_CACHES) else cache
+        return f"vLLM prefers another attention for a {kind} cache, and --attention-backend {BACKEND} asks for dsa's"
     return None
 
 

@@ -55,10 +55,26 @@ def test_draft_tokens_are_among_the_calls(calls):
 
 
 def test_caches_are_those_of_the_model(calls):
-    for model, widths in ((V32, [656] * 2), (V32._replace(fp8_cache=False), [576] * 2), (V4, [584] * 6)):
+    for model, widths in ((V32, [656] * 2), (V32._replace(fp8_cache=False), [576] * 2), (V4, [584] * 8)):
         calls.clear()
         warm_up.warm_up(model, frozenset({"attention"}), "cpu")
         assert [given[1].shape[-1] for name, given in calls if name == "sparse_decode"] == widths
+
+
+@pytest.mark.parametrize(
+    ("next_n", "heads", "expected"), [(1, 8, {8}), (2, 8, {8, 64}), (2, 64, {64}), (2, 128, {128})]
+)
+def test_the_draft_model_of_v4_pads_its_heads(calls, next_n, heads, expected):
+    warm_up.warm_up(V4._replace(next_n=next_n, heads=heads), frozenset({"attention"}), "cpu")
+    assert {given[0].shape[2] for name, given in calls if name == "sparse_decode"} == expected
+
+
+def test_prompts_have_columns_for_all_sequences_of_a_batch(calls):
+    """In DeepSeek-V4 a row has its own sequence's alone."""
+    for model, most in ((V32, warm_up.MOST_COLUMNS), (V4, 512)):
+        calls.clear()
+        warm_up.warm_up(model, frozenset({"topk"}), "cpu")
+        assert max(given[0].shape[1] for name, given in calls if name == "topk") == most
 
 
 @pytest.mark.parametrize("sms", SMS)

@@ -130,27 +130,33 @@ def test_it_is_registered_once_in_a_process(engine):
     assert sys.modules[WORKER].WorkerWrapperBase.init_device is hooked
     start()
     before = stand_in.state()
-    start()
-    names = {name.rpartition(".")[2] for name in changed(before)}
-    # A second model's replacements are new objects where they wrap what was there before the first.
-    assert names <= {"forward", "get_padded_num_q_heads"} and len(engine) == 2
+    start(heads=32)
+    # What the first model was built with stays, and the second one's kernels are compiled, too.
+    assert changed(before) == set() and [calls.heads for calls, _ in engine][1] == 32
     install.uninstall()
     forward = sys.modules[seams.TOPK].SparseIndexerTopk.forward
     assert not hasattr(forward, "__wrapped__")
 
 
 def test_a_model_that_is_not_served_gets_the_engine_as_it_was(engine, caplog):
-    """Also where the process had one before it that is."""
     register()
-    sys.modules[seams.DEEP_GEMM]._lazy_init()
     before = stand_in.state()
+    start(V4 | {"model_type": "deepseek_v41"})
+    assert changed(before) == set() and engine == []
+    (line,) = lines(caplog)
+    assert line.startswith("dsa: vllm: model_type is deepseek_v41, and") and line.endswith("own kernels stay")
+
+
+def test_a_model_that_is_not_served_changes_nothing_for_one_that_is(engine, caplog):
+    """The graphs and buffers of the first model were made for what is in place."""
+    register()
     start()
-    assert changed(before)
+    before = stand_in.state()
     start(V4 | {"model_type": "deepseek_v41"})
     assert changed(before) == set() and len(engine) == 1
     (line,) = lines(caplog)
-    assert line.startswith("dsa: vllm: model_type is deepseek_v41, and") and line.endswith("own kernels stay")
-    assert sys.modules[seams.SELECTOR]._cached_get_attn_backend() == "vllm's own"
+    assert line.startswith("dsa: vllm: model_type is deepseek_v41, and")
+    assert line.endswith("; an earlier model of this process runs on dsa's kernels, which stay")
 
 
 def test_another_attention_stays_alone(engine, caplog):
@@ -162,8 +168,27 @@ def test_another_attention_stays_alone(engine, caplog):
     assert changed(before) == {path for op in ("scores", "topk") for path in seams.REPLACED[op]}
     (line,) = lines(caplog)
     assert line.startswith("dsa: vllm: vLLM prefers another attention for a bf16 cache") and len(engine) == 1
-    start(cache="auto", backend="FLASHMLA_SPARSE")
-    assert "backend" in changed(before) and engine[1][1] == ALL
+    assert line.endswith("; attention stays the engine's own") and engine[0][1] == {"scores", "topk"}
+
+
+def test_attention_alone_that_is_another_replaces_nothing(engine, monkeypatch, caplog):
+    monkeypatch.setenv("DSA_ENGINE_OPS", "attention")
+    register()
+    before = stand_in.state()
+    with caplog.at_level(logging.INFO):
+        start(cache="auto")
+    assert changed(before) == set() and engine == [] and len(lines(caplog)) == 1
+    assert not any("run on dsa" in message for message in caplog.messages)
+
+
+def test_references_serve_no_engine(engine, monkeypatch, caplog):
+    monkeypatch.setenv("DSA_BACKEND", "reference")
+    register()
+    before = stand_in.state()
+    start()
+    assert changed(before) == set()
+    (line,) = lines(caplog)
+    assert line.startswith("dsa: vllm: DSA_BACKEND is reference, and an engine is served by kernels alone")
 
 
 def test_another_gpu(engine, monkeypatch, caplog):

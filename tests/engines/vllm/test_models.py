@@ -1,11 +1,19 @@
 """Which models are served, and that the others are refused for what they are."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from dsa import backends
 from dsa_engines.vllm import models, warm_up
 from tests.engines.vllm.configurations import GLM, V4, V32, config
+
+
+def of_kind(given, backend):
+    """With another backend for the layers of this kind."""
+    given.attention_config.backend_per_kind["mla_attention"] = SimpleNamespace(name=backend)
+    return given
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +70,11 @@ def test_another_gpu_is_refused(monkeypatch):
             config(V32, cache="fp8", backend="FLASHINFER_MLA_SPARSE_SM90"),
             "attention is FLASHINFER_MLA_SPARSE_SM90, and",
         ),
+        (config(V32, cache="fp8_e4m3"), "vLLM prefers another attention for a fp8_e4m3 cache, and"),
+        (config(V32, cache="fp8_e4m3", backend="FLASHMLA_SPARSE"), None),
+        (of_kind(config(V32, backend="FLASHMLA_SPARSE"), "FLASHINFER_MLA_SPARSE_SM90"), "attention is FLASHINFER_MLA_"),
+        (of_kind(config(V32, backend="FLASHINFER_MLA_SPARSE_SM90"), "FLASHMLA_SPARSE"), None),
+        (of_kind(config(V4), "FLASHINFER_MLA_SPARSE_DSV4"), None),  # which does not look at kinds
         (config(V4, backend="FLASHINFER_MLA_SPARSE_DSV4"), "attention is FLASHINFER_MLA_SPARSE_DSV4, and dsa has"),
     ],
 )
