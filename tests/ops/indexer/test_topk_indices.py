@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import library
 
 import dsa
 from dsa.kernels.indexer import limits
@@ -180,10 +181,10 @@ def test_torch_compile():
     assert torch.equal(compiled[0], expected[0]) and torch.equal(compiled[1], expected[1])
     table = torch.arange(6, dtype=torch.int32)[:, None]
     operands = (scores, 5, lengths.clamp_max(3), lengths, table, 64, None, True, True)
-    torch.library.opcheck(torch.ops.dsa.topk_indices, operands)
-    torch.library.opcheck(torch.ops.dsa.topk_indices, (scores, 5, None, None, None, None, None, False, False))
+    library.opcheck(torch.ops.dsa.topk_indices, operands)
+    library.opcheck(torch.ops.dsa.topk_indices, (scores, 5, None, None, None, None, None, False, False))
     buffer = torch.zeros(6, 9, dtype=torch.int32)
-    torch.library.opcheck(torch.ops.dsa.topk_indices_out, (*operands, buffer[:, 2:7]))
+    library.opcheck(torch.ops.dsa.topk_indices_out, (*operands, buffer[:, 2:7]))
 
     def into(scores, lengths, buffer):
         dsa.topk_indices(scores, 5, lengths=lengths, out=buffer[:, 2:7])

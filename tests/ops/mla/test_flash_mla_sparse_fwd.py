@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa import backends, reference
@@ -311,14 +312,14 @@ def test_float32_runs_the_reference_and_says_so_on_a_gpu(request, monkeypatch):
 
 
 def test_registration():
-    torch.library.opcheck(PREFILL.default, (*prefill_inputs(), D_V, torch.randn(4), i32([1, 2, 3])))
+    library.opcheck(PREFILL.default, (*prefill_inputs(), D_V, torch.randn(4), i32([1, 2, 3])))
     q, cache, indices = decode_inputs("bytes")
     for extra in ((None, None, None), (cache, indices, i32([1, 2, 3]))):
         arguments = (q, cache, indices, None, *extra, D_V, 0.1, torch.randn(4), False)
-        torch.library.opcheck(DECODE.default, arguments)
-        torch.library.opcheck(torch.ops.dsa.sparse_mla_decode_out, (*arguments, head_slice(3, 2, 4, D_V)[0]))
+        library.opcheck(DECODE.default, arguments)
+        library.opcheck(torch.ops.dsa.sparse_mla_decode_out, (*arguments, head_slice(3, 2, 4, D_V)[0]))
     arguments = (*prefill_inputs(), D_V, None, None, head_slice(3, 4, D_V)[0])
-    torch.library.opcheck(torch.ops.dsa.sparse_mla_prefill_out, arguments)
+    library.opcheck(torch.ops.dsa.sparse_mla_prefill_out, arguments)
 
 
 @pytest.mark.parametrize("into", [False, True])

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
@@ -348,11 +349,11 @@ def test_float32_runs_the_reference_and_says_so_on_a_gpu(sparse, request, monkey
 
 def test_registration():
     *arguments, lengths = inputs()
-    torch.library.opcheck(PLAN.default, (lengths, 8, 1))
+    library.opcheck(PLAN.default, (lengths, 8, 1))
     for plan in (ANY_PLAN, (None, None)):
-        torch.library.opcheck(DECODE.default, (*arguments, lengths, D_V, *plan, 0.1, True))
+        library.opcheck(DECODE.default, (*arguments, lengths, D_V, *plan, 0.1, True))
         out = torch.zeros(3, 2, 7, D_V).bfloat16()[:, :, 2:6]
-        torch.library.opcheck(torch.ops.dsa.dense_mla_decode_out, (*arguments, lengths, D_V, *plan, 0.1, True, out))
+        library.opcheck(torch.ops.dsa.dense_mla_decode_out, (*arguments, lengths, D_V, *plan, 0.1, True, out))
 
 
 @pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])
