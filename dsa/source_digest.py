@@ -166,6 +166,16 @@ def source_digest(module: str) -> str:
     return digest_of(modules_used_by(module))
 
 
+@functools.cache
+def digest_of_bytes() -> str:
+    """SHA-256 over the paths and bytes of all modules of this package: as long as it is the same, all digests are."""
+    h = hashlib.sha256()
+    for path in sorted((_ROOT / "dsa").rglob("*.py")):
+        content = path.read_bytes()
+        h.update(f"{path.relative_to(_ROOT)}\n{len(content)}\n".encode() + content)
+    return h.hexdigest()
+
+
 def op_modules() -> dict[str, str]:
     """{op: its bridge's module}: every file of dsa/ops/FAMILY whose name does not begin with an underscore."""
     paths = sorted((_ROOT / "dsa" / "ops").glob("*/[!_]*.py"))

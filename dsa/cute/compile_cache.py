@@ -35,9 +35,9 @@ import cutlass
 import cutlass.cute as cute
 import tvm_ffi
 
+from dsa.cute.kept_digests import kept_source_digest
 from dsa.cute.object_file import cubin_in, write_object_file
 from dsa.cute.private_files import create_private_file, open_lock, open_private_file, path_of, private_folder
-from dsa.source_digest import source_digest
 
 _OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
 _ENTRY = "dsa_kernel"
@@ -173,9 +173,8 @@ def _stem(function: Callable, args: tuple) -> str:
 
 def _key(function: Callable, args: tuple) -> str:
     tools = (cutlass.__version__, str(cutlass.CUDA_VERSION), tvm_ffi.__version__, _OPTIONS, platform.machine())
-    text = repr(
-        (function.__module__, function.__qualname__, args, source_digest(function.__module__), tools, _settings())
-    )
+    digest = kept_source_digest(function.__module__, cache_dir())
+    text = repr((function.__module__, function.__qualname__, args, digest, tools, _settings()))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -79,9 +79,12 @@ class KnownCalls:
 
 
 def first_shape(arguments: tuple[Any, ...]) -> torch.Size | None:
-    """The shape of the first argument, None if that is no tensor."""
+    """The shape of the first argument, None if that is no tensor, or one without a shape, which the checks refuse."""
     first = arguments[0] if arguments else None
-    return first.shape if isinstance(first, torch.Tensor) else None
+    try:
+        return first.shape if isinstance(first, torch.Tensor) else None
+    except RuntimeError:  # a strided nested one
+        return None
 
 
 def signature(*values: object) -> tuple:

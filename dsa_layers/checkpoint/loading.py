@@ -18,6 +18,7 @@ from dsa_layers.families.config import read_config
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.precision import Precision, check_device
 from dsa_layers.families.registry import family
+from dsa_layers.families.unfilled import unfilled
 from dsa_layers.hub import checkpoint_directory
 from dsa_layers.layers import joint_linear
 
@@ -62,7 +63,7 @@ def load_model(
     check_layers(config, checkpoint)
     if precision.fp8_linear and not widen_experts and _holds_fp4_experts(checkpoint):
         precision = replace(precision, fp4_experts=True)
-    with torch.device("meta"):
+    with unfilled():
         model = family(config.model_type).model(config, precision)
     if config.num_nextn_predict_layers and progress:
         print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)

@@ -11,6 +11,7 @@ from dsa_layers.cache.cache import Cache
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.registry import family
+from dsa_layers.families.unfilled import unfilled
 from dsa_layers.layers import joint_linear
 
 MOST_ROWS = 32768  # new tokens of a pass; more take the kernels of so many
@@ -23,7 +24,7 @@ META = torch.device("meta")
 def without_memory(config: ModelConfig, precision: Precision) -> tuple[CheckpointModel, Cache]:
     """The model on the meta device, as `load_model` makes it, and a cache for it. It has one layer of each kind: layers
     that are like an earlier one give back what they get."""
-    with META:
+    with unfilled():
         model = family(config.model_type).model(config, precision)
     model.init_buffers(META)
     joint_linear.join(model)

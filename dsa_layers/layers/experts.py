@@ -61,8 +61,8 @@ class Experts(nn.Module):
     def _make_fp4(self, name: str, count: int, rows: int, columns: int) -> None:
         """Parameters of random codes, of about the size that others begin with."""
         packed = torch.empty(count, rows, columns // 2, dtype=torch.int8)
-        power = (columns**-0.5 / _FP4_SIZE) * torch.ones(count, rows, columns // FP4_GROUP, dtype=torch.float32)
-        scale = power.to(torch.float8_e8m0fnu)
+        size = columns**-0.5 / _FP4_SIZE
+        scale = torch.full((count, rows, columns // FP4_GROUP), size, dtype=torch.float32).to(torch.float8_e8m0fnu)
         block_scale = torch.empty(count, rows // BLOCK, columns // BLOCK, dtype=torch.float32)
         if packed.device.type != "meta":
             packed = torch.randint(-128, 128, packed.shape, dtype=torch.int8)

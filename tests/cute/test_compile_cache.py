@@ -130,10 +130,10 @@ def test_no_reader_sees_half_a_file(directory):
     kernel = StubKernel()
     get, _ = counted(lambda *args: kernel)
     assert get(*ARGS) is kernel
-    assert sorted(kernel.seen) == [".lock", ".part"]
+    assert sorted(kernel.seen) == [".json", ".lock", ".part"]
     (path,) = objects(directory)
     assert path.read_bytes() == b"first half, second half"
-    assert sorted(p.suffix for p in directory.iterdir()) == [".lock", ".o"]
+    assert sorted(p.suffix for p in directory.iterdir()) == [".json", ".lock", ".o"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_failed_export_costs_the_file_and_not_the_kernel(directory, error, sai
     with pytest.warns(RuntimeWarning, match=rf"cannot be written to \({said}\); set DSA_CACHE_DIR") as warned:
         assert get(*ARGS) is kernel and get(*OTHER_ARGS) is kernel
     assert len(warned) == 1 and compiled == [ARGS, OTHER_ARGS]
-    assert [p.suffix for p in directory.iterdir()] == [".lock", ".lock"]
+    assert sorted(p.suffix for p in directory.iterdir()) == [".json", ".lock", ".lock"]
 
 
 def test_a_disk_that_became_read_only_costs_the_file_and_not_the_kernel(monkeypatch):
@@ -169,7 +169,7 @@ def test_an_interrupted_write_leaves_nothing_and_is_tried_again(directory):
     get, compiled = counted(lambda *args: StubKernel(KeyboardInterrupt() if len(compiled) == 1 else None))
     with pytest.raises(KeyboardInterrupt):
         get(*ARGS)
-    assert [p.suffix for p in directory.iterdir()] == [".lock"]
+    assert sorted(p.suffix for p in directory.iterdir()) == [".json", ".lock"]
     get(*ARGS)
     assert len(compiled) == 2 and len(objects(directory)) == 1
 
@@ -238,7 +238,7 @@ def test_the_key_covers_what_is_compiled(monkeypatch):
     another_function.__module__ = ORIGINAL.__module__
     keys.append(compile_cache._key(another_function, ARGS))
     for owner, name, value in (
-        (compile_cache, "source_digest", lambda module: f"another digest of {module}"),
+        (compile_cache, "kept_source_digest", lambda module, directory: f"another digest of {module}"),
         (cutlass, "__version__", "9.9"),
         (cutlass, "CUDA_VERSION", "12.9"),
         (tvm_ffi, "__version__", "9.9"),
@@ -260,7 +260,7 @@ def test_the_key_covers_what_is_compiled(monkeypatch):
 
 def test_the_key_covers_the_source_of_the_kernel_and_of_no_other_module(monkeypatch):
     asked = []
-    monkeypatch.setattr(compile_cache, "source_digest", lambda module: asked.append(module) or "digest")
+    monkeypatch.setattr(compile_cache, "kept_source_digest", lambda module, _: asked.append(module) or "digest")
     compile_cache._key(ORIGINAL, ARGS)
     assert asked == ["dsa.kernels.gemm.per_token_cast_to_fp8_sm90"]
 

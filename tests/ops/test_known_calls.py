@@ -2,9 +2,10 @@
 
 import itertools
 
+import pytest
 import torch
 
-from dsa.ops.known_calls import KnownCalls, signature
+from dsa.ops.known_calls import KnownCalls, first_shape, signature
 
 X = torch.zeros(4, 8)
 
@@ -31,6 +32,13 @@ def test_zeros_differ_by_sign_and_type():
 def test_a_tensor_without_strides_is_like_no_other():
     sparse = X.to_sparse()
     assert signature(sparse) != signature(sparse)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, that it may change these tensors
+def test_the_first_shape():
+    """Of what has none, the checks speak."""
+    strided = torch.nested.nested_tensor([X[0], X[1]], layout=torch.strided)
+    assert [first_shape(call) for call in ((X, 1), (1, X), (), (strided,))] == [X.shape, None, None, None]
 
 
 def test_too_many_are_forgotten():

@@ -189,10 +189,11 @@ def config_of(
 ) -> dict[str, object]:
     """What a plan remembers of a call: caches and indices, or None for dense decoding's. Tensors are not checked. To be
     read only, for calls of the same shapes get the same one."""
-    return _config(shape_of(q), causal, tuple((shape_of(cache), shape_of(indices)) for cache, indices in selections))
+    shapes = tuple((shape_of(cache), shape_of(indices)) for cache, indices in selections)
+    config = _config if torch.compiler.is_compiling() else _known_config  # Dynamo warns of caches
+    return config(shape_of(q), causal, shapes)
 
 
-@functools.lru_cache(256)
 def _config(
     q: tuple[int, ...], causal: bool, selections: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 ) -> dict[str, object]:
@@ -202,6 +203,9 @@ def _config(
     if sparse:
         config["selections"] = [(*cache[1:2], *indices[2:]) for cache, indices in sparse]
     return config
+
+
+_known_config = functools.lru_cache(256)(_config)
 
 
 @without_autocast

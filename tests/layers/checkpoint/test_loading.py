@@ -1,6 +1,8 @@
 """Models loaded to be trained: which parameters learn, what a step makes of them, and how they are written."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -40,6 +42,22 @@ def test_all_but_the_routers_biases_learn(directory):
         # What an indexer selects has no gradient: a loss of its own trains it.
         learns = parameter.requires_grad and ".indexer." not in name
         assert (parameter.grad is not None and bool(parameter.grad.any())) is learns, name
+
+
+LOAD = """
+import sys, torch
+from dsa_layers.checkpoint.loading import load_model
+assert "torch._dynamo" not in sys.modules, "torch imports it by itself"
+model = load_model(sys.argv[1], progress=False)
+assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+assert "torch._dynamo" not in sys.modules, "loading has imported it"
+"""
+
+
+def test_loading_imports_no_dynamo(directory):
+    """It takes two seconds, and torch asks for it wherever a tensor without memory is computed."""
+    done = subprocess.run([sys.executable, "-c", LOAD, directory], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_step_of_the_sparse_stage(checkpoint):
