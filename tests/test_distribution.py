@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 import dsa
 from dsa_layers.command.main import main
+from tests.gpu import receipt, run
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("dsa", "dsa_layers", "dsa_bench", "dsa_engines")
@@ -131,6 +132,8 @@ def test_the_oldest_dsl_is_the_one_that_is_tested():
         (required,) = (x for x in map(Requirement, PROJECT["project"]["dependencies"]) if x.name == name)
         (oldest,) = (part.version for part in required.specifier if part.operator == ">=")
         assert re.search(rf"{name}(\[cu13\])?=={re.escape(oldest)}[\s\"]", makefile)
+        assert re.search(rf"{name}(\[cu13\])?=={re.escape(oldest)}[\s\"]", run.__doc__)
+        assert name != "nvidia-cutlass-dsl" or oldest == receipt.OLDEST_DSL
 
 
 def test_one_version(capsys):

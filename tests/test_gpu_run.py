@@ -138,3 +138,32 @@ def test_every_kernel_of_an_entry_is_compiled_first(monkeypatch):
     kernels = {"compile_rms_norm", "compile_rms_norm_cast"}
     kernels |= {"compile_write_kv_cache", "compile_read_kv_cache", "compile_write_mla_cache"}
     assert set(compiled) == kernels
+
+
+def dsl(folder, version):
+    """A folder in which Python finds a DSL of this version."""
+    package = folder / "nvidia_cutlass_dsl" / "dsl_packages" / "cutlass"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    return str(folder)
+
+
+def test_the_oldest_dsl_is_found_first(monkeypatch, tmp_path):
+    """In processes that run its entry's tests, and in no others."""
+    monkeypatch.setenv("PYTHONPATH", dsl(tmp_path / "usual", "4.8.9"))
+    monkeypatch.delenv("DSA_OLDEST_DSL", raising=False)
+    assert run.oldest_dsl() == {}
+    monkeypatch.setenv("DSA_OLDEST_DSL", dsl(tmp_path / "oldest", "4.8.0"))
+    groups = run._groups(["rms_norm", "oldest_dsl"])
+    versions = {name: run.dsl_version(environment) for *_, environment, names in groups for name in names}
+    assert versions == {"rms_norm": "4.8.9", "oldest_dsl": "4.8.0"}
+
+
+def test_another_dsl_is_refused_in_the_oldest_ones_place(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr("dsa.backends.arch_of", lambda device: "sm_90")
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setenv("DSA_OLDEST_DSL", dsl(tmp_path, "4.9.9"))
+    with pytest.raises(SystemExit):
+        run.main(["oldest_dsl", "--commit", "0" * 12])
+    assert "DSA_OLDEST_DSL must name a folder with CuTe DSL 4.8.0, got 4.9.9" in capsys.readouterr().err

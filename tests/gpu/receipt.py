@@ -34,6 +34,7 @@ WHOLES = {
     "generation": "generation: `dsa_layers.Generator`",
     "host": "a call's time on the host: `dsa bench host`",
     "hostile_contents": "all ops: hostile index contents under compute-sanitizer",
+    "oldest_dsl": "hot ops on the oldest CuTe DSL that is supported",
     "recorded_calls": "all ops: calls whose steps are recorded",
     "several_gpus": "ops on a GPU that is not the current one",
     "sglang_adapters": "SGLang's plugin: its calls beside the kernels that SGLang calls",
@@ -42,6 +43,17 @@ WHOLES = {
     "vllm_adapters": "vLLM's plugin: its calls beside the kernels that vLLM calls",
 }
 SEVERAL_GPUS = "pytest.mark.several_gpus"
+OLDEST_DSL = "4.8.0"  # which vLLM and SGLang pin
+# The ops that take most of a pass's time: the entries whose tests run once more with the oldest DSL.
+HOT = (
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "flash_mla_with_kvcache_sparse",
+    "fp8_gemm_nt",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "topk_indices",
+)
 ADAPTERS = "_adapters"  # behind an engine's name: what its plugin calls the ops by
 # Files and folders of dsa_layers that no pass of a model runs. Tests of generation run models of those in TINY.
 TINY = ("manifest.py", "tiny.py", "tiny")
@@ -70,6 +82,8 @@ def test_files(name: str) -> list[Path]:
     """The files whose tests an entry runs."""
     if name == "several_gpus":
         return [path for path in sorted(HERE.rglob("test_*.py")) if SEVERAL_GPUS in path.read_text()]
+    if name == "oldest_dsl":
+        return [path for op in HOT for path in test_files(op)]
     return list(HERE.rglob(f"test_{name}.py"))
 
 
@@ -134,7 +148,7 @@ def tuned_data(modules: Iterable[str], arch: str) -> list[Path]:
 
 def code_modules(name: str, arch: str) -> list[str]:
     """The modules of dsa, dsa_layers and dsa_engines that an entry is about."""
-    if name == "several_gpus":
+    if name in ("several_gpus", "oldest_dsl"):
         return _closure((op_module(path.stem.removeprefix("test_")) for path in test_files(name)), arch)
     if name not in WHOLES:
         return _closure([op_module(name), *_compat_modules(name)], arch)

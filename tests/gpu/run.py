@@ -4,7 +4,8 @@ usage: python -m tests.gpu.run [--commit COMMIT] [--no-bench] [--continue] [ENTR
 
 Without ENTRY these are all that a complete receipt has of the GPU's arch. COMMIT is the one whose tree this is; where
 git can tell, it need not be given. `several_gpus` needs two GPUs and is left out where there is one; `hostile_contents`
-runs under compute-sanitizer.
+runs under compute-sanitizer. `oldest_dsl` is left out where DSA_OLDEST_DSL does not name a folder with that DSL:
+pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.1.11
 
 What is done is written at once: a run that is cut off leaves entries whose tests have passed and whose benchmark is
 missing, or has a part of the whole passes' rows. They are unverified. `--continue` goes on with those that are of this
@@ -88,8 +89,6 @@ def run_tests(names: Sequence[str]) -> dict[str, Outcome]:
     outcomes = {name: Outcome() for name in names}
     for marks, prefix, environment, group in _groups(names):
         owners = {receipt.module_of(path): name for name in group for path in receipt.test_files(name)}
-        if group == ["several_gpus"]:
-            owners = dict.fromkeys(owners, "several_gpus")
         if owners:
             paths = [str(receipt.ROOT / f"{module.replace('.', '/')}.py") for module in owners]
             _run_group(["-m", marks], prefix, os.environ | environment, paths, owners, outcomes)
@@ -98,12 +97,30 @@ def run_tests(names: Sequence[str]) -> dict[str, Outcome]:
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], dict[str, str], list[str]]]:
     """(marks of the tests, command before pytest, environment, entries) of what can run together."""
-    apart = ("hostile_contents", "several_gpus")
+    apart = {
+        "hostile_contents": ("not several_gpus", MEMCHECK, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+        "oldest_dsl": ("not several_gpus", (), oldest_dsl()),
+        "several_gpus": ("several_gpus", (), {}),
+    }
     yield "not several_gpus", (), {}, [name for name in names if name not in apart]
-    if "hostile_contents" in names:
-        yield "not several_gpus", MEMCHECK, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, ["hostile_contents"]
-    if "several_gpus" in names:
-        yield "several_gpus", (), {}, ["several_gpus"]
+    for name in sorted(apart.keys() & {*names}):
+        yield *apart[name], [name]
+
+
+def oldest_dsl() -> dict[str, str]:
+    """The environment in which Python finds the oldest DSL that is supported; {} where no folder with one is named."""
+    folder = os.environ.get("DSA_OLDEST_DSL")
+    if not folder:
+        return {}
+    found = [folder, str(Path(folder, "nvidia_cutlass_dsl", "dsl_packages")), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, found))}
+
+
+def dsl_version(environment: dict[str, str]) -> str:
+    """Of the DSL that a process with this environment finds, or what kept it from telling."""
+    call = [sys.executable, "-c", "import cutlass; print(cutlass.__version__)"]
+    done = subprocess.run(call, env=os.environ | environment, capture_output=True, text=True)
+    return (done.stdout or done.stderr).strip().rpartition("\n")[2]
 
 
 def _run_group(
@@ -278,9 +295,10 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(args.entries) - set(receipt.tested()):
         parser.error(f"no GPU tests for {', '.join(sorted(unknown))}; there are {', '.join(receipt.tested())}")
     arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
-    names = args.entries or [
-        name for name in receipt.asked(arch) if name != "several_gpus" or torch.cuda.device_count() > 1
-    ]
+    cannot = {"several_gpus": torch.cuda.device_count() < 2, "oldest_dsl": not oldest_dsl()}
+    names = args.entries or [name for name in receipt.asked(arch) if not cannot.get(name)]
+    if "oldest_dsl" in names and (found := dsl_version(oldest_dsl())) != receipt.OLDEST_DSL:
+        parser.error(f"oldest_dsl: DSA_OLDEST_DSL must name a folder with CuTe DSL {receipt.OLDEST_DSL}, got {found}")
     if "hostile_contents" in names and not shutil.which(MEMCHECK[0]):
         parser.error(f"hostile_contents runs under {MEMCHECK[0]}, which is not on the PATH")
     place = {
@@ -289,6 +307,7 @@ def main(arguments: Sequence[str]) -> int:
         "dsl": cutlass.__version__,
     }
     head = {"date": datetime.date.today().isoformat(), "commit": args.commit} | place
+    heads = {name: head | ({"dsl": receipt.OLDEST_DSL} if name == "oldest_dsl" else {}) for name in names}
     earlier = receipt.load().get(arch, {}) if args.go_on else {}
     outcomes = {name: begun(earlier.get(name, {}), name, arch, place) for name in names}
     done = {name: earlier[name]["bench"] for name, outcome in outcomes.items() if outcome is not None}
@@ -299,11 +318,11 @@ def main(arguments: Sequence[str]) -> int:
     pending = {name: _pending(name, arch, outcomes[name], done.get(name, [])) for name in names}
     for name in fresh:
         if not outcomes[name].failed:
-            save_entry(arch, name, head | pending[name])
+            save_entry(arch, name, heads[name] | pending[name])
     failed = []
     for name in names:
-        keep = _keeper(arch, name, head | pending[name]) if name == "e2e" else lambda rows: None
-        entry = head | run_entry(name, arch, outcomes[name], not args.no_bench, done.get(name, ()), keep)
+        keep = _keeper(arch, name, heads[name] | pending[name]) if name == "e2e" else lambda rows: None
+        entry = heads[name] | run_entry(name, arch, outcomes[name], not args.no_bench, done.get(name, ()), keep)
         save_entry(arch, name, entry)
         print(
             f"{name}: {entry['tests']} tests, {entry['failed']} failed, benchmark {entry['bench_seconds']} s",
