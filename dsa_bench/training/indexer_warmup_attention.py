@@ -57,8 +57,8 @@ class _Inputs:
             torch.ops.aten._flash_attention_forward, self.q, self.k, v, *self.sequences, 0.0, True, False, **flags
         )
         out, lse, *_ = forward()
-        grad = torch.randn_like(out)
-        tensors = grad, self.q, self.k, v, out, lse, self.sequences, self.scale, True
+        # The result is its own gradient: another tensor of this size would be too much for 80 GB.
+        tensors = out, self.q, self.k, v, out, lse, self.sequences, self.scale, True
         return forward, partial(flash_backward, *tensors)
 
 

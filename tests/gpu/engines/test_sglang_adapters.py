@@ -16,7 +16,7 @@ from dsa_bench.peers import flash_mla as mla_peers
 from dsa_bench.peers import operators
 from dsa_engines.sglang import adapters, hooks
 from dsa_engines.sglang.layouts import Model
-from dsa_engines.sglang.warm_up import warm_up
+from dsa_engines.sglang.warm_up import v4_widths, warm_up
 from tests.engines.sglang import batches
 from tests.engines.sglang.batches import BF16, E4M3, INT32, PAGE
 
@@ -178,7 +178,7 @@ def test_selection_of_decoding():
     want = formula(dsa.topk_indices, logits, 2048, lengths=ends, block_table=table, page_size=PAGE)
     assert torch.equal(got, want)
     position = torch.arange(logits.shape[1], device=DEVICE)
-    wide = (table[:, position // PAGE] * PAGE + position % PAGE).contiguous()
+    wide = (table[:, position // PAGE] * PAGE + position % PAGE).int()
     theirs = torch.empty_like(got)
     cu_seqlens = torch.arange(len(lengths) + 1, dtype=INT32, device=DEVICE)
     operator("fast_topk_transform_fused")(logits, ends, theirs, wide, cu_seqlens, None)
@@ -403,7 +403,7 @@ def warm_up_and_call(name):
     adapters.sparse_prefill(q, rows, indices, 1.0, attn_sink=sink)
     for tokens in (1, 2, 3, 5, 8, 11, 13, 31, 64, 100, 132, 200, 257, 500, 900):
         q = latent(tokens, 1, model.heads, model.query_dim)
-        for width in (128, 128 + model.topk, 1024) if model.query_dim == 512 else (model.topk,):
+        for width in (128, *(128 + n for n in v4_widths(model))) if model.query_dim == 512 else (model.topk,):
             indices = torch.zeros(tokens, 1, width, dtype=INT32, device=DEVICE)
             extra = (cache, indices[:, :, 128:].contiguous()) if width > 128 and model.query_dim == 512 else ()
             first = indices[:, :, :128].contiguous() if extra else indices
