@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dsa_layers import options
+from dsa_layers.command import on_gpus
 from dsa_layers.command.model_options import LoadedModel, add_model_options, load
 from dsa_layers.command.prompt_sources import Prompt, add_prompt_options, read_prompts
 from dsa_layers.command.streams import say, say_json
@@ -33,6 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser("generate", help="continue prompts with a checkpoint", epilog=_JSON)
     parser.set_defaults(run=run)
     add_model_options(parser)
+    on_gpus.add_gpus_option(parser)
     add_prompt_options(parser)
     parser.add_argument(
         "--raw",
@@ -92,9 +94,12 @@ def run(args: argparse.Namespace) -> int:
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.prompts import encode_prompts
 
-    prompts = read_prompts(args.prompts)
+    if on_gpus.starts_ranks(args):
+        return on_gpus.start_ranks(args)
+    ranks = on_gpus.join_ranks(args)
+    prompts = on_gpus.agreed(ranks, lambda: read_prompts(args.prompts))
     params = _sampling(args)
-    loaded = load(args)
+    loaded = load(args, ranks)
     model, tokenizer = loaded.model, loaded.tokenizer
     shown = [prompt.text for prompt in prompts]
     texts = shown
@@ -107,10 +112,13 @@ def run(args: argparse.Namespace) -> int:
         generator = Generator(model, tokenizer, cuda_graphs=not args.stats, **sizes)
         encoded = encode_prompts(texts, tokenizer, model.config.vocab_size)
         with counting as keys:
-            completions = _stream(args, generator, encoded, params, prompts, shown, loaded)
+            sampling = on_gpus.own_seeds(ranks, params, len(prompts))
+            events = generator.stream(encoded, sampling)
+            completions = _stream(args, events, encoded, params, prompts, shown, loaded)
     except (OutOfPages, ValueError) as error:
         raise ValueError(_in_options(str(error), prompts)) from None
-    _report(args, loaded, params, generator.throughput, keys.counts() if args.stats else None)
+    if ranks is None or ranks.rank == 0:
+        _report(args, loaded, params, generator.throughput, keys.counts() if args.stats else None)
     failures = [completion.error for completion in completions if completion.error is not None]
     for failure in failures:
         say(f"dsa generate: {_in_options(failure, prompts)}")
@@ -129,13 +137,12 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
     return SamplingParams(max_new_tokens=args.max_new_tokens, seed=args.seed, stop=stop, **own)
 
 
-def _stream(args, generator, encoded, params, prompts, shown, loaded) -> "list[Completion]":
+def _stream(args, events, encoded, params, prompts, shown, loaded) -> "list[Completion]":
     """Shows every sequence as it comes."""
     from dsa_layers.command.completion_output import JsonEvents, NumberedLines, StreamedText
     from dsa_layers.generation.results import Completion
 
     completions = [Completion(len(ids)) for ids in encoded]
-    events = generator.stream(encoded, params)
     if args.json:
         output = JsonEvents()
         sampling = asdict(params)

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from dsa_layers import SHIPPED_MODEL, options
 if TYPE_CHECKING:
     from dsa_layers.families.model import Model
     from dsa_layers.generation.tokenizer import Tokenizer
+    from dsa_layers.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,9 @@ def add_precision_options(parser: argparse.ArgumentParser, *, dequantized: str) 
     )
 
 
-def load(args: argparse.Namespace) -> LoadedModel:
-    """Raises ValueError, which names the option or the file, for what cannot be loaded."""
+def load(args: argparse.Namespace, ranks: "Ranks | None" = None) -> LoadedModel:
+    """ranks: over which the model is split. Raises ValueError, which names the option or the file, for what cannot be
+    loaded."""
     import torch
 
     import dsa
@@ -109,6 +112,10 @@ def load(args: argparse.Namespace) -> LoadedModel:
         torch.set_num_threads(threads)
     dequantize = not on_gpu if args.dequantize is None else args.dequantize
     tokenizer = Tokenizer(checkpoint)
+    if ranks is not None:
+        from dsa_layers.parallel.loading import load_model as load_part
+
+        load_model = partial(load_part, ranks=ranks)
     model = load_model(
         checkpoint,
         device=device,

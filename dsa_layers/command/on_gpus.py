@@ -1,0 +1,88 @@
+"""The option that splits a model over several GPUs: this process starts one for each, or is one of them."""
+
+import argparse
+import os
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from dsa_layers import options
+
+if TYPE_CHECKING:
+    from dsa_layers.generation.sampling import SamplingParams
+    from dsa_layers.parallel.ranks import Ranks
+
+Value = TypeVar("Value")
+
+
+def add_gpus_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpus",
+        type=options.positive,
+        metavar="N",
+        help="split the model over so many GPUs of this machine, a process each, or with --device cpu over so many "
+        "processes; torchrun may start them too (default: 1)",
+    )
+
+
+def starts_ranks(args: argparse.Namespace) -> bool:
+    """Whether this process is to start a rank for each GPU. ValueError where it is a rank of another number of them."""
+    from dsa_layers.parallel.process_group import started_ranks
+
+    started = started_ranks()
+    if started == 1:
+        return (args.gpus or 1) > 1
+    if args.gpus not in (None, started):
+        raise ValueError(f"--gpus: must be the {started} ranks that were started, got {args.gpus}")
+    return False
+
+
+def start_ranks(args: argparse.Namespace) -> int:
+    """Runs this command as that many ranks; the exit code. ValueError where there are fewer GPUs."""
+    import torch
+
+    from dsa_layers.parallel.launch import launch
+
+    if _on_gpu(args) and torch.cuda.device_count() < args.gpus:
+        raise ValueError(f"--gpus: must be at most the {torch.cuda.device_count()} that torch sees, got {args.gpus}")
+    return launch([sys.executable, "-m", "dsa_layers.command", *args.argv], args.gpus)
+
+
+def join_ranks(args: argparse.Namespace) -> "Ranks | None":
+    """This process's rank, None where it is alone; args.device becomes its own. All ranks but the first are silent."""
+    from dsa_layers.parallel.process_group import join, started_ranks
+
+    if started_ranks() == 1:
+        return None
+    if args.device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device: must be cpu or cuda, of which each rank takes its own GPU, got {args.device}")
+    ranks, device = join("cuda" if _on_gpu(args) else "cpu")
+    args.device = str(device)
+    if ranks.rank:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    return ranks
+
+
+def agreed(ranks: "Ranks | None", make: Callable[[], Value]) -> Value:
+    """What the first rank makes: there is one standard input."""
+    if ranks is None:
+        return make()
+    from dsa_layers.parallel.process_group import agreed
+
+    return agreed(ranks, make)
+
+
+def own_seeds(ranks: "Ranks | None", params: "SamplingParams", prompts: int) -> "SamplingParams | list[SamplingParams]":
+    """What each prompt is sampled by: without a seed another one for each prompt, and the same on all ranks."""
+    if ranks is None or params.seed is not None:
+        return params
+    seeds = agreed(ranks, lambda: [random.SystemRandom().getrandbits(63) for _ in range(prompts)])
+    return [replace(params, seed=seed) for seed in seeds]
+
+
+def _on_gpu(args: argparse.Namespace) -> bool:
+    import torch
+
+    return args.device != "cpu" and torch.cuda.is_available()

@@ -1,0 +1,85 @@
+"""`dsa plan`: what each of several GPUs would hold of a model, and what context is left."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from dsa_layers import SHIPPED_MODEL, options
+from dsa_layers.command.model_options import add_precision_options
+
+if TYPE_CHECKING:
+    from dsa_layers.parallel.plan import GpuPlan
+
+_TEXT = """\
+Reads config.json alone. Weights are shared by the GPUs: attention by heads, MLPs by their inner channels, experts by
+their number, embeddings and the head by the vocabulary. Every GPU has all of the cache. Context is what fits beside the
+weights into 90% of a GPU's memory, for all sequences together."""
+MOST = 16
+GB = 10**9
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("plan", help="what each of several GPUs would hold of a model", description=_TEXT)
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "checkpoint",
+        type=options.path,
+        nargs="?",
+        default=SHIPPED_MODEL,
+        help="a checkpoint's directory, its hub id, or a config.json by itself (default: the small model that comes "
+        "with dsa)",
+    )
+    parser.add_argument(
+        "--gpus", type=options.positive, metavar="N", help=f"so many (default: every number up to {MOST})"
+    )
+    parser.add_argument(
+        "--memory",
+        type=options.positive,
+        metavar="GB",
+        help="of a GPU, in 10^9 bytes (default: that of the GPU here, else 80)",
+    )
+    parser.add_argument(
+        "--cache-tokens",
+        type=options.positive,
+        metavar="N",
+        help="of the cache (default: as many as there is room for)",
+    )
+    add_precision_options(parser, dequantized="off")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from dsa_layers.families.config import read_config
+    from dsa_layers.hub import checkpoint_directory
+    from dsa_layers.parallel.plan import plan, plans, precision_of
+
+    config = read_config(checkpoint_directory(args.checkpoint, weights=False))
+    chosen = {"dequantize": bool(args.dequantize), "kv_cache": args.kv_cache}
+    precision = precision_of(config, dtype=args.dtype and getattr(torch, args.dtype), **chosen)
+    if args.memory is not None:
+        memory = args.memory * GB
+    else:
+        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GB
+    found = [plan(config, precision, args.gpus)] if args.gpus else plans(config, precision, MOST)
+    print(
+        f"{args.checkpoint}: {found[0].whole / GB:.1f} GB of weights, {_cache(found[0])}; GPUs of {memory / GB:.0f} GB"
+    )
+    print(f"{'GPUs':>4}  {'weights a GPU':>14}  " + ("in use" if args.cache_tokens else "context, tokens"))
+    fits = [_line(one, memory, args.cache_tokens) for one in found]
+    return 0 if any(fits) else 1
+
+
+def _cache(one: "GpuPlan") -> str:
+    return f"a cache of {one.page / one.page_size / 1000:.1f} KB a token on every GPU"
+
+
+def _line(one: "GpuPlan", memory: int, cache_tokens: int | None) -> bool:
+    """Prints it. Whether it fits."""
+    tokens = one.tokens(memory)
+    if cache_tokens is None:
+        fits, what = tokens > 0, f"{tokens}" if tokens else "does not fit"
+    else:
+        fits = tokens >= cache_tokens
+        what = f"{one.bytes(cache_tokens) / GB:.1f} GB" + ("" if fits else ", does not fit")
+    print(f"{one.gpus:>4}  {one.weights / GB:>11.1f} GB  {what}")
+    return fits

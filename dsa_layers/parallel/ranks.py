@@ -1,0 +1,61 @@
+"""The ranks that a model is split over, and what they say to each other: sums and pieces, through torch.distributed."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+# Rows a rank from which on each rank sums its own share of them: all parts of all rows would be more to send.
+SHARED_SUM_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """rank: this process's, from 0; size: how many there are; group: None is torch.distributed's default group."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> Self:
+        """Those of a process group. RuntimeError where torch.distributed has none."""
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError("group: torch.distributed is not initialised: call init_process_group before")
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """sum_r x_r over the ranks' x [T, ...], in fp32 (fp64 for fp64) and in the order of the ranks, rounded once:
+        the same bits on every rank and in every run, and a row's do not depend on the other rows."""
+        if self.size == 1:
+            return x
+        x, rows = x.contiguous(), len(x)
+        if rows < SHARED_SUM_ROWS * self.size:
+            return self._sum_parts(self._gathered(x))
+        padded = -(-rows // self.size) * self.size
+        if padded != rows:
+            x = torch.cat((x, x.new_zeros(padded - rows, *x.shape[1:])))
+        parts = torch.empty_like(x)
+        dist.all_to_all_single(parts, x, group=self.group)
+        own = self._sum_parts(parts.unflatten(0, (self.size, -1)))
+        return self._gathered(own).flatten(0, 1)[:rows]
+
+    def join_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' x [..., C] beside each other, in their order: [..., size * C]."""
+        if self.size == 1:
+            return x
+        return self._gathered(x.contiguous()).movedim(0, -2).flatten(-2)
+
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, ...]: every rank's x, which is contiguous."""
+        parts = x.new_empty(self.size * len(x), *x.shape[1:])
+        if x.numel():
+            dist.all_gather_into_tensor(parts, x, group=self.group)
+        return parts.unflatten(0, (self.size, len(x)))
+
+    def _sum_parts(self, parts: torch.Tensor) -> torch.Tensor:
+        total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+        for part in parts[1:]:
+            total = total + part
+        return total.to(parts.dtype)
