@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu import receipt
 from tests.project_copy import copy_project
 
 ROOT = Path(__file__).parent.parent

@@ -6,6 +6,8 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+# Since torch 2.13 the same has another name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Rows a rank from which on each rank sums its own share of them: all parts of all rows would be more to send.
 SHARED_SUM_ROWS = 16
 
@@ -51,7 +53,7 @@ class Ranks:
         """[size, ...]: every rank's x, which is contiguous."""
         parts = x.new_empty(self.size * len(x), *x.shape[1:])
         if x.numel():
-            dist.all_gather_into_tensor(parts, x, group=self.group)
+            _all_gather(parts, x, group=self.group)
         return parts.unflatten(0, (self.size, len(x)))
 
     def _sum_parts(self, parts: torch.Tensor) -> torch.Tensor:

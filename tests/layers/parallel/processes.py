@@ -1,0 +1,30 @@
+"""Runs a function in several processes that talk by gloo."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dsa_layers.parallel.ranks import Ranks
+
+
+def in_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(ranks, *arguments)` gives on each of `size` ranks; a function of a module, so that a new process
+    finds it."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_run, (size, folder, function, arguments), nprocs=size)
+        return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(size)]
+
+
+def _run(rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    torch.save(function(Ranks.of(), *arguments), Path(folder, str(rank)))
+    dist.barrier()
+    dist.destroy_process_group()

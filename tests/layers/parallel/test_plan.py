@@ -1,0 +1,80 @@
+"""What each GPU would hold, beside what ranks do hold, and `dsa plan`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsa_layers
+from dsa_layers.command.main import main
+from dsa_layers.families.config import read_config
+from dsa_layers.families.registry import model_types
+from dsa_layers.parallel.loading import load_model
+from dsa_layers.parallel.plan import STATE_SLOTS, plan, plans, precision_of
+from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.tiny import write_tiny_checkpoint
+
+VENDORED = Path(dsa_layers.__file__).parent / "vendored"
+
+
+@pytest.mark.parametrize("model", model_types())
+def test_it_is_what_a_rank_holds(model, tmp_path):
+    write_tiny_checkpoint(tmp_path, model=model)
+    config = read_config(tmp_path)
+    for gpus in (1, 2):
+        found = plan(config, precision_of(config), gpus)
+        part = load_model(tmp_path, Ranks(gpus - 1, gpus), progress=False)
+        assert found.weights == sum(tensor.nbytes for tensor in part.state_dict().values())
+        cache = part.make_cache(10, part.page_size, state_slots=STATE_SLOTS)
+        assert found.bytes(10 * part.page_size) == found.weights + cache.nbytes == found.bytes(9 * part.page_size + 1)
+        assert found.whole == plan(config, precision_of(config), 1).weights
+
+
+def test_context_is_what_is_left():
+    config = read_config(VENDORED / "deepseek_v32_config.json")
+    found = plan(config, precision_of(config), 8)
+    memory = 141 * 10**9
+    tokens = found.tokens(memory)
+    assert found.bytes(tokens) <= 0.9 * memory < found.bytes(tokens + found.page_size)
+    assert found.tokens(80 * 10**9) == 0
+
+
+def test_published_models():
+    """By the numbers of the published files: 671 GB of DeepSeek-V3.2, 155 GB of DeepSeek-V4-Flash with FP4 experts.
+    What every GPU has whole is a tenth at most."""
+    sizes = {}
+    for name in ("deepseek_v32", "deepseek_v4_flash"):
+        config = read_config(VENDORED / f"{name}_config.json")
+        found = plans(config, precision_of(config), 16)
+        sizes[name] = found[0].whole / 1e9
+        assert [one.gpus for one in found] == ([1, 2, 4, 8, 16] if name == "deepseek_v32" else [1, 2, 4, 8])
+        assert all(one.weights < 1.1 * one.whole / one.gpus for one in found[:4])
+    assert 655 < sizes["deepseek_v32"] < 690 and 150 < sizes["deepseek_v4_flash"] < 160
+
+
+def test_the_command(capsys):
+    flash = str(VENDORED / "deepseek_v4_flash_config.json")
+    assert main(["plan", flash, "--memory", "141"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "156.1 GB of weights" in lines[0] and "GPUs of 141 GB" in lines[0]
+    assert [line.split()[0] for line in lines[2:]] == ["1", "2", "4", "8"]
+    assert lines[2].endswith("does not fit") and lines[3].split()[1:3] == ["78.7", "GB"]
+    assert main(["plan", flash, "--gpus", "1", "--memory", "141"]) == 1
+    assert main(["plan", flash, "--gpus", "2", "--memory", "141", "--cache-tokens", "1000000"]) == 0
+    assert main(["plan", flash, "--gpus", "2", "--memory", "80", "--cache-tokens", "10000000"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("GB, does not fit")
+
+
+def test_wrong_calls(capsys, tmp_path):
+    flash = str(VENDORED / "deepseek_v4_flash_config.json")
+    assert main(["plan", flash, "--gpus", "3"]) == 2
+    assert "gpus: 3 do not evenly share the 64 attention heads" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_nothing_is_allocated():
+    """The model of 671 GB has shapes alone."""
+    config = read_config(VENDORED / "deepseek_v32_config.json")
+    assert precision_of(config).dtype == torch.bfloat16
+    assert plan(config, precision_of(config, dequantize=True), 8).weights > 160e9

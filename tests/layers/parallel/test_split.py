@@ -1,0 +1,125 @@
+"""Models over 2 and 4 processes beside one: logits, generated tokens, and what every rank holds."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dsa_layers import load_model as load_whole
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.errors import CheckpointError
+from dsa_layers.families.registry import model_types
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.parallel.cuts import DoesNotDivide
+from dsa_layers.parallel.loading import load_model
+from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.tiny import write_tiny_checkpoint
+from tests.layers.parallel.processes import in_ranks
+
+OPTIONS = {"dtype": torch.float32, "dequantize": True, "progress": False}
+# More tokens than are selected, in two sequences and in two passes.
+TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [200, 100]
+PROMPTS = [TOKENS[:150], TOKENS[:3], TOKENS[7:80]]
+SPLITS = [(model, quantized, 2) for model in model_types() for quantized in (True, False)]
+SPLITS += [(model, False, 4) for model in model_types() if model != "deepseek_v4"]  # it has 2 groups of heads
+FUSED = "experts in one tensor"
+SPLITS += [(FUSED, False, 2)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """{(family, quantised): its directory}, to be read only; FUSED is deepseek_v32 as transformers' modules name it."""
+    made = {}
+    for model in model_types():
+        for quantized in (True, False):
+            made[model, quantized] = tmp_path_factory.mktemp(model)
+            write_tiny_checkpoint(made[model, quantized], model=model, quantized=quantized)
+    made[FUSED, False] = tmp_path_factory.mktemp("fused")
+    fuse(made["deepseek_v32", False], made[FUSED, False])
+    return made
+
+
+def fuse(directory, fused):
+    tensors = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}
+    for layer in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        weights = [
+            [tensors.pop(f"{layer}.experts.{e}.{p}_proj.weight") for p in ("gate", "up", "down")] for e in range(8)
+        ]
+        tensors[f"{layer}.experts.gate_up_proj"] = torch.stack([torch.cat((gate, up)) for gate, up, _ in weights])
+        tensors[f"{layer}.experts.down_proj"] = torch.stack([down for *_, down in weights])
+    for path in directory.glob("*.json"):
+        if "index" not in path.name:
+            shutil.copy(path, fused)
+    save_file(tensors, fused / "model.safetensors")
+
+
+def of_rank(ranks, directories):
+    return [outcome(load_model(directory, ranks, **OPTIONS)) for directory in directories]
+
+
+def outcome(model):
+    """(logits of all tokens, generated tokens, weights' shapes)."""
+    with torch.inference_mode():
+        logits = model(torch.tensor(TOKENS), SequenceBatch.without_cache(LENGTHS), all_tokens=True)
+    generator = Generator(model, None, cache_tokens=2048, prefill_chunk=100)
+    completions = generator.generate(PROMPTS, SamplingParams(max_new_tokens=10))
+    weights = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return logits, [completion.tokens for completion in completions], weights
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_compute_what_one_process_does(checkpoints, size):
+    """All models in the same processes, which are slow to start."""
+    cases = [case[:2] for case in SPLITS if case[2] == size]
+    of_ranks = in_ranks(size, of_rank, [checkpoints[case] for case in cases])
+    for i, case in enumerate(cases):
+        found = [of_one[i] for of_one in of_ranks]
+        logits, tokens, whole = outcome(load_whole(checkpoints[case], **OPTIONS))
+        for part_logits, part_tokens, parts in found:
+            assert (part_logits - logits).abs().max() <= 2e-5 * logits.abs().max(), case
+            assert part_tokens == tokens, case
+            assert torch.equal(part_logits, found[0][0]), case  # bit for bit: they select the same keys
+            assert parts.keys() == whole.keys(), case
+        held = [sum(torch.Size(shape).numel() for shape in parts.values()) for *_, parts in found]
+        assert len(set(held)) == 1 and held[0] < 0.75 * sum(torch.Size(shape).numel() for shape in whole.values()), case
+
+
+@pytest.mark.parametrize(
+    ("model", "quantized", "size", "what"),
+    [
+        ("deepseek_v32", True, 3, "3 do not evenly share the 4 attention heads of model.layers.0.self_attn"),
+        (
+            "deepseek_v32",
+            True,
+            4,
+            "4 do not evenly share the 6 blocks of 128 rows of model.layers.0.self_attn.q_b_proj",
+        ),
+        ("glm_moe_dsa", True, 4, "4 do not evenly share the 14 blocks of 128 rows of .*kv_b_proj"),
+        ("deepseek_v4", False, 4, "4 do not evenly share the 2 groups of attention heads of layers.0.attn"),
+        ("deepseek_v4", False, 16, "16 do not evenly share the 8 attention heads"),
+    ],
+)
+def test_numbers_of_ranks_that_do_not_divide(checkpoints, model, quantized, size, what):
+    """Before anything is read, so on a rank by itself."""
+    with pytest.raises(DoesNotDivide, match=rf"^gpus: {what}"):
+        load_model(checkpoints[model, quantized], Ranks(0, size), **OPTIONS)
+
+
+def test_a_tensor_of_a_part_s_shape_is_not_taken_for_the_whole(checkpoints, tmp_path):
+    shutil.copytree(checkpoints["deepseek_v32", False], tmp_path, dirs_exist_ok=True)
+    name = "model.layers.1.self_attn.q_b_proj.weight"
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    path = tmp_path / index["weight_map"][name]
+    with safe_open(path, "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    save_file(tensors | {name: tensors[name][:384].contiguous()}, path)
+    expected = rf"{name}: has shape \[384, 256\]; the model expects \[768, 256\]"
+    with pytest.raises(CheckpointError, match=expected):
+        load_model(tmp_path, Ranks(1, 2), **OPTIONS)
