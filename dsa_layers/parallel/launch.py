@@ -2,8 +2,8 @@
 
 torch's elastic multiprocessing starts the processes, sends their output where it belongs and ends them; the ranks meet
 at a TCPStore of this process, as those of torchrun meet at its agent's. Waiting is done here, because its `wait` gives
-hung processes 30 s and knows the ends' order to a second only; and a line of Python in front of the command does what
-it has no argument for: it closes the other ranks' standard input, and lets no rank outlive this process.
+hung processes 30 s and tells the order of ends to a second only. A few lines of Python before the command do what it
+has no argument for: they empty the other ranks' standard input, and let no rank outlive this process (on Linux).
 """
 
 import contextlib

@@ -15,6 +15,8 @@ import pytest
 from dsa_layers.parallel import launch as module
 from dsa_layers.parallel.launch import launch
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and PR_SET_PDEATHSIG is Linux's")
+
 # Processes that call launch, for what is done to these: torch is imported once, by the server that forks them.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch.distributed.elastic.multiprocessing", "dsa_layers.parallel.launch"])
@@ -196,8 +198,10 @@ class TestStreams:
         os.close(terminal)
         assert done.returncode == 0
 
-    def test_other_ranks_have_an_empty_input(self, capfd):
-        assert run(3, "sys.exit(0 if rank == 0 else 3 if sys.stdin.read() else 0)") == 0
+    def test_other_ranks_have_an_empty_input(self, start, tmp_path):
+        (tmp_path / "in").write_text("for rank 0")
+        process = start(3, "sys.exit(3 if rank and sys.stdin.read() else 0)", tmp_path / "in")
+        assert ended(process) == 0
 
     def test_what_was_printed_before_comes_first(self, tmp_path):
         calls = f"from dsa_layers.parallel.launch import launch; print('first'); launch({python('print(2)')!r}, 1)"
@@ -324,7 +328,6 @@ class TestSignals:
             assert process.is_alive()
         assert ended(process) == 0
 
-    @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
     def test_killed_parent_takes_its_ranks_along(self, start, tmp_path):
         process = start(2, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{WRITES_PID}time.sleep(60)")
         pids = started(tmp_path, 2)
