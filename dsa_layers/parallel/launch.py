@@ -142,17 +142,26 @@ def _wait(processes: "PContext", received: list[signal.Signals]) -> int | None:
     """Until all ranks have ended well or a signal has come: None; or until one has failed: its number.
 
     Of two ranks that are found ended at once, a signal is the cause: what other ranks make of a dead one is an error.
+    SIGABRT is none: gloo and NCCL end processes by it whose peers have gone.
     """
     while not received:
         codes = _codes(processes)
         failed = [rank for rank, code in codes.items() if code != 0]
         if failed:
-            first = min(failed, key=lambda rank: (codes[rank] > 0, rank))
+            first = min(failed, key=lambda rank: (_CAUSES.index(_kind(codes[rank])), rank))
             return 0 if _rank_0_ends_so_too(processes, codes[first], received) else first
         if len(codes) == processes.nprocs:
             return None
         time.sleep(_POLL_SECONDS)
     return None
+
+
+# The likeliest first.
+_CAUSES = ("signal", "code", "abort")
+
+
+def _kind(code: int) -> str:
+    return "code" if code > 0 else "abort" if code == -signal.SIGABRT else "signal"
 
 
 def _rank_0_ends_so_too(processes: "PContext", code: int, received: list[signal.Signals]) -> bool:

@@ -41,8 +41,15 @@ def join(device: str) -> tuple[Ranks, torch.device]:
 
 
 def agreed(ranks: Ranks, make: Callable[[], Value]) -> Value:
-    """What the first rank makes, on all ranks. An error there is an error of that rank alone: the others wait, until
-    they are ended with it."""
-    values = [make() if ranks.rank == 0 else None]
-    dist.broadcast_object_list(values, group=ranks.group, group_src=0)
-    return values[0]
+    """What the first rank makes, on all ranks; and where that is an error, which it raises, they raise it too."""
+    made: list[tuple[Value | None, Exception | None]] = [(None, None)]
+    if ranks.rank == 0:
+        try:
+            made = [(make(), None)]
+        except Exception as error:
+            made = [(None, error)]
+    dist.broadcast_object_list(made, group=ranks.group, group_src=0)
+    value, error = made[0]
+    if error is not None:
+        raise error
+    return value

@@ -1,5 +1,6 @@
 """A model on the meta device becomes a rank's part of it: parameters of its own size, and sums over the ranks."""
 
+import os
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.moe import MoE, SwiGLU
+from dsa_layers.parallel.compare import compare_picks
 from dsa_layers.parallel.cuts import Cut, cuts_of
 from dsa_layers.parallel.ranks import Ranks
 
@@ -20,7 +22,8 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
 
     Attention and MLPs give the sum over the ranks' parts, embeddings that of rows of which all ranks but one have none,
     the model the ranks' columns of logits beside each other. So activations between layers are whole, and their bits
-    the same on every rank: all compute the same index scores and select the same keys.
+    the same on every rank: all compute the same index scores and select the same keys. With DSA_COMPARE_RANKS=1 in the
+    environment every pass makes sure of that (`compare_picks`).
     Raises ValueError, with the model unchanged, for one that does not come apart evenly.
     """
     cuts = cuts_of(model, ranks.size, blocks=blocks)
@@ -34,6 +37,8 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
     for module in [*model.modules()]:
         _become_part(module, ranks)
     model.register_forward_hook(partial(_join_logits, ranks))
+    if os.environ.get("DSA_COMPARE_RANKS") == "1":
+        compare_picks(model, ranks)
     return cuts
 
 

@@ -55,9 +55,10 @@ HOT = (
     "topk_indices",
 )
 ADAPTERS = "_adapters"  # behind an engine's name: what its plugin calls the ops by
-# Files and folders of dsa_layers that no pass of a model runs. Tests of generation run models of those in TINY.
+# Files and folders of dsa_layers that no pass of a model on one GPU runs. Tests of generation run models of those in
+# TINY.
 TINY = ("manifest.py", "tiny.py", "tiny")
-NOT_RUN = ("command", "compilation", "evaluation", "export.py", "hf", "training", "vendored", *TINY)
+NOT_RUN = ("command", "compilation", "evaluation", "export.py", "hf", "parallel", "training", "vendored", *TINY)
 
 
 Entries = dict[str, dict[str, dict[str, Any]]]

@@ -1,9 +1,13 @@
 """`dsa generate --gpus N` on a CPU: processes of its own, one terminal, one message."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +80,28 @@ def test_a_damaged_checkpoint_is_said_once(checkpoint, tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     missing = "model-00003-of-000004.safetensors: missing"
     assert sum(missing in line for line in done.stderr.splitlines()) == 1, done.stderr
+
+
+def of_rank(rank, parent):
+    """The process of that rank, below a process, by what Linux tells of it."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            ids = (entry / "status").read_text()
+            mine = int(ids.partition("PPid:")[2].split()[0]) == parent
+            if mine and f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                return int(entry.name)
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_a_rank_that_is_killed_ends_the_others(checkpoint):
+    call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-new-tokens", "60000"]
+    with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
+        assert process.stdout.read(4)  # the prompt, and what comes behind it
+        killed, first = of_rank(1, process.pid), of_rank(0, process.pid)
+        os.kill(killed, signal.SIGKILL)
+        started = time.monotonic()
+        error = process.stderr.read().decode()
+        assert process.wait(timeout=30) == 1 and time.monotonic() - started < 30
+    assert "dsa: rank 1 of 2 was ended by SIGKILL; the other ranks have been stopped" in error
+    for pid in (killed, first):
+        assert not Path(f"/proc/{pid}").exists()
