@@ -18,7 +18,7 @@ try:
 except SystemExit:
     sys.exit(bool({"torch", "numpy", "tokenizers", "dsa", "tqdm", "jinja2"} & sys.modules.keys()))
 """
-COMMANDS = ["generate", "compare", "check", "compile", "bench", "tune", "tiny"]
+COMMANDS = ["generate", "compare", "check", "compile", "plan", "bench", "tune", "tiny"]
 
 
 def parser_of(command):
