@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def has_children():
 def parent(command, ranks, streams, ignored):
     """The body of a process with these paths as its standard streams."""
     os.setsid()
+    tempfile.tempdir = command[-1]  # what it leaves behind when it is killed goes with the test's own
     for fd, (path, flags) in enumerate(streams):
         os.dup2(os.open(path, flags | os.O_CREAT, 0o600), fd)
     sys.stderr = os.fdopen(2, "w", closefd=False)
