@@ -167,10 +167,12 @@ def _kind(code: int) -> str:
 def _rank_0_ends_so_too(processes: "PContext", code: int, received: list[signal.Signals]) -> bool:
     """Whether a rank's `code` is also rank 0's, so that what it has said on the terminal is enough. All ranks end alike
     after a wrong call. But 1 is also what a rank ends with because another has: there the first one is the cause."""
-    until = time.monotonic() + (RANK_0_SECONDS if code > 1 else 0)
+    if code <= 1:
+        return False
+    until = time.monotonic() + RANK_0_SECONDS
     while 0 not in _codes(processes) and not received and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
-    return code > 0 and _codes(processes).get(0) == code
+    return _codes(processes).get(0) == code
 
 
 def _tell(rank: int, code: int, ranks: int, log: Path | None) -> None:

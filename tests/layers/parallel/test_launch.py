@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def has_children():
 def parent(command, ranks, streams, ignored):
     """The body of a process with these paths as its standard streams."""
     os.setsid()
+    tempfile.tempdir = command[-1]  # what it leaves behind when it is killed goes with the test's own
     for fd, (path, flags) in enumerate(streams):
         os.dup2(os.open(path, flags | os.O_CREAT, 0o600), fd)
     sys.stderr = os.fdopen(2, "w", closefd=False)
@@ -205,7 +207,8 @@ class TestStreams:
 
     def test_what_was_printed_before_comes_first(self, tmp_path):
         calls = f"from dsa_layers.parallel.launch import launch; print('first'); launch({python('print(2)')!r}, 1)"
-        done = subprocess.run([sys.executable, "-c", calls], capture_output=True, text=True)
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        done = subprocess.run([sys.executable, "-c", calls], env=buffered, capture_output=True, text=True)
         assert (done.stdout, done.stderr) == ("first\n2\n", "")
 
 
@@ -246,9 +249,10 @@ class TestFailure:
         assert capfd.readouterr() == ("", told)
         assert not has_children()
 
-    def test_of_the_only_rank_by_a_signal(self, capfd):
-        assert run(1, "os.kill(os.getpid(), signal.SIGSEGV)") == 1
-        assert capfd.readouterr().err == "dsa: rank 0 of 1 was ended by SIGSEGV\n"
+    @pytest.mark.parametrize("number, name", [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGRTMIN + 1, "signal 35")])
+    def test_of_the_only_rank_by_a_signal(self, capfd, number, name):
+        assert run(1, f"os.kill(os.getpid(), {int(number)})") == 1
+        assert capfd.readouterr().err == f"dsa: rank 0 of 1 was ended by {name}\n"
 
     def test_of_a_peer_is_the_cause_and_not_the_error_it_makes(self, capfd, tmp_path):
         """Rank 1 waits at a pipe that rank 2 alone has open for writing, and fails with an error when that dies."""
@@ -260,6 +264,12 @@ class TestFailure:
             "time.sleep(60)"
         )
         assert run(3, source) == 1
+        told = "dsa: rank 2 of 3 was ended by SIGKILL; the other ranks have been stopped\n"
+        assert capfd.readouterr().err == told
+
+    def test_by_a_signal_is_the_cause_of_what_is_found_ended_with_it(self, capfd, monkeypatch):
+        monkeypatch.setattr(module, "_POLL_SECONDS", 1)
+        assert run(3, "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\nsys.exit(1 if rank == 1 else 0)") == 1
         told = "dsa: rank 2 of 3 was ended by SIGKILL; the other ranks have been stopped\n"
         assert capfd.readouterr().err == told
 
@@ -288,7 +298,9 @@ class TestFailure:
             "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
             "time.sleep(60)"
         )
+        began = time.monotonic()
         assert run(3, source) == 1
+        assert time.monotonic() - began < 5
         assert not has_children()
         for child in started(tmp_path, 2):
             wait_for(lambda child=child: not running(child), 5)
