@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
     ranks = on_gpus.join_ranks(args)
     prompts = on_gpus.agreed(ranks, lambda: read_prompts(args.prompts))
     params = _sampling(args)
-    loaded = load(args, ranks)
+    with on_gpus.errors_of_option():
+        loaded = load(args, ranks)
     model, tokenizer = loaded.model, loaded.tokenizer
     shown = [prompt.text for prompt in prompts]
     texts = shown

@@ -1,10 +1,11 @@
 """The option that splits a model over several GPUs: this process starts one for each, or is one of them."""
 
 import argparse
+import contextlib
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,14 +41,43 @@ def starts_ranks(args: argparse.Namespace) -> bool:
 
 
 def start_ranks(args: argparse.Namespace) -> int:
-    """Runs this command as that many ranks; the exit code. ValueError where there are fewer GPUs."""
+    """Runs this command as that many ranks; the exit code. ValueError where there are fewer GPUs, and where they cannot
+    hold the model, before anything of it is read."""
     import torch
 
     from dsa_layers.parallel.launch import launch
 
-    if _on_gpu(args) and torch.cuda.device_count() < args.gpus:
-        raise ValueError(f"--gpus: must be at most the {torch.cuda.device_count()} that torch sees, got {args.gpus}")
+    if _on_gpu(args):
+        there = torch.cuda.device_count()
+        if there < args.gpus:
+            raise ValueError(f"--gpus: must be at most the {there} that torch sees, got {args.gpus}")
+        _check_fits(args, min(torch.cuda.get_device_properties(i).total_memory for i in range(args.gpus)))
     return launch([sys.executable, "-m", "dsa_layers.command", *args.argv], args.gpus)
+
+
+def _check_fits(args: argparse.Namespace, memory: int) -> None:
+    import torch
+
+    from dsa_layers.families.config import read_config
+    from dsa_layers.hub import checkpoint_directory
+    from dsa_layers.parallel.plan import check_fits, plan, precision_of
+
+    config = read_config(checkpoint_directory(args.checkpoint, weights=False))
+    options = {"dequantize": bool(args.dequantize), "kv_cache": args.kv_cache, "widen_experts": args.widen_experts}
+    precision = precision_of(config, dtype=args.dtype and getattr(torch, args.dtype), **options)
+    with errors_of_option():
+        check_fits(plan(config, precision, args.gpus), memory, args.cache_tokens)
+
+
+@contextlib.contextmanager
+def errors_of_option() -> Iterator[None]:
+    """The library's errors about the number of GPUs, by the option's name."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("gpus: "):
+            raise
+        raise ValueError(f"--{error}") from None
 
 
 def join_ranks(args: argparse.Namespace) -> "Ranks | None":
@@ -58,7 +88,8 @@ def join_ranks(args: argparse.Namespace) -> "Ranks | None":
         return None
     if args.device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device: must be cpu or cuda, of which each rank takes its own GPU, got {args.device}")
-    ranks, device = join("cuda" if _on_gpu(args) else "cpu")
+    with errors_of_option():
+        ranks, device = join("cuda" if _on_gpu(args) else "cpu")
     args.device = str(device)
     if ranks.rank:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")

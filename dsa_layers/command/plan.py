@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from dsa_layers import SHIPPED_MODEL, options
+from dsa_layers.command import on_gpus
 from dsa_layers.command.model_options import add_precision_options
 
 if TYPE_CHECKING:
@@ -54,13 +55,14 @@ def run(args: argparse.Namespace) -> int:
     from dsa_layers.parallel.plan import plan, plans, precision_of
 
     config = read_config(checkpoint_directory(args.checkpoint, weights=False))
-    chosen = {"dequantize": bool(args.dequantize), "kv_cache": args.kv_cache}
+    chosen = {"dequantize": bool(args.dequantize), "kv_cache": args.kv_cache, "widen_experts": args.widen_experts}
     precision = precision_of(config, dtype=args.dtype and getattr(torch, args.dtype), **chosen)
     if args.memory is not None:
         memory = args.memory * GB
     else:
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GB
-    found = [plan(config, precision, args.gpus)] if args.gpus else plans(config, precision, MOST)
+    with on_gpus.errors_of_option():
+        found = [plan(config, precision, args.gpus)] if args.gpus else plans(config, precision, MOST)
     print(
         f"{args.checkpoint}: {found[0].whole / GB:.1f} GB of weights, {_cache(found[0])}; GPUs of {memory / GB:.0f} GB"
     )

@@ -40,11 +40,22 @@ class GpuPlan:
         return self.weights + self.cache + self.page * math.ceil(cache_tokens / self.page_size)
 
 
-def precision_of(config: ModelConfig, **options: object) -> Precision:
-    """As `load_model` chooses it for a checkpoint whose experts are stored as config.json says."""
+def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
+    """ValueError where a GPU of so much memory cannot hold its part and a cache for so many tokens."""
+    if found.bytes(cache_tokens) > SHARE * memory:
+        raise ValueError(
+            f"gpus: each of {found.gpus} would hold {found.weights / 1e9:.1f} GB of weights, and with a cache for "
+            f"{cache_tokens} tokens {found.bytes(cache_tokens) / 1e9:.1f} GB; accepted: at most {SHARE:.0%} of the "
+            f"{memory / 1e9:.1f} GB that it has. `dsa plan` says which numbers of GPUs can"
+        )
+
+
+def precision_of(config: ModelConfig, *, widen_experts: bool = False, **options: object) -> Precision:
+    """As `load_model` chooses it for a checkpoint whose experts are stored as config.json says. options: of
+    `Precision.of`."""
     precision = Precision.of(config, **options)
     stored = config.quantization.expert_dtype if config.quantization else None
-    return replace(precision, fp4_experts=precision.fp8_linear and stored == "fp4")
+    return replace(precision, fp4_experts=precision.fp8_linear and stored == "fp4" and not widen_experts)
 
 
 def plan(config: ModelConfig, precision: Precision, gpus: int) -> GpuPlan:

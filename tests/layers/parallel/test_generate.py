@@ -60,7 +60,7 @@ def test_torchrun_starts_ranks_too(checkpoint):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--gpus", "3"], "gpus: 3 do not evenly share the 4 attention heads of model.layers.0.self_attn"),
+        (["--gpus", "3"], "--gpus: 3 do not evenly share the 4 attention heads of model.layers.0.self_attn"),
         (["--gpus", "0"], "--gpus"),
         (["--gpus", "2", "--prompt-file", "/nowhere"], "--prompt-file: must be a readable file, got /nowhere"),
         (["--gpus", "2", "--cache-tokens", "64", "--prompt", "a b " * 200], "--cache-tokens"),

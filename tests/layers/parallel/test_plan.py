@@ -10,7 +10,7 @@ from dsa_layers.command.main import main
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import model_types
 from dsa_layers.parallel.loading import load_model
-from dsa_layers.parallel.plan import STATE_SLOTS, plan, plans, precision_of
+from dsa_layers.parallel.plan import STATE_SLOTS, check_fits, plan, plans, precision_of
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
 
@@ -68,7 +68,7 @@ def test_the_command(capsys):
 def test_wrong_calls(capsys, tmp_path):
     flash = str(VENDORED / "deepseek_v4_flash_config.json")
     assert main(["plan", flash, "--gpus", "3"]) == 2
-    assert "gpus: 3 do not evenly share the 64 attention heads" in capsys.readouterr().err
+    assert "--gpus: 3 do not evenly share the 64 attention heads" in capsys.readouterr().err
     assert main(["plan", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
 
@@ -78,3 +78,33 @@ def test_nothing_is_allocated():
     config = read_config(VENDORED / "deepseek_v32_config.json")
     assert precision_of(config).dtype == torch.bfloat16
     assert plan(config, precision_of(config, dequantize=True), 8).weights > 160e9
+
+
+def test_experts_that_are_widened_take_twice_the_memory():
+    config = read_config(VENDORED / "deepseek_v4_flash_config.json")
+    found = [plan(config, precision_of(config, widen_experts=widen), 2).weights for widen in (False, True)]
+    assert 1.7 < found[1] / found[0] < 2
+
+
+def test_what_does_not_fit_is_refused(monkeypatch, capsys):
+    """Before anything is read: there are no weights beside the configuration."""
+    flash = VENDORED / "deepseek_v4_flash_config.json"
+    found = plan(read_config(flash), precision_of(read_config(flash)), 2)
+    check_fits(found, 141 * 10**9, 10**6)
+    with pytest.raises(
+        ValueError, match=r"gpus: each of 2 would hold 78\.7 GB .* accepted: at most 90% of the 80\.0 GB"
+    ):
+        check_fits(found, 80 * 10**9, 1)
+    with pytest.raises(ValueError, match=r"a cache for 20000000 tokens 1\d\d\.\d GB"):
+        check_fits(found, 141 * 10**9, 2 * 10**7)
+
+    class Gpu:
+        total_memory = 80 * 10**9
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Gpu)
+    assert main(["generate", str(flash), "--gpus", "2", "--prompt", "x"]) == 2
+    assert "--gpus: each of 2 would hold 78.7 GB of weights" in capsys.readouterr().err
+    assert main(["generate", str(flash), "--gpus", "4", "--prompt", "x"]) == 2
+    assert "--gpus: must be at most the 2 that torch sees, got 4" in capsys.readouterr().err
