@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(_in_options(str(error), prompts)) from None
     if ranks is None or ranks.rank == 0:
         _report(args, loaded, params, generator.throughput, keys.counts() if args.stats else None)
+    on_gpus.leave_ranks(ranks)
     failures = [completion.error for completion in completions if completion.error is not None]
     for failure in failures:
         say(f"dsa generate: {_in_options(failure, prompts)}")

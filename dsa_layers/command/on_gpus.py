@@ -96,6 +96,14 @@ def join_ranks(args: argparse.Namespace) -> "Ranks | None":
     return ranks
 
 
+def leave_ranks(ranks: "Ranks | None") -> None:
+    """At the end of a call that went well, when all ranks are there: NCCL warns of groups that are left open."""
+    if ranks is not None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
 def agreed(ranks: "Ranks | None", make: Callable[[], Value]) -> Value:
     """What the first rank makes: there is one standard input."""
     if ranks is None:
