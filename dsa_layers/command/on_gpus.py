@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from dsa_layers import options
+from dsa_layers.parallel.environment import started_ranks
 
 if TYPE_CHECKING:
     from dsa_layers.generation.sampling import SamplingParams
@@ -30,10 +31,8 @@ def add_gpus_option(parser: argparse.ArgumentParser) -> None:
 
 def starts_ranks(args: argparse.Namespace) -> bool:
     """Whether this process is to start a rank for each GPU. ValueError where it is a rank of another number of them."""
-    from dsa_layers.parallel.process_group import started_ranks
-
     started = started_ranks()
-    if started == 1:
+    if started is None:
         return (args.gpus or 1) > 1
     if args.gpus not in (None, started):
         raise ValueError(f"--gpus: must be the {started} ranks that were started, got {args.gpus}")
@@ -47,6 +46,8 @@ def start_ranks(args: argparse.Namespace) -> int:
 
     from dsa_layers.parallel.launch import launch
 
+    if args.device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device: must be cpu or cuda, of which each rank takes its own GPU, got {args.device}")
     if _on_gpu(args):
         there = torch.cuda.device_count()
         if there < args.gpus:
@@ -58,13 +59,17 @@ def start_ranks(args: argparse.Namespace) -> int:
 def _check_fits(args: argparse.Namespace, memory: int) -> None:
     import torch
 
+    from dsa_layers.checkpoint import Checkpoint
     from dsa_layers.families.config import read_config
     from dsa_layers.hub import checkpoint_directory
     from dsa_layers.parallel.plan import check_fits, plan, precision_of
 
-    config = read_config(checkpoint_directory(args.checkpoint, weights=False))
+    directory = checkpoint_directory(args.checkpoint, weights=False)
+    config = read_config(directory)
     options = {"dequantize": bool(args.dequantize), "kv_cache": args.kv_cache, "widen_experts": args.widen_experts}
-    precision = precision_of(config, dtype=args.dtype and getattr(torch, args.dtype), **options)
+    # Where the files are here, they say how experts are stored, and not config.json: the earliest ones do not.
+    files = Checkpoint(directory) if directory.is_dir() and any(directory.glob("*.safetensors")) else None
+    precision = precision_of(config, files, dtype=args.dtype and getattr(torch, args.dtype), **options)
     with errors_of_option():
         check_fits(plan(config, precision, args.gpus), memory, args.cache_tokens)
 
@@ -82,26 +87,30 @@ def errors_of_option() -> Iterator[None]:
 
 def join_ranks(args: argparse.Namespace) -> "Ranks | None":
     """This process's rank, None where it is alone; args.device becomes its own. All ranks but the first are silent."""
-    from dsa_layers.parallel.process_group import join, started_ranks
-
-    if started_ranks() == 1:
+    if started_ranks() in (None, 1):
         return None
+    from dsa_layers.parallel.process_group import join
+
     if args.device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device: must be cpu or cuda, of which each rank takes its own GPU, got {args.device}")
     with errors_of_option():
         ranks, device = join("cuda" if _on_gpu(args) else "cpu")
     args.device = str(device)
+    if device.type == "cpu" and args.threads is None:
+        args.threads = max(1, (os.cpu_count() or 1) // ranks.size)
     if ranks.rank:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     return ranks
 
 
 def leave_ranks(ranks: "Ranks | None") -> None:
-    """At the end of a call that went well, when all ranks are there: NCCL warns of groups that are left open."""
+    """At the end of a call that went well, when all ranks are there. A group of NCCL is left to the process's end: it
+    would wait for CUDA graphs that hold its collectives."""
     if ranks is not None:
         import torch.distributed as dist
 
-        dist.destroy_process_group()
+        if dist.get_backend(ranks.group) == "gloo":
+            dist.destroy_process_group()
 
 
 def agreed(ranks: "Ranks | None", make: Callable[[], Value]) -> Value:
@@ -124,4 +133,4 @@ def own_seeds(ranks: "Ranks | None", params: "SamplingParams", prompts: int) -> 
 def _on_gpu(args: argparse.Namespace) -> bool:
     import torch
 
-    return args.device != "cpu" and torch.cuda.is_available()
+    return torch.cuda.is_available() if args.device is None else args.device != "cpu"

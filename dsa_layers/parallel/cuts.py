@@ -73,6 +73,8 @@ class DoesNotDivide(ValueError):
 def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
     """{parameter's name: its cut} of a whole model. blocks: projections are stored in FP8, whose blocks of 128 x 128
     share a scale and are not cut. Raises DoesNotDivide for a model that does not come apart evenly."""
+    if ranks == 1:
+        return {}
     _check_counts(model, ranks)
     cuts: dict[str, Cut] = {}
     for name, parameter, dim, stored_in_fp8 in _shared(model):

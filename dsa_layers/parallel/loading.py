@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from dsa_layers.arguments import flag
 from dsa_layers.checkpoint import Checkpoint, load_weights
 from dsa_layers.checkpoint.checks import check_layers, check_quantised_sizes, check_values
 from dsa_layers.checkpoint.directory import Index
@@ -42,11 +43,14 @@ def load_model(
     widen_experts: bool = False,
     progress: bool = True,
 ) -> CheckpointModel:
-    """This rank's part of the model of a checkpoint directory, for inference (`split`). Arguments and errors are those
-    of `dsa_layers.load_model`, and ValueError for a model that does not come apart into so many equal parts. Of every
+    """This rank's part of the model of a checkpoint directory, for inference (`split`). Arguments are those of
+    `dsa_layers.load_model`, and so are errors; what one rank finds in its part all ranks raise. DoesNotDivide for a
+    model that does not come apart into so many equal parts. Of every
     tensor a rank reads its own slice alone; FP8 weights are cut where their blocks of 128 end. The progress bar is the
     first rank's."""
     device = check_device(device)
+    flag("dequantize", dequantize)
+    flag("widen_experts", widen_experts)
     directory = checkpoint_directory(directory)
     config = read_config(directory)
     precision = Precision.of(config, dtype, dequantize=dequantize, kv_cache=kv_cache)
@@ -61,12 +65,21 @@ def load_model(
     each = config.n_routed_experts // ranks.size
     own = range(ranks.rank * each, (ranks.rank + 1) * each)
     names = {
-        "skip": lambda stored: model.skips(stored) or _of_another(model.name_of(stored), own),
+        "skip": model.skips,
         "name_of": lambda stored: _Stored(model.name_of(stored)),
         "parts_of": partial(_parts_of, cuts, own, config.n_routed_experts, ranks.rank),
     }
-    load_weights(model, checkpoint, device=device, progress=progress and ranks.rank == 0, **names)
-    check_values(model, checkpoint.directory)
+    error = None
+    try:
+        load_weights(model, checkpoint, device=device, progress=progress and ranks.rank == 0, **names)
+        check_values(model, checkpoint.directory)
+    except (CheckpointError, RuntimeError, MemoryError) as caught:  # the latter two of a GPU or a host without room
+        error = caught
+    problem = ranks.first_problem(None if error is None else str(error) or "out of memory")
+    if error is not None:
+        raise error
+    if problem is not None:
+        raise CheckpointError(f"{problem[1]} (rank {problem[0]})")
     model.init_buffers(device)
     joint_linear.join(model)
     return model.eval()
@@ -74,12 +87,6 @@ def load_model(
 
 class _Stored(str):
     """A tensor's name, where the checkpoint's whole tensor is meant and not the model's part of it."""
-
-
-def _of_another(name: str, own: range) -> bool:
-    """Whether it is a tensor of an expert that another rank has."""
-    match = _OF_EXPERT.fullmatch(name)
-    return match is not None and int(match[2]) not in own
 
 
 def _parts_of(
@@ -90,11 +97,21 @@ def _parts_of(
     if not isinstance(name, _Stored):
         parts = split_experts(name, shape, experts=len(own))
         return {_renumbered(part, own.start): index for part, index in parts.items()}
-    parts = split_experts(str(name), shape, experts=experts)
-    if len(parts) > 1 or name not in parts:  # all experts in one tensor
-        return {part: index for part, index in parts.items() if not _of_another(part, own)}
-    cut = _cut_of(cuts, str(name), shape)
-    return {str(name): () if cut is None else cut.part(rank)}
+    name = str(name)
+    others = {*range(experts)} - {*own}
+    parts = split_experts(name, shape, experts=experts)
+    if parts != {name: ()}:  # all experts in one tensor
+        return {part: index for part, index in parts.items() if _expert(part) not in others}
+    if _expert(name) in others:
+        return {}
+    cut = _cut_of(cuts, name, shape)
+    return {name: () if cut is None else cut.part(rank)}
+
+
+def _expert(name: str) -> int | None:
+    """The number of the expert whose tensor it is."""
+    match = _OF_EXPERT.fullmatch(name)
+    return match and int(match[2])
 
 
 def _renumbered(name: str, first: int) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from dsa_layers.checkpoint import Checkpoint
+from dsa_layers.checkpoint.loading import _holds_fp4_experts as holds_fp4_experts
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.registry import family
@@ -50,12 +52,16 @@ def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
         )
 
 
-def precision_of(config: ModelConfig, *, widen_experts: bool = False, **options: object) -> Precision:
-    """As `load_model` chooses it for a checkpoint whose experts are stored as config.json says. options: of
-    `Precision.of`."""
+def precision_of(
+    config: ModelConfig, files: Checkpoint | None = None, *, widen_experts: bool = False, **options: object
+) -> Precision:
+    """As `load_model` chooses it for a checkpoint: experts are stored as its files have them, or where these are not
+    here as config.json says. options: of `Precision.of`."""
     precision = Precision.of(config, **options)
-    stored = config.quantization.expert_dtype if config.quantization else None
-    return replace(precision, fp4_experts=precision.fp8_linear and stored == "fp4" and not widen_experts)
+    stored_in_fp4 = config.quantization is not None and config.quantization.expert_dtype == "fp4"
+    if files is not None:
+        stored_in_fp4 = holds_fp4_experts(files)
+    return replace(precision, fp4_experts=precision.fp8_linear and stored_in_fp4 and not widen_experts)
 
 
 def plan(config: ModelConfig, precision: Precision, gpus: int) -> GpuPlan:

@@ -28,8 +28,9 @@ class Ranks:
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """sum_r x_r over the ranks' x [T, ...], in fp32 (fp64 for fp64) and in the order of the ranks, rounded once:
-        the same bits on every rank and in every run, and a row's do not depend on the other rows."""
+        """sum_r x_r over the ranks' x [T, ...], each of which is rounded to its dtype, added in fp32 (fp64 for fp64) in
+        the order of the ranks and rounded: the same bits on every rank and in every run, and a row's do not depend on
+        the other rows."""
         if self.size == 1:
             return x
         x, rows = x.contiguous(), len(x)
@@ -48,6 +49,16 @@ class Ranks:
         if self.size == 1:
             return x
         return self._gathered(x.contiguous()).movedim(0, -2).flatten(-2)
+
+    def first_problem(self, own: str | None) -> tuple[int, str] | None:
+        """(rank, problem) of the first rank that has one, on all ranks. A part that is loaded by itself, without a
+        process group, hears of its own alone."""
+        problems: list[str | None] = [None] * self.size
+        if self.size > 1 and dist.is_initialized():
+            dist.all_gather_object(problems, own, group=self.group)
+        else:
+            problems[self.rank] = own
+        return next(((rank, problem) for rank, problem in enumerate(problems) if problem is not None), None)
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """[size, ...]: every rank's x, which is contiguous."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import dsa
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.experts import Experts
@@ -23,7 +24,7 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
     Attention and MLPs give the sum over the ranks' parts, embeddings that of rows of which all ranks but one have none,
     the model the ranks' columns of logits beside each other. So activations between layers are whole, and their bits
     the same on every rank: all compute the same index scores and select the same keys. With DSA_COMPARE_RANKS=1 in the
-    environment every pass makes sure of that (`compare_picks`).
+    environment passes make sure of that, but for those that a CUDA graph replays (`compare_picks`).
     Raises ValueError, with the model unchanged, for one that does not come apart evenly.
     """
     cuts = cuts_of(model, ranks.size, blocks=blocks)
@@ -49,7 +50,7 @@ def _become_part(module: nn.Module, ranks: Ranks) -> None:
         module.o_groups //= ranks.size
         module.wo_a.groups //= ranks.size
     if isinstance(module, Experts):
-        module.register_forward_pre_hook(partial(_count_from_own, ranks.rank * len(module.down_proj)))
+        module.__class__, module.first = _PartOfExperts, ranks.rank * len(module.down_proj)
     if isinstance(module, DSAAttention | CompressedAttention | MoE):
         module.register_forward_hook(partial(_sum, ranks))
     for name, child in module.named_children():
@@ -68,10 +69,28 @@ def _join_logits(ranks: Ranks, module: nn.Module, inputs: tuple[Any, ...], outpu
     return ranks.join_columns(output)
 
 
-def _count_from_own(first: int, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Experts by their numbers on this rank; those of other ranks are below 0 or too large, which is no expert."""
-    x, experts, *rest = inputs
-    return x, experts - first, *rest
+class _PartOfExperts(Experts):
+    """The sum over a token's experts of this rank, which are `first` and those behind it."""
+
+    first: int
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        shared: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        order, rows, ends = dsa.sort_by_expert(experts - self.first, len(self.down_proj))
+        # The rows of other ranks' experts come last. Products take no row without an expert, so these are the last
+        # one's; what it makes of them nobody reads.
+        ends[-1:] = len(order)
+        if self.fp8:
+            outputs = self._quantised_outputs(x, rows, ends)
+        else:
+            outputs = self._float_outputs(x, order // experts.shape[1], ends)
+        return dsa.combine_experts(outputs, rows, weights, shared, residual)
 
 
 class _PartOfEmbedding(nn.Module):

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from dsa_layers.command import on_gpus
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
+from tests.layers.parallel.processes import in_ranks
 
 COMMAND = [sys.executable, "-m", "dsa_layers.command", "generate"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -25,7 +29,8 @@ def checkpoint(tmp_path_factory):
 
 
 def generate(checkpoint, *options, stdin="", start=COMMAND):
-    call = [*start, str(checkpoint), "--device", "cpu", "--dtype", "float32", "--max-new-tokens", "8", *options]
+    device = [] if "--device" in options else ["--device", "cpu"]
+    call = [*start, str(checkpoint), *device, "--dtype", "float32", "--max-new-tokens", "8", *options]
     return subprocess.run(call, input=stdin, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
 
 
@@ -38,8 +43,21 @@ def test_greedy_text_is_that_of_one_process(checkpoint):
     assert line.startswith("prefill: ")
 
 
-def test_seeds_that_nobody_gives_are_the_same_on_all_ranks(checkpoint):
-    """Or they would wait for each other: sequences would end at different times."""
+def seeds(ranks):
+    return [params.seed for params in on_gpus.own_seeds(ranks, SamplingParams(temperature=1), 3)]
+
+
+def test_seeds_that_nobody_gives_are_the_same_on_all_ranks():
+    """Or their sequences would part. Each prompt has another one."""
+    first, second = in_ranks(2, seeds)
+    assert first == second and len(set(first)) == 3
+    given = SamplingParams(temperature=1, seed=7)
+    assert (
+        on_gpus.own_seeds(Ranks(0, 2), given, 3) is given and on_gpus.own_seeds(None, SamplingParams(), 3).seed is None
+    )
+
+
+def test_events(checkpoint):
     done = generate(checkpoint, "--prompt", "a", "--prompt", "b", "--temperature", "2", "--json", "--gpus", "2")
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
@@ -62,6 +80,7 @@ def test_torchrun_starts_ranks_too(checkpoint):
     [
         (["--gpus", "3"], "--gpus: 3 do not evenly share the 4 attention heads of model.layers.0.self_attn"),
         (["--gpus", "0"], "--gpus"),
+        (["--gpus", "2", "--device", "cuda:1"], "--device: must be cpu or cuda, of which each rank takes its own GPU"),
         (["--gpus", "2", "--prompt-file", "/nowhere"], "--prompt-file: must be a readable file, got /nowhere"),
         (["--gpus", "2", "--cache-tokens", "64", "--prompt", "a b " * 200], "--cache-tokens"),
     ],
