@@ -1,7 +1,7 @@
 """Starts a command as the ranks of one node, one process each, as torchrun does; rank 0 has the terminal.
 
 torch's elastic multiprocessing starts the processes, sends their output where it belongs and ends them; the ranks meet
-at a TCPStore of this process, as those of torchrun meet at one of its own. Waiting is done here, because its `wait` gives
+at a TCPStore of this process, as torchrun's do at one of its own. Waiting is done here, because its `wait` gives
 hung processes 30 s and tells the order of ends to a second only. A few lines of Python before the command do what it
 has no argument for: they empty the other ranks' standard input, and let no rank outlive this process (on Linux).
 """
