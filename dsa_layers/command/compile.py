@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsa_layers import SHIPPED_MODEL, options
-from dsa_layers.command.model_options import add_precision_options
+from dsa_layers.command.model_options import CONFIG_HELP, add_precision_options
 
 if TYPE_CHECKING:
     from dsa_layers.families.model import ModelConfig
@@ -31,8 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=options.path,
         default=SHIPPED_MODEL,
         metavar="CONFIG",
-        help="a checkpoint's directory, its hub id, or a config.json by itself (default: the small model that comes "
-        "with dsa)",
+        help=CONFIG_HELP,
     )
     parser.add_argument(
         "--heads",

@@ -118,9 +118,10 @@ def run(args: argparse.Namespace) -> int:
             completions = _stream(args, events, encoded, params, prompts, shown, loaded)
     except (OutOfPages, ValueError) as error:
         raise ValueError(_in_options(str(error), prompts)) from None
-    if ranks is None or ranks.rank == 0:
-        _report(args, loaded, params, generator.throughput, keys.counts() if args.stats else None)
     on_gpus.leave_ranks(ranks)
+    if ranks is not None and ranks.rank:
+        return 0  # the first rank says how it went; one that ended otherwise before it would end it
+    _report(args, loaded, params, generator.throughput, keys.counts() if args.stats else None)
     failures = [completion.error for completion in completions if completion.error is not None]
     for failure in failures:
         say(f"dsa generate: {_in_options(failure, prompts)}")

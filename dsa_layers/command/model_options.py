@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from dsa_layers.parallel.ranks import Ranks
 
 
+# Of commands that read no weights.
+CONFIG_HELP = (
+    "a checkpoint's directory, its hub id, or a config.json by itself (default: the small model that comes with dsa)"
+)
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A checkpoint's model and tokenizer, and on what it runs. backend: "cute" or "reference"."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from dsa_layers import SHIPPED_MODEL, options
 from dsa_layers.command import on_gpus
-from dsa_layers.command.model_options import add_precision_options
+from dsa_layers.command.model_options import CONFIG_HELP, add_precision_options
 
 if TYPE_CHECKING:
     from dsa_layers.parallel.plan import GpuPlan
@@ -26,8 +26,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=options.path,
         nargs="?",
         default=SHIPPED_MODEL,
-        help="a checkpoint's directory, its hub id, or a config.json by itself (default: the small model that comes "
-        "with dsa)",
+        help=CONFIG_HELP,
     )
     parser.add_argument(
         "--gpus", type=options.positive, metavar="N", help=f"so many (default: every number up to {MOST})"

@@ -45,9 +45,8 @@ def load_model(
 ) -> CheckpointModel:
     """This rank's part of the model of a checkpoint directory, for inference (`split`). Arguments are those of
     `dsa_layers.load_model`, and so are errors; what one rank finds in its part all ranks raise. DoesNotDivide for a
-    model that does not come apart into so many equal parts. Of every
-    tensor a rank reads its own slice alone; FP8 weights are cut where their blocks of 128 end. The progress bar is the
-    first rank's."""
+    model that does not come apart into so many equal parts. Of every tensor a rank reads its own slice alone; FP8
+    weights are cut where their blocks of 128 end. The progress bar is the first rank's."""
     device = check_device(device)
     flag("dequantize", dequantize)
     flag("widen_experts", widen_experts)
@@ -98,12 +97,11 @@ def _parts_of(
         parts = split_experts(name, shape, experts=len(own))
         return {_renumbered(part, own.start): index for part, index in parts.items()}
     name = str(name)
-    others = {*range(experts)} - {*own}
+    every = range(experts)  # a number beyond these is nobody's, and an unexpected tensor
     parts = split_experts(name, shape, experts=experts)
-    if parts != {name: ()}:  # all experts in one tensor
-        return {part: index for part, index in parts.items() if _expert(part) not in others}
-    if _expert(name) in others:
-        return {}
+    parts = {part: index for part, index in parts.items() if (e := _expert(part)) in own or e not in every}
+    if parts != {name: ()}:  # all experts in one tensor, or another rank's
+        return parts
     cut = _cut_of(cuts, name, shape)
     return {name: () if cut is None else cut.part(rank)}
 

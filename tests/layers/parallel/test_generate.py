@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dsa_layers.command import on_gpus
 from dsa_layers.generation.sampling import SamplingParams
@@ -99,6 +102,20 @@ def test_a_damaged_checkpoint_is_said_once(checkpoint, tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     missing = "model-00003-of-000004.safetensors: missing"
     assert sum(missing in line for line in done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_sequences_that_fail_are_said_once(checkpoint, tmp_path):
+    """By the first rank, which no other ends before it has."""
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    path = tmp_path / index["weight_map"]["lm_head.weight"]
+    tensors = load_file(path)
+    tensors["lm_head.weight"].fill_(math.nan)
+    save_file(tensors, path)
+    done = generate(tmp_path, "--prompt", "x", "--gpus", "2")
+    assert done.returncode == 1 and done.stdout.startswith("x")
+    report, failure = done.stderr.splitlines()
+    assert report.startswith("prefill: ") and "hold NaN or infinity" in failure
 
 
 def of_rank(rank, parent):
