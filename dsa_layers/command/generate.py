@@ -118,7 +118,6 @@ def run(args: argparse.Namespace) -> int:
             completions = _stream(args, events, encoded, params, prompts, shown, loaded)
     except (OutOfPages, ValueError) as error:
         raise ValueError(_in_options(str(error), prompts)) from None
-    on_gpus.leave_ranks(ranks)
     if ranks is not None and ranks.rank:
         return 0  # the first rank says how it went; one that ended otherwise before it would end it
     _report(args, loaded, params, generator.throughput, keys.counts() if args.stats else None)

@@ -103,16 +103,6 @@ def join_ranks(args: argparse.Namespace) -> "Ranks | None":
     return ranks
 
 
-def leave_ranks(ranks: "Ranks | None") -> None:
-    """At the end of a call that went well, when all ranks are there. A group of NCCL is left to the process's end: it
-    would wait for CUDA graphs that hold its collectives."""
-    if ranks is not None:
-        import torch.distributed as dist
-
-        if dist.get_backend(ranks.group) == "gloo":
-            dist.destroy_process_group()
-
-
 def agreed(ranks: "Ranks | None", make: Callable[[], Value]) -> Value:
     """What the first rank makes: there is one standard input."""
     if ranks is None:

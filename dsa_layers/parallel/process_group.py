@@ -1,5 +1,6 @@
 """This process as one of the ranks that torchrun, or `launch`, has started."""
 
+import atexit
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,10 +18,13 @@ TIMEOUT = timedelta(hours=2)
 
 def join(device: str) -> tuple[Ranks, torch.device]:
     """This rank, once all ranks are there, and its device: of "cuda" the GPU of its number on this node, with NCCL
-    between the ranks; of "cpu" the CPU, with gloo. ValueError for a GPU that is not there."""
+    between the ranks; of "cpu" the CPU, with gloo. ValueError for a GPU that is not there. NCCL's group is left to the
+    process's end: it would wait for CUDA graphs that hold its collectives."""
     local = int(os.environ["LOCAL_RANK"])
     if device == "cpu":
         dist.init_process_group("gloo", timeout=TIMEOUT)
+        # A thread of gloo that still asks for the interpreter while that ends, however it ends, aborts the process.
+        atexit.register(_leave)
         return Ranks.of(), torch.device("cpu")
     if local >= torch.cuda.device_count():
         raise ValueError(f"gpus: rank {local} needs a GPU of its own, and torch sees {torch.cuda.device_count()}")
@@ -30,6 +34,11 @@ def join(device: str) -> tuple[Ranks, torch.device]:
     torch.cuda.set_device(own)
     dist.init_process_group("nccl", device_id=own, timeout=TIMEOUT)
     return Ranks.of(), own
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def agreed(ranks: Ranks, make: Callable[[], Value]) -> Value:
