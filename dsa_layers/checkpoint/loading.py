@@ -1,11 +1,13 @@
 """From a checkpoint directory to a model that is ready to run."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -14,6 +16,8 @@ from dsa_layers.checkpoint import Checkpoint, load_weights
 from dsa_layers.checkpoint.checks import check_layers, check_quantised_sizes, check_values
 from dsa_layers.checkpoint.fused_experts import split_experts
 from dsa_layers.checkpoint.plan import PACKED, SCALE_SUFFIX
+from dsa_layers.checkpoint.stored_parts import Stored, parts_of_rank
+from dsa_layers.errors import CheckpointError
 from dsa_layers.families.config import read_config
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.precision import Precision, check_device
@@ -21,6 +25,11 @@ from dsa_layers.families.registry import family
 from dsa_layers.families.unfilled import unfilled
 from dsa_layers.hub import checkpoint_directory
 from dsa_layers.layers import joint_linear
+from dsa_layers.parallel.ranks import Ranks, ranks_of
+from dsa_layers.parallel.split import split
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def load_model(
@@ -33,6 +42,7 @@ def load_model(
     widen_experts: bool = False,
     trainable: bool = False,
     progress: bool = True,
+    mesh: "DeviceMesh | Ranks | None" = None,
 ) -> CheckpointModel:
     """The model of a checkpoint directory (config.json, safetensors), or of a hub id; its class is the family's.
 
@@ -44,15 +54,22 @@ def load_model(
     trainable      parameters take gradients, but for what is not learned so (routers' biases, tables of experts), and
                    the model is in training mode. Of a quantised checkpoint, with `dequantize` only: FP8 takes no
                    gradient. Otherwise none does, and the model is in evaluation mode
+    mesh           of one dimension, or `Ranks`: this process's part of the model, for inference (`split`). All ranks
+                   make the same calls. Of every tensor a rank reads its own slice alone; FP8 weights are cut where
+                   their blocks of 128 end. What one rank finds in its part all raise; the first has the progress bar
 
     A hub id is OWNER/NAME, where there is no such directory, and is found by huggingface_hub (`checkpoint_directory`).
     Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor, and ValueError or TypeError
-    that name any other argument; nothing is half-loaded.
+    that name any other argument; nothing is half-loaded. DoesNotDivide, a ValueError, for a model that does not come
+    apart into as many equal parts as there are ranks.
     """
     device = check_device(device)
     flag("dequantize", dequantize)
     flag("widen_experts", widen_experts)
     flag("trainable", trainable)
+    ranks = ranks_of(mesh)
+    if trainable and ranks.size > 1:
+        raise ValueError(f"trainable: a part of a model takes no gradient; accepted on one rank, got {ranks.size}")
     directory = checkpoint_directory(directory)
     config = read_config(directory)
     precision = Precision.of(config, dtype, dequantize=dequantize, kv_cache=kv_cache)
@@ -61,17 +78,23 @@ def load_model(
     check_quantised_sizes(config, precision, Path(directory) / "config.json")
     checkpoint = Checkpoint(directory)
     check_layers(config, checkpoint)
-    if precision.fp8_linear and not widen_experts and _holds_fp4_experts(checkpoint):
+    if precision.fp8_linear and not widen_experts and holds_fp4_experts(checkpoint):
         precision = replace(precision, fp4_experts=True)
     with unfilled():
         model = family(config.model_type).model(config, precision)
+    progress = progress and ranks.rank == 0
     if config.num_nextn_predict_layers and progress:
         print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
-    parts_of = partial(split_experts, experts=config.n_routed_experts)
-    names = {"skip": model.skips, "name_of": model.name_of, "parts_of": parts_of}
+    names = {"skip": model.skips, "name_of": model.name_of}
+    names["parts_of"] = partial(split_experts, experts=config.n_routed_experts)
+    if ranks.size > 1:
+        cuts = split(model, ranks, blocks=config.quantization is not None)
+        names["name_of"] = lambda stored: Stored(model.name_of(stored))
+        names["parts_of"] = partial(parts_of_rank, cuts, config.n_routed_experts, ranks)
     learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad and trainable]
-    load_weights(model, checkpoint, device=device, progress=progress, **names)
-    check_values(model, checkpoint.directory)
+    with _raised_on_all(ranks):
+        load_weights(model, checkpoint, device=device, progress=progress, **names)
+        check_values(model, checkpoint.directory)
     model.init_buffers(device)
     joint_linear.join(model)
     for name in learned:
@@ -79,7 +102,22 @@ def load_model(
     return model.train(trainable)
 
 
-def _holds_fp4_experts(checkpoint: Checkpoint) -> bool:
+@contextlib.contextmanager
+def _raised_on_all(ranks: Ranks) -> Iterator[None]:
+    """What one rank raises all raise: a CheckpointError that names it."""
+    error = None
+    try:
+        yield
+    except (CheckpointError, RuntimeError, MemoryError) as caught:  # the latter two of a GPU or a host without room
+        error = caught
+    problem = ranks.first_problem(None if error is None else str(error) or "out of memory")
+    if error is not None:
+        raise error
+    if problem is not None:
+        raise CheckpointError(f"{problem[1]} (rank {problem[0]})")
+
+
+def holds_fp4_experts(checkpoint: Checkpoint) -> bool:
     """Whether all experts' weights are packed FP4, whatever config.json says: the earliest ones do not."""
     experts = {name: info for name, info in checkpoint.tensors.items() if ".experts." in name}
     dtypes = {info.dtype for name, info in experts.items() if not name.endswith((".scale", SCALE_SUFFIX))}

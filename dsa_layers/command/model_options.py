@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,10 +117,6 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None) -> LoadedModel:
         torch.set_num_threads(threads)
     dequantize = not on_gpu if args.dequantize is None else args.dequantize
     tokenizer = Tokenizer(checkpoint)
-    if ranks is not None:
-        from dsa_layers.parallel.loading import load_model as load_part
-
-        load_model = partial(load_part, ranks=ranks)
     model = load_model(
         checkpoint,
         device=device,
@@ -130,6 +125,7 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None) -> LoadedModel:
         kv_cache=args.kv_cache,
         widen_experts=args.widen_experts,
         progress=sys.stderr is not None and sys.stderr.isatty(),
+        mesh=ranks,
     )
     backend = dsa.backend() if on_gpu else "reference"
     return LoadedModel(model, tokenizer, checkpoint, device, backend, dequantize)

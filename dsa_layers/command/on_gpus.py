@@ -60,9 +60,9 @@ def _check_fits(args: argparse.Namespace, memory: int) -> None:
     import torch
 
     from dsa_layers.checkpoint import Checkpoint
+    from dsa_layers.checkpoint.gpu_plan import check_fits, plan, precision_of
     from dsa_layers.families.config import read_config
     from dsa_layers.hub import checkpoint_directory
-    from dsa_layers.parallel.plan import check_fits, plan, precision_of
 
     directory = checkpoint_directory(args.checkpoint, weights=False)
     config = read_config(directory)

@@ -8,7 +8,7 @@ from dsa_layers.command import on_gpus
 from dsa_layers.command.model_options import CONFIG_HELP, add_precision_options
 
 if TYPE_CHECKING:
-    from dsa_layers.parallel.plan import GpuPlan
+    from dsa_layers.checkpoint.gpu_plan import GpuPlan
 
 _TEXT = """\
 Reads config.json alone. Weights are shared by the GPUs: attention by heads, MLPs by their inner channels, experts by
@@ -49,9 +49,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from dsa_layers.checkpoint.gpu_plan import plan, plans, precision_of
     from dsa_layers.families.config import read_config
     from dsa_layers.hub import checkpoint_directory
-    from dsa_layers.parallel.plan import plan, plans, precision_of
 
     config = read_config(checkpoint_directory(args.checkpoint, weights=False))
     chosen = {"dequantize": bool(args.dequantize), "kv_cache": args.kv_cache, "widen_experts": args.widen_experts}

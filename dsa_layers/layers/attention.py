@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 import dsa
 import dsa.backends
 from dsa_layers.batch import packing
+from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers import joint_linear
@@ -19,6 +20,7 @@ from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast
 from dsa_layers.layers.selecting_attention import KeyCounter
+from dsa_layers.layers.shares import Shares
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
 LIGHTNING_SELECT = inspect.unwrap(LightningIndexer.select)
@@ -59,8 +61,10 @@ class DSAAttention(nn.Module):
 
     Without an indexer (IndexShare) a layer attends to the keys that the last layer with one attended to.
 
-    forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selection=None, cast=None) -> [T, hidden]
-    cast: of x, for `joint_layers`, where the caller has it (`norm_and_cast`).
+    forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selection=None, cast=None, rows=...)
+    -> [T, hidden]
+    cast: of x, for `joint_layers`, where the caller has it (`norm_and_cast`). rows: where several processes have a part
+    of the heads each; x and its cast are this process's own rows then, and the result is its part of all rows' sum.
     With a cache the new tokens' latents and index keys are first written to its pages, and attention reads the keys as
     the pages hold them, rounded if these are FP8. Without a cache, `batch` must hold whole sequences. A layer with an
     indexer sets `selection`, if it is given; a layer without one reads it, as the layers before it in the same pass
@@ -69,6 +73,8 @@ class DSAAttention(nn.Module):
     kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
     Source: `MLA` of DeepSeek-V3.2's inference code; the report, section 2.1. IndexShare: arXiv 2603.12201.
     """
+
+    shares = Shares(rows=("q_b_proj", "kv_b_proj"), columns=("o_proj",), counts={"n_heads": "attention heads"})
 
     def __init__(
         self,
@@ -115,6 +121,7 @@ class DSAAttention(nn.Module):
         selection: Selection | None = None,
         *,
         cast: joint_linear.Cast | None = None,
+        rows: Rows = ALL_ROWS,
     ) -> torch.Tensor:
         if self.indexer is None and selection is None:
             raise ValueError("selection: a layer without an indexer needs what a layer before it selected, got None")
@@ -126,7 +133,7 @@ class DSAAttention(nn.Module):
         else:
             # FP8 pages are attended to by index only.
             sparse = batch.max_key_len > self.indexer.top_k or (decode and cache.latent_is_fp8)
-        q, qr, kv, of_index = self._project(x, cast, sparse, cache is not None)
+        x, q, qr, kv, of_index = self._project(x, cast, sparse, cache is not None, rows)
         q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
 
         if self.indexer_stage is not None:
@@ -209,18 +216,31 @@ class DSAAttention(nn.Module):
         return self.o_proj(out.flatten(-2))
 
     def _project(
-        self, x: torch.Tensor, cast: joint_linear.Cast | None, sparse: bool, stores: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """(queries [T, heads, nope + rope] before rope, their latents, the keys' latents and rope channels before their
-        norm, and what the lightning indexer's `select` is to get of its own products)."""
+        self, x: torch.Tensor, cast: joint_linear.Cast | None, sparse: bool, stores: bool, rows: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """(x, queries [T, heads, nope + rope] before rope, their latents, the keys' latents and rope channels before
+        their norm, and what the lightning indexer's `select` is to get of its own products and of rows).
+
+        Of shared rows what goes from process to process are latents. x and the queries' latents are needed whole where
+        somebody else's indexer selects."""
         given = (sparse or stores) and self._gives_products()
         layers = self.joint_layers() if given else self.joint_layers()[-2:]
         *keys, q_latent, kv = joint_linear.multiply(x, *layers, cast=cast)
         readers = (self.q_b_proj, self.indexer.wq_b) if given and sparse else (self.q_b_proj,)
         _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
-        q, *queries = joint_linear.multiply(qr, *readers, cast=cast)
+        of_index = {}
+        if rows.shared:
+            own, queries = qr, joint_linear.multiply(qr, *readers[1:], cast=cast) if readers[1:] else ()
+            kv, *keys = rows.gather(kv, *keys)
+            if given:
+                of_index["rows"] = rows
+            elif self.indexer is not None and (sparse or stores):
+                x, qr = rows.gather(x, qr)
+            q = joint_linear.multiply_gathered(own, self.q_b_proj, cast, rows)
+        else:
+            q, *queries = joint_linear.multiply(qr, *readers, cast=cast)
         q = q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
-        return q, qr, kv, dict(zip(("keys", "queries"), (*keys, *queries)))
+        return x, q, qr, kv, of_index | dict(zip(("keys", "queries"), (*keys, *queries)))
 
     def _gives_products(self) -> bool:
         """Whether `select` is the lightning indexer's, which takes them, without gradients and not under torch.compile:
@@ -238,7 +258,7 @@ class DSAAttention(nn.Module):
         self,
         x: torch.Tensor,
         qr: torch.Tensor,
-        of_index: dict[str, torch.Tensor],
+        of_index: dict[str, Any],
         cos: torch.Tensor,
         sin: torch.Tensor,
         batch: TokenBatch,

@@ -1,6 +1,7 @@
 """DeepSeek-V4's attention: a sliding window, and compressed entries of all earlier tokens, in one softmax."""
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ from torch import nn
 import dsa
 from dsa_layers.batch import packing
 from dsa_layers.batch.entry_view import EntryView
+from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers import joint_linear
@@ -19,6 +21,7 @@ from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast, watched
 from dsa_layers.layers.rope import RopeAngles, turn
 from dsa_layers.layers.selecting_attention import KeyCounter
+from dsa_layers.layers.shares import Shares
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 FEW_HEADS = 32  # attention of so many has a kernel of its own, which casts nothing
@@ -35,15 +38,21 @@ class CompressedAttention(nn.Module):
       token keys: kv_norm(wkv x) with rope on the last dims; y = wo_b(wo_a by groups of heads(o)), after the rope of o's
       last dims is turned back by t's angle, so that only the distance to a key counts.
 
-    forward(x [T, hidden], rope, entry_rope, batch, cache=None, cast=None) -> [T, hidden]. rope: (cos, sin) fp32 [T,
-    rope_dim / 2] of the tokens, as `RopeAngles` if other layers turn by them, too; entry_rope: of the entries that the
-    tokens may end (`EntryView.positions`), None without a compressor; cast: of x, for `joint_layers`, where the caller
-    has it (`norm_and_cast`).
+    forward(x [T, hidden], rope, entry_rope, batch, cache=None, cast=None, rows=...) -> [T, hidden]. rope: (cos, sin)
+    fp32 [T, rope_dim / 2] of the tokens, as `RopeAngles` if other layers turn by them, too; entry_rope: of the entries
+    that the tokens may end (`EntryView.positions`), None without a compressor; cast: of x, for `joint_layers`, where
+    the caller has it (`norm_and_cast`); rows: as of `DSAAttention`.
     Parameters: wq_a [q_lora_rank, hidden], q_norm, wq_b [heads * dim, q_lora_rank], wkv [dim, hidden], kv_norm,
     attn_sink fp32 [heads], wo_a [groups * o_lora_rank, heads * dim / groups], wo_b [hidden, groups * o_lora_rank],
     compressor, indexer.
     Source: `Attention` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
     """
+
+    shares = Shares(
+        rows=("wq_b", "attn_sink"),
+        columns=("wo_b",),
+        counts={"n_heads": "attention heads", "o_groups": "groups of attention heads"},
+    )
 
     def __init__(
         self,
@@ -90,6 +99,7 @@ class CompressedAttention(nn.Module):
         cache: CompressedLayerCache | None = None,
         *,
         cast: joint_linear.Cast | None = None,
+        rows: Rows = ALL_ROWS,
     ) -> torch.Tensor:
         if cache is None and batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
@@ -97,8 +107,20 @@ class CompressedAttention(nn.Module):
         decode = cache is not None and batch.is_decode
         readers = (self.wq_b, self.indexer.wq_b) if self._gives_queries(batch, decode) else (self.wq_b,)
         _, qr, cast = norm_and_cast(self.q_norm, qr, readers)
-        q, *queries = joint_linear.multiply(qr, *readers, cast=cast)
-        of_index = dict(zip(("queries",), queries))
+        of_index = {}
+        if rows.shared:
+            own, queries = qr, joint_linear.multiply(qr, *readers[1:], cast=cast) if readers[1:] else ()
+            (kv,) = rows.gather(kv)
+            q = joint_linear.multiply_gathered(own, self.wq_b, cast, rows)
+            if self.compressor is not None:
+                (x,) = rows.gather(x)
+            if queries:
+                of_index["rows"] = rows
+            elif self.indexer is not None:
+                (qr,) = rows.gather(qr)
+        else:
+            q, *queries = joint_linear.multiply(qr, *readers, cast=cast)
+        of_index |= zip(("queries",), queries)
         q = dsa.rms_norm(q.unflatten(-1, (self.n_heads, self.dim)), None, self.eps)
         q = turn(q, *rope, interleaved=True, dims="last")
         attend = self._decode if decode else self._prefill
@@ -122,7 +144,7 @@ class CompressedAttention(nn.Module):
         x: torch.Tensor,
         q: torch.Tensor,
         qr: torch.Tensor,
-        of_index: dict[str, torch.Tensor],
+        of_index: dict[str, Any],
         kv: torch.Tensor,
         rope: Angles,
         entry_rope: Angles | None,
@@ -212,7 +234,7 @@ class CompressedAttention(nn.Module):
         self,
         x: torch.Tensor,
         qr: torch.Tensor,
-        of_index: dict[str, torch.Tensor],
+        of_index: dict[str, Any],
         rope: Angles,
         entry_rope: Angles | None,
         batch: TokenBatch,
@@ -257,7 +279,7 @@ class CompressedAttention(nn.Module):
         x: torch.Tensor,
         q: torch.Tensor,
         qr: torch.Tensor,
-        of_index: dict[str, torch.Tensor],
+        of_index: dict[str, Any],
         kv: torch.Tensor,
         rope: Angles,
         entry_rope: Angles | None,

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import EntryCache
 from dsa_layers.layers.compressor import Compressor
@@ -63,19 +64,22 @@ class CompressedIndexer(nn.Module):
         paged_slots: bool = False,
         store_only: bool = False,
         queries: torch.Tensor | None = None,
+        rows: Rows = ALL_ROWS,
     ) -> torch.Tensor | None:
-        """queries: wq_b(qr), where the caller has it."""
+        """queries: wq_b(qr), where the caller has it. rows: where qr and queries are a process's own rows, for which it
+        selects; x is all rows'."""
         if cache is not None:
             self.compressor.store(x, *entry_rope, batch, cache)
         if store_only:
             return None
         q = (self.wq_b(qr) if queries is None else queries).unflatten(-1, (self.n_heads, self.head_dim))
-        weights = linear_fp32(x, self.weights_proj.weight)
+        weights = linear_fp32(rows.own(x), self.weights_proj.weight)
         weights = weights * (self.n_heads**-0.5 * self.head_dim**-0.5)
+        angles = rows.own(cos), rows.own(sin)
         if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, interleaved=True, dims="last")
+            q, weights = dsa.quantize_indexer_queries(q, weights, *angles, interleaved=True, dims="last")
         else:
-            q = dsa.apply_rotary(q, cos, sin, interleaved=True, dims="last")
+            q = dsa.apply_rotary(q, *angles, interleaved=True, dims="last")
         entries = batch.entries(self.compressor.ratio)
         page_size = entries.page_size if paged_slots else None
         if self.quantize and batch.is_decode and cache is not None:
@@ -92,6 +96,9 @@ class CompressedIndexer(nn.Module):
             keys = read(cache.pages, entries.all_slots)
         paging = {}
         if paged_slots:
-            paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": batch.sequences}
-        ranges = entries.visible_ranges
-        return select_packed(q, keys, weights, self.top_k, *ranges, workspace=self.workspace, **paging)
+            sequences = rows.own(batch.sequences)
+            paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": sequences}
+        starts, lengths, most = entries.visible_ranges
+        ranges = rows.own(starts), rows.own(lengths), most
+        picks = select_packed(q, keys, weights, self.top_k, *ranges, workspace=self.workspace, **paging)
+        return rows.gather(picks)[0]

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.attention import DSAAttention, Selection
@@ -14,7 +15,7 @@ from dsa_layers.layers.norm_and_cast import cast_readers, given, norm_and_cast, 
 class DecoderBlock(nn.Module):
     """x <- x + attention(norm(x)); x <- x + mlp(norm(x)). x [T, hidden] -> [T, hidden].
 
-    selection: as for DSAAttention.
+    selection: as for DSAAttention. rows: of x, where several processes have parts of the sublayers.
     Submodules by the checkpoint's names: input_layernorm, self_attn, post_attention_layernorm, mlp.
     """
 
@@ -33,10 +34,14 @@ class DecoderBlock(nn.Module):
         batch: TokenBatch,
         cache: LayerCache | None = None,
         selection: Selection | None = None,
+        rows: Rows = ALL_ROWS,
     ) -> torch.Tensor:
         _, normed, cast = norm_and_cast(self.input_layernorm, x, cast_readers(self.self_attn))
-        attended = self.self_attn(normed, cos, sin, batch, cache, selection, **given(cast))
-        x, normed, cast = norm_and_cast(self.post_attention_layernorm, attended, cast_readers(self.mlp), residual=x)
+        attended = self.self_attn(normed, cos, sin, batch, cache, selection, **given(cast, rows))
+        readers = () if rows.shared else cast_readers(self.mlp)
+        x, normed, cast = norm_and_cast(self.post_attention_layernorm, rows.sum(attended), readers, residual=x)
+        if rows.parts:
+            return x + rows.sum(self.mlp(*rows.gather(normed), **given(cast)))
         if takes(self.mlp, "residual"):
             return self.mlp(normed, **given(cast), residual=x)
         return x + self.mlp(normed, **given(cast))

@@ -5,6 +5,7 @@ from torch import nn
 
 import dsa
 from dsa_layers.layers.linear import BLOCK
+from dsa_layers.layers.shares import Shares
 
 FP4_GROUP = 32  # columns that share a scale
 _FP4_SIZE = 2.9  # the root mean square of e2m1's values
@@ -22,7 +23,10 @@ class Experts(nn.Module):
     [.., columns / 2], {..}_scale_inv e8m0 [.., columns / 32] and {..}_block_scale fp32, their `dsa.fp4_block_scales`:
     the results are those of the same weights in FP8. Checkpoints' `experts.e.*_proj.weight` are parts of these
     (`split_experts`). Quantised weights are for inference: nothing gets a gradient through them.
+    A part has `count` experts from number `first` on, and gives the sum over those of a token's experts that it has.
     """
+
+    shares = Shares(rows=("",), counts={"count": "experts"}, blocks=False)
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class Experts(nn.Module):
         use_ue8m0: bool = True,
     ) -> None:
         super().__init__()
+        self.count, self.first = count, 0
         self.limit, self.fp8, self.fp4, self.use_ue8m0 = limit, fp8, fp4, use_ue8m0
         if fp4 and not fp8:
             raise ValueError("fp4: FP4 weights are multiplied with FP8 activations; accepted with fp8=True")
@@ -78,7 +83,9 @@ class Experts(nn.Module):
         shared: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        order, rows, ends = dsa.sort_by_expert(experts, len(self.down_proj))
+        # Rows of other parts' experts come last, behind ends[-1]: nothing is computed for them or read of them.
+        own = experts - self.first if self.first else experts
+        order, rows, ends = dsa.sort_by_expert(own, self.count)
         if self.fp8:
             outputs = self._quantised_outputs(x, rows, ends)
         else:

@@ -6,6 +6,7 @@ from torch import nn
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
+from dsa_layers.layers.shares import Shares
 
 
 class GroupedLinear(nn.Module):
@@ -15,6 +16,8 @@ class GroupedLinear(nn.Module):
     weights writes each row to the place that it has there, and nothing is copied. `multiply` takes x cast.
     Parameters: weight, FP8 with weight_scale_inv as `BlockFP8Linear` has them if `fp8`; then O is a multiple of 128.
     """
+
+    shares = Shares(rows=("matrices",), counts={"groups": "groups of channels"})
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
@@ -15,7 +16,8 @@ from dsa_layers.layers.norm_and_cast import cast_readers, given, norm_and_cast
 class HyperDecoderBlock(nn.Module):
     """Attention, then experts, each between the streams' collapse and expansion: X [T, n, hidden] -> [T, n, hidden].
 
-    x = collapse(X); X <- expand(sublayer(norm(x)), X), by `hc_attn` and `hc_ffn`.
+    x = collapse(X); X <- expand(sublayer(norm(x)), X), by `hc_attn` and `hc_ffn`. rows: of X, where several processes
+    have parts of the sublayers; tokens are all rows'.
     Submodules: hc_attn, attn_norm, attn, hc_ffn, ffn_norm, ffn.
     """
 
@@ -41,12 +43,14 @@ class HyperDecoderBlock(nn.Module):
         entry_rope: Angles | None,
         batch: TokenBatch,
         cache: CompressedLayerCache | None = None,
+        rows: Rows = ALL_ROWS,
     ) -> torch.Tensor:
         x, post, comb = self.hc_attn.collapse(streams)
         _, x, cast = norm_and_cast(self.attn_norm, x, cast_readers(self.attn))
-        y = self.attn(x, rope, entry_rope, batch, cache, **given(cast))
+        y = rows.sum(self.attn(x, rope, entry_rope, batch, cache, **given(cast, rows)))
         streams = self.hc_attn.expand(y, streams, post, comb)
         x, post, comb = self.hc_ffn.collapse(streams)
-        _, x, cast = norm_and_cast(self.ffn_norm, x, cast_readers(self.ffn))
-        y = self.ffn(x, tokens, **given(cast))
+        _, x, cast = norm_and_cast(self.ffn_norm, x, () if rows.shared else cast_readers(self.ffn))
+        (x,) = rows.gather(x)
+        y = rows.sum(self.ffn(x, tokens, **given(cast)))
         return self.hc_ffn.expand(y, streams, post, comb)

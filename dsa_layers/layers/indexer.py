@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.key_selection import WORKSPACE, Keys, select_packed, select_paged
@@ -122,18 +123,21 @@ class LightningIndexer(nn.Module):
         store_only: bool = False,
         keys: torch.Tensor | None = None,
         queries: torch.Tensor | None = None,
+        rows: Rows = ALL_ROWS,
     ) -> torch.Tensor | None:
-        """keys: wk(x), and queries: wq_b(qr), where the caller has them."""
+        """keys: wk(x), and queries: wq_b(qr), where the caller has them. rows: where x, qr and queries are a process's
+        own rows, for which it selects; keys are all rows'."""
         keys = self.wk(x) if keys is None else keys
         if cache is not None:
             self._store_keys(keys, cos, sin, batch, cache)
         if store_only:
             return None
         q, weights = self._queries(x, self.wq_b(qr) if queries is None else queries)
+        angles = rows.own(cos), rows.own(sin)
         if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, **self.rope)
+            q, weights = dsa.quantize_indexer_queries(q, weights, *angles, **self.rope)
         else:
-            q = dsa.apply_rotary(q, cos, sin, **self.rope)
+            q = dsa.apply_rotary(q, *angles, **self.rope)
         page_size = batch.page_size if paged_slots else None
         if self.quantize and batch.is_decode and cache is not None:
             lengths, table = batch.key_lens_tensor, batch.block_table
@@ -141,10 +145,13 @@ class LightningIndexer(nn.Module):
             return select_paged(q, cache.index, weights, self.top_k, lengths, table, schedule, most, page_size)
         paging = {}
         if paged_slots:
-            paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": batch.sequences}
+            sequences = rows.own(batch.sequences)
+            paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": sequences}
         every = self._all_keys(keys, cos, sin, batch, cache)
-        ranges = batch.visible_ranges
-        return select_packed(q, every, weights, self.top_k, *ranges, workspace=self.workspace, **paging)
+        starts, lengths, most = batch.visible_ranges
+        ranges = rows.own(starts), rows.own(lengths), most
+        picks = select_packed(q, every, weights, self.top_k, *ranges, workspace=self.workspace, **paging)
+        return rows.gather(picks)[0]
 
     def _store_keys(
         self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache

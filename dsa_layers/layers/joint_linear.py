@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.batch.rows import Rows
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear, linear_fp32
 
 Layer = Linear | BlockFP8Linear
@@ -34,6 +35,14 @@ def multiply(x: torch.Tensor, *layers: Layer, cast: Cast | None = None) -> tuple
             return tuple(layer.multiply(activations, x.dtype) for layer in layers)
         y = dsa.fp8_gemm_nt(activations, whole, x.dtype)
     return y.split([len(layer.weight) for layer in layers], -1)
+
+
+def multiply_gathered(x: torch.Tensor, layer: Layer, cast: Cast | None, rows: Rows) -> torch.Tensor:
+    """y [T, O] of all rows, x and its cast being this process's own: what the layer reads is gathered."""
+    if cast is None:
+        (x,) = rows.gather(x)
+        return layer(x)
+    return layer.multiply(rows.gather(*cast), x.dtype)
 
 
 def joint_layers(module: nn.Module) -> tuple[Layer, ...]:

@@ -8,6 +8,7 @@ from dsa_layers.layers import joint_linear
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm_and_cast import given, takes
+from dsa_layers.layers.shares import Shares
 
 
 class SwiGLU(nn.Module):
@@ -18,6 +19,8 @@ class SwiGLU(nn.Module):
     limit: gate(x) is at most that, up(x) between -limit and limit; None: any.
     Parameters: {gate,up}_proj [inner, hidden], down_proj [hidden, inner], FP8 with scales if `fp8`.
     """
+
+    shares = Shares(rows=("gate_proj", "up_proj"), columns=("down_proj",))
 
     def __init__(
         self,

@@ -3,11 +3,13 @@
 import functools
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 import dsa
+from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.joint_linear import Cast, Layer
 from dsa_layers.layers.norm import RMSNorm
@@ -41,9 +43,9 @@ def cast_readers(module: nn.Module) -> tuple[Layer, ...]:
     return joint_linear.joint_layers(module) if takes(module, "cast") else ()
 
 
-def given(cast: Cast | None) -> dict[str, Cast]:
-    """A cast as the argument of a call, if there is one."""
-    return {} if cast is None else {"cast": cast}
+def given(cast: Cast | None, rows: Rows = ALL_ROWS) -> dict[str, Any]:
+    """A cast as the argument of a call, if there is one; and rows that several processes share."""
+    return ({} if cast is None else {"cast": cast}) | ({"rows": rows} if rows.shared else {})
 
 
 def takes(module: nn.Module, argument: str) -> bool:

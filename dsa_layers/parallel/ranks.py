@@ -1,10 +1,13 @@
 """The ranks that a model is split over, and what they say to each other: sums and pieces, through torch.distributed."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Since torch 2.13 the same has another name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -14,11 +17,13 @@ SHARED_SUM_ROWS = 16
 
 @dataclass(frozen=True)
 class Ranks:
-    """rank: this process's, from 0; size: how many there are; group: None is torch.distributed's default group."""
+    """rank: this process's, from 0; size: how many there are; group: None is torch.distributed's default group.
+    shares_rows: whether each has a share of many rows between layers, and selects for these alone."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
+    shares_rows: bool = True
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:
@@ -35,14 +40,21 @@ class Ranks:
             return x
         x, rows = x.contiguous(), len(x)
         if rows < SHARED_SUM_ROWS * self.size:
-            return self._sum_parts(self._gathered(x))
+            return self.sum_parts(self._gathered(x))
         padded = -(-rows // self.size) * self.size
         if padded != rows:
             x = torch.cat((x, x.new_zeros(padded - rows, *x.shape[1:])))
         parts = torch.empty_like(x)
         dist.all_to_all_single(parts, x, group=self.group)
-        own = self._sum_parts(parts.unflatten(0, (self.size, -1)))
+        own = self.sum_parts(parts.unflatten(0, (self.size, -1)))
         return self._gathered(own).flatten(0, 1)[:rows]
+
+    def sum_parts(self, parts: torch.Tensor) -> torch.Tensor:
+        """The same of all parts [size, T, ...], where one rank has them: [T, ...]."""
+        total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+        for part in parts[1:]:
+            total = total + part
+        return total.to(parts.dtype)
 
     def join_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' x [..., C] beside each other, in their order: [..., size * C]."""
@@ -67,8 +79,19 @@ class Ranks:
             _all_gather(parts, x, group=self.group)
         return parts.unflatten(0, (self.size, len(x)))
 
-    def _sum_parts(self, parts: torch.Tensor) -> torch.Tensor:
-        total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
-        for part in parts[1:]:
-            total = total + part
-        return total.to(parts.dtype)
+
+ALONE = Ranks(0, 1)
+
+
+def ranks_of(mesh: "DeviceMesh | Ranks | None") -> Ranks:
+    """Those of a mesh of one dimension; ALONE without one. TypeError for anything else, ValueError for more
+    dimensions."""
+    if mesh is None or isinstance(mesh, Ranks):
+        return mesh or ALONE
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: must be a DeviceMesh, Ranks or None, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: must have one dimension, got {mesh.ndim}; one of several is mesh[its name]")
+    return Ranks.of(mesh.get_group())

@@ -5,6 +5,7 @@ import re
 import torch
 from torch import nn
 
+from dsa_layers.batch.rows import Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, EntryShape
 from dsa_layers.errors import CheckpointError
@@ -14,12 +15,16 @@ from dsa_layers.families.rotary import make_rotary
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
+from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
 from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.moe import MoE, SqrtSoftplusRouter
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import RopeAngles
+from dsa_layers.layers.shares import Shares
+from dsa_layers.parallel.ranks import ALONE
+from dsa_layers.parallel.rows import rows_of
 
 INDEXED = "compressed_sparse_attention"
 
@@ -118,13 +123,15 @@ class DeepseekV4ForCausalLM(nn.Module):
     """
 
     page_size = 256  # tokens: 64 entries of a layer with an indexer, 2 of the others
+    shares = Shares(rows=("head",), blocks=False)
+    ranks = ALONE
 
     def __init__(self, config: DeepseekV4Config, precision: Precision | None = None) -> None:
         super().__init__()
         self.config = config
         self.precision = precision or Precision.of(config)
         hidden, dtype = config.hidden_size, self.precision.dtype
-        self.embed = nn.Embedding(config.vocab_size, hidden, dtype=dtype)
+        self.embed = Embedding(config.vocab_size, hidden, dtype=dtype)
         self.layers = nn.ModuleList(_block(config, self.precision, i) for i in range(config.num_hidden_layers))
         self.hc_head = HyperHead(hidden, config.hc_mult, eps=config.rms_norm_eps, hc_eps=config.hc_eps)
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
@@ -149,15 +156,26 @@ class DeepseekV4ForCausalLM(nn.Module):
                 angles[kind, ratio] = RopeAngles(self.rotaries[kind](positions))
             return angles[kind, ratio]
 
-        streams = self.embed(tokens[:, None].expand(-1, self.config.hc_mult))
+        rows = rows_of(batch, self.ranks)
+        streams = self._streams(tokens, rows)
         for i, layer in enumerate(self.layers):
             ratio = self.config.compress_rates.get(self.config.layer_types[i])
             rope = rope_of("main" if ratio is None else "compress")
             entry_rope = None if ratio is None else rope_of("compress", ratio)
-            streams = layer(streams, tokens, rope, entry_rope, batch, None if cache is None else cache.layer(i))
-        if not all_tokens and not batch.is_decode:  # where each token is the last
-            streams = streams[batch.last_tokens]
-        return linear_fp32(self.norm(self.hc_head(streams)), self.head.weight)
+            streams = layer(streams, tokens, rope, entry_rope, batch, None if cache is None else cache.layer(i), rows)
+        few = not all_tokens and not batch.is_decode  # where each token is the last
+        if rows.shared:
+            (x,) = rows.gather(self.hc_head(streams))
+            x = x[batch.last_tokens] if few else x
+        else:
+            x = self.hc_head(streams[batch.last_tokens] if few else streams)
+        return self.ranks.join_columns(linear_fp32(self.norm(x), self.head.weight))
+
+    def _streams(self, tokens: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """[T, hc_mult, hidden]: each of them begins with the tokens' embeddings."""
+        if rows.parts:
+            return rows.sum(self.embed(tokens))[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+        return self.embed(tokens[:, None].expand(-1, self.config.hc_mult))
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64

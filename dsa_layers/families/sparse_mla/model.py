@@ -10,11 +10,15 @@ from dsa_layers.families.rotary import make_rotary
 from dsa_layers.families.sparse_mla.config import SparseMLAConfig
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.decoder import DecoderBlock
+from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import yarn_mscale
+from dsa_layers.layers.shares import Shares
+from dsa_layers.parallel.ranks import ALONE
+from dsa_layers.parallel.rows import rows_of
 
 
 def _softmax_scale(config: SparseMLAConfig) -> float:
@@ -74,20 +78,23 @@ class SparseMLAModel(nn.Module):
     What a layer with an indexer selects is handed on to the layers after it that have none, within a pass.
     """
 
+    ranks = ALONE
+
     def __init__(self, config: SparseMLAConfig, precision: Precision) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
         self.layers = nn.ModuleList(_block(config, precision, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = make_rotary(config.qk_rope_head_dim, config.rope)
 
     def forward(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
         cos, sin = self.rotary(batch.positions)
-        x = self.embed_tokens(tokens)
-        selection = Selection()
+        rows, selection = rows_of(batch, self.ranks), Selection()
+        x = rows.sum(self.embed_tokens(tokens))
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, batch, None if cache is None else cache.layer(i), selection)
-        return self.norm(x)
+            x = layer(x, cos, sin, batch, None if cache is None else cache.layer(i), selection, rows)
+        (x,) = rows.gather(self.norm(x))
+        return x
 
 
 class SparseMLAForCausalLM(nn.Module):
@@ -98,6 +105,8 @@ class SparseMLAForCausalLM(nn.Module):
     """
 
     page_size = 64  # tokens, as the kernels of the byte layouts have them
+    shares = Shares(rows=("lm_head",), blocks=False)
+    ranks = ALONE
 
     def __init__(self, config: SparseMLAConfig, precision: Precision | None = None) -> None:
         super().__init__()
@@ -118,8 +127,10 @@ class SparseMLAForCausalLM(nn.Module):
         if not all_tokens and not batch.is_decode:  # where each token is the last
             hidden = hidden[batch.last_tokens]
         if torch.is_grad_enabled() or not hidden.is_cuda:
-            return self.lm_head(hidden).float()
-        return linear_fp32(hidden, self.lm_head.weight)  # not by way of 16 bits
+            logits = self.lm_head(hidden).float()
+        else:
+            logits = linear_fp32(hidden, self.lm_head.weight)  # not by way of 16 bits
+        return self.ranks.join_columns(logits)
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64

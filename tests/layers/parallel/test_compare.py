@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
+from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.families.registry import model_types
-from dsa_layers.parallel.loading import load_model
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 
@@ -20,7 +20,7 @@ def passes(ranks, directories):
     os.environ["DSA_COMPARE_RANKS"] = "1"
     said = {}
     for name, directory in directories.items():
-        model = load_model(directory, ranks, dtype=torch.float32, dequantize=True, progress=False)
+        model = load_model(directory, mesh=ranks, dtype=torch.float32, dequantize=True, progress=False)
         for changed in (False, True):
             if changed and ranks.rank == 1:
                 indexer = model.get_submodule(LAYERS[name])

@@ -81,7 +81,7 @@ def test_torchrun_starts_ranks_too(checkpoint):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--gpus", "3"], "--gpus: 3 do not evenly share the 4 attention heads of model.layers.0.self_attn"),
+        (["--gpus", "3"], "--gpus: 3 do not evenly share the 2048 tokens of model.embed_tokens"),
         (["--gpus", "0"], "--gpus"),
         (["--gpus", "2", "--device", "cuda:1"], "--device: must be cpu or cuda, of which each rank takes its own GPU"),
         (["--gpus", "2", "--prompt-file", "/nowhere"], "--prompt-file: must be a readable file, got /nowhere"),

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import dsa_layers
+from dsa_layers import load_model
+from dsa_layers.checkpoint.gpu_plan import STATE_SLOTS, check_fits, plan, plans, precision_of
 from dsa_layers.command.main import main
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import model_types
-from dsa_layers.parallel.loading import load_model
-from dsa_layers.parallel.plan import STATE_SLOTS, check_fits, plan, plans, precision_of
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
 
@@ -23,7 +23,7 @@ def test_it_is_what_a_rank_holds(model, tmp_path):
     config = read_config(tmp_path)
     for gpus in (1, 2):
         found = plan(config, precision_of(config), gpus)
-        part = load_model(tmp_path, Ranks(gpus - 1, gpus), progress=False)
+        part = load_model(tmp_path, mesh=Ranks(gpus - 1, gpus), progress=False)
         assert found.weights == sum(tensor.nbytes for tensor in part.state_dict().values())
         cache = part.make_cache(10, part.page_size, state_slots=STATE_SLOTS)
         assert found.bytes(10 * part.page_size) == found.weights + cache.nbytes == found.bytes(9 * part.page_size + 1)
@@ -68,7 +68,7 @@ def test_the_command(capsys):
 def test_wrong_calls(capsys, tmp_path):
     flash = str(VENDORED / "deepseek_v4_flash_config.json")
     assert main(["plan", flash, "--gpus", "3"]) == 2
-    assert "--gpus: 3 do not evenly share the 64 attention heads" in capsys.readouterr().err
+    assert "--gpus: 3 do not evenly share the 129280 tokens of embed" in capsys.readouterr().err
     assert main(["plan", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
 

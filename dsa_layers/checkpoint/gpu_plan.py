@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dsa_layers.checkpoint import Checkpoint
-from dsa_layers.checkpoint.loading import _holds_fp4_experts as holds_fp4_experts
+from dsa_layers.checkpoint.loading import holds_fp4_experts
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.registry import family

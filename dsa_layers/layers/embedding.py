@@ -1,0 +1,30 @@
+"""The embedding of tokens."""
+
+import torch
+from torch import nn
+
+from dsa_layers.layers.shares import Shares
+
+
+class Embedding(nn.Module):
+    """y[t] = weight[tokens[t]]. tokens int64 [...] -> [..., hidden]. Parameter: weight [vocabulary, hidden].
+
+    A part of it has the rows from `first` on; y is 0 for tokens of other parts.
+    """
+
+    shares = Shares(rows=("weight",), counts={"count": "tokens"}, blocks=False)
+
+    def __init__(self, vocabulary: int, hidden: int, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.vocabulary, self.count, self.first = vocabulary, vocabulary, 0
+        self.weight = nn.Parameter(torch.empty(vocabulary, hidden, dtype=dtype))
+        if self.weight.device.type != "meta":
+            nn.init.normal_(self.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.count == self.vocabulary:
+            return nn.functional.embedding(tokens, self.weight)
+        rows = tokens - self.first
+        own = (rows >= 0) & (rows < self.count)
+        y = nn.functional.embedding(rows.clamp(0, self.count - 1), self.weight)
+        return y.masked_fill(~own[..., None], 0)

@@ -1,0 +1,65 @@
+"""Rows that ranks share: every row is one rank's, gathered rows are the whole, and sums those of whole rows."""
+
+import pytest
+import torch
+
+from dsa_layers.batch.rows import ALL_ROWS
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.rows import SHARED_ROWS, SharedRows, WholeRows, rows_of
+from tests.layers.parallel.processes import in_ranks
+
+COUNTS = (6, 7, 11, 256, 301)
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64)
+
+
+def whole(count, dtype):
+    return (torch.arange(count * 8).view(count, 2, 4) % 100).to(dtype)
+
+
+def part(rank, count):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(count, 5, generator=generator, dtype=torch.float64).mul(10.0**rank).to(torch.bfloat16)
+
+
+def exchanged(ranks):
+    """Of every count: (own rows' numbers, all of several tensors gathered at once, own rows of the sum, and of the sum
+    of whole rows)."""
+    found = []
+    for count in COUNTS:
+        rows = SharedRows(ranks, count)
+        own = rows.own(torch.arange(count))
+        # Not contiguous, as a slice of channels is not.
+        gathered = rows.gather(*(rows.own(whole(count, dtype))[:, :, 1:] for dtype in DTYPES), own)
+        x = part(ranks.rank, count)
+        found.append((own, gathered, rows.sum(x), rows.own(ranks.sum(x)), rows.own(WholeRows(ranks).sum(x))))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_of_ranks(size):
+    of_ranks = in_ranks(size, exchanged)
+    for i, count in enumerate(COUNTS):
+        owned = torch.cat([found[i][0] for found in of_ranks])
+        assert owned.sort().values.tolist() == list(range(count))
+        pairs = [int((found[i][0] + 1).sum()) for found in of_ranks]  # a query sees one key more than the one before
+        assert max(pairs) - min(pairs) <= 2 * count
+        for own, (*gathered, numbers), *sums in (found[i] for found in of_ranks):
+            assert numbers.tolist() == list(range(count))
+            for dtype, x in zip(DTYPES, gathered):
+                assert x.dtype == dtype and torch.equal(x.float(), whole(count, dtype)[:, :, 1:].float()), dtype
+            expected = sum(part(rank, count).float() for rank in range(size)).bfloat16()[own]
+            assert all(torch.equal(rows, expected) for rows in sums)
+
+
+def test_few_rows_and_decoding_are_whole():
+    long, short = (SequenceBatch.without_cache([SHARED_ROWS // 2, n]) for n in (SHARED_ROWS // 2, 1))
+    two = Ranks(0, 2)
+    assert isinstance(rows_of(long, two), SharedRows) and isinstance(rows_of(short, two), WholeRows)
+    assert isinstance(rows_of(SequenceBatch.without_cache([1] * 2 * SHARED_ROWS), two), WholeRows)
+    assert rows_of(long, ALONE) is ALL_ROWS
+
+
+def test_all_rows_are_this_process_s():
+    x = torch.ones(3)
+    assert ALL_ROWS.own(x) is x and ALL_ROWS.sum(x) is x and ALL_ROWS.gather(x, x) == (x, x)
