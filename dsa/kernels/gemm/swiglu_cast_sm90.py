@@ -36,7 +36,7 @@ THREADS = 128
 CHANNELS = 16  # of a lane
 LANES = GROUP // CHANNELS
 GROUPS_PER_CTA = THREADS // LANES
-RESIDENT = 12  # CTAs of a multiprocessor, with 40 registers a thread
+RESIDENT = 10  # CTAs that a multiprocessor has room for, with 48 registers a thread
 
 
 class SwigluCastSm90:
