@@ -70,6 +70,8 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
 
     for rows in (1, 600, 5000):
         yield f"fp8_gemm_nt of {rows} rows", partial(product, rows), lambda given: dsa.fp8_gemm_nt(*given)
+    swiglu = partial(grouped, "grouped_fp8_fp4_gemm_swiglu", 26000)  # more than are cast at once
+    yield "grouped_fp8_fp4_gemm_swiglu", swiglu, lambda given: dsa.grouped_fp8_fp4_gemm_swiglu(*given, limit=2.0)
     for op in ("grouped_fp8_gemm_nt", "grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"):
         for rows in (40, 600, 3000):
             of_rows, ones = torch.arange(rows, dtype=torch.int32), torch.ones(rows)

@@ -1,10 +1,13 @@
 """Work tiles of a grouped product: rows of one matrix each, found on the device.
 
 Rows lie one matrix's after another's, and `ends` says where each one's end: no row is padded, and no host reads a
-length. The tiles of a matrix come together, in bands of BAND rows: so what is multiplied at a time is of about as many
-rows as columns, and the L2 cache holds what several tiles read. Within a band the rows are innermost, if there is one
-matrix. Of several, the columns are: a matrix of a few tiles of rows has a last one of few rows, and the scheduler,
-which deals tiles out in turn, would give these to every second CTA.
+length. Rows behind the last matrix's, if there are such, are in no work tile: tiles are counted by matrix, and what a
+tile stores ends where its matrix does. So without rows of any matrix there is no tile, and every CTA ends at once.
+
+The tiles of a matrix come together, in bands of BAND rows: so what is multiplied at a time is of about as many rows as
+columns, and the L2 cache holds what several tiles read. Within a band the rows are innermost, if there is one matrix.
+Of several, the columns are: a matrix of a few tiles of rows has a last one of few rows, and the scheduler, which deals
+tiles out in turn, would give these to every second CTA.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 """
 
@@ -41,8 +44,8 @@ class WorkTileInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """ends [matrices]; rows: of all matrices; across: tiles of columns; prefix [PREFIX_SUMS] in shared memory; height,
-    width: rows and columns of a tile."""
+    """ends [matrices]; rows: of the result, the matrices' and those behind them; across: tiles of columns; prefix
+    [PREFIX_SUMS] in shared memory; height, width: rows and columns of a tile."""
 
     ends: cute.Tensor
     rows: Int32

@@ -11,11 +11,14 @@ Plan
 - NaN passes the limits, as PyTorch's clamp has it; silu(-inf) is NaN, as -inf * 0 is.
 - Group g of the [T, ceil(I / 128)] grid is row g // ceil(I / 128), by a precomputed divisor. Rows may be strided.
 - A last block that ends early is a variant of its own: vectors of 8 channels, absent ones are zeros and not stored.
+- Rows of several matrices, of which those behind the last one's are nobody's, are a variant: as many CTAs as there is
+  room for read where the rows end, and take turns with the groups before that.
 Shared memory: none. Constraints: I a multiple of 8, innermost stride 1, rows of gate and up aligned to 16 bytes.
 Roofline: memory. Per channel of h 4 bytes in (bf16), 1 + 4 / 128 out; about 25 instructions, of the 34 that a
 multiprocessor issues in the time of these bytes.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +36,7 @@ THREADS = 128
 CHANNELS = 16  # of a lane
 LANES = GROUP // CHANNELS
 GROUPS_PER_CTA = THREADS // LANES
+RESIDENT = 10  # CTAs that a multiprocessor has room for, with 48 registers a thread
 
 
 class SwigluCastSm90:
@@ -70,8 +74,12 @@ class SwigluCastSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        lane = tid % LANES
         group = block * GROUPS_PER_CTA + tid // LANES
+        self.cast(gate, up, q, scale, limit, row_groups, group, total, tid % LANES)
+
+    @cute.jit
+    def cast(self, gate, up, q, scale, limit, row_groups, group, total, lane):
+        """One of `total` groups, of which this lane has CHANNELS channels."""
         # Past the end: compute the last group again, as the shuffles need all lanes, and store nothing.
         row, col = divmod(cutlass.min(group, total - 1), row_groups)
         channel = col * GROUP + lane * CHANNELS
@@ -120,27 +128,77 @@ class SwigluCastSm90:
                 cute.autovec_copy(own, place)
 
 
+class SwigluCastOfMatricesSm90(SwigluCastSm90):
+    @cute.jit
+    def __call__(
+        self,
+        gate: cute.Tensor,
+        up: cute.Tensor,
+        q: cute.Tensor,
+        scale: cute.Tensor,
+        limit: Float32 | None,
+        ends: cute.Tensor,
+        ctas: Int32,
+        stream,
+    ):
+        row_groups = cute.fast_divmod_create_divisor_v2(scale.shape[1])
+        self.kernel_of_matrices(gate, up, q, scale, limit, ends, row_groups).launch(
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel_of_matrices(
+        self,
+        gate: cute.Tensor,
+        up: cute.Tensor,
+        q: cute.Tensor,
+        scale: cute.Tensor,
+        limit: Float32 | None,
+        ends: cute.Tensor,
+        row_groups: cute.FastDivmodDivisorV2,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        end = ends[ends.shape[0] - 1]
+        # A number that no rows end at says nothing of the other matrices' rows.
+        if end < 0 or end > scale.shape[0]:
+            end = scale.shape[0]
+        total = end * scale.shape[1]
+        for first in cutlass.range(block * GROUPS_PER_CTA, total, ctas * GROUPS_PER_CTA, unroll=1):
+            self.cast(gate, up, q, scale, limit, row_groups, first + tid // LANES, total, tid % LANES)
+
+
+def _operands(dtype: str, limited: bool, multiple: int):
+    """gate, up, q, scale and limit, as the compile functions document them."""
+    element = cute_dtype(dtype)
+    rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=multiple), cute.sym_int()
+    gate, up = (fake(element, (rows, cols), (*strides(1, 128 // element.width), 1)) for _ in range(2))
+    q = fake(Float8E4M3FN, (rows, cols), (*strides(1, multiple), 1))
+    scale = fake(Float32, (rows, groups), (*strides(1), 1), 4)
+    return gate, up, q, scale, Float32(1.0) if limited else None
+
+
 @cached
 def compile_swiglu_cast(dtype: str, use_ue8m0: bool, limited: bool, ragged: bool):
     """-> f(gate [T, I] dtype and up, row strides multiples of 16 bytes; q [T, I] e4m3; scale [T, ceil(I / 128)] fp32;
     limit, None unless `limited`), T * I > 0; I a multiple of 128, of 8 if `ragged`."""
-    element = cute_dtype(dtype)
-    multiple = SWIGLU_MULTIPLE if ragged else GROUP
-    rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=multiple), cute.sym_int()
+    operands = _operands(dtype, limited, SWIGLU_MULTIPLE if ragged else GROUP)
+    return compile_sm90(SwigluCastSm90(use_ue8m0, ragged), *operands, fake_stream())
 
-    gate, up = (fake(element, (rows, cols), (*strides(1, 128 // element.width), 1)) for _ in range(2))
-    q = fake(Float8E4M3FN, (rows, cols), (*strides(1, multiple), 1))
-    scale = fake(Float32, (rows, groups), (*strides(1), 1), 4)
-    limit = Float32(1.0) if limited else None
-    return compile_sm90(SwigluCastSm90(use_ue8m0, ragged), gate, up, q, scale, limit, fake_stream())
+
+@cached
+def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
+    """-> f(gate, up, q, scale, limit, ends [E] int32 ascending, ctas): as `compile_swiglu_cast`, I a multiple of 128,
+    of the rows before ends[E - 1]; of all of them, if that is no number of rows. E > 0; ctas: RESIDENT a
+    multiprocessor."""
+    ends = fake(Int32, (cute.sym_int(),), (1,), 4)
+    kernel = SwigluCastOfMatricesSm90(use_ue8m0, ragged=False)
+    return compile_sm90(kernel, *_operands(dtype, limited, GROUP), ends, Int32(1), fake_stream())
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
-    return [
-        (compile_swiglu_cast, (dtype, use_ue8m0, limited, ragged))
-        for dtype in CAST_DTYPES
-        for use_ue8m0 in (True, False)
-        for limited in (True, False)
-        for ragged in (True, False)
-    ]
+    """Every compile function and its arguments that the ops can ask for."""
+    kinds = [(dtype, *options) for dtype in CAST_DTYPES for options in itertools.product((True, False), repeat=2)]
+    plain = [(compile_swiglu_cast, (*kind, ragged)) for kind in kinds for ragged in (True, False)]
+    return plain + [(compile_swiglu_cast_of_matrices, kind) for kind in kinds]

@@ -48,20 +48,23 @@ def grouped_fp8_fp4_gemm_nt(
     b          (packed [E, N, K / 2] int8 or uint8, scale [E, N, K / 32] float8_e8m0fnu, block_scale
                [E, ceil(N / 128), ceil(K / 128)] fp32): two e2m1 codes a byte, the low nibble the even channel; the
                scale of 32 channels of a row; `fp4_block_scales(packed, scale)`. K is a multiple of 32
-    ends       int32 [E], ascending from at least 0 to M; a weight may have no rows
+    ends       int32 [E], ascending from at least 0 to at most M; a weight may have no rows, and all of them none
     out_dtype  float32, bfloat16 or float16
     rows       int32 [M]: row m of the product is of row rows[m] of a, from 0 to A - 1; the same one may stand several
                times. None: the rows of a as they are, M = A
     weights    fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
 
-    Returns [M, N]. A row's result depends on no other row. The weights stay FP4: they become e4m3 only where the tensor
-    cores read them, with the powers of two between a group's scale and its block's in the values.
+    Returns [M, N]. A row's result depends on no other row. Rows from ends[E - 1] on are nobody's, as in
+    `grouped_fp8_gemm_nt`: no product is computed for them, and the result is undefined there. The weights stay FP4:
+    they become e4m3 only where the tensor cores read them, with the powers of two between a group's scale and its
+    block's in the values.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for ends
     and rows as `grouped_fp8_gemm_nt` does, and for block scales other than those of `fp4_block_scales`, which refuses
     blocks that e4m3 cannot hold. With other block scales the kernel's result is undefined.
     On Hopper: K a multiple of 32 and N of 8, E up to 1024, E N below 2^31, packed and scale contiguous from multiples
     of 16 bytes on; no host synchronisation. Every call copies the scales, those of the weights too, unless K is a
-    multiple of 512. Up to 24 rows a weight, on average, have a kernel of their own if K is a multiple of 128.
+    multiple of 512. Up to 24 rows a weight, on average over all M, have a kernel of their own if K is a multiple of
+    128; of others a copy of `rows` of a is made before.
     Source: the experts of DeepSeek-V4's checkpoints, and its inference code.
     """
     operands = *pair("a", a), *reference.fp4_weight("b", b)

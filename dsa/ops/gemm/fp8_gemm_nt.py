@@ -60,24 +60,27 @@ def grouped_fp8_gemm_nt(
     rows: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`fp8_gemm_nt` of each row with one of E weights: rows ends[e - 1] to ends[e] - 1 with weight e, ends[-1] being 0.
+    """`fp8_gemm_nt` of each row with one of E weights: rows before ends[0] with weight 0, ends[e - 1] to ends[e] - 1
+    with weight e. Rows from ends[E - 1] on are nobody's: no product is computed for them.
 
     a          (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
     b          (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32): the weights and their scales
-    ends       int32 [E], ascending from at least 0 to M; a weight may have no rows
+    ends       int32 [E], ascending from at least 0 to at most M; a weight may have no rows, and all of them none
     out_dtype  float32, bfloat16 or float16
     rows       int32 [M]: row m of the product is of row rows[m] of a, from 0 to A - 1; the same one may stand several
                times. None: the rows of a as they are, M = A
     weights    fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
 
-    Returns [M, N]. A row's result depends on no other row.
+    Returns [M, N]. A row's result depends on no other row. In nobody's rows the result is undefined: kernels do not
+    write it, the reference fills it with NaN. What a, `rows` and `weights` hold there does not matter.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for ends
-    that do not ascend from at least 0 to M and for rows outside a. The kernel does not see these in time: a weight
-    whose ends decrease or are outside has no rows, and the result is undefined in rows that belong to no weight, and
-    where rows[m] is outside a.
+    that do not ascend from at least 0 to at most M and for rows outside a that are a weight's. The kernel does not see
+    these in time: a weight whose ends decrease or are outside has no rows, and the result is undefined in rows that
+    belong to no weight, and where rows[m] is outside a.
     On Hopper: no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to 1024, E N
-    below 2^31. Up to 4096 rows of the result the kernel gathers `rows` of a; of more a copy is made before, which is
-    faster there. Up to 64 rows in all, or 8 a weight on average, have a kernel of their own, without `rows` and
+    below 2^31. The time is that of the weights' rows; the work tiles, which change no bit, are chosen for all M. Up to
+    4096 rows of the result the kernel gathers `rows` of a; of more a copy is made before, of nobody's rows too, which
+    is faster there. Up to 64 rows in all, or 8 a weight on average, have a kernel of their own, without `rows` and
     `weights`.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index for each
     row.

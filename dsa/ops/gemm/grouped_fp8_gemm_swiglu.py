@@ -40,16 +40,19 @@ def grouped_fp8_gemm_swiglu(
     a          (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
     b          (w [E, 2 I, K] e4m3, ws [E, 2 I / 128, ceil(K / 128)] fp32): the weights, the rows of the gate projection
                before those of the up projection, and their scales; I is a multiple of 128
-    ends       int32 [E], ascending from at least 0 to M: where the rows of each weight end; it may have none
+    ends       int32 [E], ascending from at least 0 to at most M: where the rows of each weight end; it may have none
     rows       int32 [M]: row m of the result is of row rows[m] of a, from 0 to A - 1; None: the rows of a, M = A
     limit      a finite number above 0: gate is clamped to at most limit, up to -limit to limit. None: no clamp
     use_ue8m0  True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
     dtype      float32, bfloat16 or float16: what gate and up are rounded to, and their SwiGLU
 
     Returns q [M, I] float8_e4m3fn and scale [M, I / 128] float32, both contiguous: the activations of the down
-    projection. A row's result depends on no other row. NaN and infinity as in `swiglu_cast_to_fp8`. Not differentiable.
+    projection. A row's result depends on no other row. Rows from ends[E - 1] on are nobody's, as in
+    `grouped_fp8_gemm_nt`: no product is computed for them, and q and scale are undefined there, in the reference NaN.
+    NaN and infinity as in `swiglu_cast_to_fp8`. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices, and for ends and rows as
-    `grouped_fp8_gemm_nt` does, where the reference runs.
+    `grouped_fp8_gemm_nt` does, where the reference runs. Where the kernel runs, ends that do not ascend make rows
+    undefined from ends[E - 1] on, too.
     On Hopper: K and E as `grouped_fp8_gemm_nt` takes them; the SwiGLU within the bounds of `swiglu_cast_to_fp8`. Rows
     that have a kernel of their own there are multiplied by that and cast by another, which is faster for so few.
     CUDA-graph safe, no host synchronisation.
@@ -145,6 +148,7 @@ def _grouped_fp8_gemm_swiglu(
     use_ue8m0: bool,
     dtype: torch.dtype,
 ) -> Scaled:
+    product, _, cast_kernels = kernels
     out, scale = _results(q, w, rows)
     (matrices, columns), channels, count = w.shape[:2], q.shape[1], len(out)
     if channels == 0 or matrices == 0 or len(q) == 0:
@@ -155,8 +159,7 @@ def _grouped_fp8_gemm_swiglu(
     if fp8.has_few_rows(count, matrices, rows):
         # No matrix has enough rows for the time that the cast takes to matter, and its kernel reads weights faster.
         gate_up = fp8._grouped_fp8_gemm_nt.launch_on(q.device, q, s, w, ws, ends, dtype, None, None)
-        return cast._swiglu_cast_to_fp8.launch_on(q.device, *gate_up.chunk(2, -1), use_ue8m0, limit)
-    product, _, _ = kernels
+        return cast.cast_of_matrices(cast_kernels, gate_up, ends, use_ue8m0, limit)
     q, s, rows = fp8.gathered_rows(product, q, s, rows)
     multiprocessors = backends.num_sms(q.device)
     drawn = rows is None and fp8.draws(count, matrices)
@@ -210,4 +213,4 @@ def _grouped_fp8_fp4_gemm_swiglu(
     # One kernel would widen 256 columns for 128 rows; two products of 128 columns for 256 rows and a cast are faster.
     operands = q, s, packed, scale, block_scale, ends, dtype, rows, None
     gate_up = fp4._grouped_fp8_fp4_gemm_nt.launch_on(q.device, *operands)
-    return cast._swiglu_cast_to_fp8.launch_on(q.device, *gate_up.chunk(2, -1), use_ue8m0, limit)
+    return cast.cast_of_matrices(kernels[-1], gate_up, ends, use_ue8m0, limit)

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import torch
 
+from dsa import backends
 from dsa.kernels.gemm.limits import GROUP, SWIGLU_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
@@ -67,6 +68,26 @@ def _swiglu_cast_to_fp8(
         launch = _kernel(kernels, gate.dtype, use_ue8m0, limit is not None, channels % GROUP != 0)
         launch(*operands, q.view(-1, channels), scale.view(-1, scale.shape[-1]), bound)
     return q, scale
+
+
+def cast_of_matrices(
+    kernels: ModuleType, gate_up: torch.Tensor, ends: torch.Tensor, use_ue8m0: bool, limit: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cast of the halves of a grouped product [M, 2 I], I a multiple of 128. Rows from ends[E - 1] on, which are
+    nobody's, are left out where they would take time: where not all rows are cast at once."""
+    gate, up = gate_up.chunk(2, -1)
+    ctas = kernels.RESIDENT * backends.num_sms(gate.device)
+    if gate.numel() <= ctas * kernels.GROUPS_PER_CTA * GROUP or not len(ends):
+        return _swiglu_cast_to_fp8.launch(kernels, gate, up, use_ue8m0, limit)
+    q, scale = _results(gate)
+    launch = _matrices_kernel(kernels, gate.dtype, use_ue8m0, limit is not None)
+    launch(gate, up, q, scale, None if limit is None else float(limit), ends.contiguous(), ctas)
+    return q, scale
+
+
+@functools.cache
+def _matrices_kernel(kernels: ModuleType, dtype: torch.dtype, use_ue8m0: bool, limited: bool) -> Callable[..., None]:
+    return kernels.compile_swiglu_cast_of_matrices(dtype_name(dtype), use_ue8m0, limited)
 
 
 @functools.cache

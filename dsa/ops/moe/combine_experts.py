@@ -24,7 +24,8 @@ def combine_experts(
 ) -> torch.Tensor:
     """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once; and residual + out.
 
-    y        [M, H] bf16, fp16 or fp32: the experts' outputs, sorted by expert or in any other order
+    y        [M, H] bf16, fp16 or fp32: the experts' outputs, sorted by expert or in any other order. A row that `rows`
+             does not name may hold anything, NaN too; its gradient is zero
     rows     [T, k] int32 or int64, any k: which rows of y are the outputs for token t. A row outside [0, M) is not read
              and counts as zero, whatever its weight
     weights  [T, k] fp32, or None: 1, where the rows have their weights already

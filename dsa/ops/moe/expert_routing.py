@@ -63,7 +63,10 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     Returns (order, rows, ends):
       order  int32 [N]: row r has entry order[r]
       rows   int32 in the shape of experts: the row of each entry, -1 for an entry without an expert
-      ends   int32 [E]: the rows of expert e end before row ends[e], as `grouped_fp8_gemm_nt` takes them
+      ends   int32 [E]: the rows of expert e end before row ends[e], as `grouped_fp8_gemm_nt` takes them; ends[E - 1]
+             is less than N by the entries without an expert
+    So a process that holds some of a model's experts numbers its own from 0 on and all others outside: their rows are
+    behind its own, where products compute nothing and `combine_experts` reads nothing.
     Raises TypeError or ValueError for other types and dtypes, and counts below 1.
     On Hopper: one kernel, no workspace. Deterministic. CUDA-graph safe.
     """

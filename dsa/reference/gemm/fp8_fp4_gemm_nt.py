@@ -40,9 +40,9 @@ def grouped_fp8_fp4_gemm_nt(
 ) -> torch.Tensor:
     """`grouped_fp8_gemm_nt(a, widen_fp4(b[0], b[1]), ends, out_dtype, rows=rows, weights=weights)`, bit by bit.
 
-    Only the weights that have rows are widened. Raises ValueError for ends and rows as `grouped_fp8_gemm_nt` does, for
-    a weight that `widen_fp4` refuses, and for b[2] other than `fp4_block_scales(b[0], b[1])`. Arguments as of
-    `dsa.grouped_fp8_fp4_gemm_nt`.
+    Only the weights that have rows are widened, and nobody's rows are NaN, as in that. Raises ValueError for ends and
+    rows as `grouped_fp8_gemm_nt` does, for a weight that `widen_fp4` refuses, and for b[2] other than
+    `fp4_block_scales(b[0], b[1])`. Arguments as of `dsa.grouped_fp8_fp4_gemm_nt`.
     """
     (q, s), (packed, scale, block_scale) = pair("a", a), fp4_weight("b", b)
     GROUPED_FP8_FP4_GEMM_NT.check(q, s, packed, scale, block_scale, ends, out_dtype, rows, weights)

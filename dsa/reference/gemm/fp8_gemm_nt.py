@@ -82,10 +82,13 @@ def grouped_fp8_gemm_nt(
     rows: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`fp8_gemm_nt` of each row with one of E weights: rows ends[e - 1] to ends[e] - 1 with weight e, ends[-1] being 0.
+    """`fp8_gemm_nt` of each row with one of E weights: rows before ends[0] with weight 0, ends[e - 1] to ends[e] - 1
+    with weight e.
 
-    Row m is row rows[m] of a, and its fp32 sum is multiplied by weights[m] before it is rounded. Raises ValueError for
-    ends that do not ascend from at least 0 to M, and for rows outside a. Arguments as of `dsa.grouped_fp8_gemm_nt`.
+    Row m is row rows[m] of a, and its fp32 sum is multiplied by weights[m] before it is rounded. Rows from ends[E - 1]
+    on are nobody's: nothing is read of them, and their results, undefined in general, are NaN here, which shows where
+    they are used. Raises ValueError for ends that do not ascend from at least 0 to at most M, and for other rows
+    outside a. Arguments as of `dsa.grouped_fp8_gemm_nt`.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index a row.
     """
     (q, s), (w, ws) = pair("a", a), pair("b", b)
@@ -106,17 +109,18 @@ def products_by_weight(
     """`grouped_fp8_gemm_nt` of arguments that are checked but for their contents. weight_of: e -> (w [N, K], scales),
     of those weights that have rows."""
     q, s = a
+    count, limits = len(q if rows is None else rows), [0, *ends.tolist()]
+    if limits != sorted(limits) or limits[-1] > count:
+        origin = "a[0], without rows" if rows is None else "rows"
+        raise ValueError(f"ends: must ascend from at least 0 to at most M={count} (as of {origin}), got {limits[1:]}")
     if rows is not None:
+        rows = rows[: limits[-1]]
         outside = ((rows < 0) | (rows >= len(q))).nonzero()
         if len(outside):
             m = outside[0].item()
             raise ValueError(f"rows: must be from 0 to {len(q) - 1}, got {rows[m].item()} at {m}")
         q, s = q.view(torch.uint8)[rows].view(q.dtype), s[rows]
-    limits = [0, *ends.tolist()]
-    if limits != sorted(limits) or limits[-1] != len(q):
-        origin = "a[0], without rows" if rows is None else "rows"
-        raise ValueError(f"ends: must ascend from at least 0 to M={len(q)} (as of {origin}), got {limits[1:]}")
-    out = torch.empty(len(q), columns, dtype=out_dtype, device=q.device)
+    out = torch.full((count, columns), torch.nan, dtype=out_dtype, device=q.device)
     for e, (begin, end) in enumerate(pairwise(limits)):
         if begin == end:
             continue

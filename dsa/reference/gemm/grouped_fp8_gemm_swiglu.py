@@ -62,7 +62,9 @@ def grouped_fp8_gemm_swiglu(
     """`swiglu_cast_to_fp8(gate, up, use_ue8m0, limit=limit)` of the halves of grouped_fp8_gemm_nt(a, b, ends, dtype,
     rows=rows), bit by bit.
 
-    b's rows are those of gate and then those of up, of each weight. Arguments as of `dsa.grouped_fp8_gemm_swiglu`.
+    b's rows are those of gate and then those of up, of each weight. Rows from ends[E - 1] on are nobody's: values and
+    scales, undefined in general, are NaN there, as the cast makes them of NaN. Arguments as of
+    `dsa.grouped_fp8_gemm_swiglu`.
     Source: `Expert` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     (q, s), (w, ws) = pair("a", a), pair("b", b)

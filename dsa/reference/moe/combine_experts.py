@@ -25,8 +25,9 @@ def combine_experts(
 ) -> torch.Tensor:
     """out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t], summed in fp32 and rounded once; and residual + out.
 
-    Without weights, they are 1. Products are rounded to fp32 and added in the order of j, shared last. Differentiable
-    in all but rows. Arguments as of `dsa.combine_experts`.
+    Without weights, they are 1. Rows outside y count as zero, and what rows of y hold that `rows` does not name
+    reaches nothing. Products are rounded to fp32 and added in the order of j, shared last. Differentiable in all but
+    rows. Arguments as of `dsa.combine_experts`.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
     COMBINE_EXPERTS.check(y, rows, weights, shared, residual)

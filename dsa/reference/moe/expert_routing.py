@@ -86,7 +86,7 @@ def _best(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The order of entries by expert, entries of the same expert in their own order.
+    """The order of entries by expert, entries of the same expert in their own order, those of no expert last.
 
     Arguments as of `dsa.sort_by_expert`.
     """

@@ -118,6 +118,25 @@ def test_graph_replay_with_new_sizes():
         assert torch.equal(out, dsa.grouped_fp8_gemm_nt(a, dsa.widen_fp4(*b[:2]), ends, rows=rows, weights=factors))
 
 
+@pytest.mark.parametrize("count", [60, 300])
+def test_graph_replay_with_fewer_rows(count):
+    """Of both kernels: rows that are nobody's in a replay keep what they had."""
+    a, b = activations(count, 256), weights(4, 136, 256)
+    ends = torch.full((4,), count, dtype=torch.int32, device="cuda")
+    dsa.grouped_fp8_fp4_gemm_nt(a, b, ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dsa.grouped_fp8_fp4_gemm_nt(a, b, ends)
+    for sizes in ([0, 0, 0, 0], [0, 1, 0, 0], [7, 0, count // 2, 5], [0, 0, 0, count]):
+        ends.copy_(hostile.ends_of(sizes))
+        out.fill_(UNTOUCHED)
+        graph.replay()
+        used = sum(sizes)
+        own = tuple(x[:used] for x in a)
+        assert torch.equal(out[:used], dsa.grouped_fp8_gemm_nt(own, dsa.widen_fp4(*b[:2]), ends)), sizes
+        assert out[used:].eq(UNTOUCHED).all(), sizes
+
+
 def launched(config, a, b, ends, out, rows=None, weights=None):
     """The product with work tiles of `config`, written to `out`."""
     (q, s), (packed, scale, block_scale) = a, b
@@ -194,6 +213,45 @@ def test_nothing_outside_the_rows_is_written(ends, rows_of, out_dtype):
     for config in CONFIGS:
         check_written(config, expected, a, b, numbers)
         check_written(config, expected, a, b, numbers, rows=every, weights=ones)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [TAILS, [*TAILS[:-1], 70], *hostile.SIZES], ids=str)
+def test_no_tile_writes_behind_the_last_end(sizes, out_dtype):
+    """Of both kernels: what stands behind the last matrix's rows stays, and what is read there reaches no other row."""
+    used, behind = sum(sizes), 300
+    a, b = activations(used, 256), weights(len(sizes), 136, 256)
+    ends = hostile.ends_of(sizes)
+    expected = torch.full((used + behind, 136), UNTOUCHED, dtype=out_dtype, device="cuda")
+    expected[:used] = dsa.grouped_fp8_gemm_nt(a, dsa.widen_fp4(*b[:2]), ends, out_dtype)
+    more = tuple(hostile.with_nan_behind(x, behind) for x in a)
+    numbers = hostile.with_no_rows_behind(torch.arange(used, device="cuda", dtype=torch.int32), behind)
+    ones = hostile.with_nan_behind(torch.ones(used, device="cuda"), behind)
+    for config in CONFIGS:
+        check_written(config, expected, more, b, ends)
+        check_written(config, expected, more, b, ends, rows=numbers, weights=ones)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("behind", hostile.BEHIND)
+@pytest.mark.parametrize("sizes", hostile.SIZES, ids=str)
+def test_rows_behind_the_last_end_are_nobodys(sizes, behind, out_dtype):
+    """Whatever stands there, the others' bits are those of the call without them."""
+    used = sum(sizes)
+    ends, order = hostile.ends_of(sizes), torch.randperm(used, device="cuda", dtype=torch.int32)
+    factors = torch.rand(used, device="cuda")
+    numbers, more_factors = hostile.with_no_rows_behind(order, behind), hostile.with_nan_behind(factors, behind)
+    for channels in (512, 160):
+        a, b = activations(used, channels), weights(len(sizes), 136, channels)
+        more = tuple(hostile.with_nan_behind(x, behind) for x in a)
+        for operand, alone, together in (
+            (more, {"weights": factors}, {"weights": more_factors}),
+            (a, {"rows": order}, {"rows": numbers}),
+        ):
+            expected = dsa.grouped_fp8_fp4_gemm_nt(a, b, ends, out_dtype, **alone)
+            poison_free_memory(mebibytes=64)
+            got = dsa.grouped_fp8_fp4_gemm_nt(operand, b, ends, out_dtype, **together)
+            assert got.shape == (used + behind, 136) and torch.equal(got[:used], expected), (channels, sorted(together))
 
 
 @pytest.mark.parametrize("wrong", hostile.ROWS)

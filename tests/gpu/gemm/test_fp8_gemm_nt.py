@@ -285,6 +285,53 @@ def test_nothing_outside_the_rows_is_written(ends, rows_of, out_dtype):
         assert torch.equal(guarded, expected), config
 
 
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("behind", hostile.BEHIND)
+@pytest.mark.parametrize("sizes", hostile.SIZES, ids=str)
+def test_rows_behind_the_last_end_are_nobodys(sizes, behind, out_dtype):
+    """Whatever stands there, the others' bits are those of the call without them: whichever kernel this one takes, and
+    that one."""
+    used = sum(sizes)
+    a, b = operands(used, 392, 400, len(sizes))
+    ends, order = hostile.ends_of(sizes), torch.randperm(used, device="cuda", dtype=torch.int32)
+    factors = torch.rand(used, device="cuda")
+    more, numbers = tuple(hostile.with_nan_behind(x, behind) for x in a), hostile.with_no_rows_behind(order, behind)
+    weights = hostile.with_nan_behind(factors, behind)
+    for operand, alone, together in (
+        (more, {}, {}),
+        (more, {"weights": factors}, {"weights": weights}),
+        (a, {"rows": order}, {"rows": numbers}),
+        (a, {"rows": order, "weights": factors}, {"rows": numbers, "weights": weights}),
+    ):
+        expected = dsa.grouped_fp8_gemm_nt(a, b, ends, out_dtype, **alone)
+        poison_free_memory(mebibytes=64)
+        got = dsa.grouped_fp8_gemm_nt(operand, b, ends, out_dtype, **together)
+        assert got.shape == (used + behind, 392) and torch.equal(got[:used], expected), sorted(together)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [TAILS, [*TAILS[::-1], 0], *hostile.SIZES], ids=str)
+def test_no_tile_writes_behind_the_last_end(sizes, out_dtype):
+    """Of every kernel: what stands behind the last matrix's rows stays, and what is read there reaches no other row."""
+    used, behind = sum(sizes), 300
+    a, b = operands(used, 136, 256, len(sizes))
+    ends = hostile.ends_of(sizes)
+    more = tuple(hostile.with_nan_behind(x, behind) for x in a)
+    expected = torch.full((used + behind, 136), 7.0, dtype=out_dtype, device="cuda")
+    expected[:used] = matrix_by_matrix(a, b, sizes, out_dtype)
+    numbers = hostile.with_no_rows_behind(torch.arange(used, device="cuda", dtype=torch.int32), behind)
+    ones = hostile.with_nan_behind(torch.ones(used, device="cuda"), behind)
+    for config in kernels.CONFIGS:
+        for (gathered, drawn), weights in itertools.product(kinds(config), (None, ones)):
+            out, rows = torch.full_like(expected, 7.0), numbers if gathered else None
+            launched(config, more, b, ends, out_dtype, rows, weights, drawn, out)
+            assert torch.equal(out, expected), (config, gathered, drawn, weights is None)
+    for config in few_rows_kernels.GROUPED_CONFIGS:
+        out = torch.full_like(expected, 7.0)
+        launched_few(config, more, b, ends, out)
+        assert torch.equal(out, expected), config
+
+
 def launched_few(config, a, b, ends, out, ctas=None):
     """The grouped kernel of few rows with work tiles of `config`, written to `out`."""
     (q, s), (w, ws) = a, b
@@ -381,6 +428,24 @@ def test_graph_replay_of_drawn_tiles():
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, launched(kernels.CONFIGS[1], a, b, ends, torch.bfloat16, weights=factors))
+
+
+@pytest.mark.parametrize("count", [60, 300, 2000])
+def test_graph_replay_with_fewer_rows(count):
+    """Of each of the grouped kernels: rows that are nobody's in a replay keep what they had."""
+    a, b = operands(count, 136, 256, 4)
+    ends = torch.full((4,), count, dtype=torch.int32, device="cuda")
+    dsa.grouped_fp8_gemm_nt(a, b, ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dsa.grouped_fp8_gemm_nt(a, b, ends)
+    for sizes in ([count, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0], [7, 0, count // 2, 5], [0, 0, 0, count]):
+        ends.copy_(hostile.ends_of(sizes))
+        out.fill_(7.0)
+        graph.replay()
+        used = sum(sizes)
+        assert torch.equal(out[:used], matrix_by_matrix(a, b, sizes, torch.bfloat16)), sizes
+        assert out[used:].eq(7).all(), sizes
 
 
 def test_shapes_without_a_kernel():

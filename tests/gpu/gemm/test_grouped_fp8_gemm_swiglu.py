@@ -130,6 +130,75 @@ def test_nothing_outside_the_rows_is_written(ends, rows_of):
         same(guarded, expected)
 
 
+@pytest.mark.parametrize("sizes", [TAILS, [*TAILS[::-1], 0], *hostile.SIZES], ids=str)
+def test_no_tile_writes_behind_the_last_end(sizes):
+    """As of the product."""
+    used, behind = sum(sizes), 300
+    a, b = activations(used, 256), dsa.widen_fp4(*weights(len(sizes), 256, 256)[:2])
+    ends = hostile.ends_of(sizes)
+    own = dsa.swiglu_cast_to_fp8(*dsa.grouped_fp8_gemm_nt(a, b, ends).chunk(2, -1))
+    more = tuple(hostile.with_nan_behind(x, behind) for x in a)
+    numbers = hostile.with_no_rows_behind(torch.arange(used, device="cuda", dtype=torch.int32), behind)
+    for config, gathered, drawn in KINDS:
+        out = (
+            torch.full((used + behind, 128), 7.0, device="cuda").to(a[0].dtype),
+            more[1].new_full((len(more[1]), 1), 7.0),
+        )
+        launched(config, more, b, ends, (torch.bfloat16, True, None), numbers if gathered else None, drawn, out)
+        same((out[0][:used], out[1][:used]), own)
+        assert out[0][used:].float().eq(7).all() and out[1][used:].eq(7).all(), (config, gathered, drawn)
+
+
+@pytest.mark.parametrize("inner", [128, 2048])
+@pytest.mark.parametrize("behind", hostile.BEHIND)
+@pytest.mark.parametrize("sizes", hostile.SIZES, ids=str)
+def test_rows_behind_the_last_end_are_nobodys(sizes, behind, inner, record_error):
+    """Whatever stands there, the others' bits are those of the call without them: in one kernel, or in a product and a
+    cast, which leaves them out where they are many."""
+    used = sum(sizes)
+    a, b = activations(used, 256), weights(len(sizes), 2 * inner, 256)
+    ends, order = hostile.ends_of(sizes), torch.randperm(used, device="cuda", dtype=torch.int32)
+    more, numbers = tuple(hostile.with_nan_behind(x, behind) for x in a), hostile.with_no_rows_behind(order, behind)
+    for op, operand in ((dsa.grouped_fp8_gemm_swiglu, dsa.widen_fp4(*b[:2])), (dsa.grouped_fp8_fp4_gemm_swiglu, b)):
+        for limit in (None, 1.5):
+            expected = op(a, operand, ends, limit=limit), op(a, operand, ends, rows=order, limit=limit)
+            poison_free_memory(mebibytes=64)
+            got = op(more, operand, ends, limit=limit), op(a, operand, ends, rows=numbers, limit=limit)
+            for mine, right in zip(got, expected, strict=True):
+                assert len(mine[0]) == len(mine[1]) == used + behind
+                same(tuple(x[:used] for x in mine), right, record_error)
+
+
+@pytest.mark.parametrize("fp4", [False, True])
+def test_a_share_of_the_experts(fp4):
+    """What a process computes that holds experts 5 to 9 of 16, for its tokens' entries: the bits of one that holds all.
+    The others' rows, of which nothing is written, reach no token."""
+    tokens, k, experts = 300, 4, 16
+    x = torch.randn(tokens, 256, device="cuda").bfloat16()
+    chosen = torch.rand(tokens, experts, device="cuda").argsort(-1)[:, :k]
+    first, second = weights(experts, 512, 256), weights(experts, 256, 256)
+    if not fp4:
+        first, second = (dsa.widen_fp4(*weight[:2]) for weight in (first, second))
+    swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if fp4 else dsa.grouped_fp8_gemm_swiglu
+    product = dsa.grouped_fp8_fp4_gemm_nt if fp4 else dsa.grouped_fp8_gemm_nt
+
+    def outputs(begin, end):
+        share = slice(begin, end)
+        _, rows, ends = dsa.sort_by_expert(chosen - begin, end - begin)
+        poison_free_memory(mebibytes=64)
+        h = swiglu(dsa.scatter_cast_to_fp8(x, rows), tuple(w[share] for w in first), ends)
+        y = product(h, tuple(w[share] for w in second), ends)
+        return y, rows, dsa.combine_experts(y, rows)
+
+    whole, every, _ = outputs(0, experts)
+    y, rows, combined = outputs(5, 10)
+    own = (chosen >= 5) & (chosen < 10)
+    assert torch.equal(rows >= 0, own) and own.any() and not own.all()
+    assert torch.equal(y[rows[own].long()], whole[every[own].long()])
+    assert torch.equal(combined, dsa.combine_experts(whole, every.masked_fill(~own, -1)))
+    assert not combined.isnan().any()
+
+
 def test_rows_as_they_are():
     a, b = activations(90, 256), weights(4, 512, 256)
     ends = torch.tensor([10, 70, 70, 90], dtype=torch.int32, device="cuda")
@@ -171,6 +240,27 @@ def test_graph_replay_with_new_rows():
         rows.copy_(other_rows), ends.copy_(other_ends)
         graph.replay()
         same(out, dsa.grouped_fp8_gemm_swiglu(a, dsa.widen_fp4(*b[:2]), ends, rows=rows))
+
+
+@pytest.mark.parametrize(("fp4", "count", "inner"), [(False, 300, 128), (False, 2000, 128), (True, 2000, 2048)])
+def test_graph_replay_with_fewer_rows(fp4, count, inner):
+    """Rows that are nobody's in a replay keep what they had, of the kernel with SwiGLU and of a product with a cast."""
+    a, b = activations(count, 256), weights(4, 2 * inner, 256)
+    wide = dsa.widen_fp4(*b[:2])
+    op, operand = (dsa.grouped_fp8_fp4_gemm_swiglu, b) if fp4 else (dsa.grouped_fp8_gemm_swiglu, wide)
+    ends = torch.full((4,), count, dtype=torch.int32, device="cuda")
+    op(a, operand, ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(a, operand, ends)
+    for sizes in ([0, 0, 0, 0], [0, 1, 0, 0], [7, 0, count // 2, 5], [0, 0, 0, count]):
+        ends.copy_(hostile.ends_of(sizes))
+        out[0].view(torch.uint8).fill_(7), out[1].fill_(7.0)
+        graph.replay()
+        used = sum(sizes)
+        gate_up = dsa.grouped_fp8_gemm_nt(tuple(x[:used] for x in a), wide, ends)
+        same(tuple(x[:used] for x in out), dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1)))
+        assert out[0].view(torch.uint8)[used:].eq(7).all() and out[1][used:].eq(7).all(), sizes
 
 
 def test_graph_replay_of_drawn_tiles():

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.kernels.gemm import swiglu_cast_sm90 as kernels
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.gemm import swiglu_cast_to_fp8 as reference
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 from dsa.testing import poison_free_memory
@@ -169,6 +171,30 @@ def test_graph_replay_with_new_data():
         graph.replay()
         for x, y in zip(got, dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1), limit=7.0)):
             assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@pytest.mark.parametrize("limit", [None, 7.0])
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+@pytest.mark.parametrize("channels", [128, 384, 2048])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_before_the_last_end(dtype, channels, use_ue8m0, limit):
+    """As grouped products are cast: nothing is written from there on; an end that there is not ends nothing. By any
+    number of CTAs."""
+    rows = 700
+    gate, up = torch.randn(rows, 2 * channels, device="cuda").to(dtype).chunk(2, -1)
+    expected = dsa.swiglu_cast_to_fp8(gate, up, use_ue8m0, limit=limit)
+    launch = kernels.compile_swiglu_cast_of_matrices(dtype_name(dtype), use_ue8m0, limit is not None)
+    for last, cast in [(0, 0), (1, 1), (16, 16), (333, 333), (699, 699), (700, 700), (701, 700), (-1, 700)]:
+        ends = torch.tensor([0, last // 2, last], dtype=torch.int32, device="cuda")
+        for ctas in (1, 7, 5000):
+            around = torch.full((rows + 2, channels), 7.0, device="cuda").to(expected[0].dtype)
+            around_scale = expected[1].new_full((rows + 2, channels // 128), 7.0)
+            q, scale = around[1:-1], around_scale[1:-1]
+            launch(gate, up, q, scale, limit, ends, ctas)
+            assert torch.equal(q[:cast].float(), expected[0][:cast].float()), (last, ctas)
+            assert torch.equal(scale[:cast], expected[1][:cast]), (last, ctas)
+            untouched = (around[:1], around[1 + cast :], around_scale[:1], around_scale[1 + cast :])
+            assert all(x.float().eq(7).all() for x in untouched), (last, ctas)
 
 
 def test_side_stream():

@@ -93,6 +93,23 @@ def test_rows_that_are_used_twice_and_never():
     check(y, torch.randint(5, (100, 8), device="cuda", dtype=torch.int32), weights, shared)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_no_token_names_are_not_read(dtype, weighted):
+    """Those behind the rows of a process' own experts, where products leave anything."""
+    experts = torch.rand(90, 24, device="cuda").argsort(-1)[:, :8]
+    for begin, count in ((8, 8), (0, 5), (20, 4), (40, 3)):
+        _, rows, ends = dsa.sort_by_expert(experts - begin, count)
+        used = int(ends[-1])
+        y = torch.randn(720, 512, device="cuda").to(dtype)
+        y[used:], y[-1] = NAN, INF
+        weights = torch.rand(90, 8, device="cuda") if weighted else None
+        shared = torch.randn(90, 512, device="cuda").to(dtype)
+        got = dsa.combine_experts(y, rows, weights, shared)
+        assert got.isfinite().all()
+        assert torch.equal(got, reference.combine_experts(y[:used], rows, weights, shared))
+
+
 def test_nan_and_infinity_reach_their_tokens_only():
     y, rows, weights, shared = inputs(40, 8, 512)
     y[rows[3, 2], 100], y[rows[5, 0], 7], weights[9, 4], shared[11, 1] = NAN, INF, NAN, -INF

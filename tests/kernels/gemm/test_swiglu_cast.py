@@ -20,6 +20,19 @@ def test_sass(arguments):
     assert sum(sass.instructions.values()) <= 36 * kernels.CHANNELS
 
 
+@shipped(kernels.compile_swiglu_cast_of_matrices)
+def test_sass_of_several_matrices(arguments):
+    """The same with a load of the last end, in a loop over groups."""
+    dtype, use_ue8m0, _ = arguments
+    sass = disassemble(cubin(kernels.compile_swiglu_cast_of_matrices, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.registers <= 48 and 48 * kernels.THREADS * kernels.RESIDENT <= 65536
+    assert sass.instructions["LDG"] == 2 * kernels.CHANNELS * (4 if dtype == "float32" else 2) // 16 + 1
+    assert sass.instructions["STG"] == 2  # q, and the scale
+    assert sass.instructions["MUFU"] <= 2 * kernels.CHANNELS + (1 if use_ue8m0 else 5)
+    assert sum(sass.instructions.values()) <= 36 * kernels.CHANNELS
+
+
 def test_every_variant_is_shipped_once():
-    variants = [arguments for _, arguments in kernels.shipped_variants()]
-    assert len(variants) == len(set(variants)) == 3 * 2 * 2 * 2
+    variants = kernels.shipped_variants()
+    assert len(variants) == len(set(variants)) == 3 * 2 * 2 * (2 + 1)

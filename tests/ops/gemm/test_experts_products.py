@@ -1,6 +1,7 @@
 """The bridges of experts' products, of FP8 and of FP4 weights, on the CPU: dispatch, torch.compile, limits, and what
 they launch."""
 
+import itertools
 import re
 
 import pytest
@@ -10,6 +11,7 @@ import dsa
 from dsa import reference
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.kernels.gemm import limits
+from dsa.kernels.gemm import swiglu_cast_sm90 as cast_kernels
 from dsa.ops.gemm import fp8_fp4_gemm_nt as fp4
 from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.ops.gemm import grouped_fp8_gemm_swiglu as swiglu
@@ -62,6 +64,27 @@ def test_is_one_node_of_a_compiled_graph(name):
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     same(compiled(a, b, ENDS, ROWS), run(a, b, ENDS, ROWS))
+
+
+@pytest.mark.parametrize("ends", [[2, 2, 3], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_rows_behind_the_last_end_are_nobodys(name, ends):
+    """Also of a compiled graph: no result is promised for them."""
+    a, b = operands(name)
+    numbers, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
+    rows = torch.cat((ROWS[:used], torch.full((4 - used,), -1, dtype=torch.int32)))
+
+    def run(a, b, ends, rows):
+        return OPS[name](a, b, ends, rows=rows)
+
+    expected = tensors(run(a, b, numbers, ROWS[:used]))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for got in (run(a, b, numbers, rows), compiled(a, b, numbers, rows)):
+        assert all(len(x) == 4 for x in tensors(got))
+        same(tuple(x[:used] for x in tensors(got)), expected)
+    as_they_are = tensors(OPS[name](a, b, numbers))
+    assert all(len(x) == 5 for x in as_they_are)
+    same(tuple(x[:used] for x in as_they_are), OPS[name](tuple(x[:used] for x in a), b, numbers))
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -184,6 +207,51 @@ def test_swiglu_of_fp4_weights_is_a_product_and_a_cast(rows, named_launches, mon
     for half, got in zip(gate_up.chunk(2, -1), given[:2], strict=True):
         assert half.data_ptr() == got.data_ptr() and half.stride() == got.stride()
     assert given[2].data_ptr() == out.data_ptr() and given[3].data_ptr() == scale.data_ptr() and given[4] == 2.0
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("name", ["grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_swiglu"])
+def test_where_many_rows_are_cast_nobodys_are_left_out(name, limit, named_launches, monkeypatch):
+    """More than all multiprocessors cast at once, of a product and a cast; ends may be strided."""
+    monkeypatch.setattr(cast_kernels, "RESIDENT", 1)
+    monkeypatch.setattr(fp8, "has_few_rows", lambda *_: True)
+    most = 132 * cast_kernels.GROUPS_PER_CTA
+    ends = torch.stack((ENDS, -ENDS), 1)[:, 0]
+    for count, bounded in ((most // 2, False), (most // 2 + 1, True)):
+        a, b = operands(name, columns=512, channels=128)
+        a = tuple(x[:1].expand(count, -1).contiguous() for x in a)
+        out, scale = OPS[name](a, b, ends, limit=limit, use_ue8m0=False, dtype=torch.float16)
+        assert out.shape == (count, 256) and scale.shape == (count, 2)
+        (_, _, of_product), (kernel, variant, given) = named_launches
+        gate_up = next(x for x in of_product if isinstance(x, torch.Tensor) and x.shape == (count, 512))
+        assert kernel == ("matrices" if bounded else "")
+        assert variant[:3] == (torch.float16, False, limit is not None)
+        for half, got in zip(gate_up.chunk(2, -1), given[:2], strict=True):
+            assert half.data_ptr() == got.data_ptr() and half.stride() == got.stride()
+        assert given[2].data_ptr() == out.data_ptr() and given[3].data_ptr() == scale.data_ptr() and given[4] == limit
+        assert given[4] is None or type(given[4]) is float
+        if bounded:
+            passed, ctas = given[5:]
+            assert torch.equal(passed, ENDS) and passed.is_contiguous() and ctas == 132
+        named_launches.clear()
+
+
+def test_without_weights_no_row_is_somebodys(named_launches):
+    """Nor is there an end to be read."""
+    a, b = operands("fp4", channels=128)
+    a = tuple(x[:1].expand(30000, -1) for x in a)
+    none = torch.zeros(0, dtype=torch.int32)
+    out, scale = dsa.grouped_fp8_fp4_gemm_swiglu(a, tuple(x[:0] for x in b), none)
+    assert out.shape == (30000, 128) and scale.shape == (30000, 1)
+    assert [name for name, _, _ in named_launches] == [""]
+
+
+def test_only_shipped_casts_are_asked_for(monkeypatch):
+    own = cast_kernels.compile_swiglu_cast_of_matrices
+    shipped = {arguments for function, arguments in cast_kernels.shipped_variants() if function is own}
+    monkeypatch.setattr(cast_kernels, "compile_swiglu_cast_of_matrices", lambda *arguments: arguments)
+    options = itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True), (False, True))
+    assert {cast._matrices_kernel.__wrapped__(cast_kernels, *option) for option in options} == shipped
 
 
 @pytest.mark.parametrize("matrices", [1, 2, 256, limits.MAX_MATRICES])

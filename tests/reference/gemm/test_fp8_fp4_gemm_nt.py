@@ -59,6 +59,30 @@ def test_only_weights_with_rows_are_widened(monkeypatch):
     assert seen == [(0,), (2,)]
 
 
+@pytest.mark.parametrize("ends", [[2, 2, 5], [0, 0, 1], [3, 3, 3], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_rows_behind_the_last_end_are_nobodys(gathered, ends):
+    """They are NaN, and neither they nor the weights without rows are looked at."""
+    (q, s), (codes, exponents), _ = operands()
+    b, used = fp4_weight(codes, exponents), ends[-1]
+    numbers = torch.tensor(ends, dtype=torch.int32)
+    rows = torch.tensor([6, 0, 3, 3, 1, -1, 7], dtype=torch.int32) if gathered else None
+    if not gathered:
+        q.view(torch.uint8)[used:], s[used:] = 0x7F, torch.nan
+    for e in range(3):
+        if numbers[e] == (numbers[e - 1] if e else 0):
+            b[2][e] = torch.nan
+    weights = torch.cat((torch.rand(used), torch.full((7 - used,), torch.nan)))
+    got = grouped_fp8_fp4_gemm_nt((q, s), b, numbers, rows=rows, weights=weights)
+    if gathered:
+        own, part = (q, s), {"rows": rows[:used]}
+    else:
+        own, part = (q[:used], s[:used]), {}
+    expected = grouped_fp8_fp4_gemm_nt(own, b, numbers, weights=weights[:used], **part)
+    assert got.shape == (7, 140) and torch.equal(got[:used], expected)
+    assert not got[:used].isnan().any() and got[used:].isnan().all()
+
+
 def test_weights_that_fp8_cannot_hold():
     a, (codes, exponents), ends = operands()
     good = fp4_weight(codes, exponents)

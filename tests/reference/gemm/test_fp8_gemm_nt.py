@@ -2,6 +2,8 @@ import re
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsa.reference import fp8_gemm_nt, grouped_fp8_gemm_nt
 
@@ -145,15 +147,62 @@ def test_rows_and_weights_have_one_length():
         ({"rows": rows, "weights": weights}, r"weights: shape must be \[9\], got \[8\] \(sizes as of rows\)"),
         ({"rows": rows.long()}, "rows: dtype must be int32, got int64"),
         ({"weights": weights.double()}, "weights: dtype must be float32, got float64"),
-        ({"rows": rows[:8]}, r"ends: must ascend from at least 0 to M=8 \(as of rows\), got \[2, 2, 8, 9\]"),
+        ({"rows": rows[:8]}, r"ends: must ascend from at least 0 to at most M=8 \(as of rows\), got \[2, 2, 8, 9\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             grouped_fp8_gemm_nt(a, b, ends, **options)
 
 
-@pytest.mark.parametrize("ends", [[2, 1, 8, 9], [2, 3, 8, 8], [-1, 3, 8, 9], [2, 3, 8, 10]])
+def of_the_rows_in_use(a, b, ends, dtype, rows, weights):
+    """The product of those rows alone that a weight has, whatever the others hold."""
+    used = int(ends[-1])
+    if rows is None:
+        a, weights = tuple(x[:used] for x in a), None if weights is None else weights[:used]
+        return grouped_fp8_gemm_nt(a, b, ends, dtype, weights=weights)
+    return grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows[:used], weights=None if weights is None else weights[:used])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(0, 9),
+    cuts=st.lists(st.integers(0, 9), min_size=4, max_size=4),
+    gathered=st.booleans(),
+    weighted=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_rows_behind_the_last_end_are_nobodys(count, cuts, gathered, weighted, dtype):
+    """They are NaN, and nothing that stands there is read: values, scales, numbers of rows and weights."""
+    (q, s), b, _ = grouped(9)
+    ends = torch.tensor(sorted(min(cut, count) for cut in cuts), dtype=torch.int32)
+    used = int(ends[-1])
+    rows = torch.randint(0, 9, (count,), dtype=torch.int32) if gathered else None
+    weights = torch.rand(count) if weighted else None
+    a = (q, s) if gathered else (q[:count], s[:count])
+    expected = of_the_rows_in_use(a, b, ends, dtype, rows, weights)
+    if gathered:
+        rows[used:] = torch.tensor([-1, 9, 2**31 - 1]).repeat(3)[: count - used]
+    else:
+        a = tuple(x.clone() for x in a)
+        a[0].view(torch.uint8)[used:], a[1][used:] = 0x7F, torch.nan
+    if weighted:
+        weights[used:] = torch.nan
+    got = grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows, weights=weights)
+    assert got.shape == (count, 136) and torch.equal(got[:used], expected)
+    assert not got[:used].isnan().any() and got[used:].isnan().all()
+
+
+def test_no_weight_has_rows():
+    """Nor need there be a weight."""
+    a, (w, ws), _ = grouped(9)
+    got = grouped_fp8_gemm_nt(a, (w, ws), torch.zeros(4, dtype=torch.int32))
+    assert got.shape == (9, 136) and got.isnan().all()
+    got = grouped_fp8_gemm_nt(a, (w[:0], ws[:0]), torch.zeros(0, dtype=torch.int32))
+    assert got.shape == (9, 136) and got.isnan().all()
+
+
+@pytest.mark.parametrize("ends", [[2, 1, 8, 9], [2, 3, 9, 8], [-1, 3, 8, 9], [-1, -1, -1, -1], [2, 3, 8, 10]])
 def test_ends_that_are_none(ends):
     q, w = torch.zeros(9, 128).to(torch.float8_e4m3fn), torch.zeros(4, 8, 128).to(torch.float8_e4m3fn)
-    message = re.escape(f"ends: must ascend from at least 0 to M=9 (as of a[0], without rows), got {ends}")
+    message = re.escape(f"ends: must ascend from at least 0 to at most M=9 (as of a[0], without rows), got {ends}")
     with pytest.raises(ValueError, match=message):
         grouped_fp8_gemm_nt((q, torch.ones(9, 1)), (w, torch.ones(4, 1, 1)), torch.tensor(ends, dtype=torch.int32))

@@ -30,7 +30,7 @@ def same(got, expected):
     assert len(got) == len(expected)
     for x, y in zip(got, expected):
         assert x.dtype == y.dtype and x.is_contiguous() and x.shape == y.shape
-        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        assert torch.equal(*(t.flatten().view(torch.uint8) for t in (x, y)))
 
 
 @pytest.mark.parametrize("use_ue8m0", [False, True])
@@ -59,6 +59,31 @@ def test_rows_as_they_are():
     assert values.shape == (0, 128) and scales.shape == (0, 1)
 
 
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+@pytest.mark.parametrize("ends", [[2, 2, 5], [0, 1, 1], [3, 3, 3], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_rows_behind_the_last_end_are_nobodys(gathered, ends, use_ue8m0):
+    """Values and scales are NaN there, and nothing of them reaches the others."""
+    (q, s), packed = operands(tokens=6)
+    ends, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
+    options = {"limit": 1.5, "use_ue8m0": use_ue8m0}
+    own, part, rows = tuple(x[:used].clone() for x in (q, s)), {}, {}
+    if gathered:
+        rows = {"rows": torch.cat((ROWS[:used], torch.tensor([-1, 6, 2**31 - 1, 7, 8, 9])[: 6 - used].int()))}
+        own, part = (q, s), {"rows": ROWS[:used]}
+    else:
+        q.view(torch.uint8)[used:], s[used:] = 0x7F, torch.nan
+    for op, b in (
+        (grouped_fp8_gemm_swiglu, widen_fp4(*packed)),
+        (grouped_fp8_fp4_gemm_swiglu, (*packed, fp4_block_scales(*packed))),
+    ):
+        values, scales = op((q, s), b, ends, **rows, **options)
+        assert values.shape == (6, 128) and scales.shape == (6, 1)
+        same((values[:used], scales[:used]), op(own, b, ends, **part, **options))
+        assert not values[:used].float().isnan().any() and not scales[:used].isnan().any()
+        assert values[used:].float().isnan().all() and scales[used:].isnan().all()
+
+
 def test_refuses_bad_arguments():
     a, packed = operands(columns=384)
     with pytest.raises(
@@ -73,7 +98,7 @@ def test_refuses_bad_arguments():
         ({"limit": 0.0}, "limit: must be positive or None, got 0.0"),
         ({"rows": ROWS + 1}, "rows: must be from 0 to 4, got 5 at 0"),
         ({"dtype": torch.float64}, "dtype: must be float32, bfloat16 or float16, got float64"),
-        ({"rows": ROWS[:5]}, "ends: must ascend from at least 0 to M=5 (as of rows), got [2, 2, 6]"),
+        ({"rows": ROWS[:5]}, "ends: must ascend from at least 0 to at most M=5 (as of rows), got [2, 2, 6]"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             grouped_fp8_gemm_swiglu(a, b, ENDS, **({"rows": ROWS} | options))

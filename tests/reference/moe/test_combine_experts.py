@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from dsa.reference import combine_experts
+from dsa.reference import combine_experts, sort_by_expert
 
 
 def summed(y, rows, weights, shared):
@@ -62,6 +62,31 @@ def test_nan_reaches_the_tokens_that_use_it():
     y[1, 2] = math.nan
     got = combine_experts(y, torch.tensor([[0, 1], [0, 2]]), torch.ones(2, 2))
     assert got.isnan().nonzero().tolist() == [[0, 2]]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_no_token_names_are_not_read(dtype, weighted):
+    """Those behind the rows of a process' own experts, where products leave anything: here NaN and infinity. Of the
+    gradients they get nothing, and the weights of others' experts nothing either."""
+    experts = torch.randint(0, 12, (10, 3))
+    _, rows, ends = sort_by_expert(experts - 4, 4)
+    used = int(ends[-1])
+    assert 0 < used < 30
+    y = torch.randn(30, 8, dtype=torch.float32).to(dtype)
+    y[used:], y[-1] = math.nan, math.inf
+    weights = torch.rand(10, 3) if weighted else None
+    shared = torch.randn(10, 8, dtype=torch.float32).to(dtype)
+    got = combine_experts(y, rows, weights, shared)
+    assert torch.equal(got, combine_experts(y[:used], rows, weights, shared)) and got.isfinite().all()
+    alone = (rows < 0).all(1)
+    assert torch.equal(got[alone], shared[alone])
+    if weighted:
+        weights.requires_grad_()
+    y.requires_grad_()
+    combine_experts(y, rows, weights, shared).sum().backward()
+    assert not y.grad[used:].any() and y.grad.isfinite().all()
+    assert not weighted or (not weights.grad[rows < 0].any() and weights.grad.isfinite().all())
 
 
 def test_gradients():

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsa.reference import moe_gate, sort_by_expert
 
@@ -85,6 +87,28 @@ def test_sort(dtype):
     assert rows.tolist() == [[2, 0], [-1, 3], [-1, 1]]
     assert ends.tolist() == [1, 2, 2, 4, 4]
     assert all(x.dtype == torch.int32 for x in (order, rows, ends))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    experts=st.lists(st.sampled_from([*range(-2, 8), 2**40, -(2**62)]), max_size=24),
+    begin=st.integers(0, 6),
+    count=st.integers(1, 6),
+)
+def test_entries_without_an_expert_are_behind_all_others(experts, begin, count):
+    """As of a process that has the experts from `begin` on, `count` of them: theirs and those of nobody have no row."""
+    own = torch.tensor(experts, dtype=torch.int64) - begin
+    order, rows, ends = sort_by_expert(own, count)
+    has_expert = (own >= 0) & (own < count)
+    used = int(has_expert.sum())
+    assert ends[-1] == used and (ends.diff() >= 0).all() and ends[0] >= 0
+    assert has_expert[order[:used].long()].all() and not has_expert[order[used:].long()].any()
+    assert rows[~has_expert].eq(-1).all()
+    assert torch.equal(rows[order[:used].long()], torch.arange(used, dtype=torch.int32))
+    assert torch.equal(order[used:].long(), (~has_expert).nonzero().flatten())
+    begins = [0, *ends.tolist()]
+    for e in range(count):
+        assert torch.equal(order[begins[e] : begins[e + 1]].long(), (own == e).nonzero().flatten())
 
 
 def test_sort_of_nothing_and_errors():
