@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
+from dsa_layers.parallel.one_shot_sum import one_shot_sum
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,7 +19,7 @@ SHARED_SUM_ROWS = 16
 
 @dataclass(frozen=True)
 class Ranks:
-    """rank: this process's, from 0; size: how many there are; group: None is torch.distributed's default group.
+    """rank: this process's, from 0; size: how many there are; group: None without one.
     shares_rows: whether each has a share of many rows between layers, and selects for these alone."""
 
     rank: int
@@ -27,9 +29,10 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:
-        """Those of a process group. RuntimeError where torch.distributed has none."""
+        """Those of a process group, or of the default one. RuntimeError where torch.distributed has none."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("group: torch.distributed is not initialised: call init_process_group before")
+        group = group or dist.group.WORLD
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,6 +42,9 @@ class Ranks:
         if self.size == 1:
             return x
         x, rows = x.contiguous(), len(x)
+        one_shot = one_shot_sum(self.group, x.device)
+        if one_shot is not None and one_shot.takes(x):
+            return one_shot(x)
         if rows < SHARED_SUM_ROWS * self.size:
             return self.sum_parts(self._gathered(x))
         padded = -(-rows // self.size) * self.size
@@ -51,6 +57,8 @@ class Ranks:
 
     def sum_parts(self, parts: torch.Tensor) -> torch.Tensor:
         """The same of all parts [size, T, ...], where one rank has them: [T, ...]."""
+        if len(parts) == 2:  # is computed in fp32
+            return parts[0] + parts[1]
         total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
         for part in parts[1:]:
             total = total + part

@@ -95,7 +95,7 @@ def test_precision_options_reach_the_model(checkpoint, loaded):
     given = ["--dtype", "float32", "--kv-cache", "fp8", "--widen-experts"]
     assert generate(checkpoint) == generate(checkpoint, *given) == 2
     wanted = {"device": "cpu", "dtype": None, "dequantize": True, "kv_cache": None, "progress": False}
-    wanted["widen_experts"] = False
+    wanted |= {"widen_experts": False, "mesh": None}
     assert loaded == [wanted, wanted | {"dtype": torch.float32, "kv_cache": "fp8", "widen_experts": True}]
 
 

@@ -1,0 +1,94 @@
+"""What a rank computes on its GPU, for tests/gpu/test_parallel.py: python -m tests.gpu.parallel_worker CASE FOLDER."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dsa_layers import Generator, SamplingParams, load_model
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.parallel.one_shot_sum import one_shot_sum
+from dsa_layers.parallel.process_group import join
+from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.rows import SharedRows
+
+ROWS = (1, 2, 8, 33, 256, 300)
+DTYPES = (torch.bfloat16, torch.float32)
+WIDTH = 7168
+TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [200, 100]
+PROMPTS = [TOKENS[:150], TOKENS[:3], TOKENS[7:80]]
+
+
+def part(rank: int, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A rank's part of a sum."""
+    generator = torch.Generator().manual_seed(7 * rank + rows)
+    return torch.randn(rows, WIDTH, generator=generator).mul(3.0**rank).to(dtype).to(device)
+
+
+def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
+    """Sums of few and many rows, alone and in a CUDA graph that is replayed with other numbers; and shared rows."""
+    found = {"one shot": one_shot_sum(ranks.group, device) is not None}
+    for rows in ROWS:
+        for dtype in DTYPES:
+            x = part(ranks.rank, rows, dtype, device)
+            found["sum", rows, dtype] = ranks.sum(x).cpu()
+            held = torch.zeros_like(x)
+            ranks.sum(held)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = ranks.sum(held)
+            for _ in range(3):
+                held.copy_(x)
+                graph.replay()
+                held.zero_()
+            found["replayed", rows, dtype] = y.cpu()
+            shared = SharedRows(ranks, rows)
+            (whole,) = shared.gather(shared.sum(x))
+            found["shared", rows, dtype] = whole.cpu()
+            del graph
+    cast = torch.arange(300 * 256, device=device).view(300, 256).remainder(13).to(torch.float8_e4m3fn)
+    shared = SharedRows(ranks, 300)
+    (whole,) = shared.gather(shared.own(cast))
+    found["cast"] = torch.equal(whole.view(torch.uint8), cast.view(torch.uint8))
+    return found
+
+
+def outcome(model: torch.nn.Module, device: torch.device) -> dict:
+    """Logits of all tokens, and generated tokens with CUDA graphs, twice, and without."""
+    with torch.inference_mode():
+        batch = SequenceBatch.without_cache(LENGTHS, device=device)
+        logits = model(torch.tensor(TOKENS, device=device), batch, all_tokens=True)
+    model.config = replace(model.config, eos_token_ids=())  # random models end now and then
+    tokens = []
+    for graphs in (True, True, False):
+        generator = Generator(model, None, cache_tokens=2048, prefill_chunk=100, cuda_graphs=graphs)
+        tokens.append([c.tokens for c in generator.generate(PROMPTS, SamplingParams(max_new_tokens=24))])
+    return {"logits": logits.cpu(), "tokens": tokens}
+
+
+def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
+    """Of every checkpoint below the folder: this rank's part of it, beside the others, and on the first rank alone."""
+    found = {}
+    for directory in sorted(path for path in folder.iterdir() if path.is_dir()):
+        found[directory.name] = outcome(load_model(directory, device=device, mesh=ranks, progress=False), device)
+        if ranks.rank == 0:
+            whole = load_model(directory, device=device, mesh=ALONE, progress=False)
+            found[directory.name]["whole"] = outcome(whole, device)
+    return found
+
+
+def no_memory(ranks: Ranks, device: torch.device, folder: Path) -> dict:
+    """The second rank may not have the memory for its part."""
+    if ranks.rank == 1:
+        torch.cuda.set_per_process_memory_fraction(1e-6, device)
+    load_model(next(path for path in sorted(folder.iterdir()) if path.is_dir()), device=device, mesh=ranks)
+    return {}
+
+
+CASES = {function.__name__: function for function in (sums, models, no_memory)}
+
+if __name__ == "__main__":
+    case, place = sys.argv[1], Path(sys.argv[2])
+    own, gpu = join("cuda")
+    torch.save(CASES[case](own, gpu, place), place / f"{case}.{own.rank}")
