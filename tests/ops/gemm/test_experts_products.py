@@ -87,6 +87,34 @@ def test_rows_behind_the_last_end_are_nobodys(name, ends):
     same(tuple(x[:used] for x in as_they_are), OPS[name](tuple(x[:used] for x in a), b, numbers))
 
 
+@pytest.mark.parametrize(("begin", "end"), [(0, 2), (2, 5), (5, 6), (6, 8)])
+@pytest.mark.parametrize("fp4", [False, True])
+def test_a_share_of_the_experts(fp4, begin, end):
+    """What a process computes that holds some of 6 experts, for its tokens' entries, is what one that holds all does.
+    The rows behind its own, NaN here, reach no token; one that holds none that is chosen has no other rows."""
+    chosen = torch.rand(11, 6).argsort(-1)[:, :3]
+    x = torch.randn(11, 256).bfloat16()
+    first, second = "grouped_fp8_fp4_gemm_swiglu" if fp4 else "grouped_fp8_gemm_swiglu", "fp4" if fp4 else "fp8"
+    weights = operands(first, 512, 256, 8)[1], operands(second, 256, 256, 8)[1]
+    product = dsa.grouped_fp8_fp4_gemm_nt if fp4 else dsa.grouped_fp8_gemm_nt
+
+    def outputs(begin, end):
+        _, rows, ends = dsa.sort_by_expert(chosen - begin, end - begin)
+        up, down = (tuple(x[begin:end] for x in weight) for weight in weights)
+        h = OPS[first](dsa.scatter_cast_to_fp8(x, rows), up, ends)
+        y = product(h, down, ends)
+        assert y[ends[-1] :].isnan().all()
+        return y, rows, dsa.combine_experts(y, rows)
+
+    whole, every, _ = outputs(0, 6)
+    y, rows, combined = outputs(begin, end)
+    own = (chosen >= begin) & (chosen < end)
+    assert torch.equal(rows >= 0, own)
+    assert torch.equal(y[rows[own].long()], whole[every[own].long()])
+    assert torch.equal(combined, dsa.combine_experts(whole, every.masked_fill(~own, -1)))
+    assert not combined.isnan().any()
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_registration(name):
     # torch cannot compare float8 inputs before and after, as the schema's test does.
