@@ -165,7 +165,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
         _write(op, d, q, s, w, ws, ends.contiguous())
     else:
         _check_groups(m_indices, len(q) if use_psum_layout else len(w) - 1, use_psum_layout)
-        ends[-1] = len(q)  # a reference takes no rows that are no group's
+        ends[-1] = len(q)  # rows that are no group's get some numbers: a reference would fill them with NaN
         d.copy_(op.reference(q, s, w, ws, ends, d.dtype, None, None))
 
 

@@ -1,6 +1,7 @@
 """From a checkpoint directory to a model that is ready to run."""
 
 import contextlib
+import hashlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+import dsa
 from dsa_layers.arguments import flag
 from dsa_layers.checkpoint import Checkpoint, load_weights
 from dsa_layers.checkpoint.checks import check_layers, check_quantised_sizes, check_values
@@ -78,6 +80,8 @@ def load_model(
     check_quantised_sizes(config, precision, Path(directory) / "config.json")
     checkpoint = Checkpoint(directory)
     check_layers(config, checkpoint)
+    if ranks.size > 1:
+        ranks.check_same(_facts(checkpoint, device))
     if precision.fp8_linear and not widen_experts and holds_fp4_experts(checkpoint):
         precision = replace(precision, fp4_experts=True)
     with unfilled():
@@ -111,10 +115,25 @@ def _raised_on_all(ranks: Ranks) -> Iterator[None]:
     except (CheckpointError, RuntimeError, MemoryError) as caught:  # the latter two of a GPU or a host without room
         error = caught
     problem = ranks.first_problem(None if error is None else str(error) or "out of memory")
-    if error is not None:
+    if error is not None and (ranks.size == 1 or isinstance(error, CheckpointError)):
         raise error
+    if error is not None:  # of one kind on all ranks, so that all end alike
+        raise CheckpointError(str(error) or "out of memory") from error
     if problem is not None:
         raise CheckpointError(f"{problem[1]} (rank {problem[0]})")
+
+
+def _facts(checkpoint: Checkpoint, device: torch.device) -> dict[str, str]:
+    """What parts of one model have in common, by names that a message can have."""
+    tensors = {name: (info.dtype, info.shape) for name, info in sorted(checkpoint.tensors.items())}
+    config = (checkpoint.directory / "config.json").read_bytes()
+    digest = hashlib.sha256(config + repr(tensors).encode()).hexdigest()[:12]
+    return {
+        "dsa": dsa.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "checkpoint": f"one of digest {digest}",
+    }
 
 
 def holds_fp4_experts(checkpoint: Checkpoint) -> bool:

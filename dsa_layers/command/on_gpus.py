@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from dsa_layers import options
+from dsa_layers.command.streams import say_json
 from dsa_layers.parallel.environment import started_ranks
 
 if TYPE_CHECKING:
@@ -53,7 +54,14 @@ def start_ranks(args: argparse.Namespace) -> int:
         if there < args.gpus:
             raise ValueError(f"--gpus: must be at most the {there} that torch sees, got {args.gpus}")
         _check_fits(args, min(torch.cuda.get_device_properties(i).total_memory for i in range(args.gpus)))
-    return launch([sys.executable, "-m", "dsa_layers.command", *args.argv], args.gpus)
+    return launch(
+        [sys.executable, "-m", "dsa_layers.command", *args.argv], args.gpus, _error_event if args.json else None
+    )
+
+
+def _error_event(problem: str, code: int) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it
+        say_json("error", error=problem, exit_code=code)
 
 
 def _check_fits(args: argparse.Namespace, memory: int) -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ except OSError as error:
 """
 
 
-def launch(command: Sequence[str], ranks: int) -> int:
+def launch(command: Sequence[str], ranks: int, told: Callable[[str, int], None] | None = None) -> int:
     """Runs `command`, a program and its arguments, in `ranks` processes, and returns the exit code when all have ended.
 
     Their environment is this process's and what `torch.distributed.init_process_group` reads: RANK, LOCAL_RANK,
@@ -62,9 +62,9 @@ def launch(command: Sequence[str], ranks: int) -> int:
     have an empty input, and their output is dropped.
 
     The code is 0 if all ranks' is. The first rank that fails ends the others: the code is its own, or 1 after a signal,
-    and a line on the standard error tells of it below that rank's own last lines. There is no such line where rank 0
-    has ended with that code: it has the terminal. After SIGINT, SIGTERM, SIGHUP and SIGQUIT, which the ranks get too,
-    the code is 128 + the signal's number.
+    and a line on the standard error tells of it below that rank's own last lines; `told` gets the line and the code.
+    There is no such line where rank 0 has ended with that code: it has the terminal. After SIGINT, SIGTERM, SIGHUP and
+    SIGQUIT, which the ranks get too, the code is 128 + the signal's number.
 
     ValueError for ranks that are no integer of at least 1, an empty command, and a MASTER_PORT that is none or that is
     in use; OSError where no process can be started.
@@ -109,9 +109,13 @@ def launch(command: Sequence[str], ranks: int) -> int:
         if failed is None:
             return 0
         code = _codes(processes)[failed]
+        result = code if code > 0 else 1
         if code < 0 or failed > 0:
-            _tell(failed, code, ranks, Path(processes.stderrs[failed]) if failed > 0 else None)
-        return code if code > 0 else 1
+            line = _end_of(failed, code, ranks)
+            _say(line, Path(processes.stderrs[failed]) if failed > 0 else None)
+            if told is not None:
+                told(line, result)
+        return result
 
 
 def _store() -> "TCPStore":
@@ -175,16 +179,21 @@ def _rank_0_ends_so_too(processes: "PContext", code: int, received: list[signal.
     return _codes(processes).get(0) == code
 
 
-def _tell(rank: int, code: int, ranks: int, log: Path | None) -> None:
+def _end_of(rank: int, code: int, ranks: int) -> str:
     how = f"ended with exit code {code}" if code > 0 else f"was ended by {_name(-code)}"
     others = "; the other ranks have been stopped" if ranks > 1 else ""
+    return f"rank {rank} of {ranks} {how}{others}"
+
+
+def _say(line: str, log: Path | None) -> None:
+    """To the standard error, below the last lines of a log."""
     with contextlib.suppress(OSError):  # nobody reads it
         if log is not None:
             with log.open("rb") as file:
                 file.seek(max(0, log.stat().st_size - _LAST_BYTES))
-                for line in file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]:
-                    print(line, file=sys.stderr)
-        print(f"dsa: rank {rank} of {ranks} {how}{others}", file=sys.stderr, flush=True)
+                for written in file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]:
+                    print(written, file=sys.stderr)
+        print(f"dsa: {line}", file=sys.stderr, flush=True)
 
 
 def _name(number: int) -> str:

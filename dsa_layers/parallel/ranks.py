@@ -80,6 +80,21 @@ class Ranks:
             problems[self.rank] = own
         return next(((rank, problem) for rank, problem in enumerate(problems) if problem is not None), None)
 
+    def check_same(self, facts: dict[str, str]) -> None:
+        """ValueError on all ranks for the first fact, by its name, that one of them has otherwise than the first. A
+        part that is loaded by itself, without a process group, has nobody to ask."""
+        if not dist.is_initialized():
+            return
+        of_ranks: list[dict[str, str]] = [{}] * self.size
+        dist.all_gather_object(of_ranks, facts, group=self.group)
+        for rank, found in enumerate(of_ranks):
+            for name, value in found.items():
+                first = of_ranks[0][name]
+                if value != first:
+                    raise ValueError(
+                        f"{name}: must be the same on all ranks, got {first} on rank 0 and {value} on rank {rank}"
+                    )
+
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """[size, ...]: every rank's x, which is contiguous."""
         parts = x.new_empty(self.size * len(x), *x.shape[1:])

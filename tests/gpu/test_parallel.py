@@ -71,7 +71,7 @@ def test_tiny_models(folder):
 def test_no_memory_on_one_rank(folder):
     started = time.monotonic()
     done = ended("no_memory", folder)
-    assert done.returncode in (1, 2) and time.monotonic() - started < 90
+    assert done.returncode != 0 and time.monotonic() - started < 90
     assert "out of memory" in done.stderr
 
 

@@ -129,15 +129,21 @@ def of_rank(rank, parent):
     raise AssertionError(f"no rank {rank}")
 
 
-def test_a_rank_that_is_killed_ends_the_others(checkpoint):
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_rank_that_is_killed_ends_the_others(checkpoint, as_json):
     call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-new-tokens", "60000"]
+    call += ["--json"] * as_json
     with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
         assert process.stdout.read(4)  # the prompt, and what comes behind it
         killed, first = of_rank(1, process.pid), of_rank(0, process.pid)
         os.kill(killed, signal.SIGKILL)
         started = time.monotonic()
-        error = process.stderr.read().decode()
+        error, rest = process.stderr.read().decode(), process.stdout.read().decode()
         assert process.wait(timeout=30) == 1 and time.monotonic() - started < 30
     assert "dsa: rank 1 of 2 was ended by SIGKILL; the other ranks have been stopped" in error
+    if as_json:
+        event = json.loads(rest.splitlines()[-1])
+        assert event["event"] == "error" and event["exit_code"] == 1
+        assert event["error"] == "rank 1 of 2 was ended by SIGKILL; the other ranks have been stopped"
     for pid in (killed, first):
         assert not Path(f"/proc/{pid}").exists()

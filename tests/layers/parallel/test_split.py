@@ -1,16 +1,19 @@
 """Models over 2 and 4 processes beside one: logits, generated tokens, and what every rank holds."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
 
 from dsa.testing import calc_diff
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint import loading
 from dsa_layers.errors import CheckpointError
 from dsa_layers.families.registry import model_types
 from dsa_layers.generation.generator import Generator
@@ -174,6 +177,67 @@ def test_what_one_rank_misses_all_raise(checkpoints, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     first, second = in_ranks(2, broken, tmp_path)
     assert f"{name}: missing" in second and first == f"{second} (rank 1)"
+
+
+def without_room(ranks, directory):
+    load_weights = loading.load_weights
+    if ranks.rank == 1:
+        loading.load_weights = lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    try:
+        return broken(ranks, directory)
+    finally:
+        loading.load_weights = load_weights
+
+
+def test_a_rank_without_room_is_an_error_of_all(checkpoints):
+    """Of one kind, so that all end alike and the first one alone speaks."""
+    first, second = in_ranks(2, without_room, checkpoints["deepseek_v32", True])
+    assert second == "CUDA out of memory" and first == "CUDA out of memory (rank 1)"
+
+
+def of_two_checkpoints(ranks, directories):
+    try:
+        load_model(directories[ranks.rank], mesh=ranks, **OPTIONS)
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_with_different_checkpoints(checkpoints):
+    first, second = in_ranks(2, of_two_checkpoints, [checkpoints["deepseek_v32", q] for q in (True, False)])
+    assert first == second
+    assert re.fullmatch(
+        r"checkpoint: must be the same on all ranks, got one of digest \w{12} on rank 0 and one of digest \w{12} on "
+        "rank 1",
+        first,
+    )
+
+
+def of_mesh(ranks, directory):
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    logits, *_ = outcome(load_model(directory, mesh=mesh, **OPTIONS))
+    square = init_device_mesh("cpu", (1, ranks.size), mesh_dim_names=("replicas", "heads"))
+    with pytest.raises(ValueError, match=r"^mesh: must have one dimension, got 2; one of several is mesh\[its name\]"):
+        load_model(directory, mesh=square, **OPTIONS)
+    also, *_ = outcome(load_model(directory, mesh=square["heads"], **OPTIONS))
+    return logits, also
+
+
+def test_a_mesh(checkpoints):
+    directory = checkpoints["deepseek_v32", False]
+    whole, *_ = outcome(load_model(directory, **OPTIONS))
+    for found in in_ranks(2, of_mesh, directory):
+        for logits in found:
+            assert (logits - whole).abs().max() <= 2e-5 * whole.abs().max()
+
+
+def test_wrong_meshes(checkpoints):
+    directory = checkpoints["deepseek_v32", False]
+    with pytest.raises(TypeError, match=r"^mesh: must be a DeviceMesh, Ranks or None, got int"):
+        load_model(directory, mesh=2, **OPTIONS)
+    with pytest.raises(
+        ValueError, match=r"^trainable: a part of a model takes no gradient; accepted on one rank, got 2"
+    ):
+        load_model(directory, mesh=Ranks(0, 2), trainable=True, **OPTIONS)
 
 
 def test_one_rank_is_the_whole_model(checkpoints):
