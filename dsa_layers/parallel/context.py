@@ -135,9 +135,8 @@ def _agreed(lens: Sequence[int], ranks: Ranks) -> tuple[int, ...]:
         if isinstance(given, ValueError | TypeError):
             raise type(given)(f"{given} (on rank {rank})" if ranks.size > 1 else str(given))
         if given != every[0]:
-            raise ValueError(
-                f"lens: must be the same on all ranks, got {_said(every[0])} on rank 0 and {_said(given)} on rank {rank}"
-            )
+            first, other = _said(every[0]), _said(given)
+            raise ValueError(f"lens: must be the same on all ranks, got {first} on rank 0 and {other} on rank {rank}")
     return own
 
 

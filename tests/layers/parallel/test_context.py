@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from dsa_layers.layers.trained_attention import SparseAttention
 from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.context_cut import cut
 from dsa_layers.parallel.ranks import Ranks
@@ -66,42 +65,36 @@ def trained(name, lens, ranks, own_indexer=False):
 CASES = [(name, lens, own) for name in ("warmup", "sparse") for lens in LENS for own in (False, True)]
 
 
-def test_losses_and_gradients():
-    """In 2 and 4 processes; the same bits on each of them."""
-    alone = [trained(*case[:2], ALONE, case[2]) for case in CASES]
-    for size in (2, 4):
-        first, *others = in_ranks(size, of_all_cases)
-        for case, got, expected in zip(CASES, first, alone):
-            assert torch.allclose(got[0], expected[0], rtol=TOLERANCE, atol=0), (size, case)
-            for name, gradient in expected[1].items():
-                difference = (got[1][name] - gradient).abs().max()
-                assert difference <= TOLERANCE * gradient.abs().max(), (size, case, name)
-        for other in others:
-            for got, expected in zip(other, first):
-                assert torch.equal(got[0], expected[0])
-                assert all(torch.equal(got[1][name], gradient) for name, gradient in expected[1].items())
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks(size):
+    """Losses and gradients are those of one rank, the same bits on each; and what CHECKS has."""
+    first, *others = in_ranks(size, of_a_rank)
+    assert first[1] == ([] if size > 2 else [check.__name__ for check in CHECKS])
+    for case, (total, gradients), *of_others in zip(CASES, first[0], *(other[0] for other in others)):
+        expected = trained(*case[:2], ALONE, case[2])
+        assert torch.allclose(total, expected[0], rtol=TOLERANCE, atol=0), case
+        for name, gradient in expected[1].items():
+            assert (gradients[name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), (case, name)
+        for other in of_others:
+            assert torch.equal(other[0], total)
+            assert all(torch.equal(other[1][name], gradient) for name, gradient in gradients.items())
 
 
-def of_all_cases(ranks):
-    return [trained(name, lens, ranks, own) for name, lens, own in CASES]
-
-
-def test_what_else_two_ranks_do():
-    """Each is a function below: processes take seconds to start."""
-    for results in in_ranks(2, lambda_free_checks):
-        assert results == list(CHECKS)
-
-
-def lambda_free_checks(ranks):
+def of_a_rank(ranks):
+    """All in one start of processes, which takes seconds. Two of them also do what CHECKS has."""
     done = []
-    for name, check in CHECKS.items():
+    for check in CHECKS if ranks.size == 2 else ():
         check(ranks)
-        done.append(name)
-    return done
+        done.append(check.__name__)
+    return [trained(name, lens, ranks, own) for name, lens, own in CASES], done
 
 
 def fsdp2(ranks):
     """Sharded parameters, updated step after step, are those of one rank, in both stages."""
+    # Imported late: every process imports this module, and these take seconds.
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.tensor import DTensor
+
     for name in ("warmup", "sparse"):
         whole, sharded = small(), small()
         for layer in sharded.layers:
@@ -126,7 +119,7 @@ def fsdp2(ranks):
             assert isinstance(other, DTensor)
             full = other.full_tensor()
             assert not torch.equal(p, small().get_parameter(n)) or not p.requires_grad
-            assert torch.allclose(full, p, rtol=0, atol=TOLERANCE * p.abs().max()), (name, n)
+            assert torch.allclose(full, p, rtol=0, atol=TOLERANCE * p.abs().max().item()), (name, n)
 
 
 def checkpointed(ranks):
@@ -169,21 +162,23 @@ def wrong_lengths(ranks):
     """All ranks hear of what one of them has, and go on."""
     stage = IndexerStage(small(), "warmup")
     own = [12, 3] if ranks.rank == 0 else [12, 4]
-    line = r"^lens: must be the same on all ranks, got 2 of 15 tokens, \[12, 3\] on rank 0 and 2 of 16 tokens, \[12, 4\]"
+    line = (
+        r"^lens: must be the same on all ranks, got 2 of 15 tokens, \[12, 3\] on rank 0 and 2 of 16 tokens, \[12, 4\]"
+    )
     with pytest.raises(ValueError, match=line + " on rank 1$"):
         stage.share(own, ranks)
     with pytest.raises(ValueError, match=r"^lens: every sequence needs .*, got \[3, 0\] \(on rank 1\)$"):
         stage.share([3, ranks.size - 1 - ranks.rank], ranks)
     with pytest.raises(TypeError, match=r"^lens\[0\]: must be an integer, got 2.5 \(on rank 0\)$"):
         stage.share([2.5] if ranks.rank == 0 else [2], ranks)
-    with pytest.raises(ValueError, match=r"^lens: must have at least a token for each of 2 ranks, got \[1\] \(on rank 0"):
+    with pytest.raises(
+        ValueError, match=r"^lens: must have at least a token for each of 2 ranks, got \[1\] \(on rank 0"
+    ):
         stage.share([1], ranks)
     assert stage.share([2], ranks).query_lens == (1,)
 
 
-CHECKS = {
-    check.__name__: check for check in (fsdp2, checkpointed, gradients_of_rows, wrong_lengths)
-}
+CHECKS = (fsdp2, checkpointed, gradients_of_rows, wrong_lengths)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -225,21 +220,20 @@ def test_errors():
         share.gather(torch.zeros(1, 4))
     with pytest.raises(ValueError, match=r"^values: must be \[15\], one of each of this rank's tokens, got \[15, 1\]$"):
         share.mean(torch.zeros(15, 1))
-    with pytest.raises(RuntimeError, match="^batch: a rank's share of tokens is for passes within the IndexerStage"):
+    with pytest.raises(RuntimeError, match=r"^batch: a rank's share of tokens is for passes within the IndexerStage"):
         model(torch.arange(15), share)
-    with IndexerStage(model, "sparse"), pytest.raises(RuntimeError, match="^batch: .* that made it$"):
+    with IndexerStage(model, "sparse"), pytest.raises(RuntimeError, match=r"^batch: .* that made it$"):
         model(torch.arange(15), share)
     assert isinstance(share, ContextBatch) and share.keyed.key_lens == (12, 3)
 
 
-def test_scores_that_were_not_gathered(monkeypatch):
-    """An indexer that scores its own tokens alone is told of all keys."""
-    share = IndexerStage(small(), "sparse").share([9, 4], ALONE)
-    from dsa_layers.layers.trained_attention import SparseAttention
-
-    rank_0 = ContextBatch(
-        *((4, 1, 2), (4, 1, 2), share.device), lens=(9, 4), shares=tuple(cut([9, 4], 2)), ranks=Ranks(0, 2), in_stage=bool
-    )
-    attention = SparseAttention(torch.zeros(7, 1, 8), torch.zeros(24, 8), 1.0, 4, 2, rank_0)
-    with pytest.raises(ValueError, match=r"^scores: must be \[7, 1., of each"):
+def test_scores_that_were_not_gathered():
+    """An indexer that scores a rank's own tokens alone is told of all keys."""
+    shares = tuple(cut([9, 4], 2))
+    own = tuple(piece.end - piece.begin for piece in shares[0].pieces)
+    of_rank = {"lens": (9, 4), "shares": shares, "ranks": Ranks(0, 2), "in_stage": lambda: True}
+    batch = ContextBatch(own, own, torch.device("cpu"), **of_rank)
+    keys = sum(batch.keyed.key_lens)
+    attention = SparseAttention(torch.zeros(7, 1, 8), torch.zeros(keys, 8), 1.0, 4, 2, batch)
+    with pytest.raises(ValueError, match=rf"^scores: must be \[7, {keys}\], of each token and key, got \[7, 7\]$"):
         attention.kl(torch.zeros(7, 7))
