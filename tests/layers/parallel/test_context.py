@@ -1,6 +1,8 @@
 """Ranks that share the tokens of packed sequences train indexers as one rank does."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dsa_layers.layers.trained_attention import SparseAttention
+from dsa_layers.parallel import environment, process_group
 from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.context_cut import cut
 from dsa_layers.parallel.ranks import Ranks
@@ -122,6 +125,20 @@ def fsdp2(ranks):
             assert torch.allclose(full, p, rtol=0, atol=TOLERANCE * p.abs().max().item()), (name, n)
 
 
+def documented_loop(ranks):
+    """The document's loop, with sharded parameters, has the losses of one rank."""
+    text = (Path(__file__).parents[3] / "docs" / "indexer-training.md").read_text()
+    (code,) = re.findall(r"## On several GPUs\n.*?```python\n(.*?)```", text, re.S)
+    alone, shared = {}, {}
+    exec(code, alone)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "started_ranks", lambda: ranks.size)
+        patch.setattr(process_group, "join", lambda kind: (ranks, torch.device(kind)))
+        exec(code, shared)
+    assert shared["share"].ranks.size == 2 and alone["share"].ranks.size == 1
+    assert shared["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE)
+
+
 def checkpointed(ranks):
     """Layers that run again in the backward pass gather again."""
     model = small()
@@ -178,7 +195,7 @@ def wrong_lengths(ranks):
     assert stage.share([2], ranks).query_lens == (1,)
 
 
-CHECKS = (fsdp2, checkpointed, gradients_of_rows, wrong_lengths)
+CHECKS = (fsdp2, documented_loop, checkpointed, gradients_of_rows, wrong_lengths)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from indexer_training.small_model import build
-from indexer_training.stages import STAGES, train_stage
 
-from dsa_layers.parallel.ranks import Ranks
-from tests.examples.tiny_training import TinyPlan, corpus_of, write_corpus
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
 
-SCRIPT = Path(__file__).parent / "tiny_training.py"
+from indexer_training.small_model import build  # noqa: E402
+from indexer_training.stages import STAGES, train_stage  # noqa: E402
+
+from dsa_layers.parallel.ranks import Ranks  # noqa: E402
+from tests.tiny_training import TinyPlan, corpus_of, write_corpus  # noqa: E402
+
+SCRIPT = ROOT / "tests" / "tiny_training.py"
 
 
 @pytest.fixture(scope="module")
@@ -52,5 +56,5 @@ def test_two_processes_have_the_losses_of_one(root, tmp_path):
 def test_too_few_sequences(root):
     plan = TinyPlan(batch=(3, 1, 1))
     model = build(plan.fields, torch.float32)
-    with pytest.raises(ValueError, match="^batch: the dense stage needs a sequence for each of 4 ranks, got 3$"):
+    with pytest.raises(ValueError, match=r"^batch: the dense stage needs a sequence for each of 4 ranks, got 3$"):
         train_stage(model, "dense", plan, corpus_of(root).train, ranks=Ranks(0, 4))

@@ -1,13 +1,13 @@
 """examples/train_indexer.py with a tiny model, short sequences and few measurements, on this repository's files.
 
-usage: torchrun --nproc-per-node N tests/examples/tiny_training.py CORPUS OUT ...
+usage: torchrun --nproc-per-node N tests/tiny_training.py CORPUS OUT ...
 """
 
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import train_indexer  # noqa: E402
