@@ -40,6 +40,8 @@ class ContextBatch(SequenceBatch):
     ) -> "ContextBatch":
         """This rank's share. All ranks must call it: they make sure that their `lens` are the same, and raise the same
         ValueError or TypeError where one of them has lengths that cannot be shared."""
+        if not 0 <= ranks.rank < ranks.size:  # torch.distributed has -1 for a process outside of the group
+            raise ValueError(f"ranks: this process must be one of its {ranks.size} ranks, got rank {ranks.rank}")
         lens = _agreed(lens, ranks)
         shares = tuple(cut(lens, ranks.size))
         own = tuple(piece.end - piece.begin for piece in shares[ranks.rank].pieces)

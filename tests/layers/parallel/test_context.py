@@ -165,6 +165,8 @@ def gradients_of_rows(ranks):
     begins = {0: 0, 1: 9}
     pieces = share.shares[ranks.rank].pieces
     assert torch.equal(keys.float(), torch.cat([every[begins[p.sequence] :][: p.end] for p in pieces]))
+    plan = share._plan  # in each part any order of additions has the same bits
+    assert all(len(part.unique()) == len(part) for part in (plan.rows[: plan.first], plan.rows[plan.first :]))
     keys.backward(torch.full_like(keys, 1.0 + ranks.rank / 64))
     total = torch.zeros(13)
     for rank, other in enumerate(share.shares):
@@ -226,6 +228,8 @@ def test_errors():
     stage = IndexerStage(model, "sparse")
     with pytest.raises(RuntimeError, match=r"^ranks: torch\.distributed is not initialised"):
         stage.share([12, 3], Ranks(0, 2))
+    with pytest.raises(ValueError, match=r"^ranks: this process must be one of its 2 ranks, got rank -1$"):
+        stage.share([12, 3], Ranks(-1, 2))
     with pytest.raises(ValueError, match=r"^lens: every sequence needs at least one new token, got \[0\]$"):
         stage.share([0], ALONE)
     with pytest.raises(ValueError, match=r"^lens: must have at least a token for each of 1 ranks, got \[\]$"):
