@@ -24,7 +24,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from indexer_training import report
 from indexer_training.corpus import BEGIN, Corpus, library, pieces, read_corpus
 from indexer_training.measure import held_out_loss, recall
@@ -146,8 +145,6 @@ def main() -> None:
     run(args.out, plan, device, read_corpus(), ranks)
     if ranks.rank == 0:
         print((args.out / "table.md").read_text())
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dsa_layers.arguments import shown
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.parallel.context_cut import Share, cut
+from dsa_layers.parallel.context_cut import TokenShare, cut
 from dsa_layers.parallel.gathered_rows import RowPlan, gather_rows
 from dsa_layers.parallel.ranks import Ranks
 
@@ -30,7 +30,7 @@ class ContextBatch(SequenceBatch):
     """
 
     lens: tuple[int, ...]
-    shares: tuple[Share, ...]
+    shares: tuple[TokenShare, ...]
     ranks: Ranks
     in_stage: Callable[[], bool]
 
@@ -98,7 +98,7 @@ class ContextBatch(SequenceBatch):
         return self.ranks.size * sum(self.query_lens) / sum(self.lens)
 
     @property
-    def _share(self) -> Share:
+    def _share(self) -> TokenShare:
         return self.shares[self.ranks.rank]
 
     @cached_property

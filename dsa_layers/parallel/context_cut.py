@@ -14,7 +14,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Share:
+class TokenShare:
     """A rank's tokens: the early pieces of all sequences, then the late ones. None of either kind share a sequence."""
 
     early: tuple[Piece, ...]
@@ -29,7 +29,7 @@ class Share:
         return sum(piece.end - piece.begin for piece in self.pieces)
 
 
-def cut(lens: Sequence[int], size: int) -> list[Share]:
+def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
     """The shares of `size` ranks, which have the tokens of sequences of these lengths, each exactly once.
 
     A sequence comes apart into 2 size chunks, and rank r has chunk r and chunk 2 size - 1 - r. A causal token sees all
@@ -56,4 +56,4 @@ def cut(lens: Sequence[int], size: int) -> list[Share]:
                 a, b = Piece(sequence, a.begin, b.end), Piece(sequence, b.end, b.end)
             early[rank] += [a] if a.begin < a.end else []
             late[rank] += [b] if b.begin < b.end else []
-    return [Share(tuple(a), tuple(b)) for a, b in zip(early, late)]
+    return [TokenShare(tuple(a), tuple(b)) for a, b in zip(early, late)]

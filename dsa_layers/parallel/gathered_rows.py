@@ -55,11 +55,7 @@ class _GatherRows(torch.autograd.Function):
             sent.index_add_(0, plan.rows[part], grad[part])
         parts = torch.empty_like(sent)
         dist.all_to_all_single(parts, sent, group=ranks.group)
-        first, *others = parts.unflatten(0, (ranks.size, plan.most))
-        total = first.to(torch.promote_types(grad.dtype, torch.float32))
-        for part in others:
-            total = total + part
-        return total[: ctx.own].to(grad.dtype), None, None
+        return ranks.sum_parts(parts.unflatten(0, (ranks.size, plan.most))[:, : ctx.own]), None, None
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,9 +71,9 @@ CASES = [(name, lens, own) for name in ("warmup", "sparse") for lens in LENS for
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks(size):
-    """Losses and gradients are those of one rank, the same bits on each; and what CHECKS has."""
+    """Losses and gradients are those of one rank, the same bits on each; and CHECKS hold."""
     first, *others = in_ranks(size, of_a_rank)
-    assert first[1] == ([] if size > 2 else [check.__name__ for check in CHECKS])
+    assert first[1] == [check.__name__ for check in CHECKS[size]]
     for case, (total, gradients), *of_others in zip(CASES, first[0], *(other[0] for other in others)):
         expected = trained(*case[:2], ALONE, case[2])
         assert torch.allclose(total, expected[0], rtol=TOLERANCE, atol=0), case
@@ -84,9 +85,9 @@ def test_ranks(size):
 
 
 def of_a_rank(ranks):
-    """All in one start of processes, which takes seconds. Two of them also do what CHECKS has."""
+    """All in one start of processes, which takes seconds."""
     done = []
-    for check in CHECKS if ranks.size == 2 else ():
+    for check in CHECKS[ranks.size]:
         check(ranks)
         done.append(check.__name__)
     return [trained(name, lens, ranks, own) for name, lens, own in CASES], done
@@ -197,7 +198,19 @@ def wrong_lengths(ranks):
     assert stage.share([2], ranks).query_lens == (1,)
 
 
-CHECKS = (fsdp2, documented_loop, checkpointed, gradients_of_rows, wrong_lengths)
+def in_groups(ranks):
+    """Two groups of two ranks have sequences of their own."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    number = ranks.rank // 2
+    got, expected = (trained("sparse", LENS[number], of) for of in (Ranks.of(groups[number]), ALONE))
+    assert torch.allclose(got[0], expected[0], rtol=TOLERANCE, atol=0)
+    for name, gradient in expected[1].items():
+        assert (got[1][name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), name
+    with pytest.raises(ValueError, match=r"^ranks: this process must be one of its .* ranks, got rank -1$"):
+        IndexerStage(small(), "sparse").share([8], Ranks.of(groups[1 - number]))
+
+
+CHECKS = {2: (fsdp2, documented_loop, checkpointed, gradients_of_rows, wrong_lengths), 4: (in_groups,)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
