@@ -1,6 +1,7 @@
 """A small byte-level DeepSeek-V3.2 model, trained as the paper trains: dense, then its indexers alone, then sparse.
 
 usage: python examples/train_indexer.py OUT [--steps DENSE WARMUP SPARSE] [--batch DENSE WARMUP SPARSE] [--device cuda]
+       torchrun --nproc-per-node N examples/train_indexer.py OUT ...
 
 The text is the Python standard library on this machine (PSF licence): its sources with their docstrings, every
 twentieth file held out. Written to OUT:
@@ -11,6 +12,8 @@ model/        the checkpoint in the published format, FP8 blocks with scales: `d
               metrics.json in it has the table's figures, and what was trained on what; held_out.txt is a held-out
               file, which `dsa compare OUT/model --text OUT/model/held_out.txt` measures
 weights.pt    the float weights
+
+Of several processes the first one measures and writes.
 """
 
 import argparse
@@ -25,10 +28,13 @@ from indexer_training import report
 from indexer_training.corpus import BEGIN, Corpus, library, pieces, read_corpus
 from indexer_training.measure import held_out_loss, recall
 from indexer_training.small_model import build, byte_tokenizer, fields, tokenizer_config
-from indexer_training.stages import STAGES, Plan, Row, train_stage
+from indexer_training.stages import ALONE, STAGES, Plan, Row, train_stage
 
 from dsa_layers.checkpoint.export import save_fp8_checkpoint
 from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.parallel.environment import started_ranks
+from dsa_layers.parallel.process_group import join
+from dsa_layers.parallel.ranks import Ranks
 
 # How the model writes best; generation_config.json.
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
@@ -38,8 +44,9 @@ SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 RECALL_SEQUENCES, LOSS_SEQUENCES, WATCHED = 16, 128, 20
 
 
-def run(out: Path, plan: Plan, device: str, corpus: Corpus) -> dict[str, object]:
-    """Trains and measures, and after each stage writes into `out` what there is by then; returns the metrics."""
+def run(out: Path, plan: Plan, device: str, corpus: Corpus, ranks: Ranks = ALONE) -> dict[str, object]:
+    """Trains and measures, and after each stage writes into `out` what there is by then; returns the metrics. Ranks
+    train together, and the first one does the rest."""
     began = time.perf_counter()
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
@@ -56,6 +63,7 @@ def run(out: Path, plan: Plan, device: str, corpus: Corpus) -> dict[str, object]
             "index_topk": top_k,
         },
         "machine": torch.cuda.get_device_name() if dtype == torch.bfloat16 else "CPU",
+        "processes": ranks.size,
         "data": corpus.facts(),
         "stages": times,
         "held_out": {"bytes": held_out.numel() - len(held_out), "loss": losses, "while_dense": while_dense},
@@ -64,11 +72,13 @@ def run(out: Path, plan: Plan, device: str, corpus: Corpus) -> dict[str, object]
     rows: list[Row] = []
 
     def watch(step: int) -> None:
-        if (step + 1) % max(1, plan.steps[0] // WATCHED) == 0:
+        if ranks.rank == 0 and (step + 1) % max(1, plan.steps[0] // WATCHED) == 0:
             while_dense.append((step, held_out_loss(model, few, plan.length)))
 
     for name in STAGES:
-        of_stage, times[name] = train_stage(model, name, plan, text, watch)
+        of_stage, times[name] = train_stage(model, name, plan, text, watch, ranks)
+        if ranks.rank > 0:
+            continue
         rows += of_stage
         losses[f"{name}, all keys"] = held_out_loss(model, held_out, plan.length)
         losses[f"{name}, top-k"] = held_out_loss(model, held_out, top_k)
@@ -126,10 +136,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs=3, default=Plan.batch)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    ranks, device = ALONE, args.device
+    if started_ranks() is not None:
+        ranks, own = join(device)
+        device = str(own)
     args.out.mkdir(parents=True, exist_ok=True)
     plan = Plan(steps=tuple(args.steps), batch=tuple(args.batch))
-    run(args.out, plan, args.device, read_corpus())
-    print((args.out / "table.md").read_text())
+    run(args.out, plan, device, read_corpus(), ranks)
+    if ranks.rank == 0:
+        print((args.out / "table.md").read_text())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.shares import Shares
-from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
+from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention, gather_keys, weighed
 
 LIGHTNING_SELECT = inspect.unwrap(LightningIndexer.select)
 MOST_CHANNELS = 256  # of a head, that `dsa.mha_varlen_fwd` takes on a GPU
@@ -199,19 +199,19 @@ class DSAAttention(nn.Module):
         if cache is not None:
             raise ValueError("cache: a pass that trains the indexer takes none")
         q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
-        kv = self._norm_and_rotate(kv, cos, sin)
+        kv = gather_keys(self._norm_and_rotate(kv, cos, sin), batch)
         inputs = x.detach(), qr.detach(), cos, sin
         if self.indexer_stage.name == "warmup":
             q = torch.cat((q_nope, q_pe), -1)
             attention = WarmupAttention(q, *self._expand(kv), self.softmax_scale, batch)
-            self.indexer_stage.add(self.indexer.loss(*inputs, attention))
+            self.indexer_stage.add(weighed(self.indexer.loss(*inputs, attention), batch))
             out = attention.out
         else:
             w_uk, w_uv = self._up_projections(x.dtype)
             q = torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
             arguments = self.softmax_scale, self.kv_lora_rank, self.indexer.top_k, batch
             attention = SparseAttention(q, kv, *arguments)
-            self.indexer_stage.add(self.indexer.loss(*inputs, attention))
+            self.indexer_stage.add(weighed(self.indexer.loss(*inputs, attention), batch))
             out = torch.einsum("thc,hvc->thv", attention.out, w_uv)
         return self.o_proj(out.flatten(-2))
 

@@ -5,7 +5,7 @@ indexer's scores of the keys. In the warm-up these are all keys, in the sparse s
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -14,23 +14,43 @@ from dsa.reference.training.masked_softmax import kl_divergence
 from dsa_layers.batch.token_batch import TokenBatch
 
 
+@runtime_checkable
+class SharedTokens(Protocol):
+    """A batch of the tokens that this rank has, where several ranks share those of packed sequences:
+    `dsa_layers.parallel.context.ContextBatch`.
+
+    keyed   these tokens, with all keys that they see: its key_lens, in the rows that `gather` gives
+    weight  of the mean over these tokens in the mean of such means over the ranks, which is that over all tokens
+    """
+
+    keyed: TokenBatch
+    weight: float
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, ...] of these tokens -> [sum(keyed.key_lens), ...], with gradients."""
+
+
 class TrainedAttention(Protocol):
-    """What an indexer's `loss` is given. The indexer calls one of the two methods, once. The method computes the
+    """What an indexer's `loss` is given. The indexer calls `kl` or `lightning_kl`, once. The method computes the
     layer's attention, and returns each token's loss, fp32 [T], which has gradients for its arguments alone."""
+
+    def gather(self, k: torch.Tensor) -> torch.Tensor:
+        """k [T, ...], of each token -> [S, ...], of each key that they see: k itself, unless ranks share the tokens."""
 
     def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """For the scores I[t, s] = sum_h weights[t, h] relu(q[t, h] . k[s]), in kernels that never hold [T, T]:
         q [T, heads, dim], k [T, dim], weights fp32 [T, heads]."""
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
-        """For any scores [T, T], of each token t and each key s among all packed tokens. Scores of keys that t may not
-        see are ignored. This is plain PyTorch with memory for [heads, T, T] numbers, for trying a score out."""
+        """For any scores [T, S], of each token t and each key s, in the order of `gather`'s rows. Scores of keys that t
+        may not see are ignored. This is plain PyTorch with memory for [heads, T, S] numbers, for trying a score out."""
 
 
 class WarmupAttention:
     """Attention to all keys, and KL over all keys.
 
-    q, k [T, heads, d], v [T, heads, v_dim]: packed sequences, causal. out [T, heads, v_dim], once the loss is computed.
+    q [T, heads, d]; k [S, heads, d], v [S, heads, v_dim] of all keys (`gather_keys`): packed sequences, causal. out
+    [T, heads, v_dim], once the loss is computed.
     """
 
     out: torch.Tensor
@@ -40,9 +60,12 @@ class WarmupAttention:
     ) -> None:
         self._q, self._k, self._v, self._scale, self._batch = q, k, v, softmax_scale, batch
 
+    def gather(self, k: torch.Tensor) -> torch.Tensor:
+        return gather_keys(k, self._batch)
+
     def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        attention = self._q, self._k, self._v
-        self.out, _, kl = dsa.indexer_warmup_attention(*attention, q, k, weights, *_bounds(self._batch), self._scale)
+        attention, indexer = (self._q, self._k, self._v), (q, self.gather(k), weights)
+        self.out, _, kl = dsa.indexer_warmup_attention(*attention, *indexer, *_bounds(self._batch), self._scale)
         return kl
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
@@ -56,8 +79,8 @@ class WarmupAttention:
 class SparseAttention:
     """Attention to the top_k keys of the largest scores, and KL over these.
 
-    q [T, heads, latent + rope] absorbed, kv [T, latent + rope]; d_v: channels of a latent. out [T, heads, d_v], once
-    the loss is computed.
+    q [T, heads, latent + rope] absorbed, kv [S, latent + rope] of all keys (`gather_keys`); d_v: channels of a latent.
+    out [T, heads, d_v], once the loss is computed.
     """
 
     out: torch.Tensor
@@ -68,7 +91,11 @@ class SparseAttention:
         self._q, self._kv, self._scale, self._d_v = q, kv[:, None], softmax_scale, d_v
         self._top_k, self._batch = top_k, batch
 
+    def gather(self, k: torch.Tensor) -> torch.Tensor:
+        return gather_keys(k, self._batch)
+
     def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        k = self.gather(k)
         topk_indices = dsa.indexer_topk(q, k, weights, self._top_k, *_bounds(self._batch))
         lse = self._attend(topk_indices)
         attention = self._q.detach(), self._kv.detach()
@@ -76,7 +103,8 @@ class SparseAttention:
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
         _visible(scores, self._batch)  # checks the shape
-        starts, lengths = self._batch.key_starts, self._batch.visible_keys
+        keyed = _keyed(self._batch)
+        starts, lengths = keyed.key_starts, keyed.visible_keys
         own = dsa.topk_indices(scores.detach().float().contiguous(), self._top_k, starts=starts, lengths=lengths)
         selected = own >= 0
         topk_indices = torch.where(selected, own + starts[:, None], -1)
@@ -94,16 +122,33 @@ class SparseAttention:
         return lse.detach()
 
 
+def gather_keys(rows: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """rows [T, ...], of each token -> [S, ...], of each key that they see: the same where no other rank has some."""
+    return batch.gather(rows) if isinstance(batch, SharedTokens) else rows
+
+
+def weighed(kl: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """kl [T] with the weight of this rank's mean: the same for all tokens, and 1 where ranks have equally many."""
+    shared = isinstance(batch, SharedTokens) and batch.weight != 1
+    return kl * batch.weight if shared else kl
+
+
+def _keyed(batch: TokenBatch) -> TokenBatch:
+    """The tokens with all keys that they see."""
+    return batch.keyed if isinstance(batch, SharedTokens) else batch
+
+
 def _bounds(batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    bounds, longest = batch.cu_query_lens, max(batch.query_lens)
-    return bounds, bounds, longest, longest
+    keyed = _keyed(batch)
+    return keyed.cu_query_lens, keyed.cu_key_lens, max(keyed.query_lens), keyed.max_key_len
 
 
 def _visible(scores: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """bool [T, T]: the keys that each token may see."""
-    tokens = sum(batch.query_lens)
-    if scores.shape != (tokens, tokens):
-        raise ValueError(f"scores: must be [{tokens}, {tokens}], of each token and key, got {list(scores.shape)}")
-    keys = torch.arange(tokens, device=scores.device)
-    starts = batch.key_starts[:, None]
-    return (keys >= starts) & (keys < starts + batch.visible_keys[:, None])
+    """bool [T, S]: the keys that each token may see."""
+    keyed = _keyed(batch)
+    tokens, keys = sum(keyed.query_lens), sum(keyed.key_lens)
+    if scores.shape != (tokens, keys):
+        raise ValueError(f"scores: must be [{tokens}, {keys}], of each token and key, got {list(scores.shape)}")
+    rows = torch.arange(keys, device=scores.device)
+    starts = keyed.key_starts[:, None]
+    return (rows >= starts) & (rows < starts + keyed.visible_keys[:, None])

@@ -1,10 +1,14 @@
 """The two stages in which a model's indexers are trained, and their loss."""
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, Self
 
 import torch
 from torch import nn
+
+from dsa_layers.parallel.context import ContextBatch
+from dsa_layers.parallel.ranks import Ranks
 
 STAGES = ("warmup", "sparse")
 
@@ -46,8 +50,10 @@ class IndexerStage:
         self.name = name
         self._layers = _trained_layers(model)
         self._kls: list[torch.Tensor] = []
+        self._entered = False
 
     def __enter__(self) -> Self:
+        self._entered = True
         for layer in self._layers:
             layer.indexer_stage = self
         return self
@@ -55,6 +61,7 @@ class IndexerStage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._entered = False
         for layer in self._layers:
             layer.indexer_stage = None
         if error is not None:
@@ -64,6 +71,20 @@ class IndexerStage:
         """The indexers' parameters."""
         return [parameter for layer in self._layers for parameter in layer.indexer.parameters()]
 
+    def share(self, lens: Sequence[int], ranks: Ranks, device: torch.device | str = "cpu") -> ContextBatch:
+        """This rank's share of packed sequences of these lengths, T tokens, as a batch for passes within this stage:
+
+            share = stage.share([120, 80], Ranks.of())
+            logits = model(share.own(tokens[:-1]), share, all_tokens=True)
+            loss = share.mean(cross_entropy(logits, share.own(tokens[1:]), reduction="none")) + stage.loss()
+
+        The mean over the ranks of `loss`, and of its gradients, is that of one rank with all tokens: DDP and FSDP2 take
+        this mean. All ranks must call it together, and exchange `lens`, for which the host waits. ValueError and
+        TypeError come on all ranks: for `lens` that differ between ranks, that are no lengths, or that have fewer
+        tokens than there are ranks. RuntimeError for ranks whose torch.distributed is not initialised.
+        """
+        return ContextBatch.of(lens, ranks, device, lambda: self._entered)
+
     def add(self, kl: torch.Tensor) -> None:
         """kl fp32 [T]: a layer's loss of every token. It is ignored where a backward pass computes checkpointed
         activations again."""
@@ -71,7 +92,8 @@ class IndexerStage:
             self._kls.append(kl)
 
     def loss(self) -> torch.Tensor:
-        """The sum over layers of their losses since the last call, each averaged over tokens."""
+        """The sum over layers of their losses since the last call, each averaged over tokens. Of a rank's share, that
+        whose mean over the ranks is the average over all tokens."""
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
         # A sum gives every token's loss the same upstream gradient. The warm-up's backward pass then scales the

@@ -70,7 +70,9 @@ def tables(metrics: dict, rows: list[dict[str, str]]) -> str:
     ]
     for stage, shares in metrics["recall"].items():
         lines += [_shares(_RECALLS[stage], shares["indexer"]), _shares("the best keys then (oracle)", shares["oracle"])]
-    lines += [_shares("random keys", shares["random"]), "", f"On one {metrics['machine']}:", ""]
+    count = metrics.get("processes", 1)  # runs of earlier versions do not say
+    machines = f"{'one' if count == 1 else f'{count} x'} {metrics['machine']}"
+    lines += [_shares("random keys", shares["random"]), "", f"On {machines}:", ""]
     lines += ["| stage | steps | bytes | seconds | training loss at its end |", "|---|---|---|---|---|"]
     for name, stage in metrics["stages"].items():
         last = _smooth([float(row["language loss"]) for row in rows if row["stage"] == name])[-1]

@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.moe import GroupedSigmoidRouter
+from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.training.indexer_stage import IndexerStage
 
 from .corpus import draw
 
 STAGES = ("dense", "warmup", "sparse")
+ALONE = Ranks(0, 1)
 _BALANCE_RATE = 1e-3
 
 
@@ -64,16 +67,41 @@ def language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
+class _Losses(nn.Module):
+    """tokens [B, 1 + L] -> this rank's losses, the language model's and the indexers', whose means over the ranks are
+    those of one rank. DDP asks for a module whose outputs they are."""
+
+    def __init__(self, model: nn.Module, stage: IndexerStage | None, ranks: Ranks) -> None:
+        super().__init__()
+        self.model, self._stage, self._ranks = model, stage, ranks
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._stage is None:  # sequences need nothing of one another
+            own = tokens[self._ranks.rank :: self._ranks.size]
+            language = language_loss(self.model, own) * (len(own) * self._ranks.size / len(tokens))
+            return language, torch.zeros_like(language)
+        share = self._stage.share([tokens.shape[1] - 1] * len(tokens), self._ranks, tokens.device)
+        logits = self.model(share.own(tokens[:, :-1].flatten()), share, all_tokens=True)
+        losses = nn.functional.cross_entropy(logits, share.own(tokens[:, 1:].flatten()), reduction="none")
+        return share.mean(losses), self._stage.loss()
+
+
 def train_stage(
     model: DeepseekV32ForCausalLM,
     name: str,
     plan: Plan,
     text: torch.Tensor,
     watch: Callable[[int], None] = lambda step: None,
+    ranks: Ranks = ALONE,
 ) -> tuple[list[Row], dict[str, float]]:
-    """One of STAGES. Returns its losses, and how long it took. watch: called with the number of each dense step."""
+    """One of STAGES. Returns its losses, and how long it took. watch: called with the number of each dense step.
+
+    Ranks share the sequences of a step in the dense stage, and every sequence's tokens in the others. ValueError if the
+    former has fewer sequences than there are ranks."""
     i = STAGES.index(name)
     steps, count = plan.steps[i], plan.batch[i]
+    if name == "dense" and count < ranks.size:
+        raise ValueError(f"batch: the dense stage needs a sequence for each of {ranks.size} ranks, got {count}")
     stage = None if name == "dense" else IndexerStage(model, name)
     of_indexers = {id(p) for p in IndexerStage(model, "warmup").parameters()}
     # The paper's: nothing but the indexers learns in the warm-up, and they do not before.
@@ -86,11 +114,16 @@ def train_stage(
     optimizer = _Optimizer(parameters, plan.rates[i], steps)
     generator = torch.Generator(text.device).manual_seed(i)
     rows, began = [], time.perf_counter()
-    with selecting(model, plan.length) if stage is None else stage, _balanced(model, name != "warmup") as balance:
+    losses_of = _Losses(model, stage, ranks)
+    if ranks.size > 1 and steps:
+        losses_of = DistributedDataParallel(losses_of, process_group=ranks.group, broadcast_buffers=False)
+    with (
+        selecting(model, plan.length) if stage is None else stage,
+        _balanced(model, name != "warmup", ranks) as balance,
+    ):
         for step in range(steps):
             tokens = draw(text, count, plan.length, generator)
-            language = language_loss(model, tokens)
-            indexer = torch.zeros_like(language) if stage is None else stage.loss()
+            language, indexer = losses_of(tokens)
             (indexer if name == "warmup" else language + indexer).backward()
             optimizer.step()
             balance()
@@ -98,7 +131,8 @@ def train_stage(
             rows.append((step, torch.stack((language.detach(), indexer.detach()))))
             if stage is None:
                 watch(step)
-    losses = [Row(name, step, *pair.tolist()) for step, pair in rows]
+    means = ranks.sum(torch.stack([pair for _, pair in rows])) / ranks.size if rows else torch.empty(0, 2)
+    losses = [Row(name, step, *pair) for (step, _), pair in zip(rows, means.tolist())]
     seconds = time.perf_counter() - began
     for p in learnable:
         p.requires_grad_(True)
@@ -134,7 +168,7 @@ class _Optimizer:
 
 
 @contextlib.contextmanager
-def _balanced(model: nn.Module, learns: bool) -> Iterator:
+def _balanced(model: nn.Module, learns: bool, ranks: Ranks) -> Iterator:
     """A function to call after each step: experts with more than their share of tokens lose in the gate's bias, others
     gain, as DeepSeek-V3 balances without a loss."""
     gates = [module for module in model.modules() if isinstance(module, GroupedSigmoidRouter)] if learns else []
@@ -146,6 +180,7 @@ def _balanced(model: nn.Module, learns: bool) -> Iterator:
         for gate, experts in chosen.items():
             bias = gate.e_score_correction_bias
             load = torch.zeros_like(bias).index_add_(0, experts.flatten(), bias.new_ones(experts.numel()))
+            load = ranks.sum(load)
             bias += _BALANCE_RATE * torch.sign(load.mean() - load)
 
     try:

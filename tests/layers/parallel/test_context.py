@@ -1,0 +1,273 @@
+"""Ranks that share the tokens of packed sequences train indexers as one rank does."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dsa_layers.layers.trained_attention import SparseAttention
+from dsa_layers.parallel import environment, process_group
+from dsa_layers.parallel.context import ContextBatch
+from dsa_layers.parallel.context_cut import cut
+from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.training.indexer_stage import IndexerStage
+from tests.layers.parallel.processes import in_ranks
+from tests.layers.training.test_indexer_stage import Small
+
+# Sequences longer than a rank's tokens and shorter ones, of which some ranks have none; 63 tokens, and 34.
+LENS = ([37, 5, 1, 20], [3, 31])
+TOP_K = 6
+# On one rank and on several the same numbers are summed in another order: of the largest of a parameter's gradients.
+TOLERANCE = 2e-5
+ALONE = Ranks(0, 1)
+
+
+class DotProductIndexer(nn.Module):
+    """I[t, s] = (W_q qr[t]) . (W_k x[s])."""
+
+    def __init__(self):
+        super().__init__()
+        self.top_k = TOP_K
+        self.q, self.k = nn.Linear(32, 16, bias=False), nn.Linear(64, 16, bias=False)
+
+    def loss(self, x, qr, cos, sin, attention):
+        return attention.kl(self.q(qr) @ attention.gather(self.k(x)).T)
+
+
+def small(own_indexer=False):
+    model = Small(TOP_K)
+    if own_indexer:
+        torch.manual_seed(3)
+        model.layers[1].indexer = DotProductIndexer()
+    return model
+
+
+def losses(model, stage, lens, ranks):
+    """(the rank's loss, what all of them have) of a pass."""
+    tokens, weights = torch.arange(sum(lens)) * 7 % 50, torch.linspace(-1, 1, sum(lens))
+    share = stage.share(lens, ranks)
+    out = model(share.own(tokens), share)
+    language = share.mean(out.square().mean(-1) * share.own(weights))
+    indexer = stage.loss()
+    return language + indexer, torch.stack([share.over_ranks(loss) for loss in (language, indexer)])
+
+
+def trained(name, lens, ranks, own_indexer=False):
+    """Losses, and the ranks' mean of each parameter's gradients."""
+    model = small(own_indexer)
+    with IndexerStage(model, name) as stage:
+        loss, total = losses(model, stage, lens, ranks)
+    loss.backward()
+    return total, {n: ranks.sum(p.grad.flatten()) / ranks.size for n, p in model.named_parameters()}
+
+
+CASES = [(name, lens, own) for name in ("warmup", "sparse") for lens in LENS for own in (False, True)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks(size):
+    """Losses and gradients are those of one rank, the same bits on each; and CHECKS hold."""
+    first, *others = in_ranks(size, of_a_rank)
+    assert first[1] == [check.__name__ for check in CHECKS[size]]
+    for case, (total, gradients), *of_others in zip(CASES, first[0], *(other[0] for other in others)):
+        expected = trained(*case[:2], ALONE, case[2])
+        assert torch.allclose(total, expected[0], rtol=TOLERANCE, atol=0), case
+        for name, gradient in expected[1].items():
+            assert (gradients[name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), (case, name)
+        for other in of_others:
+            assert torch.equal(other[0], total)
+            assert all(torch.equal(other[1][name], gradient) for name, gradient in gradients.items())
+
+
+def of_a_rank(ranks):
+    """All in one start of processes, which takes seconds."""
+    done = []
+    for check in CHECKS[ranks.size]:
+        check(ranks)
+        done.append(check.__name__)
+    return [trained(name, lens, ranks, own) for name, lens, own in CASES], done
+
+
+def fsdp2(ranks):
+    """Sharded parameters, updated step after step, are those of one rank, in both stages."""
+    # Imported late: every process imports this module, and these take seconds.
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.tensor import DTensor
+
+    for name in ("warmup", "sparse"):
+        whole, sharded = small(), small()
+        for layer in sharded.layers:
+            fully_shard(layer.indexer)
+            register_fsdp_forward_method(layer.indexer, "loss")
+            fully_shard(layer)
+        fully_shard(sharded)
+        for model, of in ((whole, ALONE), (sharded, ranks)):
+            stage = IndexerStage(model, name)
+            for p in model.parameters():
+                p.requires_grad_(name == "sparse")
+            for p in stage.parameters():
+                p.requires_grad_(True)
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+            with stage:
+                for lens in LENS:
+                    loss, _ = losses(model, stage, lens, of)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for (n, p), other in zip(whole.named_parameters(), sharded.parameters()):
+            assert isinstance(other, DTensor)
+            full = other.full_tensor()
+            assert not torch.equal(p, small().get_parameter(n)) or not p.requires_grad
+            assert torch.allclose(full, p, rtol=0, atol=TOLERANCE * p.abs().max().item()), (name, n)
+
+
+def documented_loop(ranks):
+    """The document's loop, with sharded parameters, has the losses of one rank."""
+    text = (Path(__file__).parents[3] / "docs" / "indexer-training.md").read_text()
+    (code,) = re.findall(r"## On several GPUs\n.*?```python\n(.*?)```", text, re.S)
+    alone, shared = {}, {}
+    exec(code, alone)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "started_ranks", lambda: ranks.size)
+        patch.setattr(process_group, "join", lambda kind: (ranks, torch.device(kind)))
+        exec(code, shared)
+    assert shared["share"].ranks.size == 2 and alone["share"].ranks.size == 1
+    assert shared["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE)
+
+
+def checkpointed(ranks):
+    """Layers that run again in the backward pass gather again."""
+    model = small()
+    layers = [copy.copy(layer.forward) for layer in model.layers]
+    found = []
+    for again in (False, True):
+        for layer, forward in zip(model.layers, layers):
+            if again:
+                layer.forward = lambda *a, forward=forward: checkpoint(forward, *a, use_reentrant=False)
+        with IndexerStage(model, "sparse") as stage:
+            losses(model, stage, LENS[0], ranks)[0].backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found))
+
+
+def gradients_of_rows(ranks):
+    """Of rows in 16 bits they are added in fp32, in the order of the ranks, and rounded once."""
+    stage = IndexerStage(small(), "sparse")
+    share = stage.share([9, 4], ranks)
+    every = torch.arange(13.0)[:, None].expand(13, 3)
+    x = share.own(every).bfloat16().requires_grad_()
+    keys = share.gather(x)
+    begins = {0: 0, 1: 9}
+    pieces = share.shares[ranks.rank].pieces
+    assert torch.equal(keys.float(), torch.cat([every[begins[p.sequence] :][: p.end] for p in pieces]))
+    plan = share._plan  # in each part any order of additions has the same bits
+    assert all(len(part.unique()) == len(part) for part in (plan.rows[: plan.first], plan.rows[plan.first :]))
+    keys.backward(torch.full_like(keys, 1.0 + ranks.rank / 64))
+    total = torch.zeros(13)
+    for rank, other in enumerate(share.shares):
+        part = torch.zeros(13)
+        for p in other.pieces:
+            part[begins[p.sequence] :][: p.end] += 1.0 + rank / 64
+        total += part.bfloat16().float()
+    assert torch.equal(x.grad[:, 1], share.own(total).bfloat16())
+
+
+def wrong_lengths(ranks):
+    """All ranks hear of what one of them has, and go on."""
+    stage = IndexerStage(small(), "warmup")
+    own = [12, 3] if ranks.rank == 0 else [12, 4]
+    line = (
+        r"^lens: must be the same on all ranks, got 2 of 15 tokens, \[12, 3\] on rank 0 and 2 of 16 tokens, \[12, 4\]"
+    )
+    with pytest.raises(ValueError, match=line + " on rank 1$"):
+        stage.share(own, ranks)
+    with pytest.raises(ValueError, match=r"^lens: every sequence needs .*, got \[3, 0\] \(on rank 1\)$"):
+        stage.share([3, ranks.size - 1 - ranks.rank], ranks)
+    with pytest.raises(TypeError, match=r"^lens\[0\]: must be an integer, got 2.5 \(on rank 0\)$"):
+        stage.share([2.5] if ranks.rank == 0 else [2], ranks)
+    with pytest.raises(
+        ValueError, match=r"^lens: must have at least a token for each of 2 ranks, got \[1\] \(on rank 0"
+    ):
+        stage.share([1], ranks)
+    assert stage.share([2], ranks).query_lens == (1,)
+
+
+def in_groups(ranks):
+    """Two groups of two ranks have sequences of their own."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    number = ranks.rank // 2
+    got, expected = (trained("sparse", LENS[number], of) for of in (Ranks.of(groups[number]), ALONE))
+    assert torch.allclose(got[0], expected[0], rtol=TOLERANCE, atol=0)
+    for name, gradient in expected[1].items():
+        assert (got[1][name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), name
+    with pytest.raises(ValueError, match=r"^ranks: this process must be one of its .* ranks, got rank -1$"):
+        IndexerStage(small(), "sparse").share([8], Ranks.of(groups[1 - number]))
+
+
+CHECKS = {2: (fsdp2, documented_loop, checkpointed, gradients_of_rows, wrong_lengths), 4: (in_groups,)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_cuts(size):
+    """Every token is one rank's, equally many each, and in long sequences each rank's see as many keys."""
+    for lens in ([1] * size, [5000], [1, 2, 3, 4, 5, 6, 7], [3000, 17, 900, 1, 1, 2222]):
+        shares = cut(lens, size)
+        found = sorted((p.sequence, t) for share in shares for p in share.pieces for t in range(p.begin, p.end))
+        assert found == [(i, t) for i, length in enumerate(lens) for t in range(length)]
+        counts = [share.tokens for share in shares]
+        assert sum(counts) == sum(lens) and max(counts) - min(counts) <= 1
+        for share in shares:
+            for part in (share.early, share.late):
+                assert len({p.sequence for p in part}) == len(part) and all(p.begin < p.end for p in part)
+        work = [sum(t + 1 for p in share.pieces for t in range(p.begin, p.end)) for share in shares]
+        if max(lens) > 1000:
+            assert max(work) < 1.01 * min(work)
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_one_rank_needs_no_group(name):
+    total, _ = trained(name, LENS[0], ALONE)
+    assert (total[1] > 0).all() and torch.isfinite(total).all()
+
+
+def test_errors():
+    model = small()
+    stage = IndexerStage(model, "sparse")
+    with pytest.raises(RuntimeError, match=r"^ranks: torch\.distributed is not initialised"):
+        stage.share([12, 3], Ranks(0, 2))
+    with pytest.raises(ValueError, match=r"^ranks: this process must be one of its 2 ranks, got rank -1$"):
+        stage.share([12, 3], Ranks(-1, 2))
+    with pytest.raises(ValueError, match=r"^lens: every sequence needs at least one new token, got \[0\]$"):
+        stage.share([0], ALONE)
+    with pytest.raises(ValueError, match=r"^lens: must have at least a token for each of 1 ranks, got \[\]$"):
+        stage.share([], ALONE)
+    share = stage.share([12, 3], ALONE)
+    with pytest.raises(ValueError, match=r"^x: must have a row for each of 15 tokens, got shape \[14\]$"):
+        share.own(torch.zeros(14))
+    with pytest.raises(ValueError, match=r"^x: must have a row for each of this rank's 15 tokens, got shape \[1, 4\]$"):
+        share.gather(torch.zeros(1, 4))
+    with pytest.raises(ValueError, match=r"^values: must be \[15\], one of each of this rank's tokens, got \[15, 1\]$"):
+        share.mean(torch.zeros(15, 1))
+    with pytest.raises(RuntimeError, match=r"^batch: a rank's share of tokens is for passes within the IndexerStage"):
+        model(torch.arange(15), share)
+    with IndexerStage(model, "sparse"), pytest.raises(RuntimeError, match=r"^batch: .* that made it$"):
+        model(torch.arange(15), share)
+    assert isinstance(share, ContextBatch) and share.keyed.key_lens == (12, 3)
+
+
+def test_scores_that_were_not_gathered():
+    """An indexer that scores a rank's own tokens alone is told of all keys."""
+    shares = tuple(cut([9, 4], 2))
+    own = tuple(piece.end - piece.begin for piece in shares[0].pieces)
+    of_rank = {"lens": (9, 4), "shares": shares, "ranks": Ranks(0, 2), "in_stage": lambda: True}
+    batch = ContextBatch(own, own, torch.device("cpu"), **of_rank)
+    keys = sum(batch.keyed.key_lens)
+    attention = SparseAttention(torch.zeros(7, 1, 8), torch.zeros(keys, 8), 1.0, 4, 2, batch)
+    with pytest.raises(ValueError, match=rf"^scores: must be \[7, {keys}\], of each token and key, got \[7, 7\]$"):
+        attention.kl(torch.zeros(7, 7))
