@@ -1,4 +1,4 @@
-"""One new token of each of several sequences, whose lengths only the device knows."""
+"""A few new tokens of each of several sequences, whose lengths only the device knows."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,18 +10,19 @@ from dsa_layers.batch.token_batch import TokenBatch
 
 @dataclass(frozen=True)
 class DecodeBatch(TokenBatch):
-    """One new token of each of B sequences, whose earlier tokens are all in a cache.
+    """The last `next_n` tokens of each of B sequences, whose earlier tokens are all in a cache: of these next_n the
+    first was chosen, and drafts are behind it.
 
     block_table      int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end
     page_size        tokens a page
-    key_lens_tensor  int32 [B]: tokens of each sequence after this pass, the new one included
+    key_lens_tensor  int32 [B]: tokens of each sequence after this pass, the new ones included, at least next_n
     max_key_len      an upper bound of these lengths
     state_slots      int32 [B]: each sequence's row of the tensors that a cache keeps by sequence and not by page; None
                      where the cache keeps nothing so
 
-    What a layer computes from a batch depends on the host's numbers B, max_pages and max_key_len alone. A CUDA graph
-    that has captured a pass, the making of its batch included, therefore holds for any lengths up to max_key_len that
-    are written into the same tensors.
+    What a layer computes from a batch depends on the host's numbers B, next_n, max_pages and max_key_len alone. A CUDA
+    graph that has captured a pass, the making of its batch included, therefore holds for any lengths up to max_key_len
+    that are written into the same tensors.
     """
 
     block_table: torch.Tensor
@@ -29,13 +30,14 @@ class DecodeBatch(TokenBatch):
     key_lens_tensor: torch.Tensor
     max_key_len: int
     state_slots: torch.Tensor | None = None
+    next_n: int = 1
 
     is_decode = True
     least_visible = 1
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        return (1,) * len(self.key_lens_tensor)
+        return (self.next_n,) * len(self.key_lens_tensor)
 
     @property
     def key_lens(self) -> tuple[int, ...]:
@@ -51,26 +53,31 @@ class DecodeBatch(TokenBatch):
             raise ValueError("state_slots: must be one a sequence for this model's cache, got None")
         return self.state_slots
 
-    @property
+    @cached_property
     def visible_keys(self) -> torch.Tensor:
-        return self.key_lens_tensor
+        if self.next_n == 1:
+            return self.key_lens_tensor
+        behind = torch.arange(1 - self.next_n, 1, dtype=torch.int32, device=self.device)
+        return (self.key_lens_tensor[:, None] + behind).flatten()
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        return self.key_lens_tensor.long() - 1
+        return self.visible_keys.long() - 1
 
     @cached_property
     def earlier_lens_tensor(self) -> torch.Tensor:
-        return self.key_lens_tensor - 1
+        return self.key_lens_tensor - self.next_n
 
     @cached_property
     def sequences(self) -> torch.Tensor:
-        return torch.arange(len(self.key_lens_tensor), dtype=torch.int32, device=self.device)
+        tokens = torch.arange(len(self.key_lens_tensor) * self.next_n, dtype=torch.int32, device=self.device)
+        return tokens if self.next_n == 1 else tokens // self.next_n
 
     @cached_property
     def cu_query_lens(self) -> torch.Tensor:
-        return torch.arange(len(self.key_lens_tensor) + 1, dtype=torch.int32, device=self.device)
+        last = len(self.key_lens_tensor) * self.next_n
+        return torch.arange(0, last + 1, self.next_n, dtype=torch.int32, device=self.device)
 
     @cached_property
     def last_tokens(self) -> torch.Tensor:
-        return self.sequences.long()
+        return self.cu_query_lens[1:].long() - 1

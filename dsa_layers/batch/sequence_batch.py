@@ -34,6 +34,8 @@ class SequenceBatch(TokenBatch):
     page_size: int = 0
     state_slots: tuple[int, ...] | None = None
 
+    next_n = 1
+
     @classmethod
     def without_cache(cls, lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
         """Whole sequences of these lengths, all of whose tokens are new."""

@@ -64,6 +64,11 @@ class TokenBatch(SelectedCounts, Tokens):
         """The plan of `dsa.flash_mla_with_kvcache` over all keys: the first layer of the pass makes it, all use it."""
         return dsa.get_mla_metadata()[0]
 
+    def most_selected(self, columns: int) -> torch.Tensor | None:
+        """int32 [B]: `selected_counts` of each sequence's last new token, which sees the most keys."""
+        counts = self.selected_counts(columns)
+        return counts if counts is None or self.next_n == 1 else counts[self.next_n - 1 :: self.next_n]
+
     def entries(self, ratio: int) -> EntryView:
         """The compressed entries of every `ratio` tokens: one view for all layers of the pass."""
         return self._views.setdefault(("entries", ratio), EntryView(self, ratio))

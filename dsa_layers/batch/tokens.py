@@ -16,7 +16,8 @@ class Tokens(Protocol):
                          cached and new ones. These are numbers on the host, since shapes depend on them
     max_key_len          the largest of key_lens
     least_visible        no new token sees fewer keys, itself included, as far as the host knows
-    is_decode            whether every sequence has one new token
+    is_decode            whether every sequence has `next_n` new tokens, one or a few
+    next_n               that number; 1 for a batch that is none of decoding
     positions            int64 [T]: each new token's position in its sequence
     sequences            int32 [T]: the sequence of each new token
     visible_keys         int32 [T]: how many keys of its sequence each new token may see, itself included
@@ -35,6 +36,7 @@ class Tokens(Protocol):
     max_key_len: int
     least_visible: int
     is_decode: bool
+    next_n: int
     positions: torch.Tensor
     sequences: torch.Tensor
     visible_keys: torch.Tensor

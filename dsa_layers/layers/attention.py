@@ -330,19 +330,17 @@ class DSAAttention(nn.Module):
     ) -> torch.Tensor:
         # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
         dtype = torch.bfloat16 if cache.latent_is_fp8 and q.is_cuda else q.dtype
-        out, _ = dsa.flash_mla_with_kvcache(
-            q[:, None].to(dtype),
-            cache.latent,
-            None if topk_indices is not None else batch.block_table,
-            None if topk_indices is not None else batch.key_lens_tensor,
-            self.kv_lora_rank,
-            batch.mla_schedule if topk_indices is None else None,
-            softmax_scale=self.softmax_scale,
-            is_fp8_kvcache=cache.latent_is_fp8,
-            indices=None if topk_indices is None else topk_indices[:, None],
-            topk_length=None if topk_indices is None else batch.selected_counts(topk_indices.shape[1]),
-        )
-        return out[:, 0].to(q.dtype)
+        by_sequence = (-1, batch.next_n)
+        options = {"softmax_scale": self.softmax_scale, "is_fp8_kvcache": cache.latent_is_fp8}
+        if topk_indices is None:
+            keys = batch.block_table, batch.key_lens_tensor, self.kv_lora_rank, batch.mla_schedule
+            options["causal"] = batch.next_n > 1
+        else:
+            keys = None, None, self.kv_lora_rank, None
+            options["indices"] = topk_indices.unflatten(0, by_sequence)
+            options["topk_length"] = batch.most_selected(topk_indices.shape[1])
+        out, _ = dsa.flash_mla_with_kvcache(q.unflatten(0, by_sequence).to(dtype), cache.latent, *keys, **options)
+        return out.flatten(0, 1).to(q.dtype)
 
     def _expand(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """kv [T, latent + rope] -> every head's k [T, heads, nope + rope] and v [T, heads, v_dim]."""

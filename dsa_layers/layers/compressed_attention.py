@@ -105,6 +105,8 @@ class CompressedAttention(nn.Module):
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
         decode = cache is not None and batch.is_decode
+        if decode and batch.next_n > 1:
+            raise ValueError(f"batch: rings take one new token of a sequence a pass, got next_n={batch.next_n}")
         readers = (self.wq_b, self.indexer.wq_b) if self._gives_queries(batch, decode) else (self.wq_b,)
         _, qr, cast = norm_and_cast(self.q_norm, qr, readers)
         of_index = {}

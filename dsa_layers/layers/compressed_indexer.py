@@ -83,9 +83,9 @@ class CompressedIndexer(nn.Module):
         entries = batch.entries(self.compressor.ratio)
         page_size = entries.page_size if paged_slots else None
         if self.quantize and batch.is_decode and cache is not None:
-            lengths, table = entries.lens_tensor, batch.block_table
+            pages, lengths = (cache.pages, batch.block_table), entries.lens_tensor
             schedule, most = entries.index_schedule, max(entries.most, 1)
-            return select_paged(q, cache.pages, weights, self.top_k, lengths, table, schedule, most, page_size)
+            return select_paged(q, *pages, weights, self.top_k, lengths, schedule, most, page_size)
         if cache is None:
             keys = self.compressor.entries(x, *entry_rope, batch)
             if self.quantize:
