@@ -10,10 +10,12 @@ class SelectedCounts:
 
     visible_keys   int32 [T]: how many of these each new token sees
     least_visible  no token sees fewer, as far as the host knows
+    next_n         in a decoding pass, how many new tokens each sequence has
     """
 
     visible_keys: torch.Tensor
     least_visible: int
+    next_n: int
 
     def selected_counts(self, columns: int) -> torch.Tensor | None:
         """int32 [T]: how many each new token has in so many columns, which are all that it sees if these are fewer;
@@ -23,6 +25,16 @@ class SelectedCounts:
         if columns not in self._counts:
             self._counts[columns] = self.visible_keys.clamp(max=columns)
         return self._counts[columns]
+
+    def most_selected(self, columns: int) -> torch.Tensor | None:
+        """int32 [B]: in a decoding pass, `selected_counts` of each sequence's last token, which sees the most."""
+        counts = self.selected_counts(columns)
+        return counts if counts is None or self.next_n == 1 else counts[self.next_n - 1 :: self.next_n]
+
+    @property
+    def visible_by_sequence(self) -> torch.Tensor:
+        """int32 [B], or [B, next_n] of several: in a decoding pass, `visible_keys` as `fp8_paged_mqa_logits` has it."""
+        return self.visible_keys if self.next_n == 1 else self.visible_keys.unflatten(0, (-1, self.next_n))
 
     @cached_property
     def _counts(self) -> dict[int, torch.Tensor]:

@@ -40,6 +40,10 @@ class EntryView(SelectedCounts):
         return self.batch.key_lens_tensor // self.ratio
 
     @property
+    def next_n(self) -> int:
+        return self.batch.next_n
+
+    @property
     def least_visible(self) -> int:
         """No new token sees fewer entries, as far as the host knows."""
         return self.batch.least_visible // self.ratio
@@ -47,7 +51,8 @@ class EntryView(SelectedCounts):
     @cached_property
     def visible_keys(self) -> torch.Tensor:
         """int32 [T]: how many entries of its sequence each new token may see."""
-        return self.lens_tensor if self.batch.is_decode else self.batch.visible_keys // self.ratio
+        one_each = self.batch.is_decode and self.batch.next_n == 1
+        return self.lens_tensor if one_each else self.batch.visible_keys // self.ratio
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -92,8 +97,12 @@ class EntryView(SelectedCounts):
 
     @cached_property
     def slot_table(self) -> torch.Tensor:
-        """int32 [B, 1, most]: the slots of each sequence's entries, -1 behind: what a decoding token may see."""
-        return dsa.window_slots(self.batch.block_table, self.lens_tensor, 1, self.page_size, max(self.most, 1))
+        """int32 [B, next_n, most]: the slots of the entries that each sequence's last tokens may see, -1 behind."""
+        slots = dsa.window_slots(self.batch.block_table, self.lens_tensor, 1, self.page_size, max(self.most, 1))
+        if self.next_n == 1:
+            return slots
+        columns = torch.arange(slots.shape[2], dtype=torch.int32, device=self.batch.device)
+        return torch.where(columns < self.visible_by_sequence[..., None], slots, -1)
 
     @cached_property
     def index_schedule(self) -> torch.Tensor:

@@ -64,18 +64,13 @@ class TokenBatch(SelectedCounts, Tokens):
         """The plan of `dsa.flash_mla_with_kvcache` over all keys: the first layer of the pass makes it, all use it."""
         return dsa.get_mla_metadata()[0]
 
-    def most_selected(self, columns: int) -> torch.Tensor | None:
-        """int32 [B]: `selected_counts` of each sequence's last new token, which sees the most keys."""
-        counts = self.selected_counts(columns)
-        return counts if counts is None or self.next_n == 1 else counts[self.next_n - 1 :: self.next_n]
-
     def entries(self, ratio: int) -> EntryView:
         """The compressed entries of every `ratio` tokens: one view for all layers of the pass."""
         return self._views.setdefault(("entries", ratio), EntryView(self, ratio))
 
-    def windows(self, window: int) -> WindowView:
-        """The sliding windows of so many tokens: one view for all layers of the pass."""
-        return self._views.setdefault(("windows", window), WindowView(self, window))
+    def windows(self, window: int, ring: int) -> WindowView:
+        """The sliding windows of so many tokens, in rings of so many slots: one view for all layers of the pass."""
+        return self._views.setdefault(("windows", window, ring), WindowView(self, window, ring))
 
     def group_rows(self, groups: int) -> GroupRows:
         """The rows of so many groups of the new tokens' channels: for all layers of the pass."""
@@ -84,5 +79,5 @@ class TokenBatch(SelectedCounts, Tokens):
         return self._views["groups", groups]
 
     @cached_property
-    def _views(self) -> dict[tuple[str, int], EntryView | WindowView | GroupRows]:
+    def _views(self) -> dict[tuple[str | int, ...], EntryView | WindowView | GroupRows]:
         return {}

@@ -13,25 +13,27 @@ from dsa_layers.batch.tokens import Tokens
 
 @dataclass(frozen=True)
 class WindowView:
-    """A token sees the last `window` tokens up to itself. The token at position p is in slot p mod window of the ring,
-    which is page state_slots[b] of the cache."""
+    """A token sees the last `window` tokens up to itself. The token at position p is in slot p mod ring of the ring,
+    which is page state_slots[b] of the cache. A ring has a slot for each token of a window, and K - 1 more for a
+    sequence that goes on from any of its last K tokens."""
 
     batch: Tokens
     window: int
+    ring: int
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """int64 [T]: each new token's slot; -1 for tokens that later ones of this pass overwrite."""
         batch = self.batch
         sequences = batch.state_slots_tensor[:, None], batch.cu_query_lens, batch.key_lens_tensor
-        return dsa.slot_mapping(*sequences, sum(batch.query_lens), self.window, ring=True)
+        return dsa.slot_mapping(*sequences, sum(batch.query_lens), self.ring, ring=True)
 
     @cached_property
     def decode_slots(self) -> torch.Tensor:
-        """int32 [B, 1, window]: the slots that the only new token of each sequence sees."""
-        pages = -(-self.batch.max_key_len // self.window)
+        """int32 [B, next_n, window]: the slots that each sequence's last tokens see."""
+        pages = -(-self.batch.max_key_len // self.ring)
         table = self.batch.state_slots_tensor[:, None].expand(-1, max(pages, 1))
-        return dsa.window_slots(table, self.batch.key_lens_tensor, 1, self.window, self.window)
+        return dsa.window_slots(table, self.batch.key_lens_tensor, self.batch.next_n, self.ring, self.window)
 
     @property
     def earlier_lens(self) -> tuple[int, ...]:
@@ -44,7 +46,7 @@ class WindowView:
         """int64 [sum(earlier_lens)]: the slots of these earlier tokens, ascending by position."""
         batch, earlier = self.batch, self.earlier_lens
         rings, bounds = batch.state_slots_tensor[:, None], packing.offsets(earlier, batch.device)
-        return dsa.slot_mapping(rings, bounds, batch.earlier_lens_tensor, sum(earlier), self.window, ring=True)
+        return dsa.slot_mapping(rings, bounds, batch.earlier_lens_tensor, sum(earlier), self.ring, ring=True)
 
     @property
     def in_order(self) -> bool:

@@ -9,6 +9,9 @@ import torch
 import dsa
 from dsa_layers.cache.kv_cache import PageAllocator, check_sizes, check_storage
 
+# Tokens of a sequence that a decoding pass may take in vain: what they overwrite is not needed without them.
+DRAFTS = 3
+
 
 @dataclass(frozen=True)
 class EntryCache:
@@ -21,8 +24,8 @@ class EntryCache:
 
 @dataclass(frozen=True)
 class CompressedLayerCache:
-    """The cache of a layer. window: [state slots, window, 1, d | 584], a ring for each sequence. entries: those of the
-    layer's compressor; index_entries: those of its indexer's compressor; None where the layer lacks it."""
+    """The cache of a layer. window: [state slots, window + DRAFTS, 1, d | 584], a ring for each sequence. entries: of
+    the layer's compressor; index_entries: of its indexer's compressor; None where the layer lacks it."""
 
     window: torch.Tensor
     entries: EntryCache | None = None
@@ -95,7 +98,9 @@ class CompressedKVCache:
 
         self._layers = [
             CompressedLayerCache(
-                rows(state_slots, window, entries), entry_cache(main, entries, False), entry_cache(indexer, index, True)
+                rows(state_slots, window + DRAFTS, entries),
+                entry_cache(main, entries, False),
+                entry_cache(indexer, index, True),
             )
             for main, indexer in layers
         ]

@@ -11,6 +11,7 @@ from dsa_layers.batch import packing
 from dsa_layers.batch.entry_view import EntryView
 from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.window_view import WindowView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
@@ -105,8 +106,6 @@ class CompressedAttention(nn.Module):
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
         decode = cache is not None and batch.is_decode
-        if decode and batch.next_n > 1:
-            raise ValueError(f"batch: rings take one new token of a sequence a pass, got next_n={batch.next_n}")
         readers = (self.wq_b, self.indexer.wq_b) if self._gives_queries(batch, decode) else (self.wq_b,)
         _, qr, cast = norm_and_cast(self.q_norm, qr, readers)
         of_index = {}
@@ -153,7 +152,7 @@ class CompressedAttention(nn.Module):
         batch: TokenBatch,
         cache: CompressedLayerCache | None,
     ) -> torch.Tensor:
-        windows = batch.windows(self.window)
+        windows = self._windows(batch, cache)
         keys, cu_keys = self._token_keys(kv, rope, batch, cache), windows.cu_keys
         packed = (q, keys[:, None], batch.cu_query_lens, cu_keys, self.window)
         compressed, rows = self._entries(x, qr, of_index, rope, entry_rope, batch, cache)
@@ -213,6 +212,9 @@ class CompressedAttention(nn.Module):
         out = turn(out, *RopeAngles.of(rope).back, interleaved=True, dims="last")
         return self.wo_a(out.flatten(1).unflatten(-1, (self.o_groups, -1)), self.wo_b, batch)
 
+    def _windows(self, batch: TokenBatch, cache: CompressedLayerCache | None) -> WindowView:
+        return batch.windows(self.window, self.window if cache is None else cache.window.shape[1])
+
     def _token_keys(
         self, kv: torch.Tensor, rope: Angles, batch: TokenBatch, cache: CompressedLayerCache | None
     ) -> torch.Tensor:
@@ -220,7 +222,7 @@ class CompressedAttention(nn.Module):
         kv, to the ring."""
         if cache is None:
             return turn(self.kv_norm(kv), *rope, interleaved=True, dims="last")
-        windows, norm = batch.windows(self.window), self.kv_norm
+        windows, norm = self._windows(batch, cache), self.kv_norm
         earlier = None
         if any(windows.earlier_lens):
             earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=kv.dtype)
@@ -288,7 +290,7 @@ class CompressedAttention(nn.Module):
         batch: TokenBatch,
         cache: CompressedLayerCache,
     ) -> torch.Tensor:
-        windows, norm = batch.windows(self.window), self.kv_norm
+        windows, norm = self._windows(batch, cache), self.kv_norm
         dsa.write_mla_cache(kv, norm.weight.float(), *rope, cache.window, windows.slots, eps=norm.eps)
         slots, extra = None, {}
         if self.compressor is not None:
@@ -298,19 +300,20 @@ class CompressedAttention(nn.Module):
                 slots = entries.slot_table
             else:
                 options = {"entry_rope": entry_rope, "paged_slots": True, **of_index}
-                slots = self.indexer.select(x, qr, *rope, batch, cache.index_entries, **options)[:, None]
+                slots = self.indexer.select(x, qr, *rope, batch, cache.index_entries, **options)
+                slots = slots.unflatten(0, (-1, batch.next_n))
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
-            extra["extra_topk_length"] = entries.selected_counts(slots.shape[2])
+            extra["extra_topk_length"] = entries.most_selected(slots.shape[2])
         self._count_keys(batch, slots)
         # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
         dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
         out, _ = dsa.flash_mla_with_kvcache(
-            *(q[:, None].to(dtype), cache.window, None, None, self.dim, None),
+            *(q.unflatten(0, (-1, batch.next_n)).to(dtype), cache.window, None, None, self.dim, None),
             softmax_scale=self.dim**-0.5,
             is_fp8_kvcache=cache.is_fp8,
             indices=windows.decode_slots,
-            topk_length=batch.selected_counts(self.window),
+            topk_length=batch.most_selected(self.window),
             attn_sink=self.attn_sink,
             **extra,
         )
-        return self._project(out[:, 0].to(q.dtype), rope, batch)
+        return self._project(out.flatten(0, 1).to(q.dtype), rope, batch)

@@ -83,7 +83,7 @@ class CompressedIndexer(nn.Module):
         entries = batch.entries(self.compressor.ratio)
         page_size = entries.page_size if paged_slots else None
         if self.quantize and batch.is_decode and cache is not None:
-            pages, lengths = (cache.pages, batch.block_table), entries.lens_tensor
+            pages, lengths = (cache.pages, batch.block_table), entries.visible_by_sequence
             schedule, most = entries.index_schedule, max(entries.most, 1)
             return select_paged(q, *pages, weights, self.top_k, lengths, schedule, most, page_size)
         if cache is None:

@@ -5,7 +5,7 @@ from torch import nn
 
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
-from dsa_layers.cache.compressed_kv_cache import EntryCache
+from dsa_layers.cache.compressed_kv_cache import DRAFTS, EntryCache
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.linear import FP32Linear
 from dsa_layers.layers.norm import RMSNorm
@@ -44,8 +44,8 @@ class Compressor(nn.Module):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """The shape of one sequence's state."""
-        return (2 * self.ratio if self.overlap else self.ratio, 2, self.ape.shape[1])
+        """The shape of one sequence's state, from which it goes on after drafts, too."""
+        return ((2 * self.ratio if self.overlap else self.ratio) + DRAFTS, 2, self.ape.shape[1])
 
     def entries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         kv, gate = joint_linear.multiply(x, *self.joint_layers())

@@ -140,10 +140,9 @@ class LightningIndexer(nn.Module):
             q = dsa.apply_rotary(q, *angles, **self.rope)
         page_size = batch.page_size if paged_slots else None
         if self.quantize and batch.is_decode and cache is not None:
-            pages, lengths = (cache.index, batch.block_table), batch.key_lens_tensor
-            visible = (batch.visible_keys, batch.sequences) if batch.next_n > 1 else None
+            pages, lengths = (cache.index, batch.block_table), batch.visible_by_sequence
             schedule, most = batch.index_schedule, batch.max_key_len
-            return select_paged(q, *pages, weights, self.top_k, lengths, schedule, most, page_size, visible)
+            return select_paged(q, *pages, weights, self.top_k, lengths, schedule, most, page_size)
         paging = {}
         if paged_slots:
             sequences = rows.own(batch.sequences)

@@ -69,20 +69,17 @@ def select_paged(
     schedule: torch.Tensor,
     most: int,
     page_size: int | None = None,
-    visible: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Selects for the last tokens of sequences, one or a few of each, among keys in pages of FP8 bytes, where they are.
 
-    lengths int32 [B]: keys of the sequences; most: an upper bound of them; schedule: the plan of
-    `dsa.fp8_paged_mqa_logits` for these lengths. With page_size, the keys of a page, the result has slots in the cache
-    in place of positions. visible: of several tokens a sequence (how many keys each sees, its sequence), int32 [T]: the
-    last one all, each before it one less. Returns as `select_packed`.
+    lengths int32 [B], or [B, next_n] of several tokens a sequence: how many keys each sees; most: an upper bound of
+    them; schedule: the plan of `dsa.fp8_paged_mqa_logits` for these lengths. With page_size, the keys of a page, the
+    result has slots in the cache in place of positions. Returns as `select_packed`.
     """
-    scores = dsa.fp8_paged_mqa_logits(
-        q.unflatten(0, (len(lengths), -1)), pages, weights, lengths, block_table, schedule, most
-    )
+    q = q.unflatten(0, (len(lengths), -1))
+    scores = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, block_table, schedule, most)
     paging = {} if page_size is None else {"block_table": block_table, "page_size": page_size}
-    if visible is not None:
-        lengths, row_to_seq = visible
-        paging |= {} if page_size is None else {"row_to_seq": row_to_seq}
-    return dsa.topk_indices(scores, top_k, lengths=lengths, **paging)
+    if page_size is not None and q.shape[1] > 1:
+        sequences = torch.arange(len(lengths), dtype=torch.int32, device=q.device)
+        paging["row_to_seq"] = sequences.repeat_interleave(q.shape[1], output_size=len(scores))
+    return dsa.topk_indices(scores, top_k, lengths=lengths.flatten(), **paging)

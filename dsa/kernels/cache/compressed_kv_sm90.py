@@ -58,7 +58,7 @@ class WriteCompressedKvSm90:
 
     def __init__(self, dim: int, ratio: int, overlap: bool, layout: str):
         self.dim, self.ratio, self.overlap, self.layout = dim, ratio, overlap, layout
-        self.tokens = 2 * ratio if overlap else ratio  # of an entry, and rows of a sequence's state
+        self.tokens = 2 * ratio if overlap else ratio  # of an entry
         self.row_threads = dim // CHANNELS
         self.groups = 4 if self.tokens > 4 * TOKENS_AT_ONCE else 1
         self.threads = self.row_threads * self.groups
@@ -87,10 +87,10 @@ class WriteCompressedKvSm90:
         eps: Float32,
         stream,
     ):
-        divisor = cute.fast_divmod_create_divisor_v2(page_size)
+        divisor, rows = (cute.fast_divmod_create_divisor_v2(n) for n in (page_size, state.shape[1]))
         self.kernel(
             *(kv, gate, ape, weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots),
-            *(page_size, divisor, eps),
+            *(page_size, divisor, rows, eps),
         ).launch(
             grid=(starts.shape[0] + kv.shape[0] // self.ratio, 1, 1),
             block=(self.threads, 1, 1),
@@ -115,6 +115,7 @@ class WriteCompressedKvSm90:
         state_slots: cute.Tensor,
         page_size: Int32,
         divisor: cute.FastDivmodDivisorV2,
+        state_rows: cute.FastDivmodDivisorV2,
         eps: Float32,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -150,12 +151,12 @@ class WriteCompressedKvSm90:
                 for n in cutlass.range(begin, end, unroll=1):
                     self.entry(
                         *(kv, gate, ape, weight, cos, sin, cache, slots, state, squares, parts),
-                        *(first + n, low, start, state_slot, page_size, divisor, eps, tid),
+                        *(first + n, low, start, state_slot, page_size, divisor, state_rows, eps, tid),
                     )
                 if number == 0:
                     # All have read what is overwritten now.
                     cute.arch.sync_threads()
-                    self.keep(kv, gate, ape, state, low, start, length, state_slot, tid)
+                    self.keep(kv, gate, ape, state, low, start, length, state_slot, state_rows, tid)
             index += scheduler.step
             if index < total:
                 # All have read the WorkTileInfo, which is written anew now.
@@ -225,6 +226,7 @@ class WriteCompressedKvSm90:
         state_slot,
         page_size,
         divisor,
+        state_rows,
         eps,
         tid,
     ):
@@ -240,7 +242,10 @@ class WriteCompressedKvSm90:
         for chunk in cutlass.range(group * TOKENS_AT_ONCE, self.tokens, self.groups * TOKENS_AT_ONCE, unroll=1):
             k, z = [cute.make_rmem_tensor((CHANNELS, TOKENS_AT_ONCE), Float32) for _ in range(2)]
             for j in cutlass.range_constexpr(TOKENS_AT_ONCE):
-                self.read(kv, gate, ape, state, k, z, j, chunk + j, position + chunk + j, low, start, state_slot, own)
+                self.read(
+                    *(kv, gate, ape, state, k, z, j, chunk + j, position + chunk + j),
+                    *(low, start, state_slot, state_rows, own),
+                )
             for i in cutlass.range_constexpr(CHANNELS):
                 new_max = row_max[i]
                 for j in cutlass.range_constexpr(TOKENS_AT_ONCE):
@@ -298,6 +303,7 @@ class WriteCompressedKvSm90:
         low,
         start,
         state_slot,
+        state_rows,
         own,
     ):
         """KV and Z * log2(e) of an entry's token number `token`, at `position` of the sequence, to column j; one before
@@ -320,7 +326,7 @@ class WriteCompressedKvSm90:
         elif position >= 0:
             both = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(2)]
             for n in cutlass.range_constexpr(2):
-                source = state[state_slot, position % self.tokens, n, None]
+                source = state[state_slot, position % state_rows, n, None]
                 cute.autovec_copy(cute.local_tile(source, (CHANNELS,), (at,)), both[n])
             for i in cutlass.range_constexpr(CHANNELS):
                 k[i, j], z[i, j] = both[0][i], both[1][i] * LOG2E
@@ -379,10 +385,10 @@ class WriteCompressedKvSm90:
         cute.autovec_copy(out, cute.local_tile(row, (CHANNELS,), (at,)))
 
     @cute.jit
-    def keep(self, kv, gate, ape, state, low, start, length, state_slot, tid):
+    def keep(self, kv, gate, ape, state, low, start, length, state_slot, state_rows, tid):
         """The new tokens' projections to the state, the last ones if they are more than it has rows."""
         channels = kv.shape[1]
-        first = cutlass.max(length - self.tokens, 0)
+        first = cutlass.max(length - state.shape[1], 0)
         for i in cutlass.range(tid, (length - first) * (channels // CHANNELS), self.threads, unroll=1):
             row, at = first + i // (channels // CHANNELS), i % (channels // CHANNELS)
             position = start + row
@@ -395,15 +401,15 @@ class WriteCompressedKvSm90:
             k.store(numbers.load().to(Float32))
             z.store(weights.load().to(Float32) + bias.load())
             for n, mine in enumerate((k, z)):
-                target = state[state_slot, position % self.tokens, n, None]
+                target = state[state_slot, position % state_rows, n, None]
                 cute.autovec_copy(mine, cute.local_tile(target, (CHANNELS,), (at,)))
 
 
 @cached
 def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool, layout: str):
     """-> f(kv, gate [T, c] dtype, ape [m, c], weight [d], cos, sin [T, 32] fp32, cache, slots [T] int32 or the words of
-    int64 [2 T], cu_seqlens [B + 1], starts [B] int32, state [S, n, 2, c] fp32, state_slots [B] int32, page_size,
-    eps); B > 0.
+    int64 [2 T], cu_seqlens [B + 1], starts [B] int32, state [S, n, 2, c] fp32 with n at least the tokens of an entry,
+    state_slots [B] int32, page_size, eps); B > 0.
 
     cache: [pages, P, d] of the dtype `layout`; "v4", [pages, P, 576] bytes, scales behind a page's rows; "index",
     [pages, P, 132]. Rows, pages and the state start at multiples of 16 bytes."""
@@ -418,7 +424,6 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
     # Index pages are values and then scales: their rows only count.
     page = strides(1, 128 // kind.width)
     row = (dim + 4,) if layout == "index" else strides(1, 128 // kind.width)
-    rows = 2 * ratio if overlap else ratio
     return compile_sm90(
         WriteCompressedKvSm90(dim, ratio, overlap, layout),
         *projections,
@@ -429,7 +434,7 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
         fake(Int32, (cute.sym_int(),), (1,), 4),
         fake(Int32, (cute.sym_int(),), (1,), 4),
         fake(Int32, (sequences,), (1,), 4),
-        fake(Float32, (cute.sym_int(), rows, 2, channels), (rows * 2 * channels, 2 * channels, channels, 1)),
+        fake(Float32, (cute.sym_int(), cute.sym_int(), 2, channels), (*strides(1, 4), 2 * channels, channels, 1)),
         fake(Int32, (sequences,), (1,), 4),
         *(Int32(1), Float32(0.0)),
         fake_stream(),

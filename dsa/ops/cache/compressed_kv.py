@@ -56,8 +56,9 @@ def write_compressed_kv(
                  to cu_seqlens[b + 1]
     starts       [B] int32, at least 0, and starts + T below 2^31 - 512: how many tokens of each sequence came before
                  the new ones; `state` has the last n of these
-    state        [S, n, 2, c] fp32, n = m, or 2 m with overlap: a sequence's state slot has KV and Z of its token at
-                 position p in row p mod n; those of the new tokens are written
+    state        [S, n, 2, c] fp32, n at least m, or 2 m with overlap: a sequence's state slot has KV and Z of its token
+                 at position p in row p mod n; those of the new tokens are written. With K - 1 rows more than that, a
+                 sequence can go on from any of its last K tokens: those behind are forgotten
     state_slots  [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, as
                  padding may, overwrite each other's state
     overlap      whether an entry is made of two blocks

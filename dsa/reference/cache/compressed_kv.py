@@ -22,10 +22,11 @@ def _check_blocks(ape: torch.Tensor, state: torch.Tensor | None, overlap: bool) 
         raise ValueError(
             f"ape: must have rows and kv's channels, with overlap an even number, got shape {list(ape.shape)}"
         )
-    n = 2 * m if overlap else m
-    if state is not None and state.shape[1] != n:
+    least = 2 * m if overlap else m
+    if state is not None and state.shape[1] < least:
         raise ValueError(
-            f"state: shape must be [S, {n}, 2, {c}], got {list(state.shape)} (sizes as of kv, ape and overlap)"
+            f"state: shape must be [S, n, 2, {c}] with n at least {least}, got {list(state.shape)} (sizes as of kv, "
+            "ape and overlap)"
         )
     return c // 2 if overlap else c
 
@@ -118,8 +119,9 @@ def compress_kv(
                 to cu_seqlens[b + 1]
     starts      [B] int32, at least 0: how many tokens of each sequence came before the new ones; `state` has the last
                 n of these
-    state       [S, n, 2, c] fp32, n = m, or 2 m with overlap: a sequence's state slot has KV and Z of its token at
-                position p in row p mod n; those of the new tokens are written. None: all sequences begin here
+    state       [S, n, 2, c] fp32, n at least m, or 2 m with overlap: a sequence's state slot has KV and Z of its token
+                at position p in row p mod n; those of the new tokens are written. None: all sequences begin here.
+                With K - 1 rows more, a sequence can go on from any of its last K tokens: those behind are forgotten
     state_slots [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, as
                 padding may, overwrite each other's state
     overlap     whether an entry is made of two blocks

@@ -34,14 +34,14 @@ def make_cache(kind, d):
 class Case:
     """Sequences of these lengths so far, in random state slots; a state that is NaN where nothing has been."""
 
-    def __init__(self, kind, dtype, sequences):
+    def __init__(self, kind, dtype, sequences, spare_rows=0):
         self.d, self.m, self.overlap, self.layout = kind
         self.dtype, self.sequences = dtype, sequences
         c = 2 * self.d if self.overlap else self.d
         self.c, self.ape = c, torch.randn(self.m, c, device="cuda")
         self.weight = torch.rand(self.d, device="cuda") + 0.5
         self.state_slots = torch.randperm(STATE_SLOTS, device="cuda")[:sequences].int()
-        rows = 2 * self.m if self.overlap else self.m
+        rows = (2 * self.m if self.overlap else self.m) + spare_rows
         self.state = torch.full((STATE_SLOTS, rows, 2, c), torch.nan, device="cuda")
         self.done = [0] * sequences
         self.cache = make_cache(self.layout, self.d)
@@ -118,6 +118,16 @@ def test_chunks_and_single_tokens(kind, dtype, record_error):
     case = Case(kind, dtype, 3)
     for new in ([300, 5, 131], [1, 1, 1], [3, 0, 260], [0, 123, 1], *[[1, 1, 1]] * 6, [130, 128, 2]):
         case.check(new, record_error)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_tokens_that_are_taken_back(kind, record_error):
+    """The last ones of each pass, in a state that has rows for them."""
+    case = Case(kind, torch.bfloat16, 3, spare_rows=2)
+    case.check([300, 7, 131], record_error)
+    for back in (3, 1, 2, 0, 3, 3):
+        case.check([4, 4, 4], record_error)
+        case.done = [done - back for done in case.done]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

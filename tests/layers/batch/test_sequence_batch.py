@@ -49,12 +49,12 @@ def test_slots_of_selected_keys():
 def test_windows_by_hand():
     """Rings of 3 tokens: the first sequence has two new tokens after three, the second one after one."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4, state_slots=[6, 1])
-    windows = batch.windows(3)
+    windows = batch.windows(3, 3)
     assert windows.slots.tolist() == [18, 19, 4]  # positions 3, 4 and 1
     assert windows.earlier_lens == (2, 1)
     assert windows.earlier_slots.tolist() == [19, 20, 3]  # positions 1 and 2, and 0
     assert windows.order.tolist() == [0, 1, 3, 4, 2, 5] and windows.cu_keys.tolist() == [0, 4, 6]
-    assert windows is batch.windows(3) and windows is not batch.windows(4)
+    assert windows is batch.windows(3, 3) and windows is not batch.windows(4, 4)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def test_windows_by_hand():
 )
 def test_windows_in_order_need_no_order(earlier, in_order):
     lens = [2 + n for n in earlier]
-    windows = SequenceBatch.paged([2] * len(lens), lens, [[7, 2], [4, 5]][: len(lens)], page_size=4).windows(3)
+    windows = SequenceBatch.paged([2] * len(lens), lens, [[7, 2], [4, 5]][: len(lens)], page_size=4).windows(3, 3)
     rows = sum(windows.earlier_lens) + 2 * len(lens)
     assert windows.in_order == in_order == (windows.order.tolist() == [*range(rows)])
     assert windows.cu_keys.tolist() == [0, *torch.tensor(windows.earlier_lens).add(2).cumsum(0).tolist()]
 
 
 def test_windows_need_state_slots():
-    windows = SequenceBatch.paged([1], [5], [[7, 2]], page_size=4).windows(3)
+    windows = SequenceBatch.paged([1], [5], [[7, 2]], page_size=4).windows(3, 3)
     with pytest.raises(ValueError, match="state_slots: must be one a sequence for this model's cache, got None"):
         windows.earlier_slots  # noqa: B018
 
@@ -89,7 +89,7 @@ def test_entries_by_hand():
 
 def test_a_chunk_longer_than_the_window():
     """Of the five tokens from position 2 on the ring of 3 keeps the last ones; no token sees one before position 0."""
-    windows = SequenceBatch.paged([5, 1], [7, 1], [[7, 2], [4]], page_size=4, state_slots=[6, 1]).windows(3)
+    windows = SequenceBatch.paged([5, 1], [7, 1], [[7, 2], [4]], page_size=4, state_slots=[6, 1]).windows(3, 3)
     assert windows.slots.tolist() == [-1, -1, 19, 20, 18, 3]
     assert windows.earlier_lens == (2, 0) and windows.earlier_slots.tolist() == [18, 19]
 
@@ -101,7 +101,7 @@ def test_a_step_by_hand():
     step = DecodeBatch(table, 4, lengths, 8, rings)
     assert step.slots.tolist() == [9, 19] and step.positions.tolist() == [5, 3]
     assert step.key_slots.tolist() == [28, 29, 30, 31, 8, 9, 10, 11, 16, 17, 18, 19, -1, -1, -1, -1]
-    entries, windows = step.entries(4), step.windows(3)
+    entries, windows = step.entries(4), step.windows(3, 3)
     assert entries.slots.tolist() == [-1, 4] and entries.all_slots.tolist() == [7, 2, 4, -1]
     assert entries.visible_keys.tolist() == [1, 1] and entries.positions.tolist() == [2, 0]
     assert windows.slots.tolist() == [20, 3]

@@ -63,7 +63,7 @@ def test_keys_are_the_same_whichever_pass_wrote_them(chunks, storage):
         new = [own[earlier:] for own, (_, earlier) in zip(projected, chunks)]
         rope = [torch.cat([x[e:] for x, (_, e) in zip(parts, chunks)]) for parts in zip(*angles)]
         got = layer._token_keys(torch.cat(new), rope, batch, cache)
-        windows = batch.windows(WINDOW)
+        windows = batch.windows(WINDOW, WINDOW)
     seen = [own[max(earlier - WINDOW + 1, 0) :] for own, (_, earlier) in zip(expected, chunks)]
     assert torch.equal(got, torch.cat(seen))
     assert windows.cu_keys.tolist() == [0, *torch.tensor([len(own) for own in seen]).cumsum(0).tolist()]

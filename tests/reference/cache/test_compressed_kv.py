@@ -75,6 +75,31 @@ def test_chunks_continue_what_the_state_holds(chunks, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafts", [1, 2, 3, 5])
+def test_tokens_that_are_taken_back(drafts, overlap):
+    """Each pass has one token and drafts of the next ones, none or some of which are right. A state with a row more for
+    each draft but one holds what the entries to come are made of; one with fewer does not."""
+    kv, gate, ape, _ = inputs([60], overlap)
+    expected = by_hand(kv, gate, ape, overlap)
+    generator = torch.Generator().manual_seed(drafts)
+    found = []
+    for spare in (drafts - 1, *([drafts - 2] if drafts > 1 else [])):
+        state = torch.full((1, (2 * M if overlap else M) + spare, 2, kv.shape[1]), torch.nan)
+        got, done = {}, 0
+        while done < 60:
+            right = min(int(torch.randint(drafts + 1, (), generator=generator)), 59 - done)
+            new = torch.cat((torch.arange(done, done + 1 + right), torch.full((drafts - right,), 59 - done // 2)))
+            cu, starts = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1 + drafts], [done]))
+            arguments = kv[new], gate[new], ape, cu, starts, state, torch.zeros(1, dtype=torch.int32)
+            entries, tokens = reference.compress_kv(*arguments, overlap=overlap)
+            got |= {done + t: entry for entry, t in zip(entries, tokens.tolist()) if t <= right}
+            done += 1 + right
+        found.append(torch.stack([got[i] for i in range(M - 1, 60, M)]))
+    torch.testing.assert_close(found[0], expected)
+    assert not any(torch.allclose(other, expected) for other in found[1:])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_gradients(overlap):
     kv, gate, ape, cu = (x.double() if x.is_floating_point() else x for x in inputs([6, 9], overlap))
     starts = torch.zeros(2, dtype=torch.int32)
@@ -133,7 +158,10 @@ def test_writing(kind, overlap):
         ({"ape": torch.randn(4, 7)}, r"ape: shape must be \[m, 8\], got \[4, 7\]"),
         ({"ape": torch.randn(0, 8)}, "ape: must have rows and kv's channels"),
         ({"starts": torch.zeros(2, dtype=torch.int32)}, r"starts: shape must be \[1\], got \[2\]"),
-        ({"state": torch.zeros(1, 8, 2, 8)}, r"state: shape must be \[S, 4, 2, 8\], got \[1, 8, 2, 8\]"),
+        (
+            {"state": torch.zeros(1, 3, 2, 8)},
+            r"state: shape must be \[S, n, 2, 8\] with n at least 4, got \[1, 3, 2, 8\]",
+        ),
         ({"state": None}, r"state: must be a torch\.Tensor, got NoneType"),
         ({"norm_weight": torch.ones(4)}, r"norm_weight: shape must be \[8\], got \[4\]"),
         ({"slots": torch.full((9,), 99)}, "slots: "),
