@@ -16,9 +16,11 @@ class Drafter(Protocol):
     states   of each position of `batch` the target's (its method `states`), or those that an earlier step of the
              drafter gave there: a step at position t drafts the token at t + 2, and the next one, at t + 1 with that
              token and these states, the token at t + 3
-    cache    its own, of `make_cache`, which keeps what this layer computed at earlier positions. Pages and state slots
-             are those of the target's cache of the same sizes; nothing is allocated from it. A position is written
-             again, and counts as written then, when a further pass has it: with the target's states after a draft
+    cache    its own, of `make_cache`, which keeps what this layer computed at earlier positions. It is addressed by
+             the pages and state slots of the target's cache, with as many of them: the same batch serves both, and
+             nothing is allocated here. A position that a later pass has again is written again: those of drafts get
+             the target's states so. A ring (`CompressedLayerCache.window`) loses the token `window` positions before
+             one that is written, which who takes a draft back has to put there again
 
     Any result is only a guess: tokens that a target accepts are its own, whatever the drafter computes.
     """
