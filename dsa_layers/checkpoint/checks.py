@@ -7,7 +7,8 @@ from torch import nn
 
 from dsa_layers.checkpoint.directory import Checkpoint
 from dsa_layers.errors import CheckpointError, ConfigError
-from dsa_layers.families.model import ModelConfig
+from dsa_layers.families.family import Family
+from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
@@ -25,6 +26,22 @@ def check_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"{checkpoint.directory}: holds no tensor of layer {missing[0]}; "
             f"config.json has num_hidden_layers={config.num_hidden_layers}"
+        )
+
+
+def check_drafter(family: Family, model: CheckpointModel, checkpoint: Checkpoint) -> None:
+    """Raises ValueError for a family without drafters, and for a config.json that speaks of none; CheckpointError for
+    files that hold nothing of one. model: without a drafter, so that it skips the tensors of one."""
+    if family.drafter is None:
+        raise ValueError(f"drafter: is not supported for model type {model.config.model_type!r}")
+    path = checkpoint.directory / "config.json"
+    layers = model.config.num_nextn_predict_layers
+    if not layers:
+        raise ValueError(f"drafter: {path} has num_nextn_predict_layers=0; accepted: a checkpoint with such a layer")
+    if not any(map(model.skips, checkpoint.tensors)):
+        raise CheckpointError(
+            f"{checkpoint.directory}: drafter: holds no tensor of a multi-token-prediction layer; config.json has "
+            f"num_nextn_predict_layers={layers}"
         )
 
 

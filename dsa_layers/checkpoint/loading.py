@@ -15,7 +15,7 @@ import torch
 import dsa
 from dsa_layers.arguments import flag
 from dsa_layers.checkpoint import Checkpoint, load_weights
-from dsa_layers.checkpoint.checks import check_layers, check_quantised_sizes, check_values
+from dsa_layers.checkpoint.checks import check_drafter, check_layers, check_quantised_sizes, check_values
 from dsa_layers.checkpoint.fused_experts import split_experts
 from dsa_layers.checkpoint.plan import PACKED, SCALE_SUFFIX
 from dsa_layers.checkpoint.stored_parts import Stored, parts_of_rank
@@ -43,6 +43,7 @@ def load_model(
     kv_cache: Literal["fp8", "model"] | None = None,
     widen_experts: bool = False,
     trainable: bool = False,
+    drafter: bool = False,
     progress: bool = True,
     mesh: "DeviceMesh | Ranks | None" = None,
 ) -> CheckpointModel:
@@ -56,6 +57,9 @@ def load_model(
     trainable      parameters take gradients, but for what is not learned so (routers' biases, tables of experts), and
                    the model is in training mode. Of a quantised checkpoint, with `dequantize` only: FP8 takes no
                    gradient. Otherwise none does, and the model is in evaluation mode
+    drafter        the checkpoint's multi-token-prediction layer, of several the first, becomes the model's `drafter`
+                   (see `Drafter`), in the same precision. Copies of the embedding and the head that come with it are
+                   not read: it has the model's own. Otherwise that is None, and the layer is not read
     mesh           of one dimension, or `Ranks`: this process's part of the model, for inference (`split`). All ranks
                    make the same calls. Of every tensor a rank reads its own slice alone; FP8 weights are cut where
                    their blocks of 128 end. What one rank finds in its part all raise; the first has the progress bar
@@ -69,6 +73,7 @@ def load_model(
     flag("dequantize", dequantize)
     flag("widen_experts", widen_experts)
     flag("trainable", trainable)
+    flag("drafter", drafter)
     ranks = ranks_of(mesh)
     if trainable and ranks.size > 1:
         raise ValueError(f"trainable: a part of a model takes no gradient; accepted on one rank, got {ranks.size}")
@@ -84,10 +89,14 @@ def load_model(
         ranks.check_same(_facts(checkpoint, device))
     if precision.fp8_linear and not widen_experts and holds_fp4_experts(checkpoint):
         precision = replace(precision, fp4_experts=True)
+    of_family = family(config.model_type)
     with unfilled():
-        model = family(config.model_type).model(config, precision)
+        model = of_family.model(config, precision)
+        if drafter:
+            check_drafter(of_family, model, checkpoint)
+            model.drafter = of_family.drafter(model)
     progress = progress and ranks.rank == 0
-    if config.num_nextn_predict_layers and progress:
+    if config.num_nextn_predict_layers and progress and not drafter:
         print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
     names = {"skip": model.skips, "name_of": model.name_of}
     names["parts_of"] = partial(split_experts, experts=config.n_routed_experts)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dsa_layers.families.drafter import Drafter
 from dsa_layers.families.fields import Fields
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
@@ -38,9 +39,12 @@ class Family:
     model        (configuration, precision or None) -> the model, with the parameters that its layers make
     manifest     configuration -> the tensors of a published checkpoint
     tiny         config.json of the family's tiny checkpoint
+    drafter      model -> its `Drafter`, a torch.nn.Module that becomes the model's `drafter` and has its tensors there;
+                 None: of checkpoints of this family it is not supported
     """
 
     read_config: Callable[[Fields, Fields | None], ModelConfig]
     model: Callable[[Any, Precision | None], CheckpointModel]
     manifest: Callable[[Any], Manifest]
     tiny: TinyFields
+    drafter: Callable[[Any], Drafter] | None = None

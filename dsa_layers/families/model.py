@@ -8,6 +8,7 @@ from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.cache import Cache
+from dsa_layers.families.drafter import Drafter
 from dsa_layers.families.parts import QuantizationConfig
 
 
@@ -76,9 +77,15 @@ class CheckpointModel(Model, Protocol):
     skips         whether a checkpoint's tensor is of a part that the model does not have
     init_buffers  computes on a device what no checkpoint stores
 
+    drafter       the layer that guesses tokens further ahead, where `load_model` was asked for it; else None. A model
+                  of a family with drafters has two methods of which its forward pass is made: states(tokens, batch,
+                  cache=None), of all tokens, which the drafter reads, and logits(any rows of states)
+
     A module of the model may have `check_values()`, which is called once its tensors are loaded. It raises ValueError,
     with the tensor's name first, for values that a forward pass must not meet.
     """
+
+    drafter: Drafter | None
 
     def name_of(self, stored: str) -> str: ...
 

@@ -17,7 +17,7 @@ from dsa_layers.families.family import Manifest
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.tiny.tokenizer import tokenizer_config, train_tokenizer
-from dsa_layers.tiny.values import random_tensors
+from dsa_layers.tiny.values import ORIGINALS, copied_from, random_tensors
 
 _SHARD_BYTES = 12 * 2**20
 _WRITER = "dsa tiny checkpoint"
@@ -61,8 +61,12 @@ def write_tiny_checkpoint(
     _write_json(directory / "generation_config.json", _GENERATION_CONFIG)
     generator = torch.Generator().manual_seed(seed)
     use_ue8m0 = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+    originals: dict[str, torch.Tensor] = {}
     for file, names in shards.items():
         tensors = random_tensors(names, manifest, generator, experts=config.n_routed_experts, use_ue8m0=use_ue8m0)
+        copies = {name: original for name in names if (original := copied_from(name)) is not None}
+        originals |= {name: tensors[name] for name in ORIGINALS & tensors.keys()}
+        tensors |= {name: originals[original].clone() for name, original in copies.items()}
         save_file(tensors, directory / file, metadata={"format": "pt"})
     _write_json(directory / "config.json", fields)
 

@@ -1,9 +1,10 @@
 """DeepSeek-V4, as the registry finds it."""
 
 from dsa_layers.families.deepseek_v4.config import read_deepseek_v4
+from dsa_layers.families.deepseek_v4.drafter import DeepseekV4Drafter
 from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.deepseek_v4.tiny import TINY
 from dsa_layers.families.family import Family
 
-FAMILY = Family(read_deepseek_v4, DeepseekV4ForCausalLM, deepseek_v4_tensor_manifest, TINY)
+FAMILY = Family(read_deepseek_v4, DeepseekV4ForCausalLM, deepseek_v4_tensor_manifest, TINY, DeepseekV4Drafter)

@@ -5,5 +5,6 @@ from dsa_layers.families.glm_moe_dsa.config import read_glm_moe_dsa
 from dsa_layers.families.glm_moe_dsa.manifest import glm_moe_dsa_tensor_manifest
 from dsa_layers.families.glm_moe_dsa.model import GlmMoeDsaForCausalLM
 from dsa_layers.families.glm_moe_dsa.tiny import TINY
+from dsa_layers.families.sparse_mla.drafter import SparseMLADrafter
 
-FAMILY = Family(read_glm_moe_dsa, GlmMoeDsaForCausalLM, glm_moe_dsa_tensor_manifest, TINY)
+FAMILY = Family(read_glm_moe_dsa, GlmMoeDsaForCausalLM, glm_moe_dsa_tensor_manifest, TINY, SparseMLADrafter)

@@ -1,0 +1,160 @@
+"""Every family's drafter against its formulas (plain_drafters), in fp32, two steps deep."""
+
+import pytest
+import torch
+
+from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.families.registry import family, model_types
+from tests.layers.families.plain_drafters import PlainMLADrafter, PlainV4Drafter, write_small
+
+TOLERANCE = 2e-5
+PAGE = 16  # of tokens
+FAMILIES = [model for model in model_types() if family(model).drafter is not None]
+PLAIN = {"deepseek_v32": PlainMLADrafter, "glm_moe_dsa": PlainMLADrafter, "deepseek_v4": PlainV4Drafter}
+SHORT_SIGHTED = {"deepseek_v32": {"top_k": 4}, "glm_moe_dsa": {"top_k": 4}, "deepseek_v4": {"window": 4}}
+TOKENS = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(1))
+# Of a sequence as a whole: all keys of it are visible to a drafter that reads all at once.
+LENGTHS = [40, 9]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def drafters(request, tmp_path_factory):
+    """(a model with its drafter, the formulas, the formulas with fewer keys)"""
+    directory = tmp_path_factory.mktemp(request.param)
+    write_small(directory, request.param)
+    model = load_model(directory, dtype=torch.float32, drafter=True, progress=False)
+    plain = PLAIN[request.param]
+    return model, plain(directory), plain(directory, **SHORT_SIGHTED[request.param])
+
+
+def assert_same(got, expected):
+    assert got.shape == expected.shape and (got - expected).abs().max() < TOLERANCE * expected.abs().max()
+    assert expected.std() > 0.3  # else agreement means little
+
+
+@torch.no_grad()
+def test_logits_of_states_are_the_model_s(drafters):
+    model, *_ = drafters
+    for batch in (SequenceBatch.without_cache(LENGTHS), SequenceBatch.without_cache([1, 48])):
+        states = model.states(TOKENS[:49], batch)
+        assert torch.equal(model.logits(states), model(TOKENS[:49], batch, all_tokens=True))
+        assert torch.allclose(model.logits(states[batch.last_tokens]), model(TOKENS[:49], batch), atol=TOLERANCE)
+
+
+@torch.no_grad()
+def test_whole_sequences(drafters):
+    """Two of them. The second step takes the first one's states for the target's at every position."""
+    model, plain, short_sighted = drafters
+    batch = SequenceBatch.without_cache(LENGTHS)
+    of_target = model.states(TOKENS[:49], batch)
+    first = model.drafter(TOKENS[1:50], of_target, batch)
+    second = model.drafter(TOKENS[2:51], first, batch)
+    start = 0
+    for length in LENGTHS:
+        rows = slice(start, start + length)
+        expected = of_target[rows]
+        for step, got in enumerate((first, second), start=1):
+            joined = plain.join(TOKENS[start + step : start + step + length], expected)
+            fewer, expected = short_sighted.states(joined), plain.states(joined)
+            assert_same(got[rows], expected)
+            assert_same(model.drafter.logits(got[rows]), plain.logits(expected))
+            assert (fewer - expected).abs().max() > 0.01  # the keys that are seen matter
+        start += length
+
+
+def poisoned_cache(model):
+    """What nobody has written is NaN."""
+    cache = model.make_cache(8, PAGE, state_slots=4)
+    for tensor in cache.tensors():
+        tensor.fill_(torch.nan)
+    return cache
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [[13, 20, 1, 1, 1], [1, 1, 34], [9, 8, 7, 12]])
+def test_pages(drafters, chunks):
+    """A prompt in chunks and single tokens, then two further drafts, at positions that the target has not reached, and
+    its own tokens there. The target and the drafter have one block table."""
+    model, plain, _ = drafters
+    pages, slot = [5, 0, 3], 2
+    of_target, cache = poisoned_cache(model), poisoned_cache(model.drafter)
+
+    def batch(new, total):
+        return SequenceBatch.paged([new], [total], [pages], PAGE, state_slots=[slot])
+
+    drafted, states, done = [], [], 0
+    for n in chunks:
+        rows = slice(done, done + n)
+        both = batch(n, done + n)
+        states.append(model.states(TOKENS[rows], both, of_target))
+        drafted.append(model.drafter(TOKENS[rows.start + 1 : rows.stop + 1], states[-1], both, cache))
+        done += n
+    joined = plain.join(TOKENS[1 : done + 1], torch.cat(states))
+    expected = plain.states(joined)
+    assert_same(torch.cat(drafted), expected)
+
+    def further(last, joined, expected, total):
+        """A draft of the token after the last one drafted: (its states, what went into the block, the formulas')"""
+        token = model.drafter.logits(last[-1:]).argmax(-1)
+        assert token == plain.logits(expected[-1:]).argmax(-1)
+        table, length, slots = (torch.tensor(values, dtype=torch.int32) for values in ([pages], [total], [slot]))
+        one = DecodeBatch(table, PAGE, length, total, slots)
+        last = model.drafter(token, last[-1:], one, cache)
+        joined = torch.cat((joined, plain.join(token, expected[-1:])))
+        expected = plain.states(joined)
+        assert_same(last, expected[-1:])
+        return last, joined, expected
+
+    layer = cache.layer(0)
+    ring = layer.window[slot] if hasattr(layer, "window") else torch.empty(0)
+    kept = ring.clone()
+    last, draft, guesses = further(drafted[-1], joined, expected, done + 1)
+    further(last, draft, guesses, done + 2)
+
+    # The target's tokens are others than those drafted: these positions are written again, with its states.
+    ring.copy_(kept)  # it has lost what stood where the drafts were written
+    rows = slice(done, done + 2)
+    both = batch(2, done + 2)
+    states = model.states(TOKENS[rows], both, of_target)
+    got = model.drafter(TOKENS[rows.start + 1 : rows.stop + 1], states, both, cache)
+    joined = torch.cat((joined, plain.join(TOKENS[rows.start + 1 : rows.stop + 1], states)))
+    assert_same(got, plain.states(joined)[rows])
+
+
+@torch.no_grad()
+def test_two_sequences_over_pages(drafters):
+    """Of different lengths, one token each at the end."""
+    model, plain, _ = drafters
+    cache, pages, slots = poisoned_cache(model.drafter), [[5, 0], [3, 6]], [2, 0]
+    texts = [TOKENS[:20], TOKENS[20:52]]
+    states = [model.states(text[:-1], SequenceBatch.without_cache([len(text) - 1])) for text in texts]
+    expected = [plain.states(plain.join(text[1:], of_text)) for text, of_text in zip(texts, states)]
+    for done, new in (([0, 0], [11, 29]), ([11, 29], [7, 1]), ([18, 30], [1, 1])):
+        batch = SequenceBatch.paged(new, [a + b for a, b in zip(done, new)], pages, PAGE, state_slots=slots)
+        rows = [slice(a, a + b) for a, b in zip(done, new)]
+        tokens = torch.cat([text[1:][part] for text, part in zip(texts, rows)])
+        given = torch.cat([of_text[part] for of_text, part in zip(states, rows)])
+        got = model.drafter(tokens, given, batch, cache)
+        assert_same(got, torch.cat([of_text[part] for of_text, part in zip(expected, rows)]))
+
+
+@torch.no_grad()
+def test_a_first_position(drafters):
+    """It has its next token's embedding as all others have."""
+    model, *_ = drafters
+    batch = SequenceBatch.without_cache([1])
+    states = model.states(TOKENS[:1], batch)
+    a, b = (model.drafter(torch.tensor([token]), states, batch) for token in (5, 6))
+    assert (a - b).abs().max() > 0.1
+
+
+def test_states_of_other_shapes(drafters):
+    model, *_ = drafters
+    batch = SequenceBatch.without_cache([4])
+    states = model.states(TOKENS[:4], batch)
+    row = ", ".join(map(str, states.shape[1:]))
+    for wrong in (states[:3], states.flatten(1)[:, :-1], states[:, None]):
+        with pytest.raises(ValueError, match=rf"^states: must be \[4, {row}\], a row for each of tokens \[T\], got "):
+            model.drafter(TOKENS[1:5], wrong, batch)
