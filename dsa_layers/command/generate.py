@@ -23,7 +23,7 @@ With --json the standard output is one JSON object a line, each with the key "ev
   start       checkpoint, device, backend, dequantized, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop
   token       sequence (the prompt's number, from 0), token (its id), text (what can be shown by now)
   completion  sequence, prompt, prompt_tokens, text, tokens, finish_reason ("eos", "stop", "length" or "error"), error
-  throughput  prefill_tokens, prefill_seconds, decode_tokens, decode_seconds
+  throughput  prefill_tokens, prefill_seconds, decode_tokens, decode_seconds, drafted, taken (drafts that were right)
   keys_read   read, dense (what dense attention over the same cache reads), context, share (read / dense), most_read,
               most_dense, longest_context (with --stats)
   error       error, exit_code: nothing follows
@@ -81,6 +81,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="the paged cache (default: %(default)s)",
     )
     parser.add_argument(
+        "--draft",
+        type=int,
+        choices=range(4),
+        default=0,
+        metavar="K",
+        help="draft up to 3 tokens ahead by the checkpoint's multi-token-prediction layer, so that a pass may give "
+        "several (default: 0)",
+    )
+    parser.add_argument(
         "--stats",
         action="store_true",
         help="count the keys that tokens read; on a GPU without CUDA graphs, which is slower (default: off)",
@@ -99,8 +108,11 @@ def run(args: argparse.Namespace) -> int:
     ranks = on_gpus.join_ranks(args)
     prompts = on_gpus.agreed(ranks, lambda: read_prompts(args.prompts))
     params = _sampling(args)
-    with on_gpus.errors_of_option():
-        loaded = load(args, ranks)
+    try:
+        with on_gpus.errors_of_option():
+            loaded = load(args, ranks, drafter=args.draft > 0)
+    except ValueError as error:
+        raise ValueError(re.sub(r"^drafter\b", "--draft", str(error))) from None
     model, tokenizer = loaded.model, loaded.tokenizer
     shown = [prompt.text for prompt in prompts]
     texts = shown
@@ -110,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     counting = KeysRead(model) if args.stats else contextlib.nullcontext()
     try:
         sizes = {"cache_tokens": args.cache_tokens, "prefill_chunk": args.prefill_chunk}
-        generator = Generator(model, tokenizer, cuda_graphs=not args.stats, **sizes)
+        generator = Generator(model, tokenizer, cuda_graphs=not args.stats, draft_tokens=args.draft, **sizes)
         encoded = encode_prompts(texts, tokenizer, model.config.vocab_size)
         with counting as keys:
             sampling = on_gpus.own_seeds(ranks, params, len(prompts))
@@ -195,4 +207,5 @@ def _in_options(problem: str, prompts: list[Prompt]) -> str:
     """A message of the library with the names of the options: prompts[1] is --prompt-file b.txt, cache_tokens
     --cache-tokens."""
     problem = re.sub(r"^prompts\[(\d+)\]", lambda found: prompts[int(found[1])].source, problem)
+    problem = re.sub(r"^draft_tokens\b", "--draft", problem)
     return re.sub(r"\bcache_tokens\b", "--cache-tokens", problem)

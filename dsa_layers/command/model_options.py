@@ -91,9 +91,9 @@ def add_precision_options(parser: argparse.ArgumentParser, *, dequantized: str) 
     )
 
 
-def load(args: argparse.Namespace, ranks: "Ranks | None" = None) -> LoadedModel:
-    """ranks: over which the model is split. Raises ValueError, which names the option or the file, for what cannot be
-    loaded."""
+def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: bool = False) -> LoadedModel:
+    """ranks: over which the model is split; drafter: whether the model gets the checkpoint's. Raises ValueError, which
+    names the option or the file, for what cannot be loaded."""
     import torch
 
     import dsa
@@ -126,6 +126,7 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None) -> LoadedModel:
         widen_experts=args.widen_experts,
         progress=sys.stderr is not None and sys.stderr.isatty(),
         mesh=ranks,
+        drafter=drafter,
     )
     backend = dsa.backend() if on_gpu else "reference"
     return LoadedModel(model, tokenizer, checkpoint, device, backend, dequantize)

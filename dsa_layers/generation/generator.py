@@ -14,13 +14,15 @@ from dsa_layers.arguments import flag, integer, shown
 from dsa_layers.batch import packing
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
+from dsa_layers.cache.compressed_kv_cache import DRAFTS
 from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages
 from dsa_layers.families.model import Model
 from dsa_layers.generation.decode_step import DecodeStep
+from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.generation.prompts import encode_prompts
 from dsa_layers.generation.results import Completion, FinishReason, Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import RunningSequence
-from dsa_layers.generation.sampling import SamplingParams, sample
+from dsa_layers.generation.sampling import SamplingParams, sample, sample_drafted
 from dsa_layers.generation.stop_strings import StopStrings
 from dsa_layers.generation.tokenizer import Tokenizer
 
@@ -78,6 +80,10 @@ class Generator:
     max_sequences  that run at a time; others wait
     prefill_chunk  prompt tokens computed in one pass, over all sequences
     cuda_graphs    on a GPU, decoding passes are captured and replayed (`DecodeStep`); False runs them as Python
+    draft_tokens   so many tokens, up to 3, are drafted behind each sequence by the model's multi-token-prediction layer
+                   (load_model's drafter=True), and the next pass computes what the model has after each of them. A
+                   draft that the model chooses itself saves a pass; tokens are those without drafts, but for what
+                   rounding decides where a pass has more rows. 0: none
 
     A sequence reserves pages for its prompt and all its new tokens when it starts, so none is ever evicted.
 
@@ -97,6 +103,7 @@ class Generator:
         max_sequences: int = 64,
         prefill_chunk: int = 2048,
         cuda_graphs: bool = True,
+        draft_tokens: int = 0,
     ) -> None:
         if not isinstance(model, Model):
             raise TypeError(f"model: must be a model as load_model returns it, got {type(model).__name__}")
@@ -107,13 +114,26 @@ class Generator:
         cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=MOST_SLOTS - 2 * page_size)
         max_sequences = integer("max_sequences", max_sequences, at_least=1)
         self.prefill_chunk = integer("prefill_chunk", prefill_chunk, at_least=1)
+        self._drafts = integer("draft_tokens", draft_tokens, at_least=0, at_most=DRAFTS)
+        drafter = getattr(model, "drafter", None)
+        if self._drafts and drafter is None:
+            raise ValueError(
+                f"draft_tokens: must be 0 for a model without a drafter (load_model's drafter=True), got {self._drafts}"
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
         pages = -(-cache_tokens // page_size)
-        # Each sequence has a page or more. One page and one state slot more than sequences may take: DecodeStep's own.
-        self.cache = self._make_cache(pages + 1, page_size, min(max_sequences, pages) + 1)
-        self._decode = DecodeStep(model, self.cache, capture=flag("cuda_graphs", cuda_graphs))
+        # Each sequence has a page or more. Beside these a state slot and pages for its tokens are DecodeStep's own.
+        own_pages = -(-(1 + self._drafts) // page_size)
+        self.cache = self._make_cache(pages + own_pages, page_size, min(max_sequences, pages) + 1)
+        capture = flag("cuda_graphs", cuda_graphs)
+        self._decode = DecodeStep(model, self.cache, drafts=self._drafts, capture=capture)
+        self._draft: DraftStep | None = None
+        if self._drafts:
+            capture = capture and model.captures_decode
+            arguments = drafter, self.cache, self._drafts, self._decode.padding, self.device
+            self._draft = DraftStep(*arguments, capture=capture)
         self._capacity = pages
         self.throughput = Throughput()
         self._eos = set(model.config.eos_token_ids)
@@ -231,8 +251,9 @@ class Generator:
                 raise ValueError("params: stop strings need a tokenizer")
             limit = min(len(ids) + one.max_new_tokens, context)
             if self._pages(limit) > self._capacity:
+                drafts = f" and {self._drafts} drafts" if self._drafts else ""
                 raise OutOfPages(
-                    f"prompts[{i}]: {len(ids)} prompt tokens and {limit - len(ids)} new ones need "
+                    f"prompts[{i}]: {len(ids)} prompt tokens and {limit - len(ids)} new ones{drafts} need "
                     f"{self._pages(limit)} pages of {self.cache.page_size} tokens; the cache has "
                     f"{self._capacity} (cache_tokens)"
                 )
@@ -241,7 +262,8 @@ class Generator:
         return sequences
 
     def _pages(self, tokens: int) -> int:
-        return -(-tokens // self.cache.page_size)
+        """Of a sequence of so many tokens, and drafts behind its last but one."""
+        return -(-(tokens + self._drafts) // self.cache.page_size)
 
     def _admit(self, waiting: deque[RunningSequence], running: list[RunningSequence]) -> None:
         """Start waiting sequences, first come first served, while their pages and a state slot are free."""
@@ -264,18 +286,11 @@ class Generator:
         """One pass: a chunk of the prompts that are not in the cache yet, else one token for every sequence."""
         started = time.perf_counter()
         prefill = any(s.prefilling for s in running)
-        work = self._prefill_work(running) if prefill else [(s, 1) for s in running]
-        logits = self._prefill(work) if prefill else self._decode(running)
-        for s, n in work:
-            s.cached += n
-        # Of a prompt that is not in the cache yet, nothing follows.
-        ready = [(row, s) for row, (s, _) in enumerate(work) if not s.prefilling]
-        events = []
-        if ready:
-            rows, sequences = zip(*ready)
-            logits = logits if len(rows) == len(work) else logits[list(rows)]
-            tokens = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
-            events = [self._fail(s) if token is None else self._extend(s, token) for s, token in zip(sequences, tokens)]
+        if prefill:
+            events, count = self._prefill(running)
+        else:
+            events = self._extend_all(running)
+            count = sum(event.token is not None for event in events)
         for event in events:
             if event.finish_reason:
                 done = next(s for s in running if s.index == event.sequence)
@@ -283,19 +298,75 @@ class Generator:
                 self._release(done)
         seconds = time.perf_counter() - started
         if prefill:
-            self.throughput.prefill_tokens += sum(n for _, n in work)
+            self.throughput.prefill_tokens += count
             self.throughput.prefill_seconds += seconds
         else:
-            self.throughput.decode_tokens += len(work)
+            self.throughput.decode_tokens += count
             self.throughput.decode_seconds += seconds
         return events
 
-    def _prefill(self, work: list[tuple[RunningSequence, int]]) -> torch.Tensor:
-        """logits fp32 [B, vocab_size] after the next n prompt tokens of each sequence."""
+    def _extend_all(self, running: list[RunningSequence]) -> list[TokenEvent]:
+        """A token for every sequence, and those of its drafts that the model chooses, too."""
+        params, randoms = [s.params for s in running], [s.random for s in running]
+        if self._draft is None:
+            chosen = [[token] for token in sample(self._decode(running), params, randoms)]
+        else:
+            logits, states = self._decode(running)
+            chosen = sample_drafted(logits, [s.drafts for s in running], params, randoms)
+        events = [self._take(s, tokens) for s, tokens in zip(running, chosen)]
+        for s in running:
+            s.cached = len(s.tokens) - 1
+        if self._draft is not None:
+            taken = [[event.token for event in own if event.token is not None] for own in events]
+            self.throughput.drafted += self._drafts * len(running)
+            self.throughput.taken += sum(max(len(own) - 1, 0) for own in taken)
+            if any(own[-1].finish_reason is None for own in events):
+                for s, drafts in zip(running, self._draft(running, taken, states)):
+                    s.drafts = drafts
+        return [event for own in events for event in own]
+
+    def _take(self, s: RunningSequence, tokens: list[int | None]) -> list[TokenEvent]:
+        """The events of a sequence's next tokens, up to its end; None is one that could not be chosen."""
+        events = []
+        for token in tokens:
+            events.append(self._fail(s) if token is None else self._extend(s, token))
+            if events[-1].finish_reason:
+                break
+        return events
+
+    def _prefill(self, running: list[RunningSequence]) -> tuple[list[TokenEvent], int]:
+        """A pass over the next prompt tokens, and how many there are; the first new token of each sequence whose prompt
+        ends in it."""
+        work = self._prefill_work(running)
         chunks = [Chunk(n, s.cached, s.pages, s.state_slot) for s, n in work]
         batch = prefill_batch(chunks, self.cache.page_size, self.device)
-        tokens = [t for s, n in work for t in s.tokens[s.cached : s.cached + n]]
-        return self.model(packing.to_device(tokens, torch.int64, self.device), batch, self.cache)
+        tokens = packing.to_device(
+            [t for s, n in work for t in s.tokens[s.cached : s.cached + n]], torch.int64, self.device
+        )
+        if self._draft is None:
+            logits = self.model(tokens, batch, self.cache)
+        else:
+            states = self.model.states(tokens, batch, self.cache)
+            logits = self.model.logits(states[batch.last_tokens])
+        for s, n in work:
+            s.cached += n
+        # Of a prompt that is not in the cache yet, nothing follows.
+        ready = [(row, s) for row, (s, _) in enumerate(work) if not s.prefilling]
+        events = []
+        if ready:
+            rows, sequences = map(list, zip(*ready))
+            logits = logits if len(rows) == len(work) else logits[rows]
+            chosen = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
+            events = [event for s, token in zip(sequences, chosen) for event in self._take(s, [token])]
+        if self._draft is not None:
+            # The tokens behind the pass's: of a sequence without one, which has ended, any.
+            behind = [[*s.tokens[s.cached - n + 1 : s.cached + 1], 0][:n] for s, n in work]
+            behind = packing.to_device([token for own in behind for token in own], torch.int64, self.device)
+            states = self._draft.prefill(behind, states, batch)
+            if ready:
+                for s, drafts in zip(sequences, self._draft.behind(sequences, states[batch.last_tokens[rows]])):
+                    s.drafts = drafts
+        return events, sum(n for _, n in work)
 
     def _prefill_work(self, running: list[RunningSequence]) -> list[tuple[RunningSequence, int]]:
         work, room = [], self.prefill_chunk

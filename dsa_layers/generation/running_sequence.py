@@ -7,7 +7,8 @@ from dsa_layers.generation.stop_strings import StopStrings
 
 
 class RunningSequence:
-    """A sequence that is being generated: its tokens, its pages, and how many of its tokens are in the cache."""
+    """A sequence that is being generated: its tokens, its pages, how many of its tokens are in the cache, and drafts of
+    those to come."""
 
     def __init__(self, index: int, prompt: Sequence[int], params: SamplingParams, limit: int, text: StopStrings):
         self.index = index
@@ -20,6 +21,7 @@ class RunningSequence:
         self.pages: list[int] = []
         self.state_slot = -1
         self.cached = 0
+        self.drafts: list[int] = []
 
     @property
     def prefilling(self) -> bool:

@@ -83,15 +83,40 @@ def sample(
 
     One transfer from the device, and another one of the rows that are not greedy, if any.
     """
+    return [token for (token,) in sample_drafted(logits[:, None], [()] * len(params), params, generators)]
+
+
+def sample_drafted(
+    logits: torch.Tensor,
+    drafts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    generators: Sequence[torch.Generator],
+) -> list[list[int | None]]:
+    """The tokens that `sample` chooses for each of B sequences one after another, as far as logits go.
+
+    logits fp32 [B, n, vocab_size]: after the sequence, and after its first 1 to n - 1 drafts; drafts: n - 1 of each. A
+    sequence's tokens end with the first that is not its draft, behind which no logits are, or with None. So a draft is
+    taken with the probability that the model gives it, and tokens are those without drafts, sampled ones too.
+    """
     # The maximum of a row that holds a NaN is NaN.
     largest, best = logits.max(-1)
-    tokens: list[int | None] = torch.where(largest.isfinite(), best, -1).tolist()
-    tokens = [None if token < 0 else token for token in tokens]
-    drawn = [row for row, one in enumerate(params) if one.temperature > 0 and tokens[row] is not None]
-    if drawn:
-        for row, values in zip(drawn, logits[drawn].cpu()):
-            tokens[row] = _draw(values, params[row], generators[row])
-    return tokens
+    greedy: list[list[int]] = torch.where(largest.isfinite(), best, -1).tolist()
+    drawn = [row for row, one in enumerate(params) if one.temperature > 0 and greedy[row][0] >= 0]
+    values = dict(zip(drawn, logits[drawn].cpu() if drawn else ()))
+    found = []
+    for row, guesses in enumerate(drafts):
+        tokens: list[int | None] = []
+        for i, token in enumerate(greedy[row]):
+            if token < 0:
+                tokens.append(None)
+                break
+            if row in values:
+                token = _draw(values[row][i], params[row], generators[row])
+            tokens.append(token)
+            if i < len(guesses) and token != guesses[i]:
+                break
+        found.append(tokens)
+    return found
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:

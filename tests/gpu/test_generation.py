@@ -53,6 +53,33 @@ def test_greedy_tokens_equal_the_references(family, tmp_path):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_with_drafts_are_those_without(family, drafts, tmp_path):
+    """fp32, as above; random models take next to no drafts, so that nearly all of them are taken back."""
+    write_tiny_checkpoint(tmp_path, model=family)
+    options = {"device": "cuda", "dtype": torch.float32, "dequantize": True, "progress": False, "drafter": True}
+    model = without_end(load_model(tmp_path, **options))
+    plain, drafted = (
+        [c.tokens for c in Generator(model, cache_tokens=1024, draft_tokens=n).generate(PROMPTS, SamplingParams(24))]
+        for n in (0, drafts)
+    )
+    assert drafted == plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_in_the_published_mode(family, tmp_path):
+    """FP8 throughout, with graphs and without: the same passes give the same bits."""
+    write_tiny_checkpoint(tmp_path, model=family)
+    model = without_end(load_model(tmp_path, device="cuda", drafter=True, progress=False))
+    captured, python = (
+        Generator(model, cache_tokens=1024, draft_tokens=2, cuda_graphs=graphs).generate(PROMPTS, SamplingParams(24))
+        for graphs in (True, False)
+    )
+    assert [c.tokens for c in captured] == [c.tokens for c in python]
+    assert all(len(c.tokens) == 24 for c in captured)
+
+
 @pytest.mark.parametrize("weights", NEAR_TIE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_greedy_tokens_part_from_the_references(family, weights, tmp_path, monkeypatch):

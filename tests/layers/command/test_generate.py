@@ -202,12 +202,23 @@ def test_events_in_json(checkpoint, greedy, capsys):
     ids = Tokenizer(checkpoint).encode(PROMPT)
     assert completions[0]["prompt_tokens"] == len(ids)
     assert throughput["prefill_tokens"] == sum(event["prompt_tokens"] for event in completions.values())
-    assert set(throughput) == {"event", "prefill_tokens", "prefill_seconds", "decode_tokens", "decode_seconds"}
+    figures = {"prefill_tokens", "prefill_seconds", "decode_tokens", "decode_seconds", "drafted", "taken"}
+    assert set(throughput) == {"event", *figures}
+
+
+def test_drafts(checkpoint, greedy, capsys):
+    """The same text, and a line that tells how many were right."""
+    assert generate(checkpoint, "--raw", "--draft", "2") == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{PROMPT}{greedy['raw']}\n"
+    report = SPEED + r"; drafts: \d+ of \d+ taken \(cpu, backend reference, dequantised, greedy\)\n"
+    assert re.fullmatch(report, captured.err)
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
+        (("--draft", "4"), "argument --draft: invalid choice: 4 (choose from 0, 1, 2, 3) (see dsa generate --help)"),
         (("--top-p", "2"), "argument --top-p: must be above 0 and at most 1, got 2.0 (see dsa generate --help)"),
         (("--max-tokens", "2"), "unrecognized arguments: --max-tokens 2"),
         (("--prompt", ""), "--prompt: must not be empty, got no text"),

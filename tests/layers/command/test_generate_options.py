@@ -95,8 +95,14 @@ def test_precision_options_reach_the_model(checkpoint, loaded):
     given = ["--dtype", "float32", "--kv-cache", "fp8", "--widen-experts"]
     assert generate(checkpoint) == generate(checkpoint, *given) == 2
     wanted = {"device": "cpu", "dtype": None, "dequantize": True, "kv_cache": None, "progress": False}
-    wanted |= {"widen_experts": False, "mesh": None}
+    wanted |= {"widen_experts": False, "mesh": None, "drafter": False}
     assert loaded == [wanted, wanted | {"dtype": torch.float32, "kv_cache": "fp8", "widen_experts": True}]
+
+
+@pytest.mark.parametrize("drafts", ["0", "3"])
+def test_drafts_ask_for_a_drafter(checkpoint, loaded, drafts):
+    assert generate(checkpoint, "--draft", drafts) == 2
+    assert [options["drafter"] for options in loaded] == [drafts != "0"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

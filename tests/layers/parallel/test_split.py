@@ -94,6 +94,22 @@ def test_ranks_compute_what_one_process_does(checkpoints, size):
         assert len(set(held)) == 1 and held[0] < 0.75 * sum(torch.Size(shape).numel() for shape in whole.values()), case
 
 
+def with_drafts(ranks, directories):
+    return [drafted(load_model(directory, mesh=ranks, drafter=True, **OPTIONS)) for directory in directories]
+
+
+def drafted(model):
+    generator = Generator(model, None, cache_tokens=2048, draft_tokens=2)
+    return [c.tokens for c in generator.generate([TOKENS, TOKENS[7:80]], SamplingParams(max_new_tokens=8))]
+
+
+def test_drafters_are_split_too(checkpoints):
+    """A pass over a prompt shares its rows; drafts do not."""
+    directories = [checkpoints[model, False] for model in model_types()]
+    first, second = in_ranks(2, with_drafts, directories)
+    assert first == second == [drafted(load_model(path, drafter=True, **OPTIONS)) for path in directories]
+
+
 def test_quantised_weights(checkpoints):
     """FP8 and FP4 as they are: projections, experts and index keys in FP8, and bytes in the cache."""
     options = OPTIONS | {"dequantize": False}

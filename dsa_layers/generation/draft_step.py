@@ -1,0 +1,123 @@
+"""Drafts of the tokens to come, by a model's multi-token-prediction layer; on a GPU, a CUDA graph."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from dsa_layers.batch import packing
+from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.cache import Cache
+from dsa_layers.families.drafter import Drafter
+from dsa_layers.generation.captured_step import CapturedStep
+from dsa_layers.generation.decode_step import Padding
+from dsa_layers.generation.running_sequence import RunningSequence
+
+
+class DraftInputs:
+    """The tensors that a drafting pass reads, of `count` sequences; their addresses stay the same.
+
+    tokens [count * (1 + drafts)], states [count * (1 + drafts), ...]: of the positions that the pass before had, the
+    tokens behind them and the target's states; taken [count]: how many of these tokens each sequence has got; lens
+    [count]: its tokens with them.
+    """
+
+    def __init__(
+        self, count: int, pages: int, page_size: int, device: torch.device, drafts: int, row: torch.Tensor
+    ) -> None:
+        self.count, self.most, self.page_size, self.drafts = count, pages * page_size, page_size, drafts
+        self.tokens = torch.zeros(count * (1 + drafts), dtype=torch.int64, device=device)
+        self.states = row.new_zeros(count * (1 + drafts), *row.shape)
+        self.taken, self.lens = (torch.ones(count, dtype=torch.int32, device=device) for _ in range(2))
+        self.block_table = torch.full((count, pages), -1, dtype=torch.int32, device=device)
+        self.state_slots = torch.zeros(count, dtype=torch.int32, device=device)
+
+    def fill(
+        self,
+        sequences: Sequence[RunningSequence],
+        taken: Sequence[Sequence[int]],
+        states: torch.Tensor,
+        padding: Padding,
+    ) -> None:
+        spare = self.count - len(sequences)
+        rows = [*sequences, *[padding] * spare]
+        behind = [[*own, *[0] * (1 + self.drafts - len(own))] for own in taken] + [[0] * (1 + self.drafts)] * spare
+        packing.write(self.tokens, [token for own in behind for token in own])
+        # One that ended without a token has its first row read all the same, and nobody asks for what comes of it.
+        packing.write(self.taken, [max(len(own), 1) for own in taken] + [1] * spare)
+        packing.write(self.lens, [len(s.tokens) for s in sequences] + [2] * spare)
+        packing.write(self.block_table, packing.page_rows([row.pages for row in rows], self.block_table.shape[1]))
+        packing.write(self.state_slots, [row.state_slot for row in rows])
+        self.states[: len(states)] = states
+
+
+class DraftStep(CapturedStep[DraftInputs]):
+    """`drafts` tokens behind each sequence, the likeliest in the eyes of the drafter, one after another.
+
+    cache: the target's, whose pages and state slots the drafter's own has, too. `prefill` is for passes over prompts,
+    and computes what the drafter keeps of them; a call is for what comes behind a verifying pass (`DecodeStep`).
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        cache: Cache,
+        drafts: int,
+        padding: Padding,
+        device: torch.device,
+        *,
+        capture: bool = True,
+    ) -> None:
+        super().__init__(device, capture)
+        self._drafter, self._drafts, self._padding, self._page_size = drafter, drafts, padding, cache.page_size
+        pages, state_slots = cache.allocator.num_pages, cache.state_slots.num_pages
+        self._cache = drafter.make_cache(pages, cache.page_size, device, state_slots=state_slots)
+
+    @torch.inference_mode()
+    def __call__(
+        self, sequences: Sequence[RunningSequence], taken: Sequence[Sequence[int]], states: torch.Tensor
+    ) -> list[list[int]]:
+        """taken: the tokens that each sequence has got from the last pass, at its end; states: of that pass, [B * (1 +
+        drafts), ...]."""
+        pages = -(-(max(len(s.tokens) for s in sequences) + self._drafts) // self._page_size)
+        make = partial(DraftInputs, page_size=self._page_size, device=self._device, drafts=self._drafts, row=states[0])
+        found = self._step(
+            len(sequences), pages, make, lambda inputs: inputs.fill(sequences, taken, states, self._padding)
+        )
+        return found[: len(sequences)].tolist()
+
+    @torch.inference_mode()
+    def prefill(self, tokens: torch.Tensor, states: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
+        """The drafter's states [T, ...] for a pass over prompts: tokens [T] behind those of the batch, and the target's
+        states [T, ...]."""
+        return self._drafter(tokens, states, batch, self._cache)
+
+    @torch.inference_mode()
+    def behind(self, sequences: Sequence[RunningSequence], states: torch.Tensor) -> list[list[int]]:
+        """Drafts behind prompts and their first tokens, of the drafter's states [B, ...] at the prompts' ends."""
+        pages = max(-(-(len(s.tokens) + self._drafts) // self._page_size) for s in sequences)
+        table = packing.to_device(packing.page_rows([s.pages for s in sequences], pages), torch.int32, self._device)
+        slots = packing.to_device([s.state_slot for s in sequences], torch.int32, self._device)
+        lens = packing.to_device([len(s.tokens) for s in sequences], torch.int32, self._device)
+        return self._further(states, lens, table, slots, pages * self._page_size).tolist()
+
+    def _run(self, inputs: DraftInputs) -> torch.Tensor:
+        next_n = 1 + self._drafts
+        table, slots = inputs.block_table, inputs.state_slots
+        lens = inputs.lens - inputs.taken + self._drafts  # as the pass before had them
+        batch = DecodeBatch(table, self._page_size, lens, inputs.most, slots, next_n)
+        states = self._drafter(inputs.tokens, inputs.states, batch, self._cache)
+        firsts = torch.arange(0, inputs.count * next_n, next_n, device=self._device)
+        return self._further(states[firsts + inputs.taken - 1], inputs.lens, table, slots, inputs.most)
+
+    def _further(
+        self, states: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, most: int
+    ) -> torch.Tensor:
+        """int64 [B, drafts], of the drafter's states [B, ...] before each sequence's last token."""
+        found = [self._drafter.logits(states).argmax(-1)]
+        for i in range(self._drafts - 1):
+            batch = DecodeBatch(table, self._page_size, lens + i, most, slots)
+            states = self._drafter(found[-1], states, batch, self._cache)
+            found.append(self._drafter.logits(states).argmax(-1))
+        return torch.stack(found, 1)

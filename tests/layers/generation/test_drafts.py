@@ -1,0 +1,162 @@
+"""Generation with drafts: the tokens are those without, whatever is drafted, and drafts are those of the drafter."""
+
+import pytest
+import torch
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.families.registry import model_types
+from dsa_layers.generation.captured_step import CapturedStep
+from dsa_layers.generation.draft_step import DraftStep
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams, random_stream, sample, sample_drafted
+from dsa_layers.tiny import write_tiny_checkpoint
+
+# Longer than what is selected, and a few tokens; prompts that end in other passes than they begin in.
+PROMPTS = [[2 + i * i % 2000 for i in range(170)], [7, 8, 9], list(range(5, 80)), [3]]
+LIMITS = [30, 22, 9, 26]
+
+
+@pytest.fixture(scope="module", params=model_types())
+def model(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    write_tiny_checkpoint(directory, model=request.param, quantized=False)
+    return load_model(directory, dtype=torch.float32, drafter=True, progress=False)
+
+
+def generate(model, temperature=0.0, prompts=PROMPTS, **options):
+    generator = Generator(model, cache_tokens=2048, prefill_chunk=60, **options)
+    free = generator.cache.allocator.free, generator.cache.state_slots.free
+    params = [SamplingParams(n, temperature=temperature, seed=i) for i, n in enumerate(LIMITS[: len(prompts)])]
+    completions = generator.generate(prompts, params)
+    assert (generator.cache.allocator.free, generator.cache.state_slots.free) == free
+    return [c.tokens for c in completions], generator.throughput
+
+
+class Guesses:
+    """Drafts in place of the drafter's: now and then right, for each sequence by itself. `truth` is what comes."""
+
+    def __init__(self, truth, drafts):
+        self.truth, self.drafts, self.generator = truth, drafts, torch.Generator().manual_seed(drafts)
+
+    def __call__(self, sequences):
+        found = []
+        for s in sequences:
+            coming = self.truth[s.index][len(s.tokens) - s.prompt_len :][: self.drafts]
+            coming = coming + [0] * (self.drafts - len(coming))
+            right = torch.rand(self.drafts, generator=self.generator) < 0.7
+            found.append([token if ok else 1 for token, ok in zip(coming, right.tolist())])
+        return found
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_those_without_drafts(model, drafts, temperature, monkeypatch):
+    """Greedy and sampled, of sequences that take other numbers of drafts, and end at other times."""
+    expected, without = generate(model, temperature)
+    guesses = Guesses(expected, drafts)
+    call, behind = DraftStep.__call__, DraftStep.behind
+    monkeypatch.setattr(DraftStep, "__call__", lambda self, s, *rest: (call(self, s, *rest), guesses(s))[1])
+    monkeypatch.setattr(DraftStep, "behind", lambda self, s, *rest: (behind(self, s, *rest), guesses(s))[1])
+    got, throughput = generate(model, temperature, draft_tokens=drafts)
+    assert got == expected
+    assert throughput.decode_tokens == without.decode_tokens and without.drafted == 0
+    assert throughput.drafted / 4 < throughput.taken < throughput.drafted  # some of each are right
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_drafts_are_the_drafters(model, drafts, monkeypatch):
+    """Beside passes over whole sequences, without caches: one over the target's states, and one more for each further
+    draft, of which each has the states that the one before gave at that position."""
+    seen = []
+    for name in ("__call__", "behind"):
+        made = getattr(DraftStep, name)
+
+        def noted(self, sequences, *rest, made=made):
+            found = made(self, sequences, *rest)
+            seen.extend((list(s.tokens), own) for s, own in zip(sequences, found))
+            return found
+
+        monkeypatch.setattr(DraftStep, name, noted)
+    generate(model, draft_tokens=drafts, prompts=PROMPTS[:2])
+    assert len(seen) > 20
+    for tokens, found in seen[::3]:
+        assert found == drafted(model, tokens, drafts)
+
+
+@torch.inference_mode()
+def drafted(model, tokens, drafts):
+    tokens, found = torch.tensor(tokens), []
+    batch = SequenceBatch.without_cache([len(tokens) - 1])
+    states = model.states(tokens[:-1], batch)
+    for _ in range(drafts):
+        batch = SequenceBatch.without_cache([len(states)])
+        behind = torch.cat((tokens[1:], torch.tensor(found, dtype=torch.int64)))
+        last = model.drafter(behind, states, batch)[-1:]
+        found.append(int(model.drafter.logits(last).argmax()))
+        states = torch.cat((states, last))
+    return found
+
+
+def test_the_same_where_passes_are_captured(model, monkeypatch):
+    """Sizes rounded up, tensors that stay: a pass that stands in for a graph runs again on them."""
+
+    class Replay:
+        def __init__(self, run):
+            self.run, self.results = run, run()
+
+        def replay(self):
+            new = self.run()
+            for old, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (self.results, new))):
+                old.copy_(other)
+
+    def capture(self, inputs):
+        replay = Replay(lambda: self._run(inputs))
+        return replay, replay.results
+
+    expected, _ = generate(model, draft_tokens=2)
+    make = CapturedStep.__init__
+
+    def init(self, *arguments, **options):
+        make(self, *arguments, **options)
+        self._captures = True
+
+    monkeypatch.setattr(CapturedStep, "__init__", init)
+    monkeypatch.setattr(CapturedStep, "_capture", capture)
+    got, _ = generate(model, draft_tokens=2)
+    assert got == expected
+
+
+def test_the_distribution_is_the_models():
+    """Tokens of a vocabulary of four, behind drafts that are always the same: chi-square below its 99.9% quantile."""
+    logits = torch.tensor([[0.3, 1.0, -0.5, 0.1], [1.2, -0.2, 0.4, 0.0]])
+    params, count = SamplingParams(temperature=1, seed=3), 4000
+    stream = random_stream(params)
+    first, second = torch.zeros(4), torch.zeros(4)
+    for _ in range(count):
+        ((a, *rest),) = sample_drafted(logits[None], [[1]], [params], [stream])
+        first[a] += 1
+        assert bool(rest) == (a == 1)
+        for b in rest:
+            second[b] += 1
+    for counts, row in ((first, logits[0]), (second, logits[1])):
+        expected = torch.softmax(row, 0) * counts.sum()
+        assert ((counts - expected).square() / expected).sum() < 16.27  # three degrees of freedom
+
+
+def test_rows_that_are_not_finite():
+    logits = torch.tensor([[[0.0, 5.0], [torch.nan, 0.0]], [[torch.inf, 0.0], [1.0, 0.0]], [[0.0, 1.0], [2.0, 1.0]]])
+    params = [SamplingParams()] * 3
+    assert sample_drafted(logits, [[1], [0], [0]], params, [None] * 3) == [[1, None], [None], [1]]
+    assert sample(logits[:, 0], params, [None] * 3) == [1, None, 1]
+
+
+def test_wrong_numbers_of_drafts(model):
+    with pytest.raises(ValueError, match=r"^draft_tokens: must be"):
+        Generator(model, draft_tokens=4)
+    drafter, model.drafter = model.drafter, None
+    try:
+        with pytest.raises(ValueError, match=r"^draft_tokens: must be 0 for a model without a drafter .*, got 1"):
+            Generator(model, draft_tokens=1)
+    finally:
+        model.drafter = drafter
