@@ -19,7 +19,7 @@ class Drafter(Protocol):
     cache    its own, of `make_cache`, which keeps what this layer computed at earlier positions. It is addressed by
              the pages and state slots of the target's cache, with as many of them: the same batch serves both, and
              nothing is allocated here. A position that a later pass has again is written again: those of drafts get
-             the target's states so, and rings have room for `DRAFTS` that are taken back
+             the target's states so. Of a sequence's last positions DRAFTS (`compressed_kv_cache`) can be taken back
 
     Any result is only a guess: tokens that a target accepts are its own, whatever the drafter computes.
     """

@@ -19,7 +19,7 @@ def read_glm_moe_dsa(fields: Fields, generation: Fields | None) -> GlmMoeDsaConf
     # GLM-5 and transformers mean the part that rope turns, GLM-5.2 the other one. Nothing is computed from it.
     fields.one_of("head_dim", (rope, nope, nope + rope), default=rope)
     fields.one_of("moe_router_dtype", ("float32",), default="float32")
-    # Of the multi-token-prediction layer, which generation does not use.
+    # Of further steps of a drafter, which select keys of their own here.
     fields.one_of("index_share_for_mtp_iteration", (True, False), default=False)
     return read_sparse_mla(
         GlmMoeDsaConfig,

@@ -84,6 +84,10 @@ def test_pages(drafters, chunks):
     def batch(new, total):
         return SequenceBatch.paged([new], [total], [pages], PAGE, state_slots=[slot])
 
+    def decode_batch(new, total):
+        table, length, slots = (torch.tensor(values, dtype=torch.int32) for values in ([pages], [total], [slot]))
+        return DecodeBatch(table, PAGE, length, total, slots, next_n=new)
+
     drafted, states, done = [], [], 0
     for n in chunks:
         rows = slice(done, done + n)
@@ -99,24 +103,18 @@ def test_pages(drafters, chunks):
         """A draft of the token after the last one drafted: (its states, what went into the block, the formulas')"""
         token = model.drafter.logits(last[-1:]).argmax(-1)
         assert token == plain.logits(expected[-1:]).argmax(-1)
-        table, length, slots = (torch.tensor(values, dtype=torch.int32) for values in ([pages], [total], [slot]))
-        one = DecodeBatch(table, PAGE, length, total, slots)
-        last = model.drafter(token, last[-1:], one, cache)
+        last = model.drafter(token, last[-1:], decode_batch(1, total), cache)
         joined = torch.cat((joined, plain.join(token, expected[-1:])))
         expected = plain.states(joined)
         assert_same(last, expected[-1:])
         return last, joined, expected
 
-    layer = cache.layer(0)
-    ring = layer.window[slot] if hasattr(layer, "window") else torch.empty(0)
-    kept = ring.clone()
     last, draft, guesses = further(drafted[-1], joined, expected, done + 1)
     further(last, draft, guesses, done + 2)
 
     # The target's tokens are others than those drafted: these positions are written again, with its states.
-    ring.copy_(kept)  # it has lost what stood where the drafts were written
     rows = slice(done, done + 2)
-    both = batch(2, done + 2)
+    both = decode_batch(2, done + 2)
     states = model.states(TOKENS[rows], both, of_target)
     got = model.drafter(TOKENS[rows.start + 1 : rows.stop + 1], states, both, cache)
     joined = torch.cat((joined, plain.join(TOKENS[rows.start + 1 : rows.stop + 1], states)))
