@@ -10,8 +10,9 @@ from dsa_bench.e2e.parallel_cases import cases, names
 from dsa_bench.e2e.parallel_kernels import asked
 from dsa_bench.e2e.parallel_rows import RESERVE, layers_that_fit, shape
 from dsa_bench.e2e.silent import without_collectives
-from dsa_bench.e2e.stacks import STACKS, skeleton, stack
+from dsa_bench.e2e.stacks import STACKS, skeleton, stack, with_layers
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.gpu_plan import plan
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.rows import SharedRows
 from tests.bench import parallel_ranks
@@ -73,12 +74,10 @@ def test_layers_that_fit():
     """All of V4-Flash on two GPUs of 141 GB; and a layer more with the memory of a layer more."""
     assert layers_that_fit("V4-Flash", 2, 140 * 10**9, 256 * 8192) == 43
     assert layers_that_fit("V4-Flash", 2, 80 * 10**9, 256 * 8192) < 36
-    (weights, of_more) = (
-        sum(x.nbytes for x in skeleton("V3.2", num_hidden_layers=n, first_k_dense_replace=1).state_dict().values())
-        for n in (8, 9)
-    )
-    memory = next(n for n in range(40, 90) if layers_that_fit("V3.2", 2, n * 10**9, 2**20) == 9) * 10**9
-    assert memory - RESERVE > of_more / 2 > weights / 2
+    model = skeleton("V3.2", **with_layers("V3.2", 9))
+    enough = plan(model.config, model.precision, 2).bytes(2**20) + RESERVE
+    assert enough - RESERVE > sum(x.nbytes for x in model.state_dict().values()) / 2
+    assert [layers_that_fit("V3.2", 2, memory, 2**20) for memory in (enough, enough - 1)] == [9, 8]
     with pytest.raises(ValueError, match=r"memory: must be at least \d+\.\d GB a GPU for 3 layers of V3.2 .*, got 9.0"):
         layers_that_fit("V3.2", 2, 9 * 10**9, 8192)
 
