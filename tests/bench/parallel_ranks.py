@@ -99,3 +99,34 @@ def _error(ranks, options):
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def clock_of_stubs(ranks, _):
+    """What the clock says of two calls, where the GPUs' events are a host's counter that goes faster on later ranks;
+    and the order of what it did."""
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("record")
+            self.at = len(done)
+
+        def elapsed_time(self, later):
+            return (later.at - self.at) * (1.0 + ranks.rank)
+
+    for name, stub in {
+        "Event": Event,
+        "synchronize": lambda: done.append("synchronize"),
+        "max_memory_allocated": lambda device: (300 << 20) + ranks.rank,
+        "mem_get_info": lambda device: (1000 - ranks.rank, 2000),
+        "reset_peak_memory_stats": lambda device: done.append("reset"),
+    }.items():
+        setattr(torch.cuda, name, stub)
+    clock = Clock(ranks, torch.device("cpu"))
+    meet = clock.meet
+    clock.meet = lambda: (done.append("meet"), meet())
+    clock.forget_peak()
+    return clock.times(lambda: done.append("call"), 2), clock.peak(), clock.free(), done

@@ -62,6 +62,14 @@ def test_ranks_that_compute_different_models_are_found(function, message):
         assert message in error
 
 
+def test_the_clock_of_all_ranks():
+    for times, peak, free, done in in_ranks(2, parallel_ranks.clock_of_stubs, None):
+        assert torch.equal(times, torch.tensor([[2.0, 2.0], [4.0, 4.0]]))
+        assert peak == (44 << 20) + 1 and free == 999
+        # The hosts run ahead: what waits for the GPUs comes once, at the end.
+        assert done == ["reset", *2 * ["meet", "record", "call", "record"], "synchronize"]
+
+
 def test_cases():
     assert [case.name for case in cases("V4-Flash")][:4] == [f"prefill {n}" for n in (4096, 32768, 131072, 1048576)]
     assert "prefill 1048576" not in [case.name for model in ("V3.2", "GLM-5") for case in cases(model)]
