@@ -9,7 +9,7 @@ from dsa_bench.e2e.clock import Clock
 from tests.bench.small_stacks import FEWER, SMALL
 
 # A prompt of whole rows, of shared ones, and one that is computed once.
-PROMPTS, SEQUENCES, CONTEXT = {40: 2, 300: 1, 400: 0}, (1, 3), 200
+PROMPTS, SEQUENCES, CONTEXT = {40: 2, 260: 1, 300: 0}, (1, 3), 200
 
 
 class HostClock(Clock):
@@ -45,14 +45,14 @@ def events_of(call, *, host):
 
 
 def layers_that_fit(name, gpus, memory, tokens):
-    assert (gpus, memory, tokens) == (2, 10**15, 200)
+    assert (gpus, memory, tokens) == (2, 10**15, {"V3.2": 200, "V4-Flash": 600}[name])
     return 3
 
 
 def make_small():
     """In this process all stacks and cases are small, and nothing is profiled."""
     for name, (file, fields) in stacks.STACKS.items():
-        stacks.STACKS[name] = (file, fields | SMALL | FEWER[name])
+        stacks.STACKS[name] = (file, fields | SMALL | FEWER[name] | stacks.with_layers(name, 3))
     parallel_cases.PROMPTS, parallel_cases.SEQUENCES, parallel_cases.CONTEXT = PROMPTS, SEQUENCES, CONTEXT
     parallel_cases.CHUNK, parallel_cases.STEP_REPEATS = 270, 1
     parallel_rows.events_of = events_of
