@@ -140,6 +140,54 @@ def test_every_kernel_of_an_entry_is_compiled_first(monkeypatch):
     assert set(compiled) == kernels
 
 
+@pytest.mark.parametrize("name", run.receipt.ROW_BY_ROW)
+def test_entries_of_whole_passes_go_on_behind_their_rows(name, monkeypatch):
+    """Of what has been measured the shapes are given to the benchmark, which leaves them out."""
+    given = []
+    for module in ("report", "parallel"):
+        monkeypatch.setattr(
+            f"dsa_bench.e2e.{module}.rows", lambda done, m=module: given.append((m, done)) or iter([{}])
+        )
+    assert list(run.rows_of(name, [{"shape": "a"}, {"shape": "b"}])) == [{}]
+    assert given == [("report" if name == "e2e" else "parallel", ["a", "b"])]
+
+
+def test_what_needs_two_gpus_runs_with_its_mark_and_by_itself():
+    groups = [(marks, names) for marks, *_, names in run._groups(["rms_norm", "parallel", "several_gpus", "e2e"])]
+    assert groups == [
+        ("not several_gpus", ["rms_norm", "e2e"]),
+        ("several_gpus", ["parallel"]),
+        ("several_gpus", ["several_gpus"]),
+    ]
+
+
+class StoppedHere(Exception):
+    pass
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_without_entries_one_gpu_leaves_out_what_needs_two(gpus, monkeypatch):
+    asked = []
+
+    def compile_all(names, arch):
+        asked.extend(names)
+        raise StoppedHere
+
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr("dsa.backends.arch_of", lambda device: "sm_90")
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.delenv("DSA_OLDEST_DSL", raising=False)
+    monkeypatch.setattr(run, "compile_all", compile_all)
+    with pytest.raises(StoppedHere):
+        run.main(["--commit", "0" * 12])
+    assert {*run.receipt.asked("sm_90")} - {*asked} == {"oldest_dsl"} | (
+        {"parallel", "several_gpus"} if gpus == 1 else set()
+    )
+
+
 def dsl(folder, version):
     """A folder in which Python finds a DSL of this version."""
     package = folder / "nvidia_cutlass_dsl" / "dsl_packages" / "cutlass"

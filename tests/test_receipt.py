@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from dsa import backends, source_digest
-from dsa_bench.e2e import document
+from dsa_bench.e2e import document, parallel_document
 from dsa_bench.harness import case
 from tests.gpu import headlines, receipt, status_table, unverify
 
@@ -66,7 +66,7 @@ def test_receipt_is_of_this_code(name, arch):
     )
     assert entry["tests"] > 0 or not receipt.test_files(name)
     assert entry["failed"] == 0
-    assert entry["bench"] or not (name in ("e2e", "host") or name in case.benchmarks())
+    assert entry["bench"] or not (name in ("host", *receipt.ROW_BY_ROW) or name in case.benchmarks())
     assert re.fullmatch(r"[0-9a-f]{12,40}", entry["commit"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"]) and re.fullmatch(r"\d+ x .+", entry["device"])
 
@@ -146,7 +146,10 @@ def digest_of_this_project(name):
 CHANGES = {
     "a kernel": (
         ("dsa/kernels/elementwise/rms_norm_sm90.py", "import cutlass\n", "import cutlass\nNEW = 1\n"),
-        ("rms_norm", "generation", "fuzz", "hostile_contents", "user_commands", "e2e", "host", "several_gpus"),
+        (
+            *("rms_norm", "generation", "fuzz", "hostile_contents", "user_commands", "e2e", "host", "parallel"),
+            "several_gpus",
+        ),
         ("topk_indices", "fp8_gemm_nt"),
     ),
     "another arch's row": (
@@ -181,7 +184,7 @@ CHANGES = {
     "a gutted test": (
         ("tests/gpu/elementwise/test_rms_norm.py", "    assert ", "    assert True or "),
         ("rms_norm", "several_gpus"),
-        ("topk_indices", "generation"),
+        ("topk_indices", "generation", "parallel"),
     ),
     "a tolerance": (
         ("tests/gpu/mla/test_flash_mla_sparse_fwd.py", '"abs_tol": 8e-4', '"abs_tol": 8e-1'),
@@ -214,14 +217,29 @@ CHANGES = {
         ("hostile_contents",),
         ("rms_norm", "generation"),
     ),
+    "what a rank of two runs": (
+        ("tests/gpu/parallel_worker.py", "for _ in range(3)", "for _ in range(1)"),
+        ("parallel",),
+        ("several_gpus", "e2e"),
+    ),
+    "what ranks say": (
+        ("dsa_layers/parallel/rows.py", "SHARED_ROWS = 256", "SHARED_ROWS = 512"),
+        ("parallel", "user_commands"),
+        ("several_gpus", "generation", "e2e", "transformers"),
+    ),
+    "ranks without collectives": (
+        ("dsa_bench/e2e/silent.py", "return x", "return x + 0"),
+        ("parallel",),
+        ("several_gpus", "generation", "e2e"),
+    ),
     "a layer": (
         ("dsa_layers/layers/norm.py", "import torch\n", "import torch\nNEW = 1\n"),
-        ("generation", "user_commands", "e2e"),
+        ("generation", "user_commands", "e2e", "parallel"),
         ("rms_norm", "fuzz"),
     ),
     "the command": (
         ("dsa_layers/command/main.py", "import sys\n", "import sys\nNEW = 1\n"),
-        ("user_commands",),
+        ("user_commands", "parallel"),
         ("generation", "e2e"),
     ),
     "the self tests": (
@@ -261,12 +279,12 @@ CHANGES = {
     ),
     "the tiny models": (
         ("dsa_layers/tiny/__init__.py", "from dsa_layers", "NEW = 1\nfrom dsa_layers"),
-        ("generation", "user_commands"),
+        ("generation", "user_commands", "parallel"),
         ("e2e", "rms_norm"),
     ),
     "the sizes of the models": (
         ("dsa_layers/vendored/deepseek_v32_config.json", '"num_attention_heads": 128', '"num_attention_heads": 64'),
-        ("e2e",),
+        ("e2e", "parallel"),
         ("rms_norm",),
     ),
     "a document": (("README.md", "## Status", "## State of things"), (), receipt.tested()),
@@ -289,6 +307,20 @@ def test_tables_of_whole_passes_are_generated():
             f"run `python -m dsa_bench.e2e.document tests/gpu/receipt.json docs/e2e.md {ARCH}`"
         )
     assert document.BEGIN in text
+
+
+def test_tables_of_several_gpus_are_generated():
+    entry, text = receipt.load()[ARCH]["parallel"], (receipt.ROOT / "docs" / "parallel.md").read_text()
+    assert parallel_document.inserted(text, entry) == text, (
+        f"run `python -m dsa_bench.e2e.parallel_document tests/gpu/receipt.json docs/parallel.md {ARCH}`"
+    )
+
+
+def test_several_gpus_has_the_ops_tests_and_parallel_the_models():
+    (own,) = receipt.test_files("parallel")
+    of_ops = receipt.test_files("several_gpus")
+    assert own.name == "test_parallel.py" and own not in of_ops and len(of_ops) > 5
+    assert all(receipt.op_module(path.stem.removeprefix("test_")) for path in of_ops)
 
 
 @pytest.fixture

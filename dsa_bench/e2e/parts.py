@@ -7,18 +7,15 @@ that an indexer shares with its attention layer are the attention's.
 
 import contextlib
 import functools
-import json
-import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 import dsa
+from dsa_bench.e2e.trace import GPU_WORK, events_of
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
@@ -37,13 +34,8 @@ _PREFIX = "part: "
 
 def gpu_ms(model: nn.Module, call: Callable[[], object]) -> dict[str, float]:
     """Milliseconds of the GPU by part in one call, which must run as Python, not as a captured graph."""
-    with _announced(model), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        call()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        recorded.export_chrome_trace(str(path))
-        return by_part(json.loads(path.read_text())["traceEvents"])
+    with _announced(model):
+        return by_part(events_of(call))
 
 
 def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
@@ -62,7 +54,7 @@ def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
     }
     total = dict.fromkeys(PARTS, 0.0)
     for event in events:
-        if event.get("cat") not in ("kernel", "gpu_memset", "gpu_memcpy"):
+        if event.get("cat") not in GPU_WORK:
             continue
         ts = launched.get(event["args"]["correlation"])
         if ts is None:

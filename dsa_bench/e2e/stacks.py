@@ -1,8 +1,9 @@
-"""A few layers of the published models, of every kind that they have, with their real sizes and random weights."""
+"""Layers of the published models, of every kind that they have, with their real sizes and random weights."""
 
 import json
 import math
 import tempfile
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from dsa_layers.families.published import published_config
 from dsa_layers.families.registry import family
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.linear import BlockFP8Linear
+from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.split import split
 
 # What the configuration of an FP8 release has beside that of the bf16 one.
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -54,22 +57,58 @@ def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
     return sorted({(sum(len(layer.weight) for layer in own), own[0].weight.shape[1]) for own in products})
 
 
+def published_layers(name: str) -> int:
+    """How many layers the published model has."""
+    return published_config(STACKS[name][0])["num_hidden_layers"]
+
+
+def with_layers(name: str, layers: int) -> dict[str, Any]:
+    """The fields of a stack of so many layers, with at least one of each kind and otherwise as many of it as the
+    published model has in proportion; of as many layers as that has, its own."""
+    config = published_config(STACKS[name][0])
+
+    def share(published: int) -> int:
+        return max(1, round(published * layers / config["num_hidden_layers"]))
+
+    if "compress_ratios" not in config:
+        return {"num_hidden_layers": layers, "first_k_dense_replace": share(config["first_k_dense_replace"])}
+    ratios = config["compress_ratios"][: config["num_hidden_layers"]]
+    windows, others = ([ratio for ratio in ratios if (ratio == 0) is window] for window in (True, False))
+    chosen = windows[: share(len(windows))]
+    return {
+        "num_hidden_layers": layers,
+        "num_hash_layers": share(config["num_hash_layers"]),
+        "compress_ratios": chosen + others[: layers - len(chosen)],
+    }
+
+
 @torch.no_grad()
 def stack(
-    name: str, device: torch.device | str = "cuda", *, widen_experts: bool = False, **changes: Any
+    name: str,
+    device: torch.device | str = "cuda",
+    *,
+    ranks: Ranks = ALONE,
+    widen_experts: bool = False,
+    **changes: Any,
 ) -> CheckpointModel:
-    """The same with weights, drawn on `device`."""
-    model = skeleton(name, widen_experts=widen_experts, **changes).to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
+    """The same with weights, drawn on `device`: of several ranks this one's part. What every rank has whole is the same
+    on all of them, and the parts differ."""
+    model = skeleton(name, widen_experts=widen_experts, **changes)
+    cuts = split(model, ranks, blocks=True)
+    model.to_empty(device=device)
+    generator = torch.Generator(device)
     for key, parameter in model.named_parameters():
-        _draw(key, parameter.data, model.config, generator)
+        cut = cuts.get(key)
+        generator.manual_seed(zlib.crc32(f"{key} {ranks.rank if cut else 'whole'}".encode()))
+        _draw(key, parameter.data, (cut.whole if cut else parameter.shape)[-1], model.config, generator)
     model.init_buffers(device)
     joint_linear.join(model)
     return model.eval()
 
 
-def _draw(name: str, values: torch.Tensor, config: Any, generator: torch.Generator) -> None:
-    """Of unit gain, so that activations stay of order 1 from layer to layer."""
+def _draw(name: str, values: torch.Tensor, columns: int, config: Any, generator: torch.Generator) -> None:
+    """Of unit gain, so that activations stay of order 1 from layer to layer. columns: of the whole tensor, of which
+    these may be a part."""
     if values.dtype == torch.float8_e4m3fn:
         # Any sign, exponents for 1/4 to 1, any fraction: bytes at random, since nothing draws FP8.
         bits = values.view(torch.uint8).random_(0, 32, generator=generator)
@@ -77,17 +116,16 @@ def _draw(name: str, values: torch.Tensor, config: Any, generator: torch.Generat
     elif values.dtype == torch.int8:  # FP4: any two values
         values.view(torch.uint8).random_(0, 256, generator=generator)
     elif values.dtype == torch.float8_e8m0fnu:
-        values.view(torch.uint8).fill_(127 + _fp4_exponent(32 * values.shape[-1]))
+        values.view(torch.uint8).fill_(127 + _fp4_exponent(32 * columns))
     elif name.endswith("_block_scale"):
-        values.fill_(2.0 ** (_fp4_exponent(128 * values.shape[-1]) - 6))
+        values.fill_(2.0 ** (_fp4_exponent(128 * columns) - 6))
     elif name.endswith("_scale_inv"):
-        columns = 128 * values.shape[-1]
-        values.fill_(2.0 ** round(math.log2(columns**-0.5 / 0.55)))
+        values.fill_(2.0 ** round(math.log2((128 * columns) ** -0.5 / 0.55)))
     elif name.endswith("tid2eid"):
         scores = torch.rand(len(values), config.n_routed_experts, generator=generator, device=values.device)
         values.copy_(scores.argsort(-1)[:, : values.shape[1]])
     elif values.dim() >= 2:
-        values.normal_(std=1.0 if "embed" in name else values.shape[-1] ** -0.5, generator=generator)
+        values.normal_(std=1.0 if "embed" in name else columns**-0.5, generator=generator)
     else:
         values.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
 

@@ -22,7 +22,7 @@ from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.attention_form import HeadSizes
 from dsa_layers.layers.experts import Experts
 from tests.bench import peer_stubs
-from tests.bench.test_stacks import FEWER, SMALL
+from tests.bench.small_stacks import FEWER, SMALL
 
 PARTS_MS = dict(zip(PARTS, (0.5, 0.25, 2.0, 4.0, 0.25)))
 ROW = {"shape": "V3.2 decode 8 x 4096", "model": "V3.2", "run": "decode 8 x 4096", "tokens": 8, "ms": 8.0}

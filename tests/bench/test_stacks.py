@@ -5,30 +5,13 @@ import torch
 
 from dsa_bench.e2e import runs
 from dsa_bench.e2e.runs import decode, prefill
-from dsa_bench.e2e.stacks import STACKS, skeleton, stack
+from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
 from dsa_layers.batch.prefill import Chunk
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.families.published import published_config
 from dsa_layers.layers.moe import MoE
-
-SMALL = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 8, "vocab_size": 512, "q_lora_rank": 128}
-SMALL |= {"num_experts_per_tok": 2}
-FEWER = {
-    "V3.2": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "intermediate_size": 256,
-        "n_group": 2,
-        "topk_group": 1,
-    },
-    "V4-Flash": {"num_attention_heads": 8, "o_groups": 2, "o_lora_rank": 128},
-    "GLM-5": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "intermediate_size": 256,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    },
-}
+from dsa_layers.parallel.ranks import Ranks
+from tests.bench.small_stacks import FEWER, SMALL
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -87,3 +70,41 @@ def test_fp4_experts_stay_so_unless_they_are_widened():
         for widen in (False, True)
     }
     assert 1.8 < held[True] / held[False] < 2
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_of_more_layers(name):
+    """All layers are the published ones, and fewer have every kind."""
+    published = published_config(STACKS[name][0])
+    for layers in (3, 5, 17, published_layers(name)):
+        config = skeleton(name, **with_layers(name, layers)).config
+        assert config.num_hidden_layers == layers
+        if name == "V4-Flash":
+            assert sum(config.hash_layers) == max(1, round(3 * layers / 43)) and len(set(config.layer_types)) == 3
+        else:
+            assert config.first_k_dense_replace == max(1, round(3 * layers / published_layers(name)))
+    fields = with_layers(name, published_layers(name))
+    assert {key: published[key] for key in fields if key != "compress_ratios"} == {
+        key: value for key, value in fields.items() if key != "compress_ratios"
+    }
+    if name == "V4-Flash":
+        assert fields["compress_ratios"] == published["compress_ratios"][:43]
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_parts_of_a_stack(name):
+    """What ranks share differs between them, what they do not is the same, and both are as large as those of one."""
+    one, *parts = (
+        stack(name, "cpu", ranks=Ranks(rank, size), **SMALL, **FEWER[name]).state_dict()
+        for rank, size in ((0, 1), (0, 2), (1, 2))
+    )
+    shared = {key for key in one if one[key].shape != parts[0][key].shape}
+    assert any("experts" in key for key in shared) and any("q_b" in key for key in shared)
+    for key in one:
+        of_ranks = [part[key].contiguous().view(torch.uint8) for part in parts]
+        if key not in shared:
+            assert all(torch.equal(of_rank, one[key].contiguous().view(torch.uint8)) for of_rank in of_ranks), key
+        elif len(one[key].float().unique()) > 1:
+            assert not torch.equal(*of_ranks), key
+        size = one[key].float().square().mean()
+        assert all((part[key].float().square().mean() - size).abs() <= 0.2 * size for part in parts), key

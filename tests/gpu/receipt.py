@@ -35,6 +35,7 @@ WHOLES = {
     "host": "a call's time on the host: `dsa bench host`",
     "hostile_contents": "all ops: hostile index contents under compute-sanitizer",
     "oldest_dsl": "hot ops on the oldest CuTe DSL that is supported",
+    "parallel": "models over two GPUs: `python -m dsa_bench.e2e.parallel`",
     "recorded_calls": "all ops: calls whose steps are recorded",
     "several_gpus": "ops on a GPU that is not the current one",
     "sglang_adapters": "SGLang's plugin: its calls beside the kernels that SGLang calls",
@@ -42,6 +43,8 @@ WHOLES = {
     "user_commands": "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents",
     "vllm_adapters": "vLLM's plugin: its calls beside the kernels that vLLM calls",
 }
+# Those of whole passes, whose benchmarks take minutes: their rows are written as they come.
+ROW_BY_ROW = ("e2e", "parallel")
 SEVERAL_GPUS = "pytest.mark.several_gpus"
 OLDEST_DSL = "4.8.0"  # which vLLM and SGLang pin
 # The ops that take most of a pass's time: the entries whose tests run once more with the oldest DSL.
@@ -55,8 +58,9 @@ HOT = (
     "topk_indices",
 )
 ADAPTERS = "_adapters"  # behind an engine's name: what its plugin calls the ops by
-# Files and folders of dsa_layers that no pass of a model on one GPU runs. Tests of generation run models of those in
-# TINY.
+# Files and folders of dsa_layers that no pass of a model on one GPU runs: models import the ranks and rows of
+# "parallel", and on one GPU run no line there but those that say that it is alone. Tests of generation and of several
+# GPUs run models of those in TINY.
 TINY = ("manifest.py", "tiny.py", "tiny")
 NOT_RUN = ("command", "compilation", "evaluation", "export.py", "hf", "parallel", "training", "vendored", *TINY)
 
@@ -82,7 +86,8 @@ def op_module(name: str) -> str:
 def test_files(name: str) -> list[Path]:
     """The files whose tests an entry runs."""
     if name == "several_gpus":
-        return [path for path in sorted(HERE.rglob("test_*.py")) if SEVERAL_GPUS in path.read_text()]
+        paths = {*HERE.rglob("test_*.py")} - {*test_files("parallel")}
+        return [path for path in sorted(paths) if SEVERAL_GPUS in path.read_text()]
     if name == "oldest_dsl":
         return [path for op in HOT for path in test_files(op)]
     return list(HERE.rglob(f"test_{name}.py"))
@@ -133,7 +138,7 @@ def digest(name: str, arch: str) -> str:
         h.update(json.dumps(found["winners"], sort_keys=True).encode() + str(found.get("multiprocessors", "")).encode())
     if name == "user_commands":
         h.update("\n".join([*python_blocks(), *commands()]).encode())
-    if name == "e2e":  # the models' sizes
+    if name in ROW_BY_ROW:  # the models' sizes
         for path in sorted((LAYERS / "vendored").glob("*config.json")):
             h.update(json.dumps(json.loads(path.read_text()), sort_keys=True).encode())
     return h.hexdigest()[:16]
@@ -163,6 +168,8 @@ def code_modules(name: str, arch: str) -> list[str]:
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place != "hf"))]
     if name == "generation":
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in TINY))]
+    if name == "parallel":
+        return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in ("command", "parallel", *TINY)))]
     return [*_closure(["dsa.self_test"], arch), *_layers(())] if name == "user_commands" else ops
 
 

@@ -3,8 +3,9 @@
 usage: python -m tests.gpu.run [--commit COMMIT] [--no-bench] [--continue] [ENTRY...]
 
 Without ENTRY these are all that a complete receipt has of the GPU's arch. COMMIT is the one whose tree this is; where
-git can tell, it need not be given. `several_gpus` needs two GPUs and is left out where there is one; `hostile_contents`
-runs under compute-sanitizer. `oldest_dsl` is left out where DSA_OLDEST_DSL does not name a folder with that DSL:
+git can tell, it need not be given. `several_gpus` and `parallel` need two GPUs and are left out where there is one;
+`hostile_contents` runs under compute-sanitizer. `oldest_dsl` is left out where DSA_OLDEST_DSL does not name a folder
+with that DSL:
 pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.1.11
 
 What is done is written at once: a run that is cut off leaves entries whose tests have passed and whose benchmark is
@@ -100,6 +101,7 @@ def _groups(names: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], dict[s
     apart = {
         "hostile_contents": ("not several_gpus", MEMCHECK, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
         "oldest_dsl": ("not several_gpus", (), oldest_dsl()),
+        "parallel": ("several_gpus", (), {}),
         "several_gpus": ("several_gpus", (), {}),
     }
     yield "not several_gpus", (), {}, [name for name in names if name not in apart]
@@ -183,6 +185,10 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
         from dsa_bench.e2e import report
 
         yield from report.rows(done=[row["shape"] for row in done])
+    elif name == "parallel":
+        from dsa_bench.e2e import parallel
+
+        yield from parallel.rows(done=[row["shape"] for row in done])
     elif name == "host":
         from dsa_bench.harness import host
 
@@ -295,7 +301,8 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(args.entries) - set(receipt.tested()):
         parser.error(f"no GPU tests for {', '.join(sorted(unknown))}; there are {', '.join(receipt.tested())}")
     arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
-    cannot = {"several_gpus": torch.cuda.device_count() < 2, "oldest_dsl": not oldest_dsl()}
+    one_gpu = torch.cuda.device_count() < 2
+    cannot = {"several_gpus": one_gpu, "parallel": one_gpu, "oldest_dsl": not oldest_dsl()}
     names = args.entries or [name for name in receipt.asked(arch) if not cannot.get(name)]
     if "oldest_dsl" in names and (found := dsl_version(oldest_dsl())) != receipt.OLDEST_DSL:
         parser.error(f"oldest_dsl: DSA_OLDEST_DSL must name a folder with CuTe DSL {receipt.OLDEST_DSL}, got {found}")
@@ -321,7 +328,8 @@ def main(arguments: Sequence[str]) -> int:
             save_entry(arch, name, heads[name] | pending[name])
     failed = []
     for name in names:
-        keep = _keeper(arch, name, heads[name] | pending[name]) if name == "e2e" else lambda rows: None
+        row_by_row = name in receipt.ROW_BY_ROW
+        keep = _keeper(arch, name, heads[name] | pending[name]) if row_by_row else lambda rows: None
         entry = heads[name] | run_entry(name, arch, outcomes[name], not args.no_bench, done.get(name, ()), keep)
         save_entry(arch, name, entry)
         print(

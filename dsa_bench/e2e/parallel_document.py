@@ -1,0 +1,95 @@
+"""The tables of docs/parallel.md and their picture, written from the receipt's entry `parallel`.
+
+usage: python -m dsa_bench.e2e.parallel_document RECEIPT DOCUMENT [ARCH]
+
+ARCH need not be given where the receipt has the entry of one arch alone. The picture is beside the document, once
+something is measured.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsa_bench.e2e import bars, parallel_plot
+from dsa_bench.e2e.parallel_rows import Row
+
+BEGIN, END = "<!-- parallel tables -->", "<!-- end of parallel tables -->"
+PICTURE = "parallel.png"
+HEAD = ("run", "ms", "tokens/s", "GB a GPU", "in collectives", "silent, ms", "efficiency", "one GPU, ms", "speed-up")
+
+
+def generated(entry: Mapping[str, Any]) -> str:
+    """What stands between the marks. entry: {"unverified": the reason} or None there, "bench": the rows, "device",
+    "date", "commit", "torch", "dsl"}."""
+    if entry["unverified"]:
+        return f"Nothing is measured on this code: {entry['unverified']}."
+    rows: Sequence[Row] = entry["bench"]
+    if not rows:
+        raise ValueError("entry: must have rows in 'bench', got none")
+    place = f"Measured on {entry['device']}, torch {entry['torch']}, CuTe DSL {entry['dsl']}, on {entry['date']}"
+    sections = [f"{place}, of commit {entry['commit']}."]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == model]
+        sections += [f"### {model}", _layers(of_model), _table(of_model), *_missed(of_model)]
+    return "\n\n".join([*sections, f"![time with and without what GPUs say to each other]({PICTURE})"])
+
+
+def _layers(rows: Sequence[Row]) -> str:
+    first = rows[0]
+    all_of_them = first["layers"] == first["published_layers"]
+    which = (
+        f"all {first['layers']} layers" if all_of_them else f"{first['layers']} of {first['published_layers']} layers"
+    )
+    text = f"{first['gpus']} GPUs, {which}"
+    few = next((row["few_layers"] for row in rows if row["few_layers"]), None)
+    return f"{text}; speed-up over one GPU of {few} layers." if few else f"{text}."
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(_cells(row))} |" for row in rows)])
+
+
+def _cells(row: Row) -> list[str]:
+    cells = [row["run"], f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}", f"{row['memory'] / 1e9:.1f}"]
+    if row["efficiency"] is None:
+        return [*cells, *[""] * 5]
+    of_collectives = [f"{row['collectives']:.0%}", f"{row['shard_ms']:.2f}", f"{row['efficiency']:.2f}"]
+    return [*cells, *of_collectives, f"{row['one_gpu_ms']:.2f}", f"{row['speedup']:.2f}"]
+
+
+def _missed(rows: Sequence[Row]) -> list[str]:
+    """A line for each figure that is below its bar."""
+    words = {"efficiency": "an efficiency", "speedup": "a speed-up"}
+    lines = [
+        f"- {row['run']} is to have {words[name]} of {bar:g} and has {row[name]:.2f}."
+        for row in rows
+        for name, bar in bars.missed(row).items()
+    ]
+    return ["\n".join(lines)] if lines else []
+
+
+def inserted(text: str, entry: Mapping[str, Any]) -> str:
+    """The document's text with the entry's tables between the marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"text: must have the lines {BEGIN!r} and {END!r}, in this order")
+    return f"{before}{BEGIN}\n\n{generated(entry)}\n\n{END}{after}"
+
+
+def main(receipt: Path, document: Path, arch: str | None = None) -> None:
+    entries = json.loads(receipt.read_text(encoding="utf-8"))
+    archs = [name for name in entries if "parallel" in entries[name]]
+    if (arch is None and len(archs) != 1) or (arch is not None and arch not in archs):
+        raise ValueError(f"arch: must be one of {', '.join(archs)}, which have an entry parallel, got {arch}")
+    entry = entries[arch or archs[0]]["parallel"]
+    document.write_text(inserted(document.read_text(encoding="utf-8"), entry), encoding="utf-8")
+    if not entry["unverified"]:
+        parallel_plot.write_png(entry["bench"], document.parent / PICTURE)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,52 @@
+"""The kernels that passes of models on several GPUs ask for, compiled before any rank starts: one after the other, in
+each rank, they would take most of its time."""
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from dsa.ops.asked_variants import Variant, asked_variants
+from dsa_bench.e2e.parallel_cases import CONTEXT, Case, cases
+from dsa_bench.e2e.report import CHUNK
+from dsa_bench.e2e.silent import SilentRanks, without_collectives
+from dsa_bench.e2e.stacks import skeleton
+from dsa_layers.compilation.build import build
+from dsa_layers.compilation.passes import META, decode, prefill
+from dsa_layers.compilation.variants import with_all_tiles
+from dsa_layers.layers import joint_linear
+from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.split import split
+
+
+def asked(models: Sequence[str], runs: Collection[str] | None, gpus: int, arch: str = "sm_90") -> list[Variant]:
+    """What passes of the models ask for, split over so many GPUs and on one; sorted."""
+    found: dict[Variant, None] = {}
+    for name in models:
+        chosen = [case for case in cases(name) if runs is None or case.name in runs]
+        for ranks in (SilentRanks(0, gpus), ALONE) if chosen else ():
+            found |= _of_part(name, ranks, chosen, arch)
+    return sorted(with_all_tiles(found), key=repr)
+
+
+def compile_kernels(variants: Sequence[Variant], directory: Path, jobs: int, tell: Callable[[str], None]) -> None:
+    """Into the compile cache of this directory, where they are not there yet."""
+    new = sum(is_new for _, is_new in build(variants, directory, jobs))
+    tell(f"{new} kernels compiled, {len(variants) - new} were there")
+
+
+def _of_part(name: str, ranks: Ranks, chosen: Sequence[Case], arch: str) -> dict[Variant, None]:
+    """Of a rank's part of the few layers that have all kinds."""
+    model = skeleton(name)
+    split(model, ranks, blocks=True)
+    model.init_buffers(META)
+    joint_linear.join(model)
+    pages = -(-max(case.held for case in chosen) // model.page_size)
+    cache = model.eval().make_cache(pages, model.page_size, META, state_slots=1024)
+    with asked_variants(arch) as found, without_collectives(model, ranks):
+        for case in chosen:
+            if case.name.startswith("decode"):
+                decode(model, cache, case.tokens, CONTEXT)
+                continue
+            # The last passes of a long prompt are alike.
+            for begin in {*range(0, min(case.tokens, 8 * CHUNK), CHUNK), max(case.tokens - CHUNK, 0)}:
+                prefill(model, cache, [(min(CHUNK, case.tokens - begin), begin)])
+    return dict(found)

@@ -1,0 +1,193 @@
+"""The rows of models on several GPUs: what each rank does for them. All ranks make the same calls in the same order."""
+
+import gc
+import time
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dsa_bench.e2e import collectives
+from dsa_bench.e2e.clock import Clock
+from dsa_bench.e2e.parallel_cases import Case, cases
+from dsa_bench.e2e.silent import without_collectives
+from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
+from dsa_bench.e2e.trace import events_of
+from dsa_layers.checkpoint.gpu_plan import plan
+from dsa_layers.families.model import CheckpointModel
+from dsa_layers.parallel.cuts import cuts_of
+from dsa_layers.parallel.ranks import ALONE, Ranks
+
+# Of a GPU's free memory for activations, scores, graphs and compiled kernels: passes over 8192 tokens take about half.
+RESERVE = 10 * 10**9
+Row = dict[str, Any]
+Tell = Callable[[str], None]
+
+
+def shape(model: str, case: str, gpus: int) -> str:
+    return f"{model} {case}, {gpus} GPUs"
+
+
+def rank_rows(
+    ranks: Ranks,
+    clock: Clock,
+    models: Sequence[str] = tuple(STACKS),
+    runs: Collection[str] | None = None,
+    layers: int | None = None,
+    done: Collection[str] = (),
+    tell: Tell = lambda step: None,
+) -> Iterator[Row]:
+    """{"shape", "model", "run", "gpus", "layers", "published_layers", "tokens", "ms", "tokens/s", "figure", "memory",
+    "collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"} of all cases, or of `runs`
+    by their names; the last seven are None of a prompt that is computed once.
+
+    layers      of the split model; None: as many as fit into the GPUs' memory with the caches of all cases
+    ms          of a pass, a decoding step as one CUDA graph; of several GPUs the slowest counts, here and below
+    memory      bytes that tensors, weights among them, took at most on a GPU
+    collectives share of the kernels' time on the first GPU that is data from other GPUs and the wait for them
+    shard_ms    the same pass of the same parts with nothing said between GPUs (`without_collectives`), and efficiency
+                is shard_ms / ms
+    few_layers  of a stack that fits on one GPU: one_gpu_ms on the first GPU alone, few_ms split over all, and speedup
+                is one_gpu_ms / few_ms
+    """
+    for name in models:
+        todo = [case for case in cases(name) if shape(name, case.name, ranks.size) not in done]
+        todo = [case for case in todo if runs is None or case.name in runs]
+        if todo:
+            yield from _of_model(name, todo, ranks, clock, layers, tell)
+
+
+def layers_that_fit(name: str, gpus: int, memory: int, tokens: int) -> int:
+    """How many layers of a model, at most its own, fit into so much memory of each of some GPUs with a cache of so many
+    tokens. ValueError where none does."""
+
+    def needed(layers: int) -> int:
+        model = skeleton(name, **with_layers(name, layers))
+        return plan(model.config, model.precision, gpus).bytes(tokens) + RESERVE
+
+    # Of fewer than three layers no kind of them could be left out.
+    most = published_layers(name)
+    found = bisect_right(range(3, most + 1), memory, key=needed) + 2
+    if found < 3:
+        raise ValueError(
+            f"memory: must be at least {needed(3) / 1e9:.1f} GB a GPU for 3 layers of {name} and a cache of {tokens} "
+            f"tokens on {gpus} GPUs, got {memory / 1e9:.1f} GB"
+        )
+    return found
+
+
+def _of_model(
+    name: str, todo: Sequence[Case], ranks: Ranks, clock: Clock, layers: int | None, tell: Tell
+) -> Iterator[Row]:
+    compared = [case for case in todo if case.repeats]
+    few, one_gpu, few_ms = STACKS[name][1]["num_hidden_layers"], {}, {}
+    for own, found in ((ALONE, one_gpu), (ranks, few_ms)) if compared else ():
+        model = _drawn(name, own, clock, tell)
+        for case in compared:
+            times = _timed(model, case, clock)
+            # One GPU is one: that others compute the same beside it is of no matter.
+            found[case.name] = (times.max(0).values if own.size > 1 else times[0]).median().item()
+            tell(f"{name} {case.name}, {few} layers on {own.size}: {found[case.name]:.2f} ms")
+        del model
+        _free()
+    if layers is None:
+        layers = layers_that_fit(name, ranks.size, clock.free(), max(case.held for case in todo))
+    model = _drawn(name, ranks, clock, tell, **with_layers(name, layers))
+    for case in todo:
+        row = _measured(model, case, ranks, clock)
+        tell(f"{name} {case.name}, {layers} layers on {ranks.size}: {row['ms']:.2f} ms, shard {row['shard_ms']}")
+        row |= {"shape": shape(name, case.name, ranks.size), "model": name, "run": case.name, "gpus": ranks.size}
+        row |= {"layers": layers, "published_layers": published_layers(name), "tokens": case.tokens}
+        rate = case.tokens / row["ms"] * 1e3
+        row |= {"tokens/s": rate, "figure": f"{rate:.0f} tokens/s"}
+        row |= dict.fromkeys(("few_layers", "few_ms", "one_gpu_ms", "speedup"))
+        if case.repeats:
+            row |= {"few_layers": few, "few_ms": few_ms[case.name], "one_gpu_ms": one_gpu[case.name]}
+            row["speedup"] = one_gpu[case.name] / few_ms[case.name]
+        yield row
+    del model
+    _free()
+
+
+def _drawn(name: str, own: Ranks, clock: Clock, tell: Tell, **fields: Any) -> CheckpointModel:
+    """This rank's part of a stack; what no rank shares is the same on all."""
+    model = stack(name, clock.device, ranks=own, **fields)
+    cut = cuts_of(skeleton(name, **fields), own.size, blocks=True)
+    whole = {key: _sum_of_bytes(x) for key, x in model.state_dict().items() if key not in cut}
+    for rank, theirs in enumerate(clock.everyones(whole)):
+        if differ := [key for key in whole if whole[key] != theirs[key]]:
+            raise RuntimeError(f"{differ[0]} is not the same on rank {rank}, of {len(differ)} tensors that should be")
+    weights = sum(x.nbytes for x in model.state_dict().values())
+    tell(f"{name}, {model.config.num_hidden_layers} layers on {own.size}: drawn, {weights / 1e9:.1f} GB a GPU")
+    return model
+
+
+def _sum_of_bytes(x: torch.Tensor) -> int:
+    return int(x.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
+
+
+def _timed(model: CheckpointModel, case: Case, clock: Clock) -> torch.Tensor:
+    torch.manual_seed(0)
+    run = case.make(model)
+    run.timed()
+    times = clock.times(run.timed, case.repeats)
+    del run
+    _free()
+    return times
+
+
+def _measured(model: CheckpointModel, case: Case, ranks: Ranks, clock: Clock) -> Row:
+    row = _together(model, case, clock)
+    _free()
+    row |= dict.fromkeys(("shard_ms", "efficiency"))
+    if case.repeats:
+        with without_collectives(model, ranks):
+            row["shard_ms"] = _timed(model, case, clock).max(0).values.median().item()
+        row["efficiency"] = row["shard_ms"] / row["ms"]
+    return row
+
+
+def _together(model: CheckpointModel, case: Case, clock: Clock) -> Row:
+    clock.forget_peak()
+    torch.manual_seed(0)  # caches of all ranks begin with the same bytes
+    run, logits = case.make(model), []
+
+    def call() -> None:
+        logits[:] = [run.timed()]
+
+    if case.repeats:
+        call()
+    times = clock.times(call, max(case.repeats, 1))
+    row = {"ms": times.max(0).values.median().item(), "memory": clock.peak(), "collectives": None}
+    _check_same(logits[0], case, clock)
+    if case.repeats:
+        row["collectives"] = collectives.share(events_of(lambda: (clock.meet(), call()), host=False))
+    return row
+
+
+def _check_same(logits: torch.Tensor, case: Case, clock: Clock) -> None:
+    found = clock.everyones(zlib.crc32(logits.cpu().contiguous().view(torch.uint8).numpy()))
+    if len({*found}) > 1:
+        raise RuntimeError(f"{case.name}: ranks have computed other logits, with checksums {found}")
+
+
+def seconds_told() -> Tell:
+    """Tells each step with the seconds since the one before, on the standard error."""
+    import sys
+
+    last = time.monotonic()
+
+    def tell(step: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        print(f"{now - last:6.1f} s  {step}", file=sys.stderr, flush=True)
+        last = now
+
+    return tell
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,18 @@
+"""`python -m dsa_bench.e2e.parallel` on a CPU: small models, gloo, and a host's clock."""
+
+import sys
+
+from dsa_bench.e2e import parallel
+from dsa_layers.parallel.process_group import join
+from tests.bench import parallel_ranks
+
+COMMAND = (sys.executable, "-m", "tests.bench.parallel_command")
+
+if __name__ == "__main__":
+    parallel_ranks.make_small()
+    parallel.COMMAND = COMMAND
+    parallel.join = lambda device: join("cpu")
+    parallel.Clock = lambda ranks, device: parallel_ranks.HostClock(ranks)
+    parallel._check_gpus = lambda parser, gpus: None
+    parallel._compile = lambda args, tell: tell("compiled")
+    sys.exit(parallel.main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""Ranks of the benchmark of several GPUs on a CPU, with a clock of the host and the smallest stacks."""
+
+import time
+
+import torch
+
+from dsa_bench.e2e import parallel_cases, parallel_rows, stacks
+from dsa_bench.e2e.clock import Clock
+from tests.bench.small_stacks import FEWER, SMALL
+
+# A prompt of whole rows, of shared ones, and one that is computed once.
+PROMPTS, SEQUENCES, CONTEXT = {40: 2, 260: 1, 300: 0}, (1, 3), 200
+
+
+class HostClock(Clock):
+    """Stands for the GPUs' clocks and memory."""
+
+    def __init__(self, ranks):
+        self._ranks, self.device, self._met = ranks, torch.device("cpu"), torch.zeros(1)
+
+    def times(self, call, repeats):
+        found = []
+        for _ in range(repeats):
+            self.meet()
+            started = time.perf_counter()
+            call()
+            found.append(1000 * (time.perf_counter() - started))
+        return torch.tensor(self.everyones(found))
+
+    def forget_peak(self):
+        pass
+
+    def peak(self):
+        return max(self.everyones(10**9 + self._ranks.rank))
+
+    def free(self):
+        return min(self.everyones(10**15))
+
+
+def events_of(call, *, host):
+    assert not host
+    call()
+    names = ("ncclDevKernel_AllReduce", "work", "ncclDevKernel_SendRecv")
+    return [{"cat": "kernel", "name": name, "ts": i, "dur": 3.0 - i} for i, name in enumerate(names)]
+
+
+def layers_that_fit(name, gpus, memory, tokens):
+    assert (gpus, memory, tokens) == (2, 10**15, {"V3.2": 200, "V4-Flash": 600}[name])
+    return 3
+
+
+def make_small():
+    """In this process all stacks and cases are small, and nothing is profiled."""
+    for name, (file, fields) in stacks.STACKS.items():
+        stacks.STACKS[name] = (file, fields | SMALL | FEWER[name] | stacks.with_layers(name, 3))
+    parallel_cases.PROMPTS, parallel_cases.SEQUENCES, parallel_cases.CONTEXT = PROMPTS, SEQUENCES, CONTEXT
+    parallel_cases.CHUNK, parallel_cases.STEP_REPEATS = 270, 1
+    parallel_rows.events_of = events_of
+    parallel_rows.layers_that_fit = layers_that_fit
+
+
+def rows(ranks, options):
+    """(rows, what was told) of a rank."""
+    make_small()
+    told = []
+    return [*parallel_rows.rank_rows(ranks, HostClock(ranks), tell=told.append, **options)], told
+
+
+def rows_of_other_weights(ranks, options):
+    """The same where the ranks' generators give other numbers."""
+    make_small()
+    draw = stacks._draw
+
+    def drawn(name, values, *rest):
+        draw(name, values, *rest)
+        if name.endswith("gate.weight"):
+            values.mul_(1 + ranks.rank)
+
+    stacks._draw = drawn
+    return _error(ranks, options)
+
+
+def rows_of_other_logits(ranks, options):
+    """The same where one of them computes other logits."""
+    make_small()
+    prefill = parallel_cases.prefill
+
+    def make(model, **given):
+        run = prefill(model, **given)
+        return parallel_cases.Run(lambda: run.timed() + ranks.rank, run.launched)
+
+    parallel_cases.prefill = make
+    return _error(ranks, options)
+
+
+def _error(ranks, options):
+    try:
+        list(parallel_rows.rank_rows(ranks, HostClock(ranks), **options))
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def clock_of_stubs(ranks, _):
+    """What the clock says of two calls, where the GPUs' events are a host's counter that goes faster on later ranks;
+    and the order of what it did."""
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("record")
+            self.at = len(done)
+
+        def elapsed_time(self, later):
+            return (later.at - self.at) * (1.0 + ranks.rank)
+
+    for name, stub in {
+        "Event": Event,
+        "synchronize": lambda: done.append("synchronize"),
+        "max_memory_allocated": lambda device: (300 << 20) + ranks.rank,
+        "mem_get_info": lambda device: (1000 - ranks.rank, 2000),
+        "reset_peak_memory_stats": lambda device: done.append("reset"),
+    }.items():
+        setattr(torch.cuda, name, stub)
+    clock = Clock(ranks, torch.device("cpu"))
+    meet = clock.meet
+    clock.meet = lambda: (done.append("meet"), meet())
+    clock.forget_peak()
+    return clock.times(lambda: done.append("call"), 2), clock.peak(), clock.free(), done

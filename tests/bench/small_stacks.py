@@ -1,0 +1,10 @@
+"""The stacks' published fields with sizes for a CPU, which two ranks can share."""
+
+SMALL = {"hidden_size": 256, "moe_intermediate_size": 256, "n_routed_experts": 8, "vocab_size": 512}
+SMALL |= {"num_experts_per_tok": 2, "q_lora_rank": 128}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 256}
+FEWER = {
+    "V3.2": HEADS | {"n_group": 2, "topk_group": 1},
+    "V4-Flash": {"num_attention_heads": 8, "o_groups": 2, "o_lora_rank": 128},
+    "GLM-5": HEADS | {"eos_token_id": 1, "pad_token_id": 0},
+}

@@ -1,0 +1,142 @@
+"""The benchmark of several GPUs as a command and as a library, its table, its picture and its document."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dsa_bench.e2e import bars, parallel, parallel_document, parallel_plot, parallel_table
+from dsa_bench.e2e.parallel_rows import shape
+from dsa_bench.e2e.stacks import STACKS
+from tests.bench import parallel_command
+
+RUNS = ["prefill 40", "prefill 260", "prefill 300", "decode 1 x 200", "decode 3 x 200"]
+
+ROW = {"shape": "V4-Flash decode 1 x 8192, 2 GPUs", "model": "V4-Flash", "run": "decode 1 x 8192", "gpus": 2}
+ROW |= {"layers": 43, "published_layers": 43, "tokens": 1, "ms": 8.0, "tokens/s": 125.0, "figure": "125 tokens/s"}
+ROW |= {"memory": 80e9, "collectives": 0.125, "shard_ms": 7.0, "efficiency": 0.875}
+ROW |= {"few_layers": 5, "few_ms": 1.0, "one_gpu_ms": 1.1, "speedup": 1.1}
+ONCE = (
+    ROW
+    | {"run": "prefill 1048576", "layers": 30}
+    | dict.fromkeys(("collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"))
+)
+ENTRY = {"unverified": None, "bench": [ROW, ONCE, ROW | {"model": "V3.2", "layers": 20, "published_layers": 61}]}
+ENTRY |= {"device": "2 x a GPU", "date": "2026-11-25", "commit": "abc", "torch": "2.11", "dsl": "4.8"}
+
+
+def test_rows_come_from_processes_of_their_own(monkeypatch):
+    monkeypatch.setattr(parallel, "COMMAND", parallel_command.COMMAND)
+    done = [shape(model, run, 2) for model in STACKS for run in RUNS if (model, run) != ("V3.2", "decode 1 x 200")]
+    (row,) = parallel.rows(done=done)
+    assert (row["shape"], row["layers"]) == (shape("V3.2", "decode 1 x 200", 2), 3)
+
+
+def test_the_command_prints_rows_and_a_table():
+    call = [*parallel_command.COMMAND, "--models", "GLM-5", "--runs", "prefill 40", "--layers", "3"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    row, head, line = done.stdout.splitlines()
+    assert [head, line] == [parallel_table.head(), parallel_table.line(json.loads(row))]
+    assert " s  compiled" in done.stderr and "GLM-5, 3 layers on 2: drawn" in done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_processes_that_fail_after_some_rows(code, monkeypatch):
+    script = f"print('A line.'); print('{{\"shape\": \"a\"}}', flush=True); import sys; sys.exit({code})"
+    monkeypatch.setattr(parallel, "COMMAND", (sys.executable, "-c", script))
+    rows = parallel.rows()
+    assert next(rows) == {"shape": "a"}
+    if code:
+        with pytest.raises(RuntimeError, match="--gpus 2 ended with 3"):
+            next(rows)
+    assert next(rows, None) is None
+
+
+def test_nobody_wants_the_rest(monkeypatch):
+    """Then its processes end."""
+    script = "import time; print('{}', flush=True); time.sleep(600)"
+    monkeypatch.setattr(parallel, "COMMAND", (sys.executable, "-c", script))
+    rows = parallel.rows()
+    assert next(rows) == {}
+    rows.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "1"], "--gpus: must be at least 2, got 1"),
+        (["--models", "V5"], "argument --models: invalid choice: 'V5'"),
+        (["--runs", "prefill 5"], "argument --runs: invalid choice: 'prefill 5'"),
+        ([], "a benchmark needs a GPU with kernels: "),
+    ],
+)
+def test_wrong_calls(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "there is none")
+    with pytest.raises(SystemExit):
+        parallel.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_more_gpus_than_there_are(capsys, monkeypatch):
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        parallel.main(["--gpus", "4"])
+    assert "--gpus: must be at most the 2 that torch sees, got 4" in capsys.readouterr().err
+
+
+def test_lines():
+    assert parallel_table.line(ROW).split()[:4] == ["V4-Flash", "43", "of", "43"]
+    assert parallel_table.line(ROW).endswith("12.5%        0.88      1.10; speedup is to be 1.15")
+    assert parallel_table.line(ONCE).endswith("80.0") and "30 of 43" in parallel_table.line(ONCE)
+    assert len(parallel_table.head()) == len(parallel_table.line(ROW).partition(";")[0])
+
+
+def test_bars():
+    assert bars.missed(ROW) == {"speedup": 1.15} and bars.missed(ROW | {"speedup": 1.15, "efficiency": 0.8}) == {}
+    assert bars.missed(ROW | {"run": "decode 8 x 8192", "efficiency": 0.1}) == bars.missed(ONCE) == {}
+    assert bars.missed(ROW | {"gpus": 8}) == {}
+    assert bars.missed(ROW | {"run": "prefill 32768"}) == {"speedup": 1.6}
+
+
+def test_the_document_is_written_from_an_entry(tmp_path):
+    receipt, doc = tmp_path / "receipt.json", tmp_path / "parallel.md"
+    receipt.write_text(json.dumps({"sm_90": {"parallel": ENTRY}, "sm_100": {}}))
+    doc.write_text(f"Before.\n{parallel_document.BEGIN}\nold\n{parallel_document.END}\nAfter.\n")
+    parallel_document.main(receipt, doc)
+    text = doc.read_text()
+    assert text.startswith("Before.") and text.endswith("After.\n") and "old" not in text
+    assert "Measured on 2 x a GPU, torch 2.11, CuTe DSL 4.8, on 2026-11-25, of commit abc." in text
+    assert "2 GPUs, all 43 layers; speed-up over one GPU of 5 layers." in text and "2 GPUs, 20 of 61 layers" in text
+    lines = text.splitlines()
+    assert "| decode 1 x 8192 | 8.00 | 125 | 80.0 | 12% | 7.00 | 0.88 | 1.10 | 1.10 |" in lines
+    assert "| prefill 1048576 | 8.00 | 125 | 80.0 |  |  |  |  |  |" in lines
+    assert lines.count("- decode 1 x 8192 is to have a speed-up of 1.15 and has 1.10.") == 2
+    assert (tmp_path / parallel_document.PICTURE).read_bytes().startswith(b"\x89PNG")
+    parallel_document.main(receipt, doc)
+    assert doc.read_text() == text
+
+
+def test_the_document_of_what_has_not_run(tmp_path):
+    receipt, doc = tmp_path / "receipt.json", tmp_path / "parallel.md"
+    receipt.write_text(json.dumps({"sm_90": {"parallel": {"unverified": "has not run on two GPUs"}}}))
+    doc.write_text(f"{parallel_document.BEGIN}{parallel_document.END}")
+    parallel_document.main(receipt, doc)
+    assert "Nothing is measured on this code: has not run on two GPUs." in doc.read_text()
+    assert not (tmp_path / parallel_document.PICTURE).exists()
+    with pytest.raises(ValueError, match=r"arch: must be one of sm_90, .* got sm_100"):
+        parallel_document.main(receipt, doc, "sm_100")
+
+
+def test_a_document_without_marks_or_rows_is_refused():
+    with pytest.raises(ValueError, match="text: must have the lines"):
+        parallel_document.inserted("no marks", ENTRY)
+    with pytest.raises(ValueError, match="entry: must have rows"):
+        parallel_document.generated(ENTRY | {"bench": []})
+
+
+def test_the_picture_needs_comparisons_alone(tmp_path):
+    parallel_plot.write_png([ROW, ONCE, ROW | {"model": "V3.2"}], tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").stat().st_size > 1000

@@ -1,0 +1,144 @@
+"""The benchmark of models on several GPUs: two processes on a CPU, a host's clock in the place of the GPUs'."""
+
+import json
+
+import pytest
+import torch
+
+from dsa_bench.e2e import collectives
+from dsa_bench.e2e.parallel_cases import cases, names
+from dsa_bench.e2e.parallel_kernels import asked
+from dsa_bench.e2e.parallel_rows import RESERVE, layers_that_fit, shape
+from dsa_bench.e2e.silent import without_collectives
+from dsa_bench.e2e.stacks import STACKS, skeleton, stack, with_layers
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.gpu_plan import plan
+from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.parallel.rows import SharedRows
+from tests.bench import parallel_ranks
+from tests.bench.small_stacks import FEWER, SMALL
+from tests.layers.parallel.processes import in_ranks
+
+RUNS = ["prefill 40", "prefill 260", "prefill 300", "decode 1 x 200", "decode 3 x 200"]
+OFTEN = [run for run in RUNS if run != "prefill 300"]
+
+
+def test_rows_of_two_ranks():
+    """Both ranks compute the same rows, in which every figure follows from the others."""
+    done = [shape("V3.2", run, 2) for run in RUNS if run != RUNS[3]]
+    options = {"models": ["V3.2", "V4-Flash"], "runs": RUNS, "done": done}
+    (first, told), (second, _) = in_ranks(2, parallel_ranks.rows, options)
+    assert first == second and json.loads(json.dumps(first)) == first
+    assert [row["shape"] for row in first] == [shape("V3.2", RUNS[3], 2)] + [shape("V4-Flash", run, 2) for run in RUNS]
+    for row in first:
+        published = {"V3.2": 61, "V4-Flash": 43}[row["model"]]
+        assert (row["gpus"], row["layers"], row["published_layers"]) == (2, 3, published)
+        assert row["memory"] == 10**9 + 1 and row["ms"] > 0
+        assert row["tokens"] == int(row["run"].split()[1])
+        assert row["tokens/s"] == pytest.approx(row["tokens"] / row["ms"] * 1e3)
+        assert row["figure"] == f"{row['tokens/s']:.0f} tokens/s"
+        if row["run"] not in OFTEN:
+            assert row["collectives"] is row["efficiency"] is row["speedup"] is row["shard_ms"] is None
+            continue
+        assert row["collectives"] == 1 / 3 and row["few_layers"] == 3
+        assert row["efficiency"] == row["shard_ms"] / row["ms"]
+        assert row["speedup"] == row["one_gpu_ms"] / row["few_ms"]
+    assert told[0].startswith("V3.2, 3 layers on 1: drawn")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (parallel_ranks.rows_of_other_weights, "layers.1.mlp.gate.weight is not the same on rank"),
+        (parallel_ranks.rows_of_other_logits, "prefill 40: ranks have computed other logits"),
+    ],
+)
+def test_ranks_that_compute_different_models_are_found(function, message):
+    for error in in_ranks(2, function, {"models": ["V3.2"], "runs": ["prefill 40"], "layers": 3}):
+        assert message in error
+
+
+def test_the_clock_of_all_ranks():
+    for times, peak, free, done in in_ranks(2, parallel_ranks.clock_of_stubs, None):
+        assert torch.equal(times, torch.tensor([[2.0, 2.0], [4.0, 4.0]]))
+        assert peak == (44 << 20) + 1 and free == 999
+        # The hosts run ahead: what waits for the GPUs comes once, at the end.
+        assert done == ["reset", *2 * ["meet", "record", "call", "record"], "synchronize"]
+
+
+def test_cases():
+    assert [case.name for case in cases("V4-Flash")][:4] == [f"prefill {n}" for n in (4096, 32768, 131072, 1048576)]
+    assert "prefill 1048576" not in [case.name for model in ("V3.2", "GLM-5") for case in cases(model)]
+    assert [case.repeats for case in cases("V4-Flash")] == [10, 3, 1, 0, *5 * [20]]
+    assert {case.held for case in cases("V3.2")} == {4096, 32768, 131072} | {n * 8192 for n in (1, 8, 32, 128, 256)}
+    assert len(names()) == 9
+
+
+def test_layers_that_fit():
+    """All of V4-Flash on two GPUs of 141 GB; and a layer more with the memory of a layer more."""
+    assert layers_that_fit("V4-Flash", 2, 140 * 10**9, 256 * 8192) == 43
+    assert layers_that_fit("V4-Flash", 2, 80 * 10**9, 256 * 8192) < 36
+    model = skeleton("V3.2", **with_layers("V3.2", 9))
+    enough = plan(model.config, model.precision, 2).bytes(2**20) + RESERVE
+    assert enough - RESERVE > sum(x.nbytes for x in model.state_dict().values()) / 2
+    assert [layers_that_fit("V3.2", 2, memory, 2**20) for memory in (enough, enough - 1)] == [9, 8]
+    with pytest.raises(ValueError, match=r"memory: must be at least \d+\.\d GB a GPU for 3 layers of V3.2 .*, got 9.0"):
+        layers_that_fit("V3.2", 2, 9 * 10**9, 8192)
+
+
+def test_kernels_that_are_asked_for():
+    """Every pass of every part gets up to its launches, with the sizes of 2 and of 8 GPUs."""
+    of_two = asked([*STACKS], None, 2)
+    functions = {variant.function for variant in of_two}
+    assert {"compile_mha_varlen_fwd", "compile_fp8_paged_mqa_logits", "compile_topk_indices"} < functions
+    assert len(asked(["V3.2"], ["decode 1 x 8192"], 2)) < len(of_two) / 2
+    assert asked(["V3.2"], ["prefill 1048576"], 2) == []
+    assert asked(["GLM-5"], None, 8)
+
+
+def kernel(name, ts, ms, kind="kernel"):
+    return {"cat": kind, "name": name, "ts": ts, "dur": 1000 * ms}
+
+
+def test_the_share_of_collectives():
+    """Of what comes behind the collective at which ranks begin together."""
+    sum_kernel = "void (anonymous namespace)::one_shot_all_reduce_kernel<c10::BFloat16, 16, 2>(unsigned int**)"
+    events = [
+        *(kernel("fill", 0, 50.0), kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(args)", 1, 90.0)),
+        *(kernel(sum_kernel, 30, 1.0), kernel("gemm", 20, 4.0), kernel("Memset", 40, 1.0, "gpu_memset")),
+        *(kernel("ncclDevKernel_SendRecv(args)", 50, 2.0), kernel("not_nccl", 60, 2.0)),
+        *(kernel("nccl:all_reduce", 70, 99.0, "cpu_op"), {"cat": "cuda_runtime", "name": "cudaLaunchKernel"}),
+    ]
+    assert collectives.share(events) == collectives.share(events[::-1]) == 3 / 10
+    with pytest.raises(ValueError, match="events: must have kernels behind a collective, got 1 in 2 events"):
+        collectives.share([kernel("gemm", 0, 1.0), {"cat": "cpu_op", "name": "nccl", "ts": 0, "dur": 1}])
+
+
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("count", [300, 30])
+def test_a_part_by_itself(name, rank, count):
+    """It computes without others, from tokens of all numbers, and is as it was afterwards."""
+    ranks = Ranks(rank, 2)
+    model = stack(name, "cpu", ranks=ranks, **SMALL, **FEWER[name])
+    before = SharedRows.gather, SharedRows.sum
+    for tokens in (torch.arange(count), torch.arange(count) + 512 - count):
+        with torch.inference_mode(), without_collectives(model, ranks):
+            logits = model(tokens, SequenceBatch.without_cache([count]), all_tokens=True)
+        assert logits.shape == (count, 256) and logits.isfinite().all()
+        # Different tokens are different rows, as those that a rank owns are.
+        assert len(logits.unique(dim=0)) >= count // 2
+    assert (SharedRows.gather, SharedRows.sum) == before
+    assert all(module.ranks is ranks for module in model.modules() if hasattr(module, "ranks"))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_own_rows_stand_for_all():
+    ranks = Ranks(1, 3)
+    rows = SharedRows(ranks, 301)
+    numbers = rows.own(torch.arange(301))
+    with without_collectives(torch.nn.Linear(1, 1), ranks):
+        (whole,) = rows.gather(numbers)
+        assert torch.equal(rows.sum(torch.arange(301)), numbers)
+    assert {*whole.tolist()} == {*numbers.tolist()} and len(whole) == 301
+    assert whole[:150].max() < 150 <= whole[150:].min()
