@@ -73,7 +73,7 @@ def test_passes_are_those_of_one_process(checkpoints, multi_head):
         with form(multi_head):
             alone = passes(load_model(directory, **FLOAT))
         apart = (shared - alone).abs().amax(1) / alone.abs().max()
-        assert (apart > 2e-5).sum() <= 3, model  # near ties: other keys are selected now and then
+        assert (apart > 5e-5).sum() <= 3, model  # near ties: other keys are selected now and then
 
 
 def test_quantised_passes_have_the_bits_of_whole_rows(checkpoints):
