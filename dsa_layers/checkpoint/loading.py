@@ -1,9 +1,8 @@
 """From a checkpoint directory to a model that is ready to run."""
 
-import contextlib
 import hashlib
+import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -21,7 +20,7 @@ from dsa_layers.checkpoint.plan import PACKED, SCALE_SUFFIX
 from dsa_layers.checkpoint.stored_parts import Stored, parts_of_rank
 from dsa_layers.errors import CheckpointError
 from dsa_layers.families.config import read_config
-from dsa_layers.families.model import CheckpointModel
+from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision, check_device
 from dsa_layers.families.registry import family
 from dsa_layers.families.unfilled import unfilled
@@ -29,6 +28,7 @@ from dsa_layers.hub import checkpoint_directory
 from dsa_layers.layers import joint_linear
 from dsa_layers.parallel.ranks import Ranks, ranks_of
 from dsa_layers.parallel.split import split
+from dsa_layers.parallel.together import together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,62 +77,52 @@ def load_model(
     ranks = ranks_of(mesh)
     if trainable and ranks.size > 1:
         raise ValueError(f"trainable: a part of a model takes no gradient; accepted on one rank, got {ranks.size}")
-    directory = checkpoint_directory(directory)
-    config = read_config(directory)
-    precision = Precision.of(config, dtype, dequantize=dequantize, kv_cache=kv_cache)
-    if trainable and precision.fp8_linear:
-        raise ValueError("trainable: FP8 weights take no gradient; accepted with dequantize=True, got dequantize=False")
-    check_quantised_sizes(config, precision, Path(directory) / "config.json")
-    checkpoint = Checkpoint(directory)
-    check_layers(config, checkpoint)
-    if ranks.size > 1:
-        ranks.check_same(_facts(checkpoint, device))
-    if precision.fp8_linear and not widen_experts and holds_fp4_experts(checkpoint):
-        precision = replace(precision, fp4_experts=True)
-    of_family = family(config.model_type)
-    with unfilled():
-        model = of_family.model(config, precision)
-        if drafter:
-            check_drafter(of_family, model, checkpoint)
-            model.drafter = of_family.drafter(model)
+    with together(ranks, CheckpointError) as facts:
+        directory = checkpoint_directory(directory)
+        config = read_config(directory)
+        precision = Precision.of(config, dtype, dequantize=dequantize, kv_cache=kv_cache)
+        if trainable and precision.fp8_linear:
+            accepted = "accepted with dequantize=True, got dequantize=False"
+            raise ValueError(f"trainable: FP8 weights take no gradient; {accepted}")
+        check_quantised_sizes(config, precision, Path(directory) / "config.json")
+        checkpoint = Checkpoint(directory)
+        check_layers(config, checkpoint)
+        if precision.fp8_linear and not widen_experts and holds_fp4_experts(checkpoint):
+            precision = replace(precision, fp4_experts=True)
+        model = _unfilled_model(config, precision, checkpoint if drafter else None)
+        names = {"skip": model.skips, "name_of": model.name_of}
+        names["parts_of"] = partial(split_experts, experts=config.n_routed_experts)
+        if ranks.size > 1:
+            facts |= _facts(checkpoint, precision, device)
+            cuts = split(model, ranks, blocks=config.quantization is not None)
+            names["name_of"] = lambda stored: Stored(model.name_of(stored))
+            names["parts_of"] = partial(parts_of_rank, cuts, config.n_routed_experts, ranks)
     progress = progress and ranks.rank == 0
     if config.num_nextn_predict_layers and progress and not drafter:
         print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
-    names = {"skip": model.skips, "name_of": model.name_of}
-    names["parts_of"] = partial(split_experts, experts=config.n_routed_experts)
-    if ranks.size > 1:
-        cuts = split(model, ranks, blocks=config.quantization is not None)
-        names["name_of"] = lambda stored: Stored(model.name_of(stored))
-        names["parts_of"] = partial(parts_of_rank, cuts, config.n_routed_experts, ranks)
     learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad and trainable]
-    with _raised_on_all(ranks):
+    with together(ranks, CheckpointError):
         load_weights(model, checkpoint, device=device, progress=progress, **names)
         check_values(model, checkpoint.directory)
-    model.init_buffers(device)
-    joint_linear.join(model)
+        model.init_buffers(device)
+        joint_linear.join(model)
     for name in learned:
         model.get_parameter(name).requires_grad_(True)
     return model.train(trainable)
 
 
-@contextlib.contextmanager
-def _raised_on_all(ranks: Ranks) -> Iterator[None]:
-    """What one rank raises all raise: a CheckpointError that names it."""
-    error = None
-    try:
-        yield
-    except (CheckpointError, RuntimeError, MemoryError) as caught:  # the latter two of a GPU or a host without room
-        error = caught
-    problem = ranks.first_problem(None if error is None else str(error) or "out of memory")
-    if error is not None and (ranks.size == 1 or isinstance(error, CheckpointError)):
-        raise error
-    if error is not None:  # of one kind on all ranks, so that all end alike
-        raise CheckpointError(str(error) or "out of memory") from error
-    if problem is not None:
-        raise CheckpointError(f"{problem[1]} (rank {problem[0]})")
+def _unfilled_model(config: ModelConfig, precision: Precision, drafted: Checkpoint | None) -> CheckpointModel:
+    """On the meta device. drafted: the checkpoint whose drafter it gets, if any."""
+    of_family = family(config.model_type)
+    with unfilled():
+        model = of_family.model(config, precision)
+        if drafted is not None:
+            check_drafter(of_family, model, drafted)
+            model.drafter = of_family.drafter(model)
+    return model
 
 
-def _facts(checkpoint: Checkpoint, device: torch.device) -> dict[str, str]:
+def _facts(checkpoint: Checkpoint, precision: Precision, device: torch.device) -> dict[str, str]:
     """What parts of one model have in common, by names that a message can have."""
     tensors = {name: (info.dtype, info.shape) for name, info in sorted(checkpoint.tensors.items())}
     config = (checkpoint.directory / "config.json").read_bytes()
@@ -142,6 +132,9 @@ def _facts(checkpoint: Checkpoint, device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "checkpoint": f"one of digest {digest}",
+        "precision": str(precision),
+        "backend": dsa.backend() if device.type == "cuda" else "reference",
+        "DSA_COMPARE_RANKS": os.environ.get("DSA_COMPARE_RANKS", "unset"),
     }
 
 

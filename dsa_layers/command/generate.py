@@ -125,8 +125,7 @@ def run(args: argparse.Namespace) -> int:
         generator = Generator(model, tokenizer, cuda_graphs=not args.stats, draft_tokens=args.draft, **sizes)
         encoded = encode_prompts(texts, tokenizer, model.config.vocab_size)
         with counting as keys:
-            sampling = on_gpus.own_seeds(ranks, params, len(prompts))
-            events = generator.stream(encoded, sampling)
+            events = generator.stream(encoded, params)
             completions = _stream(args, events, encoded, params, prompts, shown, loaded)
     except (OutOfPages, ValueError) as error:
         raise ValueError(_in_options(str(error), prompts)) from None

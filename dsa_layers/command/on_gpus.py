@@ -3,10 +3,8 @@
 import argparse
 import contextlib
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from dsa_layers import options
@@ -14,7 +12,6 @@ from dsa_layers.command.streams import say_json
 from dsa_layers.parallel.environment import started_ranks
 
 if TYPE_CHECKING:
-    from dsa_layers.generation.sampling import SamplingParams
     from dsa_layers.parallel.ranks import Ranks
 
 Value = TypeVar("Value")
@@ -118,14 +115,6 @@ def agreed(ranks: "Ranks | None", make: Callable[[], Value]) -> Value:
     from dsa_layers.parallel.process_group import agreed
 
     return agreed(ranks, make)
-
-
-def own_seeds(ranks: "Ranks | None", params: "SamplingParams", prompts: int) -> "SamplingParams | list[SamplingParams]":
-    """What each prompt is sampled by: without a seed another one for each prompt, and the same on all ranks."""
-    if ranks is None or params.seed is not None:
-        return params
-    seeds = agreed(ranks, lambda: [random.SystemRandom().getrandbits(63) for _ in range(prompts)])
-    return [replace(params, seed=seed) for seed in seeds]
 
 
 def _on_gpu(args: argparse.Namespace) -> bool:

@@ -1,11 +1,14 @@
 """Text generation: prompts of different lengths, packed without padding, over a paged cache."""
 
 import contextlib
+import hashlib
+import random
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import GeneratorType
 
 import torch
@@ -22,9 +25,12 @@ from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.generation.prompts import encode_prompts
 from dsa_layers.generation.results import Completion, FinishReason, Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import RunningSequence
-from dsa_layers.generation.sampling import SamplingParams, sample, sample_drafted
+from dsa_layers.generation.sampling import SamplingParams, random_stream, sample, sample_drafted
 from dsa_layers.generation.stop_strings import StopStrings
 from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.parallel.process_group import agreed
+from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.together import together
 
 GREEDY = SamplingParams()
 
@@ -91,6 +97,10 @@ class Generator:
     until the first has ended: it cannot wait, since a stream goes on only when its reader asks for the next event, and
     that reader may be the very thread that would wait. `close_stream` ends a stream that nobody reads any more.
     Threads that share a generator take turns by a lock of their own, or send their prompts in one call.
+
+    Of a model that several ranks have parts of (load_model's mesh), all ranks make the same calls: others are refused,
+    and seeds that are not given are the first rank's. An error within a pass leaves the other ranks waiting for this
+    one: it has to end them.
     """
 
     def __init__(
@@ -126,14 +136,15 @@ class Generator:
         pages = -(-cache_tokens // page_size)
         # Each sequence has a page or more. Beside these a state slot and pages for its tokens are DecodeStep's own.
         own_pages = -(-(1 + self._drafts) // page_size)
-        self.cache = self._make_cache(pages + own_pages, page_size, min(max_sequences, pages) + 1)
         capture = flag("cuda_graphs", cuda_graphs)
-        self._decode = DecodeStep(model, self.cache, drafts=self._drafts, capture=capture)
-        self._draft: DraftStep | None = None
-        if self._drafts:
-            capture = capture and model.captures_decode
-            arguments = drafter, self.cache, self._drafts, self._decode.padding, self.device
-            self._draft = DraftStep(*arguments, capture=capture)
+        self._ranks: Ranks = getattr(model, "ranks", ALONE)
+        with together(self._ranks):
+            self.cache = self._make_cache(pages + own_pages, page_size, min(max_sequences, pages) + 1)
+            self._decode = DecodeStep(model, self.cache, drafts=self._drafts, capture=capture)
+            self._draft: DraftStep | None = None
+            if self._drafts:
+                arguments = drafter, self.cache, self._drafts, self._decode.padding, self.device
+                self._draft = DraftStep(*arguments, capture=capture and model.captures_decode)
         self._capacity = pages
         self.throughput = Throughput()
         self._eos = set(model.config.eos_token_ids)
@@ -161,7 +172,8 @@ class Generator:
         on_event: Callable[[TokenEvent], None] | None = None,
     ) -> list[Completion]:
         """Completions of all prompts, in their order. prompts, params: as for `stream`."""
-        encoded = self._encode(prompts)
+        with together(self._ranks):
+            encoded = self._encode(prompts)
         completions = [Completion(len(ids)) for ids in encoded]
         with contextlib.closing(self.stream(encoded, params)) as events:
             for event in events:
@@ -185,7 +197,21 @@ class Generator:
         model's context; OutOfPages for a sequence that the whole cache cannot hold. The first event raises RuntimeError
         while another stream of this generator is open; it may be asked for again once that one has ended.
         """
-        return TokenStream(self, self._sequences(prompts, params))
+        with together(self._ranks) as facts:
+            sequences = self._sequences(prompts, params)
+            if self._ranks.size > 1:
+                facts["prompts"] = _digest([s.tokens for s in sequences])
+                facts["params"] = _digest([s.params for s in sequences])
+        if self._ranks.size > 1:
+            self._share_seeds(sequences)
+        return TokenStream(self, sequences)
+
+    def _share_seeds(self, sequences: list[RunningSequence]) -> None:
+        """Sequences without a seed get the first rank's, or each rank would go on with other tokens."""
+        seeds = agreed(self._ranks, lambda: [random.SystemRandom().getrandbits(63) for _ in sequences])
+        for s, seed in zip(sequences, seeds):
+            if s.params.seed is None:
+                s.random = random_stream(replace(s.params, seed=seed))
 
     def close_stream(self) -> None:
         """End the stream that is open, if there is one."""
@@ -393,3 +419,8 @@ class Generator:
             "activation overflowed"
         )
         return TokenEvent(s.index, None, s.text.finish(), "error", error)
+
+
+def _digest(values: list) -> str:
+    """To be compared with other ranks' in a message."""
+    return f"ones of digest {hashlib.sha256(repr(values).encode()).hexdigest()[:12]}"

@@ -117,7 +117,7 @@ class CompressedAttention(nn.Module):
                 (x,) = rows.gather(x)
             if queries:
                 of_index["rows"] = rows
-            elif self.indexer is not None:
+            elif self.indexer is not None and self._selects(batch):  # by another way of selecting
                 (qr,) = rows.gather(qr)
         else:
             q, *queries = joint_linear.multiply(qr, *readers, cast=cast)
@@ -138,7 +138,11 @@ class CompressedAttention(nn.Module):
             return False
         if inspect.unwrap(getattr(self.indexer, "select", None)) is not COMPRESSED_SELECT:
             return False
-        return decode or batch.entries(self.indexer.compressor.ratio).most > self.indexer.top_k
+        return decode or self._selects(batch)
+
+    def _selects(self, batch: TokenBatch) -> bool:
+        """Whether a sequence has more entries than its tokens attend to."""
+        return batch.entries(self.indexer.compressor.ratio).most > self.indexer.top_k
 
     def _prefill(
         self,

@@ -7,10 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dsa_layers.parallel.ranks import Ranks
-
-# Since torch 2.13 the same has another name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from dsa_layers.parallel.ranks import Ranks, all_gather
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, plan: RowPlan, ranks: Ranks) -> torch.Tensor:
         ctx.plan, ctx.ranks, ctx.own = plan, ranks, len(x)
         parts = x.new_empty(ranks.size * plan.most, *x.shape[1:])
-        _all_gather(parts, _padded(x, plan.most), group=ranks.group)
+        all_gather(parts, _padded(x, plan.most), group=ranks.group)
         return parts.index_select(0, plan.rows)
 
     @staticmethod

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from dsa_layers.parallel.one_shot_sum import one_shot_sum
+from dsa_layers.parallel.one_shot_sum import one_shot_sum, takes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Since torch 2.13 the same has another name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Rows a rank from which on each rank sums its own share of them: all parts of all rows would be more to send.
 SHARED_SUM_ROWS = 16
 
@@ -42,9 +42,10 @@ class Ranks:
         if self.size == 1:
             return x
         x, rows = x.contiguous(), len(x)
-        one_shot = one_shot_sum(self.group, x.device)
-        if one_shot is not None and one_shot.takes(x):
-            return one_shot(x)
+        if self.group is not None and takes(x):
+            one_shot = one_shot_sum(self.group, x.device)
+            if one_shot is not None:
+                return one_shot(x)
         if rows < SHARED_SUM_ROWS * self.size:
             return self.sum_parts(self._gathered(x))
         padded = -(-rows // self.size) * self.size
@@ -70,36 +71,11 @@ class Ranks:
             return x
         return self._gathered(x.contiguous()).movedim(0, -2).flatten(-2)
 
-    def first_problem(self, own: str | None) -> tuple[int, str] | None:
-        """(rank, problem) of the first rank that has one, on all ranks. A part that is loaded by itself, without a
-        process group, hears of its own alone."""
-        problems: list[str | None] = [None] * self.size
-        if self.size > 1 and dist.is_initialized():
-            dist.all_gather_object(problems, own, group=self.group)
-        else:
-            problems[self.rank] = own
-        return next(((rank, problem) for rank, problem in enumerate(problems) if problem is not None), None)
-
-    def check_same(self, facts: dict[str, str]) -> None:
-        """ValueError on all ranks for the first fact, by its name, that one of them has otherwise than the first. A
-        part that is loaded by itself, without a process group, has nobody to ask."""
-        if not dist.is_initialized():
-            return
-        of_ranks: list[dict[str, str]] = [{}] * self.size
-        dist.all_gather_object(of_ranks, facts, group=self.group)
-        for rank, found in enumerate(of_ranks):
-            for name, value in found.items():
-                first = of_ranks[0][name]
-                if value != first:
-                    raise ValueError(
-                        f"{name}: must be the same on all ranks, got {first} on rank 0 and {value} on rank {rank}"
-                    )
-
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """[size, ...]: every rank's x, which is contiguous."""
         parts = x.new_empty(self.size * len(x), *x.shape[1:])
         if x.numel():
-            _all_gather(parts, x, group=self.group)
+            all_gather(parts, x, group=self.group)
         return parts.unflatten(0, (self.size, len(x)))
 
 
@@ -107,10 +83,15 @@ ALONE = Ranks(0, 1)
 
 
 def ranks_of(mesh: "DeviceMesh | Ranks | None") -> Ranks:
-    """Those of a mesh of one dimension; ALONE without one. TypeError for anything else, ValueError for more
-    dimensions."""
-    if mesh is None or isinstance(mesh, Ranks):
-        return mesh or ALONE
+    """Those of a mesh of one dimension; ALONE without one. TypeError for anything else, ValueError for more dimensions
+    and for ranks of which this process is none."""
+    ranks = mesh or ALONE if mesh is None or isinstance(mesh, Ranks) else _of_mesh(mesh)
+    if not 0 <= ranks.rank < ranks.size:  # torch.distributed has -1 for a process outside of the group
+        raise ValueError(f"mesh: this process must be one of its ranks, got rank {ranks.rank} of {ranks.size}")
+    return ranks
+
+
+def _of_mesh(mesh: "DeviceMesh") -> Ranks:
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(mesh, DeviceMesh):

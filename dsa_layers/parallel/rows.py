@@ -5,9 +5,10 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from dsa_layers.batch import packing
 from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.tokens import Tokens
-from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.parallel.ranks import Ranks, all_gather
 
 # New tokens of a pass from which on each rank has its own share of the rows between layers.
 SHARED_ROWS = 256
@@ -37,60 +38,54 @@ class WholeRows(Rows):
 
 class SharedRows(Rows):
     """Each rank has two pieces of the rows, of 2 N about equal ones the one of its number and the one as far from the
-    end: later tokens see more keys, and so all ranks have as many pairs of a query and a key.
-
-    Pieces go from rank to rank directly, as NCCL's and gloo's `all_to_all` sends them, from where they are to where
-    they belong. Sums are those of `Ranks.sum`, bit for bit.
-    """
+    end: later tokens see more keys, and so all ranks have as many pairs of a query and a key. Sums are those of
+    `Ranks.sum`, bit for bit."""
 
     parts = shared = True
 
     def __init__(self, ranks: Ranks, count: int) -> None:
-        self._ranks, self._count = ranks, count
-        pieces = 2 * ranks.size
+        self._ranks, pieces = ranks, 2 * ranks.size
         ends = [count * i // pieces for i in range(pieces + 1)]
         cuts = [slice(*piece) for piece in pairwise(ends)]
         self._pieces = [(cuts[rank], cuts[-1 - rank]) for rank in range(ranks.size)]
+        self._counts = [sum(piece.stop - piece.start for piece in own) for own in self._pieces]
+        self._most = max(self._counts)
+        # Rows by the ranks that have them, and where each row is among the ranks' own, which are padded alike.
+        every = torch.arange(count)
+        self._by_rank = torch.cat([every[piece] for own in self._pieces for piece in own])
+        padded = torch.cat([torch.arange(n) + rank * self._most for rank, n in enumerate(self._counts)])
+        self._places = torch.empty_like(every)
+        self._places[self._by_rank] = padded
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x[piece] for piece in self._pieces[self._ranks.rank]])
 
     def gather(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        own = tuple(x.contiguous() for x in own)
-        whole = tuple(x.new_empty(self._count, *x.shape[1:]) for x in own)
-        sent, received = [], []
-        for x, y in zip(own, whole):
-            for mine, piece in zip(self._split(x, self._ranks.rank), self._pieces[self._ranks.rank]):
-                y[piece] = mine
-                sent += [(mine, peer) for peer in self._others()]
-            received += [(y[piece], peer) for peer in self._others() for piece in self._pieces[peer]]
-        self._exchange(sent, received)
-        return whole
+        return tuple(map(self._gather, own))
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        part, rank = part.contiguous(), self._ranks.rank
-        parts = part.new_empty(self._ranks.size, sum(p.stop - p.start for p in self._pieces[rank]), *part.shape[1:])
-        torch.cat([part[piece] for piece in self._pieces[rank]], out=parts[rank])
-        sent = [(part[piece], peer) for peer in self._others() for piece in self._pieces[peer]]
-        received = [(piece, peer) for peer in self._others() for piece in self._split(parts[peer], rank)]
-        self._exchange(sent, received)
-        return self._ranks.sum_parts(parts)
+        sent = part[self._index("_by_rank", part.device)]
+        own = self._counts[self._ranks.rank]
+        parts = part.new_empty(self._ranks.size * own, *part.shape[1:])
+        dist.all_to_all_single(parts, sent, [own] * self._ranks.size, self._counts, group=self._ranks.group)
+        return self._ranks.sum_parts(parts.unflatten(0, (self._ranks.size, own)))
 
-    def _others(self) -> list[int]:
-        return [peer for peer in range(self._ranks.size) if peer != self._ranks.rank]
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        # Bytes, as the widest numbers that they make: neither NCCL nor indexing knows all of FP8.
+        words = own.contiguous().flatten(1) if own.dim() > 1 else own.contiguous()[:, None]
+        words = words.view(torch.uint8)
+        words = words.view(torch.int32) if words.shape[1] % 4 == 0 else words
+        if len(words) < self._most:
+            words = torch.cat((words, words.new_zeros(self._most - len(words), words.shape[1])))
+        parts = words.new_empty(self._ranks.size * self._most, words.shape[1])
+        all_gather(parts, words, group=self._ranks.group)
+        whole = parts[self._index("_places", own.device)]
+        return whole.view(torch.uint8).view(own.dtype).view(-1, *own.shape[1:])
 
-    def _split(self, own: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
-        """A rank's rows by their pieces."""
-        return own.split([piece.stop - piece.start for piece in self._pieces[rank]])
-
-    def _exchange(self, sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]) -> None:
-        """All at once. Between two ranks pieces arrive in the order in which they are sent."""
-        group = self._ranks.group
-        calls = [
-            dist.P2POp(call, x.view(torch.uint8), group=group, group_peer=peer)
-            for call, pairs in ((dist.isend, sent), (dist.irecv, received))
-            for x, peer in pairs
-            if x.numel()
-        ]
-        for work in dist.batch_isend_irecv(calls) if calls else ():
-            work.wait()
+    def _index(self, name: str, device: torch.device) -> torch.Tensor:
+        """Rows' numbers on the device, where they are copied once."""
+        index = getattr(self, name)
+        if index.device != device:
+            index = packing.move(index, device)
+            setattr(self, name, index)
+        return index

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,20 @@ import torch.multiprocessing as mp
 
 from dsa_layers.parallel.ranks import Ranks
 
+SECONDS = 400  # ranks that wait for each other would wait for ever
+
 
 def in_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(ranks, *arguments)` gives on each of `size` ranks; a function of a module, so that a new process
     finds it."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, (size, folder, function, arguments), nprocs=size)
+        running = mp.spawn(_run, (size, folder, function, arguments), nprocs=size, join=False)
+        until = time.monotonic() + SECONDS
+        while not running.join(timeout=5):
+            if time.monotonic() > until:
+                for process in running.processes:
+                    process.kill()
+                raise TimeoutError(f"{function.__name__}: {size} ranks have not ended within {SECONDS} s")
         return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(size)]
 
 

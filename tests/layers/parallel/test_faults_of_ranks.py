@@ -1,4 +1,4 @@
-"""What ranks do differently from each other: these fail as long as the faults are there."""
+"""What ranks do otherwise than others: it is the same after all, or all of them hear of it and nobody waits."""
 
 import pytest
 import torch
@@ -28,6 +28,37 @@ def sampled(ranks, directory):
 def test_sampling_without_a_seed(checkpoint):
     first, second = in_ranks(2, sampled, checkpoint)
     assert first == second
+
+
+def of_other_calls(ranks, directory):
+    """What each of several calls raises that are not the same on all ranks."""
+    model = load_model(directory, mesh=ranks, **OPTIONS)
+    generator = Generator(model, None, cache_tokens=2048)
+    calls = [
+        lambda: generator.generate([[5, 6, 7 + ranks.rank]]),
+        lambda: generator.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4 + ranks.rank)),
+        lambda: generator.generate([[5, 6, 7], *[[1]] * ranks.rank]),
+        lambda: generator.generate([[5, 6, -ranks.rank]]),
+        lambda: load_model(directory / ("" if ranks.rank == 0 else "none"), mesh=ranks, **OPTIONS),
+        lambda: load_model(directory, mesh=ranks, **OPTIONS | {"dtype": (torch.float32, torch.bfloat16)[ranks.rank]}),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(ValueError) as raised:
+            call()
+        found.append(str(raised.value))
+    return found
+
+
+def test_calls_that_differ(checkpoint):
+    first, second = in_ranks(2, of_other_calls, checkpoint)
+    for i, name in enumerate(("prompts", "params", "prompts")):
+        assert first[i] == second[i] and first[i].startswith(
+            f"{name}: must be the same on all ranks, got ones of digest"
+        )
+    assert first[3] == f"{second[3]} (rank 1)" and "prompts[0]" in second[3]
+    assert first[4] == f"{second[4]} (rank 1)" and "none" in second[4]
+    assert first[5] == second[5] and first[5].startswith("precision: must be the same on all ranks, got ")
 
 
 def outside(ranks, directory):
