@@ -21,6 +21,7 @@ class Cached:
     state_slot: int
     context: int
     tokens: list[int] = field(init=False)
+    drafts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.tokens = [1 + self.state_slot] * self.context
