@@ -62,7 +62,7 @@ def _own_rows_for_all(rows: SharedRows, *own: torch.Tensor) -> tuple[torch.Tenso
     middle = rows._count // 2
     whole = tuple(x.new_empty(rows._count, *x.shape[1:]) for x in own)
     for x, y in zip(own, whole):
-        for half, mine in zip((y[:middle], y[middle:]), rows._split(x, rows._ranks.rank)):
+        for half, mine in zip((y[:middle], y[middle:]), rows.pieces(x)):
             for piece in half.split(len(mine)):
                 piece.copy_(mine[: len(piece)])
     return whole

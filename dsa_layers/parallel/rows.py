@@ -60,6 +60,10 @@ class SharedRows(Rows):
     def own(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x[piece] for piece in self._pieces[self._ranks.rank]])
 
+    def pieces(self, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The two pieces of this rank's rows."""
+        return own.split([piece.stop - piece.start for piece in self._pieces[self._ranks.rank]])
+
     def gather(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(map(self._gather, own))
 
