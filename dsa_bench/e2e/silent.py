@@ -59,8 +59,8 @@ def _own_tokens(embedding: Embedding, arguments: tuple[torch.Tensor]) -> tuple[t
 def _own_rows_for_all(rows: SharedRows, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """In the place of `gather`: each of the rank's two pieces again and again over its half of the rows. So what a
     token is said to select are keys of a token that is about as far from the beginning."""
-    middle = rows._count // 2
-    whole = tuple(x.new_empty(rows._count, *x.shape[1:]) for x in own)
+    middle = rows.count // 2
+    whole = tuple(x.new_empty(rows.count, *x.shape[1:]) for x in own)
     for x, y in zip(own, whole):
         for half, mine in zip((y[:middle], y[middle:]), rows.pieces(x)):
             for piece in half.split(len(mine)):

@@ -40,6 +40,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="attention heads of one GPU's share, where several GPUs have the model's (default: all)",
     )
     parser.add_argument(
+        "--draft",
+        type=int,
+        choices=range(4),
+        default=0,
+        metavar="K",
+        help="as dsa generate has it (default: 0)",
+    )
+    parser.add_argument(
         "--out",
         type=options.path,
         metavar="DIR",
@@ -66,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     from dsa_layers.compilation.variants import model_variants, precisions
 
     config = _config(args)
+    if args.draft and not config.num_nextn_predict_layers:
+        raise ValueError(f"--draft: {args.model} has no multi-token-prediction layer; accepted: 0, got {args.draft}")
     chosen = precisions(
         config,
         dtype=args.dtype,
@@ -81,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
     started = time.perf_counter()
     print(f"{args.model}: looking for what its passes ask for", file=sys.stderr)
-    variants = model_variants(config, chosen)
+    variants = model_variants(config, chosen, drafts=args.draft)
     compiled = 0
     with tqdm(total=len(variants), desc="Compiling", unit="kernel", disable=None) as bar:
         for _, is_new in build(variants, directory, args.jobs or len(os.sched_getaffinity(0))):

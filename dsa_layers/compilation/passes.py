@@ -21,11 +21,16 @@ MOST_SCORES = 2**29  # of new tokens and earlier ones; more are computed in part
 META = torch.device("meta")
 
 
-def without_memory(config: ModelConfig, precision: Precision) -> tuple[CheckpointModel, Cache]:
+def without_memory(
+    config: ModelConfig, precision: Precision, *, drafter: bool = False
+) -> tuple[CheckpointModel, Cache]:
     """The model on the meta device, as `load_model` makes it, and a cache for it. It has one layer of each kind: layers
     that are like an earlier one give back what they get."""
+    of_family = family(config.model_type)
     with unfilled():
-        model = family(config.model_type).model(config, precision)
+        model = of_family.model(config, precision)
+        if drafter:
+            model.drafter = of_family.drafter(model)
     model.init_buffers(META)
     joint_linear.join(model)
     pages = -(-config.max_position_embeddings // model.page_size)
@@ -51,9 +56,10 @@ def _kind(layer: nn.Module) -> tuple:
     return modules, tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
 
 
-def passes(model: CheckpointModel, cache: Cache) -> Iterator[None]:
+def passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> Iterator[None]:
     """Runs a pass for each item: prefill of one sequence and of several, with and without earlier tokens, and decoding,
-    at lengths at which tokens read all keys and at lengths at which they select."""
+    at lengths at which tokens read all keys and at lengths at which they select. With so many drafts, the drafter's
+    passes are behind each."""
     context, top_k = model.config.max_position_embeddings, model.config.index_topk
     lengths = [n for n in (1, top_k, 4 * top_k, 16 * top_k) if n < context]
     for rows in growing(min(MOST_ROWS, context), 1.3):
@@ -66,7 +72,7 @@ def passes(model: CheckpointModel, cache: Cache) -> Iterator[None]:
             yield prefill(model, cache, [(new, 0), (1, cached)])
     for count in growing(MOST_SEQUENCES, 1.6):
         for tokens in (*lengths, context):
-            yield decode(model, cache, count, min(tokens, MOST_KEYS // count))
+            yield decode(model, cache, count, min(tokens, MOST_KEYS // count), drafts)
 
 
 def growing(most: int, factor: float) -> list[int]:
@@ -83,11 +89,31 @@ def prefill(model: CheckpointModel, cache: Cache, sequences: list[tuple[int, int
     pages = range(-(-max(map(sum, sequences)) // cache.page_size))
     chunks = [Chunk(new, cached, pages, slot) for slot, (new, cached) in enumerate(sequences)]
     tokens = torch.zeros(sum(new for new, _ in sequences), dtype=torch.int64, device=META)
-    model(tokens, prefill_batch(chunks, cache.page_size, META), cache)
+    batch = prefill_batch(chunks, cache.page_size, META)
+    if model.drafter is None:
+        model(tokens, batch, cache)
+        return
+    states = model.states(tokens, batch, cache)
+    model.logits(states[batch.last_tokens])
+    states = model.drafter(tokens, states, batch, _drafters(model, cache))
+    model.drafter.logits(states[batch.last_tokens])
 
 
 @torch.inference_mode()
-def decode(model: CheckpointModel, cache: Cache, count: int, tokens: int) -> None:
-    """A pass over one new token of each of `count` sequences, the longest of which has so many."""
-    inputs = DecodeInputs(count, -(-tokens // cache.page_size), cache.page_size, META)
-    model(inputs.tokens, inputs.batch(), cache)
+def decode(model: CheckpointModel, cache: Cache, count: int, tokens: int, drafts: int = 0) -> None:
+    """A pass over the last tokens of each of `count` sequences, the longest of which has so many."""
+    pages, size = -(-tokens // cache.page_size), cache.page_size
+    inputs = DecodeInputs(count, pages, size, META, 1 + drafts)
+    if not drafts:
+        model(inputs.tokens, inputs.batch(), cache)
+        return
+    states, drafters = model.states(inputs.tokens, inputs.batch(), cache), _drafters(model, cache)
+    model.logits(states)
+    states = model.drafter(inputs.tokens, states, inputs.batch(), drafters)
+    one = DecodeInputs(count, pages, size, META)
+    model.drafter.logits(model.drafter(one.tokens, states[:count], one.batch(), drafters))
+
+
+def _drafters(model: CheckpointModel, cache: Cache) -> Cache:
+    """The drafter's cache beside this one."""
+    return model.drafter.make_cache(cache.allocator.num_pages, cache.page_size, META, state_slots=MOST_SEQUENCES)

@@ -45,13 +45,16 @@ def precisions(
     return found if stored == "fp8" else [*found, replace(precision, fp4_experts=True)]
 
 
-def model_variants(config: ModelConfig, precisions: Iterable[Precision], arch: str = "sm_90") -> list[Variant]:
-    """The variants that a generator's passes over the model ask for, in any of these precisions, sorted."""
+def model_variants(
+    config: ModelConfig, precisions: Iterable[Precision], arch: str = "sm_90", *, drafts: int = 0
+) -> list[Variant]:
+    """The variants that a generator's passes over the model ask for, in any of these precisions, sorted; with so many
+    drafts those of its drafter, too."""
     found: dict[Variant, None] = {}
     for precision in precisions:
-        model, cache = without_memory(config, precision)
+        model, cache = without_memory(config, precision, drafter=drafts > 0)
         with asked_variants(arch) as asked:
-            for _ in passes(model, cache):
+            for _ in passes(model, cache, drafts):
                 pass
         found |= asked
     return sorted(with_all_tiles(found), key=repr)

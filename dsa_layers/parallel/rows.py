@@ -44,7 +44,7 @@ class SharedRows(Rows):
     parts = shared = True
 
     def __init__(self, ranks: Ranks, count: int) -> None:
-        self._ranks, pieces = ranks, 2 * ranks.size
+        self._ranks, self.count, pieces = ranks, count, 2 * ranks.size
         ends = [count * i // pieces for i in range(pieces + 1)]
         cuts = [slice(*piece) for piece in pairwise(ends)]
         self._pieces = [(cuts[rank], cuts[-1 - rank]) for rank in range(ranks.size)]

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from dsa.ops.asked_variants import Variant
+from dsa_layers import SHIPPED_MODEL
 from dsa_layers.command.main import main
 from dsa_layers.compilation import variants
 from dsa_layers.families.published import VENDORED
@@ -19,8 +20,8 @@ def asked(monkeypatch):
     """(configuration, precisions) that the command looks for the kernels of; there is one that compiles in a second."""
     found = []
 
-    def model_variants(config, precisions):
-        found.append((config, list(precisions)))
+    def model_variants(config, precisions, *, drafts):
+        found.append((config, list(precisions), drafts))
         return [Variant(SORT, "compile_sort_by_expert", ("int64",))]
 
     monkeypatch.setattr(variants, "model_variants", model_variants)
@@ -35,7 +36,8 @@ def test_a_checkpoints_kernels(asked, checkpoint, tmp_path, capsys):
         assert re.fullmatch(rf"{out}: {outcome}, \d+ s\n", captured.out), captured.out
         assert captured.err.startswith(f"{checkpoint}: looking for what its passes ask for\n")
     assert [path.name.partition("-")[0] for path in out.glob("*.o")] == ["sort_by_expert"]
-    config, (precision,) = asked[0]
+    config, (precision,), drafts = asked[0]
+    assert drafts == 0
     assert config.model_type == "deepseek_v32" and precision.fp8_linear and precision.kv_cache == "fp8"
 
 
@@ -45,8 +47,10 @@ def test_options(asked, tmp_path, monkeypatch, capsys):
     tmp_path.chmod(0o700)
     path = VENDORED / "deepseek_v4_flash_config.json"
     assert main(["compile", "--model", str(path), "--heads", "16", "--widen-experts", "--jobs", "1"]) == 0
-    assert main(["compile", "--model", str(path), "--dequantize", "--dtype", "float16", "--jobs", "1"]) == 0
-    (first, (one,)), (second, (other,)) = asked
+    options = ["--dequantize", "--dtype", "float16", "--draft", "2", "--jobs", "1"]
+    assert main(["compile", "--model", str(path), *options]) == 0
+    (first, (one,), none), (second, (other,), two) = asked
+    assert (none, two) == (0, 2)
     assert (first.num_attention_heads, first.o_groups, one.fp4_experts, one.fp8_linear) == (16, 2, False, True)
     assert (second.num_attention_heads, str(other.dtype), other.fp8_linear) == (64, "torch.float16", False)
     assert list(tmp_path.glob("*.o")) and str(tmp_path) in capsys.readouterr().out
@@ -64,6 +68,7 @@ def test_errors(asked, checkpoint, tmp_path, monkeypatch, error):
         (["--model", str(tmp_path / "nowhere")], f"{tmp_path}/nowhere/config.json: no such file"),
         (["--model", str(changed)], f"{changed}: field 'model_type' is 'gpt2'; accepted: "),
         ([*model, "--heads", "3"], "--heads: must be a GPU's share of 4 heads, one of [1, 2, 4], got 3"),
+        (["--draft", "1"], f"--draft: {SHIPPED_MODEL} has no multi-token-prediction layer; accepted: 0, got 1"),
         ([*model, "--heads", "0"], "argument --heads: must be at least 1, got 0"),
         ([*model, "--out", str(writable)], f"--out: {writable} cannot be used: other users may write to the folder"),
         ([*model, "--out", str(changed)], f"--out: {changed} cannot be used: "),
@@ -81,6 +86,7 @@ def test_errors(asked, checkpoint, tmp_path, monkeypatch, error):
 
 
 def test_a_kernel_that_does_not_compile(asked, checkpoint, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(variants, "model_variants", lambda *_: [Variant(SORT, "compile_sort_by_expert", ("int63",))])
+    wrong = [Variant(SORT, "compile_sort_by_expert", ("int63",))]
+    monkeypatch.setattr(variants, "model_variants", lambda *_, **__: wrong)
     assert main(["compile", "--model", str(checkpoint), "--out", str(tmp_path / "new"), "--jobs", "1"]) == 1
     assert "dsa compile: compile_sort_by_expert('int63') does not compile: KeyError: 'int63'" in capsys.readouterr().err

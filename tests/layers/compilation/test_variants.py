@@ -35,11 +35,11 @@ def tiny_config(model_type, directory, **changes):
 
 
 @functools.cache
-def variants_of(model_type, **options):
+def variants_of(model_type, drafts=0, **options):
     """Of the tiny model."""
     with tempfile.TemporaryDirectory() as directory:
         config = tiny_config(model_type, Path(directory))
-    return set(model_variants(config, precisions(config, **AS_LOADED | options)))
+    return set(model_variants(config, precisions(config, **AS_LOADED | options), drafts=drafts))
 
 
 @pytest.mark.parametrize("model_type, options", KINDS, ids=str)
@@ -76,19 +76,20 @@ class Zeroed(TorchFunctionMode):
         return ZEROS.get(function, function)(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("model_type", model_types())
-def test_a_generator_asks_for_no_other_kernels(model_type, tmp_path):
+def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tmp_path):
     """With weights, on the CPU, and kernels that do nothing: prefill in chunks, of one prompt and of several, and
     decoding while sequences end one by one."""
     write_tiny_checkpoint(tmp_path, model=model_type)
-    model = load_model(tmp_path, progress=False)
-    generator = Generator(model, cache_tokens=16384, prefill_chunk=1500)
+    model = load_model(tmp_path, drafter=drafts > 0, progress=False)
+    generator = Generator(model, cache_tokens=16384, prefill_chunk=1500, draft_tokens=drafts)
     draw = random.Random(1)
     with asked_variants("sm_90") as asked, Zeroed():
         for lens in ([1], [5], [2200], [3, 700, 40], [1] * 9, [2500, 2300]):
             prompts = [[draw.randrange(3, 100) for _ in range(n)] for n in lens]
             generator.generate(prompts, [SamplingParams(max_new_tokens=2 + i) for i in range(len(prompts))])
-    assert len(asked) > 20 and asked.keys() <= variants_of(model_type)
+    assert len(asked) > 20 and asked.keys() <= variants_of(model_type, drafts)
 
 
 def test_layers_alike_are_asked_once(tmp_path):
