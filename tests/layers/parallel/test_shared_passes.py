@@ -78,9 +78,10 @@ def test_passes_are_those_of_one_process(checkpoints, multi_head, of):
 
 
 def test_quantised_passes_have_the_bits_of_whole_rows(checkpoints):
-    directories = [checkpoints[model, True] for model in model_types()]
+    models = "deepseek_v32", "deepseek_v4"
+    directories = [checkpoints[model, True] for model in models]
     options = {"dtype": torch.bfloat16, "progress": False}
     first, second = in_ranks(2, of_ranks, directories, options, FEW)
     whole, _ = in_ranks(2, of_ranks, directories, options, FEW, False, 10**9)
-    for model, shared, other, expected in zip(model_types(), first, second, whole):
+    for model, shared, other, expected in zip(models, first, second, whole):
         assert torch.equal(shared, expected) and torch.equal(shared, other), model
