@@ -5,12 +5,12 @@ usage: python -m dsa_bench.e2e.document RECEIPT DOCUMENT [ARCH]
 ARCH need not be given where the receipt has the entry of one arch alone.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dsa_bench.e2e.marked_document import between_marks, entry_of
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.report import Row
 
@@ -71,19 +71,11 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
 
 def inserted(text: str, entry: Mapping[str, Any]) -> str:
     """The document's text with the entry's tables between the marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"text: must have the lines {BEGIN!r} and {END!r}, in this order")
-    return f"{before}{BEGIN}\n\n{generated(entry)}\n\n{END}{after}"
+    return between_marks(text, BEGIN, END, generated(entry))
 
 
 def main(receipt: Path, document: Path, arch: str | None = None) -> None:
-    entries = json.loads(receipt.read_text(encoding="utf-8"))
-    archs = [name for name in entries if "e2e" in entries[name]]
-    if (arch is None and len(archs) != 1) or (arch is not None and arch not in archs):
-        raise ValueError(f"arch: must be one of {', '.join(archs)}, which have an entry e2e, got {arch}")
-    entry = entries[arch or archs[0]]["e2e"]
+    entry = entry_of(receipt, "e2e", arch)
     document.write_text(inserted(document.read_text(encoding="utf-8"), entry), encoding="utf-8")
 
 

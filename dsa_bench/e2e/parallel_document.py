@@ -6,13 +6,13 @@ ARCH need not be given where the receipt has the entry of one arch alone. The pi
 something is measured.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsa_bench.e2e import bars, parallel_plot
+from dsa_bench.e2e.marked_document import between_marks, entry_of
 from dsa_bench.e2e.parallel_rows import Row
 
 BEGIN, END = "<!-- parallel tables -->", "<!-- end of parallel tables -->"
@@ -73,19 +73,11 @@ def _missed(rows: Sequence[Row]) -> list[str]:
 
 def inserted(text: str, entry: Mapping[str, Any]) -> str:
     """The document's text with the entry's tables between the marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"text: must have the lines {BEGIN!r} and {END!r}, in this order")
-    return f"{before}{BEGIN}\n\n{generated(entry)}\n\n{END}{after}"
+    return between_marks(text, BEGIN, END, generated(entry))
 
 
 def main(receipt: Path, document: Path, arch: str | None = None) -> None:
-    entries = json.loads(receipt.read_text(encoding="utf-8"))
-    archs = [name for name in entries if "parallel" in entries[name]]
-    if (arch is None and len(archs) != 1) or (arch is not None and arch not in archs):
-        raise ValueError(f"arch: must be one of {', '.join(archs)}, which have an entry parallel, got {arch}")
-    entry = entries[arch or archs[0]]["parallel"]
+    entry = entry_of(receipt, "parallel", arch)
     document.write_text(inserted(document.read_text(encoding="utf-8"), entry), encoding="utf-8")
     if not entry["unverified"]:
         parallel_plot.write_png(entry["bench"], document.parent / PICTURE)

@@ -138,7 +138,10 @@ class Generator:
         own_pages = -(-(1 + self._drafts) // page_size)
         capture = flag("cuda_graphs", cuda_graphs)
         self._ranks: Ranks = getattr(model, "ranks", ALONE)
-        with together(self._ranks):
+        sizes = {"cache_tokens": cache_tokens, "page_size": page_size, "max_sequences": max_sequences}
+        sizes |= {"prefill_chunk": self.prefill_chunk, "draft_tokens": self._drafts, "cuda_graphs": capture}
+        with together(self._ranks) as facts:
+            facts |= {name: str(size) for name, size in sizes.items()}
             self.cache = self._make_cache(pages + own_pages, page_size, min(max_sequences, pages) + 1)
             self._decode = DecodeStep(model, self.cache, drafts=self._drafts, capture=capture)
             self._draft: DraftStep | None = None

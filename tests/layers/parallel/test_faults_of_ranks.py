@@ -41,6 +41,7 @@ def of_other_calls(ranks, directory):
         lambda: generator.generate([[5, 6, -ranks.rank]]),
         lambda: load_model(directory / ("" if ranks.rank == 0 else "none"), mesh=ranks, **OPTIONS),
         lambda: load_model(directory, mesh=ranks, **OPTIONS | {"dtype": (torch.float32, torch.bfloat16)[ranks.rank]}),
+        lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=100 + ranks.rank),
     ]
     found = []
     for call in calls:
@@ -59,6 +60,7 @@ def test_calls_that_differ(checkpoint):
     assert first[3] == f"{second[3]} (rank 1)" and "prompts[0]" in second[3]
     assert first[4] == f"{second[4]} (rank 1)" and "none" in second[4]
     assert first[5] == second[5] and first[5].startswith("precision: must be the same on all ranks, got ")
+    assert first[6] == second[6] == "prefill_chunk: must be the same on all ranks, got 100 on rank 0 and 101 on rank 1"
 
 
 def outside(ranks, directory):
