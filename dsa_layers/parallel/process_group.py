@@ -1,6 +1,7 @@
 """This process as one of the ranks that torchrun, or `launch`, has started."""
 
 import atexit
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,8 +38,10 @@ def join(device: str) -> tuple[Ranks, torch.device]:
 
 
 def _leave() -> None:
+    """Its threads end with the last reference to the group, and an exception's frames may hold some in a cycle."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()
 
 
 def agreed(ranks: Ranks, make: Callable[[], Value]) -> Value:

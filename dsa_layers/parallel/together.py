@@ -29,9 +29,12 @@ def together(ranks: Ranks, error: type[ValueError] = ValueError) -> Iterator[dic
     of_ranks: list[tuple[str | None, dict[str, str]]] = [(None, {})] * ranks.size
     dist.all_gather_object(of_ranks, (said, facts), group=ranks.group)
     if caught is not None:
-        if isinstance(caught, RuntimeError | MemoryError | OSError):
-            raise error(said) from caught
-        raise caught
+        try:
+            if isinstance(caught, RuntimeError | MemoryError | OSError):
+                raise error(said) from caught
+            raise caught
+        finally:
+            del caught  # this frame is one of its own: neither would go, nor the tensors of the others
     for rank, (problem, _) in enumerate(of_ranks):
         if problem is not None:
             raise error(f"{problem} (rank {rank})")

@@ -1,0 +1,48 @@
+"""What a rank on a CPU leaves behind when it ends."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+# Runs in a rank before it leaves, and so is asked last: what is left of gloo's threads.
+RANK = """
+    import atexit
+    import gc
+    from pathlib import Path
+
+    def of_gloo():
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        return sum("gloo" in name for name in names)
+
+    atexit.register(lambda: print(f"left: {of_gloo()}\\n", end=""))
+    from dsa_layers.parallel.process_group import join
+    from dsa_layers.parallel.together import together
+
+    def run():
+        ranks, _ = join("cpu")
+        print(f"there: {of_gloo()}\\n", end="")
+        raise_error = %s
+        with together(ranks):
+            if raise_error:
+                raise RuntimeError("no memory")
+
+    gc.disable()  # not by chance
+    try:
+        run()
+    except ValueError:
+        raise SystemExit(1) from None
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the names of threads")
+@pytest.mark.parametrize("raises", [False, True])
+def test_no_thread_of_gloo_is_left_when_python_ends(raises, tmp_path):
+    """One that asks for the interpreter while that ends aborts the process."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    (tmp_path / "rank.py").write_text(textwrap.dedent(RANK % raises))
+    done = subprocess.run([*start, tmp_path / "rank.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == raises, done.stderr
+    said = done.stdout.splitlines()
+    assert "there: 0" not in said and said.count("left: 0") == 2, said
