@@ -38,10 +38,10 @@ class DecoderBlock(nn.Module):
     ) -> torch.Tensor:
         _, normed, cast = norm_and_cast(self.input_layernorm, x, cast_readers(self.self_attn))
         attended = self.self_attn(normed, cos, sin, batch, cache, selection, **given(cast, rows))
-        readers = () if rows.shared else cast_readers(self.mlp)
+        readers = cast_readers(self.mlp)
         x, normed, cast = norm_and_cast(self.post_attention_layernorm, rows.sum(attended), readers, residual=x)
         if rows.parts:
-            return x + rows.sum(self.mlp(*rows.gather(normed), **given(cast)))
+            return x + rows.sum(self.mlp(normed, **given(cast, rows)))
         if takes(self.mlp, "residual"):
             return self.mlp(normed, **given(cast), residual=x)
         return x + self.mlp(normed, **given(cast))

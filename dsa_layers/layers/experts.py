@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.layers.joint_linear import Cast
 from dsa_layers.layers.linear import BLOCK
 from dsa_layers.layers.shares import Shares
 
@@ -14,9 +15,10 @@ _FP4_SIZE = 2.9  # the root mean square of e2m1's values
 class Experts(nn.Module):
     """y[t] = sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]) + shared[t], summed in fp32 in the order of j.
 
-    forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k], shared, residual [T, hidden] or None)
+    forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k], shared, residual [T, hidden] or None, cast=None)
     -> [T, hidden] in x's dtype; residual + y, where there is a residual. Rows are sorted by expert and go through one
-    grouped GEMM a projection; what an expert computes for a token depends on no other token.
+    grouped GEMM a projection; what an expert computes for a token depends on no other token. cast: of x, with `fp8`,
+    (q [T, hidden], scales [T, hidden / 128]), where the caller has it; of x only the dtype matters then.
     limit: as in `SwiGLU`. Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection;
     down_proj [E, hidden, inner]; with `fp8` e4m3 and {gate_up_proj,down_proj}_scale_inv fp32, an entry per 128 x 128
     block, as `BlockFP8Linear` has them. With `fp4`, which goes with `fp8`, two e2m1 columns a byte, int8
@@ -82,12 +84,17 @@ class Experts(nn.Module):
         weights: torch.Tensor,
         shared: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
+        *,
+        cast: Cast | None = None,
     ) -> torch.Tensor:
         # Rows of other parts' experts come last, behind ends[-1]: nothing is computed for them or read of them.
         own = experts - self.first if self.first else experts
         order, rows, ends = dsa.sort_by_expert(own, self.count)
-        if self.fp8:
-            outputs = self._quantised_outputs(x, rows, ends)
+        if self.fp8 and cast is not None:
+            outputs = self._products(cast, ends, x.dtype, order // experts.shape[1])
+        elif self.fp8:
+            # A token is cast once, and stored at its rows.
+            outputs = self._products(dsa.scatter_cast_to_fp8(x, rows, self.use_ue8m0), ends, x.dtype)
         else:
             outputs = self._float_outputs(x, order // experts.shape[1], ends)
         return dsa.combine_experts(outputs, rows, weights, shared, residual)
@@ -101,12 +108,13 @@ class Experts(nn.Module):
         h = (nn.functional.silu(gate) * up).to(x.dtype)
         return nn.functional.grouped_mm(h, self.down_proj.transpose(1, 2), offs=ends)
 
-    def _quantised_outputs(self, x: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """As `_float_outputs`, for the rows [T, k] that tokens go to. A token is cast once, and stored at its rows."""
+    def _products(
+        self, activations: Cast, ends: torch.Tensor, dtype: torch.dtype, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `_float_outputs`, of cast rows [N], or of those of these tokens."""
         swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if self.fp4 else dsa.grouped_fp8_gemm_swiglu
         product = dsa.grouped_fp8_fp4_gemm_nt if self.fp4 else dsa.grouped_fp8_gemm_nt
         suffixes = ("", "_scale_inv", "_block_scale") if self.fp4 else ("", "_scale_inv")
         gate_up, down = (tuple(getattr(self, name + s) for s in suffixes) for name in ("gate_up_proj", "down_proj"))
-        activations = dsa.scatter_cast_to_fp8(x, rows, self.use_ue8m0)
-        h = swiglu(activations, gate_up, ends, limit=self.limit, use_ue8m0=self.use_ue8m0, dtype=x.dtype)
-        return product(h, down, ends, x.dtype)
+        options = {"rows": tokens, "limit": self.limit, "use_ue8m0": self.use_ue8m0, "dtype": dtype}
+        return product(swiglu(activations, gate_up, ends, **options), down, ends, dtype)

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
@@ -14,8 +15,9 @@ from dsa_layers.layers.shares import Shares
 class SwiGLU(nn.Module):
     """y = down(silu(gate(x)) * up(x)), the product in fp32. x [..., hidden] -> [..., hidden].
 
-    forward(x, cast=None, residual=None): cast of x, for gate and up, where the caller has it (`norm_and_cast`); with a
-    residual of y's shape the result is residual + y.
+    forward(x, cast=None, residual=None, rows=...): cast of x, for gate and up, where the caller has it
+    (`norm_and_cast`); with a residual of y's shape the result is residual + y. rows: where several processes have a
+    part of the channels each; x and its cast are this process's own rows then, the result its part of all rows' sum.
     limit: gate(x) is at most that, up(x) between -limit and limit; None: any.
     Parameters: {gate,up}_proj [inner, hidden], down_proj [hidden, inner], FP8 with scales if `fp8`.
     """
@@ -39,8 +41,14 @@ class SwiGLU(nn.Module):
         self.down_proj = make_linear(inner, hidden, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
 
     def forward(
-        self, x: torch.Tensor, *, cast: joint_linear.Cast | None = None, residual: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        cast: joint_linear.Cast | None = None,
+        residual: torch.Tensor | None = None,
+        rows: Rows = ALL_ROWS,
     ) -> torch.Tensor:
+        x, cast = gathered(x, cast, rows)
         gate, up = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
         y = self._down(gate, up, x.dtype)
         return y if residual is None else residual + y
@@ -148,8 +156,8 @@ class SqrtSoftplusRouter(nn.Module):
 class MoE(nn.Module):
     """y = sum of the routed experts' outputs by their weights + the shared expert's output, rounded once.
 
-    x [T, hidden], and tokens int64 [T] if the router asks for them -> [T, hidden]; cast and residual as of `SwiGLU`,
-    the cast for the shared expert.
+    x [T, hidden], and tokens int64 [T] of all rows if the router asks for them -> [T, hidden]; cast, residual and rows
+    as of `SwiGLU`, the cast for the shared expert, and of shared rows for all.
     Submodules by the checkpoint's names: gate, experts, shared_experts (one SwiGLU of n_shared * inner, absent if
     n_shared is 0).
     fp4_experts: with `fp8`, the routed experts' weights are FP4 (see `Experts`).
@@ -181,11 +189,18 @@ class MoE(nn.Module):
         *,
         cast: joint_linear.Cast | None = None,
         residual: torch.Tensor | None = None,
+        rows: Rows = ALL_ROWS,
     ) -> torch.Tensor:
-        experts, weights = self.gate(x) if tokens is None else self.gate(x, tokens)
+        experts, weights = self.gate(x) if tokens is None else self.gate(x, rows.own(tokens))
+        if rows.shared:
+            # Where experts read a cast, it is what goes from process to process.
+            x, cast = gathered(x, cast, rows)
+            experts, weights = rows.gather(experts, weights)
         shared = None
         if self.shared_experts is not None:
             shared = self.shared_experts(x, **given(cast if takes(self.shared_experts, "cast") else None))
+        if rows.shared and cast is not None:
+            return self.experts(x, experts, weights, shared, cast=cast)
         if residual is None or takes(self.experts, "residual"):
             return self.experts(x, experts, weights, shared, residual)
         return residual + self.experts(x, experts, weights, shared)
@@ -193,3 +208,12 @@ class MoE(nn.Module):
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product: the shared expert's."""
         return () if self.shared_experts is None else self.shared_experts.joint_layers()
+
+
+def gathered(
+    x: torch.Tensor, cast: joint_linear.Cast | None, rows: Rows
+) -> tuple[torch.Tensor, joint_linear.Cast | None]:
+    """x and its cast of all rows, but x as it is where the cast is what layers read."""
+    if cast is not None:
+        return x, rows.gather(*cast)
+    return rows.gather(x)[0], None

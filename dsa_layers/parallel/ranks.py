@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
+import dsa
+from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
 from dsa_layers.parallel.one_shot_sum import one_shot_sum, takes
 
 if TYPE_CHECKING:
@@ -58,12 +60,18 @@ class Ranks:
 
     def sum_parts(self, parts: torch.Tensor) -> torch.Tensor:
         """The same of all parts [size, T, ...], where one rank has them: [T, ...]."""
-        if len(parts) == 2:  # is computed in fp32
+        size, rows = parts.shape[:2]
+        if size == 2:  # is computed in fp32
             return parts[0] + parts[1]
-        total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
-        for part in parts[1:]:
-            total = total + part
-        return total.to(parts.dtype)
+        columns = parts[0, 0].numel() if rows else 0
+        if parts.dtype == torch.float64 or columns % CHANNEL_MULTIPLE or torch.is_grad_enabled():
+            total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+            for part in parts[1:]:
+                total = total + part
+            return total.to(parts.dtype)
+        # The sum of a token's experts is this sum, too: their outputs are rows t, rows + t, 2 rows + t, ... here.
+        of_ranks = torch.arange(size * rows, dtype=torch.int32, device=parts.device).view(size, rows).T
+        return dsa.combine_experts(parts.reshape(size * rows, columns), of_ranks).view(parts.shape[1:])
 
     def join_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' x [..., C] beside each other, in their order: [..., size * C]."""

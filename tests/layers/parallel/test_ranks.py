@@ -35,6 +35,21 @@ def test_sums_and_columns():
         assert torch.equal(joined, torch.cat([parts(rank, 4, DTYPES[0]) for rank in range(3)], -1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_parts_are_added_in_their_order(size, dtype):
+    """Rows that one kernel adds, and rows of a width that none takes."""
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, 9, 16, generator=generator).mul(10.0 ** (torch.arange(size)[:, None, None] % 4)).to(dtype)
+    total = x[0].float()
+    for part in x[1:].float():
+        total = total + part
+    with torch.inference_mode():
+        assert torch.equal(Ranks(0, size).sum_parts(x), total.to(dtype))
+        assert torch.equal(Ranks(0, size).sum_parts(x[:, :, :15]), total[:, :15].to(dtype))
+        assert Ranks(0, size).sum_parts(x[:, :0]).shape == (0, 16)
+
+
 def test_one_rank_says_nothing():
     x = torch.ones(3, 2)
     assert Ranks(0, 1).sum(x) is x and Ranks(0, 1).join_columns(x) is x
