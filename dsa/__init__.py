@@ -23,6 +23,7 @@ from dsa.ops.gemm.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
 from dsa.ops.indexer.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
 from dsa.ops.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 from dsa.ops.indexer.indexer_inputs import quantize_indexer_queries, write_indexer_keys
+from dsa.ops.indexer.indexer_select import indexer_select
 from dsa.ops.indexer.topk_indices import topk_indices
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.mla.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
@@ -68,6 +69,7 @@ __all__ = [
     "hyper_collapse",
     "hyper_expand",
     "hyper_mix",
+    "indexer_select",
     "indexer_topk",
     "indexer_warmup_attention",
     "make_v4_cache",

@@ -28,6 +28,7 @@ from dsa.reference.gemm.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
 from dsa.reference.indexer.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
 from dsa.reference.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 from dsa.reference.indexer.indexer_inputs import quantize_indexer_queries, write_indexer_keys
+from dsa.reference.indexer.indexer_select import indexer_select
 from dsa.reference.indexer.topk_indices import topk_indices
 from dsa.reference.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.mla.flash_mla_with_kvcache import flash_mla_with_kvcache
@@ -71,6 +72,7 @@ __all__ = [
     "hyper_collapse",
     "hyper_expand",
     "hyper_mix",
+    "indexer_select",
     "indexer_topk",
     "indexer_warmup_attention",
     "make_v4_cache",

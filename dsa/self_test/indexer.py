@@ -64,6 +64,17 @@ def indexer_inputs(device: str) -> None:
     check_rounded("k", back, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
 
 
+def indexer_select(device: str) -> None:
+    """The selection of the scores that the other op gives, bit by bit."""
+    q, k, scale, weights, _ = _index_case(device)
+    starts, ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 10, 5], [100, 50, 5]))
+    scores = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends)
+    expected = dsa.topk_indices(scores, 20, starts=starts, lengths=ends - starts, return_values=True)
+    got = dsa.indexer_select(q, (k, scale), weights, starts, ends, 20, return_values=True)
+    if not all(map(torch.equal, got, expected)):
+        raise AssertionError("not the selection of the scores by themselves")
+
+
 def topk_indices(device: str) -> None:
     scores = torch.randn(5, 300, device=device).round(decimals=1)
     given = torch.empty(5, 80, dtype=torch.int32, device=device)[:, 8:72]

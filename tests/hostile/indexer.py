@@ -116,6 +116,33 @@ def topk(device: str, argument: str, cols: int = 300, paged: bool = False, by_va
     return Prepared(run, named[argument], where)
 
 
+def select(device: str, argument: str, paged: bool = False) -> Prepared:
+    queries, keys, k = 9, 200, 33
+    q, of_keys = randn(queries, 64, 128, device=device), randn(keys, 128, device=device)
+    weights, scale = randn(queries, 64, device=device), torch.rand(keys).to(device)
+    named = {
+        "cu_seq_len_k_start": int32(range(0, 9 * 7, 7), device),
+        "cu_seq_len_k_end": int32(range(100, 100 + 9 * 12, 12), device),
+    }
+    if paged:
+        named["block_table"] = torch.randint(0, 1000, (2, -(-keys // PAGE)), dtype=torch.int32).to(device)
+        named["row_to_seq"] = int32([0, 1, 0, 0, 1, 1, 0, 1, 0], device)
+
+    def run(given: torch.Tensor) -> Results:
+        own, page_size = named | {argument: given}, PAGE if paged else None
+        scored = q.to(E4M3), (of_keys.to(E4M3), scale), weights
+        return dsa.indexer_select(*scored, **own, top_k=k, page_size=page_size, return_values=True)
+
+    if argument == "block_table":
+        where = {
+            "a page of the first": ((0, 1), rows_but([0, 2, 3, 6, 8])),
+            "the last page of the second": ((1, named[argument].shape[1] - 1), rows_but([1, 4, 5, 7])),
+        }
+    else:
+        where = own_row(queries)
+    return Prepared(run, named[argument], where, exact=device == "cuda")
+
+
 RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end")
 
 ARGUMENTS: list[IndexArgument] = [
@@ -134,6 +161,11 @@ ARGUMENTS: list[IndexArgument] = [
     ),
     IndexArgument("get_paged_mqa_logits_metadata", "context_lens", partial(plan, next_n=None)),
     IndexArgument("get_paged_mqa_logits_metadata", "context_lens a query", partial(plan, next_n=2)),
+    *(IndexArgument("indexer_select", x, partial(select, argument=x)) for x in RANGES),
+    *(
+        IndexArgument("indexer_select", f"{x} paged", partial(select, argument=x, paged=True))
+        for x in (*RANGES, "block_table", "row_to_seq")
+    ),
     *(IndexArgument("topk_indices", x, partial(topk, argument=x)) for x in ("starts", "lengths")),
     *(
         IndexArgument("topk_indices", f"{x} of long rows", partial(topk, argument=x, cols=20000, by_value=True))

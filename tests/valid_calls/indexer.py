@@ -66,6 +66,25 @@ def _(new: Maker):
     return {**tensors, **lengths, "schedule_meta": new.ints([[0, 0], [1, 0], [2, 0]]), **options}
 
 
+def _selected(a):
+    shape = len(a["q"]), a["top_k"]
+    return [(shape, INT32), (shape, F32)][: 1 + a["return_values"]]
+
+
+@valid("indexer_select", _selected)
+def _(new: Maker):
+    kv, paging = (new.e4m3(7, 32), new.positive(7)), {"block_table": None, "page_size": None, "row_to_seq": None}
+    scores = {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new)}
+    return {**scores, "top_k": 4, **paging, "return_values": True}
+
+
+@valid("indexer_select paged", _selected)
+def _(new: Maker):
+    kv, table = (new.e4m3(7, 32), new.positive(7)), {"block_table": new.ints([[2, 0], [1, -1]]), "page_size": 4}
+    scores = {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new)}
+    return {**scores, "top_k": 4, **table, "row_to_seq": new.ints([0, 1, 1]), "return_values": False}
+
+
 def _topk(a):
     shape = len(a["scores"]), a["k"]
     return [(shape, INT32), (shape, F32)][: 1 + a["return_values"]]

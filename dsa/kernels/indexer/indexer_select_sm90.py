@@ -1,0 +1,444 @@
+"""Lightning-indexer scores over contiguous keys and the selection of the k largest of each query, in one kernel:
+topk_indices(fp8_mqa_logits(...)), bit by bit, without the scores in memory.
+
+Plan
+- Scores are computed as in fp8_mqa_logits_sm90, whose producer, wgmma, sums over heads and work tiles these are. A work
+  tile is a block of four queries by all keys that one of them sees.
+- Warp roles: two consumer warpgroups multiply, and pass a key tile's scores on through shared memory. Of the last
+  warpgroup one warp is the producer; each of two others selects for two queries (SelectionList): it appends the keys
+  whose scores are above a bound to the query's list, and cuts a list that is full, which raises the bound. Most keys
+  are below it soon: of 128K keys in random order about 12 thousand are appended for k = 2048, and a list is cut ten
+  times. Scores that ascend are all appended: slower, never wrong.
+- Pipelines: queries, one stage, since a block of queries lasts for hundreds of key tiles; keys, a ring of `stages` for
+  each consumer warpgroup, which take the key tiles in turns; scores, a ring of `score_stages` in all, which lets the
+  consumers go on while lists are cut. The selecting warps see the key tiles in their order, so that of equal scores the
+  lowest key is first in every list.
+- Mainloop: as in fp8_mqa_logits_sm90; the epilogue is a store to shared memory.
+- Scheduler: static persistent; later queries come first.
+- Results are written from the lists, which are in the order of the keys.
+Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D of keys, score_stages x 4 x 72 scores, four
+lists of `capacity` (order, key), 1 KiB of counts a selecting warp; at most 215 KiB.
+Registers: as fp8_mqa_logits_sm90 with two consumer warpgroups.
+Constraints: k up to capacity - 1024, so that a cut list has room for nearly half as many keys as it keeps.
+Roofline: that of the scores. A selecting warp takes some 40 instructions a key tile of its two queries and about 5 us
+for a cut, while the other warps multiply.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import tile_load
+from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.pipeline import Pipeline, pipeline_storage, start
+from dsa.cute.reductions import quad_reduce_scatter
+from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
+from dsa.cute.wgmma import multiply
+from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Fp8MqaLogitsSm90, MqaLogitsConfig
+from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, PAGED, ROW_TO_SEQ, VALUES
+from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
+from dsa.kernels.indexer.select_limits import MAX_SELECTED
+from dsa.kernels.indexer.selection_list import DIGITS, LOWEST, SelectionList, number_of, order_of
+
+BLOCK_Q = 4  # queries of a work tile
+GROUPS = 2  # consumer warpgroups
+SELECTING_WARPS = 2
+OWN_QUERIES = BLOCK_Q // SELECTING_WARPS
+CAPACITY = MAX_SELECTED + 1024
+SLACK = 64  # entries that a cut may leave beyond k
+SCORE_ROW = TILE + 8  # numbers between two queries' scores: a warp's stores then meet in no bank
+MAX_SLOTS = 2**31
+
+
+class ProducerWarp(IntEnum):
+    """Of the last warpgroup: the producer; from SELECT on those that select."""
+
+    LOAD = 0
+    SELECT = 1
+
+
+class Pipelines(NamedTuple):
+    """q: blocks of queries; k: key tiles of all consumer warpgroups' rings; scores: theirs, by the same turns."""
+
+    q: Pipeline
+    k: Pipeline
+    scores: Pipeline
+
+
+@dataclass(frozen=True)
+class SelectConfig:
+    """stages: key tiles in flight for each consumer warpgroup; score_stages: tiles of scores of each."""
+
+    stages: int = 3
+    score_stages: int = 12
+
+    def shared_bytes(self, heads: int, dim: int) -> int:
+        """What a CTA takes, with room for alignment."""
+        scores = GROUPS * self.score_stages * BLOCK_Q * SCORE_ROW * 4
+        lists = BLOCK_Q * CAPACITY * 8 + SELECTING_WARPS * (DIGITS + 4) * 4
+        return (BLOCK_Q * heads + GROUPS * self.stages * TILE) * dim + scores + lists + 3 * 1024
+
+    def fits(self, heads: int, dim: int) -> bool:
+        """Whether the hardware takes it."""
+        return registers_fit(BLOCK_Q * heads, GROUPS) and self.shared_bytes(heads, dim) <= SHARED_BYTES
+
+
+CONFIG = SelectConfig()
+
+
+class IndexerSelectSm90(Fp8MqaLogitsSm90):
+    def __init__(self, heads: int, dim: int, cfg: SelectConfig):
+        config = MqaLogitsConfig(BLOCK_Q * heads, cfg.stages, GROUPS)
+        super().__init__(heads, dim, Float32, False, False, config)
+        self.score_stages = cfg.score_stages
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        k_scale: cute.Tensor,
+        weights: cute.Tensor,
+        starts: cute.Tensor,
+        ends: cute.Tensor,
+        block_table: cute.Tensor,
+        row_to_seq: cute.Tensor,
+        indices: cute.Tensor,
+        values: cute.Tensor,
+        page_size: Int32,
+        options: Int32,
+        ctas: Int32,
+        stream,
+    ):
+        k_layout = key_layout(TILE, self.n, self.dim, self.stages)
+        q_layout = query_layout(self.n, self.dim, 1)
+        k_atom, k_tma = tile_load(k, k_layout, (TILE, self.dim))
+        q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
+        score_stages = GROUPS * self.score_stages
+
+        @cute.struct
+        class Storage:
+            k_pipeline: pipeline_storage(self.stages)
+            q_pipeline: pipeline_storage(1)
+            score_pipeline: pipeline_storage(score_stages)
+            q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
+            scores: cute.struct.Align[cute.struct.MemRange[Float32, score_stages * BLOCK_Q * SCORE_ROW], 128]
+            orders: cute.struct.Align[cute.struct.MemRange[Int32, BLOCK_Q * CAPACITY], 128]
+            keys: cute.struct.Align[cute.struct.MemRange[Int32, BLOCK_Q * CAPACITY], 128]
+            counts: cute.struct.Align[cute.struct.MemRange[Int32, SELECTING_WARPS * (DIGITS + 4)], 128]
+
+        self.storage = Storage
+        divisor = cute.fast_divmod_create_divisor_v2(page_size)
+        self.kernel(
+            *(q_atom, q_tma, k_atom, k_tma, k_scale, weights, starts, ends, block_table, row_to_seq, indices, values),
+            *(divisor, page_size, options, score_mma(self.n), q_layout, k_layout),
+        ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        mq: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        mk: cute.Tensor,
+        k_scale: cute.Tensor,
+        weights: cute.Tensor,
+        starts: cute.Tensor,
+        ends: cute.Tensor,
+        block_table: cute.Tensor,
+        row_to_seq: cute.Tensor,
+        indices: cute.Tensor,
+        values: cute.Tensor,
+        divisor: cute.FastDivmodDivisorV2,
+        page_size: Int32,
+        options: Int32,
+        mma: cute.TiledMma,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        storage = SmemAllocator().allocate(self.storage)
+        pipelines = Pipelines(
+            k=Pipeline.of(storage.k_pipeline, self.stages),
+            q=Pipeline.of(storage.q_pipeline, 1),
+            scores=Pipeline.of(storage.score_pipeline, GROUPS * self.score_stages),
+        )
+        sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
+        scores = storage.scores.get_tensor(
+            cute.make_layout((TILE, BLOCK_Q, GROUPS * self.score_stages), stride=(1, SCORE_ROW, BLOCK_Q * SCORE_ROW))
+        )
+
+        if warp == self.consumer_warps:
+            cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
+            cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
+        if tid == 0:
+            pipelines.k.init(consumers=WARPGROUP // WARP)
+            pipelines.q.init(consumers=self.consumer_warps)
+            pipelines.scores.init(consumers=SELECTING_WARPS, producers=WARPGROUP // WARP)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        # What is behind this point touches global memory: the kernels before must be done with it.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # All keys are one chunk.
+        chunk = cute.ceil_div(k_scale.shape[0], TILE)
+        if warp >= self.consumer_warps:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            own = warp - self.consumer_warps
+            if own == ProducerWarp.LOAD:
+                self.load(q_atom, mq, k_atom, mk, starts, ends, indices, chunk, sq, sk, pipelines, lane)
+            if own >= ProducerWarp.SELECT and own < ProducerWarp.SELECT + SELECTING_WARPS:
+                number = own - ProducerWarp.SELECT
+                lists = []
+                for i in cutlass.range_constexpr(OWN_QUERIES):
+                    at = (number * OWN_QUERIES + i) * CAPACITY
+                    of_list = cute.make_layout(CAPACITY)
+                    counts = cute.make_tensor(
+                        storage.counts.data_ptr() + number * (DIGITS + 4), cute.make_layout(DIGITS + 4)
+                    )
+                    lists.append(
+                        SelectionList(
+                            cute.make_tensor(storage.orders.data_ptr() + at, of_list),
+                            cute.make_tensor(storage.keys.data_ptr() + at, of_list),
+                            counts,
+                        )
+                    )
+                paging = block_table, row_to_seq, divisor, page_size
+                self.select(
+                    k_scale.shape[0],
+                    starts,
+                    ends,
+                    indices,
+                    values,
+                    paging,
+                    options,
+                    chunk,
+                    scores,
+                    lists,
+                    pipelines,
+                    number,
+                    lane,
+                )
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.compute_scores(
+                k_scale, weights, starts, ends, indices, chunk, mma, sq, sk, scores, pipelines, tid, warp, lane
+            )
+
+    @cute.jit
+    def compute_scores(
+        self,
+        k_scale,
+        weights,
+        starts,
+        ends,
+        indices,
+        chunk,
+        mma,
+        sq,
+        sk,
+        scores,
+        pipelines: Pipelines,
+        tid,
+        warp,
+        lane,
+    ):
+        """The mainloop of a consumer warpgroup."""
+        thr_mma = mma.get_slice(tid % WARPGROUP)
+        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
+        sums, scales = cute.make_rmem_tensor((2 * BLOCK_Q,), Float32), cute.make_rmem_tensor((2,), Float32)
+        sums.fill(0.0)
+        scales.fill(0.0)
+        w = cute.make_rmem_tensor((self.n // 4,), Float32)
+        keys, queries = k_scale.shape[0], indices.shape[0]
+        quad = lane % 4
+        row_key = (warp % 4) * 16 + lane // 4
+        scheduler = static_persistent_scheduler()
+        ring = pipelines.k.ring(warp // 4, self.group_stages)
+        score_ring = pipelines.scores.ring(warp // 4, self.score_stages)
+        q_state, k_state, s_state = start(), start(), start()
+        # This warpgroup's next key tile, counted from the work tile's first: the warpgroups take turns over the whole
+        # life of the CTA.
+        tile = warp // 4
+        for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, indices), scheduler.step, unroll=1):
+            block, first, last, _ = self.work_tile(index, keys, chunk, indices, starts, ends, lane)
+            if first < last:
+                for j in cutlass.range_constexpr(self.n // 8):
+                    t = cutlass.min(block * BLOCK_Q + j * 8 // self.heads, queries - 1)
+                    for c in cutlass.range_constexpr(2):
+                        w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
+                pipelines.q.consumer_wait(q_state)
+                tile += first
+                pending = Int32(0)  # whether a tile is without its epilogue yet
+                if tile < last:
+                    ring.consumer_wait(k_state)
+                while tile < last:
+                    done = k_state
+                    multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
+                    # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
+                    if pending > 0:
+                        self.pass_on(sums, scales, scores, score_ring, s_state, row_key, quad)
+                        s_state = score_ring.advance(s_state)
+                    pending = Int32(1)
+                    key = tile * TILE + row_key
+                    for half in cutlass.range_constexpr(2):
+                        scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
+                    k_state = ring.advance(k_state)
+                    tile += GROUPS
+                    if tile < last:
+                        ring.consumer_wait(k_state)
+                    cute.nvgpu.warpgroup.wait_group(0)
+                    ring.consumer_release(done)
+                    for t in cutlass.range_constexpr(BLOCK_Q):
+                        sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
+                if pending > 0:
+                    self.pass_on(sums, scales, scores, score_ring, s_state, row_key, quad)
+                    s_state = score_ring.advance(s_state)
+                tile -= last
+                pipelines.q.consumer_release(q_state)
+                q_state = pipelines.q.advance(q_state)
+
+    @cute.jit
+    def pass_on(self, sums, scales, scores, ring: Pipeline, state, row_key, quad):
+        """Add up the quads' sums over heads, which gives each lane its query, scale, and store: a warp's part of a
+        tile."""
+        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+        ring.producer_wait(state)
+        for half in cutlass.range_constexpr(2):
+            value = quad_reduce_scatter(*(sums[2 * j + half] for j in range(BLOCK_Q)), upper, odd)
+            scores[row_key + 8 * half, quad, ring.index(state)] = value * scales[half]
+        cute.arch.sync_warp()
+        ring.producer_commit(state)
+
+    @cute.jit
+    def select(
+        self,
+        keys,
+        starts,
+        ends,
+        indices,
+        values,
+        paging,
+        options,
+        chunk,
+        scores,
+        lists,
+        pipelines: Pipelines,
+        number,
+        lane,
+    ):
+        """The work of a selecting warp, for the queries of the lists."""
+        first_keys, key_counts, counts, floors = (cute.make_rmem_tensor((OWN_QUERIES,), Int32) for _ in range(4))
+        k = indices.shape[1]
+        scheduler = static_persistent_scheduler()
+        state, group = start(), Int32(0)
+        for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, indices), scheduler.step, unroll=1):
+            block, first, last, _ = self.work_tile(index, keys, chunk, indices, starts, ends, lane)
+            query = block * BLOCK_Q + number * OWN_QUERIES
+            for i in cutlass.range_constexpr(OWN_QUERIES):
+                first_keys[i], key_counts[i], counts[i], floors[i] = Int32(0), Int32(0), Int32(0), Int32(LOWEST)
+                if query + i < indices.shape[0]:
+                    first_keys[i], key_counts[i] = self.key_range(starts, ends, query + i, keys)
+            for tile in cutlass.range(first, last, unroll=1):
+                ring = pipelines.scores.ring(group, self.score_stages)
+                ring.consumer_wait(state)
+                for i in cutlass.range_constexpr(OWN_QUERIES):
+                    own = scores[None, number * OWN_QUERIES + i, ring.index(state)]
+                    for half in cutlass.range_constexpr(TILE // WARP):
+                        order, key = order_of(own[lane + WARP * half]), tile * TILE + WARP * half + lane
+                        inside = Uint32(key - first_keys[i]) < Uint32(key_counts[i])
+                        taken = inside and order > floors[i]
+                        counts[i] = lists[i].append(order, key, taken, counts[i], lane)
+                cute.arch.sync_warp()
+                ring.consumer_release(state)
+                group += 1
+                if group == GROUPS:
+                    group = Int32(0)
+                    state = ring.advance(state)
+                for i in cutlass.range_constexpr(OWN_QUERIES):
+                    if counts[i] > CAPACITY - TILE:
+                        counts[i], floors[i] = lists[i].cut(counts[i], k, Int32(SLACK), lane)
+            for i in cutlass.range_constexpr(OWN_QUERIES):
+                if query + i < indices.shape[0]:
+                    if counts[i] > k:
+                        counts[i], floors[i] = lists[i].cut(counts[i], k, Int32(0), lane)
+                    cute.arch.sync_warp()
+                    self.store(lists[i], counts[i], query + i, first_keys[i], indices, values, paging, options, lane)
+                    cute.arch.sync_warp()
+
+    @cute.jit
+    def store(self, found: SelectionList, count, query, first_key, indices, values, paging, options, lane):
+        """A query's results: positions from its first key on, or slots, and the scores."""
+        sequence = query
+        if options & ROW_TO_SEQ:
+            sequence = paging[1][query]
+        for i in cutlass.range(lane, indices.shape[1], WARP, unroll=1):
+            index, value = Int32(-1), -Float32(float("inf"))
+            if i < count:
+                index, value = found.keys[i] - first_key, number_of(found.orders[i])
+                if options & PAGED:
+                    index = self.slot_of(index, sequence, paging)
+                    value = value if index >= 0 else -Float32(float("inf"))
+            indices[query, i] = index
+            if options & VALUES:
+                values[query, i] = value
+
+    @cute.jit
+    def slot_of(self, index, sequence, paging):
+        """The cache slot of a position of a sequence; -1 where the table has none for it."""
+        block_table, _, divisor, page_size = paging
+        slot, last = Int32(-1), block_table.shape[1] - 1
+        if sequence >= 0 and sequence < block_table.shape[0] and last >= 0:
+            page, offset = divmod(cutlass.max(index, 0), divisor)
+            physical = block_table[sequence, cutlass.min(page, last)]
+            at = Int64(physical) * page_size + offset
+            if index >= 0 and page <= last and physical >= 0 and at < Int64(MAX_SLOTS):
+                slot = Int32(at)
+        return slot
+
+
+@cached
+def compile_indexer_select(heads: int, dim: int, config: SelectConfig):
+    """-> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
+    block_table [B, pages], row_to_seq [S], indices [S, k] int32, values [S, k] fp32, page_size, options, ctas); S, Skv
+    > 0, 0 < k <= MAX_SELECTED. `options` says which of the tensors are given; the others may be of any size."""
+    queries, keys, k = (cute.sym_int() for _ in range(3))
+    q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
+    of_keys = fake(Float8E4M3FN, (keys, dim), (*strides(1, 16), 1))
+    k_scale = fake(Float32, (keys,), (1,), 4)
+    weights = fake(Float32, (queries, heads), (*strides(1), 1), 4)
+    starts, ends = (fake(Int32, (queries,), (1,), 4) for _ in range(2))
+    block_table = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
+    row_to_seq = fake(Int32, (cute.sym_int(),), strides(1), 4)
+    indices = fake(Int32, (queries, k), (*strides(1), 1), 4)
+    values = fake(Float32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
+    return compile_sm90(
+        IndexerSelectSm90(heads, dim, config),
+        *(q, of_keys, k_scale, weights, starts, ends, block_table, row_to_seq, indices, values),
+        *(Int32(1), Int32(0), Int32(1), fake_stream()),
+    )
+
+
+def work_tiles(queries: int) -> int:
+    """Blocks of queries."""
+    return -(-queries // BLOCK_Q)
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_indexer_select, (heads, dim, CONFIG)) for heads in HEADS for dim in HEAD_DIMS]

@@ -1,0 +1,159 @@
+"""Scores and selection in one kernel beside the two by themselves, bit by bit."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import dsa
+from dsa.testing import poison_free_memory
+
+
+def inputs(queries, keys, heads=64, dim=128):
+    q = torch.randn(queries, heads, dim, device="cuda").to(torch.float8_e4m3fn)
+    k = torch.randn(keys, dim, device="cuda").to(torch.float8_e4m3fn)
+    return q, (k, torch.rand(keys, device="cuda") + 0.1), torch.randn(queries, heads, device="cuda")
+
+
+def int32(values):
+    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
+
+
+def check(q, kv, weights, starts, ends, top_k, **paging):
+    """Indices and values are those of the two ops, by which this one is defined."""
+    keys = len(kv[0])
+    first, last = starts.clamp(0, keys), ends.clamp(0, keys)
+    scores = dsa.fp8_mqa_logits(q, kv, weights, first, last)
+    lengths = (last - first).clamp_min(0)
+    expected = dsa.topk_indices(scores, top_k, starts=first, lengths=lengths, return_values=True, **paging)
+    poison_free_memory(mebibytes=64)
+    got = dsa.indexer_select(q, kv, weights, starts, ends, top_k, return_values=True, **paging)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    assert torch.equal(dsa.indexer_select(q, kv, weights, starts, ends, top_k, **paging), expected[0])
+    return got
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_causal(heads, dim):
+    queries, keys = 301, 5000
+    ends = torch.arange(queries, device="cuda", dtype=torch.int32) + keys - queries + 1
+    for top_k in (1, 100, 2048):
+        check(*inputs(queries, keys, heads, dim), (ends - 4444).clamp_min(0), ends, top_k)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 70000), (2, 63), (5, 64), (3, 65), (700, 129), (64, 9000)])
+def test_random_ranges(queries, keys):
+    """Empty, unordered, disjoint inside one block of queries, and beyond both ends."""
+    for heads, top_k in product((8, 64), (5, 512, 2048)):
+        starts = torch.randint(-5, keys + 1, (queries,), device="cuda", dtype=torch.int32)
+        ends = torch.randint(0, keys + 100, (queries,), device="cuda", dtype=torch.int32)
+        check(*inputs(queries, keys, heads), starts, ends, top_k)
+
+
+def test_more_blocks_than_multiprocessors():
+    """Lists and rings go on from one work tile to the next, with odd numbers of key tiles in between."""
+    queries = 3000
+    starts = torch.randint(0, 6000, (queries,), device="cuda", dtype=torch.int32)
+    check(*inputs(queries, 6400), starts, starts + torch.randint(0, 6000, starts.shape, device="cuda").int(), 300)
+
+
+def test_ranges_of_any_numbers():
+    garbage = [-(2**31), 2**31 - 1, -1, 0, 1, 64, 299, 300, 301, 2**30]
+    starts, ends = (int32([a for pair in product(garbage, garbage) for a in pair][i::2]) for i in range(2))
+    check(*inputs(100, 300, 8), starts, ends, 33)
+
+
+# Scores of any shape, as scales of keys that all have the same products: what these are is the row's order.
+SHAPES = {
+    "ascending": lambda n: torch.arange(1, n + 1),
+    "descending": lambda n: torch.arange(n, 0, -1),
+    "equal": torch.ones,
+    "two values": lambda n: torch.arange(n) % 2 + 1,
+    "zeros but for a few": lambda n: (torch.arange(n) % 1000 == 7).float(),
+    "the largest last": lambda n: torch.cat((torch.rand(n - 2500), 1 + torch.rand(2500))),
+    "steps": lambda n: torch.arange(n) // 700 + 1,
+    "many sizes": lambda n: torch.rand(n).mul(60).exp2(),
+    "infinite": lambda n: torch.where(torch.arange(n) % 3 == 0, torch.inf, torch.rand(n)),
+}
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scores_of_any_shape(shape, sign):
+    queries, keys = 6, 20000
+    q, (k, _), weights = inputs(queries, keys)
+    k[:], weights[:] = k[0].clone(), sign * weights.abs()
+    scale = SHAPES[shape](keys).float().cuda()
+    starts, ends = int32([0, 5, 9000, 0, 17000, 63]), int32([keys, 19999, keys, 3000, 19900, 19000])
+    for top_k in (1, 500, 2048):
+        check(q, (k, scale), weights, starts, ends, top_k)
+
+
+def test_nan_is_never_selected():
+    q, (k, scale), weights = inputs(20, 3000)
+    k.view(torch.uint8)[77], scale[150:2500] = 0x7F, torch.nan
+    indices, _ = check(q, (k, scale), weights, int32([0] * 20), int32([3000] * 20), 700)
+    assert ((indices >= 0).sum(1) == 3000 - 2350 - 1).all()
+
+
+def test_slots():
+    queries, keys = 50, 4000
+    arguments, starts = inputs(queries, keys), int32([0] * 25 + [2000] * 25)
+    ends = starts + int32(range(1000, 2000, 20))
+    table = torch.randperm(128, device="cuda").int().view(2, 64)
+    table[1, 3], table[0, 2] = -1, 2**31 - 1
+    sequences = int32([0] * 25 + [1] * 23 + [2, -1])
+    check(*arguments, starts, ends, 256, block_table=table[:, :30], page_size=64, row_to_seq=sequences)
+    every = table[sequences.clamp(0, 1).long()]
+    check(*arguments, starts, ends, 256, block_table=every, page_size=32)
+
+
+def test_strided_weights_and_keys():
+    q, (k, scale), _ = inputs(40, 3000)
+    weights = torch.randn(40, 3 * 64 + 1, device="cuda")[:, 64:128]
+    wide = torch.zeros(3000, 256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    wide[:, :128] = k
+    check(q, (wide[:, :128], scale), weights, int32([0] * 40), int32([3000] * 40), 64)
+
+
+def test_long_contexts():
+    """Positions beyond 2^20, and keys whose last bytes are beyond 2^31 of the first's."""
+    keys = 2**24 + 2**20
+    k = torch.randint(0, 0x78, (keys, 128), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    q, _, weights = inputs(8, 1)
+    starts = int32([0, keys - 5000, 2**20 - 3, 2**24 - 2048] * 2)
+    ends = int32([keys, keys, 2**20 + 9000, 2**24 + 9000] * 2)
+    scale = torch.rand(keys, device="cuda")
+    scores = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends, clean_logits=False)
+    expected = dsa.topk_indices(scores, 2048, starts=starts, lengths=ends - starts)
+    assert torch.equal(dsa.indexer_select(q, (k, scale), weights, starts, ends, 2048), expected)
+
+
+def test_a_graph_takes_new_ranges():
+    arguments, starts, ends = inputs(200, 7000), int32([0] * 200), int32([7000] * 200)
+    dsa.indexer_select(*arguments, starts, ends, 300)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = dsa.indexer_select(*arguments, starts, ends, 300)
+    for _ in range(3):
+        starts.copy_(torch.randint(0, 5000, (200,)))
+        ends.copy_(torch.randint(4000, 7000, (200,)))
+        graph.replay()
+        assert torch.equal(got, dsa.indexer_select(*arguments, starts.clone(), ends.clone(), 300))
+
+
+def test_twenty_runs_are_identical():
+    arguments = (*inputs(500, 30000), int32([0] * 500), int32(range(29500, 30000)), 2048)
+    first = dsa.indexer_select(*arguments).clone()
+    assert all(torch.equal(first, dsa.indexer_select(*arguments)) for _ in range(20))
+
+
+def test_no_memory_beside_the_results():
+    arguments = (*inputs(2048, 40000), int32([0] * 2048), int32([40000] * 2048), 2048)
+    got = dsa.indexer_select(*arguments)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = dsa.indexer_select(*arguments)
+    assert torch.cuda.max_memory_allocated() - before == got.nbytes
