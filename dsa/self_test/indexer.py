@@ -1,5 +1,7 @@
 """Index scores, their inputs and the selection."""
 
+import math
+
 import torch
 
 import dsa
@@ -65,14 +67,22 @@ def indexer_inputs(device: str) -> None:
 
 
 def indexer_select(device: str) -> None:
-    """The selection of the scores that the other op gives, bit by bit."""
-    q, k, scale, weights, _ = _index_case(device)
-    starts, ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 10, 5], [100, 50, 5]))
-    scores = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends)
-    expected = dsa.topk_indices(scores, 20, starts=starts, lengths=ends - starts, return_values=True)
-    got = dsa.indexer_select(q, (k, scale), weights, starts, ends, 20, return_values=True)
-    if not all(map(torch.equal, got, expected)):
-        raise AssertionError("not the selection of the scores by themselves")
+    """Of small integers, whose sums are exact; every key is there twice, so that scores tie."""
+    q, k, weights = (torch.randint(-2, 3, shape, device=device) for shape in ((3, 64, 128), (50, 128), (3, 64)))
+    k, scale = k.repeat(2, 1), torch.randint(1, 4, (50,), device=device).float().repeat(2)
+    dots = torch.einsum("thd,sd->ths", q.double(), k.double()).relu()
+    scores = (torch.einsum("th,ths->ts", weights.double(), dots) * scale).tolist()
+    first, behind = [0, 10, 5], [100, 50, 5]
+    starts, ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in (first, behind))
+    arguments = q.to(torch.float8_e4m3fn), (k.to(torch.float8_e4m3fn), scale), weights.float(), starts, ends
+    got = dsa.indexer_select(*arguments, 20, return_values=True)
+    for row, start, end, selected, values in zip(scores, first, behind, *(x.tolist() for x in got)):
+        best = sorted(sorted(range(start, end), key=lambda s: (-row[s], s))[:20])
+        missing = 20 - len(best)
+        if selected != [s - start for s in best] + [-1] * missing:
+            raise AssertionError("not the 20 largest with ties to the lowest key")
+        if values != [row[s] for s in best] + [-math.inf] * missing:
+            raise AssertionError("not the scores of the 20 largest")
 
 
 def topk_indices(device: str) -> None:
