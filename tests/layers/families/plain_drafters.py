@@ -124,9 +124,7 @@ class PlainMLADrafter:
     def _query_latents(self, x: torch.Tensor) -> torch.Tensor:
         return self.w.norm(x @ self.w("self_attn.q_a_proj.weight").T, "self_attn.q_a_layernorm", 1e-6)
 
-    def _attention(
-        self, x: torch.Tensor, angles: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor
-    ) -> torch.Tensor:
+    def _attention(self, x: torch.Tensor, angles: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         """Of the queries of x, at these angles, over the keys from the first position on. seen: bool [T, S]."""
         w, c = self.w, self.config
         heads, nope, rope, rank = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank

@@ -28,9 +28,7 @@ def drafters(request, tmp_path_factory):
     model_type = request.param.partition(",")[0]
     write_small(directory, model_type, **CHANGES.get(request.param, {}))
     model = load_model(directory, dtype=torch.float32, drafter=True, progress=False)
-    plain, fewer = (
-        (PlainV4Drafter, {"window": 4}) if model_type == "deepseek_v4" else (PlainMLADrafter, {"top_k": 4})
-    )
+    plain, fewer = (PlainV4Drafter, {"window": 4}) if model_type == "deepseek_v4" else (PlainMLADrafter, {"top_k": 4})
     return model, plain(directory), plain(directory, **fewer)
 
 
