@@ -1,4 +1,4 @@
-"""Every family's drafter against its formulas (plain_drafters), in fp32, two steps deep."""
+"""Every family's drafter against its formulas (plain_drafters), in fp32, up to four steps deep."""
 
 import pytest
 import torch
