@@ -7,11 +7,8 @@ from typing import Literal
 import torch
 
 import dsa
+from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.cache.kv_cache import PageAllocator, check_sizes, check_storage
-
-# Tokens of a sequence that a decoding pass may take in vain: what they overwrite is not needed without them. Kernels
-# take as many beside the one that is none.
-DRAFTS = 3
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ by anybody, so it is checked before anything is made as large as it says. The mo
 end, so a load that fails leaves it as it was.
 """
 
-from dsa_layers.checkpoint.directory import INDEX_NAME, SINGLE_NAME, Checkpoint
+from dsa_layers.checkpoint.directory import INDEX_NAME, SINGLE_NAME, Checkpoint, StoredNames
 from dsa_layers.checkpoint.header import TensorInfo
 from dsa_layers.checkpoint.plan import SCALE_SUFFIX, Index
 from dsa_layers.checkpoint.weights import load_weights
@@ -19,6 +19,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Index",
+    "StoredNames",
     "TensorInfo",
     "load_weights",
 ]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-from dsa_layers.checkpoint.directory import Checkpoint
+from dsa_layers.checkpoint.directory import Checkpoint, StoredNames
 from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.families.family import Family
 from dsa_layers.families.model import CheckpointModel, ModelConfig
@@ -29,18 +29,18 @@ def check_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def check_drafter(family: Family, model: CheckpointModel, checkpoint: Checkpoint) -> None:
+def check_drafter(family: Family, model: CheckpointModel, stored: Checkpoint | StoredNames) -> None:
     """Raises ValueError for a family without drafters, and for a config.json that speaks of none; CheckpointError for
     files that hold nothing of one. model: without a drafter, so that it skips the tensors of one."""
     if family.drafter is None:
         raise ValueError(f"drafter: is not supported for model type {model.config.model_type!r}")
-    path = checkpoint.directory / "config.json"
+    path = stored.directory if stored.directory.is_file() else stored.directory / "config.json"
     layers = model.config.num_nextn_predict_layers
     if not layers:
         raise ValueError(f"drafter: {path} has num_nextn_predict_layers=0; accepted: a checkpoint with such a layer")
-    if not any(map(model.skips, checkpoint.tensors)):
+    if stored.tensors is not None and not any(map(model.skips, stored.tensors)):
         raise CheckpointError(
-            f"{checkpoint.directory}: drafter: holds no tensor of a multi-token-prediction layer; config.json has "
+            f"{stored.directory}: drafter: holds no tensor of a multi-token-prediction layer; config.json has "
             f"num_nextn_predict_layers={layers}"
         )
 

@@ -1,8 +1,10 @@
 """A directory of safetensors files as one mapping from names to tensors."""
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -97,6 +99,29 @@ class Checkpoint:
             return torch.empty(stored.shape, dtype=stored.dtype, device=device).copy_(stored)
         except (OSError, SafetensorError, RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{self.directory / info.file}: cannot read {name} ({info}): {error}") from error
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """What a checkpoint's tensors are called, where its files need not be here.
+
+    directory: or the path of a config.json by itself; tensors: their names, None where nothing says them.
+    """
+
+    directory: Path
+    tensors: Collection[str] | None
+
+    @classmethod
+    def of(cls, directory: Path) -> Self:
+        """By the index, or by the header of a single file. Raises CheckpointError for one that cannot be read."""
+        if (directory / INDEX_NAME).is_file():
+            problems = Problems()
+            names = _read_index(directory / INDEX_NAME, problems)
+            problems.raise_if_any(directory)
+            return cls(directory, names.keys())
+        if (directory / SINGLE_NAME).is_file():
+            return cls(directory, Checkpoint(directory).tensors.keys())
+        return cls(directory, None)
 
 
 def _read_index(path: Path, problems: Problems) -> dict[str, str]:

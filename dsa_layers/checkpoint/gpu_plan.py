@@ -4,42 +4,45 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
-from dsa_layers.checkpoint import Checkpoint
-from dsa_layers.checkpoint.loading import holds_fp4_experts
+from dsa_layers.checkpoint import Checkpoint, StoredNames
+from dsa_layers.checkpoint.loading import holds_fp4_experts, unfilled_model
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
-from dsa_layers.families.registry import family
-from dsa_layers.families.unfilled import unfilled
 from dsa_layers.parallel.cuts import DoesNotDivide, cuts_of
 
 # Of a GPU's memory what weights and caches may have: activations, scores, kernels, CUDA and NCCL take the rest.
 SHARE = 0.9
-STATE_SLOTS = 64  # sequences at a time, as `Generator` has them
+SEQUENCES = 64  # at a time, as `Generator` has them
 
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """weights: bytes on a GPU, of `whole` on a single one. cache: bytes beside pages; page: of a page of `page_size`
-    tokens. Every GPU has all of the caches: latents and index keys belong to no head."""
+    """weights: bytes on a GPU, of `whole` on a single one; page: of a page of `page_size` tokens in the caches; slot:
+    of a sequence's state slot there. A drafter's weights and cache are among them. Every GPU has all of the caches:
+    latents and index keys belong to no head."""
 
     gpus: int
     weights: int
     whole: int
-    cache: int
+    slot: int
     page: int
     page_size: int
 
     def tokens(self, memory: int) -> int:
         """How many tokens the cache can hold beside the weights, where a GPU has so much memory; 0 where these alone do
         not fit."""
-        left = int(SHARE * memory) - self.weights - self.cache
-        return max(left // self.page, 0) * self.page_size
+        left = max(int(SHARE * memory) - self.bytes(0), 0)
+        pages = left // (self.page + self.slot)  # of which the first ones are a sequence's each
+        if pages > SEQUENCES:
+            pages = (left - SEQUENCES * self.slot) // self.page
+        return pages * self.page_size
 
     def bytes(self, cache_tokens: int) -> int:
-        """On a GPU, with a cache for so many tokens."""
-        return self.weights + self.cache + self.page * math.ceil(cache_tokens / self.page_size)
+        """On a GPU, with caches for so many tokens: of as many sequences as have a page, and of the one that fills up
+        a batch, which with its drafts has a page of its own."""
+        pages = math.ceil(cache_tokens / self.page_size)
+        return self.weights + (pages + 1) * self.page + (min(pages, SEQUENCES) + 1) * self.slot
 
 
 def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
@@ -64,14 +67,19 @@ def precision_of(
     return replace(precision, fp4_experts=precision.fp8_linear and stored_in_fp4 and not widen_experts)
 
 
-def plan(config: ModelConfig, precision: Precision, gpus: int) -> GpuPlan:
-    """DoesNotDivide, which names the number of GPUs, for a model that does not come apart into so many equal parts."""
-    return _plan(_model(config, precision), gpus)
+def plan(
+    config: ModelConfig, precision: Precision, gpus: int, drafted: Checkpoint | StoredNames | None = None
+) -> GpuPlan:
+    """drafted: the checkpoint whose drafter is there too. ValueErrors of `check_drafter` for one that has none;
+    DoesNotDivide, which names the number of GPUs, for a model that does not come apart into so many equal parts."""
+    return _plan(unfilled_model(config, precision, drafted), gpus)
 
 
-def plans(config: ModelConfig, precision: Precision, most: int) -> list[GpuPlan]:
+def plans(
+    config: ModelConfig, precision: Precision, most: int, drafted: Checkpoint | StoredNames | None = None
+) -> list[GpuPlan]:
     """Of every number of GPUs up to `most` that the model can be split over."""
-    model, found = _model(config, precision), []
+    model, found = unfilled_model(config, precision, drafted), []
     for gpus in range(1, most + 1):
         try:
             found.append(_plan(model, gpus))
@@ -80,19 +88,17 @@ def plans(config: ModelConfig, precision: Precision, most: int) -> list[GpuPlan]
     return found
 
 
-def _model(config: ModelConfig, precision: Precision) -> CheckpointModel:
-    with unfilled():
-        return family(config.model_type).model(config, precision)
-
-
 def _plan(model: CheckpointModel, gpus: int) -> GpuPlan:
     cuts = cuts_of(model, gpus, blocks=model.config.quantization is not None)
     weights = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
     part = sum(size // gpus if name in cuts else size for name, size in weights.items())
-    size = model.page_size
-    one, two = (_cache_bytes(model, pages) for pages in (1, 2))
-    return GpuPlan(gpus, part, sum(weights.values()), 2 * one - two, two - one, size)
+    one, pages, slots = (_cache_bytes(model, *counts) for counts in ((1, 1), (2, 1), (1, 2)))
+    return GpuPlan(gpus, part, sum(weights.values()), slots - one, pages - one, model.page_size)
 
 
-def _cache_bytes(model: nn.Module, pages: int) -> int:
-    return model.make_cache(pages, model.page_size, torch.device("meta"), state_slots=STATE_SLOTS).nbytes
+def _cache_bytes(model: CheckpointModel, pages: int, state_slots: int) -> int:
+    """Of the model's cache and of its drafter's, which has the same pages and slots: of memory, in which V4's pages
+    have room behind their bytes."""
+    modules = [model] if model.drafter is None else [model, model.drafter]
+    caches = (one.make_cache(pages, model.page_size, torch.device("meta"), state_slots=state_slots) for one in modules)
+    return sum(tensor.untyped_storage().nbytes() for cache in caches for tensor in cache.tensors())

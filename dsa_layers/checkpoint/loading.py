@@ -13,7 +13,7 @@ import torch
 
 import dsa
 from dsa_layers.arguments import flag
-from dsa_layers.checkpoint import Checkpoint, load_weights
+from dsa_layers.checkpoint import Checkpoint, StoredNames, load_weights
 from dsa_layers.checkpoint.checks import check_drafter, check_layers, check_quantised_sizes, check_values
 from dsa_layers.checkpoint.fused_experts import split_experts
 from dsa_layers.checkpoint.plan import PACKED, SCALE_SUFFIX
@@ -89,7 +89,7 @@ def load_model(
         check_layers(config, checkpoint)
         if precision.fp8_linear and not widen_experts and holds_fp4_experts(checkpoint):
             precision = replace(precision, fp4_experts=True)
-        model = _unfilled_model(config, precision, checkpoint if drafter else None)
+        model = unfilled_model(config, precision, checkpoint if drafter else None)
         names = {"skip": model.skips, "name_of": model.name_of}
         names["parts_of"] = partial(split_experts, experts=config.n_routed_experts)
         if ranks.size > 1:
@@ -111,8 +111,10 @@ def load_model(
     return model.train(trainable)
 
 
-def _unfilled_model(config: ModelConfig, precision: Precision, drafted: Checkpoint | None) -> CheckpointModel:
-    """On the meta device. drafted: the checkpoint whose drafter it gets, if any."""
+def unfilled_model(
+    config: ModelConfig, precision: Precision, drafted: Checkpoint | StoredNames | None = None
+) -> CheckpointModel:
+    """On the meta device. drafted: the checkpoint whose drafter it gets, if any. Raises what `check_drafter` does."""
     of_family = family(config.model_type)
     with unfilled():
         model = of_family.model(config, precision)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsa_layers import SHIPPED_MODEL, options
-from dsa_layers.command.model_options import CONFIG_HELP, add_precision_options
+from dsa_layers.command.model_options import CONFIG_HELP, add_draft_option, add_precision_options
 
 if TYPE_CHECKING:
     from dsa_layers.families.model import ModelConfig
@@ -39,14 +39,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="attention heads of one GPU's share, where several GPUs have the model's (default: all)",
     )
-    parser.add_argument(
-        "--draft",
-        type=int,
-        choices=range(4),
-        default=0,
-        metavar="K",
-        help="as dsa generate has it (default: 0)",
-    )
+    add_draft_option(parser, "as dsa generate has it")
     parser.add_argument(
         "--out",
         type=options.path,

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dsa_layers import options
+from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import on_gpus
-from dsa_layers.command.model_options import LoadedModel, add_model_options, load
+from dsa_layers.command.model_options import LoadedModel, add_draft_option, add_model_options, load
 from dsa_layers.command.prompt_sources import Prompt, add_prompt_options, read_prompts
 from dsa_layers.command.streams import say, say_json
 
@@ -80,14 +81,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="the paged cache (default: %(default)s)",
     )
-    parser.add_argument(
-        "--draft",
-        type=int,
-        choices=range(4),
-        default=0,
-        metavar="K",
-        help="draft up to 3 tokens ahead by the checkpoint's multi-token-prediction layer, so that a pass may give "
-        "several (default: 0)",
+    add_draft_option(
+        parser,
+        f"draft up to {DRAFTS} tokens ahead by the checkpoint's multi-token-prediction layer, so that a pass may give "
+        "several",
     )
     parser.add_argument(
         "--stats",
@@ -108,11 +105,8 @@ def run(args: argparse.Namespace) -> int:
     ranks = on_gpus.join_ranks(args)
     prompts = on_gpus.agreed(ranks, lambda: read_prompts(args.prompts))
     params = _sampling(args)
-    try:
-        with on_gpus.errors_of_option():
-            loaded = load(args, ranks, drafter=args.draft > 0)
-    except ValueError as error:
-        raise ValueError(re.sub(r"^drafter\b", "--draft", str(error))) from None
+    with on_gpus.errors_of_options():
+        loaded = load(args, ranks, drafter=args.draft > 0)
     model, tokenizer = loaded.model, loaded.tokenizer
     shown = [prompt.text for prompt in prompts]
     texts = shown

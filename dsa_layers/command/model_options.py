@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsa_layers import SHIPPED_MODEL, options
+from dsa_layers.cache.drafts import DRAFTS
 
 if TYPE_CHECKING:
     from dsa_layers.families.model import Model
@@ -88,6 +89,13 @@ def add_precision_options(parser: argparse.ArgumentParser, *, dequantized: str) 
         action="store_true",
         help="experts in FP4 become FP8 when they are loaded, which takes twice the memory and gives the same results "
         "(default: off, they stay FP4)",
+    )
+
+
+def add_draft_option(parser: argparse.ArgumentParser, does: str) -> None:
+    """does: what the option does, in words."""
+    parser.add_argument(
+        "--draft", type=int, choices=range(DRAFTS + 1), default=0, metavar="K", help=f"{does} (default: %(default)s)"
     )
 
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
@@ -64,7 +65,7 @@ def _error_event(problem: str, code: int) -> None:
 def _check_fits(args: argparse.Namespace, memory: int) -> None:
     import torch
 
-    from dsa_layers.checkpoint import Checkpoint
+    from dsa_layers.checkpoint import Checkpoint, StoredNames
     from dsa_layers.checkpoint.gpu_plan import check_fits, plan, precision_of
     from dsa_layers.families.config import read_config
     from dsa_layers.hub import checkpoint_directory
@@ -75,19 +76,22 @@ def _check_fits(args: argparse.Namespace, memory: int) -> None:
     # Where the files are here, they say how experts are stored, and not config.json: the earliest ones do not.
     files = Checkpoint(directory) if directory.is_dir() and any(directory.glob("*.safetensors")) else None
     precision = precision_of(config, files, dtype=args.dtype and getattr(torch, args.dtype), **options)
-    with errors_of_option():
-        check_fits(plan(config, precision, args.gpus), memory, args.cache_tokens)
+    drafted = (files or StoredNames.of(directory)) if args.draft else None
+    with errors_of_options():
+        found = plan(config, precision, args.gpus, drafted)
+        check_fits(found, memory, args.cache_tokens)
 
 
 @contextlib.contextmanager
-def errors_of_option() -> Iterator[None]:
-    """The library's errors about the number of GPUs, by the option's name."""
+def errors_of_options() -> Iterator[None]:
+    """The library's errors about the number of GPUs and about the drafter, by the options' names."""
     try:
         yield
     except ValueError as error:
-        if not str(error).startswith("gpus: "):
+        problem = re.sub(r"^gpus: ", "--gpus: ", re.sub(r"^drafter: ", "--draft: ", str(error)))
+        if problem == str(error):
             raise
-        raise ValueError(f"--{error}") from None
+        raise ValueError(problem) from None
 
 
 def join_ranks(args: argparse.Namespace) -> "Ranks | None":
@@ -98,7 +102,7 @@ def join_ranks(args: argparse.Namespace) -> "Ranks | None":
 
     if args.device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device: must be cpu or cuda, of which each rank takes its own GPU, got {args.device}")
-    with errors_of_option():
+    with errors_of_options():
         ranks, device = join("cuda" if _on_gpu(args) else "cpu")
     args.device = str(device)
     if device.type == "cpu" and args.threads is None:

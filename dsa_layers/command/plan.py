@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING
 
 from dsa_layers import SHIPPED_MODEL, options
 from dsa_layers.command import on_gpus
-from dsa_layers.command.model_options import CONFIG_HELP, add_precision_options
+from dsa_layers.command.model_options import CONFIG_HELP, add_draft_option, add_precision_options
 
 if TYPE_CHECKING:
     from dsa_layers.checkpoint.gpu_plan import GpuPlan
 
 _TEXT = """\
-Reads config.json alone. Weights are shared by the GPUs: attention by heads, MLPs by their inner channels, experts by
-their number, embeddings and the head by the vocabulary. Every GPU has all of the cache. Context is what fits beside the
-weights into 90% of a GPU's memory, for all sequences together."""
+Reads config.json alone, and with --draft what tensors the index names. Weights are shared by the GPUs: attention by
+heads, MLPs by their inner channels, experts by their number, embeddings and the head by the vocabulary. Every GPU has
+all of the cache. Context is what fits beside the weights into 90% of a GPU's memory, for all sequences together, where
+--draft K takes K tokens more of each."""
 MOST = 16
 GB = 10**9
 
@@ -43,30 +44,37 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="of the cache (default: as many as there is room for)",
     )
+    add_draft_option(parser, "with the checkpoint's multi-token-prediction layer, as dsa generate has it")
     add_precision_options(parser, dequantized="off")
 
 
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from dsa_layers.checkpoint import StoredNames
     from dsa_layers.checkpoint.gpu_plan import plan, plans, precision_of
     from dsa_layers.families.config import read_config
     from dsa_layers.hub import checkpoint_directory
 
-    config = read_config(checkpoint_directory(args.checkpoint, weights=False))
+    directory = checkpoint_directory(args.checkpoint, weights=False)
+    config = read_config(directory)
     chosen = {"dequantize": bool(args.dequantize), "kv_cache": args.kv_cache, "widen_experts": args.widen_experts}
     precision = precision_of(config, dtype=args.dtype and getattr(torch, args.dtype), **chosen)
     if args.memory is not None:
         memory = args.memory * GB
     else:
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GB
-    with on_gpus.errors_of_option():
-        found = [plan(config, precision, args.gpus)] if args.gpus else plans(config, precision, MOST)
-    print(
-        f"{args.checkpoint}: {found[0].whole / GB:.1f} GB of weights, {_cache(found[0])}; GPUs of {memory / GB:.0f} GB"
-    )
+    with on_gpus.errors_of_options():
+        drafted = StoredNames.of(directory) if args.draft else None
+        if args.gpus:
+            found = [plan(config, precision, args.gpus, drafted)]
+        else:
+            found = plans(config, precision, MOST, drafted)
+    drafters = " with the drafter's" if args.draft else ""
+    size = f"{found[0].whole / GB:.1f} GB of weights{drafters}"
+    print(f"{args.checkpoint}: {size}, {_cache(found[0])}; GPUs of {memory / GB:.0f} GB")
     print(f"{'GPUs':>4}  {'weights a GPU':>14}  " + ("in use" if args.cache_tokens else "context, tokens"))
-    fits = [_line(one, memory, args.cache_tokens) for one in found]
+    fits = [_line(one, memory, args.cache_tokens, args.draft) for one in found]
     return 0 if any(fits) else 1
 
 
@@ -74,11 +82,11 @@ def _cache(one: "GpuPlan") -> str:
     return f"a cache of {one.page / one.page_size / 1000:.1f} KB a token on every GPU"
 
 
-def _line(one: "GpuPlan", memory: int, cache_tokens: int | None) -> bool:
+def _line(one: "GpuPlan", memory: int, cache_tokens: int | None, drafts: int) -> bool:
     """Prints it. Whether it fits."""
     tokens = one.tokens(memory)
     if cache_tokens is None:
-        fits, what = tokens > 0, f"{tokens}" if tokens else "does not fit"
+        fits, what = tokens > 0, f"{tokens - drafts}" if tokens else "does not fit"
     else:
         fits = tokens >= cache_tokens
         what = f"{one.bytes(cache_tokens) / GB:.1f} GB" + ("" if fits else ", does not fit")

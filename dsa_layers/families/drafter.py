@@ -15,7 +15,8 @@ class Drafter(Protocol):
     tokens   of each position of `batch` the token behind it
     states   of each position of `batch` the target's (its method `states`), or those that an earlier step of the
              drafter gave there: a step at position t drafts the token at t + 2, and the next one, at t + 1 with that
-             token and these states, the token at t + 3
+             token and these states, the token at t + 3. What a step gives is a tensor, or something of which `[rows]`
+             are some rows, as of a tensor, and which `logits` and further steps read
     cache    its own, of `make_cache`, which keeps what this layer computed at earlier positions. It is addressed by
              the pages and state slots of the target's cache, with as many of them: the same batch serves both, and
              nothing is allocated here. A position that a later pass has again is written again: those of drafts get

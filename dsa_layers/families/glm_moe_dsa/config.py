@@ -9,7 +9,8 @@ _LETTERS = {"F": "full", "S": "shared"}
 
 
 class GlmMoeDsaConfig(SparseMLAConfig):
-    """The indexer's rope turns channels (2i, 2i + 1), and in GLM-5.2 some layers have no indexer."""
+    """The indexer's rope turns channels (2i, 2i + 1). In GLM-5.2 some layers have no indexer, and of a drafter's steps
+    the first one alone selects."""
 
     model_type = "glm_moe_dsa"
 
@@ -19,14 +20,13 @@ def read_glm_moe_dsa(fields: Fields, generation: Fields | None) -> GlmMoeDsaConf
     # GLM-5 and transformers mean the part that rope turns, GLM-5.2 the other one. Nothing is computed from it.
     fields.one_of("head_dim", (rope, nope, nope + rope), default=rope)
     fields.one_of("moe_router_dtype", ("float32",), default="float32")
-    # Of further steps of a drafter, which select keys of their own here.
-    fields.one_of("index_share_for_mtp_iteration", (True, False), default=False)
     return read_sparse_mla(
         GlmMoeDsaConfig,
         fields,
         generation,
         indexer_types=_read_indexer_types(fields),
         indexer_rope_interleave=fields.one_of("indexer_rope_interleave", (True,), default=True),
+        index_share_for_mtp_iteration=fields.one_of("index_share_for_mtp_iteration", (True, False), default=False),
     )
 
 

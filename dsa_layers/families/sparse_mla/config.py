@@ -38,6 +38,7 @@ class SparseMLAConfig:
 
     indexer_types: of each layer, "full" (has an indexer) or "shared" (attends to what the last full layer before it
     selected, and has none).
+    index_share_for_mtp_iteration: whether further steps of a drafter attend to what its first step selected.
     indexer_rope_interleave: whether rope turns channels (2i, 2i + 1) of index queries and keys, or (i, i + dim / 2).
     latent_norm_eps: of q_a_layernorm and kv_a_layernorm; rms_norm_eps is that of all other RMSNorms.
     eos_token_ids: every id that ends a sequence, () if there is none. bos_token_id: None if there is none.
@@ -83,6 +84,7 @@ class SparseMLAConfig:
     num_nextn_predict_layers: int
     quantization: QuantizationConfig | None
     dtype: str
+    index_share_for_mtp_iteration: bool = False
 
     def fp8_widths(self) -> dict[str, int]:
         """Field of config.json -> a width that follows from it and that FP8 cuts into blocks of 128."""
@@ -107,6 +109,7 @@ def read_sparse_mla(
     *,
     indexer_types: tuple[str, ...],
     indexer_rope_interleave: bool,
+    index_share_for_mtp_iteration: bool = False,
 ) -> Config:
     """A `family` from the fields that all families write alike. What they write in their own ways comes as arguments,
     read from `fields` before: fields that nobody has read by then are rejected."""
@@ -159,6 +162,7 @@ def read_sparse_mla(
         num_nextn_predict_layers=read_mtp_layers(fields),
         quantization=read_quantization(fields),
         dtype=read_dtype(fields),
+        index_share_for_mtp_iteration=index_share_for_mtp_iteration,
     )
     _check_consistency(fields, config)
     fields.reject_unread(NO_INFLUENCE)

@@ -8,7 +8,9 @@ from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.families.drafter import check_states
 from dsa_layers.families.sparse_mla.block import decoder_block
 from dsa_layers.families.sparse_mla.cache import paged_cache
+from dsa_layers.families.sparse_mla.drafted_states import DraftedStates, Slots, slots_of, without_indexer
 from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
+from dsa_layers.layers.attention import Selection
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.parallel.ranks import ALONE
@@ -19,11 +21,15 @@ class SparseMLADrafter(nn.Module):
     """y[t] = norm(block(eh_proj([enorm(embed(token t + 1)) | hnorm(h[t])]))), h the states: see `Drafter`.
 
     states [T, hidden_size]: the target's, after its final norm, or y of an earlier step. The block has experts and an
-    indexer of its own, which selects in every step; in GLM-5.2 (`index_share_for_mtp_iteration`) engines give further
-    steps the keys of the first one.
+    indexer of its own, with which it selects in every step. Or, with `index_share_for_mtp_iteration` (GLM-5.2), in the
+    first one alone: a further step attends to S[t], the keys that the first step attended to at the last position t
+    of which the target's states were known, whatever position it is at itself. Its own key is not among them, and its
+    indexer does not run. Steps then give `DraftedStates`, by which a further one is known; it takes one token of each
+    sequence, over the cache of the first.
     Embedding, angles and head are the target's. Parameters: enorm, hnorm, norm [hidden], eh_proj [hidden, 2 hidden],
     which is never quantised, and block.
-    Source: DeepSeek-V3's report (arXiv 2412.19437), section 2.2.
+    Source: DeepSeek-V3's report (arXiv 2412.19437), section 2.2. Shared keys: Z.ai's account of GLM-5.2, and vLLM's,
+    SGLang's and TensorRT-LLM's code for it.
     """
 
     page_size = SparseMLAForCausalLM.page_size
@@ -40,21 +46,48 @@ class SparseMLADrafter(nn.Module):
         self._target = (target,)  # which is no submodule
 
     def forward(
-        self, tokens: torch.Tensor, states: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None
-    ) -> torch.Tensor:
+        self,
+        tokens: torch.Tensor,
+        states: torch.Tensor | DraftedStates,
+        batch: TokenBatch,
+        cache: PagedKVCache | None = None,
+    ) -> torch.Tensor | DraftedStates:
         (target,) = self._target
-        check_states(states, tokens, target.config.hidden_size)
+        config = target.config
+        block, selection, slots, h = self.block, Selection(), None, states
+        if isinstance(states, DraftedStates):
+            slots, h = self._first_slots(states, batch, cache), states.values
+            block, selection = without_indexer(self.block), Selection(slots(slice(None)))
+        check_states(h, tokens, config.hidden_size)
         cos, sin = target.model.rotary(batch.positions)
         rows = rows_of(batch, self.ranks)
         # Training shifts the tokens by one, so that the first position has an embedding, too. (vLLM zeroes it.)
         e = self.enorm(rows.sum(target.model.embed_tokens(tokens)))
-        x = self.eh_proj(torch.cat((e, self.hnorm(rows.own(states))), -1))
-        x = self.block(x, cos, sin, batch, None if cache is None else cache.layer(0), rows=rows)
+        x = self.eh_proj(torch.cat((e, self.hnorm(rows.own(h))), -1))
+        layer_cache = None if cache is None else cache.layer(0)
+        x = block(x, cos, sin, batch, layer_cache, selection, rows)
         (x,) = rows.gather(self.norm(x))
-        return x
+        if not config.index_share_for_mtp_iteration:
+            return x
+        return DraftedStates(x, slots or slots_of(selection, batch, layer_cache, x.dtype, config.index_topk))
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return self._target[0].logits(states)
+    @staticmethod
+    def _first_slots(states: DraftedStates, batch: TokenBatch, cache: PagedKVCache | None) -> Slots:
+        if states.slots is None or cache is None:
+            without = "the step that gave states" if states.slots is None else "this one"
+            raise ValueError(
+                "cache: must be the first step's, in which a further one reads the keys that it selected "
+                f"(index_share_for_mtp_iteration), got none in {without}"
+            )
+        if not batch.is_decode:
+            raise ValueError(
+                "batch: a further step takes one token of each sequence (index_share_for_mtp_iteration), got "
+                f"{list(batch.query_lens)}"
+            )
+        return states.slots
+
+    def logits(self, states: torch.Tensor | DraftedStates) -> torch.Tensor:
+        return self._target[0].logits(states.values if isinstance(states, DraftedStates) else states)
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64

@@ -1,42 +1,102 @@
 """What each GPU would hold, beside what ranks do hold, and `dsa plan`."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import dsa_layers
-from dsa_layers import load_model
-from dsa_layers.checkpoint.gpu_plan import STATE_SLOTS, check_fits, plan, plans, precision_of
+from dsa_layers import Generator, load_model
+from dsa_layers.cache.drafts import DRAFTS
+from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, StoredNames
+from dsa_layers.checkpoint.gpu_plan import check_fits, plan, plans, precision_of
+from dsa_layers.checkpoint.loading import unfilled_model
 from dsa_layers.command.main import main
 from dsa_layers.families.config import read_config
-from dsa_layers.families.registry import model_types
+from dsa_layers.families.registry import family, model_types
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.tiny import write_tiny_checkpoint
+from dsa_layers.tiny import write_tiny_checkpoint, writer
 
 VENDORED = Path(dsa_layers.__file__).parent / "vendored"
 
 
-@pytest.mark.parametrize("model", model_types())
-def test_it_is_what_a_rank_holds(model, tmp_path):
-    write_tiny_checkpoint(tmp_path, model=model)
-    config = read_config(tmp_path)
-    for gpus in (1, 2):
-        found = plan(config, precision_of(config), gpus)
-        part = load_model(tmp_path, mesh=Ranks(gpus - 1, gpus), progress=False)
-        assert found.weights == sum(tensor.nbytes for tensor in part.state_dict().values())
-        cache = part.make_cache(10, part.page_size, state_slots=STATE_SLOTS)
-        assert found.bytes(10 * part.page_size) == found.weights + cache.nbytes == found.bytes(9 * part.page_size + 1)
-        assert found.whole == plan(config, precision_of(config), 1).weights
+@pytest.fixture(scope="module", params=model_types())
+def directory(request, tmp_path_factory):
+    """A tiny checkpoint, quantised, of which four ranks can have equal parts."""
+    of_family = family(request.param)
+    wider = {"moe_intermediate_size": 512, "num_attention_heads": 8}
+    wider |= {"o_groups": 4} if request.param == "deepseek_v4" else {"num_key_value_heads": 8}
+    of_family = replace(of_family, tiny=replace(of_family.tiny, changes=of_family.tiny.changes | wider))
+    directory = tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "family", lambda model_type: of_family)
+        write_tiny_checkpoint(directory, model=request.param)
+    return directory
 
 
-def test_context_is_what_is_left():
-    config = read_config(VENDORED / "deepseek_v32_config.json")
-    found = plan(config, precision_of(config), 8)
-    memory = 141 * 10**9
-    tokens = found.tokens(memory)
-    assert found.bytes(tokens) <= 0.9 * memory < found.bytes(tokens + found.page_size)
-    assert found.tokens(80 * 10**9) == 0
+def held(tensors):
+    """Bytes of memory, in which a tensor may be a part."""
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_it_is_what_a_rank_holds(directory, gpus, drafts):
+    """In its weights, and in a generator's caches: for fewer pages than there are sequences, and for more."""
+    config = read_config(directory)
+    drafted = StoredNames.of(directory) if drafts else None
+    found = plan(config, precision_of(config), gpus, drafted)
+    part = load_model(directory, mesh=Ranks(gpus - 1, gpus), drafter=drafts > 0, progress=False)
+    assert found.weights == held(part.state_dict().values())
+    assert found.whole == plan(config, precision_of(config), 1, drafted).weights
+    for pages in (3, 70):
+        tokens = pages * part.page_size
+        generator = Generator(part, cache_tokens=tokens, draft_tokens=drafts)
+        caches = [generator.cache] + ([generator._draft._cache] if drafts else [])
+        held_in_caches = held(tensor for cache in caches for tensor in cache.tensors())
+        assert found.bytes(tokens) == found.weights + held_in_caches == found.bytes(tokens - part.page_size + 1)
+
+
+def test_a_drafter_that_is_not_there(directory, tmp_path, capsys):
+    """As `dsa generate` says it: of the configuration, and of the files' names where the index is here."""
+    fields = json.loads((directory / "config.json").read_text())
+    without = {"num_nextn_predict_layers": 0}
+    if "compress_ratios" in fields:
+        without["compress_ratios"] = fields["compress_ratios"][:-1]
+    alone = tmp_path / "other.json"
+    alone.write_text(json.dumps(fields | without))
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    index = json.loads((directory / INDEX_NAME).read_text())
+    config = read_config(directory)
+    skips = unfilled_model(config, precision_of(config)).skips
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if not skips(name)}
+    assert main(["plan", str(alone), "--draft", "1"]) == 2
+    accepted = "has num_nextn_predict_layers=0; accepted: a checkpoint with such a layer"
+    assert capsys.readouterr().err == f"dsa plan: --draft: {alone} {accepted}\n"
+    assert main(["plan", str(tmp_path), "--draft", "1", "--gpus", "2"]) == 0
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    assert main(["plan", str(tmp_path), "--draft", "1"]) == 2
+    assert "drafter: holds no tensor of a multi-token-prediction layer; config" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path)]) == 0
+    (tmp_path / INDEX_NAME).unlink()
+    (tmp_path / SINGLE_NAME).write_bytes(b"")
+    assert main(["plan", str(tmp_path), "--draft", "1"]) == 2
+    assert SINGLE_NAME in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("deepseek_v32", 8), ("deepseek_v4_flash", 2)])
+def test_context_is_what_is_left(name, gpus):
+    """Of more pages than there are sequences, whose state slots all count, and of fewer."""
+    config = read_config(VENDORED / f"{name}_config.json")
+    for drafted in (None, StoredNames(VENDORED, None)):
+        found = plan(config, precision_of(config), gpus, drafted)
+        for memory in (141 * 10**9, int(found.bytes(20 * found.page_size + 1) / 0.9) + 2):
+            tokens = found.tokens(memory)
+            assert tokens and found.bytes(tokens) <= 0.9 * memory < found.bytes(tokens + 1)
+        assert tokens == 21 * found.page_size
+        assert found.tokens(80 * 10**9) == 0
 
 
 def test_published_models():
@@ -63,6 +123,23 @@ def test_the_command(capsys):
     assert main(["plan", flash, "--gpus", "2", "--memory", "141", "--cache-tokens", "1000000"]) == 0
     assert main(["plan", flash, "--gpus", "2", "--memory", "80", "--cache-tokens", "10000000"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith("GB, does not fit")
+
+
+def test_the_command_with_drafts(capsys):
+    """A layer with all its experts, its cache, and of the context what is for drafts."""
+    config = VENDORED / "deepseek_v32_config.json"
+    call = ["plan", str(config), "--memory", "141", "--gpus", "8"]
+    assert main([*call, "--draft", "3"]) == main(call) == 0
+    head, _, drafted, plain_head, _, plain = capsys.readouterr().out.splitlines()
+    assert ": 685.8 GB of weights with the drafter's, a cache of 48.9 KB a token" in head
+    assert ": 674.0 GB of weights, a cache of 48.1 KB a token" in plain_head
+    assert drafted.split()[1] == "87.7" and plain.split()[1] == "86.0"
+    found = plan(read_config(config), precision_of(read_config(config)), 8, StoredNames(config, None))
+    assert int(drafted.split()[-1]) == found.tokens(141 * 10**9) - 3 < int(plain.split()[-1])
+    without = read_config(config)
+    assert found.page - plan(without, precision_of(without), 8).page == 64 * (656 + 132)
+    assert main([*call, "--draft", "3", "--cache-tokens", drafted.split()[-1]]) == 0
+    assert main([*call, "--draft", "3", "--cache-tokens", plain.split()[-1]]) == 1
 
 
 def test_wrong_calls(capsys, tmp_path):
@@ -108,3 +185,12 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys):
     assert "--gpus: each of 2 would hold 78.7 GB of weights" in capsys.readouterr().err
     assert main(["generate", str(flash), "--gpus", "4", "--prompt", "x"]) == 2
     assert "--gpus: must be at most the 2 that torch sees, got 4" in capsys.readouterr().err
+
+    # With a drafter it is more.
+    Gpu.total_memory = 90 * 10**9
+    monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *call: 0)
+    call = ["generate", str(flash), "--gpus", "2", "--prompt", "x"]
+    assert main(call) == 0 and main([*call, "--draft", "1"]) == 2
+    assert "--gpus: each of 2 would hold 80.5 GB of weights" in capsys.readouterr().err
+    assert main(["generate", "--gpus", "2", "--prompt", "x", "--draft", "1"]) == 2
+    assert "--draft: " in (problem := capsys.readouterr().err) and "has num_nextn_predict_layers=0" in problem

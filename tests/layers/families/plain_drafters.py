@@ -97,40 +97,57 @@ class PlainMLADrafter:
 
     def states(self, joined: torch.Tensor) -> torch.Tensor:
         """Of one sequence from its first position on."""
+        x = self.w.norm(joined, "input_layernorm")
+        angles = self._angles(len(x))
+        return self._block(joined, x, angles, x, self._selected(x, angles))
+
+    def further(self, joined: torch.Tensor, row: torch.Tensor, position: int) -> torch.Tensor:
+        """Of a further step with the input `row` [1, hidden], at a position behind the first step's `joined`: it
+        attends to what the first step's last position does."""
+        x = self.w.norm(joined, "input_layernorm")
+        angles = self._angles(position + 1)
+        seen = self._selected(x, angles[: len(x)])[-1:]
+        return self._block(row, self.w.norm(row, "input_layernorm"), angles[-1:], x, seen)
+
+    def _block(self, joined, queries, angles, keys, seen) -> torch.Tensor:
         w = self.w
-        x = joined + self._attention(w.norm(joined, "input_layernorm"))
+        x = joined + self._attention(queries, angles, keys, seen)
         x = x + self._moe(w.norm(x, "post_attention_layernorm"))
         return w.norm(x, "shared_head.norm")
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return states @ self.w.all["lm_head.weight"].T
 
-    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+    def _angles(self, count: int) -> torch.Tensor:
+        return _angles(count, self.config.qk_rope_head_dim, self.config.rope)
+
+    def _query_latents(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w.norm(x @ self.w("self_attn.q_a_proj.weight").T, "self_attn.q_a_layernorm", 1e-6)
+
+    def _attention(self, x: torch.Tensor, angles: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Of the queries of x, at these angles, over the keys from the first position on. seen: bool [T, S]."""
         w, c = self.w, self.config
         heads, nope, rope, rank = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank
-        qr = w.norm(x @ w("self_attn.q_a_proj.weight").T, "self_attn.q_a_layernorm", 1e-6)
-        q = (qr @ w("self_attn.q_b_proj.weight").T).unflatten(-1, (heads, nope + rope))
-        kv = x @ w("self_attn.kv_a_proj_with_mqa.weight").T
+        q = (self._query_latents(x) @ w("self_attn.q_b_proj.weight").T).unflatten(-1, (heads, nope + rope))
+        kv = keys @ w("self_attn.kv_a_proj_with_mqa.weight").T
         latent = w.norm(kv[:, :rank], "self_attn.kv_a_layernorm", 1e-6)
         expanded = (latent @ w("self_attn.kv_b_proj.weight").T).unflatten(-1, (heads, nope + c.v_head_dim))
-        angles = _angles(len(x), rope, c.rope)
-        q_pe, k_pe = _pairs(q[..., nope:], angles[:, None]), _pairs(kv[:, rank:], angles)
+        q_pe, k_pe = _pairs(q[..., nope:], angles[:, None]), _pairs(kv[:, rank:], self._angles(len(keys)))
         scores = torch.einsum("thd,shd->hts", q[..., :nope], expanded[..., :nope])
         scores = scores + torch.einsum("thd,sd->hts", q_pe, k_pe)
         scale = (nope + rope) ** -0.5
         if c.rope.yarn is not None:
             scale *= (0.1 * math.log(c.rope.yarn.factor) + 1) ** 2
-        seen = self._selected(x, qr, angles)
         p = (scores * scale).masked_fill(~seen, -math.inf).softmax(-1)
         out = torch.einsum("hts,shd->thd", p, expanded[..., nope:])
         return out.flatten(1) @ w("self_attn.o_proj.weight").T
 
-    def _selected(self, x: torch.Tensor, qr: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    def _selected(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """bool [T, T]"""
         w, c = self.w, self.config
         heads, dim, rope = c.index_n_heads, c.index_head_dim, c.qk_rope_head_dim
         turned = _pairs if c.indexer_rope_interleave else _halves
-        q = (qr @ w("self_attn.indexer.wq_b.weight").T).unflatten(-1, (heads, dim))
+        q = (self._query_latents(x) @ w("self_attn.indexer.wq_b.weight").T).unflatten(-1, (heads, dim))
         affine = w("self_attn.indexer.k_norm.weight"), w("self_attn.indexer.k_norm.bias")
         k = layer_norm(x @ w("self_attn.indexer.wk.weight").T, (dim,), *affine, 1e-6)
         q = torch.cat((turned(q[..., :rope], angles[:, None]), q[..., rope:]), -1)

@@ -1,4 +1,4 @@
-"""Every family's drafter against its formulas (plain_drafters), in fp32, two steps deep."""
+"""Every family's drafter against its formulas (plain_drafters), in fp32, up to four steps deep."""
 
 import pytest
 import torch
@@ -7,26 +7,37 @@ from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.families.registry import family, model_types
+from dsa_layers.families.sparse_mla.drafted_states import DraftedStates
 from tests.layers.families.plain_drafters import PlainMLADrafter, PlainV4Drafter, write_small
 
 TOLERANCE = 2e-5
 PAGE = 16  # of tokens
-FAMILIES = [model for model in model_types() if family(model).drafter is not None]
-PLAIN = {"deepseek_v32": PlainMLADrafter, "glm_moe_dsa": PlainMLADrafter, "deepseek_v4": PlainV4Drafter}
-SHORT_SIGHTED = {"deepseek_v32": {"top_k": 4}, "glm_moe_dsa": {"top_k": 4}, "deepseek_v4": {"window": 4}}
+# Every family as it is published, and GLM-5.2 with a selection in every step, as GLM-5 and V3.2 have it.
+SELECTING = "glm_moe_dsa, selecting"
+CASES = [model for model in model_types() if family(model).drafter is not None] + [SELECTING]
+CHANGES = {SELECTING: {"index_share_for_mtp_iteration": False}}
 TOKENS = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(1))
 # Of a sequence as a whole: all keys of it are visible to a drafter that reads all at once.
 LENGTHS = [40, 9]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CASES)
 def drafters(request, tmp_path_factory):
     """(a model with its drafter, the formulas, the formulas with fewer keys)"""
-    directory = tmp_path_factory.mktemp(request.param)
-    write_small(directory, request.param)
+    directory = tmp_path_factory.mktemp("drafter")
+    model_type = request.param.partition(",")[0]
+    write_small(directory, model_type, **CHANGES.get(request.param, {}))
     model = load_model(directory, dtype=torch.float32, drafter=True, progress=False)
-    plain = PLAIN[request.param]
-    return model, plain(directory), plain(directory, **SHORT_SIGHTED[request.param])
+    plain, fewer = (PlainV4Drafter, {"window": 4}) if model_type == "deepseek_v4" else (PlainMLADrafter, {"top_k": 4})
+    return model, plain(directory), plain(directory, **fewer)
+
+
+def shares_picks(model):
+    return getattr(model.config, "index_share_for_mtp_iteration", False)
+
+
+def values(states):
+    return states.values if isinstance(states, DraftedStates) else states
 
 
 def assert_same(got, expected):
@@ -45,20 +56,26 @@ def test_logits_of_states_are_the_model_s(drafters):
 
 @torch.no_grad()
 def test_whole_sequences(drafters):
-    """Two of them. The second step takes the first one's states for the target's at every position."""
+    """Two of them. The second step takes the first one's states for the target's at every position, where it selects
+    itself."""
     model, plain, short_sighted = drafters
     batch = SequenceBatch.without_cache(LENGTHS)
     of_target = model.states(TOKENS[:49], batch)
     first = model.drafter(TOKENS[1:50], of_target, batch)
-    second = model.drafter(TOKENS[2:51], first, batch)
+    if shares_picks(model):
+        steps = [first]
+        with pytest.raises(ValueError, match=r"^cache: must be the first step's, .* got none in the step that gave"):
+            model.drafter(TOKENS[2:51], first, batch)
+    else:
+        steps = [first, model.drafter(TOKENS[2:51], first, batch)]
     start = 0
     for length in LENGTHS:
         rows = slice(start, start + length)
         expected = of_target[rows]
-        for step, got in enumerate((first, second), start=1):
+        for step, got in enumerate(steps, start=1):
             joined = plain.join(TOKENS[start + step : start + step + length], expected)
             fewer, expected = short_sighted.states(joined), plain.states(joined)
-            assert_same(got[rows], expected)
+            assert_same(values(got[rows]), expected)
             assert_same(model.drafter.logits(got[rows]), plain.logits(expected))
             assert (fewer - expected).abs().max() > 0.01  # the keys that are seen matter
         start += length
@@ -73,7 +90,7 @@ def poisoned_cache(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("chunks", [[13, 20, 1, 1, 1], [1, 1, 34], [9, 8, 7, 12]])
+@pytest.mark.parametrize("chunks", [[13, 20, 1, 1, 1], [1, 1, 34], [9, 8, 7, 12], [4, 1], [5]])
 def test_pages(drafters, chunks):
     """A prompt in chunks and single tokens, then two further drafts, at positions that the target has not reached, and
     its own tokens there. The target and the drafter have one block table."""
@@ -97,20 +114,25 @@ def test_pages(drafters, chunks):
         done += n
     joined = plain.join(TOKENS[1 : done + 1], torch.cat(states))
     expected = plain.states(joined)
-    assert_same(torch.cat(drafted), expected)
+    assert_same(torch.cat(list(map(values, drafted))), expected)
 
     def further(last, joined, expected, total):
         """A draft of the token after the last one drafted: (its states, what went into the block, the formulas')"""
         token = model.drafter.logits(last[-1:]).argmax(-1)
         assert token == plain.logits(expected[-1:]).argmax(-1)
         last = model.drafter(token, last[-1:], decode_batch(1, total), cache)
-        joined = torch.cat((joined, plain.join(token, expected[-1:])))
-        expected = plain.states(joined)
-        assert_same(last, expected[-1:])
+        row = plain.join(token, expected[-1:])
+        if shares_picks(model):  # the first step's keys, whatever further ones have
+            expected = plain.further(joined, row, total - 1)
+        else:
+            joined = torch.cat((joined, row))
+            expected = plain.states(joined)
+        assert_same(values(last), expected[-1:])
         return last, joined, expected
 
     last, draft, guesses = further(drafted[-1], joined, expected, done + 1)
-    further(last, draft, guesses, done + 2)
+    last, draft, guesses = further(last, draft, guesses, done + 2)
+    further(last, draft, guesses, done + 3)
 
     # The target's tokens are others than those drafted: these positions are written again, with its states.
     rows = slice(done, done + 2)
@@ -118,7 +140,10 @@ def test_pages(drafters, chunks):
     states = model.states(TOKENS[rows], both, of_target)
     got = model.drafter(TOKENS[rows.start + 1 : rows.stop + 1], states, both, cache)
     joined = torch.cat((joined, plain.join(TOKENS[rows.start + 1 : rows.stop + 1], states)))
-    assert_same(got, plain.states(joined)[rows])
+    expected = plain.states(joined)
+    assert_same(values(got), expected[rows])
+    # Of two drafts the first was right alone: a further step goes on from its row.
+    further(got[:1], joined[:-1], expected[:-1], done + 2)
 
 
 @torch.no_grad()
@@ -135,7 +160,7 @@ def test_two_sequences_over_pages(drafters):
         tokens = torch.cat([text[1:][part] for text, part in zip(texts, rows)])
         given = torch.cat([of_text[part] for of_text, part in zip(states, rows)])
         got = model.drafter(tokens, given, batch, cache)
-        assert_same(got, torch.cat([of_text[part] for of_text, part in zip(expected, rows)]))
+        assert_same(values(got), torch.cat([of_text[part] for of_text, part in zip(expected, rows)]))
 
 
 @torch.no_grad()
@@ -144,7 +169,7 @@ def test_a_first_position(drafters):
     model, *_ = drafters
     batch = SequenceBatch.without_cache([1])
     states = model.states(TOKENS[:1], batch)
-    a, b = (model.drafter(torch.tensor([token]), states, batch) for token in (5, 6))
+    a, b = (values(model.drafter(torch.tensor([token]), states, batch)) for token in (5, 6))
     assert (a - b).abs().max() > 0.1
 
 

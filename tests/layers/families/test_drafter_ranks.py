@@ -6,6 +6,7 @@ import torch
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.families.registry import family, model_types
+from dsa_layers.families.sparse_mla.drafted_states import DraftedStates
 from dsa_layers.parallel.rows import SHARED_ROWS
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
@@ -16,9 +17,13 @@ OPTIONS = {"dtype": torch.float32, "progress": False, "drafter": True}
 TOKENS, CHUNKS = torch.tensor([2 + i * i % 2000 for i in range(303)]), [270, 30, 1]
 
 
+def values(states):
+    return states.values if isinstance(states, DraftedStates) else states
+
+
 @torch.inference_mode()
 def outcome(model):
-    """(the target's states, those of two steps, logits, whether all states are there), over pages; and all of a pass
+    """(the target's states, the drafter's, logits of both) over pages and a further step's states; the same of a pass
     without a cache; weights' shapes."""
     caches = [m.make_cache(4, 256, state_slots=2) for m in (model, model.drafter)]
     found, done = [], 0
@@ -27,12 +32,13 @@ def outcome(model):
         rows = slice(done, done + n)
         states = model.states(TOKENS[rows], batch, caches[0])
         drafted = model.drafter(TOKENS[1:][rows], states, batch, caches[1])
-        found += [states, drafted, model.logits(states), model.drafter.logits(drafted)]
+        found += [states, values(drafted), model.logits(states), model.drafter.logits(drafted)]
         done += n
+    batch = SequenceBatch.paged([1], [done + 1], [[2, 0]], 256, state_slots=[1])
+    found.append(values(model.drafter(TOKENS[:1], drafted[-1:], batch, caches[1])))
     batch = SequenceBatch.without_cache([200, 100])
     states = model.states(TOKENS[:300], batch)
-    first = model.drafter(TOKENS[1:301], states, batch)
-    found += [states, first, model.drafter(TOKENS[2:302], first, batch), model(TOKENS[:300], batch)]
+    found += [states, values(model.drafter(TOKENS[1:301], states, batch)), model(TOKENS[:300], batch)]
     weights = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if "drafter." in name}
     return found, weights
 

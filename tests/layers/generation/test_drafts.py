@@ -66,8 +66,8 @@ def test_tokens_are_those_without_drafts(model, drafts, temperature, monkeypatch
 
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_drafts_are_the_drafters(model, drafts, monkeypatch):
-    """Beside passes over whole sequences, without caches: one over the target's states, and one more for each further
-    draft, of which each has the states that the one before gave at that position."""
+    """Beside a pass over the whole sequence and the target's states, and one more for each further draft, which has
+    the states that the one before gave."""
     seen = []
     for name in ("__call__", "behind"):
         made = getattr(DraftStep, name)
@@ -87,14 +87,17 @@ def test_drafts_are_the_drafters(model, drafts, monkeypatch):
 @torch.inference_mode()
 def drafted(model, tokens, drafts):
     tokens, found = torch.tensor(tokens), []
-    batch = SequenceBatch.without_cache([len(tokens) - 1])
-    states = model.states(tokens[:-1], batch)
-    for _ in range(drafts):
-        batch = SequenceBatch.without_cache([len(states)])
-        behind = torch.cat((tokens[1:], torch.tensor(found, dtype=torch.int64)))
-        last = model.drafter(behind, states, batch)[-1:]
+    cache = model.drafter.make_cache(2, 256, state_slots=1)
+
+    def batch(new, total):
+        return SequenceBatch.paged([new], [total], [[1, 0]], 256, state_slots=[0])
+
+    known = len(tokens) - 1
+    states = model.states(tokens[:-1], SequenceBatch.without_cache([known]))
+    last = model.drafter(tokens[1:], states, batch(known, known), cache)[-1:]
+    for i in range(drafts):
         found.append(int(model.drafter.logits(last).argmax()))
-        states = torch.cat((states, last))
+        last = model.drafter(torch.tensor(found[-1:]), last, batch(1, known + i + 1), cache)
     return found
 
 

@@ -1,0 +1,67 @@
+"""What a step of a drafter hands on where further steps attend to the keys that the first one selected."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dsa_layers.batch import packing
+from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.layers.attention import Selection
+from dsa_layers.layers.decoder import DecoderBlock
+
+Rows = slice | torch.Tensor
+Slots = Callable[[Rows], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class DraftedStates:
+    """values [T, hidden_size]: states that a step gave. slots: of any rows, int32 [N, top_k]: where in the drafter's
+    cache the keys are that the first step attended to there, then -1; None where that had no cache.
+
+    states[rows] are those of these rows, as of a tensor. Where keys are is only looked up for rows that are asked for:
+    of a prompt these are few.
+    """
+
+    values: torch.Tensor
+    slots: Slots | None
+
+    def __getitem__(self, rows: Rows) -> "DraftedStates":
+        return DraftedStates(self.values[rows], self.slots and self.slots(rows).__getitem__)
+
+
+def slots_of(
+    selection: Selection, batch: TokenBatch, cache: LayerCache | None, dtype: torch.dtype, top_k: int
+) -> Slots | None:
+    """Where the keys are that a pass has attended to. dtype: of the pass's states; top_k: of its indexer."""
+    if cache is None:
+        return None
+    indices, positions = selection.topk_indices, selection.bits is not None
+    # As `DSAAttention` has them: these forms select in the pages.
+    if indices is not None and not positions and (batch.is_decode or cache.latent.dtype == dtype):
+        return indices.__getitem__
+
+    def found(rows: Rows) -> torch.Tensor:
+        if indices is None:  # all keys that a token sees, which are no more than it would select
+            keys = torch.arange(top_k, dtype=torch.int32, device=batch.device)
+            keys = torch.where(keys < batch.visible_keys[rows, None], keys, -1)
+        elif positions:
+            keys = indices[rows]
+        else:  # rows among the keys of all sequences
+            keys = indices[rows] - batch.key_starts[rows, None]
+            keys = torch.where(indices[rows] < 0, -1, keys)
+        sequences = batch.sequences[rows, None]
+        slots = packing.paged_slots(batch.block_table, batch.page_size, sequences, keys.clamp(min=0))
+        return torch.where(keys < 0, -1, slots).to(torch.int32)
+
+    return found
+
+
+def without_indexer(block: DecoderBlock) -> DecoderBlock:
+    """The same layer, of the same parameters, that attends to the keys it is given."""
+    other, attention = copy.copy(block), copy.copy(block.self_attn)
+    attention._modules = block.self_attn._modules | {"indexer": None}
+    other._modules = block._modules | {"self_attn": attention}
+    return other
