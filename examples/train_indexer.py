@@ -1,19 +1,24 @@
-"""A small byte-level DeepSeek-V3.2 model, trained as the paper trains: dense, then its indexers alone, then sparse.
+"""A small DeepSeek-V3.2 model with its multi-token-prediction layer, which drafts, trained as the paper trains: dense,
+then its indexers alone, then sparse.
 
-usage: python examples/train_indexer.py OUT [--steps DENSE WARMUP SPARSE] [--batch DENSE WARMUP SPARSE] [--device cuda]
+usage: python examples/train_indexer.py OUT [--seconds DENSE WARMUP SPARSE] [--steps DENSE WARMUP SPARSE]
+           [--batch DENSE WARMUP SPARSE] [--vocab N] [--device cuda]
        torchrun --nproc-per-node N examples/train_indexer.py OUT ...
 
-The text is the Python standard library on this machine (PSF licence): its sources with their docstrings, every
-twentieth file held out. Written to OUT:
+The text is Python: the standard library on this machine (PSF licence), and the packages that are installed beside it
+under BSD, MIT, Apache-2.0 or PSF licences. Some files are held out whole. A stage ends when its steps or its seconds
+are over, whichever comes first, and gives on the weights with which the held-out loss was lowest. Written to OUT, after
+each stage:
 
-losses.csv    both losses of every step; losses.png (with matplotlib)
-table.md      held-out losses, recall, times
+losses.csv    the losses of every step; losses.png (with matplotlib)
+table.md      held-out losses, how often drafts are right, recall, times
 model/        the checkpoint in the published format, FP8 blocks with scales: `dsa generate OUT/model --prompt ...`;
               metrics.json in it has the table's figures, and what was trained on what; held_out.txt is a held-out
-              file, which `dsa compare OUT/model --text OUT/model/held_out.txt` measures
+              file, which `dsa compare OUT/model --text OUT/model/held_out.txt` measures; LICENSE.python.txt and
+              LICENSE.packages.txt are the licences of the text
 weights.pt    the float weights
 
-Of several processes the first one measures and writes.
+Of several processes the first one measures the stages' ends and writes.
 """
 
 import argparse
@@ -23,77 +28,110 @@ import shutil
 import time
 from pathlib import Path
 
+import tokenizers
 import torch
 from indexer_training import report
-from indexer_training.corpus import BEGIN, Corpus, library, pieces, read_corpus
-from indexer_training.measure import held_out_loss, recall
-from indexer_training.small_model import build, byte_tokenizer, fields, tokenizer_config
+from indexer_training.corpus import Corpus, spread
+from indexer_training.measure import acceptance, held_out_loss, recall
+from indexer_training.small_model import build, fields, save
+from indexer_training.source_files import library
 from indexer_training.stages import ALONE, STAGES, Plan, Row, train_stage
+from indexer_training.text import Text, read_text
+from indexer_training.vocabulary import BEGIN, tokenizer_config, train_tokenizer
 
-from dsa_layers.checkpoint.export import save_fp8_checkpoint
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.parallel.environment import started_ranks
-from dsa_layers.parallel.process_group import join
+from dsa_layers.parallel.process_group import agreed, join
 from dsa_layers.parallel.ranks import Ranks
 
 # How the model writes best; generation_config.json.
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 
-# Held-out sequences that recall is measured on, and those of every loss in the tables; how often the dense stage looks
-# at the former.
-RECALL_SEQUENCES, LOSS_SEQUENCES, WATCHED = 16, 128, 20
+# Of each held-out text: bytes that every loss in the tables is of, and sequences that stages look at while they run and
+# that acceptance, and recall of the library's, are measured on.
+LOSS_BYTES, FEW_SEQUENCES = 2**18, 16
+# In each of these, behind which drafts are compared.
+POSITIONS = 64
 
 
-def run(out: Path, plan: Plan, device: str, corpus: Corpus, ranks: Ranks = ALONE) -> dict[str, object]:
+def run(out: Path, plan: Plan, device: str, text: Text, ranks: Ranks = ALONE) -> dict[str, object]:
     """Trains and measures, and after each stage writes into `out` what there is by then; returns the metrics. Ranks
     train together, and the first one does the rest."""
     began = time.perf_counter()
     torch.manual_seed(0)
+    tokenizer = train_tokenizer(text.train, plan.vocab) if ranks.rank == 0 else None
+    if ranks.size > 1:
+        made = agreed(ranks, lambda: tokenizer.to_str())
+        tokenizer = tokenizers.Tokenizer.from_str(made)
+    corpus = Corpus.of(text, tokenizer)
+    changes = plan.fields | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": plan.length}
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    model = build(plan.fields, dtype).to(device)
-    top_k, text = model.config.index_topk, corpus.train.to(device)
-    held_out = pieces(corpus.held_out, plan.length)[:LOSS_SEQUENCES].to(device)
-    few = held_out[:: max(1, len(held_out) // RECALL_SEQUENCES)][:RECALL_SEQUENCES]
-    losses, while_dense, recalls, times = {}, [], {}, {}
+    model = build(changes, dtype).to(device)
+    top_k, train = model.config.index_topk, corpus.train.to(device)
+    held_out = {name: corpus.first_pieces(name, plan.length, LOSS_BYTES).to(device) for name in corpus.held_out}
+    held_out = {name: tokens for name, tokens in held_out.items() if len(tokens)}
+    sizes = {name: corpus.bytes_in(tokens) for name, tokens in held_out.items()}
+    few = torch.cat([spread(tokens, FEW_SEQUENCES) for tokens in held_out.values()])
+    few_size = corpus.bytes_in(few)
+    losses, watched, recalls, times = {}, {}, {}, {}
     metrics: dict[str, object] = {
-        "plan": {"steps": plan.steps, "rates": plan.rates, "batch": plan.batch, "length": plan.length},
+        "plan": {"steps": plan.steps, "seconds": plan.seconds, "rates": plan.rates, "batch": plan.batch}
+        | {"length": plan.length},
         "model": {
             "parameters": sum(p.numel() for p in model.parameters()),
             "layers": model.config.num_hidden_layers,
             "index_topk": top_k,
+            "vocabulary": tokenizer.get_vocab_size(),
         },
         "machine": torch.cuda.get_device_name() if dtype == torch.bfloat16 else "CPU",
         "processes": ranks.size,
-        "data": corpus.facts(),
+        "data": text.facts | {"train_tokens": len(train), "bytes_a_token": sizes["library"] / _predicted(held_out)},
         "stages": times,
-        "held_out": {"bytes": held_out.numel() - len(held_out), "loss": losses, "while_dense": while_dense},
+        "held_out": {"bytes": sizes, "loss": losses, "while": watched},
         "recall": recalls,
     }
     rows: list[Row] = []
+    if ranks.rank == 0:
+        sources = f"the library and {len(text.facts['packages'])} packages"
+        print(f"{len(train) / 1e6:.1f}M tokens of {sources}; {time.perf_counter() - began:.0f} s", flush=True)
 
-    def watch(step: int) -> None:
-        if ranks.rank == 0 and (step + 1) % max(1, plan.steps[0] // WATCHED) == 0:
-            while_dense.append((step, held_out_loss(model, few, plan.length)))
+    def nats_a_byte(model: torch.nn.Module, name: str, keys: int) -> float:
+        tokens = held_out[name]
+        return held_out_loss(model, tokens, keys) * (tokens.numel() - len(tokens)) / sizes[name]
 
     for name in STAGES:
-        of_stage, times[name] = train_stage(model, name, plan, text, watch, ranks)
+        keys = plan.length if name == "dense" else top_k
+        points = watched[name] = []
+
+        def watch(step: int, keys: int = keys, points: list = points) -> float:
+            loss = held_out_loss(model, few, keys) * (few.numel() - len(few)) / few_size
+            points.append((step, loss))
+            return loss
+
+        of_stage, times[name] = train_stage(model, name, plan, train, watch, ranks)
         if ranks.rank > 0:
             continue
         rows += of_stage
-        losses[f"{name}, all keys"] = held_out_loss(model, held_out, plan.length)
-        losses[f"{name}, top-k"] = held_out_loss(model, held_out, top_k)
-        recalls[name] = vars(recall(model, few, top_k, dense=name != "sparse"))
-        write_checkpoint(model, out / "model", fields(plan.fields, quantized=True))
-        quantised = load_model(out / "model", device=device, progress=False)
-        losses[f"{name}, top-k, FP8"] = held_out_loss(quantised, held_out, top_k)
-        metrics["sample"] = {"text": corpus.sample, "loss": sample_loss(out / "model", corpus.sample)}
+        for files in held_out:
+            own = losses.setdefault(files, {})
+            own[f"{name}, all keys"] = nats_a_byte(model, files, plan.length)
+            own[f"{name}, top-k"] = nats_a_byte(model, files, top_k)
+        recalls[name] = vars(recall(model, few[:FEW_SEQUENCES], top_k, dense=name != "sparse"))
+        write_checkpoint(model, tokenizer, text, out / "model", fields(changes, quantized=True))
+        quantised = load_model(out / "model", device=device, drafter=True, progress=False)
+        for files in held_out:
+            losses[files][f"{name}, top-k, FP8"] = nats_a_byte(quantised, files, top_k)
+        metrics["acceptance"] = vars(acceptance(quantised, few, positions=POSITIONS))
+        metrics["sample"] = {"text": text.sample, "loss": sample_loss(out / "model", tokenizer, text.sample)}
         metrics["seconds"] = time.perf_counter() - began
         write_run(out, model, metrics, rows)
-        (out / "model" / "held_out.txt").write_text(corpus.excerpt[1], newline="")
-        print(
-            name, times[name], {key: round(loss, 4) for key, loss in losses.items() if key.startswith(name)}, flush=True
-        )
+        print(name, times[name], json.dumps(losses), json.dumps(metrics["acceptance"]), flush=True)
     return metrics
+
+
+def _predicted(held_out: dict[str, torch.Tensor]) -> int:
+    """Tokens of the library's sequences behind their first ones."""
+    return held_out["library"].numel() - len(held_out["library"])
 
 
 def write_run(out: Path, model: torch.nn.Module, metrics: dict[str, object], rows: list[Row]) -> None:
@@ -101,39 +139,51 @@ def write_run(out: Path, model: torch.nn.Module, metrics: dict[str, object], row
     torch.save(model.state_dict(), out / "weights.pt")
     with (out / "losses.csv").open("w", newline="") as handle:
         writer = csv.writer(handle)
-        writer.writerow(["stage", "step", "language loss", "indexer loss"])
-        writer.writerows([row.stage, row.step, f"{row.language:.5f}", f"{row.indexer:.5f}"] for row in rows)
+        writer.writerow(["stage", "step", "language loss", "drafter's loss", "indexer loss"])
+        for row in rows:
+            values = (f"{value:.5f}" for value in (row.language, row.drafted, row.indexer))
+            writer.writerow([row.stage, row.step, *values])
     (out / "model" / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     report.write(out)
 
 
-def write_checkpoint(model: torch.nn.Module, directory: Path, config: dict[str, object]) -> None:
-    """Weights, configuration, tokenizer and the licence of the text."""
-    save_fp8_checkpoint(model, directory, config)
-    byte_tokenizer().save(str(directory / "tokenizer.json"), pretty=False)
+def write_checkpoint(
+    model: torch.nn.Module,
+    tokenizer: tokenizers.Tokenizer,
+    text: Text,
+    directory: Path,
+    config: dict[str, object],
+) -> None:
+    """Weights, configuration, tokenizer, a held-out text and the licences of the text."""
+    save(model, directory, config)
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
     context = config["max_position_embeddings"]
     for name, content in (
         ("tokenizer_config.json", tokenizer_config(context)),
         ("generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": BEGIN, **SAMPLING}),
     ):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+    (directory / "held_out.txt").write_text(text.excerpt[1], newline="")
+    (directory / "LICENSE.packages.txt").write_text(text.licences, encoding="utf-8")
     licence = library() / "LICENSE.txt"
     if licence.exists():
         shutil.copyfile(licence, directory / "LICENSE.python.txt")
 
 
-def sample_loss(checkpoint: Path, sample: str) -> float:
-    """Nats a byte of a text behind BEGIN, by the written checkpoint, on the CPU: what any machine can repeat."""
+def sample_loss(checkpoint: Path, tokenizer: tokenizers.Tokenizer, sample: str) -> float:
+    """Nats a token of a text behind BEGIN, by the written checkpoint, on the CPU: what any machine can repeat."""
     model = load_model(checkpoint, device="cpu", progress=False)
-    tokens = torch.tensor([[BEGIN, *sample.encode()]])
+    tokens = torch.tensor([[BEGIN, *tokenizer.encode(sample, add_special_tokens=False).ids]])
     return held_out_loss(model, tokens, model.config.index_topk)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, nargs=3, default=Plan.seconds)
     parser.add_argument("--steps", type=int, nargs=3, default=Plan.steps)
     parser.add_argument("--batch", type=int, nargs=3, default=Plan.batch)
+    parser.add_argument("--vocab", type=int, default=Plan.vocab)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     ranks, device = ALONE, args.device
@@ -141,8 +191,8 @@ def main() -> None:
         ranks, own = join(device)
         device = str(own)
     args.out.mkdir(parents=True, exist_ok=True)
-    plan = Plan(steps=tuple(args.steps), batch=tuple(args.batch))
-    run(args.out, plan, device, read_corpus(), ranks)
+    stages = {name: tuple(getattr(args, name)) for name in ("seconds", "steps", "batch")}
+    run(args.out, Plan(**stages, vocab=args.vocab), device, read_text(), ranks)
     if ranks.rank == 0:
         print((args.out / "table.md").read_text())
 

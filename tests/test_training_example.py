@@ -7,152 +7,268 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import train_indexer  # noqa: E402
 from indexer_training import report  # noqa: E402
-from indexer_training.corpus import BEGIN, draw, pieces, read_corpus  # noqa: E402
-from indexer_training.measure import recall  # noqa: E402
-from indexer_training.small_model import build, byte_tokenizer, fields  # noqa: E402
-from indexer_training.stages import Plan, selecting, train_stage  # noqa: E402
+from indexer_training.corpus import Corpus, draw, pieces, spread  # noqa: E402
+from indexer_training.measure import acceptance, recall  # noqa: E402
+from indexer_training.small_model import build, fields, save  # noqa: E402
+from indexer_training.stages import Plan, _Optimizer, selecting, train_stage  # noqa: E402
+from indexer_training.vocabulary import BEGIN, train_tokenizer  # noqa: E402
 
+from dsa_layers.batch.sequence_batch import SequenceBatch  # noqa: E402
+from dsa_layers.checkpoint import SINGLE_NAME  # noqa: E402
 from dsa_layers.checkpoint.export import save_fp8_checkpoint  # noqa: E402
-from dsa_layers.checkpoint.loading import load_model  # noqa: E402
-from dsa_layers.generation.generator import Generator  # noqa: E402
-from dsa_layers.generation.sampling import SamplingParams  # noqa: E402
-from dsa_layers.generation.tokenizer import Tokenizer  # noqa: E402
+from dsa_layers.command.main import main  # noqa: E402
+from tests.tiny_training import measure_little, text_of, write_corpus  # noqa: E402
 
-SMALL = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "index_topk": 32}
-PLAN = Plan(steps=(12, 6, 6), rates=(2e-3, 3e-3, 3e-4), batch=(2, 2, 2), length=96, fields=SMALL)
+SMALL = {"index_topk": 32, "hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 2}
+WITH_VOCAB = SMALL | {"vocab_size": 300}
+PLAN = Plan((12, 6, 6), rates=(2e-3, 3e-3, 3e-4), batch=(2, 2, 2), every=(6, 3, 3), length=96, vocab=300, fields=SMALL)
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Some of this repository's files as the library."""
+def text(tmp_path_factory):
     root = tmp_path_factory.mktemp("library")
-    for i, path in enumerate(sorted((ROOT / "dsa" / "reference").rglob("[!_]*.py"))[:22]):
-        (root / f"file{i:02}.py").write_text(path.read_text())
-    (root / "test").mkdir()
-    (root / "test" / "left_out.py").write_text("x = 1\n" * 100)
-    (root / "short.py").write_text("x = 1\n")
-    return read_corpus(root, sample_bytes=256)
+    write_corpus(root)
+    with pytest.MonkeyPatch.context() as patch:
+        measure_little(patch.setattr)
+        return text_of(root)
 
 
 @pytest.fixture(scope="module")
-def out(corpus, tmp_path_factory):
-    """A run that measures on few sequences: on a CPU that takes longer than its training."""
+def corpus(text):
+    return Corpus.of(text, train_tokenizer(text.train, 300))
+
+
+@pytest.fixture(scope="module")
+def out(text, tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_indexer, "RECALL_SEQUENCES", 4)
-        patch.setattr(train_indexer, "LOSS_SEQUENCES", 8)
-        train_indexer.run(directory, PLAN, "cpu", corpus)
+        measure_little(patch.setattr)
+        train_indexer.run(directory, PLAN, "cpu", text)
     return directory
 
 
-def test_files_are_held_out_whole(corpus):
-    facts = corpus.facts()
-    assert facts["train_files"] == 21 and facts["held_out_files"] == ["file10.py"]
-    assert int((corpus.train == BEGIN).sum()) == 21 and int((corpus.held_out == BEGIN).sum()) == 1
-    text = bytes(corpus.held_out[1:].tolist()).decode()
-    assert text.startswith(corpus.sample) and len(corpus.sample) == 256
-    assert "PSF" in facts["licence"]
-    # One file is held out, and it is shorter than an excerpt should be.
-    assert corpus.excerpt == ("file10.py", text)
+@pytest.fixture(scope="module")
+def metrics(out):
+    return json.loads((out / "model" / "metrics.json").read_text())
 
 
 def test_sequences(corpus):
     drawn = draw(corpus.train, 5, 40, torch.Generator().manual_seed(0))
     assert drawn.shape == (5, 41) and drawn.dtype == torch.int64 and (drawn[:, 0] == BEGIN).all()
-    whole = pieces(corpus.held_out, 40)
-    assert torch.equal(whole[:, 1:].flatten(), corpus.held_out[: whole[:, 1:].numel()].long())
+    whole = pieces(corpus.held_out["library"], 40)
+    assert torch.equal(whole[:, 1:].flatten(), corpus.held_out["library"][: whole[:, 1:].numel()].long())
+    assert spread(whole, 3).tolist() == whole[:: -(-len(whole) // 3)].tolist() and len(spread(whole, 3)) == 3
+    assert spread(whole, 1000) is whole
 
 
-def test_tokens_are_bytes():
-    tokenizer = byte_tokenizer()
-    text = "def f(x):\n\treturn 'é€' # 漢\r\x00"
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
-    assert tokenizer.get_vocab_size() == 257
+def test_tokens_and_bytes(corpus, text):
+    (held_out,) = text.held_out["library"]
+    tokens = corpus.held_out["library"]
+    assert tokens[0] == BEGIN and int((corpus.train == BEGIN).sum()) == len(text.train)
+    assert int(corpus.bytes_of[tokens.long()].sum()) == len(held_out.encode())
+    few = corpus.first_pieces("library", 10, 500)
+    assert 500 - 10 * int(corpus.bytes_of.max()) < corpus.bytes_in(few) <= 500
 
 
 def test_who_learns_when(corpus):
     torch.manual_seed(0)
-    model = build(SMALL, torch.float32)
-    plan = Plan(steps=(1, 1, 1), batch=(1, 1, 1), length=64, fields=SMALL)
+    model = build(WITH_VOCAB, torch.float32)
+    plan = Plan(steps=(1, 1, 1), batch=(1, 1, 1), length=64)
     for name, in_indexers, elsewhere in (("dense", False, True), ("warmup", True, False), ("sparse", True, True)):
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         train_stage(model, name, plan, corpus.train)
         changed = {n: not torch.equal(p, before[n]) for n, p in model.named_parameters()}
-        assert any(changed[n] for n in changed if ".indexer." in n) == in_indexers, name
-        assert any(changed[n] for n in changed if ".indexer." not in n) == elsewhere, name
+        for part in ("model.", "drafter."):
+            of_part = {n: other for n, other in changed.items() if n.startswith(part)}
+            assert any(of_part[n] for n in of_part if ".indexer." in n) == in_indexers, (name, part)
+            assert any(of_part[n] for n in of_part if ".indexer." not in n) == elsewhere, (name, part)
         assert all(p.requires_grad for n, p in model.named_parameters() if "correction_bias" not in n)
+
+
+def test_the_lowest_loss_says_whose_weights_remain(corpus):
+    torch.manual_seed(0)
+    model = build(WITH_VOCAB, torch.float32)
+    plan = Plan(steps=(5, 0, 0), batch=(1, 1, 1), every=(2, 2, 2), length=32)
+    losses, seen = {2: 3.0, 4: 1.0, 5: 2.0}, {}
+
+    def watch(step):
+        seen[step] = {n: p.detach().clone() for n, p in model.named_parameters()}
+        return losses[step]
+
+    _, facts = train_stage(model, "dense", plan, corpus.train, watch)
+    assert list(seen) == [2, 4, 5] and facts["steps"] == 5 and facts["best_step"] == 4
+    assert all(torch.equal(p, seen[4][n]) for n, p in model.named_parameters())
+    assert not torch.equal(model.lm_head.weight, seen[5]["lm_head.weight"])
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(55.5, 46), (28, 20), (1000, 50)])
+def test_a_stage_ends_in_time(corpus, monkeypatch, seconds, steps):
+    """Steps that take a second each, by a clock that says so, and a first one that takes ten. The first twenty are
+    never broken off."""
+    model = build(WITH_VOCAB, torch.float32)
+    plan = Plan(steps=(50, 0, 0), seconds=(seconds, 1, 1), batch=(1, 1, 1), length=8)
+    ends = iter(range(10, 1000))
+    clock = [0]
+
+    def draw_a_second_later(*_):
+        clock[0] = next(ends)
+        return corpus.train[None, :9].long()
+
+    monkeypatch.setattr("indexer_training.stages.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("indexer_training.stages.draw", draw_a_second_later)
+    _, facts = train_stage(model, "dense", plan, corpus.train)
+    assert facts["steps"] == steps and facts["seconds"] == steps + 9
+
+
+def test_decay_leaves_norms_and_the_embedding(corpus):
+    """Of parameters without a gradient AdamW changes what decays alone."""
+    parameters = dict(build(WITH_VOCAB, torch.float32).named_parameters())
+    before = {n: p.detach().clone() for n, p in parameters.items()}
+    for p in parameters.values():
+        p.grad = torch.zeros_like(p)
+    _Optimizer(parameters, 0.1).step(1, 10)
+    decayed = {n for n, p in parameters.items() if not torch.equal(p, before[n])}
+    assert "lm_head.weight" in decayed and "model.embed_tokens.weight" not in decayed
+    assert not any("norm" in n or "bias" in n for n in decayed)
 
 
 def test_losses_fall(out):
     rows = list(csv.DictReader((out / "losses.csv").open()))
     assert [row["stage"] for row in rows] == ["dense"] * 12 + ["warmup"] * 6 + ["sparse"] * 6
-    language = [float(row["language loss"]) for row in rows]
-    assert language[11] < language[0] - 1
+    for column in ("language loss", "drafter's loss"):
+        values = [float(row[column]) for row in rows]
+        assert values[11] < values[0] - 1, column
     indexer = [float(row["indexer loss"]) for row in rows]
     assert not any(indexer[:12]) and indexer[-1] < indexer[12]
 
 
-def test_metrics(out):
-    metrics = json.loads((out / "model" / "metrics.json").read_text())
-    losses = metrics["held_out"]["loss"]
+def test_metrics(metrics):
+    losses = metrics["held_out"]["loss"]["library"]
     assert losses["warmup, all keys"] == losses["dense, all keys"]
-    assert [step for step, _ in metrics["held_out"]["while_dense"]] == list(range(12))
+    assert [step for step, _ in metrics["held_out"]["while"]["dense"]] == [6, 12]
+    assert metrics["stages"]["dense"]["best_step"] == 12
     assert abs(losses["sparse, top-k, FP8"] - losses["sparse, top-k"]) < 0.02
     for shares in metrics["recall"].values():
+        assert len(shares["indexer"]) == metrics["model"]["layers"] + 1
         for chosen, best, random in zip(shares["indexer"], shares["oracle"], shares["random"]):
             assert 0 < random < best <= 1 and chosen <= best + 1e-6
+    found = metrics["acceptance"]
+    assert found["positions"] == 8 and len(found["right"]) == len(found["taken"]) == 3
+    assert found["taken"] == sorted(found["taken"]) and found["taken"][0] == pytest.approx(found["right"][0])
 
 
-def test_what_is_written(out, corpus):
-    metrics = json.loads((out / "model" / "metrics.json").read_text())
-    text = report.tables(metrics, list(csv.DictReader((out / "losses.csv").open())))
-    assert text.count("nan") == 0 and f"{metrics['held_out']['loss']['sparse, top-k, FP8']:.4f}" in text
-    assert (out / "model" / "held_out.txt").read_text() == corpus.excerpt[1]
+def test_what_is_written(out, text, metrics):
+    rows = list(csv.DictReader((out / "losses.csv").open()))
+    written = report.tables(metrics, rows)
+    loss = metrics["held_out"]["loss"]["library"]["sparse, top-k, FP8"]
+    assert written.count("nan") == 0 and f"{loss:.4f}" in written
+    assert (out / "model" / "held_out.txt").read_text() == text.excerpt[1]
+    assert (out / "model" / "LICENSE.packages.txt").read_text() == text.licences
     assert (out / "losses.png").stat().st_size > 10_000
-    assert (out / "table.md").read_text() == text
-    assert (out / "model" / "README.md").read_text() == report.card(metrics, text)
+    assert (out / "table.md").read_text() == written
+    assert (out / "model" / "README.md").read_text() == report.card(metrics, written)
+    assert "| layers | 1.0 | MIT |" in report.card(metrics, written)
     document = f"a\n{report.BEGIN_MARK}\nold\n{report.END_MARK}\nb\n"
-    assert report.fill(document, text) == document.replace("old\n", text)
+    assert report.fill(document, written) == document.replace("old\n", written)
 
 
-def test_the_checkpoint_generates(out):
-    model = load_model(out / "model", progress=False)
-    generator = Generator(model, Tokenizer(out / "model"), cache_tokens=512)
-    prompt = "import torch\n" * 4  # more than it selects
-    (done,) = generator.generate([prompt], SamplingParams(max_new_tokens=5))
-    assert done.prompt_tokens == 1 + len(prompt)
+def test_the_checkpoint_drafts(out, capsys):
+    """Greedily and sampled, by the command: the same tokens with drafts and without, some of which are taken."""
+    texts, taken = {}, 0
+    prompt = "import torch\n" * 6  # more than it selects
+    for temperature in ("0", "0.8"):
+        for drafts in ("0", "2"):
+            options = ["--max-new-tokens", "24", "--draft", drafts, "--temperature", temperature, "--seed", "3"]
+            precision = ["--device", "cpu", "--dtype", "float32"]
+            assert main(["generate", str(out / "model"), "--prompt", prompt, "--json", *options, *precision]) == 0
+            events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+            texts[temperature, drafts] = [event["token"] for event in events if event["event"] == "token"]
+            (throughput,) = [event for event in events if event["event"] == "throughput"]
+            assert (throughput["drafted"] > 0) == (drafts == "2")
+            taken += throughput["taken"]
+        assert texts[temperature, "0"] == texts[temperature, "2"] and len(texts[temperature, "0"]) == 24
+    assert taken > 0
+    assert main(["generate", str(out / "model"), "--prompt", "def", "--max-new-tokens", "4", "--draft", "1"]) == 0
+    assert "; drafts: " in capsys.readouterr().err
+
+
+def test_the_size_of_what_ships(tmp_path):
+    """Of the model that a run trains: as large as 4 MB allow, in the published names, without copies."""
+    changes = {"vocab_size": Plan.vocab}
+    model = build(changes, torch.float32)
+    save(model, tmp_path, fields(changes, quantized=True))
+    assert 3_900_000 < (tmp_path / SINGLE_NAME).stat().st_size < 4_000_000
+    with safe_open(tmp_path / SINGLE_NAME, "pt") as tensors:
+        names = {name.removeprefix("model.layers.2.") for name in tensors.keys() if "layers.2." in name}
+    assert {"eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"} < names
+    assert not {"embed_tokens.weight", "shared_head.head.weight"} & names
+
+
+def test_acceptance_is_that_of_single_steps(corpus):
+    """Beside drafting with pages, one position after another: with the text up to there, then its own states."""
+    torch.manual_seed(0)
+    model = build(WITH_VOCAB, torch.float32)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    with torch.no_grad():
+        model.lm_head.weight[3:] = 0  # so that model and drafter choose among few tokens
+    sequence = pieces(corpus.held_out["library"], 60)[0]
+    drafts, count = 3, 8
+    found = acceptance(model, sequence[None], drafts, positions=count)
+
+    matches = []
+    for t in torch.linspace(0, 59 - drafts, count, dtype=torch.float64).long().tolist():
+        cache, drafters = (module.make_cache(num_pages=2) for module in (model, model.drafter))
+        row = []
+        with torch.inference_mode():
+            batch = SequenceBatch.paged([t + 1], [t + 1], [[1]], model.page_size)
+            states = model.states(sequence[: t + 1], batch, cache)
+            drafted = model.drafter(sequence[1 : t + 2], states, batch, drafters)[-1:]
+            for k in range(drafts):
+                guess = model.drafter.logits(drafted).argmax()
+                batch = SequenceBatch.paged([1], [t + 2 + k], [[1]], model.page_size)
+                state = model.states(sequence[t + 1 + k : t + 2 + k], batch, cache)
+                row.append(bool(guess == model.logits(state).argmax()))
+                drafted = model.drafter(sequence[t + 2 + k : t + 3 + k], drafted, batch, drafters)
+        matches.append(row)
+    expected = torch.tensor(matches).double()
+    assert found.positions == count and 0 < expected.sum() < count * drafts
+    assert found.right == expected.mean(0).tolist()
+    assert found.taken == pytest.approx(expected.cumprod(1).mean(0).cumsum(0).tolist())
 
 
 def test_recall_of_known_indexers(corpus):
     """An indexer that scores nothing takes the first keys; with as many keys as there are, none chooses."""
     torch.manual_seed(0)
-    model = build(SMALL, torch.float32)
-    tokens = pieces(corpus.held_out, 64)[:1]
+    model = build(WITH_VOCAB, torch.float32)
+    tokens = pieces(corpus.held_out["library"], 64)[:1]
     for parameter in (p for n, p in model.named_parameters() if n.endswith("weights_proj.weight")):
         torch.nn.init.zeros_(parameter)
     shares = recall(model, tokens, 63, dense=True)
     # One token sees 64 keys: at its best it leaves out the least one.
     assert all(best > 1 - 1 / 64 for best in shares.oracle)
-    assert shares.random == pytest.approx([63 / 64] * 2)
+    assert shares.random == pytest.approx([63 / 64] * 3)
 
 
 def test_selecting_is_undone():
-    model = build(SMALL, torch.float32)
+    model = build(WITH_VOCAB, torch.float32)
+    layers = [*model.model.layers, model.drafter.block]
     with selecting(model, 7):
-        assert {layer.self_attn.indexer.top_k for layer in model.model.layers} == {7}
-    assert {layer.self_attn.indexer.top_k for layer in model.model.layers} == {32}
+        assert {layer.self_attn.indexer.top_k for layer in layers} == {7}
+    assert {layer.self_attn.indexer.top_k for layer in layers} == {32}
 
 
 def test_export_refuses(tmp_path):
-    model = build(SMALL, torch.float32)
+    model = build(WITH_VOCAB, torch.float32)
     with pytest.raises(ValueError, match="fields: must have a quantization_config"):
-        save_fp8_checkpoint(model, tmp_path, fields(SMALL, quantized=False))
-    with pytest.raises(ValueError, match=r"fields: model.layers.0.mlp.gate_proj.weight has shape \[128, 256\], the mo"):
-        save_fp8_checkpoint(model, tmp_path, fields(SMALL | {"intermediate_size": 128}, quantized=True))
+        save_fp8_checkpoint(model, tmp_path, fields(WITH_VOCAB, quantized=False))
+    with pytest.raises(ValueError, match=r"fields: model.layers.0.mlp.gate_proj.weight has shape \[256, 128\], the mo"):
+        save_fp8_checkpoint(model, tmp_path, fields(WITH_VOCAB | {"intermediate_size": 256}, quantized=True))

@@ -12,11 +12,13 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+from indexer_training.corpus import Corpus  # noqa: E402
 from indexer_training.small_model import build  # noqa: E402
 from indexer_training.stages import STAGES, train_stage  # noqa: E402
+from indexer_training.vocabulary import train_tokenizer  # noqa: E402
 
 from dsa_layers.parallel.ranks import Ranks  # noqa: E402
-from tests.tiny_training import TinyPlan, corpus_of, write_corpus  # noqa: E402
+from tests.tiny_training import FIELDS, TinyPlan, measure_little, text_of, write_corpus  # noqa: E402
 
 SCRIPT = ROOT / "tests" / "tiny_training.py"
 
@@ -28,7 +30,15 @@ def root(tmp_path_factory):
     return root
 
 
-def test_two_processes_have_the_losses_of_one(root, tmp_path):
+@pytest.fixture(scope="module")
+def tokens(root):
+    with pytest.MonkeyPatch.context() as patch:
+        measure_little(patch.setattr)
+        text = text_of(root)
+    return Corpus.of(text, train_tokenizer(text.train, TinyPlan.vocab)).train
+
+
+def test_two_processes_have_the_losses_of_one(root, tokens, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT), str(root), "out"]
     done = subprocess.run([*command, "--device", "cpu"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -36,13 +46,14 @@ def test_two_processes_have_the_losses_of_one(root, tmp_path):
 
     torch.manual_seed(0)
     plan, expected = TinyPlan(), []
-    model, text = build(plan.fields, torch.float32), corpus_of(root).train
+    model = build(FIELDS | {"vocab_size": plan.vocab, "max_position_embeddings": plan.length}, torch.float32)
     for name in STAGES:
-        expected += train_stage(model, name, plan, text)[0]
+        expected += train_stage(model, name, plan, tokens)[0]
     got = list(csv.DictReader((tmp_path / "out" / "losses.csv").open()))
     assert [row["stage"] for row in got] == [row.stage for row in expected]
     for row, alone in zip(got, expected):
-        for name, loss in (("language loss", alone.language), ("indexer loss", alone.indexer)):
+        losses = {"language loss": alone.language, "drafter's loss": alone.drafted, "indexer loss": alone.indexer}
+        for name, loss in losses.items():
             assert float(row[name]) == pytest.approx(loss, rel=1e-5, abs=1e-5), (alone.stage, alone.step, name)
     weights = torch.load(tmp_path / "out" / "weights.pt")
     assert weights.keys() == model.state_dict().keys()
@@ -50,11 +61,11 @@ def test_two_processes_have_the_losses_of_one(root, tmp_path):
         assert torch.allclose(weights[name], weight, atol=1e-3), name
     metrics = json.loads((tmp_path / "out" / "model" / "metrics.json").read_text())
     assert metrics["processes"] == 2
-    assert "On 2 x CPU:" in (tmp_path / "out" / "table.md").read_text()
+    assert "On 2 x CPU; losses" in (tmp_path / "out" / "table.md").read_text()
 
 
-def test_too_few_sequences(root):
+def test_too_few_sequences(tokens):
     plan = TinyPlan(batch=(3, 1, 1))
-    model = build(plan.fields, torch.float32)
+    model = build(FIELDS | {"vocab_size": plan.vocab}, torch.float32)
     with pytest.raises(ValueError, match=r"^batch: the dense stage needs a sequence for each of 4 ranks, got 3$"):
-        train_stage(model, "dense", plan, corpus_of(root).train, ranks=Ranks(0, 4))
+        train_stage(model, "dense", plan, tokens, ranks=Ranks(0, 4))

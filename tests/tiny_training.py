@@ -5,16 +5,17 @@ usage: torchrun --nproc-per-node N tests/tiny_training.py CORPUS OUT ...
 
 import sys
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import train_indexer  # noqa: E402
-from indexer_training.corpus import read_corpus  # noqa: E402
+from indexer_training import text  # noqa: E402
 from indexer_training.stages import Plan  # noqa: E402
 
-FIELDS = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "index_topk": 16}
+FIELDS = {"hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 2, "index_topk": 16}
 
 
 @dataclass
@@ -24,23 +25,50 @@ class TinyPlan(Plan):
     steps: tuple[int, int, int] = (4, 4, 4)
     rates: tuple[float, float, float] = (2e-3, 3e-3, 3e-4)
     batch: tuple[int, int, int] = (3, 2, 2)
+    every: tuple[int, int, int] = (4, 4, 4)
     length: int = 61
+    vocab: int = 300
     fields: dict[str, object] = field(default_factory=lambda: FIELDS)
 
 
 def write_corpus(root: Path) -> None:
-    """The files of `dsa/reference` as a library."""
+    """The files of `dsa/reference` as a library, and those of `dsa_layers/layers` as a package beside it."""
     for i, path in enumerate(sorted((ROOT / "dsa" / "reference").rglob("[!_]*.py"))[:22]):
         (root / f"file{i:02}.py").write_text(path.read_text())
+    files = sorted((ROOT / "dsa_layers" / "layers").glob("[!_]*.py"))
+    write_package(root / "site-packages", "layers", {path.name: path.read_text() for path in files})
 
 
-def corpus_of(root: Path):
-    return read_corpus(root, sample_bytes=256)
+def write_package(
+    site: Path, name: str, files: dict[str, str], metadata: str = "License-Expression: MIT", licence: str = "Do."
+) -> None:
+    """A package of these files as pip installs it into `site`."""
+    info = site / f"{name}-1.0.dist-info"
+    contents = {info / "METADATA": f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n{metadata}\n"}
+    contents |= {info / "licenses" / "LICENSE": licence} if licence else {}
+    contents |= {site / name / path: content for path, content in files.items()}
+    for path, content in contents.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    record = "".join(f"{path.relative_to(site).as_posix()},,\n" for path in contents)
+    (info / "RECORD").write_text(record)
+
+
+def text_of(root: Path) -> text.Text:
+    return text.read_text(root, distributions(path=[str(root / "site-packages")]), sample_bytes=256)
+
+
+def measure_little(set_attribute=setattr) -> None:
+    """On a CPU measuring takes longer than training."""
+    set_attribute(train_indexer, "FEW_SEQUENCES", 1)
+    set_attribute(train_indexer, "POSITIONS", 8)
+    set_attribute(train_indexer, "LOSS_BYTES", 400)
+    set_attribute(text, "SMALLEST_PACKAGE", 1000)
 
 
 if __name__ == "__main__":
-    train_indexer.RECALL_SEQUENCES, train_indexer.LOSS_SEQUENCES = 1, 2
+    measure_little()
     train_indexer.Plan = TinyPlan
     corpus = Path(sys.argv.pop(1))
-    train_indexer.read_corpus = lambda: corpus_of(corpus)
+    train_indexer.read_text = lambda: text_of(corpus)
     train_indexer.main()

@@ -1,10 +1,12 @@
 """Dense, warm-up, sparse: what is trained when, by what."""
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.moe import GroupedSigmoidRouter
+from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.training.indexer_stage import IndexerStage
 
@@ -22,27 +25,41 @@ from .corpus import draw
 STAGES = ("dense", "warmup", "sparse")
 ALONE = Ranks(0, 1)
 _BALANCE_RATE = 1e-3
+_DECAY = 0.1  # of matrices, but for the embedding
+
+# The drafter's loss counts for less at a stage's end, as DeepSeek-V3's does behind 10 of 14.8T tokens (arXiv
+# 2412.19437, section 4.2); the sparse stage is such an end.
+_DRAFT_WEIGHTS, _DRAFT_SWITCH = (0.3, 0.1), 2 / 3
+_IGNORED = -100  # a target that is no token
 
 
 @dataclass
 class Plan:
-    """Of each stage: steps, the highest learning rate, sequences a step; the bytes of a sequence; fields of the model's
-    configuration that differ from small_model.FIELDS."""
+    """Of each stage: the most steps and seconds, the highest learning rate, sequences a step, and the steps from one
+    look at the held-out text to the next; the tokens of a sequence and of the vocabulary; fields of the model's
+    configuration that differ from small_model.FIELDS.
 
-    steps: tuple[int, int, int] = (5000, 1000, 1150)
+    The defaults are for one H100: seconds end the dense and the sparse stage, steps the warm-up."""
+
+    steps: tuple[int, int, int] = (12000, 1000, 1500)
+    seconds: tuple[float, float, float] = (200, 40, 80)
     rates: tuple[float, float, float] = (2e-3, 1e-3, 2e-4)
     batch: tuple[int, int, int] = (32, 8, 8)
+    every: tuple[int, int, int] = (250, 250, 50)
     length: int = 2048
+    vocab: int = 512
     fields: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass
 class Row:
-    """The losses of a step, in nats: the language model's a byte, the indexers' a token, summed over layers."""
+    """The losses of a step, in nats a token: the language model's, the drafter's of the token after the next one, and
+    the indexers', summed over layers."""
 
     stage: str
     step: int
     language: float
+    drafted: float
     indexer: float
 
 
@@ -60,30 +77,47 @@ def selecting(model: nn.Module, top_k: int) -> Iterator[None]:
             indexer.top_k = own
 
 
-def language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats a byte of tokens [B, 1 + L], each sequence by itself."""
+def language_loss(model: DeepseekV32ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats a token of tokens [B, 1 + L], each sequence by itself."""
     batch = SequenceBatch.without_cache([tokens.shape[1] - 1] * len(tokens), tokens.device)
     logits = model(tokens[:, :-1].flatten(), batch, all_tokens=True)
     return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
 class _Losses(nn.Module):
-    """tokens [B, 1 + L] -> this rank's losses, the language model's and the indexers', whose means over the ranks are
-    those of one rank. DDP asks for a module whose outputs they are."""
+    """tokens [B, 1 + L] -> this rank's losses: the language model's, the drafter's and the indexers', whose means over
+    the ranks are those of one rank. DDP asks for a module whose outputs they are."""
 
-    def __init__(self, model: nn.Module, stage: IndexerStage | None, ranks: Ranks) -> None:
+    def __init__(self, model: DeepseekV32ForCausalLM, stage: IndexerStage | None, ranks: Ranks) -> None:
         super().__init__()
         self.model, self._stage, self._ranks = model, stage, ranks
 
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._stage is None:  # sequences need nothing of one another
             own = tokens[self._ranks.rank :: self._ranks.size]
-            language = language_loss(self.model, own) * (len(own) * self._ranks.size / len(tokens))
-            return language, torch.zeros_like(language)
-        share = self._stage.share([tokens.shape[1] - 1] * len(tokens), self._ranks, tokens.device)
-        logits = self.model(share.own(tokens[:, :-1].flatten()), share, all_tokens=True)
-        losses = nn.functional.cross_entropy(logits, share.own(tokens[:, 1:].flatten()), reduction="none")
-        return share.mean(losses), self._stage.loss()
+            batch = SequenceBatch.without_cache([own.shape[1] - 1] * len(own), own.device)
+            losses = self._of_tokens(own, batch)
+            share = self._ranks.size / (len(tokens) * (tokens.shape[1] - 1))
+            language, drafted = (x.sum() * share for x in losses)
+        else:
+            batch = self._stage.share([tokens.shape[1] - 1] * len(tokens), self._ranks, tokens.device)
+            language, drafted = map(batch.mean, self._of_tokens(tokens, batch))
+        # The last token of a sequence has no second one behind it.
+        drafted = drafted * ((tokens.shape[1] - 1) / (tokens.shape[1] - 2))
+        return language, drafted, torch.zeros_like(language) if self._stage is None else self._stage.loss()
+
+    def _of_tokens(
+        self, tokens: torch.Tensor, batch: SequenceBatch | ContextBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 [T] each: of this rank's tokens the model's loss, and the drafter's, 0 at a sequence's last token."""
+        second = nn.functional.pad(tokens[:, 2:], (0, 1), value=_IGNORED)
+        parts = (x.flatten() for x in (tokens[:, :-1], tokens[:, 1:], second))
+        before, behind, second = map(batch.own, parts) if isinstance(batch, ContextBatch) else parts
+        states = self.model.states(before, batch)
+        drafter = self.model.drafter
+        guesses = drafter.logits(drafter(behind, states, batch))
+        pairs = (self.model.logits(states), behind), (guesses, second)
+        return tuple(nn.functional.cross_entropy(*pair, ignore_index=_IGNORED, reduction="none") for pair in pairs)
 
 
 def train_stage(
@@ -91,79 +125,138 @@ def train_stage(
     name: str,
     plan: Plan,
     text: torch.Tensor,
-    watch: Callable[[int], None] = lambda step: None,
+    watch: Callable[[int], float] | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[list[Row], dict[str, float]]:
-    """One of STAGES. Returns its losses, and how long it took. watch: called with the number of each dense step.
+    """One of STAGES. Returns its losses, and how long it took. watch: called with the number of a step, every so often
+    and after the last one, outside of the stage; of the losses that it returns, which ranks average, the lowest says
+    whose weights the model gets in the end.
 
     Ranks share the sequences of a step in the dense stage, and every sequence's tokens in the others. ValueError if the
     former has fewer sequences than there are ranks."""
     i = STAGES.index(name)
-    steps, count = plan.steps[i], plan.batch[i]
+    count = plan.batch[i]
     if name == "dense" and count < ranks.size:
         raise ValueError(f"batch: the dense stage needs a sequence for each of {ranks.size} ranks, got {count}")
     stage = None if name == "dense" else IndexerStage(model, name)
     of_indexers = {id(p) for p in IndexerStage(model, "warmup").parameters()}
     # The paper's: nothing but the indexers learns in the warm-up, and they do not before.
     trained = {"dense": lambda p: id(p) not in of_indexers, "warmup": lambda p: id(p) in of_indexers}
-    learnable = [p for n, p in model.named_parameters() if not n.endswith("e_score_correction_bias")]
-    parameters = list(filter(trained.get(name), learnable)) if name in trained else learnable
-    chosen = {id(p) for p in parameters}
-    for p in learnable:
-        p.requires_grad_(id(p) in chosen)
-    optimizer = _Optimizer(parameters, plan.rates[i], steps)
+    named = {n: p for n, p in model.named_parameters() if not n.endswith("e_score_correction_bias")}
+    chosen = {n: p for n, p in named.items() if name not in trained or trained[name](p)}
+    for n, p in named.items():
+        p.requires_grad_(n in chosen)
+    optimizer = _Optimizer(chosen, plan.rates[i])
     generator = torch.Generator(text.device).manual_seed(i)
     rows, began = [], time.perf_counter()
+    agree = partial(_mean_over_ranks, ranks=ranks, device=text.device)
+    pace, best = _Pace(plan.steps[i], plan.seconds[i], agree), _Best(model, watch, agree)
     losses_of = _Losses(model, stage, ranks)
-    if ranks.size > 1 and steps:
+    if ranks.size > 1 and pace.steps:
         losses_of = DistributedDataParallel(losses_of, process_group=ranks.group, broadcast_buffers=False)
-    with (
-        selecting(model, plan.length) if stage is None else stage,
-        _balanced(model, name != "warmup", ranks) as balance,
-    ):
-        for step in range(steps):
+    step = 0
+    with _balanced(model, name != "warmup", ranks) as balance:
+        while step < pace.steps:
             tokens = draw(text, count, plan.length, generator)
-            language, indexer = losses_of(tokens)
-            (indexer if name == "warmup" else language + indexer).backward()
-            optimizer.step()
+            with selecting(model, plan.length) if stage is None else stage:
+                language, drafted, indexer = losses_of(tokens)
+                early = name == "dense" and step < _DRAFT_SWITCH * pace.steps
+                loss = language + _DRAFT_WEIGHTS[not early] * drafted + indexer
+                (indexer if name == "warmup" else loss).backward()
+            optimizer.step(step, pace.steps)
             balance()
             # Left on the device: a step does not wait for its losses.
-            rows.append((step, torch.stack((language.detach(), indexer.detach()))))
-            if stage is None:
-                watch(step)
-    means = ranks.sum(torch.stack([pair for _, pair in rows])) / ranks.size if rows else torch.empty(0, 2)
-    losses = [Row(name, step, *pair) for (step, _), pair in zip(rows, means.tolist())]
-    seconds = time.perf_counter() - began
-    for p in learnable:
+            rows.append((step, torch.stack((language.detach(), drafted.detach(), indexer.detach()))))
+            step += 1
+            pace.measure(step)
+            if step % plan.every[i] == 0 or step == pace.steps:
+                best.look(step)
+    best.restore()
+    means = ranks.sum(torch.stack([losses for _, losses in rows])) / ranks.size if rows else torch.empty(0, 3)
+    losses = [Row(name, step, *of_step) for (step, _), of_step in zip(rows, means.tolist())]
+    facts = {"steps": step, "seconds": time.perf_counter() - began, "tokens": step * count * plan.length}
+    if best.step is not None:
+        facts["best_step"] = best.step
+    for p in named.values():
         p.requires_grad_(True)
-    return losses, {"steps": steps, "seconds": seconds, "tokens": steps * count * plan.length}
+    return losses, facts
+
+
+def _mean_over_ranks(value: float, ranks: Ranks, device: torch.device) -> float:
+    """The same on all ranks."""
+    return float(ranks.sum(torch.tensor([value], dtype=torch.float64, device=device))) / ranks.size
+
+
+class _Pace:
+    """How many steps a stage has: `most`, or as many as take `seconds` at the pace so far. Ranks agree on it."""
+
+    _EVERY = 20  # steps; the first ones, which compile kernels, are not typical
+
+    def __init__(self, most: int, seconds: float, agree: Callable[[float], float]) -> None:
+        self.steps, self._most, self._seconds, self._agree = most, most, seconds, agree
+        self._began = time.perf_counter()
+        self._first: float | None = None  # seconds until the first look
+
+    def measure(self, done: int) -> None:
+        if done % self._EVERY:
+            return
+        elapsed = self._agree(time.perf_counter() - self._began)
+        if elapsed >= self._seconds:
+            self.steps = done
+        elif self._first is None:
+            self._first = elapsed
+        else:
+            a_step = (elapsed - self._first) / (done - self._EVERY)
+            self.steps = min(self._most, done + max(1, int((self._seconds - elapsed) / a_step)))
+
+
+class _Best:
+    """The weights at which `watch` gave the lowest loss."""
+
+    def __init__(self, model: nn.Module, watch: Callable[[int], float] | None, agree: Callable[[float], float]) -> None:
+        self._model, self._watch, self._agree = model, watch, agree
+        self._loss = math.inf
+        self.step: int | None = None
+        self._weights: dict[str, torch.Tensor] = {}
+
+    def look(self, step: int) -> None:
+        if self._watch is None:
+            return
+        loss = self._agree(self._watch(step))
+        if loss < self._loss:
+            self._loss, self.step = loss, step
+            self._weights = copy.deepcopy(self._model.state_dict())
+
+    def restore(self) -> None:
+        if self.step is not None:
+            self._model.load_state_dict(self._weights)
 
 
 class _Optimizer:
     """AdamW with a cosine schedule on fp32 copies of the parameters, which may have fewer bits."""
 
-    def __init__(self, parameters: list[nn.Parameter], rate: float, steps: int) -> None:
-        self._parameters = parameters
-        self._copies = [p.detach().float().clone() for p in parameters]
+    def __init__(self, parameters: dict[str, nn.Parameter], rate: float) -> None:
+        self._parameters = list(parameters.values())
+        self._copies = [p.detach().float().clone() for p in self._parameters]
+        decayed = [p.dim() > 1 and "embed_tokens" not in n for n, p in parameters.items()]
         groups = [
-            {"params": [c for c in self._copies if c.dim() > 1], "weight_decay": 0.1},
-            {"params": [c for c in self._copies if c.dim() == 1], "weight_decay": 0.0},
+            {"params": [c for c, own in zip(self._copies, decayed) if own == decays], "weight_decay": _DECAY * decays}
+            for decays in (True, False)
         ]
+        self._rate = rate
         self._adam = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=self._copies[0].is_cuda)
-        rise = max(1, min(200, steps // 10))
-
-        def share(step: int) -> float:
-            return min((step + 1) / rise, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._adam, share)
 
     @torch.no_grad()
-    def step(self) -> None:
-        for copy, parameter in zip(self._copies, self._parameters):
-            copy.grad, parameter.grad = parameter.grad.float(), None
+    def step(self, step: int, steps: int) -> None:
+        """The step of this number, from 0, of so many."""
+        for copy_, parameter in zip(self._copies, self._parameters):
+            copy_.grad, parameter.grad = parameter.grad.float(), None
         nn.utils.clip_grad_norm_(self._copies, 1.0)
+        rise = max(1, min(200, steps // 10))
+        share = min((step + 1) / rise, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        for group in self._adam.param_groups:
+            group["lr"] = self._rate * share
         self._adam.step()
-        self._schedule.step()
         torch._foreach_copy_(self._parameters, self._copies)
 
 
