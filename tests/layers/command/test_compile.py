@@ -7,7 +7,6 @@ import re
 import pytest
 
 from dsa.ops.asked_variants import Variant
-from dsa_layers import SHIPPED_MODEL
 from dsa_layers.command.main import main
 from dsa_layers.compilation import variants
 from dsa_layers.families.published import VENDORED
@@ -60,6 +59,9 @@ def test_errors(asked, checkpoint, tmp_path, monkeypatch, error):
     fields = json.loads((checkpoint / "config.json").read_text())
     changed = tmp_path / "config.json"
     changed.write_text(json.dumps(fields | {"model_type": "gpt2"}))
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 0}))
     writable = tmp_path / "writable"
     writable.mkdir()
     writable.chmod(0o777)
@@ -68,7 +70,10 @@ def test_errors(asked, checkpoint, tmp_path, monkeypatch, error):
         (["--model", str(tmp_path / "nowhere")], f"{tmp_path}/nowhere/config.json: no such file"),
         (["--model", str(changed)], f"{changed}: field 'model_type' is 'gpt2'; accepted: "),
         ([*model, "--heads", "3"], "--heads: must be a GPU's share of 4 heads, one of [1, 2, 4], got 3"),
-        (["--draft", "1"], f"--draft: {SHIPPED_MODEL} has no multi-token-prediction layer; accepted: 0, got 1"),
+        (
+            ["--model", str(alone), "--draft", "1"],
+            f"--draft: {alone} has no multi-token-prediction layer; accepted: 0, got 1",
+        ),
         ([*model, "--heads", "0"], "argument --heads: must be at least 1, got 0"),
         ([*model, "--out", str(writable)], f"--out: {writable} cannot be used: other users may write to the folder"),
         ([*model, "--out", str(changed)], f"--out: {changed} cannot be used: "),

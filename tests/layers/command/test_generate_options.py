@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from dsa_layers import SHIPPED_MODEL
+from dsa_layers import SHIPPED_MODEL, Tokenizer
 from dsa_layers.command.main import main
 from dsa_layers.generation.generator import Generator
 from tests.layers.command.calls import PROMPT, generate, replace
@@ -125,8 +125,9 @@ def test_threads(loaded, monkeypatch, checkpoint):
 
 
 def read_by_the_generator(given):
-    """The prompts' texts: the shipped model's tokens are bytes behind a beginning."""
-    return [bytes(ids[1:]).decode() for ids in given[-1][0]]
+    """The prompts' texts, behind the token that begins a text."""
+    tokenizer = Tokenizer(SHIPPED_MODEL)
+    return [tokenizer.decode(ids[1:]) for ids in given[-1][0]]
 
 
 def test_prompts_come_from_arguments_files_and_the_standard_input(given, tmp_path, monkeypatch):

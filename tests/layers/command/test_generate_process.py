@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -19,7 +20,7 @@ def test_pipes():
     done = subprocess.run(call, input=b"def \xc3\xa9(\n", capture_output=True, env=ENVIRONMENT)
     assert done.returncode == 0 and done.stdout.startswith("def é(".encode()) and b"\x1b" not in done.stdout
     (line,) = done.stderr.splitlines()
-    assert line.startswith(b"prefill: 8 tokens, ")
+    assert re.match(rb"prefill: \d tokens, ", line)
 
 
 def test_a_terminal():
