@@ -17,7 +17,7 @@ from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.generation import generator as generation
+from dsa_layers.generation import passes as generation
 from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
