@@ -24,11 +24,11 @@ class StateCopies:
 
     def keep(self, prefix: CachedPage, state_slot: int) -> None:
         """state_slot: of a sequence that has the tokens of the prefix and no others in the cache."""
-        if prefix not in self._slots:
-            slot = self._spare.pop() if self._spare else self._slots.popitem(last=False)[1]
-            self._copy(state_slot, slot)
-            self._slots[prefix] = slot
-        self._slots.move_to_end(prefix)
+        if prefix in self._slots:
+            return
+        slot = self._spare.pop() if self._spare else self._slots.popitem(last=False)[1]
+        self._copy(state_slot, slot)
+        self._slots[prefix] = slot
 
     def restore(self, prefix: CachedPage, state_slot: int) -> None:
         """To the state slot of a sequence that begins with the prefix."""
