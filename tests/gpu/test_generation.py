@@ -68,6 +68,22 @@ def test_tokens_with_drafts_are_those_without(family, drafts, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_shared_prefixes(family, tmp_path):
+    """fp32, as above: prompts of one call, which also decode beside chunks of others, and of a second one."""
+    write_tiny_checkpoint(tmp_path, model=family)
+    options = {"device": "cuda", "dtype": torch.float32, "dequantize": True, "progress": False, "drafter": True}
+    model = without_end(load_model(tmp_path, **options))
+    text = [2 + i * i % 2000 for i in range(600)]
+    prompts = [text, [*text[:570], 5, 6], [7, 8], text[:560]]
+    sizes = {"cache_tokens": 4096, "prefill_chunk": 200, "draft_tokens": 2}
+    expected = [c.tokens for c in Generator(model, **sizes).generate(prompts, SamplingParams(16))]
+    shared = Generator(model, prefix_cache=True, **sizes)
+    for least in (2, 3):
+        assert [c.tokens for c in shared.generate(prompts, SamplingParams(16))] == expected
+        assert shared.throughput.reused_tokens >= least * 512
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_in_the_published_mode(family, tmp_path):
     """FP8 throughout, with graphs and without: the same passes give the same bits."""
     write_tiny_checkpoint(tmp_path, model=family)
