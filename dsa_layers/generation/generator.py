@@ -52,7 +52,8 @@ class Generator:
     prefix_cache   the full pages of a prompt stay in the cache until their room is needed, and a later prompt, of this
                    call or another, that begins with the same tokens has them instead of computing them again. Tokens
                    are compared themselves. What is on a page is what the prompt would compute if it was cut into
-                   chunks there. The model's weights must stay as they are (`SharedPrefixes`)
+                   chunks there. The model's weights must stay as they are. Of what a cache keeps by sequence, as
+                   DeepSeek-V4's does, there are up to max_sequences copies more (`SharedPrefixes`)
 
     A step of generation is a pass over a chunk of the prompts that are not in the cache yet, if there are any, first
     come first served, and then a pass that extends each sequence whose prompt is. Prompts start when there is room; a

@@ -82,7 +82,7 @@ class SharedPrefixes(SequenceMemory):
         self._refused = None
         for i in range(len(s.shared), min(s.cached // self._cache.page_size, self._tree.full_pages(s.prompt_len))):
             own = s.pages[i]
-            page = self._tree.add(s.shared, s.tokens[: s.prompt_len], own)
+            page = self._tree.add(s.shared, s.tokens, own)
             s.shared.append(page)
             if page.page != own:
                 s.pages[i] = page.page
