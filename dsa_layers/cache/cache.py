@@ -27,5 +27,8 @@ class Cache(Protocol):
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that the cache has allocated."""
 
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Those of them that have a row for each state slot, and not for each page."""
+
     @property
     def nbytes(self) -> int: ...

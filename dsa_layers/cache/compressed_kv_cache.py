@@ -108,9 +108,15 @@ class CompressedKVCache:
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that the cache has allocated."""
-        parts = [part for layer in self._layers for part in (layer.entries, layer.index_entries) if part is not None]
-        windows = [layer.window for layer in self._layers]
-        return [*windows, *(tensor for part in parts for tensor in (part.pages, part.state))]
+        return [*self.state_tensors(), *(part.pages for part in self._entries)]
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Those that have a row for each state slot: rings, and the state of unfinished blocks."""
+        return [*(layer.window for layer in self._layers), *(part.state for part in self._entries)]
+
+    @property
+    def _entries(self) -> list[EntryCache]:
+        return [part for layer in self._layers for part in (layer.entries, layer.index_entries) if part is not None]
 
     @property
     def nbytes(self) -> int:

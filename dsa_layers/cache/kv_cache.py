@@ -140,6 +140,10 @@ class PagedKVCache:
         """All tensors that the cache has allocated."""
         return [self._latent, self._index]
 
+    def state_tensors(self) -> list[torch.Tensor]:
+        """None."""
+        return []
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())

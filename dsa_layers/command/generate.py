@@ -24,7 +24,8 @@ With --json the standard output is one JSON object a line, each with the key "ev
   start       checkpoint, device, backend, dequantized, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop
   token       sequence (the prompt's number, from 0), token (its id), text (what can be shown by now)
   completion  sequence, prompt, prompt_tokens, text, tokens, finish_reason ("eos", "stop", "length" or "error"), error
-  throughput  prefill_tokens, prefill_seconds, decode_tokens, decode_seconds, drafted, taken (drafts that were right)
+  throughput  prefill_tokens, prefill_seconds, decode_tokens, decode_seconds, drafted, taken (drafts that were right),
+              reused_tokens (of prompts, with --prefix-cache)
   keys_read   read, dense (what dense attention over the same cache reads), context, share (read / dense), most_read,
               most_dense, longest_context (with --stats)
   error       error, exit_code: nothing follows
@@ -81,6 +82,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="the paged cache (default: %(default)s)",
     )
+    parser.add_argument(
+        "--prefix-cache",
+        action="store_true",
+        help="prompts that begin with the same tokens share the full pages of these, which are computed once (default: "
+        "off)",
+    )
     add_draft_option(
         parser,
         f"draft up to {DRAFTS} tokens ahead by the checkpoint's multi-token-prediction layer, so that a pass may give "
@@ -115,8 +122,9 @@ def run(args: argparse.Namespace) -> int:
         shown = [f"{text}\n\n" for text in shown]
     counting = KeysRead(model) if args.stats else contextlib.nullcontext()
     try:
-        sizes = {"cache_tokens": args.cache_tokens, "prefill_chunk": args.prefill_chunk}
-        generator = Generator(model, tokenizer, cuda_graphs=not args.stats, draft_tokens=args.draft, **sizes)
+        sizes = {"cache_tokens": args.cache_tokens, "prefill_chunk": args.prefill_chunk, "draft_tokens": args.draft}
+        graphs, shared = not args.stats, args.prefix_cache
+        generator = Generator(model, tokenizer, cuda_graphs=graphs, prefix_cache=shared, **sizes)
         encoded = encode_prompts(texts, tokenizer, model.config.vocab_size)
         with counting as keys:
             events = generator.stream(encoded, params)

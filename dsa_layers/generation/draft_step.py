@@ -55,8 +55,9 @@ class DraftInputs:
 class DraftStep(CapturedStep[DraftInputs]):
     """`drafts` tokens behind each sequence, the likeliest in the eyes of the drafter, one after another.
 
-    cache: the target's, whose pages and state slots the drafter's own has, too. `prefill` is for passes over prompts,
-    and computes what the drafter keeps of them; a call is for what comes behind a verifying pass (`DecodeStep`).
+    cache: the target's, whose pages and state slots the drafter's own, the attribute `cache`, has, too. `prefill` is
+    for passes over prompts, and computes what the drafter keeps of them; a call is for what comes behind a verifying
+    pass (`DecodeStep`).
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class DraftStep(CapturedStep[DraftInputs]):
         super().__init__(device, capture)
         self._drafter, self._drafts, self._padding, self._page_size = drafter, drafts, padding, cache.page_size
         pages, state_slots = cache.allocator.num_pages, cache.state_slots.num_pages
-        self._cache = drafter.make_cache(pages, cache.page_size, device, state_slots=state_slots)
+        self.cache = drafter.make_cache(pages, cache.page_size, device, state_slots=state_slots)
 
     @torch.inference_mode()
     def __call__(
@@ -91,7 +92,7 @@ class DraftStep(CapturedStep[DraftInputs]):
     def prefill(self, tokens: torch.Tensor, states: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
         """The drafter's states [T, ...] for a pass over prompts: tokens [T] behind those of the batch, and the target's
         states [T, ...]."""
-        return self._drafter(tokens, states, batch, self._cache)
+        return self._drafter(tokens, states, batch, self.cache)
 
     @torch.inference_mode()
     def behind(self, sequences: Sequence[RunningSequence], states: torch.Tensor) -> list[list[int]]:
@@ -107,7 +108,7 @@ class DraftStep(CapturedStep[DraftInputs]):
         table, slots = inputs.block_table, inputs.state_slots
         lens = inputs.lens - inputs.taken + self._drafts  # as the pass before had them
         batch = DecodeBatch(table, self._page_size, lens, inputs.most, slots, next_n)
-        states = self._drafter(inputs.tokens, inputs.states, batch, self._cache)
+        states = self._drafter(inputs.tokens, inputs.states, batch, self.cache)
         firsts = torch.arange(0, inputs.count * next_n, next_n, device=self._device)
         return self._further(states[firsts + inputs.taken - 1], inputs.lens, table, slots, inputs.most)
 
@@ -118,6 +119,6 @@ class DraftStep(CapturedStep[DraftInputs]):
         found = [self._drafter.logits(states).argmax(-1)]
         for i in range(self._drafts - 1):
             batch = DecodeBatch(table, self._page_size, lens + i, most, slots)
-            states = self._drafter(found[-1], states, batch, self._cache)
+            states = self._drafter(found[-1], states, batch, self.cache)
             found.append(self._drafter.logits(states).argmax(-1))
         return torch.stack(found, 1)

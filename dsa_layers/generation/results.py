@@ -42,7 +42,8 @@ class Completion:
 @dataclass
 class Throughput:
     """Tokens and seconds of the passes over prompts and of those that extend sequences. drafted, taken: tokens that
-    were drafted, and those of them that became the sequences'."""
+    were drafted, and those of them that became the sequences'. reused_tokens: of prompts, which other prompts had put
+    into the cache before, so that no pass was needed."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -50,12 +51,14 @@ class Throughput:
     decode_seconds: float = 0.0
     drafted: int = 0
     taken: int = 0
+    reused_tokens: int = 0
 
     def __str__(self) -> str:
         prefill = self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
         decode = self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
         drafts = f"; drafts: {self.taken} of {self.drafted} taken" if self.drafted else ""
+        reused = f" and {self.reused_tokens} reused" if self.reused_tokens else ""
         return (
-            f"prefill: {self.prefill_tokens} tokens, {prefill:.1f} tokens/s; "
+            f"prefill: {self.prefill_tokens} tokens{reused}, {prefill:.1f} tokens/s; "
             f"decode: {self.decode_tokens} tokens, {decode:.1f} tokens/s{drafts}"
         )

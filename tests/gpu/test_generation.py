@@ -17,7 +17,7 @@ from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.generation import generator as generation
+from dsa_layers.generation import passes as generation
 from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
@@ -65,6 +65,22 @@ def test_tokens_with_drafts_are_those_without(family, drafts, tmp_path):
         for n in (0, drafts)
     )
     assert drafted == plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_shared_prefixes(family, tmp_path):
+    """fp32, as above: prompts of one call, which also decode beside chunks of others, and of a second one."""
+    write_tiny_checkpoint(tmp_path, model=family)
+    options = {"device": "cuda", "dtype": torch.float32, "dequantize": True, "progress": False, "drafter": True}
+    model = without_end(load_model(tmp_path, **options))
+    text = [2 + i * i % 2000 for i in range(600)]
+    prompts = [text, [*text[:570], 5, 6], [7, 8], text[:560]]
+    sizes = {"cache_tokens": 4096, "prefill_chunk": 200, "draft_tokens": 2}
+    expected = [c.tokens for c in Generator(model, **sizes).generate(prompts, SamplingParams(16))]
+    shared = Generator(model, prefix_cache=True, **sizes)
+    for least in (2, 3):
+        assert [c.tokens for c in shared.generate(prompts, SamplingParams(16))] == expected
+        assert shared.throughput.reused_tokens >= least * 512
 
 
 @pytest.mark.parametrize("family", FAMILIES)

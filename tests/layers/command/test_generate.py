@@ -202,8 +202,24 @@ def test_events_in_json(checkpoint, greedy, capsys):
     ids = Tokenizer(checkpoint).encode(PROMPT)
     assert completions[0]["prompt_tokens"] == len(ids)
     assert throughput["prefill_tokens"] == sum(event["prompt_tokens"] for event in completions.values())
-    figures = {"prefill_tokens", "prefill_seconds", "decode_tokens", "decode_seconds", "drafted", "taken"}
+    figures = {"prefill_tokens", "prefill_seconds", "decode_tokens", "decode_seconds"}
+    figures |= {"drafted", "taken", "reused_tokens"}
     assert set(throughput) == {"event", *figures}
+
+
+def test_a_prefix_of_several_prompts(checkpoint, capsys):
+    """It is computed once, and the text is that without."""
+    common = PROMPT * 30
+    prompts, told = (f"{common} a", f"{common} b"), []
+    for option in ([], ["--prefix-cache"]):
+        assert generate(checkpoint, "--raw", *option, prompts=prompts) == 0
+        told.append(capsys.readouterr())
+    assert told[0].out == told[1].out
+    reused = re.match(r"prefill: (\d+) tokens and (\d+) reused, ", told[1].err)
+    pairs = zip(*map(Tokenizer(checkpoint).encode, prompts))
+    same = next(i for i, (first, second) in enumerate(pairs) if first != second)
+    assert int(reused[2]) == same // 64 * 64 > 0
+    assert told[0].err.startswith(f"prefill: {int(reused[1]) + int(reused[2])} tokens, ")
 
 
 def test_drafts(checkpoint, greedy, capsys):

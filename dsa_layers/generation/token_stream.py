@@ -1,0 +1,48 @@
+"""The events of a call, as its reader asks for them."""
+
+from collections.abc import Callable, Iterator
+from types import GeneratorType
+
+from dsa_layers.generation.results import TokenEvent
+
+
+class TokenStream(Iterator[TokenEvent]):
+    """The events of a call of `Generator.stream`, in the order in which their tokens are computed.
+
+    It takes the generator's cache when its first event is asked for. The cache is free again after its last event,
+    after an error, after `close`, and when nothing refers to the stream any more.
+    """
+
+    def __init__(self, begin: Callable[["TokenStream"], None]) -> None:
+        """begin: gives the stream its events, or raises."""
+        self._begin = begin
+        self._events: GeneratorType | None = None
+        self._closed = False
+
+    def __next__(self) -> TokenEvent:
+        if self._closed:
+            raise StopIteration
+        if self._events is None:
+            self._begin(self)
+        event = next(self._events)
+        if self._closed:  # by another thread, in the meantime
+            self._events.close()
+            raise StopIteration
+        return event
+
+    def close(self) -> None:
+        """End here: no event follows, and the cache is free; where another thread is at work on the next event, once
+        that is done."""
+        self._closed = True
+        if self._events is None:
+            return
+        try:
+            self._events.close()
+        except ValueError:
+            if not self._events.gi_running:
+                raise
+
+    @property
+    def holds_cache(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._events is not None and self._events.gi_frame is not None

@@ -1,0 +1,77 @@
+"""Generation over shared pages with models of all families: tokens and drafts are those of a sequence by itself."""
+
+import pytest
+import torch
+
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.families.registry import model_types
+from dsa_layers.generation.draft_step import DraftStep
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.tiny import write_tiny_checkpoint
+
+TEXT = [2 + i * i % 2000 for i in range(400)]
+
+
+@pytest.fixture(scope="module", params=model_types())
+def model(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    write_tiny_checkpoint(directory, model=request.param, quantized=False)
+    return load_model(directory, dtype=torch.float32, drafter=True, progress=False)
+
+
+def page_size(model):
+    """Small, but of V4, whose entries stand for up to 128 tokens."""
+    return 128 if model.config.model_type == "deepseek_v4" else 16
+
+
+@pytest.fixture
+def drafts_seen(monkeypatch):
+    """{tokens: the drafts behind them}, of all calls."""
+    seen = {}
+    for name in ("__call__", "behind"):
+        made = getattr(DraftStep, name)
+
+        def noted(self, sequences, *rest, made=made):
+            found = made(self, sequences, *rest)
+            seen.update((tuple(s.tokens), own) for s, own in zip(sequences, found))
+            return found
+
+        monkeypatch.setattr(DraftStep, name, noted)
+    return seen
+
+
+def calls(size):
+    """Prompts that share one page, two or none, end with a page or in the middle of one, and come again."""
+    first, second = TEXT[: 2 * size + 9], [*TEXT[: size + 1], *TEXT[300 : 300 + size // 2]]
+    return [[first, second, TEXT[: 2 * size + 1]], [TEXT[: 2 * size], [*TEXT[:size], 7, 8, 9], second]]
+
+
+def test_tokens_and_drafts_of_shared_pages(model, drafts_seen, drafts=2):
+    size = page_size(model)
+    pages = 6  # fewer than the prompts have: some are taken from earlier ones
+    options = {"page_size": size, "prefill_chunk": size + 7, "draft_tokens": drafts}
+    shared = Generator(model, cache_tokens=pages * size, prefix_cache=True, **options)
+    alone = Generator(model, cache_tokens=4 * size, max_sequences=1, **options)
+    reused = []
+    for prompts in calls(size):
+        params = [SamplingParams(3 + i, temperature=i % 2, seed=i, top_k=8) for i in range(len(prompts))]
+        drafts_seen.clear()
+        expected = [alone.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, params)]
+        expected_drafts = dict(drafts_seen)
+        drafts_seen.clear()
+        got = shared.generate(prompts, params)
+        assert [c.tokens for c in got] == expected
+        assert not drafts or len(expected_drafts) > 5
+        assert all(drafts_seen[tokens] == own for tokens, own in expected_drafts.items())
+        counted = shared.throughput
+        assert counted.prefill_tokens + counted.reused_tokens == sum(map(len, prompts))
+        reused.append(counted.reused_tokens // size)
+        assert shared.cache.allocator.free + shared._memory._tree.unused == pages
+    assert reused[0] == 3 and reused[1] >= 1
+
+
+@pytest.mark.parametrize("model", ["deepseek_v32"], indirect=True)
+def test_without_drafts(model, drafts_seen):
+    """A page is then shared whatever comes behind it."""
+    test_tokens_and_drafts_of_shared_pages(model, drafts_seen, drafts=0)
