@@ -1,18 +1,19 @@
-"""Router, gate and sort of few tokens: x [T, H] and a matrix [E, H] -> the experts of each token, their weights, and the
-order of (token, expert) entries by expert.
+"""Router, gate and sort of few tokens: of x [T, H] and a matrix [E, H] the experts of each token, their weights, and
+the order of (token, expert) entries by expert.
 
 Plan
 - Two kernels, the second launched while the first runs: logits by clusters all over the GPU (router_logits.py), since
-  what they cost is the matrix' bytes; then all else, which is latency.
+  what they cost is the matrix' bytes; then all else, which is latency. On 8 SMs alone the bytes would take longer than
+  the second kernel's start.
 - The second one is a CTA for up to 8 tokens, else a cluster of 8. A warp a token goes the way of the gate
-  (moe_gate_sm90.py) with its code, so that the bits are the same. Each of its entries becomes a key: its expert's
-  number among this process's above its own number, so that keys are in the order of the result and no two are equal.
-  It goes to the shared memory of every CTA.
+  (moe_gate_sm90.py) with its code, so that the bits are the same. Each of the token's entries becomes a key: its
+  expert's number among this process's above its own number, so that keys are in the order of the result and no two are
+  equal. It goes to the shared memory of every CTA.
 - Behind one barrier all CTAs have all keys. The row of an entry is how many keys are below its own, and the rows of an
-  expert end behind those below the next expert's keys: warps count for BATCH of these questions at a time, a lane one of
-  32 keys.
-Shared memory: of an entry 4 bytes, and a token's experts. Constraints: E up to 1024, top_k and n_group up to 32,
-T up to 128, channels a multiple of 32.
+  expert end behind those below the next expert's keys: warps count for BATCH of these questions at a time, each lane
+  among every 32nd key.
+Shared memory: 4 bytes an entry, and each token's experts. Constraints: E up to 512, top_k and n_group up to 32, T up to
+128, channels a multiple of 32.
 Roofline: of the logits memory, the matrix once; then latency, about 60 instructions a selected expert.
 """
 
@@ -115,7 +116,7 @@ class RouteToExpertsSm90:
             own[i], own_bias[i] = logits[cutlass.min(token, tokens - 1), e], bias[e]
         if tid < WARP and entries + tid < cute.ceil_div(entries, WARP) * WARP:
             keys[entries + tid] = Int32(LAST)
-        # The compiler would put each load behind the scores before it, one latency a score. It moves none over a barrier.
+        # The compiler would put each load behind the scores before it, a latency each. It moves none over a barrier.
         cute.arch.sync_threads()
         if token < tokens:
             self.choose(own, own_bias, chosen[None, warp], weights, token, scale, lane)
@@ -136,8 +137,7 @@ class RouteToExpertsSm90:
 
     @cute.jit
     def choose(self, own, own_bias, chosen: cute.Tensor, weights, token, scale: Float32, lane):
-        """The gate of a token, of whose logits and bias this lane has every 32nd: its experts to `chosen`, their weights to
-        their place."""
+        """The gate of a token, of whose logits this lane has every 32nd: its experts to `chosen`, and their weights."""
         score = cute.make_rmem_tensor((self.gate.each,), Float32)
         order = cute.make_rmem_tensor((self.gate.each,), Int32)
         for i in cutlass.range_constexpr(self.gate.each):
@@ -216,9 +216,7 @@ def compile_route_to_experts(
         return fake(kind, shape, inner, kind.width // 8)
 
     return compile_sm90(
-        RouteToExpertsSm90(
-            element, tile_tokens, experts, top_k, scores, n_group, topk_group, normalise
-        ),
+        RouteToExpertsSm90(element, tile_tokens, experts, top_k, scores, n_group, topk_group, normalise),
         *(operand(tokens), operand(experts), result(Float32, experts), result(Float32, tokens, experts)),
         *(result(Int64, tokens, top_k), result(Float32, tokens, top_k)),
         *(result(Int32, entries), result(Int32, entries), result(Int32, cute.sym_int())),

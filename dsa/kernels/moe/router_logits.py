@@ -4,11 +4,11 @@ Plan
 - A cluster of 8 CTAs has 16 experts, the rows of the mma, and a tile of 8 or 32 tokens. Steps of 32 channels are
   divided into 64 slices, one for each warp of the cluster: for one token 8 E / 16 CTAs share the bytes of the matrix.
 - A warp reads its slice of both operands straight to registers, 16 bytes of a row a lane, which are the operands of two
-  mma instructions as they are: which channels meet in an instruction does not matter as long as both agree. All loads of
-  a round are in flight before its first product.
-- A slice is one chain of mma instructions from zero on. The slices of a CTA meet in shared memory and are added in their
-  order. Their sum, the CTA's group, goes to the owner of the result, which adds the 8 groups in their order. So the bits
-  of a logit follow from its two rows alone, whatever the tile and the other tokens.
+  mma instructions as they are: which channels meet in an instruction does not matter as long as both agree. All loads
+  of a round are in flight before its first product.
+- A slice is one chain of mma instructions from zero on. The slices of a CTA meet in shared memory and are added in
+  their order. Their sum, the CTA's group, goes to the owner of the result, which adds the 8 groups in their order. So
+  the bits of a logit follow from its two rows alone, whatever the tile and the other tokens.
 - Before it waits for the kernel in front, a warp asks for its slice of the matrix to be brought to the L2 cache. It
   does not read it: that may be what the kernel in front writes.
 Shared memory: slices, 512 x tokens bytes; groups received, 64 x tokens bytes.
