@@ -6,6 +6,7 @@ from torch import nn
 import dsa
 from dsa_layers.layers.joint_linear import Cast
 from dsa_layers.layers.linear import BLOCK
+from dsa_layers.layers.routing import joins
 from dsa_layers.layers.shares import Shares
 
 FP4_GROUP = 32  # columns that share a scale
@@ -78,6 +79,7 @@ class Experts(nn.Module):
         for suffix, tensor in (("", packed), ("_scale_inv", scale), ("_block_scale", block_scale)):
             self.register_parameter(name + suffix, nn.Parameter(tensor, requires_grad=False))
 
+    @joins
     def forward(
         self,
         x: torch.Tensor,

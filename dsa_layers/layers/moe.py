@@ -8,8 +8,8 @@ from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
-from dsa_layers.layers.norm_and_cast import given, takes, watched
-from dsa_layers.layers.routing import Routed, choose, route
+from dsa_layers.layers.norm_and_cast import given, takes
+from dsa_layers.layers.routing import Routed, choose, joins, may_join, route
 from dsa_layers.layers.shares import Shares
 
 
@@ -101,6 +101,7 @@ class GroupedSigmoidRouter(nn.Module):
         self.weight = Linear(hidden, n_experts, dtype=dtype).weight
         self.e_score_correction_bias = nn.Parameter(torch.zeros(n_experts, dtype=torch.float32), requires_grad=False)
 
+    @joins
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return choose(x, self.weight, self.e_score_correction_bias, self.top_k, **self._options())
 
@@ -153,6 +154,7 @@ class SqrtSoftplusRouter(nn.Module):
         if low < 0 or high >= len(self.weight):
             raise ValueError(f"tid2eid names the experts {low} to {high}; the model has 0 to {len(self.weight) - 1}")
 
+    @joins
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.tid2eid is None:
             return choose(x, self.weight, self.bias, self.top_k, scores="sqrtsoftplus", scale=self.scale)
@@ -226,9 +228,7 @@ class MoE(nn.Module):
         return residual + self.experts(x, experts, weights, shared)
 
     def _route(self, x: torch.Tensor) -> Routed | None:
-        """What the router's `route` gives, if that does what calls of it and of the experts would."""
-        plain = type(self.gate) in (GroupedSigmoidRouter, SqrtSoftplusRouter) and not watched(self.gate)
-        if not plain or not takes(self.experts, "by_expert"):
+        if not may_join(self.gate) or not may_join(self.experts):
             return None
         return self.gate.route(x, self.experts.first, self.experts.count)
 

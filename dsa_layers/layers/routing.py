@@ -1,15 +1,36 @@
-"""Where the router, the gate and the order of entries by expert are one op's: for few tokens, as decoding has them."""
+"""Where the router, the gate and the order of entries by expert are one op's: for few tokens, as decoding has them.
+
+A router's `forward` and that of the experts are then not all that happens: the router's `route` sorts too, and the
+experts are given what it has sorted. So both are marked with `@joins`. Who puts another function in the place of one of
+them, in a subclass or in the class, puts it there without the mark, and gets calls as ever.
+"""
+
+from collections.abc import Callable
 
 import torch
+from torch import nn
 
 import dsa
 from dsa_layers.layers.linear import linear_fp32
+from dsa_layers.layers.norm_and_cast import watched
 
 # What the kernel takes. More tokens make the product with the matrix one that PyTorch's libraries are made for.
 MOST_TOKENS, MOST_EXPERTS, CHANNEL_MULTIPLE = 128, 512, 32
 HALVES = torch.bfloat16, torch.float16
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def joins(forward: Callable) -> Callable:
+    """Marks the `forward` of a router or of experts."""
+    forward.joins = True
+    return forward
+
+
+def may_join(module: nn.Module) -> bool:
+    """Whether a call of the module would run a marked `forward`, and nobody else would see it. Not under torch.compile,
+    which does not trace the question."""
+    return not torch.compiler.is_compiling() and not watched(module) and hasattr(type(module).forward, "joins")
 
 
 def choose(

@@ -100,9 +100,8 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
         # Both runs have one form of attention, whose selections are rows of the same keys.
         patch.setattr(attention, "multi_head_is_faster", lambda *_: False)
         patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.topk_indices, followed.topk_indices))
-        choices = run.routes, followed.routes
-        patch.setattr(GroupedSigmoidRouter, "forward", _following(GroupedSigmoidRouter.forward, *choices))
-        patch.setattr(GroupedSigmoidRouter, "route", _routing(GroupedSigmoidRouter.route, *choices))
+        router = _following(GroupedSigmoidRouter.forward, run.routes, followed.routes)
+        patch.setattr(GroupedSigmoidRouter, "forward", router)
         patch.setattr(generation, "sample", _following(sample_and_note, run.tokens, followed.tokens))
         # Each pass runs as Python, whose choices can be followed.
         generator = generation.Generator(model, cache_tokens=1024, prefill_chunk=chunk, cuda_graphs=False)
@@ -120,18 +119,6 @@ def _following(choose: Callable[..., Any], chosen: list, followed: list) -> Call
     def answer(*arguments: Any, **options: Any) -> Any:
         chosen.append(choose(*arguments, **options))
         return followed[len(chosen) - 1]
-
-    return answer
-
-
-def _routing(route: Callable[..., Any], chosen: list, followed: list) -> Callable[..., Any]:
-    """The same of `route`, which also gives the order of the experts' entries, where it does."""
-
-    def answer(router: GroupedSigmoidRouter, x: torch.Tensor, first: int, count: int) -> Any:
-        if (routed := route(router, x, first, count)) is None:
-            return None
-        experts, weights = _following(lambda: routed[:2], chosen, followed)()
-        return experts, weights, *dsa.sort_by_expert(experts - first, count)
 
     return answer
 

@@ -29,7 +29,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
 from dsa.kernels.moe.moe_gate_sm90 import LAST, LOWEST, MoeGateSm90, order_of
-from dsa.kernels.moe.route_to_experts_config import CHANNEL_MULTIPLE, FEW_TOKENS, MAX_TOKENS, TILE_TOKENS
+from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, FEW_TOKENS, MAX_TOKENS, TILE_TOKENS
 from dsa.kernels.moe.router_logits import RouterLogits
 
 WARPS = 16

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 from dsa.kernels.moe.limits import MAX_GROUPS, MAX_TOP_K
-from dsa.kernels.moe.route_to_experts_config import (
+from dsa.kernels.moe.route_to_experts_limits import (
     CHANNEL_MULTIPLE,
     FEW_TOKENS,
     MAX_EXPERTS,

@@ -5,7 +5,7 @@ import pytest
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels.moe import route_to_experts_sm90 as kernels
-from dsa.kernels.moe.route_to_experts_config import FEW_TOKENS, MAX_EXPERTS, TILE_TOKENS
+from dsa.kernels.moe.route_to_experts_limits import FEW_TOKENS, MAX_EXPERTS, TILE_TOKENS
 from dsa.kernels.moe.router_logits import ROUND
 from tests.kernels.variants import shipped
 

@@ -90,9 +90,13 @@ class OtherExperts(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "case", ["gradients", "fp32", "more tokens", "channels", "a hook of the experts", "another router", "other experts"]
+    "case",
+    [
+        *("gradients", "fp32", "more tokens", "channels", "a hook of the experts", "another router", "other experts"),
+        *("another forward of the router", "another forward of the experts"),
+    ],
 )
-def test_where_they_go_by_themselves(case, calls):
+def test_where_they_go_by_themselves(case, calls, monkeypatch):
     dtype = torch.float32 if case == "fp32" else BF16
     moe, x = MoE(64, 32, routers(dtype)[0], dtype=dtype), rows(129 if case == "more tokens" else 9, dtype)
     if case == "channels":
@@ -103,6 +107,9 @@ def test_where_they_go_by_themselves(case, calls):
         moe.gate = OtherRouter(64, 12, 3, dtype=BF16)
     if case == "other experts":
         moe.experts = OtherExperts()
+    if case.startswith("another forward"):
+        kind = type(moe.gate if case.endswith("router") else moe.experts)
+        monkeypatch.setattr(kind, "forward", lambda self, *given, forward=kind.forward: forward(self, *given))
     with torch.set_grad_enabled(case == "gradients"):
         moe(x)
     assert calls == ["moe_gate"] + ["sort_by_expert"] * (case != "other experts")
@@ -125,7 +132,7 @@ def test_a_gpu_without_the_kernel_goes_by_itself(monkeypatch):
 
 @torch.no_grad()
 def test_the_limits_are_the_kernels():
-    from dsa.kernels.moe import route_to_experts_config as config
+    from dsa.kernels.moe import route_to_experts_limits as config
 
     limits = routing.MOST_TOKENS, routing.MOST_EXPERTS, routing.CHANNEL_MULTIPLE
     assert limits == (config.MAX_TOKENS, config.MAX_EXPERTS, config.CHANNEL_MULTIPLE)

@@ -6,7 +6,7 @@ import torch
 import dsa
 from dsa import backends, reference
 from dsa.kernels.moe import route_to_experts_sm90 as kernels
-from dsa.kernels.moe.route_to_experts_config import DTYPES, FEW_TOKENS, MAX_EXPERTS, MAX_TOKENS, TILE_TOKENS
+from dsa.kernels.moe.route_to_experts_limits import DTYPES, FEW_TOKENS, MAX_EXPERTS, MAX_TOKENS, TILE_TOKENS
 from dsa.ops.moe import route_to_experts as op
 
 OPTIONS = {"scores": "sigmoid", "n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
