@@ -46,6 +46,17 @@ def route_to_experts(device: str) -> None:
             raise AssertionError(f"{name}: expected {right}, got {got.tolist()}")
     logits = torch.tensor([[4, 3], [5, 1], [1, 0]], device=device)
     assert_close("weights", found[1], 2 * logits.double().sigmoid(), abs_tol=0.0, rel_tol=1e-5)
+    # More tokens than one CTA sorts. Products and sums are exact.
+    x = torch.randint(-2, 3, (40, 256), device=device).bfloat16()
+    weight = (torch.randint(-1, 2, (48, 256), device=device) / 16).bfloat16()
+    bias = torch.randn(48, device=device)
+    experts, weights, *by_expert = dsa.route_to_experts(x, weight, bias, 4, first_expert=8, count=24)
+    gate = dsa.moe_gate((x.double() @ weight.double().T).float(), bias, 4)
+    for name, got, right in zip(("experts", "weights"), (experts, weights), gate):
+        assert_close(name, got, right, abs_tol=0.0, rel_tol=1e-5)
+    for name, got, right in zip(("order", "rows", "ends"), by_expert, dsa.sort_by_expert(experts - 8, 24)):
+        if not torch.equal(got, right):
+            raise AssertionError(f"{name}: not what sort_by_expert gives")
 
 
 def combine_experts(device: str) -> None:
