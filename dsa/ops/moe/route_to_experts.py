@@ -47,7 +47,7 @@ def route_to_experts(
     x             [T, H] bf16 or fp16
     weight        W [E, H] of x's dtype
     bias          fp32 [E]
-    top_k         experts of a token; so are scores, n_group, topk_group, normalise and scale those of `moe_gate`
+    top_k         experts of a token; as of `moe_gate`, like scores, n_group, topk_group, normalise and scale
     first_expert  the number of the first of this process's experts
     count         how many experts this process has, first_expert + count at most E; None: all from the first on
 
