@@ -39,6 +39,7 @@ from dsa.ops.mla.window_attention_cast import window_attention_cast_to_fp8
 from dsa.ops.mla.window_indices import window_indices, window_slots
 from dsa.ops.moe.combine_experts import combine_experts
 from dsa.ops.moe.expert_routing import moe_gate, sort_by_expert
+from dsa.ops.moe.route_to_experts import route_to_experts
 from dsa.ops.training.indexer_topk import indexer_topk
 from dsa.ops.training.indexer_warmup_attention import indexer_warmup_attention
 from dsa.ops.training.sparse_indexer_loss import sparse_indexer_loss
@@ -85,6 +86,7 @@ __all__ = [
     "read_kv_cache",
     "rms_norm",
     "rms_norm_cast_to_fp8",
+    "route_to_experts",
     "scatter_cast_to_fp8",
     "selection_bits",
     "sliding_window_attention",

@@ -42,6 +42,7 @@ from dsa.reference.mla.window_attention_cast import window_attention_cast_to_fp8
 from dsa.reference.mla.window_indices import window_indices, window_slots
 from dsa.reference.moe.combine_experts import combine_experts
 from dsa.reference.moe.expert_routing import moe_gate, sort_by_expert
+from dsa.reference.moe.route_to_experts import route_to_experts
 from dsa.reference.training.indexer_topk import indexer_topk
 from dsa.reference.training.indexer_warmup_attention import indexer_warmup_attention
 from dsa.reference.training.sparse_indexer_loss import sparse_indexer_loss
@@ -88,6 +89,7 @@ __all__ = [
     "read_kv_cache",
     "rms_norm",
     "rms_norm_cast_to_fp8",
+    "route_to_experts",
     "scatter_cast_to_fp8",
     "selection_bits",
     "sliding_window_attention",

@@ -30,6 +30,35 @@ def expert_routing(device: str) -> None:
             raise AssertionError(f"{name}: expected {expected_part}, got {x.tolist()}")
 
 
+def route_to_experts(device: str) -> None:
+    """Logits are integers, which every order of summation gives; experts 2 to 5 of six are this process's."""
+    x = torch.zeros(3, 64, device=device, dtype=torch.bfloat16)
+    weight = torch.zeros(6, 64, device=device, dtype=torch.bfloat16)
+    x[0, 0] = x[1, 33] = x[2, 63] = 1
+    weight[:, 0] = torch.tensor([4, 0, 0, 3, 0, -1], device=device)
+    weight[:, 33] = torch.tensor([0, 1, 0, 0, 5, 0], device=device)
+    weight[:, 63] = torch.tensor([-2, -2, 0, 1, -2, -2], device=device)
+    options = {"normalise": False, "scale": 2.0, "first_expert": 2, "count": 4}
+    found = dsa.route_to_experts(x, weight, torch.zeros(6, device=device), 2, **options)
+    expected = ([[0, 3], [4, 1], [3, 2]], [5, 1, 4, 2, 0, 3], [[-1, 1], [3, -1], [2, 0]], [1, 3, 4, 4])
+    for name, got, right in zip(("experts", "order", "rows", "ends"), (found[0], *found[2:]), expected):
+        if got.tolist() != right:
+            raise AssertionError(f"{name}: expected {right}, got {got.tolist()}")
+    logits = torch.tensor([[4, 3], [5, 1], [1, 0]], device=device)
+    assert_close("weights", found[1], 2 * logits.double().sigmoid(), abs_tol=0.0, rel_tol=1e-5)
+    # More tokens than one CTA sorts. Products and sums are exact.
+    x = torch.randint(-2, 3, (40, 256), device=device).bfloat16()
+    weight = (torch.randint(-1, 2, (48, 256), device=device) / 16).bfloat16()
+    bias = torch.randn(48, device=device)
+    experts, weights, *by_expert = dsa.route_to_experts(x, weight, bias, 4, first_expert=8, count=24)
+    gate = dsa.moe_gate((x.double() @ weight.double().T).float(), bias, 4)
+    for name, got, right in zip(("experts", "weights"), (experts, weights), gate):
+        assert_close(name, got, right, abs_tol=0.0, rel_tol=1e-5)
+    for name, got, right in zip(("order", "rows", "ends"), by_expert, dsa.sort_by_expert(experts - 8, 24)):
+        if not torch.equal(got, right):
+            raise AssertionError(f"{name}: not what sort_by_expert gives")
+
+
 def combine_experts(device: str) -> None:
     """Three rows a token, one of them outside, and the shared expert's."""
     y, shared = torch.randn(50, 72, device=device), torch.randn(20, 72, device=device)

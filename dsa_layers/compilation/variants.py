@@ -27,6 +27,7 @@ TILES = {
     "compile_hyper_mix_few_tokens": 0,
     "compile_mla_combine": 1,
     "compile_per_token_cast_to_fp8": 3,
+    "compile_route_to_experts": 1,
     "compile_sparse_mla_combine": 1,
     "compile_sparse_mla_fp8_kv": 1,
     "compile_topk_indices": 1,

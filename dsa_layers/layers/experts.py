@@ -6,6 +6,7 @@ from torch import nn
 import dsa
 from dsa_layers.layers.joint_linear import Cast
 from dsa_layers.layers.linear import BLOCK
+from dsa_layers.layers.routing import joins
 from dsa_layers.layers.shares import Shares
 
 FP4_GROUP = 32  # columns that share a scale
@@ -18,7 +19,8 @@ class Experts(nn.Module):
     forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k], shared, residual [T, hidden] or None, cast=None)
     -> [T, hidden] in x's dtype; residual + y, where there is a residual. Rows are sorted by expert and go through one
     grouped GEMM a projection; what an expert computes for a token depends on no other token. cast: of x, with `fp8`,
-    (q [T, hidden], scales [T, hidden / 128]), where the caller has it; of x only the dtype matters then.
+    (q [T, hidden], scales [T, hidden / 128]), where the caller has it; of x only the dtype matters then. by_expert:
+    what `dsa.sort_by_expert` gives of the experts, numbered from `first` on, where the caller has it.
     limit: as in `SwiGLU`. Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection;
     down_proj [E, hidden, inner]; with `fp8` e4m3 and {gate_up_proj,down_proj}_scale_inv fp32, an entry per 128 x 128
     block, as `BlockFP8Linear` has them. With `fp4`, which goes with `fp8`, two e2m1 columns a byte, int8
@@ -77,6 +79,7 @@ class Experts(nn.Module):
         for suffix, tensor in (("", packed), ("_scale_inv", scale), ("_block_scale", block_scale)):
             self.register_parameter(name + suffix, nn.Parameter(tensor, requires_grad=False))
 
+    @joins
     def forward(
         self,
         x: torch.Tensor,
@@ -86,10 +89,13 @@ class Experts(nn.Module):
         residual: torch.Tensor | None = None,
         *,
         cast: Cast | None = None,
+        by_expert: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         # Rows of other parts' experts come last, behind ends[-1]: nothing is computed for them or read of them.
-        own = experts - self.first if self.first else experts
-        order, rows, ends = dsa.sort_by_expert(own, self.count)
+        if by_expert is None:
+            own = experts - self.first if self.first else experts
+            by_expert = dsa.sort_by_expert(own, self.count)
+        order, rows, ends = by_expert
         if self.fp8 and cast is not None:
             outputs = self._products(cast, ends, x.dtype, order // experts.shape[1])
         elif self.fp8:

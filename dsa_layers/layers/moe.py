@@ -9,6 +9,7 @@ from dsa_layers.layers import joint_linear
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm_and_cast import given, takes
+from dsa_layers.layers.routing import Routed, choose, joins, may_join, route
 from dsa_layers.layers.shares import Shares
 
 
@@ -74,7 +75,8 @@ class GroupedSigmoidRouter(nn.Module):
     `topk_group` of `n_group` groups stay, and the `top_k` best experts in them win. Their weights are s without the
     bias, divided by their sum plus 1e-20 if `normalise`, times `scale`.
 
-    x [T, hidden] -> (experts int64 [T, top_k], weights fp32 [T, top_k]).
+    x [T, hidden] -> (experts int64 [T, top_k], weights fp32 [T, top_k]). route(x, first, count): these and the order of
+    the entries by expert, for few tokens (`routing`), else None.
     Parameters: weight [n_experts, hidden], e_score_correction_bias fp32 [n_experts].
     Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc").
     """
@@ -99,10 +101,16 @@ class GroupedSigmoidRouter(nn.Module):
         self.weight = Linear(hidden, n_experts, dtype=dtype).weight
         self.e_score_correction_bias = nn.Parameter(torch.zeros(n_experts, dtype=torch.float32), requires_grad=False)
 
+    @joins
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose(x, self.weight, self.e_score_correction_bias, self.top_k, **self._options())
+
+    def route(self, x: torch.Tensor, first: int, count: int) -> Routed | None:
+        return route(x, self.weight, self.e_score_correction_bias, self.top_k, first, count, **self._options())
+
+    def _options(self) -> dict[str, object]:
         groups = {"n_group": self.n_group, "topk_group": self.topk_group}
-        options = {"normalise": self.normalise, "scale": self.scale}
-        return dsa.moe_gate(linear_fp32(x, self.weight), self.e_score_correction_bias, self.top_k, **groups, **options)
+        return {**groups, "normalise": self.normalise, "scale": self.scale}
 
 
 class SqrtSoftplusRouter(nn.Module):
@@ -112,6 +120,8 @@ class SqrtSoftplusRouter(nn.Module):
     that it names for the token. Their weights are s without the bias, divided by their sum plus 1e-20, times `scale`.
 
     x [T, hidden], tokens int64 [T] -> (experts int64 [T, top_k], weights fp32 [T, top_k]).
+    route(x, first, count): these and the order of the entries by expert, for few tokens and without a table
+    (`routing`), else None.
     Parameters: weight [n_experts, hidden]; bias fp32 [n_experts], or tid2eid int64 [hash_tokens, top_k].
     Source: `Gate` of DeepSeek-V4's inference code.
     """
@@ -144,13 +154,19 @@ class SqrtSoftplusRouter(nn.Module):
         if low < 0 or high >= len(self.weight):
             raise ValueError(f"tid2eid names the experts {low} to {high}; the model has 0 to {len(self.weight) - 1}")
 
+    @joins
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = linear_fp32(x, self.weight)
         if self.tid2eid is None:
-            return dsa.moe_gate(logits, self.bias, self.top_k, scores="sqrtsoftplus", scale=self.scale)
+            return choose(x, self.weight, self.bias, self.top_k, scores="sqrtsoftplus", scale=self.scale)
         experts = self.tid2eid[tokens]
-        weights = nn.functional.softplus(logits.gather(-1, experts)).sqrt()
+        weights = nn.functional.softplus(linear_fp32(x, self.weight).gather(-1, experts)).sqrt()
         return experts, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scale
+
+    def route(self, x: torch.Tensor, first: int, count: int) -> Routed | None:
+        if self.tid2eid is not None:
+            return None
+        options = {"scores": "sqrtsoftplus", "scale": self.scale}
+        return route(x, self.weight, self.bias, self.top_k, first, count, **options)
 
 
 class MoE(nn.Module):
@@ -191,7 +207,13 @@ class MoE(nn.Module):
         residual: torch.Tensor | None = None,
         rows: Rows = ALL_ROWS,
     ) -> torch.Tensor:
-        experts, weights = self.gate(x) if tokens is None else self.gate(x, rows.own(tokens))
+        routed = None if rows.shared else self._route(x)
+        if routed is None:
+            experts, weights = self.gate(x) if tokens is None else self.gate(x, rows.own(tokens))
+            by_expert = {}
+        else:
+            experts, weights = routed[:2]
+            by_expert = {"by_expert": routed[2:]}
         if rows.shared:
             # Where experts read a cast, it is what goes from process to process.
             x, cast = gathered(x, cast, rows)
@@ -202,8 +224,13 @@ class MoE(nn.Module):
         if rows.shared and cast is not None:
             return self.experts(x, experts, weights, shared, cast=cast)
         if residual is None or takes(self.experts, "residual"):
-            return self.experts(x, experts, weights, shared, residual)
+            return self.experts(x, experts, weights, shared, residual, **by_expert)
         return residual + self.experts(x, experts, weights, shared)
+
+    def _route(self, x: torch.Tensor) -> Routed | None:
+        if not may_join(self.gate) or not may_join(self.experts):
+            return None
+        return self.gate.route(x, self.experts.first, self.experts.count)
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product: the shared expert's."""

@@ -31,3 +31,21 @@ def _(new: Maker):
     rows = new.ints([[0, 3], [5, -1], [2, 2]])
     added = {"shared": new.bf16(3, 16), "residual": new.bf16(3, 16)}
     return {"y": new.bf16(6, 16), "rows": rows, "weights": new.f32(3, 2), **added}
+
+
+def _routed(a):
+    chosen = len(a["x"]), a["top_k"]
+    return [
+        (chosen, torch.int64),
+        (chosen, F32),
+        ((chosen[0] * chosen[1],), INT32),
+        (chosen, INT32),
+        ((a["count"],), INT32),
+    ]
+
+
+@valid("route_to_experts", _routed)
+def _(new: Maker):
+    groups = {"n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
+    router = {"x": new.bf16(3, 64), "weight": new.bf16(16, 64), "bias": new.f32(16), "top_k": 3}
+    return {**router, "scores": "sigmoid", **groups, "first_expert": 4, "count": 8}

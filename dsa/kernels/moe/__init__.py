@@ -1,1 +1,1 @@
-"""CuTe DSL kernels of mixtures of experts: gate, sort and combination."""
+"""CuTe DSL kernels of mixtures of experts: router, gate, sort and combination."""

@@ -1,1 +1,1 @@
-"""Ops bridges of mixtures of experts: gate, sort and combination."""
+"""Ops bridges of mixtures of experts: router, gate, sort and combination."""

@@ -1,0 +1,8 @@
+"""What the kernels of `route_to_experts` take, in plain numbers and names of torch dtypes; read by kernels, bridge and
+tests. top_k and n_group are as of the gate's kernel."""
+
+DTYPES = ("bfloat16", "float16")
+CHANNEL_MULTIPLE = 32
+# Tokens of a tile of logits: all that there are if these are few, which one CTA then sorts; else a cluster does.
+FEW_TOKENS, TILE_TOKENS = 8, 32
+MAX_TOKENS, MAX_EXPERTS = 128, 512

@@ -1,0 +1,132 @@
+"""Router, gate and sort by expert of a mixture of experts, for few tokens in one."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.moe.limits import MAX_GROUPS, MAX_TOP_K
+from dsa.kernels.moe.route_to_experts_limits import (
+    CHANNEL_MULTIPLE,
+    FEW_TOKENS,
+    MAX_EXPERTS,
+    MAX_TOKENS,
+    TILE_TOKENS,
+)
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
+from dsa.reference.moe import route_to_experts as reference
+
+__all__ = ["route_to_experts"]
+
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def route_to_experts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    *,
+    scores: str = "sigmoid",
+    n_group: int = 1,
+    topk_group: int = 1,
+    normalise: bool = True,
+    scale: float = 1.0,
+    first_expert: int = 0,
+    count: int | None = None,
+) -> Routed:
+    """Which experts a token goes to, with what weights, and the order of all (token, expert) entries by expert.
+
+      logits = x W^T, summed in fp32
+      experts, weights = moe_gate(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
+      order, rows, ends = sort_by_expert(experts - first_expert, count)
+
+    x             [T, H] bf16 or fp16
+    weight        W [E, H] of x's dtype
+    bias          fp32 [E]
+    top_k         experts of a token; as of `moe_gate`, like scores, n_group, topk_group, normalise and scale
+    first_expert  the number of the first of this process's experts
+    count         how many experts this process has, first_expert + count at most E; None: all from the first on
+
+    Returns (experts, weights, order, rows, ends):
+      experts  int64 [T, top_k], numbers from 0 to E - 1 in any case
+      weights  fp32 [T, top_k]
+      order    int32 [T top_k]: row r has entry order[r]; entry t top_k + j is the j-th expert of token t
+      rows     int32 [T, top_k]: the row of each entry, -1 for an expert that is not this process's
+      ends     int32 [count]: the rows of expert first_expert + e end before row ends[e]
+    NaN and infinities of a token stay in it. Differentiable in x and weight, through the weights: where gradients are
+    asked for, the formula runs in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and
+    devices.
+    On Hopper: two kernels, the second launched while the first runs, and 4 E bytes a token for the time of the call;
+    T up to 128, E up to 512, H a multiple of 32, top_k and n_group up to 32, rows of x and weight at multiples of 16
+    bytes. Logits are summed in another order than the reference's, one that depends on no other token, in the tensor
+    cores; of these logits it gives what `moe_gate` and `sort_by_expert` do, bit for bit. Deterministic. CUDA-graph
+    safe.
+    Source: as of `moe_gate`.
+    """
+    count = reference.own_count(weight, first_expert, count)
+    return _route_to_experts(
+        *(x, weight, bias, top_k, scores, n_group, topk_group, normalise, scale, first_expert, count)
+    )
+
+
+def _results(x: torch.Tensor, top_k: int, count: int) -> Routed:
+    tokens, ints = len(x), functools.partial(x.new_empty, dtype=torch.int32)
+    chosen = tokens, top_k
+    experts, weights = x.new_empty(chosen, dtype=torch.int64), x.new_empty(chosen, dtype=torch.float32)
+    return experts, weights, ints(tokens * top_k), ints(chosen), ints(count)
+
+
+def _check_limits(x: torch.Tensor, weight: torch.Tensor, top_k: int, n_group: int) -> None:
+    if len(x) > MAX_TOKENS:
+        raise ValueError(f"x: the kernel takes up to {MAX_TOKENS} tokens, got {len(x)}")
+    if x.shape[1] % CHANNEL_MULTIPLE:
+        raise ValueError(f"x: the kernel takes H a multiple of {CHANNEL_MULTIPLE}, got {x.shape[1]}")
+    if len(weight) > MAX_EXPERTS:
+        raise ValueError(f"weight: the kernel takes up to {MAX_EXPERTS} experts, got {len(weight)}")
+    if top_k > MAX_TOP_K:
+        raise ValueError(f"top_k: the kernel takes up to {MAX_TOP_K}, got {top_k}")
+    if n_group > MAX_GROUPS:
+        raise ValueError(f"n_group: the kernel takes up to {MAX_GROUPS}, got {n_group}")
+
+
+@op(
+    arguments=reference.ROUTE_TO_EXPERTS,
+    reference=reference.route_to_experts,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.moe.route_to_experts_sm90"},
+    limits=_check_limits,
+    differentiable=True,
+)
+def _route_to_experts(
+    kernels: ModuleType,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    scores: str,
+    n_group: int,
+    topk_group: int,
+    normalise: bool,
+    scale: float,
+    first_expert: int,
+    count: int,
+) -> Routed:
+    experts, weights, order, rows, ends = results = _results(x, top_k, count)
+    if not len(x):
+        ends.zero_()
+        return results
+    tile = FEW_TOKENS if len(x) <= FEW_TOKENS else TILE_TOKENS
+    launch = _kernel(kernels, x.dtype, tile, len(weight), top_k, scores, n_group, topk_group, normalise)
+    logits = x.new_empty((len(x), len(weight)), dtype=torch.float32)
+    operands = rows_at_16_bytes(x), rows_at_16_bytes(weight), bias.contiguous(), logits
+    launch(*operands, experts, weights, order, rows.view(-1), ends, first_expert, float(scale))
+    return results
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, dtype: torch.dtype, *variant: int | str | bool) -> Callable[..., None]:
+    return kernels.compile_route_to_experts(dtype_name(dtype), *variant)

@@ -1,0 +1,63 @@
+"""Where the router, the gate and the order of entries by expert are one op's: for few tokens, as decoding has them.
+
+A router's `forward` and that of the experts are then not all that happens: the router's `route` sorts too, and the
+experts are given what it has sorted. So both are marked with `@joins`. Who puts another function in the place of one of
+them, in a subclass or in the class, puts it there without the mark, and gets calls as ever.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import dsa
+from dsa_layers.layers.linear import linear_fp32
+from dsa_layers.layers.norm_and_cast import watched
+
+# What the kernel takes. More tokens make the product with the matrix one that PyTorch's libraries are made for.
+MOST_TOKENS, MOST_EXPERTS, CHANNEL_MULTIPLE = 128, 512, 32
+HALVES = torch.bfloat16, torch.float16
+
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def joins(forward: Callable) -> Callable:
+    """Marks the `forward` of a router or of experts."""
+    forward.joins = True
+    return forward
+
+
+def may_join(module: nn.Module) -> bool:
+    """Whether a call of the module would run a marked `forward`, and nobody else would see it. Not under torch.compile,
+    which does not trace the question."""
+    return not torch.compiler.is_compiling() and not watched(module) and hasattr(type(module).forward, "joins")
+
+
+def choose(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, top_k: int, **options: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts, weights) of `dsa.moe_gate`, with logits x W^T in fp32."""
+    return dsa.moe_gate(linear_fp32(x, weight), bias, top_k, **options)
+
+
+def route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    first: int,
+    count: int,
+    **options: object,
+) -> Routed | None:
+    """(experts, weights) as `choose` gives them, and (order, rows, ends) as `dsa.sort_by_expert` does for the `count`
+    experts from number `first` on; None where no op does all of it."""
+    if not _takes(x, weight):
+        return None
+    return dsa.route_to_experts(x, weight, bias, top_k, first_expert=first, count=count, **options)
+
+
+def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    if torch.is_grad_enabled() or x.dtype != weight.dtype or x.dtype not in HALVES:
+        return False
+    few = len(x) <= MOST_TOKENS and len(weight) <= MOST_EXPERTS and x.shape[1] % CHANNEL_MULTIPLE == 0
+    return few and (not x.is_cuda or dsa.backends.runs_kernel("route_to_experts", x))

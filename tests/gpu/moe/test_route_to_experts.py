@@ -1,0 +1,175 @@
+"""Router, gate and sort in one on the GPU: of logits that rounding does not touch exactly what the three kernels give
+one after the other, of others within rounding; the sort exactly in any case."""
+
+import math
+
+import pytest
+import torch
+
+import dsa
+from dsa.testing import poison_free_memory
+
+VARIANTS = [
+    {"experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "scale": 2.5},
+    {"experts": 256, "top_k": 8, "scale": 2.5},
+    {"experts": 256, "top_k": 6, "scores": "sqrtsoftplus", "scale": 1.5},
+    {"experts": 384, "top_k": 6, "scores": "sqrtsoftplus", "scale": 1.5},
+    {"experts": 40, "top_k": 3, "normalise": False},  # the last tile of experts is half there
+    {"experts": 512, "top_k": 32, "n_group": 32, "topk_group": 8},
+]
+TOKENS = [1, 2, 7, 8, 9, 31, 32, 33, 64, 100, 127, 128]
+IDS = [f"{v['experts']}-{v['top_k']}-{v.get('n_group', 1)}-{v.get('scores', 'sigmoid')}" for v in VARIANTS]
+
+
+def options_of(variant):
+    return {name: value for name, value in variant.items() if name != "experts"}
+
+
+def integers(tokens, channels, experts, dtype=torch.bfloat16):
+    """Operands whose products and sums, whatever their order, are exact in fp32, with logits of about 1, some of them
+    equal; and a bias."""
+    x = torch.randint(-2, 3, (tokens, channels), device="cuda").to(dtype)
+    weight = torch.randint(-1, 2, (experts, channels), device="cuda") * 2.0 ** -round(math.log2(channels) / 2)
+    return x, weight.to(dtype), torch.randint(-3, 4, (experts,), device="cuda") / 8
+
+
+def by_themselves(x, weight, bias, options, first=0, count=None):
+    logits = (x.double() @ weight.double().T).float()
+    experts, weights = dsa.moe_gate(logits, bias, **options)
+    return experts, weights, *dsa.sort_by_expert(experts - first, len(weight) - first if count is None else count)
+
+
+def equal(found, expected):
+    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
+def test_bits_of_the_three(variant, tokens):
+    given = integers(tokens, 4096, variant["experts"])
+    poison_free_memory(mebibytes=16)
+    assert equal(dsa.route_to_experts(*given, **options_of(variant)), by_themselves(*given, options_of(variant)))
+
+
+@pytest.mark.parametrize("channels", [32, 96, 2048, 2080, 6144, 7168, 8192, 16384])
+@pytest.mark.parametrize("tokens", [3, 50])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_widths(dtype, tokens, channels):
+    """Slices of no steps, of one and of several rounds."""
+    given, options = integers(tokens, channels, 256, dtype), options_of(VARIANTS[0])
+    poison_free_memory(mebibytes=16)
+    assert equal(dsa.route_to_experts(*given, **options), by_themselves(*given, options))
+
+
+@pytest.mark.parametrize("channel", [0, 1, 7, 8, 31, 32, 111, 112, 895, 896, 5000, 7167])
+def test_every_channel_is_read_once(channel):
+    """One channel of a token is not 0: its logits are a column of the matrix."""
+    x = torch.zeros(5, 7168, device="cuda", dtype=torch.bfloat16)
+    x[3, channel] = 1
+    weight = torch.randn(256, 7168, device="cuda").bfloat16()
+    bias, options = torch.zeros(256, device="cuda"), options_of(VARIANTS[1])
+    experts, weights, *_ = dsa.route_to_experts(x, weight, bias, **options)
+    expected = dsa.moe_gate(weight[None, :, channel].float(), bias, **options)
+    assert equal((experts[3:4], weights[3:4]), expected)
+
+
+@pytest.mark.parametrize("first, count", [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 128])
+def test_a_process_with_some_of_the_experts(tokens, first, count):
+    given, options = integers(tokens, 2048, 256), options_of(VARIANTS[0])
+    poison_free_memory(mebibytes=16)
+    found = dsa.route_to_experts(*given, **options, first_expert=first, count=count)
+    assert equal(found, by_themselves(*given, options, first, count))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
+def test_beside_the_reference(variant, tokens, record_error):
+    """Choices that are further apart than rounding, and the order of whatever was chosen."""
+    x, weight = torch.randn(tokens, 7168, device="cuda"), torch.randn(variant["experts"], 7168, device="cuda") / 40
+    given = x.bfloat16(), weight.bfloat16(), torch.randn(variant["experts"], device="cuda")
+    poison_free_memory(mebibytes=16)
+    experts, weights, *by_expert = dsa.route_to_experts(*given, **options_of(variant))
+    assert equal(by_expert, dsa.sort_by_expert(experts, variant["experts"]))
+    with dsa.use_backend("reference"):
+        expected, expected_weights, *_ = dsa.route_to_experts(*given, **options_of(variant))
+        shaken = given[2] + 4e-5 * torch.rand_like(given[2])
+        sure = (dsa.route_to_experts(*given[:2], shaken, **options_of(variant))[0] == expected).all(1)
+    assert sure.float().mean() > 0.9 or tokens < 50
+    assert torch.equal(experts[sure], expected[sure])
+    assert all(len(set(row)) == len(row) for row in experts.tolist())
+    if sure.any():
+        error = ((weights - expected_weights).abs() / expected_weights.abs().clamp(min=1e-30))[sure].max()
+        assert error < 1e-4
+        record_error(error)
+
+
+@pytest.mark.parametrize("channels", [2080, 4096, 7168])
+def test_bits_whatever_the_other_tokens(channels):
+    """In every tile, and at every place in it."""
+    x, weight = torch.randn(128, channels, device="cuda").bfloat16(), torch.randn(256, channels, device="cuda") / 40
+    given, options = (weight.bfloat16(), torch.randn(256, device="cuda")), options_of(VARIANTS[0])
+    experts, weights, *_ = dsa.route_to_experts(x, *given, **options)
+    for first, tokens in ((0, 1), (5, 1), (127, 1), (3, 8), (40, 9), (64, 33), (1, 127)):
+        part = slice(first, first + tokens)
+        found = dsa.route_to_experts(x[part], *given, **options)
+        assert torch.equal(found[0], experts[part]) and torch.equal(found[1], weights[part])
+
+
+@pytest.mark.parametrize("tokens", [6, 60])
+@pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
+def test_what_is_not_finite_stays_in_its_token(variant, tokens):
+    x, weight, bias = integers(tokens, 2048, variant["experts"])
+    weight[0, 100], weight[1, 100] = 1, -1
+    clean = dsa.route_to_experts(x, weight, bias, **options_of(variant))
+    x[1, 100] = torch.inf
+    x[2, 7] = torch.nan
+    x[3] = 3e38
+    x[5] = -3e38
+    experts, weights, *by_expert = dsa.route_to_experts(x, weight, bias, **options_of(variant))
+    assert equal(by_expert, dsa.sort_by_expert(experts, variant["experts"]))
+    others = [t for t in range(tokens) if t not in (1, 2, 3, 5)]
+    assert torch.equal(experts[others], clean[0][others]) and torch.equal(weights[others], clean[1][others])
+    assert ((experts >= 0) & (experts < variant["experts"])).all() and weights[2].isnan().all()
+    assert all(len(set(row)) == len(row) for row in experts.tolist())
+
+
+def test_rows_with_gaps():
+    """What lies between the rows is NaN, and stays."""
+    for tokens in (1, 5, 70):
+        x, weight, bias = integers(tokens, 2048, 256)
+        wide = [torch.full((len(m), 2304), torch.nan, device="cuda").bfloat16() for m in (x, weight)]
+        views = [w[:, 128:2176] for w in wide]
+        for view, matrix in zip(views, (x, weight)):
+            view.copy_(matrix)
+        options = options_of(VARIANTS[2])
+        assert equal(dsa.route_to_experts(*views, bias, **options), dsa.route_to_experts(x, weight, bias, **options))
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_graph_replay_with_new_numbers(tokens):
+    given, options = integers(tokens, 7168, 256), options_of(VARIANTS[0])
+    dsa.route_to_experts(*given, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # One behind the other, as the layers of a model: each waits for the one before, and its memory is used again.
+        found = [dsa.route_to_experts(*given, **options) for _ in range(20)]
+    for _ in range(5):
+        for old, new in zip(given, integers(tokens, 7168, 256)):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = by_themselves(*given, options)
+        assert all(equal(each, expected) for each in found)
+
+
+def test_no_tokens():
+    experts, weights, order, rows, ends = dsa.route_to_experts(*integers(0, 64, 40), 3)
+    assert not experts.numel() + weights.numel() + order.numel() + rows.numel() and ends.tolist() == [0] * 40
+
+
+def test_gradients_run_the_formula():
+    x, weight, bias = integers(4, 64, 40)
+    x.requires_grad_()
+    _, weights, *_ = dsa.route_to_experts(x, weight, bias, 3, normalise=False)
+    assert torch.autograd.grad(weights.sum(), x)[0].isfinite().all()

@@ -1,0 +1,141 @@
+"""Where one op routes few tokens and sorts their entries: it gives what router and experts do by themselves."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import dsa
+from dsa_layers.layers import routing
+from dsa_layers.layers.linear import linear_fp32
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SqrtSoftplusRouter
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the ops of routing that are called."""
+    seen = []
+
+    def spy(name, op, *arguments, **options):
+        seen.append(name)
+        return op(*arguments, **options)
+
+    for name in ("route_to_experts", "moe_gate", "sort_by_expert"):
+        monkeypatch.setattr(dsa, name, partial(spy, name, getattr(dsa, name)))
+    return seen
+
+
+def routers(dtype=BF16):
+    torch.manual_seed(0)
+    grouped = GroupedSigmoidRouter(64, 12, 3, n_group=3, topk_group=2, normalise=False, scale=2.5, dtype=dtype)
+    plain = SqrtSoftplusRouter(64, 12, 3, scale=1.5, dtype=dtype)
+    grouped.e_score_correction_bias.data.normal_()
+    plain.bias.data.normal_()
+    return grouped, plain
+
+
+def rows(tokens, dtype=BF16):
+    torch.manual_seed(tokens)
+    return torch.randn(tokens, 64).to(dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [0, 1, 9, 128])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_router_and_the_order_of_its_entries(which, tokens):
+    router, x = routers()[which], rows(tokens)
+    experts, weights, *by_expert = router.route(x, 4, 5)
+    expected = router(x) if which == 0 else router(x, None)
+    assert all(torch.equal(a, b) for a, b in zip((experts, weights), expected))
+    assert all(torch.equal(a, b) for a, b in zip(by_expert, dsa.sort_by_expert(experts - 4, 5)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_mixture_is_the_same(which, parts, calls):
+    """All of it, and the parts that processes have."""
+    moe, x, residual = MoE(64, 32, routers()[which], dtype=BF16), rows(9), rows(9)
+    tokens = [] if which == 0 else [torch.zeros(9, dtype=torch.int64)]
+    gate_up, down = (parameter.data.chunk(parts) for parameter in moe.experts.parameters())
+    moe.experts.count = 12 // parts
+    for i in range(parts):
+        moe.experts.first = i * moe.experts.count
+        for parameter, of_parts in zip(moe.experts.parameters(), (gate_up, down)):
+            parameter.data = of_parts[i]
+        calls.clear()
+        found = moe(x, *tokens, residual=residual)
+        assert calls == ["route_to_experts"]
+        watching = moe.gate.register_forward_hook(lambda *_: None)
+        assert torch.equal(found, moe(x, *tokens, residual=residual))
+        assert calls[1:] == ["moe_gate", "sort_by_expert"]
+        watching.remove()
+
+
+class OtherRouter(GroupedSigmoidRouter):
+    def forward(self, x):
+        experts, weights = super().forward(x)
+        return experts.flip(1), weights.flip(1)
+
+
+class OtherExperts(nn.Module):
+    first, count = 0, 12
+
+    def forward(self, x, experts, weights, shared, residual=None):
+        return x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gradients", "fp32", "more tokens", "channels", "a hook of the experts", "another router", "other experts"),
+        *("another forward of the router", "another forward of the experts"),
+    ],
+)
+def test_where_they_go_by_themselves(case, calls, monkeypatch):
+    dtype = torch.float32 if case == "fp32" else BF16
+    moe, x = MoE(64, 32, routers(dtype)[0], dtype=dtype), rows(129 if case == "more tokens" else 9, dtype)
+    if case == "channels":
+        moe, x = MoE(48, 32, GroupedSigmoidRouter(48, 12, 3, dtype=BF16), dtype=BF16), x[:, :48]
+    if case == "a hook of the experts":
+        moe.experts.register_forward_pre_hook(lambda *_: None)
+    if case == "another router":
+        moe.gate = OtherRouter(64, 12, 3, dtype=BF16)
+    if case == "other experts":
+        moe.experts = OtherExperts()
+    if case.startswith("another forward"):
+        kind = type(moe.gate if case.endswith("router") else moe.experts)
+        monkeypatch.setattr(kind, "forward", lambda self, *given, forward=kind.forward: forward(self, *given))
+    with torch.set_grad_enabled(case == "gradients"):
+        moe(x)
+    assert calls == ["moe_gate"] + ["sort_by_expert"] * (case != "other experts")
+
+
+@torch.no_grad()
+def test_a_table_of_experts_goes_by_itself():
+    router = SqrtSoftplusRouter(64, 12, 3, hash_tokens=5, dtype=BF16)
+    assert router.route(rows(4), 0, 12) is None
+
+
+@torch.no_grad()
+def test_a_gpu_without_the_kernel_goes_by_itself(monkeypatch):
+    """For its reference widens the matrix at every call."""
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(dsa.backends, "runs_kernel", lambda op, x: asked.append(op))
+    assert routers()[0].route(rows(4), 0, 12) is None and asked == ["route_to_experts"]
+
+
+@torch.no_grad()
+def test_the_limits_are_the_kernels():
+    from dsa.kernels.moe import route_to_experts_limits as config
+
+    limits = routing.MOST_TOKENS, routing.MOST_EXPERTS, routing.CHANNEL_MULTIPLE
+    assert limits == (config.MAX_TOKENS, config.MAX_EXPERTS, config.CHANNEL_MULTIPLE)
+    weight, bias = torch.randn(12, 64).to(BF16), torch.zeros(12)
+    chosen = routing.choose(rows(3), weight, bias, 2)
+    assert torch.equal(chosen[0], dsa.moe_gate(linear_fp32(rows(3), weight), bias, 2)[0])
