@@ -85,4 +85,4 @@ def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str) -> Ca
     calls |= {"dsa, two ops": [in_two]} | peers.calls
     name = f"{queries} x {keys}, H {heads}, D {dim}, k {k}, causal, {kind} scores"
     options = {"repeats": 9, "failed": peers.failed, "agree": agree, "yardsticks": frozenset({"dsa, two ops"})}
-    return Case(name, calls, figure, check, reference=False, **options)
+    return Case(name, calls, figure, check, **options)
