@@ -1,4 +1,8 @@
-"""Router, gate and sort in one, beside the product and our two kernels one after the other, over fresh matrices."""
+"""Router, gate and sort in one, beside the product and our two kernels one after the other, over fresh matrices.
+
+Calls stand one behind the other, and a call of ours asks for its matrix while the one before ends: behind another
+kernel, as in a model, it gains less.
+"""
 
 from functools import partial
 

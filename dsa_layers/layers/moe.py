@@ -155,7 +155,8 @@ class SqrtSoftplusRouter(nn.Module):
             raise ValueError(f"tid2eid names the experts {low} to {high}; the model has 0 to {len(self.weight) - 1}")
 
     @joins
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens: needed where there is a table."""
         if self.tid2eid is None:
             return choose(x, self.weight, self.bias, self.top_k, scores="sqrtsoftplus", scale=self.scale)
         experts = self.tid2eid[tokens]

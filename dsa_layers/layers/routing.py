@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn.modules import module as hooks
 
 import dsa
 from dsa_layers.layers.linear import linear_fp32
@@ -22,15 +23,23 @@ Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 
 def joins(forward: Callable) -> Callable:
-    """Marks the `forward` of a router or of experts."""
-    forward.joins = True
+    """Marks the `forward` of a router or of experts, by itself: what wraps a function takes over its attributes."""
+    forward.joins = forward
     return forward
 
 
 def may_join(module: nn.Module) -> bool:
     """Whether a call of the module would run a marked `forward`, and nobody else would see it. Not under torch.compile,
     which does not trace the question."""
-    return not torch.compiler.is_compiling() and not watched(module) and hasattr(type(module).forward, "joins")
+    if (
+        torch.compiler.is_compiling()
+        or watched(module)
+        or hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+    ):
+        return False
+    forward = type(module).forward
+    return getattr(forward, "joins", None) is forward
 
 
 def choose(
@@ -60,4 +69,12 @@ def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if torch.is_grad_enabled() or x.dtype != weight.dtype or x.dtype not in HALVES:
         return False
     few = len(x) <= MOST_TOKENS and len(weight) <= MOST_EXPERTS and x.shape[1] % CHANNEL_MULTIPLE == 0
-    return few and (not x.is_cuda or dsa.backends.runs_kernel("route_to_experts", x))
+    if not few or not _rows_at_16_bytes(x) or not _rows_at_16_bytes(weight):
+        return False
+    return not x.is_cuda or dsa.backends.runs_kernel("route_to_experts", x)
+
+
+def _rows_at_16_bytes(x: torch.Tensor) -> bool:
+    """As the op asks for them."""
+    apart = len(x) < 2 or x.stride(0) * x.element_size() % 16 == 0
+    return x.stride(-1) == 1 and apart and x.data_ptr() % 16 == 0

@@ -1,5 +1,5 @@
 """Lightning-indexer scores over contiguous keys and the selection of the k largest of each query, in one kernel:
-topk_indices(fp8_mqa_logits(...)), bit by bit, without the scores in memory.
+topk_indices(fp8_mqa_logits(...)), bit by bit but for the sign of a zero, without the scores in memory.
 
 Plan
 - Scores are computed as in fp8_mqa_logits_sm90, whose producer, wgmma, sums over heads and work tiles these are. A work
@@ -20,8 +20,9 @@ Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D of key
 lists of `capacity` (order, key), 1 KiB of counts a selecting warp; at most 215 KiB.
 Registers: as fp8_mqa_logits_sm90 with two consumer warpgroups.
 Constraints: k up to capacity - 1024, so that a cut list has room for nearly half as many keys as it keeps.
-Roofline: that of the scores. A selecting warp takes some 40 instructions a key tile of its two queries and about 5 us
-for a cut, while the other warps multiply.
+Roofline: that of the scores with 64 heads. A selecting warp takes some 300 clocks a key tile of its two queries and
+about 6 us for a cut, while the other warps multiply, 830 clocks a tile; with fewer heads a tile has fewer columns here
+than in fp8_mqa_logits_sm90, and the selection takes as long.
 """
 
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
@@ -53,9 +55,9 @@ GROUPS = 2  # consumer warpgroups
 SELECTING_WARPS = 2
 OWN_QUERIES = BLOCK_Q // SELECTING_WARPS
 CAPACITY = MAX_SELECTED + 1024
+HALVES = TILE // WARP  # of a tile, of which a lane has a score each
 SLACK = 64  # entries that a cut may leave beyond k
 SCORE_ROW = TILE + 8  # numbers between two queries' scores: a warp's stores then meet in no bank
-MAX_SLOTS = 2**31
 
 
 class ProducerWarp(IntEnum):
@@ -344,6 +346,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
     ):
         """The work of a selecting warp, for the queries of the lists."""
         first_keys, key_counts, counts, floors = (cute.make_rmem_tensor((OWN_QUERIES,), Int32) for _ in range(4))
+        own = cute.make_rmem_tensor((HALVES, OWN_QUERIES), Float32)
         k = indices.shape[1]
         scheduler = static_persistent_scheduler()
         state, group = start(), Int32(0)
@@ -357,19 +360,22 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
             for tile in cutlass.range(first, last, unroll=1):
                 ring = pipelines.scores.ring(group, self.score_stages)
                 ring.consumer_wait(state)
+                # All before the first of them is stored: the compiler moves no load over a store.
                 for i in cutlass.range_constexpr(OWN_QUERIES):
-                    own = scores[None, number * OWN_QUERIES + i, ring.index(state)]
-                    for half in cutlass.range_constexpr(TILE // WARP):
-                        order, key = order_of(own[lane + WARP * half]), tile * TILE + WARP * half + lane
-                        inside = Uint32(key - first_keys[i]) < Uint32(key_counts[i])
-                        taken = inside and order > floors[i]
-                        counts[i] = lists[i].append(order, key, taken, counts[i], lane)
+                    for half in cutlass.range_constexpr(HALVES):
+                        own[half, i] = scores[lane + WARP * half, number * OWN_QUERIES + i, ring.index(state)]
                 cute.arch.sync_warp()
                 ring.consumer_release(state)
                 group += 1
                 if group == GROUPS:
                     group = Int32(0)
                     state = ring.advance(state)
+                for i in cutlass.range_constexpr(OWN_QUERIES):
+                    for half in cutlass.range_constexpr(HALVES):
+                        order, key = order_of(own[half, i]), tile * TILE + WARP * half + lane
+                        inside = Uint32(key - first_keys[i]) < Uint32(key_counts[i])
+                        taken = inside and order > floors[i]
+                        counts[i] = lists[i].append(order, key, taken, counts[i], lane)
                 for i in cutlass.range_constexpr(OWN_QUERIES):
                     if counts[i] > CAPACITY - TILE:
                         counts[i], floors[i] = lists[i].cut(counts[i], k, Int32(SLACK), lane)
@@ -384,32 +390,41 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
     @cute.jit
     def store(self, found: SelectionList, count, query, first_key, indices, values, paging, options, lane):
         """A query's results: positions from its first key on, or slots, and the scores."""
-        sequence = query
-        if options & ROW_TO_SEQ:
-            sequence = paging[1][query]
+        known = Int32(0)
+        if options & PAGED:
+            known = self.to_slots(found, count, query, first_key, paging, options, lane)
+            cute.arch.sync_warp()
+            first_key = Int32(0)
         for i in cutlass.range(lane, indices.shape[1], WARP, unroll=1):
             index, value = Int32(-1), -Float32(float("inf"))
             if i < count:
                 index, value = found.keys[i] - first_key, number_of(found.orders[i])
-                if options & PAGED:
-                    index = self.slot_of(index, sequence, paging)
-                    value = value if index >= 0 else -Float32(float("inf"))
+            if options & PAGED:
+                index = index if known > 0 else Int32(-1)
+                value = value if index >= 0 else -Float32(float("inf"))
             indices[query, i] = index
             if options & VALUES:
                 values[query, i] = value
 
     @cute.jit
-    def slot_of(self, index, sequence, paging):
-        """The cache slot of a position of a sequence; -1 where the table has none for it."""
-        block_table, _, divisor, page_size = paging
-        slot, last = Int32(-1), block_table.shape[1] - 1
-        if sequence >= 0 and sequence < block_table.shape[0] and last >= 0:
-            page, offset = divmod(cutlass.max(index, 0), divisor)
-            physical = block_table[sequence, cutlass.min(page, last)]
-            at = Int64(physical) * page_size + offset
-            if index >= 0 and page <= last and physical >= 0 and at < Int64(MAX_SLOTS):
-                slot = Int32(at)
-        return slot
+    def to_slots(self, found: SelectionList, count, query, first_key, paging, options, lane) -> Int32:
+        """Turn the list's keys into cache slots of the query's sequence, -1 where the table has none. -> 1; 0 where
+        there is no such sequence, and the keys are as before."""
+        block_table, row_to_seq, divisor, page_size = paging
+        sequence, last = query, block_table.shape[1] - 1
+        if options & ROW_TO_SEQ:
+            sequence = row_to_seq[query]
+        known = Int32(sequence >= 0 and sequence < block_table.shape[0] and last >= 0)
+        if known > 0:
+            for i in cutlass.range(lane, count, WARP, unroll=4):
+                # No branch around the load, so that several are under way.
+                index = found.keys[i] - first_key
+                page, offset = divmod(index, divisor)
+                physical = block_table[sequence, cutlass.min(page, last)]
+                slot = Int64(physical) * page_size + offset
+                exists = page <= last and physical >= 0 and slot < Int64(MAX_SLOTS)
+                found.keys[i] = Int32(slot) if exists else Int32(-1)
+        return known
 
 
 @cached

@@ -84,11 +84,14 @@ class SelectionList:
         for i in cutlass.range_constexpr(DIGITS // 4 // WARP):
             cute.autovec_copy(zero, cute.local_tile(self.counts, (4,), (lane + WARP * i,)))
         cute.arch.sync_warp()
+        order = cute.make_rmem_tensor((AHEAD,), Int32)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
+            # All before the first is counted: the compiler moves no load over that.
+            for i in cutlass.range_constexpr(AHEAD):
+                order[i] = self.orders[cutlass.min(first + WARP * i + lane, count - 1)]
             for i in cutlass.range_constexpr(AHEAD):
                 at = first + WARP * i + lane
-                order = self.orders[cutlass.min(at, count - 1)]
-                above = (Uint32(order) - Uint32(low)) >> Uint32(shift)
+                above = (Uint32(order[i]) - Uint32(low)) >> Uint32(shift)
                 # What has no digit, or is no entry, goes behind them: cheaper than a branch.
                 digit = Int32(above) if at < count and above < Uint32(digits) else Int32(DIGITS)
                 cute.arch.inline_ptx(

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 from dsa import backends
-from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, PAGED, ROW_TO_SEQ, VALUES
+from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS, PAGED, ROW_TO_SEQ, VALUES
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
 from dsa.ops._kernel_arguments import unit_inner
 from dsa.ops.declaration import op
@@ -49,13 +49,13 @@ def indexer_select(
     Returns indices [S, top_k] int32, and with return_values also values [S, top_k] fp32: bit by bit what
     `topk_indices(fp8_mqa_logits(q, kv, weights, ks, ke), top_k, starts=ks, lengths=ke - ks, ...)` gives for ks and ke
     as they are clipped. Indices ascend and count from the first key that the query sees; queries that see fewer than
-    top_k keys end in -1, where values are -inf. A NaN score is never selected. With block_table an index becomes -1
-    where `topk_indices` says so.
+    top_k keys end in -1, where values are -inf. A value that is zero is 0.0. A NaN score is never selected. With
+    block_table an index becomes -1 where `topk_indices` says so.
     Exact for any input: a query's result does not depend on the other queries, on the machine or on the run. The time
     does: ascending scores take longest. Raises TypeError or ValueError for other types, dtypes and shapes.
-    On Hopper: one kernel, no memory beside the results; H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048;
-    rows of k 16-byte aligned. A block of four queries is one multiprocessor's work, so it pays from about two thousand
-    queries on. CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
+    On Hopper: one kernel, no memory beside the results; H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048,
+    less than 2^30 keys; rows of k 16-byte aligned. A block of four queries is one multiprocessor's work, so it pays
+    from about two thousand queries on. CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     options = top_k, block_table, page_size, row_to_seq, return_values
@@ -70,11 +70,13 @@ def _results(q: torch.Tensor, top_k: int, return_values: bool) -> tuple[torch.Te
     return indices, torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
-def _check_limits(q: torch.Tensor, top_k: int) -> None:
+def _check_limits(q: torch.Tensor, k: torch.Tensor, top_k: int) -> None:
     if q.shape[1] not in HEADS:
         raise ValueError(f"q: the kernel takes {HEADS} heads, got {q.shape[1]}")
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(f"q: the kernel takes head dimensions {HEAD_DIMS}, got {q.shape[2]}")
+    if len(k) >= MAX_COLS:
+        raise ValueError(f"kv[0]: the kernel takes less than {MAX_COLS} keys, got {len(k)}")
     if top_k > MAX_SELECTED:
         raise ValueError(f"top_k: the kernel takes up to {MAX_SELECTED}, got {top_k}")
 

@@ -93,4 +93,5 @@ def indices_and_values(
         sequences = None if row_to_seq is None else row_to_seq[part]
         options = starts[part], lengths[part], block_table, page_size, sequences, False, True
         indices[part], values[part] = topk_indices.indices_and_values(scores, top_k, *options)
+    values += 0.0  # no -0.0
     return indices, values if return_values else values.new_empty(0, 0)

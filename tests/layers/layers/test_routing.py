@@ -1,10 +1,12 @@
 """Where one op routes few tokens and sorts their entries: it gives what router and experts do by themselves."""
 
+import functools
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import dsa
 from dsa_layers.layers import routing
@@ -93,7 +95,7 @@ class OtherExperts(nn.Module):
     "case",
     [
         *("gradients", "fp32", "more tokens", "channels", "a hook of the experts", "another router", "other experts"),
-        *("another forward of the router", "another forward of the experts"),
+        *("another forward of the router", "another forward of the experts", "a hook of all", "columns"),
     ],
 )
 def test_where_they_go_by_themselves(case, calls, monkeypatch):
@@ -109,9 +111,17 @@ def test_where_they_go_by_themselves(case, calls, monkeypatch):
         moe.experts = OtherExperts()
     if case.startswith("another forward"):
         kind = type(moe.gate if case.endswith("router") else moe.experts)
-        monkeypatch.setattr(kind, "forward", lambda self, *given, forward=kind.forward: forward(self, *given))
-    with torch.set_grad_enabled(case == "gradients"):
-        moe(x)
+        wrapped = functools.wraps(kind.forward)(lambda self, *given, forward=kind.forward: forward(self, *given))
+        monkeypatch.setattr(kind, "forward", wrapped)
+    if case == "columns":
+        x = x.T.contiguous().T
+    hook = register_module_forward_hook(lambda *_: None) if case == "a hook of all" else None
+    try:
+        with torch.set_grad_enabled(case == "gradients"):
+            moe(x)
+    finally:
+        if hook is not None:
+            hook.remove()
     assert calls == ["moe_gate"] + ["sort_by_expert"] * (case != "other experts")
 
 

@@ -74,7 +74,14 @@ def test_paging_that_does_not_go_together(options, message):
     ],
 )
 def test_limits(sizes, message):
-    q, *_, top_k = arguments(**sizes)
+    q, (k, _), *_, top_k = arguments(**sizes)
     with pytest.raises(ValueError, match=message):
-        op._check_limits(q, top_k)
-    op._check_limits(arguments(heads=limits.HEADS[0], dim=limits.HEAD_DIMS[0])[0], MAX_SELECTED)
+        op._check_limits(q, k, top_k)
+    op._check_limits(arguments(heads=limits.HEADS[0], dim=limits.HEAD_DIMS[0])[0], k, MAX_SELECTED)
+
+
+def test_too_many_keys():
+    q, *_ = arguments()
+    keys = torch.empty(limits.MAX_COLS, 32, dtype=torch.float8_e4m3fn, device="meta")
+    with pytest.raises(ValueError, match=rf"kv\[0\]: the kernel takes less than {2**30} keys, got {2**30}"):
+        op._check_limits(q, keys, 4)
