@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa import backends, reference
@@ -30,7 +31,7 @@ def test_is_one_node_of_a_compiled_graph():
     compiled = torch.compile(dsa.route_to_experts, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(*inputs(), 3, **OPTIONS), dsa.route_to_experts(*inputs(), 3, **OPTIONS)):
         assert torch.equal(got, expected)
-    torch.library.opcheck(torch.ops.dsa.route_to_experts, (*inputs(), 3, "sigmoid", 4, 2, True, 2.5, 8, 16))
+    library.opcheck(torch.ops.dsa.route_to_experts, (*inputs(), 3, "sigmoid", 4, 2, True, 2.5, 8, 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
