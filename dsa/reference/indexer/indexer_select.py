@@ -15,17 +15,8 @@ _CHUNK = 2**24
 def _check_paging(
     q: torch.Tensor, block_table: torch.Tensor | None, page_size: int | None, row_to_seq: torch.Tensor | None
 ) -> None:
-    if block_table is None:
-        for name, value in (("page_size", page_size), ("row_to_seq", row_to_seq)):
-            if value is not None:
-                raise ValueError(f"{name}: must be None without block_table, got {type(value).__name__}")
-    elif page_size is None:
-        raise ValueError("page_size: must be given with block_table, got None")
-    elif row_to_seq is None and block_table.shape[0] < len(q):
-        raise ValueError(
-            f"block_table: must have a row for each of the {len(q)} queries unless row_to_seq is given, got "
-            f"{list(block_table.shape)}"
-        )
+    """A row of scores for each query."""
+    topk_indices._check_paging(q, block_table, page_size, row_to_seq)
 
 
 _SCORES = {name: FP8_MQA_LOGITS.specs[name] for name in ("q", "k", "k_scale", "weights")}
