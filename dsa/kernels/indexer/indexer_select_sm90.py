@@ -11,13 +11,13 @@ Plan
   times. Scores that ascend are all appended: slower, never wrong.
 - Pipelines: queries, one stage, since a block of queries lasts for hundreds of key tiles; keys, a ring of `stages` for
   each consumer warpgroup, which take the key tiles in turns; scores, a ring of `score_stages` for each as well, which
-  lets the consumers go on while lists are cut. The selecting warps see the key tiles in their order, so that of equal scores the
-  lowest key is first in every list.
+  lets the consumers go on while lists are cut. The selecting warps see the key tiles in their order, so that of equal
+  scores the lowest key is first in every list.
 - Mainloop: as in fp8_mqa_logits_sm90; the epilogue is a store to shared memory.
 - Scheduler: static persistent; later queries come first.
 - Results are written from the lists, which are in the order of the keys.
-Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D of keys, GROUPS x score_stages x 4 x 72 scores,
-four lists of `capacity` (order, key), 1 KiB of counts a selecting warp; at most 215 KiB.
+Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D of keys, GROUPS x score_stages x 4 x 72
+scores, four lists of `capacity` (order, key), 1 KiB of counts a selecting warp; at most 215 KiB.
 Registers: as fp8_mqa_logits_sm90 with two consumer warpgroups.
 Constraints: k up to capacity - 1024, so that a cut list has room for nearly half as many keys as it keeps.
 Roofline: that of the scores with 64 heads. A selecting warp takes some 300 clocks a key tile of its two queries and

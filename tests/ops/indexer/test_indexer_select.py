@@ -57,7 +57,7 @@ def test_empty(queries, keys):
         ({"page_size": 64}, "page_size: must be None without block_table, got int"),
         ({"row_to_seq": i32([0, 0, 0])}, "row_to_seq: must be None without block_table, got Tensor"),
         ({"block_table": i32([[0]] * 3)}, "page_size: must be given with block_table, got None"),
-        ({"block_table": i32([[0]] * 2), "page_size": 64}, "block_table: must have a row for each of the 3 rows of scores"),
+        ({"block_table": i32([[0]] * 2), "page_size": 64}, "block_table: must have a row for each of the 3 rows"),
     ],
 )
 def test_paging_that_does_not_go_together(options, message):
