@@ -10,6 +10,14 @@ from tests.gpu import run
 TESTS = ["tests/gpu/elementwise/test_rms_norm.py::test_one", "tests/gpu/elementwise/test_rms_norm.py::test_two"]
 
 
+def told(command):
+    """Where a process is to report, and which tests it is to run."""
+    report, listed = (
+        next(w for w in command if w.startswith(sign)).removeprefix(sign) for sign in ("--junitxml=", "@")
+    )
+    return Path(report), Path(listed).read_text().splitlines()
+
+
 def reported(test, inside=""):
     name = test.partition("::")[2]
     return f'<testcase classname="tests.gpu.elementwise.test_rms_norm" name="{name}">{inside}</testcase>'
@@ -20,11 +28,10 @@ def outcome(monkeypatch, cases, returncode):
     monkeypatch.setattr(run, "_collected", lambda arguments: TESTS)
 
     def pytest_process(command, **options):
-        (report,) = (Path(word.removeprefix("--junitxml=")) for word in command if word.startswith("--junitxml="))
-        (listed,) = (Path(word[1:]).read_text().splitlines() for word in command if word.startswith("@"))
-        inside = cases[TESTS.index(listed[0])]
+        report, own = told(command)
+        inside = cases[TESTS.index(own[0])]
         if inside is not None:
-            report.write_text(f"<testsuites>{''.join(reported(test, inside) for test in listed)}</testsuites>")
+            report.write_text(f"<testsuites>{''.join(reported(test, inside) for test in own)}</testsuites>")
         return subprocess.CompletedProcess(command, returncode, "", "")
 
     monkeypatch.setattr(run.subprocess, "run", pytest_process)
@@ -39,6 +46,29 @@ def test_a_run_that_passes(monkeypatch):
 def test_a_failed_test(monkeypatch):
     assert outcome(monkeypatch, ["", "<failure/>"], 1).failed == ["test_two"]
     assert outcome(monkeypatch, ["<error/>", ""], 1).failed == ["test_one"]
+
+
+@pytest.mark.parametrize("alone", ["", "<failure/>", None])
+def test_a_test_that_found_no_memory_runs_again_by_itself(alone, monkeypatch):
+    """What counts is what it does then: nothing, where its process ends."""
+    monkeypatch.setattr(run, "_collected", lambda arguments: TESTS)
+    processes = []
+
+    def pytest_process(command, **options):
+        report, own = told(command)
+        processes.append(own)
+        inside = "<failure>torch.OutOfMemoryError: CUDA out of memory</failure>" if TESTS[1] in own else ""
+        if processes.count(own) == 2:
+            inside = alone
+        if inside is not None:
+            report.write_text(f"<testsuites>{''.join(reported(test, inside) for test in own)}</testsuites>")
+        return subprocess.CompletedProcess(command, int(bool(inside)) if inside is not None else -9, "", "")
+
+    monkeypatch.setattr(run.subprocess, "run", pytest_process)
+    found = run.run_tests(["rms_norm"])["rms_norm"]
+    assert sorted(processes) == [[TESTS[0]], [TESTS[1]], [TESTS[1]]]
+    expected = {"": [], "<failure/>": ["test_two"], None: ["pytest ended with -9", "1 tests did not run"]}
+    assert found.failed == expected[alone] and found.tests == (1 if alone is None else 2)
 
 
 def test_a_process_that_ends_early_leaves_the_others_results(monkeypatch):

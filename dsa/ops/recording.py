@@ -77,6 +77,12 @@ class _View:
 
 
 class _Recording(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch keeps torch.compile out of a mode, and imports all of it to do so: seconds of a process's first call.
+        There is nothing to keep out, as no call under torch.compile is recorded."""
+        return False
+
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         super().__init__()
         self.replays = True

@@ -19,7 +19,7 @@ SHAPES = [
         (4096, 256, 6, 1, 1, "sqrtsoftplus"),
         (7168, 384, 6, 1, 1, "sqrtsoftplus"),
     )
-    for tokens in (1, 8, 32, 64, 128)
+    for tokens in (1, 8, 32, 64)
 ]
 _FRESH_BYTES = 200e6  # of matrices in a graph: more than the L2 cache holds
 

@@ -22,7 +22,15 @@ MODELS = [
     (128, 128, 192, 128, 64, 128, "sum"),
 ]
 PASSES = {"sum": ("forward", "backward", "weighted backward"), "per_head": ("forward", "backward")}
-SHAPES = [(which, batch, *model) for batch in (4, 16, 64) for model in MODELS for which in PASSES[model[-1]]]
+# FA2's backward pass of 64 sequences of V3.2's would take more than the 80 GB of an H100.
+BACKWARD_AT_64 = MODELS[:-1]
+SHAPES = [
+    (which, batch, *model)
+    for batch in (4, 16, 64)
+    for model in MODELS
+    for which in PASSES[model[-1]]
+    if which == "forward" or batch < 64 or model in BACKWARD_AT_64
+]
 
 
 class _Inputs:

@@ -16,7 +16,7 @@ from dsa_layers.layers.linear import linear_fp32
 from dsa_layers.layers.norm_and_cast import watched
 
 # What the kernel takes. More tokens make the product with the matrix one that PyTorch's libraries are made for.
-MOST_TOKENS, MOST_EXPERTS, CHANNEL_MULTIPLE = 128, 512, 32
+MOST_TOKENS, MOST_EXPERTS, CHANNEL_MULTIPLE = 64, 512, 32
 HALVES = torch.bfloat16, torch.float16
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

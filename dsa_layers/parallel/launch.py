@@ -57,7 +57,8 @@ def launch(command: Sequence[str], ranks: int, told: Callable[[str, int], None] 
     """Runs `command`, a program and its arguments, in `ranks` processes, and returns the exit code when all have ended.
 
     Their environment is this process's and what `torch.distributed.init_process_group` reads: RANK, LOCAL_RANK,
-    WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The port is a free one of 127.0.0.1, or that of
+    WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; of torch's C++ they say errors alone, unless
+    TORCH_CPP_LOG_LEVEL asks for more. The port is a free one of 127.0.0.1, or that of
     MASTER_PORT in this process's environment. Rank 0 has this process's standard input, output and error; the others
     have an empty input, and their output is dropped.
 
@@ -83,6 +84,8 @@ def launch(command: Sequence[str], ranks: int, told: Callable[[str, int], None] 
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 opens no store either
+        # torch's C++ would warn of NCCL's group, which is left to the process's end (`process_group.join`).
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, AttributeError):  # nobody reads it, or it is closed

@@ -42,6 +42,7 @@ SHARDS = 8
 UNSET = ("DSA_BACKEND", "DSA_FUZZ_SEED", "DSA_FUZZ_CASES", "DSA_FUZZ_CASE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 COMMIT = r"[0-9a-f]{12,40}(-changed)?"
 BEGUN = "its benchmark has not run to its end"  # why such an entry is unverified
+NO_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
 
 
@@ -58,10 +59,20 @@ class Outcome:
             self.skipped += 1
             return
         self.tests += 1
-        if test.find("failure") is not None or test.find("error") is not None:
+        if _failed([test]):
             self.failed.append(test.get("name"))
         errors = [float(p.get("value")) for p in test.iter("property") if p.get("name") == "error"]
         self.worst = max([self.worst, *errors])
+
+
+def _failed(tests: list[ElementTree.Element]) -> list[ElementTree.Element]:
+    return [test for test in tests if test.find("failure") is not None or test.find("error") is not None]
+
+
+def _had_no_memory(test: ElementTree.Element) -> bool:
+    """Whether it failed, in this process or one that it started, for want of the GPU's memory."""
+    said = (f"{part.get('message')} {part.text}" for kind in ("failure", "error") for part in test.iter(kind))
+    return any(words in text for text in said for words in NO_MEMORY)
 
 
 def compile_all(names: list[str], arch: str) -> None:
@@ -134,40 +145,60 @@ def _run_group(
     outcomes: dict[str, Outcome],
 ) -> None:
     def owner(test: str) -> str:
-        return owners[test.partition("::")[0].removesuffix(".py").replace("/", ".")]
+        return owners[_module_and_name(test)[0]]
 
     ids = _collected([*marks, *paths])
     with tempfile.TemporaryDirectory() as directory, concurrent.futures.ThreadPoolExecutor(SHARDS) as pool:
 
-        def shard(i: int) -> Path:
-            report = Path(directory, f"{i}.xml")
+        def run_in_a_process(name: str, own: list[str]) -> list[ElementTree.Element]:
+            report = Path(directory, f"{name}.xml")
             command = [*prefix, sys.executable, "-m", "pytest", "-q", "--tb=short", "--maxfail=10"]
             # Of what is printed the end is kept, which is for failures.
             command += ["--disable-warnings", *marks]
-            listed = Path(directory, f"{i}.txt")  # a command line would be too long
-            listed.write_text("\n".join(ids[i::SHARDS]))
+            listed = Path(directory, f"{name}.txt")  # a command line would be too long
+            listed.write_text("\n".join(own))
             done = subprocess.run(
                 [*command, f"--junitxml={report}", f"@{listed}"], env=environment, capture_output=True, text=True
             )
+            # A process that was ended leaves no report: its tests did not run.
+            tests = [*ElementTree.parse(report).iter("testcase")] if report.exists() else []
+            lacking = [test for test in tests if _had_no_memory(test)]
             if done.returncode:
                 print(f"pytest gave {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}", flush=True)
-            if prefix and done.returncode:
+            if prefix and done.returncode and not (done.returncode == 1 and lacking == _failed(tests)):
                 outcomes["hostile_contents"].failed.append("compute-sanitizer or a test found errors")
             elif done.returncode not in (0, 1):  # 1: a test failed, and the report says which
-                for name in {owner(test) for test in ids[i::SHARDS]}:
-                    outcomes[name].failed.append(f"pytest ended with {done.returncode}")
-            return report
+                for entry in {owner(test) for test in own}:
+                    outcomes[entry].failed.append(f"pytest ended with {done.returncode}")
+            return tests
 
-        for report in pool.map(shard, range(min(SHARDS, len(ids)))):
-            # A process that was ended leaves no report: its tests did not run.
-            for test in ElementTree.parse(report).iter("testcase") if report.exists() else ():
-                outcomes[owners[test.get("classname")]].add(test)
+        shards = min(SHARDS, len(ids))
+        tests = [
+            test
+            for tests in pool.map(lambda i: run_in_a_process(str(i), ids[i::shards]), range(shards))
+            for test in tests
+        ]
+        # The tests of other processes may have had the memory. By itself, it has all of it.
+        lacking = [test for test in tests if shards > 1 and _had_no_memory(test)]
+        if lacking:
+            print(f"once more, by themselves: {len(lacking)} tests that found no memory", flush=True)
+            names = {(test.get("classname"), test.get("name")) for test in lacking}
+            again = run_in_a_process("again", [test for test in ids if _module_and_name(test) in names])
+            tests = [test for test in tests if test not in lacking] + again
+        for test in tests:
+            outcomes[owners[test.get("classname")]].add(test)
     # One that ends its process, or the GPU's context, takes others with it.
     for name, count in Counter(map(owner, ids)).items():
         if missing := count - outcomes[name].tests - outcomes[name].skipped:
             outcomes[name].failed.append(f"{missing} tests did not run")
         elif not outcomes[name].tests:
             outcomes[name].failed.append(f"all of its {count} tests were skipped")
+
+
+def _module_and_name(test: str) -> tuple[str, str]:
+    """A test's, as pytest's report has them."""
+    path, _, name = test.partition("::")
+    return path.removesuffix(".py").replace("/", "."), name
 
 
 def _collected(arguments: list[str]) -> list[str]:

@@ -26,6 +26,7 @@ from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.tiny import write_tiny_checkpoint
+from tests.gpu import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]
@@ -339,3 +340,23 @@ def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
         assert (selection.bits is not None) == multi_head
     # The absorbed form has dequantised projections where the multi-head form rounds latents to e4m3.
     assert (results[0] - results[1]).norm() < 0.06 * results[1].norm()
+
+
+@pytest.mark.parametrize(("chunk", "passes"), [(1000, [483]), (50, [50] * 5 + [33])])
+@pytest.mark.parametrize("kv_cache", ["model", "fp8"])
+def test_prefill_beside_the_references(kv_cache, chunk, passes, record_property):
+    """From the prompt to the logits, in one piece and in chunks. passes: the queries of those whose keys are more than
+    are selected."""
+    run, queries = tiny_model.run_beside_references(kv_cache, chunk, 1, "flash_mla_sparse_fwd", record_property)
+    assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
+    assert run.launched >= tiny_model.PREFILL_OPS
+    # A pass has its own rows from what writes them; pages are read for the second chunk of a sequence.
+    assert ("read_kv_cache" in run.launched) == (chunk == 50)
+
+
+@pytest.mark.parametrize("kv_cache", ["model", "fp8"])
+def test_decoding_beside_the_references(kv_cache, record_property):
+    """24 tokens for each of three sequences, one of which has fewer keys than are selected."""
+    run, queries = tiny_model.run_beside_references(kv_cache, 1000, 24, "flash_mla_with_kvcache", record_property)
+    assert queries == [3] * 23 * tiny_model.LAYERS
+    assert run.launched >= tiny_model.PREFILL_OPS | tiny_model.DECODE_OPS

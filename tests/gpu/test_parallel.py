@@ -62,10 +62,11 @@ def test_tiny_models(folder):
         assert one["tokens"] == other["tokens"], model
         with_graphs, again, without = one["tokens"]
         assert with_graphs == again == without, model
-        # A rounding to FP8 falls the other way now and then, and with random weights another key or expert is chosen.
+        # A rounding to FP8 falls the other way now and then, as the tensor cores' sums over half of the channels round
+        # otherwise, and with random weights another key or expert is chosen.
         assert calc_diff(one["logits"], whole["logits"]) < 0.05, model
         apart = (one["logits"] - whole["logits"]).norm(dim=1) / whole["logits"].norm(dim=1)
-        assert apart.median() < 0.1, model
+        assert apart.median() < 0.2, model
 
 
 def test_no_memory_on_one_rank(folder):
@@ -86,7 +87,7 @@ def test_the_command(folder):
     for _ in range(2):
         with generate(folder, "--gpus", "2", "--prompt", "def f(", "--temperature", "0") as process:
             out, error = process.communicate(timeout=200)
-        assert process.returncode == 0, error
+        assert process.returncode == 0 and "Warning" not in error, error
         texts.append(out)
     assert texts[0] == texts[1] and texts[0].startswith("def f(")
 

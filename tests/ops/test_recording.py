@@ -1,5 +1,7 @@
 """What a call asks of torch and of kernels, recorded and done again."""
 
+import subprocess
+import sys
 from types import ModuleType
 from typing import NamedTuple
 
@@ -214,3 +216,14 @@ def test_gradients_may_be_on(kernels):
     weight = torch.nn.Parameter(X.clone())
     got, want = again(call, (weight,), (torch.nn.Parameter(Y.clone()),))
     assert torch.equal(got, want) and not got.requires_grad
+
+
+def test_a_recording_does_not_import_what_compiles():
+    """torch.compile takes seconds to import, which a process's first call would wait for."""
+    code = (
+        "import sys, torch\n"
+        "from dsa.ops.recording import record\n"
+        "record(lambda x: x.new_empty(3) + x[:, 0].sum(), (torch.ones(2, 3),))\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

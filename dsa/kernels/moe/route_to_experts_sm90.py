@@ -12,8 +12,8 @@ Plan
 - Behind one barrier all CTAs have all keys. The row of an entry is how many keys are below its own, and the rows of an
   expert end behind those below the next expert's keys: warps count for BATCH of these questions at a time, each lane
   among every 32nd key.
-Shared memory: 4 bytes an entry, and each token's experts. Constraints: E up to 512, top_k and n_group up to 32, T up to
-128, channels a multiple of 32.
+Shared memory: 4 bytes an entry, and each token's experts. Constraints: E up to 512, top_k and n_group up to 32, T up to 64,
+channels a multiple of 32.
 Roofline: of the logits memory, the matrix once; then latency, about 60 instructions a selected expert.
 """
 
@@ -33,7 +33,7 @@ from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, FEW_TOKENS
 from dsa.kernels.moe.router_logits import RouterLogits
 
 WARPS = 16
-CTAS = MAX_TOKENS // WARPS  # of a cluster
+CTAS = 8  # of a cluster: twice as many warps as there are tokens, for what is counted
 BATCH = 4
 ENTRY_BITS = 16  # of a key
 

@@ -61,7 +61,7 @@ def route_to_experts(
     asked for, the formula runs in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and
     devices.
     On Hopper: two kernels, the second launched while the first runs, and 4 E bytes a token for the time of the call;
-    T up to 128, E up to 512, H a multiple of 32, top_k and n_group up to 32, rows of x and weight at multiples of 16
+    T up to 64, E up to 512, H a multiple of 32, top_k and n_group up to 32, rows of x and weight at multiples of 16
     bytes. Logits are summed in another order than the reference's, one that depends on no other token, in the tensor
     cores; of these logits it gives what `moe_gate` and `sort_by_expert` do, bit for bit. Deterministic. CUDA-graph
     safe.

@@ -8,7 +8,6 @@ import torch
 import dsa
 from dsa.reference.mla import flash_mla_sparse_fwd as reference
 from dsa.testing import assert_close, poison_free_memory
-from tests.gpu import tiny_model
 
 D_V, TILE = 512, 64
 TOLERANCE = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
@@ -402,20 +401,3 @@ def test_fp32_runs_the_reference_and_says_so():
     with pytest.warns(UserWarning, match="in float32 has no Hopper kernel"):
         got = run(q.float(), kv.float(), indices)
     assert_same(got, expected_of(q, kv, indices))
-
-
-@pytest.mark.parametrize(("chunk", "passes"), [(1000, [483]), (50, [50] * 5 + [33])])
-@pytest.mark.parametrize("kv_cache", ["model", "fp8"])
-def test_prefill_of_a_model(kv_cache, chunk, passes, record_property):
-    """From the prompt to the logits, in one piece and in chunks. passes: the queries of those whose keys are more than
-    are selected."""
-    run, queries = tiny_model.run_beside_references(
-        *(kv_cache, chunk, 1, "flash_mla_sparse_fwd"),
-        cos_tol=TOLERANCE["cos_tol"],
-        lse_rel_tol=LSE_TOLERANCE["rel_tol"],
-        report=record_property,
-    )
-    assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
-    assert run.launched >= tiny_model.PREFILL_OPS
-    # A pass has its own rows from what writes them; pages are read for the second chunk of a sequence.
-    assert ("read_kv_cache" in run.launched) == (chunk == 50)

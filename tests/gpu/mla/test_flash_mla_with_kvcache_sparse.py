@@ -9,7 +9,6 @@ import dsa
 from dsa.reference.cache import kv_cache
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.testing import assert_close, poison_free_memory, poisoned
-from tests.gpu import tiny_model
 
 D_V = 512
 TOLERANCE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
@@ -629,16 +628,3 @@ def test_inputs_are_not_written():
     before = [x.clone() for x in (case.q, case.cache, *(case.options[n] for n in names))]
     case.run()
     assert_same((case.q, case.cache, *(case.options[n] for n in names)), before)
-
-
-@pytest.mark.parametrize("kv_cache", ["model", "fp8"])
-def test_decoding_of_a_model(kv_cache, record_property):
-    """24 tokens for each of three sequences, one of which has fewer keys than are selected."""
-    run, queries = tiny_model.run_beside_references(
-        *(kv_cache, 1000, 24, "flash_mla_with_kvcache"),
-        cos_tol=TOLERANCE["cos_tol"],
-        lse_rel_tol=LSE_TOLERANCE["rel_tol"],
-        report=record_property,
-    )
-    assert queries == [3] * 23 * tiny_model.LAYERS
-    assert run.launched >= tiny_model.PREFILL_OPS | tiny_model.DECODE_OPS

@@ -17,7 +17,7 @@ VARIANTS = [
     {"experts": 40, "top_k": 3, "normalise": False},  # the last tile of experts is half there
     {"experts": 512, "top_k": 32, "n_group": 32, "topk_group": 8},
 ]
-TOKENS = [1, 2, 7, 8, 9, 31, 32, 33, 64, 100, 127, 128]
+TOKENS = [1, 2, 7, 8, 9, 31, 32, 33, 50, 63, 64]
 IDS = [f"{v['experts']}-{v['top_k']}-{v.get('n_group', 1)}-{v.get('scores', 'sigmoid')}" for v in VARIANTS]
 
 
@@ -74,7 +74,7 @@ def test_every_channel_is_read_once(channel):
 
 
 @pytest.mark.parametrize("first, count", [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)])
-@pytest.mark.parametrize("tokens", [1, 8, 9, 128])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 64])
 def test_a_process_with_some_of_the_experts(tokens, first, count):
     given, options = integers(tokens, 2048, 256), options_of(VARIANTS[0])
     poison_free_memory(mebibytes=16)
@@ -109,10 +109,10 @@ def test_beside_the_reference(variant, tokens, record_error):
 @pytest.mark.parametrize("channels", [2080, 4096, 7168])
 def test_bits_whatever_the_other_tokens(channels):
     """In every tile, and at every place in it."""
-    x, weight = torch.randn(128, channels, device="cuda").bfloat16(), torch.randn(256, channels, device="cuda") / 40
+    x, weight = torch.randn(64, channels, device="cuda").bfloat16(), torch.randn(256, channels, device="cuda") / 40
     given, options = (weight.bfloat16(), torch.randn(256, device="cuda")), options_of(VARIANTS[0])
     experts, weights, *_ = dsa.route_to_experts(x, *given, **options)
-    for first, tokens in ((0, 1), (5, 1), (127, 1), (3, 8), (40, 9), (64, 33), (1, 127)):
+    for first, tokens in ((0, 1), (5, 1), (63, 1), (3, 8), (40, 9), (31, 33), (1, 63)):
         part = slice(first, first + tokens)
         found = dsa.route_to_experts(x[part], *given, **options)
         assert torch.equal(found[0], experts[part]) and torch.equal(found[1], weights[part])
@@ -138,7 +138,7 @@ def test_what_is_not_finite_stays_in_its_token(variant, tokens):
 
 def test_rows_with_gaps():
     """What lies between the rows is NaN, and stays."""
-    for tokens in (1, 5, 70):
+    for tokens in (1, 5, 40):
         x, weight, bias = integers(tokens, 2048, 256)
         wide = [torch.full((len(m), 2304), torch.nan, device="cuda").bfloat16() for m in (x, weight)]
         views = [w[:, 128:2176] for w in wide]

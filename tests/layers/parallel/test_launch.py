@@ -119,6 +119,7 @@ class TestEnvironment:
             assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("3", "3")
             assert found["MASTER_ADDR"] == "127.0.0.1"
             assert found["PATH"] == os.environ["PATH"]
+            assert found["TORCH_CPP_LOG_LEVEL"] == os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
             ports.add(int(found["MASTER_PORT"]))
         assert len(ports) == 1
 

@@ -36,7 +36,7 @@ def test_is_one_node_of_a_compiled_graph():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "tokens, tile", [(1, FEW_TOKENS), (FEW_TOKENS, FEW_TOKENS), (9, TILE_TOKENS), (128, TILE_TOKENS)]
+    "tokens, tile", [(1, FEW_TOKENS), (FEW_TOKENS, FEW_TOKENS), (9, TILE_TOKENS), (MAX_TOKENS, TILE_TOKENS)]
 )
 def test_what_the_kernel_gets(tokens, tile, dtype, launches):
     x, weight, bias = inputs(tokens, dtype=dtype)
@@ -68,7 +68,7 @@ def test_what_the_kernel_does_not_take(launches):
     x, weight, bias = inputs()
     many, wide = inputs(MAX_TOKENS + 1)[0], inputs(experts=MAX_EXPERTS + 1)[1:]
     for arguments, options, message in [
-        ((many, weight, bias, 3), {}, "x: the kernel takes up to 128 tokens, got 129"),
+        ((many, weight, bias, 3), {}, "x: the kernel takes up to 64 tokens, got 65"),
         ((x[:, :48], weight[:, :48], bias, 3), {}, "x: the kernel takes H a multiple of 32, got 48"),
         ((x, *wide, 3), {}, "weight: the kernel takes up to 512 experts, got 513"),
         ((*inputs(experts=64), 33), {}, "top_k: the kernel takes up to 32, got 33"),
