@@ -12,8 +12,8 @@ Plan
 - Behind one barrier all CTAs have all keys. The row of an entry is how many keys are below its own, and the rows of an
   expert end behind those below the next expert's keys: warps count for BATCH of these questions at a time, each lane
   among every 32nd key.
-Shared memory: 4 bytes an entry, and each token's experts. Constraints: E up to 512, top_k and n_group up to 32, T up to 64,
-channels a multiple of 32.
+Shared memory: 4 bytes an entry, and each token's experts. Constraints: E up to 512, top_k and n_group up to 32, T up to
+64, channels a multiple of 32.
 Roofline: of the logits memory, the matrix once; then latency, about 60 instructions a selected expert.
 """
 
