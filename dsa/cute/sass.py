@@ -31,6 +31,19 @@ def _tool(name: str) -> str:
 
 
 def disassemble(cubin: bytes) -> Sass:
+    usage, sass = _cuobjdump(cubin, "-res-usage", "-sass")
+    registers, stack, shared = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())
+    return Sass(registers, stack, shared, Counter(_names(sass)))
+
+
+def instructions_in_order(cubin: bytes) -> list[list[str]]:
+    """The instructions' names of each kernel, as they lie in memory."""
+    (sass,) = _cuobjdump(cubin, "-sass")
+    return [_names(kernel) for kernel in re.split(r"^\s*Function : ", sass, flags=re.MULTILINE)[1:]]
+
+
+def _cuobjdump(cubin: bytes, *options: str) -> list[str]:
+    """What it prints with each of the options."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -38,8 +51,9 @@ def disassemble(cubin: bytes) -> Sass:
         run = functools.partial(
             subprocess.run, capture_output=True, text=True, check=True, env={"PATH": f"{directory}:/usr/bin:/bin"}
         )
-        usage = run([_tool("cuobjdump"), "-res-usage", file.name]).stdout
-        sass = run([_tool("cuobjdump"), "-sass", file.name]).stdout
-    registers, stack, shared = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())
-    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", sass)
-    return Sass(registers, stack, shared, Counter(name.partition(".")[0] for name in names))
+        return [run([_tool("cuobjdump"), option, file.name]).stdout for option in options]
+
+
+def _names(sass: str) -> list[str]:
+    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", sass)
+    return [name.partition(".")[0] for name in found]

@@ -27,6 +27,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Uint8, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.indexer_page import page_planes
 from dsa.cute.quantize import hadamard, quantize, round_to
@@ -95,6 +96,7 @@ class WriteCompressedKvSm90:
             grid=(starts.shape[0] + kv.shape[0] // self.ratio, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
+            use_pdl=True,
             **self.launch_bounds,
         )
 
@@ -133,6 +135,7 @@ class WriteCompressedKvSm90:
         totals = storage.total.get_tensor(cute.make_layout(1))
         squares = storage.squares.get_tensor(cute.make_layout(4))
         parts = storage.parts.get_tensor(cute.make_layout((self.dim, 3, self.groups)))
+        wait_for_prerequisite_grids()
         index, total = scheduler.first, scheduler.first + 1
         while index < total:
             if tid < WARP:

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
 from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
@@ -33,7 +34,10 @@ class IndexerCacheSm90:
     ):
         divisor = cute.fast_divmod_create_divisor_v2(page_size)
         self.kernel(k, k_scale, cache, slots, divisor, page_size).launch(
-            grid=(cute.ceil_div(k.shape[0], THREADS // self.lanes), 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(cute.ceil_div(k.shape[0], THREADS // self.lanes), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -50,6 +54,7 @@ class IndexerCacheSm90:
         block, _, _ = cute.arch.block_idx()
         lane = tid % self.lanes
         t = block * (THREADS // self.lanes) + tid // self.lanes
+        wait_for_prerequisite_grids()
         if t < k.shape[0]:
             exists, page, offset = find_slot(cache, slots[t], page_size, divisor)
             values, scales = page_planes(cache, page, page_size, self.dim, Uint8)

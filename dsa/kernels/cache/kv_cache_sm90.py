@@ -23,6 +23,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import round_to
 from dsa.cute.reductions import warp_reduce_sum
@@ -52,6 +53,7 @@ def _my_token():
     """(this warp's token, the lane)"""
     tid, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
+    wait_for_prerequisite_grids()
     return block * WARPS + tid // WARP, tid % WARP
 
 
@@ -59,7 +61,11 @@ def _launch(kernel, tokens: Int32, stream) -> None:
     """A warp a token. With a bound on the CTAs, the lowest, ptxas issues all loads first; without one it saves
     registers, and loads in four rounds."""
     kernel.launch(
-        grid=(cute.ceil_div(tokens, WARPS), 1, 1), block=(WARPS * WARP, 1, 1), min_blocks_per_mp=1, stream=stream
+        grid=(cute.ceil_div(tokens, WARPS), 1, 1),
+        block=(WARPS * WARP, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=True,
     )
 
 

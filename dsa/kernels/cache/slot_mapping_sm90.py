@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 
 THREADS = 128
@@ -67,9 +68,7 @@ class SlotMappingSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        # What is behind this point touches global memory: the kernels before must be done with it.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
         t = block * THREADS + tid
         if t < slots.shape[0]:
             slot = Int64(-1)

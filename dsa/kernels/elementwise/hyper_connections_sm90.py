@@ -26,6 +26,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LOG2E, WARP, opaque
@@ -75,6 +76,7 @@ class HyperCollapseSm90:
             min_blocks_per_mp=self.ctas,
             preferred_smem_carveout=SHARED_MEMORY_PERCENT,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -106,6 +108,7 @@ class HyperCollapseSm90:
         sums = storage.sums.get_tensor(cute.make_layout((self.warps, MAX_TOKENS)))
         first = block * together
         zero = Uint32(together >> 8)
+        wait_for_prerequisite_grids()
         i = Int32(0)
         # Compared with what all threads have in common: a count would take a register of each.
         while i < together and first + i < streams.shape[0]:
@@ -247,7 +250,7 @@ class HyperExpandSm90:
         total = y.shape[0] * vectors
         divisor = cute.fast_divmod_create_divisor_v2(vectors)
         self.kernel(y, streams, post, comb, out, divisor, total).launch(
-            grid=(cute.ceil_div(total, EXPAND_THREADS), 1, 1), block=(EXPAND_THREADS, 1, 1), stream=stream
+            grid=(cute.ceil_div(total, EXPAND_THREADS), 1, 1), block=(EXPAND_THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -264,6 +267,7 @@ class HyperExpandSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         index = block * EXPAND_THREADS + tid
+        wait_for_prerequisite_grids()
         if index < total:
             t, at = divmod(index, divisor)
             raw = cute.make_rmem_tensor((self.width, HYPER_STREAMS + 1), self.dtype)

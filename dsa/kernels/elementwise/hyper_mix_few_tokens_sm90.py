@@ -26,6 +26,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import prefetch_to_l2
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise.hyper_mix_sums import (
@@ -89,8 +90,7 @@ class HyperMixFewTokensSm90:
         index = rank * GROUP_SLICES + warp
         first, end = slice_start(index, blocks), slice_start(index + 1, blocks)
         self.prefetch(parts, streams.shape[2], column, first, end, lane)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
         if lane == 0:
             slices[0, 0, warp] = Float32(0.0)
         sums = self.multiply(streams, parts, tile, column, first, end, slices[None, 0, warp], warp, lane)

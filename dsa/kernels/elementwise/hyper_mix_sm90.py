@@ -34,6 +34,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16
@@ -157,8 +158,7 @@ class HyperMixSm90:
         cute.arch.sync_threads()
         if const_expr(self.clustered):
             cute.arch.cluster_arrive_relaxed()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
 
         if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[2][1])
@@ -380,8 +380,7 @@ class HyperMixPersistentSm90(HyperMixSm90):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         token, place = cta * SUM_TOKENS + tid // TOKEN_PAIRS, tid % TOKEN_PAIRS
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
         if token < out.shape[0]:
             values = cute.make_rmem_tensor((2, 2, CTAS), Float32)
             for i in cutlass.range_constexpr(MIX_HALVES):

@@ -29,6 +29,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.cute.sm90 import WARP
@@ -84,7 +85,7 @@ class RmsNormSm90:
         inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
         share = Float32(1.0) / Float32(x.shape[2])
         self.kernel(x, residual, weight, total, out, q, scale, eps, share, inner, rows).launch(
-            grid=(cute.ceil_div(rows, self.rows_of_cta), 1, 1), block=(self.threads, 1, 1), stream=stream
+            grid=(cute.ceil_div(rows, self.rows_of_cta), 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -108,6 +109,7 @@ class RmsNormSm90:
         # Past the end: the last row again, and nothing is stored.
         a, b = divmod(cutlass.min(row, rows - 1), inner)
         filled = x.shape[2] // self.width
+        wait_for_prerequisite_grids()
         raw = cute.make_rmem_tensor((self.width, self.vectors), x.element_type)
         raw.fill(0.0)
         gain = cute.make_rmem_tensor((self.width, self.vectors if self.early else 1), Float32)

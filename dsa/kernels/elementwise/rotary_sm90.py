@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.rounded import rotate_pair
 from dsa.kernels.elementwise.limits import DTYPES, ROTARY_PAIRS
@@ -52,7 +53,10 @@ class ApplyRotarySm90:
         row_groups = cute.fast_divmod_create_divisor_v2(groups_of_row)
         heads = cute.fast_divmod_create_divisor_v2(x.shape[1])
         self.kernel(x, cos, sin, out, begin, row_groups, heads, total).launch(
-            grid=(cute.ceil_div(total, self.threads * self.groups), 1, 1), block=(self.threads, 1, 1), stream=stream
+            grid=(cute.ceil_div(total, self.threads * self.groups), 1, 1),
+            block=(self.threads, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -71,6 +75,7 @@ class ApplyRotarySm90:
         block, _, _ = cute.arch.block_idx()
         first = block * (self.threads * self.groups) + tid
         turning = cos.shape[1] // self.pairs
+        wait_for_prerequisite_grids()
         raw = cute.make_rmem_tensor((self.width, self.vectors, self.groups), x.element_type)
         places = [None] * self.groups
         for u in cutlass.range_constexpr(self.groups):

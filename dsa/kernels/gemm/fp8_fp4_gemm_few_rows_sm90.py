@@ -42,6 +42,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices
@@ -163,6 +164,7 @@ class Fp8Fp4GemmFewRowsSm90:
             stream=stream,
             min_blocks_per_mp=RESIDENT[self.cfg.groups],
             preferred_smem_carveout=100,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -206,6 +208,7 @@ class Fp8Fp4GemmFewRowsSm90:
             sums[tid] = 0
             write_tables(tables, lane)
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
         total = tiles.count(sums, self.threads, tid, lane, warp)
 
         consumer_registers, producer_registers = REGISTERS[self.cfg.groups]

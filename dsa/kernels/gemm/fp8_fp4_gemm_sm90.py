@@ -43,6 +43,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, store_16
@@ -165,6 +166,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
             block=(self.config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -211,6 +213,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
             sums[tid] = 0
             write_tables(tables, lane)
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
         total = tiles.count(sums, self.config.threads, tid, lane, warp)
 
         if warp >= producer:

@@ -38,6 +38,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import bulk_load, tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.sm90 import opaque
@@ -99,7 +100,7 @@ class GroupedFp8GemmFewRowsSm90:
         self.storage = Storage
         self.kernel(
             a_atom, a_tma, b_atom, b_tma, s_atom, s_tma, b_scale, out, ends, a_layout, b_layout, s_layout
-        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -140,6 +141,7 @@ class GroupedFp8GemmFewRowsSm90:
             if tid < 32:
                 sums[tid] = 0
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
         across = cute.ceil_div(out.shape[1], self.columns)
         if cutlass.const_expr(self.grouped):
             prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))

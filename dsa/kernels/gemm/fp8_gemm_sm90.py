@@ -46,6 +46,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.sm90 import REGISTERS, WARPGROUP
@@ -160,6 +161,7 @@ class Fp8GemmSm90:
             block=(self.config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -210,6 +212,7 @@ class Fp8GemmSm90:
             if tid < 32:
                 sums[tid] = 0
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
         total = tiles.count(sums, self.config.threads, tid, lane, warp) if const_expr(grouped) else tiles.count()
 
         blocks, memory = a_scale.shape[1], (sa, sas, sb, sbs)

@@ -26,6 +26,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import bulk_load, tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.pipeline import Mbarriers, Pipeline, expect_bytes, pipeline_storage, start
 from dsa.cute.sm90 import WARP
 from dsa.cute.wgmma import multiply
@@ -82,6 +83,7 @@ class Fp8GemmSplitChannelsSm90:
             cluster=(self.ctas, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -125,6 +127,7 @@ class Fp8GemmSplitChannelsSm90:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.cluster_arrive_relaxed()
+        wait_for_prerequisite_grids()
 
         if warp == CONSUMER_WARPS:
             state = start()

@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, hadamard, quantize, round_to
 from dsa.kernels.gemm.limits import CAST_DTYPES
@@ -54,7 +55,10 @@ class PerTokenCastToFp8Sm90:
         groups_per_row = scale.shape[1]
         total = x.shape[0] * groups_per_row
         self.kernel(x, places, q, scale, cute.fast_divmod_create_divisor_v2(groups_per_row), total).launch(
-            grid=(cute.ceil_div(total, self.groups_per_cta), 1, 1), block=(self.threads, 1, 1), stream=stream
+            grid=(cute.ceil_div(total, self.groups_per_cta), 1, 1),
+            block=(self.threads, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -71,6 +75,7 @@ class PerTokenCastToFp8Sm90:
         block, _, _ = cute.arch.block_idx()
         lane = tid % self.lanes
         first = block * self.groups_per_cta + tid // self.lanes
+        wait_for_prerequisite_grids()
 
         raw = cute.make_rmem_tensor((self.channels, self.unroll), x.element_type)
         rows = [None] * self.unroll

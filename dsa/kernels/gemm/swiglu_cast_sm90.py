@@ -27,6 +27,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.kernels.gemm.limits import CAST_DTYPES, SWIGLU_MULTIPLE
@@ -58,7 +59,7 @@ class SwigluCastSm90:
         groups_per_row = scale.shape[1]
         total = scale.shape[0] * groups_per_row
         self.kernel(gate, up, q, scale, limit, cute.fast_divmod_create_divisor_v2(groups_per_row), total).launch(
-            grid=(cute.ceil_div(total, GROUPS_PER_CTA), 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(cute.ceil_div(total, GROUPS_PER_CTA), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -75,6 +76,7 @@ class SwigluCastSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         group = block * GROUPS_PER_CTA + tid // LANES
+        wait_for_prerequisite_grids()
         self.cast(gate, up, q, scale, limit, row_groups, group, total, tid % LANES)
 
     @cute.jit
@@ -143,7 +145,7 @@ class SwigluCastOfMatricesSm90(SwigluCastSm90):
     ):
         row_groups = cute.fast_divmod_create_divisor_v2(scale.shape[1])
         self.kernel_of_matrices(gate, up, q, scale, limit, ends, row_groups).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -160,6 +162,7 @@ class SwigluCastOfMatricesSm90(SwigluCastSm90):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
+        wait_for_prerequisite_grids()
         end = ends[ends.shape[0] - 1]
         # A number that no rows end at says nothing of the other matrices' rows.
         if end < 0 or end > scale.shape[0]:

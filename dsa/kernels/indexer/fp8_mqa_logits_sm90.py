@@ -33,6 +33,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.reductions import quad_reduce_scatter
@@ -151,7 +152,7 @@ class Fp8MqaLogitsSm90:
             score_mma(self.n),
             q_layout,
             k_layout,
-        ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -189,6 +190,7 @@ class Fp8MqaLogitsSm90:
             pipelines.q.init(consumers=self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
 
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.producer_registers)

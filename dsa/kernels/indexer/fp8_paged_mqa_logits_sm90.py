@@ -33,6 +33,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import EVICT_FIRST, tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, arrive, expect_bytes, pipeline_storage, start
 from dsa.cute.reductions import quad_reduce_scatter
@@ -172,7 +173,13 @@ class Fp8PagedMqaLogitsSm90:
         self.kernel(
             *(q_atom, q_tma, k_atom, k_tma, cache, weights, lengths, block_table, schedule, out),
             *(capacity, fill_columns, score_mma(self.n), q_layout, k_layout, page_layout),
-        ).launch(grid=(schedule.shape[0] - 1, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(
+            grid=(schedule.shape[0] - 1, 1, 1),
+            block=(self.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
 
     @cute.kernel
     def kernel(
@@ -209,15 +216,6 @@ class Fp8PagedMqaLogitsSm90:
         sweights = storage.weights.get_tensor(cute.make_layout((self.heads, self.next_n, self.sequences)))
         scales = storage.scales.get_tensor(cute.make_layout((self.page, self.pages_a_tile * self.stages)))
 
-        first, last = (Int32(0), Int32(0)), (Int32(0), Int32(0))
-        if warp >= self.consumer_warps:
-            # The loaders' chain of dependent loads (schedule, lengths and page numbers, keys) is what a short call
-            # waits for: its first link overlaps the set-up, and the lengths come to L2 meanwhile.
-            cta, _, _ = cute.arch.block_idx()
-            first, last = (schedule[cta, 0], schedule[cta, 1]), (schedule[cta + 1, 0], schedule[cta + 1, 1])
-            if warp == self.consumer_warps and lane * 32 < lengths.shape[0]:
-                place = (lengths.iterator + lane * 32 * lengths.stride[0]).toint()
-                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[place])
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
@@ -225,6 +223,16 @@ class Fp8PagedMqaLogitsSm90:
             pipelines.k.init(consumers=WARPGROUP // WARP)
             pipelines.q.init(consumers=self.consumer_warps)
         cute.arch.mbarrier_init_fence()
+        wait_for_prerequisite_grids()
+        first, last = (Int32(0), Int32(0)), (Int32(0), Int32(0))
+        if warp >= self.consumer_warps:
+            # The loaders' chain of dependent loads (schedule, lengths and page numbers, keys) is what a short call
+            # waits for: its first link overlaps the barrier, and the lengths come to L2 meanwhile.
+            cta, _, _ = cute.arch.block_idx()
+            first, last = (schedule[cta, 0], schedule[cta, 1]), (schedule[cta + 1, 0], schedule[cta + 1, 1])
+            if warp == self.consumer_warps and lane * 32 < lengths.shape[0]:
+                place = (lengths.iterator + lane * 32 * lengths.stride[0]).toint()
+                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[place])
         cute.arch.sync_threads()
 
         if warp >= self.consumer_warps:

@@ -20,6 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
 from dsa.cute.quantize import GROUP, hadamard, quantize, round_to
@@ -88,7 +89,7 @@ class QuantizeIndexerQueriesSm90:
         total = q.shape[0] * heads
         divisor = cute.fast_divmod_create_divisor_v2(heads)
         self.kernel(q, weights, cos, sin, q8, scaled, divisor, total).launch(
-            grid=(cute.ceil_div(total, VECTORS), 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(cute.ceil_div(total, VECTORS), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -107,6 +108,7 @@ class QuantizeIndexerQueriesSm90:
         block, _, _ = cute.arch.block_idx()
         lane = tid % LANES
         vector = block * VECTORS + tid // LANES
+        wait_for_prerequisite_grids()
         # Past the end: the last vector again, and nothing is stored.
         t, h = divmod(cutlass.min(vector, total - 1), heads)
         raw = cute.make_rmem_tensor((CHANNELS,), q.element_type)
@@ -146,7 +148,7 @@ class WriteIndexerKeysSm90:
     ):
         divisor = cute.fast_divmod_create_divisor_v2(page_size)
         self.kernel(k, weight, bias, cos, sin, cache, slots, divisor, page_size, eps).launch(
-            grid=(cute.ceil_div(k.shape[0], VECTORS), 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(cute.ceil_div(k.shape[0], VECTORS), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -167,6 +169,7 @@ class WriteIndexerKeysSm90:
         block, _, _ = cute.arch.block_idx()
         lane = tid % LANES
         vector = block * VECTORS + tid // LANES
+        wait_for_prerequisite_grids()
         t = cutlass.min(vector, k.shape[0] - 1)
         raw = cute.make_rmem_tensor((CHANNELS,), k.element_type)
         w, b = cute.make_rmem_tensor((CHANNELS,), Float32), cute.make_rmem_tensor((CHANNELS,), Float32)

@@ -37,6 +37,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
@@ -191,9 +192,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
             pipelines.scores.init(consumers=SELECTING_WARPS, producers=WARPGROUP // WARP)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # What is behind this point touches global memory: the kernels before must be done with it.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
 
         # All keys are one chunk.
         chunk = cute.ceil_div(k_scale.shape[0], TILE)

@@ -20,6 +20,7 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
@@ -33,7 +34,7 @@ MAX_SPLITS = 2**31 - 1
 class PagedMqaLogitsMetadataSm90:
     @cute.jit
     def __call__(self, lengths: cute.Tensor, schedule: cute.Tensor, stream):
-        self.kernel(lengths, schedule).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+        self.kernel(lengths, schedule).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, lengths: cute.Tensor, schedule: cute.Tensor):
@@ -42,6 +43,7 @@ class PagedMqaLogitsMetadataSm90:
         smem = SmemAllocator()
         ends = smem.allocate_tensor(Int32, cute.make_layout(THREADS), 16)
         sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+        wait_for_prerequisite_grids()
         batch = lengths.shape[0]
         most = MAX_SPLITS // cutlass.max(batch, 1)
 

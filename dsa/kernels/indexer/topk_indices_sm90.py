@@ -36,6 +36,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.pipeline import Mbarriers
@@ -131,10 +132,7 @@ class TopkIndicesSm90:
         cute.arch.mbarrier_init_fence()
 
         memory.clear(tid, self.threads)
-        # What is behind this point touches global memory: the kernels before must be done with it. The next kernel may
-        # begin up to this point of its own.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
 
         start, row = find_row(scores, starts, lengths, index, options)
         resident = True

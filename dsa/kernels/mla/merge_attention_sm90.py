@@ -24,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
 from dsa.kernels.mla.limits import MAX_BRANCHES, MERGE_CHANNEL_MULTIPLE, MERGE_DTYPES
@@ -57,7 +58,7 @@ class MergeAttentionSm90:
         heads = cute.fast_divmod_create_divisor_v2(out.shape[2])
         inner = cute.fast_divmod_create_divisor_v2(out.shape[1])
         self.kernel(outs, lses, attn_sink, out, lse, heads, inner, rows).launch(
-            grid=(cute.ceil_div(rows, WARPS), 1, 1), block=(WARPS * WARP, 1, 1), stream=stream
+            grid=(cute.ceil_div(rows, WARPS), 1, 1), block=(WARPS * WARP, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -75,6 +76,7 @@ class MergeAttentionSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         row, lane = block * WARPS + tid // WARP, tid % WARP
+        wait_for_prerequisite_grids()
         if row < rows:
             outer, h = divmod(row, heads)
             a, b = divmod(outer, inner)

@@ -37,6 +37,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.shared_memory import load_matrices, pack
@@ -166,7 +167,7 @@ class MhaVarlenFwdSm90:
         self.kernel(
             *(Loads(*pairs), cu_q, cu_k, out, lse, bits, dense_keys, tile_counter, scale, causal, group, ratio),
             *(q_layout, k_layout, v_layout),
-        ).launch(grid=(ctas, 1, 1), block=(cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(ctas, 1, 1), block=(cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -204,6 +205,7 @@ class MhaVarlenFwdSm90:
             MhaPipelines.of(storage, cfg.q_stages).init(self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
         consumer_registers, producer_registers = REGISTERS[cfg.warpgroups]
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(producer_registers)

@@ -24,6 +24,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
 from dsa.kernels.mla.decode_scheduler import PlanColumn
@@ -241,8 +242,7 @@ class MlaCombineSm90(SplitCombine):
         number, row, column = self.block_coord(block, row_blocks, warp)
         shared = self.allocate()
         # The plan may be from the kernel before the last, which the last has waited for.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
         sequence, first, splits = number, Int32(0), Int32(0)
         if fixed_splits > 0:
             tiles = (cutlass.max(cutlass.min(lengths[sequence], capacity), 0) + TILE_N - 1) // TILE_N
@@ -314,8 +314,7 @@ class SparseMlaCombineSm90(SplitCombine):
         warp, lane = tid // WARP, tid % WARP
         number, row, column = self.block_coord(block, row_blocks, warp)
         shared = self.allocate()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
         # The workers that have the query's first tile and its last.
         first = scheduler.worker_of(number * scheduler.tiles)
         splits = scheduler.worker_of((number + 1) * scheduler.tiles - 1) - first + 1

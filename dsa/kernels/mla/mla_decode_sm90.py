@@ -30,6 +30,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import PipelineState
 from dsa.cute.sm90 import WARPGROUP, opaque
@@ -157,9 +158,7 @@ class MlaDecodeSm90(MlaAttention):
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        # What is behind this point touches global memory: the kernels before must be done with it.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
 
         heads = q.shape[2] // mk.shape[2]
         q_tile = DecodeQTile(q.shape[1], heads, q.shape[1] * heads, row_tile * TILE_M, kv_head, causal)

@@ -22,6 +22,7 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
@@ -46,8 +47,7 @@ class MlaPlanSm90:
         smem = SmemAllocator()
         sums = smem.allocate_tensor(Int32, cute.make_layout(WARP), 16)
         before = smem.allocate_tensor(Int32, cute.make_layout(MAX_BATCH + 1), 16)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
         batch = lengths.shape[0]
         total, most = Int32(0), MAX_TILES // batch
         for base in cutlass.range(0, batch, THREADS, unroll=1):

@@ -19,6 +19,7 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.kernels.mla.mha_limits import SELECTION_KEYS, SELECTION_WORDS
 
@@ -39,9 +40,7 @@ class SelectionBitsSm90:
         tid, _, _ = cute.arch.thread_idx()
         t, _, _ = cute.arch.block_idx()
         words = SmemAllocator().allocate_tensor(Int32, cute.make_layout(CHUNK), byte_alignment=16)
-        # What is behind this point touches global memory: the kernels before must be done with it.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
         start = Int64(0)
         if const_expr(starts is not None):
             start = Int64(starts[t])

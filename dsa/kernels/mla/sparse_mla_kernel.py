@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARPGROUP
 from dsa.kernels.mla.limits import TILE_N
 from dsa.kernels.mla.mla_attention import RoleRegisters
@@ -202,9 +203,7 @@ class SparseMlaKernel:
             shared.exchange.init()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # What is behind this point touches global memory: the kernels before must be done with it.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
 
         heads = q.shape[2]
         own_sink = storage.sink.get_tensor(cute.make_layout(self.head_tile))

@@ -25,6 +25,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.sm90 import WARP
@@ -39,9 +40,7 @@ def _my_query():
     """(this warp's query, the lane)"""
     tid, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    # What is behind this point touches global memory: the kernels before must be done with it.
-    cute.arch.griddepcontrol_wait()
-    cute.arch.griddepcontrol_launch_dependents()
+    wait_for_prerequisite_grids()
     return block * WARPS + tid // WARP, tid % WARP
 
 

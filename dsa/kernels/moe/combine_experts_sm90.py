@@ -29,6 +29,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import gather_16
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import round_to
 from dsa.cute.rounded import multiply_rounded
@@ -64,7 +65,7 @@ class CombineExpertsSm90:
 
         self.storage = Storage
         self.kernel(y, rows, weights, shared, residual, out, cute.fast_divmod_create_divisor_v2(parts)).launch(
-            grid=(out.shape[0] * parts, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(out.shape[0] * parts, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -83,6 +84,7 @@ class CombineExpertsSm90:
         token, part = divmod(block, parts)
         vector = part * THREADS + tid
         gathered = Int32(SmemAllocator().allocate(self.storage).gathered.data_ptr().toint()) + tid * VECTOR_BYTES
+        wait_for_prerequisite_grids()
         if vector * self.width < out.shape[1]:
             own = cute.make_rmem_tensor((self.width,), self.dtype)
             stream_part = cute.make_rmem_tensor((self.width,), self.dtype)

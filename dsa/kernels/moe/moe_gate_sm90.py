@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
 
@@ -44,7 +45,7 @@ class MoeGateSm90:
         stream,
     ):
         self.kernel(logits, bias, topk_indices, weights, scale).launch(
-            grid=(cute.ceil_div(logits.shape[0], WARPS), 1, 1), block=(WARP * WARPS, 1, 1), stream=stream
+            grid=(cute.ceil_div(logits.shape[0], WARPS), 1, 1), block=(WARP * WARPS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -54,6 +55,7 @@ class MoeGateSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         token, lane = block * WARPS + tid // WARP, tid % WARP
+        wait_for_prerequisite_grids()
         if token < logits.shape[0]:
             score = cute.make_rmem_tensor((self.each,), Float32)
             order = cute.make_rmem_tensor((self.each,), Int32)

@@ -26,6 +26,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
 from dsa.kernels.moe.moe_gate_sm90 import LAST, LOWEST, MoeGateSm90, order_of
@@ -105,8 +106,7 @@ class RouteToExpertsSm90:
         chosen = smem.allocate_tensor(Int64, cute.make_layout((self.gate.top_k, WARPS)), 16)
         if const_expr(self.ctas > 1):
             cute.arch.cluster_arrive_relaxed()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
 
         tokens, count = logits.shape[0], ends.shape[0]
         entries, token = tokens * self.gate.top_k, warp * self.ctas + rank

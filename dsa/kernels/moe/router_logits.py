@@ -23,6 +23,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import prefetch_to_l2
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.sm90 import WARP
 
 EXPERTS = 16  # rows of an mma
@@ -75,8 +76,7 @@ class RouterLogits:
         index = rank * WARPS + warp
         first, end = slice_start(index, steps), slice_start(index + 1, steps)
         self.prefetch(weight, column, first, end, lane)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_prerequisite_grids()
         if lane == 0:
             slices[0, 0, warp] = Float32(0.0)
         sums = self.multiply(x, weight, tile, column, first, end, slices[None, 0, warp], warp, lane)

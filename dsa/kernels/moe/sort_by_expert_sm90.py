@@ -16,6 +16,7 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
 from dsa.cute.sm90 import WARP
 
@@ -27,7 +28,7 @@ class SortByExpertSm90:
     @cute.jit
     def __call__(self, experts: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor, stream):
         self.kernel(experts, order, rows, ends).launch(
-            grid=(ends.shape[0] + 1, 1, 1), block=(WARP * WARPS, 1, 1), stream=stream
+            grid=(ends.shape[0] + 1, 1, 1), block=(WARP * WARPS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -40,6 +41,7 @@ class SortByExpertSm90:
         count, entries = ends.shape[0], experts.shape[0]
         each = cute.ceil_div(cute.ceil_div(entries, WARPS), 32) * 32
         begin, end = warp * each, cutlass.min((warp + 1) * each, entries)
+        wait_for_prerequisite_grids()
 
         lower, equal = Int32(0), Int32(0)
         for first in cutlass.range(begin, end, 32 * AHEAD, unroll=1):

@@ -32,6 +32,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import bulk_load, tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.pipeline import Pipeline, expect_bytes, start
 from dsa.cute.shared_memory import load_4, load_matrices, load_matrices_transposed, store_4
@@ -154,10 +155,13 @@ class IndexerKeyGradSm90:
         self.storage = Storage
         ctas = fixup.shape[0]
         self.kernel(q_atom, q_tma, w, q_tiles, di, active, dk, partial_sums, fixup, mma, q_layout).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
         self.add_partial_sums(dk, partial_sums, fixup).launch(
-            grid=(ctas, self.keys * self.dim // (4 * FIXUP_THREADS), 1), block=(FIXUP_THREADS, 1, 1), stream=stream
+            grid=(ctas, self.keys * self.dim // (4 * FIXUP_THREADS), 1),
+            block=(FIXUP_THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -194,6 +198,7 @@ class IndexerKeyGradSm90:
         if tid < WARP:
             sums[tid] = 0
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
         own = self.scheduler.cta_range(q_tiles, before, sums, found, cta, fixup.shape[0], tid, self.threads, warp, lane)
 
         consumer_registers, other_registers = REGISTERS[self.warpgroups]
@@ -401,6 +406,7 @@ class IndexerKeyGradSm90:
         cta, part, _ = cute.arch.block_idx()
         index = part * FIXUP_THREADS + tid
         row, vector = index // (self.dim // 4), index % (self.dim // 4)
+        wait_for_prerequisite_grids()
         if fixup[cta, Fixup.TAIL] == 1 and row < fixup[cta, Fixup.TAIL_KEYS]:
             target = cute.local_tile(dk[fixup[cta, Fixup.TAIL_KEY] + row, None], (4,), (vector,))
             total, more = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4,), Float32)

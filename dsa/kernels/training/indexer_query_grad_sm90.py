@@ -33,6 +33,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import bulk_load, gather_16, tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.pipeline import Pipeline, expect_bytes, start
 from dsa.cute.shared_memory import load_8, load_16, load_matrices, pack, store_matrices
@@ -134,7 +135,7 @@ class IndexerQueryGradSm90:
 
         self.storage = Storage
         self.kernel(q, k_atom, k_tma, w, q_tiles, di, active, dq, dw, tile_counter, mma, k_layout).launch(
-            grid=(ctas, 1, 1), block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(ctas, 1, 1), block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.kernel
@@ -168,6 +169,7 @@ class IndexerQueryGradSm90:
             work_tiles.init(self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
 
         consumer_registers, other_registers = REGISTERS[self.cfg.warpgroups]
         if warp >= self.consumer_warps:

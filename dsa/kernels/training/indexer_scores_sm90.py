@@ -31,6 +31,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.reductions import quad_reduce_scatter
@@ -110,7 +111,7 @@ class IndexerScoresSm90:
         self.storage = Storage
         self.kernel(
             q_atom, q_tma, k_atom, k_tma, weights, q_tiles, scores, active, tile_counter, mma, q_layout, k_layout
-        ).launch(grid=(ctas, 1, 1), block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(ctas, 1, 1), block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -146,6 +147,7 @@ class IndexerScoresSm90:
             work_tiles.init(self.consumer_warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
 
         consumer_registers, other_registers = REGISTERS[self.warpgroups]
         if warp >= self.consumer_warps:

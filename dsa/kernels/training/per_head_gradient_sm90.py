@@ -33,6 +33,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start, state_at, state_at_of_two
 from dsa.cute.shared_memory import load_16, pack, store_16, store_matrices
@@ -151,7 +152,7 @@ class PerHeadGradientSm90(PerHeadTiles):
         self.kernel(
             *(self.loads(q, k, q_idx, k_idx), w, lse, lse_idx, g, q_tiles, tile_counter, done, dq_idx, dw, parts),
             *(scale * LOG2E, heads_together, group, *mmas, layout),
-        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -189,6 +190,7 @@ class PerHeadGradientSm90(PerHeadTiles):
             d.init(KEY_WARPS, SCORE_WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
         registers = REGISTERS[self.index_dim]
         if warp >= WarpRole.PRODUCER:
             cute.arch.setmaxregister_decrease(registers.producer)

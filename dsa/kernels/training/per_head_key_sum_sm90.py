@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.training.limits import INDEX_CHANNELS
@@ -31,12 +32,15 @@ class PerHeadKeySumSm90:
     @cute.jit
     def __call__(self, parts: cute.Tensor, begins_q: cute.Tensor, begins_k: cute.Tensor, dk_idx: cute.Tensor, stream):
         grid = parts.shape[1], dk_idx.shape[1] // CHUNK * PARTS, 1
-        self.kernel(parts, begins_q, begins_k, dk_idx).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
+        self.kernel(parts, begins_q, begins_k, dk_idx).launch(
+            grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(self, parts: cute.Tensor, begins_q: cute.Tensor, begins_k: cute.Tensor, dk_idx: cute.Tensor):
         tid, _, _ = cute.arch.thread_idx()
         tile, part, _ = cute.arch.block_idx()
+        wait_for_prerequisite_grids()
         low, high = Int32(0), Int32(begins_k.shape[0] - 2)
         while low < high:
             middle = (low + high + 1) >> 1

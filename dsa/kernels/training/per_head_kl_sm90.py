@@ -27,6 +27,7 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import start
 from dsa.cute.sm90 import LN2, LOG2E, SHARED_BYTES, WARPGROUP
@@ -93,7 +94,7 @@ class PerHeadKlSm90(PerHeadTiles):
         self.kernel(
             *(loads, w, lse, q_tiles, tile_counter, kl, lse_idx, scale * LOG2E, heads_together, group),
             score_mma(True),
-        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -118,6 +119,7 @@ class PerHeadKlSm90(PerHeadTiles):
             self.init(shared, CONSUMER_WARPS, CONSUMER_WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
         if warp >= WarpRole.PRODUCER:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == WarpRole.PRODUCER:

@@ -18,6 +18,7 @@ from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
@@ -44,7 +45,7 @@ class QTilePlanSm90:
         stream,
     ):
         self.kernel(cu_queries, cu_keys, bounds, before, q_tiles, key_tiles, causal, queries, keys, most).launch(
-            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -64,6 +65,7 @@ class QTilePlanSm90:
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % WARP, tid // WARP
         sums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARP), 16)
+        wait_for_prerequisite_grids()
         batch, count = before.shape[0], q_tiles.shape[0]
         self.ascend(cu_queries, bounds[0, None], queries, sums, tid, lane, warp)
         self.ascend(cu_keys, bounds[1, None], keys, sums, tid, lane, warp)

@@ -34,6 +34,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import arrive_when_gathered, gather_16
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices, pack, store_16, swizzled
@@ -150,7 +151,7 @@ class SparseIndexerGradSm90:
         self.storage = Storage
         inputs = Inputs(q, k, w, indices, d_scores, g)
         self.kernel(inputs, fixed_scale, dq, dw, dk, scores_mma, rmem_mma, query_mma, key_mma, *layouts).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.kernel
@@ -188,6 +189,7 @@ class SparseIndexerGradSm90:
             pipelines.queries.init(CONSUMER_WARPS, WARPGROUP)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
         schedule = QuerySchedule.of(scheduler, inputs.q, inputs.indices)
         if warp >= WarpRole.PRODUCER:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)

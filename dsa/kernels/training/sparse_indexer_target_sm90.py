@@ -36,6 +36,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARPGROUP, opaque
@@ -118,7 +119,7 @@ class SparseIndexerTargetSm90:
         self.storage = Storage
         inputs = Inputs(q, kv, q_idx, k_idx, w_idx, indices, lse)
         self.kernel(inputs, kl, d_scores, scale, smem_mma, rmem_mma, keys_layout, index_layout, q_layout).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.kernel
@@ -161,6 +162,7 @@ class SparseIndexerTargetSm90:
             pipelines.sums.init(INDEX_WARPS, 4 * self.row_tiles)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
         schedule = QuerySchedule.of(scheduler, inputs.q, inputs.indices)
         if warp >= WarpRole.PRODUCER:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)

@@ -45,6 +45,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import arrive, pipeline_storage
 from dsa.cute.shared_memory import pack, store_matrices, swizzled
@@ -158,7 +159,7 @@ class SparseMlaBackwardSm90:
             *((q_atom, do_atom), (q_tma, do_tma)),
             *(q, kv, dout, head_terms, indices, dq, dkv, tile_counter, scale, scale_log2, scheduler),
             *((layout, rope_layout, half_layout, q_layout, do_layout, ds_layout),),
-        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -198,6 +199,7 @@ class SparseMlaBackwardSm90:
             pipelines.init()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
 
         if warp >= WarpRole.PRODUCER:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)

@@ -23,6 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LOG2E, WARP
@@ -57,7 +58,12 @@ class BackwardInputsSm90:
         self.kernel(
             *(out, dout, lse, dlse, sink, scale, head_terms, dsink),
             cute.fast_divmod_create_divisor_v2(padded),
-        ).launch(grid=(cute.ceil_div(out.shape[0] * padded, WARPS), 1, 1), block=(WARP * WARPS, 1, 1), stream=stream)
+        ).launch(
+            grid=(cute.ceil_div(out.shape[0] * padded, WARPS), 1, 1),
+            block=(WARP * WARPS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
 
     @cute.kernel
     def kernel(
@@ -78,6 +84,7 @@ class BackwardInputsSm90:
         # The number of warps is a multiple of 64, and so of a CTA's: all have a head.
         query, head = divmod(block * WARPS + (tid >> 5), padded)
         own = cutlass.min(head, out.shape[1] - 1)
+        wait_for_prerequisite_grids()
         delta = Float32(0.0)
         a, b = cute.make_rmem_tensor((8, 2), self.dtype), cute.make_rmem_tensor((8, 2), self.dtype)
         for i in cutlass.range_constexpr(2):
@@ -116,7 +123,7 @@ class ReorderSumsSm90:
     def __call__(self, sums: cute.Tensor, out: cute.Tensor, stream):
         total = out.shape[0] * (self.channels // REORDERED)
         self.kernel(sums, out).launch(
-            grid=(cute.ceil_div(total, self.threads), 1, 1), block=(self.threads, 1, 1), stream=stream
+            grid=(cute.ceil_div(total, self.threads), 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -124,6 +131,7 @@ class ReorderSumsSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         number, groups = block * self.threads + tid, self.channels // REORDERED
+        wait_for_prerequisite_grids()
         key, group = number // groups, number % groups
         if key < out.shape[0]:
             found = cute.make_rmem_tensor((REORDERED,), Float32)
@@ -151,7 +159,7 @@ class SumListsSm90:
         stream,
     ):
         self.kernel(rows, order, bounds, blocks, stride, sums).launch(
-            grid=(bounds.shape[0] - 1, 1, 1), block=(self.channels // 4, 1, 1), stream=stream
+            grid=(bounds.shape[0] - 1, 1, 1), block=(self.channels // 4, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -166,6 +174,7 @@ class SumListsSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         key, _, _ = cute.arch.block_idx()
+        wait_for_prerequisite_grids()
         first, end = bounds[key], bounds[key + 1]
         if first < end:
             own = cute.local_tile(sums[key, None], (4,), (tid,))

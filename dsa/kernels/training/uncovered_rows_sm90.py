@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
 
@@ -31,13 +32,16 @@ class UncoveredRowsSm90:
 
     @cute.jit
     def __call__(self, bounds: cute.Tensor, tensors: list[cute.Tensor], most: Int32, ctas: Int32, stream):
-        self.kernel(bounds, tensors, most, ctas).launch(grid=(ctas, 1, 1), block=(WARP * WARPS, 1, 1), stream=stream)
+        self.kernel(bounds, tensors, most, ctas).launch(
+            grid=(ctas, 1, 1), block=(WARP * WARPS, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(self, bounds: cute.Tensor, tensors: list[cute.Tensor], most: Int32, ctas: Int32):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp, lane, warps = cta * WARPS + tid // WARP, tid % WARP, ctas * WARPS
+        wait_for_prerequisite_grids()
         batch = bounds.shape[0] - 1
         self.fill(tensors, warp, bounds[0], warps, lane)
         self.fill(tensors, bounds[batch] + warp, tensors[0].shape[0], warps, lane)

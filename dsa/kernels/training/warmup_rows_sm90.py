@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LN2, LOG2E, WARP
@@ -28,7 +29,7 @@ class WarmupLseSm90:
     @cute.jit
     def __call__(self, scores: cute.Tensor, q_tiles: cute.Tensor, lse_idx: cute.Tensor, stream):
         self.kernel(scores, q_tiles, lse_idx).launch(
-            grid=(q_tiles.shape[0], Q_TILE // WARPS, 1), block=(WARP * WARPS, 1, 1), stream=stream
+            grid=(q_tiles.shape[0], Q_TILE // WARPS, 1), block=(WARP * WARPS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -36,6 +37,7 @@ class WarmupLseSm90:
         tid, _, _ = cute.arch.thread_idx()
         index, part, _ = cute.arch.block_idx()
         lane, row = tid % WARP, part * WARPS + tid // WARP
+        wait_for_prerequisite_grids()
         q_tile = load_q_tile(q_tiles, index)
         if row < q_tile.rows:
             limit = cutlass.min(q_tile.seen + q_tile.step * row, q_tile.keys)
@@ -71,12 +73,15 @@ class WarmupLseSm90:
 class WarmupKlSm90:
     @cute.jit
     def __call__(self, kl_parts: cute.Tensor, q_tiles: cute.Tensor, kl: cute.Tensor, stream):
-        self.kernel(kl_parts, q_tiles, kl).launch(grid=(q_tiles.shape[0], 1, 1), block=(Q_TILE, 1, 1), stream=stream)
+        self.kernel(kl_parts, q_tiles, kl).launch(
+            grid=(q_tiles.shape[0], 1, 1), block=(Q_TILE, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(self, kl_parts: cute.Tensor, q_tiles: cute.Tensor, kl: cute.Tensor):
         row, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
+        wait_for_prerequisite_grids()
         q_tile = load_q_tile(q_tiles, index)
         if row < q_tile.rows:
             total = Float32(0.0)

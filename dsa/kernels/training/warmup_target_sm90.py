@@ -33,6 +33,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import prefetch_to_l2, tile_load
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import pack
@@ -135,7 +136,7 @@ class WarmupTargetSm90:
         self.kernel(
             *(q_atom, q_tma, k_atom, k_tma, lse, lse_idx, upstream, q_tiles, key_tiles, scores, kl_parts),
             *(scale * LOG2E, cute.fast_divmod_create_divisor_v2(group), heads, q_layout, k_layout),
-        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -174,6 +175,7 @@ class WarmupTargetSm90:
             pipelines.k.init(CONSUMER_WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        wait_for_prerequisite_grids()
         if warp >= WarpRole.PRODUCER:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == WarpRole.PRODUCER:
