@@ -141,6 +141,7 @@ def test_kernels_wait_and_arrive_by_pipelines():
 MOST_LINES, FEWEST_LINES = 600, 30
 # Files of fewer lines, and why they are files. Packages and limits.py are what they are.
 SHORT = {
+    "dsa/cute/dependent_launch.py": "an act of its own, of every kernel",
     "dsa/cute/rounded.py": "an act of its own, of four families",
     "dsa/cute/sm90.py": "the hardware's numbers, which are read everywhere",
     "dsa/cute/tile_counter.py": "read by all dynamic persistent schedulers",

@@ -156,13 +156,7 @@ class Fp8GemmSm90:
         self.storage = Storage
         self.kernel(
             *(a, a_scale, rows, loads, ends, results, stores, counter, count, a_layout, b_layout, as_layout, bs_layout)
-        ).launch(
-            grid=(ctas, 1, 1),
-            block=(self.config.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
-        )
+        ).launch(grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
