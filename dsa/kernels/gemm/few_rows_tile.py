@@ -41,6 +41,15 @@ def fragments(rows: int, together: int, sb: cute.Tensor, sa: cute.Tensor):
 
 
 @cute.jit
+def prefetch_blocks(atom, source: cute.Tensor, first, end, step, span: cutlass.Constexpr):
+    """Ask for the `span` blocks of the groups first, first + step and so on below `end`: they will be in the L2 cache.
+    A warp's work."""
+    for group in cutlass.range(first, end, step, unroll=1):
+        for i in cutlass.range_constexpr(span):
+            cute.prefetch(atom, source[None, span * group + i])
+
+
+@cute.jit
 def load_blocks(atom, source: cute.Tensor, target: cute.Tensor, group, stage, span: cutlass.Constexpr, barrier):
     """Load the `span` blocks of a group to a stage."""
     for i in cutlass.range_constexpr(span):

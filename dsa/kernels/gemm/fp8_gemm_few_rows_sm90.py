@@ -15,6 +15,8 @@ Plan
 - Mainloop: the wgmma of a stage's blocks are issued one behind the other, each block's into accumulators of its own,
   and the scales are read while they run. Then the blocks are scaled and added in their order. One block at a time the
   latency of wgmma, of the wait and of the scales would be that of every block.
+- Before it waits for the kernel in front, a CTA asks for as much of b as its ring holds to be brought to the L2 cache.
+  It does not read it: that may be what the kernel in front writes. Of several matrices it does not know yet which.
 - Epilogue: accumulators have the result transposed. 16-bit results are turned by stmatrix, a warp's 16 columns at a
   time, and stored 32 bytes in a row. A warp stores fp32 results at once, as eight lanes have 32 bytes of a row.
 - Scheduler: static persistent. Of several matrices the work tiles are found by prefix sums (grouped_tiles.py).
@@ -44,7 +46,7 @@ from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.sm90 import opaque
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, tiles_of
+from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, prefetch_blocks, tiles_of
 from dsa.kernels.gemm.fp8_gemm_choice import choose_for_one_matrix as choose_for_one_matrix
 from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     COLUMNS,
@@ -129,12 +131,16 @@ class GroupedFp8GemmFewRowsSm90:
         s_of_b = storage.b_scale.get_tensor(cute.make_layout((SCALES, self.stages)))
         groups = b_scale.shape[2] // SCALES
 
+        across = cute.ceil_div(out.shape[1], self.columns)
         if warp == CONSUMER_WARPS:
             with cute.arch.elect_one():
                 pipeline.init(consumers=CONSUMER_WARPS)
             cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(a_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(s_atom)
+            if cutlass.const_expr(not self.grouped):
+                one_matrix = OneMatrixTiles(out.shape[0], across, self.rows, self.columns)
+                self.prefetch(b_atom, mb, one_matrix, groups, sb, lane)
         cute.arch.mbarrier_init_fence()
         sums = storage.sums.get_tensor(cute.make_layout(32 if self.grouped else 1))
         if cutlass.const_expr(self.grouped):
@@ -142,7 +148,6 @@ class GroupedFp8GemmFewRowsSm90:
                 sums[tid] = 0
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        across = cute.ceil_div(out.shape[1], self.columns)
         if cutlass.const_expr(self.grouped):
             prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
             tiles = GroupedTiles(ends, out.shape[0], across, prefix, self.rows, self.columns)
@@ -164,12 +169,23 @@ class GroupedFp8GemmFewRowsSm90:
             return b_layout
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, self.columns, GROUP), Float8E4M3FN, 1)
 
+    def filled(self, sb: cute.Tensor) -> cute.Tensor:
+        """What loads of b fill of the ring's blocks."""
+        return cute.local_tile(sb, (self.columns, GROUP, SCALES * self.stages), (0, 0, 0))
+
+    @cute.jit
+    def prefetch(self, b_atom, mb, tiles: OneMatrixTiles, groups, sb, lane):
+        """Ask for what the ring will hold first of b. The producer warp's work."""
+        column = tiles.rows_first(static_persistent_scheduler().first, Int32(0), lane).column
+        _, tbg = tiles_of(b_atom, self.filled(sb), mb, (self.columns, GROUP), column)
+        prefetch_blocks(b_atom, tbg, 0, cutlass.min(groups, self.stages), 1, SCALES)
+
     @cute.jit
     def produce(self, atoms, ma, mb, ms, b_scale, tiles, total, groups, sa, sb, ss, s_of_b, pipeline: Pipeline, lane):
         """The producer warp."""
         b_atom, a_atom, s_atom = atoms
         size = SCALES * ((self.columns + self.rows) * GROUP + 4 * (self.rows + 1))
-        filled = cute.local_tile(sb, (self.columns, GROUP, SCALES * self.stages), (0, 0, 0))
+        filled = self.filled(sb)
         scheduler = static_persistent_scheduler()
         state, e = start(), Int32(0)
         matrix_rows = mb.shape[0] // b_scale.shape[0]

@@ -13,6 +13,8 @@ Plan
 - Pipeline: a ring of stages, each SPLIT_SPAN blocks of 128 channels of a and of b. A CTA has few blocks, so that most
   of them are in flight at once. Two barriers of the cluster: all CTAs run, before the first product is sent; all
   products are there.
+- Before it waits for the kernel in front, a CTA asks for its blocks of b to be brought to the L2 cache. It does not
+  read them: they may be what the kernel in front writes.
 - Epilogue: a warp adds and stores slabs of 8 columns and 8 rows, a lane one column of two rows.
 - Scheduler: a cluster for each work tile.
 Shared memory: barriers; stages x SPLIT_SPAN x (64 + rows) x 128 bytes; products received, MAX_SPLIT_BLOCKS x 256 x
@@ -31,7 +33,7 @@ from dsa.cute.pipeline import Mbarriers, Pipeline, expect_bytes, pipeline_storag
 from dsa.cute.sm90 import WARP
 from dsa.cute.wgmma import multiply
 from dsa.kernels.gemm.cluster import remote_address, store_remote_8
-from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, tiles_of
+from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, prefetch_blocks, tiles_of
 from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     COLUMNS,
     CONSUMER_WARPS,
@@ -124,6 +126,8 @@ class Fp8GemmSplitChannelsSm90:
                 scales_loaded.init(1)
             cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(a_atom)
+            _, tbg = tiles_of(b_atom, sb, mb, (COLUMNS, GROUP), index * COLUMNS)
+            prefetch_blocks(b_atom, tbg, rank, groups, self.ctas, SPLIT_SPAN)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.cluster_arrive_relaxed()
