@@ -30,16 +30,14 @@ def test_no_kernel_touches_global_memory_before_its_wait(compile_function, argum
         assert wait < let_in and "EXIT" not in instructions[:let_in]
 
 
-def _launches() -> list[tuple[str, ast.Call]]:
-    found = []
+def _launches():
     for path in sorted(Path(dsa.kernels.__path__[0]).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and "grid" in {keyword.arg for keyword in node.keywords}:
-                found.append((f"{path.name}:{node.lineno}", node))
-    return found
+                yield pytest.param(node, id=f"{path.name}:{node.lineno}")
 
 
-@pytest.mark.parametrize(("place", "call"), _launches(), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_launch_is_programmatic(place, call):
-    (use_pdl,) = [keyword.value for keyword in call.keywords if keyword.arg == "use_pdl"]
+@pytest.mark.parametrize("launch", list(_launches()))
+def test_every_launch_is_programmatic(launch):
+    (use_pdl,) = [keyword.value for keyword in launch.keywords if keyword.arg == "use_pdl"]
     assert isinstance(use_pdl, ast.Constant) and use_pdl.value is True
