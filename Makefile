@@ -1,5 +1,5 @@
-# make demo: install into .venv, let the small model of Python source that comes with dsa write some, and compare its
-# sparse attention with dense attention on text that it was not trained on.
+# make demo: install into .venv, let the small model of Python source that comes with dsa write some, and the same once
+# more with drafts; compare its sparse attention with dense attention on text that it was not trained on.
 # make test: install into .venv and run the tests that need no GPU, on a sample of the kernels' variants.
 # make test-all: the same on all of their variants, and these once more with the oldest DSL that is supported.
 PYTHON ?= python3
@@ -21,6 +21,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 DEMO_PROMPT := class Stack:\n    """Last in, first out."""\n\n    def __init__(self, items=()):
 demo: .venv/installed
 	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-new-tokens 300 --seed 2 --stats
+	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-new-tokens 300 --seed 2 --stats --draft 1 >/dev/null
 	$(BIN)/dsa compare
 
 # Neighbouring tests stay in one process, which makes what they share once; idle processes take from busy ones.

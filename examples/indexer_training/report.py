@@ -141,6 +141,7 @@ def card(metrics: dict, text: str) -> str:
         f"| {package['name']} | {package['version']} | {package['licence']} | {package['files']} | "
         f"{package['bytes'] / 1e6:.2f} |"
         for package in data["packages"]
+        if package["files"]  # of some all are too much like what is held out
     )
     return f"""# A small model of Python source
 

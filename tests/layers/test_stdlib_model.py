@@ -42,8 +42,15 @@ def test_size_and_format():
 
 def test_the_card_names_the_licence_of_the_data():
     assert "PSF-2.0" in METRICS["data"]["licence"]
-    assert METRICS["data"]["licence"] in (SHIPPED_MODEL / "README.md").read_text()
+    card = (SHIPPED_MODEL / "README.md").read_text()
+    assert METRICS["data"]["licence"] in card
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (SHIPPED_MODEL / "LICENSE.python.txt").read_text()
+    texts = (SHIPPED_MODEL / "LICENSE.packages.txt").read_text(encoding="utf-8")
+    trained_on = [package for package in METRICS["data"]["packages"] if package["files"]]
+    assert trained_on
+    for package in trained_on:
+        name = f"{package['name']} {package['version']}"
+        assert name in texts and f"| {package['name']} | {package['version']} | {package['licence']} |" in card
 
 
 def test_the_recorded_loss(model):
@@ -69,6 +76,20 @@ def test_its_text(model):
     )
 
 
+def test_it_drafts():
+    """The same greedy tokens with drafts, of which as many are taken as its card says, about."""
+    model = load_model(SHIPPED_MODEL, dtype=torch.float32, dequantize=True, drafter=True, progress=False)
+    tokenizer, prompt = Tokenizer(SHIPPED_MODEL), HELD_OUT_TEXT.read_text()[:1000]
+    texts = []
+    for drafts in (0, 1):
+        generator = Generator(model, tokenizer, cache_tokens=1024, draft_tokens=drafts)
+        (done,) = generator.generate([prompt], SamplingParams(150))
+        texts.append(done.tokens)
+    assert texts[0] == texts[1]
+    throughput = generator.throughput
+    assert throughput.taken / throughput.drafted > METRICS["acceptance"]["right"][0] - 0.2 > 0.2
+
+
 def test_generate_without_a_directory_runs_it(capsys):
     assert main(["generate", "--prompt", "def f(", "--max-new-tokens", "4", "--device", "cpu"]) == 0
     assert len(capsys.readouterr().out) > 1
@@ -77,14 +98,18 @@ def test_generate_without_a_directory_runs_it(capsys):
 def test_the_demo_runs_it(monkeypatch, capsys):
     """The Makefile's commands, but for how much they write and read."""
     recipe = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    prompt, generate, compare = re.search(
-        r"^(printf .*) \| \.venv/bin/dsa (.*)\n\.venv/bin/dsa (.*)", recipe, re.M
-    ).groups()
-    given = subprocess.run(["sh", "-c", prompt], capture_output=True, check=True).stdout
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
-    assert main([*shlex.split(generate), "--max-new-tokens", "3", "--device", "cpu"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.startswith(given.decode()) and "keys read: " in captured.err
+    generations = re.findall(r"^(printf .*) \| \.venv/bin/dsa (generate [^>\n]*)", recipe, re.M)
+    texts = []
+    for prompt, generate in generations:
+        given = subprocess.run(["sh", "-c", prompt], capture_output=True, check=True).stdout
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        assert main([*shlex.split(generate), "--max-new-tokens", "3", "--device", "cpu", "--dtype", "float32"]) == 0
+        captured = capsys.readouterr()
+        assert captured.out.startswith(given.decode()) and "keys read: " in captured.err
+        assert "tokens/s" in captured.err and ("; drafts: " in captured.err) == ("--draft" in generate)
+        texts.append(captured.out)
+    assert len(texts) == 2 and texts[0] == texts[1] and "--draft" in generations[1][1]
+    (compare,) = re.findall(r"^\.venv/bin/dsa (compare.*)", recipe, re.M)
     assert main([*shlex.split(compare), "--max-tokens", "64", "--length", "64", "--device", "cpu"]) == 0
     assert "dense, all keys" in capsys.readouterr().out
 

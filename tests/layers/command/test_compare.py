@@ -69,7 +69,7 @@ def test_columns_stand_beneath_their_names(capsys):
 def test_the_loss_is_the_models_own(tmp_path, capsys):
     """Of a text of one's own, two sequences behind their beginnings, without what is left at its end."""
     text = tmp_path / "text.py"
-    text.write_text("import os\n\n\ndef read(path):\n    return open(path).read()\n" * 10, newline="")
+    text.write_text("import os\n\n\ndef read(path):\n    return open(path).read()\n" * 20, newline="")
     assert compare("--json", "--text", text, "--length", 200, "--no-dequantize", "--dtype", "float32") == 0
     start, rows = measured(capsys)
     assert (start["text"], start["sequences"], start["dequantized"]) == (str(text), 2, False)
