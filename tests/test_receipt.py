@@ -120,7 +120,7 @@ def change(tmp_path, monkeypatch):
         for package in ("dsa", "dsa_layers", "dsa_bench", "dsa_engines", "tests", "docs"):
             leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png", "*.json")
             shutil.copytree(receipt.ROOT / package, tmp_path / package, ignore=leave)
-        for folder in ("dsa/tuned", "dsa_layers/vendored"):
+        for folder in ("dsa/tuned", "dsa_layers/vendored", "dsa_layers/stdlib_model"):
             shutil.copytree(receipt.ROOT / folder, tmp_path / folder, dirs_exist_ok=True)
         shutil.copy(receipt.ROOT / "README.md", tmp_path)
         path = tmp_path / file
@@ -165,6 +165,11 @@ CHANGES = {
         ("dsa/reference/elementwise/rms_norm.py", "import torch\n", "import torch\nNEW = 1\n"),
         ("rms_norm",),
         ("topk_indices",),
+    ),
+    "the model that comes with dsa": (
+        ("dsa_layers/stdlib_model/tokenizer.json", '"version":"1.0"', '"version":"1.1"'),
+        ("user_commands",),
+        ("generation", "e2e"),
     ),
     "a tuned configuration": (
         ("dsa/tuned/sm_90/fp8_mqa_logits.json", '"winners": {', '"winners": {"new": 1, '),

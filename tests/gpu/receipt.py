@@ -5,6 +5,7 @@
 of more than one op. An entry's digest covers
 - the code: what the entry is about, with everything of this project that it imports, and the tile configurations that
   its kernels load. Of an op's kernels those for the entry's arch count: an entry is of one arch;
+- of the user's commands also the commands, the documents' Python, and the model that comes with dsa;
 - the judges: its test file, conftest and benchmark, with the modules of tests/, dsa_bench/ and dsa.testing that they
   import. A test that is weaker than the one that ran ends the entry, as a changed kernel does.
 """
@@ -138,6 +139,8 @@ def digest(name: str, arch: str) -> str:
         h.update(json.dumps(found["winners"], sort_keys=True).encode() + str(found.get("multiprocessors", "")).encode())
     if name == "user_commands":
         h.update("\n".join([*python_blocks(), *commands()]).encode())
+        for path in (LAYERS / "stdlib_model" / name for name in ("config.json", "model.safetensors", "tokenizer.json")):
+            h.update(path.read_bytes())
     if name in ROW_BY_ROW:  # the models' sizes
         for path in sorted((LAYERS / "vendored").glob("*config.json")):
             h.update(json.dumps(json.loads(path.read_text()), sort_keys=True).encode())
