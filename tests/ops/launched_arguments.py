@@ -84,8 +84,8 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
     for tokens in (1, 300, 3000):
         streams = partial(lambda tokens: (make.bf16(tokens, 4, 64), make.bf16(3, 24, 256)), tokens)
         yield f"hyper_mix of {tokens} tokens", streams, lambda given: dsa.hyper_mix(*given)
-    router = partial(lambda tokens: (make.bf16(tokens, 64), make.bf16(40, 64), make.f32(40), 3), 100)
-    yield "route_to_experts of 100 tokens", router, lambda given: dsa.route_to_experts(*given)
+    router = partial(lambda tokens: (make.bf16(tokens, 64), make.bf16(40, 64), make.f32(40), 3), 50)
+    yield "route_to_experts of 50 tokens", router, lambda given: dsa.route_to_experts(*given)
 
 
 class Memory:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsa_layers
-from dsa_layers import Generator, load_model
+from dsa_layers import SHIPPED_MODEL, Generator, load_model
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, StoredNames
 from dsa_layers.checkpoint.gpu_plan import check_fits, plan, plans, precision_of
@@ -163,7 +163,7 @@ def test_experts_that_are_widened_take_twice_the_memory():
     assert 1.7 < found[1] / found[0] < 2
 
 
-def test_what_does_not_fit_is_refused(monkeypatch, capsys):
+def test_what_does_not_fit_is_refused(monkeypatch, capsys, tmp_path):
     """Before anything is read: there are no weights beside the configuration."""
     flash = VENDORED / "deepseek_v4_flash_config.json"
     found = plan(read_config(flash), precision_of(read_config(flash)), 2)
@@ -192,5 +192,8 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys):
     call = ["generate", str(flash), "--gpus", "2", "--prompt", "x"]
     assert main(call) == 0 and main([*call, "--draft", "1"]) == 2
     assert "--gpus: each of 2 would hold 80.5 GB of weights" in capsys.readouterr().err
-    assert main(["generate", "--gpus", "2", "--prompt", "x", "--draft", "1"]) == 2
+    alone = tmp_path / "config.json"
+    fields = json.loads((SHIPPED_MODEL / "config.json").read_text())
+    alone.write_text(json.dumps(fields | {"num_nextn_predict_layers": 0}))
+    assert main(["generate", str(alone), "--gpus", "2", "--prompt", "x", "--draft", "1"]) == 2
     assert "--draft: " in (problem := capsys.readouterr().err) and "has num_nextn_predict_layers=0" in problem
