@@ -139,6 +139,7 @@ def digest(name: str, arch: str) -> str:
         h.update(json.dumps(found["winners"], sort_keys=True).encode() + str(found.get("multiprocessors", "")).encode())
     if name == "user_commands":
         h.update("\n".join([*python_blocks(), *commands()]).encode())
+        # Another training has other metrics: they stand for the weights, which copies of this project leave out.
         for path in (LAYERS / "stdlib_model" / name for name in ("config.json", "metrics.json", "tokenizer.json")):
             h.update(path.read_bytes())
     if name in ROW_BY_ROW:  # the models' sizes
