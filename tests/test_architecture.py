@@ -17,12 +17,14 @@ REASON = "has not run on a GPU"
 # The receipt as if all of it had run on the code before the example: what does not match afterwards is the example's.
 FRESH = """
 from tests.gpu import receipt
+from tests.gpu.read_once import read_once
 
 data = receipt.load()
-for arch, entries in data.items():
-    for name, entry in entries.items():
-        if not entry["unverified"]:
-            entry["digest"] = receipt.digest(name, arch)
+with read_once():
+    for arch, entries in data.items():
+        for name, entry in entries.items():
+            if not entry["unverified"]:
+                entry["digest"] = receipt.digest(name, arch)
 receipt.save(data)
 """
 BLOCKS = re.findall(

@@ -10,9 +10,16 @@ from dsa import backends, source_digest
 from dsa_bench.e2e import document, parallel_document
 from dsa_bench.harness import case
 from tests.gpu import headlines, receipt, status_table, unverify
+from tests.gpu.read_once import read_once
 
 # Of these digests are compared below: an arch on which everything is to run.
 (ARCH, *_) = [arch for arch in backends.archs() if receipt.WHOLES.keys() <= {*receipt.asked(arch)}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget():
+    with read_once() as forget:
+        yield forget
 
 
 @pytest.mark.parametrize("op", receipt.archs_by_op())
@@ -107,34 +114,41 @@ def test_a_new_row_is_an_entry_that_has_to_run_and_nothing_else(another_arch, mo
     assert "| `rms_norm` | PyTorch | unverified: has not run on a GPU |" in table and "`dsa bench e2e`" not in table
 
 
-def clear():
-    for function in (source_digest._tree, source_digest._module_text, source_digest.modules_used_by):
-        function.cache_clear()
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of what digests are of."""
+    copied = tmp_path_factory.mktemp("project")
+    for package in ("dsa", "dsa_layers", "dsa_bench", "dsa_engines", "tests", "docs"):
+        leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png", "*.json")
+        shutil.copytree(receipt.ROOT / package, copied / package, ignore=leave)
+    for folder in ("dsa/tuned", "dsa_layers/vendored", "dsa_layers/stdlib_model"):
+        shutil.copytree(receipt.ROOT / folder, copied / folder, dirs_exist_ok=True)
+    shutil.copy(receipt.ROOT / "README.md", copied)
+    return copied
 
 
 @pytest.fixture
-def change(tmp_path, monkeypatch):
-    """Call it with a file, what to replace there and by what: from then on digests are of a copy of this project."""
+def change(copy, forget, monkeypatch):
+    """Call it with a file, what to replace there and by what: from then on digests are of a copy of this project in
+    which nothing else is changed."""
+    changed = {}
 
     def replace(file, old, new):
-        for package in ("dsa", "dsa_layers", "dsa_bench", "dsa_engines", "tests", "docs"):
-            leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png", "*.json")
-            shutil.copytree(receipt.ROOT / package, tmp_path / package, ignore=leave)
-        for folder in ("dsa/tuned", "dsa_layers/vendored", "dsa_layers/stdlib_model"):
-            shutil.copytree(receipt.ROOT / folder, tmp_path / folder, dirs_exist_ok=True)
-        shutil.copy(receipt.ROOT / "README.md", tmp_path)
-        path = tmp_path / file
-        assert old in path.read_text(), f"{file} has no {old!r}"
-        path.write_text(path.read_text().replace(old, new))
-        monkeypatch.setattr(source_digest, "_ROOT", tmp_path)
-        monkeypatch.setattr(receipt, "ROOT", tmp_path)
-        monkeypatch.setattr(receipt, "HERE", tmp_path / "tests" / "gpu")
-        monkeypatch.setattr(receipt, "TUNED", tmp_path / "dsa" / "tuned")
-        monkeypatch.setattr(receipt, "LAYERS", tmp_path / "dsa_layers")
-        clear()
+        path = copy / file
+        changed[path] = text = path.read_text()
+        assert old in text, f"{file} has no {old!r}"
+        path.write_text(text.replace(old, new))
+        monkeypatch.setattr(source_digest, "_ROOT", copy)
+        monkeypatch.setattr(receipt, "ROOT", copy)
+        monkeypatch.setattr(receipt, "HERE", copy / "tests" / "gpu")
+        monkeypatch.setattr(receipt, "TUNED", copy / "dsa" / "tuned")
+        monkeypatch.setattr(receipt, "LAYERS", copy / "dsa_layers")
+        forget()
 
     yield replace
-    clear()
+    for path, text in changed.items():
+        path.write_text(text)
+    forget()
 
 
 @functools.cache

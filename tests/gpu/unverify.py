@@ -14,13 +14,16 @@ from collections.abc import Sequence
 
 from dsa import backends
 from tests.gpu import receipt
+from tests.gpu.read_once import read_once
 
 
 def unverify(reason: str, names: Sequence[str] = ()) -> list[str]:
     """Writes the marks into the receipt; which entries got one, as "ENTRY of ARCH"."""
     data, marked = receipt.load(), []
-    for arch in sorted({*backends.archs(), *data}):
-        for name in receipt.needed(data, arch):
+    with read_once():
+        needed = {arch: receipt.needed(data, arch) for arch in sorted({*backends.archs(), *data})}
+    for arch, there in needed.items():
+        for name in there:
             if not names or name in names:
                 data.setdefault(arch, {})[name] = {"unverified": reason}
                 marked.append(f"{name} of {arch}")
