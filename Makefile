@@ -24,8 +24,8 @@ demo: .venv/installed
 	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-new-tokens 300 --seed 2 --stats --draft 1 >/dev/null
 	$(BIN)/dsa compare
 
-# Tests start hundreds of processes. Where the environment says that byte code is not to be kept, each compiles again what
-# it imports; and threads of one would spin while they wait for the cores of another.
+# Tests start hundreds of processes. Where the environment says that byte code is not to be kept, each compiles again
+# what it imports; and threads of one would spin while they wait for the cores of another.
 unexport PYTHONDONTWRITEBYTECODE
 test test-all test-oldest: export OMP_NUM_THREADS := 1
 
