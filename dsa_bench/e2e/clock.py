@@ -36,10 +36,14 @@ class Clock:
 
     def meet(self) -> None:
         """The GPUs go on together from here. It is a collective."""
+        if self._ranks.size == 1:
+            return
         dist.all_reduce(self._met, group=self._ranks.group)
 
     def everyones(self, own: Any) -> list[Any]:
         """What every rank has, in their order."""
+        if self._ranks.size == 1:
+            return [own]
         found: list[Any] = [None] * self._ranks.size
         dist.all_gather_object(found, own, group=self._ranks.group)
         return found

@@ -10,7 +10,6 @@ compiled before, in parallel; --compile does that alone, also where there is no 
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -18,17 +17,17 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from dsa import backends
-from dsa.cute.private_files import private_folder
-from dsa_bench.e2e import parallel_table
+from dsa_bench.e2e import one_of_many, parallel_table
 from dsa_bench.e2e.clock import Clock
 from dsa_bench.e2e.parallel_cases import names
-from dsa_bench.e2e.parallel_kernels import asked, compile_kernels
-from dsa_bench.e2e.parallel_rows import Row, Tell, rank_rows, seconds_told
+from dsa_bench.e2e.parallel_kernels import prepare
+from dsa_bench.e2e.parallel_rows import Row, rank_rows, seconds_told
 from dsa_bench.e2e.stacks import STACKS
 from dsa_layers import options
 from dsa_layers.parallel.environment import started_ranks
 from dsa_layers.parallel.launch import launch
 from dsa_layers.parallel.process_group import join
+from dsa_layers.parallel.ranks import ALONE
 
 COMMAND = (sys.executable, "-m", "dsa_bench.e2e.parallel")
 
@@ -51,6 +50,14 @@ def rows(gpus: int = 2, done: Collection[str] = ()) -> Iterator[Row]:
         raise RuntimeError(f"{' '.join(call)} ended with {process.returncode}")
 
 
+def all_rows(done: Collection[str] = ()) -> Iterator[Row]:
+    """The rows of two GPUs, of four where there are as many, and those of one of more GPUs than there are."""
+    for gpus in (2, 4):
+        if gpus <= torch.cuda.device_count():
+            yield from rows(gpus, done)
+    yield from one_of_many.rows(Clock(ALONE, torch.device("cuda", torch.cuda.current_device())), done=done)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e.parallel", description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=options.positive, default=2, metavar="N", help="at least 2 (default: 2)")
@@ -70,7 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     if not args.compile:
         _check_gpus(parser, args.gpus)
     tell = seconds_told()
-    _compile(args, tell)
+    tell("modules are imported")
+    prepare(args.models, args.runs, args.gpus, tell)
     return 0 if args.compile else launch([*COMMAND, *arguments], args.gpus)
 
 
@@ -79,18 +87,6 @@ def _check_gpus(parser: argparse.ArgumentParser, gpus: int) -> None:
         parser.error(f"a benchmark needs a GPU with kernels: {reason}")
     if torch.cuda.device_count() < gpus:
         parser.error(f"--gpus: must be at most the {torch.cuda.device_count()} that torch sees, got {gpus}")
-
-
-def _compile(args: argparse.Namespace, tell: Tell) -> None:
-    from dsa.cute.compile_cache import cache_dir  # needs the DSL, which is for Linux
-
-    directory = cache_dir()
-    if directory is None:
-        return  # each rank compiles for itself
-    tell("modules are imported")
-    variants = asked(args.models, args.runs, args.gpus)
-    jobs = len(os.sched_getaffinity(0))
-    compile_kernels(variants, private_folder(directory), jobs, tell)
 
 
 def _rank(args: argparse.Namespace) -> int:

@@ -7,17 +7,19 @@ something is measured.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsa_bench.e2e import bars, parallel_plot
+from dsa_bench.e2e.computed import computed
 from dsa_bench.e2e.marked_document import between_marks, entry_of
 from dsa_bench.e2e.parallel_rows import Row
 
 BEGIN, END = "<!-- parallel tables -->", "<!-- end of parallel tables -->"
 PICTURE = "parallel.png"
 HEAD = ("run", "ms", "tokens/s", "GB a GPU", "in collectives", "silent, ms", "efficiency", "one GPU, ms", "speed-up")
+COMPUTED_HEAD = ("run", "silent, ms", "GB a GPU", "all layers, ms, computed", "tokens/s, computed")
 
 
 def generated(entry: Mapping[str, Any]) -> str:
@@ -30,10 +32,34 @@ def generated(entry: Mapping[str, Any]) -> str:
         raise ValueError("entry: must have rows in 'bench', got none")
     place = f"Measured on {entry['device']}, torch {entry['torch']}, CuTe DSL {entry['dsl']}, on {entry['date']}"
     sections = [f"{place}, of commit {entry['commit']}."]
+    measured, silent = ([row for row in rows if ("efficiency" in row) is whole] for whole in (True, False))
     for model in dict.fromkeys(row["model"] for row in rows):
-        of_model = [row for row in rows if row["model"] == model]
-        sections += [f"### {model}", _layers(of_model), _table(of_model), *_missed(of_model)]
-    return "\n\n".join([*sections, f"![time with and without what GPUs say to each other]({PICTURE})"])
+        of_model = [row for row in measured if row["model"] == model]
+        for gpus in dict.fromkeys(row["gpus"] for row in of_model):
+            own = [row for row in of_model if row["gpus"] == gpus]
+            sections += [f"### {model}, {gpus} GPUs", _layers(own), _table(HEAD, map(_cells, own)), *_missed(own)]
+        parts = [row for row in silent if row["model"] == model]
+        if parts:
+            sections += [f"### {model}, {parts[0]['gpus']} GPUs, computed", *_computed(parts, of_model)]
+    if measured:
+        sections.append(f"![time with and without what GPUs say to each other]({PICTURE})")
+    return "\n\n".join(sections)
+
+
+def _computed(parts: Sequence[Row], measured: Sequence[Row]) -> list[str]:
+    first = parts[0]
+    text = (
+        f"The part of one of {first['gpus']} GPUs was measured by itself, {first['layers']} of "
+        f"{first['published_layers']} layers. What all layers take on {first['gpus']} GPUs is **computed** from it and "
+        "from what the most GPUs above say to each other (`dsa_bench/e2e/computed.py`)"
+    )
+    lines = []
+    for row in parts:
+        ms = computed(row, measured)
+        figures = ["", ""] if ms is None else [f"{ms:.1f}", f"{row['tokens'] / ms * 1e3:.0f}"]
+        lines.append([row["run"], f"{row['shard_ms']:.2f}", f"{row['memory'] / 1e9:.1f}", *figures])
+    none = "; nothing of more than two GPUs was measured." if not any(line[3] for line in lines) else "."
+    return [text + none, _table(COMPUTED_HEAD, lines)]
 
 
 def _layers(rows: Sequence[Row]) -> str:
@@ -42,14 +68,14 @@ def _layers(rows: Sequence[Row]) -> str:
     which = (
         f"all {first['layers']} layers" if all_of_them else f"{first['layers']} of {first['published_layers']} layers"
     )
-    text = f"{first['gpus']} GPUs, {which}"
+    text = which.capitalize()
     few = next((row["few_layers"] for row in rows if row["few_layers"]), None)
     return f"{text}; speed-up over one GPU of {few} layers." if few else f"{text}."
 
 
-def _table(rows: Sequence[Row]) -> str:
-    lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(_cells(row))} |" for row in rows)])
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rules = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join([*rules, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def _cells(row: Row) -> list[str]:
@@ -79,7 +105,7 @@ def inserted(text: str, entry: Mapping[str, Any]) -> str:
 def main(receipt: Path, document: Path, arch: str | None = None) -> None:
     entry = entry_of(receipt, "parallel", arch)
     document.write_text(inserted(document.read_text(encoding="utf-8"), entry), encoding="utf-8")
-    if not entry["unverified"]:
+    if not entry["unverified"] and any("efficiency" in row for row in entry["bench"]):
         parallel_plot.write_png(entry["bench"], document.parent / PICTURE)
 
 

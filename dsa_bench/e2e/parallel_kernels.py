@@ -1,9 +1,10 @@
 """The kernels that passes of models on several GPUs ask for, compiled before any rank starts: one after the other, in
 each rank, they would take most of its time."""
 
+import os
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 
+from dsa.cute.private_files import private_folder
 from dsa.ops.asked_variants import Variant, asked_variants
 from dsa_bench.e2e.parallel_cases import CONTEXT, Case, cases
 from dsa_bench.e2e.report import CHUNK
@@ -27,9 +28,15 @@ def asked(models: Sequence[str], runs: Collection[str] | None, gpus: int, arch: 
     return sorted(with_all_tiles(found), key=repr)
 
 
-def compile_kernels(variants: Sequence[Variant], directory: Path, jobs: int, tell: Callable[[str], None]) -> None:
-    """Into the compile cache of this directory, where they are not there yet."""
-    new = sum(is_new for _, is_new in build(variants, directory, jobs))
+def prepare(models: Sequence[str], runs: Collection[str] | None, gpus: int, tell: Callable[[str], None]) -> None:
+    """Compiles these into the compile cache, if there is one, where they are not there yet."""
+    from dsa.cute.compile_cache import cache_dir  # needs the DSL, which is for Linux
+
+    directory = cache_dir()
+    if directory is None:
+        return  # each rank compiles for itself
+    variants = asked(models, runs, gpus)
+    new = sum(is_new for _, is_new in build(variants, private_folder(directory), len(os.sched_getaffinity(0))))
     tell(f"{new} kernels compiled, {len(variants) - new} were there")
 
 

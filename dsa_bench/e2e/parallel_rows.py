@@ -84,17 +84,17 @@ def _of_model(
     compared = [case for case in todo if case.repeats]
     few, one_gpu, few_ms = STACKS[name][1]["num_hidden_layers"], {}, {}
     for own, found in ((ALONE, one_gpu), (ranks, few_ms)) if compared else ():
-        model = _drawn(name, own, clock, tell)
+        model = drawn(name, own, clock, tell)
         for case in compared:
-            times = _timed(model, case, clock)
+            times = timed(model, case, clock)
             # One GPU is one: that others compute the same beside it is of no matter.
             found[case.name] = (times.max(0).values if own.size > 1 else times[0]).median().item()
             tell(f"{name} {case.name}, {few} layers on {own.size}: {found[case.name]:.2f} ms")
         del model
-        _free()
+        free()
     if layers is None:
         layers = layers_that_fit(name, ranks.size, clock.free(), max(case.held for case in todo))
-    model = _drawn(name, ranks, clock, tell, **with_layers(name, layers))
+    model = drawn(name, ranks, clock, tell, **with_layers(name, layers))
     for case in todo:
         row = _measured(model, case, ranks, clock)
         tell(f"{name} {case.name}, {layers} layers on {ranks.size}: {row['ms']:.2f} ms, shard {row['shard_ms']}")
@@ -108,10 +108,10 @@ def _of_model(
             row["speedup"] = one_gpu[case.name] / few_ms[case.name]
         yield row
     del model
-    _free()
+    free()
 
 
-def _drawn(name: str, own: Ranks, clock: Clock, tell: Tell, **fields: Any) -> CheckpointModel:
+def drawn(name: str, own: Ranks, clock: Clock, tell: Tell, **fields: Any) -> CheckpointModel:
     """This rank's part of a stack; what no rank shares is the same on all."""
     model = stack(name, clock.device, ranks=own, **fields)
     cut = cuts_of(skeleton(name, **fields), own.size, blocks=True)
@@ -130,23 +130,23 @@ def _sum_of_bytes(x: torch.Tensor) -> int:
     return sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
 
 
-def _timed(model: CheckpointModel, case: Case, clock: Clock) -> torch.Tensor:
+def timed(model: CheckpointModel, case: Case, clock: Clock) -> torch.Tensor:
     torch.manual_seed(0)
     run = case.make(model)
     run.timed()
     times = clock.times(run.timed, case.repeats)
     del run
-    _free()
+    free()
     return times
 
 
 def _measured(model: CheckpointModel, case: Case, ranks: Ranks, clock: Clock) -> Row:
     row = _together(model, case, clock)
-    _free()
+    free()
     row |= dict.fromkeys(("shard_ms", "efficiency"))
     if case.repeats:
         with without_collectives(model, ranks):
-            row["shard_ms"] = _timed(model, case, clock).max(0).values.median().item()
+            row["shard_ms"] = timed(model, case, clock).max(0).values.median().item()
         row["efficiency"] = row["shard_ms"] / row["ms"]
     return row
 
@@ -190,6 +190,6 @@ def seconds_told() -> Tell:
     return tell
 
 
-def _free() -> None:
+def free() -> None:
     gc.collect()
     torch.cuda.empty_cache()

@@ -4,8 +4,9 @@ import time
 
 import torch
 
-from dsa_bench.e2e import parallel_cases, parallel_rows, stacks
+from dsa_bench.e2e import one_of_many, parallel_cases, parallel_rows, stacks
 from dsa_bench.e2e.clock import Clock
+from dsa_layers.parallel.ranks import ALONE
 from tests.bench.small_stacks import FEWER, SMALL
 
 # A prompt of whole rows, of shared ones, and one that is computed once.
@@ -64,6 +65,12 @@ def rows(ranks, options):
     make_small()
     told = []
     return [*parallel_rows.rank_rows(ranks, HostClock(ranks), tell=told.append, **options)], told
+
+
+def rows_of_a_part(ranks, options):
+    """The rows of one of two, which this process is alone."""
+    make_small()
+    return [*one_of_many.rows(HostClock(ALONE), 2, **options)]
 
 
 def rows_of_other_weights(ranks, options):

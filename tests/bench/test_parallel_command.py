@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from dsa_bench.e2e import bars, parallel, parallel_document, parallel_plot, parallel_table
+from dsa_bench.e2e.computed import computed
 from dsa_bench.e2e.parallel_rows import shape
 from dsa_bench.e2e.stacks import STACKS
 from tests.bench import parallel_command
@@ -40,6 +41,17 @@ def test_the_command_prints_rows_and_a_table():
     row, head, line = done.stdout.splitlines()
     assert [head, line] == [parallel_table.head(), parallel_table.line(json.loads(row))]
     assert " s  compiled" in done.stderr and "GLM-5, 3 layers on 2: drawn" in done.stderr
+
+
+@pytest.mark.parametrize(("there", "expected"), [(2, [2, 8]), (3, [2, 8]), (4, [2, 4, 8])])
+def test_all_rows(there, expected, monkeypatch):
+    """Of two GPUs, of four where they are, and of one of eight; what is done is left out everywhere."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr(parallel, "Clock", lambda ranks, device: ranks.size)
+    monkeypatch.setattr(parallel, "rows", lambda gpus, done: iter([(gpus, done)]))
+    monkeypatch.setattr(parallel.one_of_many, "rows", lambda clock, done: iter([(8 * clock, done)]))
+    assert list(parallel.all_rows(["a"])) == [(gpus, ["a"]) for gpus in expected]
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -109,7 +121,10 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     text = doc.read_text()
     assert text.startswith("Before.") and text.endswith("After.\n") and "old" not in text
     assert "Measured on 2 x a GPU, torch 2.11, CuTe DSL 4.8, on 2026-11-25, of commit abc." in text
-    assert "2 GPUs, all 43 layers; speed-up over one GPU of 5 layers." in text and "2 GPUs, 20 of 61 layers" in text
+    assert (
+        "### V4-Flash, 2 GPUs\n\nAll 43 layers; speed-up over one GPU of 5 layers." in text
+        and "20 of 61 layers" in text
+    )
     lines = text.splitlines()
     assert "| decode 1 x 8192 | 8.00 | 125 | 80.0 | 12% | 7.00 | 0.88 | 1.10 | 1.10 |" in lines
     assert "| prefill 1048576 | 8.00 | 125 | 80.0 |  |  |  |  |  |" in lines
@@ -117,6 +132,27 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     assert (tmp_path / parallel_document.PICTURE).read_bytes().startswith(b"\x89PNG")
     parallel_document.main(receipt, doc)
     assert doc.read_text() == text
+
+
+SILENT = {"shape": "V3.2 decode 1 x 8192, one of 8 GPUs", "model": "V3.2", "run": "decode 1 x 8192", "gpus": 8}
+SILENT |= {"layers": 30, "published_layers": 61, "tokens": 1, "shard_ms": 3.0, "memory": 50e9, "ms": 3.0}
+FOUR = ROW | {"model": "V3.2", "gpus": 4, "layers": 20, "published_layers": 61, "ms": 4.0, "shard_ms": 3.4}
+
+
+def test_more_gpus_than_there_are_are_computed():
+    """61 layers of a part's 3 ms of 30, and of the 0.6 ms of 20 that four GPUs say, of which each of eight gets 7 / 3;
+    two GPUs say nothing of it."""
+    expected = 61 * (3.0 / 30 + 0.6 / 20 * 7 / 3)
+    two = FOUR | {"gpus": 2, "ms": 9.0}
+    assert computed(SILENT, [two, FOUR, ROW, ONCE]) == pytest.approx(expected)
+    assert computed(SILENT, [two]) is None and computed(SILENT | {"run": "decode 8 x 8192"}, [FOUR]) is None
+    prompt = {"run": "prefill 4096", "tokens": 4096}
+    assert computed(SILENT | prompt, [FOUR | prompt]) == pytest.approx(61 * (0.1 + 0.03 * (7 / 8) / (3 / 4)))
+    text = parallel_document.generated(ENTRY | {"bench": [*ENTRY["bench"], FOUR, SILENT]})
+    assert text.index("### V3.2, 2 GPUs") < text.index("### V3.2, 4 GPUs") < text.index("### V3.2, 8 GPUs, computed")
+    assert f"| decode 1 x 8192 | 3.00 | 50.0 | {expected:.1f} | {1e3 / expected:.0f} |" in text
+    alone = parallel_document.generated(ENTRY | {"bench": [SILENT]})
+    assert "| decode 1 x 8192 | 3.00 | 50.0 |  |  |" in alone and "nothing of more than two GPUs was measured." in alone
 
 
 def test_the_document_of_what_has_not_run(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dsa_bench.e2e import collectives
+from dsa_bench.e2e import collectives, one_of_many
 from dsa_bench.e2e.parallel_cases import cases, names
 from dsa_bench.e2e.parallel_kernels import asked
 from dsa_bench.e2e.parallel_rows import RESERVE, layers_that_fit, shape
@@ -112,6 +112,16 @@ def test_the_share_of_collectives():
     assert collectives.share(events) == collectives.share(events[::-1]) == 3 / 10
     with pytest.raises(ValueError, match="events: must have kernels behind a collective, got 1 in 2 events"):
         collectives.share([kernel("gemm", 0, 1.0), {"cat": "cpu_op", "name": "nccl", "ts": 0, "dur": 1}])
+
+
+def test_rows_of_one_of_many():
+    """One process computes a part of two, of as many layers as are asked for, and says nothing to anyone."""
+    done = [one_of_many.shape("V4-Flash", "prefill 40", 2)]
+    (rows,) = in_ranks(1, parallel_ranks.rows_of_a_part, {"models": ["V4-Flash"], "layers": 3, "done": done})
+    assert [row["run"] for row in rows] == [run for run in OFTEN if run != "prefill 40"]
+    for row in rows:
+        assert row["shape"] == one_of_many.shape("V4-Flash", row["run"], 2) and row["ms"] == row["shard_ms"] > 0
+        assert (row["gpus"], row["layers"], row["published_layers"], row["memory"]) == (2, 3, 43, 10**9)
 
 
 @pytest.mark.parametrize("name", STACKS)

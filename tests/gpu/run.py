@@ -219,7 +219,7 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
     elif name == "parallel":
         from dsa_bench.e2e import parallel
 
-        yield from parallel.rows(done=[row["shape"] for row in done])
+        yield from parallel.all_rows(done=[row["shape"] for row in done])
     elif name == "host":
         from dsa_bench.harness import host
 
