@@ -15,7 +15,7 @@ import torch
 
 from dsa import backends
 from dsa_bench.e2e.clock import Clock
-from dsa_bench.e2e.parallel_cases import cases, names
+from dsa_bench.e2e.parallel_cases import chosen, names
 from dsa_bench.e2e.parallel_kernels import prepare
 from dsa_bench.e2e.parallel_rows import Row, Tell, drawn, free, layers_that_fit, seconds_told, timed
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
@@ -44,8 +44,8 @@ def rows(
     `parallel_rows.rank_rows`. ms is shard_ms."""
     ranks = SilentRanks(0, gpus)
     for name in models:
-        todo = [case for case in cases(name) if case.repeats and shape(name, case.name, gpus) not in done]
-        todo = [case for case in todo if runs is None or case.name in runs]
+        todo = chosen(name, runs, lambda case, name=name: shape(name, case, gpus) in done)
+        todo = [case for case in todo if case.repeats]
         if not todo:
             continue
         most = layers or layers_that_fit(name, gpus, clock.free(), max(case.held for case in todo))

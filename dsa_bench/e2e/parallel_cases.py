@@ -1,6 +1,6 @@
 """What is timed of models on several GPUs: one prompt, and one token for each of some sequences."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +32,11 @@ def cases(model: str) -> list[Case]:
     context = published_config(STACKS[model][0])["max_position_embeddings"]
     prompts = [_prompt(tokens) for tokens in PROMPTS if tokens <= context]
     return [*prompts, *(_step(count) for count in SEQUENCES)]
+
+
+def chosen(model: str, runs: Collection[str] | None, is_done: Callable[[str], bool]) -> list[Case]:
+    """Those of a model that are left to do, of all or of `runs`, by their names."""
+    return [case for case in cases(model) if (runs is None or case.name in runs) and not is_done(case.name)]
 
 
 def names() -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from dsa.cute.private_files import private_folder
 from dsa.ops.asked_variants import Variant, asked_variants
-from dsa_bench.e2e.parallel_cases import CONTEXT, Case, cases
+from dsa_bench.e2e.parallel_cases import CONTEXT, Case, chosen
 from dsa_bench.e2e.report import CHUNK
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import skeleton
@@ -22,9 +22,9 @@ def asked(models: Sequence[str], runs: Collection[str] | None, gpus: int, arch: 
     """What passes of the models ask for, split over so many GPUs and on one; sorted."""
     found: dict[Variant, None] = {}
     for name in models:
-        chosen = [case for case in cases(name) if runs is None or case.name in runs]
-        for ranks in (SilentRanks(0, gpus), ALONE) if chosen else ():
-            found |= _of_part(name, ranks, chosen, arch)
+        todo = chosen(name, runs, lambda case: False)
+        for ranks in (SilentRanks(0, gpus), ALONE) if todo else ():
+            found |= _of_part(name, ranks, todo, arch)
     return sorted(with_all_tiles(found), key=repr)
 
 
@@ -40,16 +40,16 @@ def prepare(models: Sequence[str], runs: Collection[str] | None, gpus: int, tell
     tell(f"{new} kernels compiled, {len(variants) - new} were there")
 
 
-def _of_part(name: str, ranks: Ranks, chosen: Sequence[Case], arch: str) -> dict[Variant, None]:
+def _of_part(name: str, ranks: Ranks, todo: Sequence[Case], arch: str) -> dict[Variant, None]:
     """Of a rank's part of the few layers that have all kinds."""
     model = skeleton(name)
     split(model, ranks, blocks=True)
     model.init_buffers(META)
     joint_linear.join(model)
-    pages = -(-max(case.held for case in chosen) // model.page_size)
+    pages = -(-max(case.held for case in todo) // model.page_size)
     cache = model.eval().make_cache(pages, model.page_size, META, state_slots=1024)
     with asked_variants(arch) as found, without_collectives(model, ranks):
-        for case in chosen:
+        for case in todo:
             if case.name.startswith("decode"):
                 decode(model, cache, case.tokens, CONTEXT)
                 continue

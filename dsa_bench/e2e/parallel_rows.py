@@ -11,7 +11,7 @@ import torch
 
 from dsa_bench.e2e import collectives
 from dsa_bench.e2e.clock import Clock
-from dsa_bench.e2e.parallel_cases import Case, cases
+from dsa_bench.e2e.parallel_cases import Case, chosen
 from dsa_bench.e2e.silent import without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
 from dsa_bench.e2e.trace import events_of
@@ -53,8 +53,7 @@ def rank_rows(
                 is one_gpu_ms / few_ms
     """
     for name in models:
-        todo = [case for case in cases(name) if shape(name, case.name, ranks.size) not in done]
-        todo = [case for case in todo if runs is None or case.name in runs]
+        todo = chosen(name, runs, lambda case, name=name: shape(name, case, ranks.size) in done)
         if todo:
             yield from _of_model(name, todo, ranks, clock, layers, tell)
 
